@@ -1,0 +1,18 @@
+#!/usr/bin/env bash
+# Train with torchrun: one process on each GPU of this machine, or two on the CPU where there is none.
+# Options go on to the script; NPROC sets another number of processes:  NPROC=4 exercise2_run_multigpu_torchrun.sh --epochs 3
+set -euo pipefail
+here=$(cd "$(dirname "$0")" && pwd)
+source "$here/../../workshop/runner.sh"      # sets $PYTHON
+
+# How many processes? A mistake in the options ends here, in one line, before anything is launched.
+nproc=$("$PYTHON" -m workshop.preflight "$here/exercise2_multigpu_torchrun.py" "$@")
+
+# When a process dies, torchrun stops the others and starts all of them again, here up to three times. Each attempt then gets
+# a rendezvous store of its own: in a shared one, gloo finds the addresses of the dead processes and often fails to connect.
+export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
+export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
+
+# "python -m torch.distributed.run" is torchrun, of this Python for certain.
+exec "$PYTHON" -m torch.distributed.run --standalone --nproc-per-node="$nproc" --max-restarts=3 \
+    "$here/exercise2_multigpu_torchrun.py" "$@"

@@ -1,0 +1,121 @@
+"""Starting the workshop's scripts in tests, watching them, killing them, and comparing what they leave."""
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import torch
+
+from workshop.measure.log import read_log
+from workshop.repository import ROOT
+
+SINGLE = ROOT / "01_single_gpu" / "single_gpu.py"
+SPAWN = ROOT / "solutions" / "02_pytorch_ddp" / "exercise1_multigpu.py"
+TORCHRUN = ROOT / "solutions" / "02_pytorch_ddp" / "exercise2_multigpu_torchrun.py"
+TORCHRUN_RUNNER = TORCHRUN.with_name("exercise2_run_multigpu_torchrun.sh")
+
+
+def environment(**changes) -> dict:
+    """The environment of a run: one thread a process, this Python, and no launcher's variables from outside."""
+    outer = {name: value for name, value in os.environ.items()
+             if not name.startswith(("SLURM_", "TORCHELASTIC_", "MASTER_", "WORKSHOP_")) and name not in ("RANK", "WORLD_SIZE", "NPROC")}
+    fixed = {"OMP_NUM_THREADS": "1", "WORKSHOP_PYTHON": sys.executable, "PYTHONPATH": str(ROOT)}
+    return {**outer, **fixed, **{name: str(value) for name, value in changes.items()}}
+
+
+def command(kind: str, nproc: int = 1) -> list[str]:
+    """The command that starts a script: kind is "single", "spawn" or "torchrun"."""
+    if kind == "single":
+        return [sys.executable, str(SINGLE)]
+    if kind == "spawn":
+        return [sys.executable, str(SPAWN), "--nproc", str(nproc)]
+    return [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={nproc}", str(TORCHRUN)]
+
+
+def run(arguments, cwd, timeout=180, **env) -> subprocess.CompletedProcess:
+    """Run a command to its end, with its output captured as text."""
+    return subprocess.run([str(argument) for argument in arguments], cwd=cwd, env=environment(**env),
+                          capture_output=True, text=True, timeout=timeout)
+
+
+def train(kind, nproc, cwd, *options, snapshot="run.pt", **env) -> list[dict]:
+    """Train in ``cwd`` and return the epochs of the log. Fails unless the run ended well and really trained."""
+    done = run([*command(kind, nproc), "--snapshot", snapshot, *options], cwd, **env)
+    assert done.returncode == 0, done.stdout + done.stderr
+    epochs = read_log(Path(cwd) / snapshot)
+    assert epochs and (Path(cwd) / snapshot).exists(), "the run trained nothing"
+    assert f"epoch {len(epochs)}/{len(epochs)}" in done.stdout
+    assert all(entry["losses"] for entry in epochs)
+    return epochs
+
+
+def losses(epochs: list[dict]) -> list[float]:
+    """The losses of all steps of a log."""
+    return [loss for entry in epochs for loss in entry["losses"]]
+
+
+def load(path) -> dict:
+    """A snapshot, on the CPU."""
+    return torch.load(path, map_location="cpu", weights_only=True)
+
+
+def largest_difference(first, second) -> float:
+    """The largest difference between the weights of two snapshots (paths); 0.0 if they are equal bit for bit."""
+    a, b = load(first)["model"], load(second)["model"]
+    assert a.keys() == b.keys()
+    return max((a[name] - b[name]).abs().max().item() for name in a)
+
+
+class Running:
+    """A run in the background, with its output in a file that can be waited on."""
+
+    def __init__(self, arguments, cwd, **env):
+        self.output = Path(cwd) / f"output-{time.monotonic_ns()}.txt"
+        with open(self.output, "w") as file:
+            self.process = subprocess.Popen([str(argument) for argument in arguments], cwd=cwd, env=environment(**env),
+                                            stdout=file, stderr=subprocess.STDOUT, start_new_session=True)
+
+    def text(self) -> str:
+        return self.output.read_text()
+
+    def wait_for(self, line: str, timeout=120) -> None:
+        """Wait until ``line`` has been printed."""
+        end = time.monotonic() + timeout
+        while line not in self.text():
+            assert self.process.poll() is None, f"ended with {self.process.returncode} before '{line}':\n{self.text()}"
+            assert time.monotonic() < end, f"no '{line}' within {timeout} s:\n{self.text()}"
+            time.sleep(0.02)
+
+    def wait(self, timeout=180) -> int:
+        try:
+            return self.process.wait(timeout)
+        except subprocess.TimeoutExpired:
+            self.kill()
+            raise AssertionError(f"still running after {timeout} s:\n{self.text()}") from None
+
+    def workers(self) -> list[psutil.Process]:
+        """The processes that train, by rank: the launcher's children that run a script of the stages."""
+        found = []
+        for child in psutil.Process(self.process.pid).children():
+            try:
+                found.append((int(child.environ()["RANK"]), child))
+            except (KeyError, psutil.Error):
+                continue
+        return [child for _, child in sorted(found, key=lambda pair: pair[0])]
+
+    def kill(self) -> None:
+        """Kill the run and all that it started."""
+        try:
+            family = psutil.Process(self.process.pid).children(recursive=True)
+        except psutil.NoSuchProcess:
+            family = []
+        self.process.kill()
+        for member in family:
+            try:
+                member.kill()
+            except psutil.NoSuchProcess:
+                pass
+        self.process.wait()

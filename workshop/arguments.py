@@ -1,0 +1,101 @@
+"""Options of the stage scripts: a mistake ends the run with one line and exit status 2, before anything is launched or written."""
+
+import argparse
+import os
+import sys
+import time
+from pathlib import Path
+
+from workshop.errors import UserError
+
+PREFLIGHT = "WORKSHOP_PREFLIGHT"  # set by workshop.preflight: check the options, train nothing
+
+
+class ArgumentParser(argparse.ArgumentParser):
+    """argparse's parser, with one line in place of the usage text. Under torchrun that line appears once, from rank 0."""
+
+    def __init__(self, **kwargs):
+        super().__init__(formatter_class=argparse.ArgumentDefaultsHelpFormatter, allow_abbrev=False, **kwargs)
+
+    def error(self, message):
+        """Print the message on standard error and exit with status 2."""
+        if int(os.environ.get("RANK", 0)) > 0:
+            time.sleep(10)  # torchrun ends all ranks with the first that exits: let that be rank 0, once it has printed
+        elif os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0":
+            print(f"{self.prog}: {' '.join(str(message).split())}", file=sys.stderr, flush=True)
+        sys.exit(2)
+
+
+def positive_int(text: str) -> int:
+    """Convert an option's text to a whole number of at least 1, for ``add_argument(type=positive_int)``."""
+    try:
+        number = int(text)
+    except ValueError:
+        number = 0
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"'{text}' is not a whole number of at least 1")
+    return number
+
+
+def check_arguments(parser: ArgumentParser, args: argparse.Namespace, model, world_size: int) -> None:
+    """End the run with one line and exit status 2 where ``args`` cannot work; return where they can.
+
+    Args:
+        parser: the script's parser; its ``error`` is how the run ends.
+        args: the options ``epochs``, ``batch_size`` (samples a step on each process), ``snapshot`` and ``dataset``.
+        model: a model as the script makes it, on the CPU. It is loaded with the snapshot, so make one for this purpose.
+        world_size: the number of processes; 0 if the launcher that sets it is missing.
+    """
+    try:
+        if world_size < 1:
+            raise UserError("torchrun has to start this: torchrun --standalone --nproc-per-node=2 " + sys.argv[0])
+        _check_data(args, world_size)
+        _check_snapshot(args, model)
+    except UserError as error:
+        parser.error(error)
+    if os.environ.get(PREFLIGHT):
+        sys.exit(0)
+
+
+def _check_data(args, world_size):
+    from workshop.data import load_dataset
+
+    train_set, test_set = load_dataset(args.dataset)
+    smaller = min(len(train_set), len(test_set))
+    if world_size > smaller:
+        raise UserError(f"{world_size:,} processes are more than the {smaller:,} samples of {args.dataset}; start fewer")
+    if args.batch_size * world_size > len(train_set):
+        raise UserError(f"--batch-size {args.batch_size:,} on {world_size:,} process{'es' * (world_size > 1)} needs "
+                        f"{args.batch_size * world_size:,} samples a step; {args.dataset} has {len(train_set):,} to train on")
+
+
+def _check_snapshot(args, model):
+    import torch
+
+    path = Path(args.snapshot)
+    if path.is_dir():
+        raise UserError(f"--snapshot {path} is a folder; name a file in it")
+    folder = path.absolute().parent
+    existing = next(parent for parent in (folder, *folder.parents) if parent.exists())
+    if not existing.is_dir():
+        raise UserError(f"--snapshot {path}: {existing} is a file, so nothing can be written beneath it")
+    if not os.access(existing, os.W_OK):
+        raise UserError(f"--snapshot {path}: no permission to write in {existing}")
+    if not path.exists():
+        return
+    try:
+        snapshot = torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as error:  # what torch.load raises on a damaged file differs from version to version
+        raise UserError(f"--snapshot {path} cannot be read ({type(error).__name__}: damaged, cut short, or no snapshot at all); "
+                        "delete it or name another") from error
+    try:
+        model.load_state_dict(snapshot["model"])
+        done = snapshot["epoch"] + 1
+        snapshot["optimizer"]
+    except (KeyError, TypeError, AttributeError, RuntimeError) as error:
+        raise UserError(f"--snapshot {path} does not fit this model (it was written by another program); "
+                        "delete it or name another") from error
+    # torchrun starts all ranks again when one has died, even after the last snapshot: then there is rightly nothing to do.
+    if done >= args.epochs and os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0":
+        raise UserError(f"--snapshot {path} already holds {done} epoch{'s' * (done > 1)} of the {args.epochs} asked for, "
+                        "so there is nothing left to train; raise --epochs, or delete it to start again")

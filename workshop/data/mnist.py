@@ -1,0 +1,95 @@
+"""Fetching MNIST: four files, verified, each put in place only when it is whole."""
+
+import gzip
+import os
+import shutil
+import sys
+import tempfile
+from pathlib import Path
+from typing import NamedTuple
+
+from workshop.errors import UserError
+
+MIRRORS = (
+    "https://ossci-datasets.s3.amazonaws.com/mnist/",  # the one torchvision uses
+    "https://storage.googleapis.com/cvdf-datasets/mnist/",
+)
+
+
+class Archive(NamedTuple):
+    """One gzipped file: its name, the SHA-256 of the archive, the size in bytes of what it holds."""
+
+    name: str
+    sha256: str
+    size: int
+
+
+ARCHIVES = (
+    Archive("train-images-idx3-ubyte.gz", "440fcabf73cc546fa21475e81ea370265605f56be210a4024d2ca8f203523609", 47_040_016),
+    Archive("train-labels-idx1-ubyte.gz", "3552534a0a558bbed6aed32b30c495cca23d567ec52cac8be1a0730e8010255c", 60_008),
+    Archive("t10k-images-idx3-ubyte.gz", "8d422c7b0a1c1c79245a5bcf07fe86e33eeafee792b84584aec276f5a2dbc4e6", 7_840_016),
+    Archive("t10k-labels-idx1-ubyte.gz", "f7ae60f92e00ec6debd23a6088c31dbd2371eca3ffa0defaefb259924204aec6", 10_008),
+)
+
+
+def _target(folder: Path, archive: Archive) -> Path:
+    """Where torchvision.datasets.MNIST looks for the file."""
+    return folder / "MNIST" / "raw" / archive.name.removesuffix(".gz")
+
+
+def missing_files(folder: Path) -> list[Archive]:
+    """The files that are not in ``folder``, or do not have their full size."""
+    targets = [(archive, _target(folder, archive)) for archive in ARCHIVES]
+    return [archive for archive, target in targets if not target.is_file() or target.stat().st_size != archive.size]
+
+
+def fetch(folder: Path, mirrors=MIRRORS) -> int:
+    """Download what is missing of MNIST into ``folder`` and return how many files that was.
+
+    Each archive is written under a temporary name, compared with its SHA-256, unpacked under a temporary name and moved into
+    place: whoever looks sees no file or the whole file, also when two people fetch at once or one is interrupted.
+
+    Args:
+        folder: the data folder; made if need be.
+        mirrors: addresses of folders that hold the four archives, tried in turn.
+
+    Raises:
+        UserError: the folder cannot be written, or no mirror gave a file with the right SHA-256.
+    """
+    missing = missing_files(folder)
+    for archive in missing:
+        target = _target(folder, archive)
+        try:
+            target.parent.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryDirectory(dir=target.parent, prefix=".fetch-") as scratch:
+                packed = _download(archive, mirrors, Path(scratch))
+                unpacked = Path(scratch) / target.name
+                with gzip.open(packed) as source, open(unpacked, "wb") as destination:
+                    shutil.copyfileobj(source, destination)
+                os.replace(unpacked, target)
+        except OSError as error:
+            raise UserError(f"cannot write {target}: {error.strerror or error}") from error
+    return len(missing)
+
+
+def _download(archive: Archive, mirrors, scratch: Path) -> Path:
+    import pooch  # here: importing it takes a while, and training never needs it
+    import requests
+
+    pooch.get_logger().setLevel("ERROR")
+    problems = []
+    for mirror in mirrors:
+        url = mirror.rstrip("/") + "/" + archive.name
+        try:
+            bar = sys.stderr.isatty()
+            downloader = pooch.HTTPDownloader(progressbar=bar, timeout=30)
+            return Path(pooch.retrieve(url, "sha256:" + archive.sha256, archive.name, scratch, downloader=downloader))
+        except requests.HTTPError as error:
+            problems.append(f"{url}: HTTP status {error.response.status_code}")
+        except requests.RequestException as error:
+            problems.append(f"{url}: {type(error).__name__}")
+        except ValueError as error:
+            if "hash" not in str(error):
+                raise
+            problems.append(f"{url}: what came is not the file expected (SHA-256 differs)")
+    raise UserError(f"could not fetch {archive.name}; " + "; ".join(problems))

@@ -1,0 +1,1 @@
+"""Measuring and plotting: the runs' logs, memory, efficiency, pictures."""

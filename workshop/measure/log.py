@@ -1,0 +1,64 @@
+"""The log of a training run: a line an epoch on standard output, and the same as JSON beside the snapshot."""
+
+import json
+import os
+from pathlib import Path
+
+
+def log_path(snapshot: str | os.PathLike) -> Path:
+    """The log that belongs to a snapshot: ``runs/name.pt`` has ``runs/name.jsonl``."""
+    return Path(snapshot).with_suffix(".jsonl")
+
+
+def read_log(snapshot: str | os.PathLike) -> list[dict]:
+    """The epochs of a run in order, as ``EpochLog.write`` put them; a line cut short by a kill is left out."""
+    path = log_path(snapshot)
+    epochs = []
+    for line in path.read_text().splitlines() if path.exists() else []:
+        try:
+            epochs.append(json.loads(line))
+        except json.JSONDecodeError:
+            continue
+    return epochs
+
+
+class EpochLog:
+    """Prints one line an epoch and writes it, with the loss of every step, to ``log_path(snapshot)`` as one line of JSON.
+
+    Nothing is written before the first epoch has ended. A run that carries on from a snapshot trains the epochs after it again:
+    their lines from before are dropped.
+
+    Args:
+        snapshot: the path of the run's snapshot.
+        epochs: how many epochs the run will have.
+        device: the device (type) that it trains on.
+        processes: the number of processes.
+    """
+
+    def __init__(self, snapshot: str | os.PathLike, epochs: int, device, processes: int):
+        self.snapshot, self.epochs = snapshot, epochs
+        self.run = {"device": getattr(device, "type", str(device)), "processes": processes}
+        self.started = False
+
+    def write(self, epoch: int, losses: list[float], accuracy: float, samples_per_second: float) -> None:
+        """Report an epoch.
+
+        Args:
+            epoch: its number, counted from 0.
+            losses: the loss of each step: the mean over the global batch.
+            accuracy: over the whole test set, between 0 and 1.
+            samples_per_second: of all processes together, while training.
+        """
+        print(f"epoch {epoch + 1}/{self.epochs} | loss {sum(losses) / len(losses):.4f} | accuracy {accuracy:.2%} | "
+              f"{samples_per_second:,.0f} samples/s", flush=True)
+        entry = {"epoch": epoch, "accuracy": accuracy, "samples_per_second": samples_per_second, **self.run, "losses": losses}
+        path = log_path(self.snapshot)
+        if not self.started:
+            self.started = True
+            path.parent.mkdir(parents=True, exist_ok=True)
+            kept = [json.dumps(earlier) + "\n" for earlier in read_log(self.snapshot) if earlier["epoch"] < epoch]
+            temporary = path.with_suffix(".jsonl.tmp")
+            temporary.write_text("".join(kept))
+            os.replace(temporary, path)
+        with open(path, "a") as file:
+            file.write(json.dumps(entry) + "\n")

@@ -1,0 +1,41 @@
+"""What a runner asks before it launches: ``python -m workshop.preflight SCRIPT [OPTION ...]``.
+
+Prints the number of processes to start: ``$NPROC`` if set, else the number of accelerators of this machine, else 2 (on the CPU).
+The script is run up to its check of the options, as rank 0 of that many processes. A mistake is shown in one line, exit status 2.
+"""
+
+import os
+import runpy
+import sys
+
+from workshop.arguments import PREFLIGHT, ArgumentParser, positive_int
+
+
+def default_nproc() -> int:
+    """The number of processes to start on this machine: one for each accelerator, or 2 on the CPU."""
+    import torch
+
+    if torch.accelerator.is_available() and torch.accelerator.device_count() > 0:
+        return torch.accelerator.device_count()
+    return 2
+
+
+def main() -> None:
+    script, *options = sys.argv[1:]
+    parser = ArgumentParser(prog=os.path.basename(script))
+    try:
+        nproc = positive_int(os.environ["NPROC"]) if "NPROC" in os.environ else default_nproc()
+    except Exception as error:
+        parser.error(f"NPROC: {error}")
+    os.environ.update({PREFLIGHT: "1", "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": str(nproc), "LOCAL_WORLD_SIZE": str(nproc)})
+    sys.argv = [script, *options]
+    try:
+        runpy.run_path(script, run_name="__main__")
+    except SystemExit as end:
+        if end.code not in (0, None):
+            raise
+    print(nproc)
+
+
+if __name__ == "__main__":
+    main()
