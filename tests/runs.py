@@ -15,6 +15,7 @@ from workshop.repository import ROOT
 SINGLE = ROOT / "01_single_gpu" / "single_gpu.py"
 SPAWN = ROOT / "solutions" / "02_pytorch_ddp" / "exercise1_multigpu.py"
 TORCHRUN = ROOT / "solutions" / "02_pytorch_ddp" / "exercise2_multigpu_torchrun.py"
+PATCHES = ROOT / "tests" / "patches"  # what TEST_PATCH=... switches on: see sitecustomize.py there
 TORCHRUN_RUNNER = TORCHRUN.with_name("exercise2_run_multigpu_torchrun.sh")
 
 
@@ -22,7 +23,7 @@ def environment(**changes) -> dict:
     """The environment of a run: one thread a process, this Python, and no launcher's variables from outside."""
     outer = {name: value for name, value in os.environ.items()
              if not name.startswith(("SLURM_", "TORCHELASTIC_", "MASTER_", "WORKSHOP_")) and name not in ("RANK", "WORLD_SIZE", "NPROC")}
-    fixed = {"OMP_NUM_THREADS": "1", "WORKSHOP_PYTHON": sys.executable, "PYTHONPATH": str(ROOT)}
+    fixed = {"OMP_NUM_THREADS": "1", "WORKSHOP_PYTHON": sys.executable, "PYTHONPATH": f"{PATCHES}{os.pathsep}{ROOT}"}
     return {**outer, **fixed, **{name: str(value) for name, value in changes.items()}}
 
 

@@ -60,12 +60,13 @@ def fetch(folder: Path, mirrors=MIRRORS) -> int:
     for archive in missing:
         target = _target(folder, archive)
         try:
-            target.parent.mkdir(parents=True, exist_ok=True)
-            with tempfile.TemporaryDirectory(dir=target.parent, prefix=".fetch-") as scratch:
+            folder.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryDirectory(dir=folder, prefix=".fetch-") as scratch:
                 packed = _download(archive, mirrors, Path(scratch))
                 unpacked = Path(scratch) / target.name
                 with gzip.open(packed) as source, open(unpacked, "wb") as destination:
                     shutil.copyfileobj(source, destination)
+                target.parent.mkdir(parents=True, exist_ok=True)
                 os.replace(unpacked, target)
         except OSError as error:
             raise UserError(f"cannot write {target}: {error.strerror or error}") from error

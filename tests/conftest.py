@@ -1,0 +1,43 @@
+"""Runs that several tests look at: each is made once."""
+
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+import runs
+
+EPOCHS = 3
+GLOBAL_BATCH = 128
+
+
+class Reference(NamedTuple):
+    """An uninterrupted run: its folder, its snapshot, its log, what it printed."""
+
+    folder: Path
+    snapshot: Path
+    epochs: list
+    output: str
+
+
+def _reference(kind, nproc, folder) -> Reference:
+    done = runs.run([*runs.command(kind, nproc), "--epochs", EPOCHS, "--batch-size", GLOBAL_BATCH // nproc, "--snapshot", "run.pt"], folder)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return Reference(folder, folder / "run.pt", runs.read_log(folder / "run.pt"), done.stdout)
+
+
+@pytest.fixture(scope="session")
+def single(tmp_path_factory) -> Reference:
+    """single_gpu.py, 3 epochs of the digits."""
+    return _reference("single", 1, tmp_path_factory.mktemp("single"))
+
+
+@pytest.fixture(scope="session")
+def spawned(tmp_path_factory) -> Reference:
+    """exercise1_multigpu.py with 2 processes, on the global batches of ``single``."""
+    return _reference("spawn", 2, tmp_path_factory.mktemp("spawned"))
+
+
+@pytest.fixture(scope="session")
+def torchrun(tmp_path_factory) -> Reference:
+    """exercise2_multigpu_torchrun.py with 2 processes, on the global batches of ``single``."""
+    return _reference("torchrun", 2, tmp_path_factory.mktemp("torchrun"))

@@ -1,0 +1,112 @@
+"""What the stage scripts compute: golden losses, one curve for any number of processes, exact accuracy, one line an epoch."""
+
+import json
+import math
+import re
+from pathlib import Path
+
+import pytest
+import runs
+import torch
+from conftest import EPOCHS
+from torchvision import transforms
+
+from workshop.data import load_dataset
+from workshop.models import SmallCNN
+
+# Losses of each step with torch 2.15.0 on an AMD EPYC (AVX-512). torch 2.8.0 differs by less than 1e-4 there; other processors
+# sum in another order, and AdamW lets that grow slowly: a step that differs by 2 % computes something else.
+GOLDEN = Path(__file__).with_name("golden_losses.json")
+TOLERANCE = 0.02
+
+
+@pytest.mark.parametrize("name", ["single", "spawned", "torchrun"])
+def test_losses_are_the_golden_ones(name, request):
+    golden = json.loads(GOLDEN.read_text())
+    losses = runs.losses(request.getfixturevalue(name).epochs)
+    assert len(losses) == len(golden) == EPOCHS * (1437 // 128)
+    assert losses == pytest.approx(golden, rel=TOLERANCE, abs=2e-3)
+    assert losses[0] == pytest.approx(math.log(10), abs=0.1)  # ten classes, nothing learned yet
+
+
+@pytest.mark.parametrize("name", ["single", "spawned", "torchrun"])
+def test_digits_are_learned(name, request):
+    assert request.getfixturevalue(name).epochs[-1]["accuracy"] >= 0.95
+
+
+def true_accuracy(snapshot, samples=None) -> float:
+    """The accuracy of a snapshot's weights, computed here on the first ``samples`` of the test set in one go."""
+    model = SmallCNN()
+    model.load_state_dict(runs.load(snapshot)["model"])
+    _, test_set = load_dataset("digits", transforms.Compose([transforms.ToTensor(), transforms.Normalize((0.5,), (0.5,))]))
+    images, labels = zip(*[test_set[index] for index in range(samples or len(test_set))], strict=True)
+    with torch.inference_mode():
+        return (model(torch.stack(images)).argmax(dim=1) == torch.tensor(labels)).double().mean().item()
+
+
+@pytest.mark.parametrize("name", ["single", "spawned", "torchrun"])
+def test_accuracy_is_that_of_the_whole_test_set(name, request):
+    reference = request.getfixturevalue(name)
+    assert reference.epochs[-1]["accuracy"] == pytest.approx(true_accuracy(reference.snapshot), abs=1e-9)
+
+
+def test_accuracy_is_exact_where_the_test_set_does_not_divide_by_the_ranks(tmp_path):
+    log = runs.train("torchrun", 2, tmp_path, "--epochs", 1, TEST_PATCH="odd_test_set")
+    assert log[-1]["accuracy"] == pytest.approx(true_accuracy(tmp_path / "run.pt", samples=357), abs=1e-9)
+
+
+@pytest.mark.parametrize("name", ["single", "spawned", "torchrun"])
+def test_rank_0_prints_one_line_an_epoch_and_no_bar(name, request):
+    lines = request.getfixturevalue(name).output.splitlines()
+    pattern = r"epoch (\d)/3 \| loss \d+\.\d{4} \| accuracy \d+\.\d\d% \| [\d,]+ samples/s"
+    assert [re.fullmatch(pattern, line)[1] for line in lines if line.startswith("epoch")] == ["1", "2", "3"]
+    assert len(lines) == EPOCHS + 1
+    assert lines[0].startswith("training on ")
+
+
+def test_snapshot_holds_the_plain_model(torchrun):
+    snapshot = runs.load(torchrun.snapshot)
+    assert snapshot.keys() == {"model", "optimizer", "epoch"}
+    assert snapshot["model"].keys() == SmallCNN().state_dict().keys()  # no "module." in front of the names
+    assert {path.name for path in torchrun.folder.iterdir()} == {"run.pt", "run.jsonl"}
+
+
+@pytest.fixture(scope="session")
+def exact_single(tmp_path_factory):
+    """One process in float64 with SGD: 88 steps of 32 samples."""
+    folder = tmp_path_factory.mktemp("exact")
+    return folder, runs.losses(runs.train("single", 1, folder, "--epochs", 2, "--batch-size", 32, TEST_PATCH="float64,sgd"))
+
+
+@pytest.mark.parametrize(("kind", "nproc"), [("spawn", 2), ("torchrun", 4)])
+def test_one_curve_for_any_number_of_processes(kind, nproc, exact_single, tmp_path):
+    folder, expected = exact_single
+    losses = runs.losses(runs.train(kind, nproc, tmp_path, "--epochs", 2, "--batch-size", 32 // nproc, TEST_PATCH="float64,sgd"))
+    assert len(losses) >= 50
+    assert expected[-1] < 0.5 * expected[0], "nothing was learned, so agreement would mean nothing"
+    assert max(abs(a - b) for a, b in zip(losses, expected, strict=True)) < 1e-6
+    assert runs.load(tmp_path / "run.pt")["model"]["fc1.weight"].dtype == torch.float64
+    assert runs.largest_difference(tmp_path / "run.pt", folder / "run.pt") < 1e-6
+
+
+def test_float32_curves_lie_on_each_other(single, spawned, torchrun):
+    curves = [runs.losses(run.epochs) for run in (single, spawned, torchrun)]
+    assert max(max(step) - min(step) for step in zip(*curves, strict=True)) < 1e-3
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_one_process_on_the_gpu_gives_the_golden_losses(tmp_path):
+    for kind in ("single", "spawn", "torchrun"):
+        log = runs.train(kind, 1, tmp_path, "--epochs", EPOCHS, "--batch-size", 128, snapshot=f"{kind}.pt")
+        assert log[0]["device"] == "cuda"
+        assert runs.losses(log) == pytest.approx(json.loads(GOLDEN.read_text()), rel=0.05, abs=5e-3)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_more_processes_than_gpus_train_on_the_cpu_and_say_so(tmp_path):
+    nproc = torch.cuda.device_count() + 1
+    done = runs.run([*runs.command("torchrun", nproc), "--epochs", 1, "--batch-size", 16], tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert f"training on cpu: {nproc} processes, {nproc - 1} GPUs here" in done.stdout

@@ -1,0 +1,68 @@
+"""The command ``workshop``: each command is a few lines that call one module. Heavy imports wait until a command needs them."""
+
+import sys
+
+import click
+
+from workshop.errors import UserError
+
+
+@click.group(context_settings={"help_option_names": ["-h", "--help"]})
+def app() -> None:
+    """Learn multi-GPU and multi-node PyTorch training by doing it."""
+
+
+@app.command()
+@click.option("--stages", default="", metavar="01,02", help="Only these stages.  [default: all]")
+@click.option("--epochs", type=click.IntRange(min=1), default=4, show_default=True, help="Passes over the training set in each run.")
+@click.option("--output", metavar="FOLDER", help="Where tour.json, tour.png and the logs go.  [default: runs/tour]")
+def tour(stages, epochs, output) -> None:
+    """Train every stage's solution on this machine and compare."""
+    from workshop.tour import run_tour
+
+    sys.exit(run_tour(stages, epochs, output))
+
+
+@app.command()
+def doctor() -> None:
+    """Look at this machine, and say what to do about each problem."""
+    from workshop.doctor import run_doctor
+
+    sys.exit(run_doctor())
+
+
+@app.command()
+@click.argument("name")
+@click.option("--mirror", metavar="URL", help="A folder to fetch from in place of the known ones.")
+def fetch(name, mirror) -> None:
+    """Download a data set (mnist) once, verified, into $WORKSHOP_DATA.
+
+    Without WORKSHOP_DATA it goes into data/ in the repository.
+    """
+    from workshop.data.fetch import fetch_dataset
+
+    fetch_dataset(name, mirror)
+
+
+@app.command(context_settings={"ignore_unknown_options": True})
+@click.option("--full", is_flag=True, help="The long runs too: kills in a row, the oldest versions.")
+@click.argument("pytest_options", nargs=-1, type=click.UNPROCESSED)
+def test(full, pytest_options) -> None:
+    """Run the test-suite; further options go on to pytest."""
+    from workshop.testing import run_tests
+
+    sys.exit(run_tests(full, list(pytest_options)))
+
+
+def main() -> None:
+    """Entry point: a user's mistake is one line on standard error and exit status 2."""
+    try:
+        app.main(args=sys.argv[1:] or ["--help"], prog_name="workshop", standalone_mode=False)
+        sys.exit(0)
+    except (click.ClickException, UserError) as error:
+        message = error.format_message() if isinstance(error, click.ClickException) else str(error)
+    except (KeyboardInterrupt, click.Abort):
+        print("workshop: stopped", file=sys.stderr)
+        sys.exit(130)
+    print(f"workshop: {' '.join(message.split())}", file=sys.stderr)
+    sys.exit(2)

@@ -1,0 +1,28 @@
+"""``workshop fetch``: what can be fetched, and fetching it."""
+
+import sys
+
+from workshop.data.datasets import data_folder
+from workshop.data.mnist import MIRRORS, fetch
+from workshop.errors import UserError
+
+
+def fetch_dataset(name: str, mirror: str | None = None) -> None:
+    """Fetch the data set called ``name`` into the data folder and say what was done.
+
+    Args:
+        name: "mnist".
+        mirror: an address to fetch from in place of the known ones.
+
+    Raises:
+        UserError: the name is unknown, the folder cannot be written, or no mirror gave the right files.
+    """
+    if name == "digits":
+        print("digits come with scikit-learn: there is nothing to fetch")
+        return
+    if name != "mnist":
+        raise UserError(f"'{name}' cannot be fetched; choose from: mnist")
+    folder = data_folder()
+    print(f"fetching {name} into {folder}", file=sys.stderr)
+    fetched = fetch(folder, (mirror,) if mirror else MIRRORS)
+    print(f"{name}: {fetched} files fetched into {folder}" if fetched else f"{name} is already in {folder}")

@@ -1,0 +1,258 @@
+"""``workshop doctor``: looks at this machine and says what to do about each problem."""
+
+import importlib.metadata
+import importlib.util
+import os
+import platform
+import shutil
+import socket
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from workshop.repository import ROOT
+
+OK, WARNING, PROBLEM = "ok", "warning", "problem"
+GIB = 2**30
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What one check saw.
+
+    Attributes:
+        name: what was looked at.
+        status: OK, WARNING (training runs, but not as it could) or PROBLEM (training cannot run).
+        seen: the fact.
+        advice: what to do about it, in one line; "" where there is nothing to do.
+    """
+
+    name: str
+    status: str
+    seen: str
+    advice: str = ""
+
+
+def check_python() -> Finding:
+    seen = f"{platform.python_version()} at {sys.executable}"
+    if sys.version_info < (3, 11):
+        return Finding("Python", PROBLEM, seen, "use Python 3.11 or newer: load a newer module, or set WORKSHOP_PYTHON")
+    return Finding("Python", OK, seen)
+
+
+def check_torch() -> Finding:
+    try:
+        import torch
+    except Exception as error:  # a broken installation raises anything from ImportError to OSError
+        return Finding("torch", PROBLEM, f"cannot be imported: {error}", "install it: delete .venv and run ./workshop.sh again")
+    built_for = f"CUDA {torch.version.cuda}" if torch.version.cuda else f"ROCm {torch.version.hip}" if torch.version.hip else "the CPU"
+    seen = f"{torch.__version__}, built for {built_for}"
+    if tuple(int(part) for part in torch.__version__.split(".")[:2]) < (2, 8):
+        return Finding("torch", WARNING, seen, "the scripts are tested from torch 2.8 on; use a newer one if something fails")
+    return Finding("torch", OK, seen)
+
+
+def check_torchvision() -> Finding:
+    try:
+        version = importlib.metadata.version("torchvision")
+        import torch
+        import torchvision  # noqa: F401
+
+        torch.ops.torchvision.nms  # noqa: B018 - missing where torchvision's compiled part does not fit torch
+    except Exception as error:
+        return Finding("torchvision", PROBLEM, f"does not work with this torch: {str(error).splitlines()[0]}",
+                       "install torch and torchvision together, from the same index")
+    return Finding("torchvision", OK, version)
+
+
+def check_devices() -> Finding:
+    try:
+        import torch
+    except Exception:
+        return Finding("devices", PROBLEM, "unknown, torch cannot be imported", "see torch above")
+    hardware = _gpu_hardware()
+    if torch.accelerator.is_available():
+        kind = torch.accelerator.current_accelerator().type
+        count = torch.accelerator.device_count()
+        names = sorted({torch.get_device_module(kind).get_device_name(i) for i in range(count)}) if kind in ("cuda", "xpu") else [kind]
+        return Finding("devices", OK, f"{count} x {', '.join(names)}")
+    if hardware and os.environ.get("CUDA_VISIBLE_DEVICES", os.environ.get("HIP_VISIBLE_DEVICES")) == "":
+        return Finding("devices", WARNING, f"{hardware}, hidden by an empty CUDA_VISIBLE_DEVICES or HIP_VISIBLE_DEVICES",
+                       "unset that variable to train on the GPU")
+    if hardware:
+        built_for = "CUDA " + torch.version.cuda if torch.version.cuda else "ROCm" if torch.version.hip else "the CPU only"
+        return Finding("devices", WARNING, f"{hardware}, but torch (built for {built_for}) cannot use it",
+                       "install a torch that fits the driver (nvidia-smi or rocm-smi names its version), or a newer driver")
+    return Finding("devices", OK, "the CPU; everything runs on it, with gloo")
+
+
+def _gpu_hardware() -> str:
+    """The GPU that the system shows, whatever torch thinks: "" for none."""
+    if Path("/dev/nvidiactl").exists() or shutil.which("nvidia-smi"):
+        return "an NVIDIA GPU"
+    if Path("/dev/kfd").exists():
+        return "an AMD GPU"
+    return ""
+
+
+def check_backends() -> Finding:
+    try:
+        import torch.distributed as dist
+    except Exception:
+        return Finding("backends", PROBLEM, "unknown, torch cannot be imported", "see torch above")
+    if not dist.is_available() or not dist.is_gloo_available():
+        return Finding("backends", PROBLEM, "this torch has no gloo", "install an ordinary torch: delete .venv and run ./workshop.sh again")
+    names = [name for name in ("gloo", "nccl", "mpi", "ucc", "xccl") if getattr(dist, f"is_{name}_available", lambda: False)()]
+    return Finding("backends", OK, ", ".join(names))
+
+
+def check_process_group() -> Finding:
+    """Join a group of one over the loopback interface: store, gloo and a collective, as in every training."""
+    try:
+        import torch
+        import torch.distributed as dist
+
+        store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+        dist.all_reduce(torch.ones(1))
+        dist.destroy_process_group()
+    except Exception as error:
+        return Finding("process group", PROBLEM, f"gloo cannot start: {str(error).splitlines()[0]}",
+                       "check the loopback interface (ip addr show lo); with several networks, set GLOO_SOCKET_IFNAME=lo")
+    return Finding("process group", OK, "gloo works on the loopback interface")
+
+
+def check_packages() -> Finding:
+    needed = {"numpy": "numpy", "PIL": "pillow", "sklearn": "scikit-learn", "tqdm": "tqdm", "matplotlib": "matplotlib",
+              "psutil": "psutil", "rich": "rich"}
+    missing = [package for module, package in needed.items() if importlib.util.find_spec(module) is None]
+    if missing:
+        return Finding("packages", PROBLEM, "missing: " + ", ".join(missing), f"{sys.executable} -m pip install {' '.join(missing)}")
+    later = {name: name for name in ("lightning", "transformers")}
+    versions = [f"{name} {importlib.metadata.version(name)}" for name in later if importlib.util.find_spec(name)]
+    return Finding("packages", OK, "all of stages 01 and 02" + ("; " + ", ".join(versions) if versions else ""))
+
+
+def check_cores() -> Finding:
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    quota = _cgroup_cores()
+    seen = f"{cores} of {os.cpu_count()} for this session" + (f", limited to the time of {quota:g}" if quota and quota < cores else "")
+    if min(cores, quota or cores) < 2:
+        return Finding("cores", WARNING, seen, "two processes share one core and gain nothing: ask for --cpus-per-task=2 or more")
+    return Finding("cores", OK, seen)
+
+
+def _cgroup_cores() -> float | None:
+    try:
+        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
+        return None if quota == "max" else int(quota) / int(period)
+    except (OSError, ValueError):
+        return None
+
+
+def check_memory() -> Finding:
+    import psutil
+
+    available = psutil.virtual_memory().available
+    try:
+        limit = int(Path("/sys/fs/cgroup/memory.max").read_text()) - int(Path("/sys/fs/cgroup/memory.current").read_text())
+        available = min(available, limit)
+    except (OSError, ValueError):  # no cgroup limit
+        pass
+    seen = f"{available / GIB:.1f} GiB available"
+    if available < 1 * GIB:
+        return Finding("memory", PROBLEM, seen, "a training process needs about 0.7 GiB: close other programs or ask for more")
+    if available < 3 * GIB:
+        return Finding("memory", WARNING, seen, "the tour needs up to 3 GiB: close other programs or ask for --mem=4G")
+    return Finding("memory", OK, seen)
+
+
+def check_disk() -> Finding:
+    free = shutil.disk_usage(ROOT).free
+    seen = f"{free / GIB:.1f} GiB free where the repository lies"
+    if not os.access(ROOT, os.W_OK):
+        return Finding("disk", WARNING, seen + ", which you cannot write to", "run from a folder of your own: results go to runs/ there")
+    if free < 0.1 * GIB:
+        return Finding("disk", PROBLEM, seen, "make room, or clone to a larger file system; a home quota can be smaller still")
+    if free < 2 * GIB:
+        return Finding("disk", WARNING, seen, "snapshots and data need up to 2 GiB; set WORKSHOP_DATA to a larger file system")
+    return Finding("disk", OK, seen)
+
+
+def check_shared_memory() -> Finding:
+    if not Path("/dev/shm").is_dir():
+        return Finding("/dev/shm", OK, "none here; this system shares memory in another way")
+    size = shutil.disk_usage("/dev/shm").total
+    seen = f"{size / GIB:.1f} GiB"
+    if size < 256 * 2**20:
+        return Finding("/dev/shm", WARNING, seen, "DataLoader workers and NCCL can crash: start the container with --shm-size=1g or --ipc=host")
+    return Finding("/dev/shm", OK, seen)
+
+
+def check_ports() -> Finding:
+    try:
+        low, high = map(int, Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split())
+    except (OSError, ValueError):
+        return Finding("ports", OK, "range unknown on this system; each run asks for a free port")
+    seen = f"{low} to {high} for connections"
+    if high - low < 1000:
+        return Finding("ports", WARNING, seen, "few ports: many processes at once can run out; ask the administrator to widen ip_local_port_range")
+    return Finding("ports", OK, seen)
+
+
+def check_host_name() -> Finding:
+    name = socket.gethostname()
+    try:
+        address = socket.getaddrinfo(name, None)[0][4][0]
+    except OSError:
+        return Finding("host name", WARNING, f"{name} does not resolve",
+                       f"add '127.0.1.1 {name}' to /etc/hosts, or set GLOO_SOCKET_IFNAME=lo for runs on this machine")
+    return Finding("host name", OK, f"{name} is {address}")
+
+
+def check_scheduler() -> Finding:
+    found = [name for program, name in (("sbatch", "Slurm"), ("qsub", "PBS")) if shutil.which(program)]
+    job = os.environ.get("SLURM_JOB_ID") or os.environ.get("PBS_JOBID")
+    seen = (", ".join(found) or "none on PATH") + (f"; this is inside job {job}" if job else "")
+    return Finding("scheduler", OK, seen)
+
+
+def check_data() -> Finding:
+    try:
+        from workshop.data import data_folder, load_dataset
+        from workshop.data.mnist import missing_files
+
+        load_dataset("digits")
+    except Exception as error:
+        return Finding("data", PROBLEM, f"the digits cannot be read: {error}", "install scikit-learn again: delete .venv and run ./workshop.sh")
+    return Finding("data", OK, f"digits; mnist is {'not fetched' if missing_files(data_folder()) else 'in ' + str(data_folder())}")
+
+
+CHECKS: tuple[Callable[[], Finding], ...] = (
+    check_python, check_torch, check_torchvision, check_devices, check_backends, check_process_group, check_packages, check_data,
+    check_cores, check_memory, check_disk, check_shared_memory, check_ports, check_host_name, check_scheduler,
+)
+
+
+def run_doctor() -> int:
+    """Print what each check saw, with advice where there is a problem; return 1 if training could not run here, else 0."""
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console()
+    findings = [check() for check in CHECKS]
+    table = Table(box=None, padding=(0, 1), show_header=False)
+    colours = {OK: "green", WARNING: "yellow", PROBLEM: "bold red"}
+    for finding in findings:
+        table.add_row(f"[{colours[finding.status]}]{finding.status}", finding.name, finding.seen)
+    console.print(table)
+    for finding in findings:
+        if finding.advice:
+            console.print(f"[{colours[finding.status]}]{finding.name}[/]: {finding.advice}", highlight=False, soft_wrap=True)
+    problems = [finding.name for finding in findings if finding.status == PROBLEM]
+    if problems:
+        console.print(f"Training cannot run here yet: see {', '.join(problems)}.", soft_wrap=True)
+        return 1
+    console.print("Training can run here. Next: ./workshop.sh tour")
+    return 0

@@ -1,0 +1,103 @@
+"""Running a training program from outside: its output line by line, its time, its memory, and no process left behind."""
+
+import queue
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of a program that ``launch`` ran.
+
+    Attributes:
+        status: its exit status; negative: the signal that ended it. None: it was ended because it stood still.
+        output: its standard output and standard error, as they came.
+        seconds: from the start of the program to its end.
+        peak_memory: the largest sum of the resident memory of all its processes, in bytes (pages that they share count in each).
+    """
+
+    status: int | None
+    output: str
+    seconds: float
+    peak_memory: int
+
+
+def launch(command: Sequence[str], environment: dict[str, str], folder: Path, on_line: Callable[[str], None],
+           stall: float = 300) -> Outcome:
+    """Run ``command`` in ``folder`` to its end.
+
+    Args:
+        command: the program and its arguments.
+        environment: its whole environment.
+        folder: its working folder.
+        on_line: called with each line of output as it comes.
+        stall: seconds without a line after which the program counts as hanging and is ended.
+    """
+    start = time.monotonic()
+    process = subprocess.Popen(command, env=environment, cwd=folder, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
+                               stderr=subprocess.STDOUT, text=True, errors="replace")
+    lines: queue.Queue[str | None] = queue.Queue()
+
+    def read():
+        for line in process.stdout:
+            lines.put(line)
+        lines.put(None)
+
+    threading.Thread(target=read, daemon=True).start()
+    output, peak, last_line, hangs = [], 0, start, False
+    try:
+        while True:
+            try:
+                line = lines.get(timeout=0.25)
+                if line is None:
+                    break
+                output.append(line)
+                on_line(line)
+                last_line = time.monotonic()
+            except queue.Empty:
+                peak = max(peak, _memory(process.pid))
+                if time.monotonic() - last_line > stall:
+                    hangs = True
+                    break
+        if not hangs:
+            process.wait()
+    finally:
+        end_family(process)
+    return Outcome(None if hangs else process.returncode, "".join(output), time.monotonic() - start, peak)
+
+
+def _family(pid: int) -> list[psutil.Process]:
+    try:
+        parent = psutil.Process(pid)
+        return [parent, *parent.children(recursive=True)]
+    except psutil.NoSuchProcess:
+        return []
+
+
+def _memory(pid: int) -> int:
+    total = 0
+    for member in _family(pid):
+        try:
+            total += member.memory_info().rss
+        except psutil.Error:
+            continue
+    return total
+
+
+def end_family(process: subprocess.Popen, grace: float = 5) -> None:
+    """End a program and all processes that it started: SIGTERM, and SIGKILL for what is left after ``grace`` seconds."""
+    family = _family(process.pid)
+    for signal in ("terminate", "kill"):
+        for member in family:
+            try:
+                getattr(member, signal)()
+            except psutil.NoSuchProcess:
+                continue
+        family = psutil.wait_procs(family, timeout=grace)[1]
+    process.wait()

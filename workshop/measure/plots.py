@@ -1,0 +1,54 @@
+"""Pictures: readable for colour-blind people and, with a background of their own, in a dark theme."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+# Okabe and Ito's palette, made to be told apart by everybody: https://jfly.uni-koeln.de/color/
+COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#D55E00", "#56B4E9", "#F0E442", "#000000")
+
+
+def plot_runs(path: Path, curves: Mapping[str, Sequence[float]], throughput: Mapping[str, Mapping[int, float]], title: str) -> None:
+    """Draw the loss curves of several runs on one axis and, beside them, their throughput against the number of processes.
+
+    Args:
+        path: the PNG file to write.
+        curves: for each run's label, the loss of each step.
+        throughput: for each way of launching, samples/s by number of processes.
+        title: above the picture.
+    """
+    import matplotlib
+
+    matplotlib.use("Agg")  # draws into files; needs no screen
+    import matplotlib.pyplot as plt
+
+    figure, (left, right) = plt.subplots(1, 2, figsize=(12, 4.8), facecolor="white", layout="constrained")
+    figure.suptitle(title)
+    # Curves that agree lie on each other: the first is the widest, so that each one behind still shows at the edges.
+    for index, (label, losses) in enumerate(curves.items()):
+        width = 1.5 + 2.2 * (len(curves) - 1 - index)
+        left.plot(range(1, len(losses) + 1), losses, label=label, color=COLOURS[index % len(COLOURS)], linewidth=width)
+    left.set(xlabel="step", ylabel="loss (mean over the global batch)", title="Same global batches: one loss curve")
+    if curves:
+        left.legend()
+
+    counts = sorted({count for series in throughput.values() for count in series})
+    offsets = {name: index - (len(throughput) - 1) / 2 for index, name in enumerate(throughput)}
+    width = 0.8 / max(len(throughput), 1)
+    for index, (name, series) in enumerate(throughput.items()):
+        places = [counts.index(count) + offsets[name] * width for count in series]
+        bars = right.bar(places, list(series.values()), width * 0.92, label=name, color=COLOURS[index % len(COLOURS)])
+        right.bar_label(bars, fmt="{:,.0f}", label_type="center", color="white", fontweight="bold", fontsize=9)
+    base = next((series[min(series)] / min(series) for series in throughput.values() if series), 0)
+    for place, count in enumerate(counts):
+        ideal = right.hlines(base * count, place - 0.45, place + 0.45, colors="black", linestyles="dashed", linewidth=1)
+        if place == 0:
+            ideal.set_label("ideal: processes x one process")
+    right.set_xticks(range(len(counts)), [f"{count} process{'es' * (count > 1)}" for count in counts])
+    right.set(ylabel="samples/s, all processes together", title="Throughput")
+    right.margins(y=0.25)
+    if counts:
+        right.legend(loc="upper left")
+    for axes in (left, right):
+        axes.spines[["top", "right"]].set_visible(False)
+    figure.savefig(path, dpi=110)
+    plt.close(figure)
