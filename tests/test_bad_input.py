@@ -1,0 +1,159 @@
+"""A user's mistake: one line on standard error, exit status 2, nothing launched, nothing written."""
+
+import os
+import runpy
+import shutil
+import socket
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import runs
+import torch
+
+SCRIPTS = {"single": runs.SINGLE, "spawn": runs.SPAWN, "torchrun": runs.TORCHRUN}
+
+
+def file_above(folder):
+    (folder / "file").write_text("not a folder")
+
+
+def truncated_snapshot(folder):
+    torch.save({"model": {"weight": torch.zeros(100)}, "optimizer": {}, "epoch": 0}, folder / "cut.pt")
+    os.truncate(folder / "cut.pt", 300)
+
+
+def empty_snapshot(folder):
+    (folder / "empty.pt").touch()
+
+
+def other_snapshot(folder):
+    torch.save({"model": torch.nn.Linear(2, 2).state_dict(), "optimizer": {}, "epoch": 0}, folder / "other.pt")
+
+
+def not_a_snapshot(folder):
+    torch.save([1, 2, 3], folder / "list.pt")
+
+
+def finished_snapshot(folder):
+    from workshop.models import SmallCNN
+
+    torch.save({"model": SmallCNN().state_dict(), "optimizer": {}, "epoch": 2}, folder / "done.pt")
+
+
+MISTAKES = {
+    "epochs 0": (None, ["--epochs", "0"], "--epochs: '0' is not a whole number of at least 1"),
+    "epochs not a number": (None, ["--epochs", "many"], "'many' is not a whole number"),
+    "negative batch": (None, ["--batch-size", "-3"], "'-3' is not a whole number of at least 1"),
+    "huge batch": (None, ["--batch-size", "1000000"], "digits has 1,437 to train on"),
+    "save every 0": (None, ["--save-every", "0"], "--save-every: '0' is not a whole number"),
+    "unknown option": (None, ["--epoch", "3"], "unrecognized arguments: --epoch 3"),
+    "unknown data set": (None, ["--dataset", "imagenet"], "unknown data set 'imagenet'; choose from: digits, mnist"),
+    "data not fetched": (None, ["--dataset", "mnist"], "fetch it once with: ./workshop.sh fetch mnist"),
+    "snapshot beneath a file": (file_above, ["--snapshot", "file/run.pt"], "file is a file, so nothing can be written beneath it"),
+    "snapshot is a folder": (None, ["--snapshot", "."], "--snapshot . is a folder"),
+    "truncated snapshot": (truncated_snapshot, ["--snapshot", "cut.pt"], "cut.pt cannot be read"),
+    "empty snapshot": (empty_snapshot, ["--snapshot", "empty.pt"], "empty.pt cannot be read"),
+    "snapshot of another model": (other_snapshot, ["--snapshot", "other.pt"], "other.pt does not fit this model"),
+    "not a snapshot": (not_a_snapshot, ["--snapshot", "list.pt"], "list.pt does not fit this model"),
+    "nothing left to train": (finished_snapshot, ["--snapshot", "done.pt", "--epochs", "3"], "nothing left to train"),
+}
+
+
+def files(folder: Path) -> dict:
+    return {path.relative_to(folder): path.stat().st_mtime_ns for path in folder.rglob("*")}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+@pytest.mark.parametrize("kind", SCRIPTS)
+def test_script_says_so_in_one_line(kind, mistake, tmp_path, monkeypatch, capfd):
+    prepare, options, message = MISTAKES[mistake]
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("WORKSHOP_DATA", str(tmp_path / "data"))
+    if prepare:
+        prepare(tmp_path)
+    before = files(tmp_path)
+    monkeypatch.setattr(sys, "argv", [str(SCRIPTS[kind]), *options])
+    for name in ("RANK", "LOCAL_RANK"):
+        monkeypatch.setenv(name, "0")
+    for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"):
+        monkeypatch.setenv(name, "2")
+    start = time.monotonic()
+    with pytest.raises(SystemExit) as end:
+        runpy.run_path(str(SCRIPTS[kind]), run_name="__main__")
+    seen = capfd.readouterr()
+    assert end.value.code == 2
+    assert message in seen.err
+    assert seen.err.count("\n") == 1
+    assert seen.err.startswith(SCRIPTS[kind].name + ": ")
+    assert seen.out == ""
+    assert files(tmp_path) == before
+    assert time.monotonic() - start < 10
+
+
+@pytest.mark.skipif(os.geteuid() == 0 and shutil.which("setpriv") is None, reason="root may write everywhere")
+def test_no_permission_to_write(tmp_path):
+    locked = tmp_path / "locked"
+    locked.mkdir(mode=0o555)
+    command = [*runs.command("single"), "--snapshot", locked / "run.pt"]
+    if os.geteuid() == 0:
+        command = ["setpriv", "--bounding-set=-all", "--inh-caps=-all", *command]
+    done = runs.run(command, tmp_path)
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1), done.stderr
+    assert "no permission to write in" in done.stderr
+
+
+def test_more_processes_than_samples(tmp_path):
+    done = runs.run([*runs.command("spawn", 2048), "--batch-size", 1], tmp_path)
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1), done.stderr
+    assert "2,048 processes are more than the 360 samples" in done.stderr
+
+
+@pytest.mark.parametrize(("options", "environment", "message"), [
+    (["--epochs", "0"], {}, "'0' is not a whole number"),
+    (["--dataset", "imagenet"], {}, "unknown data set"),
+    ([], {"NPROC": "2048"}, "2,048 processes are more than"),
+    ([], {"NPROC": "two"}, "NPROC: 'two' is not a whole number of at least 1"),
+])
+def test_torchrun_runner_ends_before_it_launches(options, environment, message, tmp_path):
+    done = runs.run([runs.TORCHRUN_RUNNER, *options], tmp_path, **environment)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert message in done.stderr
+    assert done.stderr.count("\n") == 1
+    assert files(tmp_path) == {}
+
+
+def test_bare_torchrun_shows_the_line_once(tmp_path):
+    done = runs.run([*runs.command("torchrun", 2), "--dataset", "imagenet"], tmp_path)
+    assert done.returncode == 1
+    assert done.stderr.count("unknown data set 'imagenet'") == 1
+    # torchrun's own traceback and table follow; the script adds none.
+    assert done.stderr.index("unknown data set") < done.stderr.index("ChildFailedError")
+    assert done.stderr.count("Traceback (most recent call last)") == 1
+
+
+def test_torchrun_script_without_torchrun(tmp_path):
+    done = runs.run([sys.executable, runs.TORCHRUN], tmp_path)
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1)
+    assert "torchrun has to start this: torchrun --standalone --nproc-per-node=2" in done.stderr
+
+
+def test_a_port_in_use_is_in_nobodys_way(tmp_path):
+    """No port is hard-coded: with the ports that PyTorch's examples use taken, and named in the environment, two runs train at once."""
+    taken = []
+    for port in (29400, 29500, 12355):
+        taken.append(socket.socket())
+        taken[-1].setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        taken[-1].bind(("0.0.0.0", port))
+        taken[-1].listen()
+    common = ["--epochs", 1, "--snapshot"]
+    environment = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 29500}
+    background = runs.Running([runs.TORCHRUN_RUNNER, *common, "first.pt"], tmp_path, NPROC=2, **environment)
+    second = runs.run([*runs.command("spawn", 2), *common, "second.pt"], tmp_path, **environment)
+    assert second.returncode == 0, second.stderr
+    assert background.wait() == 0, background.text()
+    assert (tmp_path / "first.pt").exists()
+    assert (tmp_path / "second.pt").exists()
+    for sock in taken:
+        sock.close()

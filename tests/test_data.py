@@ -1,0 +1,230 @@
+"""The data sets, and fetching MNIST from a server that also misbehaves."""
+
+import functools
+import gzip
+import hashlib
+import http.server
+import os
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import numpy as np
+import pytest
+import runs
+import torch
+from sklearn.datasets import load_digits
+from torchvision import transforms
+
+from workshop.data import load_dataset, mnist
+from workshop.errors import UserError
+
+
+def test_digits_are_scikit_learns():
+    train_set, test_set = load_dataset("digits")
+    assert (len(train_set), len(test_set)) == (1437, 360)
+    image, label = train_set[0]
+    assert image.shape == (1, 28, 28)
+    assert image.dtype == torch.float32
+    assert 0 <= image.min() < image.max() <= 1
+    assert isinstance(label, int)
+    labels = sorted(train_set.labels + test_set.labels)
+    assert labels == sorted(load_digits().target.tolist())
+    # Enlarging 8x8 to 28x28 keeps the mean brightness: each original finds its image.
+    means = sorted(image.mean() / 255 for part in (train_set, test_set) for image in part.images)
+    np.testing.assert_allclose(means, sorted(load_digits().images.mean(axis=(1, 2)) / 16), atol=0.02)
+
+
+def test_the_split_of_the_digits_is_fixed_and_disjoint():
+    train_set, test_set = load_dataset("digits")
+    digest = hashlib.sha256(np.concatenate([train_set.images, test_set.images]).tobytes() + bytes(train_set.labels)).hexdigest()
+    assert digest == "7d2df8934a1a12aabcc74d4b0aade46abd859aec4cd2da16901cd5d6729df2ae"
+    seen = {image.tobytes() for image in train_set.images}
+    assert not any(image.tobytes() in seen for image in test_set.images)
+    assert set(test_set.labels) == set(range(10))
+
+
+def test_a_transform_gets_the_grey_pil_image():
+    train_set, _ = load_dataset("digits", transforms.Compose([transforms.ToTensor(), transforms.Normalize((0.5,), (0.5,))]))
+    plain, _ = load_dataset("digits")
+    torch.testing.assert_close(train_set[5][0], plain[5][0] * 2 - 1)
+    _, sizes = load_dataset("digits", lambda image: (image.mode, image.size))
+    assert sizes[0][0] == ("L", (28, 28))
+
+
+def test_unknown_data_set():
+    with pytest.raises(UserError, match="unknown data set 'cifar'; choose from: digits, mnist"):
+        load_dataset("cifar")
+
+
+def idx(array: np.ndarray) -> bytes:
+    """An array of unsigned bytes in the IDX format of MNIST's files: http://yann.lecun.com/exdb/mnist/"""
+    return bytes([0, 0, 8, array.ndim]) + b"".join(size.to_bytes(4, "big") for size in array.shape) + array.astype(np.uint8).tobytes()
+
+
+@pytest.fixture
+def archives(monkeypatch):
+    """Four small files in MNIST's format, and the table that describes them in place of the real one."""
+    random = np.random.RandomState(0)
+    contents = {}
+    for part, count in (("train", 50), ("t10k", 20)):
+        contents[f"{part}-images-idx3-ubyte.gz"] = idx(random.randint(0, 256, (count, 28, 28)))
+        contents[f"{part}-labels-idx1-ubyte.gz"] = idx(random.randint(0, 10, count))
+    packed = {name: gzip.compress(content) for name, content in contents.items()}
+    table = tuple(mnist.Archive(a.name, hashlib.sha256(packed[a.name]).hexdigest(), len(contents[a.name])) for a in mnist.ARCHIVES)
+    monkeypatch.setattr(mnist, "ARCHIVES", table)
+    return packed
+
+
+@pytest.fixture
+def server():
+    """A function that serves a folder, with a way of misbehaving, and returns its address and the list of requests."""
+    started = []
+
+    def serve(files: dict[str, bytes], behaviour="good"):
+        requests = []
+
+        class Handler(http.server.BaseHTTPRequestHandler):
+            def do_GET(self):
+                name = self.path.rsplit("/", 1)[-1]
+                requests.append(name)
+                body = files.get(name)
+                if body is None or behaviour == "missing":
+                    self.send_error(404)
+                    return
+                if behaviour == "corrupt":
+                    body = body[:-20] + bytes(20)
+                self.send_response(200)
+                self.send_header("Content-Length", str(len(body)))
+                self.end_headers()
+                self.wfile.write(body[: len(body) // 2] if behaviour == "truncated" else body)
+
+            def log_message(self, *_):
+                pass
+
+        httpd = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        threading.Thread(target=httpd.serve_forever, daemon=True).start()
+        started.append(httpd)
+        return f"http://127.0.0.1:{httpd.server_port}/mnist/", requests
+
+    yield serve
+    for httpd in started:
+        httpd.shutdown()
+        httpd.server_close()
+
+
+def left_in(folder: Path) -> list[str]:
+    return sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
+
+
+def test_fetch_once_then_never_again(archives, server, tmp_path, monkeypatch):
+    url, requests = server(archives)
+    assert mnist.fetch(tmp_path, [url]) == 4
+    assert left_in(tmp_path) == sorted(f"MNIST/raw/{name.removesuffix('.gz')}" for name in archives)
+    assert mnist.fetch(tmp_path, [url]) == 0
+    assert len(requests) == 4
+    monkeypatch.setenv("WORKSHOP_DATA", str(tmp_path))
+    train_set, test_set = load_dataset("mnist")
+    assert (len(train_set), len(test_set)) == (50, 20)
+    assert train_set[0][0].shape == (1, 28, 28)
+
+
+@pytest.mark.parametrize(("behaviour", "message"), [
+    ("truncated", "IncompleteRead|ChunkedEncodingError|SHA-256 differs"), ("corrupt", "SHA-256 differs"), ("missing", "HTTP status 404"),
+])
+def test_fetch_leaves_nothing_of_a_bad_file(behaviour, message, archives, server, tmp_path):
+    bad, _ = server(archives, behaviour)
+    with pytest.raises(UserError, match=f"could not fetch train-images-idx3-ubyte.gz.*({message})"):
+        mnist.fetch(tmp_path, [bad])
+    assert left_in(tmp_path) == []
+    good, _ = server(archives)
+    assert mnist.fetch(tmp_path, [bad, good]) == 4, "the next mirror takes over"
+
+
+def test_fetch_replaces_a_file_that_was_cut_short(archives, server, tmp_path):
+    url, requests = server(archives)
+    mnist.fetch(tmp_path, [url])
+    victim = tmp_path / "MNIST" / "raw" / "t10k-images-idx3-ubyte"
+    os.truncate(victim, 100)
+    assert [archive.name for archive in mnist.missing_files(tmp_path)] == ["t10k-images-idx3-ubyte.gz"]
+    assert mnist.fetch(tmp_path, [url]) == 1
+    assert requests[4:] == ["t10k-images-idx3-ubyte.gz"]
+    assert mnist.missing_files(tmp_path) == []
+
+
+def test_two_fetch_at_once(archives, server, tmp_path):
+    url, _ = server(archives)
+    problems = []
+
+    def fetch():
+        try:
+            mnist.fetch(tmp_path, [url])
+        except Exception as error:
+            problems.append(error)
+
+    threads = [threading.Thread(target=fetch) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert problems == []
+    assert mnist.missing_files(tmp_path) == []
+    assert all(name.startswith("MNIST/raw/") for name in left_in(tmp_path))
+
+
+workshop = functools.partial(subprocess.run, capture_output=True, text=True, timeout=60)
+
+
+@pytest.mark.parametrize("behaviour", ["truncated", "corrupt", "missing"])
+def test_fetch_command_says_so_in_one_line(behaviour, archives, server, tmp_path):
+    url, _ = server(archives, behaviour)
+    done = workshop([sys.executable, "-m", "workshop", "fetch", "mnist", "--mirror", url], cwd=tmp_path,
+                    env=runs.environment(WORKSHOP_DATA=tmp_path / "data"))
+    assert done.returncode == 2
+    assert [line[:9] for line in done.stderr.splitlines()] == ["fetching ", "workshop:"]
+    assert left_in(tmp_path) == []
+
+
+@pytest.mark.parametrize(("arguments", "message"), [
+    (["imagenet"], "'imagenet' cannot be fetched; choose from: mnist"),
+    (["mnist", "--mirror", "nowhere"], "could not fetch train-images-idx3-ubyte.gz; nowhere/train-images-idx3-ubyte.gz: MissingSchema"),
+])
+def test_fetch_command_with_a_mistake(arguments, message, tmp_path):
+    done = workshop([sys.executable, "-m", "workshop", "fetch", *arguments], env=runs.environment(WORKSHOP_DATA=tmp_path / "data"))
+    assert done.returncode == 2
+    assert message in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_fetch_command_where_nothing_can_be_written(tmp_path):
+    (tmp_path / "file").touch()
+    done = workshop([sys.executable, "-m", "workshop", "fetch", "mnist"], env=runs.environment(WORKSHOP_DATA=tmp_path / "file"))
+    assert done.returncode == 2
+    assert "cannot write" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_an_unverified_file_in_the_data_folder_is_not_trained_on(tmp_path, monkeypatch):
+    raw = tmp_path / "MNIST" / "raw"
+    raw.mkdir(parents=True)
+    for archive in mnist.ARCHIVES:
+        (raw / archive.name.removesuffix(".gz")).write_bytes(b"cut short")
+    monkeypatch.setenv("WORKSHOP_DATA", str(tmp_path))
+    with pytest.raises(UserError, match="4 of 4 files missing or cut short"):
+        load_dataset("mnist")
+
+
+@pytest.mark.full
+def test_training_on_files_of_mnists_shape(tmp_path):
+    """MNIST cannot be fetched here; files of its format and sizes, filled with the digits over and over, train through the same code."""
+    raw = tmp_path / "data" / "MNIST" / "raw"
+    raw.mkdir(parents=True)
+    for part, count, digits in zip(("train", "t10k"), (60_000, 10_000), load_dataset("digits"), strict=True):
+        repeats = count // len(digits) + 1
+        images = np.tile(digits.images, (repeats, 1, 1))[:count]
+        (raw / f"{part}-images-idx3-ubyte").write_bytes(idx(images))
+        (raw / f"{part}-labels-idx1-ubyte").write_bytes(idx(np.tile(digits.labels, repeats)[:count]))
+    log = runs.train("torchrun", 2, tmp_path, "--epochs", 1, "--dataset", "mnist", WORKSHOP_DATA=tmp_path / "data")
+    assert len(log[0]["losses"]) == 60_000 // 128
+    assert log[0]["accuracy"] > 0.95

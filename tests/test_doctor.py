@@ -1,0 +1,133 @@
+"""``workshop doctor``: what each check says when something is wrong, and the exit status."""
+
+import shutil
+import socket
+import subprocess
+import sys
+from collections import namedtuple
+from pathlib import Path
+
+import psutil
+import pytest
+import runs
+import torch
+
+from workshop import doctor
+from workshop.doctor import GIB, OK, PROBLEM, WARNING, Finding
+
+Usage = namedtuple("Usage", "total used free")
+
+
+def test_this_machine_can_train():
+    done = subprocess.run([sys.executable, "-m", "workshop", "doctor"], env=runs.environment(COLUMNS=120), capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout
+    assert "Training can run here" in done.stdout
+    for check in ("Python", "torch", "torchvision", "devices", "backends", "process group", "packages", "data", "cores", "memory", "disk",
+                  "/dev/shm", "ports", "host name", "scheduler"):
+        assert f" {check} " in done.stdout
+    assert torch.__version__ in done.stdout
+
+
+def test_a_problem_gives_exit_status_1_and_its_advice(monkeypatch, capsys):
+    monkeypatch.setattr(doctor, "CHECKS", (lambda: Finding("disk", PROBLEM, "0.0 GiB free", "make room"),
+                                           lambda: Finding("cores", WARNING, "1", "ask for two")))
+    assert doctor.run_doctor() == 1
+    seen = capsys.readouterr().out
+    assert "disk: make room" in seen
+    assert "cores: ask for two" in seen
+    assert "Training cannot run here yet: see disk." in seen
+
+
+def test_a_warning_alone_gives_exit_status_0(monkeypatch, capsys):
+    monkeypatch.setattr(doctor, "CHECKS", (lambda: Finding("cores", WARNING, "1", "ask for two"),))
+    assert doctor.run_doctor() == 0
+
+
+@pytest.mark.parametrize(("available", "status"), [(0.5, PROBLEM), (2, WARNING), (8, OK)])
+def test_memory(available, status, monkeypatch):
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: namedtuple("Memory", "available")(available * GIB))
+    assert doctor.check_memory().status == status
+
+
+@pytest.mark.parametrize(("free", "status"), [(0.01, PROBLEM), (1, WARNING), (50, OK)])
+def test_disk(free, status, monkeypatch):
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: Usage(100 * GIB, 0, free * GIB))
+    assert doctor.check_disk().status == status
+
+
+def test_small_shared_memory_as_in_a_container(monkeypatch):
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: Usage(64 * 2**20, 0, 64 * 2**20))
+    finding = doctor.check_shared_memory()
+    assert finding.status == WARNING
+    assert "--shm-size" in finding.advice
+
+
+def test_host_name_that_does_not_resolve(monkeypatch):
+    def fails(*_):
+        raise socket.gaierror("Name or service not known")
+
+    monkeypatch.setattr(socket, "gethostname", lambda: "node17")
+    monkeypatch.setattr(socket, "getaddrinfo", fails)
+    finding = doctor.check_host_name()
+    assert finding.status == WARNING
+    assert "127.0.1.1 node17" in finding.advice
+
+
+def test_few_ports(monkeypatch):
+    read = Path.read_text
+    monkeypatch.setattr(Path, "read_text", lambda self, *a, **k: "40000 40100" if self.name == "ip_local_port_range" else read(self, *a, **k))
+    assert doctor.check_ports().status == WARNING
+
+
+def test_one_core(monkeypatch):
+    monkeypatch.setattr(doctor.os, "sched_getaffinity", lambda _: {0}, raising=False)
+    finding = doctor.check_cores()
+    assert finding.status == WARNING
+    assert "--cpus-per-task" in finding.advice
+
+
+def test_quota_of_a_container(monkeypatch):
+    monkeypatch.setattr(doctor, "_cgroup_cores", lambda: 0.5)
+    assert doctor.check_cores().status == WARNING
+
+
+@pytest.mark.skipif(torch.accelerator.is_available(), reason="stands for a machine whose torch cannot use its GPU")
+def test_gpu_that_torch_cannot_use(monkeypatch):
+    monkeypatch.setattr(doctor, "_gpu_hardware", lambda: "an NVIDIA GPU")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    finding = doctor.check_devices()
+    assert finding.status == WARNING
+    assert "driver" in finding.advice
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert "unset" in doctor.check_devices().advice
+
+
+def test_torch_missing(tmp_path):
+    """With a torch that cannot be imported, the doctor still gives its whole report, and exit status 1."""
+    (tmp_path / "torch").mkdir()
+    (tmp_path / "torch" / "__init__.py").write_text("raise ImportError('libcudart.so.12: cannot open shared object file')")
+    done = subprocess.run([sys.executable, "-m", "workshop", "doctor"], capture_output=True, text=True,
+                          env={**runs.environment(COLUMNS=160), "PYTHONPATH": f"{tmp_path}:{runs.ROOT}"})
+    assert done.returncode == 1
+    assert "libcudart.so.12" in done.stdout
+    assert "delete .venv and run ./workshop.sh again" in done.stdout
+    assert "scheduler" in done.stdout
+    assert "Traceback" not in done.stderr
+
+
+def test_process_group_that_cannot_start(monkeypatch):
+    import torch.distributed as dist
+
+    def refused(*_, **__):
+        raise RuntimeError("The server socket has failed to listen on any local network address")
+
+    monkeypatch.setattr(dist, "TCPStore", refused)
+    finding = doctor.check_process_group()
+    assert finding.status == PROBLEM
+    assert "loopback" in finding.advice
+
+
+def test_scheduler_and_job(monkeypatch):
+    monkeypatch.setattr(shutil, "which", lambda name: "/usr/bin/sbatch" if name == "sbatch" else None)
+    monkeypatch.setenv("SLURM_JOB_ID", "4711")
+    assert doctor.check_scheduler().seen == "Slurm; this is inside job 4711"

@@ -1,0 +1,119 @@
+"""kill -9 and start again: the run ends with exactly the weights that it would have had."""
+
+import json
+import random
+import time
+
+import psutil
+import pytest
+import runs
+from conftest import EPOCHS, GLOBAL_BATCH
+
+
+def options(nproc, snapshot="run.pt"):
+    return ["--epochs", EPOCHS, "--batch-size", GLOBAL_BATCH // nproc, "--snapshot", snapshot]
+
+
+def assert_same_as(reference, folder, snapshot="run.pt"):
+    """The weights are equal bit for bit, and the log holds each epoch once, with the same losses."""
+    assert runs.largest_difference(folder / snapshot, reference.snapshot) == 0.0
+    log = runs.read_log(folder / snapshot)
+    assert [entry["epoch"] for entry in log] == list(range(EPOCHS))
+    assert runs.losses(log) == runs.losses(reference.epochs)
+
+
+def gone_within(processes, seconds) -> bool:
+    """Whether all the processes have ended within so many seconds."""
+    return not psutil.wait_procs(processes, timeout=seconds)[1]
+
+
+def test_single_process_killed_and_started_again(single, tmp_path):
+    run = runs.Running([*runs.command("single"), *options(1)], tmp_path)
+    run.wait_for("epoch 2/3")
+    run.process.kill()
+    run.wait()
+    assert runs.load(tmp_path / "run.pt")["epoch"] < EPOCHS - 1, "it was killed too late for the test to show anything"
+    runs.train("single", 1, tmp_path, *options(1))
+    assert_same_as(single, tmp_path)
+
+
+def test_spawn_killed_with_kill_9_leaves_nothing_and_can_be_started_again(spawned, tmp_path):
+    run = runs.Running([*runs.command("spawn", 2), *options(2)], tmp_path)
+    run.wait_for("epoch 2/3")  # so the snapshot of epoch 1 is there
+    family = psutil.Process(run.process.pid).children(recursive=True)
+    assert len(family) >= 2
+    run.process.kill()
+    assert gone_within(family, 5)
+    assert runs.load(tmp_path / "run.pt")["epoch"] < EPOCHS - 1
+    runs.train("spawn", 2, tmp_path, *options(2))
+    assert_same_as(spawned, tmp_path)
+
+
+@pytest.mark.parametrize("victims", ["one worker", "all workers"])
+def test_torchrun_starts_again_when_workers_are_killed(victims, torchrun, tmp_path):
+    run = runs.Running([runs.TORCHRUN_RUNNER, *options(2)], tmp_path, NPROC=2)
+    run.wait_for("epoch 1/3")
+    workers = run.workers()
+    assert len(workers) == 2
+    for worker in workers[1:] if victims == "one worker" else workers:
+        worker.kill()
+    assert run.wait() == 0, run.text()
+    assert run.text().count("training on cpu") == 2
+    assert_same_as(torchrun, tmp_path)
+
+
+def test_torchrun_starts_again_when_a_worker_dies_while_saving(torchrun, tmp_path):
+    done = runs.run([runs.TORCHRUN_RUNNER, *options(2)], tmp_path, NPROC=2, TEST_PATCH="die_while_saving")
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "run.pt.tmp.died").exists()
+    assert done.stdout.count("epoch 2/3") == 2, "epoch 2 is trained again: its snapshot was cut short"
+    assert_same_as(torchrun, tmp_path)
+
+
+def test_torchrun_itself_killed_ends_its_workers_within_2_seconds_and_can_be_started_again(torchrun, tmp_path):
+    run = runs.Running([runs.TORCHRUN_RUNNER, *options(2)], tmp_path, NPROC=2)
+    run.wait_for("epoch 2/3")  # so the snapshot of epoch 1 is there
+    workers = run.workers()
+    assert len(workers) == 2
+    run.process.kill()
+    # At once, while the workers may still be dying: the next start has to be the only writer when it first saves.
+    again = runs.Running([runs.TORCHRUN_RUNNER, *options(2)], tmp_path, NPROC=2)
+    assert gone_within(workers, 2)
+    assert again.wait() == 0, again.text()
+    assert "epoch 1/3" not in again.text(), "it did not carry on from the snapshot"
+    assert_same_as(torchrun, tmp_path)
+
+
+def test_stopping_the_runner_leaves_no_process(tmp_path):
+    run = runs.Running([runs.TORCHRUN_RUNNER, "--epochs", 50], tmp_path, NPROC=2)
+    run.wait_for("epoch 1/50")
+    workers = run.workers()
+    run.process.terminate()
+    run.wait(timeout=40)
+    assert gone_within(workers, 2)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("nproc", [1, 2])
+def test_20_kills_in_a_row(nproc, single, torchrun, tmp_path, record_property):
+    """Every 20 runs recover from a kill -9 of a worker at a random moment, at the first restart, with the same weights."""
+    chance = random.Random(nproc)
+    reference = runs.train("torchrun", nproc, tmp_path, *options(nproc, "reference.pt"))
+    table = []
+    for number in range(20):
+        snapshot = f"run{number}.pt"
+        run = runs.Running([runs.TORCHRUN_RUNNER, *options(nproc, snapshot)], tmp_path, NPROC=nproc)
+        epoch, delay = chance.randint(1, EPOCHS - 1), chance.random()
+        run.wait_for(f"epoch {epoch}/{EPOCHS}")
+        time.sleep(delay)
+        chance.choice(run.workers()).kill()
+        killed = time.monotonic()
+        status = run.wait(timeout=120)
+        same = runs.largest_difference(tmp_path / snapshot, tmp_path / "reference.pt") == 0.0
+        same = same and runs.losses(runs.read_log(tmp_path / snapshot)) == runs.losses(reference)
+        starts = run.text().count("training on cpu")
+        table.append({"kill": number + 1, "after_epoch": epoch, "status": status, "starts": starts, "same_weights": same,
+                      "seconds_to_the_end": round(time.monotonic() - killed, 1)})
+        print(json.dumps(table[-1]), flush=True)
+    record_property("kills", table)
+    assert all(row["status"] == 0 and row["same_weights"] and row["starts"] == 2 for row in table), table

@@ -1,0 +1,103 @@
+"""What DistributedDataParallel costs on this machine: N DDP processes against N processes that train independently.
+
+    python -m torch.distributed.run --standalone --nproc-per-node=2 -m workshop.measure.efficiency --output results/efficiency.json
+
+All ways of training run in the same processes, in turn, round after round, so that a noisy machine disturbs them alike; what counts is
+the ratio within a round. The steps are those of stage 02: the digits through PIL, SmallCNN, AdamW, one thread a process on the CPU.
+"""
+
+import argparse
+import json
+import os
+import statistics
+import time
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch.nn import functional as F
+from torch.nn.parallel import DistributedDataParallel as DDP
+from torch.utils.data import DataLoader, DistributedSampler
+from torchvision import transforms
+
+from workshop.data import load_dataset
+from workshop.models import SmallCNN
+from workshop.tour import machine
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--batch-size", type=int, default=64, help="samples a step, on each process")
+    parser.add_argument("--rounds", type=int, default=10)
+    parser.add_argument("--output", type=Path)
+    args = parser.parse_args()
+    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    device = torch.device("cpu")
+    if torch.accelerator.is_available() and torch.accelerator.device_count() >= world_size:
+        torch.accelerator.set_device_index(int(os.environ["LOCAL_RANK"]))
+        device = torch.accelerator.current_accelerator()
+    dist.init_process_group(dist.get_default_backend_for_device(device))
+
+    transform = transforms.Compose([transforms.ToTensor(), transforms.Normalize((0.5,), (0.5,))])
+    train_set, _ = load_dataset("digits", transform)
+    loader = DataLoader(train_set, args.batch_size, sampler=DistributedSampler(train_set, drop_last=True), drop_last=True)
+    gradients = torch.zeros(sum(parameter.numel() for parameter in SmallCNN().parameters()), device=device)
+
+    def epoch(model, optimizer, each_step):
+        for images, labels in loader:
+            optimizer.zero_grad()
+            F.cross_entropy(model(images.to(device)), labels.to(device)).backward()
+            optimizer.step()
+            each_step()
+
+    def prepared(model):
+        return model, torch.optim.AdamW(model.parameters(), lr=1e-3)
+
+    def nothing():
+        pass
+
+    ways = {
+        "independent": (*prepared(SmallCNN().to(device)), nothing),
+        # the same work, and at each step the processes wait for each other, but exchange nothing
+        "in step": (*prepared(SmallCNN().to(device)), dist.barrier),
+        # an all-reduce of as many numbers as there are gradients, after each step: nothing overlaps
+        "independent + all_reduce": (*prepared(SmallCNN().to(device)), lambda: dist.all_reduce(gradients)),
+        "DDP": (*prepared(DDP(SmallCNN().to(device))), nothing),
+    }
+    rates = {name: [] for name in ways}
+    for number in range(args.rounds + 1):
+        for name, way in ways.items():
+            dist.barrier()
+            start = time.perf_counter()
+            epoch(*way)
+            if device.type != "cpu":
+                torch.accelerator.synchronize()
+            # Samples/s of the processes together: each counts its own time, as independent processes would.
+            rate = torch.tensor(len(loader) * args.batch_size / (time.perf_counter() - start), device=device)
+            dist.all_reduce(rate)
+            if number > 0:  # the first round warms up
+                rates[name].append(rate.item())
+    dist.destroy_process_group()
+    if rank == 0:
+        report(args, world_size, device, rates)
+
+
+def report(args, world_size, device, rates) -> None:
+    """Print, and write if asked for, each way's median samples/s and its ratio to the independent processes, round by round."""
+    print(f"{world_size} processes on {device.type}, {args.batch_size} samples a step on each, {args.rounds} rounds")
+    print(f"{'':26}{'samples/s':>10}{'of independent':>16}{'lowest':>8}{'highest':>9}")
+    rows = {}
+    for name, values in rates.items():
+        ratios = [value / independent for value, independent in zip(values, rates["independent"], strict=True)]
+        rows[name] = {"samples_per_second": statistics.median(values), "ratio": statistics.median(ratios), "lowest": min(ratios),
+                      "highest": max(ratios)}
+        print(f"{name:26}{rows[name]['samples_per_second']:10,.0f}{rows[name]['ratio']:16.1%}{min(ratios):8.1%}{max(ratios):9.1%}")
+    if args.output:
+        args.output.parent.mkdir(parents=True, exist_ok=True)
+        command = f"torchrun --standalone --nproc-per-node={world_size} -m workshop.measure.efficiency --batch-size={args.batch_size}"
+        args.output.write_text(json.dumps({"machine": machine(), "command": f"{command} --rounds={args.rounds}",
+                                           "processes": world_size, "device": device.type, "ways": rows}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
