@@ -167,12 +167,14 @@ def first_failure(outcome: Outcome, torchrun_logs: Path) -> str:
     errors = []
     for file in torchrun_logs.glob("**/error.json"):
         try:
-            extra = json.loads(file.read_text())["message"]["extraInfo"]
-            errors.append((int(extra["timestamp"]), file.parent.name, extra["py_callstack"]))
+            traceback = json.loads(file.read_text())["message"]["extraInfo"]["py_callstack"]
         except (ValueError, KeyError, TypeError):
             continue
+        # All ranks fail within moments, and the timestamps in the files are whole seconds: a lost connection is the echo.
+        is_echo = re.search(r"by peer|remote (worker|process)|NCCL", traceback) is not None
+        errors.append((is_echo, file.stat().st_mtime_ns, file.parent.name, traceback))
     if errors:
-        _, rank, traceback = min(errors)
+        *_, rank, traceback = min(errors)
         return f"rank {rank} failed first:\n{traceback.strip()}"
     spawned = re.search(r"-- Process (\d+) terminated with the following error:\n(.*)", outcome.output, re.DOTALL)
     if spawned:
@@ -226,7 +228,7 @@ def _write(folder: Path, summary: dict) -> None:
 def _show(console, folder: Path, summary: dict) -> None:
     from rich.table import Table
 
-    table = Table(box=None, padding=(0, 1), header_style="bold")  # 80 columns are enough for it
+    table = Table(box=None, padding=(0, 1), pad_edge=False, header_style="bold")  # 80 columns are enough for it
     for column, justify in (("stage", "left"), ("run", "left"), ("processes", "right"), ("device", "left"), ("samples/s", "right"),
                             ("speed-up", "right"), ("accuracy", "right"), ("seconds", "right")):
         table.add_column(column, justify=justify, no_wrap=True)

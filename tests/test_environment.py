@@ -1,0 +1,217 @@
+"""workshop.sh, the lock and the other descriptions of the environment."""
+
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+import tomllib
+from pathlib import Path
+
+import pytest
+import runs
+import yaml
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+ROOT = runs.ROOT
+LOCK = (ROOT / "requirements.lock").read_text()
+PINS = re.findall(r"^([A-Za-z0-9._-]+)==(\S+)", LOCK, re.MULTILINE)
+
+
+def project() -> dict:
+    return tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+
+
+def direct() -> list[Requirement]:
+    extras = [line for lines in project()["optional-dependencies"].values() for line in lines]
+    return [Requirement(line) for line in project()["dependencies"] + extras]
+
+
+def test_lock_pins_everything_with_hashes_and_names_no_index():
+    entries = re.split(r"\n(?=[a-z])", "\n" + "\n".join(line for line in LOCK.splitlines() if not line.startswith("#")))[1:]
+    assert len(entries) > 100
+    assert all(re.match(r"[a-z0-9._-]+==\S+", entry) and "--hash=sha256:" in entry for entry in entries)
+    assert not re.search(r"https?://|--(extra-)?index-url|--find-links", LOCK)
+
+
+@pytest.mark.parametrize("requirement", direct(), ids=lambda requirement: requirement.name)
+def test_lock_holds_a_version_that_pyproject_admits(requirement):
+    versions = [version for name, version in PINS if name == canonicalize_name(requirement.name)]
+    assert versions, f"{requirement.name} is not in requirements.lock"
+    assert all(requirement.specifier.contains(version) for version in versions)
+
+
+def test_this_environment_is_the_lock_s():
+    """CI and learners test the same versions: what runs here is what the lock says (unless WORKSHOP_PYTHON chose another)."""
+    if Path(sys.prefix) != ROOT / ".venv":
+        pytest.skip("not the environment that workshop.sh makes")
+    import torch
+    import torchvision
+
+    assert ("torch", torch.__version__.split("+")[0]) in PINS
+    assert ("torchvision", torchvision.__version__.split("+")[0]) in PINS
+    assert torch.__version__.partition("+")[2] == torchvision.__version__.partition("+")[2], "built for different CUDA versions"
+
+
+def test_conda_environment_is_the_lock():
+    conda = yaml.safe_load((ROOT / "environment.yml").read_text())
+    python = next(line for line in conda["dependencies"] if isinstance(line, str) and line.startswith("python="))
+    assert Requirement("python" + project()["requires-python"]).specifier.contains(python.removeprefix("python="))
+    pip = next(entry["pip"] for entry in conda["dependencies"] if isinstance(entry, dict))
+    assert pip == ["--require-hashes", "-r requirements.lock"]
+    others = [line for line in conda["dependencies"] if isinstance(line, str) and not line.startswith(("python=", "pip"))]
+    assert others == [], "a package from conda would not have the lock's version"
+
+
+# workshop.sh, with a stand-in for uv: it "installs" an interpreter that prints its arguments, slowly enough to be interrupted.
+
+FAKE_UV = """#!/bin/bash
+echo "$1 $2" >> "$UV_CALLS"
+if [ "$1" = venv ]; then
+    mkdir -p "${@: -1}/bin"
+elif [ "$2" = install ] && [[ "$*" == *requirements.lock* ]]; then
+    sleep "${UV_SLEEP:-0}"
+    [ -z "${UV_FAILS:-}" ] || { echo "no such package" >&2; exit 1; }
+    for last in "$@"; do [ "$previous" = --python ] && python=$last; previous=$last; done
+    printf '#!/bin/bash\\necho "workshop $*"\\n' > "$python"
+    chmod +x "$python"
+fi
+"""
+
+
+@pytest.fixture
+def clone(tmp_path):
+    """A copy of what workshop.sh needs, a stand-in for uv, and a function that starts workshop.sh with them."""
+    folder = tmp_path / "clone with a space"
+    folder.mkdir()
+    for name in ("workshop.sh", "requirements.lock", "pyproject.toml"):
+        shutil.copy(ROOT / name, folder)
+    programs = tmp_path / "bin"
+    programs.mkdir()
+    (programs / "uv").write_text(FAKE_UV)
+    (programs / "uv").chmod(0o755)
+    calls = tmp_path / "calls.txt"
+
+    def start(*arguments, **environment) -> subprocess.Popen:
+        path = f"{programs}:{Path(sys.executable).parent}:/usr/bin:/bin"
+        env = {"PATH": path, "HOME": str(tmp_path), "UV_CALLS": str(calls), **environment}
+        return subprocess.Popen([str(folder / "workshop.sh"), *arguments], env=env, text=True, stdout=subprocess.PIPE,
+                                stderr=subprocess.PIPE, start_new_session=True)
+
+    start.folder, start.calls = folder, calls
+    return start
+
+
+def installs(clone) -> int:
+    """How often the environment was made."""
+    return clone.calls.read_text().count("venv") if clone.calls.exists() else 0
+
+
+def test_made_once_then_handed_over(clone):
+    for _ in range(2):
+        out, err = clone("tour", "--stages", "01").communicate(timeout=20)
+        assert out == "workshop -m workshop tour --stages 01\n"
+    assert installs(clone) == 1
+    assert err == ""
+
+
+def test_made_again_when_the_lock_changes(clone):
+    clone().communicate(timeout=20)
+    with open(clone.folder / "requirements.lock", "a") as lock:
+        lock.write("# one line more\n")
+    clone().communicate(timeout=20)
+    assert installs(clone) == 2
+
+
+def test_made_again_after_an_interrupted_install(clone):
+    first = clone(UV_SLEEP="30")
+    while installs(clone) == 0:
+        time.sleep(0.05)
+    time.sleep(0.3)
+    os.killpg(first.pid, signal.SIGKILL)
+    first.communicate()
+    assert not (clone.folder / ".venv" / "complete").exists()
+    out, _ = clone("doctor").communicate(timeout=20)
+    assert out == "workshop -m workshop doctor\n"
+    assert installs(clone) == 2
+
+
+def test_two_at_once_make_it_once(clone):
+    both = [clone("tour", UV_SLEEP="1.5") for _ in range(2)]
+    results = [process.communicate(timeout=30) for process in both]
+    assert [out for out, _ in results] == ["workshop -m workshop tour\n"] * 2
+    assert installs(clone) == 1
+    assert sum("somebody else is making the environment" in err for _, err in results) == 1
+
+
+def test_an_install_that_fails_says_so_and_is_tried_again(clone):
+    failed = clone(UV_FAILS="1")
+    _, err = failed.communicate(timeout=20)
+    assert failed.returncode == 2
+    assert err.splitlines()[-1].startswith("workshop.sh: the environment could not be made")
+    again = clone()
+    out, _ = again.communicate(timeout=20)
+    assert out == "workshop -m workshop\n"
+
+
+def run_script(path: str, tmp_path, **environment) -> subprocess.CompletedProcess:
+    return subprocess.run(["/bin/bash", ROOT / "workshop.sh", "--help"], env={"PATH": path, "HOME": str(tmp_path), **environment},
+                          capture_output=True, text=True, timeout=60)
+
+
+def test_no_python_is_one_line(clone, tmp_path):
+    tools = tmp_path / "tools"
+    tools.mkdir()
+    for name in ("bash", "dirname", "cat", "cksum", "env"):
+        (tools / name).symlink_to(shutil.which(name))
+    (tools / "python3").write_text("#!/bin/bash\nexit 1\n")  # as an old Python would answer
+    (tools / "python3").chmod(0o755)
+    done = subprocess.run([clone.folder / "workshop.sh"], env={"PATH": str(tools)}, capture_output=True, text=True)
+    assert done.returncode == 2
+    assert done.stderr.count("\n") == 1
+    assert "Python 3.11 or newer is needed" in done.stderr
+    assert "python3-venv" in done.stderr
+
+
+def test_existing_environment_is_used(tmp_path):
+    done = run_script("/usr/bin:/bin", tmp_path, WORKSHOP_PYTHON=sys.executable)
+    assert done.returncode == 0, done.stderr
+    assert "Usage: workshop" in done.stdout
+
+
+@pytest.mark.parametrize(("program", "message"), [
+    ("/nowhere/python", "there is no such program"), ("/bin/false", "Python 3.11 or newer is needed"),
+])
+def test_existing_environment_that_does_not_do(program, message, tmp_path):
+    done = run_script("/usr/bin:/bin", tmp_path, WORKSHOP_PYTHON=program)
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1)
+    assert message in done.stderr
+
+
+def test_existing_environment_without_torch(tmp_path):
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", tmp_path / "bare"], check=True)
+    done = run_script("/usr/bin:/bin", tmp_path, WORKSHOP_PYTHON=str(tmp_path / "bare" / "bin" / "python"))
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1)
+    assert "lacks: torch torchvision" in done.stderr
+
+
+@pytest.mark.full
+def test_pip_installs_the_same_where_there_is_no_uv(tmp_path):
+    """The way without uv, for real: venv and pip make the environment, and it trains."""
+    clone = tmp_path / "clone"
+    subprocess.run(["git", "clone", "--quiet", ROOT, clone], check=True)
+    path = os.pathsep.join(folder for folder in os.environ["PATH"].split(os.pathsep) if not (Path(folder) / "uv").exists())
+    programs = tmp_path / "bin"
+    programs.mkdir()
+    (programs / "python3").symlink_to(Path(sys.executable).resolve())
+    environment = {**os.environ, "PATH": f"{programs}:{path}", "HOME": str(tmp_path / "home")}
+    environment.pop("WORKSHOP_PYTHON", None)
+    (tmp_path / "home").mkdir()
+    done = subprocess.run([clone / "workshop.sh", "tour", "--stages", "01", "--epochs", "1"], env=environment, text=True,
+                          capture_output=True, timeout=1200)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "with pip" in done.stderr
+    shutil.rmtree(clone)

@@ -1,0 +1,52 @@
+"""One step is one idea: how many lines change from each script to the next, and how long each is."""
+
+import ast
+import difflib
+
+import pytest
+import runs
+
+STEPS = [(runs.SINGLE, runs.SPAWN), (runs.SPAWN, runs.TORCHRUN)]
+
+
+def code(path) -> list[str]:
+    """The script's lines, without its docstring (the commands differ in each) and without blank lines."""
+    text = path.read_text()
+    body = text.splitlines()[ast.parse(text).body[0].end_lineno:]
+    return [line for line in body if line.strip()]
+
+
+def changed_lines(before, after) -> int:
+    """How many lines change: in each place the larger of what goes and what comes, as a reader of the diff counts them."""
+    blocks = difflib.SequenceMatcher(None, code(before), code(after), autojunk=False).get_opcodes()
+    return sum(max(old_end - old, new_end - new) for kind, old, old_end, new, new_end in blocks if kind != "equal")
+
+
+@pytest.mark.parametrize(("before", "after"), STEPS, ids=lambda path: path.stem)
+def test_changed_lines(before, after, record_property):
+    changed = changed_lines(before, after)
+    record_property("changed_lines", changed)
+    print(f"\n{before.name} -> {after.name}: {changed} changed lines")
+    assert 10 <= changed <= 45
+
+
+@pytest.mark.parametrize("script", [runs.SINGLE, runs.SPAWN, runs.TORCHRUN], ids=lambda path: path.stem)
+def test_length(script):
+    assert len(script.read_text().splitlines()) <= 160
+    assert max(map(len, script.read_text().splitlines())) <= 120
+
+
+@pytest.mark.parametrize(("before", "after"), STEPS, ids=lambda path: path.stem)
+def test_comments_of_the_earlier_step_stay(before, after):
+    earlier = [line.strip() for line in before.read_text().splitlines() if line.strip().startswith("#")]
+    later = after.read_text()
+    gone = [line for line in earlier if line not in later]
+    # The store and its port are what torchrun takes over.
+    assert [line for line in gone if "The store is where" not in line] == []
+
+
+@pytest.mark.parametrize("script", [runs.SINGLE, runs.SPAWN, runs.TORCHRUN], ids=lambda path: path.stem)
+def test_nothing_names_one_kind_of_device(script):
+    """Device and backend come from the machine: no literal of one of them in the code (a comment may name them)."""
+    literals = {node.value for node in ast.walk(ast.parse(script.read_text())) if isinstance(node, ast.Constant)}
+    assert not literals & {"cuda", "nccl", "gloo", "hip", "rocm"}

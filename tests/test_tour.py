@@ -1,0 +1,97 @@
+"""``workshop tour``: the main job, whole; and runs that fail."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+import runs
+from PIL import Image
+
+from workshop import tour
+
+
+@pytest.fixture(scope="module")
+def toured(tmp_path_factory):
+    """The tour of stages 01 and 02 as the README has it, in a folder of its own."""
+    folder = tmp_path_factory.mktemp("tour")
+    done = subprocess.run([sys.executable, "-m", "workshop", "tour", "--stages", "01,02", "--output", str(folder)], cwd=folder,
+                          env=runs.environment(COLUMNS=80), capture_output=True, text=True)
+    return folder, done
+
+
+def test_every_run_trains_the_same(toured):
+    folder, done = toured
+    assert done.returncode == 0, done.stdout + done.stderr
+    summary = json.loads((folder / "tour.json").read_text())
+    assert [(run["stage"], run["name"], run["processes"]) for run in summary["runs"]][:3] == [
+        ("01", "single process", 1), ("02", "mp.spawn", 1), ("02", "mp.spawn", 2)]
+    assert {(run["name"], count) for run in summary["runs"] for count in [run["processes"]]} >= {("torchrun", 1), ("torchrun", 2)}
+    for run in summary["runs"]:
+        assert run["failure"] == ""
+        assert run["accuracy"] >= 0.95
+        assert run["samples_per_second"] > 0
+        assert len(run["losses"]) == summary["epochs"] * (1437 // summary["global_batch"])
+        assert run["losses"][-1] < 0.3 * run["losses"][0]
+    assert summary["largest_difference_between_loss_curves"] < 1e-3
+    assert summary["runs"][0]["speedup"] == 1
+
+
+def test_table_and_picture(toured):
+    folder, done = toured
+    lines = done.stdout.splitlines()
+    header = next(line for line in lines if line.lstrip().startswith("stage"))
+    assert header.split() == ["stage", "run", "processes", "device", "samples/s", "speed-up", "accuracy", "seconds"]
+    assert sum(line.lstrip().startswith(("01 ", "02 ")) for line in lines) == len(json.loads((folder / "tour.json").read_text())["runs"])
+    with Image.open(folder / "tour.png") as picture:
+        assert picture.width > 1000
+        assert len(picture.convert("RGB").getcolors(1 << 20)) > 20, "the picture is empty"
+
+
+@pytest.mark.parametrize("name", ["mp.spawn", "torchrun"])
+def test_a_run_that_fails_shows_the_traceback_of_the_rank_that_failed_first(name, tmp_path, monkeypatch):
+    for key, value in runs.environment(TEST_PATCH="fail_on_rank_1").items():
+        monkeypatch.setenv(key, value)
+    entry = next(entry for entry in tour.ENTRIES if entry.name == name)
+    result = tour._run(entry, 2, 128, 1, runs.ROOT, tmp_path, lambda line: None)
+    assert result["failure"].startswith("rank 1 failed first:\nTraceback (most recent call last)")
+    assert "ZeroDivisionError: rank 1 divides by zero" in result["failure"]
+    assert "optimizer.step()" in result["failure"]
+
+
+@pytest.mark.full
+def test_a_tour_with_failing_runs_is_shown_and_has_exit_status_1(tmp_path):
+    done = subprocess.run([sys.executable, "-m", "workshop", "tour", "--stages", "02", "--epochs", "1", "--output", str(tmp_path)],
+                          cwd=tmp_path, env=runs.environment(TEST_PATCH="fail_on_rank_1", COLUMNS=80), capture_output=True, text=True)
+    assert done.returncode == 1
+    assert done.stdout.count("ZeroDivisionError: rank 1 divides by zero") == 2
+    failed = [run for run in json.loads((tmp_path / "tour.json").read_text())["runs"] if run["failure"]]
+    assert [(run["name"], run["processes"]) for run in failed] == [("mp.spawn", 2), ("torchrun", 2)]
+
+
+def test_a_run_that_trains_nothing_is_a_failure(tmp_path):
+    entry = tour.Entry("09", "idle", lambda n: [sys.executable, "-c", "print('epoch 1/1')"])
+    result = tour._run(entry, 1, 128, 1, runs.ROOT, tmp_path, lambda line: None)
+    assert "trained 0 of 1 epochs" in result["failure"]
+
+
+def test_a_run_that_hangs_is_ended_with_all_its_processes(tmp_path, monkeypatch):
+    program = "import subprocess, sys, time; subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)']); time.sleep(600)"
+    outcome = tour.launch([sys.executable, "-c", program], dict(os.environ), tmp_path, lambda line: None, stall=1)
+    assert outcome.status is None
+    assert "stood still" in tour.first_failure(outcome, tmp_path)
+    left = subprocess.run(["pgrep", "-f", "time.sleep\\(600\\)"], capture_output=True, text=True)
+    assert left.stdout == ""
+
+
+def test_process_counts_follow_the_machine(monkeypatch):
+    import torch
+
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    for gpus, counts in ((2, [1, 2]), (4, [1, 2, 4]), (6, [1, 2, 4, 6]), (8, [1, 2, 4, 8])):
+        monkeypatch.setattr(torch.accelerator, "device_count", lambda gpus=gpus: gpus)
+        assert tour.process_counts() == counts
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 1)
+    monkeypatch.setattr(tour.os, "sched_getaffinity", lambda _: range(2), raising=False)
+    assert tour.process_counts() == [1, 2]
