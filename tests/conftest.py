@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
+
 import runs
 
 EPOCHS = 3
@@ -20,7 +21,10 @@ class Reference(NamedTuple):
 
 
 def _reference(kind, nproc, folder) -> Reference:
-    done = runs.run([*runs.command(kind, nproc), "--epochs", EPOCHS, "--batch-size", GLOBAL_BATCH // nproc, "--snapshot", "run.pt"], folder)
+    done = runs.run(
+        [*runs.command(kind, nproc), "--epochs", EPOCHS, "--batch-size", GLOBAL_BATCH // nproc, "--snapshot", "run.pt"],
+        folder,
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     return Reference(folder, folder / "run.pt", runs.read_log(folder / "run.pt"), done.stdout)
 

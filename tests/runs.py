@@ -21,8 +21,12 @@ TORCHRUN_RUNNER = TORCHRUN.with_name("exercise2_run_multigpu_torchrun.sh")
 
 def environment(**changes) -> dict:
     """The environment of a run: one thread a process, this Python, and no launcher's variables from outside."""
-    outer = {name: value for name, value in os.environ.items()
-             if not name.startswith(("SLURM_", "TORCHELASTIC_", "MASTER_", "WORKSHOP_")) and name not in ("RANK", "WORLD_SIZE", "NPROC")}
+    outer = {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith(("SLURM_", "TORCHELASTIC_", "MASTER_", "WORKSHOP_"))
+        and name not in ("RANK", "WORLD_SIZE", "NPROC")
+    }
     fixed = {"OMP_NUM_THREADS": "1", "WORKSHOP_PYTHON": sys.executable, "PYTHONPATH": f"{PATCHES}{os.pathsep}{ROOT}"}
     return {**outer, **fixed, **{name: str(value) for name, value in changes.items()}}
 
@@ -38,8 +42,14 @@ def command(kind: str, nproc: int = 1) -> list[str]:
 
 def run(arguments, cwd, timeout=180, **env) -> subprocess.CompletedProcess:
     """Run a command to its end, with its output captured as text."""
-    return subprocess.run([str(argument) for argument in arguments], cwd=cwd, env=environment(**env),
-                          capture_output=True, text=True, timeout=timeout)
+    return subprocess.run(
+        [str(argument) for argument in arguments],
+        cwd=cwd,
+        env=environment(**env),
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+    )
 
 
 def train(kind, nproc, cwd, *options, snapshot="run.pt", **env) -> list[dict]:
@@ -47,7 +57,8 @@ def train(kind, nproc, cwd, *options, snapshot="run.pt", **env) -> list[dict]:
     done = run([*command(kind, nproc), "--snapshot", snapshot, *options], cwd, **env)
     assert done.returncode == 0, done.stdout + done.stderr
     epochs = read_log(Path(cwd) / snapshot)
-    assert epochs and (Path(cwd) / snapshot).exists(), "the run trained nothing"
+    assert epochs, "the run trained nothing"
+    assert (Path(cwd) / snapshot).exists()
     assert f"epoch {len(epochs)}/{len(epochs)}" in done.stdout
     assert all(entry["losses"] for entry in epochs)
     return epochs
@@ -76,8 +87,14 @@ class Running:
     def __init__(self, arguments, cwd, **env):
         self.output = Path(cwd) / f"output-{time.monotonic_ns()}.txt"
         with open(self.output, "w") as file:
-            self.process = subprocess.Popen([str(argument) for argument in arguments], cwd=cwd, env=environment(**env),
-                                            stdout=file, stderr=subprocess.STDOUT, start_new_session=True)
+            self.process = subprocess.Popen(
+                [str(argument) for argument in arguments],
+                cwd=cwd,
+                env=environment(**env),
+                stdout=file,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
 
     def text(self) -> str:
         return self.output.read_text()

@@ -9,8 +9,9 @@ import time
 from pathlib import Path
 
 import pytest
-import runs
 import torch
+
+import runs
 
 SCRIPTS = {"single": runs.SINGLE, "spawn": runs.SPAWN, "torchrun": runs.TORCHRUN}
 
@@ -51,7 +52,11 @@ MISTAKES = {
     "unknown option": (None, ["--epoch", "3"], "unrecognized arguments: --epoch 3"),
     "unknown data set": (None, ["--dataset", "imagenet"], "unknown data set 'imagenet'; choose from: digits, mnist"),
     "data not fetched": (None, ["--dataset", "mnist"], "fetch it once with: ./workshop.sh fetch mnist"),
-    "snapshot beneath a file": (file_above, ["--snapshot", "file/run.pt"], "file is a file, so nothing can be written beneath it"),
+    "snapshot beneath a file": (
+        file_above,
+        ["--snapshot", "file/run.pt"],
+        "file is a file, so nothing can be written beneath it",
+    ),
     "snapshot is a folder": (None, ["--snapshot", "."], "--snapshot . is a folder"),
     "truncated snapshot": (truncated_snapshot, ["--snapshot", "cut.pt"], "cut.pt cannot be read"),
     "empty snapshot": (empty_snapshot, ["--snapshot", "empty.pt"], "empty.pt cannot be read"),
@@ -110,12 +115,15 @@ def test_more_processes_than_samples(tmp_path):
     assert "2,048 processes are more than the 360 samples" in done.stderr
 
 
-@pytest.mark.parametrize(("options", "environment", "message"), [
-    (["--epochs", "0"], {}, "'0' is not a whole number"),
-    (["--dataset", "imagenet"], {}, "unknown data set"),
-    ([], {"NPROC": "2048"}, "2,048 processes are more than"),
-    ([], {"NPROC": "two"}, "NPROC: 'two' is not a whole number of at least 1"),
-])
+@pytest.mark.parametrize(
+    ("options", "environment", "message"),
+    [
+        (["--epochs", "0"], {}, "'0' is not a whole number"),
+        (["--dataset", "imagenet"], {}, "unknown data set"),
+        ([], {"NPROC": "2048"}, "2,048 processes are more than"),
+        ([], {"NPROC": "two"}, "NPROC: 'two' is not a whole number of at least 1"),
+    ],
+)
 def test_torchrun_runner_ends_before_it_launches(options, environment, message, tmp_path):
     done = runs.run([runs.TORCHRUN_RUNNER, *options], tmp_path, **environment)
     assert (done.returncode, done.stdout) == (2, "")
@@ -140,7 +148,7 @@ def test_torchrun_script_without_torchrun(tmp_path):
 
 
 def test_a_port_in_use_is_in_nobodys_way(tmp_path):
-    """No port is hard-coded: with the ports that PyTorch's examples use taken, and named in the environment, two runs train at once."""
+    """No port is hard-coded: with PyTorch's usual ports taken, and named in the environment, two runs train at once."""
     taken = []
     for port in (29400, 29500, 12355):
         taken.append(socket.socket())

@@ -4,19 +4,24 @@ import subprocess
 import sys
 
 import pytest
+
 import runs
 
 
 def workshop(*arguments, cwd=None):
-    return subprocess.run([sys.executable, "-m", "workshop", *arguments], cwd=cwd, env=runs.environment(), capture_output=True, text=True)
+    return subprocess.run(
+        [sys.executable, "-m", "workshop", *arguments], cwd=cwd, env=runs.environment(), capture_output=True, text=True
+    )
 
 
 def test_help_lists_the_commands_and_imports_nothing_heavy():
-    program = ("import sys; sys.argv = ['workshop', '--help']\n"
-               "from workshop.cli import main\n"
-               "try: main()\n"
-               "except SystemExit as end: code = end.code\n"
-               "print(code, sorted({'torch', 'rich', 'matplotlib', 'numpy', 'psutil'} & set(sys.modules)))")
+    program = (
+        "import sys; sys.argv = ['workshop', '--help']\n"
+        "from workshop.cli import main\n"
+        "try: main()\n"
+        "except SystemExit as end: code = end.code\n"
+        "print(code, sorted({'torch', 'rich', 'matplotlib', 'numpy', 'psutil'} & set(sys.modules)))"
+    )
     done = subprocess.run([sys.executable, "-c", program], env=runs.environment(), capture_output=True, text=True)
     assert done.stdout.splitlines()[-1] == "0 []"
     for command in ("tour", "doctor", "fetch", "test"):
@@ -27,8 +32,18 @@ def test_without_a_command_it_shows_the_help():
     assert workshop().stdout == workshop("--help").stdout
 
 
-@pytest.mark.parametrize("arguments", [["dance"], ["fetch"], ["tour", "--epochs", "0"], ["tour", "--epochs", "x"], ["tour", "--speed"],
-                                       ["tour", "--stages", "99"], ["tour", "--stages", "01,x"]])
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["dance"],
+        ["fetch"],
+        ["tour", "--epochs", "0"],
+        ["tour", "--epochs", "x"],
+        ["tour", "--speed"],
+        ["tour", "--stages", "99"],
+        ["tour", "--stages", "01,x"],
+    ],
+)
 def test_mistakes_are_one_line(arguments, tmp_path):
     done = workshop(*arguments, cwd=tmp_path)
     assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1), done.stderr
@@ -45,8 +60,16 @@ def test_tour_cannot_write(tmp_path):
 def test_installed_without_the_stages(tmp_path):
     """A copy of the package alone, as a wheel would install it: tour and test say what is missing."""
     (tmp_path / "workshop").symlink_to(runs.ROOT / "workshop")
-    program = "import workshop.repository as r, pathlib; r.ROOT = pathlib.Path('.'); from workshop.cli import main; main()"
+    program = (
+        "import workshop.repository as r, pathlib; r.ROOT = pathlib.Path('.'); from workshop.cli import main; main()"
+    )
     for command in ("tour", "test"):
-        done = subprocess.run([sys.executable, "-c", program, command], cwd=tmp_path, env=runs.environment(), capture_output=True, text=True)
+        done = subprocess.run(
+            [sys.executable, "-c", program, command],
+            cwd=tmp_path,
+            env=runs.environment(),
+            capture_output=True,
+            text=True,
+        )
         assert (done.returncode, done.stderr.count("\n")) == (2, 1), done.stderr
         assert "the stages are not beside the installed package" in done.stderr

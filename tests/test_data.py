@@ -12,11 +12,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import runs
 import torch
 from sklearn.datasets import load_digits
 from torchvision import transforms
 
+import runs
 from workshop.data import load_dataset, mnist
 from workshop.errors import UserError
 
@@ -38,7 +38,9 @@ def test_digits_are_scikit_learns():
 
 def test_the_split_of_the_digits_is_fixed_and_disjoint():
     train_set, test_set = load_dataset("digits")
-    digest = hashlib.sha256(np.concatenate([train_set.images, test_set.images]).tobytes() + bytes(train_set.labels)).hexdigest()
+    digest = hashlib.sha256(
+        np.concatenate([train_set.images, test_set.images]).tobytes() + bytes(train_set.labels)
+    ).hexdigest()
     assert digest == "7d2df8934a1a12aabcc74d4b0aade46abd859aec4cd2da16901cd5d6729df2ae"
     seen = {image.tobytes() for image in train_set.images}
     assert not any(image.tobytes() in seen for image in test_set.images)
@@ -46,7 +48,9 @@ def test_the_split_of_the_digits_is_fixed_and_disjoint():
 
 
 def test_a_transform_gets_the_grey_pil_image():
-    train_set, _ = load_dataset("digits", transforms.Compose([transforms.ToTensor(), transforms.Normalize((0.5,), (0.5,))]))
+    train_set, _ = load_dataset(
+        "digits", transforms.Compose([transforms.ToTensor(), transforms.Normalize((0.5,), (0.5,))])
+    )
     plain, _ = load_dataset("digits")
     torch.testing.assert_close(train_set[5][0], plain[5][0] * 2 - 1)
     _, sizes = load_dataset("digits", lambda image: (image.mode, image.size))
@@ -60,7 +64,11 @@ def test_unknown_data_set():
 
 def idx(array: np.ndarray) -> bytes:
     """An array of unsigned bytes in the IDX format of MNIST's files: http://yann.lecun.com/exdb/mnist/"""
-    return bytes([0, 0, 8, array.ndim]) + b"".join(size.to_bytes(4, "big") for size in array.shape) + array.astype(np.uint8).tobytes()
+    return (
+        bytes([0, 0, 8, array.ndim])
+        + b"".join(size.to_bytes(4, "big") for size in array.shape)
+        + array.astype(np.uint8).tobytes()
+    )
 
 
 @pytest.fixture
@@ -72,7 +80,9 @@ def archives(monkeypatch):
         contents[f"{part}-images-idx3-ubyte.gz"] = idx(random.randint(0, 256, (count, 28, 28)))
         contents[f"{part}-labels-idx1-ubyte.gz"] = idx(random.randint(0, 10, count))
     packed = {name: gzip.compress(content) for name, content in contents.items()}
-    table = tuple(mnist.Archive(a.name, hashlib.sha256(packed[a.name]).hexdigest(), len(contents[a.name])) for a in mnist.ARCHIVES)
+    table = tuple(
+        mnist.Archive(a.name, hashlib.sha256(packed[a.name]).hexdigest(), len(contents[a.name])) for a in mnist.ARCHIVES
+    )
     monkeypatch.setattr(mnist, "ARCHIVES", table)
     return packed
 
@@ -130,9 +140,14 @@ def test_fetch_once_then_never_again(archives, server, tmp_path, monkeypatch):
     assert train_set[0][0].shape == (1, 28, 28)
 
 
-@pytest.mark.parametrize(("behaviour", "message"), [
-    ("truncated", "IncompleteRead|ChunkedEncodingError|SHA-256 differs"), ("corrupt", "SHA-256 differs"), ("missing", "HTTP status 404"),
-])
+@pytest.mark.parametrize(
+    ("behaviour", "message"),
+    [
+        ("truncated", "IncompleteRead|ChunkedEncodingError|SHA-256 differs"),
+        ("corrupt", "SHA-256 differs"),
+        ("missing", "HTTP status 404"),
+    ],
+)
 def test_fetch_leaves_nothing_of_a_bad_file(behaviour, message, archives, server, tmp_path):
     bad, _ = server(archives, behaviour)
     with pytest.raises(UserError, match=f"could not fetch train-images-idx3-ubyte.gz.*({message})"):
@@ -179,19 +194,30 @@ workshop = functools.partial(subprocess.run, capture_output=True, text=True, tim
 @pytest.mark.parametrize("behaviour", ["truncated", "corrupt", "missing"])
 def test_fetch_command_says_so_in_one_line(behaviour, archives, server, tmp_path):
     url, _ = server(archives, behaviour)
-    done = workshop([sys.executable, "-m", "workshop", "fetch", "mnist", "--mirror", url], cwd=tmp_path,
-                    env=runs.environment(WORKSHOP_DATA=tmp_path / "data"))
+    done = workshop(
+        [sys.executable, "-m", "workshop", "fetch", "mnist", "--mirror", url],
+        cwd=tmp_path,
+        env=runs.environment(WORKSHOP_DATA=tmp_path / "data"),
+    )
     assert done.returncode == 2
     assert [line[:9] for line in done.stderr.splitlines()] == ["fetching ", "workshop:"]
     assert left_in(tmp_path) == []
 
 
-@pytest.mark.parametrize(("arguments", "message"), [
-    (["imagenet"], "'imagenet' cannot be fetched; choose from: mnist"),
-    (["mnist", "--mirror", "nowhere"], "could not fetch train-images-idx3-ubyte.gz; nowhere/train-images-idx3-ubyte.gz: MissingSchema"),
-])
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["imagenet"], "'imagenet' cannot be fetched; choose from: mnist"),
+        (
+            ["mnist", "--mirror", "nowhere"],
+            "could not fetch train-images-idx3-ubyte.gz; nowhere/train-images-idx3-ubyte.gz: MissingSchema",
+        ),
+    ],
+)
 def test_fetch_command_with_a_mistake(arguments, message, tmp_path):
-    done = workshop([sys.executable, "-m", "workshop", "fetch", *arguments], env=runs.environment(WORKSHOP_DATA=tmp_path / "data"))
+    done = workshop(
+        [sys.executable, "-m", "workshop", "fetch", *arguments], env=runs.environment(WORKSHOP_DATA=tmp_path / "data")
+    )
     assert done.returncode == 2
     assert message in done.stderr
     assert "Traceback" not in done.stderr
@@ -199,7 +225,9 @@ def test_fetch_command_with_a_mistake(arguments, message, tmp_path):
 
 def test_fetch_command_where_nothing_can_be_written(tmp_path):
     (tmp_path / "file").touch()
-    done = workshop([sys.executable, "-m", "workshop", "fetch", "mnist"], env=runs.environment(WORKSHOP_DATA=tmp_path / "file"))
+    done = workshop(
+        [sys.executable, "-m", "workshop", "fetch", "mnist"], env=runs.environment(WORKSHOP_DATA=tmp_path / "file")
+    )
     assert done.returncode == 2
     assert "cannot write" in done.stderr
     assert "Traceback" not in done.stderr
@@ -217,7 +245,7 @@ def test_an_unverified_file_in_the_data_folder_is_not_trained_on(tmp_path, monke
 
 @pytest.mark.full
 def test_training_on_files_of_mnists_shape(tmp_path):
-    """MNIST cannot be fetched here; files of its format and sizes, filled with the digits over and over, train through the same code."""
+    """In place of MNIST itself: files of its format and sizes, filled with the digits over and over."""
     raw = tmp_path / "data" / "MNIST" / "raw"
     raw.mkdir(parents=True)
     for part, count, digits in zip(("train", "t10k"), (60_000, 10_000), load_dataset("digits"), strict=True):

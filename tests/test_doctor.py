@@ -9,9 +9,9 @@ from pathlib import Path
 
 import psutil
 import pytest
-import runs
 import torch
 
+import runs
 from workshop import doctor
 from workshop.doctor import GIB, OK, PROBLEM, WARNING, Finding
 
@@ -19,18 +19,41 @@ Usage = namedtuple("Usage", "total used free")
 
 
 def test_this_machine_can_train():
-    done = subprocess.run([sys.executable, "-m", "workshop", "doctor"], env=runs.environment(COLUMNS=120), capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-m", "workshop", "doctor"], env=runs.environment(COLUMNS=120), capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stdout
     assert "Training can run here" in done.stdout
-    for check in ("Python", "torch", "torchvision", "devices", "backends", "process group", "packages", "data", "cores", "memory", "disk",
-                  "/dev/shm", "ports", "host name", "scheduler"):
+    for check in (
+        "Python",
+        "torch",
+        "torchvision",
+        "devices",
+        "backends",
+        "process group",
+        "packages",
+        "data",
+        "cores",
+        "memory",
+        "disk",
+        "/dev/shm",
+        "ports",
+        "host name",
+        "scheduler",
+    ):
         assert f" {check} " in done.stdout
     assert torch.__version__ in done.stdout
 
 
 def test_a_problem_gives_exit_status_1_and_its_advice(monkeypatch, capsys):
-    monkeypatch.setattr(doctor, "CHECKS", (lambda: Finding("disk", PROBLEM, "0.0 GiB free", "make room"),
-                                           lambda: Finding("cores", WARNING, "1", "ask for two")))
+    monkeypatch.setattr(
+        doctor,
+        "CHECKS",
+        (
+            lambda: Finding("disk", PROBLEM, "0.0 GiB free", "make room"),
+            lambda: Finding("cores", WARNING, "1", "ask for two"),
+        ),
+    )
     assert doctor.run_doctor() == 1
     seen = capsys.readouterr().out
     assert "disk: make room" in seen
@@ -75,7 +98,11 @@ def test_host_name_that_does_not_resolve(monkeypatch):
 
 def test_few_ports(monkeypatch):
     read = Path.read_text
-    monkeypatch.setattr(Path, "read_text", lambda self, *a, **k: "40000 40100" if self.name == "ip_local_port_range" else read(self, *a, **k))
+    monkeypatch.setattr(
+        Path,
+        "read_text",
+        lambda self, *a, **k: "40000 40100" if self.name == "ip_local_port_range" else read(self, *a, **k),
+    )
     assert doctor.check_ports().status == WARNING
 
 
@@ -105,9 +132,15 @@ def test_gpu_that_torch_cannot_use(monkeypatch):
 def test_torch_missing(tmp_path):
     """With a torch that cannot be imported, the doctor still gives its whole report, and exit status 1."""
     (tmp_path / "torch").mkdir()
-    (tmp_path / "torch" / "__init__.py").write_text("raise ImportError('libcudart.so.12: cannot open shared object file')")
-    done = subprocess.run([sys.executable, "-m", "workshop", "doctor"], capture_output=True, text=True,
-                          env={**runs.environment(COLUMNS=160), "PYTHONPATH": f"{tmp_path}:{runs.ROOT}"})
+    (tmp_path / "torch" / "__init__.py").write_text(
+        "raise ImportError('libcudart.so.12: cannot open shared object file')"
+    )
+    done = subprocess.run(
+        [sys.executable, "-m", "workshop", "doctor"],
+        capture_output=True,
+        text=True,
+        env={**runs.environment(COLUMNS=160), "PYTHONPATH": f"{tmp_path}:{runs.ROOT}"},
+    )
     assert done.returncode == 1
     assert "libcudart.so.12" in done.stdout
     assert "delete .venv and run ./workshop.sh again" in done.stdout

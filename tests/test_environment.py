@@ -11,10 +11,11 @@ import tomllib
 from pathlib import Path
 
 import pytest
-import runs
 import yaml
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
+
+import runs
 
 ROOT = runs.ROOT
 LOCK = (ROOT / "requirements.lock").read_text()
@@ -31,7 +32,9 @@ def direct() -> list[Requirement]:
 
 
 def test_lock_pins_everything_with_hashes_and_names_no_index():
-    entries = re.split(r"\n(?=[a-z])", "\n" + "\n".join(line for line in LOCK.splitlines() if not line.startswith("#")))[1:]
+    entries = re.split(
+        r"\n(?=[a-z])", "\n" + "\n".join(line for line in LOCK.splitlines() if not line.startswith("#"))
+    )[1:]
     assert len(entries) > 100
     assert all(re.match(r"[a-z0-9._-]+==\S+", entry) and "--hash=sha256:" in entry for entry in entries)
     assert not re.search(r"https?://|--(extra-)?index-url|--find-links", LOCK)
@@ -53,7 +56,9 @@ def test_this_environment_is_the_lock_s():
 
     assert ("torch", torch.__version__.split("+")[0]) in PINS
     assert ("torchvision", torchvision.__version__.split("+")[0]) in PINS
-    assert torch.__version__.partition("+")[2] == torchvision.__version__.partition("+")[2], "built for different CUDA versions"
+    assert torch.__version__.partition("+")[2] == torchvision.__version__.partition("+")[2], (
+        "built for different CUDA versions"
+    )
 
 
 def test_conda_environment_is_the_lock():
@@ -62,7 +67,9 @@ def test_conda_environment_is_the_lock():
     assert Requirement("python" + project()["requires-python"]).specifier.contains(python.removeprefix("python="))
     pip = next(entry["pip"] for entry in conda["dependencies"] if isinstance(entry, dict))
     assert pip == ["--require-hashes", "-r requirements.lock"]
-    others = [line for line in conda["dependencies"] if isinstance(line, str) and not line.startswith(("python=", "pip"))]
+    others = [
+        line for line in conda["dependencies"] if isinstance(line, str) and not line.startswith(("python=", "pip"))
+    ]
     assert others == [], "a package from conda would not have the lock's version"
 
 
@@ -98,8 +105,14 @@ def clone(tmp_path):
     def start(*arguments, **environment) -> subprocess.Popen:
         path = f"{programs}:{Path(sys.executable).parent}:/usr/bin:/bin"
         env = {"PATH": path, "HOME": str(tmp_path), "UV_CALLS": str(calls), **environment}
-        return subprocess.Popen([str(folder / "workshop.sh"), *arguments], env=env, text=True, stdout=subprocess.PIPE,
-                                stderr=subprocess.PIPE, start_new_session=True)
+        return subprocess.Popen(
+            [str(folder / "workshop.sh"), *arguments],
+            env=env,
+            text=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            start_new_session=True,
+        )
 
     start.folder, start.calls = folder, calls
     return start
@@ -158,8 +171,13 @@ def test_an_install_that_fails_says_so_and_is_tried_again(clone):
 
 
 def run_script(path: str, tmp_path, **environment) -> subprocess.CompletedProcess:
-    return subprocess.run(["/bin/bash", ROOT / "workshop.sh", "--help"], env={"PATH": path, "HOME": str(tmp_path), **environment},
-                          capture_output=True, text=True, timeout=60)
+    return subprocess.run(
+        ["/bin/bash", ROOT / "workshop.sh", "--help"],
+        env={"PATH": path, "HOME": str(tmp_path), **environment},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
 
 
 def test_no_python_is_one_line(clone, tmp_path):
@@ -182,9 +200,13 @@ def test_existing_environment_is_used(tmp_path):
     assert "Usage: workshop" in done.stdout
 
 
-@pytest.mark.parametrize(("program", "message"), [
-    ("/nowhere/python", "there is no such program"), ("/bin/false", "Python 3.11 or newer is needed"),
-])
+@pytest.mark.parametrize(
+    ("program", "message"),
+    [
+        ("/nowhere/python", "there is no such program"),
+        ("/bin/false", "Python 3.11 or newer is needed"),
+    ],
+)
 def test_existing_environment_that_does_not_do(program, message, tmp_path):
     done = run_script("/usr/bin:/bin", tmp_path, WORKSHOP_PYTHON=program)
     assert (done.returncode, done.stderr.count("\n")) == (2, 1)
@@ -203,15 +225,36 @@ def test_pip_installs_the_same_where_there_is_no_uv(tmp_path):
     """The way without uv, for real: venv and pip make the environment, and it trains."""
     clone = tmp_path / "clone"
     subprocess.run(["git", "clone", "--quiet", ROOT, clone], check=True)
-    path = os.pathsep.join(folder for folder in os.environ["PATH"].split(os.pathsep) if not (Path(folder) / "uv").exists())
+    path = os.pathsep.join(
+        folder for folder in os.environ["PATH"].split(os.pathsep) if not (Path(folder) / "uv").exists()
+    )
     programs = tmp_path / "bin"
     programs.mkdir()
     (programs / "python3").symlink_to(Path(sys.executable).resolve())
     environment = {**os.environ, "PATH": f"{programs}:{path}", "HOME": str(tmp_path / "home")}
     environment.pop("WORKSHOP_PYTHON", None)
     (tmp_path / "home").mkdir()
-    done = subprocess.run([clone / "workshop.sh", "tour", "--stages", "01", "--epochs", "1"], env=environment, text=True,
-                          capture_output=True, timeout=1200)
+    done = subprocess.run(
+        [clone / "workshop.sh", "tour", "--stages", "01", "--epochs", "1"],
+        env=environment,
+        text=True,
+        capture_output=True,
+        timeout=1200,
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     assert "with pip" in done.stderr
-    shutil.rmtree(clone)
+    # A site that has its own environment installs the package into it.
+    done = subprocess.run(
+        [clone / ".venv" / "bin" / "python", "-m", "pip", "install", "-e", "."],
+        cwd=clone,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+    assert done.returncode == 0, done.stderr
+    done = subprocess.run(
+        [clone / ".venv" / "bin" / "workshop", "doctor"], cwd=tmp_path, env=environment, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stdout
+    shutil.rmtree(clone)  # 6 GB

@@ -6,8 +6,9 @@ import time
 
 import psutil
 import pytest
-import runs
 from conftest import EPOCHS, GLOBAL_BATCH
+
+import runs
 
 
 def options(nproc, snapshot="run.pt"):
@@ -112,8 +113,16 @@ def test_20_kills_in_a_row(nproc, single, torchrun, tmp_path, record_property):
         same = runs.largest_difference(tmp_path / snapshot, tmp_path / "reference.pt") == 0.0
         same = same and runs.losses(runs.read_log(tmp_path / snapshot)) == runs.losses(reference)
         starts = run.text().count("training on cpu")
-        table.append({"kill": number + 1, "after_epoch": epoch, "status": status, "starts": starts, "same_weights": same,
-                      "seconds_to_the_end": round(time.monotonic() - killed, 1)})
+        table.append(
+            {
+                "kill": number + 1,
+                "after_epoch": epoch,
+                "status": status,
+                "starts": starts,
+                "same_weights": same,
+                "seconds_to_the_end": round(time.monotonic() - killed, 1),
+            }
+        )
         print(json.dumps(table[-1]), flush=True)
     record_property("kills", table)
     assert all(row["status"] == 0 and row["same_weights"] and row["starts"] == 2 for row in table), table

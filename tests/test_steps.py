@@ -4,6 +4,7 @@ import ast
 import difflib
 
 import pytest
+
 import runs
 
 STEPS = [(runs.SINGLE, runs.SPAWN), (runs.SPAWN, runs.TORCHRUN)]
@@ -12,7 +13,7 @@ STEPS = [(runs.SINGLE, runs.SPAWN), (runs.SPAWN, runs.TORCHRUN)]
 def code(path) -> list[str]:
     """The script's lines, without its docstring (the commands differ in each) and without blank lines."""
     text = path.read_text()
-    body = text.splitlines()[ast.parse(text).body[0].end_lineno:]
+    body = text.splitlines()[ast.parse(text).body[0].end_lineno :]
     return [line for line in body if line.strip()]
 
 

@@ -6,9 +6,9 @@ import subprocess
 import sys
 
 import pytest
-import runs
 from PIL import Image
 
+import runs
 from workshop import tour
 
 
@@ -16,8 +16,13 @@ from workshop import tour
 def toured(tmp_path_factory):
     """The tour of stages 01 and 02 as the README has it, in a folder of its own."""
     folder = tmp_path_factory.mktemp("tour")
-    done = subprocess.run([sys.executable, "-m", "workshop", "tour", "--stages", "01,02", "--output", str(folder)], cwd=folder,
-                          env=runs.environment(COLUMNS=80), capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-m", "workshop", "tour", "--stages", "01,02", "--output", str(folder)],
+        cwd=folder,
+        env=runs.environment(COLUMNS=80),
+        capture_output=True,
+        text=True,
+    )
     return folder, done
 
 
@@ -26,8 +31,14 @@ def test_every_run_trains_the_same(toured):
     assert done.returncode == 0, done.stdout + done.stderr
     summary = json.loads((folder / "tour.json").read_text())
     assert [(run["stage"], run["name"], run["processes"]) for run in summary["runs"]][:3] == [
-        ("01", "single process", 1), ("02", "mp.spawn", 1), ("02", "mp.spawn", 2)]
-    assert {(run["name"], count) for run in summary["runs"] for count in [run["processes"]]} >= {("torchrun", 1), ("torchrun", 2)}
+        ("01", "single process", 1),
+        ("02", "mp.spawn", 1),
+        ("02", "mp.spawn", 2),
+    ]
+    assert {(run["name"], count) for run in summary["runs"] for count in [run["processes"]]} >= {
+        ("torchrun", 1),
+        ("torchrun", 2),
+    }
     for run in summary["runs"]:
         assert run["failure"] == ""
         assert run["accuracy"] >= 0.95
@@ -43,7 +54,9 @@ def test_table_and_picture(toured):
     lines = done.stdout.splitlines()
     header = next(line for line in lines if line.lstrip().startswith("stage"))
     assert header.split() == ["stage", "run", "processes", "device", "samples/s", "speed-up", "accuracy", "seconds"]
-    assert sum(line.lstrip().startswith(("01 ", "02 ")) for line in lines) == len(json.loads((folder / "tour.json").read_text())["runs"])
+    assert sum(line.lstrip().startswith(("01 ", "02 ")) for line in lines) == len(
+        json.loads((folder / "tour.json").read_text())["runs"]
+    )
     with Image.open(folder / "tour.png") as picture:
         assert picture.width > 1000
         assert len(picture.convert("RGB").getcolors(1 << 20)) > 20, "the picture is empty"
@@ -62,8 +75,13 @@ def test_a_run_that_fails_shows_the_traceback_of_the_rank_that_failed_first(name
 
 @pytest.mark.full
 def test_a_tour_with_failing_runs_is_shown_and_has_exit_status_1(tmp_path):
-    done = subprocess.run([sys.executable, "-m", "workshop", "tour", "--stages", "02", "--epochs", "1", "--output", str(tmp_path)],
-                          cwd=tmp_path, env=runs.environment(TEST_PATCH="fail_on_rank_1", COLUMNS=80), capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-m", "workshop", "tour", "--stages", "02", "--epochs", "1", "--output", str(tmp_path)],
+        cwd=tmp_path,
+        env=runs.environment(TEST_PATCH="fail_on_rank_1", COLUMNS=80),
+        capture_output=True,
+        text=True,
+    )
     assert done.returncode == 1
     assert done.stdout.count("ZeroDivisionError: rank 1 divides by zero") == 2
     failed = [run for run in json.loads((tmp_path / "tour.json").read_text())["runs"] if run["failure"]]
@@ -77,7 +95,8 @@ def test_a_run_that_trains_nothing_is_a_failure(tmp_path):
 
 
 def test_a_run_that_hangs_is_ended_with_all_its_processes(tmp_path, monkeypatch):
-    program = "import subprocess, sys, time; subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)']); time.sleep(600)"
+    child = "import time; time.sleep(600)"
+    program = f"import subprocess, sys; subprocess.Popen([sys.executable, '-c', '{child}']); {child}"
     outcome = tour.launch([sys.executable, "-c", program], dict(os.environ), tmp_path, lambda line: None, stall=1)
     assert outcome.status is None
     assert "stood still" in tour.first_failure(outcome, tmp_path)

@@ -6,11 +6,11 @@ import re
 from pathlib import Path
 
 import pytest
-import runs
 import torch
 from conftest import EPOCHS
 from torchvision import transforms
 
+import runs
 from workshop.data import load_dataset
 from workshop.models import SmallCNN
 
@@ -38,7 +38,9 @@ def true_accuracy(snapshot, samples=None) -> float:
     """The accuracy of a snapshot's weights, computed here on the first ``samples`` of the test set in one go."""
     model = SmallCNN()
     model.load_state_dict(runs.load(snapshot)["model"])
-    _, test_set = load_dataset("digits", transforms.Compose([transforms.ToTensor(), transforms.Normalize((0.5,), (0.5,))]))
+    _, test_set = load_dataset(
+        "digits", transforms.Compose([transforms.ToTensor(), transforms.Normalize((0.5,), (0.5,))])
+    )
     images, labels = zip(*[test_set[index] for index in range(samples or len(test_set))], strict=True)
     with torch.inference_mode():
         return (model(torch.stack(images)).argmax(dim=1) == torch.tensor(labels)).double().mean().item()
@@ -75,13 +77,17 @@ def test_snapshot_holds_the_plain_model(torchrun):
 def exact_single(tmp_path_factory):
     """One process in float64 with SGD: 88 steps of 32 samples."""
     folder = tmp_path_factory.mktemp("exact")
-    return folder, runs.losses(runs.train("single", 1, folder, "--epochs", 2, "--batch-size", 32, TEST_PATCH="float64,sgd"))
+    return folder, runs.losses(
+        runs.train("single", 1, folder, "--epochs", 2, "--batch-size", 32, TEST_PATCH="float64,sgd")
+    )
 
 
 @pytest.mark.parametrize(("kind", "nproc"), [("spawn", 2), ("torchrun", 4)])
 def test_one_curve_for_any_number_of_processes(kind, nproc, exact_single, tmp_path):
     folder, expected = exact_single
-    losses = runs.losses(runs.train(kind, nproc, tmp_path, "--epochs", 2, "--batch-size", 32 // nproc, TEST_PATCH="float64,sgd"))
+    losses = runs.losses(
+        runs.train(kind, nproc, tmp_path, "--epochs", 2, "--batch-size", 32 // nproc, TEST_PATCH="float64,sgd")
+    )
     assert len(losses) >= 50
     assert expected[-1] < 0.5 * expected[0], "nothing was learned, so agreement would mean nothing"
     assert max(abs(a - b) for a, b in zip(losses, expected, strict=True)) < 1e-6

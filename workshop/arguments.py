@@ -1,4 +1,4 @@
-"""Options of the stage scripts: a mistake ends the run with one line and exit status 2, before anything is launched or written."""
+"""Options of the stage scripts: a mistake ends the run with one line and exit status 2, before anything is written."""
 
 import argparse
 import os
@@ -63,10 +63,14 @@ def _check_data(args, world_size):
     train_set, test_set = load_dataset(args.dataset)
     smaller = min(len(train_set), len(test_set))
     if world_size > smaller:
-        raise UserError(f"{world_size:,} processes are more than the {smaller:,} samples of {args.dataset}; start fewer")
+        raise UserError(
+            f"{world_size:,} processes are more than the {smaller:,} samples of {args.dataset}; start fewer"
+        )
     if args.batch_size * world_size > len(train_set):
-        raise UserError(f"--batch-size {args.batch_size:,} on {world_size:,} process{'es' * (world_size > 1)} needs "
-                        f"{args.batch_size * world_size:,} samples a step; {args.dataset} has {len(train_set):,} to train on")
+        raise UserError(
+            f"--batch-size {args.batch_size:,} on {world_size:,} process{'es' * (world_size > 1)} needs "
+            f"{args.batch_size * world_size:,} samples a step; {args.dataset} has {len(train_set):,} to train on"
+        )
 
 
 def _check_snapshot(args, model):
@@ -86,16 +90,21 @@ def _check_snapshot(args, model):
     try:
         snapshot = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # what torch.load raises on a damaged file differs from version to version
-        raise UserError(f"--snapshot {path} cannot be read ({type(error).__name__}: damaged, cut short, or no snapshot at all); "
-                        "delete it or name another") from error
+        raise UserError(
+            f"--snapshot {path} cannot be read ({type(error).__name__}: damaged, cut short, or no snapshot at all); "
+            "delete it or name another"
+        ) from error
     try:
         model.load_state_dict(snapshot["model"])
         done = snapshot["epoch"] + 1
         snapshot["optimizer"]
     except (KeyError, TypeError, AttributeError, RuntimeError) as error:
-        raise UserError(f"--snapshot {path} does not fit this model (it was written by another program); "
-                        "delete it or name another") from error
+        raise UserError(
+            f"--snapshot {path} does not fit this model (it was written by another program); delete it or name another"
+        ) from error
     # torchrun starts all ranks again when one has died, even after the last snapshot: then there is rightly nothing to do.
     if done >= args.epochs and os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0":
-        raise UserError(f"--snapshot {path} already holds {done} epoch{'s' * (done > 1)} of the {args.epochs} asked for, "
-                        "so there is nothing left to train; raise --epochs, or delete it to start again")
+        raise UserError(
+            f"--snapshot {path} already holds {done} epoch{'s' * (done > 1)} of the {args.epochs} asked for, "
+            "so there is nothing left to train; raise --epochs, or delete it to start again"
+        )

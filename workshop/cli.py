@@ -14,7 +14,13 @@ def app() -> None:
 
 @app.command()
 @click.option("--stages", default="", metavar="01,02", help="Only these stages.  [default: all]")
-@click.option("--epochs", type=click.IntRange(min=1), default=4, show_default=True, help="Passes over the training set in each run.")
+@click.option(
+    "--epochs",
+    type=click.IntRange(min=1),
+    default=4,
+    show_default=True,
+    help="Passes over the training set in each run.",
+)
 @click.option("--output", metavar="FOLDER", help="Where tour.json, tour.png and the logs go.  [default: runs/tour]")
 def tour(stages, epochs, output) -> None:
     """Train every stage's solution on this machine and compare."""

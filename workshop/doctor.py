@@ -36,7 +36,7 @@ class Finding:
 
 def check_python() -> Finding:
     seen = f"{platform.python_version()} at {sys.executable}"
-    if sys.version_info < (3, 11):
+    if sys.version_info < (3, 11):  # noqa: UP036 - WORKSHOP_PYTHON may name any
         return Finding("Python", PROBLEM, seen, "use Python 3.11 or newer: load a newer module, or set WORKSHOP_PYTHON")
     return Finding("Python", OK, seen)
 
@@ -45,11 +45,21 @@ def check_torch() -> Finding:
     try:
         import torch
     except Exception as error:  # a broken installation raises anything from ImportError to OSError
-        return Finding("torch", PROBLEM, f"cannot be imported: {error}", "install it: delete .venv and run ./workshop.sh again")
-    built_for = f"CUDA {torch.version.cuda}" if torch.version.cuda else f"ROCm {torch.version.hip}" if torch.version.hip else "the CPU"
+        return Finding(
+            "torch", PROBLEM, f"cannot be imported: {error}", "install it: delete .venv and run ./workshop.sh again"
+        )
+    built_for = (
+        f"CUDA {torch.version.cuda}"
+        if torch.version.cuda
+        else f"ROCm {torch.version.hip}"
+        if torch.version.hip
+        else "the CPU"
+    )
     seen = f"{torch.__version__}, built for {built_for}"
     if tuple(int(part) for part in torch.__version__.split(".")[:2]) < (2, 8):
-        return Finding("torch", WARNING, seen, "the scripts are tested from torch 2.8 on; use a newer one if something fails")
+        return Finding(
+            "torch", WARNING, seen, "the scripts are tested from torch 2.8 on; use a newer one if something fails"
+        )
     return Finding("torch", OK, seen)
 
 
@@ -61,8 +71,12 @@ def check_torchvision() -> Finding:
 
         torch.ops.torchvision.nms  # noqa: B018 - missing where torchvision's compiled part does not fit torch
     except Exception as error:
-        return Finding("torchvision", PROBLEM, f"does not work with this torch: {str(error).splitlines()[0]}",
-                       "install torch and torchvision together, from the same index")
+        return Finding(
+            "torchvision",
+            PROBLEM,
+            f"does not work with this torch: {str(error).splitlines()[0]}",
+            "install torch and torchvision together, from the same index",
+        )
     return Finding("torchvision", OK, version)
 
 
@@ -75,15 +89,29 @@ def check_devices() -> Finding:
     if torch.accelerator.is_available():
         kind = torch.accelerator.current_accelerator().type
         count = torch.accelerator.device_count()
-        names = sorted({torch.get_device_module(kind).get_device_name(i) for i in range(count)}) if kind in ("cuda", "xpu") else [kind]
+        names = (
+            sorted({torch.get_device_module(kind).get_device_name(i) for i in range(count)})
+            if kind in ("cuda", "xpu")
+            else [kind]
+        )
         return Finding("devices", OK, f"{count} x {', '.join(names)}")
     if hardware and os.environ.get("CUDA_VISIBLE_DEVICES", os.environ.get("HIP_VISIBLE_DEVICES")) == "":
-        return Finding("devices", WARNING, f"{hardware}, hidden by an empty CUDA_VISIBLE_DEVICES or HIP_VISIBLE_DEVICES",
-                       "unset that variable to train on the GPU")
+        return Finding(
+            "devices",
+            WARNING,
+            f"{hardware}, hidden by an empty CUDA_VISIBLE_DEVICES or HIP_VISIBLE_DEVICES",
+            "unset that variable to train on the GPU",
+        )
     if hardware:
-        built_for = "CUDA " + torch.version.cuda if torch.version.cuda else "ROCm" if torch.version.hip else "the CPU only"
-        return Finding("devices", WARNING, f"{hardware}, but torch (built for {built_for}) cannot use it",
-                       "install a torch that fits the driver (nvidia-smi or rocm-smi names its version), or a newer driver")
+        built_for = (
+            "CUDA " + torch.version.cuda if torch.version.cuda else "ROCm" if torch.version.hip else "the CPU only"
+        )
+        return Finding(
+            "devices",
+            WARNING,
+            f"{hardware}, but torch (built for {built_for}) cannot use it",
+            "install a torch that fits the driver (nvidia-smi or rocm-smi names its version), or a newer driver",
+        )
     return Finding("devices", OK, "the CPU; everything runs on it, with gloo")
 
 
@@ -102,8 +130,17 @@ def check_backends() -> Finding:
     except Exception:
         return Finding("backends", PROBLEM, "unknown, torch cannot be imported", "see torch above")
     if not dist.is_available() or not dist.is_gloo_available():
-        return Finding("backends", PROBLEM, "this torch has no gloo", "install an ordinary torch: delete .venv and run ./workshop.sh again")
-    names = [name for name in ("gloo", "nccl", "mpi", "ucc", "xccl") if getattr(dist, f"is_{name}_available", lambda: False)()]
+        return Finding(
+            "backends",
+            PROBLEM,
+            "this torch has no gloo",
+            "install an ordinary torch: delete .venv and run ./workshop.sh again",
+        )
+    names = [
+        name
+        for name in ("gloo", "nccl", "mpi", "ucc", "xccl")
+        if getattr(dist, f"is_{name}_available", lambda: False)()
+    ]
     return Finding("backends", OK, ", ".join(names))
 
 
@@ -118,17 +155,33 @@ def check_process_group() -> Finding:
         dist.all_reduce(torch.ones(1))
         dist.destroy_process_group()
     except Exception as error:
-        return Finding("process group", PROBLEM, f"gloo cannot start: {str(error).splitlines()[0]}",
-                       "check the loopback interface (ip addr show lo); with several networks, set GLOO_SOCKET_IFNAME=lo")
+        return Finding(
+            "process group",
+            PROBLEM,
+            f"gloo cannot start: {str(error).splitlines()[0]}",
+            "check the loopback interface (ip addr show lo); with several networks, set GLOO_SOCKET_IFNAME=lo",
+        )
     return Finding("process group", OK, "gloo works on the loopback interface")
 
 
 def check_packages() -> Finding:
-    needed = {"numpy": "numpy", "PIL": "pillow", "sklearn": "scikit-learn", "tqdm": "tqdm", "matplotlib": "matplotlib",
-              "psutil": "psutil", "rich": "rich"}
+    needed = {
+        "numpy": "numpy",
+        "PIL": "pillow",
+        "sklearn": "scikit-learn",
+        "tqdm": "tqdm",
+        "matplotlib": "matplotlib",
+        "psutil": "psutil",
+        "rich": "rich",
+    }
     missing = [package for module, package in needed.items() if importlib.util.find_spec(module) is None]
     if missing:
-        return Finding("packages", PROBLEM, "missing: " + ", ".join(missing), f"{sys.executable} -m pip install {' '.join(missing)}")
+        return Finding(
+            "packages",
+            PROBLEM,
+            "missing: " + ", ".join(missing),
+            f"{sys.executable} -m pip install {' '.join(missing)}",
+        )
     later = {name: name for name in ("lightning", "transformers")}
     versions = [f"{name} {importlib.metadata.version(name)}" for name in later if importlib.util.find_spec(name)]
     return Finding("packages", OK, "all of stages 01 and 02" + ("; " + ", ".join(versions) if versions else ""))
@@ -137,9 +190,13 @@ def check_packages() -> Finding:
 def check_cores() -> Finding:
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     quota = _cgroup_cores()
-    seen = f"{cores} of {os.cpu_count()} for this session" + (f", limited to the time of {quota:g}" if quota and quota < cores else "")
+    seen = f"{cores} of {os.cpu_count()} for this session" + (
+        f", limited to the time of {quota:g}" if quota and quota < cores else ""
+    )
     if min(cores, quota or cores) < 2:
-        return Finding("cores", WARNING, seen, "two processes share one core and gain nothing: ask for --cpus-per-task=2 or more")
+        return Finding(
+            "cores", WARNING, seen, "two processes share one core and gain nothing: ask for --cpus-per-task=2 or more"
+        )
     return Finding("cores", OK, seen)
 
 
@@ -156,13 +213,17 @@ def check_memory() -> Finding:
 
     available = psutil.virtual_memory().available
     try:
-        limit = int(Path("/sys/fs/cgroup/memory.max").read_text()) - int(Path("/sys/fs/cgroup/memory.current").read_text())
+        limit = int(Path("/sys/fs/cgroup/memory.max").read_text()) - int(
+            Path("/sys/fs/cgroup/memory.current").read_text()
+        )
         available = min(available, limit)
     except (OSError, ValueError):  # no cgroup limit
         pass
     seen = f"{available / GIB:.1f} GiB available"
     if available < 1 * GIB:
-        return Finding("memory", PROBLEM, seen, "a training process needs about 0.7 GiB: close other programs or ask for more")
+        return Finding(
+            "memory", PROBLEM, seen, "a training process needs about 0.7 GiB: close other programs or ask for more"
+        )
     if available < 3 * GIB:
         return Finding("memory", WARNING, seen, "the tour needs up to 3 GiB: close other programs or ask for --mem=4G")
     return Finding("memory", OK, seen)
@@ -172,11 +233,20 @@ def check_disk() -> Finding:
     free = shutil.disk_usage(ROOT).free
     seen = f"{free / GIB:.1f} GiB free where the repository lies"
     if not os.access(ROOT, os.W_OK):
-        return Finding("disk", WARNING, seen + ", which you cannot write to", "run from a folder of your own: results go to runs/ there")
+        return Finding(
+            "disk",
+            WARNING,
+            seen + ", which you cannot write to",
+            "run from a folder of your own: results go to runs/ there",
+        )
     if free < 0.1 * GIB:
-        return Finding("disk", PROBLEM, seen, "make room, or clone to a larger file system; a home quota can be smaller still")
+        return Finding(
+            "disk", PROBLEM, seen, "make room, or clone to a larger file system; a home quota can be smaller still"
+        )
     if free < 2 * GIB:
-        return Finding("disk", WARNING, seen, "snapshots and data need up to 2 GiB; set WORKSHOP_DATA to a larger file system")
+        return Finding(
+            "disk", WARNING, seen, "snapshots and data need up to 2 GiB; set WORKSHOP_DATA to a larger file system"
+        )
     return Finding("disk", OK, seen)
 
 
@@ -186,7 +256,12 @@ def check_shared_memory() -> Finding:
     size = shutil.disk_usage("/dev/shm").total
     seen = f"{size / GIB:.1f} GiB"
     if size < 256 * 2**20:
-        return Finding("/dev/shm", WARNING, seen, "DataLoader workers and NCCL can crash: start the container with --shm-size=1g or --ipc=host")
+        return Finding(
+            "/dev/shm",
+            WARNING,
+            seen,
+            "DataLoader workers and NCCL can crash: start the container with --shm-size=1g or --ipc=host",
+        )
     return Finding("/dev/shm", OK, seen)
 
 
@@ -197,7 +272,12 @@ def check_ports() -> Finding:
         return Finding("ports", OK, "range unknown on this system; each run asks for a free port")
     seen = f"{low} to {high} for connections"
     if high - low < 1000:
-        return Finding("ports", WARNING, seen, "few ports: many processes at once can run out; ask the administrator to widen ip_local_port_range")
+        return Finding(
+            "ports",
+            WARNING,
+            seen,
+            "few ports: many processes at once can run out; ask the administrator to widen ip_local_port_range",
+        )
     return Finding("ports", OK, seen)
 
 
@@ -206,8 +286,12 @@ def check_host_name() -> Finding:
     try:
         address = socket.getaddrinfo(name, None)[0][4][0]
     except OSError:
-        return Finding("host name", WARNING, f"{name} does not resolve",
-                       f"add '127.0.1.1 {name}' to /etc/hosts, or set GLOO_SOCKET_IFNAME=lo for runs on this machine")
+        return Finding(
+            "host name",
+            WARNING,
+            f"{name} does not resolve",
+            f"add '127.0.1.1 {name}' to /etc/hosts, or set GLOO_SOCKET_IFNAME=lo for runs on this machine",
+        )
     return Finding("host name", OK, f"{name} is {address}")
 
 
@@ -225,13 +309,33 @@ def check_data() -> Finding:
 
         load_dataset("digits")
     except Exception as error:
-        return Finding("data", PROBLEM, f"the digits cannot be read: {error}", "install scikit-learn again: delete .venv and run ./workshop.sh")
-    return Finding("data", OK, f"digits; mnist is {'not fetched' if missing_files(data_folder()) else 'in ' + str(data_folder())}")
+        return Finding(
+            "data",
+            PROBLEM,
+            f"the digits cannot be read: {error}",
+            "install scikit-learn again: delete .venv and run ./workshop.sh",
+        )
+    return Finding(
+        "data", OK, f"digits; mnist is {'not fetched' if missing_files(data_folder()) else 'in ' + str(data_folder())}"
+    )
 
 
 CHECKS: tuple[Callable[[], Finding], ...] = (
-    check_python, check_torch, check_torchvision, check_devices, check_backends, check_process_group, check_packages, check_data,
-    check_cores, check_memory, check_disk, check_shared_memory, check_ports, check_host_name, check_scheduler,
+    check_python,
+    check_torch,
+    check_torchvision,
+    check_devices,
+    check_backends,
+    check_process_group,
+    check_packages,
+    check_data,
+    check_cores,
+    check_memory,
+    check_disk,
+    check_shared_memory,
+    check_ports,
+    check_host_name,
+    check_scheduler,
 )
 
 
@@ -249,7 +353,9 @@ def run_doctor() -> int:
     console.print(table)
     for finding in findings:
         if finding.advice:
-            console.print(f"[{colours[finding.status]}]{finding.name}[/]: {finding.advice}", highlight=False, soft_wrap=True)
+            console.print(
+                f"[{colours[finding.status]}]{finding.name}[/]: {finding.advice}", highlight=False, soft_wrap=True
+            )
     problems = [finding.name for finding in findings if finding.status == PROBLEM]
     if problems:
         console.print(f"Training cannot run here yet: see {', '.join(problems)}.", soft_wrap=True)

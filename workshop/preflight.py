@@ -27,7 +27,9 @@ def main() -> None:
         nproc = positive_int(os.environ["NPROC"]) if "NPROC" in os.environ else default_nproc()
     except Exception as error:
         parser.error(f"NPROC: {error}")
-    os.environ.update({PREFLIGHT: "1", "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": str(nproc), "LOCAL_WORLD_SIZE": str(nproc)})
+    os.environ.update(
+        {PREFLIGHT: "1", "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": str(nproc), "LOCAL_WORLD_SIZE": str(nproc)}
+    )
     sys.argv = [script, *options]
     try:
         runpy.run_path(script, run_name="__main__")

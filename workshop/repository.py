@@ -14,6 +14,8 @@ def require_stages() -> Path:
         UserError: the package was installed without the stages (``pip install`` of a wheel, say).
     """
     if not (ROOT / "01_single_gpu").is_dir():
-        raise UserError("the stages are not beside the installed package; clone the repository and run ./workshop.sh there, "
-                        "or install it with: pip install -e .")
+        raise UserError(
+            "the stages are not beside the installed package; clone the repository and run ./workshop.sh there, "
+            "or install it with: pip install -e ."
+        )
     return ROOT

@@ -3,7 +3,6 @@
 import json
 import math
 import os
-import platform
 import re
 import shutil
 import statistics
@@ -16,6 +15,7 @@ from pathlib import Path
 from workshop.errors import UserError
 from workshop.measure.launch import Outcome, launch
 from workshop.measure.log import read_log
+from workshop.measure.machine import machine
 from workshop.repository import require_stages
 
 GLOBAL_BATCH = 128
@@ -46,7 +46,9 @@ def _torchrun(script: str) -> Callable[[int], list[str]]:
 # The stages register here. Each program takes --epochs, --batch-size (on each process) and --snapshot, and writes an EpochLog.
 ENTRIES = (
     Entry("01", "single process", lambda _: [sys.executable, "01_single_gpu/single_gpu.py"], scales=False),
-    Entry("02", "mp.spawn", lambda n: [sys.executable, "solutions/02_pytorch_ddp/exercise1_multigpu.py", f"--nproc={n}"]),
+    Entry(
+        "02", "mp.spawn", lambda n: [sys.executable, "solutions/02_pytorch_ddp/exercise1_multigpu.py", f"--nproc={n}"]
+    ),
     Entry("02", "torchrun", _torchrun("solutions/02_pytorch_ddp/exercise2_multigpu_torchrun.py")),
 )
 
@@ -81,10 +83,18 @@ def run_tour(stages: str = "", epochs: int = 4, output: str | None = None) -> in
 
     start = time.monotonic()
     results = []
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("epochs"), TimeElapsedColumn(),
-               TextColumn("{task.fields[note]}"))
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("epochs"),
+        TimeElapsedColumn(),
+        TextColumn("{task.fields[note]}"),
+    )
     with Progress(*columns, console=console) as progress:
-        bars = [progress.add_task(_label(entry.name, count), total=epochs, start=False, note="") for entry, count in plan]
+        bars = [
+            progress.add_task(_label(entry.name, count), total=epochs, start=False, note="") for entry, count in plan
+        ]
         for bar, (entry, count) in zip(bars, plan, strict=True):
             progress.start_task(bar)
 
@@ -94,12 +104,21 @@ def run_tour(stages: str = "", epochs: int = 4, output: str | None = None) -> in
 
             results.append(_run(entry, count, batch, epochs, root, folder, note_epoch))
             progress.stop_task(bar)
-            progress.update(bar, note="[bold red]failed" if results[-1]["failure"] else f"{results[-1]['seconds']:.1f} s")
+            progress.update(
+                bar, note="[bold red]failed" if results[-1]["failure"] else f"{results[-1]['seconds']:.1f} s"
+            )
 
     _add_speedups(results)
-    summary = {"machine": machine(), "command": "workshop " + " ".join(sys.argv[1:]), "epochs": epochs, "global_batch": batch,
-               "seconds": time.monotonic() - start, "peak_memory": max(result["peak_memory"] for result in results),
-               "largest_difference_between_loss_curves": _largest_difference(results), "runs": results}
+    summary = {
+        "machine": machine(),
+        "command": "workshop " + " ".join(sys.argv[1:]),
+        "epochs": epochs,
+        "global_batch": batch,
+        "seconds": time.monotonic() - start,
+        "peak_memory": max(result["peak_memory"] for result in results),
+        "largest_difference_between_loss_curves": _largest_difference(results),
+        "runs": results,
+    }
     _write(folder, summary)
     _show(console, folder, summary)
     return 1 if any(result["failure"] for result in results) else 0
@@ -122,7 +141,9 @@ def process_counts() -> list[int]:
     if accelerators > 1:
         largest = accelerators
     else:
-        largest = max(2, min(4, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 2))
+        largest = max(
+            2, min(4, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 2)
+        )
     return sorted({min(2**power, largest) for power in range(math.ceil(math.log2(largest)) + 1)})
 
 
@@ -135,8 +156,13 @@ def _run(entry: Entry, processes: int, batch: int, epochs: int, root: Path, fold
     shutil.rmtree(place, ignore_errors=True)  # what an earlier tour left: its snapshot would be carried on from
     place.mkdir()
     snapshot = place / "snapshot.pt"
-    command = [*entry.command(processes), f"--epochs={epochs}", f"--batch-size={batch // processes}", f"--snapshot={snapshot}",
-               f"--save-every={epochs}"]
+    command = [
+        *entry.command(processes),
+        f"--epochs={epochs}",
+        f"--batch-size={batch // processes}",
+        f"--snapshot={snapshot}",
+        f"--save-every={epochs}",
+    ]
     # One thread a process: on a CPU a process then stands for a device, and more processes for more devices.
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PET_LOG_DIR": str(place / "torchrun")}
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(root), environment.get("PYTHONPATH")]))
@@ -150,11 +176,19 @@ def _run(entry: Entry, processes: int, batch: int, epochs: int, root: Path, fold
     elif len(log) != epochs or not snapshot.exists():
         failure = f"it ended well, but trained {len(log)} of {epochs} epochs\n{outcome.output}"
     # The first epoch is the warm-up, unless it is all there is.
-    rates = [epoch["samples_per_second"] for epoch in log][1 if len(log) > 1 else 0:]
-    return {"stage": entry.stage, "name": entry.name, "processes": processes, "device": log[0]["device"] if log else "",
-            "samples_per_second": statistics.median(rates) if rates else None, "accuracy": log[-1]["accuracy"] if log else None,
-            "seconds": outcome.seconds, "peak_memory": outcome.peak_memory,
-            "losses": [loss for epoch in log for loss in epoch["losses"]], "failure": failure}
+    rates = [epoch["samples_per_second"] for epoch in log][1 if len(log) > 1 else 0 :]
+    return {
+        "stage": entry.stage,
+        "name": entry.name,
+        "processes": processes,
+        "device": log[0]["device"] if log else "",
+        "samples_per_second": statistics.median(rates) if rates else None,
+        "accuracy": log[-1]["accuracy"] if log else None,
+        "seconds": outcome.seconds,
+        "peak_memory": outcome.peak_memory,
+        "losses": [loss for epoch in log for loss in epoch["losses"]],
+        "failure": failure,
+    }
 
 
 def first_failure(outcome: Outcome, torchrun_logs: Path) -> str:
@@ -163,7 +197,9 @@ def first_failure(outcome: Outcome, torchrun_logs: Path) -> str:
     torchrun itself prints a table in place of the traceback; @record leaves each rank's in error.json under its log folder.
     """
     if outcome.status is None:
-        return "it stood still and was ended; its last lines:\n" + "".join(outcome.output.splitlines(keepends=True)[-10:])
+        return "it stood still and was ended; its last lines:\n" + "".join(
+            outcome.output.splitlines(keepends=True)[-10:]
+        )
     errors = []
     for file in torchrun_logs.glob("**/error.json"):
         try:
@@ -184,7 +220,9 @@ def first_failure(outcome: Outcome, torchrun_logs: Path) -> str:
 
 
 def _add_speedups(results: list[dict]) -> None:
-    base = next((result["samples_per_second"] for result in results if result["processes"] == 1 and not result["failure"]), None)
+    base = next(
+        (result["samples_per_second"] for result in results if result["processes"] == 1 and not result["failure"]), None
+    )
     for result in results:
         result["speedup"] = result["samples_per_second"] / base if base and result["samples_per_second"] else None
 
@@ -196,20 +234,6 @@ def _largest_difference(results: list[dict]) -> float | None:
     return max(max(step) - min(step) for step in zip(*curves, strict=True))
 
 
-def machine() -> dict:
-    """The machine and versions that a figure was measured with."""
-    import psutil
-    import torch
-
-    processor = platform.processor() or platform.machine()
-    if (cpuinfo := Path("/proc/cpuinfo")).exists() and (match := re.search(r"model name\s*: (.*)", cpuinfo.read_text())):
-        processor = match[1]
-    devices = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
-    return {"processor": processor, "cores": len(psutil.Process().cpu_affinity()) if hasattr(psutil.Process, "cpu_affinity")
-            else psutil.cpu_count(), "memory": psutil.virtual_memory().total, "gpus": devices, "python": platform.python_version(),
-            "torch": torch.__version__, "system": platform.platform()}
-
-
 def _write(folder: Path, summary: dict) -> None:
     from workshop.measure.plots import plot_runs
 
@@ -218,8 +242,12 @@ def _write(folder: Path, summary: dict) -> None:
     for result in trained:
         throughput.setdefault(result["name"], {})[result["processes"]] = result["samples_per_second"]
     device = next((result["device"] for result in trained), "no run succeeded")
-    plot_runs(folder / "tour.png", {_label(result["name"], result["processes"]): result["losses"] for result in trained}, throughput,
-              f"The tour on this machine ({device}, torch {summary['machine']['torch']})")
+    plot_runs(
+        folder / "tour.png",
+        {_label(result["name"], result["processes"]): result["losses"] for result in trained},
+        throughput,
+        f"The tour on this machine ({device}, torch {summary['machine']['torch']})",
+    )
     temporary = folder / "tour.json.tmp"
     temporary.write_text(json.dumps(summary, indent=1))
     os.replace(temporary, folder / "tour.json")
@@ -229,16 +257,28 @@ def _show(console, folder: Path, summary: dict) -> None:
     from rich.table import Table
 
     table = Table(box=None, padding=(0, 1), pad_edge=False, header_style="bold")  # 80 columns are enough for it
-    for column, justify in (("stage", "left"), ("run", "left"), ("processes", "right"), ("device", "left"), ("samples/s", "right"),
-                            ("speed-up", "right"), ("accuracy", "right"), ("seconds", "right")):
+    for column, justify in (
+        ("stage", "left"),
+        ("run", "left"),
+        ("processes", "right"),
+        ("device", "left"),
+        ("samples/s", "right"),
+        ("speed-up", "right"),
+        ("accuracy", "right"),
+        ("seconds", "right"),
+    ):
         table.add_column(column, justify=justify, no_wrap=True)
     console.print()
     for result in summary["runs"]:
         if result["failure"]:
             figures = ["[bold red]failed", "", "", ""]
         else:
-            figures = [result["device"], f"{result['samples_per_second']:,.0f}",
-                       f"{result['speedup']:.2f}" if result["speedup"] else "", f"{result['accuracy']:.2%}"]
+            figures = [
+                result["device"],
+                f"{result['samples_per_second']:,.0f}",
+                f"{result['speedup']:.2f}" if result["speedup"] else "",
+                f"{result['accuracy']:.2%}",
+            ]
         table.add_row(result["stage"], result["name"], str(result["processes"]), *figures, f"{result['seconds']:.1f}")
     console.print(table)
     console.print()
@@ -248,10 +288,16 @@ def _show(console, folder: Path, summary: dict) -> None:
             console.print(result["failure"], markup=False, highlight=False, soft_wrap=True)
     difference = summary["largest_difference_between_loss_curves"]
     if difference is not None:
-        console.print(f"The loss curves differ by at most {difference:.1e}: every run saw the same global batches, and only the order "
-                      "in which float32 sums are rounded differs. That rounding grows with each step; AdamW keeps it small here.",
-                      highlight=False)
+        console.print(
+            f"The loss curves differ by at most {difference:.1e}: every run saw the same global batches, and only the order "
+            "in which float32 sums are rounded differs. That rounding grows with each step; AdamW keeps it small here.",
+            highlight=False,
+        )
     if any(result["device"] == "cpu" for result in summary["runs"]):
         console.print("On the CPU each process has one thread: a process stands for a device.", highlight=False)
-    console.print(f"{summary['seconds']:.0f} s, at most {summary['peak_memory'] / 2**30:.1f} GiB of memory. "
-                  f"Picture and figures: {folder / 'tour.png'}, tour.json", highlight=False, soft_wrap=True)
+    console.print(
+        f"{summary['seconds']:.0f} s, at most {summary['peak_memory'] / 2**30:.1f} GiB of memory. "
+        f"Picture and figures: {folder / 'tour.png'}, tour.json",
+        highlight=False,
+        soft_wrap=True,
+    )

@@ -1,4 +1,4 @@
-"""Python imports this at start where tests put the folder on PYTHONPATH: it changes what the stage scripts run on, not the scripts.
+"""Python imports this at start where a test puts the folder on PYTHONPATH: it changes what the scripts run on, not them.
 
 TEST_PATCH names the changes, separated by commas; they reach every process that a run starts, spawned ones too.
 """
@@ -68,6 +68,15 @@ def die_while_saving():
             os.kill(os.getpid(), signal.SIGKILL)
 
     torch.save = half
+
+
+def small_mnist():
+    """Other files in place of MNIST's, described in TEST_MNIST, to be had from TEST_MNIST_URL."""
+    from workshop.data import mnist
+
+    rows = [row.split(",") for row in os.environ["TEST_MNIST"].split(";")]
+    mnist.ARCHIVES = tuple(mnist.Archive(name, sha256, int(size)) for name, sha256, size in rows)
+    mnist.MIRRORS = (os.environ["TEST_MNIST_URL"],)
 
 
 for name in filter(None, os.environ.get("TEST_PATCH", "").split(",")):

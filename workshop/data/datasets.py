@@ -61,8 +61,10 @@ def _digits(transform):
 def _mnist(transform):
     missing = missing_files(data_folder())
     if missing:
-        raise UserError(f"MNIST is not in {data_folder()} ({len(missing)} of 4 files missing or cut short); "
-                        "fetch it once with: ./workshop.sh fetch mnist")
+        raise UserError(
+            f"MNIST is not in {data_folder()} ({len(missing)} of 4 files missing or cut short); "
+            "fetch it once with: ./workshop.sh fetch mnist"
+        )
     from torchvision.datasets import MNIST  # here, so that nobody else pays for the import
     from torchvision.transforms import ToTensor
 

@@ -1,9 +1,9 @@
 """What DistributedDataParallel costs on this machine: N DDP processes against N processes that train independently.
 
-    python -m torch.distributed.run --standalone --nproc-per-node=2 -m workshop.measure.efficiency --output results/efficiency.json
+    OMP_NUM_THREADS=1 torchrun --standalone --nproc-per-node=2 -m workshop.measure.efficiency
 
-All ways of training run in the same processes, in turn, round after round, so that a noisy machine disturbs them alike; what counts is
-the ratio within a round. The steps are those of stage 02: the digits through PIL, SmallCNN, AdamW, one thread a process on the CPU.
+All ways of training run in the same processes, in turn, round after round, so that a noisy machine disturbs them alike;
+what counts is the ratio within a round. The steps are those of stage 02: the digits through PIL, SmallCNN, AdamW.
 """
 
 import argparse
@@ -21,8 +21,8 @@ from torch.utils.data import DataLoader, DistributedSampler
 from torchvision import transforms
 
 from workshop.data import load_dataset
+from workshop.measure.machine import machine
 from workshop.models import SmallCNN
-from workshop.tour import machine
 
 
 def main() -> None:
@@ -40,7 +40,9 @@ def main() -> None:
 
     transform = transforms.Compose([transforms.ToTensor(), transforms.Normalize((0.5,), (0.5,))])
     train_set, _ = load_dataset("digits", transform)
-    loader = DataLoader(train_set, args.batch_size, sampler=DistributedSampler(train_set, drop_last=True), drop_last=True)
+    loader = DataLoader(
+        train_set, args.batch_size, sampler=DistributedSampler(train_set, drop_last=True), drop_last=True
+    )
     gradients = torch.zeros(sum(parameter.numel() for parameter in SmallCNN().parameters()), device=device)
 
     def epoch(model, optimizer, each_step):
@@ -89,14 +91,26 @@ def report(args, world_size, device, rates) -> None:
     rows = {}
     for name, values in rates.items():
         ratios = [value / independent for value, independent in zip(values, rates["independent"], strict=True)]
-        rows[name] = {"samples_per_second": statistics.median(values), "ratio": statistics.median(ratios), "lowest": min(ratios),
-                      "highest": max(ratios)}
-        print(f"{name:26}{rows[name]['samples_per_second']:10,.0f}{rows[name]['ratio']:16.1%}{min(ratios):8.1%}{max(ratios):9.1%}")
+        rows[name] = {
+            "samples_per_second": statistics.median(values),
+            "ratio": statistics.median(ratios),
+            "lowest": min(ratios),
+            "highest": max(ratios),
+        }
+        print(
+            f"{name:26}{rows[name]['samples_per_second']:10,.0f}{rows[name]['ratio']:16.1%}{min(ratios):8.1%}{max(ratios):9.1%}"
+        )
     if args.output:
         args.output.parent.mkdir(parents=True, exist_ok=True)
-        command = f"torchrun --standalone --nproc-per-node={world_size} -m workshop.measure.efficiency --batch-size={args.batch_size}"
-        args.output.write_text(json.dumps({"machine": machine(), "command": f"{command} --rounds={args.rounds}",
-                                           "processes": world_size, "device": device.type, "ways": rows}, indent=1) + "\n")
+        launch = f"OMP_NUM_THREADS=1 torchrun --standalone --nproc-per-node={world_size} -m workshop.measure.efficiency"
+        result = {
+            "machine": machine(),
+            "command": f"{launch} --batch-size={args.batch_size} --rounds={args.rounds}",
+            "processes": world_size,
+            "device": device.type,
+            "ways": rows,
+        }
+        args.output.write_text(json.dumps(result, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -28,8 +28,13 @@ class Outcome:
     peak_memory: int
 
 
-def launch(command: Sequence[str], environment: dict[str, str], folder: Path, on_line: Callable[[str], None],
-           stall: float = 300) -> Outcome:
+def launch(
+    command: Sequence[str],
+    environment: dict[str, str],
+    folder: Path,
+    on_line: Callable[[str], None],
+    stall: float = 300,
+) -> Outcome:
     """Run ``command`` in ``folder`` to its end.
 
     Args:
@@ -40,8 +45,16 @@ def launch(command: Sequence[str], environment: dict[str, str], folder: Path, on
         stall: seconds without a line after which the program counts as hanging and is ended.
     """
     start = time.monotonic()
-    process = subprocess.Popen(command, env=environment, cwd=folder, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
-                               stderr=subprocess.STDOUT, text=True, errors="replace")
+    process = subprocess.Popen(
+        command,
+        env=environment,
+        cwd=folder,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        errors="replace",
+    )
     lines: queue.Queue[str | None] = queue.Queue()
 
     def read():

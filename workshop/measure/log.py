@@ -49,9 +49,18 @@ class EpochLog:
             accuracy: over the whole test set, between 0 and 1.
             samples_per_second: of all processes together, while training.
         """
-        print(f"epoch {epoch + 1}/{self.epochs} | loss {sum(losses) / len(losses):.4f} | accuracy {accuracy:.2%} | "
-              f"{samples_per_second:,.0f} samples/s", flush=True)
-        entry = {"epoch": epoch, "accuracy": accuracy, "samples_per_second": samples_per_second, **self.run, "losses": losses}
+        print(
+            f"epoch {epoch + 1}/{self.epochs} | loss {sum(losses) / len(losses):.4f} | accuracy {accuracy:.2%} | "
+            f"{samples_per_second:,.0f} samples/s",
+            flush=True,
+        )
+        entry = {
+            "epoch": epoch,
+            "accuracy": accuracy,
+            "samples_per_second": samples_per_second,
+            **self.run,
+            "losses": losses,
+        }
         path = log_path(self.snapshot)
         if not self.started:
             self.started = True

@@ -7,7 +7,9 @@ from pathlib import Path
 COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#D55E00", "#56B4E9", "#F0E442", "#000000")
 
 
-def plot_runs(path: Path, curves: Mapping[str, Sequence[float]], throughput: Mapping[str, Mapping[int, float]], title: str) -> None:
+def plot_runs(
+    path: Path, curves: Mapping[str, Sequence[float]], throughput: Mapping[str, Mapping[int, float]], title: str
+) -> None:
     """Draw the loss curves of several runs on one axis and, beside them, their throughput against the number of processes.
 
     Args:

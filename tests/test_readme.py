@@ -1,0 +1,140 @@
+"""Every command in the READMEs is run: here in a copy of the repository, or where the table below says."""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import threading
+import time
+import urllib.request
+from pathlib import Path
+
+import pytest
+from test_data import archives, server  # noqa: F401 - fixtures
+
+import runs
+
+READMES = [runs.ROOT / "README.md", *sorted(runs.ROOT.glob("0*/README.md"))]
+
+# Commands that run elsewhere, and the text there that proves it.
+ELSEWHERE = {
+    "./workshop.sh tour": (".ci/run", "./workshop.sh tour"),
+    "./workshop.sh test": (".ci/run", "./workshop.sh test"),
+    "./workshop.sh test --full": ("tests/test_readme.py", "def test_full_is_passed_on"),
+    "./workshop.sh fetch mnist": ("tests/test_readme.py", "def test_fetch_as_in_the_readme"),
+    ".venv/bin/jupyter lab 01_single_gpu/01_single_gpu.ipynb": ("tests/test_readme.py", "def test_jupyter_lab_starts"),
+    "python -m pip install -e .": ("tests/test_environment.py", '"-m", "pip", "install", "-e", "."'),
+}
+
+
+def commands(readme: Path) -> list[str]:
+    """The commands in a README's bash blocks, without their comments."""
+    blocks = re.findall(r"```bash\n(.*?)```", readme.read_text(), re.DOTALL)
+    return [line.split("  #")[0].strip() for block in blocks for line in block.splitlines() if line.strip()]
+
+
+@pytest.fixture(scope="module")
+def copy(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("readme")
+    ignored = shutil.ignore_patterns("runs", ".venv*", ".git", "__pycache__", "data", "*.egg-info")
+    shutil.copytree(
+        runs.ROOT,
+        folder / "copy",
+        ignore=lambda place, names: ignored(place, names) - ({"data"} if "workshop" in place else set()),
+    )
+    return folder / "copy"
+
+
+@pytest.mark.parametrize("readme", READMES, ids=lambda path: path.parent.name)
+def test_commands(readme, copy):
+    found = commands(readme)
+    assert found
+    folder = copy / readme.parent.relative_to(runs.ROOT)
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    for command in found:
+        if command in ELSEWHERE:
+            file, proof = ELSEWHERE[command]
+            assert proof in (runs.ROOT / file).read_text(), f"{command} is not run by {file}"
+            continue
+        done = subprocess.run(
+            ["bash", "-c", command],
+            cwd=folder,
+            env=runs.environment(PATH=path, PYTHONPATH=copy),
+            capture_output=True,
+            text=True,
+        )
+        expected = 1 if command.startswith("diff ") else 0
+        assert done.returncode == expected, f"{command}\n{done.stdout}{done.stderr}"
+        if "--epochs" in command:
+            assert re.search(r"epoch (\d)/\1 ", done.stdout), done.stdout
+
+
+def test_full_is_passed_on(copy):
+    done = subprocess.run(
+        [copy / "workshop.sh", "test", "--full", "--collect-only", "-q", "tests/test_restart.py"],
+        capture_output=True,
+        text=True,
+        env=runs.environment(PYTHONPATH=copy),
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "test_20_kills_in_a_row[2]" in done.stdout
+    done = subprocess.run(
+        [copy / "workshop.sh", "test", "--collect-only", "-q", "tests/test_restart.py"],
+        capture_output=True,
+        text=True,
+        env=runs.environment(PYTHONPATH=copy),
+    )
+    assert "test_20_kills_in_a_row" not in done.stdout
+
+
+def test_fetch_as_in_the_readme(copy, archives, server, tmp_path):  # noqa: F811
+    from workshop.data import mnist
+
+    url, _ = server(archives)
+    table = ";".join(f"{archive.name},{archive.sha256},{archive.size}" for archive in mnist.ARCHIVES)
+    environment = runs.environment(
+        TEST_PATCH="small_mnist", TEST_MNIST=table, TEST_MNIST_URL=url, WORKSHOP_DATA=tmp_path
+    )
+    for words in ("4 files fetched", "already in"):
+        done = subprocess.run(
+            [copy / "workshop.sh", "fetch", "mnist"], cwd=copy, env=environment, capture_output=True, text=True
+        )
+        assert done.returncode == 0, done.stderr
+        assert words in done.stdout
+
+
+def test_jupyter_lab_starts(copy):
+    """jupyter lab answers with a page, behind its token, and ends when it is told to."""
+    command = [
+        sys.executable,
+        "-m",
+        "jupyter",
+        "lab",
+        "01_single_gpu/01_single_gpu.ipynb",
+        "--no-browser",
+        "--allow-root",
+        "--port=0",
+    ]
+    process = subprocess.Popen(
+        command, cwd=copy, env=runs.environment(JUPYTER_PLATFORM_DIRS=1), stderr=subprocess.PIPE, text=True
+    )
+    try:
+        threading.Timer(60, process.kill).start()
+        address = next(
+            match[0]
+            for line in process.stderr
+            if (match := re.search(r"http://127\.0\.0\.1:\d+/lab\S*token=\w+", line))
+        )
+        end = time.monotonic() + 30
+        while True:
+            try:
+                page = urllib.request.urlopen(address, timeout=10).read().decode()
+                break
+            except OSError:
+                assert time.monotonic() < end
+                time.sleep(0.2)
+        assert "JupyterLab" in page
+    finally:
+        process.terminate()
+        process.wait(20)
