@@ -75,10 +75,10 @@ def test_snapshot_holds_the_plain_model(torchrun):
 
 @pytest.fixture(scope="session")
 def exact_single(tmp_path_factory):
-    """One process in float64 with SGD: 88 steps of 32 samples."""
+    """One process in float64 with SGD: 89 steps of 16 samples."""
     folder = tmp_path_factory.mktemp("exact")
     return folder, runs.losses(
-        runs.train("single", 1, folder, "--epochs", 2, "--batch-size", 32, TEST_PATCH="float64,sgd")
+        runs.train("single", 1, folder, "--epochs", 1, "--batch-size", 16, TEST_PATCH="float64,sgd")
     )
 
 
@@ -86,7 +86,7 @@ def exact_single(tmp_path_factory):
 def test_one_curve_for_any_number_of_processes(kind, nproc, exact_single, tmp_path):
     folder, expected = exact_single
     losses = runs.losses(
-        runs.train(kind, nproc, tmp_path, "--epochs", 2, "--batch-size", 32 // nproc, TEST_PATCH="float64,sgd")
+        runs.train(kind, nproc, tmp_path, "--epochs", 1, "--batch-size", 16 // nproc, TEST_PATCH="float64,sgd")
     )
     assert len(losses) >= 50
     assert expected[-1] < 0.5 * expected[0], "nothing was learned, so agreement would mean nothing"

@@ -13,5 +13,6 @@ def run_tests(full: bool, arguments: list[str]) -> int:
         full: also the tests marked ``full``.
         arguments: further arguments of pytest.
     """
-    marks = [] if full else ["-m", "not full"]
+    # Most tests wait for processes to start: two files at a time. The kills of the long runs want the machine for themselves.
+    marks = [] if full else ["-m", "not full", "--numprocesses=2", "--dist=loadfile"]
     return subprocess.call([sys.executable, "-m", "pytest", *marks, *arguments], cwd=require_stages())
