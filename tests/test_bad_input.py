@@ -57,6 +57,7 @@ MISTAKES = {
         ["--snapshot", "file/run.pt"],
         "file is a file, so nothing can be written beneath it",
     ),
+    "snapshot with the name of the log": (None, ["--snapshot", "run.jsonl"], "the run's log will have that name"),
     "snapshot is a folder": (None, ["--snapshot", "."], "--snapshot . is a folder"),
     "truncated snapshot": (truncated_snapshot, ["--snapshot", "cut.pt"], "cut.pt cannot be read"),
     "empty snapshot": (empty_snapshot, ["--snapshot", "empty.pt"], "empty.pt cannot be read"),

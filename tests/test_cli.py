@@ -57,6 +57,16 @@ def test_tour_cannot_write(tmp_path):
     assert "cannot write into" in done.stderr
 
 
+def test_tests_without_their_packages(tmp_path):
+    program = (
+        "import importlib.util as u, sys; find = u.find_spec; u.find_spec = lambda n: None if n == 'pytest' else find(n)\n"
+        "sys.argv = ['workshop', 'test']; from workshop.cli import main; main()"
+    )
+    done = subprocess.run([sys.executable, "-c", program], env=runs.environment(), capture_output=True, text=True)
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1), done.stderr
+    assert "the tests need pytest" in done.stderr
+
+
 def test_installed_without_the_stages(tmp_path):
     """A copy of the package alone, as a wheel would install it: tour and test say what is missing."""
     (tmp_path / "workshop").symlink_to(runs.ROOT / "workshop")

@@ -11,9 +11,9 @@ import urllib.request
 from pathlib import Path
 
 import pytest
-from test_data import archives, server  # noqa: F401 - fixtures
 
 import runs
+from test_data import archives, server  # noqa: F401 - fixtures
 
 READMES = [runs.ROOT / "README.md", *sorted(runs.ROOT.glob("0*/README.md"))]
 

@@ -6,9 +6,9 @@ import time
 
 import psutil
 import pytest
-from conftest import EPOCHS, GLOBAL_BATCH
 
 import runs
+from conftest import EPOCHS, GLOBAL_BATCH
 
 
 def options(nproc, snapshot="run.pt"):

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import EPOCHS
 from torchvision import transforms
 
 import runs
+from conftest import EPOCHS
 from workshop.data import load_dataset
 from workshop.models import SmallCNN
 

@@ -77,6 +77,8 @@ def _check_snapshot(args, model):
     import torch
 
     path = Path(args.snapshot)
+    if path.suffix == ".jsonl":
+        raise UserError(f"--snapshot {path}: the run's log will have that name; give the snapshot another, run.pt say")
     if path.is_dir():
         raise UserError(f"--snapshot {path} is a folder; name a file in it")
     folder = path.absolute().parent

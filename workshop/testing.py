@@ -1,8 +1,10 @@
 """``workshop test``: the test-suite."""
 
+import importlib.util
 import subprocess
 import sys
 
+from workshop.errors import UserError
 from workshop.repository import require_stages
 
 
@@ -12,7 +14,15 @@ def run_tests(full: bool, arguments: list[str]) -> int:
     Args:
         full: also the tests marked ``full``.
         arguments: further arguments of pytest.
+
+    Raises:
+        UserError: the tests' own packages are missing (in an environment that WORKSHOP_PYTHON names, say).
     """
+    missing = [name for name in ("pytest", "xdist", "nbclient", "yaml") if importlib.util.find_spec(name) is None]
+    if missing:
+        raise UserError(
+            f"the tests need {', '.join(missing)}: {sys.executable} -m pip install -e '{require_stages()}[notebooks,development]'"
+        )
     # Most tests wait for processes to start: two files at a time. The kills of the long runs want the machine for themselves.
     marks = [] if full else ["-m", "not full", "--numprocesses=2", "--dist=loadfile"]
     return subprocess.call([sys.executable, "-m", "pytest", *marks, *arguments], cwd=require_stages())

@@ -74,7 +74,7 @@ def run_tour(stages: str = "", epochs: int = 4, output: str | None = None) -> in
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "tour.json").unlink(missing_ok=True)
     except OSError as error:
-        raise UserError(f"cannot write into {folder}: {error.strerror}") from error
+        raise UserError(f"cannot write into {folder} ({error.strerror}); choose a folder with --output") from error
     console = Console()
     counts = process_counts()
     batch = math.lcm(*counts) * math.ceil(GLOBAL_BATCH / math.lcm(*counts))
@@ -220,11 +220,13 @@ def first_failure(outcome: Outcome, torchrun_logs: Path) -> str:
 
 
 def _add_speedups(results: list[dict]) -> None:
-    base = next(
-        (result["samples_per_second"] for result in results if result["processes"] == 1 and not result["failure"]), None
-    )
+    """Add to each result its speed-up over the first run with one process on the same kind of device; None without one."""
+    base: dict[str, float] = {}
     for result in results:
-        result["speedup"] = result["samples_per_second"] / base if base and result["samples_per_second"] else None
+        rate, device = result["samples_per_second"], result["device"]
+        if rate and result["processes"] == 1 and not result["failure"]:
+            base.setdefault(device, rate)
+        result["speedup"] = rate / base[device] if rate and device in base else None
 
 
 def _largest_difference(results: list[dict]) -> float | None:
