@@ -1,5 +1,6 @@
 """Running a training program from outside: its output line by line, its time, its memory, and no process left behind."""
 
+import os
 import queue
 import subprocess
 import threading
@@ -19,7 +20,7 @@ class Outcome:
         status: its exit status; negative: the signal that ended it. None: it was ended because it stood still.
         output: its standard output and standard error, as they came.
         seconds: from the start of the program to its end.
-        peak_memory: the largest sum of the resident memory of all its processes, in bytes (pages that they share count in each).
+        peak_memory: the most physical memory that its processes and the one that called ``launch`` had together, in bytes.
     """
 
     status: int | None
@@ -63,7 +64,7 @@ def launch(
         lines.put(None)
 
     threading.Thread(target=read, daemon=True).start()
-    output, peak, last_line, hangs = [], 0, start, False
+    output, peak, last_line, next_sample, hangs = [], 0, start, start + 1, False
     try:
         while True:
             try:
@@ -74,10 +75,12 @@ def launch(
                 on_line(line)
                 last_line = time.monotonic()
             except queue.Empty:
-                peak = max(peak, _memory(process.pid))
                 if time.monotonic() - last_line > stall:
                     hangs = True
                     break
+            if time.monotonic() > next_sample:
+                peak = max(peak, _memory())
+                next_sample = time.monotonic() + 2  # looking costs some 40 ms of a core
         if not hangs:
             process.wait()
     finally:
@@ -93,11 +96,13 @@ def _family(pid: int) -> list[psutil.Process]:
         return []
 
 
-def _memory(pid: int) -> int:
+def _memory() -> int:
+    """The physical memory of this process and all it started, in bytes: shared pages count once (where the system can tell)."""
     total = 0
-    for member in _family(pid):
+    for member in _family(os.getpid()):
         try:
-            total += member.memory_info().rss
+            memory = member.memory_full_info()
+            total += getattr(memory, "pss", memory.rss)  # pss, Linux: a page that n processes share counts 1/n in each
         except psutil.Error:
             continue
     return total
