@@ -25,7 +25,7 @@ from importlib.util import find_spec
 names = "torch torchvision numpy PIL sklearn tqdm click rich matplotlib psutil pooch requests"
 print(*[name for name in names.split() if find_spec(name) is None])')
     [ -z "$missing" ] || die "WORKSHOP_PYTHON=$WORKSHOP_PYTHON lacks: $missing (add them: $WORKSHOP_PYTHON -m pip install -e $root)"
-    exec "$WORKSHOP_PYTHON" -m workshop "$@"
+    exec "$WORKSHOP_PYTHON" -P -m workshop "$@"
 }
 
 find_python() {
@@ -40,10 +40,10 @@ find_python() {
         "Fedora: dnf install python3; macOS: brew install python; a cluster: module load python), or set WORKSHOP_PYTHON"
 }
 
-# What the finished environment has to match: the lock, the project's own description, and the place (a venv cannot be moved).
+# What the finished environment has to match: the lock, and the place (a venv cannot be moved).
 wanted() {
     echo "$root"
-    cat "$root/requirements.lock" "$root/pyproject.toml" | cksum
+    cksum <"$root/requirements.lock"
 }
 
 is_complete() { [ -x "$venv/bin/python" ] && [ "$(wanted)" = "$(cat "$venv/complete" 2>/dev/null)" ]; }
@@ -83,4 +83,5 @@ if ! is_complete; then
     fi
     exec 9>&-
 fi
-exec "$venv/bin/python" -m workshop "$@"
+# -P: a folder "workshop" or a file "torch.py" where the learner stands must not be taken for ours.
+exec "$venv/bin/python" -P -m workshop "$@"

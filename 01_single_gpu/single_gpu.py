@@ -3,7 +3,7 @@ It saves a snapshot after each epoch and, started again, carries on from it as i
 
 One process:  python 01_single_gpu/single_gpu.py --epochs 5
 N processes:  python solutions/02_pytorch_ddp/exercise1_multigpu.py --epochs 5     (the next step)
-Slurm:        srun --ntasks=1 --gpus=1 python 01_single_gpu/single_gpu.py --epochs 5
+Slurm:        srun --ntasks=1 --gpus=1 --cpus-per-task=4 python 01_single_gpu/single_gpu.py --epochs 5
 """
 
 import os
@@ -49,11 +49,11 @@ def choose_device():
 
 
 def train(device, args):
-    print(f"training on {device}", flush=True)
     torch.manual_seed(SEED)  # the same first weights in every run
     model = SmallCNN().to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     first_epoch = load_snapshot(args.snapshot, model, optimizer, device)
+    print(f"training on {device} from epoch {first_epoch + 1}")
 
     transform = transforms.Compose([transforms.ToTensor(), transforms.Normalize((0.5,), (0.5,))])
     train_set, test_set = load_dataset(args.dataset, transform)

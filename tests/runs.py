@@ -20,7 +20,7 @@ TORCHRUN_RUNNER = TORCHRUN.with_name("exercise2_run_multigpu_torchrun.sh")
 
 
 def environment(**changes) -> dict:
-    """The environment of a run: one thread a process, this Python, and no launcher's variables from outside."""
+    """The environment of a run: one thread a process, this Python, no launcher's variables from outside; None drops one."""
     outer = {
         name: value
         for name, value in os.environ.items()
@@ -28,7 +28,15 @@ def environment(**changes) -> dict:
         and name not in ("RANK", "WORLD_SIZE", "NPROC")
     }
     fixed = {"OMP_NUM_THREADS": "1", "WORKSHOP_PYTHON": sys.executable, "PYTHONPATH": f"{PATCHES}{os.pathsep}{ROOT}"}
-    return {**outer, **fixed, **{name: str(value) for name, value in changes.items()}}
+    # What the CPU computes is the same everywhere: GPUs are hidden from all tests but those marked gpu.
+    hidden = {"CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": ""}
+    everything = {**outer, **fixed, **hidden, **changes}
+    return {name: str(value) for name, value in everything.items() if value is not None}
+
+
+def with_gpus() -> dict:
+    """Changes to ``environment`` that let a run see the GPUs that this process sees."""
+    return {name: os.environ.get(name) for name in ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES")}
 
 
 def command(kind: str, nproc: int = 1) -> list[str]:
@@ -54,7 +62,7 @@ def run(arguments, cwd, timeout=180, **env) -> subprocess.CompletedProcess:
 
 def train(kind, nproc, cwd, *options, snapshot="run.pt", **env) -> list[dict]:
     """Train in ``cwd`` and return the epochs of the log. Fails unless the run ended well and really trained."""
-    done = run([*command(kind, nproc), "--snapshot", snapshot, *options], cwd, **env)
+    done = run([*command(kind, nproc), *options, "--snapshot", snapshot], cwd, **env)
     assert done.returncode == 0, done.stdout + done.stderr
     epochs = read_log(Path(cwd) / snapshot)
     assert epochs, "the run trained nothing"

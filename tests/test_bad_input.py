@@ -4,6 +4,7 @@ import os
 import runpy
 import shutil
 import socket
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -101,13 +102,15 @@ def test_script_says_so_in_one_line(kind, mistake, tmp_path, monkeypatch, capfd)
 @pytest.mark.skipif(os.geteuid() == 0 and shutil.which("setpriv") is None, reason="root may write everywhere")
 def test_no_permission_to_write(tmp_path):
     locked = tmp_path / "locked"
-    locked.mkdir(mode=0o555)
+    locked.mkdir()
     command = [*runs.command("single"), "--snapshot", locked / "run.pt"]
     if os.geteuid() == 0:
         command = ["setpriv", "--bounding-set=-all", "--inh-caps=-all", *command]
-    done = runs.run(command, tmp_path)
-    assert (done.returncode, done.stderr.count("\n")) == (2, 1), done.stderr
-    assert "no permission to write in" in done.stderr
+    for mode, message in ((0o555, "no permission to write in"), (0o000, "Permission denied")):
+        locked.chmod(mode)
+        done = runs.run(command, tmp_path)
+        assert (done.returncode, done.stderr.count("\n")) == (2, 1), done.stderr
+        assert message in done.stderr
 
 
 def test_more_processes_than_samples(tmp_path):
@@ -153,9 +156,11 @@ def test_a_port_in_use_is_in_nobodys_way(tmp_path):
     taken = []
     for port in (29400, 29500, 12355):
         taken.append(socket.socket())
-        taken[-1].setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        taken[-1].bind(("0.0.0.0", port))
-        taken[-1].listen()
+        try:
+            taken[-1].bind(("0.0.0.0", port))
+            taken[-1].listen()
+        except OSError:
+            continue  # somebody else has it: taken all the same
     common = ["--epochs", 1, "--snapshot"]
     environment = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 29500}
     background = runs.Running([runs.TORCHRUN_RUNNER, *common, "first.pt"], tmp_path, NPROC=2, **environment)
@@ -166,3 +171,39 @@ def test_a_port_in_use_is_in_nobodys_way(tmp_path):
     assert (tmp_path / "second.pt").exists()
     for sock in taken:
         sock.close()
+
+
+@pytest.mark.parametrize(
+    "runner", sorted(runs.ROOT.glob("**/*_run_*.sh")) + [runs.ROOT / "01_single_gpu" / "run_single_gpu.sh"]
+)
+def test_help_of_a_runner(runner, tmp_path):
+    done = runs.run([runner, "--help"], tmp_path)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "--save-every" in done.stdout
+
+
+def test_runner_where_names_of_ours_lie_around(tmp_path):
+    """Nothing in the folder that a learner stands in is taken for a module: here a "workshop", and a broken "torch"."""
+    (tmp_path / "workshop").mkdir()
+    (tmp_path / "torch.py").write_text("raise ImportError('not the real one')")
+    done = runs.run([runs.TORCHRUN_RUNNER, "--epochs", 0], tmp_path, PYTHONPATH=runs.ROOT)
+    assert "'0' is not a whole number" in done.stderr
+    done = runs.run([runs.ROOT / "workshop.sh", "doctor"], tmp_path, PYTHONPATH=runs.ROOT)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_runner_without_an_environment_says_so(tmp_path):
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", tmp_path / "bare"], check=True)
+    done = runs.run([runs.TORCHRUN_RUNNER], tmp_path, WORKSHOP_PYTHON=tmp_path / "bare" / "bin" / "python")
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1)
+    assert "make the environment first" in done.stderr
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to give this machine another name")
+def test_torchrun_where_the_host_name_does_not_resolve(tmp_path):
+    name = "hostname no-such-host.invalid && exec"
+    done = runs.run(
+        ["unshare", "--uts", "bash", "-c", f'{name} "$@"', "-", runs.TORCHRUN_RUNNER, "--epochs", 1], tmp_path, NPROC=2
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "epoch 1/1" in done.stdout

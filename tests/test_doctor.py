@@ -31,6 +31,7 @@ def test_this_machine_can_train():
         "devices",
         "backends",
         "process group",
+        "training step",
         "packages",
         "data",
         "cores",
@@ -148,16 +149,37 @@ def test_torch_missing(tmp_path):
     assert "Traceback" not in done.stderr
 
 
-def test_process_group_that_cannot_start(monkeypatch):
+def test_process_group_that_cannot_start(monkeypatch, capsys):
     import torch.distributed as dist
 
     def refused(*_, **__):
-        raise RuntimeError("The server socket has failed to listen on any local network address")
+        raise RuntimeError("Gloo connectFullMesh failed with [/pytorch/gloo/pair.cc:144] no error")
 
     monkeypatch.setattr(dist, "TCPStore", refused)
-    finding = doctor.check_process_group()
+    monkeypatch.setattr(doctor, "CHECKS", (doctor.check_process_group,))
+    assert doctor.run_doctor() == 1
+    seen = " ".join(capsys.readouterr().out.split())
+    assert "[/pytorch/gloo/pair.cc:144]" in seen
+    assert "loopback" in seen
+
+
+def test_a_device_that_cannot_take_a_step(monkeypatch):
+    from workshop.models import SmallCNN
+
+    def no_kernel(*_):
+        raise RuntimeError("CUDA error: no kernel image is available for execution on the device\nmore lines")
+
+    monkeypatch.setattr(SmallCNN, "forward", no_kernel)
+    finding = doctor.check_training_step()
     assert finding.status == PROBLEM
-    assert "loopback" in finding.advice
+    assert finding.seen == "fails: CUDA error: no kernel image is available for execution on the device"
+
+
+def test_memory_of_a_job_in_its_own_cgroup(monkeypatch, tmp_path):
+    (tmp_path / "memory.max").write_text(str(4 * GIB))
+    (tmp_path / "memory.current").write_text(str(int(3.5 * GIB)))
+    monkeypatch.setattr(doctor, "_cgroup_files", lambda *_: [tmp_path / "memory.max"])
+    assert doctor.check_memory().status == PROBLEM
 
 
 def test_scheduler_and_job(monkeypatch):

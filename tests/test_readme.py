@@ -129,7 +129,8 @@ def test_jupyter_lab_starts(copy):
         command, cwd=copy, env=runs.environment(JUPYTER_PLATFORM_DIRS=1), stderr=subprocess.PIPE, text=True
     )
     try:
-        threading.Timer(60, process.kill).start()
+        watchdog = threading.Timer(60, process.kill)
+        watchdog.start()
         address = next(
             match[0]
             for line in process.stderr
@@ -145,5 +146,6 @@ def test_jupyter_lab_starts(copy):
                 time.sleep(0.2)
         assert "JupyterLab" in page
     finally:
+        watchdog.cancel()
         process.terminate()
         process.wait(20)

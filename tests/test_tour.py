@@ -95,12 +95,12 @@ def test_a_run_that_trains_nothing_is_a_failure(tmp_path):
 
 
 def test_a_run_that_hangs_is_ended_with_all_its_processes(tmp_path, monkeypatch):
-    child = "import time; time.sleep(600)"
+    child = f"import time; time.sleep(600 + 0 * {os.getpid()})"
     program = f"import subprocess, sys; subprocess.Popen([sys.executable, '-c', '{child}']); {child}"
     outcome = tour.launch([sys.executable, "-c", program], dict(os.environ), tmp_path, lambda line: None, stall=1)
     assert outcome.status is None
     assert "stood still" in tour.first_failure(outcome, tmp_path)
-    left = subprocess.run(["pgrep", "-f", "time.sleep\\(600\\)"], capture_output=True, text=True)
+    left = subprocess.run(["pgrep", "-f", f"600 . 0 . {os.getpid()}"], capture_output=True, text=True)
     assert left.stdout == ""
 
 

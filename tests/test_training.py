@@ -102,19 +102,35 @@ def test_float32_curves_lie_on_each_other(single, spawned, torchrun):
     assert max(max(step) - min(step) for step in zip(*curves, strict=True)) < 1e-3
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-def test_one_process_on_the_gpu_gives_the_golden_losses(tmp_path):
-    for kind in ("single", "spawn", "torchrun"):
-        log = runs.train(kind, 1, tmp_path, "--epochs", EPOCHS, "--batch-size", 128, snapshot=f"{kind}.pt")
-        assert log[0]["device"] == "cuda"
-        assert runs.losses(log) == pytest.approx(json.loads(GOLDEN.read_text()), rel=0.05, abs=5e-3)
+needs_gpus = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+needs_2_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs a GPU")
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@needs_gpus
+@pytest.mark.parametrize("kind", ["single", "spawn", "torchrun"])
+def test_one_process_on_the_gpu_gives_the_golden_losses(kind, tmp_path):
+    """Its convolutions round to TF32 on newer GPUs: the tolerance is wider."""
+    log = runs.train(kind, 1, tmp_path, "--epochs", EPOCHS, "--batch-size", 128, **runs.with_gpus())
+    assert log[0]["device"] == "cuda"
+    assert runs.losses(log) == pytest.approx(json.loads(GOLDEN.read_text()), rel=0.1, abs=2e-2)
+    assert log[-1]["accuracy"] >= 0.95
+
+
+@pytest.mark.gpu
+@needs_2_gpus
+@pytest.mark.parametrize("kind", ["spawn", "torchrun"])
+def test_two_processes_on_two_gpus_give_the_golden_losses(kind, tmp_path):
+    log = runs.train(kind, 2, tmp_path, "--epochs", EPOCHS, "--batch-size", 64, **runs.with_gpus())
+    assert log[0]["device"] == "cuda"
+    assert runs.losses(log) == pytest.approx(json.loads(GOLDEN.read_text()), rel=0.1, abs=2e-2)
+
+
+@pytest.mark.gpu
+@needs_gpus
 def test_more_processes_than_gpus_train_on_the_cpu_and_say_so(tmp_path):
     nproc = torch.cuda.device_count() + 1
-    done = runs.run([*runs.command("torchrun", nproc), "--epochs", 1, "--batch-size", 16], tmp_path)
+    command = [*runs.command("torchrun", nproc), "--epochs", 1, "--batch-size", 16]
+    done = runs.run(command, tmp_path, **runs.with_gpus())
     assert done.returncode == 0, done.stderr
-    assert f"training on cpu: {nproc} processes, {nproc - 1} GPUs here" in done.stdout
+    assert f"training on cpu from epoch 1: {nproc} processes, {nproc - 1} GPUs here" in done.stdout

@@ -21,6 +21,9 @@ class ArgumentParser(argparse.ArgumentParser):
         """Print the message on standard error and exit with status 2."""
         if int(os.environ.get("RANK", 0)) > 0:
             time.sleep(10)  # torchrun ends all ranks with the first that exits: let that be rank 0, once it has printed
+            print(
+                f"{self.prog}: rank {os.environ['RANK']}: {' '.join(str(message).split())}", file=sys.stderr, flush=True
+            )
         elif os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0":
             print(f"{self.prog}: {' '.join(str(message).split())}", file=sys.stderr, flush=True)
         sys.exit(2)
@@ -53,6 +56,8 @@ def check_arguments(parser: ArgumentParser, args: argparse.Namespace, model, wor
         _check_snapshot(args, model)
     except UserError as error:
         parser.error(error)
+    except OSError as error:
+        parser.error(f"{error.filename}: {error.strerror}")
     if os.environ.get(PREFLIGHT):
         sys.exit(0)
 

@@ -34,6 +34,10 @@ class Finding:
     advice: str = ""
 
 
+def _first_line(error: Exception) -> str:
+    return next(iter(str(error).splitlines()), type(error).__name__)
+
+
 def check_python() -> Finding:
     seen = f"{platform.python_version()} at {sys.executable}"
     if sys.version_info < (3, 11):  # noqa: UP036 - WORKSHOP_PYTHON may name any
@@ -74,7 +78,7 @@ def check_torchvision() -> Finding:
         return Finding(
             "torchvision",
             PROBLEM,
-            f"does not work with this torch: {str(error).splitlines()[0]}",
+            f"does not work with this torch: {_first_line(error)}",
             "install torch and torchvision together, from the same index",
         )
     return Finding("torchvision", OK, version)
@@ -158,10 +162,35 @@ def check_process_group() -> Finding:
         return Finding(
             "process group",
             PROBLEM,
-            f"gloo cannot start: {str(error).splitlines()[0]}",
+            f"gloo cannot start: {_first_line(error)}",
             "check the loopback interface (ip addr show lo); with several networks, set GLOO_SOCKET_IFNAME=lo",
         )
     return Finding("process group", OK, "gloo works on the loopback interface")
+
+
+def check_training_step() -> Finding:
+    """Take one training step on each device: a torch without kernels for a GPU shows here, and nowhere before."""
+    try:
+        import torch
+
+        from workshop.models import SmallCNN
+
+        devices = [torch.device("cpu")]
+        if torch.accelerator.is_available():
+            kind = torch.accelerator.current_accelerator().type
+            devices += [torch.device(kind, index) for index in range(torch.accelerator.device_count())]
+        for device in devices:
+            loss = SmallCNN().to(device)(torch.zeros(2, 1, 28, 28, device=device)).sum()
+            loss.backward()
+            loss.item()  # waits until the device is done
+    except Exception as error:
+        return Finding(
+            "training step",
+            PROBLEM,
+            f"fails: {_first_line(error)}",
+            "install a torch built for this device and its driver",
+        )
+    return Finding("training step", OK, f"works on {', '.join(map(str, devices))}")
 
 
 def check_packages() -> Finding:
@@ -200,25 +229,53 @@ def check_cores() -> Finding:
     return Finding("cores", OK, seen)
 
 
-def _cgroup_cores() -> float | None:
+def _cgroup_files(controller: str, name: str, name_v1: str) -> list[Path]:
+    """The files that may hold this process's limit, its own cgroup's and those above it, for cgroup v2 and v1."""
+    files = []
     try:
-        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
-        return None if quota == "max" else int(quota) / int(period)
-    except (OSError, ValueError):
-        return None
+        lines = Path("/proc/self/cgroup").read_text().splitlines()
+    except OSError:
+        return files
+    for line in lines:
+        _, controllers, place = line.split(":", 2)
+        if controllers == "":
+            root, file = Path("/sys/fs/cgroup"), name
+        elif controller in controllers.split(","):
+            root, file = Path("/sys/fs/cgroup") / controller, name_v1
+        else:
+            continue
+        own = root / place.lstrip("/")
+        files += [folder / file for folder in (own, *own.parents) if folder.is_relative_to(root)]
+    return [file for file in files if file.exists()]
+
+
+def _cgroup_cores() -> float | None:
+    """The cores' worth of time that this process may use; None without such a limit. (cgroup v2, which newer systems have.)"""
+    limits = []
+    for file in _cgroup_files("cpu", "cpu.max", "cpu.max"):
+        quota, _, period = file.read_text().partition(" ")
+        if quota != "max":
+            limits.append(int(quota) / int(period))
+    return min(limits, default=None)
+
+
+def _cgroup_memory() -> int | None:
+    """The bytes of memory left of what this process's job may have; None without a limit."""
+    left = []
+    for file in _cgroup_files("memory", "memory.max", "memory.limit_in_bytes"):
+        limit = file.read_text().strip()
+        used = file.with_name("memory.current" if file.name == "memory.max" else "memory.usage_in_bytes")
+        if limit != "max" and used.exists():
+            left.append(int(limit) - int(used.read_text()))
+    return min(left, default=None)
 
 
 def check_memory() -> Finding:
     import psutil
 
     available = psutil.virtual_memory().available
-    try:
-        limit = int(Path("/sys/fs/cgroup/memory.max").read_text()) - int(
-            Path("/sys/fs/cgroup/memory.current").read_text()
-        )
-        available = min(available, limit)
-    except (OSError, ValueError):  # no cgroup limit
-        pass
+    if (left := _cgroup_memory()) is not None:
+        available = min(available, left)
     seen = f"{available / GIB:.1f} GiB available"
     if available < 1 * GIB:
         return Finding(
@@ -290,7 +347,7 @@ def check_host_name() -> Finding:
             "host name",
             WARNING,
             f"{name} does not resolve",
-            f"add '127.0.1.1 {name}' to /etc/hosts, or set GLOO_SOCKET_IFNAME=lo for runs on this machine",
+            f"the runners work (they pass --local-addr=127.0.0.1); for the rest add '127.0.1.1 {name}' to /etc/hosts",
         )
     return Finding("host name", OK, f"{name} is {address}")
 
@@ -327,6 +384,7 @@ CHECKS: tuple[Callable[[], Finding], ...] = (
     check_devices,
     check_backends,
     check_process_group,
+    check_training_step,
     check_packages,
     check_data,
     check_cores,
@@ -342,6 +400,7 @@ CHECKS: tuple[Callable[[], Finding], ...] = (
 def run_doctor() -> int:
     """Print what each check saw, with advice where there is a problem; return 1 if training could not run here, else 0."""
     from rich.console import Console
+    from rich.markup import escape
     from rich.table import Table
 
     console = Console()
@@ -349,12 +408,14 @@ def run_doctor() -> int:
     table = Table(box=None, padding=(0, 1), show_header=False)
     colours = {OK: "green", WARNING: "yellow", PROBLEM: "bold red"}
     for finding in findings:
-        table.add_row(f"[{colours[finding.status]}]{finding.status}", finding.name, finding.seen)
+        table.add_row(f"[{colours[finding.status]}]{finding.status}", finding.name, escape(finding.seen))
     console.print(table)
     for finding in findings:
         if finding.advice:
             console.print(
-                f"[{colours[finding.status]}]{finding.name}[/]: {finding.advice}", highlight=False, soft_wrap=True
+                f"[{colours[finding.status]}]{finding.name}[/]: {escape(finding.advice)}",
+                highlight=False,
+                soft_wrap=True,
             )
     problems = [finding.name for finding in findings if finding.status == PROBLEM]
     if problems:

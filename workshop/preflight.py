@@ -4,6 +4,7 @@ Prints the number of processes to start: ``$NPROC`` if set, else the number of a
 The script is run up to its check of the options, as rank 0 of that many processes. A mistake is shown in one line, exit status 2.
 """
 
+import contextlib
 import os
 import runpy
 import sys
@@ -32,7 +33,8 @@ def main() -> None:
     )
     sys.argv = [script, *options]
     try:
-        runpy.run_path(script, run_name="__main__")
+        with contextlib.redirect_stdout(sys.stderr):  # the runner reads a number from standard output, and nothing else
+            runpy.run_path(script, run_name="__main__")
     except SystemExit as end:
         if end.code not in (0, None):
             raise

@@ -39,7 +39,7 @@ class Entry:
 
 
 def _torchrun(script: str) -> Callable[[int], list[str]]:
-    start = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    start = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr=127.0.0.1"]
     return lambda processes: [*start, f"--nproc-per-node={processes}", script]
 
 
@@ -240,16 +240,16 @@ def _write(folder: Path, summary: dict) -> None:
     from workshop.measure.plots import plot_runs
 
     trained = [result for result in summary["runs"] if not result["failure"]]
-    throughput: dict[str, dict[int, float]] = {}
+    devices = sorted({result["device"] for result in trained})
+    curves, throughput = {}, {}
     for result in trained:
-        throughput.setdefault(result["name"], {})[result["processes"]] = result["samples_per_second"]
-    device = next((result["device"] for result in trained), "no run succeeded")
-    plot_runs(
-        folder / "tour.png",
-        {_label(result["name"], result["processes"]): result["losses"] for result in trained},
-        throughput,
-        f"The tour on this machine ({device}, torch {summary['machine']['torch']})",
-    )
+        # With one GPU, several processes train on the CPU: another device, so another series.
+        note = f" ({result['device']})" if len(devices) > 1 else ""
+        curves[_label(result["name"], result["processes"]) + note] = result["losses"]
+        throughput.setdefault(result["name"] + note, {})[result["processes"]] = result["samples_per_second"]
+    where = " and ".join(devices) or "no run succeeded"
+    title = f"The tour on this machine ({where}, torch {summary['machine']['torch']})"
+    plot_runs(folder / "tour.png", curves, throughput, title)
     temporary = folder / "tour.json.tmp"
     temporary.write_text(json.dumps(summary, indent=1))
     os.replace(temporary, folder / "tour.json")
@@ -289,14 +289,20 @@ def _show(console, folder: Path, summary: dict) -> None:
             console.print(f"[bold red]{_label(result['name'], result['processes'])} failed:", highlight=False)
             console.print(result["failure"], markup=False, highlight=False, soft_wrap=True)
     difference = summary["largest_difference_between_loss_curves"]
+    devices = {result["device"] for result in summary["runs"] if not result["failure"]}
     if difference is not None:
+        reason = "only the order in which float32 sums are rounded differs"
+        if devices != {"cpu"}:
+            reason = "the rounding differs (GPUs may round convolutions to TF32, and sum in another order each time)"
         console.print(
-            f"The loss curves differ by at most {difference:.1e}: every run saw the same global batches, and only the order "
-            "in which float32 sums are rounded differs. That rounding grows with each step; AdamW keeps it small here.",
+            f"The loss curves differ by at most {difference:.1e}: every run saw the same global batches, and {reason}. "
+            "Rounding grows with each step; AdamW keeps it small here.",
             highlight=False,
         )
-    if any(result["device"] == "cpu" for result in summary["runs"]):
+    if "cpu" in devices:
         console.print("On the CPU each process has one thread: a process stands for a device.", highlight=False)
+    if len(devices) > 1:
+        console.print("More processes than GPUs train on the CPU: compare them with each other only.", highlight=False)
     console.print(
         f"{summary['seconds']:.0f} s, at most {summary['peak_memory'] / 2**30:.1f} GiB of memory. "
         f"Picture and figures: {folder / 'tour.png'}, tour.json",

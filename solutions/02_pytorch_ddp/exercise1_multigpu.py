@@ -3,7 +3,7 @@ It saves a snapshot after each epoch and, started again, carries on from it as i
 
 One process:  python solutions/02_pytorch_ddp/exercise1_multigpu.py --nproc 1
 N processes:  python solutions/02_pytorch_ddp/exercise1_multigpu.py --nproc 2
-Slurm:        srun --ntasks=1 --gpus=4 python solutions/02_pytorch_ddp/exercise1_multigpu.py --nproc 4
+Slurm:        srun --ntasks=1 --gpus=4 --cpus-per-task=8 solutions/02_pytorch_ddp/exercise1_run_multigpu.sh
 """
 
 import os
@@ -31,7 +31,7 @@ def main():
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # else each process starts a thread on every core
     # The store is where the processes find each other. Port 0: the system picks a free one, nobody collides.
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    mp.spawn(worker, args=(args.nproc, store.port, args), nprocs=args.nproc)
+    mp.spawn(worker, args=(args.nproc, store.port, args), nprocs=args.nproc)  # calls worker(rank, *args)
 
 
 def worker(rank, world_size, port, args):
@@ -68,12 +68,13 @@ def choose_device(local_rank, local_world_size):
 
 
 def train(rank, world_size, device, args):
-    if rank == 0:
-        print(f"training on {device}: {world_size} processes, {torch.accelerator.device_count()} GPUs here", flush=True)
     torch.manual_seed(SEED)  # the same first weights in every run
     model = SmallCNN().to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     first_epoch = load_snapshot(args.snapshot, model, optimizer, device)
+    if rank == 0:
+        gpus = torch.accelerator.device_count()
+        print(f"training on {device} from epoch {first_epoch + 1}: {world_size} processes, {gpus} GPUs here")
     model = DDP(model)  # from here on backward() averages the gradients over all processes
 
     transform = transforms.Compose([transforms.ToTensor(), transforms.Normalize((0.5,), (0.5,))])

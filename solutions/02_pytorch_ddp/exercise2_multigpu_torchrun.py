@@ -3,14 +3,15 @@ It saves a snapshot after each epoch and, started again, carries on from it as i
 
 One process:  torchrun --standalone --nproc-per-node=1 solutions/02_pytorch_ddp/exercise2_multigpu_torchrun.py
 N processes:  torchrun --standalone --nproc-per-node=2 solutions/02_pytorch_ddp/exercise2_multigpu_torchrun.py
-Slurm:        srun --ntasks=1 --gpus=4 solutions/02_pytorch_ddp/exercise2_run_multigpu_torchrun.sh
+Slurm:        srun --ntasks=1 --gpus=4 --cpus-per-task=8 solutions/02_pytorch_ddp/exercise2_run_multigpu_torchrun.sh
 """
 
 import os
-import threading
 import time
 
-LAUNCHER = os.getppid()  # torchrun; asked before the slow imports, see exit_with_launcher()
+from workshop.launcher import exit_with_launcher
+
+exit_with_launcher()  # kill -9 on torchrun would leave this process training, and saving; before the slow imports
 
 import torch
 import torch.distributed as dist
@@ -32,7 +33,6 @@ SEED = 42
 @record  # torchrun then shows the traceback of the rank that failed first
 def main():
     args = parse_arguments()
-    exit_with_launcher()
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])  # torchrun sets all of these
     device = choose_device(int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"]))
     backend = dist.get_default_backend_for_device(device)  # "nccl" on NVIDIA and AMD GPUs, "gloo" on the CPU
@@ -55,17 +55,6 @@ def parse_arguments():
     return args
 
 
-def exit_with_launcher():
-    """End this process when torchrun has died: after a kill -9 it would go on training, and saving, by itself."""
-
-    def watch():
-        while os.getppid() == LAUNCHER:
-            time.sleep(0.2)
-        os._exit(1)
-
-    threading.Thread(target=watch, daemon=True).start()
-
-
 def choose_device(local_rank, local_world_size):
     # Without is_available() the CUDA build names "cuda" on a machine that has no GPU.
     if torch.accelerator.is_available() and torch.accelerator.device_count() >= local_world_size:
@@ -75,12 +64,13 @@ def choose_device(local_rank, local_world_size):
 
 
 def train(rank, world_size, device, args):
-    if rank == 0:
-        print(f"training on {device}: {world_size} processes, {torch.accelerator.device_count()} GPUs here", flush=True)
     torch.manual_seed(SEED)  # the same first weights in every run
     model = SmallCNN().to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     first_epoch = load_snapshot(args.snapshot, model, optimizer, device)
+    if rank == 0:
+        gpus = torch.accelerator.device_count()
+        print(f"training on {device} from epoch {first_epoch + 1}: {world_size} processes, {gpus} GPUs here")
     model = DDP(model)  # from here on backward() averages the gradients over all processes
 
     transform = transforms.Compose([transforms.ToTensor(), transforms.Normalize((0.5,), (0.5,))])

@@ -5,14 +5,17 @@ set -euo pipefail
 here=$(cd "$(dirname "$0")" && pwd)
 source "$here/../../workshop/runner.sh"      # sets $PYTHON
 
+case " $* " in *" --help "* | *" -h "*) exec "$PYTHON" "$here/exercise2_multigpu_torchrun.py" --help ;; esac
+
 # How many processes? A mistake in the options ends here, in one line, before anything is launched.
-nproc=$("$PYTHON" -m workshop.preflight "$here/exercise2_multigpu_torchrun.py" "$@")
+nproc=$("$PYTHON" -P -m workshop.preflight "$here/exercise2_multigpu_torchrun.py" "$@")
 
 # When a process dies, torchrun stops the others and starts all of them again, here up to three times. Each attempt then gets
 # a rendezvous store of its own: in a shared one, gloo finds the addresses of the dead processes and often fails to connect.
 export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
 
-# "python -m torch.distributed.run" is torchrun, of this Python for certain.
-exec "$PYTHON" -m torch.distributed.run --standalone --nproc-per-node="$nproc" --max-restarts=3 \
+# "python -m torch.distributed.run" is torchrun, of this Python for certain. --local-addr: it would else ask for the address of
+# this machine's name, and not every laptop or container can resolve its own.
+exec "$PYTHON" -P -m torch.distributed.run --standalone --local-addr=127.0.0.1 --nproc-per-node="$nproc" --max-restarts=3 \
     "$here/exercise2_multigpu_torchrun.py" "$@"

@@ -40,8 +40,9 @@ def plot_runs(
         places = [counts.index(count) + offsets[name] * width for count in series]
         bars = right.bar(places, list(series.values()), width * 0.92, label=name, color=COLOURS[index % len(COLOURS)])
         right.bar_label(bars, fmt="{:,.0f}", label_type="center", color="white", fontweight="bold", fontsize=9)
-    base = next((series[min(series)] / min(series) for series in throughput.values() if series), 0)
-    for place, count in enumerate(counts):
+    base = next((series[1] for series in throughput.values() if 1 in series), None)
+    comparable = len({name.partition("(")[2] for name in throughput}) == 1  # all on the same kind of device
+    for place, count in enumerate(counts if base and comparable else []):
         ideal = right.hlines(base * count, place - 0.45, place + 0.45, colors="black", linestyles="dashed", linewidth=1)
         if place == 0:
             ideal.set_label("ideal: processes x one process")
