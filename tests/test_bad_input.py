@@ -173,9 +173,10 @@ def test_a_port_in_use_is_in_nobodys_way(tmp_path):
         sock.close()
 
 
-@pytest.mark.parametrize(
-    "runner", sorted(runs.ROOT.glob("**/*_run_*.sh")) + [runs.ROOT / "01_single_gpu" / "run_single_gpu.sh"]
-)
+RUNNERS = [runs.ROOT / "01_single_gpu" / "run_single_gpu.sh", *runs.ROOT.glob("solutions/**/*_run_*.sh")]
+
+
+@pytest.mark.parametrize("runner", RUNNERS, ids=lambda path: path.stem)
 def test_help_of_a_runner(runner, tmp_path):
     done = runs.run([runner, "--help"], tmp_path)
     assert (done.returncode, done.stderr) == (0, "")
@@ -201,9 +202,7 @@ def test_runner_without_an_environment_says_so(tmp_path):
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to give this machine another name")
 def test_torchrun_where_the_host_name_does_not_resolve(tmp_path):
-    name = "hostname no-such-host.invalid && exec"
-    done = runs.run(
-        ["unshare", "--uts", "bash", "-c", f'{name} "$@"', "-", runs.TORCHRUN_RUNNER, "--epochs", 1], tmp_path, NPROC=2
-    )
+    renamed = ["unshare", "--uts", "bash", "-c", 'hostname no-such-host.invalid && exec "$@"', "-"]
+    done = runs.run([*renamed, runs.TORCHRUN_RUNNER, "--epochs", 1], tmp_path, NPROC=2)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "epoch 1/1" in done.stdout
