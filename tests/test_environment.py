@@ -126,7 +126,7 @@ def installs(clone) -> int:
 def test_made_once_then_handed_over(clone):
     for _ in range(2):
         out, err = clone("tour", "--stages", "01").communicate(timeout=20)
-        assert out == "workshop -m workshop tour --stages 01\n"
+        assert out == "workshop -P -m workshop tour --stages 01\n"
     assert installs(clone) == 1
     assert err == ""
 
@@ -148,14 +148,14 @@ def test_made_again_after_an_interrupted_install(clone):
     first.communicate()
     assert not (clone.folder / ".venv" / "complete").exists()
     out, _ = clone("doctor").communicate(timeout=20)
-    assert out == "workshop -m workshop doctor\n"
+    assert out == "workshop -P -m workshop doctor\n"
     assert installs(clone) == 2
 
 
 def test_two_at_once_make_it_once(clone):
     both = [clone("tour", UV_SLEEP="1.5") for _ in range(2)]
     results = [process.communicate(timeout=30) for process in both]
-    assert [out for out, _ in results] == ["workshop -m workshop tour\n"] * 2
+    assert [out for out, _ in results] == ["workshop -P -m workshop tour\n"] * 2
     assert installs(clone) == 1
     assert sum("somebody else is making the environment" in err for _, err in results) == 1
 
@@ -167,7 +167,7 @@ def test_an_install_that_fails_says_so_and_is_tried_again(clone):
     assert err.splitlines()[-1].startswith("workshop.sh: the environment could not be made")
     again = clone()
     out, _ = again.communicate(timeout=20)
-    assert out == "workshop -m workshop\n"
+    assert out == "workshop -P -m workshop\n"
 
 
 def run_script(path: str, tmp_path, **environment) -> subprocess.CompletedProcess:
@@ -258,3 +258,22 @@ def test_pip_installs_the_same_where_there_is_no_uv(tmp_path):
     )
     assert done.returncode == 0, done.stdout
     shutil.rmtree(clone)  # 6 GB
+
+
+@pytest.mark.full
+def test_the_locked_frameworks_work_together(tmp_path):
+    """Lightning trains and transformers computes, in one process, with this torch and torchvision."""
+    program = """
+import torch, torchvision, transformers
+from lightning.pytorch import Trainer
+from lightning.pytorch.demos.boring_classes import BoringModel
+Trainer(accelerator="cpu", fast_dev_run=True, logger=False).fit(BoringModel())
+shape = dict(hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2, vocab_size=64)
+model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**shape))
+tokens = torch.arange(8)[None]
+model(input_ids=tokens, labels=tokens).loss.backward()
+print(torchvision.ops.nms(torch.tensor([[0.0, 0, 1, 1]]), torch.ones(1), 0.5).tolist())
+"""
+    done = runs.run([sys.executable, "-c", program], tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-1] == "[0]"
