@@ -25,5 +25,5 @@ def machine() -> dict:
         "gpus": devices,
         "python": platform.python_version(),
         "torch": torch.__version__,
-        "system": platform.platform(),
+        "system": f"{platform.system()} {platform.machine()}",
     }
