@@ -53,6 +53,7 @@ def train(device, args):
     model = SmallCNN().to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     first_epoch = load_snapshot(args.snapshot, model, optimizer, device)
+    log = EpochLog(args.snapshot, args.epochs, device, processes=1)
     print(f"training on {device} from epoch {first_epoch + 1}")
 
     transform = transforms.Compose([transforms.ToTensor(), transforms.Normalize((0.5,), (0.5,))])
@@ -60,7 +61,6 @@ def train(device, args):
     sampler = RandomSampler(train_set, generator=torch.Generator())
     train_loader = DataLoader(train_set, args.batch_size, sampler=sampler, drop_last=True)
     test_loader = DataLoader(test_set, args.batch_size)
-    log = EpochLog(args.snapshot, args.epochs, device, processes=1)
 
     for epoch in range(first_epoch, args.epochs):
         # Each epoch is seeded anew, so a resumed run needs no random state from the snapshot.
@@ -68,7 +68,9 @@ def train(device, args):
         sampler.generator.manual_seed(SEED + epoch)
         start = time.perf_counter()
         losses = train_one_epoch(model, train_loader, optimizer, device)
-        samples_per_second = len(losses) * args.batch_size / (time.perf_counter() - start)
+        seconds = time.perf_counter() - start
+        samples_per_second = len(losses) * args.batch_size / seconds
+
         accuracy = evaluate(model, test_loader, device)
         log.write(epoch, losses, accuracy, samples_per_second)
         if (epoch + 1) % args.save_every == 0 or epoch + 1 == args.epochs:

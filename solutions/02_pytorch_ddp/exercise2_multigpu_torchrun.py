@@ -34,6 +34,7 @@ SEED = 42
 def main():
     args = parse_arguments()
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])  # torchrun sets all of these
+    # Each process drives a device of its own.
     device = choose_device(int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"]))
     backend = dist.get_default_backend_for_device(device)  # "nccl" on NVIDIA and AMD GPUs, "gloo" on the CPU
     dist.init_process_group(backend)
@@ -68,11 +69,12 @@ def train(rank, world_size, device, args):
     model = SmallCNN().to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     first_epoch = load_snapshot(args.snapshot, model, optimizer, device)
+    log = EpochLog(args.snapshot, args.epochs, device, processes=world_size)
     if rank == 0:
         gpus = torch.accelerator.device_count()
         print(f"training on {device} from epoch {first_epoch + 1}: {world_size} processes, {gpus} GPUs here")
-    model = DDP(model)  # from here on backward() averages the gradients over all processes
 
+    ddp_model = DDP(model)  # the same weights, but its backward() averages the gradients over all processes
     transform = transforms.Compose([transforms.ToTensor(), transforms.Normalize((0.5,), (0.5,))])
     train_set, test_set = load_dataset(args.dataset, transform)
     # The order of single_gpu.py, dealt out like cards: together the processes see the same global batches.
@@ -80,20 +82,21 @@ def train(rank, world_size, device, args):
     train_loader = DataLoader(train_set, args.batch_size, sampler=sampler, drop_last=True)
     # Dealt out too, but by hand: DistributedSampler would count some samples twice to give each rank as many.
     test_loader = DataLoader(Subset(test_set, range(rank, len(test_set), world_size)), args.batch_size)
-    log = EpochLog(args.snapshot, args.epochs, device, processes=world_size)
 
     for epoch in range(first_epoch, args.epochs):
         # Each epoch is seeded anew, so a resumed run needs no random state from the snapshot.
         torch.manual_seed(SEED + 1000 * epoch + rank)
         sampler.set_epoch(epoch)
         start = time.perf_counter()
-        losses = train_one_epoch(model, train_loader, optimizer, device)
-        samples_per_second = len(losses) * args.batch_size * world_size / (time.perf_counter() - start)
-        accuracy = evaluate(model.module, test_loader, device)
+        losses = train_one_epoch(ddp_model, train_loader, optimizer, device)
+        seconds = time.perf_counter() - start
+        samples_per_second = len(losses) * args.batch_size * world_size / seconds
+
+        accuracy = evaluate(model, test_loader, device)
         if rank == 0:
             log.write(epoch, losses, accuracy, samples_per_second)
         if rank == 0 and ((epoch + 1) % args.save_every == 0 or epoch + 1 == args.epochs):
-            save_snapshot(args.snapshot, model.module, optimizer, epoch)
+            save_snapshot(args.snapshot, model, optimizer, epoch)
 
 
 def train_one_epoch(model, loader, optimizer, device):

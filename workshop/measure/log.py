@@ -40,7 +40,9 @@ class EpochLog:
         self.run = {"device": getattr(device, "type", str(device)), "processes": processes}
         self.started = False
 
-    def write(self, epoch: int, losses: list[float], accuracy: float, samples_per_second: float) -> None:
+    def write(
+        self, epoch: int, losses: list[float], accuracy: float, samples_per_second: float, **metrics: float
+    ) -> None:
         """Report an epoch.
 
         Args:
@@ -48,15 +50,18 @@ class EpochLog:
             losses: the loss of each step: the mean over the global batch.
             accuracy: over the whole test set, between 0 and 1.
             samples_per_second: of all processes together, while training.
+            metrics: further figures of the test set, by name.
         """
         print(
             f"epoch {epoch + 1}/{self.epochs} | loss {sum(losses) / len(losses):.4f} | accuracy {accuracy:.2%} | "
-            f"{samples_per_second:,.0f} samples/s",
+            + "".join(f"{name.replace('_', ' ')} {value:.4f} | " for name, value in metrics.items())
+            + f"{samples_per_second:,.0f} samples/s",
             flush=True,
         )
         entry = {
             "epoch": epoch,
             "accuracy": accuracy,
+            **metrics,
             "samples_per_second": samples_per_second,
             **self.run,
             "losses": losses,

@@ -1,0 +1,168 @@
+"""Exercise 2: let torchrun start the processes, on this machine or on many, and start them again when one has died.
+It is the solution of exercise 1, and works. Do the TODOs in order, in the runner too, and run and check it after each.
+
+Run it:    02_pytorch_ddp/exercise2_run_multigpu_torchrun.sh --epochs 3
+Check it:  ./workshop.sh check 02_pytorch_ddp/exercise2_multigpu_torchrun.py
+"""
+
+import os
+import time
+
+# TODO 3: kill -9 on torchrun leaves its workers training, and saving. They have to end with it; before the slow imports.
+# Look up: exit_with_launcher in workshop/launcher.py
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp  # TODO 1: not needed any more, then
+from torch.distributed.elastic.multiprocessing.errors import record
+from torch.nn import functional as F
+from torch.nn.parallel import DistributedDataParallel as DDP
+from torch.utils.data import DataLoader, DistributedSampler, Subset
+from torchvision import transforms
+from tqdm import tqdm
+
+from workshop.arguments import ArgumentParser, check_arguments, positive_int
+from workshop.data import load_dataset
+from workshop.measure.log import EpochLog
+from workshop.models import SmallCNN
+
+SEED = 42
+
+
+# TODO 3: torchrun shows the traceback of the rank that failed first where main is told to record it.
+# Look up: torch.distributed.elastic.multiprocessing.errors.record
+def main():
+    args = parse_arguments()
+    # TODO 1: torchrun has started this process, and all the others. Read from the environment which one it is and join the group.
+    # main() then does what worker() did. The runner has a TODO 1 as well.
+    # Look up: "Environment Variables" in the documentation of torchrun: RANK, WORLD_SIZE; init_process_group(backend)
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # else each process starts a thread on every core
+    # The store is where the processes find each other. Port 0: the system picks a free one, nobody collides.
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    mp.spawn(worker, args=(args.nproc, store.port, args), nprocs=args.nproc)  # calls worker(rank, *args)
+
+
+def worker(rank, world_size, port, args):
+    """What each process runs: join the group, train, leave the group."""
+    store = dist.TCPStore("127.0.0.1", port, is_master=False)
+    # Each process drives a device of its own.
+    # TODO 2: rank counts over all machines. The device is the one with this process's number on its own machine.
+    # Look up: LOCAL_RANK, LOCAL_WORLD_SIZE
+    device = choose_device(rank, world_size)
+    backend = dist.get_default_backend_for_device(device)  # "nccl" on NVIDIA and AMD GPUs, "gloo" on the CPU
+    # TODO 1: torchrun has a store already
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world_size)
+    try:
+        train(rank, world_size, device, args)
+    finally:
+        dist.destroy_process_group()
+
+
+def parse_arguments():
+    parser = ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--epochs", type=positive_int, default=5, help="passes over the training set")
+    parser.add_argument("--batch-size", type=positive_int, default=64, help="samples a step, on each process")
+    parser.add_argument("--save-every", type=positive_int, default=1, help="epochs from one snapshot to the next")
+    parser.add_argument("--snapshot", default="runs/multigpu_torchrun.pt", help="file to save to and to carry on from")
+    parser.add_argument("--dataset", default="digits", help="digits, or mnist once it has been fetched")
+    # TODO 1: torchrun decides how many processes there are (WORLD_SIZE; 0 where torchrun is missing)
+    parser.add_argument("--nproc", type=positive_int, default=torch.accelerator.device_count() or 2, help="processes")
+    args = parser.parse_args()
+    # TODO 1
+    check_arguments(parser, args, SmallCNN(), world_size=args.nproc)
+    return args
+
+
+def choose_device(local_rank, local_world_size):
+    # Without is_available() the CUDA build names "cuda" on a machine that has no GPU.
+    if torch.accelerator.is_available() and torch.accelerator.device_count() >= local_world_size:
+        torch.accelerator.set_device_index(local_rank)
+        return torch.accelerator.current_accelerator()
+    return torch.device("cpu")
+
+
+def train(rank, world_size, device, args):
+    torch.manual_seed(SEED)  # the same first weights in every run
+    model = SmallCNN().to(device)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    first_epoch = load_snapshot(args.snapshot, model, optimizer, device)
+    log = EpochLog(args.snapshot, args.epochs, device, processes=world_size)
+    if rank == 0:
+        gpus = torch.accelerator.device_count()
+        print(f"training on {device} from epoch {first_epoch + 1}: {world_size} processes, {gpus} GPUs here")
+
+    ddp_model = DDP(model)  # the same weights, but its backward() averages the gradients over all processes
+    transform = transforms.Compose([transforms.ToTensor(), transforms.Normalize((0.5,), (0.5,))])
+    train_set, test_set = load_dataset(args.dataset, transform)
+    # The order of single_gpu.py, dealt out like cards: together the processes see the same global batches.
+    sampler = DistributedSampler(train_set, seed=SEED, drop_last=True)
+    train_loader = DataLoader(train_set, args.batch_size, sampler=sampler, drop_last=True)
+    # Dealt out too, but by hand: DistributedSampler would count some samples twice to give each rank as many.
+    test_loader = DataLoader(Subset(test_set, range(rank, len(test_set), world_size)), args.batch_size)
+
+    for epoch in range(first_epoch, args.epochs):
+        # Each epoch is seeded anew, so a resumed run needs no random state from the snapshot.
+        torch.manual_seed(SEED + 1000 * epoch + rank)
+        sampler.set_epoch(epoch)
+        start = time.perf_counter()
+        losses = train_one_epoch(ddp_model, train_loader, optimizer, device)
+        seconds = time.perf_counter() - start
+        samples_per_second = len(losses) * args.batch_size * world_size / seconds
+
+        accuracy = evaluate(model, test_loader, device)
+        if rank == 0:
+            log.write(epoch, losses, accuracy, samples_per_second)
+        if rank == 0 and ((epoch + 1) % args.save_every == 0 or epoch + 1 == args.epochs):
+            save_snapshot(args.snapshot, model, optimizer, epoch)
+
+
+def train_one_epoch(model, loader, optimizer, device):
+    """Take a step with each batch and return the losses of the steps."""
+    model.train()
+    losses = torch.zeros(len(loader), device=device)
+    # disable=None: a progress bar on a terminal, none in a log file
+    for step, (images, labels) in enumerate(tqdm(loader, leave=False, disable=None if dist.get_rank() == 0 else True)):
+        images, labels = images.to(device), labels.to(device)
+        optimizer.zero_grad()
+        loss = F.cross_entropy(model(images), labels)
+        loss.backward()
+        optimizer.step()
+        losses[step] = loss.item()
+    dist.all_reduce(losses, dist.ReduceOp.AVG)
+    return losses.tolist()
+
+
+@torch.inference_mode()
+def evaluate(model, loader, device):
+    """Return the accuracy over the whole test set, between 0 and 1."""
+    model.eval()
+    correct_and_total = torch.zeros(2, device=device)
+    for images, labels in loader:
+        predictions = model(images.to(device)).argmax(dim=1)
+        correct_and_total[0] += (predictions == labels.to(device)).sum()
+        correct_and_total[1] += len(labels)
+    dist.all_reduce(correct_and_total)
+    correct, total = correct_and_total.tolist()
+    return correct / total
+
+
+def save_snapshot(path, model, optimizer, epoch):
+    os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
+    snapshot = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "epoch": epoch}
+    # os.replace is atomic: whoever reads finds the old snapshot or the new one, never half of one.
+    torch.save(snapshot, path + ".tmp")
+    os.replace(path + ".tmp", path)
+
+
+def load_snapshot(path, model, optimizer, device):
+    """Fill model and optimizer from the snapshot, if there is one, and return the epoch to start with."""
+    if not os.path.exists(path):
+        return 0
+    snapshot = torch.load(path, map_location=device, weights_only=True)
+    model.load_state_dict(snapshot["model"])
+    optimizer.load_state_dict(snapshot["optimizer"])
+    return snapshot["epoch"] + 1
+
+
+if __name__ == "__main__":
+    main()

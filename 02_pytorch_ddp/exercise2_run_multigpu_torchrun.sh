@@ -1,0 +1,23 @@
+#!/usr/bin/env bash
+# shellcheck disable=SC2034  # TODO 1 uses nproc and max_restarts; take this line out then
+# Train with torchrun: one process on each GPU of this machine, or two on the CPU where there is none.
+# Options go on to the script; NPROC sets another number of processes:  NPROC=4 exercise2_run_multigpu_torchrun.sh --epochs 3
+set -euo pipefail
+here=$(cd "$(dirname "$0")" && pwd)
+source "$here/../workshop/runner.sh"      # sets $PYTHON
+
+case " $* " in *" --help "* | *" -h "*) exec "$PYTHON" "$here/exercise2_multigpu_torchrun.py" --help ;; esac
+
+# How many processes? A mistake in the options ends here, in one line, before anything is launched.
+nproc=$("$PYTHON" -P -m workshop.preflight "$here/exercise2_multigpu_torchrun.py" "$@")
+export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
+
+# TODO 3: when a process dies, torchrun is to start all of them again, up to three times, each time with a rendezvous store of its
+# own: in a shared one, gloo finds the addresses of the dead processes and often fails to connect.
+# Look up: torchrun --max-restarts; the variable TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
+max_restarts=0
+
+# TODO 1: let torchrun start $nproc processes, on this machine alone, at a port that nobody else uses.
+# Look up: torchrun --help: --standalone, --local-addr (127.0.0.1), --nproc-per-node, --max-restarts ("$max_restarts").
+# "$PYTHON" -P -m torch.distributed.run is torchrun, of this Python for certain.
+exec "$PYTHON" "$here/exercise2_multigpu_torchrun.py" "$@"

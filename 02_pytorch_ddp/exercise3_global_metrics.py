@@ -1,0 +1,169 @@
+"""Exercise 3: metrics over all processes, and steps of several batches (gradient accumulation).
+It is the solution of exercise 2, and works. Do the TODOs in order, and run and check it after each.
+
+Run it:    02_pytorch_ddp/exercise3_run_global_metrics.sh --epochs 3 --batch-size 32 --accumulate 2
+Check it:  ./workshop.sh check 02_pytorch_ddp/exercise3_global_metrics.py
+"""
+
+import os
+import time
+from contextlib import nullcontext
+from itertools import islice
+
+from workshop.launcher import exit_with_launcher
+
+exit_with_launcher()  # kill -9 on torchrun would leave this process training, and saving; before the slow imports
+
+import torch
+import torch.distributed as dist
+from torch.distributed.elastic.multiprocessing.errors import record
+from torch.nn import functional as F
+from torch.nn.parallel import DistributedDataParallel as DDP
+from torch.utils.data import DataLoader, DistributedSampler, Subset
+from torchvision import transforms
+from tqdm import tqdm
+
+from workshop.arguments import ArgumentParser, check_arguments, positive_int
+from workshop.data import load_dataset
+from workshop.measure.log import EpochLog
+from workshop.models import SmallCNN
+
+SEED = 42
+CLASSES = 10
+
+
+@record  # torchrun then shows the traceback of the rank that failed first
+def main():
+    args = parse_arguments()
+    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])  # torchrun sets all of these
+    # Each process drives a device of its own.
+    device = choose_device(int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"]))
+    backend = dist.get_default_backend_for_device(device)  # "nccl" on NVIDIA and AMD GPUs, "gloo" on the CPU
+    dist.init_process_group(backend)
+    try:
+        train(rank, world_size, device, args)
+    finally:
+        dist.destroy_process_group()
+
+
+def parse_arguments():
+    parser = ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--epochs", type=positive_int, default=5, help="passes over the training set")
+    parser.add_argument("--batch-size", type=positive_int, default=64, help="samples a step, on each process")
+    parser.add_argument("--save-every", type=positive_int, default=1, help="epochs from one snapshot to the next")
+    parser.add_argument("--snapshot", default="runs/global_metrics.pt", help="file to save to and to carry on from")
+    parser.add_argument("--dataset", default="digits", help="digits, or mnist once it has been fetched")
+    parser.add_argument("--accumulate", type=positive_int, default=1, help="batches a step")
+    args = parser.parse_args()
+    check_arguments(parser, args, SmallCNN(), world_size=int(os.environ.get("WORLD_SIZE", 0)))
+    return args
+
+
+def choose_device(local_rank, local_world_size):
+    # Without is_available() the CUDA build names "cuda" on a machine that has no GPU.
+    if torch.accelerator.is_available() and torch.accelerator.device_count() >= local_world_size:
+        torch.accelerator.set_device_index(local_rank)
+        return torch.accelerator.current_accelerator()
+    return torch.device("cpu")
+
+
+def train(rank, world_size, device, args):
+    torch.manual_seed(SEED)  # the same first weights in every run
+    model = SmallCNN().to(device)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    first_epoch = load_snapshot(args.snapshot, model, optimizer, device)
+    log = EpochLog(args.snapshot, args.epochs, device, processes=world_size)
+    if rank == 0:
+        gpus = torch.accelerator.device_count()
+        print(f"training on {device} from epoch {first_epoch + 1}: {world_size} processes, {gpus} GPUs here")
+
+    ddp_model = DDP(model)  # the same weights, but its backward() averages the gradients over all processes
+    transform = transforms.Compose([transforms.ToTensor(), transforms.Normalize((0.5,), (0.5,))])
+    train_set, test_set = load_dataset(args.dataset, transform)
+    # The order of single_gpu.py, dealt out like cards: together the processes see the same global batches.
+    sampler = DistributedSampler(train_set, seed=SEED, drop_last=True)
+    train_loader = DataLoader(train_set, args.batch_size, sampler=sampler, drop_last=True)
+    # Dealt out too, but by hand: DistributedSampler would count some samples twice to give each rank as many.
+    test_loader = DataLoader(Subset(test_set, range(rank, len(test_set), world_size)), args.batch_size)
+
+    for epoch in range(first_epoch, args.epochs):
+        # Each epoch is seeded anew, so a resumed run needs no random state from the snapshot.
+        torch.manual_seed(SEED + 1000 * epoch + rank)
+        sampler.set_epoch(epoch)
+        start = time.perf_counter()
+        # TODO 2: with args.accumulate
+        losses = train_one_epoch(ddp_model, train_loader, optimizer, device)
+        seconds = time.perf_counter() - start
+        # TODO 2: there are fewer steps than batches now
+        samples_per_second = len(losses) * args.batch_size * world_size / seconds
+
+        # TODO 1
+        accuracy = evaluate(model, test_loader, device)
+        if rank == 0:
+            # TODO 1: with macro_f1=...
+            log.write(epoch, losses, accuracy, samples_per_second)
+        if rank == 0 and ((epoch + 1) % args.save_every == 0 or epoch + 1 == args.epochs):
+            save_snapshot(args.snapshot, model, optimizer, epoch)
+
+
+# TODO 2: take a step with each `accumulate` batches together: the same losses and weights as with one batch of that size. The
+# gradients travel once a step. Leave out the batches at the end of an epoch that make no whole step.
+# Look up: the no_sync method of DistributedDataParallel; contextlib.nullcontext, itertools.islice
+def train_one_epoch(model, loader, optimizer, device):
+    """Take a step with each batch and return the losses of the steps."""
+    model.train()
+    # TODO 2: as many losses as steps
+    losses = torch.zeros(len(loader), device=device)
+    # disable=None: a progress bar on a terminal, none in a log file
+    # TODO 2
+    for step, (images, labels) in enumerate(tqdm(loader, leave=False, disable=None if dist.get_rank() == 0 else True)):
+        images, labels = images.to(device), labels.to(device)
+        # TODO 2: no communication but in the last backward() of a step; then step
+        optimizer.zero_grad()
+        loss = F.cross_entropy(model(images), labels)
+        loss.backward()
+        optimizer.step()
+        losses[step] = loss.item()
+    dist.all_reduce(losses, dist.ReduceOp.AVG)
+    return losses.tolist()
+
+
+@torch.inference_mode()
+def evaluate(model, loader, device):
+    # TODO 1: return the macro F1 score over the whole test set too: F1 = 2 TP / (2 TP + FP + FN) of each class, then the mean. The
+    # ranks' scores cannot be averaged (try it: they differ from the score of all samples). What can be added up over the ranks?
+    # Look up: confusion matrix; torch.bincount
+    """Return the accuracy over the whole test set, between 0 and 1."""
+    model.eval()
+    # TODO 1
+    correct_and_total = torch.zeros(2, device=device)
+    for images, labels in loader:
+        predictions = model(images.to(device)).argmax(dim=1)
+        # TODO 1
+        correct_and_total[0] += (predictions == labels.to(device)).sum()
+        correct_and_total[1] += len(labels)
+    dist.all_reduce(correct_and_total)
+    correct, total = correct_and_total.tolist()
+    return correct / total
+
+
+def save_snapshot(path, model, optimizer, epoch):
+    os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
+    snapshot = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "epoch": epoch}
+    # os.replace is atomic: whoever reads finds the old snapshot or the new one, never half of one.
+    torch.save(snapshot, path + ".tmp")
+    os.replace(path + ".tmp", path)
+
+
+def load_snapshot(path, model, optimizer, device):
+    """Fill model and optimizer from the snapshot, if there is one, and return the epoch to start with."""
+    if not os.path.exists(path):
+        return 0
+    snapshot = torch.load(path, map_location=device, weights_only=True)
+    model.load_state_dict(snapshot["model"])
+    optimizer.load_state_dict(snapshot["optimizer"])
+    return snapshot["epoch"] + 1
+
+
+if __name__ == "__main__":
+    main()
