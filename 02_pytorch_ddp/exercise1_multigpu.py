@@ -5,6 +5,7 @@ Run it:    02_pytorch_ddp/exercise1_run_multigpu.sh --epochs 3
 Check it:  ./workshop.sh check 02_pytorch_ddp/exercise1_multigpu.py
 """
 
+import gc
 import os
 import time
 
@@ -13,7 +14,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel as DDP
-from torch.utils.data import DataLoader, DistributedSampler, RandomSampler, Subset  # TODO 3: without RandomSampler, then
+from torch.utils.data import DataLoader, DistributedSampler, RandomSampler, Subset  # TODO 3: RandomSampler goes
 from torchvision import transforms
 from tqdm import tqdm
 
@@ -30,7 +31,8 @@ def main():
     # TODO 1: start args.nproc processes on this machine, each with a device of its own. Each joins one process group with the
     # others, trains, and leaves the group, also after an error. One thread a process is enough (OMP_NUM_THREADS).
     # Look up: torch.multiprocessing.spawn, torch.distributed.TCPStore (port 0: the system picks a free one),
-    # init_process_group(backend, store=..., rank=..., world_size=...), get_default_backend_for_device, destroy_process_group
+    # init_process_group(backend, store=..., rank=..., world_size=...), get_default_backend_for_device, destroy_process_group,
+    # gc.collect (DDP holds on to the group: free it first)
     device = choose_device()
     train(device, args)
 
@@ -69,7 +71,7 @@ def train(device, args):
     log = EpochLog(args.snapshot, args.epochs, device, processes=1)
     print(f"training on {device} from epoch {first_epoch + 1}")
 
-    # TODO 2: let backward() average the gradients over all processes. Train with the wrapped model; save and evaluate the plain one.
+    # TODO 2: let backward() average the gradients over all processes. Train the wrapped model; save and evaluate the plain one.
     # Look up: torch.nn.parallel.DistributedDataParallel
     transform = transforms.Compose([transforms.ToTensor(), transforms.Normalize((0.5,), (0.5,))])
     train_set, test_set = load_dataset(args.dataset, transform)

@@ -5,6 +5,7 @@ Run it:    02_pytorch_ddp/exercise3_run_global_metrics.sh --epochs 3 --batch-siz
 Check it:  ./workshop.sh check 02_pytorch_ddp/exercise3_global_metrics.py
 """
 
+import gc
 import os
 import time
 from contextlib import nullcontext
@@ -43,6 +44,7 @@ def main():
     try:
         train(rank, world_size, device, args)
     finally:
+        gc.collect()  # DDP holds on to the process group, and Python frees DDP in its own time: free it before the group
         dist.destroy_process_group()
 
 
@@ -130,8 +132,8 @@ def train_one_epoch(model, loader, optimizer, device):
 
 @torch.inference_mode()
 def evaluate(model, loader, device):
-    # TODO 1: return the macro F1 score over the whole test set too: F1 = 2 TP / (2 TP + FP + FN) of each class, then the mean. The
-    # ranks' scores cannot be averaged (try it: they differ from the score of all samples). What can be added up over the ranks?
+    # TODO 1: return the macro F1 score over the whole test set too: F1 = 2 TP / (2 TP + FP + FN) of each class, then their mean.
+    # The ranks' scores cannot be averaged (try it: they differ from the score of all samples). What can be added up?
     # Look up: confusion matrix; torch.bincount
     """Return the accuracy over the whole test set, between 0 and 1."""
     model.eval()

@@ -40,20 +40,23 @@ def positive_int(text: str) -> int:
     return number
 
 
-def check_arguments(parser: ArgumentParser, args: argparse.Namespace, model, world_size: int) -> None:
+def check_arguments(parser: ArgumentParser, args: argparse.Namespace, model=None, *, world_size: int) -> None:
     """End the run with one line and exit status 2 where ``args`` cannot work; return where they can.
 
     Args:
         parser: the script's parser; its ``error`` is how the run ends.
-        args: the options ``epochs``, ``batch_size`` (samples a step on each process), ``snapshot`` and ``dataset``.
-        model: a model as the script makes it, on the CPU. It is loaded with the snapshot, so make one for this purpose.
+        args: the option ``batch_size`` (samples a step on each process), and as far as the script has them ``epochs``,
+            ``accumulate`` (batches a step), ``dataset`` and ``snapshot``.
+        model: a model as the script makes it, on the CPU, if its snapshot is to be checked against it. It is loaded with the
+            snapshot, so make one for this purpose.
         world_size: the number of processes; 0 if the launcher that sets it is missing.
     """
     try:
         if world_size < 1:
             raise UserError("torchrun has to start this: torchrun --standalone --nproc-per-node=2 " + sys.argv[0])
         _check_data(args, world_size)
-        _check_snapshot(args, model)
+        if hasattr(args, "snapshot"):
+            _check_snapshot(args, model)
     except UserError as error:
         parser.error(error)
     except OSError as error:
@@ -65,16 +68,18 @@ def check_arguments(parser: ArgumentParser, args: argparse.Namespace, model, wor
 def _check_data(args, world_size):
     from workshop.data import load_dataset
 
-    train_set, test_set = load_dataset(args.dataset)
+    dataset, accumulate = getattr(args, "dataset", "digits"), getattr(args, "accumulate", 1)
+    train_set, test_set = load_dataset(dataset)
     smaller = min(len(train_set), len(test_set))
     if world_size > smaller:
         raise UserError(
-            f"{world_size:,} processes are more than the {smaller:,} samples of {args.dataset}; start fewer"
+            f"{world_size:,} processes are more than the {smaller:,} samples of {dataset}; start fewer"
         )
-    if args.batch_size * world_size > len(train_set):
+    if args.batch_size * world_size * accumulate > len(train_set):
+        portions = f" with --accumulate {accumulate:,}" if accumulate > 1 else ""
         raise UserError(
-            f"--batch-size {args.batch_size:,} on {world_size:,} process{'es' * (world_size > 1)} needs "
-            f"{args.batch_size * world_size:,} samples a step; {args.dataset} has {len(train_set):,} to train on"
+            f"--batch-size {args.batch_size:,}{portions} on {world_size:,} process{'es' * (world_size > 1)} needs "
+            f"{args.batch_size * world_size * accumulate:,} samples a step; {dataset} has {len(train_set):,} to train on"
         )
 
 
@@ -101,6 +106,8 @@ def _check_snapshot(args, model):
             f"--snapshot {path} cannot be read ({type(error).__name__}: damaged, cut short, or no snapshot at all); "
             "delete it or name another"
         ) from error
+    if model is None:
+        return
     try:
         model.load_state_dict(snapshot["model"])
         done = snapshot["epoch"] + 1

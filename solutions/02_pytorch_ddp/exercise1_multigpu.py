@@ -6,6 +6,7 @@ N processes:  python solutions/02_pytorch_ddp/exercise1_multigpu.py --nproc 2
 Slurm:        srun --ntasks=1 --gpus=4 --cpus-per-task=8 solutions/02_pytorch_ddp/exercise1_run_multigpu.sh
 """
 
+import gc
 import os
 import time
 
@@ -44,6 +45,7 @@ def worker(rank, world_size, port, args):
     try:
         train(rank, world_size, device, args)
     finally:
+        gc.collect()  # DDP holds on to the process group, and Python frees DDP in its own time: free it before the group
         dist.destroy_process_group()
 
 

@@ -6,6 +6,7 @@ N processes:  torchrun --standalone --nproc-per-node=2 solutions/02_pytorch_ddp/
 Slurm:        srun --ntasks=1 --gpus=4 --cpus-per-task=8 solutions/02_pytorch_ddp/exercise2_run_multigpu_torchrun.sh
 """
 
+import gc
 import os
 import time
 
@@ -41,6 +42,7 @@ def main():
     try:
         train(rank, world_size, device, args)
     finally:
+        gc.collect()  # DDP holds on to the process group, and Python frees DDP in its own time: free it before the group
         dist.destroy_process_group()
 
 

@@ -6,6 +6,7 @@ N processes:  torchrun --standalone --nproc-per-node=2 solutions/02_pytorch_ddp/
 Slurm:        srun --ntasks=1 --gpus=4 --cpus-per-task=8 solutions/02_pytorch_ddp/exercise3_run_global_metrics.sh
 """
 
+import gc
 import os
 import time
 from contextlib import nullcontext
@@ -44,6 +45,7 @@ def main():
     try:
         train(rank, world_size, device, args)
     finally:
+        gc.collect()  # DDP holds on to the process group, and Python frees DDP in its own time: free it before the group
         dist.destroy_process_group()
 
 

@@ -1,0 +1,89 @@
+"""Learn to tell odd digits from even ones, on any number of devices.
+
+TODO 1: the loss is as low as can be, and the model guesses. Find out why, and repair it.
+
+Run it:    02_pytorch_ddp/exercise4_run_find_the_bug_no_learning.sh
+Check it:  ./workshop.sh check 02_pytorch_ddp/exercise4_find_the_bug_no_learning.py
+"""
+
+import gc
+import os
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.elastic.multiprocessing.errors import record
+from torch.nn import functional as F
+from torch.nn.parallel import DistributedDataParallel as DDP
+from torch.utils.data import DataLoader, DistributedSampler
+
+from workshop.arguments import ArgumentParser, check_arguments, positive_int
+from workshop.data import load_dataset
+
+SEED = 42
+
+
+@record
+def main():
+    args = parse_arguments()
+    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    device = choose_device(int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"]))
+    dist.init_process_group(dist.get_default_backend_for_device(device))
+    try:
+        train(rank, world_size, device, args)
+    finally:
+        gc.collect()  # DDP holds on to the process group, and Python frees DDP in its own time: free it before the group
+        dist.destroy_process_group()
+
+
+def parse_arguments():
+    parser = ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--epochs", type=positive_int, default=3, help="passes over the training set")
+    parser.add_argument("--batch-size", type=positive_int, default=32, help="samples a step, on each process")
+    args = parser.parse_args()
+    check_arguments(parser, args, world_size=int(os.environ.get("WORLD_SIZE", 0)))
+    return args
+
+
+def choose_device(local_rank, local_world_size):
+    if torch.accelerator.is_available() and torch.accelerator.device_count() >= local_world_size:
+        torch.accelerator.set_device_index(local_rank)
+        return torch.accelerator.current_accelerator()
+    return torch.device("cpu")
+
+
+def train(rank, world_size, device, args):
+    torch.manual_seed(SEED)
+    model = nn.Sequential(nn.Flatten(), nn.Linear(28 * 28, 64), nn.ReLU(), nn.Linear(64, 1))
+    model = DDP(model.to(device))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    train_set, _ = load_dataset("digits")
+    sampler = DistributedSampler(train_set, seed=SEED, drop_last=True)
+    loader = DataLoader(train_set, args.batch_size, sampler=sampler, drop_last=True)
+    for epoch in range(args.epochs):
+        sampler.set_epoch(epoch)
+        loss, accuracy = train_one_epoch(model, loader, optimizer, device)
+        if rank == 0:
+            print(f"epoch {epoch + 1}/{args.epochs} | loss {loss:.4f} | accuracy {accuracy:.2%}", flush=True)
+
+
+def train_one_epoch(model, loader, optimizer, device):
+    """Learn to tell odd digits from even ones; return the mean loss and the accuracy on the samples of the epoch."""
+    loss_correct_total = torch.zeros(3, device=device)
+    for images, digits in loader:
+        images, is_odd = images.to(device), (digits % 2).to(device, torch.float32)
+        optimizer.zero_grad()
+        outputs = model(images).squeeze(1)  # one number a sample: above 0 for odd
+        loss = F.cross_entropy(outputs.unsqueeze(1), is_odd.unsqueeze(1))
+        loss.backward()
+        optimizer.step()
+        loss_correct_total += torch.stack(
+            [loss.detach() * len(digits), ((outputs > 0) == is_odd.bool()).sum(), torch.tensor(len(digits), device=device)]
+        )
+    dist.all_reduce(loss_correct_total)
+    loss, correct, total = loss_correct_total.tolist()
+    return loss / total, correct / total
+
+
+if __name__ == "__main__":
+    main()
