@@ -1,6 +1,7 @@
 """Train with steps of several batches (gradient accumulation), on any number of devices.
 
-TODO 1: it should do exactly what one large batch does (--batch-size 64 --accumulate 1), and does not. Find two reasons, and repair them.
+TODO 1: it should do exactly what one large batch does (--batch-size 64 --accumulate 1), and does not.
+Find two reasons, and repair them.
 
 Run it:    02_pytorch_ddp/exercise4_run_find_the_bug_accumulation.sh
 Check it:  ./workshop.sh check 02_pytorch_ddp/exercise4_find_the_bug_accumulation.py
@@ -71,7 +72,7 @@ def train_one_epoch(model, loader, optimizer, device, accumulate):
     """Take a step with each `accumulate` batches together, and return the mean loss of the batches."""
     total = torch.zeros((), device=device)
     batches = len(loader) // accumulate * accumulate  # what is left over makes no whole step
-    for step, (images, labels) in zip(range(batches), loader):
+    for step, (images, labels) in zip(range(batches), loader, strict=False):
         is_last = step % accumulate == 0
         model.require_backward_grad_sync = is_last  # what model.no_sync() sets: the gradients travel once a step
         loss = F.cross_entropy(model(images.to(device)), labels.to(device))

@@ -70,7 +70,7 @@ def train_one_epoch(model, loader, optimizer, device, accumulate):
     """Take a step with each `accumulate` batches together, and return the mean loss of the batches."""
     total = torch.zeros((), device=device)
     batches = len(loader) // accumulate * accumulate  # what is left over makes no whole step
-    for step, (images, labels) in zip(range(batches), loader):
+    for step, (images, labels) in zip(range(batches), loader, strict=False):
         is_last = (step + 1) % accumulate == 0
         model.require_backward_grad_sync = is_last  # what model.no_sync() sets: the gradients travel once a step
         loss = F.cross_entropy(model(images.to(device)), labels.to(device))

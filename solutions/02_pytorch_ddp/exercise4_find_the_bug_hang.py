@@ -72,17 +72,19 @@ def train(rank, world_size, device, args):
 
 def train_until(target, model, loader, optimizer, device):
     """Take a step with each batch until the loss is below the target; return the last loss and the number of steps."""
-    for step, (images, labels) in enumerate(loader):
+    steps = 0
+    for images, labels in loader:
         optimizer.zero_grad()
         loss = F.cross_entropy(model(images.to(device)), labels.to(device))
         loss.backward()
         optimizer.step()
+        steps += 1
         # All ranks have to come to the same decision: one that stops alone leaves the others waiting in backward().
         loss = loss.detach()
         dist.all_reduce(loss, dist.ReduceOp.AVG)
         if loss.item() < target:
             break
-    return loss.item(), step + 1
+    return loss.item(), steps
 
 
 if __name__ == "__main__":
