@@ -1,0 +1,142 @@
+"""The exercises: their files, their goals, and which finding belongs to which goal."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from workshop.repository import ROOT
+
+KEPT = 0  # the number of the goal without a TODO: what the step before had reached still holds
+
+
+@dataclass(frozen=True)
+class Exercise:
+    """One exercise.
+
+    Attributes:
+        name: its path in the repository; the solution has the same path under ``solutions/``.
+        launch: how its processes come to be: "single" (one process), "spawn" (the script starts them), "torchrun".
+        goals: the title of each goal, by its number; ``KEPT`` has no TODO.
+        kinds: for each kind of finding the goal that it belongs to; what is not named belongs to ``KEPT``.
+        options: options of the check's runs.
+    """
+
+    name: str
+    launch: str
+    goals: dict[int, str]
+    kinds: dict[str, int]
+    options: tuple[str, ...] = ()
+
+    @property
+    def path(self) -> Path:
+        return ROOT / self.name
+
+    @property
+    def solution(self) -> Path:
+        return ROOT / "solutions" / self.name
+
+    @property
+    def runner(self) -> Path:
+        number, _, topic = self.path.stem.partition("_")
+        return self.path.with_name(f"{number}_run_{topic}.sh")
+
+    def goal(self, kind: str) -> int:
+        """The number of the goal that a kind of finding belongs to."""
+        return self.kinds.get(kind, KEPT)
+
+
+def _kinds(**goals: str) -> dict[str, int]:
+    """{"a": 1, "b": 1, "c": 2} from goal1="a b", goal2="c"."""
+    return {kind: int(goal.removeprefix("goal")) for goal, kinds in goals.items() for kind in kinds.split()}
+
+
+PROCESSES = "no-group wrong-group hang collectives-differ two-writers several-print port-fixed"
+GRADIENTS = "gradients-differ weights-differ gradient-scale snapshot-keys"
+SHARES = "same-samples shares-overlap samples-missed same-order"
+METRICS = "metric-wrong evaluation-missed evaluation-repeated"
+
+EXERCISES = (
+    Exercise(
+        "01_single_gpu/exercise1_fast_single_gpu.py",
+        "single",
+        {
+            1: "the samples are prepared once, and batches are taken from memory",
+            2: "no step waits for a value from the device",
+            3: "the model computes in bfloat16, where this device is fast at it",
+            KEPT: "it learns as well, resumes, and is as fast as the solution",
+        },
+        _kinds(goal1="data-per-sample", goal2="host-sync", goal3="precision"),
+    ),
+    Exercise(
+        "02_pytorch_ddp/exercise1_multigpu.py",
+        "spawn",
+        {
+            1: "the processes form one group, and rank 0 alone prints and writes",
+            2: "the gradients are averaged: all processes train one model",
+            3: "each process trains on a share of its own, in a new order each epoch",
+            4: "the figures are those of all processes",
+            KEPT: "it learns, and carries on from its snapshot",
+        },
+        _kinds(goal1=PROCESSES, goal2=GRADIENTS, goal3=SHARES, goal4=METRICS),
+    ),
+    Exercise(
+        "02_pytorch_ddp/exercise2_multigpu_torchrun.py",
+        "torchrun",
+        {
+            1: "torchrun starts the processes, and they form one group",
+            2: "each process drives the device with its number on its own machine",
+            3: "a dead process is started again, a dead torchrun leaves nothing behind, the weights are the same",
+            KEPT: "it averages, shares out, learns and carries on as before",
+        },
+        _kinds(
+            goal1=PROCESSES + " address-overwritten",
+            goal2="device-index",
+            goal3="not-restarted orphans traceback-hidden",
+        ),
+    ),
+    Exercise(
+        "02_pytorch_ddp/exercise3_global_metrics.py",
+        "torchrun",
+        {
+            1: "the macro F1 score is the one of the whole test set",
+            2: "a step of several batches equals a step of one large batch, and the gradients travel once",
+            KEPT: "it averages, shares out, learns and carries on as before",
+        },
+        _kinds(
+            goal1=METRICS,
+            goal2="accumulation-uneven accumulation-scale accumulation-traffic gradients-pile-up gradients-differ weights-differ "
+            "gradient-scale differs-from-one-process no-training",
+        ),
+    ),
+    *(
+        Exercise(
+            f"02_pytorch_ddp/exercise4_find_the_bug_{bug}.py",
+            "torchrun",
+            {1: title, KEPT: "the rest is as right as it was"},
+            _kinds(goal1=kinds),
+        )
+        for bug, title, kinds in (
+            ("hang", "all processes come to the same end", "hang collectives-differ crash"),
+            ("leak", "it is validated on samples that no rank has trained on", "leak shares-overlap samples-missed"),
+            (
+                "accumulation",
+                "a step of several batches equals a step of one large batch",
+                "accumulation-uneven accumulation-scale gradients-pile-up gradients-differ weights-differ",
+            ),
+            ("no_learning", "it learns", "no-learning"),
+            (
+                "restart",
+                "a run that was stopped ends with the weights of one that was not",
+                "resume-fails never-resumes epoch-repeated epoch-skipped optimizer-lost schedule-lost resume-differs",
+            ),
+        )
+    ),
+)
+
+
+def find_exercise(path: Path) -> Exercise | None:
+    """The exercise that a file is, or the solution of; None if it is another program."""
+    path = path.resolve()
+    for exercise in EXERCISES:
+        if path in (exercise.path.resolve(), exercise.solution.resolve()):
+            return exercise
+    return None

@@ -1,0 +1,105 @@
+"""What a check says: findings, and the kinds of evidence that they rest on."""
+
+from dataclasses import asdict, dataclass
+
+# Each kind of finding, by what was observed (not by the line of code that caused it), and why it matters.
+WHY = {
+    # -- the run itself
+    "crash": "the program ended with an error",
+    "hang": "processes that wait for each other in different places wait for ever; on a cluster the job burns its hours",
+    "endless": "the program neither moves on nor ends",
+    "no-training": "a run that takes no step has trained nothing, however well it ends",
+    "output-flood": "output by the megabyte hides what matters, and fills the disk",
+    "outside-write": "a run that writes outside of its own folder overwrites somebody's files",
+    # -- processes and devices
+    "no-group": "processes that do not know each other each train a model of their own",
+    "wrong-group": "the group has to hold all processes that were started, each with a rank of its own",
+    "device-index": "the rank counts over all machines, the devices of a machine only over its own: the second machine fails",
+    "port-fixed": "two people on one machine would collide at this port",
+    "address-overwritten": "torchrun has set the address already; with another one its processes never find each other",
+    "collectives-differ": "a collective needs every rank: one that calls another, or none, leaves the rest waiting",
+    # -- gradients and weights
+    "gradients-differ": "without averaged gradients the processes train different models, and one of them is saved",
+    "weights-differ": "the replicas have to hold the same weights at all times",
+    "gradient-scale": "the averaged gradient has to be that of the global batch; a multiple of it is another learning rate",
+    "differs-from-one-process": "N processes that see the batches of one process should compute the same training",
+    "no-learning": "weights that do not move, or a loss that does not fall, are no training",
+    "wrong-parameters": "the optimizer moves weights that the model does not use",
+    "gradients-pile-up": "gradients of earlier steps are still there, and are stepped along again",
+    "graph-kept": "every step's graph stays in memory: the run grows until it dies",
+    "accumulation-uneven": "each step has to belong to the same number of batches",
+    "accumulation-scale": "the gradient of a step has to be the mean over its batches, not their sum",
+    "accumulation-traffic": "gradients that travel with every batch cost the time that accumulation should save",
+    # -- data
+    "same-samples": "every process pays for the same work: the gradient is the same N times over",
+    "shares-overlap": "samples that two ranks train on count twice, and others not at all",
+    "samples-missed": "what no rank sees is not learned from",
+    "same-order": "the same batches in every epoch: the model sees less variety than you pay for",
+    "leak": "a model is judged on samples that it was trained on: the figure is too good",
+    # -- evaluation
+    "evaluation-missed": "the figure stands for fewer samples than it says",
+    "evaluation-repeated": "samples that count twice shift the figure, or cost time for nothing",
+    "metric-wrong": "the reported figure is not the one of all samples on all ranks",
+    # -- files and output
+    "two-writers": "two processes that write one file tear it sooner or later",
+    "several-print": "the same line from every process drowns what matters, the more processes the more",
+    "no-snapshot": "after a crash there is nothing to carry on from",
+    "snapshot-torn": "a process that dies while it writes in place leaves half a file, and nothing to carry on from",
+    "snapshot-keys": "the snapshot does not fit the plain model: nobody can load it without the same wrapper",
+    # -- restart
+    "resume-fails": "what has been saved cannot be carried on from",
+    "never-resumes": "the second start begins anew: the work of the first is lost",
+    "epoch-repeated": "an epoch that is trained twice gives other weights than a run that was never stopped",
+    "epoch-skipped": "an epoch that is left out gives other weights than a run that was never stopped",
+    "optimizer-lost": "without its state the optimizer starts cold, and the run goes another way",
+    "schedule-lost": "the learning rate starts again from where the schedule began",
+    "resume-differs": "a run that was interrupted should end with the weights of one that was not",
+    "not-restarted": "one dead process should not end the run",
+    "orphans": "workers that outlive their launcher train on and write to the snapshot that the next start writes too",
+    "traceback-hidden": "without it torchrun shows that a rank failed, but not why",
+    # -- one device
+    "data-per-sample": "the device waits while one core prepares one sample after the other, again in every epoch",
+    "host-sync": "a step that asks for a value waits until the device has computed it, and the device then waits for the next step",
+    "precision": "this device computes in bfloat16 several times as fast as in float32",
+    "slower": "the device could do more in the same time",
+    # -- matters of taste
+    "same-random": "every rank draws the same random numbers: the same dropout, the same augmentation",
+    "batch-wasted": "a batch that is loaded and thrown away costs time, and workers that start for it cost more",
+    "not-destroyed": "a group that is not destroyed can hang or warn at the end",
+}
+
+HINTS = {"same-random", "batch-wasted", "not-destroyed"}  # shown as hints, never as errors
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing that was observed.
+
+    Attributes:
+        kind: a key of ``WHY``.
+        seen: what was seen, one sentence with figures.
+        where: "file.py:12", or "" where no line stands for it.
+        detail: more for who wants it: a traceback, stacks; may have several lines.
+    """
+
+    kind: str
+    seen: str
+    where: str = ""
+    detail: str = ""
+
+    def __post_init__(self):
+        assert self.kind in WHY, self.kind
+
+    @property
+    def why(self) -> str:
+        """Why it matters."""
+        return WHY[self.kind]
+
+    @property
+    def is_error(self) -> bool:
+        """Whether it keeps a goal from being met; a hint does not."""
+        return self.kind not in HINTS
+
+    def as_dict(self) -> dict:
+        """The finding for ``--json``."""
+        return {**asdict(self), "why": self.why, "level": "error" if self.is_error else "hint"}
