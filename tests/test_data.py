@@ -244,6 +244,7 @@ def test_an_unverified_file_in_the_data_folder_is_not_trained_on(tmp_path, monke
 
 
 @pytest.mark.full
+@pytest.mark.full
 def test_training_on_files_of_mnists_shape(tmp_path):
     """In place of MNIST itself: files of its format and sizes, filled with the digits over and over."""
     raw = tmp_path / "data" / "MNIST" / "raw"

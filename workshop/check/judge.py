@@ -1,0 +1,314 @@
+"""From a file to a verdict: which runs to make, which rules to ask, and which goal each finding belongs to.
+
+The way through this folder: ``judge`` asks ``launching`` to run the program, with ``recorder`` inside each process; ``rules`` turns
+the evidence that they leave into findings; ``report`` shows them.
+"""
+
+import shutil
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from workshop.check import rules
+from workshop.check.evidence import Run
+from workshop.check.exercises import KEPT, Exercise, find_exercise
+from workshop.check.findings import Finding
+from workshop.check.real import real_part
+from workshop.errors import UserError
+
+BATCH = 16  # samples a step on each process, in the check's runs
+EPOCHS = 2
+
+
+@dataclass
+class Verdict:
+    """What is known about a program.
+
+    Attributes:
+        file: the program.
+        exercise: the exercise that it is, or None.
+        findings: in the order of what explains the most.
+        unchecked: what could not be checked, and why.
+        seconds: how long the checking took so far.
+        complete: whether all parts of the check have been done.
+    """
+
+    file: Path
+    exercise: Exercise | None
+    findings: list[Finding] = field(default_factory=list)
+    unchecked: list[str] = field(default_factory=list)
+    seconds: float = 0.0
+    complete: bool = False
+
+    @property
+    def errors(self) -> list[Finding]:
+        return [finding for finding in self.findings if finding.is_error]
+
+    def goal_of(self, finding: Finding) -> int:
+        return self.exercise.goal(finding.kind) if self.exercise else KEPT
+
+    @property
+    def first_open(self) -> int | None:
+        """The goal of the first finding; None if all are met."""
+        return self.goal_of(self.errors[0]) if self.errors else None
+
+    def states(self) -> dict[int, str]:
+        """For each goal "met", "open" or "blocked" (it cannot be judged while an earlier one is open)."""
+        if not self.exercise:
+            return {}
+        open_goals = {self.goal_of(finding) for finding in self.errors}
+        blocking = bool(self.errors) and (self.errors[0].kind in BLOCKING or self.first_open is None)
+        first = self.first_open
+        states = {}
+        for goal in self.exercise.goals:
+            if goal == first or goal in open_goals - {KEPT} and not blocking:
+                states[goal] = "open"
+            elif blocking or goal == KEPT and self.errors or self._rests_on_numbers(goal):
+                states[goal] = "blocked"
+            else:
+                states[goal] = "met"
+        return states
+
+    def _rests_on_numbers(self, goal: int) -> bool:
+        """Whether the goal's figures could not be judged, because what they rest on is wrong."""
+        return self.exercise.goal("metric-wrong") == goal and bool({finding.kind for finding in self.errors} & NUMBERS)
+
+
+# While one of these is open, nothing else can be judged.
+BLOCKING = {
+    "crash",
+    "hang",
+    "endless",
+    "no-training",
+    "output-flood",
+    "outside-write",
+    "no-group",
+    "wrong-group",
+    "collectives-differ",
+    "address-overwritten",
+}
+
+# While one of these is open, the figures that a run reports cannot be right.
+NUMBERS = {
+    "gradients-differ",
+    "weights-differ",
+    "gradient-scale",
+    "differs-from-one-process",
+    "accumulation-uneven",
+    "accumulation-scale",
+    "gradients-pile-up",
+    "no-learning",
+    "wrong-parameters",
+}
+
+
+def check_file(path: Path, *, launch: str = "", nproc: int = 2, on_cpu: bool = True, arguments: list[str] | None = None, quick: bool = False) -> Iterator[Verdict]:
+    """Check a program; yield the verdict after the quick goals, and again when all is done.
+
+    Args:
+        path: the program.
+        launch: for a program that is no exercise: "torchrun", "spawn" or "single".
+        nproc: the number of processes.
+        on_cpu: hide the GPUs.
+        arguments: options for a program that is no exercise.
+        quick: leave out what needs a real launcher.
+
+    Raises:
+        UserError: the file cannot be checked.
+    """
+    script = readable_program(path)
+    exercise = find_exercise(script)
+    if exercise is None and not launch:
+        raise UserError(f"{path} is no exercise; say how it is started: workshop check {path} --launch torchrun -- OPTIONS")
+    from workshop.check import launching  # imports torch
+
+    launching.prepare()
+    place = Path(tempfile.mkdtemp(prefix="workshop-check-"))
+    start = time.monotonic()
+    verdict = Verdict(script, exercise)
+    runner = _Runs(script, exercise, launch or exercise.launch, nproc, on_cpu, place)
+    try:
+        if exercise is None:
+            _generic(verdict, runner, arguments or [])
+        elif exercise.launch == "single":
+            _one_device(verdict, runner)
+        else:
+            _several(verdict, runner)
+        verdict.seconds = time.monotonic() - start
+        real = not quick and exercise is not None and real_part(exercise)
+        if real and verdict.errors:
+            verdict.unchecked.append("what needs a real launcher: first the findings above")
+        verdict.complete = not real or bool(verdict.errors)
+        yield verdict
+        if not verdict.complete:
+            verdict.findings = _ordered(verdict, [*verdict.findings, *real(script, exercise, place)])
+            verdict.seconds, verdict.complete = time.monotonic() - start, True
+            yield verdict
+    finally:
+        shutil.rmtree(place, ignore_errors=True)
+
+
+def readable_program(path: Path) -> Path:
+    """The program's full path.
+
+    Raises:
+        UserError: it is missing, a folder, a notebook, no Python, or does not parse.
+    """
+    if not path.exists():
+        raise UserError(f"{path}: no such file")
+    if path.is_dir():
+        raise UserError(f"{path} is a folder; name a file in it")
+    if path.suffix == ".ipynb":
+        raise UserError(f"{path} is a notebook; the check is for the scripts that it works on")
+    if path.suffix != ".py":
+        raise UserError(f"{path} is no Python program")
+    try:
+        text = path.read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"{path} cannot be read: {error}") from error
+    try:
+        compile(text, str(path), "exec")
+    except (SyntaxError, ValueError) as error:
+        line = getattr(error, "lineno", None)
+        raise UserError(f"{path}{f', line {line}' if line else ''}: {getattr(error, 'msg', error)}; Python cannot read it") from error
+    return path.resolve()
+
+
+class _Runs:
+    """Makes the runs of one check."""
+
+    def __init__(self, script, exercise, launch, nproc, on_cpu, place):
+        self.script, self.exercise, self.launch, self.nproc, self.on_cpu, self.place = script, exercise, launch, nproc, on_cpu, place
+        self.text = script.read_text()
+        self.count = 0
+
+    def has(self, option: str) -> bool:
+        """Whether the program knows an option: what it does not know it could not be given."""
+        return f'"{option}"' in self.text or f"'{option}'" in self.text
+
+    def folder(self) -> Path:
+        self.count += 1
+        folder = self.place / f"run-{self.count}"
+        folder.mkdir()
+        return folder
+
+    def run(self, *, nproc=None, epochs=EPOCHS, batch=BATCH, accumulate=1, scratch=None, nodes=1, fails=False) -> Run:
+        """Run the exercise with these options, as far as it has them."""
+        from workshop.check import launching
+
+        nproc = nproc or self.nproc
+        options = []
+        for name, value in (
+            ("--epochs", epochs),
+            ("--batch-size", batch),
+            ("--accumulate", accumulate if accumulate > 1 or "accumulation" in self.script.name else None),
+            ("--snapshot", "run.pt"),
+            ("--nproc", nproc if self.launch == "spawn" else None),
+        ):
+            if value is not None and self.has(name):
+                options += [name, str(value)]
+        options += self.exercise.options
+        run = launching.run_program(
+            self.script,
+            options,
+            launch=self.launch,
+            nproc=nproc,
+            scratch=scratch or self.folder(),
+            nodes=nodes,
+            on_cpu=self.on_cpu,
+            fails=fails,
+        )
+        run.accumulate = accumulate
+        return run
+
+
+def _several(verdict: Verdict, runs: _Runs) -> None:
+    """The quick goals of an exercise with several processes."""
+    exercise = verdict.exercise
+    accumulate = 2 if runs.has("--accumulate") else 1
+    whole = runs.run(accumulate=accumulate)
+    found = rules.main_findings(whole, exercise=True, expected_accumulation=accumulate)
+    verdict.findings = _ordered(verdict, found)
+    if any(finding.kind in BLOCKING for finding in found):
+        return
+    if runs.has("--snapshot"):
+        found += _in_two_parts(runs, whole, accumulate)
+    single = runs.run(nproc=1, epochs=1, batch=BATCH * runs.nproc * accumulate)
+    if single.trained:
+        found += rules.one_process(whole, single) + rules.ports(whole, single)
+    else:
+        verdict.unchecked.append("whether one process computes the same: with one process it does not train")
+    if "device-index" in exercise.kinds:
+        found += rules.devices(runs.run(nproc=4, nodes=2, epochs=1, batch=8), 2)
+    if "traceback-hidden" in exercise.kinds:
+        found += rules.told(runs.run(epochs=1, fails=True))
+    if "macro F1" in exercise.goals.get(1, ""):
+        found += rules.missing_metric(whole, "macro_f1")
+    if not {finding.kind for finding in found} & NUMBERS:
+        found += rules.figures(whole)
+    verdict.findings = _ordered(verdict, found)
+
+
+def _in_two_parts(runs: _Runs, whole: Run, accumulate: int = 1) -> list[Finding]:
+    """What shows when a run is stopped after an epoch and started again."""
+    scratch = runs.folder()
+    first = runs.run(epochs=1, accumulate=accumulate, scratch=scratch)
+    second = runs.run(accumulate=accumulate, scratch=scratch)
+    return rules.snapshots(whole, EPOCHS) + rules.ports(whole, first) + rules.resumed(whole, first, second)
+
+
+def _ordered(verdict: Verdict, findings: list[Finding]) -> list[Finding]:
+    """Without repetition, errors before hints; what blocks first, then in the order of the goals."""
+    unique = list({(finding.kind, finding.seen): finding for finding in findings}.values())
+
+    def rank(finding):
+        goal = verdict.exercise.goal(finding.kind) if verdict.exercise else 0
+        return (not finding.is_error, finding.kind not in BLOCKING, goal if goal != KEPT else 99)
+
+    return sorted(unique, key=rank)
+
+
+def _one_device(verdict: Verdict, runs: _Runs) -> None:
+    """The quick goals of an exercise with one process."""
+    whole = runs.run(nproc=1)
+    found = rules.main_findings(whole, exercise=True)
+    verdict.findings = _ordered(verdict, found)
+    if any(finding.kind in BLOCKING for finding in found):
+        return
+    found += _in_two_parts(runs, whole) + rules.figures(whole)
+    if "host-sync" in verdict.exercise.kinds:
+        found += rules.loading(whole) + rules.waiting(whole)
+        import torch
+
+        from workshop.measure.machine import bf16_is_fast
+
+        if bf16_is_fast(torch.device("cpu")):
+            found += rules.dtypes(whole)
+        else:
+            verdict.unchecked.append("bfloat16: this processor is not fast at it")
+    verdict.findings = _ordered(verdict, found)
+
+
+def _generic(verdict: Verdict, runs: _Runs, arguments: list[str]) -> None:
+    """What can be said of any program."""
+    from workshop.check import launching
+
+    run = launching.run_program(
+        runs.script,
+        arguments,
+        launch=runs.launch,
+        nproc=1 if runs.launch == "single" else runs.nproc,
+        scratch=runs.folder(),
+        small_data=False,
+        on_cpu=runs.on_cpu,
+        patience=launching.Patience(idle=10, busy=60, total=600),
+    )
+    verdict.findings = rules.main_findings(run, exercise=False) + rules.snapshots(run, None)
+    verdict.findings = _ordered(verdict, verdict.findings)
+    verdict.unchecked += [
+        "the figures that it prints (the check does not know what they stand for)",
+        "whether it carries on from its snapshot, and whether one process computes the same",
+        "a real launcher: kill -9, a second machine",
+    ]

@@ -1,0 +1,417 @@
+"""Running a program in forked processes that have torch imported already, and ending all of it.
+
+The judge forks a keeper, and the keeper a launcher. The launcher is the program's own main process where the program starts
+its processes itself (mp.spawn), or it forks the ranks as torchrun would. The keeper is the parent of all that loses its own:
+everything that the run starts, however deep, ends with it.
+"""
+
+import ctypes
+import multiprocessing
+import multiprocessing.context
+import multiprocessing.popen_fork
+import os
+import random
+import shutil
+import signal
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+import torch
+import torch.distributed as dist
+import torch.utils.data.distributed  # noqa: F401  (forked programs find all of this imported)
+from torch import multiprocessing as torch_multiprocessing  # noqa: F401
+
+from workshop.check import recorder
+from workshop.check.evidence import Run, read_process
+from workshop.data import datasets
+
+OUTPUT_LIMIT = 20_000_000  # bytes
+LINUX = sys.platform == "linux"
+
+
+@dataclass(frozen=True)
+class Patience:
+    """How long a run may stand still, and last, in seconds.
+
+    Attributes:
+        idle: without an event while nobody computes: they wait for each other.
+        busy: without an event while somebody computes.
+        total: of the whole run.
+    """
+
+    idle: float = 3.5
+    busy: float = 12
+    total: float = 60
+
+
+def run_program(
+    script: Path,
+    arguments: Sequence[str],
+    *,
+    launch: str,
+    nproc: int,
+    scratch: Path,
+    nodes: int = 1,
+    small_data: bool = True,
+    on_cpu: bool = True,
+    fails: bool = False,
+    patience: Patience | None = None,
+) -> Run:
+    """Run a program once, and return what was seen.
+
+    Args:
+        script: the program.
+        arguments: its options.
+        launch: "single" (one process), "spawn" (the program starts ``nproc`` processes itself) or "torchrun" (they are forked
+            here, with torchrun's environment variables).
+        nproc: the number of processes.
+        scratch: the folder that it runs in, the only one that it can write to; snapshots of an earlier run may lie in it.
+        nodes: over how many simulated machines the processes are spread; with more than one each seems to have devices.
+        small_data: give it a part of the digits, for speed.
+        on_cpu: hide the GPUs.
+        fails: let rank 1 raise an exception in its third step.
+        patience: when it counts as hanging.
+    """
+    patience = patience or Patience()
+    folder = Path(tempfile.mkdtemp(prefix="evidence-", dir=scratch.parent))
+    (scratch / "tmp").mkdir(parents=True, exist_ok=True)
+    start = time.monotonic()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    keeper = os.fork()
+    if keeper == 0:
+        _child(_keep, script, list(arguments), launch, nproc, scratch, folder, nodes, small_data, on_cpu, fails)
+    watcher = _Watcher(keeper, folder, patience)
+    try:
+        status = watcher.watch()
+    finally:
+        end_tree(keeper)
+    processes = [read_process(folder, int(path.name.split("-")[1])) for path in folder.glob("events-*")]
+    processes.sort(key=lambda process: process.events[0][2].get("order", process.pid) if process.events else process.pid)
+    run = Run(nproc, processes, status, watcher.hung, watcher.flooded, time.monotonic() - start, launch)
+    run.error_files = {int(path.stem.split("-")[1]) for path in folder.glob("error-*.json")}
+    shutil.rmtree(folder, ignore_errors=True)
+    return run
+
+
+def _prctl(option: int, value: int) -> None:
+    if LINUX:
+        ctypes.CDLL(None, use_errno=True).prctl(option, value, 0, 0, 0)
+
+
+def _child(function, *arguments) -> None:
+    """What a forked process does: the function, and nothing of its parent's code after it."""
+    status = 70
+    try:
+        status = function(*arguments)
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        os._exit(status)
+
+
+def _keep(*arguments) -> int:
+    """The keeper: runs the launcher to its end, then ends what is left over; its exit status is the launcher's."""
+    os.setsid()
+    _prctl(36, 1)  # PR_SET_CHILD_SUBREAPER: what loses its parent becomes a child of this one
+    _prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG: when the judge dies
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, lambda *_: (_end_children(), os._exit(70)))
+    launcher = os.fork()
+    if launcher == 0:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        _child(_launcher, *arguments)
+    pid = 0
+    while pid != launcher:
+        pid, ended = os.wait()
+    code = os.waitstatus_to_exitcode(ended)
+    _end_children()
+    return code if code >= 0 else 128 - code
+
+
+def _end_children() -> None:
+    for _ in range(500):
+        children = psutil.Process().children(recursive=True)
+        if not children:
+            return
+        for child in children:
+            with suppress(psutil.NoSuchProcess):
+                child.kill()
+        with suppress(ChildProcessError):
+            while os.waitpid(-1, os.WNOHANG)[0]:
+                pass
+        time.sleep(0.005)
+
+
+def _launcher(script, arguments, launch, nproc, scratch, folder, nodes, small_data, on_cpu, fails) -> int:
+    """The first process of the program; its exit status is the run's."""
+    _prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: it does not outlive the keeper
+    null = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(null, 0)
+    os.chdir(scratch)
+    _environment(scratch, on_cpu)
+    random.seed()  # the parent's state would name every run's temporary files alike
+    tempfile.tempdir = None
+    sys.dont_write_bytecode = True
+    torch.set_num_threads(1)
+    if small_data:
+        _small_data()
+    # "spawn" would start Python, and import torch, anew for each process: forked, they start in a tenth of a second.
+    contexts = multiprocessing.context._concrete_contexts
+    contexts["spawn"] = contexts["forkserver"] = contexts["fork"]
+    multiprocessing.set_start_method("fork", force=True)
+    if launch == "torchrun":
+        return _ranks(script, arguments, nproc, scratch, folder, nodes, fails)
+    return _run(script, arguments, scratch, folder)
+
+
+def _environment(scratch: Path, on_cpu: bool) -> None:
+    for name in list(os.environ):
+        if name.startswith(("SLURM_", "TORCHELASTIC_", "MASTER_", "OMPI_", "PMI_")) or name in (
+            "RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE GROUP_RANK ROLE_RANK TORCH_DISTRIBUTED_DEBUG NPROC".split()
+        ):
+            del os.environ[name]
+    os.environ.update(TMPDIR=str(scratch / "tmp"), OMP_NUM_THREADS="1", WORKSHOP_CHECK="1", GLOO_SOCKET_IFNAME=_loopback())
+    if on_cpu:
+        os.environ.update(CUDA_VISIBLE_DEVICES="", HIP_VISIBLE_DEVICES="")
+
+
+def _loopback() -> str:
+    return "lo" if os.path.exists("/sys/class/net/lo") else "lo0"
+
+
+def _ranks(script, arguments, nproc, scratch, folder, nodes, fails) -> int:
+    """Fork the ranks as torchrun would, and wait for them: the first that fails ends the rest."""
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    local = nproc // nodes
+    children = {}
+    for rank in range(nproc):
+        child = os.fork()
+        if child == 0:
+            os.environ.update(
+                RANK=str(rank),
+                WORLD_SIZE=str(nproc),
+                LOCAL_RANK=str(rank % local),
+                LOCAL_WORLD_SIZE=str(local),
+                GROUP_RANK=str(rank // local),
+                GROUP_WORLD_SIZE=str(nodes),
+                ROLE_RANK=str(rank),
+                ROLE_WORLD_SIZE=str(nproc),
+                ROLE_NAME="default",
+                MASTER_ADDR="127.0.0.1",
+                MASTER_PORT=str(store.port),
+                TORCHELASTIC_RUN_ID="check",
+                TORCHELASTIC_USE_AGENT_STORE="True",
+                TORCHELASTIC_RESTART_COUNT="0",
+                TORCHELASTIC_MAX_RESTARTS="0",
+                TORCHELASTIC_ERROR_FILE=str(folder / f"error-{rank}.json"),
+            )
+            _child(_rank, script, arguments, scratch, folder, local if nodes > 1 else 0, fails and rank == 1)
+        children[child] = rank
+    status = 0
+    while children:
+        pid, ended = os.wait()
+        if pid not in children:
+            continue
+        del children[pid]
+        code = os.waitstatus_to_exitcode(ended)
+        if code != 0 and status == 0:
+            status = code if 0 < code < 128 else 1
+            # Its peers fail too, in a moment, or wait for ever: what they still have to say is how they noticed.
+            deadline = time.monotonic() + 3
+            while children and time.monotonic() < deadline:
+                pid, _ = os.waitpid(-1, os.WNOHANG)
+                if pid:
+                    children.pop(pid, None)
+                else:
+                    time.sleep(0.02)
+            for child in children:
+                os.kill(child, signal.SIGKILL)
+    return status
+
+
+def _rank(script, arguments, scratch, folder, pretended, fails) -> int:
+    """A rank as torchrun starts it."""
+    _prctl(1, signal.SIGKILL)
+    if pretended:
+        _pretend_devices(pretended)
+    return _run(script, arguments, scratch, folder, fails)
+
+
+def _run(script, arguments, scratch, folder, fails=False) -> int:
+    """Run the program in this process."""
+    r = recorder.Recorder(folder, script, scratch)
+    r.fails = fails
+    recorder.install(r)
+    if hasattr(datasets, "_check_capture"):
+        datasets._check_capture.append(r)
+    status = recorder.run_script(r, script, arguments)
+    multiprocessing.util._exit_function()
+    return status if 0 <= status < 256 else 1
+
+
+def _small_data() -> None:
+    """Give ``Digits`` a part of its samples: quick to train on, and a test set that does not divide by 2."""
+    captured = datasets._check_capture = []
+    get = datasets.Digits.__getitem__
+
+    def __init__(self, train, transform=None):
+        images, labels = SMALL[train]
+        self.images, self.labels, self.transform = images, labels, transform
+        for r in captured:
+            if not train and (transform is not None or r.test_set is None):
+                r.test_set = self
+
+    def __getitem__(self, index):
+        for r in captured:
+            r.prepared += 1
+        return get(self, index)
+
+    datasets.Digits.__init__, datasets.Digits.__getitem__ = __init__, __getitem__
+
+
+SMALL = {}  # filled by prepare(): True: training part, False: test part
+
+
+def prepare() -> None:
+    """Read the digits and import what programs import, once; the forked processes have it then."""
+    if SMALL:
+        return
+    torch.set_num_threads(1)
+    for train, count in ((True, 204), (False, 45)):
+        part = datasets.Digits(train)
+        SMALL[train] = (part.images[:count], part.labels[:count])
+    import tqdm  # noqa: F401
+    from torchvision import transforms  # noqa: F401
+
+    from workshop import arguments, models  # noqa: F401
+
+
+def _pretend_devices(count: int) -> None:
+    """Let this machine seem to have ``count`` accelerators, which are the CPU: what matters is which one is asked for."""
+    cpu = torch.device("cpu")
+
+    def check(device):
+        index = recorder._device_index(device)
+        if index is not None and not 0 <= index < count:
+            raise RuntimeError(f"invalid device ordinal: device {index} of {count}")
+
+    library = os.path.dirname(torch.__file__)
+
+    def pretend(module, name, value):
+        """Tell the program the value, and torch itself the truth."""
+        original = getattr(module, name)
+
+        def answer(*args, **kwargs):
+            inside = sys._getframe(1).f_code.co_filename.startswith(library)
+            return original(*args, **kwargs) if inside else value
+
+        setattr(module, name, answer)
+
+    for module in (torch.accelerator, torch.cuda):
+        pretend(module, "is_available", True)
+        pretend(module, "device_count", count)
+    pretend(torch.accelerator, "current_accelerator", cpu)
+    torch.accelerator.set_device_index = check
+    torch.accelerator.set_device_idx = check
+    torch.accelerator.synchronize = torch.cuda.synchronize = lambda *_: None
+    torch.accelerator.current_device_index = lambda: int(os.environ["LOCAL_RANK"])
+    torch.cuda.set_device = check
+    torch.cuda.current_device = lambda: int(os.environ["LOCAL_RANK"])
+
+
+class _Watcher:
+    """Looks at a run until it ends, hangs, floods or takes too long."""
+
+    def __init__(self, keeper: int, folder: Path, patience: Patience):
+        self.keeper, self.folder, self.patience = keeper, folder, patience
+        self.hung, self.flooded = "", False
+
+    def watch(self) -> int | None:
+        start = moved = time.monotonic()
+        progress, busy, next_look = -1, 0.0, start + 0.5
+        while True:
+            pid, ended = os.waitpid(self.keeper, os.WNOHANG)
+            if pid:
+                return os.waitstatus_to_exitcode(ended)
+            time.sleep(0.01)
+            now = time.monotonic()
+            if now < next_look:
+                continue
+            next_look = now + 0.1
+            events, output = self._sizes()
+            if output > OUTPUT_LIMIT:
+                self.flooded = True
+                return None
+            if events != progress:
+                progress, moved, busy = events, now, self._processor_seconds()
+                continue
+            still = now - moved
+            if now - start > self.patience.total:
+                self.hung = "long"
+            elif still > self.patience.idle:
+                # Computing, or waiting? A gloo rank that waits takes next to no processor time.
+                working = (self._processor_seconds() - busy) / still > 0.3
+                if not working:
+                    self.hung = "idle"
+                elif still > self.patience.busy:
+                    self.hung = "busy"
+            if self.hung:
+                self._ask_for_stacks()
+                return None
+
+    def _sizes(self) -> tuple[int, int]:
+        events = output = 0
+        for entry in os.scandir(self.folder):
+            size = entry.stat().st_size
+            if entry.name.startswith("events-"):
+                events += size
+            elif entry.name.startswith("std"):
+                output += size
+        return events, output
+
+    def _processor_seconds(self) -> float:
+        total = 0.0
+        for process in family(self.keeper):
+            with suppress(psutil.Error):
+                times = process.cpu_times()
+                total += times.user + times.system
+        return total
+
+    def _ask_for_stacks(self) -> None:
+        for path in self.folder.glob("events-*"):
+            with suppress(ProcessLookupError):
+                os.kill(int(path.name.split("-")[1]), signal.SIGUSR1)
+        time.sleep(0.3)
+
+
+def family(pid: int) -> list[psutil.Process]:
+    """A process and all below it."""
+    try:
+        process = psutil.Process(pid)
+        return [process, *process.children(recursive=True)]
+    except psutil.NoSuchProcess:
+        return []
+
+
+def end_tree(keeper: int) -> None:
+    """Kill a keeper and all that came of it, until nothing is left."""
+    for _ in range(500):
+        members = [process for process in family(keeper) if process.pid != keeper]
+        if not members:
+            break
+        for process in members:  # the keeper last: while it lives, it is the parent of what its children leave behind
+            with suppress(psutil.NoSuchProcess):
+                process.kill()
+        time.sleep(0.005)
+    with suppress(ProcessLookupError, ChildProcessError):
+        os.kill(keeper, signal.SIGKILL)
+        os.waitpid(keeper, 0)
