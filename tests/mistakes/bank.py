@@ -598,7 +598,7 @@ BANK = (
             (ACCUMULATED_BACKWARD, "            (loss / len(loader)).backward()\n"),
             ("losses[step] += loss.item()", "losses[step] += loss.item() / accumulate"),
         ),
-        ("accumulation-scale", "gradient-scale"),
+        ("accumulation-scale", "gradient-scale", "metric-wrong"),
         "Divided by the batches of the epoch instead of those of the step: the gradient is several times too small.",
     ),
     Mistake(

@@ -874,7 +874,7 @@ TORCHRUN_STYLES = (
                 "    share = len(train_set) // world_size\n"
                 "    own = Subset(train_set, range(rank * share, (rank + 1) * share))  # always the same\n"
                 "    generator = torch.Generator()\n"
-                "    sampler = RandomSampler(own, generator=generator)\n" + LOADER,
+                "    sampler = RandomSampler(own, generator=generator)\n" + LOADER.replace("train_set,", "own,"),
             ),
             (SET_EPOCH, "        generator.manual_seed(SEED + epoch)\n"),
         ),

@@ -67,9 +67,7 @@ SECOND = (
     Mistake(
         "second-optimizer-of-another-model",
         PROGRAM,
-        (
-            (MODEL + OPTIMIZER, OPTIMIZER.replace("model.", "NextCharacter(vocabulary_size).to(device).") + MODEL),
-        ),
+        ((MODEL + OPTIMIZER, OPTIMIZER.replace("model.", "NextCharacter(vocabulary_size).to(device).") + MODEL),),
         ("wrong-parameters", "no-learning"),
         "The optimizer holds the parameters of another model than the one that is trained.",
     ),

@@ -15,7 +15,7 @@ class Process:
         events: tuples (seconds, kind, dict) in order.
         stdout, stderr: what it printed, the first megabyte.
         stack: where it stood when the run hung: "file.py:12" and the lines of the stack; "" otherwise.
-        status: exit status if known; negative: the signal that ended it.
+        identity: what names a sample: "keys" (its index in the data set, where a loader tells it), or "rows" (its content).
     """
 
     pid: int
@@ -23,7 +23,7 @@ class Process:
     stdout: str = ""
     stderr: str = ""
     stack: str = ""
-    status: int | None = None
+    identity: str = "keys"
 
     def of(self, *kinds: str) -> list[dict]:
         """The events of these kinds, in order."""
@@ -42,10 +42,13 @@ class Process:
             if kind == "backward":
                 backwards.append(what)
             elif kind == "step":
-                steps.append(Step(seconds, what, backwards))
+                steps.append(Step(seconds, what, backwards, self.identity))
                 backwards = []
             elif kind == "stepped" and steps:
                 steps[-1].after = what
+        # A step without a backward before the first one is a library's, to give the optimizer a state that can be filled.
+        while len(steps) > 1 and not steps[0].backwards and steps[1].backwards:
+            del steps[0]
         return steps
 
     @cached_property
@@ -64,7 +67,7 @@ class Process:
             forward = what["forward"]
             if not forward:
                 continue
-            here, keys = forward["loader"], forward["keys"]
+            here, keys = forward["loader"], forward[self.identity]
             new = current is None or (here != loader if here else bool(seen & set(keys)))
             if new:
                 current, seen = [], set()
@@ -80,7 +83,7 @@ class Process:
         phases, current = [], []
         for _, kind, what in self.events:
             if kind == "evaluated":
-                current.extend(what["keys"])
+                current.extend(what[self.identity])
             elif kind == "backward" and current:
                 phases.append(current)
                 current = []
@@ -95,18 +98,20 @@ class Step:
         seconds: when.
         before: the event before it: gradients, weights, learning rates.
         backwards: the backwards since the step before.
+        identity: what names a sample, as in ``Process``.
         after: the event after it.
     """
 
     seconds: float
     before: dict
     backwards: list
+    identity: str = "keys"
     after: dict = field(default_factory=dict)
 
     @property
     def keys(self) -> list:
         """The samples whose gradients it steps along."""
-        return [key for backward in self.backwards if backward["forward"] for key in backward["forward"]["keys"]]
+        return [key for backward in self.backwards if backward["forward"] for key in backward["forward"][self.identity]]
 
     @property
     def rows(self) -> list:
@@ -152,6 +157,32 @@ class Run:
     def trained(self) -> list[Process]:
         return [process for process in self.ranks if process.steps]
 
+    def settle_identity(self) -> None:
+        """Name samples by their content where equal indices on two ranks stand for different samples.
+
+        Each rank may have a data set of its own: then index 0 is another sample on each. With random augmentation the content of
+        one sample differs each time, so content only counts where it stays the same from epoch to epoch.
+        """
+        contents = []
+        for process in self.ranks[:2]:
+            seen: dict = {}
+            for what in process.of("backward"):
+                forward = what["forward"]
+                if forward and forward["loader"] and len(forward["keys"]) == len(forward["rows"]):
+                    for key, row in zip(forward["keys"], forward["rows"], strict=True):
+                        seen.setdefault(key, []).append(row)
+            contents.append(seen)
+        if len(contents) < 2:
+            return
+        again = [rows for seen in contents for rows in seen.values() if len(rows) > 1]
+        common = contents[0].keys() & contents[1].keys()
+        steady = again and sum(len(set(rows)) == 1 for rows in again) > 0.9 * len(again)
+        if steady and common and sum(contents[0][key][0] != contents[1][key][0] for key in common) > 0.5 * len(common):
+            for process in self.processes:
+                process.identity = "rows"
+                for name in ("steps", "epochs", "evaluations"):
+                    process.__dict__.pop(name, None)  # made with the other names
+
     def first_exception(self) -> tuple[Process, dict] | None:
         """The exception that came first, in any process; of the peers' only if nobody failed by himself."""
         found = [
@@ -172,7 +203,13 @@ def is_echo(exception: dict) -> bool:
     text = exception["message"]
     return exception["type"] in ("ProcessRaisedException", "ProcessExitedException", "ChildFailedError") or any(
         sign in text
-        for sign in ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "Connection refused", "Timed out waiting")
+        for sign in (
+            "Connection closed by peer",
+            "Connection reset by peer",
+            "Broken pipe",
+            "Connection refused",
+            "Timed out waiting",
+        )
     )
 
 

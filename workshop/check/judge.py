@@ -63,9 +63,9 @@ class Verdict:
         first = self.first_open
         states = {}
         for goal in self.exercise.goals:
-            if goal == first or goal in open_goals - {KEPT} and not blocking:
+            if goal == first or (goal in open_goals - {KEPT} and not blocking):
                 states[goal] = "open"
-            elif blocking or goal == KEPT and self.errors or self._rests_on_numbers(goal):
+            elif blocking or (goal == KEPT and self.errors) or self._rests_on_numbers(goal):
                 states[goal] = "blocked"
             else:
                 states[goal] = "met"
@@ -104,7 +104,15 @@ NUMBERS = {
 }
 
 
-def check_file(path: Path, *, launch: str = "", nproc: int = 2, on_cpu: bool = True, arguments: list[str] | None = None, quick: bool = False) -> Iterator[Verdict]:
+def check_file(
+    path: Path,
+    *,
+    launch: str = "",
+    nproc: int = 2,
+    on_cpu: bool = True,
+    arguments: list[str] | None = None,
+    quick: bool = False,
+) -> Iterator[Verdict]:
     """Check a program; yield the verdict after the quick goals, and again when all is done.
 
     Args:
@@ -121,7 +129,9 @@ def check_file(path: Path, *, launch: str = "", nproc: int = 2, on_cpu: bool = T
     script = readable_program(path)
     exercise = find_exercise(script)
     if exercise is None and not launch:
-        raise UserError(f"{path} is no exercise; say how it is started: workshop check {path} --launch torchrun -- OPTIONS")
+        raise UserError(
+            f"{path} is no exercise; say how it is started: workshop check {path} --launch torchrun -- OPTIONS"
+        )
     from workshop.check import launching  # imports torch
 
     launching.prepare()
@@ -172,7 +182,9 @@ def readable_program(path: Path) -> Path:
         compile(text, str(path), "exec")
     except (SyntaxError, ValueError) as error:
         line = getattr(error, "lineno", None)
-        raise UserError(f"{path}{f', line {line}' if line else ''}: {getattr(error, 'msg', error)}; Python cannot read it") from error
+        raise UserError(
+            f"{path}{f', line {line}' if line else ''}: {getattr(error, 'msg', error)}; Python cannot read it"
+        ) from error
     return path.resolve()
 
 
@@ -180,7 +192,14 @@ class _Runs:
     """Makes the runs of one check."""
 
     def __init__(self, script, exercise, launch, nproc, on_cpu, place):
-        self.script, self.exercise, self.launch, self.nproc, self.on_cpu, self.place = script, exercise, launch, nproc, on_cpu, place
+        self.script, self.exercise, self.launch, self.nproc, self.on_cpu, self.place = (
+            script,
+            exercise,
+            launch,
+            nproc,
+            on_cpu,
+            place,
+        )
         self.text = script.read_text()
         self.count = 0
 
@@ -231,7 +250,7 @@ def _several(verdict: Verdict, runs: _Runs) -> None:
     whole = runs.run(accumulate=accumulate)
     found = rules.main_findings(whole, exercise=True, expected_accumulation=accumulate)
     verdict.findings = _ordered(verdict, found)
-    if any(finding.kind in BLOCKING for finding in found):
+    if rules.ending(whole) or any(finding.kind in BLOCKING for finding in found):
         return
     if runs.has("--snapshot"):
         found += _in_two_parts(runs, whole, accumulate)
@@ -295,20 +314,33 @@ def _generic(verdict: Verdict, runs: _Runs, arguments: list[str]) -> None:
     """What can be said of any program."""
     from workshop.check import launching
 
-    run = launching.run_program(
-        runs.script,
-        arguments,
-        launch=runs.launch,
-        nproc=1 if runs.launch == "single" else runs.nproc,
-        scratch=runs.folder(),
-        small_data=False,
-        on_cpu=runs.on_cpu,
-        patience=launching.Patience(idle=10, busy=60, total=600),
-    )
-    verdict.findings = rules.main_findings(run, exercise=False) + rules.snapshots(run, None)
-    verdict.findings = _ordered(verdict, verdict.findings)
+    def go(scratch, dies=False):
+        return launching.run_program(
+            runs.script,
+            arguments,
+            launch=runs.launch,
+            nproc=1 if runs.launch == "single" else runs.nproc,
+            scratch=scratch,
+            small_data=False,
+            on_cpu=runs.on_cpu,
+            dies=dies,
+            patience=launching.Patience(idle=10, busy=60, total=600),
+        )
+
+    run = go(runs.folder())
+    found = rules.main_findings(run, exercise=False) + rules.snapshots(run, None)
+    verdict.findings = _ordered(verdict, found)
     verdict.unchecked += [
         "the figures that it prints (the check does not know what they stand for)",
-        "whether it carries on from its snapshot, and whether one process computes the same",
+        "whether one process computes the same",
         "a real launcher: kill -9, a second machine",
     ]
+    if rules.ending(run) or any(finding.kind in BLOCKING for finding in found):
+        return
+    if rules.saved_before_the_end(run):
+        # Killed in the step after the first snapshot, and started again: it should end like the run without a break.
+        scratch = runs.folder()
+        first = go(scratch, dies=True)
+        verdict.findings = _ordered(verdict, [*found, *rules.resumed(run, first, go(scratch))])
+    else:
+        verdict.unchecked.append("whether it carries on from a snapshot: it saves none before its last step")

@@ -25,7 +25,7 @@ from pathlib import Path
 import psutil
 import torch
 import torch.distributed as dist
-import torch.utils.data.distributed  # noqa: F401  (forked programs find all of this imported)
+import torch.utils.data.distributed
 from torch import multiprocessing as torch_multiprocessing  # noqa: F401
 
 from workshop.check import recorder
@@ -62,6 +62,7 @@ def run_program(
     small_data: bool = True,
     on_cpu: bool = True,
     fails: bool = False,
+    dies: bool = False,
     patience: Patience | None = None,
 ) -> Run:
     """Run a program once, and return what was seen.
@@ -77,6 +78,7 @@ def run_program(
         small_data: give it a part of the digits, for speed.
         on_cpu: hide the GPUs.
         fails: let rank 1 raise an exception in its third step.
+        dies: let the rank that saves die in the step after its first snapshot.
         patience: when it counts as hanging.
     """
     patience = patience or Patience()
@@ -87,14 +89,16 @@ def run_program(
     sys.stderr.flush()
     keeper = os.fork()
     if keeper == 0:
-        _child(_keep, script, list(arguments), launch, nproc, scratch, folder, nodes, small_data, on_cpu, fails)
+        _child(_keep, script, list(arguments), launch, nproc, scratch, folder, nodes, small_data, on_cpu, fails, dies)
     watcher = _Watcher(keeper, folder, patience)
     try:
         status = watcher.watch()
     finally:
         end_tree(keeper)
     processes = [read_process(folder, int(path.name.split("-")[1])) for path in folder.glob("events-*")]
-    processes.sort(key=lambda process: process.events[0][2].get("order", process.pid) if process.events else process.pid)
+    processes.sort(
+        key=lambda process: process.events[0][2].get("order", process.pid) if process.events else process.pid
+    )
     run = Run(nproc, processes, status, watcher.hung, watcher.flooded, time.monotonic() - start, launch)
     run.error_files = {int(path.stem.split("-")[1]) for path in folder.glob("error-*.json")}
     shutil.rmtree(folder, ignore_errors=True)
@@ -151,7 +155,7 @@ def _end_children() -> None:
         time.sleep(0.005)
 
 
-def _launcher(script, arguments, launch, nproc, scratch, folder, nodes, small_data, on_cpu, fails) -> int:
+def _launcher(script, arguments, launch, nproc, scratch, folder, nodes, small_data, on_cpu, fails, dies) -> int:
     """The first process of the program; its exit status is the run's."""
     _prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: it does not outlive the keeper
     null = os.open(os.devnull, os.O_RDONLY)
@@ -169,17 +173,19 @@ def _launcher(script, arguments, launch, nproc, scratch, folder, nodes, small_da
     contexts["spawn"] = contexts["forkserver"] = contexts["fork"]
     multiprocessing.set_start_method("fork", force=True)
     if launch == "torchrun":
-        return _ranks(script, arguments, nproc, scratch, folder, nodes, fails)
-    return _run(script, arguments, scratch, folder)
+        return _ranks(script, arguments, nproc, scratch, folder, nodes, fails, dies)
+    return _run(script, arguments, scratch, folder, dies=dies)
 
 
 def _environment(scratch: Path, on_cpu: bool) -> None:
     for name in list(os.environ):
         if name.startswith(("SLURM_", "TORCHELASTIC_", "MASTER_", "OMPI_", "PMI_")) or name in (
-            "RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE GROUP_RANK ROLE_RANK TORCH_DISTRIBUTED_DEBUG NPROC".split()
+            ["RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "ROLE_RANK", "TORCH_DISTRIBUTED_DEBUG", "NPROC"]
         ):
             del os.environ[name]
-    os.environ.update(TMPDIR=str(scratch / "tmp"), OMP_NUM_THREADS="1", WORKSHOP_CHECK="1", GLOO_SOCKET_IFNAME=_loopback())
+    os.environ.update(TMPDIR=str(scratch / "tmp"), OMP_NUM_THREADS="1", GLOO_SOCKET_IFNAME=_loopback())
+    for name in ("XDG_CACHE_HOME", "XDG_CONFIG_HOME", "MPLCONFIGDIR", "TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR"):
+        os.environ[name] = str(scratch / "tmp")  # what libraries keep, where the program may write
     if on_cpu:
         os.environ.update(CUDA_VISIBLE_DEVICES="", HIP_VISIBLE_DEVICES="")
 
@@ -188,7 +194,7 @@ def _loopback() -> str:
     return "lo" if os.path.exists("/sys/class/net/lo") else "lo0"
 
 
-def _ranks(script, arguments, nproc, scratch, folder, nodes, fails) -> int:
+def _ranks(script, arguments, nproc, scratch, folder, nodes, fails, dies) -> int:
     """Fork the ranks as torchrun would, and wait for them: the first that fails ends the rest."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     local = nproc // nodes
@@ -214,7 +220,7 @@ def _ranks(script, arguments, nproc, scratch, folder, nodes, fails) -> int:
                 TORCHELASTIC_MAX_RESTARTS="0",
                 TORCHELASTIC_ERROR_FILE=str(folder / f"error-{rank}.json"),
             )
-            _child(_rank, script, arguments, scratch, folder, local if nodes > 1 else 0, fails and rank == 1)
+            _child(_rank, script, arguments, scratch, folder, local if nodes > 1 else 0, fails and rank == 1, dies)
         children[child] = rank
     status = 0
     while children:
@@ -238,18 +244,18 @@ def _ranks(script, arguments, nproc, scratch, folder, nodes, fails) -> int:
     return status
 
 
-def _rank(script, arguments, scratch, folder, pretended, fails) -> int:
+def _rank(script, arguments, scratch, folder, pretended, fails, dies) -> int:
     """A rank as torchrun starts it."""
     _prctl(1, signal.SIGKILL)
     if pretended:
         _pretend_devices(pretended)
-    return _run(script, arguments, scratch, folder, fails)
+    return _run(script, arguments, scratch, folder, fails, dies)
 
 
-def _run(script, arguments, scratch, folder, fails=False) -> int:
+def _run(script, arguments, scratch, folder, fails=False, dies=False) -> int:
     """Run the program in this process."""
     r = recorder.Recorder(folder, script, scratch)
-    r.fails = fails
+    r.fails, r.dies = fails, dies
     recorder.install(r)
     if hasattr(datasets, "_check_capture"):
         datasets._check_capture.append(r)

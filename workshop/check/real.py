@@ -44,7 +44,8 @@ class _Real:
         environment = {
             name: value
             for name, value in os.environ.items()
-            if not name.startswith(("SLURM_", "TORCHELASTIC_", "MASTER_")) and name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")
+            if not name.startswith(("SLURM_", "TORCHELASTIC_", "MASTER_"))
+            and name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")
         }
         environment |= {"PYTHONPATH": str(ROOT), "WORKSHOP_PYTHON": sys.executable, "PYTHONDONTWRITEBYTECODE": "1"}
         environment |= {"CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": "", "NPROC": "2"} | settings
@@ -102,7 +103,11 @@ class _Real:
 
 
 def _last_error(text: str) -> str:
-    lines = [line.strip() for line in text.splitlines() if ("Error" in line or "error:" in line) and "ChildFailed" not in line]
+    lines = [
+        line.strip()
+        for line in text.splitlines()
+        if ("Error" in line or "error:" in line) and "ChildFailed" not in line
+    ]
     return lines[-1][:300] if lines else (text.strip().splitlines() or ["no output"])[-1][:300]
 
 
@@ -119,12 +124,20 @@ def _spawn(script: Path, exercise: Exercise, place: Path) -> list[Finding]:
     if status != 0:
         meaning = ""
         if "bootstrapping phase" in text:
-            meaning = "; what is at the top level runs in each new process again: call main() under if __name__ == \"__main__\""
+            meaning = (
+                '; what is at the top level runs in each new process again: call main() under if __name__ == "__main__"'
+            )
         elif "pickle" in text or "Can't get attribute" in text or "Can't get local" in text:
             meaning = "; spawn hands the function and its arguments over with pickle, which takes neither lambdas nor inner functions"
         return [Finding("crash", f"with the real mp.spawn: {_last_error(text)}{meaning}", detail=text[-3000:])]
     if not read_log(place / "spawn" / "run.pt") and not (place / "spawn" / "run.pt").exists():
-        return [Finding("no-training", "with the real mp.spawn it ends well, and leaves neither log nor snapshot", detail=text[-3000:])]
+        return [
+            Finding(
+                "no-training",
+                "with the real mp.spawn it ends well, and leaves neither log nor snapshot",
+                detail=text[-3000:],
+            )
+        ]
     return []
 
 
@@ -156,7 +169,9 @@ def _kills(script: Path, exercise: Exercise, place: Path) -> list[Finding]:
         return [Finding("crash", f"with all of the digits it ends with status {run.status}")]
     settings = {"OMP_NUM_THREADS": "1"} | ({"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"} if len(command) > 1 else {})
     with ThreadPoolExecutor(2) as both:  # most of the time goes into starting Python: on two cores two at a time
-        kills = [both.submit(kill, [*command, *options], settings, place) for kill in (_worker_killed, _torchrun_killed)]
+        kills = [
+            both.submit(kill, [*command, *options], settings, place) for kill in (_worker_killed, _torchrun_killed)
+        ]
         return [finding for kill in kills for finding in kill.result()]
 
 
@@ -196,14 +211,26 @@ def _worker_killed(command, settings, place) -> list[Finding]:
     run = _Real(command, place / "worker", **settings)
     try:
         if not run.wait_for("epoch 1/2") or len(workers := run.workers()) < 2:
-            return [Finding("not-restarted", f"no second process to kill after epoch 1: {_last_error(run.text())}", detail=run.text()[-3000:])]
+            return [
+                Finding(
+                    "not-restarted",
+                    f"no second process to kill after epoch 1: {_last_error(run.text())}",
+                    detail=run.text()[-3000:],
+                )
+            ]
         workers[1].kill()
         status = run.wait()
     finally:
         run.end()
     if status != 0:
         how = "it hangs" if status is None else f"it ends with status {status}"
-        return [Finding("not-restarted", f"after kill -9 on one worker {how}: nobody starts the processes again", detail=run.text()[-3000:])]
+        return [
+            Finding(
+                "not-restarted",
+                f"after kill -9 on one worker {how}: nobody starts the processes again",
+                detail=run.text()[-3000:],
+            )
+        ]
     problem = _same_weights(place / "uninterrupted" / "run.pt", run.folder / "run.pt")
     if problem:
         return [Finding("resume-differs", f"after kill -9 on one worker and torchrun's restart {problem}")]
@@ -223,7 +250,12 @@ def _torchrun_killed(command, settings, place) -> list[Finding]:
             worker.kill()
         if alive:
             count = len(alive)
-            return [Finding("orphans", f"2 s after kill -9 on torchrun {count} worker{'s' * (count > 1)} still train{'s' * (count == 1)}")]
+            return [
+                Finding(
+                    "orphans",
+                    f"2 s after kill -9 on torchrun {count} worker{'s' * (count > 1)} still train{'s' * (count == 1)}",
+                )
+            ]
     finally:
         run.end()
     again = _Real(command, place / "torchrun", **settings)
@@ -232,7 +264,13 @@ def _torchrun_killed(command, settings, place) -> list[Finding]:
     finally:
         again.end()
     if status != 0:
-        return [Finding("resume-fails", f"after kill -9 on torchrun the next start fails: {_last_error(again.text())}", detail=again.text()[-3000:])]
+        return [
+            Finding(
+                "resume-fails",
+                f"after kill -9 on torchrun the next start fails: {_last_error(again.text())}",
+                detail=again.text()[-3000:],
+            )
+        ]
     problem = _same_weights(place / "uninterrupted" / "run.pt", again.folder / "run.pt")
     return [Finding("resume-differs", f"after kill -9 on torchrun and a new start {problem}")] if problem else []
 
@@ -250,10 +288,21 @@ def _speed(script: Path, exercise: Exercise, place: Path) -> list[Finding]:
             finally:
                 run.end()
             if status != 0:
-                return [Finding("crash", f"it fails when it runs by itself: {_last_error(run.text())}", detail=run.text()[-3000:])]
+                return [
+                    Finding(
+                        "crash",
+                        f"it fails when it runs by itself: {_last_error(run.text())}",
+                        detail=run.text()[-3000:],
+                    )
+                ]
             speeds = [entry["samples_per_second"] for entry in read_log(run.folder / "run.pt")]
             best[name] = max([best[name], *speeds])
     if best["own"] * SLOWER < best["solution"]:
         ratio = best["solution"] / best["own"]
-        return [Finding("slower", f"{best['own']:,.0f} samples/s; the solution reaches {best['solution']:,.0f} here, {ratio:.2f} times as many")]
+        return [
+            Finding(
+                "slower",
+                f"{best['own']:,.0f} samples/s; the solution reaches {best['solution']:,.0f} here, {ratio:.2f} times as many",
+            )
+        ]
     return []

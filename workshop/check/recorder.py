@@ -32,11 +32,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.data import DataLoader, Subset, dataloader
 
-COLLECTIVES = (
-    "all_reduce broadcast reduce all_gather all_gather_into_tensor all_gather_single all_gather_object gather gather_object "
-    "scatter scatter_object_list reduce_scatter reduce_scatter_tensor reduce_scatter_single all_to_all all_to_all_single "
-    "barrier monitored_barrier broadcast_object_list send recv isend irecv all_reduce_coalesced"
-).split()
+COLLECTIVES = ["all_reduce", "broadcast", "reduce", "all_gather", "all_gather_into_tensor", "all_gather_single", "all_gather_object", "gather", "gather_object", "scatter", "scatter_object_list", "reduce_scatter", "reduce_scatter_tensor", "reduce_scatter_single", "all_to_all", "all_to_all_single", "barrier", "monitored_barrier", "broadcast_object_list", "send", "recv", "isend", "irecv", "all_reduce_coalesced"]
 SAMPLES = 12  # how many values of a tensor stand for it, beside its norm
 
 
@@ -57,6 +53,8 @@ class Recorder:
         self.quiet = 0  # inside a call of torch that itself calls what is recorded
         self.in_collective = 0
         self.fails = False  # whether it is to raise an exception in its third step
+        self.dies = False  # whether it is to die in the step after its first snapshot
+        self.saved = False
         self.optimizers = []
         self.test_set = None  # of the workshop's data, as the program made it
         self.open()
@@ -459,8 +457,10 @@ def _data(r: Recorder) -> None:
         def __iter__(self):
             self._iterations = getattr(self, "_iterations", 0) + 1
             iterator = original(self)
-            iterator._asked = deque() if not isinstance(iterator, dataloader._MultiProcessingDataLoaderIter) else (
-                getattr(iterator, "_asked", deque())
+            iterator._asked = (
+                deque()
+                if not isinstance(iterator, dataloader._MultiProcessingDataLoaderIter)
+                else (getattr(iterator, "_asked", deque()))
             )
             iterator._workshop = (id(self), self._iterations)
             r.note("iterate", loader=id(self), iteration=self._iterations, length=_length(self), where=r.where())
@@ -516,6 +516,8 @@ def _optimizers(r: Recorder) -> None:
     Optimizer.__init__ = init(Optimizer.__init__)
 
     def before(optimizer, args, kwargs):
+        if r.dies and r.saved:
+            os.kill(os.getpid(), signal.SIGKILL)
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         shared = r.model is None or bool({id(p) for p in r.model.parameters()} & {id(p) for p in parameters})
         r.note(
@@ -566,6 +568,7 @@ def _graph_nodes() -> int:
 
 def _values(r: Recorder) -> None:
     """Count what makes the program wait for the device: asking a tensor for its value."""
+
     def make(original):
         def ask(self, *args, **kwargs):
             if not r.quiet and r.called_by_script():
@@ -588,7 +591,9 @@ def _files(r: Recorder) -> None:
             path, mode, flags = arguments
             if not isinstance(path, (str, bytes, os.PathLike)):
                 return
-            writing = bool(flags & (os.O_WRONLY | os.O_RDWR)) if flags is not None else any(c in (mode or "") for c in "wax+")
+            writing = (
+                bool(flags & (os.O_WRONLY | os.O_RDWR)) if flags is not None else any(c in (mode or "") for c in "wax+")
+            )
             if not writing:
                 return
             _written(os.path.realpath(os.fsdecode(path)), "open")
@@ -596,14 +601,17 @@ def _files(r: Recorder) -> None:
             source, target = (os.path.realpath(os.fsdecode(name)) for name in arguments[:2])
             r.note("rename", source=source, target=target, where=r.where())
             _written(target, "rename")
-        elif event in ("os.remove", "os.mkdir", "os.rmdir", "os.truncate") and isinstance(arguments[0], (str, bytes, os.PathLike)):
+        elif event in ("os.remove", "os.mkdir", "os.rmdir", "os.truncate") and isinstance(
+            arguments[0], (str, bytes, os.PathLike)
+        ):
             _written(os.path.realpath(os.fsdecode(arguments[0])), event)
 
     def _written(path, how):
         if not (path + os.sep).startswith(allowed):
             r.note("outside", path=path, where=r.where())
             raise PermissionError(13, "workshop check: writing outside of the run's folder is not allowed", path)
-        if path.startswith(scratch + os.sep) and how != "os.mkdir":
+        caches = os.path.join(scratch, "tmp") + os.sep
+        if path.startswith(scratch + os.sep) and not path.startswith(caches) and how != "os.mkdir":
             r.note("write", path=path, how=how, where=r.where())
 
     sys.addaudithook(audit)
@@ -614,7 +622,14 @@ def _files(r: Recorder) -> None:
             path = os.path.realpath(os.fspath(path)) if isinstance(path, (str, os.PathLike)) and path else ""
             if path and isinstance(f, (str, os.PathLike)):
                 _written(path, "save")
-            r.note("save", path=path, keys=_state_keys(obj), parts=sorted(map(str, obj)) if isinstance(obj, dict) else [], where=r.where())
+            r.saved = True
+            r.note(
+                "save",
+                path=path,
+                keys=_state_keys(obj),
+                parts=sorted(map(str, obj)) if isinstance(obj, dict) else [],
+                where=r.where(),
+            )
             r.quiet += 1
             try:
                 return original(obj, f, *args, **kwargs)
@@ -682,7 +697,11 @@ def _truth(r: Recorder) -> dict:
             predictions = r.model(images.to(device)).argmax(dim=1).cpu()
         confusion = (labels * 10 + predictions).bincount(minlength=100).view(10, 10).double()
         f1 = 2 * confusion.diagonal() / (confusion.sum(0) + confusion.sum(1)).clamp(min=1)
-        return {"accuracy": (predictions == labels).double().mean().item(), "macro_f1": f1.mean().item(), "samples": len(labels)}
+        return {
+            "accuracy": (predictions == labels).double().mean().item(),
+            "macro_f1": f1.mean().item(),
+            "samples": len(labels),
+        }
     except Exception:  # a model of another shape: then there is no truth to compare with
         return {}
     finally:
@@ -724,6 +743,8 @@ def note_exception(r: Recorder, error: BaseException) -> None:
     text = io.StringIO()
     traceback.print_exception(error, file=text)
     message = re.sub(r"\s+", " ", str(error)).strip()
-    r.note("exception", type=type(error).__name__, message=message[:2000], where=where, traceback=text.getvalue()[-4000:])
+    r.note(
+        "exception", type=type(error).__name__, message=message[:2000], where=where, traceback=text.getvalue()[-4000:]
+    )
     with suppress(BaseException):
         sys.stderr.write(text.getvalue())

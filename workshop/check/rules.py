@@ -68,7 +68,7 @@ def _names(names: list[str]) -> str:
 
 
 def _plural(count: int, word: str) -> str:
-    return f"{count:,} {word}{'' if count == 1 else word[-1] in 'xsh' and 'es' or 's'}"
+    return f"{count:,} {word}{'' if count == 1 else (word[-1] in 'xsh' and 'es') or 's'}"
 
 
 # ---------------------------------------------------------------- how the run ended
@@ -111,7 +111,9 @@ def _hang(run: Run) -> Finding:
         name = f"rank {process.rank}" if process.rank is not None else f"process {number}"
         place, call = _stands(process)
         where = where or place
-        places.append(f"{name} {'waits' if run.hung != 'busy' else 'is'} in {call or 'its own code'} at {place or 'an unknown line'}")
+        places.append(
+            f"{name} {'waits' if run.hung != 'busy' else 'is'} in {call or 'its own code'} at {place or 'an unknown line'}"
+        )
     ended = [process for process in run.ranks if not process.stack]
     places += [f"rank {process.rank} has ended" for process in ended if process.rank is not None]
     counts = {len(process.steps) for process in run.trained}
@@ -123,7 +125,7 @@ def _hang(run: Run) -> Finding:
         text = "; ".join(f"world size {size}, port {port}" for size, port in sorted(asked, key=str))
         places.append(f"no group came about: they asked for {text}")
     detail = "\n".join(f"rank {process.rank}:\n{process.stack[:3000]}" for process in ranked)
-    kind = "hang" if run.hung in ("idle", "long") or len(ranked) > 1 and run.hung != "busy" else "endless"
+    kind = "hang" if run.hung in ("idle", "long") or (len(ranked) > 1 and run.hung != "busy") else "endless"
     if run.hung == "long":
         seen = f"it was not over after {run.seconds:.0f} s; " + "; ".join(places)
         kind = "endless"
@@ -135,8 +137,14 @@ def _hang(run: Run) -> Finding:
 EXPLAINED = (
     # what the message says, what it means
     ("Weights only load failed", "the snapshot holds other things than tensors, numbers, lists and dicts"),
-    ("mark a variable ready only once", "a parameter takes part twice in one backward (checkpointing, or two forwards)"),
-    ("finished reduction in the prior iteration", "some parameters take no part in the loss, so DDP waits for their gradients"),
+    (
+        "mark a variable ready only once",
+        "a parameter takes part twice in one backward (checkpointing, or two forwards)",
+    ),
+    (
+        "finished reduction in the prior iteration",
+        "some parameters take no part in the loss, so DDP waits for their gradients",
+    ),
     ("initialize the default process group twice", "init_process_group is called a second time in the same process"),
     ("Address already in use", "the port is taken, by this program itself or by another one"),
     ("EADDRINUSE", "the port is taken, by this program itself or by another one"),
@@ -156,7 +164,13 @@ def crash(run: Run) -> list[Finding]:
     for process in run.processes:
         outside = process.of("outside")
         if outside:
-            return [Finding("outside-write", f"it writes to {outside[0]['path']}, outside of the folder that it runs in", outside[0]["where"])]
+            return [
+                Finding(
+                    "outside-write",
+                    f"it writes to {outside[0]['path']}, outside of the folder that it runs in",
+                    outside[0]["where"],
+                )
+            ]
     found = run.first_exception()
     if found:
         process, what = found
@@ -168,12 +182,16 @@ def crash(run: Run) -> list[Finding]:
     if exits:
         process, what = exits[0]
         said = process.stderr.strip().splitlines()
-        return [Finding("crash", f"it ends with exit status {what['status']}" + (f": {said[-1][:300]}" if said else ""))]
+        return [
+            Finding("crash", f"it ends with exit status {what['status']}" + (f": {said[-1][:300]}" if said else ""))
+        ]
     if run.status not in (0, None):
         silent = [process for process in run.processes if not process.of("end")]
         who = f"rank {silent[0].rank}" if silent and silent[0].rank is not None else "a process"
         said = (silent[0].stderr.strip().splitlines() or [""])[-1][:300] if silent else ""
-        return [Finding("crash", f"{who} died without a traceback (status {run.status})" + (f": {said}" if said else ""))]
+        return [
+            Finding("crash", f"{who} died without a traceback (status {run.status})" + (f": {said}" if said else ""))
+        ]
     return []
 
 
@@ -193,20 +211,44 @@ def group(run: Run) -> list[Finding]:
         if attempts:
             return []  # it failed or hangs there: that is said elsewhere
         where = _loader_where(trained[0]) if trained else ""
-        return [Finding("no-group", "one process trains, in no process group" if trained else "no process has joined a process group", where)]
+        return [
+            Finding(
+                "no-group",
+                "one process trains, in no process group" if trained else "no process has joined a process group",
+                where,
+            )
+        ]
     if len(joined) > run.nproc:
         parents = {process.events[0][2]["parent"] for process in joined} & {process.pid for process in run.processes}
-        text = f"; {_plural(len(parents), 'process')} of those that were started started them" if run.launch == "torchrun" and parents else ""
-        return [Finding("wrong-group", f"{len(joined)} processes have joined a group, and {run.nproc} were to{text}", joined[0].of("joined")[-1]["where"])]
+        text = (
+            f"; {_plural(len(parents), 'process')} of those that were started started them"
+            if run.launch == "torchrun" and parents
+            else ""
+        )
+        return [
+            Finding(
+                "wrong-group",
+                f"{len(joined)} processes have joined a group, and {run.nproc} were to{text}",
+                joined[0].of("joined")[-1]["where"],
+            )
+        ]
     sizes = {process.of("joined")[-1]["world_size"] for process in joined}
     where = joined[0].of("joined")[-1]["where"]
     if sizes != {run.nproc}:
         size = min(sizes)
-        return [Finding("wrong-group", f"the group has {_plural(size, 'process')} where {run.nproc} were started", where)]
+        return [
+            Finding("wrong-group", f"the group has {_plural(size, 'process')} where {run.nproc} were started", where)
+        ]
     for process in joined:
         given = process.events[0][2].get("RANK")
         if run.launch == "torchrun" and given is not None and int(given) != process.rank:
-            return [Finding("wrong-group", f"the process that torchrun calls rank {given} has joined as rank {process.rank}", where)]
+            return [
+                Finding(
+                    "wrong-group",
+                    f"the process that torchrun calls rank {given} has joined as rank {process.rank}",
+                    where,
+                )
+            ]
     return []
 
 
@@ -216,11 +258,23 @@ def address(run: Run) -> list[Finding]:
         for what in process.of("joining"):
             given = what["given"]
             if run.launch == "torchrun" and given["MASTER_PORT"] and what["MASTER_PORT"] != given["MASTER_PORT"]:
-                return [Finding("address-overwritten", f"MASTER_PORT was {given['MASTER_PORT']} and is {what['MASTER_PORT']} at init_process_group", what["where"])]
+                return [
+                    Finding(
+                        "address-overwritten",
+                        f"MASTER_PORT was {given['MASTER_PORT']} and is {what['MASTER_PORT']} at init_process_group",
+                        what["where"],
+                    )
+                ]
             here = ("127.0.0.1", "localhost", "::1")
             if run.launch == "torchrun" and given["MASTER_ADDR"] and what["MASTER_ADDR"] != given["MASTER_ADDR"]:
                 literal = "on another machine that would be the wrong one" if what["MASTER_ADDR"] in here else ""
-                return [Finding("address-overwritten", f"MASTER_ADDR was {given['MASTER_ADDR']} and is {what['MASTER_ADDR']} at init_process_group {literal}".strip(), what["where"])]
+                return [
+                    Finding(
+                        "address-overwritten",
+                        f"MASTER_ADDR was {given['MASTER_ADDR']} and is {what['MASTER_ADDR']} at init_process_group {literal}".strip(),
+                        what["where"],
+                    )
+                ]
     return []
 
 
@@ -266,7 +320,11 @@ def collectives(run: Run) -> list[Finding]:
         text = ", ".join(f"rank {process.rank} {count}" for process, count in zip(ranks, counts, strict=True))
         shorter = ranks[counts.index(min(counts))]
         if any(process.of("wrapped") for process in ranks) or any(map(len, ordered)):
-            return [Finding("collectives-differ", f"the ranks take different numbers of {word}: {text}", _last_where(shorter))]
+            return [
+                Finding(
+                    "collectives-differ", f"the ranks take different numbers of {word}: {text}", _last_where(shorter)
+                )
+            ]
     for index, together in enumerate(zip(*ordered, strict=False)):
         names = [(call["name"], call["shape"] if call["name"] != "all_gather" else None) for call in together]
         if len(set(names)) > 1:
@@ -307,14 +365,26 @@ def gradients(run: Run) -> list[Finding]:
                 if difference(one.before["gradients"], other.before["gradients"]) > CLOSE:
                     return [_unequal_gradients(run, base, process, index, start=True)]
                 which = _names(different_names(one.before["weights"], other.before["weights"], names))
-                return [Finding("weights-differ", f"the ranks begin with different weights ({which})", one.before["where"])]
+                return [
+                    Finding("weights-differ", f"the ranks begin with different weights ({which})", one.before["where"])
+                ]
             if difference(one.before["gradients"], other.before["gradients"]) > CLOSE and not joined:
                 return [_unequal_gradients(run, base, process, index)]
             after, others = one.after.get("weights"), other.after.get("weights")
             if after and others and difference(after, others) > CLOSE and not joined:
                 which = _names(different_names(after, others, names))
-                rates = "" if one.before["rates"] == other.before["rates"] else f"; their learning rates are {one.before['rates']} and {other.before['rates']}"
-                return [Finding("weights-differ", f"the gradients agree, and after step {index + 1} the weights do not ({which}){rates}", one.before["where"])]
+                rates = (
+                    ""
+                    if one.before["rates"] == other.before["rates"]
+                    else f"; their learning rates are {one.before['rates']} and {other.before['rates']}"
+                )
+                return [
+                    Finding(
+                        "weights-differ",
+                        f"the gradients agree, and after step {index + 1} the weights do not ({which}){rates}",
+                        one.before["where"],
+                    )
+                ]
     return []
 
 
@@ -330,8 +400,14 @@ def _unequal_gradients(run: Run, base: Process, other: Process, index: int, star
     if start:
         lead += ", and they began with different weights"
     if not wrapped:
-        averaged = any(call["name"] in ("all_reduce", "all_reduce_coalesced", "reduce") for call in base.of("collective"))
-        reason = "nothing averages all of them" if averaged else "nothing averages them: the model is in no DistributedDataParallel"
+        averaged = any(
+            call["name"] in ("all_reduce", "all_reduce_coalesced", "reduce") for call in base.of("collective")
+        )
+        reason = (
+            "nothing averages all of them"
+            if averaged
+            else "nothing averages them: the model is in no DistributedDataParallel"
+        )
     elif backwards and backwards[-1]["forward"] and not backwards[-1]["forward"]["wrapped"]:
         where = backwards[-1]["forward"]["where"]
         reason = "the forward goes past DistributedDataParallel, to the model inside or kept beside it"
@@ -352,7 +428,9 @@ def learning(run: Run) -> list[Finding]:
         steps = process.steps
         where = steps[0].before["where"]
         if not all(step.before["of_model"] for step in steps):
-            found.append(Finding("wrong-parameters", "the optimizer holds none of the weights that the forward uses", where))
+            found.append(
+                Finding("wrong-parameters", "the optimizer holds none of the weights that the forward uses", where)
+            )
             continue
         flat = [all(g is None or g[0] == 0 for g in step.before["gradients"]) for step in steps]
         if all(flat):
@@ -365,14 +443,28 @@ def learning(run: Run) -> list[Finding]:
             continue
         last = steps[-1].after.get("weights") or steps[-1].before["weights"]
         if difference(steps[0].before["weights"], last) == 0:
-            found.append(Finding("no-learning", f"after {_plural(len(steps), 'step')} the weights are what they were", where))
+            found.append(
+                Finding("no-learning", f"after {_plural(len(steps), 'step')} the weights are what they were", where)
+            )
             continue
         piled = [step for step in steps[1:] if step.backwards and step.backwards[0]["leftover"]]
         if len(piled) > len(steps) // 3:
-            found.append(Finding("gradients-pile-up", "when a step's first backward begins, the gradients of the step before are still there", piled[0].backwards[0]["where"]))
+            found.append(
+                Finding(
+                    "gradients-pile-up",
+                    "when a step's first backward begins, the gradients of the step before are still there",
+                    piled[0].backwards[0]["where"],
+                )
+            )
         sizes = [what["nodes"] for what in process.of("graphs")]
         if len(sizes) == 2 and sizes[1] >= 1.6 * sizes[0] and sizes[1] - sizes[0] >= 12:
-            found.append(Finding("graph-kept", f"somebody holds a tensor whose graph has {sizes[0]} nodes at step 4 and {sizes[1]} at step 7: losses that were kept or added up without detach() or item()", where))
+            found.append(
+                Finding(
+                    "graph-kept",
+                    f"somebody holds a tensor whose graph has {sizes[0]} nodes at step 4 and {sizes[1]} at step 7: losses that were kept or added up without detach() or item()",
+                    where,
+                )
+            )
     return found
 
 
@@ -386,7 +478,13 @@ def falls(run: Run) -> list[Finding]:
         first, last = sum(losses[:third]) / third, sum(losses[-third:]) / third
         if not math.isfinite(last) or last > first - 0.003 * abs(first):
             where = process.of("backward")[0]["where"]
-            return [Finding("no-learning", f"the loss goes from {first:.3f} to {last:.3f} over {_plural(len(process.steps), 'step')}", where)]
+            return [
+                Finding(
+                    "no-learning",
+                    f"the loss goes from {first:.3f} to {last:.3f} over {_plural(len(process.steps), 'step')}",
+                    where,
+                )
+            ]
     return []
 
 
@@ -397,7 +495,11 @@ def accumulation(run: Run, expected: int | None = None) -> list[Finding]:
         where = process.steps[0].before["where"]
         wanted = expected or Counter(sizes).most_common(1)[0][0]
         if expected and expected > 1 and set(sizes) == {1}:
-            return [Finding("accumulation-uneven", f"each step belongs to one batch, where {expected} were asked for", where)]
+            return [
+                Finding(
+                    "accumulation-uneven", f"each step belongs to one batch, where {expected} were asked for", where
+                )
+            ]
         odd = [(number, size) for number, size in enumerate(sizes, 1) if size != wanted]
         if odd:
             shown = ", ".join(map(str, sizes[:6])) + (", ..." if len(sizes) > 6 else "")
@@ -405,13 +507,29 @@ def accumulation(run: Run, expected: int | None = None) -> list[Finding]:
             return [Finding("accumulation-uneven", f"batches per step: {shown}{asked}", where)]
         thrown = [backward for step in process.steps for backward in step.backwards[1:] if not backward["leftover"]]
         if wanted > 1 and len(thrown) > len(process.steps) // 2:
-            return [Finding("accumulation-uneven", "the gradients of all batches of a step but the last are thrown away before the step", thrown[0]["where"])]
+            return [
+                Finding(
+                    "accumulation-uneven",
+                    "the gradients of all batches of a step but the last are thrown away before the step",
+                    thrown[0]["where"],
+                )
+            ]
         if process.unstepped:
-            return [Finding("accumulation-uneven", f"{_plural(process.unstepped, 'backward')} at the end no step follows", where)]
+            return [
+                Finding(
+                    "accumulation-uneven", f"{_plural(process.unstepped, 'backward')} at the end no step follows", where
+                )
+            ]
         if wanted > 1 and run.nproc > 1:
             synced = [sum(1 for backward in step.backwards if backward["sync"]) for step in process.steps]
             if process.of("wrapped") and max(synced) > 1:
-                return [Finding("accumulation-traffic", f"the gradients travel {max(synced)} times for a step of {wanted} batches", process.steps[0].backwards[0]["where"])]
+                return [
+                    Finding(
+                        "accumulation-traffic",
+                        f"the gradients travel {max(synced)} times for a step of {wanted} batches",
+                        process.steps[0].backwards[0]["where"],
+                    )
+                ]
     return []
 
 
@@ -426,8 +544,9 @@ def shares(run: Run, whole: bool = True) -> list[Finding]:
         whole: whether every sample of the data set is to be trained on (or evaluated) in an epoch.
     """
     ranks = run.trained
+    divided = all(what["forward"] and what["forward"]["loader"] for process in ranks for what in process.of("backward"))
     if len(ranks) >= 2:
-        for number, together in enumerate(zip(*(process.epochs for process in ranks), strict=False), 1):
+        for number, together in enumerate(zip(*(process.epochs for process in ranks if divided), strict=False), 1):
             found = _overlap(run, ranks, number, together)
             if found:
                 return [found]
@@ -442,8 +561,20 @@ def shares(run: Run, whole: bool = True) -> list[Finding]:
         epochs = process.epochs
         if len(epochs) > 1 and len(epochs[0]) > 8 and epochs[0] == epochs[1] and len(set(epochs[0])) > 1:
             calls = [what["epoch"] for what in process.of("set_epoch")]
-            extra = f"; set_epoch was called with {calls}" if calls else "; set_epoch was never called" if run.nproc > 1 else ""
-            return [Finding("same-order", f"epoch 2 brings the same samples in the same order as epoch 1{extra}", _loader_where(process))]
+            extra = (
+                f"; set_epoch was called with {calls}"
+                if calls
+                else "; set_epoch was never called"
+                if run.nproc > 1
+                else ""
+            )
+            return [
+                Finding(
+                    "same-order",
+                    f"epoch 2 brings the same samples in the same order as epoch 1{extra}",
+                    _loader_where(process),
+                )
+            ]
     return []
 
 
@@ -461,22 +592,34 @@ def _overlap(run, ranks, number, together) -> Finding | None:
         both = len(sets[0] & sets[other])
         smaller = min(len(sets[0]), len(sets[other]))
         if both >= 0.95 * smaller:
-            return Finding("same-samples", f"ranks 0 and {ranks[other].rank} saw the same {both:,} samples in epoch {number}: the gradient is the same twice", where)
+            return Finding(
+                "same-samples",
+                f"ranks 0 and {ranks[other].rank} saw the same {both:,} samples in epoch {number}: the gradient is the same twice",
+                where,
+            )
         if both > run.nproc - 1 and both > 0.03 * smaller:
-            return Finding("shares-overlap", f"ranks 0 and {ranks[other].rank} share {both:,} of their {smaller:,} samples in epoch {number}", where)
+            return Finding(
+                "shares-overlap",
+                f"ranks 0 and {ranks[other].rank} share {both:,} of their {smaller:,} samples in epoch {number}",
+                where,
+            )
     return None
 
 
 def _step_overlap(ranks) -> Finding | None:
-    """The same samples at the same step, for programs without epochs."""
-    same = counted = 0
+    """The same samples at the same step: all that can be said where no loader divides the run into epochs."""
+    fractions = []
     for one, other in zip(ranks[0].steps, ranks[1].steps, strict=False):
         first, second = set(one.keys), set(other.keys)
         if first and second:
-            counted += 1
-            same += len(first & second) >= 0.95 * min(len(first), len(second))
-    if counted and same > counted / 2:
-        return Finding("same-samples", f"at {same} of {counted} steps ranks 0 and 1 train on the same samples: the gradient is the same twice", _loader_where(ranks[0]))
+            fractions.append(len(first & second) / min(len(first), len(second)))
+    same = sum(fraction >= 0.95 for fraction in fractions)
+    if fractions and same > len(fractions) / 2:
+        seen = f"at {same} of {len(fractions)} steps ranks 0 and 1 train on the same samples: the gradient is the same twice"
+        return Finding("same-samples", seen, _loader_where(ranks[0]))
+    if fractions and sum(fractions) / len(fractions) > 0.1:
+        seen = f"at each step ranks 0 and 1 share {sum(fractions) / len(fractions):.0%} of their samples"
+        return Finding("shares-overlap", seen, _loader_where(ranks[0]))
     return None
 
 
@@ -505,7 +648,13 @@ def leak(run: Run) -> list[Finding]:
     both = trained & set(evaluated)
     if evaluated and len(both) > 0.02 * len(set(evaluated)):
         where = next((what["where"] for process in run.ranks for what in process.of("evaluated")), "")
-        return [Finding("leak", f"{len(both):,} of the {len(set(evaluated)):,} samples evaluated are trained on by some rank", where)]
+        return [
+            Finding(
+                "leak",
+                f"{len(both):,} of the {len(set(evaluated)):,} samples evaluated are trained on by some rank",
+                where,
+            )
+        ]
     return []
 
 
@@ -528,13 +677,30 @@ def evaluation(run: Run) -> list[Finding]:
         _, size = next(iter(names))
         trained = {key for process in run.ranks for epoch in process.epochs for key in epoch if key[:2] in names}
         if len(counts) < size and not trained:
-            return [Finding("evaluation-missed", f"{size - len(counts):,} of the {size:,} test samples are evaluated by no rank", where)]
+            return [
+                Finding(
+                    "evaluation-missed",
+                    f"{size - len(counts):,} of the {size:,} test samples are evaluated by no rank",
+                    where,
+                )
+            ]
     twice = sum(1 for count in counts.values() if count > 1)
     if twice and len(ranks) > 1 and twice == len(counts):
-        return [Finding("evaluation-repeated", f"each of the {twice:,} test samples is evaluated by {max(counts.values())} ranks", where)]
-    if twice and len(ranks) > 1:
+        return [
+            Finding(
+                "evaluation-repeated",
+                f"each of the {twice:,} test samples is evaluated by {max(counts.values())} ranks",
+                where,
+            )
+        ]
+    if twice and len(ranks) > 1 and not _accuracy_is_exact(run):  # who cuts off what was added counts each sample once
         return [Finding("evaluation-repeated", f"{twice:,} of the {len(counts):,} test samples count twice", where)]
     return []
+
+
+def _accuracy_is_exact(run: Run) -> bool:
+    reports = [what for process in run.processes for what in process.of("report") if "accuracy" in what["truth"]]
+    return bool(reports) and all(abs(each["accuracy"] - each["truth"]["accuracy"]) < 1e-6 for each in reports)
 
 
 def figures(run: Run) -> list[Finding]:
@@ -547,12 +713,24 @@ def figures(run: Run) -> list[Finding]:
     if "accuracy" in truth:
         for each in reports:
             if abs(each["accuracy"] - each["truth"].get("accuracy", each["accuracy"])) > 1e-6:
-                return [Finding("metric-wrong", f"the accuracy is reported as {each['accuracy']:.2%}; over all {truth['samples']:,} test samples it is {each['truth']['accuracy']:.2%}", where)]
+                return [
+                    Finding(
+                        "metric-wrong",
+                        f"the accuracy is reported as {each['accuracy']:.2%}; over all {truth['samples']:,} test samples it is {each['truth']['accuracy']:.2%}",
+                        where,
+                    )
+                ]
         for each in reports:
             for name, value in each["metrics"].items():
                 true = each["truth"].get(name)
                 if true is not None and abs(value - true) > 1e-4:
-                    return [Finding("metric-wrong", f"the {name.replace('_', ' ')} is reported as {value:.4f}; over all {truth['samples']:,} test samples it is {true:.4f}", where)]
+                    return [
+                        Finding(
+                            "metric-wrong",
+                            f"the {name.replace('_', ' ')} is reported as {value:.4f}; over all {truth['samples']:,} test samples it is {true:.4f}",
+                            where,
+                        )
+                    ]
     return _loss_figure(run, reports) or _throughput(run, reports)
 
 
@@ -569,9 +747,18 @@ def _loss_figure(run, reports) -> list[Finding]:
         return []
     worst = max(range(len(true)), key=lambda i: abs(true[i] - reported[i]) / max(abs(true[i]), 1e-3))
     scale = run.accumulate
-    fits = [all(abs(a * factor - b) <= 0.01 * max(abs(b), 0.02) for a, b in zip(true, reported, strict=True)) for factor in {1, scale, 1 / scale}]
+    fits = [
+        all(abs(a * factor - b) <= 0.01 * max(abs(b), 0.02) for a, b in zip(true, reported, strict=True))
+        for factor in {1, scale, 1 / scale}
+    ]
     if not any(fits):
-        return [Finding("metric-wrong", f"the loss of step {worst + 1} is reported as {reported[worst]:.4f}; the mean over all ranks is {true[worst]:.4f}", reports[0]["where"])]
+        return [
+            Finding(
+                "metric-wrong",
+                f"the loss of step {worst + 1} is reported as {reported[worst]:.4f}; the mean over all ranks is {true[worst]:.4f}",
+                reports[0]["where"],
+            )
+        ]
     return []
 
 
@@ -601,7 +788,13 @@ def _throughput(run, reports) -> list[Finding]:
     if ratios and (max(ratios) < 0.66 or min(ratios) > 1.6):
         middle = sorted(ratios)[len(ratios) // 2]
         hint = " (about one rank's)" if abs(middle - 1 / run.nproc) < 0.15 and run.nproc > 1 else ""
-        return [Finding("metric-wrong", f"the reported samples/s are {middle:.2f} times those of all {run.nproc} processes together{hint}", reports[0]["where"])]
+        return [
+            Finding(
+                "metric-wrong",
+                f"the reported samples/s are {middle:.2f} times those of all {run.nproc} processes together{hint}",
+                reports[0]["where"],
+            )
+        ]
     return []
 
 
@@ -625,8 +818,14 @@ def writers(run: Run) -> list[Finding]:
     for path, writing in by_path.items():
         processes = [process for process, _ in writing.values() if process.steps or process.rank is not None]
         if len(processes) > 1:
-            ranks = " and ".join(str(process.rank if process.rank is not None else index) for index, process in enumerate(processes))
-            return [Finding("two-writers", f"ranks {ranks} write {path.rsplit('/', 1)[-1]}", next(iter(writing.values()))[1])]
+            ranks = " and ".join(
+                str(process.rank if process.rank is not None else index) for index, process in enumerate(processes)
+            )
+            return [
+                Finding(
+                    "two-writers", f"ranks {ranks} write {path.rsplit('/', 1)[-1]}", next(iter(writing.values()))[1]
+                )
+            ]
     return []
 
 
@@ -638,13 +837,19 @@ def printing(run: Run) -> list[Finding]:
 
     def patterns(process):
         lines = [line.strip() for line in process.stdout.splitlines()]
-        own = [line for line in lines if line and not re.search(r"\brank\W{0,3}\d|^\W*\d+\W*[|:\]]", line, re.IGNORECASE)]
+        own = [
+            line for line in lines if line and not re.search(r"\brank\W{0,3}\d|^\W*\d+\W*[|:\]]", line, re.IGNORECASE)
+        ]
         return {re.sub(r"[\d.,]+", "#", line) for line in own if re.search(r"\w", line)}
 
     both = patterns(ranks[0]) & patterns(ranks[1])
     if both:
-        line = next(line.strip() for line in ranks[1].stdout.splitlines() if re.sub(r"[\d.,]+", "#", line.strip()) in both)
-        return [Finding("several-print", f"rank {ranks[1].rank} prints what rank {ranks[0].rank} prints too: \"{line[:70]}\"")]
+        line = next(
+            line.strip() for line in ranks[1].stdout.splitlines() if re.sub(r"[\d.,]+", "#", line.strip()) in both
+        )
+        return [
+            Finding("several-print", f'rank {ranks[1].rank} prints what rank {ranks[0].rank} prints too: "{line[:70]}"')
+        ]
     return []
 
 
@@ -662,13 +867,36 @@ def snapshots(run: Run, epochs: int | None) -> list[Finding]:
     counts = Counter((process.pid, what["path"]) for process, what in saves)
     for process, what in saves:
         if what["path"] not in moved and counts[process.pid, what["path"]] > 1:
-            return [Finding("snapshot-torn", f"{what['path'].rsplit('/', 1)[-1]} is written in place: whoever dies meanwhile leaves half of it", what["where"])]
+            return [
+                Finding(
+                    "snapshot-torn",
+                    f"{what['path'].rsplit('/', 1)[-1]} is written in place: whoever dies meanwhile leaves half of it",
+                    what["where"],
+                )
+            ]
     if epochs and epochs > 1:
-        steps = {len([s for s in process.steps if s.seconds <= seconds]) for process in run.processes for seconds, kind, _ in process.events if kind == "save"}
+        steps = {
+            len([s for s in process.steps if s.seconds <= seconds])
+            for process in run.processes
+            for seconds, kind, _ in process.events
+            if kind == "save"
+        }
         total = max((len(process.steps) for process in run.processes), default=0)
         if not any(0 < count < total for count in steps):
-            return [Finding("no-snapshot", f"the first snapshot comes at the end, after all {_plural(total, 'step')}", saves[0][1]["where"])]
+            return [
+                Finding(
+                    "no-snapshot",
+                    f"the first snapshot comes at the end, after all {_plural(total, 'step')}",
+                    saves[0][1]["where"],
+                )
+            ]
     return []
+
+
+def saved_before_the_end(run: Run) -> bool:
+    """Whether steps follow the first snapshot."""
+    saves = [seconds for process in run.processes for seconds, kind, _ in process.events if kind == "save"]
+    return bool(saves) and any(step.seconds > min(saves) for process in run.trained for step in process.steps)
 
 
 def prefixed(run: Run) -> str:
@@ -696,11 +924,25 @@ def resumed(whole: Run, first: Run, second: Run) -> list[Finding]:
     if second.trained and failed and is_echo(failed[1]):
         parts = [f"rank {process.rank} {_plural(len(process.steps), 'step')}" for process in second.trained]
         load = next((what["where"] for process in second.processes for what in process.of("load")), "")
-        return [Finding("collectives-differ", f"after the second start the ranks go different ways ({', '.join(parts)}), and one loses the other", load)]
+        return [
+            Finding(
+                "collectives-differ",
+                f"after the second start the ranks go different ways ({', '.join(parts)}), and one loses the other",
+                load,
+            )
+        ]
     if problems and not second.trained:
         problem = problems[0]
         if keys:
-            return [Finding("snapshot-keys", "the weights are saved under names that begin with \"module.\", and the second start fails: " + problem.seen, keys.strip("?"), problem.detail)]
+            return [
+                Finding(
+                    "snapshot-keys",
+                    'the weights are saved under names that begin with "module.", and the second start fails: '
+                    + problem.seen,
+                    keys.strip("?"),
+                    problem.detail,
+                )
+            ]
         return [Finding("resume-fails", f"the second start fails: {problem.seen}", problem.where, problem.detail)]
     if not whole.trained or not first.trained:
         return []
@@ -711,35 +953,63 @@ def resumed(whole: Run, first: Run, second: Run) -> list[Finding]:
     if not c:
         return [Finding("epoch-skipped", f"the second start takes no step, where {total - done} are left", load)]
     if difference(c.steps[0].before["weights"], a.steps[0].before["weights"]) < 1e-7 and rest >= total:
-        return [Finding("never-resumes", f"the second start begins with fresh weights and takes all {rest} steps again", load or c.steps[0].before["where"])]
+        return [
+            Finding(
+                "never-resumes",
+                f"the second start begins with fresh weights and takes all {rest} steps again",
+                load or c.steps[0].before["where"],
+            )
+        ]
     starts = {process.rank: process.steps[0].before["weights"] for process in second.trained}
     if any(difference(next(iter(starts.values())), weights) > CLOSE for weights in starts.values()):
         return [Finding("weights-differ", "after the second start the ranks begin with different weights", load)]
     counts = {len(process.steps) for process in second.trained}
-    if len(counts) > 1:
-        return [Finding("collectives-differ", f"after the second start the ranks take {' and '.join(map(str, sorted(counts)))} steps", load)]
+    if len(counts) > 1 and not any(process.of("join") for process in second.trained):
+        return [
+            Finding(
+                "collectives-differ",
+                f"after the second start the ranks take {' and '.join(map(str, sorted(counts)))} steps",
+                load,
+            )
+        ]
     if rest > total - done:
-        return [Finding("epoch-repeated", f"{done} + {rest} steps in two parts, {total} in one: work is done twice", load)]
+        return [
+            Finding("epoch-repeated", f"{done} + {rest} steps in two parts, {total} in one: work is done twice", load)
+        ]
     if rest < total - done:
         return [Finding("epoch-skipped", f"{done} + {rest} steps in two parts, {total} in one: work is left out", load)]
     if problems:
-        return [Finding("resume-fails", f"the second start ends with: {problems[0].seen}", problems[0].where, problems[0].detail)]
+        return [
+            Finding(
+                "resume-fails", f"the second start ends with: {problems[0].seen}", problems[0].where, problems[0].detail
+            )
+        ]
     there = a.steps[done]
     if set(c.steps[0].keys) != set(there.keys) and c.steps[0].keys and set(c.steps[0].keys) == set(a.steps[0].keys):
-        return [Finding("resume-differs", "the second start takes the samples in the order of the first epoch again", load)]
+        return [
+            Finding("resume-differs", "the second start takes the samples in the order of the first epoch again", load)
+        ]
+    if difference(c.steps[0].before["weights"], there.before["weights"]) > 1e-6:
+        return [Finding("resume-differs", "the second start begins with other weights than the first ended with", load)]
     if c.steps[0].before["state"] == 0 and there.before["state"] > 0:
-        return [Finding("optimizer-lost", "the optimizer's state is empty at the first step after the second start", load)]
+        return [
+            Finding("optimizer-lost", "the optimizer's state is empty at the first step after the second start", load)
+        ]
     if c.steps[0].before["rates"] != there.before["rates"]:
         pair = ", ".join(f"{rates[0]:.3g}" for rates in (there.before["rates"], c.steps[0].before["rates"]))
         return [Finding("schedule-lost", f"the learning rate without a break and after it: {pair}", load)]
     end, other = a.steps[-1].after.get("weights"), c.steps[-1].after.get("weights")
     if end and other and difference(end, other) > 1e-6:
-        if difference(c.steps[0].before["weights"], there.before["weights"]) > 1e-6:
-            text = "the second start begins with other weights than the first ended with"
-        elif set(c.steps[0].keys) != set(there.keys):
+        if set(c.steps[0].keys) != set(there.keys):
             text = "the second start trains on other samples than a run without a break"
         elif difference(c.steps[0].after.get("weights", []), there.after.get("weights", [])) > 1e-6:
-            return [Finding("optimizer-lost", "from the same weights and samples, the first step after the second start goes another way: the optimizer's state is another", load)]
+            return [
+                Finding(
+                    "optimizer-lost",
+                    "from the same weights and samples, the first step after the second start goes another way: the optimizer's state is another",
+                    load,
+                )
+            ]
         else:
             text = "the weights at the end differ from those of a run without a break"
         return [Finding("resume-differs", text, load)]
@@ -769,16 +1039,40 @@ def one_process(run: Run, single: Run) -> list[Finding]:
         if ratio is not None and abs(ratio - 1) > 0.03:
             accumulated = run.accumulate > 1 and abs(ratio - run.accumulate) < 0.1 * run.accumulate
             kind = "accumulation-scale" if accumulated else "gradient-scale"
-            return [Finding(kind, f"the gradient of step {index + 1} is {ratio:.2f} times that of one process on the same samples", one["where"])]
+            return [
+                Finding(
+                    kind,
+                    f"the gradient of step {index + 1} is {ratio:.2f} times that of one process on the same samples",
+                    one["where"],
+                )
+            ]
         if index == 0 and ratio is None and difference(one["gradients"], two["gradients"]) > 0.02:
             which = _names(different_names(one["gradients"], two["gradients"], one["names"]))
-            return [Finding("differs-from-one-process", f"on the same samples the gradient of step 1 is another than with one process ({which})", one["where"])]
+            return [
+                Finding(
+                    "differs-from-one-process",
+                    f"on the same samples the gradient of step 1 is another than with one process ({which})",
+                    one["where"],
+                )
+            ]
         rates = (one["rates"], two["rates"])
         if rates[0] != rates[1]:
-            return [Finding("differs-from-one-process", f"the learning rate is {rates[0]} with {run.nproc} processes and {rates[1]} with one, for the same global batch", one["where"])]
+            return [
+                Finding(
+                    "differs-from-one-process",
+                    f"the learning rate is {rates[0]} with {run.nproc} processes and {rates[1]} with one, for the same global batch",
+                    one["where"],
+                )
+            ]
         after = (base[0].steps[index].after.get("weights"), other.steps[index].after.get("weights"))
         if all(after) and difference(*after) > 0.05:
-            return [Finding("differs-from-one-process", f"on the same samples the weights after step {index + 1} are others than with one process", one["where"])]
+            return [
+                Finding(
+                    "differs-from-one-process",
+                    f"on the same samples the weights after step {index + 1} are others than with one process",
+                    one["where"],
+                )
+            ]
     return []
 
 
@@ -812,7 +1106,13 @@ def waiting(run: Run) -> list[Finding]:
         per_step = sorted(b - a for a, b in zip(counts, counts[1:], strict=False))
         if per_step and per_step[len(per_step) // 2] >= 1:
             where = process.steps[-1].after["value_at"]
-            return [Finding("host-sync", f"each step asks a tensor for its value ({per_step[len(per_step) // 2]} time{'s' if per_step[len(per_step) // 2] > 1 else ''})", where)]
+            return [
+                Finding(
+                    "host-sync",
+                    f"each step asks a tensor for its value ({per_step[len(per_step) // 2]} time{'s' if per_step[len(per_step) // 2] > 1 else ''})",
+                    where,
+                )
+            ]
     return []
 
 
@@ -825,7 +1125,9 @@ def loading(run: Run) -> list[Finding]:
         if again > trained / 2:
             text = f"after the first step {again:,} samples were put through the transform again, one at a time"
             return [Finding("data-per-sample", text, _loader_where(process))]
-        waits = [what["seconds"] for second, kind, what in process.events if kind == "batch" and steps[0].seconds <= second]
+        waits = [
+            what["seconds"] for second, kind, what in process.events if kind == "batch" and steps[0].seconds <= second
+        ]
         whole = steps[-1].seconds - steps[0].seconds
         if whole > 0 and sum(waits) > 0.3 * whole:
             text = f"{sum(waits) / whole:.0%} of the time between the first step and the last goes into waiting for batches"
@@ -838,7 +1140,13 @@ def dtypes(run: Run) -> list[Finding]:
     for process in run.trained[:1]:
         used = process.steps[-1].after.get("dtypes", [])
         if used and not {"torch.bfloat16", "torch.float16"} & set(used):
-            return [Finding("precision", f"the layers put out {', '.join(name.removeprefix('torch.') for name in used)}", _loader_where(process))]
+            return [
+                Finding(
+                    "precision",
+                    f"the layers put out {', '.join(name.removeprefix('torch.') for name in used)}",
+                    _loader_where(process),
+                )
+            ]
     return []
 
 
@@ -859,7 +1167,11 @@ def taste(run: Run) -> list[Finding]:
     if len(ranks) > 1:
         if all(process.rank is not None and not process.of("destroyed") for process in ranks):
             found.append(Finding("not-destroyed", "the process group is never destroyed"))
-        wasted = [process for process in ranks if len(process.of("batch")) > len(process.of("backward")) + len(process.of("evaluated")) + 1]
+        wasted = [
+            process
+            for process in ranks
+            if len(process.of("batch")) > len(process.of("backward")) + len(process.of("evaluated")) + 1
+        ]
         if wasted:
             count = len(wasted[0].of("batch")) - len(wasted[0].of("backward")) - len(wasted[0].of("evaluated"))
             found.append(Finding("batch-wasted", f"{_plural(count, 'batch')} loaded and not used"))
@@ -871,6 +1183,7 @@ def taste(run: Run) -> list[Finding]:
 
 def main_findings(run: Run, *, exercise: bool, expected_accumulation: int | None = None) -> list[Finding]:
     """All findings of one run, the one that explains the most first."""
+    run.settle_identity()
     found = []
     final = ending(run)
     echo = final and run.first_exception() and is_echo(run.first_exception()[1])
@@ -891,7 +1204,12 @@ def main_findings(run: Run, *, exercise: bool, expected_accumulation: int | None
         return found
     if no_group:
         return found + writers(run) + printing(run)
-    found += writers(run) + printing(run) + learning(run) + gradients(run) + leak(run) + shares(run, whole=exercise)
+    shared = writers(run)
+    if shared and any("No such file" in finding.seen for finding in final):
+        found = [
+            finding for finding in found if finding not in final
+        ]  # two that write one file take it from each other
+    found += shared + printing(run) + learning(run) + gradients(run) + leak(run) + shares(run, whole=exercise)
     found += accumulation(run, expected_accumulation)
     if not final:
         found += evaluation(run) if exercise else []
