@@ -101,8 +101,8 @@ def train_one_epoch(model, loader, optimizer, device):
         loss = F.cross_entropy(model(images), labels)
         loss.backward()
         optimizer.step()
-        # TODO 2: item() waits until the device has computed the loss, and the device then waits for the next step. Ask for no value
-        # before the end of the epoch.
+        # TODO 2: item() waits until the device has computed the loss, and the device then waits for the next step. Ask for no
+        # value before the end of the epoch.
         # Look up: torch.Tensor.detach
         losses[step] = loss.item()
     return losses.tolist()

@@ -50,6 +50,76 @@ def fetch(name, mirror) -> None:
     fetch_dataset(name, mirror)
 
 
+@app.command()
+@click.argument("file", required=False)
+@click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
+@click.option("--watch", is_flag=True, help="Check again at every save.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+@click.option("--verbose", is_flag=True, help="Print tracebacks, and the stacks of processes that hang.")
+@click.option("--nproc", type=click.IntRange(min=2, max=8), default=2, show_default=True, help="Processes.")
+@click.option(
+    "--device",
+    type=click.Choice(["auto", "cpu"]),
+    default="auto",
+    help="auto: GPUs where there are as many as processes.  [default: auto]",
+)
+@click.option(
+    "--launch",
+    type=click.Choice(["torchrun", "spawn", "single"]),
+    help="How a FILE that is no exercise is started; its options follow after --.",
+)
+def check(file, arguments, watch, as_json, verbose, nproc, device, launch) -> None:
+    """Run FILE, and say what it really does.
+
+    Without FILE: the next exercise that is not done.
+
+    Any training script: workshop check my_train.py --launch torchrun -- --epochs 1
+    """
+    from workshop.check.command import run_check
+
+    options = {"launch": launch or "", "nproc": nproc, "device": device, "arguments": list(arguments)}
+    sys.exit(run_check(file, json=as_json, watch=watch, verbose=verbose, **options))
+
+
+@app.command()
+@click.argument("file")
+@click.argument("goal", type=int, required=False)
+def hint(file, goal) -> None:
+    """The next of three hints for a GOAL of the exercise FILE."""
+    from workshop.check.learning import run_hint
+
+    sys.exit(run_hint(file, goal))
+
+
+@app.command()
+@click.argument("file")
+@click.option("--solution", is_flag=True, help="Also while goals are open.")
+def diff(file, solution) -> None:
+    """Compare the exercise FILE with its solution."""
+    from workshop.check.learning import run_diff
+
+    sys.exit(run_diff(file, force=solution))
+
+
+@app.command()
+@click.argument("file")
+def reset(file) -> None:
+    """Put the exercise FILE back to its start; your version is kept beside it."""
+    from workshop.check.learning import run_reset
+
+    sys.exit(run_reset(file))
+
+
+@app.command()
+def progress() -> None:
+    """Show which goals are met."""
+    from rich.console import Console
+
+    from workshop.check.progress import show_progress
+
+    show_progress(Console(highlight=False))
+
+
 @app.command(context_settings={"ignore_unknown_options": True})
 @click.option("--full", is_flag=True, help="The long runs too: kills in a row, the oldest versions.")
 @click.argument("pytest_options", nargs=-1, type=click.UNPROCESSED)

@@ -554,7 +554,7 @@ SPAWN_STYLES = (
     Mistake(
         "loader-workers",
         SPAWN,
-        ((LOADER, LOADER.replace("drop_last=True)", "drop_last=True, num_workers=2)")),),
+        ((LOADER, LOADER.replace("=True)", "=True, num_workers=2, persistent_workers=True)")),),
         (),
         "worker processes load the batches: further children, and batches that arrive in other memory",
     ),
@@ -1120,7 +1120,7 @@ SINGLE_STYLES = (
         (
             (
                 ADAM,
-                "    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)\n"
+                "    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)\n"
                 "    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1, (step + 1) / 30))\n",
             ),
             (LOAD, LOAD.replace("optimizer, device", "(optimizer, schedule), device")),

@@ -113,6 +113,7 @@ EXERCISES = (
             "torchrun",
             {1: title, KEPT: "the rest is as right as it was"},
             _kinds(goal1=kinds),
+            ("--target", "1.8") if bug == "hang" else (),  # reached by a few batches of the check's short runs
         )
         for bug, title, kinds in (
             ("hang", "all processes come to the same end", "hang collectives-differ crash"),
@@ -137,9 +138,5 @@ GIVEN = (Exercise("01_single_gpu/single_gpu.py", "single", {KEPT: "it learns, an
 
 
 def find_exercise(path: Path) -> Exercise | None:
-    """The exercise that a file is, or the solution of; None if it is another program."""
-    path = path.resolve()
-    for exercise in (*EXERCISES, *GIVEN):
-        if path in (exercise.path.resolve(), exercise.solution.resolve()):
-            return exercise
-    return None
+    """The exercise that a file is, by its name: the learner's, the solution, a copy elsewhere. None if it is another program."""
+    return next((exercise for exercise in (*EXERCISES, *GIVEN) if path.name == exercise.path.name), None)

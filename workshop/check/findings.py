@@ -59,7 +59,10 @@ WHY = {
     "traceback-hidden": "without it torchrun shows that a rank failed, but not why",
     # -- one device
     "data-per-sample": "the device waits while one core prepares one sample after the other, again in every epoch",
-    "host-sync": "a step that asks for a value waits until the device has computed it, and the device then waits for the next step",
+    "host-sync": (
+        "a step that asks for a value waits until the device has computed it, "
+        "and the device then waits for the next step"
+    ),
     "precision": "this device computes in bfloat16 several times as fast as in float32",
     "slower": "the device could do more in the same time",
     # -- matters of taste

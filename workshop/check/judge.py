@@ -1,7 +1,7 @@
 """From a file to a verdict: which runs to make, which rules to ask, and which goal each finding belongs to.
 
-The way through this folder: ``judge`` asks ``launching`` to run the program, with ``recorder`` inside each process; ``rules`` turns
-the evidence that they leave into findings; ``report`` shows them.
+The way through this folder: ``judge`` asks ``launching`` to run the program, with ``recorder`` inside each process; ``rules``
+turns the evidence that they leave into findings; ``report`` shows them.
 """
 
 import shutil

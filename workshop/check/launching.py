@@ -5,6 +5,7 @@ its processes itself (mp.spawn), or it forks the ranks as torchrun would. The ke
 everything that the run starts, however deep, ends with it.
 """
 
+import atexit
 import ctypes
 import multiprocessing
 import multiprocessing.context
@@ -160,6 +161,10 @@ def _launcher(script, arguments, launch, nproc, scratch, folder, nodes, small_da
     _prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: it does not outlive the keeper
     null = os.open(os.devnull, os.O_RDONLY)
     os.dup2(null, 0)
+    # What whoever runs the check (pytest, a notebook) has put in the way of output, and has left to do at its exit, is not ours.
+    sys.stdout, sys.stderr = (open(number, "w", buffering=1, closefd=False) for number in (1, 2))
+    sys.stdin = open(0, closefd=False)
+    atexit._clear()
     os.chdir(scratch)
     _environment(scratch, on_cpu)
     random.seed()  # the parent's state would name every run's temporary files alike
@@ -180,7 +185,14 @@ def _launcher(script, arguments, launch, nproc, scratch, folder, nodes, small_da
 def _environment(scratch: Path, on_cpu: bool) -> None:
     for name in list(os.environ):
         if name.startswith(("SLURM_", "TORCHELASTIC_", "MASTER_", "OMPI_", "PMI_")) or name in (
-            ["RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "ROLE_RANK", "TORCH_DISTRIBUTED_DEBUG", "NPROC"]
+            "RANK",
+            "WORLD_SIZE",
+            "LOCAL_RANK",
+            "LOCAL_WORLD_SIZE",
+            "GROUP_RANK",
+            "ROLE_RANK",
+            "TORCH_DISTRIBUTED_DEBUG",
+            "NPROC",
         ):
             del os.environ[name]
     os.environ.update(TMPDIR=str(scratch / "tmp"), OMP_NUM_THREADS="1", GLOO_SOCKET_IFNAME=_loopback())

@@ -128,7 +128,10 @@ def _spawn(script: Path, exercise: Exercise, place: Path) -> list[Finding]:
                 '; what is at the top level runs in each new process again: call main() under if __name__ == "__main__"'
             )
         elif "pickle" in text or "Can't get attribute" in text or "Can't get local" in text:
-            meaning = "; spawn hands the function and its arguments over with pickle, which takes neither lambdas nor inner functions"
+            meaning = (
+                "; spawn hands the function and its arguments over with pickle, "
+                "which takes neither lambdas nor inner functions"
+            )
         return [Finding("crash", f"with the real mp.spawn: {_last_error(text)}{meaning}", detail=text[-3000:])]
     if not read_log(place / "spawn" / "run.pt") and not (place / "spawn" / "run.pt").exists():
         return [
@@ -142,11 +145,10 @@ def _spawn(script: Path, exercise: Exercise, place: Path) -> list[Finding]:
 
 
 def _command(script: Path, exercise: Exercise) -> list:
-    """How the learner starts it: with the runner beside it, or, for a file elsewhere, with torchrun as the solution's runner does."""
-    for own in (exercise.path, exercise.solution):
-        runner = own.with_name(exercise.runner.name)
-        if script == own.resolve() and runner.exists():
-            return [runner]
+    """How the learner starts it: with the runner beside it, or without one as the solution's runner does."""
+    runner = script.with_name(exercise.runner.name)
+    if runner.exists() and ROOT in script.parents:  # a runner finds the workshop from where it lies
+        return [runner]
     return [
         *(sys.executable, "-P", "-m", "torch.distributed.run", "--standalone", "--local-addr=127.0.0.1"),
         *("--nproc-per-node=2", "--max-restarts=3", script),

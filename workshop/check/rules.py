@@ -4,6 +4,7 @@
 explains the most: a rule that rests on another's (gradients can only be compared where a group exists) comes after it.
 """
 
+import itertools
 import math
 import re
 from collections import Counter
@@ -268,13 +269,11 @@ def address(run: Run) -> list[Finding]:
             here = ("127.0.0.1", "localhost", "::1")
             if run.launch == "torchrun" and given["MASTER_ADDR"] and what["MASTER_ADDR"] != given["MASTER_ADDR"]:
                 literal = "on another machine that would be the wrong one" if what["MASTER_ADDR"] in here else ""
-                return [
-                    Finding(
-                        "address-overwritten",
-                        f"MASTER_ADDR was {given['MASTER_ADDR']} and is {what['MASTER_ADDR']} at init_process_group {literal}".strip(),
-                        what["where"],
-                    )
-                ]
+                seen = (
+                    f"MASTER_ADDR was {given['MASTER_ADDR']} and is {what['MASTER_ADDR']} "
+                    f"at init_process_group {literal}"
+                )
+                return [Finding("address-overwritten", seen.strip(), what["where"])]
     return []
 
 
@@ -329,7 +328,8 @@ def collectives(run: Run) -> list[Finding]:
         names = [(call["name"], call["shape"] if call["name"] != "all_gather" else None) for call in together]
         if len(set(names)) > 1:
             text = ", ".join(
-                f"rank {process.rank} calls {call['name']}{'' if call['shape'] is None else list(call['shape'])} at {call['where']}"
+                f"rank {process.rank} calls {call['name']}"
+                f"{'' if call['shape'] is None else list(call['shape'])} at {call['where']}"
                 for process, call in zip(ranks, together, strict=True)
             )
             return [Finding("collectives-differ", f"collective {index + 1}: {text}", together[0]["where"])]
@@ -458,13 +458,11 @@ def learning(run: Run) -> list[Finding]:
             )
         sizes = [what["nodes"] for what in process.of("graphs")]
         if len(sizes) == 2 and sizes[1] >= 1.6 * sizes[0] and sizes[1] - sizes[0] >= 12:
-            found.append(
-                Finding(
-                    "graph-kept",
-                    f"somebody holds a tensor whose graph has {sizes[0]} nodes at step 4 and {sizes[1]} at step 7: losses that were kept or added up without detach() or item()",
-                    where,
-                )
+            seen = (
+                f"somebody holds a tensor whose graph has {sizes[0]} nodes at step 4 and {sizes[1]} at step 7: "
+                "losses that were kept or added up without detach() or item()"
             )
+            found.append(Finding("graph-kept", seen, where))
     return found
 
 
@@ -592,11 +590,11 @@ def _overlap(run, ranks, number, together) -> Finding | None:
         both = len(sets[0] & sets[other])
         smaller = min(len(sets[0]), len(sets[other]))
         if both >= 0.95 * smaller:
-            return Finding(
-                "same-samples",
-                f"ranks 0 and {ranks[other].rank} saw the same {both:,} samples in epoch {number}: the gradient is the same twice",
-                where,
+            seen = (
+                f"ranks 0 and {ranks[other].rank} saw the same {both:,} samples in epoch {number}: "
+                "the gradient is the same twice"
             )
+            return Finding("same-samples", seen, where)
         if both > run.nproc - 1 and both > 0.03 * smaller:
             return Finding(
                 "shares-overlap",
@@ -713,24 +711,20 @@ def figures(run: Run) -> list[Finding]:
     if "accuracy" in truth:
         for each in reports:
             if abs(each["accuracy"] - each["truth"].get("accuracy", each["accuracy"])) > 1e-6:
-                return [
-                    Finding(
-                        "metric-wrong",
-                        f"the accuracy is reported as {each['accuracy']:.2%}; over all {truth['samples']:,} test samples it is {each['truth']['accuracy']:.2%}",
-                        where,
-                    )
-                ]
+                seen = (
+                    f"the accuracy is reported as {each['accuracy']:.2%}; "
+                    f"over all {truth['samples']:,} test samples it is {each['truth']['accuracy']:.2%}"
+                )
+                return [Finding("metric-wrong", seen, where)]
         for each in reports:
             for name, value in each["metrics"].items():
                 true = each["truth"].get(name)
                 if true is not None and abs(value - true) > 1e-4:
-                    return [
-                        Finding(
-                            "metric-wrong",
-                            f"the {name.replace('_', ' ')} is reported as {value:.4f}; over all {truth['samples']:,} test samples it is {true:.4f}",
-                            where,
-                        )
-                    ]
+                    seen = (
+                        f"the {name.replace('_', ' ')} is reported as {value:.4f}; "
+                        f"over all {truth['samples']:,} test samples it is {true:.4f}"
+                    )
+                    return [Finding("metric-wrong", seen, where)]
     return _loss_figure(run, reports) or _throughput(run, reports)
 
 
@@ -752,13 +746,11 @@ def _loss_figure(run, reports) -> list[Finding]:
         for factor in {1, scale, 1 / scale}
     ]
     if not any(fits):
-        return [
-            Finding(
-                "metric-wrong",
-                f"the loss of step {worst + 1} is reported as {reported[worst]:.4f}; the mean over all ranks is {true[worst]:.4f}",
-                reports[0]["where"],
-            )
-        ]
+        seen = (
+            f"the loss of step {worst + 1} is reported as {reported[worst]:.4f}; "
+            f"the mean over all ranks is {true[worst]:.4f}"
+        )
+        return [Finding("metric-wrong", seen, reports[0]["where"])]
     return []
 
 
@@ -1003,13 +995,11 @@ def resumed(whole: Run, first: Run, second: Run) -> list[Finding]:
         if set(c.steps[0].keys) != set(there.keys):
             text = "the second start trains on other samples than a run without a break"
         elif difference(c.steps[0].after.get("weights", []), there.after.get("weights", [])) > 1e-6:
-            return [
-                Finding(
-                    "optimizer-lost",
-                    "from the same weights and samples, the first step after the second start goes another way: the optimizer's state is another",
-                    load,
-                )
-            ]
+            seen = (
+                "from the same weights and samples, the first step after the second start goes another way: "
+                "the optimizer's state is another"
+            )
+            return [Finding("optimizer-lost", seen, load)]
         else:
             text = "the weights at the end differ from those of a run without a break"
         return [Finding("resume-differs", text, load)]
@@ -1057,13 +1047,11 @@ def one_process(run: Run, single: Run) -> list[Finding]:
             ]
         rates = (one["rates"], two["rates"])
         if rates[0] != rates[1]:
-            return [
-                Finding(
-                    "differs-from-one-process",
-                    f"the learning rate is {rates[0]} with {run.nproc} processes and {rates[1]} with one, for the same global batch",
-                    one["where"],
-                )
-            ]
+            seen = (
+                f"the learning rate is {rates[0]} with {run.nproc} processes and {rates[1]} with one, "
+                "for the same global batch"
+            )
+            return [Finding("differs-from-one-process", seen, one["where"])]
         after = (base[0].steps[index].after.get("weights"), other.steps[index].after.get("weights"))
         if all(after) and difference(*after) > 0.05:
             return [
@@ -1103,16 +1091,14 @@ def waiting(run: Run) -> list[Finding]:
     """Whether each step asks the device for a value."""
     for process in run.trained[:1]:
         counts = [step.after["values"] for step in process.steps if "values" in step.after]
-        per_step = sorted(b - a for a, b in zip(counts, counts[1:], strict=False))
+        per_step = sorted(b - a for a, b in itertools.pairwise(counts))
         if per_step and per_step[len(per_step) // 2] >= 1:
             where = process.steps[-1].after["value_at"]
-            return [
-                Finding(
-                    "host-sync",
-                    f"each step asks a tensor for its value ({per_step[len(per_step) // 2]} time{'s' if per_step[len(per_step) // 2] > 1 else ''})",
-                    where,
-                )
-            ]
+            seen = (
+                f"each step asks a tensor for its value ({per_step[len(per_step) // 2]} "
+                f"time{'s' if per_step[len(per_step) // 2] > 1 else ''})"
+            )
+            return [Finding("host-sync", seen, where)]
     return []
 
 

@@ -1,0 +1,49 @@
+"""Exercises and their solutions, hunk by hunk: which TODO each difference belongs to, and versions with some TODOs done."""
+
+import ast
+import difflib
+import re
+from pathlib import Path
+
+from workshop.check.exercises import Exercise
+
+
+def _body(path: Path) -> list[str]:
+    """The lines of a script without its docstring; of a runner with the path to the workshop as in the exercises."""
+    text = path.read_text()
+    if path.suffix == ".py":
+        return text.splitlines(keepends=True)[ast.parse(text).body[0].end_lineno :]
+    return text.replace("/../../workshop/", "/../workshop/").splitlines(keepends=True)
+
+
+def _head(path: Path) -> str:
+    text = path.read_text()
+    return "".join(text.splitlines(keepends=True)[: ast.parse(text).body[0].end_lineno]) if path.suffix == ".py" else ""
+
+
+def hunks(exercise: Path, solution: Path) -> list[tuple[set[int], list[str], list[str]]]:
+    """The differences in order: the numbers of the TODOs on the exercise's side, its lines, the solution's lines. Equal lines
+    between them come as hunks with equal sides and no numbers."""
+    before, after = _body(exercise), _body(solution)
+    found = []
+    for kind, a, b, c, d in difflib.SequenceMatcher(None, before, after, autojunk=False).get_opcodes():
+        numbers = {int(number) for line in before[a:b] for number in re.findall(r"# +TODO (\d)", line)}
+        found.append((numbers if kind != "equal" else set(), before[a:b], after[c:d]))
+    return found
+
+
+def version(exercise: Path, solution: Path, done: set[int]) -> str:
+    """The text of an exercise with the TODOs of these numbers done as in the solution."""
+    lines = []
+    for numbers, before, after in hunks(exercise, solution):
+        lines += after if numbers and numbers <= done else before
+    return _head(exercise) + "".join(lines)
+
+
+def write_version(exercise: Exercise, done: set[int], folder: Path) -> Path:
+    """Write that version, and its runner, into a folder; return the script."""
+    script = folder / exercise.path.name
+    for own, other in ((exercise.path, exercise.solution), (exercise.runner, exercise.solution.with_name(exercise.runner.name))):
+        (folder / own.name).write_text(version(own, other, done))
+        (folder / own.name).chmod(0o755)
+    return script
