@@ -43,7 +43,10 @@ def version(exercise: Path, solution: Path, done: set[int]) -> str:
 def write_version(exercise: Exercise, done: set[int], folder: Path) -> Path:
     """Write that version, and its runner, into a folder; return the script."""
     script = folder / exercise.path.name
-    for own, other in ((exercise.path, exercise.solution), (exercise.runner, exercise.solution.with_name(exercise.runner.name))):
+    for own, other in (
+        (exercise.path, exercise.solution),
+        (exercise.runner, exercise.solution.with_name(exercise.runner.name)),
+    ):
         (folder / own.name).write_text(version(own, other, done))
         (folder / own.name).chmod(0o755)
     return script

@@ -1120,7 +1120,7 @@ SINGLE_STYLES = (
         (
             (
                 ADAM,
-                "    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)\n"
+                "    optimizer = torch.optim.SGD(model.parameters(), lr=0.03, momentum=0.9)\n"
                 "    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1, (step + 1) / 30))\n",
             ),
             (LOAD, LOAD.replace("optimizer, device", "(optimizer, schedule), device")),
@@ -1134,7 +1134,7 @@ SINGLE_STYLES = (
             ),
             (
                 STEP,
-                "        torch.nn.utils.clip_grad_value_(model.parameters(), 0.5)\n"
+                "        torch.nn.utils.clip_grad_value_(model.parameters(), 0.1)\n"
                 + STEP
                 + "        schedule.step()\n",
             ),

@@ -18,7 +18,7 @@ from workshop.check.findings import Finding
 from workshop.check.real import real_part
 from workshop.errors import UserError
 
-BATCH = 16  # samples a step on each process, in the check's runs
+BATCH = 8  # samples a step on each process, in the check's runs
 EPOCHS = 2
 
 
@@ -260,7 +260,7 @@ def _several(verdict: Verdict, runs: _Runs) -> None:
     else:
         verdict.unchecked.append("whether one process computes the same: with one process it does not train")
     if "device-index" in exercise.kinds:
-        found += rules.devices(runs.run(nproc=4, nodes=2, epochs=1, batch=8), 2)
+        found += rules.devices(runs.run(nproc=4, nodes=2, epochs=1, batch=4), 2)
     if "traceback-hidden" in exercise.kinds:
         found += rules.told(runs.run(epochs=1, fails=True))
     if "macro F1" in exercise.goals.get(1, ""):

@@ -277,7 +277,8 @@ def _processes(r: Recorder) -> None:
         return _wrap
 
     _wrap(multiprocessing.process.BaseProcess, "run", run)
-    _wrap(torch.multiprocessing.spawn, "_wrap", wrap)
+    # (torch.multiprocessing.spawn is the function; the module of that name lies behind it)
+    _wrap(sys.modules["torch.multiprocessing.spawn"], "_wrap", wrap)
 
 
 def _device_index(device):

@@ -400,9 +400,7 @@ def _unequal_gradients(run: Run, base: Process, other: Process, index: int, star
     if start:
         lead += ", and they began with different weights"
     if not wrapped:
-        averaged = any(
-            call["name"] in ("all_reduce", "all_reduce_coalesced", "reduce") for call in base.of("collective")
-        )
+        averaged = _averages_by_hand(base)
         reason = (
             "nothing averages all of them"
             if averaged
@@ -419,6 +417,16 @@ def _unequal_gradients(run: Run, base: Process, other: Process, index: int, star
     else:
         reason = "something changes them on one rank after backward, or they travelled before they were complete"
     return Finding("gradients-differ", f"{lead}; {reason}", where)
+
+
+def _averages_by_hand(process: Process) -> bool:
+    """Whether a collective is called between a backward and its step."""
+    after_backward = False
+    for _, kind, _ in process.events:
+        if kind == "collective" and after_backward:
+            return True
+        after_backward = kind == "backward" or (after_backward and kind != "step")
+    return False
 
 
 def learning(run: Run) -> list[Finding]:
@@ -467,22 +475,16 @@ def learning(run: Run) -> list[Finding]:
 
 
 def falls(run: Run) -> list[Finding]:
-    """Whether the loss falls from the first third of the run to the last."""
+    """Whether the loss is anything but finite, constant or rising: the few steps of a check cannot show more."""
     for process in run.trained[:1]:
         losses = [backward["loss"] for backward in process.of("backward") if backward["loss"] is not None]
         third = max(1, len(losses) // 3)
         if len(losses) < 6:
             return []
         first, last = sum(losses[:third]) / third, sum(losses[-third:]) / third
-        if not math.isfinite(last) or last > first - 0.003 * abs(first):
-            where = process.of("backward")[0]["where"]
-            return [
-                Finding(
-                    "no-learning",
-                    f"the loss goes from {first:.3f} to {last:.3f} over {_plural(len(process.steps), 'step')}",
-                    where,
-                )
-            ]
+        if not math.isfinite(last) or last > first + 0.1 * abs(first) or max(losses) == min(losses):
+            seen = f"the loss goes from {first:.3f} to {last:.3f} over {_plural(len(process.steps), 'step')}"
+            return [Finding("no-learning", seen, process.of("backward")[0]["where"])]
     return []
 
 
@@ -552,7 +554,7 @@ def shares(run: Run, whole: bool = True) -> list[Finding]:
         if found:
             return [found]
         for number, together in enumerate(zip(*(process.epochs for process in ranks), strict=False), 1):
-            missed = _missed(run, ranks, together) if whole else None
+            missed = _missed(run, ranks, together) if whole and not _stopped_early(run, ranks[0], number) else None
             if missed:
                 return [Finding("samples-missed", f"in epoch {number} {missed}", _loader_where(ranks[0]))]
     for process in ranks[:1]:
@@ -619,6 +621,19 @@ def _step_overlap(ranks) -> Finding | None:
         seen = f"at each step ranks 0 and 1 share {sum(fractions) / len(fractions):.0%} of their samples"
         return Finding("shares-overlap", seen, _loader_where(ranks[0]))
     return None
+
+
+def _stopped_early(run: Run, process: Process, number: int) -> bool:
+    """Whether the program left an epoch's loader before its end, on purpose: then no sample was forgotten."""
+    loaders = [
+        what["forward"]["loader"] for what in process.of("backward") if what["forward"] and what["forward"]["loader"]
+    ]
+    order = list(dict.fromkeys(loaders))
+    if number > len(order):
+        return False
+    here = order[number - 1]
+    lengths = {(what["loader"], what["iteration"]): what["length"] for what in process.of("iterate")}
+    return loaders.count(here) < (lengths.get(here) or 0) - run.accumulate
 
 
 def _missed(run, ranks, together) -> str | None:
@@ -1176,7 +1191,9 @@ def main_findings(run: Run, *, exercise: bool, expected_accumulation: int | None
     unequal = collectives(run)
     found += address(run)
     no_group = group(run)
-    found += no_group
+    joined = any(process.rank is not None for process in run.processes)
+    if not final or joined or (exercise and not run.hung and not run.flooded):
+        found += no_group  # otherwise how it ended says why there is no group
     if run.hung:
         # Which ranks wait where says more than that the numbers of steps differ.
         found += final
