@@ -44,7 +44,7 @@ def main():
     try:
         train(rank, world_size, device, args)
     finally:
-        gc.collect()  # DDP holds on to the process group, and Python frees DDP in its own time: free it before the group
+        gc.collect()  # DDP holds on to the process group until Python frees it, in its own time: free it now
         dist.destroy_process_group()
 
 
@@ -118,7 +118,7 @@ def train_one_epoch(model, loader, optimizer, device):
     losses = torch.zeros(len(loader), device=device)
     # disable=None: a progress bar on a terminal, none in a log file
     # TODO 2
-    for step, (images, labels) in enumerate(tqdm(loader, leave=False, disable=None if dist.get_rank() == 0 else True)):
+    for step, (images, labels) in enumerate(tqdm(loader, leave=False, disable=dist.get_rank() > 0 or None)):
         images, labels = images.to(device), labels.to(device)
         # TODO 2: no communication but in the last backward() of a step; then step
         optimizer.zero_grad()

@@ -32,7 +32,7 @@ def main():
     try:
         train(rank, world_size, device, args)
     finally:
-        gc.collect()  # DDP holds on to the process group, and Python frees DDP in its own time: free it before the group
+        gc.collect()  # DDP holds on to the process group until Python frees it, in its own time: free it now
         dist.destroy_process_group()
 
 
@@ -77,9 +77,9 @@ def train_one_epoch(model, loader, optimizer, device):
         loss = F.cross_entropy(outputs.unsqueeze(1), is_odd.unsqueeze(1))
         loss.backward()
         optimizer.step()
-        loss_correct_total += torch.stack(
-            [loss.detach() * len(digits), ((outputs > 0) == is_odd.bool()).sum(), torch.tensor(len(digits), device=device)]
-        )
+        loss_correct_total[0] += loss.detach() * len(digits)
+        loss_correct_total[1] += ((outputs > 0) == is_odd.bool()).sum()
+        loss_correct_total[2] += len(digits)
     dist.all_reduce(loss_correct_total)
     loss, correct, total = loss_correct_total.tolist()
     return loss / total, correct / total

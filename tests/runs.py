@@ -15,6 +15,7 @@ from workshop.repository import ROOT
 SINGLE = ROOT / "01_single_gpu" / "single_gpu.py"
 SPAWN = ROOT / "solutions" / "02_pytorch_ddp" / "exercise1_multigpu.py"
 TORCHRUN = ROOT / "solutions" / "02_pytorch_ddp" / "exercise2_multigpu_torchrun.py"
+METRICS = ROOT / "solutions" / "02_pytorch_ddp" / "exercise3_global_metrics.py"
 PATCHES = ROOT / "tests" / "patches"  # what TEST_PATCH=... switches on: see sitecustomize.py there
 TORCHRUN_RUNNER = TORCHRUN.with_name("exercise2_run_multigpu_torchrun.sh")
 

@@ -76,7 +76,7 @@ def test_notebook_01(copy):
 def test_notebook_02(copy):
     notebook = execute(copy / "02_pytorch_ddp" / "02_pytorch_ddp.ipynb")
     text = outputs(notebook)
-    assert "+    model = DDP(model)" in text
+    assert "+    ddp_model = DDP(model)" in text
     assert "+from torch.distributed.elastic.multiprocessing.errors import record" in text
     assert pictures(notebook) == 1
     assert "killed the newest worker" in text

@@ -2,7 +2,7 @@
 It saves a snapshot after each epoch and, started again, carries on from it as if it had never stopped.
 
 One process:  python solutions/01_single_gpu/exercise1_fast_single_gpu.py --epochs 5
-Slurm:        srun --ntasks=1 --gpus=1 --cpus-per-task=4 solutions/01_single_gpu/exercise1_run_fast_single_gpu.sh --epochs 5
+Slurm:        srun --ntasks=1 --gpus=1 --cpus-per-task=4 solutions/01_single_gpu/exercise1_run_fast_single_gpu.sh
 """
 
 import os
@@ -60,7 +60,8 @@ def train(device, args):
     train_set, test_set = (on_device(part, device) for part in load_dataset(args.dataset, transform))
     sampler = RandomSampler(train_set, generator=torch.Generator())
     # The sampler yields the indices of a whole batch, and the tensors hand it out in one piece.
-    train_loader = DataLoader(train_set, batch_size=None, sampler=BatchSampler(sampler, args.batch_size, drop_last=True))
+    train_batches = BatchSampler(sampler, args.batch_size, drop_last=True)
+    train_loader = DataLoader(train_set, batch_size=None, sampler=train_batches)
     test_batches = BatchSampler(SequentialSampler(test_set), args.batch_size, drop_last=False)
     test_loader = DataLoader(test_set, batch_size=None, sampler=test_batches)
 

@@ -45,7 +45,7 @@ def worker(rank, world_size, port, args):
     try:
         train(rank, world_size, device, args)
     finally:
-        gc.collect()  # DDP holds on to the process group, and Python frees DDP in its own time: free it before the group
+        gc.collect()  # DDP holds on to the process group until Python frees it, in its own time: free it now
         dist.destroy_process_group()
 
 
@@ -110,7 +110,7 @@ def train_one_epoch(model, loader, optimizer, device):
     model.train()
     losses = torch.zeros(len(loader), device=device)
     # disable=None: a progress bar on a terminal, none in a log file
-    for step, (images, labels) in enumerate(tqdm(loader, leave=False, disable=None if dist.get_rank() == 0 else True)):
+    for step, (images, labels) in enumerate(tqdm(loader, leave=False, disable=dist.get_rank() > 0 or None)):
         images, labels = images.to(device), labels.to(device)
         optimizer.zero_grad()
         loss = F.cross_entropy(model(images), labels)

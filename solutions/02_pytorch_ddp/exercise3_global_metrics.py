@@ -1,8 +1,8 @@
 """Train a small CNN on handwritten digits with batches larger than the devices hold, and measure it over all of them.
 It saves a snapshot after each epoch and, started again, carries on from it as if it had never stopped.
 
-One process:  torchrun --standalone --nproc-per-node=1 solutions/02_pytorch_ddp/exercise3_global_metrics.py --accumulate 4
-N processes:  torchrun --standalone --nproc-per-node=2 solutions/02_pytorch_ddp/exercise3_global_metrics.py --accumulate 2
+One process:  torchrun --standalone --nproc-per-node=1 solutions/02_pytorch_ddp/exercise3_global_metrics.py
+N processes:  torchrun --standalone --nproc-per-node=2 solutions/02_pytorch_ddp/exercise3_global_metrics.py
 Slurm:        srun --ntasks=1 --gpus=4 --cpus-per-task=8 solutions/02_pytorch_ddp/exercise3_run_global_metrics.sh
 """
 
@@ -45,7 +45,7 @@ def main():
     try:
         train(rank, world_size, device, args)
     finally:
-        gc.collect()  # DDP holds on to the process group, and Python frees DDP in its own time: free it before the group
+        gc.collect()  # DDP holds on to the process group until Python frees it, in its own time: free it now
         dist.destroy_process_group()
 
 
@@ -111,7 +111,7 @@ def train_one_epoch(model, loader, optimizer, device, accumulate):
     losses = torch.zeros(len(loader) // accumulate, device=device)
     batches = islice(loader, len(losses) * accumulate)  # what is left over makes no whole step
     # disable=None: a progress bar on a terminal, none in a log file
-    for batch, (images, labels) in enumerate(tqdm(batches, leave=False, disable=None if dist.get_rank() == 0 else True)):
+    for batch, (images, labels) in enumerate(tqdm(batches, leave=False, disable=dist.get_rank() > 0 or None)):
         images, labels = images.to(device), labels.to(device)
         step, is_last = batch // accumulate, (batch + 1) % accumulate == 0
         # Gradients add up until zero_grad(). All processes need them at the last batch of a step, and only there.

@@ -31,7 +31,7 @@ def main():
     try:
         train(rank, world_size, device, args)
     finally:
-        gc.collect()  # DDP holds on to the process group, and Python frees DDP in its own time: free it before the group
+        gc.collect()  # DDP holds on to the process group until Python frees it, in its own time: free it now
         dist.destroy_process_group()
 
 

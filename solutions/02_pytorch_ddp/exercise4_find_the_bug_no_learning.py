@@ -31,7 +31,7 @@ def main():
     try:
         train(rank, world_size, device, args)
     finally:
-        gc.collect()  # DDP holds on to the process group, and Python frees DDP in its own time: free it before the group
+        gc.collect()  # DDP holds on to the process group until Python frees it, in its own time: free it now
         dist.destroy_process_group()
 
 
@@ -73,13 +73,13 @@ def train_one_epoch(model, loader, optimizer, device):
         images, is_odd = images.to(device), (digits % 2).to(device, torch.float32)
         optimizer.zero_grad()
         outputs = model(images).squeeze(1)  # one number a sample: above 0 for odd
-        # One output is one yes or no. cross_entropy takes it for the only class there is: its probability is 1, the loss 0.
+        # One output is one yes or no. cross_entropy takes it for the only class: its probability is 1, the loss 0.
         loss = F.binary_cross_entropy_with_logits(outputs, is_odd)
         loss.backward()
         optimizer.step()
-        loss_correct_total += torch.stack(
-            [loss.detach() * len(digits), ((outputs > 0) == is_odd.bool()).sum(), torch.tensor(len(digits), device=device)]
-        )
+        loss_correct_total[0] += loss.detach() * len(digits)
+        loss_correct_total[1] += ((outputs > 0) == is_odd.bool()).sum()
+        loss_correct_total[2] += len(digits)
     dist.all_reduce(loss_correct_total)
     loss, correct, total = loss_correct_total.tolist()
     return loss / total, correct / total

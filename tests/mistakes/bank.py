@@ -81,7 +81,7 @@ BANK = (
             ("        dist.destroy_process_group()\n", ""),
             (WRAP, "ddp_model = model"),
             (SAMPLER, "    sampler = DistributedSampler(train_set, world_size, rank, seed=SEED, drop_last=True)\n"),
-            ("disable=None if dist.get_rank() == 0 else True", "disable=None"),
+            ("disable=dist.get_rank() > 0 or None", "disable=None"),
             (REDUCE_LOSSES, ""),
             ("    dist.all_reduce(correct_and_total)\n", ""),
         ),

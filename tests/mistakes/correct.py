@@ -304,7 +304,7 @@ CHUNKS = """\
 def train_one_epoch(model, loader, optimizer, device, accumulate):
     model.train()
     losses = torch.zeros(len(loader), device=device)
-    for step, (images, labels) in enumerate(tqdm(loader, leave=False, disable=None if dist.get_rank() == 0 else True)):
+    for step, (images, labels) in enumerate(tqdm(loader, leave=False, disable=dist.get_rank() > 0 or None)):
         optimizer.zero_grad()
         # The loader's batch is that of a whole step: as much as fits at once is cut off of it.
         portions = list(zip(images.to(device).chunk(accumulate), labels.to(device).chunk(accumulate), strict=True))
