@@ -1,11 +1,15 @@
 """Runs that several tests look at: each is made once."""
 
+import signal
 from pathlib import Path
 from typing import NamedTuple
 
 import pytest
 
 import runs
+
+# A shell that starts the tests in the background lets them, and all that they start, ignore Ctrl-C; some tests press it.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 EPOCHS = 3
 GLOBAL_BATCH = 128

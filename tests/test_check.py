@@ -231,7 +231,7 @@ def test_watching_checks_again_at_every_save(tmp_path):
         running.wait_for("5 of 5 goals met", timeout=60)
         script.write_text(script.read_text().replace("ddp_model = DDP(model)", "ddp_model = model"))
         running.wait_for("the gradients", timeout=60)
-        running.wait_for("nothing averages them", timeout=60)
+        running.wait_for("before step 1", timeout=60)
     finally:
         running.process.send_signal(2)
         assert running.wait(20) == 130

@@ -65,5 +65,9 @@ def test_restarts(oldest):
     assert passed(oldest, "tests/test_restart.py", "-m", "not full") >= 6
 
 
+def test_exercises_and_check(oldest):
+    assert passed(oldest, "tests/test_exercises.py", "tests/test_check.py", "-m", "not full") > 100
+
+
 def test_20_kills_in_a_row(oldest):
     assert passed(oldest, "tests/test_restart.py", "-k", "20_kills", "-s") == 1

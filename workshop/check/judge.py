@@ -132,11 +132,11 @@ def check_file(
         raise UserError(
             f"{path} is no exercise; say how it is started: workshop check {path} --launch torchrun -- OPTIONS"
         )
+    start = time.monotonic()
     from workshop.check import launching  # imports torch
 
     launching.prepare()
     place = Path(tempfile.mkdtemp(prefix="workshop-check-"))
-    start = time.monotonic()
     verdict = Verdict(script, exercise)
     runner = _Runs(script, exercise, launch or exercise.launch, nproc, on_cpu, place)
     try:
