@@ -180,7 +180,7 @@ RUNNERS = [runs.ROOT / "01_single_gpu" / "run_single_gpu.sh", *runs.ROOT.glob("s
 def test_help_of_a_runner(runner, tmp_path):
     done = runs.run([runner, "--help"], tmp_path)
     assert (done.returncode, done.stderr) == (0, "")
-    assert "--save-every" in done.stdout
+    assert "--epochs" in done.stdout
 
 
 def test_runner_where_names_of_ours_lie_around(tmp_path):

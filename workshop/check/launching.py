@@ -268,6 +268,7 @@ def _rank(script, arguments, scratch, folder, pretended, fails, dies) -> int:
 
 def _run(script, arguments, scratch, folder, fails=False, dies=False) -> int:
     """Run the program in this process."""
+    sys.modules.pop("workshop.launcher", None)  # it remembers the parent of the process that imported it
     r = recorder.Recorder(folder, script, scratch)
     r.fails, r.dies = fails, dies
     recorder.install(r)
