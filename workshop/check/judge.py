@@ -65,11 +65,17 @@ class Verdict:
         for goal in self.exercise.goals:
             if goal == first or (goal in open_goals - {KEPT} and not blocking):
                 states[goal] = "open"
-            elif blocking or (goal == KEPT and self.errors) or self._rests_on_numbers(goal):
+            elif (
+                blocking or (goal == KEPT and self.errors) or self._rests_on_numbers(goal) or self._needs_launcher(goal)
+            ):
                 states[goal] = "blocked"
             else:
                 states[goal] = "met"
         return states
+
+    def _needs_launcher(self, goal: int) -> bool:
+        """Whether the goal waits for the part with a real launcher, which comes last, and only where nothing else is open."""
+        return self.exercise.kinds.get("not-restarted") == goal and (bool(self.errors) or not self.complete)
 
     def _rests_on_numbers(self, goal: int) -> bool:
         """Whether the goal's figures could not be judged, because what they rest on is wrong."""

@@ -50,7 +50,7 @@ def _goals(verdict: Verdict, console: Console, verbose: bool) -> None:
         title = escape(verdict.exercise.goals[goal])
         number = str(goal) if goal != KEPT else " "
         if state == "blocked":
-            by = f", blocked by {verdict.first_open}" if verdict.first_open != KEPT else ", not judged yet"
+            by = f", blocked by {verdict.first_open}" if verdict.first_open else ", not judged yet"
             console.print(f"[dim]{sign} {number} {title}{by}[/]", highlight=False)
             continue
         console.print(f"[{style}]{sign}[/] {number} {title}", highlight=False)
