@@ -385,7 +385,16 @@ def gradients(run: Run) -> list[Finding]:
                         one.before["where"],
                     )
                 ]
+    if not base.of("wrapped") and not _averages_by_hand(base) and _same_inputs(ranks):
+        seen = "the gradients agree only because all ranks train on the same samples: nothing averages them"
+        return [Finding("gradients-differ", seen, base.steps[0].before["where"])]
     return []
+
+
+def _same_inputs(ranks: list[Process]) -> bool:
+    """Whether all ranks gave their models the same at each step."""
+    together = list(zip(*(process.steps for process in ranks), strict=False))
+    return bool(together) and all(step.rows and step.rows == steps[0].rows for steps in together for step in steps)
 
 
 def _unequal_gradients(run: Run, base: Process, other: Process, index: int, start: bool = False) -> Finding:
