@@ -3,12 +3,11 @@
 import os
 import subprocess
 import sys
-import time
 from pathlib import Path
 
-import psutil
 import torch
 
+from workshop.measure.launch import Background, without_launcher
 from workshop.measure.log import read_log
 from workshop.repository import ROOT
 
@@ -22,12 +21,7 @@ TORCHRUN_RUNNER = TORCHRUN.with_name("exercise2_run_multigpu_torchrun.sh")
 
 def environment(**changes) -> dict:
     """The environment of a run: one thread a process, this Python, no launcher's variables from outside; None drops one."""
-    outer = {
-        name: value
-        for name, value in os.environ.items()
-        if not name.startswith(("SLURM_", "TORCHELASTIC_", "MASTER_", "WORKSHOP_"))
-        and name not in ("RANK", "WORLD_SIZE", "NPROC")
-    }
+    outer = {name: value for name, value in without_launcher(os.environ).items() if not name.startswith("WORKSHOP_")}
     fixed = {"OMP_NUM_THREADS": "1", "WORKSHOP_PYTHON": sys.executable, "PYTHONPATH": f"{PATCHES}{os.pathsep}{ROOT}"}
     # What the CPU computes is the same everywhere: GPUs are hidden from all tests but those marked gpu.
     hidden = {"CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": ""}
@@ -90,59 +84,19 @@ def largest_difference(first, second) -> float:
     return max((a[name] - b[name]).abs().max().item() for name in a)
 
 
-class Running:
-    """A run in the background, with its output in a file that can be waited on."""
+class Running(Background):
+    """A run in the background; that it does not come where it should fails the test."""
 
     def __init__(self, arguments, cwd, **env):
-        self.output = Path(cwd) / f"output-{time.monotonic_ns()}.txt"
-        with open(self.output, "w") as file:
-            self.process = subprocess.Popen(
-                [str(argument) for argument in arguments],
-                cwd=cwd,
-                env=environment(**env),
-                stdout=file,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
+        super().__init__(arguments, cwd, environment(**env))
 
-    def text(self) -> str:
-        return self.output.read_text()
+    def wait_for(self, line: str, timeout: float = 120) -> None:
+        found = super().wait_for(line, timeout)
+        assert found, f"no '{line}' (status {self.process.poll()}, within {timeout} s):\n{self.text()}"
 
-    def wait_for(self, line: str, timeout=120) -> None:
-        """Wait until ``line`` has been printed."""
-        end = time.monotonic() + timeout
-        while line not in self.text():
-            assert self.process.poll() is None, f"ended with {self.process.returncode} before '{line}':\n{self.text()}"
-            assert time.monotonic() < end, f"no '{line}' within {timeout} s:\n{self.text()}"
-            time.sleep(0.02)
-
-    def wait(self, timeout=180) -> int:
-        try:
-            return self.process.wait(timeout)
-        except subprocess.TimeoutExpired:
-            self.kill()
-            raise AssertionError(f"still running after {timeout} s:\n{self.text()}") from None
-
-    def workers(self) -> list[psutil.Process]:
-        """The processes that train, by rank: the launcher's children that run a script of the stages."""
-        found = []
-        for child in psutil.Process(self.process.pid).children():
-            try:
-                found.append((int(child.environ()["RANK"]), child))
-            except (KeyError, psutil.Error):
-                continue
-        return [child for _, child in sorted(found, key=lambda pair: pair[0])]
-
-    def kill(self) -> None:
-        """Kill the run and all that it started."""
-        try:
-            family = psutil.Process(self.process.pid).children(recursive=True)
-        except psutil.NoSuchProcess:
-            family = []
-        self.process.kill()
-        for member in family:
-            try:
-                member.kill()
-            except psutil.NoSuchProcess:
-                pass
-        self.process.wait()
+    def wait(self, timeout: float = 180) -> int:
+        status = super().wait(timeout)
+        if status is None:
+            self.end()
+            raise AssertionError(f"still running after {timeout} s:\n{self.text()}")
+        return status

@@ -72,9 +72,7 @@ def _check_data(args, world_size):
     train_set, test_set = load_dataset(dataset)
     smaller = min(len(train_set), len(test_set))
     if world_size > smaller:
-        raise UserError(
-            f"{world_size:,} processes are more than the {smaller:,} samples of {dataset}; start fewer"
-        )
+        raise UserError(f"{world_size:,} processes are more than the {smaller:,} samples of {dataset}; start fewer")
     if args.batch_size * world_size * accumulate > len(train_set):
         portions = f" with --accumulate {accumulate:,}" if accumulate > 1 else ""
         raise UserError(

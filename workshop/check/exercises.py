@@ -18,6 +18,7 @@ class Exercise:
         goals: the title of each goal, by its number; ``KEPT`` has no TODO.
         kinds: for each kind of finding the goal that it belongs to; what is not named belongs to ``KEPT``.
         options: options of the check's runs.
+        metric: what a goal asks to have reported: "accuracy", or a further figure of ``log.write()``; "": nothing.
     """
 
     name: str
@@ -25,6 +26,7 @@ class Exercise:
     goals: dict[int, str]
     kinds: dict[str, int]
     options: tuple[str, ...] = ()
+    metric: str = ""
 
     @property
     def path(self) -> Path:
@@ -65,6 +67,7 @@ EXERCISES = (
             KEPT: "it learns as well, resumes, and is as fast as the solution (within 15 %)",
         },
         {**_kinds(goal1="data-per-sample", goal2="host-sync", goal3="precision"), "slower": KEPT},
+        metric="accuracy",
     ),
     Exercise(
         "02_pytorch_ddp/exercise1_multigpu.py",
@@ -77,6 +80,7 @@ EXERCISES = (
             KEPT: "it learns, and carries on from its snapshot",
         },
         _kinds(goal1=PROCESSES, goal2=GRADIENTS, goal3=SHARES, goal4=METRICS),
+        metric="accuracy",
     ),
     Exercise(
         "02_pytorch_ddp/exercise2_multigpu_torchrun.py",
@@ -92,6 +96,7 @@ EXERCISES = (
             goal2="device-index",
             goal3="not-restarted orphans traceback-hidden",
         ),
+        metric="accuracy",
     ),
     Exercise(
         "02_pytorch_ddp/exercise3_global_metrics.py",
@@ -106,6 +111,7 @@ EXERCISES = (
             goal2="accumulation-uneven accumulation-scale accumulation-traffic gradients-pile-up gradients-differ weights-differ "
             "gradient-scale differs-from-one-process no-training",
         ),
+        metric="macro_f1",
     ),
     *(
         Exercise(
@@ -134,7 +140,15 @@ EXERCISES = (
 )
 
 # Scripts that are given, and can be checked too.
-GIVEN = (Exercise("01_single_gpu/single_gpu.py", "single", {KEPT: "it learns, and carries on from its snapshot"}, {}),)
+GIVEN = (
+    Exercise(
+        "01_single_gpu/single_gpu.py",
+        "single",
+        {KEPT: "it learns, and carries on from its snapshot"},
+        {},
+        metric="accuracy",
+    ),
+)
 
 
 def find_exercise(path: Path) -> Exercise | None:

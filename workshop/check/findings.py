@@ -67,11 +67,12 @@ WHY = {
     "slower": "the device could do more in the same time",
     # -- matters of taste
     "same-random": "every rank draws the same random numbers: the same dropout, the same augmentation",
+    "random-lost": "dropout and augmentation go another way after a restart: the run is as good, and not the same",
     "batch-wasted": "a batch that is loaded and thrown away costs time, and workers that start for it cost more",
     "not-destroyed": "a group that is not destroyed can hang or warn at the end",
 }
 
-HINTS = {"same-random", "batch-wasted", "not-destroyed"}  # shown as hints, never as errors
+HINTS = {"same-random", "random-lost", "batch-wasted", "not-destroyed"}  # shown as hints, never as errors
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,7 @@ The way through this folder: ``judge`` asks ``launching`` to run the program, wi
 turns the evidence that they leave into findings; ``report`` shows them.
 """
 
+import gc
 import shutil
 import tempfile
 import time
@@ -59,7 +60,7 @@ class Verdict:
         if not self.exercise:
             return {}
         open_goals = {self.goal_of(finding) for finding in self.errors}
-        blocking = bool(self.errors) and (self.errors[0].kind in BLOCKING or self.first_open is None)
+        blocking = bool(self.errors) and self.errors[0].kind in BLOCKING
         first = self.first_open
         states = {}
         for goal in self.exercise.goals:
@@ -139,9 +140,11 @@ def check_file(
             f"{path} is no exercise; say how it is started: workshop check {path} --launch torchrun -- OPTIONS"
         )
     start = time.monotonic()
+    gc.disable()  # collections take a tenth of the time of these imports, and find nothing
     from workshop.check import launching  # imports torch
 
     launching.prepare()
+    gc.enable()
     place = Path(tempfile.mkdtemp(prefix="workshop-check-"))
     verdict = Verdict(script, exercise)
     runner = _Runs(script, exercise, launch or exercise.launch, nproc, on_cpu, place)
@@ -228,7 +231,7 @@ class _Runs:
         for name, value in (
             ("--epochs", epochs),
             ("--batch-size", batch),
-            ("--accumulate", accumulate if accumulate > 1 or "accumulation" in self.script.name else None),
+            ("--accumulate", accumulate),
             ("--snapshot", "run.pt"),
             ("--nproc", nproc if self.launch == "spawn" else None),
         ):
@@ -242,6 +245,7 @@ class _Runs:
             nproc=nproc,
             scratch=scratch or self.folder(),
             nodes=nodes,
+            samples=BATCH * self.nproc * 9 // 2,  # four and a half global batches
             on_cpu=self.on_cpu,
             fails=fails,
         )
@@ -269,11 +273,22 @@ def _several(verdict: Verdict, runs: _Runs) -> None:
         found += rules.devices(runs.run(nproc=4, nodes=2, epochs=1, batch=4), 2)
     if "traceback-hidden" in exercise.kinds:
         found += rules.told(runs.run(epochs=1, fails=True))
-    if "macro F1" in exercise.goals.get(1, ""):
-        found += rules.missing_metric(whole, "macro_f1")
-    if not {finding.kind for finding in found} & NUMBERS:
-        found += rules.figures(whole)
+    found += _figures(verdict, whole, judge={finding.kind for finding in found}.isdisjoint(NUMBERS))
     verdict.findings = _ordered(verdict, found)
+
+
+def _figures(verdict: Verdict, run: Run, judge: bool = True) -> list[Finding]:
+    """Findings about the reported figures, their values only if ``judge``; what cannot be compared is said."""
+    metric = verdict.exercise.metric
+    if not metric:
+        return []
+    missing = rules.missing_metric(run, metric)
+    if missing or not judge:
+        return missing
+    reason = rules.unjudged_figures(run)
+    if reason:
+        verdict.unchecked.append(f"the reported figures ({reason})")
+    return rules.figures(run)
 
 
 def _in_two_parts(runs: _Runs, whole: Run, accumulate: int = 1) -> list[Finding]:
@@ -302,7 +317,7 @@ def _one_device(verdict: Verdict, runs: _Runs) -> None:
     verdict.findings = _ordered(verdict, found)
     if any(finding.kind in BLOCKING for finding in found):
         return
-    found += _in_two_parts(runs, whole) + rules.figures(whole)
+    found += _in_two_parts(runs, whole) + _figures(verdict, whole)
     if "host-sync" in verdict.exercise.kinds:
         found += rules.loading(whole) + rules.waiting(whole)
         import torch
@@ -327,7 +342,6 @@ def _generic(verdict: Verdict, runs: _Runs, arguments: list[str]) -> None:
             launch=runs.launch,
             nproc=1 if runs.launch == "single" else runs.nproc,
             scratch=scratch,
-            small_data=False,
             on_cpu=runs.on_cpu,
             dies=dies,
             patience=launching.Patience(idle=10, busy=60, total=600),

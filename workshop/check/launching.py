@@ -10,7 +10,6 @@ import ctypes
 import gc
 import multiprocessing
 import multiprocessing.context
-import multiprocessing.popen_fork
 import os
 import random
 import shutil
@@ -28,11 +27,11 @@ import psutil
 import torch
 import torch.distributed as dist
 import torch.utils.data.distributed
-from torch import multiprocessing as torch_multiprocessing  # noqa: F401
 
 from workshop.check import recorder
 from workshop.check.evidence import Run, read_process
 from workshop.data import datasets
+from workshop.measure.launch import family, loopback, without_launcher
 
 OUTPUT_LIMIT = 20_000_000  # bytes
 LINUX = sys.platform == "linux"
@@ -61,7 +60,7 @@ def run_program(
     nproc: int,
     scratch: Path,
     nodes: int = 1,
-    small_data: bool = True,
+    samples: int | None = None,
     on_cpu: bool = True,
     fails: bool = False,
     dies: bool = False,
@@ -77,7 +76,7 @@ def run_program(
         nproc: the number of processes.
         scratch: the folder that it runs in, the only one that it can write to; snapshots of an earlier run may lie in it.
         nodes: over how many simulated machines the processes are spread; with more than one each seems to have devices.
-        small_data: give it a part of the digits, for speed.
+        samples: give it only so many of the digits to train on, and few to test on, for speed; None: all.
         on_cpu: hide the GPUs.
         fails: let rank 1 raise an exception in its third step.
         dies: let the rank that saves die in the step after its first snapshot.
@@ -91,16 +90,17 @@ def run_program(
     sys.stderr.flush()
     keeper = os.fork()
     if keeper == 0:
-        _child(_keep, script, list(arguments), launch, nproc, scratch, folder, nodes, small_data, on_cpu, fails, dies)
+        _child(_keep, script, list(arguments), launch, nproc, scratch, folder, nodes, samples, on_cpu, fails, dies)
     watcher = _Watcher(keeper, folder, patience)
     try:
         status = watcher.watch()
     finally:
-        end_tree(keeper)
+        _kill_below(keeper)
+        with suppress(ProcessLookupError, ChildProcessError):
+            os.kill(keeper, signal.SIGKILL)  # last: while it lives, it is the parent of what its children leave behind
+            os.waitpid(keeper, 0)
     processes = [read_process(folder, int(path.name.split("-")[1])) for path in folder.glob("events-*")]
-    processes.sort(
-        key=lambda process: process.events[0][2].get("order", process.pid) if process.events else process.pid
-    )
+    processes.sort(key=lambda process: process.pid)
     run = Run(nproc, processes, status, watcher.hung, watcher.flooded, time.monotonic() - start, launch)
     run.error_files = {int(path.stem.split("-")[1]) for path in folder.glob("error-*.json")}
     shutil.rmtree(folder, ignore_errors=True)
@@ -130,7 +130,7 @@ def _keep(*arguments) -> int:
     _prctl(36, 1)  # PR_SET_CHILD_SUBREAPER: what loses its parent becomes a child of this one
     _prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG: when the judge dies
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, lambda *_: (_end_children(), os._exit(70)))
+    signal.signal(signal.SIGTERM, lambda *_: (_kill_below(os.getpid()), os._exit(70)))
     launcher = os.fork()
     if launcher == 0:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
@@ -140,25 +140,27 @@ def _keep(*arguments) -> int:
     while pid != launcher:
         pid, ended = os.wait()
     code = os.waitstatus_to_exitcode(ended)
-    _end_children()
+    _kill_below(os.getpid())
     return code if code >= 0 else 128 - code
 
 
-def _end_children() -> None:
+def _kill_below(pid: int) -> None:
+    """Kill all that a process has started, and what that starts meanwhile, until nothing is left."""
     for _ in range(500):
-        children = psutil.Process().children(recursive=True)
-        if not children:
+        members = family(pid)[1:]
+        if not members:
             return
-        for child in children:
+        for member in members:
             with suppress(psutil.NoSuchProcess):
-                child.kill()
-        with suppress(ChildProcessError):
-            while os.waitpid(-1, os.WNOHANG)[0]:
-                pass
+                member.kill()
+        if pid == os.getpid():
+            with suppress(ChildProcessError):
+                while os.waitpid(-1, os.WNOHANG)[0]:
+                    pass
         time.sleep(0.005)
 
 
-def _launcher(script, arguments, launch, nproc, scratch, folder, nodes, small_data, on_cpu, fails, dies) -> int:
+def _launcher(script, arguments, launch, nproc, scratch, folder, nodes, samples, on_cpu, fails, dies) -> int:
     """The first process of the program; its exit status is the run's."""
     _prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: it does not outlive the keeper
     null = os.open(os.devnull, os.O_RDONLY)
@@ -173,8 +175,8 @@ def _launcher(script, arguments, launch, nproc, scratch, folder, nodes, small_da
     tempfile.tempdir = None
     sys.dont_write_bytecode = True
     torch.set_num_threads(1)
-    if small_data:
-        _small_data()
+    if samples:
+        _small_data(samples)
     # "spawn" would start Python, and import torch, anew for each process: forked, they start in a tenth of a second.
     contexts = multiprocessing.context._concrete_contexts
     contexts["spawn"] = contexts["forkserver"] = contexts["fork"]
@@ -185,27 +187,13 @@ def _launcher(script, arguments, launch, nproc, scratch, folder, nodes, small_da
 
 
 def _environment(scratch: Path, on_cpu: bool) -> None:
-    for name in list(os.environ):
-        if name.startswith(("SLURM_", "TORCHELASTIC_", "MASTER_", "OMPI_", "PMI_")) or name in (
-            "RANK",
-            "WORLD_SIZE",
-            "LOCAL_RANK",
-            "LOCAL_WORLD_SIZE",
-            "GROUP_RANK",
-            "ROLE_RANK",
-            "TORCH_DISTRIBUTED_DEBUG",
-            "NPROC",
-        ):
-            del os.environ[name]
-    os.environ.update(TMPDIR=str(scratch / "tmp"), OMP_NUM_THREADS="1", GLOO_SOCKET_IFNAME=_loopback())
+    for name in os.environ.keys() - without_launcher(os.environ).keys() | {"TORCH_DISTRIBUTED_DEBUG"}:
+        os.environ.pop(name, None)
+    os.environ.update(TMPDIR=str(scratch / "tmp"), OMP_NUM_THREADS="1", GLOO_SOCKET_IFNAME=loopback())
     for name in ("XDG_CACHE_HOME", "XDG_CONFIG_HOME", "MPLCONFIGDIR", "TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR"):
         os.environ[name] = str(scratch / "tmp")  # what libraries keep, where the program may write
     if on_cpu:
         os.environ.update(CUDA_VISIBLE_DEVICES="", HIP_VISIBLE_DEVICES="")
-
-
-def _loopback() -> str:
-    return "lo" if os.path.exists("/sys/class/net/lo") else "lo0"
 
 
 def _ranks(script, arguments, nproc, scratch, folder, nodes, fails, dies) -> int:
@@ -272,44 +260,45 @@ def _run(script, arguments, scratch, folder, fails=False, dies=False) -> int:
     r = recorder.Recorder(folder, script, scratch)
     r.fails, r.dies = fails, dies
     recorder.install(r)
-    if hasattr(datasets, "_check_capture"):
-        datasets._check_capture.append(r)
+    _recorders.append(r)
     status = recorder.run_script(r, script, arguments)
     multiprocessing.util._exit_function()
     return status if 0 <= status < 256 else 1
 
 
-def _small_data() -> None:
-    """Give ``Digits`` a part of its samples: quick to train on, and a test set that does not divide by 2."""
-    captured = datasets._check_capture = []
+def _small_data(samples: int) -> None:
+    """Give ``Digits`` a part of its samples: quick to train on, and a test set that divides by no number of processes."""
     get = datasets.Digits.__getitem__
 
     def __init__(self, train, transform=None):
-        images, labels = SMALL[train]
-        self.images, self.labels, self.transform = images, labels, transform
-        for r in captured:
+        images, labels = _digits[train]
+        count = samples if train else TEST_SAMPLES
+        self.images, self.labels, self.transform = images[:count], labels[:count], transform
+        for r in _recorders:
             if not train and (transform is not None or r.test_set is None):
                 r.test_set = self
 
     def __getitem__(self, index):
-        for r in captured:
+        for r in _recorders:
             r.prepared += not r.quiet
         return get(self, index)
 
     datasets.Digits.__init__, datasets.Digits.__getitem__ = __init__, __getitem__
 
 
-SMALL = {}  # filled by prepare(): True: training part, False: test part
+TEST_SAMPLES = 47
+_digits = {}  # what prepare() has read: True: the training part, False: the test part, each (images, labels)
+_recorders = []  # of this process: empty but in a process that runs a checked program
 
 
 def prepare() -> None:
     """Read the digits and import what programs import, once; the forked processes have it then."""
-    if SMALL:
+    if _digits:
         return
     torch.set_num_threads(1)
-    for train, count in ((True, 72), (False, 45)):
+    for train in (True, False):
         part = datasets.Digits(train)
-        SMALL[train] = (part.images[:count], part.labels[:count])
+        _digits[train] = (part.images, part.labels)
     import tqdm  # noqa: F401
     from torchvision import transforms  # noqa: F401
 
@@ -412,27 +401,3 @@ class _Watcher:
             with suppress(ProcessLookupError):
                 os.kill(int(path.name.split("-")[1]), signal.SIGUSR1)
         time.sleep(0.3)
-
-
-def family(pid: int) -> list[psutil.Process]:
-    """A process and all below it."""
-    try:
-        process = psutil.Process(pid)
-        return [process, *process.children(recursive=True)]
-    except psutil.NoSuchProcess:
-        return []
-
-
-def end_tree(keeper: int) -> None:
-    """Kill a keeper and all that came of it, until nothing is left."""
-    for _ in range(500):
-        members = [process for process in family(keeper) if process.pid != keeper]
-        if not members:
-            break
-        for process in members:  # the keeper last: while it lives, it is the parent of what its children leave behind
-            with suppress(psutil.NoSuchProcess):
-                process.kill()
-        time.sleep(0.005)
-    with suppress(ProcessLookupError, ChildProcessError):
-        os.kill(keeper, signal.SIGKILL)
-        os.waitpid(keeper, 0)

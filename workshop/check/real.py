@@ -1,9 +1,7 @@
 """What only a real launcher shows: spawn's fresh interpreters, torchrun's restarts, kill -9, the speed without a recorder."""
 
 import os
-import subprocess
 import sys
-import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -12,7 +10,7 @@ import psutil
 
 from workshop.check.exercises import Exercise
 from workshop.check.findings import Finding
-from workshop.measure.launch import end_family
+from workshop.measure.launch import Background, without_launcher
 from workshop.measure.log import read_log
 from workshop.repository import ROOT
 
@@ -31,75 +29,33 @@ def real_part(exercise: Exercise) -> Callable[[Path, Exercise, Path], list[Findi
     return None
 
 
-class _Real:
-    """A program that runs for real, with its output in a file.
+class _Real(Background):
+    """A program that runs for real, on the CPU.
 
     Args:
         command: the program and its options.
-        folder: where it runs; its output is kept there.
+        folder: where it runs; it is made.
         settings: further environment variables.
     """
 
     def __init__(self, command: list, folder: Path, **settings: str):
-        environment = {
-            name: value
-            for name, value in os.environ.items()
-            if not name.startswith(("SLURM_", "TORCHELASTIC_", "MASTER_"))
-            and name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")
-        }
+        environment = without_launcher(os.environ)
         environment |= {"PYTHONPATH": str(ROOT), "WORKSHOP_PYTHON": sys.executable, "PYTHONDONTWRITEBYTECODE": "1"}
         environment |= {"CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": "", "NPROC": "2"} | settings
         folder.mkdir(exist_ok=True)
-        self.folder, self.output = folder, folder / "output.txt"
-        with open(self.output, "w") as file:
-            self.process = subprocess.Popen(
-                [str(part) for part in command],
-                cwd=folder,
-                env=environment,
-                stdin=subprocess.DEVNULL,
-                stdout=file,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
+        self.folder = folder
+        super().__init__(command, folder, environment)
 
-    def text(self) -> str:
-        return self.output.read_text(errors="replace")
-
-    def wait_for(self, line: str) -> bool:
-        """Wait until it has printed this, or has ended, or the time is over; say whether it has printed it."""
-        deadline = time.monotonic() + LIMIT
-        while time.monotonic() < deadline:
-            if line in self.text():
-                return True
-            if self.process.poll() is not None:
-                return line in self.text()
-            time.sleep(0.02)
-        return False
-
-    def wait(self) -> int | None:
-        """Wait to its end; None if it took too long."""
-        try:
-            return self.process.wait(LIMIT)
-        except subprocess.TimeoutExpired:
-            return None
-
-    def workers(self) -> list[psutil.Process]:
-        """The processes that torchrun started, by rank."""
-        found = []
-        try:
-            for child in psutil.Process(self.process.pid).children(recursive=True):
-                environment = child.environ()
-                if "RANK" in environment and "TORCHELASTIC_RUN_ID" in environment:
-                    found.append((int(environment["RANK"]), child))
-        except psutil.Error:
-            pass
-        ranks = {}
-        for rank, child in sorted(found, key=lambda pair: pair[1].pid):
-            ranks.setdefault(rank, child)  # the oldest of a rank: its own children carry the same variables
-        return [ranks[rank] for rank in sorted(ranks)]
-
-    def end(self) -> None:
-        end_family(self.process, grace=1)
+    def started(self) -> list[Finding]:
+        """Wait for the end of its first epoch: why it does not come there with two processes of torchrun's; empty if it does."""
+        if not self.wait_for("epoch 1/2", LIMIT):
+            seen = f"with the real torchrun it does not reach the end of epoch 1: {_last_error(self.text())}"
+            return [Finding("crash", seen, detail=self.text()[-3000:])]
+        count = len(self.workers())
+        if count != 2:
+            seen = f"2 processes were asked for, and {count or 'none'} came from torchrun"
+            return [Finding("no-group", seen, detail=self.text()[-3000:])]
+        return []
 
 
 def _last_error(text: str) -> str:
@@ -115,7 +71,7 @@ def _spawn(script: Path, exercise: Exercise, place: Path) -> list[Finding]:
     """Run it with fresh interpreters, as spawn starts them."""
     run = _Real([sys.executable, script, "--nproc", 2, "--epochs", 1, "--snapshot", "run.pt"], place / "spawn")
     try:
-        status = run.wait()
+        status = run.wait(LIMIT)
     finally:
         run.end()
     text = run.text()
@@ -160,13 +116,11 @@ def _kills(script: Path, exercise: Exercise, place: Path) -> list[Finding]:
     from workshop.check import launching
 
     command = _command(script, exercise)
-    if len(command) == 1 and not _uses_torchrun(command[0]):
-        return [Finding("no-group", f"{command[0].name} does not start torchrun")]
     # What an uninterrupted run ends with: forked ranks compute the same, bit for bit, and are there at once.
     options = ["--epochs", "2", "--snapshot", "run.pt"]
     whole = place / "uninterrupted"
     whole.mkdir()
-    run = launching.run_program(script, options, launch="torchrun", nproc=2, scratch=whole, small_data=False)
+    run = launching.run_program(script, options, launch="torchrun", nproc=2, scratch=whole)
     if run.status != 0:
         return [Finding("crash", f"with all of the digits it ends with status {run.status}")]
     settings = {"OMP_NUM_THREADS": "1"} | ({"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"} if len(command) > 1 else {})
@@ -175,11 +129,6 @@ def _kills(script: Path, exercise: Exercise, place: Path) -> list[Finding]:
             both.submit(kill, [*command, *options], settings, place) for kill in (_worker_killed, _torchrun_killed)
         ]
         return [finding for kill in kills for finding in kill.result()]
-
-
-def _uses_torchrun(runner) -> bool:
-    text = Path(runner).read_text()
-    return "torch.distributed.run" in text or "torchrun " in text
 
 
 def _same_weights(first: Path, second: Path) -> str:
@@ -212,27 +161,17 @@ def _tensors(value, name="") -> dict:
 def _worker_killed(command, settings, place) -> list[Finding]:
     run = _Real(command, place / "worker", **settings)
     try:
-        if not run.wait_for("epoch 1/2") or len(workers := run.workers()) < 2:
-            return [
-                Finding(
-                    "not-restarted",
-                    f"no second process to kill after epoch 1: {_last_error(run.text())}",
-                    detail=run.text()[-3000:],
-                )
-            ]
-        workers[1].kill()
-        status = run.wait()
+        problems = run.started()
+        if problems:
+            return problems
+        run.workers()[1].kill()
+        status = run.wait(LIMIT)
     finally:
         run.end()
     if status != 0:
         how = "it hangs" if status is None else f"it ends with status {status}"
-        return [
-            Finding(
-                "not-restarted",
-                f"after kill -9 on one worker {how}: nobody starts the processes again",
-                detail=run.text()[-3000:],
-            )
-        ]
+        seen = f"after kill -9 on one worker {how}: nobody starts the processes again"
+        return [Finding("not-restarted", seen, detail=run.text()[-3000:])]
     problem = _same_weights(place / "uninterrupted" / "run.pt", run.folder / "run.pt")
     if problem:
         return [Finding("resume-differs", f"after kill -9 on one worker and torchrun's restart {problem}")]
@@ -242,11 +181,12 @@ def _worker_killed(command, settings, place) -> list[Finding]:
 def _torchrun_killed(command, settings, place) -> list[Finding]:
     run = _Real(command, place / "torchrun", **settings)
     try:
-        if not run.wait_for("epoch 1/2"):
-            return []
+        problems = run.started()
+        if problems:
+            return problems
         workers = run.workers()
-        run.process.kill()
-        run.process.wait()
+        workers[0].parent().kill()  # torchrun, which need not be the runner itself
+        run.wait(LIMIT)
         _, alive = psutil.wait_procs(workers, timeout=2)
         for worker in alive:
             worker.kill()
@@ -262,17 +202,12 @@ def _torchrun_killed(command, settings, place) -> list[Finding]:
         run.end()
     again = _Real(command, place / "torchrun", **settings)
     try:
-        status = again.wait()
+        status = again.wait(LIMIT)
     finally:
         again.end()
     if status != 0:
-        return [
-            Finding(
-                "resume-fails",
-                f"after kill -9 on torchrun the next start fails: {_last_error(again.text())}",
-                detail=again.text()[-3000:],
-            )
-        ]
+        seen = f"after kill -9 on torchrun the next start fails: {_last_error(again.text())}"
+        return [Finding("resume-fails", seen, detail=again.text()[-3000:])]
     problem = _same_weights(place / "uninterrupted" / "run.pt", again.folder / "run.pt")
     return [Finding("resume-differs", f"after kill -9 on torchrun and a new start {problem}")] if problem else []
 
@@ -286,7 +221,7 @@ def _speed(script: Path, exercise: Exercise, place: Path) -> list[Finding]:
         for name, program in (("own", script), ("solution", exercise.solution)):
             run = _Real([sys.executable, program, "--epochs", 3, "--snapshot", "run.pt"], place / f"{name}-{turn}")
             try:
-                status = run.wait()
+                status = run.wait(LIMIT)
             finally:
                 run.end()
             if status != 0:

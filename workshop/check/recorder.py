@@ -301,7 +301,6 @@ def _collectives(r: Recorder) -> None:
                     "collective",
                     name=name,
                     shape=None if tensor is None or name.endswith(("object", "list")) else tuple(tensor.shape),
-                    needs_grad=tensor is not None and tensor.requires_grad and tensor.grad_fn is not None,
                     where=r.where(),
                 )
                 r.in_collective += 1
@@ -341,7 +340,7 @@ def _models(r: Recorder) -> None:
 
     def wrap(original):
         def __init__(self, module, device_ids=None, output_device=None, *args, **kwargs):
-            r.note("wrapped", model=id(module), device_ids=str(device_ids), where=r.where())
+            r.note("wrapped", where=r.where())
             on_cpu = all(parameter.device.type == "cpu" for parameter in module.parameters())
             if on_cpu:  # the device that the program meant is not here: on the CPU both have to be None
                 device_ids = output_device = None
@@ -400,8 +399,6 @@ def _forward(r: Recorder, module, args, kwargs) -> None:
     event = {
         "wrapped": wrapped,
         "sync": module.require_backward_grad_sync if wrapped else None,
-        "model": id(model),
-        "training": model.training,
         "keys": keys,
         "rows": content,
         "loader": batch["loader"] if batch else None,
@@ -438,7 +435,7 @@ def _backward(r: Recorder, loss) -> None:
         sync=forward["sync"] if ddp else None,
         leftover=leftover,
         where=r.where(),
-        seed=torch.initial_seed(),
+        random=zlib.crc32(torch.get_rng_state().numpy().tobytes()),
     )
 
 
@@ -709,9 +706,9 @@ def _reports(r: Recorder) -> None:
 
 
 def _truth(r: Recorder) -> dict:
-    """Accuracy and macro F1 of the model over the whole test set, computed here and now."""
+    """Accuracy and macro F1 of the model over the whole test set, computed here and now; or "failed": why there are none."""
     if r.test_set is None or r.model is None:
-        return {}
+        return {"failed": "no test set of load_dataset(), or no model, was seen"}
     r.quiet += 1
     was_training = r.model.training
     try:
@@ -728,8 +725,10 @@ def _truth(r: Recorder) -> dict:
             "macro_f1": f1.mean().item(),
             "samples": len(labels),
         }
-    except Exception:  # a model of another shape: then there is no truth to compare with
-        return {}
+    except (
+        Exception
+    ) as error:  # the learner's own model runs here: it may ask for other inputs, and raise what it likes
+        return {"failed": f"{type(error).__name__}: {error}"}
     finally:
         r.model.train(was_training)
         r.quiet -= 1

@@ -9,7 +9,7 @@ import math
 import re
 from collections import Counter
 
-from workshop.check.evidence import Process, Run, is_echo
+from workshop.check.evidence import Process, Run, Step, is_echo
 from workshop.check.findings import Finding
 
 CLOSE = 1e-3  # relative difference between two ranks' figures from which on they count as different
@@ -597,38 +597,42 @@ def _overlap(run, ranks, number, together) -> Finding | None:
     if min(map(len, sets)) < 4:
         return None
     where = _loader_where(ranks[0])
-    for other in range(1, len(sets)):
-        both = len(sets[0] & sets[other])
-        smaller = min(len(sets[0]), len(sets[other]))
+    for one, other in itertools.combinations(range(len(sets)), 2):
+        names = f"ranks {_number(ranks, one)} and {_number(ranks, other)}"
+        both = len(sets[one] & sets[other])
+        smaller = min(len(sets[one]), len(sets[other]))
         if both >= 0.95 * smaller:
-            seen = (
-                f"ranks 0 and {ranks[other].rank} saw the same {both:,} samples in epoch {number}: "
-                "the gradient is the same twice"
-            )
+            seen = f"{names} saw the same {both:,} samples in epoch {number}: the gradient is the same twice"
             return Finding("same-samples", seen, where)
         if both > run.nproc - 1 and both > 0.03 * smaller:
-            return Finding(
-                "shares-overlap",
-                f"ranks 0 and {ranks[other].rank} share {both:,} of their {smaller:,} samples in epoch {number}",
-                where,
-            )
+            seen = f"{names} share {both:,} of their {smaller:,} samples in epoch {number}"
+            return Finding("shares-overlap", seen, where)
     return None
+
+
+def _number(ranks, index) -> int:
+    """The rank of a process; its place in the order of starting where there is no group."""
+    return index if ranks[index].rank is None else ranks[index].rank
 
 
 def _step_overlap(ranks) -> Finding | None:
     """The same samples at the same step: all that can be said where no loader divides the run into epochs."""
-    fractions = []
-    for one, other in zip(ranks[0].steps, ranks[1].steps, strict=False):
-        first, second = set(one.keys), set(other.keys)
-        if first and second:
-            fractions.append(len(first & second) / min(len(first), len(second)))
-    same = sum(fraction >= 0.95 for fraction in fractions)
-    if fractions and same > len(fractions) / 2:
-        seen = f"at {same} of {len(fractions)} steps ranks 0 and 1 train on the same samples: the gradient is the same twice"
-        return Finding("same-samples", seen, _loader_where(ranks[0]))
-    if fractions and sum(fractions) / len(fractions) > 0.1:
-        seen = f"at each step ranks 0 and 1 share {sum(fractions) / len(fractions):.0%} of their samples"
-        return Finding("shares-overlap", seen, _loader_where(ranks[0]))
+    for first, second in itertools.combinations(range(len(ranks)), 2):
+        names = f"ranks {_number(ranks, first)} and {_number(ranks, second)}"
+        fractions = []
+        for one, other in zip(ranks[first].steps, ranks[second].steps, strict=False):
+            if one.keys and other.keys:
+                here, there = set(one.keys), set(other.keys)
+                fractions.append(len(here & there) / min(len(here), len(there)))
+        same = sum(fraction >= 0.95 for fraction in fractions)
+        if fractions and same > len(fractions) / 2:
+            seen = (
+                f"at {same} of {len(fractions)} steps {names} train on the same samples: the gradient is the same twice"
+            )
+            return Finding("same-samples", seen, _loader_where(ranks[0]))
+        if fractions and sum(fractions) / len(fractions) > 0.1:
+            seen = f"at each step {names} share {sum(fractions) / len(fractions):.0%} of their samples"
+            return Finding("shares-overlap", seen, _loader_where(ranks[0]))
     return None
 
 
@@ -815,11 +819,18 @@ def _throughput(run, reports) -> list[Finding]:
 
 
 def missing_metric(run: Run, name: str) -> list[Finding]:
-    """Whether a metric was reported at all."""
+    """Whether a metric ("accuracy", which every report has, or a further one) was reported at all."""
     reports = [what for process in run.processes for what in process.of("report")]
-    if reports and not any(name in each["metrics"] for each in reports):
-        return [Finding("metric-wrong", f"no {name} is given to log.write()", reports[0]["where"])]
+    if not any(name == "accuracy" or name in each["metrics"] for each in reports):
+        where = reports[0]["where"] if reports else ""
+        return [Finding("metric-wrong", f"no {name} is given to log.write()", where)]
     return []
+
+
+def unjudged_figures(run: Run) -> str:
+    """Why the figures that are reported cannot be compared with the true ones, or ""."""
+    reports = [what for process in run.processes for what in process.of("report")]
+    return reports[0]["truth"].get("failed", "") if reports else ""
 
 
 # ---------------------------------------------------------------- files and output
@@ -968,7 +979,13 @@ def resumed(whole: Run, first: Run, second: Run) -> list[Finding]:
     load = next((what["where"] for process in second.processes for what in process.of("load")), "")
     if not c:
         return [Finding("epoch-skipped", f"the second start takes no step, where {total - done} are left", load)]
-    if difference(c.steps[0].before["weights"], a.steps[0].before["weights"]) < 1e-7 and rest >= total:
+    had = [step.before["weights"] for step in b.steps] + [b.steps[-1].after.get("weights", [])]
+    carried_on = min(difference(c.steps[0].before["weights"], weights) for weights in had[1:]) < 1e-6
+    reproducible = _reproducible(a, b)
+    fresh = difference(c.steps[0].before["weights"], a.steps[0].before["weights"]) < 1e-7 or not (
+        reproducible or carried_on
+    )
+    if fresh and rest >= total:
         return [
             Finding(
                 "never-resumes",
@@ -1000,6 +1017,14 @@ def resumed(whole: Run, first: Run, second: Run) -> list[Finding]:
                 "resume-fails", f"the second start ends with: {problems[0].seen}", problems[0].where, problems[0].detail
             )
         ]
+    if not reproducible:  # unseeded: no two runs are alike, and only what the first run had says what to expect
+        if not carried_on:
+            return [
+                Finding("resume-differs", "the second start begins with weights that the first run never had", load)
+            ]
+        if c.steps[0].before["state"] == 0 and b.steps[-1].before["state"] > 0:
+            return [_optimizer_empty(load)]
+        return []
     there = a.steps[done]
     if set(c.steps[0].keys) != set(there.keys) and c.steps[0].keys and set(c.steps[0].keys) == set(a.steps[0].keys):
         return [
@@ -1008,12 +1033,13 @@ def resumed(whole: Run, first: Run, second: Run) -> list[Finding]:
     if difference(c.steps[0].before["weights"], there.before["weights"]) > 1e-6:
         return [Finding("resume-differs", "the second start begins with other weights than the first ended with", load)]
     if c.steps[0].before["state"] == 0 and there.before["state"] > 0:
-        return [
-            Finding("optimizer-lost", "the optimizer's state is empty at the first step after the second start", load)
-        ]
+        return [_optimizer_empty(load)]
     if c.steps[0].before["rates"] != there.before["rates"]:
         pair = ", ".join(f"{rates[0]:.3g}" for rates in (there.before["rates"], c.steps[0].before["rates"]))
         return [Finding("schedule-lost", f"the learning rate without a break and after it: {pair}", load)]
+    if _draws(a) and _random(c.steps[0]) != _random(there):
+        seen = "the steps draw random numbers, and after the second start others than in a run without a break"
+        return [Finding("random-lost", seen, load)]
     end, other = a.steps[-1].after.get("weights"), c.steps[-1].after.get("weights")
     if end and other and difference(end, other) > 1e-6:
         if set(c.steps[0].keys) != set(there.keys):
@@ -1030,14 +1056,28 @@ def resumed(whole: Run, first: Run, second: Run) -> list[Finding]:
     return []
 
 
+def _optimizer_empty(load: str) -> Finding:
+    return Finding("optimizer-lost", "the optimizer's state is empty at the first step after the second start", load)
+
+
+def _reproducible(one: Process, other: Process) -> bool:
+    """Whether two runs, as far as both go, hold the same weights before each step and take the same samples."""
+    return all(
+        first.keys == second.keys and difference(first.before["weights"], second.before["weights"]) < 1e-6
+        for first, second in zip(one.steps, other.steps, strict=False)
+    )
+
+
 def one_process(run: Run, single: Run) -> list[Finding]:
-    """Whether N processes compute what one process computes on the same global batches. Nothing where the batches differ.
+    """Whether N processes compute what one process computes on the same global batches.
+
+    Nothing where the batches differ, or the steps draw random numbers: each process has its own.
 
     Args:
         run: N processes.
         single: one process, with N (and where it accumulates, as many more) times the batch.
     """
-    if not run.trained or not single.trained:
+    if not run.trained or not single.trained or any(_draws(process) for process in run.trained):
         return []
     base, other = run.trained, single.trained[0]
     steps = min(len(base[0].steps), len(other.steps))
@@ -1185,7 +1225,27 @@ def taste(run: Run) -> list[Finding]:
         if wasted:
             count = len(wasted[0].of("batch")) - len(wasted[0].of("backward")) - len(wasted[0].of("evaluated"))
             found.append(Finding("batch-wasted", f"{_plural(count, 'batch')} loaded and not used"))
+        if _same_random(ranks):
+            seen = "random numbers are drawn in the steps, and at each step all ranks draw the same"
+            found.append(Finding("same-random", seen, _loader_where(ranks[0])))
     return found
+
+
+def _same_random(ranks: list[Process]) -> bool:
+    """Whether the steps draw random numbers, on all ranks from the same state of the generator."""
+    states = [[what["random"] for what in process.of("backward")] for process in ranks]
+    return _draws(ranks[0]) and all(each == states[0] for each in states[1:])
+
+
+def _random(step: Step) -> int | None:
+    """What the random numbers of a step begin with."""
+    return step.backwards[0]["random"] if step.backwards else None
+
+
+def _draws(process: Process) -> bool:
+    """Whether the steps draw from torch's default generator: dropout, augmentation."""
+    states = [what["random"] for what in process.of("backward")]
+    return len(states) > 2 and len(set(states)) > len(states) / 2  # an iteration over a loader draws too, once an epoch
 
 
 # ---------------------------------------------------------------- together

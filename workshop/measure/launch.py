@@ -1,11 +1,12 @@
-"""Running a training program from outside: its output line by line, its time, its memory, and no process left behind."""
+"""Running a training program from outside: its output, its time, its memory, its processes, and none of them left behind."""
 
 import os
 import queue
 import subprocess
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -88,7 +89,86 @@ def launch(
     return Outcome(None if hangs else process.returncode, "".join(output), time.monotonic() - start, peak)
 
 
-def _family(pid: int) -> list[psutil.Process]:
+class Background:
+    """A program that runs while we go on, in a session of its own, with its output in a file.
+
+    Args:
+        command: the program and its options.
+        folder: where it runs; its output is kept there.
+        environment: its whole environment.
+
+    Attributes:
+        process: the program.
+        output: the file with its standard output and standard error.
+    """
+
+    def __init__(self, command: Sequence, folder: Path, environment: Mapping[str, str]):
+        self.output = Path(folder) / f"output-{time.monotonic_ns()}.txt"
+        with open(self.output, "w") as file:
+            self.process = subprocess.Popen(
+                [str(part) for part in command],
+                cwd=folder,
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                stdout=file,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+
+    def text(self) -> str:
+        """What it has printed so far."""
+        return self.output.read_text(errors="replace")
+
+    def wait_for(self, line: str, timeout: float) -> bool:
+        """Wait until it has printed ``line``, has ended, or the time (in seconds) is over; whether it has printed it."""
+        end = time.monotonic() + timeout
+        while line not in self.text():
+            if self.process.poll() is not None:
+                return line in self.text()
+            if time.monotonic() > end:
+                return False
+            time.sleep(0.02)
+        return True
+
+    def wait(self, timeout: float) -> int | None:
+        """Its exit status; None if it still runs after ``timeout`` seconds."""
+        try:
+            return self.process.wait(timeout)
+        except subprocess.TimeoutExpired:
+            return None
+
+    def workers(self) -> list[psutil.Process]:
+        """The processes that torchrun has started below it, by rank."""
+        found = []
+        for child in family(self.process.pid)[1:]:
+            with suppress(psutil.Error):
+                environment = child.environ()
+                if "TORCHELASTIC_RUN_ID" in environment:
+                    found.append((int(environment["RANK"]), child.create_time(), child))
+        ranks = {}
+        for rank, _, child in sorted(found, key=lambda each: each[:2]):
+            ranks.setdefault(rank, child)  # the oldest of a rank: its own children carry the same variables
+        return list(ranks.values())
+
+    def end(self, grace: float = 1) -> None:
+        """End it and all that it started."""
+        end_family(self.process, grace)
+
+
+def without_launcher(environment: Mapping[str, str]) -> dict[str, str]:
+    """An environment without the variables that a job, or a launcher of processes, sets for what it starts."""
+    prefixes = ("SLURM_", "TORCHELASTIC_", "MASTER_", "OMPI_", "PMI_", "PMIX_")
+    names = {"RANK", "LOCAL_RANK", "GROUP_RANK", "ROLE_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "NPROC"}
+    return {name: value for name, value in environment.items() if not name.startswith(prefixes) and name not in names}
+
+
+def loopback() -> str:
+    """The network interface that a machine reaches itself by, for ``GLOO_SOCKET_IFNAME``."""
+    return "lo" if os.path.exists("/sys/class/net/lo") else "lo0"
+
+
+def family(pid: int) -> list[psutil.Process]:
+    """A process, first, and all below it; empty if there is no such process."""
     try:
         parent = psutil.Process(pid)
         return [parent, *parent.children(recursive=True)]
@@ -99,7 +179,7 @@ def _family(pid: int) -> list[psutil.Process]:
 def _memory() -> int:
     """The physical memory of this process and all it started, in bytes: shared pages count once (where the system can tell)."""
     total = 0
-    for member in _family(os.getpid()):
+    for member in family(os.getpid()):
         try:
             memory = member.memory_full_info()
             total += getattr(memory, "pss", memory.rss)  # pss, Linux: a page that n processes share counts 1/n in each
@@ -110,12 +190,10 @@ def _memory() -> int:
 
 def end_family(process: subprocess.Popen, grace: float = 5) -> None:
     """End a program and all processes that it started: SIGTERM, and SIGKILL for what is left after ``grace`` seconds."""
-    family = _family(process.pid)
+    members = family(process.pid)
     for signal in ("terminate", "kill"):
-        for member in family:
-            try:
+        for member in members:
+            with suppress(psutil.NoSuchProcess):
                 getattr(member, signal)()
-            except psutil.NoSuchProcess:
-                continue
-        family = psutil.wait_procs(family, timeout=grace)[1]
+        members = psutil.wait_procs(members, timeout=grace)[1]
     process.wait()
