@@ -393,7 +393,7 @@ def test_speed_of_exercise_1(tmp_path):
     *_, verdict = judge.check_file(EXERCISES[0].solution)
     assert verdict.errors == []
     slow = runs.ROOT / "01_single_gpu" / "single_gpu.py"
-    findings = judge.real_part(EXERCISES[0])(slow, EXERCISES[0], tmp_path)
+    findings = judge.real_part(EXERCISES[0])(slow, EXERCISES[0], tmp_path, True)
     assert [finding.kind for finding in findings] == ["slower"]
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 import runs
-import todo
+from workshop.check import todo
 from workshop.check.exercises import EXERCISES, KEPT
 from workshop.check.judge import check_file
 
@@ -101,7 +101,7 @@ def test_as_delivered_the_check_names_goal_1(exercise):
 def test_the_solution_meets_all_goals(exercise):
     verdict = verdict_of(exercise.solution)
     assert verdict.findings == [], seen(verdict)
-    assert set(verdict.states().values()) == {"met"}
+    assert set(verdict.states().values()) <= {"met", "unjudged"}
 
 
 @pytest.mark.parametrize(

@@ -1,10 +1,14 @@
 """Where the repository lies."""
 
+import os
+import sys
 from pathlib import Path
 
 from workshop.errors import UserError
 
 ROOT = Path(__file__).resolve().parent.parent
+# In a copy that an Open OnDemand session made: the Python of the shared workshop, and its folder, a line each.
+ORIGIN = ".workshop_origin"
 
 
 def require_stages() -> Path:
@@ -19,3 +23,23 @@ def require_stages() -> Path:
             "or install it with: pip install -e ."
         )
     return ROOT
+
+
+def workshop_command() -> str:
+    """How ``workshop.sh`` is called from the current folder: from one in the repository by a relative path."""
+    here = Path.cwd()
+    if here == ROOT or not here.is_relative_to(ROOT):
+        return "./workshop.sh"
+    return os.path.relpath(ROOT / "workshop.sh")
+
+
+def python_path(root: Path = ROOT) -> str:
+    """``PYTHONPATH`` for what we start: the workshop in ``root`` first, then what a site's modules have put there.
+
+    In the environment that ``workshop.sh`` made nothing else counts: a module's packages would be of other versions.
+    """
+    inherited = os.environ.get("PYTHONPATH", "")
+    if Path(sys.prefix) == ROOT / ".venv" or not inherited:
+        return str(root)
+    others = [place for place in inherited.split(os.pathsep) if place not in (str(root), str(ROOT))]
+    return os.pathsep.join([str(root), *others])

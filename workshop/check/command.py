@@ -12,8 +12,9 @@ from workshop.check.exercises import find_exercise
 from workshop.check.judge import Verdict, check_file
 from workshop.check.learning import resolve_exercise
 from workshop.check.progress import next_exercise, record_check
-from workshop.check.report import as_json, show
+from workshop.check.report import as_json, short, show
 from workshop.errors import UserError
+from workshop.repository import ROOT, workshop_command
 
 
 def run_check(
@@ -44,21 +45,26 @@ def run_check(
     """
     path = _find(file)
     console = Console(highlight=False)
-    on_cpu = device == "cpu" or _devices() < nproc
+    exercise = find_exercise(path)
+    single = (launch or (exercise.launch if exercise else "")) == "single"
+    on_cpu = device == "cpu" or _devices() < (1 if single else nproc)
     options = {"launch": launch, "nproc": nproc, "on_cpu": on_cpu, "arguments": arguments}
     if watch:
         return _watch(path, options, console, verbose)
     verdict = None
+    said = None
     for verdict in check_file(path, **options):
         if not json:
-            show(verdict, console, verbose)
+            show(verdict, console, verbose, said)
+        said = verdict.states()
     if json:
         print(as_json(verdict))
     _record(verdict)
-    if not json and not verdict.errors and verdict.exercise and not verdict.unchecked:
+    in_a_notebook = os.environ.get("WORKSHOP_NOTEBOOK")
+    if not json and not in_a_notebook and not verdict.errors and verdict.exercise and not verdict.unchecked:
         following = next_exercise()
         if following:
-            console.print(f"next: ./workshop.sh check {following.name}")
+            console.print(f"next: {workshop_command()} check {short(following.path)}")
     return 1 if verdict.errors else 0
 
 
@@ -69,6 +75,8 @@ def _find(file: str | None) -> Path:
             raise UserError("all exercises are done; name a FILE to check it again")
         return exercise.path
     path = Path(file).expanduser()
+    if not path.exists() and (ROOT / path).exists():
+        return ROOT / path  # as the README writes it, from another folder
     if path.exists() or path.suffix or os.sep in file:
         return path
     return resolve_exercise(file).path
@@ -76,7 +84,9 @@ def _find(file: str | None) -> Path:
 
 def _record(verdict: Verdict) -> None:
     if verdict.exercise and verdict.file == verdict.exercise.path.resolve():
-        record_check(verdict.exercise.name, {goal: state == "met" for goal, state in verdict.states().items()})
+        record_check(
+            verdict.exercise.name, {goal: state in ("met", "unjudged") for goal, state in verdict.states().items()}
+        )
 
 
 def _devices() -> int:

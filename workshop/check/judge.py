@@ -34,6 +34,7 @@ class Verdict:
         unchecked: what could not be checked, and why.
         seconds: how long the checking took so far.
         complete: whether all parts of the check have been done.
+        unjudged: the goals that nothing on this machine can show.
     """
 
     file: Path
@@ -42,6 +43,7 @@ class Verdict:
     unchecked: list[str] = field(default_factory=list)
     seconds: float = 0.0
     complete: bool = False
+    unjudged: set[int] = field(default_factory=set)
 
     @property
     def errors(self) -> list[Finding]:
@@ -56,7 +58,7 @@ class Verdict:
         return self.goal_of(self.errors[0]) if self.errors else None
 
     def states(self) -> dict[int, str]:
-        """For each goal "met", "open" or "blocked" (it cannot be judged while an earlier one is open)."""
+        """For each goal "met", "open", "blocked" (it cannot be judged while an earlier one is open), or "unjudged" (here)."""
         if not self.exercise:
             return {}
         open_goals = {self.goal_of(finding) for finding in self.errors}
@@ -71,7 +73,7 @@ class Verdict:
             ):
                 states[goal] = "blocked"
             else:
-                states[goal] = "met"
+                states[goal] = "unjudged" if goal in self.unjudged else "met"
         return states
 
     def _needs_launcher(self, goal: int) -> bool:
@@ -162,7 +164,7 @@ def check_file(
         verdict.complete = not real or bool(verdict.errors)
         yield verdict
         if not verdict.complete:
-            verdict.findings = _ordered(verdict, [*verdict.findings, *real(script, exercise, place)])
+            verdict.findings = _ordered(verdict, [*verdict.findings, *real(script, exercise, place, on_cpu)])
             verdict.seconds, verdict.complete = time.monotonic() - start, True
             yield verdict
     finally:
@@ -320,14 +322,11 @@ def _one_device(verdict: Verdict, runs: _Runs) -> None:
     found += _in_two_parts(runs, whole) + _figures(verdict, whole)
     if "host-sync" in verdict.exercise.kinds:
         found += rules.loading(whole) + rules.waiting(whole)
-        import torch
-
-        from workshop.measure.machine import bf16_is_fast
-
-        if bf16_is_fast(torch.device("cpu")):
+        if rules.bf16_is_fast(whole):
             found += rules.dtypes(whole)
         else:
-            verdict.unchecked.append("bfloat16: this processor is not fast at it")
+            verdict.unjudged.add(verdict.exercise.goal("precision"))
+            verdict.unchecked.append("bfloat16: the device that it trains on here is not fast at it")
     verdict.findings = _ordered(verdict, found)
 
 

@@ -348,6 +348,7 @@ class _Watcher:
     def watch(self) -> int | None:
         start = moved = time.monotonic()
         progress, busy, next_look = -1, 0.0, start + 0.5
+        looks = runnable = 0
         while True:
             pid, ended = os.waitpid(self.keeper, os.WNOHANG)
             if pid:
@@ -363,13 +364,17 @@ class _Watcher:
                 return None
             if events != progress:
                 progress, moved, busy = events, now, self._processor_seconds()
+                looks = runnable = 0
                 continue
+            looks += 1
+            runnable += self._is_runnable()
             still = now - moved
             if now - start > self.patience.total:
                 self.hung = "long"
             elif still > self.patience.idle:
-                # Computing, or waiting? A gloo rank that waits takes next to no processor time.
-                working = (self._processor_seconds() - busy) / still > 0.3
+                # Computing, or waiting? A gloo rank that waits takes next to no processor time. Who computes on a crowded machine
+                # gets little of it too, but would take more.
+                working = (self._processor_seconds() - busy) / still > 0.3 or runnable > 0.3 * looks
                 if not working:
                     self.hung = "idle"
                 elif still > self.patience.busy:
@@ -395,6 +400,14 @@ class _Watcher:
                 times = process.cpu_times()
                 total += times.user + times.system
         return total
+
+    def _is_runnable(self) -> bool:
+        """Whether some process computes, waits for a processor, or waits for the disk."""
+        for process in family(self.keeper):
+            with suppress(psutil.Error):
+                if process.status() in (psutil.STATUS_RUNNING, psutil.STATUS_DISK_SLEEP):
+                    return True
+        return False
 
     def _ask_for_stacks(self) -> None:
         for path in self.folder.glob("events-*"):

@@ -9,7 +9,7 @@ from pathlib import Path
 from workshop.check.exercises import EXERCISES, KEPT, Exercise
 from workshop.check.progress import HINTS_PER_GOAL, hints_shown, next_hint, open_goals, progress_path
 from workshop.errors import UserError
-from workshop.repository import require_stages
+from workshop.repository import ORIGIN, require_stages, workshop_command
 
 
 def resolve_exercise(text: str | os.PathLike) -> Exercise:
@@ -68,7 +68,7 @@ def run_hint(file: str | os.PathLike, goal: int | None = None) -> int:
     else:
         command, what = f"check {exercise.name}", "No hints left. Try it, and then:"
     # Not wrapped, so that the command can be copied.
-    console.print(Text.assemble(f"{what} ", (f"./workshop.sh {command}", "bold")), soft_wrap=True)
+    console.print(Text.assemble(f"{what} ", (f"{workshop_command()} {command}", "bold")), soft_wrap=True)
     if hints_shown(exercise.name, goal) < number:
         note = f"This is not remembered: {progress_path()} cannot be written. Set WORKSHOP_PROGRESS to a file that can."
         console.print(Text(note, "yellow"), soft_wrap=True)
@@ -95,7 +95,7 @@ def run_diff(file: str | os.PathLike, force: bool = False) -> int:
             "have it checked, or add --solution to see the solution anyway"
         )
     if not exercise.path.is_file():
-        raise UserError(f"{exercise.name} is not there; put it back with: ./workshop.sh reset {exercise.name}")
+        raise UserError(f"{exercise.name} is not there; put it back with: {workshop_command()} reset {exercise.name}")
     lines = []
     for mine, solution in ((exercise.path, exercise.solution), _runners(exercise)):
         if mine == exercise.runner and not (mine.exists() and solution.exists()):
@@ -132,7 +132,7 @@ def run_reset(file: str | os.PathLike) -> int:
     try:
         changed = [path for path, content in delivered.items() if not path.exists() or path.read_bytes() != content]
         if not changed:
-            text = f"{exercise.name} is as it was in commit {revision}: nothing to put back"
+            text = f"{exercise.name} is as it was in {revision}: nothing to put back"
             console.print(Text(text), soft_wrap=True)
         for path in changed:  # keep all of it before anything is replaced
             if path.exists():
@@ -145,7 +145,7 @@ def run_reset(file: str | os.PathLike) -> int:
             kept = f"; yours is kept as {_kept(path, number).name}" if path.exists() else ""
             os.replace(temporary, path)
             name = path.relative_to(require_stages())
-            console.print(Text(f"{name} is as it was in commit {revision} again{kept}"), soft_wrap=True)
+            console.print(Text(f"{name} is as it was in {revision} again{kept}"), soft_wrap=True)
     except OSError as error:
         raise UserError(f"cannot put {exercise.name} back: {error}") from error
     return 0
@@ -183,8 +183,15 @@ def _kept(path: Path, number: int) -> Path:
 
 
 def _delivered(exercise: Exercise) -> tuple[str, dict[Path, bytes]]:
-    """The commit that tells what was delivered, shortened, and the content of the exercise and its runner in it."""
+    """Where it is known what was delivered (a commit, shortened, or a folder), and the exercise and its runner from there."""
     root = require_stages()
+    if (root / ORIGIN).exists():
+        origin = Path((root / ORIGIN).read_text().splitlines()[1])
+        there = {path: origin / path.relative_to(root) for path in (exercise.path, exercise.runner)}
+        try:
+            return str(origin), {path: source.read_bytes() for path, source in there.items()}
+        except OSError as error:
+            raise UserError(f"cannot read what {exercise.name} was in {origin} ({error.strerror})") from error
 
     def content(revision: str, path: Path) -> bytes:
         # "./" is seen from the folder: the repository may lie inside of another one.
@@ -206,7 +213,7 @@ def _delivered(exercise: Exercise) -> tuple[str, dict[Path, bytes]]:
         delivered[exercise.runner] = content(revision, exercise.runner)
     except _GitError:
         pass  # it has none
-    return _git(root, "rev-parse", "--short", revision).decode().strip(), delivered
+    return "commit " + _git(root, "rev-parse", "--short", revision).decode().strip(), delivered
 
 
 class _GitError(Exception):

@@ -12,14 +12,14 @@ from workshop.check.exercises import Exercise
 from workshop.check.findings import Finding
 from workshop.measure.launch import Background, without_launcher
 from workshop.measure.log import read_log
-from workshop.repository import ROOT
+from workshop.repository import ROOT, python_path
 
 LIMIT = 90  # seconds that a real run may take
 SLOWER = 1.15  # times the solution's time
 
 
-def real_part(exercise: Exercise) -> Callable[[Path, Exercise, Path], list[Finding]] | None:
-    """The function that checks this exercise with a real launcher; None if there is nothing to see."""
+def real_part(exercise: Exercise) -> Callable[[Path, Exercise, Path, bool], list[Finding]] | None:
+    """The function that checks this exercise with a real launcher, given whether GPUs are to be hidden; None: nothing to see."""
     if exercise.launch == "spawn":
         return _spawn
     if "not-restarted" in exercise.kinds:
@@ -30,18 +30,19 @@ def real_part(exercise: Exercise) -> Callable[[Path, Exercise, Path], list[Findi
 
 
 class _Real(Background):
-    """A program that runs for real, on the CPU.
+    """A program that runs for real, on the CPU unless the settings say otherwise.
 
     Args:
         command: the program and its options.
         folder: where it runs; it is made.
-        settings: further environment variables.
+        settings: further environment variables; None: not set.
     """
 
-    def __init__(self, command: list, folder: Path, **settings: str):
+    def __init__(self, command: list, folder: Path, **settings: str | None):
         environment = without_launcher(os.environ)
-        environment |= {"PYTHONPATH": str(ROOT), "WORKSHOP_PYTHON": sys.executable, "PYTHONDONTWRITEBYTECODE": "1"}
+        environment |= {"PYTHONPATH": python_path(), "WORKSHOP_PYTHON": sys.executable, "PYTHONDONTWRITEBYTECODE": "1"}
         environment |= {"CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": "", "NPROC": "2"} | settings
+        environment = {name: value for name, value in environment.items() if value is not None}
         folder.mkdir(exist_ok=True)
         self.folder = folder
         super().__init__(command, folder, environment)
@@ -67,7 +68,7 @@ def _last_error(text: str) -> str:
     return lines[-1][:300] if lines else (text.strip().splitlines() or ["no output"])[-1][:300]
 
 
-def _spawn(script: Path, exercise: Exercise, place: Path) -> list[Finding]:
+def _spawn(script: Path, exercise: Exercise, place: Path, on_cpu: bool) -> list[Finding]:
     """Run it with fresh interpreters, as spawn starts them."""
     run = _Real([sys.executable, script, "--nproc", 2, "--epochs", 1, "--snapshot", "run.pt"], place / "spawn")
     try:
@@ -111,7 +112,7 @@ def _command(script: Path, exercise: Exercise) -> list:
     ]
 
 
-def _kills(script: Path, exercise: Exercise, place: Path) -> list[Finding]:
+def _kills(script: Path, exercise: Exercise, place: Path, on_cpu: bool) -> list[Finding]:
     """kill -9 on a worker, and on torchrun: the run has to end with the weights that it would have had."""
     from workshop.check import launching
 
@@ -187,7 +188,7 @@ def _torchrun_killed(command, settings, place) -> list[Finding]:
         workers = run.workers()
         workers[0].parent().kill()  # torchrun, which need not be the runner itself
         run.wait(LIMIT)
-        _, alive = psutil.wait_procs(workers, timeout=2)
+        _, alive = psutil.wait_procs(workers, timeout=5)
         for worker in alive:
             worker.kill()
         if alive:
@@ -195,7 +196,7 @@ def _torchrun_killed(command, settings, place) -> list[Finding]:
             return [
                 Finding(
                     "orphans",
-                    f"2 s after kill -9 on torchrun {count} worker{'s' * (count > 1)} still train{'s' * (count == 1)}",
+                    f"5 s after kill -9 on torchrun {count} worker{'s' * (count > 1)} still train{'s' * (count == 1)}",
                 )
             ]
     finally:
@@ -212,14 +213,18 @@ def _torchrun_killed(command, settings, place) -> list[Finding]:
     return [Finding("resume-differs", f"after kill -9 on torchrun and a new start {problem}")] if problem else []
 
 
-def _speed(script: Path, exercise: Exercise, place: Path) -> list[Finding]:
+def _speed(script: Path, exercise: Exercise, place: Path, on_cpu: bool) -> list[Finding]:
     """The samples/s of the program and of the solution, in turns."""
     if script == exercise.solution.resolve():
         return []
     best = {"own": 0.0, "solution": 0.0}
+    hidden = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES")
+    settings = {} if on_cpu else {name: os.environ.get(name) for name in hidden}
     for turn in range(2):
         for name, program in (("own", script), ("solution", exercise.solution)):
-            run = _Real([sys.executable, program, "--epochs", 3, "--snapshot", "run.pt"], place / f"{name}-{turn}")
+            run = _Real(
+                [sys.executable, program, "--epochs", 3, "--snapshot", "run.pt"], place / f"{name}-{turn}", **settings
+            )
             try:
                 status = run.wait(LIMIT)
             finally:

@@ -32,6 +32,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.data import DataLoader, Subset, dataloader
 
+from workshop.measure.machine import bf16_is_fast
+
 COLLECTIVES = (
     "all_reduce",
     "broadcast",
@@ -80,6 +82,7 @@ class Recorder:
         self.fails = False  # whether it is to raise an exception in its third step
         self.dies = False  # whether it is to die in the step after its first snapshot
         self.saved = False
+        self.bf16 = None  # whether the device of the model is fast at bfloat16; unknown before the first step
         self.optimizers = []
         self.test_set = None  # of the workshop's data, as the program made it
         self.open()
@@ -561,6 +564,8 @@ def _optimizers(r: Recorder) -> None:
     def after(optimizer, args, kwargs):
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         r.steps += 1
+        if r.bf16 is None and parameters:
+            r.bf16 = bf16_is_fast(parameters[0].device)
         r.note(
             "stepped",
             weights=sketch(parameters),
@@ -568,6 +573,7 @@ def _optimizers(r: Recorder) -> None:
             values=r.values,
             value_at=getattr(r, "last_value", ""),
             dtypes=sorted(r.dtypes),
+            bf16=r.bf16,
         )
 
     register_optimizer_step_pre_hook(before)

@@ -11,7 +11,7 @@ from rich.table import Table
 from workshop.check.exercises import KEPT
 from workshop.check.findings import Finding
 from workshop.check.judge import Verdict
-from workshop.repository import ROOT
+from workshop.repository import ROOT, workshop_command
 
 SIGNS = {"met": ("✓", "green"), "open": ("✗", "red"), "blocked": ("·", "dim"), "unjudged": ("·", "dim")}
 
@@ -24,43 +24,69 @@ def short(path: Path) -> str:
     return str(path)
 
 
-def show(verdict: Verdict, console: Console, verbose: bool = False) -> None:
-    """Print a verdict: the goals, what was seen, why it matters, where; then what was not checked."""
-    console.print(f"[bold]{escape(short(verdict.file))}[/]", highlight=False)
+def show(verdict: Verdict, console: Console, verbose: bool = False, said: dict[int, str] | None = None) -> None:
+    """Print a verdict: the goals, what was seen, why it matters, where; then what was not checked.
+
+    Args:
+        verdict: what to print.
+        console: where.
+        verbose: tracebacks and stacks too.
+        said: the states of the goals that were printed before, if this verdict is the second: only what is new is printed.
+    """
+    if said is None:
+        console.print(f"[bold]{escape(short(verdict.file))}[/]", highlight=False)
     if verdict.exercise:
-        _goals(verdict, console, verbose)
+        _goals(verdict, console, verbose, said or {})
     else:
         for finding in verdict.errors:
             _finding(finding, console, "✗", verbose)
         if not verdict.errors:
             console.print("[green]✓[/] nothing wrong was seen", highlight=False)
-    for finding in verdict.findings:
-        if not finding.is_error:
-            _finding(finding, console, "-", verbose)
-    for text in verdict.unchecked:
-        console.print(f"[dim]not checked: {escape(text)}[/]", highlight=False)
+    if said is None:
+        for finding in verdict.findings:
+            if not finding.is_error:
+                _finding(finding, console, "-", verbose)
+        for text in verdict.unchecked:
+            console.print(f"[dim]not checked: {escape(text)}[/]", highlight=False)
     _summary(verdict, console)
 
 
-def _goals(verdict: Verdict, console: Console, verbose: bool) -> None:
-    states = verdict.states()
+def _goals(verdict: Verdict, console: Console, verbose: bool, said: dict[int, str]) -> None:
+    states = {goal: state for goal, state in verdict.states().items() if said.get(goal) != state}
     for goal in sorted(verdict.exercise.goals, key=lambda number: number if number != KEPT else 99):
+        if goal not in states:
+            continue
         state = states[goal]
         sign, style = SIGNS[state]
         title = escape(verdict.exercise.goals[goal])
         number = str(goal) if goal != KEPT else " "
+        if state == "unjudged":
+            console.print(_line(f"[dim]{sign}[/]", f"[dim]{number}[/]", f"[dim]{title}, cannot be judged here[/]"))
+            continue
         if state == "blocked":
             by = f", blocked by {verdict.first_open}" if verdict.first_open else ", not judged yet"
-            console.print(f"[dim]{sign} {number} {title}{by}[/]", highlight=False)
+            console.print(_line(f"[dim]{sign}[/]", f"[dim]{number}[/]", f"[dim]{title}{by}[/]"))
             continue
-        console.print(f"[{style}]{sign}[/] {number} {title}", highlight=False)
+        console.print(_line(f"[{style}]{sign}[/]", number, title))
         if state == "open":
             findings = [finding for finding in verdict.errors if verdict.goal_of(finding) == goal]
             for finding in findings[: None if verbose else 2]:
                 _finding(finding, console, "", verbose)
             if goal != KEPT:
-                command = f"./workshop.sh hint {short(verdict.exercise.path)} {goal}"
+                file = short(verdict.exercise.path)
+                in_a_notebook = os.environ.get("WORKSHOP_NOTEBOOK")
+                command = f'hint("{file}", {goal})' if in_a_notebook else f"{workshop_command()} hint {file} {goal}"
                 console.print(f"      hint   {escape(command)}", highlight=False)
+
+
+def _line(sign: str, number: str, title: str) -> Table:
+    """A goal's line; a long title goes on below itself."""
+    table = Table.grid(padding=(0, 1))
+    table.add_column(width=1)
+    table.add_column(width=1)
+    table.add_column(overflow="fold")
+    table.add_row(sign, number, title)
+    return table
 
 
 def _finding(finding: Finding, console: Console, sign: str, verbose: bool) -> None:
@@ -83,8 +109,9 @@ def _summary(verdict: Verdict, console: Console) -> None:
     if verdict.exercise:
         states = verdict.states()
         met = sum(state == "met" for state in states.values())
+        judged = sum(state != "unjudged" for state in states.values())
         more = "" if verdict.complete else "; now with the real launcher, up to a minute ..."
-        console.print(f"{met} of {len(states)} goals met in {verdict.seconds:.1f} s{more}", highlight=False)
+        console.print(f"{met} of {judged} goals met in {verdict.seconds:.1f} s{more}", highlight=False)
     else:
         console.print(
             f"{len(verdict.errors)} finding{'s' * (len(verdict.errors) != 1)} in {verdict.seconds:.1f} s",

@@ -1185,6 +1185,11 @@ def loading(run: Run) -> list[Finding]:
     return []
 
 
+def bf16_is_fast(run: Run) -> bool:
+    """Whether the device that the program trained on is fast at bfloat16."""
+    return any(step.after.get("bf16") for process in run.trained for step in process.steps)
+
+
 def dtypes(run: Run) -> list[Finding]:
     """Whether the layers compute in a 16-bit type."""
     for process in run.trained[:1]:

@@ -1,11 +1,15 @@
-"""Exercises and their solutions, hunk by hunk: which TODO each difference belongs to, and versions with some TODOs done."""
+"""Exercises and their solutions, hunk by hunk: which TODO each difference belongs to, and versions with some TODOs done.
+
+python -m workshop.check.todo EXERCISE 1,2 FILE writes the exercise with its TODOs 1 and 2 done as in the solution.
+"""
 
 import ast
 import difflib
 import re
+import sys
 from pathlib import Path
 
-from workshop.check.exercises import Exercise
+from workshop.check.exercises import EXERCISES, Exercise
 
 
 def _body(path: Path) -> list[str]:
@@ -50,3 +54,17 @@ def write_version(exercise: Exercise, done: set[int], folder: Path) -> Path:
         (folder / own.name).write_text(version(own, other, done))
         (folder / own.name).chmod(0o755)
     return script
+
+
+def main() -> None:
+    try:
+        name, numbers, file = sys.argv[1:]
+        (exercise,) = (each for each in EXERCISES if each.path.stem == Path(name).stem)
+        done = {int(number) for number in numbers.split(",")}
+    except ValueError:
+        sys.exit("python -m workshop.check.todo EXERCISE 1,2 FILE")
+    Path(file).write_text(version(exercise.path, exercise.solution, done))
+
+
+if __name__ == "__main__":
+    main()
