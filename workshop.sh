@@ -64,6 +64,11 @@ make_environment() {
     fi && wanted >"$venv/complete"
 }
 
+# A copy that an Open OnDemand session made of a shared workshop uses the shared environment.
+if [ -z "${WORKSHOP_PYTHON:-}" ] && [ -r "$root/.workshop_origin" ]; then
+    read -r WORKSHOP_PYTHON <"$root/.workshop_origin"
+    export WORKSHOP_PYTHON
+fi
 [ -z "${WORKSHOP_PYTHON:-}" ] || use_existing "$@"
 
 unset PYTHONPATH PYTHONHOME # a site's modules set these, and would put other versions before those of .venv

@@ -17,7 +17,10 @@ def default_nproc() -> int:
     import torch
 
     if torch.accelerator.is_available() and torch.accelerator.device_count() > 0:
-        return torch.accelerator.device_count()
+        count = torch.accelerator.device_count()
+        if count == 1:
+            print("1 GPU: one process trains; NPROC=2 lets two train on the CPU", file=sys.stderr)
+        return count
     return 2
 
 

@@ -1,6 +1,16 @@
 # shellcheck shell=bash
 # Sourced by the runners (exerciseK_run_*.sh): finds the workshop's Python, as $PYTHON.
+# A notebook on a cluster lies inside a batch job, whose variables say how that job was started. What starts here is none of its
+# tasks: libraries that look for Slurm, PBS or MPI would take it for one.
+for name in "${!SLURM_@}" "${!SBATCH_@}" "${!PBS_@}" "${!PALS_@}" "${!PMI_@}" "${!PMIX_@}" "${!OMPI_@}" "${!TORCHELASTIC_@}" \
+    MASTER_ADDR MASTER_PORT RANK LOCAL_RANK WORLD_SIZE LOCAL_WORLD_SIZE; do
+    unset "$name"
+done
+
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+if [ -z "${WORKSHOP_PYTHON:-}" ] && [ -r "$root/.workshop_origin" ]; then
+    read -r WORKSHOP_PYTHON <"$root/.workshop_origin"     # this is a copy, made by an Open OnDemand session, of a shared workshop
+fi
 if [ -z "${WORKSHOP_PYTHON:-}" ] && [ -e "$root/.venv/complete" ]; then
     PYTHON=$root/.venv/bin/python                         # the environment that ./workshop.sh made
     unset PYTHONPATH PYTHONHOME                           # (a site's modules set these, and would break it)

@@ -157,7 +157,7 @@ class Background:
 
 def without_launcher(environment: Mapping[str, str]) -> dict[str, str]:
     """An environment without the variables that a job, or a launcher of processes, sets for what it starts."""
-    prefixes = ("SLURM_", "TORCHELASTIC_", "MASTER_", "OMPI_", "PMI_", "PMIX_")
+    prefixes = ("SLURM_", "SBATCH_", "PBS_", "PALS_", "PMI_", "PMIX_", "OMPI_", "TORCHELASTIC_", "MASTER_")
     names = {"RANK", "LOCAL_RANK", "GROUP_RANK", "ROLE_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "NPROC"}
     return {name: value for name, value in environment.items() if not name.startswith(prefixes) and name not in names}
 
