@@ -30,11 +30,41 @@ def tour(stages, epochs, output) -> None:
 
 
 @app.command()
-def doctor() -> None:
+@click.option(
+    "--port", type=click.IntRange(min=1, max=65535), help="Where it listens.  [default: 8888, or the next free one]"
+)
+@click.option(
+    "--ip", default="127.0.0.1", show_default=True, help="The address that it listens on; 0.0.0.0: all of them."
+)
+@click.option("--no-browser", is_flag=True, help="Open no browser.")
+def lab(port, ip, no_browser) -> None:
+    """Start JupyterLab here, with a kernel of this environment."""
+    from workshop.jupyter.lab import run_lab
+
+    run_lab(port, ip, browser=not no_browser)
+
+
+@app.command()
+@click.option(
+    "--class", "people", type=click.IntRange(min=1), metavar="PEOPLE", help="Also whether a course can begin here."
+)
+def doctor(people) -> None:
     """Look at this machine, and say what to do about each problem."""
     from workshop.doctor import run_doctor
 
-    sys.exit(run_doctor())
+    sys.exit(run_doctor(people))
+
+
+@app.command(context_settings={"ignore_unknown_options": True})
+@click.argument("script")
+@click.argument("options", nargs=-1, type=click.UNPROCESSED)
+def profile(script, options) -> None:
+    """Say where the time of a training SCRIPT goes, by line and by operation; OPTIONS go on to it."""
+    from pathlib import Path
+
+    from workshop.measure.profile import profile
+
+    profile(Path(script), list(options))
 
 
 @app.command()

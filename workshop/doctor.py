@@ -397,14 +397,23 @@ CHECKS: tuple[Callable[[], Finding], ...] = (
 )
 
 
-def run_doctor() -> int:
-    """Print what each check saw, with advice where there is a problem; return 1 if training could not run here, else 0."""
+def run_doctor(people: int | None = None) -> int:
+    """Print what each check saw, with advice where there is a problem; return 1 if training could not run here, else 0.
+
+    Args:
+        people: also look whether a course with so many people can begin here.
+    """
     from rich.console import Console
     from rich.markup import escape
     from rich.table import Table
 
     console = Console()
-    findings = [check() for check in CHECKS]
+    checks = list(CHECKS)
+    if people:
+        from workshop.classroom import class_checks
+
+        checks += class_checks(people)
+    findings = [check() for check in checks]
     table = Table(box=None, padding=(0, 1), show_header=False)
     colours = {OK: "green", WARNING: "yellow", PROBLEM: "bold red"}
     for finding in findings:
@@ -419,7 +428,8 @@ def run_doctor() -> int:
             )
     problems = [finding.name for finding in findings if finding.status == PROBLEM]
     if problems:
-        console.print(f"Training cannot run here yet: see {', '.join(problems)}.", soft_wrap=True)
+        what = "The course cannot begin" if people else "Training cannot run"
+        console.print(f"{what} here yet: see {', '.join(problems)}.", soft_wrap=True)
         return 1
-    console.print("Training can run here. Next: ./workshop.sh tour")
+    console.print("The course can begin." if people else "Training can run here. Next: ./workshop.sh tour")
     return 0

@@ -1,0 +1,186 @@
+"""``workshop doctor --class PEOPLE``: whether a course can begin here."""
+
+import importlib.util
+import os
+import re
+import shlex
+import shutil
+import stat
+import subprocess
+import sys
+import time
+from datetime import datetime
+from functools import partial
+from pathlib import Path
+
+from workshop.check.exercises import EXERCISES
+from workshop.doctor import GIB, OK, PROBLEM, WARNING, Finding
+from workshop.repository import ROOT
+
+SETTINGS = ROOT / "ondemand" / "settings.yml"
+EACH = 0.25 * GIB  # what one learner's copy and the runs of stages 01 and 02 take at most (measured: 0.1)
+
+
+def class_checks(people: int) -> list:
+    """The checks for a course with so many people."""
+    return [
+        check_kernel,
+        check_notebooks,
+        check_exercises,
+        check_readable,
+        check_mnist,
+        partial(check_room, people),
+        check_app,
+        check_reservation,
+    ]
+
+
+def check_kernel() -> Finding:
+    """Start a kernel as a notebook does, and run a cell in it."""
+    missing = [name for name in ("jupyterlab", "ipykernel", "nbclient") if importlib.util.find_spec(name) is None]
+    if missing:
+        advice = f"{sys.executable} -m pip install -e '{ROOT}[notebooks]'"
+        return Finding("kernel", PROBLEM, f"{', '.join(missing)} missing", advice)
+    import nbformat
+    from nbclient import NotebookClient
+
+    notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell("import torch, workshop.jupyter")])
+    start = time.monotonic()
+    try:
+        NotebookClient(
+            notebook, timeout=120, kernel_name="python3", resources={"metadata": {"path": str(ROOT)}}
+        ).execute()
+    except Exception as error:  # a kernel that does not start raises anything
+        seen = f"does not start, or cannot import torch and the workshop: {str(error).strip().splitlines()[-1]}"
+        return Finding("kernel", PROBLEM, seen, "see the end of: jupyter kernel --debug")
+    return Finding("kernel", OK, f"starts and imports torch in {time.monotonic() - start:.0f} s")
+
+
+def check_notebooks() -> Finding:
+    """No notebook holds outputs from somebody's trial."""
+    import nbformat
+
+    held = []
+    for path in sorted(ROOT.glob("0*/*.ipynb")):
+        cells = nbformat.read(path, as_version=4).cells
+        if any(cell.cell_type == "code" and (cell.outputs or cell.execution_count) for cell in cells):
+            held.append(path.name)
+    if held:
+        return Finding("notebooks", WARNING, f"with outputs: {', '.join(held)}", f"git -C {ROOT} checkout -- '*.ipynb'")
+    return Finding("notebooks", OK, "without outputs")
+
+
+def check_exercises() -> Finding:
+    """The exercises are as delivered: not solved in a trial before the course."""
+    files = [str(path.relative_to(ROOT)) for exercise in EXERCISES for path in (exercise.path, exercise.runner)]
+    command = ["git", "-C", str(ROOT), "status", "--porcelain", "--", *files]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True)
+    except OSError as error:
+        return Finding("exercises", WARNING, f"git does not run ({error.strerror})", "compare them with a fresh clone")
+    if done.returncode != 0:
+        return Finding(
+            "exercises", WARNING, "git cannot tell whether they are as delivered", "compare with a fresh clone"
+        )
+    changed = [line.split()[-1] for line in done.stdout.splitlines()]
+    if changed:
+        return Finding("exercises", PROBLEM, f"changed: {', '.join(changed)}", f"./workshop.sh reset {changed[0]}")
+    return Finding("exercises", OK, "as delivered")
+
+
+def check_readable() -> Finding:
+    """Others can enter this folder and the Python of its environment, and read the files."""
+    python = Path(sys.executable)
+    places = [ROOT, *ROOT.parents, *python.parents, *Path(os.path.realpath(python)).parents]
+    closed = [place for place in dict.fromkeys(places) if place.exists() and not place.stat().st_mode & stat.S_IXOTH]
+    files = [path for path in (*ROOT.glob("*"), *ROOT.glob("*/*.*"), python) if path.is_file()]
+    closed += [path for path in files if not path.stat().st_mode & stat.S_IROTH]
+    if closed:
+        advice = f"chmod -R o+rX {closed[0]}, or give it to the group of the course and go on"
+        # Only a course in which people share this copy depends on it.
+        status = WARNING if read_settings()["cluster"] == "my_cluster" else PROBLEM
+        return Finding("sharing", status, f"others cannot read {closed[0]}", advice)
+    return Finding("sharing", OK, f"{ROOT} and {python} can be read by others")
+
+
+def check_mnist() -> Finding:
+    """The data that has to be fetched is there, for those who want it."""
+    from workshop.data import data_folder
+    from workshop.data.mnist import missing_files
+
+    if missing_files(data_folder()):
+        seen = "the digits are there, mnist is not"
+        return Finding("class data", OK, seen, "only if you want to show --dataset mnist: ./workshop.sh fetch mnist")
+    return Finding("class data", OK, f"digits; mnist in {data_folder()}")
+
+
+def check_room(people: int) -> Finding:
+    """There is room for everybody's copy and runs, on the disk that the app's settings put their copies on."""
+    folder = Path(os.path.expandvars(read_settings()["folder"])).expanduser()
+    place = next(place for place in (folder, *folder.parents) if place.exists())
+    free, needed = shutil.disk_usage(place).free, people * EACH
+    seen = f"{free / GIB:.0f} GiB free on the disk of {place}, {needed / GIB:.0f} GiB needed for {people} people"
+    if free < needed:
+        return Finding("room", PROBLEM, seen, f"set folder: in {SETTINGS.relative_to(ROOT)} to a larger file system")
+    return Finding("room", OK, seen, "look at a learner's quota too: each needs 250 MB" if people > 1 else "")
+
+
+def read_settings() -> dict:
+    """The Open OnDemand app's settings."""
+    import yaml
+
+    return yaml.safe_load(SETTINGS.read_text())
+
+
+def check_app() -> Finding:
+    """The Open OnDemand app's settings fit this machine."""
+    settings = read_settings()
+    if settings["cluster"] == "my_cluster":
+        return Finding("app", OK, f"{SETTINGS.relative_to(ROOT)} is not filled in", "only needed with Open OnDemand")
+    folder = Path(settings["workshop"])
+    python = settings["python"] or str(folder / ".venv/bin/python")
+    if not (folder / "workshop.sh").is_file():
+        return Finding("app", PROBLEM, f"workshop: {folder} is not there", f"correct {SETTINGS.relative_to(ROOT)}")
+    script = (
+        f'{settings["modules"]}\nexec {shlex.quote(python)} -c "import torch, jupyterlab, ipykernel, line_profiler"'
+    )
+    done = subprocess.run(["bash", "-c", script], capture_output=True, text=True)
+    if done.returncode != 0:
+        why = (done.stderr.strip().splitlines() or ["it ends with an error"])[-1]
+        advice = (
+            f"start ./workshop.sh doctor in {folder} once, or add the packages: pip install -e '{folder}[notebooks]'"
+        )
+        return Finding("app", PROBLEM, f"{python}: {why}", advice)
+    clusters = Path("/etc/ood/config/clusters.d")
+    if clusters.is_dir() and not (clusters / f"{settings['cluster']}.yml").exists():
+        names = ", ".join(sorted(path.stem for path in clusters.glob("*.yml")))
+        return Finding("app", PROBLEM, f"cluster: {settings['cluster']} is none of {names}", f"correct {SETTINGS.name}")
+    if not (ROOT / "ondemand/template/script.sh.erb").stat().st_mode & stat.S_IXUSR:
+        return Finding(
+            "app", PROBLEM, "template/script.sh.erb is not executable", "chmod +x ondemand/template/script.sh.erb"
+        )
+    return Finding("app", OK, f"cluster {settings['cluster']}, workshop in {folder}")
+
+
+def check_reservation() -> Finding:
+    """The reservation that the app asks for is there."""
+    settings = read_settings()
+    name = settings["reservation"]
+    if not name:
+        return Finding("reservation", OK, "none is set")
+    command = ["pbs_rstat", "-F", name] if settings["scheduler"] == "pbs" else ["scontrol", "show", "reservation", name]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=20)
+    except (OSError, subprocess.TimeoutExpired):
+        return Finding(
+            "reservation", WARNING, f"{command[0]} does not answer here", f"on a login node: {' '.join(command)}"
+        )
+    if done.returncode != 0:
+        advice = f"empty reservation: in {SETTINGS.relative_to(ROOT)}, or every start fails"
+        return Finding("reservation", PROBLEM, f"{name} is not there", advice)
+    words = " ".join(done.stdout.split())
+    begins = re.search(r"StartTime=(\S+)", words)
+    if begins and datetime.fromisoformat(begins[1]) > datetime.now():
+        seen = f"{name} begins at {begins[1]}: sessions wait until then"
+        return Finding("reservation", WARNING, seen, "empty the field in the form for a trial before that")
+    return Finding("reservation", OK, words[:160])

@@ -1,0 +1,77 @@
+"""What the notebooks call: ``start`` first, then pictures, checks and cells in several processes."""
+
+import importlib.util
+import os
+import platform
+import shutil
+import subprocess
+import sys
+from importlib.metadata import version
+from pathlib import Path
+
+from workshop.check import check, hint
+from workshop.jupyter.pictures import show_bars, show_losses
+from workshop.measure.log import read_log
+from workshop.repository import ROOT, python_path
+
+__all__ = ["ROOT", "check", "hint", "read_log", "show_bars", "show_losses", "start"]
+
+NEEDED = 200_000_000  # bytes of free disk that the runs of a notebook write at most
+
+
+def start(folder: str, processes: int = 1) -> None:
+    """Begin a notebook: look at this session, go to the notebook's folder, and make ``%%ranks`` known.
+
+    Args:
+        folder: the notebook's folder in the repository.
+        processes: how many train at once in it; with fewer GPUs all of them train on the CPU, also for comparison.
+
+    Raises:
+        SystemExit: something would fail later on; one sentence says what, and what to do. The cells below are not run.
+    """
+    problem = _problem(ROOT / folder)
+    if problem:
+        raise SystemExit(problem)
+    os.chdir(ROOT / folder)
+    # For cells that begin with %%bash: the workshop's folder, and this environment's Python, for the runners too.
+    os.environ["ROOT"] = str(ROOT)
+    os.environ["PYTHON"] = os.environ["WORKSHOP_PYTHON"] = sys.executable
+    os.environ["PYTHONPATH"] = python_path()
+    from IPython import get_ipython
+
+    from workshop.jupyter import ranks
+
+    get_ipython().register_magic_function(ranks.ranks, "cell")
+    gpus = _gpus()
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    here = f"{cores} CPU cores, {gpus or 'no'} GPU{'' if gpus == 1 else 's'}"
+    print(f"Python {platform.python_version()}, torch {version('torch')}, {here}")
+    if gpus < processes:
+        os.environ.update(CUDA_VISIBLE_DEVICES="", HIP_VISIBLE_DEVICES="")
+        print("training runs on the CPU")
+
+
+def _gpus() -> int:
+    """How many GPUs there are; asked in another process: a kernel that has touched a GPU keeps memory of it."""
+    code = "import torch; a = torch.accelerator; print(a.device_count() if a.is_available() else 0)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    return int(done.stdout.strip() or 0)
+
+
+def _problem(place: Path) -> str:
+    """What is wrong with this session, in one sentence; "" if nothing is."""
+    if importlib.util.find_spec("torch") is None:
+        return f"{sys.executable} has no torch: choose the kernel 'Workshop', or start Jupyter with ./workshop.sh lab"
+    here = Path.cwd()
+    if not place.is_dir():
+        return f"There is no folder {place}: open the notebook in a complete copy of the workshop."
+    if here != place and ROOT not in (here, *here.parents):
+        return (
+            f"This notebook lies in {here}, and its kernel belongs to the workshop in {ROOT}: "
+            "open the notebook there, or choose the kernel of this copy (menu Kernel, Change Kernel)."
+        )
+    if not os.access(place, os.W_OK):
+        return f"{place} cannot be written: copy the workshop to a folder of yours, and open the notebook there."
+    if shutil.disk_usage(place).free < NEEDED:
+        return f"The disk that holds {place} is full: free {NEEDED // 1_000_000} MB of it."
+    return ""

@@ -1,0 +1,134 @@
+"""Pictures for notebooks: readable for colour-blind people, on a background of their own in a dark theme, and with a text for
+people who do not see them."""
+
+import base64
+import io
+from collections.abc import Mapping, Sequence
+
+from workshop.measure.plots import COLOURS
+
+
+def show_figure(figure, text: str) -> None:
+    """Show a matplotlib figure under the cell; ``text`` says what is to be seen in it."""
+    import matplotlib.pyplot as plt
+    from IPython.display import HTML, display
+
+    picture = io.BytesIO()
+    figure.savefig(picture, format="png", dpi=100, facecolor="white", bbox_inches="tight")
+    plt.close(figure)
+    data = base64.b64encode(picture.getvalue()).decode()
+    display(
+        HTML(f'<img alt="{text.replace(chr(34), chr(39))}" style="max-width:100%" src="data:image/png;base64,{data}">')
+    )
+
+
+def show_tensors(shown: Sequence[Sequence[tuple[str, list]]]) -> None:
+    """Draw tensors of one or two dimensions: a row for each rank, a column for each name.
+
+    Args:
+        shown: for each rank, pairs of a name and a nested list of numbers.
+    """
+    import matplotlib.pyplot as plt
+
+    names = list(dict.fromkeys(name for pairs in shown for name, _ in pairs))
+    tables = [{name: _table(values) for name, values in pairs} for pairs in shown]
+    numbers = [number for row in tables for table in row.values() for line in table for number in line]
+    low, high = min(numbers), max(numbers)
+    widths = [max((len(row[name][0]) for row in tables if name in row), default=1) for name in names]
+    heights = [max((len(table) for table in row.values()), default=1) for row in tables]
+    figure, axes = plt.subplots(
+        len(tables),
+        len(names),
+        figsize=(0.62 * sum(widths) + 1.1 * len(names) + 0.8, 0.5 * sum(heights) + 0.25 * len(tables) + 0.3),
+        gridspec_kw={"width_ratios": widths, "height_ratios": heights},
+        squeeze=False,
+    )
+    for rank, row in enumerate(tables):
+        for column, name in enumerate(names):
+            cell = axes[rank][column]
+            cell.set(xticks=[], yticks=[])
+            cell.spines[:].set_visible(False)
+            if rank == 0:
+                cell.set_title(name, fontsize=11)
+            if column == 0:
+                cell.set_ylabel(f"rank {rank}", rotation=0, ha="right", va="center", fontsize=11)
+            if name in row:
+                cell.imshow(row[name], cmap="cividis", vmin=low, vmax=high if high > low else low + 1, aspect="equal")
+                for y, line in enumerate(row[name]):
+                    for x, number in enumerate(line):
+                        dark = (number - low) < 0.55 * (high - low)
+                        cell.text(x, y, f"{number:.3g}", ha="center", va="center", color="white" if dark else "black")
+    text = "; ".join(
+        f"rank {rank}: " + ", ".join(f"{name} {_words(values)}" for name, values in pairs)
+        for rank, pairs in enumerate(shown)
+    )
+    show_figure(figure, text)
+
+
+def _words(values) -> str:
+    """Nested lists of numbers as text, with three digits."""
+    return f"[{', '.join(map(_words, values))}]" if isinstance(values, list) else f"{values:.3g}"
+
+
+def _table(values) -> list[list[float]]:
+    """A nested list of one or two dimensions as rows of numbers, at most 8 by 16."""
+    if not isinstance(values, list):
+        values = [values]
+    rows = values if values and isinstance(values[0], list) else [values]
+    if not rows or not rows[0] or isinstance(rows[0][0], list):
+        raise ValueError("show() draws tensors of one or two dimensions that are not empty")
+    return [[float(number) for number in row[:16]] for row in rows[:8]]
+
+
+def show_losses(runs: Mapping[str, Sequence[dict]]) -> None:
+    """Draw the loss curves of runs on one axis.
+
+    Args:
+        runs: for each run's label, the epochs of its log (``workshop.measure.log.read_log``).
+    """
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(figsize=(7, 3.4))
+    parts = []
+    for index, (label, epochs) in enumerate(runs.items()):
+        losses = [loss for epoch in epochs for loss in epoch["losses"]]
+        # Curves that agree lie on each other: the first is the widest, and still shows at the edges.
+        width = 1.5 + 3 * (len(runs) - 1 - index)
+        axes.plot(range(1, len(losses) + 1), losses, label=label, color=COLOURS[index], linewidth=width)
+        parts.append(f"{label} from {losses[0]:.2f} to {losses[-1]:.2f} in {len(losses)} steps" if losses else label)
+    axes.set(xlabel="step", ylabel="loss, mean over the global batch")
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend()
+    show_figure(figure, "Loss curves: " + "; ".join(parts))
+
+
+def show_bars(values: Mapping[str, float], unit: str, guesses: Mapping[str, float | None] | None = None) -> None:
+    """Draw a bar for each value and, where there is one, your guess as a dashed line across it.
+
+    Args:
+        values: the length of each bar, by its label.
+        unit: what the numbers are.
+        guesses: what you had written down, by the bar's label.
+    """
+    import matplotlib.pyplot as plt
+
+    guesses = {label: guess for label, guess in (guesses or {}).items() if guess is not None and label in values}
+    figure, axes = plt.subplots(figsize=(7, 0.55 * len(values) + 1))
+    places = range(len(values))
+    bars = axes.barh(places, list(values.values()), color=COLOURS[0])
+    axes.bar_label(bars, fmt="{:,.4g}" if max(values.values(), default=0) < 100 else "{:,.0f}", padding=4)
+    for number, (label, guess) in enumerate(guesses.items()):
+        place = list(values).index(label)
+        line = axes.vlines(guess, place - 0.45, place + 0.45, colors="#D55E00", linestyles="dashed", linewidth=2)
+        if number == 0:
+            line.set_label("your guess")
+    axes.set_yticks(places, list(values))
+    axes.set_xlabel(unit)
+    axes.invert_yaxis()
+    axes.margins(x=0.15)
+    axes.spines[["top", "right"]].set_visible(False)
+    if guesses:
+        axes.legend(loc="lower right")
+    text = ", ".join(f"{label} {value:,.4g}" for label, value in values.items())
+    said = ", ".join(f"{label} {guess:,.4g}" for label, guess in guesses.items())
+    show_figure(figure, f"Bars, in {unit}: {text}" + (f"; you had guessed {said}" if said else ""))
