@@ -1,0 +1,324 @@
+"""The Open OnDemand app: rendered with Ruby as its dashboard does, and its job run as a plain process."""
+
+import http.cookiejar
+import json
+import os
+import re
+import shutil
+import socket
+import stat
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.parse
+import urllib.request
+from html.parser import HTMLParser
+from pathlib import Path
+
+import psutil
+import pytest
+import yaml
+
+import runs
+from workshop.jupyter.session import copy_workshop
+
+APP = runs.ROOT / "ondemand"
+ENTERED = {"auto_accounts": "project_1", "hours": "2", "gpus": "0", "reservation": ""}
+
+
+@pytest.fixture
+def app(tmp_path):
+    """A copy of the app; ``set`` changes its settings."""
+    if shutil.which("ruby") is None:
+        pytest.skip("needs Ruby (Debian: apt install ruby)")
+
+    class App:
+        folder = shutil.copytree(APP, tmp_path / "app")
+        session = tmp_path / "session"
+
+        def set(self, **settings):
+            path = self.folder / "settings.yml"
+            text = path.read_text()
+            for name, value in settings.items():
+                text, count = re.subn(rf"^{name}:.*$", f"{name}: {json.dumps(str(value))}", text, flags=re.MULTILINE)
+                assert count == 1
+            path.write_text(text)
+
+        def render(self, **asked):
+            self.session.mkdir(exist_ok=True)
+            command = ["ruby", str(runs.ROOT / "tests/ondemand/render.rb"), str(self.folder), str(self.session)]
+            done = subprocess.run([*command, json.dumps(asked)], capture_output=True, text=True)
+            assert done.returncode == 0, done.stderr
+            return json.loads(done.stdout)
+
+    return App()
+
+
+# ---------------------------------------------------------------- what is rendered
+
+
+def test_the_files_of_an_app_are_there():
+    manifest = yaml.safe_load((APP / "manifest.yml").read_text())
+    assert manifest["role"] == "batch_connect"
+    assert manifest["category"] == "Interactive Apps"
+    for name in ("form.yml.erb", "submit.yml.erb", "view.html.erb", "info.md.erb", "completed.md.erb", "settings.yml"):
+        assert (APP / name).is_file()
+    assert (APP / "template/script.sh.erb").stat().st_mode & stat.S_IXUSR
+    # Keys of the server before version 2 are warned of, and will go.
+    assert not [path for path in APP.rglob("*") if path.is_file() and "NotebookApp" in path.read_text()]
+
+
+def test_the_form(app):
+    form = app.render(values=ENTERED)["form"]
+    assert form["cluster"] == "my_cluster"
+    assert set(form["form"]) == set(form["attributes"])
+    assert form["attributes"]["gpus"]["value"] == 0
+
+
+def test_submit_on_slurm(app):
+    script = app.render(values=ENTERED)["submit"]["script"]
+    assert script == {
+        "wall_time": 7200,
+        "accounting_id": "project_1",
+        "native": ["--nodes=1", "--ntasks=1", "--cpus-per-task=2", "--mem=8G"],
+    }
+    app.set(account="course", partition="small", gpu_option="--gres=gpu:a100:%d")
+    script = app.render(values=ENTERED | {"gpus": "1", "reservation": " day_1 "})["submit"]["script"]
+    assert script["accounting_id"] == "course"
+    assert script["queue_name"] == "small"
+    assert script["reservation_id"] == "day_1"
+    assert script["native"][-1] == "--gres=gpu:a100:1"
+
+
+def test_submit_on_pbs(app):
+    app.set(scheduler="pbs", partition="develop")
+    script = app.render(values=ENTERED | {"gpus": "1"})["submit"]["script"]
+    assert script["native"] == ["-l", "select=1:ncpus=2:mem=8gb:ngpus=1"]
+    assert script["queue_name"] == "develop"
+    script = app.render(values=ENTERED | {"reservation": "R123"})["submit"]["script"]
+    assert script["queue_name"] == "R123"  # a reservation is a queue there
+    assert "reservation_id" not in script
+
+
+def test_values_from_outside_stay_values(app):
+    """What somebody types must not become another key, or an option."""
+    nasty = 'x"\naccounting_id: other'
+    script = app.render(values=ENTERED | {"reservation": nasty})["submit"]["script"]
+    assert script["accounting_id"] == "project_1"
+    assert script["reservation_id"] == nasty
+
+
+def test_the_preset_starts_by_one_click(app):
+    app.set(account="course")
+    assert app.render(values=ENTERED)["preset"] is False
+    rendered = app.render(sub_app="preset")
+    assert rendered["preset"] is True  # every attribute is a bare value
+    assert rendered["submit"]["script"]["accounting_id"] == "course"
+    assert rendered["submit"]["script"]["wall_time"] == 4 * 3600
+    # Where there are sub-apps, the dashboard lists these alone: the form has to be one of them.
+    assert app.render(sub_app="choose")["preset"] is False
+    assert app.render(sub_app="choose")["form"]["form"] == app.render()["form"]["form"]
+
+
+class Form(HTMLParser):
+    """The form of a page: its action, method, and hidden fields."""
+
+    def __init__(self, page):
+        super().__init__()
+        self.fields = {}
+        self.feed(page)
+
+    def handle_starttag(self, tag, attributes):
+        attributes = dict(attributes)
+        if tag == "form":
+            self.action, self.method = attributes["action"], attributes["method"]
+        elif tag == "input":
+            self.fields[attributes["name"]] = attributes["value"]
+
+
+def test_the_button_logs_in_and_opens_the_notebook(app):
+    connection = {"host": "n1", "port": "2000", "password": "secret", "notebook": "01_single_gpu/01_single_gpu.ipynb"}
+    form = Form(app.render(connection=connection)["view"])
+    assert form.method == "post"
+    url = urllib.parse.urlparse(form.action)
+    assert url.path == "/node/n1/2000/login"
+    assert urllib.parse.parse_qs(url.query) == {"next": ["/node/n1/2000/lab/tree/01_single_gpu/01_single_gpu.ipynb"]}
+    assert form.fields == {"password": "secret"}
+
+
+# ---------------------------------------------------------------- what runs
+
+
+@pytest.fixture
+def shared(tmp_path):
+    """The workshop as it lies in the course's folder, without an environment of its own."""
+    ignored = shutil.ignore_patterns("runs", "__pycache__", ".git", ".venv*", ".jupyter", ".*_cache")
+    return shutil.copytree(runs.ROOT, tmp_path / "shared", ignore=ignored)
+
+
+@pytest.fixture
+def job(app, shared, tmp_path):
+    """Starts the app's job as a plain process; it has ended after the test."""
+    started = []
+    app.set(workshop=shared, python=sys.executable, folder=tmp_path / "learner")
+
+    def start(**settings):
+        app.set(**settings)
+        app.render(values=ENTERED, stage=True)
+        subprocess.run(["bash", "-n", app.session / "job.sh"], check=True)
+        home = tmp_path / "home"
+        home.mkdir(exist_ok=True)
+        # The umask of the job is not for the files with secrets to rely on.
+        started.append(
+            runs.Running(
+                ["bash", "-c", "umask 022; exec bash job.sh"], app.session, HOME=home, PYTHONPATH=None, SLURM_JOB_ID=1
+            )
+        )
+        return started[-1]
+
+    yield start
+    for running in started:
+        running.end()
+
+
+def request(url, opener=None, **fields) -> tuple[int, str, str]:
+    """Status, address and text of what comes back; redirects are followed."""
+    data = urllib.parse.urlencode(fields).encode() if fields else None
+    try:
+        answer = (opener or urllib.request.build_opener()).open(url, data, timeout=10)
+        return answer.status, answer.url, answer.read().decode()
+    except urllib.error.HTTPError as error:
+        return error.code, error.url, error.read().decode()
+
+
+def test_a_session_from_its_start_to_its_end(app, job, tmp_path, record_property):
+    begun = time.monotonic()
+    running = job()
+    connection = app.session / "connection.yml"
+    while not connection.exists() or "password" not in connection.read_text():
+        assert running.process.poll() is None, running.text()
+        assert time.monotonic() - begun < 60, running.text()
+        time.sleep(0.05)
+    record_property("ready", round(time.monotonic() - begun, 1))
+    members = psutil.Process(running.process.pid).children(recursive=True)
+    values = yaml.safe_load(connection.read_text())
+    form = Form(app.render(values=ENTERED, connection={name: str(value) for name, value in values.items()})["view"])
+    base = f"http://127.0.0.1:{values['port']}"
+    root = f"{base}/node/{socket.gethostname()}/{values['port']}"
+
+    # Secrets: in files for the owner alone, hashed in the settings, and on no command line.
+    assert connection.stat().st_mode & 0o077 == 0
+    settings = app.session / "jupyter" / "jupyter_server_config.py"
+    assert settings.stat().st_mode & 0o077 == 0
+    assert "argon2:" in settings.read_text()
+    assert values["password"] not in settings.read_text() + running.text()
+    assert values["password"] not in " ".join(" ".join(member.cmdline()) for member in members)
+
+    assert request(f"{base}/lab")[0] == 404  # it answers below the proxy's path alone
+    assert "/login?next=" in request(f"{root}/lab")[1]
+    assert request(f"{root}/api/kernelspecs")[0] == 403
+    assert request(f"{base}{form.action}", password="wrong")[0] == 401
+    opener = urllib.request.build_opener(urllib.request.HTTPCookieProcessor(http.cookiejar.CookieJar()))
+    status, url, _ = request(f"{base}{form.action}", opener, **form.fields)
+    assert (status, url) == (200, f"{root}/lab/tree/01_single_gpu/01_single_gpu.ipynb")
+    (kernel,) = json.loads(request(f"{root}/api/kernelspecs", opener)[2])["kernelspecs"].values()
+    assert kernel["spec"]["display_name"] == "Workshop"
+    assert kernel["spec"]["env"]["PYTHONPATH"] == str(
+        tmp_path / "learner"
+    )  # the learner's own copy, not the shared one
+
+    # The copy is complete: a run starts from it, with the shared environment.
+    learner = tmp_path / "learner"
+    done = runs.run([learner / "01_single_gpu/run_single_gpu.sh", "--epochs", 1], tmp_path, WORKSHOP_PYTHON=None)
+    assert done.returncode == 0, done.stderr
+    done = runs.run([learner / "workshop.sh", "progress"], tmp_path, WORKSHOP_PYTHON=None)
+    assert done.returncode == 0, done.stderr
+    exercise = learner / "02_pytorch_ddp/exercise1_multigpu.py"
+    exercise.write_text("# mine\n")
+    done = runs.run([learner / "workshop.sh", "reset", "exercise1_multigpu.py"], tmp_path, WORKSHOP_PYTHON=None)
+    assert done.returncode == 0, done.stderr
+    assert exercise.read_text() == (runs.ROOT / "02_pytorch_ddp/exercise1_multigpu.py").read_text()
+
+    request(f"{root}/api/shutdown", opener, now="1")
+    assert running.wait(20) == 0
+    assert "cleaning up" in running.text()
+    _, alive = psutil.wait_procs(members, timeout=10)
+    assert alive == []
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"workshop": "/nowhere"}, "The folder of the workshop, /nowhere, is not there"),
+        ({"python": "/nowhere/python"}, "There is no /nowhere/python"),
+        ({"folder": "/proc/nowhere"}, "cannot be written"),
+    ],
+)
+def test_what_keeps_a_session_from_starting_is_on_its_card(settings, words, app, job):
+    running = job(**settings)
+    assert running.wait(30) == 1
+    assert words in running.text()
+    assert "Traceback" not in running.text()
+    card = app.render(values=ENTERED)["completed"]
+    assert "could not be started" in card
+    assert words in card
+
+
+# ---------------------------------------------------------------- the learner's copy
+
+
+def copied(shared, target) -> str:
+    """What the copying says, from the shared workshop's own package."""
+    done = runs.run(
+        [
+            *(sys.executable, "-P", "-c"),
+            "import sys; from pathlib import Path; from workshop.jupyter.session import copy_workshop; "
+            "print(copy_workshop(Path(sys.argv[1])))",
+            target,
+        ],
+        shared.parent,
+        PYTHONPATH=shared,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+def test_a_second_start_overwrites_nothing(shared, tmp_path):
+    learner = tmp_path / "learner"
+    assert re.search(r"\d+ files copied, 0 renewed, 0 of yours", copied(shared, learner))
+    exercise = Path("02_pytorch_ddp/exercise1_multigpu.py")
+    (learner / exercise).write_text("# my work\n")
+    (learner / "notes.txt").write_text("mine")
+    (learner / "LICENSE").unlink()
+    assert "0 files copied, 0 renewed, 1 of yours kept" in copied(shared, learner)
+    # The course repairs a file that the learner has not touched, and one that they have.
+    (shared / "workshop/launcher.py").write_text("# repaired\n")
+    (shared / exercise).write_text("# another exercise\n")
+    assert "0 files copied, 1 renewed, 1 of yours kept" in copied(shared, learner)
+    assert (learner / "workshop/launcher.py").read_text() == "# repaired\n"
+    assert (learner / exercise).read_text() == "# my work\n"
+    assert (learner / "notes.txt").read_text() == "mine"
+    assert not (learner / "LICENSE").exists()
+    (learner / ".copied.json").write_text("{broken")  # then all that differs counts as theirs
+    (shared / "workshop/launcher.py").write_text("# again\n")
+    assert "2 of yours kept" in copied(shared, learner)
+
+
+def test_what_is_copied(shared, tmp_path):
+    learner = tmp_path / "learner"
+    (shared / "01_single_gpu/runs").mkdir()
+    (shared / "01_single_gpu/runs/run.pt").write_text("x")
+    (shared / "data").mkdir()
+    (shared / "data/large").write_text("x")
+    copied(shared, learner)
+    assert (learner / "workshop/data/datasets.py").exists()
+    assert os.access(learner / "workshop.sh", os.X_OK)
+    assert not (learner / "01_single_gpu/runs").exists()
+    assert not (learner / "data").exists()
+    assert not list(learner.rglob("*.copy"))
+
+
+def test_the_workshop_is_not_copied_onto_itself():
+    assert "nothing to copy" in copy_workshop(runs.ROOT)
+    assert not (runs.ROOT / ".copied.json").exists()
