@@ -1,23 +1,36 @@
-"""The notebooks run from top to bottom, in a kernel of this environment, and leave no trace in the repository."""
+"""The notebooks run from top to bottom, as delivered and solved, and leave no trace; their solution twins show such a run."""
 
+import re
 import shutil
 
 import nbformat
 import pytest
-from nbclient import NotebookClient
 from nbclient.exceptions import CellExecutionError
 
 import runs
+from workshop.check.exercises import EXERCISES
+from workshop.jupyter import solutions
 
-NOTEBOOKS = sorted(path.relative_to(runs.ROOT) for path in runs.ROOT.glob("0*/*.ipynb"))
+STAGES = pytest.mark.parametrize("stage", solutions.STAGES)
+COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 
 
-@pytest.mark.parametrize("notebook", NOTEBOOKS, ids=lambda path: path.stem)
-def test_delivered_without_outputs(notebook):
-    for number, cell in enumerate(nbformat.read(runs.ROOT / notebook, as_version=4).cells, start=1):
+@STAGES
+def test_delivered_without_outputs(stage):
+    notebook, _ = solutions.paths(stage)
+    for number, cell in enumerate(nbformat.read(notebook, as_version=4).cells, start=1):
         if cell.cell_type == "code":
             assert not cell.outputs, f"{notebook}, cell {number} holds outputs"
             assert cell.execution_count is None, f"{notebook}, cell {number} holds an execution count"
+
+
+@STAGES
+def test_links_lead_somewhere(stage):
+    for path in solutions.paths(stage):
+        for cell in nbformat.read(path, as_version=4).cells:
+            if cell.cell_type == "markdown":
+                for link in re.findall(r"\]\(([^):#]+)\)", cell.source):
+                    assert (path.parent / link).exists(), f"{path}: {link}"
 
 
 @pytest.fixture
@@ -25,22 +38,22 @@ def copy(tmp_path, monkeypatch):
     """The stages in a folder of their own, so that what the cells write stays there."""
     for name in ("01_single_gpu", "02_pytorch_ddp", "solutions", "workshop"):
         shutil.copytree(runs.ROOT / name, tmp_path / name, ignore=shutil.ignore_patterns("runs", "__pycache__"))
-    for name, value in runs.environment(
-        PYTHONPATH=tmp_path, JUPYTER_PLATFORM_DIRS=1, IPYTHONDIR=tmp_path / "ipython"
-    ).items():
+    shutil.copy2(runs.ROOT / "workshop.sh", tmp_path)
+    changes = {"PYTHONPATH": tmp_path, "JUPYTER_PLATFORM_DIRS": 1, "IPYTHONDIR": tmp_path / "ipython"}
+    changes |= {"WORKSHOP_PROGRESS": tmp_path / "progress.json", "WORKSHOP_PYTHON": None, "OMP_NUM_THREADS": None}
+    environment = runs.environment(**changes)
+    for name in {"WORKSHOP_PYTHON", "OMP_NUM_THREADS"} - environment.keys():
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environment.items():
         monkeypatch.setenv(name, value)
-    monkeypatch.delenv("OMP_NUM_THREADS")
     return tmp_path
 
 
 def execute(path):
     """Run a notebook and return it. A failure names the cell."""
     notebook = nbformat.read(path, as_version=4)
-    client = NotebookClient(
-        notebook, timeout=300, kernel_name="python3", resources={"metadata": {"path": str(path.parent)}}
-    )
     try:
-        client.execute()
+        solutions.execute(notebook, path.parent)
     except CellExecutionError as error:
         failed = next(
             number
@@ -51,38 +64,123 @@ def execute(path):
     return notebook
 
 
-def outputs(notebook) -> str:
-    """All text that the cells printed, tracebacks included."""
-    return "".join(
-        output.get("text", "") for cell in notebook.cells if cell.cell_type == "code" for output in cell.outputs
-    )
+def text(notebook, name=None) -> str:
+    """What the cells printed, or the one with this name."""
+    cells = [cell for cell in notebook.cells if cell.cell_type == "code" and name in (None, cell["id"])]
+    assert cells
+    return COLOURS.sub("", "".join(output.get("text", "") for cell in cells for output in cell.outputs))
 
 
-def pictures(notebook) -> int:
+def pictures(notebook) -> list[str]:
+    """The texts in place of the pictures: there is none without."""
     cells = [cell for cell in notebook.cells if cell.cell_type == "code"]
-    return sum("image/png" in output.get("data", {}) for cell in cells for output in cell.outputs)
+    pages = [output.get("data", {}).get("text/html", "") for cell in cells for output in cell.outputs]
+    assert all(page.count("<img") == page.count('<img alt="') for page in pages)
+    return [alt for page in pages for alt in re.findall(r'<img alt="([^"]+)"', page)]
 
 
-def test_notebook_01(copy):
-    notebook = execute(copy / "01_single_gpu" / "01_single_gpu.ipynb")
-    text = outputs(notebook)
+def checks(notebook) -> dict[str, str]:
+    """What the last check of each exercise said, by the exercise's file."""
+    found = {}
+    for cell in notebook.cells:
+        if cell.cell_type == "code" and (call := re.fullmatch(r'check\("(.+)"\)', cell.source)):
+            found[call[1]] = text(notebook, cell["id"])
+    return found
+
+
+def goals_left(notebook) -> set[str]:
+    """The exercises with open goals."""
+    return {
+        file for file, said in checks(notebook).items() if "✗" in said or not re.search(r"(\d+) of \1 goals met", said)
+    }
+
+
+def solve(copy):
+    """Put the solutions in place of the exercises."""
+    for exercise in EXERCISES:
+        for path in (exercise.path, exercise.runner):
+            name = path.relative_to(runs.ROOT)
+            content = (copy / "solutions" / name).read_text().replace("/../../workshop/", "/../workshop/")
+            (copy / name).write_text(content)
+
+
+def exercises(stage):
+    return {exercise.path.name for exercise in EXERCISES if exercise.name.startswith(stage)}
+
+
+def judge_01(notebook):
+    said = text(notebook)
     for epoch in ("1/4", "4/4", "5/6", "6/6"):
-        assert text.count(f"epoch {epoch} ") == 1
-    assert "already holds 6 epochs of the 4 asked for" in text
-    assert pictures(notebook) == 1
-    assert runs.read_log(copy / "01_single_gpu" / "runs" / "single_gpu.pt")[-1]["accuracy"] > 0.9
+        assert said.count(f"epoch {epoch} ") == 1
+    assert "already holds 6 epochs of the 4 asked for" in " ".join(said.split())
+    profile = text(notebook, "run-profile")
+    assert re.search(r"\d% █+ +\d+ +loss.backward\(\)", profile)
+    assert re.search(r"\d% .* calls +aten::", profile)
+    assert len(pictures(notebook)) == 4
 
 
-def test_notebook_02(copy):
-    notebook = execute(copy / "02_pytorch_ddp" / "02_pytorch_ddp.ipynb")
-    text = outputs(notebook)
-    assert "+    ddp_model = DDP(model)" in text
-    assert "+from torch.distributed.elastic.multiprocessing.errors import record" in text
-    assert pictures(notebook) == 1
-    assert "killed the newest worker" in text
-    assert "largest difference between any two weights: 0.0\n" in text
-    difference = float(text.split("largest difference between the curves: ")[1].split()[0])
-    assert difference < 1e-3
+def judge_02(notebook):
+    said = text(notebook)
+    assert "rank 3 | I am rank 3 of 4" in said
+    assert "rank 2 | line 3: RuntimeError: waited 5 s for the other ranks, and gave up" in said
+    assert "rank 3 | done" in said
+    assert float(said.split("gradient of the whole batch: ")[1].split()[0]) < 1e-6
+    assert "mean of the ranks' scores: 0.250; score of all samples: 0.750" in said
+    assert "killed the newest process" in said
+    assert "RANK=1 LOCAL_RANK=1 WORLD_SIZE=2" in said
+    shown = pictures(notebook)
+    assert len(shown) == 9
+    assert "rank 0: before [0, 1, 2], after all_reduce [60, 64, 68]" in shown[1]
+    assert "rank 1: before [10, 11, 12, 13, 14, 15, 16, 17], after reduce_scatter [68, 72]" in shown[3]
+
+
+@pytest.mark.parametrize(
+    ("stage", "judge"),
+    [("01_single_gpu", judge_01), ("02_pytorch_ddp", judge_02)],
+    ids=["01", "02"],
+)
+def test_as_delivered(stage, judge, copy):
+    notebook = execute(copy / stage / f"{stage}.ipynb")
+    judge(notebook)
+    assert goals_left(notebook) == exercises(stage)
+    # The exercises are as they were: nothing writes to them.
+    for name in exercises(stage):
+        assert (copy / stage / name).read_text() == (runs.ROOT / stage / name).read_text()
+
+
+@pytest.mark.parametrize(
+    ("stage", "judge"),
+    [("01_single_gpu", judge_01), pytest.param("02_pytorch_ddp", judge_02, marks=pytest.mark.full)],
+    ids=["01", "02"],
+)
+def test_solved(stage, judge, copy):
+    solve(copy)
+    notebook = execute(copy / stage / f"{stage}.ipynb")
+    judge(notebook)
+    assert checks(notebook).keys() == exercises(stage)
+    assert goals_left(notebook) == set()
+    if stage == "02_pytorch_ddp":
+        for name in ("one", "two"), ("large", "accumulated"):
+            first, second = (runs.losses(runs.read_log(copy / stage / "runs" / f"{each}.pt")) for each in name)
+            assert first == pytest.approx(second, abs=1e-3)
+        assert "largest difference between any two weights: 0.0\n" in text(notebook, "compare-kill")
+
+
+@STAGES
+def test_the_twin_has_the_same_cells_and_the_outputs_of_a_solved_run(stage):
+    _, path = solutions.paths(stage)
+    there, expected = nbformat.read(path, as_version=4), solutions.twin(stage)
+    assert [(cell["id"], cell.source) for cell in there.cells] == [(cell["id"], cell.source) for cell in expected.cells]
+    for cell in there.cells:
+        if cell.cell_type == "code":
+            assert cell.execution_count, cell["id"]
+            assert not [output for output in cell.outputs if output.output_type == "error"], cell["id"]
+    (judge_01 if stage == "01_single_gpu" else judge_02)(there)
+    assert goals_left(there) == set()
+    assert checks(there).keys() == exercises(stage)
+    assert re.search(r"Python [\d.]+, torch [\d.]+\S*, \d+ CPU cores, ", text(there, "start"))  # where it was run
+    assert "/home" not in path.read_text()
+    assert path.stat().st_size < 1_000_000
 
 
 def test_a_cell_that_fails_is_named(copy):
@@ -92,3 +190,45 @@ def test_a_cell_that_fails_is_named(copy):
     nbformat.write(notebook, path)
     with pytest.raises(pytest.fail.Exception, match=r"01_single_gpu.ipynb, cell 3 failed"):
         execute(path)
+
+
+# ---------------------------------------------------------------- sessions in which a notebook cannot run
+
+
+def first_cell(path, folder):
+    """What the first cell of a notebook ends with, when it runs in ``folder``; nothing if it runs well."""
+    notebook = nbformat.read(path, as_version=4)
+    notebook.cells = notebook.cells[:2]
+    try:
+        solutions.execute(notebook, folder)
+    except CellExecutionError as error:
+        return error.evalue if error.ename == "SystemExit" else f"{error.ename}, with a traceback"
+    return ""
+
+
+def test_from_another_folder(copy, tmp_path):
+    path = copy / "01_single_gpu" / "01_single_gpu.ipynb"
+    assert first_cell(path, copy) == ""  # in the repository it goes to its folder by itself
+    said = first_cell(path, runs.ROOT / "02_pytorch_ddp")
+    assert f"its kernel belongs to the workshop in {copy}" in said
+    shutil.rmtree(copy / "01_single_gpu")
+    assert "complete copy of the workshop" in first_cell(runs.ROOT / "01_single_gpu" / "01_single_gpu.ipynb", copy)
+
+
+def test_with_a_kernel_that_does_not_have_the_workshop(copy, monkeypatch):
+    path = copy / "01_single_gpu" / "01_single_gpu.ipynb"
+    hidden = copy / "hidden"
+    hidden.mkdir()
+    (hidden / "workshop.py").write_text("")  # what such a kernel finds instead
+    monkeypatch.setenv("PYTHONPATH", str(hidden))
+    said = first_cell(path, path.parent)
+    assert "choose the kernel 'Workshop'" in said
+    assert "./workshop.sh lab" in said
+
+
+def test_on_a_full_disk(copy, monkeypatch):
+    (copy / "sitecustomize.py").write_text(
+        "import shutil\nusage = shutil.disk_usage\nshutil.disk_usage = lambda path: usage(path)._replace(free=1000)\n"
+    )
+    path = copy / "01_single_gpu" / "01_single_gpu.ipynb"
+    assert re.search(r"The disk that holds .* is full: free \d+ MB of it\.", first_cell(path, path.parent))

@@ -1,0 +1,89 @@
+"""Pictures for results/: the solved notebooks in JupyterLab, one in the dark theme, and the card of an Open OnDemand session.
+
+python tests/screenshots.py; look at each of them.
+"""
+
+import json
+import shutil
+import subprocess
+import tempfile
+from pathlib import Path
+
+from playwright.sync_api import sync_playwright
+
+import runs
+from test_jupyter import LAB, address
+
+RESULTS = runs.ROOT / "results"
+SCENES = {  # the cell to show, by stage and theme
+    ("01_single_gpu", "light"): "Where does the time go?",
+    ("02_pytorch_ddp", "dark"): "Averaged gradients: DDP by hand",
+}
+
+
+def notebooks(playwright) -> None:
+    chromium = playwright.chromium.launch(executable_path=shutil.which("chromium"), args=["--no-sandbox"])
+    with tempfile.TemporaryDirectory() as folder:
+        copy = shutil.copytree(
+            runs.ROOT, Path(folder) / "workshop", ignore=shutil.ignore_patterns("runs", ".venv*", ".git", ".jupyter")
+        )
+        lab = runs.Running(LAB, copy, PYTHONPATH=copy, HOME=folder)
+        try:
+            url, token = address(lab)
+            for (stage, theme), heading in SCENES.items():
+                page = chromium.new_page(viewport={"width": 1300, "height": 1500})
+                page.goto(f"{url}/lab/tree/solutions/{stage}/{stage}.ipynb?token={token}")
+                page.get_by_role("heading", name=stage[:2]).first.wait_for(timeout=60_000)
+                if theme == "dark":
+                    page.get_by_role("menuitem", name="Settings", exact=True).click()
+                    page.get_by_text("Theme", exact=True).hover()
+                    page.get_by_role("menuitem", name="JupyterLab Dark", exact=True).click()
+                page.keyboard.press("Control+b")  # the notebook alone
+                page.get_by_role("heading", name=heading).evaluate(
+                    "heading => heading.scrollIntoView({block: 'start'})"
+                )
+                page.wait_for_timeout(3000)
+                page.get_by_role("heading", name=heading).evaluate(
+                    "heading => heading.scrollIntoView({block: 'start'})"
+                )
+                page.wait_for_timeout(1000)
+                page.screenshot(path=RESULTS / f"notebook-{stage[:2]}-solved.png")
+                page.close()
+        finally:
+            lab.end()
+    chromium.close()
+
+
+def card(playwright) -> None:
+    """The session's card as the dashboard frames it: its info text, and the button of view.html.erb."""
+    with tempfile.TemporaryDirectory() as session:
+        asked = {
+            "connection": {
+                "host": "node1",
+                "port": "2000",
+                "password": "x",
+                "notebook": "01_single_gpu/01_single_gpu.ipynb",
+            }
+        }
+        command = ["ruby", runs.ROOT / "tests/ondemand/render.rb", runs.ROOT / "ondemand", session, json.dumps(asked)]
+        rendered = json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
+    style = (
+        "body { font: 16px sans-serif; width: 640px } .card { border: 1px solid #bbb; border-radius: 4px } "
+        ".head { background: #d1e7dd; padding: 10px } .body { padding: 12px } "
+        ".btn { background: #0d6efd; color: white; border: 0; border-radius: 4px; padding: 8px 14px; font-size: 16px }"
+    )
+    info = rendered["info"].replace("\n\n", "<p>").replace("`", "")
+    info = info.replace(session, "~/ondemand/data/.../output/SESSION")
+    page = playwright.chromium.launch(executable_path=shutil.which("chromium"), args=["--no-sandbox"]).new_page()
+    page.set_content(
+        f"<style>{style}</style><div class=card><div class=head><b>Distributed PyTorch workshop</b> (1234) "
+        f"<b>1 node | 2 cores | Running</b></div><div class=body>{info}<p>{rendered['view']}</div></div>"
+    )
+    page.locator(".card").screenshot(path=RESULTS / "ondemand-card.png")
+    page.context.browser.close()
+
+
+if __name__ == "__main__":
+    with sync_playwright() as playwright:
+        card(playwright)
+        notebooks(playwright)
