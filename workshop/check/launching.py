@@ -83,6 +83,26 @@ def run_program(
         patience: when it counts as hanging.
     """
     patience = patience or Patience()
+    settings = (script, list(arguments), launch, nproc, scratch)
+    run = _run_once(settings, nodes, samples, on_cpu, fails, dies, patience)
+    if run.hung == "idle" and _hung_on_the_way_to_the_group(run):
+        # A store's thread runs in the process that forks here, and a fork at the wrong moment copies what it has locked: once in
+        # some hundred runs a rank waits for ever. Fresh interpreters do not: what really hangs, hangs again.
+        patience = Patience(min(patience.idle, 5), patience.busy, patience.total)
+        run = _run_once(settings, nodes, samples, on_cpu, fails, dies, patience)
+    return run
+
+
+def _hung_on_the_way_to_the_group(run: Run) -> bool:
+    """Whether processes had begun to meet, and no rank has come as far as a step."""
+    return any(process.of("store", "joining") for process in run.processes) and not any(
+        process.of("backward") for process in run.processes
+    )
+
+
+def _run_once(settings, nodes, samples, on_cpu, fails, dies, patience) -> Run:
+    """One run, as ``run_program`` has described it."""
+    script, arguments, launch, nproc, scratch = settings
     folder = Path(tempfile.mkdtemp(prefix="evidence-", dir=scratch.parent))
     (scratch / "tmp").mkdir(parents=True, exist_ok=True)
     start = time.monotonic()
@@ -90,7 +110,7 @@ def run_program(
     sys.stderr.flush()
     keeper = os.fork()
     if keeper == 0:
-        _child(_keep, script, list(arguments), launch, nproc, scratch, folder, nodes, samples, on_cpu, fails, dies)
+        _child(_keep, script, arguments, launch, nproc, scratch, folder, nodes, samples, on_cpu, fails, dies)
     watcher = _Watcher(keeper, folder, patience)
     try:
         status = watcher.watch()
