@@ -88,7 +88,7 @@ def run_program(
     if run.hung == "idle" and _hung_on_the_way_to_the_group(run):
         # A store's thread runs in the process that forks here, and a fork at the wrong moment copies what it has locked: once in
         # some hundred runs a rank waits for ever. Fresh interpreters do not: what really hangs, hangs again.
-        patience = Patience(min(patience.idle, 5), patience.busy, patience.total)
+        patience = Patience(idle=min(patience.idle, 5), busy=patience.busy, total=patience.total)
         run = _run_once(settings, nodes, samples, on_cpu, fails, dies, patience)
     return run
 
