@@ -3,8 +3,10 @@
 import os
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 
+import psutil
 import torch
 
 from workshop.measure.launch import Background, without_launcher
@@ -82,6 +84,15 @@ def largest_difference(first, second) -> float:
     a, b = load(first)["model"], load(second)["model"]
     assert a.keys() == b.keys()
     return max((a[name] - b[name]).abs().max().item() for name in a)
+
+
+def command_lines(processes) -> str:
+    """What everybody on the machine can read of these processes; those that have ended show nothing any more."""
+    lines = []
+    for process in processes:
+        with suppress(psutil.NoSuchProcess):
+            lines += process.cmdline()
+    return " ".join(lines)
 
 
 class Running(Background):

@@ -38,9 +38,8 @@ def twin(stage: str) -> nbformat.NotebookNode:
         elif rung := RUNG.fullmatch(cell["id"]):
             cell.source = _rung(int(rung[1]))
         cell.source = cell.source.replace(f'start("{stage}"', f'start("solutions/{stage}"')
-    notebook.cells[
-        0
-    ].source += (
+    title = notebook.cells[0]
+    title.source += (
         "\n**Solved.** These are the outputs of one run; the first cell says on what. Yours are in your own notebook.\n"
     )
     return notebook
