@@ -40,7 +40,9 @@ def test_this_machine_can_train():
         "/dev/shm",
         "ports",
         "host name",
+        "interconnect",
         "scheduler",
+        "cluster",
     ):
         assert f" {check} " in done.stdout
     assert torch.__version__ in done.stdout

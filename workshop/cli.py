@@ -150,6 +150,90 @@ def progress() -> None:
     show_progress(Console(highlight=False))
 
 
+@app.command()
+@click.argument("script")
+@click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
+@click.option("--site", metavar="SITE", help="Where to.  [default: this host's site, or the practice cluster]")
+@click.option("--account", metavar="ACCOUNT", help="The project that pays.")
+@click.option("--queue", metavar="QUEUE", help="Partition, QOS or queue.  [default: the first that takes the job]")
+@click.option("--nodes", type=click.IntRange(min=1), help="In place of the script's.")
+@click.option("--gpus-per-node", type=click.IntRange(min=1), help="In place of the script's.")
+@click.option("--time", metavar="HH:MM:SS", help="In place of the script's.")
+@click.option("--reservation", metavar="NAME", help="Of a course, say.")
+@click.option("--dry-run", is_flag=True, help="Show the line and the site's settings; submit nothing.")
+def submit(script, site, arguments, **options) -> None:
+    """Submit the job SCRIPT with the options of a site; ARGUMENTS for the script follow after --."""
+    from workshop.slurm.submit import run_submit
+
+    sys.exit(run_submit(script, site, arguments=arguments, **options))
+
+
+@app.group()
+def cluster() -> None:
+    """A real Slurm of several nodes on this machine, to practise on."""
+
+
+cluster_name = click.option("--name", default="local", show_default=True, help="Several can be up side by side.")
+
+
+@cluster.command("up")
+@click.argument("nodes", type=click.IntRange(1, 16))
+@click.option(
+    "--gpus", type=click.IntRange(1, 8), default=4, show_default=True, help="On each node, for counting only."
+)
+@click.option("--cores", type=click.IntRange(1, 256), default=8, show_default=True, help="That each node says it has.")
+@cluster_name
+def cluster_up(nodes, gpus, cores, name) -> None:
+    """Start a cluster of NODES compute nodes."""
+    from workshop.slurm.cluster import run_up
+
+    run_up(nodes, gpus, cores, name)
+
+
+@cluster.command("status")
+@cluster_name
+def cluster_status(name) -> None:
+    """Show its nodes and jobs."""
+    from workshop.slurm.cluster import run_status
+
+    run_status(name)
+
+
+@cluster.command("exec", context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
+@click.option("--node", default="", metavar="NODE", help="On this compute node.  [default: the login node]")
+@cluster_name
+@click.argument("command", nargs=-1, type=click.UNPROCESSED)
+def cluster_exec(command, node, name) -> None:
+    """Run COMMAND on its login node; without COMMAND a shell."""
+    from workshop.slurm.cluster import run_exec
+
+    run_exec(command, node, name)
+
+
+def _fault(action: str, text: str) -> None:
+    @cluster.command(action, help=text)
+    @click.argument("node")
+    @cluster_name
+    def fault(node, name) -> None:
+        from workshop.slurm.cluster import run_fault
+
+        run_fault(action, node, name)
+
+
+_fault("kill", "Kill a NODE, as if its power failed.")
+_fault("cut", "Cut the network of a NODE, which runs on.")
+_fault("heal", "Bring a NODE back that was killed or cut.")
+
+
+@cluster.command("down")
+@cluster_name
+def cluster_down(name) -> None:
+    """End it, and all that runs on it."""
+    from workshop.slurm.cluster import run_down
+
+    run_down(name)
+
+
 @app.command(context_settings={"ignore_unknown_options": True})
 @click.option("--full", is_flag=True, help="The long runs too: kills in a row, the oldest versions.")
 @click.argument("pytest_options", nargs=-1, type=click.UNPROCESSED)

@@ -356,7 +356,43 @@ def check_scheduler() -> Finding:
     found = [name for program, name in (("sbatch", "Slurm"), ("qsub", "PBS")) if shutil.which(program)]
     job = os.environ.get("SLURM_JOB_ID") or os.environ.get("PBS_JOBID")
     seen = (", ".join(found) or "none on PATH") + (f"; this is inside job {job}" if job else "")
+    from workshop.slurm.sites import detect_site, find_site
+
+    site = detect_site()
+    if site:
+        seen += f"; this is {find_site(site).name}"
+        return Finding("scheduler", OK, seen, f"./workshop.sh submit SCRIPT --site {site} has its queues and modules")
     return Finding("scheduler", OK, seen)
+
+
+def check_practice_cluster() -> Finding:
+    """Whether a Slurm of several nodes can be started on this machine."""
+    from workshop.errors import UserError
+    from workshop.slurm.cluster import find_cluster, require_machine
+
+    if up := find_cluster():
+        return Finding("cluster", OK, f"a practice cluster of {up.nodes} nodes is up")
+    try:
+        require_machine()
+    except UserError as error:
+        return Finding("cluster", OK, "no practice cluster can be started here", str(error))
+    return Finding("cluster", OK, "a practice cluster can be started: ./workshop.sh cluster up 4")
+
+
+def check_interconnect() -> Finding:
+    """The networks between this machine and others."""
+    seen = []
+    fabric = sorted(Path("/sys/class/infiniband").glob("*/ports/*"))
+    for port in fabric:
+        rate, state = ((port / name).read_text().strip() for name in ("rate", "state"))
+        seen.append(f"{port.parts[-3]} {rate.split('(')[0].strip()}, {state.split(':')[-1].strip().lower()}")
+    interfaces = sorted(path.name for path in Path("/sys/class/net").glob("*") if path.name != "lo")
+    slingshot = [name for name in interfaces if name.startswith("hsn")]
+    if slingshot:
+        seen.append(f"Slingshot: {', '.join(slingshot)}")
+    others = [name for name in interfaces if name not in slingshot]
+    seen.append(f"interfaces: {', '.join(others)}" if others else "no other interface than loopback")
+    return Finding("interconnect", OK, "; ".join(seen))
 
 
 def check_data() -> Finding:
@@ -393,7 +429,9 @@ CHECKS: tuple[Callable[[], Finding], ...] = (
     check_shared_memory,
     check_ports,
     check_host_name,
+    check_interconnect,
     check_scheduler,
+    check_practice_cluster,
 )
 
 

@@ -1,0 +1,290 @@
+"""The inside of a practice cluster: what runs as process 1 of its login node and of each compute node.
+
+``workshop.slurm.cluster`` starts this file with ``unshare``, so that each node has its own network, host name, processes, mounts
+and shared memory. It needs nothing but Python's own library, because a node has to be there within a quarter of a second.
+
+The login node is the parent of all: when its process 1 ends, however it ends, the kernel ends every process of every node, and
+with them go the network, the mounts and the files of the cluster.
+"""
+
+import contextlib
+import json
+import os
+import secrets
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+SLURMCTLD_PORT, SLURMD_PORT = 6817, 6818
+ADDRESS = "10.77.0.{}"  # a network that only the cluster sees; the login node is 1
+
+SLURM_CONF = """\
+ClusterName=practice
+SlurmctldHost=login
+SlurmUser={user}
+SlurmdUser={user}
+AuthType=auth/munge
+AuthInfo=socket={run}/munge.socket
+StateSaveLocation={run}/state
+SlurmdSpoolDir={run}/spool-%n
+SlurmctldPidFile={run}/slurmctld.pid
+SlurmdPidFile={run}/slurmd-%n.pid
+SlurmctldLogFile={run}/slurmctld.log
+SlurmdLogFile={run}/slurmd-%n.log
+# Neither cgroups nor accounting: a container and an ordinary user have none.
+ProctrackType=proctrack/linuxproc
+TaskPlugin=task/none
+SelectType=select/cons_tres
+SelectTypeParameters=CR_CPU_Memory
+DefMemPerCPU=1000
+# The nodes claim more cores and memory than this machine has.
+SlurmdParameters=config_overrides
+GresTypes=gpu
+# As on many sites, a job is started again only if it asks for that (--requeue).
+JobRequeue=0
+ReturnToService=2
+SlurmdTimeout=5
+# Shorter than SlurmdTimeout, as everywhere (30 s and 300 s): srun gives a node up before Slurm knows that it is dead.
+KillWait=2
+MinJobAge=86400
+SchedulerParameters=batch_sched_delay=0,sched_interval=2,bf_interval=2
+PropagateResourceLimits=NONE
+NodeName=DEFAULT CPUs={cores} RealMemory={memory} Gres=gpu:{gpus} State=UNKNOWN
+NodeName=node[1-{nodes}]
+PartitionName=normal Nodes=ALL Default=YES DefaultTime=10 MaxTime=1440 State=UP
+"""
+
+
+def run(*command) -> str:
+    """Run a command to its end and return its output; what it says when it fails is the error."""
+    done = subprocess.run([str(part) for part in command], capture_output=True, text=True)
+    if done.returncode != 0:
+        raise RuntimeError(f"{command[0]}: {(done.stderr or done.stdout).strip()}")
+    return done.stdout
+
+
+def wait_until(condition, seconds: float, what: str) -> None:
+    """Wait until ``condition()`` holds."""
+    end = time.monotonic() + seconds
+    while not condition():
+        if time.monotonic() > end:
+            raise RuntimeError(f"{what} within {seconds:g} s")
+        time.sleep(0.02)
+
+
+def login(folder: Path, specification: dict) -> None:
+    """Become the login node, and start the controller and the compute nodes."""
+    inside = folder / "run"
+    run("mount", "-t", "tmpfs", "-o", "mode=0755", "tmpfs", inside)
+    become("login", inside, specification["nodes"])
+    (inside / "specification.json").write_text(json.dumps(specification))
+    run("ip", "link", "add", "bridge0", "type", "bridge")
+    run("ip", "addr", "add", ADDRESS.format(1) + "/24", "dev", "bridge0")
+    run("ip", "link", "set", "bridge0", "up")
+
+    configure(inside, specification)
+    start("munged", "--foreground", "--force", f"--socket={inside}/munge.socket", f"--key-file={inside}/munge.key",
+          f"--pid-file={inside}/munged.pid", f"--log-file={inside}/munged.log", f"--seed-file={inside}/munged.seed",
+          "--num-threads=4")  # fmt: skip
+    wait_until((inside / "munge.socket").exists, 10, "munged did not start")
+    start("slurmctld", "-D", "-f", inside / "slurm.conf")
+    wait_until(lambda: listens(SLURMCTLD_PORT), 10, f"slurmctld did not start: {last_line(inside / 'slurmctld.log')}")
+    names = [f"node{number}" for number in range(1, specification["nodes"] + 1)]
+    starting = [start_node(inside, name) for name in names]
+    for name, node in zip(names, starting, strict=True):
+        connect_node(inside, name, node)
+    os.environ["SLURM_CONF"] = str(inside / "slurm.conf")
+    wait_until(lambda: states() == ["idle"] * len(names), 20, f"not all nodes came up: {', '.join(states())}")
+
+
+def become(name: str, inside: Path, nodes: int) -> None:
+    """Give this node its host name, its own view of the network's names, and shared memory of its own."""
+    run("hostname", name)
+    run("ip", "link", "set", "lo", "up")
+    hosts = ["127.0.0.1 localhost", f"{ADDRESS.format(1)} login"]
+    hosts += [f"{ADDRESS.format(number + 1)} node{number}" for number in range(1, nodes + 1)]
+    # Names come from this file alone: a look-up that goes to a name server would wait for one in a network that has none.
+    for target, text in (
+        ("/etc/hosts", "\n".join(hosts)),
+        ("/etc/nsswitch.conf", "passwd: files\ngroup: files\nhosts: files"),
+    ):
+        file = inside / f"{name}-{Path(target).name}"
+        file.write_text(text + "\n")
+        run("mount", "--bind", file, target)
+    with contextlib.suppress(OSError):  # where IPv6 is off already
+        Path("/proc/sys/net/ipv6/conf/all/disable_ipv6").write_text("1")
+    run("mount", "-t", "tmpfs", "tmpfs", "/dev/shm")
+    # The nodes' GPUs are for counting only. A real one would be seen by every process of every node: hide it.
+    for device in [*Path("/dev").glob("nvidia*"), Path("/dev/kfd"), Path("/dev/dxg")]:
+        if device.is_char_device():
+            run("mount", "--bind", "/dev/null", device)
+
+
+def configure(inside: Path, specification: dict) -> None:
+    """Write the settings of munge and Slurm."""
+    (inside / "munge.key").touch(mode=0o600)
+    (inside / "munge.key").write_bytes(secrets.token_bytes(128))
+    (inside / "state").mkdir()
+    (inside / "nodes").mkdir()
+    user = specification["user"]
+    memory = 64000 * specification["cores"]
+    (inside / "slurm.conf").write_text(
+        SLURM_CONF.format(**specification | {"run": inside, "user": user, "memory": memory})
+    )
+    # A GPU is a device file with a number at its end: Slurm wants one for each.
+    for number in range(specification["gpus"]):
+        (inside / f"gpu{number}").symlink_to("/dev/null")
+    (inside / "gres.conf").write_text(f"Name=gpu File={inside}/gpu[0-{specification['gpus'] - 1}]\n")
+
+
+def start(program: str, *options) -> subprocess.Popen:
+    """Start a program that stays."""
+    return subprocess.Popen(
+        [program, *map(str, options)],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+    )
+
+
+def start_node(inside: Path, name: str) -> subprocess.Popen:
+    """Start a compute node's process 1, which waits for its network."""
+    return subprocess.Popen(
+        ["unshare", "--mount", "--net", "--uts", "--pid", "--ipc", "--fork", "--kill-child", "--mount-proc",
+         sys.executable, "-I", "-S", __file__, "node", str(inside.parent), name],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=open(inside / f"{name}.log", "w"),
+        text=True,
+        start_new_session=True,
+    )  # fmt: skip
+
+
+def connect_node(inside: Path, name: str, node: subprocess.Popen) -> None:
+    """Lay the cable from the login node's bridge to a node that has just started, and let it go on."""
+    if node.stdout.readline() != "here\n":
+        raise RuntimeError(f"{name} did not start: {last_line(inside / f'{name}.log')}")
+    first = Path(f"/proc/{node.pid}/task/{node.pid}/children").read_text().split()[0]
+    # A node keeps its hardware address when it comes back: the others still know it by the old one.
+    hardware = f"02:00:00:00:00:{int(name.removeprefix('node')):02x}"
+    run("ip", "link", "add", cable(name), "type", "veth", "peer", "name", "eth0", "address", hardware, "netns", first)
+    run("ip", "link", "set", cable(name), "master", "bridge0", "up")
+    (inside / "nodes" / name).write_text(first)
+    node.stdin.write("connected\n")
+    node.stdin.close()
+    if node.stdout.readline() != "up\n":
+        raise RuntimeError(f"{name} did not come up: {last_line(inside / f'{name}.log')}")
+
+
+def cable(name: str) -> str:
+    """The login node's end of a node's cable."""
+    return f"to-{name}"
+
+
+def node(folder: Path, name: str) -> None:
+    """Become a compute node."""
+    inside = folder / "run"
+    specification = json.loads((inside / "specification.json").read_text())
+    become(name, inside, specification["nodes"])
+    print("here", flush=True)
+    sys.stdin.readline()
+    run("ip", "addr", "add", ADDRESS.format(int(name.removeprefix("node")) + 1) + "/24", "dev", "eth0")
+    run("ip", "link", "set", "eth0", "up")
+    start("slurmd", "-D", "-f", inside / "slurm.conf", "-N", name)
+    log = inside / f"slurmd-{name}.log"
+    wait_until(lambda: listens(SLURMD_PORT), 20, f"slurmd did not start: {last_line(log)}")
+    print("up", flush=True)
+
+
+def listens(port: int) -> bool:
+    """Whether something listens at a port of this node."""
+    with socket.socket() as probe:
+        return probe.connect_ex(("127.0.0.1", port)) == 0
+
+
+def states() -> list[str]:
+    """The state of each node, as sinfo names it."""
+    done = subprocess.run(["sinfo", "--noheader", "--Node", "--format=%T"], capture_output=True, text=True)
+    return done.stdout.split()
+
+
+def last_line(log: Path) -> str:
+    """The last line of a log, for an error's sentence."""
+    lines = log.read_text(errors="replace").strip().splitlines() if log.exists() else []
+    return lines[-1] if lines else "it says nothing"
+
+
+def kill(folder: Path, name: str) -> None:
+    """Pull a node's plug: all its processes are gone at once."""
+    first = folder / "run" / "nodes" / name
+    os.kill(int(first.read_text()), signal.SIGKILL)
+    first.unlink()
+
+
+def cut(folder: Path, name: str) -> None:
+    """Cut a node's network: its processes go on, and nobody hears of them."""
+    run("ip", "link", "set", cable(name), "down")
+
+
+def heal(folder: Path, name: str) -> None:
+    """Plug a node in again: its network, and the node itself if it was killed."""
+    inside = folder / "run"
+    if (inside / "nodes" / name).exists():
+        run("ip", "link", "set", cable(name), "up")
+    else:
+        connect_node(inside, name, start_node(inside, name))
+
+
+def stay(orders: socket.socket | None = None) -> None:
+    """Be process 1: clear away the processes whose parents have died, and carry out orders, until told to end."""
+    signal.signal(signal.SIGTERM, lambda *_: os._exit(0))
+    while True:
+        with contextlib.suppress(ChildProcessError):
+            while os.waitpid(-1, os.WNOHANG) != (0, 0):
+                pass
+        if orders is None:
+            time.sleep(0.5)
+            continue
+        with contextlib.suppress(TimeoutError, OSError):
+            customer, _ = orders.accept()
+            with customer:
+                action, folder, name = customer.recv(4096).decode().split("\n")
+                try:
+                    {"kill": kill, "cut": cut, "heal": heal}[action](Path(folder), name)
+                    customer.sendall(b"done")
+                except (RuntimeError, OSError) as error:
+                    customer.sendall(str(error).encode())
+
+
+def take_orders(folder: Path) -> socket.socket:
+    """The socket at which this process hears what shall happen to a node: it alone has the rights, where the user is not root."""
+    orders = socket.socket(socket.AF_UNIX)
+    orders.bind(str(folder / "orders"))
+    orders.listen()
+    orders.settimeout(0.5)
+    return orders
+
+
+def main() -> None:
+    """``node.py login FOLDER SPECIFICATION`` and ``node.py node FOLDER NAME``: become that node, and stay."""
+    kind, folder, argument = sys.argv[1], Path(sys.argv[2]), sys.argv[3]
+    orders = None
+    try:
+        if kind == "login":
+            login(folder, json.loads(argument))
+            orders = take_orders(folder)
+            print("ready", flush=True)  # fails, and so ends the cluster, when whoever started it has gone
+        else:
+            node(folder, argument)
+    except (RuntimeError, OSError) as error:
+        sys.exit(" ".join(str(error).split()))
+    os.close(1)  # whoever waits for our output has read all there is
+    stay(orders)
+
+
+if __name__ == "__main__":
+    main()
