@@ -1,0 +1,457 @@
+"""workshop submit: the exact line for a site, what it refuses, and the environment in which it runs sbatch and qsub."""
+
+import json
+import os
+import shutil
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import pytest
+
+import runs
+from site_models.table import BODY, script
+from workshop.errors import UserError
+from workshop.slurm import cluster, submit
+from workshop.slurm.sites import find_site
+from workshop.slurm.submit import find_queue, find_shape, read_script, run_submit, seconds, submission
+
+SETTINGS = runs.ROOT / "runs" / "sites"
+PBS_LINES = ["-N launch", "-l select=2:ncpus=64:mpiprocs=1:ngpus=4:mem=480GB", "-l walltime=00:10:00", "-j oe"]
+
+
+def pbs_script(folder, *lines) -> Path:
+    """A job script for PBS, with these directives or the usual ones."""
+    path = folder / "launch.sh"
+    path.write_text("\n".join(["#!/bin/bash", *(f"#PBS {line}" for line in lines or PBS_LINES), "", BODY]))
+    return path
+
+
+def build(path, site, **options):
+    """A submission from an environment of our own."""
+    return submission(path, site, find_site(site), environment={"WORKSHOP_IMAGE": "/images/torch.sif"}, **options)
+
+
+# ---------------------------------------------------------------- the line
+
+
+@pytest.mark.parametrize(
+    ("site", "options", "line"),
+    [
+        (
+            "roihu",
+            {"account": "project_1", "arguments": ["--epochs", "5"]},
+            "sbatch --account=project_1 --partition=gputest --nodes=2 --ntasks-per-node=1 --gpus-per-node=gh200:4 "
+            "--cpus-per-task=288 --time=00:10:00 --export=ALL,WORKSHOP_SITE={settings} {script} --epochs 5",
+        ),
+        (
+            "roihu",
+            {"account": "project_1", "gpus_per_node": 2, "time": "1-0", "reservation": "course"},
+            "sbatch --account=project_1 --partition=gpumedium --reservation=course --nodes=2 --ntasks-per-node=1 "
+            "--gpus-per-node=gh200:2 --cpus-per-task=144 --time=24:00:00 --export=ALL,WORKSHOP_SITE={settings} {script}",
+        ),
+        (
+            "lumi",
+            {"account": "project_1", "nodes": 40, "gpus_per_node": 8},
+            "sbatch --account=project_1 --partition=standard-g --nodes=40 --ntasks-per-node=1 --gpus-per-node=8 "
+            "--cpus-per-task=56 --mem-per-gpu=60G --time=00:10:00 --export=ALL,WORKSHOP_SITE={settings} {script}",
+        ),
+        (
+            "marenostrum5",
+            {"account": "bsc1", "queue": "acc_training"},
+            "sbatch --account=bsc1 --partition=acc --qos=acc_training --nodes=2 --ntasks-per-node=1 --gpus-per-node=4 "
+            "--cpus-per-task=80 --time=00:10:00 --export=ALL,WORKSHOP_SITE={settings} {script}",
+        ),
+        (
+            "hipergator",
+            {"account": "group", "gpus_per_node": 1},
+            "sbatch --account=group --partition=hpg-b200 --qos=group --nodes=2 --ntasks-per-node=1 --gpus-per-node=b200:1 "
+            "--cpus-per-task=14 --mem=112G --time=00:10:00 --export=ALL,WORKSHOP_SITE={settings} {script}",
+        ),
+        (
+            "della",
+            {"gpus_per_node": 2},
+            "sbatch --nodes=2 --ntasks-per-node=1 --gpus-per-node=2 --cpus-per-task=24 --mem=32G --time=00:10:00 "
+            "--constraint=gpu80 --export=ALL,WORKSHOP_SITE={settings} {script}",
+        ),
+        (
+            "derecho",
+            {"account": "UABC0001", "arguments": ["--epochs", "5", "--rates=0.1,0.2"]},
+            "qsub -A UABC0001 -q develop -l select=2:ncpus=64:mpiprocs=1:ngpus=4:mem=480GB -l walltime=00:10:00 "
+            "-l place=scatter -v WORKSHOP_SITE={settings},ARGUMENTS='--epochs 5 --rates=0.1,0.2' {script}",
+        ),
+        (
+            "derecho",
+            {"account": "UABC0001", "nodes": 3, "reservation": "R123"},
+            "qsub -A UABC0001 -q R123 -l select=3:ncpus=64:mpiprocs=1:ngpus=4:mem=480GB -l walltime=00:10:00 "
+            "-l place=scatter -v WORKSHOP_SITE={settings} {script}",
+        ),
+        (
+            "casper",
+            {"account": "UABC0001", "gpus_per_node": 1, "time": "30"},
+            "qsub -A UABC0001 -q casper -l select=2:ncpus=32:mpiprocs=1:ngpus=1:gpu_type=a100_80gb:mem=248GB "
+            "-l walltime=00:30:00 -l place=scatter -v WORKSHOP_SITE={settings} {script}",
+        ),
+    ],
+)
+def test_the_exact_line(site, options, line, tmp_path):
+    path = pbs_script(tmp_path) if find_site(site).scheduler == "pbs" else script(tmp_path)
+    job = build(path, site, **options)
+    assert " ".join(job.command) == line.format(settings=SETTINGS / f"{site}.sh", script=path)
+    assert job.folder == Path.cwd()
+
+
+@pytest.mark.parametrize("text", ["-N2 -t 10", "-N 2 --time=10", "--nodes 2 --time 00:10:00   # two of them"])
+def test_a_directive_can_be_written_in_several_ways(text, tmp_path):
+    path = tmp_path / "job.sh"
+    path.write_text(
+        f"#!/bin/bash\n\n# a remark\n#SBATCH {text}\n##SBATCH --nodes=7\n#SBATCH --gres=gpu:a100:1,nvme:100\ntrue\n"
+    )
+    site = find_site("della")
+    shape = find_shape(read_script(path, "slurm"), site, None, None, None)
+    assert (shape.nodes, shape.gpus_per_node, shape.seconds) == (2, 1, 600)
+    assert "--gres=gpu:1,nvme:100" in build(path, "della").command  # what else it asks for stays
+
+
+def test_one_task_a_gpu_stays_one_task_a_gpu(tmp_path):
+    path = script(tmp_path)
+    path.write_text(path.read_text().replace("--ntasks-per-node=1", "--ntasks-per-node=4"))
+    line = build(path, "lumi", account="p", gpus_per_node=8).command
+    assert {"--ntasks-per-node=8", "--cpus-per-task=7"} <= set(line)
+
+
+def test_a_script_names_its_own_queue_account_and_memory(tmp_path):
+    path = script(tmp_path, "--partition=small-g", "--account=mine", "--mem=100G")
+    line = build(path, "lumi").command
+    assert {"--partition=small-g", "--account=mine"} <= set(line)
+    assert not [word for word in line if word.startswith("--mem")]  # two kinds of memory exclude each other
+    path = script(tmp_path, "--partition=gpu")  # of another site
+    assert "--partition=dev-g" in build(path, "lumi", account="p").command
+
+
+@pytest.mark.parametrize(
+    ("text", "scheduler", "expected"),
+    [
+        ("30", "slurm", 1800),
+        ("10:30", "slurm", 630),
+        ("1:00:00", "slurm", 3600),
+        ("2-0", "slurm", 172800),
+        ("1-12:30", "slurm", 131400),
+        ("1-00:00:01", "slurm", 86401),
+        ("30", "pbs", 30),
+        ("10:30", "pbs", 630),
+        ("12:00:00", "pbs", 43200),
+    ],
+)
+def test_times(text, scheduler, expected):
+    assert seconds(text, scheduler) == expected
+
+
+# ---------------------------------------------------------------- refusals
+
+
+def text_of(*lines) -> str:
+    return "\n".join(["#!/bin/bash", *lines, ""])
+
+
+GOOD = ["#SBATCH --nodes=2", "#SBATCH --gpus-per-node=4", "#SBATCH --time=00:10:00"]
+
+
+@pytest.mark.parametrize(
+    ("site", "text", "options", "words"),
+    [
+        ("nowhere", text_of(*GOOD), {}, "there is no site 'nowhere'; known are adroit, casper, "),
+        ("puhti", text_of(*GOOD), {}, "is retired"),
+        ("mahti", text_of(*GOOD), {}, "is retired"),
+        ("lumi", text_of(*GOOD), {}, "needs to know which account pays; add --account ACCOUNT"),
+        ("lumi", text_of("# SBATCH --nodes=2", *GOOD), {}, "line 2 of job.sh: a space after #"),
+        ("lumi", text_of(*GOOD, "set -e", "#SBATCH --nodes=3"), {}, "line 6 of job.sh: #SBATCH after the first command"),
+        ("lumi", text_of(*GOOD).replace("\n", "\r\n"), {}, "line ends of Windows"),
+        ("lumi", text_of('#SBATCH --job-name="x'), {}, "line 2 of job.sh: No closing quotation"),
+        ("lumi", text_of("echo hello"), {}, "has no #SBATCH lines"),
+        ("lumi", text_of("#PBS -l select=1:ngpus=4"), {}, "reads #SBATCH lines, job.sh has #PBS"),
+        ("derecho", text_of(*GOOD), {}, "reads #PBS lines, job.sh has #SBATCH; take one of slurm-multinode/pbs"),
+        ("della", text_of(*GOOD[:2]), {}, "has no time limit; add --time"),
+        ("della", text_of(GOOD[0], GOOD[2]), {}, "asks for no GPUs; say how many on each node"),
+        ("della", text_of(*GOOD), {"time": "soon"}, "'soon' is no time limit"),
+        ("della", text_of(*GOOD), {"time": "0"}, "a time limit of 0 is none"),
+        ("della", text_of(*GOOD, "#SBATCH --nodes=2-4"), {}, "nodes=2-4: one whole number"),
+        ("della", text_of(*GOOD, "#SBATCH --ntasks=8"), {}, "write --ntasks-per-node in place of --ntasks"),
+        ("della", text_of(*GOOD, "#SBATCH -G 8"), {}, "write --gpus-per-node in place of --gpus"),
+        ("della", text_of(*GOOD, "#SBATCH --gres=gpu:4"), {}, "asks for GPUs twice"),
+        ("della", text_of(*GOOD, "#SBATCH --qos=gpu-test"), {}, "refuses --qos, which job.sh has: it follows from --time"),
+        ("della", text_of(*GOOD, "#SBATCH -q gpu-test"), {}, "refuses --qos"),
+        ("marenostrum5", text_of(*GOOD, "#SBATCH --mem=100G"), {}, "refuses --mem, which job.sh has: memory comes with"),
+        ("della", text_of(*GOOD), {"gpus_per_node": 8}, "a node of Della (Princeton) has 4 GPUs, not 8"),
+        ("adroit", text_of(*GOOD), {}, "a job at Adroit (Princeton) cannot have 2 nodes; the most is 1"),
+        ("adroit", text_of(*GOOD), {"nodes": 1, "time": "5:00:00"}, "short: at most 04:00:00; gpu-medium: at most 2 GPUs"),
+        ("roihu", text_of(*GOOD), {"account": "p", "time": "1:00:00"}, "gpumedium: at most 4 GPUs a job); with --queue, needs"),
+        ("roihu", text_of(*GOOD), {"account": "p", "queue": "gputest", "time": "16"}, "gputest at Roihu-GPU (CSC) does not take"),
+        ("roihu", text_of(*GOOD), {"account": "p", "queue": "gpu"}, "has no queue 'gpu'; known are gputest"),
+        ("marenostrum5", text_of(*GOOD), {"account": "p"}, "needs WORKSHOP_IMAGE, the path of the .sif file"),
+    ],
+)  # fmt: skip
+def test_refusals(site, text, options, words, tmp_path, monkeypatch):
+    monkeypatch.delenv("WORKSHOP_IMAGE", raising=False)
+    monkeypatch.delenv("SBATCH_ACCOUNT", raising=False)
+    monkeypatch.setattr(submit.subprocess, "run", lambda *_, **__: pytest.fail("it was handed to the scheduler"))
+    (tmp_path / "job.sh").write_bytes(text.encode())
+    with pytest.raises(UserError) as refusal:
+        run_submit(str(tmp_path / "job.sh"), site, **options)
+    assert words in str(refusal.value)
+    assert "\n" not in str(refusal.value)
+
+
+@pytest.mark.parametrize(
+    ("lines", "options", "words"),
+    [
+        (["-l select=2:ncpus=64:ngpus=8", "-l walltime=10"], {}, "a node of Derecho (NCAR) has 4 GPUs, not 8"),
+        (PBS_LINES, {"nodes": 83}, "cannot have 83 nodes"),
+        (PBS_LINES, {"time": "13:00:00"}, "(develop: at most 06:00:00; main: at most 12:00:00)"),
+        (PBS_LINES, {"queue": "develop", "nodes": 3}, "at most 8 GPUs a job"),
+        (["-l select=1:ngpus=4+1:ngpus=2", "-l walltime=10"], {}, "one chunk in select=, without +"),
+        (["-l walltime=1-00", "-l select=1:ngpus=4"], {}, "'1-00' is no time limit"),
+        (PBS_LINES, {"arguments": ["a b"]}, "qsub cannot hand over the argument 'a b'"),
+        (PBS_LINES, {"arguments": ["it's"]}, "qsub cannot hand over"),
+        (PBS_LINES, {"arguments": ["$HOME"]}, "qsub cannot hand over"),
+        (PBS_LINES, {"arguments": [""]}, "qsub cannot hand over"),
+    ],
+)
+def test_refusals_on_pbs(lines, options, words, tmp_path):
+    with pytest.raises(UserError) as refusal:
+        run_submit(str(pbs_script(tmp_path, *lines)), "derecho", account="a", **options)
+    assert words in str(refusal.value)
+
+
+def test_no_script_and_no_scheduler(tmp_path, monkeypatch):
+    with pytest.raises(UserError, match=r"/no[.]sh: No such file"):
+        run_submit(str(tmp_path / "no.sh"), "della")
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(UserError, match=r"there is no sbatch on this machine; submit from a login node"):
+        run_submit(str(script(tmp_path)), "della")
+
+
+def test_a_folder_whose_name_is_a_list(tmp_path, monkeypatch):
+    monkeypatch.setattr(submit, "ROOT", tmp_path / "a,b")
+    with pytest.raises(UserError, match="move the workshop"):
+        build(script(tmp_path), "della")
+
+
+# ---------------------------------------------------------------- what the scheduler sees
+
+# A job's variables, as Slurm and PBS set them in a session of Open OnDemand, and what its kernel adds.
+SESSION = {
+    "SLURM_JOB_ID": "77",
+    "SLURM_EXPORT_ENV": "NONE",
+    "SLURM_MEM_PER_NODE": "8192",
+    "SLURM_CPUS_PER_TASK": "2",
+    "SLURM_NTASKS": "1",
+    "SLURMD_NODENAME": "node1",
+    "SRUN_CPUS_PER_TASK": "2",
+    "SBATCH_PARTITION": "interactive",
+    "PMI_RANK": "0",
+    "PMIX_RANK": "0",
+    "PALS_RANKID": "0",
+    "PBS_JOBID": "78.server",
+    "PBS_NODEFILE": "/var/spool/78",
+    "RANK": "0",
+    "MASTER_ADDR": "node1",
+    "CUDA_VISIBLE_DEVICES": "3",
+    "ROCR_VISIBLE_DEVICES": "3",
+    "OMP_NUM_THREADS": "2",
+    "PYTHONPATH": "/kernel",
+    "LD_LIBRARY_PATH": "/kernel/lib",
+    "VIRTUAL_ENV": "/kernel",
+}
+KEPT = {"SBATCH_ACCOUNT": "course", "SLURM_CONF": "/etc/slurm/site.conf", "HOME": "/home/me", "WORKSHOP_DATA": "/data"}
+
+FAKE = """\
+#!{python}
+import json, os, sys
+json.dump([sys.argv, dict(os.environ), os.getcwd()], open({record!r}, "w"))
+print({words!r})
+sys.exit({status})
+"""
+
+
+@pytest.fixture
+def session(tmp_path, monkeypatch):
+    """A session of Open OnDemand on a node of the cluster, with a scheduler that writes down what it is given."""
+    monkeypatch.setattr(submit, "ROOT", tmp_path)
+    monkeypatch.chdir(tmp_path)
+    for name, value in (SESSION | KEPT).items():
+        monkeypatch.setenv(name, value)
+    (tmp_path / "bin").mkdir()
+    monkeypatch.setenv("PATH", str(tmp_path / "bin"), prepend=os.pathsep)
+
+    class Session:
+        folder = tmp_path
+
+        def scheduler(self, program, words, status=0):
+            path = tmp_path / "bin" / program
+            path.write_text(
+                FAKE.format(python=sys.executable, record=str(tmp_path / "seen"), words=words, status=status)
+            )
+            path.chmod(0o755)
+
+        def seen(self):
+            return json.loads((tmp_path / "seen").read_text())
+
+    return Session()
+
+
+def test_sbatch_sees_nothing_of_the_session(session, capsys):
+    session.scheduler("sbatch", "Submitted batch job 4711 on cluster x")
+    path = script(session.folder, "--output=logs/%x-%j.log", "--job-name=launch")
+    assert run_submit(str(path), "lumi", arguments=["--epochs", "5", "a b"]) == 0
+    arguments, environment, folder = session.seen()
+    assert arguments[1] == "--account=course"  # from SBATCH_ACCOUNT
+    assert arguments[-4:] == [str(path), "--epochs", "5", "a b"]
+    assert not SESSION.keys() & environment.keys()
+    assert KEPT.items() <= environment.items()
+    assert folder == str(session.folder)
+    settings = session.folder / "runs/sites/lumi.sh"
+    assert f"--export=ALL,WORKSHOP_SITE={settings}" in arguments
+    assert "export WORKSHOP_DATA=/data\n" in settings.read_text()
+    assert [path.name for path in settings.parent.iterdir()] == ["lumi.sh"]
+    assert (session.folder / "logs").is_dir()  # without it Slurm would end the job without a word
+    shown = capsys.readouterr()
+    assert shown.err == ""
+    assert shown.out.splitlines() == [
+        "job 4711: 2 nodes with 4 GPUs for 00:10:00, in dev-g at LUMI-G",
+        f"its output, once it has begun: {session.folder}/logs/launch-4711.log",
+        "how it stands: squeue --job=4711",
+        "whether its GPUs are busy: srun --interactive --pty --jobid=4711 rocm-smi",
+    ]
+
+
+def test_qsub_gets_arguments_whole(session, capsys):
+    session.scheduler("qsub", "4711.desched1")
+    path = pbs_script(session.folder)
+    run_submit(str(path), "derecho", account="UABC0001", arguments=["--rates", "0.1,0.2"])
+    arguments, environment, _ = session.seen()
+    assert not SESSION.keys() & environment.keys()
+    assert arguments[-1] == str(path)
+    # qsub takes what stands in '' as one value, commas too.
+    assert arguments[-2] == f"WORKSHOP_SITE={session.folder}/runs/sites/derecho.sh,ARGUMENTS='--rates 0.1,0.2'"
+    out = capsys.readouterr().out
+    assert "job 4711.desched1: 2 nodes with 4 GPUs for 00:10:00, in develop at Derecho (NCAR)" in out
+    assert f"{session.folder}/launch.o4711\n" in out
+    assert "qstat 4711.desched1" in out
+
+
+def test_what_sbatch_refuses_is_one_sentence(session):
+    words = "sbatch: error: Invalid account\nsbatch: error: Batch job submission failed: Unspecified error"
+    session.scheduler("sbatch", words, status=1)
+    with pytest.raises(UserError) as refusal:
+        run_submit(str(script(session.folder)), "lumi")
+    assert str(refusal.value) == (
+        "sbatch refused the job: Invalid account Batch job submission failed: Unspecified error"
+    )
+
+
+def test_a_script_without_the_settings_is_told(session, capsys):
+    session.scheduler("sbatch", "Submitted batch job 1")
+    path = script(session.folder)
+    path.write_text(path.read_text().replace("source", "# source"))
+    run_submit(str(path), "lumi")
+    assert capsys.readouterr().err.count("\n") == 1
+    run_submit(str(path), "lumi", dry_run=True)
+    assert "launch.sh does not use the site's settings" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("site", ["lumi", "derecho"])
+def test_a_dry_run_can_be_copied(site, session, capsys):
+    """It submits nothing; pasted into a shell, its line gives the scheduler what ``submit`` would have given it."""
+    program = {"lumi": "sbatch", "derecho": "qsub"}[site]
+    session.scheduler(program, "Submitted batch job 1" if program == "sbatch" else "1.server")
+    path = script(session.folder) if site == "lumi" else pbs_script(session.folder)
+    options = {"account": "course", "arguments": ["--rates", "0.1,0.2"]}
+    run_submit(str(path), site, dry_run=True, **options)
+    assert not (session.folder / "seen").exists()
+    line, _, rest = capsys.readouterr().out.partition("\n\n")
+    assert max(map(len, line.splitlines())) < 200
+    assert (session.folder / f"runs/sites/{site}.sh").read_text() in rest
+    runs.subprocess.run(["bash", "-c", line], check=True)
+    pasted = session.seen()[0]
+    run_submit(str(path), site, **options)
+    assert pasted == session.seen()[0]
+
+
+def test_our_own_scripts_start_where_their_programs_are(tmp_path):
+    path = runs.ROOT / "slurm-multinode" / "launch_ddp_1N4G.sh"
+    job = build(path, "lumi", account="p")
+    assert f"--chdir={path.parent}" in job.command
+    assert job.log.startswith(str(path.parent))
+    assert not [word for word in build(script(tmp_path), "lumi", account="p").command if word.startswith("--chdir")]
+
+
+def test_the_site_is_found(monkeypatch):
+    monkeypatch.setattr("socket.gethostname", lambda: "uan02")
+    assert submit.choose_site(None) == "lumi"
+    assert submit.choose_site("della") == "della"
+    monkeypatch.setattr("socket.gethostname", lambda: "laptop")
+    monkeypatch.setattr(cluster, "find_cluster", lambda: None)
+    with pytest.raises(UserError, match="belongs to no site that is known; say which with --site, one of: adroit, "):
+        submit.choose_site(None)
+    monkeypatch.setattr(cluster, "find_cluster", lambda: "a cluster")
+    assert submit.choose_site(None) == "local"
+
+
+def test_the_first_queue_that_takes_the_job():
+    site = find_site("roihu")
+
+    def queue(nodes, gpus, hours):
+        return find_queue(site, submit.Shape(nodes, 1, gpus, hours * 3600), None).name
+
+    assert queue(2, 4, 0.2) == "gputest"
+    assert queue(4, 1, 0.2) == "gpumedium"
+    assert queue(1, 4, 36) == "gpumedium"
+    with pytest.raises(UserError, match="at most 36:00:00"):
+        queue(1, 4, 37)
+
+
+def test_a_job_on_the_practice_cluster(monkeypatch, capsys):
+    """From the line to the job's own output, on a real Slurm of two nodes."""
+    try:
+        cluster.require_machine()
+    except UserError as reason:
+        pytest.skip(str(reason))
+    # Beside a cluster that somebody may have up; a short path, for its sockets.
+    place = tempfile.mkdtemp(prefix="submit-", dir="/tmp")
+    monkeypatch.setattr(tempfile, "tempdir", place)
+    monkeypatch.setattr("socket.gethostname", lambda: "laptop")
+    monkeypatch.chdir(place)
+    path = script(Path(place), "--output=%j.log")
+    path.write_text(
+        path.read_text().replace(BODY, BODY.splitlines()[0])
+        + '\nsrun ${PYTHON:-false} -c "import workshop; print(3 * 7)"\n'
+    )
+    up = cluster.up(2)
+    try:
+        for name, value in SESSION.items():
+            monkeypatch.setenv(name, value)
+        run_submit(str(path), nodes=2, gpus_per_node=1)
+        assert "in normal at the practice cluster on this machine" in capsys.readouterr().out
+        log, end = Path(place) / "1.log", time.monotonic() + 60
+        while (not log.exists() or log.read_text().count("21") < 2) and time.monotonic() < end:
+            time.sleep(0.1)
+        assert log.read_text().split() == ["21", "21"]
+        with pytest.raises(UserError, match=r"^sbatch refused the job: .*reservation"):
+            run_submit(str(path), reservation="gone")
+        # In a shell on the cluster, which sees neither its own processes from outside nor the way in.
+        program = f"from workshop.slurm.submit import run_submit; run_submit({str(path)!r}, time='1')"
+        said = up.run("env", f"PYTHONPATH={runs.ROOT}", sys.executable, "-c", program)
+        assert said.startswith("job 3: 2 nodes with 4 GPUs for 00:01:00, in normal at the practice cluster")
+        assert "how it stands: squeue --job=3" in said
+    finally:
+        up.end()
+        shutil.rmtree(place, ignore_errors=True)
+
+
+def test_a_line_is_quoted_for_the_shell():
+    words = ["printf", "%s\\n", "--comment=it's", "a b", "x" * 150, "--last"]
+    line = submit.shell_line(words)
+    assert line.count("\n") == 2
+    assert runs.run(["bash", "-c", line], Path.cwd()).stdout.splitlines() == words[2:]
