@@ -98,7 +98,7 @@ def goals_left(notebook) -> set[str]:
 def solve(copy):
     """Put the solutions in place of the exercises."""
     for exercise in EXERCISES:
-        for path in (exercise.path, exercise.runner):
+        for path, _ in exercise.pairs:
             name = path.relative_to(runs.ROOT)
             content = (copy / "solutions" / name).read_text().replace("/../../workshop/", "/../workshop/")
             (copy / name).write_text(content)

@@ -40,6 +40,17 @@ def positive_int(text: str) -> int:
     return number
 
 
+def positive_float(text: str) -> float:
+    """Convert an option's text to a finite number above 0, for ``add_argument(type=positive_float)``."""
+    try:
+        number = float(text)
+    except ValueError:
+        number = 0.0
+    if not 0 < number < float("inf"):
+        raise argparse.ArgumentTypeError(f"'{text}' is not a number above 0")
+    return number
+
+
 def check_arguments(parser: ArgumentParser, args: argparse.Namespace, model=None, *, world_size: int) -> None:
     """End the run with one line and exit status 2 where ``args`` cannot work; return where they can.
 

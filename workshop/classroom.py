@@ -72,7 +72,7 @@ def check_notebooks() -> Finding:
 
 def check_exercises() -> Finding:
     """The exercises are as delivered: not solved in a trial before the course."""
-    files = [str(path.relative_to(ROOT)) for exercise in EXERCISES for path in (exercise.path, exercise.runner)]
+    files = [str(path.relative_to(ROOT)) for exercise in EXERCISES for path, _ in exercise.pairs]
     command = ["git", "-C", str(ROOT), "status", "--porcelain", "--", *files]
     try:
         done = subprocess.run(command, capture_output=True, text=True)

@@ -119,5 +119,5 @@ def _watch(path: Path, options: dict, console: Console, verbose: bool) -> int:
 
 def _stamp(path: Path) -> tuple:
     exercise = find_exercise(path) if path.exists() else None
-    files = [path, *([exercise.runner] if exercise else [])]
+    files = [path, *([exercise.runner] if exercise and exercise.runner else [])]
     return tuple((file.stat().st_mtime_ns, file.stat().st_size) if file.exists() else None for file in files)

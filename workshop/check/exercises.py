@@ -14,7 +14,8 @@ class Exercise:
 
     Attributes:
         name: its path in the repository; the solution has the same path under ``solutions/``.
-        launch: how its processes come to be: "single" (one process), "spawn" (the script starts them), "torchrun".
+        launch: how its processes come to be: "single" (one process), "spawn" (the script starts them), "torchrun", or
+            "slurm" (a job script).
         goals: the title of each goal, by its number; ``KEPT`` has no TODO.
         kinds: for each kind of finding the goal that it belongs to; what is not named belongs to ``KEPT``.
         options: options of the check's runs.
@@ -37,9 +38,16 @@ class Exercise:
         return ROOT / "solutions" / self.name
 
     @property
-    def runner(self) -> Path:
+    def runner(self) -> Path | None:
+        """What starts it; None: it is a job script, which sbatch takes as it is."""
         number, _, topic = self.path.stem.partition("_")
-        return self.path.with_name(f"{number}_run_{topic}.sh")
+        return self.path.with_name(f"{number}_run_{topic}.sh") if self.launch != "slurm" else None
+
+    @property
+    def pairs(self) -> list[tuple[Path, Path]]:
+        """Its files, each with the solution's: itself, and its runner if it has one."""
+        files = [self.path, self.runner] if self.runner else [self.path]
+        return [(file, self.solution.with_name(file.name)) for file in files]
 
     def goal(self, kind: str) -> int:
         """The number of the goal that a kind of finding belongs to."""
@@ -136,6 +144,49 @@ EXERCISES = (
                 "resume-fails never-resumes epoch-repeated epoch-skipped optimizer-lost schedule-lost resume-differs",
             ),
         )
+    ),
+    Exercise(
+        "slurm-multinode/exercise1_launch_ddp.sh",
+        "slurm",
+        {
+            1: "the job asks for 2 GPUs on each of two nodes",
+            2: "torchrun starts on each node of the job",
+            3: "all processes meet in one group, on any nodes and in any shape",
+            4: "each process has its cores",
+            KEPT: "the job trains to its end",
+        },
+        _kinds(
+            goal1="job-refused job-shape directive-ignored",
+            goal2="one-node-only",
+            goal3="separate-groups meeting-place port-fixed shape-fixed no-group wrong-group",
+            goal4="cores-lost",
+        ),
+    ),
+    Exercise(
+        "slurm-multinode/exercise2_srun.sh",
+        "slurm",
+        {
+            1: "Slurm starts the processes, and they form one group",
+            2: "there is one task for each GPU",
+            3: "each process has its cores",
+            KEPT: "the job trains to its end",
+        },
+        _kinds(
+            goal1="still-torchrun one-node-only separate-groups meeting-place port-fixed no-group wrong-group device-index",
+            goal2="job-refused job-shape directive-ignored shape-fixed",
+            goal3="cores-lost",
+        ),
+    ),
+    Exercise(
+        "slurm-multinode/exercise3_requeue.sh",
+        "slurm",
+        {
+            1: "a job whose node has died starts again and carries on",
+            2: "a job whose time is nearly over puts itself back into the queue",
+            3: "and does so at once, while the processes run",
+            KEPT: "the job trains to its end",
+        },
+        _kinds(goal1="not-requeued log-overwritten", goal2="no-warning", goal3="trap-late"),
     ),
 )
 

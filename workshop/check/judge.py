@@ -97,6 +97,13 @@ BLOCKING = {
     "wrong-group",
     "collectives-differ",
     "address-overwritten",
+    "job-refused",
+    "job-shape",
+    "one-node-only",
+    "separate-groups",
+    "still-torchrun",
+    "not-requeued",
+    "no-warning",
 }
 
 # While one of these is open, the figures that a run reports cannot be right.
@@ -135,6 +142,11 @@ def check_file(
     Raises:
         UserError: the file cannot be checked.
     """
+    if path.suffix == ".sh":
+        from workshop.check.job_rules import check_job
+
+        yield from check_job(path, quick)
+        return
     script = readable_program(path)
     exercise = find_exercise(script)
     if exercise is None and not launch:
@@ -164,7 +176,7 @@ def check_file(
         verdict.complete = not real or bool(verdict.errors)
         yield verdict
         if not verdict.complete:
-            verdict.findings = _ordered(verdict, [*verdict.findings, *real(script, exercise, place, on_cpu)])
+            verdict.findings = ordered(verdict, [*verdict.findings, *real(script, exercise, place, on_cpu)])
             verdict.seconds, verdict.complete = time.monotonic() - start, True
             yield verdict
     finally:
@@ -184,7 +196,7 @@ def readable_program(path: Path) -> Path:
     if path.suffix == ".ipynb":
         raise UserError(f"{path} is a notebook; the check is for the scripts that it works on")
     if path.suffix != ".py":
-        raise UserError(f"{path} is no Python program")
+        raise UserError(f"{path} is neither a Python program nor a job script (.sh)")
     try:
         text = path.read_text()
     except (OSError, UnicodeDecodeError) as error:
@@ -261,7 +273,7 @@ def _several(verdict: Verdict, runs: _Runs) -> None:
     accumulate = 2 if runs.has("--accumulate") else 1
     whole = runs.run(accumulate=accumulate)
     found = rules.main_findings(whole, exercise=True, expected_accumulation=accumulate)
-    verdict.findings = _ordered(verdict, found)
+    verdict.findings = ordered(verdict, found)
     if rules.ending(whole) or any(finding.kind in BLOCKING for finding in found):
         return
     if runs.has("--snapshot"):
@@ -276,7 +288,7 @@ def _several(verdict: Verdict, runs: _Runs) -> None:
     if "traceback-hidden" in exercise.kinds:
         found += rules.told(runs.run(epochs=1, fails=True))
     found += _figures(verdict, whole, judge={finding.kind for finding in found}.isdisjoint(NUMBERS))
-    verdict.findings = _ordered(verdict, found)
+    verdict.findings = ordered(verdict, found)
 
 
 def _figures(verdict: Verdict, run: Run, judge: bool = True) -> list[Finding]:
@@ -301,7 +313,7 @@ def _in_two_parts(runs: _Runs, whole: Run, accumulate: int = 1) -> list[Finding]
     return rules.snapshots(whole, EPOCHS) + rules.ports(whole, first) + rules.resumed(whole, first, second)
 
 
-def _ordered(verdict: Verdict, findings: list[Finding]) -> list[Finding]:
+def ordered(verdict: Verdict, findings: list[Finding]) -> list[Finding]:
     """Without repetition, errors before hints; what blocks first, then in the order of the goals."""
     unique = list({(finding.kind, finding.seen): finding for finding in findings}.values())
 
@@ -316,7 +328,7 @@ def _one_device(verdict: Verdict, runs: _Runs) -> None:
     """The quick goals of an exercise with one process."""
     whole = runs.run(nproc=1)
     found = rules.main_findings(whole, exercise=True)
-    verdict.findings = _ordered(verdict, found)
+    verdict.findings = ordered(verdict, found)
     if any(finding.kind in BLOCKING for finding in found):
         return
     found += _in_two_parts(runs, whole) + _figures(verdict, whole)
@@ -327,7 +339,7 @@ def _one_device(verdict: Verdict, runs: _Runs) -> None:
         else:
             verdict.unjudged.add(verdict.exercise.goal("precision"))
             verdict.unchecked.append("bfloat16: the device that it trains on here is not fast at it")
-    verdict.findings = _ordered(verdict, found)
+    verdict.findings = ordered(verdict, found)
 
 
 def _generic(verdict: Verdict, runs: _Runs, arguments: list[str]) -> None:
@@ -348,7 +360,7 @@ def _generic(verdict: Verdict, runs: _Runs, arguments: list[str]) -> None:
 
     run = go(runs.folder())
     found = rules.main_findings(run, exercise=False) + rules.snapshots(run, None)
-    verdict.findings = _ordered(verdict, found)
+    verdict.findings = ordered(verdict, found)
     verdict.unchecked += [
         "the figures that it prints (the check does not know what they stand for)",
         "whether one process computes the same",
@@ -360,6 +372,6 @@ def _generic(verdict: Verdict, runs: _Runs, arguments: list[str]) -> None:
         # Killed in the step after the first snapshot, and started again: it should end like the run without a break.
         scratch = runs.folder()
         first = go(scratch, dies=True)
-        verdict.findings = _ordered(verdict, [*found, *rules.resumed(run, first, go(scratch))])
+        verdict.findings = ordered(verdict, [*found, *rules.resumed(run, first, go(scratch))])
     else:
         verdict.unchecked.append("whether it carries on from a snapshot: it saves none before its last step")

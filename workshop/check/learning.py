@@ -26,7 +26,7 @@ def resolve_exercise(text: str | os.PathLike) -> Exercise:
     text = os.fspath(text)
     paths = (os.path.realpath(text), os.path.realpath(root / text))
     for exercise in EXERCISES:
-        own = {os.path.realpath(path) for path in (exercise.path, exercise.solution, exercise.runner)}
+        own = {os.path.realpath(path) for path in (exercise.path, exercise.solution, exercise.runner or exercise.path)}
         if own.intersection(paths):
             return exercise
     every = ", ".join(exercise.name for exercise in EXERCISES)
@@ -97,7 +97,7 @@ def run_diff(file: str | os.PathLike, force: bool = False) -> int:
     if not exercise.path.is_file():
         raise UserError(f"{exercise.name} is not there; put it back with: {workshop_command()} reset {exercise.name}")
     lines = []
-    for mine, solution in ((exercise.path, exercise.solution), _runners(exercise)):
+    for mine, solution in exercise.pairs:
         if mine == exercise.runner and not (mine.exists() and solution.exists()):
             continue
         names = mine.relative_to(require_stages()), solution.relative_to(require_stages())
@@ -162,10 +162,6 @@ def _goals(exercise: Exercise, numbers: list[int]) -> str:
     return ", ".join(f"{number} ({exercise.goals[number]})" for number in numbers)
 
 
-def _runners(exercise: Exercise) -> tuple[Path, Path]:
-    return exercise.runner, exercise.solution.with_name(exercise.runner.name)
-
-
 def _lines(path: Path) -> list[str]:
     """The lines of a file; a runner's way to the package counts as the same from either folder."""
     try:
@@ -187,7 +183,7 @@ def _delivered(exercise: Exercise) -> tuple[str, dict[Path, bytes]]:
     root = require_stages()
     if (root / ORIGIN).exists():
         origin = Path((root / ORIGIN).read_text().splitlines()[1])
-        there = {path: origin / path.relative_to(root) for path in (exercise.path, exercise.runner)}
+        there = {path: origin / path.relative_to(root) for path, _ in exercise.pairs}
         try:
             return str(origin), {path: source.read_bytes() for path, source in there.items()}
         except OSError as error:
@@ -210,7 +206,8 @@ def _delivered(exercise: Exercise) -> tuple[str, dict[Path, bytes]]:
         ) from error
     delivered = {exercise.path: main}
     try:
-        delivered[exercise.runner] = content(revision, exercise.runner)
+        for path, _ in exercise.pairs[1:]:
+            delivered[path] = content(revision, path)
     except _GitError:
         pass  # it has none
     return "commit " + _git(root, "rev-parse", "--short", revision).decode().strip(), delivered

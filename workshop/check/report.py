@@ -110,7 +110,8 @@ def _summary(verdict: Verdict, console: Console) -> None:
         states = verdict.states()
         met = sum(state == "met" for state in states.values())
         judged = sum(state != "unjudged" for state in states.values())
-        more = "" if verdict.complete else "; now with the real launcher, up to a minute ..."
+        real = "training" if verdict.file.suffix == ".sh" else "launcher"
+        more = "" if verdict.complete else f"; now with the real {real}, up to a minute ..."
         console.print(f"{met} of {judged} goals met in {verdict.seconds:.1f} s{more}", highlight=False)
     else:
         console.print(

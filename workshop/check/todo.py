@@ -12,17 +12,22 @@ from pathlib import Path
 from workshop.check.exercises import EXERCISES, Exercise
 
 
-def _body(path: Path) -> list[str]:
-    """The lines of a script without its docstring; of a runner with the path to the workshop as in the exercises."""
+def _head_lines(path: Path) -> int:
+    """How many lines of a file only say what it is: a program's docstring, a job script's first comments."""
     text = path.read_text()
     if path.suffix == ".py":
-        return text.splitlines(keepends=True)[ast.parse(text).body[0].end_lineno :]
-    return text.replace("/../../workshop/", "/../workshop/").splitlines(keepends=True)
+        return ast.parse(text).body[0].end_lineno
+    return text[: text.find("#SBATCH")].count("\n") if "#SBATCH" in text else 0
+
+
+def _body(path: Path) -> list[str]:
+    """The lines after the head; of a runner with the path to the workshop as in the exercises."""
+    lines = path.read_text().replace("/../../workshop/", "/../workshop/").splitlines(keepends=True)
+    return lines[_head_lines(path) :]
 
 
 def _head(path: Path) -> str:
-    text = path.read_text()
-    return "".join(text.splitlines(keepends=True)[: ast.parse(text).body[0].end_lineno]) if path.suffix == ".py" else ""
+    return "".join(path.read_text().splitlines(keepends=True)[: _head_lines(path)])
 
 
 def hunks(exercise: Path, solution: Path) -> list[tuple[set[int], list[str], list[str]]]:
@@ -47,10 +52,7 @@ def version(exercise: Path, solution: Path, done: set[int]) -> str:
 def write_version(exercise: Exercise, done: set[int], folder: Path) -> Path:
     """Write that version, and its runner, into a folder; return the script."""
     script = folder / exercise.path.name
-    for own, other in (
-        (exercise.path, exercise.solution),
-        (exercise.runner, exercise.solution.with_name(exercise.runner.name)),
-    ):
+    for own, other in exercise.pairs:
         (folder / own.name).write_text(version(own, other, done))
         (folder / own.name).chmod(0o755)
     return script

@@ -1,0 +1,371 @@
+"""The job scripts, on a real Slurm: what they start, what they do when something fails, and what the check says of mistakes."""
+
+import json
+import os
+import random
+import subprocess
+import sys
+import textwrap
+import time
+
+import pytest
+
+import runs
+from workshop.check import job_rules
+from workshop.check.jobs import Trial
+from workshop.check.judge import check_file
+from workshop.errors import UserError
+from workshop.measure.log import read_log
+from workshop.slurm import cluster as practice
+from workshop.slurm.submit import ignored_directives
+
+STAGE, SOLUTIONS = runs.ROOT / "slurm-multinode", runs.ROOT / "solutions" / "slurm-multinode"
+LAUNCH = SOLUTIONS / "exercise1_launch_ddp.sh"
+SCRIPTS = sorted([*STAGE.glob("*.sh"), *SOLUTIONS.glob("*.sh")])
+
+
+@pytest.fixture(scope="module")
+def cluster():
+    up = practice.up(4, name=f"jobs{os.getpid()}")
+    yield up
+    up.end()
+
+
+def done(trial, *arguments, options=()):
+    """Run the trial's script with the real training, to its end."""
+    job = trial.submit(list(options), [str(argument) for argument in arguments])
+    trial.follow(job)
+    return job
+
+
+@pytest.fixture(scope="module")
+def one_node(cluster, tmp_path_factory):
+    """The losses of a training on 4 GPUs of one node."""
+    trial = Trial(STAGE / "launch_ddp_1N4G.sh", tmp_path_factory.mktemp("one"), cluster, None)
+    job = done(trial, "--epochs", 2, "--batch-size", 32)
+    assert job.state == "COMPLETED", job.output
+    assert "job 1 on node1: 4 GPUs on a node, 2 cores for each" in job.output
+    return runs.losses(read_log(trial.folder / f"runs/launch_ddp_1N4G-{job.number}.pt"))
+
+
+@pytest.mark.parametrize(
+    ("script", "nodes", "processes"),
+    [
+        ("launch_ddp_2N4G", 2, 4),
+        ("launch_ddp_4N4G", 4, 4),
+        ("launch_ddp_2N8G", 2, 8),
+        ("exercise2_srun", 2, 4),
+        ("exercise3_requeue", 2, 4),
+    ],
+)
+def test_a_job_trains_what_one_node_trains(script, nodes, processes, one_node, cluster, tmp_path):
+    """The same global batches: the same losses, whoever starts the processes, wherever they run."""
+    trial = Trial(SOLUTIONS / f"{script}.sh", tmp_path, cluster, None)
+    job = done(trial, "--epochs", 2, "--batch-size", 128 // processes)
+    assert job.state == "COMPLETED", job.output
+    assert len(job.nodes) == nodes
+    assert f"training on cpu from epoch 1: {processes} processes" in job.output
+    assert "rendezvous at node1:2" in job.output
+    epochs = read_log(trial.folder / f"runs/{script}-{job.number}.pt")
+    assert [entry["epoch"] for entry in epochs] == [0, 1]
+    assert runs.losses(epochs) == pytest.approx(one_node, abs=1e-4)
+    assert one_node[-1] < one_node[0] / 2, "it learns"
+
+
+FAILING = """
+import os
+import time
+
+import torch.distributed as dist
+from torch.distributed.elastic.multiprocessing.errors import record
+
+
+@record
+def main():
+    dist.init_process_group("gloo")
+    if dist.get_rank() == 3:
+        raise ValueError("rank 3 has had enough")
+    time.sleep(60)  # a rank that does nothing wrong, and waits
+
+
+main()
+"""
+
+
+@pytest.mark.parametrize("script", ["exercise1_launch_ddp", "exercise2_srun"])
+def test_the_first_error_comes_last_and_ends_the_job(script, cluster, tmp_path):
+    program = tmp_path / "program.py"
+    program.write_text(FAILING)
+    trial = Trial(SOLUTIONS / f"{script}.sh", tmp_path, cluster, program)
+    start = time.monotonic()
+    job = done(trial)
+    assert job.state == "FAILED"
+    assert time.monotonic() - start < 45, "the ranks without an error did not wait to their end"
+    end = job.output[job.output.rindex("the first rank that failed says:") :]
+    assert end.rstrip().endswith("ValueError: rank 3 has had enough")
+    assert "in main" in end
+
+
+def test_a_port_that_somebody_uses_is_left_to_them(cluster, tmp_path):
+    trial = Trial(LAUNCH, tmp_path, cluster, job_rules.STAND_IN)
+    holder = subprocess.Popen(
+        cluster.inside([sys.executable, "-c", HOLD], node="node1"), env=practice.environment(), stdout=subprocess.PIPE
+    )
+    try:
+        assert holder.stdout.readline() == b"listening\n"
+        job = done(trial, "--epochs", 1)
+    finally:
+        holder.kill()
+    assert job.state == "COMPLETED", job.output
+    assert "rendezvous at node1:20099" in job.output
+
+
+# The ports of the next jobs: job N has 20000 + N.
+HOLD = """
+import socket, time
+held = []
+for port in range(20001, 20099):
+    held.append(socket.create_server(("", port)))
+print("listening", flush=True)
+time.sleep(100)
+"""
+
+
+def test_a_node_that_does_not_know_the_first_by_name(cluster, tmp_path):
+    """Slurm itself goes by addresses; the name is what the processes need."""
+    script = tmp_path / LAUNCH.name
+    script.write_text(LAUNCH.read_text().replace("| head -n 1)", "| head -n 1).elsewhere"))
+    trial = Trial(script, tmp_path, cluster, job_rules.STAND_IN)
+    job = done(trial)
+    assert job.state == "FAILED"
+    assert "a node of this job does not know node1.elsewhere by name" in job.output
+
+
+@pytest.mark.parametrize(
+    "script", SCRIPTS, ids=lambda path: path.stem + ("_solved" if "solutions" in path.parts else "")
+)
+def test_a_script_is_short_and_has_no_ignored_directive(script):
+    lines = script.read_text().splitlines()
+    assert len(lines) <= 50
+    assert max(map(len, lines)) <= 130
+    assert ignored_directives(script.read_text()) == []
+    assert script.stat().st_mode & 0o111
+
+
+def test_the_program_is_the_one_of_stage_02():
+    """Whoever has not solved stage 02 loses nothing: but for its head and one option more, it is exercise 2's solution."""
+    ours, theirs = ((path.read_text().split('"""\n', 1)[1]) for path in (STAGE / "multigpu_torchrun.py", runs.TORCHRUN))
+    ours = ours.replace("positive_float, ", "").replace("lr=args.learning_rate", "lr=1e-3")
+    ours = "\n".join(line for line in ours.splitlines() if "--learning-rate" not in line)
+    assert ours == theirs.rstrip("\n")
+
+
+# -- the check
+
+CASES = {
+    "a space after the #": (
+        "exercise1_launch_ddp",
+        lambda text: text.replace("#SBATCH --gpus-per-node", "# SBATCH --gpus-per-node"),
+        "directive-ignored",
+    ),
+    "a directive below the first command": (
+        "exercise1_launch_ddp",
+        lambda text: text.replace("#SBATCH --nodes=2\n", "").replace(
+            "set -euo pipefail\n", "set -euo pipefail\n#SBATCH --nodes=2\n"
+        ),
+        "directive-ignored",
+    ),
+    "an option that Slurm does not know": (
+        "exercise1_launch_ddp",
+        lambda text: text.replace("--gpus-per-node", "--gpus-a-node"),
+        "job-refused",
+    ),
+    "the endpoint of today's first node": (
+        "exercise1_launch_ddp",
+        lambda text: text.replace('head=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)', "head=node1"),
+        "meeting-place",
+    ),
+    "localhost as the endpoint": (
+        "exercise1_launch_ddp",
+        lambda text: text.replace('--rdzv-endpoint="$head:$port"', '--rdzv-endpoint="localhost:$port"'),
+        "separate-groups",
+    ),
+    "a port of one's own": (
+        "exercise1_launch_ddp",
+        lambda text: text.replace("port=$((20000 + SLURM_JOB_ID % 10000))", "port=29500"),
+        "port-fixed",
+    ),
+    "two nodes, written down": (
+        "exercise1_launch_ddp",
+        lambda text: text.replace('--nnodes="$SLURM_NNODES"', "--nnodes=2"),
+        "shape-fixed",
+    ),
+    "two processes, written down": (
+        "exercise1_launch_ddp",
+        lambda text: text.replace('--nproc-per-node="$SLURM_GPUS_ON_NODE"', "--nproc-per-node=2"),
+        "shape-fixed",
+    ),
+    "all cores for each process": (
+        "exercise1_launch_ddp",
+        lambda text: text.replace("$((SLURM_CPUS_PER_TASK / SLURM_GPUS_ON_NODE))", "$SLURM_CPUS_PER_TASK"),
+        "cores-lost",
+    ),
+    "a torchrun for each GPU": (
+        "exercise1_launch_ddp",
+        lambda text: text.replace(
+            "srun --kill-on-bad-exit=1", "srun --kill-on-bad-exit=1 --ntasks-per-node=2 --ntasks=4 --cpus-per-task=2"
+        ),
+        "wrong-group",
+    ),
+    "the global rank as the local one": (
+        "exercise2_srun",
+        lambda text: text.replace("LOCAL_RANK=$SLURM_LOCALID", "LOCAL_RANK=$SLURM_PROCID"),
+        "device-index",
+    ),
+    "the rank of the batch script for all": (
+        "exercise2_srun",
+        lambda text: text.replace("RANK=$SLURM_PROCID", "RANK=0"),
+        "wrong-group",
+    ),
+    "no world size": (
+        "exercise2_srun",
+        lambda text: text.replace("WORLD_SIZE=$SLURM_NTASKS\n", "").replace("MASTER_PORT WORLD_SIZE", "MASTER_PORT"),
+        "no-group",
+    ),
+    "the signal to the processes": (
+        "exercise3_requeue",
+        lambda text: text.replace("B:USR1@60", "USR1@60"),
+        "no-warning",
+    ),
+    "a snapshot of another name at each start": (
+        "exercise3_requeue",
+        lambda text: text.replace('--snapshot "$run.pt"', '--snapshot "$run-${SLURM_RESTART_COUNT:-0}.pt"'),
+        "never-resumes",
+    ),
+    "the log is written over": (
+        "exercise3_requeue",
+        lambda text: text.replace("#SBATCH --open-mode=append", "#"),
+        "log-overwritten",
+    ),
+}
+DAILY = [
+    "a space after the #",
+    "localhost as the endpoint",
+    "the endpoint of today's first node",
+    "the rank of the batch script for all",
+]
+
+
+@pytest.mark.parametrize(
+    "case", [case if case in DAILY else pytest.param(case, marks=pytest.mark.full) for case in CASES]
+)
+def test_a_mistake_is_named(case, tmp_path):
+    name, edit, kind = CASES[case]
+    text = (SOLUTIONS / f"{name}.sh").read_text()
+    script = tmp_path / f"{name}.sh"
+    script.write_text(edit(text))
+    assert script.read_text() != text
+    *_, verdict = check_file(script, quick=True)
+    assert verdict.findings, "nothing was found"
+    assert verdict.findings[0].kind == kind, verdict.findings
+
+
+def test_other_correct_styles_pass(tmp_path):
+    """Static rendezvous, --gres, --ntasks, cores by option: none of it is what the solution does."""
+    script = tmp_path / "exercise1_launch_ddp.sh"
+    script.write_text(
+        textwrap.dedent("""\
+        #!/bin/bash
+        #SBATCH -N 2
+        #SBATCH --gres=gpu:2
+        #SBATCH -c 4
+        #SBATCH -p gpu -t 5
+        export MASTER=$(scontrol show hostnames $SLURM_JOB_NODELIST | head -1)
+        export PORT=$(( 10000 + SLURM_JOB_ID ))
+        export GPUS=$(echo $CUDA_VISIBLE_DEVICES | tr , '\\n' | wc -l)
+        export OMP_NUM_THREADS=2
+        srun -c $SLURM_CPUS_PER_TASK bash -c 'torchrun --nnodes $SLURM_NNODES --node-rank $SLURM_NODEID --nproc_per_node $GPUS \\
+            --master-addr $MASTER --master-port $PORT multigpu_torchrun.py "$@"' run "$@"
+        """)
+    )
+    *_, verdict = check_file(script, quick=True)
+    assert verdict.findings == []
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("echo hello\n", "has to begin with #!"),
+        ("#!/bin/bash\r\necho hello\r\n", "line ends of Windows"),
+        ("#!/bin/bash\nif true; then\n", "bash cannot read it"),
+        ("#!/bin/bash\n#PBS -l select=1\n", "is for PBS"),
+    ],
+)
+def test_what_cannot_be_a_job_script(text, words, tmp_path):
+    script = tmp_path / "job.sh"
+    script.write_bytes(text.encode())
+    with pytest.raises(UserError, match=words):
+        list(check_file(script))
+    with pytest.raises(UserError, match="No such file"):
+        list(check_file(tmp_path / "other.sh"))
+
+
+def test_without_a_cluster_the_check_says_what_it_could_not_do(monkeypatch):
+    monkeypatch.setattr(practice, "SEARCH_PATH", "/nowhere")
+    *_, verdict = check_file(LAUNCH)
+    assert verdict.findings == []
+    assert "needs programs that are not here" in verdict.unchecked[0]
+    assert set(verdict.states().values()) == {"unjudged"}
+
+
+# -- a node dies
+
+
+def killed_and_finished(cluster, folder, victim, epoch, reference):
+    """Run the requeue script, kill a node of its job, and compare with a run that was left in peace."""
+    trial = Trial(SOLUTIONS / "exercise3_requeue.sh", folder, cluster, None)
+    shape = ["--nodes=2", "--gpus-per-node=1", "--cpus-per-task=2"]  # two processes: equal bit for bit
+    job = trial.submit(shape, ["--epochs", "6", "--batch-size", "64", "--snapshot", "run.pt"])
+    assert trial.follow(job, until=lambda job: f"epoch {epoch}/6" in job.output), job.output
+    node = job.nodes[victim]
+    cluster.fault("kill", node)
+    assert trial.follow(job, until=lambda job: job.restarts > 0, stall=60), job.output
+    cluster.run("scontrol", "update", f"JobId={job.number}", "StartTime=now", check=False)
+    trial.follow(job)
+    cluster.fault("heal", node)
+    assert job.state == "COMPLETED", job.output
+    assert job.restarts == 1
+    assert [entry["epoch"] for entry in read_log(trial.folder / "run.pt")] == list(range(6)), "each epoch once"
+    assert job.output.count("training on cpu from epoch") == 2
+    assert runs.largest_difference(trial.folder / "run.pt", reference) == 0.0
+
+
+@pytest.fixture(scope="module")
+def left_in_peace(cluster, tmp_path_factory):
+    """The snapshot of the requeue script's training on two nodes with one process each."""
+    trial = Trial(SOLUTIONS / "exercise3_requeue.sh", tmp_path_factory.mktemp("peace"), cluster, None)
+    shape = ["--nodes=2", "--gpus-per-node=1", "--cpus-per-task=2"]
+    job = done(trial, "--epochs", 6, "--batch-size", 64, "--snapshot", "run.pt", options=shape)
+    assert job.state == "COMPLETED", job.output
+    return trial.folder / "run.pt"
+
+
+def test_a_dead_node_costs_an_epoch_and_nothing_else(cluster, tmp_path, left_in_peace):
+    killed_and_finished(cluster, tmp_path, victim=1, epoch=2, reference=left_in_peace)
+
+
+@pytest.mark.full
+def test_10_nodes_killed_in_a_row(cluster, tmp_path, left_in_peace, record_property):
+    """Now the node with the batch script, now the other one, in any epoch."""
+    chance = random.Random(0)
+    table = []
+    for number in range(10):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        victim, epoch = number % 2, chance.randint(1, 5)
+        start = time.monotonic()
+        killed_and_finished(cluster, folder, victim, epoch, left_in_peace)
+        table.append(
+            {"node": ["batch", "other"][victim], "epoch": epoch, "seconds": round(time.monotonic() - start, 1)}
+        )
+    record_property("kills", json.dumps(table))
