@@ -14,6 +14,7 @@
 set -euo pipefail
 source "${WORKSHOP_SITE:-/dev/null}" # modules, network and Python of this site: "workshop submit" names the file
 run=runs/$SLURM_JOB_NAME-$SLURM_JOB_ID # what its snapshot, the log of its epochs and its errors are called
+rm -rf "$run.logs" # the errors of an earlier start
 
 # The processes meet on the first node of this job, at a port that no other job there has.
 head=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)

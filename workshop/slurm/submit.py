@@ -272,8 +272,8 @@ def find_shape(script: Script, site: Site, nodes: int | None, gpus_per_node: int
     if not (time or said_time):
         raise UserError(f"{script.path.name} has no time limit; add --time, such as --time 00:10:00")
     tasks, gpus = _whole(said_tasks or "1", "tasks a node"), gpus_per_node or _whole(said_gpus, "GPUs a node")
-    if tasks > 1 and str(tasks) == said_gpus:
-        tasks = gpus  # the script starts one task a GPU, so it does on fewer or more of them
+    if (tasks > 1 or site.scheduler == "pbs") and str(tasks) == said_gpus:
+        tasks = gpus  # the script starts one process a GPU, so it does on fewer or more of them
     limit = seconds(time) if time else seconds(said_time, site.scheduler)
     shape = Shape(nodes or _whole(said_nodes or "1", "nodes"), tasks, gpus, limit)
     if shape.seconds == 0:

@@ -1,0 +1,34 @@
+#!/usr/bin/env bash
+# Train on the 4 GPUs of one node:  qsub -v ARGUMENTS="--epochs 5" pbs/launch_ddp_1N4G.sh
+#PBS -N launch_ddp_1N4G
+# One chunk of this size. mpiprocs is the number of GPUs again: ngpus appears in no variable, mpiprocs in the node file.
+#PBS -l select=1:ncpus=8:mpiprocs=4:ngpus=4
+#PBS -l walltime=00:10:00
+# One log for output and errors, written while the job runs: NAME.oNUMBER, in the folder that qsub is called in.
+#PBS -j oe
+#PBS -k oed
+
+set -euo pipefail
+cd "$PBS_O_WORKDIR" # where qsub was called; PBS starts a script in $HOME
+source "${WORKSHOP_SITE:-/dev/null}" # modules, network and Python of this site: "workshop submit" names the file
+read -ra arguments <<<"${ARGUMENTS:-}" # PBS hands no arguments to a script: qsub -v does
+job=${PBS_JOBID%%.*} # 17 of 17.server
+run=runs/$PBS_JOBNAME-$job # what its snapshot, the log of its epochs and its errors are called
+
+# The node file names each node once for each of its mpiprocs, and first the node that this script runs on.
+head=$(head -n 1 "$PBS_NODEFILE")
+gpus=$(grep -cxF "$head" "$PBS_NODEFILE")
+
+rendezvous=(--standalone)
+
+export OMP_NUM_THREADS=$((NCPUS > gpus ? NCPUS / gpus : 1)) # PBS sets it to ncpus, for each process
+
+echo "job $PBS_JOBID on $head: $gpus GPUs on a node, $OMP_NUM_THREADS cores for each"
+env | grep -E '^(NCCL|RCCL|FI|GLOO)_' || true # what steers the network: often nothing does
+
+# Should a rank fail: the error of the first one that did comes last in the log.
+trap '${PYTHON:-python} first_failure.py "$run.logs"' ERR
+
+# shellcheck disable=SC2086 # $PYTHON may be several words: a container, and the Python in it
+${PYTHON:-python} -m torch.distributed.run "${rendezvous[@]}" --nproc-per-node="$gpus" --log-dir="$run.logs" \
+    multigpu_torchrun.py --snapshot "$run.pt" "${arguments[@]}"

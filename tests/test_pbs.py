@@ -1,0 +1,263 @@
+"""The job scripts for PBS, on the nodes of a practice cluster: with a real mpiexec, and a stand-in for PBS (pbs/stand_in.py).
+
+There is no PBS server here: what it does with ``place``, queues, cores and time limits, these tests cannot show.
+"""
+
+import json
+import os
+import shutil
+import signal
+import sys
+import time
+
+import pytest
+
+import runs
+from pbs.stand_in import MPIEXEC, StandIn
+from workshop.errors import UserError
+from workshop.measure.launch import family
+from workshop.measure.log import read_log
+from workshop.slurm import cluster as practice
+from workshop.slurm.sites import find_site, known_sites
+from workshop.slurm.submit import read_script, submission
+
+STAGE = runs.ROOT / "slurm-multinode"
+SCRIPTS = sorted((STAGE / "pbs").glob("*.sh"))
+SHAPES = {  # nodes, and GPUs on each
+    "launch_ddp_1N4G": (1, 4),
+    "launch_ddp_2N4G": (2, 2),
+    "launch_ddp_4N4G": (4, 1),
+    "launch_ddp_2N8G": (2, 4),
+    "launch_mpi_2N4G": (2, 2),
+    "requeue": (2, 2),
+}
+
+# Each process leaves word of itself, then trains.
+LAST = 'if __name__ == "__main__":\n'
+WITNESS = """
+    import json, socket
+    names = ("RANK", "LOCAL_RANK", "OMP_NUM_THREADS", "NCCL_DEBUG", "HF_HUB_OFFLINE")
+    seen = {"node": socket.gethostname(), "cores": len(os.sched_getaffinity(0)), "folder": os.getcwd()}
+    seen |= {name: os.environ.get(name) for name in names}
+    with open(f"seen-{os.environ['RANK']}.json", "w") as file:
+        json.dump(seen, file)
+"""
+TRAINING = (STAGE / "multigpu_torchrun.py").read_text().replace(LAST, LAST + WITNESS)
+
+FAILING = """
+import torch
+import torch.distributed as dist
+from torch.distributed.elastic.multiprocessing.errors import record
+
+
+@record
+def main():
+    dist.init_process_group("gloo")
+    if dist.get_rank() == 3:
+        raise ValueError("rank 3 has had enough")
+    {others}
+
+
+main()
+"""
+OTHERS = {"wait": "import time; time.sleep(60)", "exchange": "dist.all_reduce(torch.ones(1))"}
+
+
+# ---------------------------------------------------------------- what they ask for
+
+
+def test_there_is_a_test_for_each_script():
+    assert {path.stem for path in SCRIPTS} == SHAPES.keys()
+
+
+@pytest.mark.parametrize("path", SCRIPTS, ids=lambda path: path.stem)
+def test_directives(path):
+    nodes, gpus = SHAPES[path.stem]
+    options = read_script(path, "pbs").options
+    assert options["-N"] == path.stem
+    # The script counts the GPUs of a node by mpiprocs. Two cores for each, as in the scripts for Slurm.
+    assert options["select"] == f"{nodes}:ncpus={2 * gpus}:mpiprocs={gpus}:ngpus={gpus}"
+    assert options.get("place") == ("scatter" if nodes > 1 else None)
+    assert options["walltime"] == "00:10:00"
+    assert (options["-j"], options["-k"]) == ("oe", "oed")
+    assert options.get("-r") == ("y" if path.stem == "requeue" else None)
+    assert all(
+        "#" not in line[4:] for line in path.read_text().splitlines() if line.startswith("#PBS")
+    )  # PBS knows none
+
+
+@pytest.mark.parametrize("path", SCRIPTS, ids=lambda path: path.stem)
+@pytest.mark.parametrize("site", [name for name in known_sites() if find_site(name).scheduler == "pbs"])
+def test_the_sites_take_them(site, path):
+    nodes, gpus = SHAPES[path.stem]
+    profile = find_site(site)
+    job = submission(path, site, profile, account="a", arguments=["--epochs", "2"])
+    assert (job.shape.nodes, job.shape.gpus_per_node, job.shape.tasks_per_node) == (nodes, gpus, gpus)
+    assert f"ncpus={gpus * profile.cores_per_gpu}:mpiprocs={gpus}:" in " ".join(job.command)
+    assert job.sources_site
+    assert job.folder == STAGE
+
+
+def test_one_script_for_any_number_of_nodes():
+    """The scripts of several nodes differ in what they ask for, and in nothing that they do."""
+    bodies = {
+        path.read_text().partition("\nset -euo pipefail\n")[2]
+        for path in SCRIPTS
+        if path.stem.startswith("launch_ddp") and "1N" not in path.stem
+    }
+    assert len(bodies) == 1
+
+
+# ---------------------------------------------------------------- what they do
+
+
+@pytest.fixture(scope="module")
+def cluster():
+    try:
+        practice.require_machine()
+    except UserError as reason:
+        pytest.skip(str(reason))
+    if missing := [package for package, program in MPIEXEC.items() if not os.path.exists(program)]:
+        pytest.skip(f"needs mpiexec of Open MPI and of MPICH; there is none of {missing}")
+    up = practice.up(4, name=f"pbs{os.getpid()}")
+    yield up
+    up.end()
+
+
+@pytest.fixture
+def pbs(cluster, tmp_path):
+    """Makes the stand-in: in a folder of its own with the scripts, the site's settings and a program to train with."""
+
+    def make(mpiexec, program=TRAINING):
+        shutil.copytree(STAGE / "pbs", tmp_path / "pbs")
+        shutil.copy(STAGE / "first_failure.py", tmp_path)
+        (tmp_path / "multigpu_torchrun.py").write_text(program)
+        (tmp_path / "site.sh").write_text(
+            f"export PATH={os.path.dirname(sys.executable)}:$PATH PYTHONPATH={runs.ROOT} PYTHON=python NCCL_DEBUG='not set'\n"
+            "export HF_HUB_OFFLINE=1\n"
+        )
+        return StandIn(cluster, tmp_path, mpiexec)
+
+    return make
+
+
+def submit(pbs, script, *arguments, options=()):
+    """qsub as ``workshop submit`` calls it."""
+    variables = f"WORKSHOP_SITE={pbs.folder / 'site.sh'},ARGUMENTS='{' '.join(map(str, arguments))}'"
+    return pbs.qsub(*options, "-v", variables, f"pbs/{script}.sh")
+
+
+def witnesses(pbs):
+    """What each process left, by rank."""
+    return [json.loads(path.read_text()) for path in sorted(pbs.folder.glob("seen-*.json"))]
+
+
+@pytest.mark.parametrize(
+    ("script", "mpiexec"),
+    [
+        ("launch_ddp_1N4G", "openmpi"),
+        ("launch_ddp_2N4G", "openmpi"),
+        ("launch_ddp_4N4G", "mpich"),
+        ("launch_mpi_2N4G", "openmpi"),
+        ("launch_mpi_2N4G", "mpich"),
+    ],
+)
+def test_a_job_trains_on_all_its_nodes(script, mpiexec, pbs):
+    nodes, gpus = SHAPES[script]
+    pbs = pbs(mpiexec)
+    job = submit(pbs, script, "--epochs", 2, "--batch-size", 32)
+    # Not in the order of their names: the first is where the script runs, wherever it stands in `sort`.
+    order = ["node3", "node1", "node4", "node2"]
+    status = pbs.run(job, order)
+    log = pbs.log(job).read_text()
+    assert status == 0, log
+    names = " ".join(sorted(order[:nodes]))
+    assert f"job 17.server on {names}: {gpus} GPUs on a node, 2 cores for each\nNCCL_DEBUG=not set\n" in log
+    assert ("rendezvous at node3:20017\n" in log) == (nodes > 1)
+    assert log.count("training on cpu from epoch 1: 4 processes") == 1  # one group of four, not four groups of one
+
+    seen = witnesses(pbs)
+    assert [each["RANK"] for each in seen] == ["0", "1", "2", "3"]
+    shares = {node: sorted(each["LOCAL_RANK"] for each in seen if each["node"] == node) for node in order[:nodes]}
+    assert shares == {node: [str(number) for number in range(gpus)] for node in order[:nodes]}
+    # On every node alike: the folder, the variables, and all cores of the machine.
+    common = {"OMP_NUM_THREADS": "2", "NCCL_DEBUG": "not set", "HF_HUB_OFFLINE": "1"}
+    common |= {"cores": len(os.sched_getaffinity(0)), "folder": str(pbs.folder)}
+    assert all(common.items() <= each.items() for each in seen), seen
+
+    epochs = read_log(pbs.folder / f"runs/{script}-17.pt")
+    assert [each["epoch"] for each in epochs] == [0, 1]
+    golden = json.loads((runs.ROOT / "tests" / "golden_losses.json").read_text())  # of global batches of 128 as well
+    losses = runs.losses(epochs)
+    assert losses == pytest.approx(golden[: len(losses)], abs=0.01)
+
+
+@pytest.mark.parametrize(
+    ("script", "mpiexec", "others"),
+    [
+        ("launch_mpi_2N4G", "openmpi", "wait"),
+        # MPICH's mpiexec does not end the other processes: they end when they miss the one that has failed.
+        ("launch_ddp_2N4G", "mpich", "exchange"),
+    ],
+)
+def test_a_failing_rank(script, mpiexec, others, pbs):
+    """The job fails, soon, and the last thing in its log is the error of the rank that failed first."""
+    pbs = pbs(mpiexec, FAILING.format(others=OTHERS[others]))
+    job = submit(pbs, script)
+    status = pbs.run(job, ["node2", "node1"], seconds=40)
+    log = pbs.log(job).read_text()
+    assert status == 1, log
+    last = log[log.index("the first rank that failed says:") :]
+    assert last.rstrip().endswith("ValueError: rank 3 has had enough")
+
+
+def wait_for_epochs(snapshot, number, process):
+    """Wait until a run has logged so many epochs."""
+    while len(read_log(snapshot)) < number:
+        assert process.poll() is None, "it ended before"
+        time.sleep(0.1)
+
+
+def test_a_job_survives_a_dead_node_and_its_time_limit(cluster, pbs):
+    """Three jobs, one run: the first loses a node, the second its time, the third ends it. Each epoch counts once."""
+    line = "        start = time.perf_counter()\n"
+    assert line in TRAINING
+    slow = '        time.sleep(0 if os.environ["TORCHELASTIC_RUN_ID"] == "19.server" else 0.5)\n'
+    pbs = pbs("openmpi", TRAINING.replace(line, line + slow))
+    first = submit(pbs, "requeue", "--epochs", 12, options=["-l", "select=2:ncpus=1:mpiprocs=1:ngpus=1"])
+    snapshot = pbs.folder / "runs/requeue-17.pt"
+
+    running = pbs.start(first, ["node1", "node2"])
+    wait_for_epochs(snapshot, 2, running)
+    cluster.fault("kill", "node2")
+    assert running.wait(60) not in (0, 124)
+    log = pbs.log(first).read_text()
+    assert log.endswith("job 18.server carries on from the new snapshot\n"), log
+
+    second = pbs.submitted_by(first)
+    assert (second.select, second.walltime) == (first.select, "00:10:00")
+    assert second.variables["ARGUMENTS"] == "--epochs 12"
+    done = len(read_log(snapshot))
+    running = pbs.start(second, ["node3", "node1"])
+    wait_for_epochs(snapshot, done + 2, running)
+    (clock,) = [process for process in family(running.pid) if process.name() == "timeout"]
+    assert 530 <= int(clock.cmdline()[2]) <= 540  # seconds: a minute before the end
+    clock.send_signal(signal.SIGALRM)  # what its timer sends it then
+    assert running.wait(60) == 124
+    log = pbs.log(second).read_text()
+    assert f"from epoch {done + 1}: 2 processes" in log
+    assert log.endswith("the time is nearly over: stopped\njob 19.server carries on from the new snapshot\n"), log
+
+    third = pbs.submitted_by(second)
+    assert pbs.run(third, ["node3", "node4"]) == 0
+    assert pbs.submitted_by(third) is None
+    assert [each["epoch"] for each in read_log(snapshot)] == list(range(12))
+    assert [path.name for path in (pbs.folder / "runs").glob("*.pt")] == ["requeue-17.pt"]
+
+
+def test_a_job_that_gets_no_further_ends(pbs):
+    """A program that fails before its first new snapshot would fail in each next job too."""
+    pbs = pbs("openmpi", "raise ValueError('no such pixel')\n")
+    job = submit(pbs, "requeue", options=["-l", "select=2:ncpus=1:mpiprocs=1:ngpus=1"])
+    assert pbs.run(job, ["node1", "node3"]) == 1
+    assert pbs.submitted_by(job) is None
