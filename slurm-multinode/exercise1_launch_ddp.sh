@@ -6,8 +6,8 @@
 #         (man sbatch: --nodes, --gpus-per-node, --cpus-per-task)
 #SBATCH --nodes=1
 #SBATCH --gpus-per-node=4
+#SBATCH --cpus-per-task=8            # for all processes of a node together
 #SBATCH --ntasks-per-node=1          # one torchrun on a node; it starts a process for each GPU there
-#SBATCH --cpus-per-task=8            # for these processes together
 #SBATCH --time=00:10:00
 #SBATCH --output=%x-%j.log           # name and number of the job
 
@@ -30,8 +30,8 @@ env | grep -E '^(NCCL|RCCL|FI|GLOO)_' || true # what steers the network: often n
 # Should a rank fail: the error of the first one that did comes last in the log.
 trap '${PYTHON:-python} first_failure.py "$run.logs"' ERR
 
+# shellcheck disable=SC2086 # $PYTHON may be several words: a container, and the Python in it
 # TODO 2: start torchrun on each node of the job, and let none wait when another has given up
 #         (man srun: --kill-on-bad-exit)
-# shellcheck disable=SC2086 # $PYTHON may be several words: a container, and the Python in it
 ${PYTHON:-python} -m torch.distributed.run "${rendezvous[@]}" --nproc-per-node="$SLURM_GPUS_ON_NODE" --log-dir="$run.logs" \
     multigpu_torchrun.py --snapshot "$run.pt" "$@"

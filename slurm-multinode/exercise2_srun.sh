@@ -5,8 +5,8 @@
 #SBATCH --nodes=2
 #SBATCH --gpus-per-node=2
 # TODO 2: let Slurm start one task for each GPU, with 2 cores each (man sbatch: --ntasks-per-node, --cpus-per-task)
+#SBATCH --cpus-per-task=4            # for all processes of a node together
 #SBATCH --ntasks-per-node=1          # one torchrun on a node; it starts a process for each GPU there
-#SBATCH --cpus-per-task=4            # for these processes together
 #SBATCH --time=00:10:00
 #SBATCH --output=%x-%j.log           # name and number of the job
 
@@ -14,9 +14,9 @@ set -euo pipefail
 source "${WORKSHOP_SITE:-/dev/null}" # modules, network and Python of this site: "workshop submit" names the file
 run=runs/$SLURM_JOB_NAME-$SLURM_JOB_ID # what its snapshot, the log of its epochs and its errors are called
 
+# The processes meet on the first node of this job, at a port that no other job there has.
 # TODO 1: start the program itself, without torchrun. Here: tell all processes what torchrun would, in MASTER_ADDR, MASTER_PORT,
 #         WORLD_SIZE and LOCAL_WORLD_SIZE, from what Slurm knows (man srun: OUTPUT ENVIRONMENT VARIABLES)
-# The processes meet on the first node of this job, at a port that no other job there has.
 head=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
 port=$((20000 + SLURM_JOB_ID % 10000))
 while (: <"/dev/tcp/$head/$port") 2>/dev/null; do port=$((port + 1)); done # somebody listens there: take the next

@@ -4,8 +4,8 @@
 #SBATCH --job-name=exercise3_requeue
 #SBATCH --nodes=2
 #SBATCH --gpus-per-node=2
+#SBATCH --cpus-per-task=4            # for all processes of a node together
 #SBATCH --ntasks-per-node=1          # one torchrun on a node; it starts a process for each GPU there
-#SBATCH --cpus-per-task=4            # for these processes together
 #SBATCH --time=00:10:00
 # TODO 2: let this script be told a minute before the time is over, and then put its job back into the queue: here another
 #         #SBATCH line, and below what to do (man sbatch: --signal; help trap; man scontrol: requeue)

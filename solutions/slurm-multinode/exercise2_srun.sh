@@ -3,8 +3,8 @@
 #SBATCH --job-name=exercise2_srun
 #SBATCH --nodes=2
 #SBATCH --gpus-per-node=2
+#SBATCH --cpus-per-task=2            # for each process
 #SBATCH --ntasks-per-node=2          # one task for each GPU: Slurm starts the processes
-#SBATCH --cpus-per-task=2            # for each of them
 #SBATCH --time=00:10:00
 #SBATCH --output=%x-%j.log           # name and number of the job
 

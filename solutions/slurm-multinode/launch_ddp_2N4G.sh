@@ -3,8 +3,8 @@
 #SBATCH --job-name=launch_ddp_2N4G
 #SBATCH --nodes=2
 #SBATCH --gpus-per-node=2
+#SBATCH --cpus-per-task=4            # for all processes of a node together
 #SBATCH --ntasks-per-node=1          # one torchrun on a node; it starts a process for each GPU there
-#SBATCH --cpus-per-task=4            # for these processes together
 #SBATCH --time=00:10:00
 #SBATCH --output=%x-%j.log           # name and number of the job
 
