@@ -20,11 +20,11 @@ def test_help_lists_the_commands_and_imports_nothing_heavy():
         "from workshop.cli import main\n"
         "try: main()\n"
         "except SystemExit as end: code = end.code\n"
-        "print(code, sorted({'torch', 'rich', 'matplotlib', 'numpy', 'psutil'} & set(sys.modules)))"
+        "print(code, sorted({'torch', 'rich', 'matplotlib', 'numpy', 'psutil', 'pydantic'} & set(sys.modules)))"
     )
     done = subprocess.run([sys.executable, "-c", program], env=runs.environment(), capture_output=True, text=True)
     assert done.stdout.splitlines()[-1] == "0 []"
-    for command in ("tour", "doctor", "fetch", "test"):
+    for command in ("tour", "doctor", "bench", "submit", "cluster", "fetch", "test"):
         assert f"\n  {command} " in done.stdout
 
 
@@ -42,6 +42,15 @@ def test_without_a_command_it_shows_the_help():
         ["tour", "--speed"],
         ["tour", "--stages", "99"],
         ["tour", "--stages", "01,x"],
+        ["bench"],
+        ["bench", "nowhere.py"],
+        ["bench", "--logs"],
+        ["cluster", "up", "0"],
+        ["cluster", "up", "2", "--name", "a b"],
+        ["cluster", "kill", "node1", "--name", "nowhere"],
+        ["submit", "nowhere.sh", "--site", "local"],
+        ["submit", "nowhere.sh", "--site", "atlantis"],
+        ["check", "nowhere.sh"],
     ],
 )
 def test_mistakes_are_one_line(arguments, tmp_path):

@@ -53,7 +53,9 @@ def test_comments_of_the_earlier_step_stay(before, after):
     assert [line for line in gone if "The store is where" not in line] == []
 
 
-@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.stem)
+@pytest.mark.parametrize(
+    "script", [*SCRIPTS, runs.ROOT / "slurm-multinode" / "train_at_scale.py"], ids=lambda path: path.stem
+)
 def test_nothing_names_one_kind_of_device(script):
     """Device and backend come from the machine: no literal of one of them in the code (a comment may name them)."""
     nodes = list(ast.walk(ast.parse(script.read_text())))

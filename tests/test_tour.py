@@ -10,6 +10,7 @@ from PIL import Image
 
 import runs
 from workshop import tour
+from workshop.measure.launch import first_failure
 
 
 @pytest.fixture(scope="module")
@@ -99,7 +100,7 @@ def test_a_run_that_hangs_is_ended_with_all_its_processes(tmp_path, monkeypatch)
     program = f"import subprocess, sys; subprocess.Popen([sys.executable, '-c', '{child}']); {child}"
     outcome = tour.launch([sys.executable, "-c", program], dict(os.environ), tmp_path, lambda line: None, stall=1)
     assert outcome.status is None
-    assert "stood still" in tour.first_failure(outcome, tmp_path)
+    assert "stood still" in first_failure(outcome, tmp_path)
     left = subprocess.run(["pgrep", "-f", f"600 . 0 . {os.getpid()}"], capture_output=True, text=True)
     assert left.stdout == ""
 

@@ -150,6 +150,39 @@ def progress() -> None:
     show_progress(Console(highlight=False))
 
 
+@app.command(context_settings={"ignore_unknown_options": True})
+@click.argument("script", required=False)
+@click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
+@click.option(
+    "--processes", default="", metavar="1,2,4", help="How many.  [default: 1, 2, 4, ... up to the GPUs or cores]"
+)
+@click.option(
+    "--mode",
+    type=click.Choice(["strong", "weak", "both"]),
+    default="both",
+    show_default=True,
+    help="What stays: the global batch, or that of each process.",
+)
+@click.option("--repeats", type=click.IntRange(min=1), default=3, show_default=True, help="Runs of each.")
+@click.option("--output", default="", metavar="FOLDER", help="Where table, picture and figures go.")
+@click.option("--collectives", is_flag=True, help="Measure how fast the processes exchange data.")
+@click.option("--logs", is_flag=True, help="Compare the logs of jobs (the arguments); run nothing.")
+def bench(script, arguments, processes, mode, repeats, output, collectives, logs) -> None:
+    """How much faster a training SCRIPT gets with more processes.
+
+    Its ARGUMENTS follow after --. Several nodes: submit the job script with 1, 2 and 4 nodes, then:
+    workshop bench --logs runs/scale-*.json
+    """
+    from workshop.measure.bench import run_bench, run_collectives
+    from workshop.measure.scaling import run_logs
+
+    if collectives:
+        sys.exit(run_collectives(processes, output))
+    if logs:
+        sys.exit(run_logs([script, *arguments] if script else [], output))
+    sys.exit(run_bench(script, list(arguments), processes, mode, repeats, output))
+
+
 @app.command()
 @click.argument("script")
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)

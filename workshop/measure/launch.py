@@ -1,7 +1,9 @@
 """Running a training program from outside: its output, its time, its memory, its processes, and none of them left behind."""
 
+import json
 import os
 import queue
+import re
 import subprocess
 import threading
 import time
@@ -87,6 +89,34 @@ def launch(
     finally:
         end_family(process)
     return Outcome(None if hangs else process.returncode, "".join(output), time.monotonic() - start, peak)
+
+
+def first_failure(outcome: Outcome, torchrun_logs: Path) -> str:
+    """Why a run failed: the traceback of the rank that failed first, where there is one, else the last lines of its output.
+
+    torchrun itself prints a table in place of the traceback; @record leaves each rank's in error.json under its log folder.
+    """
+    if outcome.status is None:
+        return "it stood still and was ended; its last lines:\n" + "".join(
+            outcome.output.splitlines(keepends=True)[-10:]
+        )
+    errors = []
+    for file in torchrun_logs.glob("**/error.json"):
+        try:
+            traceback = json.loads(file.read_text())["message"]["extraInfo"]["py_callstack"]
+        except (ValueError, KeyError, TypeError):
+            continue
+        # All ranks fail within moments, and the timestamps in the files are whole seconds: a lost connection is the echo.
+        is_echo = re.search(r"by peer|remote (worker|process)|NCCL", traceback) is not None
+        errors.append((is_echo, file.stat().st_mtime_ns, file.parent.name, traceback))
+    if errors:
+        *_, rank, traceback = min(errors)
+        return f"rank {rank} failed first:\n{traceback.strip()}"
+    spawned = re.search(r"-- Process (\d+) terminated with the following error:\n(.*)", outcome.output, re.DOTALL)
+    if spawned:
+        return f"rank {spawned[1]} failed first:\n{spawned[2].strip()}"
+    place = outcome.output.rfind("Traceback (most recent call last)")
+    return outcome.output[place:].strip() if place >= 0 else "\n".join(outcome.output.splitlines()[-15:])
 
 
 class Background:

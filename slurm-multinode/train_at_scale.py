@@ -1,0 +1,183 @@
+"""Train ResNet-50 or ViT-B/16 on any number of nodes, and measure what exchanging the gradients costs.
+Without --data it makes images of ImageNet's size on the device: ten patterns under noise, which a model can learn to tell apart.
+
+One process:  torchrun --standalone --nproc-per-node=1 slurm-multinode/train_at_scale.py
+N processes:  torchrun --standalone --nproc-per-node=4 slurm-multinode/train_at_scale.py --model vit_b_16 --compile
+Slurm:        srun --ntasks=1 --gpus=4 --cpus-per-task=32 slurm-multinode/run_train_at_scale.sh --data /path/to/imagenet
+"""
+
+import gc
+import json
+import os
+import statistics
+import sys
+from contextlib import nullcontext
+from functools import partial
+
+from workshop.launcher import exit_with_launcher
+
+exit_with_launcher()  # kill -9 on torchrun would leave this process training; before the slow imports
+
+import torch
+import torch.distributed as dist
+from torch.distributed.elastic.multiprocessing.errors import record
+from torch.nn import functional as F
+from torch.nn.parallel import DistributedDataParallel as DDP
+from torchvision.models import get_model
+
+from workshop.arguments import PREFLIGHT, ArgumentParser, positive_int
+from workshop.data.images import folder_batches, open_image_folder, synthetic_batches
+from workshop.errors import UserError
+from workshop.measure.collectives import enable_network_report, network_report
+from workshop.measure.device import peak_memory, synchronized_time
+from workshop.measure.exchange import measure_exchange
+from workshop.measure.machine import bf16_is_fast, machine
+
+SEED = 42
+
+
+@record  # torchrun then shows the traceback of the rank that failed first
+def main():
+    args = parse_arguments()
+    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])  # torchrun sets all of these
+    device = choose_device(int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"]))
+    enable_network_report()  # the backend says over which network it connects, and network_report() repeats it
+    dist.init_process_group(dist.get_default_backend_for_device(device))
+    try:
+        train(rank, world_size, device, args)
+    finally:
+        gc.collect()  # DDP holds on to the process group until Python frees it, in its own time: free it now
+        dist.destroy_process_group()
+
+
+def parse_arguments():
+    parser = ArgumentParser(description=__doc__.splitlines()[0])
+    # On a CPU a step with 64 images of ImageNet's size would take a minute.
+    batch_size, steps, size = (64, 100, 224) if torch.accelerator.is_available() else (8, 20, 64)
+    parser.add_argument("--model", choices=["resnet50", "vit_b_16"], default="resnet50", help="from torchvision")
+    parser.add_argument("--data", help="folder with images in train/CLASS/; None: images made on the device")
+    parser.add_argument("--batch-size", type=positive_int, default=batch_size, help="images a batch, on each process")
+    parser.add_argument("--accumulate", type=positive_int, default=1, help="batches a step")
+    parser.add_argument("--steps", type=positive_int, default=steps, help="to train; as many then measure the exchange")
+    parser.add_argument("--compile", action="store_true", help="compile the model; the first step takes a minute")
+    parser.add_argument("--image-size", type=int, choices=[64, 128, 224], default=size, help="pixels of an edge")
+    parser.add_argument("--output", help="JSON file for the figures; None: runs/scale-PROCESSES.json")
+    args = parser.parse_args()
+    world_size = int(os.environ.get("WORLD_SIZE", 0))
+    if world_size < 1:
+        parser.error("torchrun has to start this: torchrun --standalone --nproc-per-node=2 " + sys.argv[0])
+    try:
+        smallest = args.batch_size * args.accumulate * world_size
+        args.images = open_image_folder(args.data, args.image_size, smallest) if args.data else None
+        args.output = args.output or f"runs/scale-{world_size}.json"
+        os.makedirs(os.path.dirname(args.output) or ".", exist_ok=True)
+    except UserError as error:
+        parser.error(f"--data {error}")
+    except OSError as error:
+        parser.error(f"--output {args.output}: {error.strerror}")
+    if os.environ.get(PREFLIGHT):
+        sys.exit(0)
+    return args
+
+
+def choose_device(local_rank, local_world_size):
+    # Without is_available() the CUDA build names "cuda" on a machine that has no GPU.
+    if torch.accelerator.is_available() and torch.accelerator.device_count() >= local_world_size:
+        torch.accelerator.set_device_index(local_rank)
+        return torch.accelerator.current_accelerator()
+    return torch.device("cpu")
+
+
+def train(rank, world_size, device, args):
+    torch.manual_seed(SEED)  # the same first weights in every run
+    options = {"image_size": args.image_size} if args.model == "vit_b_16" else {}
+    # ResNet-50's BatchNorm computes with the batch of one process: its losses depend on how many there are, ViT-B/16's do not.
+    # Convolutions are fastest on images that are stored pixel by pixel: channels_last.
+    model = get_model(args.model, **options).to(device, memory_format=torch.channels_last)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+    model = DDP(model)  # the same weights, but its backward() averages the gradients over all processes
+    if args.compile:
+        model.compile()  # after DDP: cut where DDP's buckets end, the graph lets the exchange overlap with backward()
+    if args.images:
+        batches = folder_batches(args.images, args.batch_size, device, SEED)
+    else:
+        batches = synthetic_batches(args.batch_size, args.image_size, device, SEED)
+    args.bf16 = bf16_is_fast(device)
+    network = network_report()
+    if rank == 0:
+        gpus = torch.accelerator.device_count()
+        print(
+            f"training {args.model} on {device.type}: {'bfloat16' if args.bf16 else 'float32'}, channels_last, ", end=""
+        )
+        print(f"compiled: {args.compile}, {world_size} processes, {gpus} GPUs here\n{network}", flush=True)
+
+    losses, rates = torch.zeros(args.steps, device=device), []
+    for first in range(0, args.steps, max(1, args.steps // 10)):
+        last = min(first + max(1, args.steps // 10), args.steps)
+        start = synchronized_time(device)
+        for step in range(first, last):
+            losses[step] = train_step(model, batches, optimizer, args)
+        seconds = synchronized_time(device) - start
+        rates.append((last - first) * args.accumulate * args.batch_size * world_size / seconds)
+        dist.all_reduce(losses[first:last], dist.ReduceOp.AVG)
+        if rank == 0:
+            loss = losses[first:last].mean()
+            print(f"step {last}/{args.steps} | loss {loss:.4f} | {rates[-1]:,.1f} images/s", flush=True)
+    memory = torch.tensor(peak_memory(device), device=device)
+    dist.all_reduce(memory, dist.ReduceOp.MAX)
+
+    # Without exchange each replica has gradients of its own, and they would drift apart: from here on a step changes no weight.
+    for group in optimizer.param_groups:
+        group["lr"] = 0.0
+    cost = {}
+    if world_size > 1:
+        step = partial(train_step, model, batches, optimizer, args)
+        cost = measure_exchange(step, args.batch_size * args.accumulate, max(1, args.steps // 10), device)
+    if rank == 0:
+        figures = {
+            "machine": machine(),
+            **{name: value for name, value in vars(args).items() if name not in ("images", "output")},
+            "device": device.type,
+            "network": network,
+            "nodes": world_size // int(os.environ["LOCAL_WORLD_SIZE"]),
+            "processes": world_size,
+            "samples_per_second": statistics.median(rates[1:] or rates),  # the first steps warm up, or compile
+            "peak_memory": memory.item(),
+            **cost,
+            "losses": losses.tolist(),
+        }
+        report(figures, args.output)
+
+
+def train_step(model, batches, optimizer, args, exchange=True):
+    """Take a step with the next `accumulate` batches and return its loss."""
+    step_loss = 0
+    for number in range(args.accumulate):
+        images, labels = next(batches)
+        images = images.to(memory_format=torch.channels_last)
+        # Gradients add up until zero_grad(). All processes need them at the last batch of a step, and only there.
+        with nullcontext() if exchange and number + 1 == args.accumulate else model.no_sync():
+            with torch.autocast(images.device.type, torch.bfloat16, enabled=args.bf16):
+                loss = F.cross_entropy(model(images), labels) / args.accumulate  # the mean of the batches' means
+            loss.backward()
+        step_loss += loss.detach()
+    optimizer.step()
+    optimizer.zero_grad()
+    return step_loss
+
+
+def report(figures, output):
+    """Print the figures of a run, and write them as JSON."""
+    print("{samples_per_second:,.1f} images/s;".format(**figures), end=" ")
+    print(f"each process needed at most {figures['peak_memory'] / 2**30:.2f} GiB of memory")
+    if figures["processes"] > 1:
+        line = "{with_exchange:,.1f} images/s with the exchange of gradients, {without_exchange:,.1f} without it: "
+        line += "efficiency {efficiency:.1%}, communication {communication:.1%} of each step"
+        print(line.format(**figures))
+    with open(output + ".tmp", "w") as file:
+        json.dump(figures, file, indent=1)
+    os.replace(output + ".tmp", output)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,95 @@
+"""Images of ImageNet's shape, for training at scale: made on the device, or from a folder. Each yields batches for ever."""
+
+import os
+from collections.abc import Iterator
+from itertools import count
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, DistributedSampler
+from torchvision.datasets import ImageFolder
+from torchvision.transforms import Compose, Normalize, RandomHorizontalFlip, RandomResizedCrop, ToTensor
+
+from workshop.errors import UserError
+
+
+def synthetic_batches(
+    batch_size: int, image_size: int, device: torch.device, seed: int
+) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Yield batches that a model can learn: ten patterns, which are the classes, under noise.
+
+    Sample n is the same for any number of processes, and it is dealt out as DistributedSampler does without a shuffle: together
+    the processes see the same global batches.
+
+    Args:
+        batch_size: samples of a batch, on each process.
+        image_size: pixels of an edge.
+        device: where the images are made, and stay.
+        seed: of patterns and noise.
+    """
+    generator = torch.Generator(device).manual_seed(seed)
+    size = (image_size, image_size)
+    patterns = F.interpolate(torch.randn(10, 3, 8, 8, generator=generator, device=device), size)
+    noise = torch.randn(64, 3, *size, generator=generator, device=device)
+    # As many labels as no multiple of 64: each time that a noise comes round it lies on another pattern.
+    labels = torch.randint(10, (1009,), generator=generator, device=device)
+    places = torch.arange(batch_size, device=device) * dist.get_world_size() + dist.get_rank()
+    for first in count(step=batch_size * dist.get_world_size()):
+        samples = first + places
+        chosen = labels[samples % len(labels)]
+        yield patterns[chosen] + noise[samples % len(noise)], chosen
+
+
+def open_image_folder(folder: str | os.PathLike, image_size: int, smallest: int) -> ImageFolder:
+    """Open the images in ``train/CLASS/`` of a folder, cropped and flipped at random, as ImageNet models are trained.
+
+    Args:
+        folder: the folder that ``train`` lies in.
+        image_size: pixels of an edge of a sample.
+        smallest: how many images there must be.
+
+    Raises:
+        UserError: there is no such folder, or not enough images in it.
+    """
+    imagenet = Normalize((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))  # mean and deviation of red, green and blue
+    transform = Compose([RandomResizedCrop(image_size), RandomHorizontalFlip(), ToTensor(), imagenet])
+    try:
+        images = ImageFolder(Path(folder) / "train", transform)
+    except OSError as error:
+        raise UserError(f"{folder} needs images in train/CLASS/ ({error.strerror or error})") from error
+    if len(images) < smallest:
+        raise UserError(f"{folder} has {len(images):,} images to train on, and one step takes {smallest:,}")
+    if len(images.classes) > 1000:
+        raise UserError(f"{folder} has {len(images.classes):,} classes; the models tell 1,000 apart")
+    return images
+
+
+def folder_batches(
+    images: ImageFolder, batch_size: int, device: torch.device, seed: int
+) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Yield the process's batches of a folder's images, in another order each epoch.
+
+    Args:
+        images: from ``open_image_folder``.
+        batch_size: samples of a batch, on each process.
+        device: where the batches go.
+        seed: of the order.
+    """
+    sampler = DistributedSampler(images, seed=seed, drop_last=True)
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    workers = max(1, min(8, cores // int(os.environ["LOCAL_WORLD_SIZE"])))
+    loader = DataLoader(
+        images,
+        batch_size,
+        sampler=sampler,
+        drop_last=True,
+        num_workers=workers,
+        persistent_workers=True,
+        pin_memory=device.type != "cpu",
+    )
+    for epoch in count():
+        sampler.set_epoch(epoch)
+        for samples, labels in loader:
+            yield samples.to(device, non_blocking=True), labels.to(device, non_blocking=True)

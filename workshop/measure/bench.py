@@ -1,0 +1,270 @@
+"""``workshop bench``: how much faster a training script gets with more processes; and how fast they exchange data."""
+
+import math
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+from workshop.errors import UserError
+from workshop.measure.launch import first_failure, launch, without_launcher
+from workshop.measure.scaling import open_folder, read_run, series, write_and_show
+from workshop.repository import python_path, require_stages
+
+BATCH_SIZE = 128  # of one process, where the arguments name none
+
+
+def run_bench(
+    script: str | None,
+    arguments: list[str],
+    processes: str = "",
+    mode: str = "both",
+    repeats: int = 3,
+    output: str = "",
+) -> int:
+    """Measure a script with several numbers of processes on this machine; print a table, and write CSV, JSON and a plot.
+
+    Args:
+        script: one that torchrun starts, which takes ``--batch-size`` (on each process), and ``--snapshot`` (it then writes an
+            EpochLog beside it) or ``--output`` (JSON with ``samples_per_second``).
+        arguments: its further options. The batch size among them is that of one process.
+        processes: the numbers, separated by commas; "": 1, 2, 4, ... up to the GPUs, or the cores, of this machine.
+        mode: "strong", "weak" or "both".
+        repeats: how often each is run.
+        output: the folder for bench.csv, bench.json and bench.png; "": runs/bench-SCRIPT in the repository.
+
+    Returns:
+        The exit status, 0.
+
+    Raises:
+        UserError: the script is unknown, does not take these options or fails, or the numbers do not go together.
+    """
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    from workshop.measure.machine import machine
+
+    root = require_stages()
+    if not script:
+        raise UserError("name a training script: workshop bench slurm-multinode/train_at_scale.py; or --collectives")
+    path = Path(script).absolute()
+    if not path.is_file():
+        raise UserError(f"{script}: no such file")
+    counts = process_counts(processes)
+    modes = ["strong", "weak"] if mode == "both" else [mode]
+    batch, rest = split_batch_size(arguments)
+    _check_counts(counts, modes, batch)
+    where = result_option(path)
+    folder = open_folder(output or root / "runs" / f"bench-{path.stem}")
+    # The same for every number of processes: with all cores to itself one process would be as fast as several on a CPU, and
+    # what is asked is what more devices bring. A process stands for a device.
+    threads = max(1, cores() // max(counts))
+    environment = {
+        **without_launcher(os.environ),
+        "OMP_NUM_THREADS": str(threads),
+        "PYTHONPATH": python_path(root),
+    }
+    plan = [(each, count) for each in modes for count in counts]
+    _check_options(path, rest, plan, batch, environment)
+
+    console = Console(highlight=False)
+    if int(os.environ.get("SLURM_JOB_NUM_NODES", 1)) > 1:
+        console.print(
+            "This measures one node. For several, submit the job script with 1, 2, 4 nodes, then: bench --logs"
+        )
+    numbers = ", ".join(map(str, counts))
+    console.print(
+        f"{repeats} round{'s' * (repeats > 1)} of {numbers} processes, {threads} thread{'s' * (threads > 1)} each"
+    )
+    rates = {each: {count: [] for count in counts} for each in modes}
+    columns = (
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("runs"),
+        TimeElapsedColumn(),
+        TextColumn("{task.description}"),
+    )
+    with Progress(*columns, console=console) as progress:
+        bar = progress.add_task("", total=repeats * len(plan))
+        for number in range(repeats):  # all counts in each round, so that a noisy machine disturbs them alike
+            for each, count in plan:
+                progress.update(bar, description=f"{each}, {count} process{'es' * (count > 1)}")
+                if each == "weak" and "strong" in modes and count == counts[0]:
+                    rate = rates["strong"][count][number]  # the same run
+                else:
+                    size = batch_of_process(each, batch, count, counts[0])
+                    options = [*rest, f"--batch-size={size}"]
+                    rate, device = _measure(path, where, count, options, environment, folder / "run")
+                rates[each][count].append(rate)
+                progress.advance(bar)
+    shutil.rmtree(folder / "run", ignore_errors=True)
+    shown = os.path.relpath(path, root) if path.is_relative_to(root) else path.name
+    summary = {
+        "machine": machine(),
+        "command": f"workshop bench {shown} --processes {','.join(map(str, counts))} --mode {mode} --repeats {repeats}"
+        + (f" -- {' '.join(arguments)}" if arguments else ""),
+        "device": device,
+        "threads_of_each_process": threads,
+        "series": {
+            each: series(rates[each], {count: batch_of_process(each, batch, count, counts[0]) for count in counts})
+            for each in modes
+        },
+    }
+    write_and_show(console, folder, f"{path.stem} on this machine ({device})", summary)
+    return 0
+
+
+def run_collectives(processes: str = "", output: str = "") -> int:
+    """Measure the collectives between processes on this machine, and return the exit status.
+
+    Args:
+        processes: how many; "": one for each GPU, or 2 on the CPU.
+        output: the folder for collectives.json; "": none is written.
+
+    Raises:
+        UserError: one process is too few, or they are more than the GPUs here.
+    """
+    count = process_counts(processes)[-1] if processes else max(2, _gpus())
+    if count < 2:
+        raise UserError("--collectives takes two processes or more: --processes 2")
+    command = [*_torchrun(count), "-m", "workshop.measure.collectives"]
+    if output:
+        command.append(f"--output={open_folder(output) / 'collectives.json'}")
+    environment = {"OMP_NUM_THREADS": "1", **without_launcher(os.environ), "PYTHONPATH": python_path()}
+    outcome = launch(command, environment, Path.cwd(), lambda line: print(line, end="", flush=True))
+    return 1 if outcome.status is None else outcome.status
+
+
+def cores() -> int:
+    """The cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _gpus() -> int:
+    import torch
+
+    return torch.accelerator.device_count() if torch.accelerator.is_available() else 0
+
+
+def process_counts(text: str) -> list[int]:
+    """The numbers of processes that ``text`` names, in order; "": 1, 2, 4, ... up to the GPUs, or the cores, of this machine.
+
+    Raises:
+        UserError: not all are whole numbers of at least 1, or they are more than the GPUs here.
+    """
+    gpus = _gpus()
+    if not text:
+        largest = gpus or cores()
+        return sorted({min(2**power, largest) for power in range(math.ceil(math.log2(largest)) + 1)})
+    try:
+        counts = sorted({int(part) for part in text.split(",")})
+    except ValueError:
+        counts = [0]
+    if counts[0] < 1:
+        raise UserError(f"--processes {text}: give whole numbers of at least 1, separated by commas")
+    if gpus and counts[-1] > gpus:
+        raise UserError(
+            f"--processes {text}: {counts[-1]} processes would not fit on the {gpus} GPUs here and train on the CPU; "
+            "CUDA_VISIBLE_DEVICES= (HIP_VISIBLE_DEVICES= on AMD) compares all on the CPU"
+        )
+    return counts
+
+
+def split_batch_size(arguments: list[str]) -> tuple[int, list[str]]:
+    """The batch size that the arguments name (else the default one), and the arguments without it.
+
+    Raises:
+        UserError: it is no whole number of at least 1.
+    """
+    rest, text = [], str(BATCH_SIZE)
+    words = iter(arguments)
+    for word in words:
+        if word == "--batch-size":
+            text = next(words, "")
+        elif word.startswith("--batch-size="):
+            text = word.partition("=")[2]
+        else:
+            rest.append(word)
+    if not text.isdecimal() or int(text) < 1:
+        raise UserError(f"--batch-size: '{text}' is not a whole number of at least 1")
+    return int(text), rest
+
+
+def batch_of_process(mode: str, batch: int, count: int, smallest: int) -> int:
+    """The batch size of each of ``count`` processes, where the smallest number of them has ``batch`` each."""
+    return batch * smallest // count if mode == "strong" else batch
+
+
+def _check_counts(counts, modes, batch):
+    if len(counts) < 2:
+        raise UserError(
+            f"a study takes two numbers of processes or more, and here is only {counts[0]}: name them, --processes 1,2; with one "
+            "GPU, CUDA_VISIBLE_DEVICES= (HIP_VISIBLE_DEVICES= on AMD) lets them train on the CPU"
+        )
+    for count in counts if "strong" in modes else []:
+        if batch * counts[0] % count:
+            raise UserError(
+                f"strong scaling shares a global batch of {batch * counts[0]} among {count} processes, which leaves a remainder; "
+                "choose another --batch-size (after --), other --processes, or --mode weak"
+            )
+
+
+def result_option(script: Path) -> str:
+    """The option that tells a script where to leave its figures: "--snapshot" or "--output".
+
+    Raises:
+        UserError: it has neither.
+    """
+    text = script.read_text(errors="replace")
+    for option in ("--snapshot", "--output"):
+        if f'"{option}"' in text:
+            return option
+    raise UserError(f"{script.name} takes neither --snapshot nor --output, so bench cannot find its samples/s")
+
+
+def _check_options(path, rest, plan, batch, environment):
+    """Let a script of the workshop check its options for the largest number of processes, before any run."""
+    if not re.search("check_arguments|PREFLIGHT", path.read_text(errors="replace")):
+        return  # it would not end after the check
+    counts = sorted({count for _, count in plan})
+    for mode in sorted({mode for mode, _ in plan}):
+        size = batch_of_process(mode, batch, counts[-1], counts[0])
+        done = subprocess.run(
+            [sys.executable, "-P", "-m", "workshop.preflight", path, *rest, f"--batch-size={size}"],
+            env={**environment, "NPROC": str(counts[-1])},
+            capture_output=True,
+            text=True,
+            stdin=subprocess.DEVNULL,
+        )
+        if done.returncode != 0:
+            raise UserError(f"with {counts[-1]} processes: {(done.stderr.splitlines() or ['it cannot start'])[-1]}")
+
+
+def _torchrun(count: int) -> list[str]:
+    return [
+        *(sys.executable, "-P", "-m", "torch.distributed.run", "--standalone", "--local-addr=127.0.0.1"),
+        f"--nproc-per-node={count}",
+    ]
+
+
+def _measure(path, where, count, options, environment, place) -> tuple[float, str]:
+    """Run the script once, and return its samples/s and the device that it ran on."""
+    shutil.rmtree(place, ignore_errors=True)  # a snapshot of the run before would be carried on from
+    place.mkdir(parents=True)
+    result = place / ("run.pt" if where == "--snapshot" else "run.json")
+    command = [*_torchrun(count), str(path), *options, f"{where}={result}"]
+    outcome = launch(command, {**environment, "PET_LOG_DIR": str(place / "torchrun")}, Path.cwd(), lambda line: None)
+    (place / "output.txt").write_text(outcome.output)
+    if outcome.status != 0:
+        reason = first_failure(outcome, place / "torchrun").strip().splitlines() or ["without a word"]
+        rank = f"{reason[0]} " if reason[0].startswith("rank") else ""
+        raise UserError(f"{path.name} failed with {count} processes: {rank}{reason[-1]} (all: {place / 'output.txt'})")
+    run = read_run(result if where == "--output" else result.with_suffix(".jsonl"))
+    if run["processes"] != count:
+        raise UserError(
+            f"{path.name} trained with {run['processes']} processes where torchrun started {count}; "
+            "bench takes scripts that torchrun starts, from stage 02's exercise 2 on"
+        )
+    return run["samples_per_second"], run["device"]
