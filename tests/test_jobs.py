@@ -44,7 +44,7 @@ def one_node(cluster, tmp_path_factory):
     trial = Trial(STAGE / "launch_ddp_1N4G.sh", tmp_path_factory.mktemp("one"), cluster, None)
     job = done(trial, "--epochs", 2, "--batch-size", 32)
     assert job.state == "COMPLETED", job.output
-    assert "job 1 on node1: 4 GPUs on a node, 2 cores for each" in job.output
+    assert f"job {job.number} on node1: 4 GPUs on a node, 2 cores for each" in job.output
     return runs.losses(read_log(trial.folder / f"runs/launch_ddp_1N4G-{job.number}.pt"))
 
 
@@ -53,9 +53,9 @@ def one_node(cluster, tmp_path_factory):
     [
         ("launch_ddp_2N4G", 2, 4),
         ("launch_ddp_4N4G", 4, 4),
-        ("launch_ddp_2N8G", 2, 8),
+        pytest.param("launch_ddp_2N8G", 2, 8, marks=pytest.mark.full),
         ("exercise2_srun", 2, 4),
-        ("exercise3_requeue", 2, 4),
+        pytest.param("exercise3_requeue", 2, 4, marks=pytest.mark.full),
     ],
 )
 def test_a_job_trains_what_one_node_trains(script, nodes, processes, one_node, cluster, tmp_path):
@@ -106,29 +106,28 @@ def test_the_first_error_comes_last_and_ends_the_job(script, cluster, tmp_path):
     assert "in main" in end
 
 
-def test_a_port_that_somebody_uses_is_left_to_them(cluster, tmp_path):
-    trial = Trial(LAUNCH, tmp_path, cluster, job_rules.STAND_IN)
-    holder = subprocess.Popen(
-        cluster.inside([sys.executable, "-c", HOLD], node="node1"), env=practice.environment(), stdout=subprocess.PIPE
-    )
-    try:
-        assert holder.stdout.readline() == b"listening\n"
-        job = done(trial, "--epochs", 1)
-    finally:
-        holder.kill()
-    assert job.state == "COMPLETED", job.output
-    assert "rendezvous at node1:20099" in job.output
-
-
-# The ports of the next jobs: job N has 20000 + N.
 HOLD = """
-import socket, time
-held = []
-for port in range(20001, 20099):
-    held.append(socket.create_server(("", port)))
+import socket, sys, time
+held = socket.create_server(("", int(sys.argv[1])))
 print("listening", flush=True)
 time.sleep(100)
 """
+
+
+def test_a_port_that_somebody_uses_is_left_to_them(cluster, tmp_path):
+    trial = Trial(LAUNCH, tmp_path, cluster, job_rules.STAND_IN)
+    job = trial.submit(["--hold"], ["--epochs", "1"])
+    port = 20000 + int(job.number) % 10000
+    command = cluster.inside([sys.executable, "-c", HOLD, str(port)], node="node1")
+    holder = subprocess.Popen(command, env=practice.environment(), stdout=subprocess.PIPE)
+    try:
+        assert holder.stdout.readline() == b"listening\n"
+        cluster.run("scontrol", "release", job.number)
+        trial.follow(job)
+    finally:
+        holder.kill()
+    assert job.state == "COMPLETED", job.output
+    assert f"rendezvous at node1:{port + 1}" in job.output
 
 
 def test_a_node_that_does_not_know_the_first_by_name(cluster, tmp_path):

@@ -166,6 +166,9 @@ def test_solved(stage, judge, copy):
         assert "largest difference between any two weights: 0.0\n" in text(notebook, "compare-kill")
 
 
+JUDGES = {"01_single_gpu": judge_01, "02_pytorch_ddp": judge_02}  # of slurm-multinode: in test_slurm_notebook.py
+
+
 @STAGES
 def test_the_twin_has_the_same_cells_and_the_outputs_of_a_solved_run(stage):
     _, path = solutions.paths(stage)
@@ -175,7 +178,8 @@ def test_the_twin_has_the_same_cells_and_the_outputs_of_a_solved_run(stage):
         if cell.cell_type == "code":
             assert cell.execution_count, cell["id"]
             assert not [output for output in cell.outputs if output.output_type == "error"], cell["id"]
-    (judge_01 if stage == "01_single_gpu" else judge_02)(there)
+    if stage in JUDGES:
+        JUDGES[stage](there)
     assert goals_left(there) == set()
     assert checks(there).keys() == exercises(stage)
     assert re.search(r"Python [\d.]+, torch [\d.]+\S*, \d+ CPU cores, ", text(there, "start"))  # where it was run

@@ -12,7 +12,8 @@ import pytest
 import runs
 from test_data import archives, server  # noqa: F401 - fixtures
 
-READMES = [runs.ROOT / "README.md", *sorted(runs.ROOT.glob("0*/README.md"))]
+STAGE_READMES = [*sorted(runs.ROOT.glob("0*/README.md")), runs.ROOT / "slurm-multinode" / "README.md"]
+READMES = [runs.ROOT / "README.md", *STAGE_READMES]
 
 # Commands that run elsewhere, and the text there that proves it.
 ELSEWHERE = {
@@ -48,7 +49,7 @@ def copy(tmp_path_factory) -> Path:
 
 
 @pytest.mark.parametrize("readme", READMES, ids=lambda path: path.parent.name)
-def test_commands(readme, copy):
+def test_commands(readme, copy, tmp_path):
     found = commands(readme)
     assert found
     folder = copy / readme.parent.relative_to(runs.ROOT)
@@ -61,14 +62,16 @@ def test_commands(readme, copy):
         done = subprocess.run(
             ["bash", "-c", command],
             cwd=folder,
-            env=runs.environment(PATH=path, PYTHONPATH=copy),
+            env=runs.environment(
+                PATH=path, PYTHONPATH=copy, TMPDIR=tmp_path
+            ),  # a practice cluster of its own lies there
             capture_output=True,
             text=True,
         )
         # diff: they differ; check: an exercise as delivered has goals open
         expected = 1 if command.startswith("diff ") or re.search(r"workshop\.sh check .*exercise", command) else 0
         assert done.returncode == expected, f"{command}\n{done.stdout}{done.stderr}"
-        if "--epochs" in command:
+        if "--epochs" in command and "submit" not in command:
             assert re.search(r"epoch (\d)/\1 ", done.stdout), done.stdout
 
 

@@ -63,6 +63,7 @@ def test_resnet_on_two_processes(tmp_path):
     assert "with the exchange of gradients" in lines[-1]
 
 
+@pytest.mark.full
 def test_vit_learns_the_same_on_one_process_and_on_two(float32, tmp_path):
     """No BatchNorm: its losses follow from the global batches alone."""
     common = ["--model", "vit_b_16", "--steps", 5]

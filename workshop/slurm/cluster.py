@@ -227,6 +227,8 @@ def up(nodes: int, gpus: int = 4, cores: int = 8, name: str = "local") -> Cluste
         raise UserError(f"a cluster's name is letters and digits, not {name!r}")
     require_machine()
     folder = _folder(name)
+    if len(str(folder)) > 60:  # Slurm's sockets lie 45 characters further down, and a socket's path ends at 107
+        raise UserError(f"the path of {folder} is too long for sockets; set TMPDIR to a shorter one, such as /tmp")
     with suppress(FileExistsError):
         folder.parent.mkdir(mode=0o700)
     if folder.parent.is_symlink() or folder.parent.stat().st_uid != os.geteuid():

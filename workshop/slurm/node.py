@@ -50,6 +50,8 @@ SlurmdTimeout=5
 # Shorter than SlurmdTimeout, as everywhere (30 s and 300 s): srun gives a node up before Slurm knows that it is dead.
 KillWait=2
 MinJobAge=86400
+# Files carry the job's number in their names: no number of an earlier cluster comes again.
+FirstJobId={first_job}
 SchedulerParameters=batch_sched_delay=0,sched_interval=2,bf_interval=2
 PropagateResourceLimits=NONE
 NodeName=DEFAULT CPUs={cores} RealMemory={memory} Gres=gpu:{gpus} State=UNKNOWN
@@ -129,10 +131,10 @@ def configure(inside: Path, specification: dict) -> None:
     (inside / "munge.key").write_bytes(secrets.token_bytes(128))
     (inside / "state").mkdir()
     (inside / "nodes").mkdir()
-    user = specification["user"]
-    memory = 64000 * specification["cores"]
     (inside / "slurm.conf").write_text(
-        SLURM_CONF.format(**specification | {"run": inside, "user": user, "memory": memory})
+        SLURM_CONF.format(
+            **specification, run=inside, memory=64000 * specification["cores"], first_job=int(time.time()) % 1_000_000
+        )
     )
     # A GPU is a device file with a number at its end: Slurm wants one for each.
     for number in range(specification["gpus"]):

@@ -477,7 +477,7 @@ def _log(read: Script, scheduler: str) -> str:
     """The name of the job's output, with %j for the job's number."""
     if scheduler == "pbs":
         return read.options.get("-o") or f"{read.options.get('-N', read.path.name)}.o%j"
-    pattern = read.options.get("--output", "slurm-%j.out").replace("%A", "%j")
+    pattern = read.options.get("--output", "slurm-%j.out").replace("%A", "%j").replace("%a", "*")
     return pattern.replace("%x", read.options.get("--job-name", read.path.name))
 
 
