@@ -280,7 +280,7 @@ def test_other_correct_styles_pass(tmp_path):
         #SBATCH -c 4
         #SBATCH -p gpu -t 5
         export MASTER=$(scontrol show hostnames $SLURM_JOB_NODELIST | head -1)
-        export PORT=$(( 10000 + SLURM_JOB_ID ))
+        export PORT=$(( 10000 + SLURM_JOB_ID % 20000 ))
         export GPUS=$(echo $CUDA_VISIBLE_DEVICES | tr , '\\n' | wc -l)
         export OMP_NUM_THREADS=2
         srun -c $SLURM_CPUS_PER_TASK bash -c 'torchrun --nnodes $SLURM_NNODES --node-rank $SLURM_NODEID --nproc_per_node $GPUS \\

@@ -5,6 +5,7 @@ import re
 import shutil
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -48,8 +49,15 @@ def copy(tmp_path_factory) -> Path:
     return folder / "copy"
 
 
+@pytest.fixture
+def short():
+    """A folder with a short name: a practice cluster's sockets lie in it."""
+    with tempfile.TemporaryDirectory(prefix="r", dir="/tmp") as folder:
+        yield folder
+
+
 @pytest.mark.parametrize("readme", READMES, ids=lambda path: path.parent.name)
-def test_commands(readme, copy, tmp_path):
+def test_commands(readme, copy, short):
     found = commands(readme)
     assert found
     folder = copy / readme.parent.relative_to(runs.ROOT)
@@ -62,9 +70,7 @@ def test_commands(readme, copy, tmp_path):
         done = subprocess.run(
             ["bash", "-c", command],
             cwd=folder,
-            env=runs.environment(
-                PATH=path, PYTHONPATH=copy, TMPDIR=tmp_path
-            ),  # a practice cluster of its own lies there
+            env=runs.environment(PATH=path, PYTHONPATH=copy, TMPDIR=short),  # a practice cluster of its own lies there
             capture_output=True,
             text=True,
         )

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import sys
 import tempfile
@@ -43,37 +44,37 @@ def build(path, site, **options):
             "roihu",
             {"account": "project_1", "arguments": ["--epochs", "5"]},
             "sbatch --account=project_1 --partition=gputest --nodes=2 --ntasks-per-node=1 --gpus-per-node=gh200:4 "
-            "--cpus-per-task=288 --time=00:10:00 --export=ALL,WORKSHOP_SITE={settings} {script} --epochs 5",
+            "--cpus-per-task=288 --time=00:10:00 --export=ALL {script} --epochs 5",
         ),
         (
             "roihu",
             {"account": "project_1", "gpus_per_node": 2, "time": "1-0", "reservation": "course"},
             "sbatch --account=project_1 --partition=gpumedium --reservation=course --nodes=2 --ntasks-per-node=1 "
-            "--gpus-per-node=gh200:2 --cpus-per-task=144 --time=24:00:00 --export=ALL,WORKSHOP_SITE={settings} {script}",
+            "--gpus-per-node=gh200:2 --cpus-per-task=144 --time=24:00:00 --export=ALL {script}",
         ),
         (
             "lumi",
             {"account": "project_1", "nodes": 40, "gpus_per_node": 8},
             "sbatch --account=project_1 --partition=standard-g --nodes=40 --ntasks-per-node=1 --gpus-per-node=8 "
-            "--cpus-per-task=56 --mem-per-gpu=60G --time=00:10:00 --export=ALL,WORKSHOP_SITE={settings} {script}",
+            "--cpus-per-task=56 --mem-per-gpu=60G --time=00:10:00 --export=ALL {script}",
         ),
         (
             "marenostrum5",
             {"account": "bsc1", "queue": "acc_training"},
             "sbatch --account=bsc1 --partition=acc --qos=acc_training --nodes=2 --ntasks-per-node=1 --gpus-per-node=4 "
-            "--cpus-per-task=80 --time=00:10:00 --export=ALL,WORKSHOP_SITE={settings} {script}",
+            "--cpus-per-task=80 --time=00:10:00 --export=ALL {script}",
         ),
         (
             "hipergator",
             {"account": "group", "gpus_per_node": 1},
             "sbatch --account=group --partition=hpg-b200 --qos=group --nodes=2 --ntasks-per-node=1 --gpus-per-node=b200:1 "
-            "--cpus-per-task=14 --mem=112G --time=00:10:00 --export=ALL,WORKSHOP_SITE={settings} {script}",
+            "--cpus-per-task=14 --mem=112G --time=00:10:00 --export=ALL {script}",
         ),
         (
             "della",
             {"gpus_per_node": 2},
             "sbatch --nodes=2 --ntasks-per-node=1 --gpus-per-node=2 --cpus-per-task=24 --mem=32G --time=00:10:00 "
-            "--constraint=gpu80 --export=ALL,WORKSHOP_SITE={settings} {script}",
+            "--constraint=gpu80 --export=ALL {script}",
         ),
         (
             "derecho",
@@ -312,7 +313,8 @@ def test_sbatch_sees_nothing_of_the_session(session, capsys):
     assert KEPT.items() <= environment.items()
     assert folder == str(session.folder)
     settings = session.folder / "runs/sites/lumi.sh"
-    assert f"--export=ALL,WORKSHOP_SITE={settings}" in arguments
+    assert "--export=ALL" in arguments
+    assert environment["WORKSHOP_SITE"] == str(settings)
     assert "export WORKSHOP_DATA=/data\n" in settings.read_text()
     assert [path.name for path in settings.parent.iterdir()] == ["lumi.sh"]
     assert (session.folder / "logs").is_dir()  # without it Slurm would end the job without a word
@@ -433,8 +435,10 @@ def test_a_job_on_the_practice_cluster(monkeypatch, capsys):
         for name, value in SESSION.items():
             monkeypatch.setenv(name, value)
         run_submit(str(path), nodes=2, gpus_per_node=1)
-        assert "in normal at the practice cluster on this machine" in capsys.readouterr().out
-        log, end = Path(place) / "1.log", time.monotonic() + 60
+        said = capsys.readouterr().out
+        assert "in normal at the practice cluster on this machine" in said
+        number = int(re.match(r"job (\d+):", said)[1])
+        log, end = Path(place) / f"{number}.log", time.monotonic() + 60
         while (not log.exists() or log.read_text().count("21") < 2) and time.monotonic() < end:
             time.sleep(0.1)
         assert log.read_text().split() == ["21", "21"]
@@ -443,8 +447,9 @@ def test_a_job_on_the_practice_cluster(monkeypatch, capsys):
         # In a shell on the cluster, which sees neither its own processes from outside nor the way in.
         program = f"from workshop.slurm.submit import run_submit; run_submit({str(path)!r}, time='1')"
         said = up.run("env", f"PYTHONPATH={runs.ROOT}", sys.executable, "-c", program)
-        assert said.startswith("job 3: 2 nodes with 4 GPUs for 00:01:00, in normal at the practice cluster")
-        assert "how it stands: squeue --job=3" in said
+        start = f"job {number + 2}: 2 nodes with 4 GPUs for 00:01:00, in normal at the practice cluster"
+        assert said.startswith(start)
+        assert f"how it stands: squeue --job={number + 2}" in said
     finally:
         up.end()
         shutil.rmtree(place, ignore_errors=True)

@@ -98,6 +98,7 @@ BLOCKING = {
     "collectives-differ",
     "address-overwritten",
     "job-refused",
+    "directive-ignored",
     "job-shape",
     "one-node-only",
     "separate-groups",

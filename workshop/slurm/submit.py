@@ -393,7 +393,7 @@ def submission(
     return Submission(
         command=line,
         folder=folder,
-        environment=clean(environment),
+        environment=clean(environment) | {"WORKSHOP_SITE": str(settings_path)},
         settings=settings_text(name, site, environment),
         settings_path=settings_path,
         shape=shape,
@@ -422,7 +422,8 @@ def _sbatch(read, site, shape, queue, account, reservation, settings_path) -> li
             options["--mem-per-gpu"] = f"{site.memory_per_gpu}G"
     options["--time"] = clock(shape.seconds)
     line = [f"{name}={value}" for name, value in options.items() if value]
-    return ["sbatch", *line, *site.options, f"--export=ALL,WORKSHOP_SITE={settings_path}"]
+    # WORKSHOP_SITE comes from sbatch's environment: named in --export it would make Slurm begin the job with a login shell.
+    return ["sbatch", *line, *site.options, "--export=ALL"]
 
 
 def _gpu_option(read: Script, site: Site, gpus: int) -> dict[str, str]:
@@ -596,6 +597,8 @@ def run_submit(
     if dry_run:
         if profile.scheduler == "pbs":  # qsub has no --chdir
             print(f"cd {shlex.quote(str(job.folder))}")
+        else:
+            print(f"export WORKSHOP_SITE={shlex.quote(str(job.settings_path))}")
         print(f"{shell_line(job.command)}\n")
         print(f"{job.settings_path}, which the script sources, says:\n\n{job.settings}", end="")
         return 0
