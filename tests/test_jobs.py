@@ -309,8 +309,23 @@ def test_what_cannot_be_a_job_script(text, words, tmp_path):
         list(check_file(tmp_path / "other.sh"))
 
 
-def test_without_a_cluster_the_check_says_what_it_could_not_do(monkeypatch):
+def test_where_only_a_controller_is_possible_the_request_is_judged(monkeypatch):
+    def no_namespaces(*_, **__):
+        raise UserError("this system lets only root make namespaces")
+
+    monkeypatch.setattr(practice, "up", no_namespaces)
+    *_, verdict = check_file(LAUNCH)
+    assert verdict.findings == []
+    assert "only root make namespaces" in verdict.unchecked[0]
+    assert [goal for goal, state in verdict.states().items() if state == "met"] == [1]
+    *_, verdict = check_file(STAGE / LAUNCH.name)
+    assert [finding.kind for finding in verdict.findings] == ["job-shape"]
+    assert "1 node with 4 GPUs and 1 task each, 8 cores a task" in verdict.findings[0].seen
+
+
+def test_without_slurm_the_check_says_what_it_could_not_do(monkeypatch):
     monkeypatch.setattr(practice, "SEARCH_PATH", "/nowhere")
+    monkeypatch.setattr("workshop.slurm.model.SEARCH_PATH", "/nowhere")
     *_, verdict = check_file(LAUNCH)
     assert verdict.findings == []
     assert "needs programs that are not here" in verdict.unchecked[0]

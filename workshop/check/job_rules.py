@@ -15,6 +15,7 @@ from workshop.check.judge import Verdict, ordered
 from workshop.errors import UserError
 from workshop.measure.log import read_log
 from workshop.slurm import cluster as practice
+from workshop.slurm.model import model
 from workshop.slurm.submit import ignored_directives, script_text
 
 STAND_IN = Path(__file__).with_name("job_program.py")
@@ -51,6 +52,7 @@ def check_job(path: Path, quick: bool = False) -> Iterator[Verdict]:
         except UserError as error:
             verdict.unchecked.append(f"what the script does: {error}")
             verdict.unjudged = set(exercise.goals) if exercise else set()
+            _ask_a_controller(verdict, Path(place))
             verdict.seconds, verdict.complete = time.monotonic() - start, True
             yield verdict
             return
@@ -91,6 +93,45 @@ def readable_job(path: Path) -> Path:
     return path.resolve()
 
 
+# The practice cluster's nodes, for a controller that has none.
+PRACTICE = """\
+NodeName=node[1-4] CPUs=8 RealMemory=512000 Gres=gpu:4
+PartitionName=normal Nodes=ALL Default=YES MaxTime=1440 DefMemPerCPU=1000
+"""
+
+
+def _ask_a_controller(verdict: Verdict, place: Path) -> None:
+    """Where no node can be started: what Slurm's controller alone makes of the script's directives, if there is one."""
+    fragment = place / "practice.conf"
+    fragment.write_text(PRACTICE)
+    command = ["sbatch", "--partition=normal", str(verdict.file)]
+    try:
+        with model(fragment) as controller:
+            taken, said = controller.test(command)
+            request = controller.request(command) if taken else {}
+    except UserError:
+        return
+    exercise = verdict.exercise
+    found = [] if taken else [Finding("job-refused", f"sbatch does not take it: {said}")]
+    if taken and exercise and "job-shape" in exercise.kinds:
+        gpus = request.get("TresPerNode", "gpu:0").rpartition(":")[2]
+        tasks = request["NtasksPerN:B:S:C"].partition(":")[0]
+        numbers = (request["NumNodes"].partition("-")[0], gpus, tasks, request["CPUs/Task"])
+        found += shape_findings(Shape(*(int(number) or 1 for number in numbers)), _wanted(exercise))
+        verdict.unjudged.discard(exercise.goal("job-shape"))
+    verdict.findings = ordered(verdict, [*verdict.findings, *found])
+
+
+def _wanted(exercise: Exercise) -> Shape:
+    """The shape that an exercise ends with."""
+    return NATIVE if "still-torchrun" in exercise.kinds else TORCHRUN
+
+
+def shape_findings(asked: Shape, wanted: Shape) -> list[Finding]:
+    """Whether a job asks for what it should."""
+    return [] if asked == wanted else [Finding("job-shape", f"it asks for {asked}; wanted are {wanted}")]
+
+
 class _Bench:
     """Where trials of one script are made."""
 
@@ -127,10 +168,8 @@ def _launched(bench: _Bench, exercise: Exercise | None) -> list[Finding]:
     asked, options = bench.request()
     gres = "gres" in options
     native = exercise is not None and "still-torchrun" in exercise.kinds
-    wanted = asked if exercise is None else NATIVE if native else TORCHRUN
-    found = []
-    if asked != wanted:
-        found.append(Finding("job-shape", f"it asks for {asked}; wanted are {wanted}"))
+    wanted = asked if exercise is None else _wanted(exercise)
+    found = shape_findings(asked, wanted)
     first = _run(bench, [] if asked == wanted else wanted.options(gres))
     found += launch_findings(first, wanted, native)
     if exercise is None or found:

@@ -224,6 +224,7 @@ def kill(folder: Path, name: str) -> None:
     """Pull a node's plug: all its processes are gone at once."""
     first = folder / "run" / "nodes" / name
     os.kill(int(first.read_text()), signal.SIGKILL)
+    run("ip", "link", "delete", cable(name))  # the kernel would do so too, some time later: the node may be back before
     first.unlink()
 
 
