@@ -244,7 +244,7 @@ def test_killing_the_check_leaves_no_process(tmp_path):
         ("missing.py", None, "no such file"),
         ("folder.py/", None, "is a folder"),
         ("guide.ipynb", "{}", "is a notebook"),
-        ("notes.txt", "x", "no Python program"),
+        ("notes.txt", "x", "neither a Python program"),
         ("syntax.py", "def f(:", "line 1"),
         ("binary.py", "\0", "cannot"),
         ("other.py", "print()", "--launch torchrun"),

@@ -208,6 +208,9 @@ def as_nobody(sender):
         sender.send(said)
     except BaseException as error:
         sender.send(repr(error))
+    finally:
+        if left := practice.find_cluster("unprivileged"):
+            left.end()
 
 
 def test_the_commands(name):

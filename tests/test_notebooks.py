@@ -36,7 +36,7 @@ def test_links_lead_somewhere(stage):
 @pytest.fixture
 def copy(tmp_path, monkeypatch):
     """The stages in a folder of their own, so that what the cells write stays there."""
-    for name in ("01_single_gpu", "02_pytorch_ddp", "solutions", "workshop"):
+    for name in ("01_single_gpu", "02_pytorch_ddp", "slurm-multinode", "solutions", "workshop"):
         shutil.copytree(runs.ROOT / name, tmp_path / name, ignore=shutil.ignore_patterns("runs", "__pycache__"))
     shutil.copy2(runs.ROOT / "workshop.sh", tmp_path)
     changes = {"PYTHONPATH": tmp_path, "JUPYTER_PLATFORM_DIRS": 1, "IPYTHONDIR": tmp_path / "ipython"}

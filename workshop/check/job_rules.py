@@ -324,12 +324,12 @@ def other_shape(first: Job, second: Job, shape: Shape) -> list[Finding]:
 
 def _place(job: Job) -> tuple[str, str] | None:
     """The host and the port at which a job's processes look for each other."""
-    for start in job.starts:
-        words = start["launcher"]
+    for words in [*(start["launcher"] for start in job.starts), *job.commands]:
         for at, word in enumerate(words):
             if word.replace("_", "-").startswith("--rdzv-endpoint"):
                 host, _, port = (word.partition("=")[2] or words[at + 1]).rpartition(":")
                 return host, port
+    for start in job.starts:
         if "MASTER_ADDR" in start["environment"]:
             return start["environment"]["MASTER_ADDR"], start["environment"]["MASTER_PORT"]
     return None

@@ -78,6 +78,7 @@ class Job:
         restarts: how often it was started again.
         output: what it has printed.
         launchers: for each node the torchruns that were there when it stalled; None: it did not stall.
+        commands: the command lines of these.
     """
 
     number: str
@@ -88,6 +89,7 @@ class Job:
     restarts: int = 0
     output: str = ""
     launchers: dict[str, int] | None = None
+    commands: list[list[str]] = field(default_factory=list)
 
     @property
     def starts(self) -> list[dict]:
@@ -218,6 +220,7 @@ class Trial:
                 torchrun = "torch.distributed.run" in line or "torchrun" in {Path(word).name for word in line[:2]}
                 if torchrun and environment["SLURM_JOB_ID"] == job.number:
                     found[environment["SLURMD_NODENAME"]] += 1
+                    job.commands.append(line)
         return found
 
 

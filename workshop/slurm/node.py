@@ -223,8 +223,13 @@ def last_line(log: Path) -> str:
 def kill(folder: Path, name: str) -> None:
     """Pull a node's plug: all its processes are gone at once."""
     first = folder / "run" / "nodes" / name
-    os.kill(int(first.read_text()), signal.SIGKILL)
-    run("ip", "link", "delete", cable(name))  # the kernel would do so too, some time later: the node may be back before
+    process = int(first.read_text())
+    os.kill(process, signal.SIGKILL)
+    wait_until(lambda: not Path(f"/proc/{process}").exists(), 10, f"{name} did not die")
+    with contextlib.suppress(
+        RuntimeError
+    ):  # the kernel does so too, now or some time later: the node may be back before
+        run("ip", "link", "delete", cable(name))
     first.unlink()
 
 
