@@ -7,11 +7,14 @@ from contextlib import suppress
 from pathlib import Path
 
 import psutil
+import pytest
 import torch
 
+from workshop.errors import UserError
 from workshop.measure.launch import Background, without_launcher
 from workshop.measure.log import read_log
 from workshop.repository import ROOT
+from workshop.slurm.cluster import require_machine
 
 SINGLE = ROOT / "01_single_gpu" / "single_gpu.py"
 SPAWN = ROOT / "solutions" / "02_pytorch_ddp" / "exercise1_multigpu.py"
@@ -93,6 +96,18 @@ def command_lines(processes) -> str:
         with suppress(psutil.NoSuchProcess):
             lines += process.cmdline()
     return " ".join(lines)
+
+
+def without_cluster() -> str:
+    """Why no practice cluster can be started on this machine; "": one can."""
+    try:
+        require_machine()
+    except UserError as reason:
+        return str(reason)
+    return ""
+
+
+needs_cluster = pytest.mark.skipif(bool(without_cluster()), reason=without_cluster())
 
 
 class Running(Background):

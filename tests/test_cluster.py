@@ -22,7 +22,9 @@ COMMAND = [sys.executable, "-m", "workshop", "cluster"]
 
 @pytest.fixture(scope="module")
 def cluster():
-    up = practice.up(4, name=f"test{os.getpid()}")
+    if reason := runs.without_cluster():
+        pytest.skip(reason)
+    up = practice.up(4, name=f"test{os.getpid()}", mine=True)
     yield up
     up.end()
 
@@ -30,6 +32,8 @@ def cluster():
 @pytest.fixture
 def name():
     """A name for a cluster, and nothing of that name afterwards."""
+    if reason := runs.without_cluster():
+        pytest.skip(reason)
     name = f"other{os.getpid()}"
     yield name
     if up := practice.find_cluster(name):
@@ -154,6 +158,19 @@ def test_after_a_crash_nothing_runs_on_and_it_can_be_started_again(name):
     assert again.run("squeue", "--noheader") == ""
 
 
+def test_it_ends_with_the_program_that_it_belongs_to(name):
+    code = f"from workshop.slurm.cluster import up; up(2, name={name!r}, mine=True); print('up', flush=True); input()"
+    keep = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    process = subprocess.Popen([sys.executable, "-c", code], env=runs.environment(), **keep)
+    assert process.stdout.readline() == "up\n"
+    assert practice.find_cluster(name)
+    process.kill()
+    process.wait()
+    wait_until(lambda: not any(trace.startswith(("process", "mount")) for trace in traces(name)), 5)
+    practice.up(1, name=f"{name}next").end()  # whoever starts one clears away the folders of those that have crashed
+    assert traces(name) == []
+
+
 @pytest.mark.parametrize("blow", [signal.SIGINT, signal.SIGKILL], ids=lambda blow: blow.name)
 @pytest.mark.parametrize("delay", [0.25, 0.4])
 def test_interrupted_on_the_way_up_it_leaves_nothing(name, blow, delay):
@@ -171,6 +188,7 @@ def test_interrupted_on_the_way_up_it_leaves_nothing(name, blow, delay):
         assert process.returncode in (0, 130)
 
 
+@runs.needs_cluster
 def test_an_ordinary_user_can_start_one(tmp_path, monkeypatch):
     """In a process that has become somebody else; Python and the program for the nodes lie where everybody can read them."""
     tmp_path.chmod(0o755)

@@ -14,11 +14,15 @@ STEPS = [exercise for exercise in EXERCISES if "find_the_bug" not in exercise.na
 WITH_RUNNER = [exercise for exercise in STEPS if exercise.runner]
 BUGS = [exercise for exercise in EXERCISES if "find_the_bug" in exercise.name]
 GOALS = [(exercise, goal) for exercise in STEPS for goal in exercise.goals if goal != KEPT]
-# Jobs take longer than forked processes: these of their tests are for the long run.
-LONG = [pytest.param(*each, marks=pytest.mark.full) if each[0].launch == "slurm" else each for each in GOALS]
-REQUEUE = [
-    pytest.param(*each, marks=pytest.mark.full) if "requeue" in each[0].name and each[1] > 1 else each for each in GOALS
-]
+
+
+def params(cases, for_the_long_run=lambda exercise, *goal: False):
+    """The parameters of a test that checks scripts: those of jobs need a cluster, and take longer than forked processes."""
+    for case in cases:
+        case = case if isinstance(case, tuple) else (case,)
+        marks = [runs.needs_cluster] if case[0].launch == "slurm" else []
+        marks += [pytest.mark.full] if for_the_long_run(*case) else []
+        yield pytest.param(*case, marks=marks)
 
 
 def name(value):
@@ -70,7 +74,9 @@ def test_a_bug_is_a_few_lines(exercise):
     assert "TODO 1" in exercise.path.read_text()
 
 
-@pytest.mark.parametrize(("exercise", "goal"), REQUEUE, ids=name)
+@pytest.mark.parametrize(
+    ("exercise", "goal"), params(GOALS, lambda exercise, goal: "requeue" in exercise.name and goal > 1), ids=name
+)
 def test_with_only_this_todo_open_the_check_names_its_goal(exercise, goal, tmp_path):
     script = todo.write_version(exercise, set(exercise.goals) - {KEPT, goal}, tmp_path)
     verdict = verdict_of(script)
@@ -79,7 +85,9 @@ def test_with_only_this_todo_open_the_check_names_its_goal(exercise, goal, tmp_p
     assert [other for other, state in verdict.states().items() if state == "open"] == [goal], seen(verdict)
 
 
-@pytest.mark.parametrize(("exercise", "goal"), LONG, ids=name)
+@pytest.mark.parametrize(
+    ("exercise", "goal"), params(GOALS, lambda exercise, goal: exercise.launch == "slurm"), ids=name
+)
 def test_it_runs_after_each_todo_and_the_goals_so_far_are_met(exercise, goal, tmp_path):
     done = set(range(1, goal + 1))
     script = todo.write_version(exercise, done, tmp_path)
@@ -91,17 +99,13 @@ def test_it_runs_after_each_todo_and_the_goals_so_far_are_met(exercise, goal, tm
         assert not verdict.errors, seen(verdict)
 
 
-@pytest.mark.parametrize(
-    "exercise",
-    [pytest.param(each, marks=pytest.mark.full) if "requeue" in each.name else each for each in EXERCISES],
-    ids=name,
-)
+@pytest.mark.parametrize("exercise", params(EXERCISES, lambda exercise: "requeue" in exercise.name), ids=name)
 def test_as_delivered_the_check_names_goal_1(exercise):
     verdict = verdict_of(exercise.path)
     assert verdict.first_open == 1, seen(verdict)
 
 
-@pytest.mark.parametrize("exercise", EXERCISES, ids=name)
+@pytest.mark.parametrize("exercise", params(EXERCISES), ids=name)
 def test_the_solution_meets_all_goals(exercise):
     verdict = verdict_of(exercise.solution)
     assert verdict.findings == [], seen(verdict)

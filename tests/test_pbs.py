@@ -14,7 +14,6 @@ import pytest
 
 import runs
 from pbs.stand_in import MPIEXEC, StandIn
-from workshop.errors import UserError
 from workshop.measure.launch import family
 from workshop.measure.log import read_log
 from workshop.slurm import cluster as practice
@@ -113,13 +112,11 @@ def test_one_script_for_any_number_of_nodes():
 
 @pytest.fixture(scope="module")
 def cluster():
-    try:
-        practice.require_machine()
-    except UserError as reason:
-        pytest.skip(str(reason))
+    if reason := runs.without_cluster():
+        pytest.skip(reason)
     if missing := [package for package, program in MPIEXEC.items() if not os.path.exists(program)]:
         pytest.skip(f"needs mpiexec of Open MPI and of MPICH; there is none of {missing}")
-    up = practice.up(4, name=f"pbs{os.getpid()}")
+    up = practice.up(4, name=f"pbs{os.getpid()}", mine=True)
     yield up
     up.end()
 

@@ -15,7 +15,6 @@ from jupyter_client.manager import start_new_kernel
 import runs
 from test_notebooks import checks, copy, execute, exercises, goals_left, pictures, solve, text  # noqa: F401 - a fixture
 from workshop.jupyter import jobs, solutions
-from workshop.slurm.cluster import require_machine
 
 STAGE = "slurm-multinode"
 
@@ -23,7 +22,6 @@ STAGE = "slurm-multinode"
 @pytest.fixture
 def notebook(copy, monkeypatch):  # noqa: F811
     """The stage's notebook in the copy; its clusters are the test's own, and gone afterwards."""
-    require_machine()
     ignored = shutil.ignore_patterns("runs", "*.log", "__pycache__")
     shutil.copytree(runs.ROOT / STAGE, copy / STAGE, ignore=ignored, dirs_exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="ws-") as place:  # short: the path of a socket has room for 107 letters
@@ -108,6 +106,7 @@ def judge_solved(there):
     assert checks(there).keys() == exercises(STAGE)
 
 
+@runs.needs_cluster
 def test_as_delivered(notebook):
     there = execute(notebook)
     judge(there)
@@ -117,6 +116,7 @@ def test_as_delivered(notebook):
 
 
 @pytest.mark.full
+@runs.needs_cluster
 def test_solved(notebook):
     solve(notebook.parent.parent)
     judge_solved(execute(notebook))
@@ -132,6 +132,7 @@ def cells(path, *names) -> list[str]:
     return [cell.source for cell in nbformat.read(path, as_version=4).cells if cell["id"] in names]
 
 
+@runs.needs_cluster
 def test_the_cluster_ends_with_the_kernel(notebook):
     kernel, client = start_new_kernel(cwd=str(notebook.parent), startup_timeout=60)
     try:

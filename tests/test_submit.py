@@ -414,12 +414,9 @@ def test_the_first_queue_that_takes_the_job():
         queue(1, 4, 37)
 
 
+@runs.needs_cluster
 def test_a_job_on_the_practice_cluster(monkeypatch, capsys):
     """From the line to the job's own output, on a real Slurm of two nodes."""
-    try:
-        cluster.require_machine()
-    except UserError as reason:
-        pytest.skip(str(reason))
     # Beside a cluster that somebody may have up; a short path, for its sockets.
     place = tempfile.mkdtemp(prefix="submit-", dir="/tmp")
     monkeypatch.setattr(tempfile, "tempdir", place)

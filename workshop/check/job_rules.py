@@ -48,7 +48,8 @@ def check_job(path: Path, quick: bool = False) -> Iterator[Verdict]:
     ]
     with tempfile.TemporaryDirectory(prefix="workshop-check-") as place:
         try:
-            cluster = practice.up(NODES, name=f"check{Path(place).name.removeprefix('workshop-check-')}")
+            name = f"check{Path(place).name.removeprefix('workshop-check-')}"
+            cluster = practice.up(NODES, name=name, mine=True)
         except UserError as error:
             verdict.unchecked.append(f"what the script does: {error}")
             verdict.unjudged = set(exercise.goals) if exercise else set()
@@ -247,10 +248,15 @@ def launch_findings(job: Job, shape: Shape, native: bool) -> list[Finding]:
     if len(starts) != expected:
         found.append(Finding("wrong-group", f"{len(starts)} processes for {expected} GPUs"))
     found += _local_ranks(starts) + _cores(starts, shape)
-    if not job.epochs:
+    done = job.epochs == list(range(EPOCHS)) and job.state == "COMPLETED"
+    tasks = next((int(each[1]) for start in starts if (each := re.search(r"Tasks=(\d+)", start["step"]))), 0)
+    if by_torchrun and tasks > len(hosts) and not done:
+        seen = f"srun starts {tasks} torchruns on {len(hosts)} nodes, where one on each starts its processes: {job.last_error}"
+        found.append(Finding("wrong-group", seen, detail=job.output[-3000:]))
+    elif not job.epochs:
         seen = f"its processes start, and do not find each other: {job.last_error}"
         found.append(Finding("separate-groups", seen, detail=job.output[-3000:]))
-    elif job.epochs != list(range(EPOCHS)) or job.state != "COMPLETED":
+    elif not done:
         found.append(Finding("crash", f"the job ends as {job.state}: {job.last_error}", detail=job.output[-3000:]))
     return found
 
@@ -308,7 +314,7 @@ def other_shape(first: Job, second: Job, shape: Shape) -> list[Finding]:
     what = f"with sbatch --nodes={shape.nodes} --gpus-per-node={shape.gpus}"
     wrong = launch_findings(second, shape, native=False)
     places = [_place(job) for job in (first, second)]
-    if places[1] and places[1][0] not in (*second.nodes, *(f"{node}.local" for node in second.nodes)):
+    if places[1] and places[1][0].partition(".")[0] not in second.nodes:
         return [
             Finding(
                 "meeting-place",
@@ -341,7 +347,11 @@ def _requeued(bench: _Bench, exercise: Exercise) -> list[Finding]:
     options = [] if asked == TORCHRUN else TORCHRUN.options("gres" in has)
     with ThreadPoolExecutor(1) as pool:
         after_death = pool.submit(_node_dies, bench, options, has.get("open-mode") == "a")
-        found = _time_is_over(bench, options, has.get("signal", ""))
+        try:
+            found = _time_is_over(bench, options, has.get("signal", ""))
+        except BaseException:
+            bench.cluster.end()  # Ctrl-C: the other trial then ends at once, too
+            raise
         return [*after_death.result(), *found]
 
 

@@ -19,14 +19,11 @@ import psutil
 
 from workshop.repository import ROOT
 from workshop.slurm import cluster as practice
+from workshop.slurm.cluster import FINAL
 
 PROGRAM = "multigpu_torchrun.py"
-CORES_PER_GPU = 2
-NODES = 6  # two jobs of two nodes, and two nodes to spare
 STALL = 10  # seconds in which nothing moves: torchruns that look for each other rest for some seconds, too
 LIMIT = 120  # seconds that a job may take
-EPOCHS = 3
-FINAL = {"COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY", "DEADLINE", "BOOT_FAIL"}
 
 
 @dataclass(frozen=True)
@@ -154,6 +151,8 @@ class Trial:
     def look(self, job: Job) -> None:
         """Bring what is known about a job up to date."""
         text = self.on_login("scontrol", "--oneliner", "show", "job", job.number).stdout
+        if not text and not psutil.pid_exists(self.cluster.first):
+            raise RuntimeError("the practice cluster has ended under the check")
         known = dict(word.split("=", 1) for word in text.split() if "=" in word)
         job.state, job.restarts = known.get("JobState", "UNKNOWN"), int(known.get("Restarts", 0))
         listed = known.get("NodeList", "(null)")

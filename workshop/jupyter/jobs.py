@@ -17,13 +17,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from workshop.check.jobs import FINAL
 from workshop.errors import UserError
 from workshop.jupyter.pictures import show_figure
 from workshop.measure.log import read_log
 from workshop.measure.plots import COLOURS
 from workshop.repository import ROOT, python_path, workshop_command
-from workshop.slurm.cluster import Cluster, find_cluster
+from workshop.slurm.cluster import FINAL, Cluster, find_cluster, up
 from workshop.slurm.sites import find_site
 from workshop.slurm.submit import clean
 
@@ -85,6 +84,7 @@ class _Place:
 
 _place: _Place | None = None
 _reason = "run the cell with use_site(...) first"
+_own: Cluster | None = None  # the cluster that this kernel has started; it would end if nobody held on to this
 
 
 def _with_scheduler(function):
@@ -132,25 +132,15 @@ def use_site(name: str, **options: str) -> None:
 
 def _practice_cluster() -> Cluster:
     """The practice cluster that is up, or else a new one that ends with this kernel."""
+    global _own
     cluster = find_cluster()
     if cluster:
         print(f"the practice cluster is up already: {cluster.nodes} nodes; {workshop_command()} cluster down ends it")
         return cluster
-    done = _workshop("cluster", "up", str(NODES))
-    cluster = find_cluster()
-    if done.returncode != 0 or cluster is None:
-        raise UserError(done.stderr.removeprefix("workshop: ").strip())
-    print(done.stdout.splitlines()[0])
-    # However the kernel ends, its end of this pipe closes then, and main() below ends the cluster.
-    subprocess.Popen(
-        [sys.executable, "-P", "-m", "workshop.jupyter.jobs", str(cluster.first)],
-        env=os.environ | {"PYTHONPATH": python_path()},
-        stdin=subprocess.PIPE,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-        start_new_session=True,  # a signal to the kernel's group is not for it
-    )
-    return cluster
+    print(f"$ {workshop_command()} cluster up {NODES}")
+    _own = up(NODES, mine=True)
+    print(f"{NODES} nodes of {_own.cores} cores and {_own.gpus} GPUs are up; they end with this notebook's kernel")
+    return _own
 
 
 def leave_site() -> None:
@@ -414,18 +404,3 @@ def show_study(*jobs: Job) -> float | None:
     data = base64.b64encode(Path("runs/study/bench.png").read_bytes()).decode()
     display(HTML(f'<img alt="{study["alt_text"]}" style="max-width:100%" src="data:image/png;base64,{data}">'))
     return next(iter(study["series"].values()))[-1]["speedup"]
-
-
-# ---------------------------------------------------------------- the process that outlives the kernel
-
-
-def main() -> None:
-    """End a practice cluster, named by its first process, when standard input ends."""
-    sys.stdin.read()
-    cluster = find_cluster()
-    if cluster and cluster.first == int(sys.argv[1]):
-        cluster.end()
-
-
-if __name__ == "__main__":
-    main()

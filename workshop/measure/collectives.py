@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 
 from workshop.arguments import ArgumentParser
-from workshop.measure.device import synchronized_time
+from workshop.measure.device import local_device, synchronized_time
 from workshop.measure.machine import machine
 
 SIZES = [1024 * 8**power for power in range(7)]  # 1 KiB to 256 MiB
@@ -159,10 +159,7 @@ def main() -> None:
         )
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     local_world_size = int(os.environ["LOCAL_WORLD_SIZE"])
-    device = torch.device("cpu")
-    if torch.accelerator.is_available() and torch.accelerator.device_count() >= local_world_size:
-        torch.accelerator.set_device_index(int(os.environ["LOCAL_RANK"]))
-        device = torch.accelerator.current_accelerator()
+    device = local_device()
     enable_network_report()
     dist.init_process_group(dist.get_default_backend_for_device(device))
     try:

@@ -1,10 +1,19 @@
-"""The time and the memory of a device."""
+"""A process's device, its time and its memory."""
 
+import os
 import resource
 import sys
 import time
 
 import torch
+
+
+def local_device() -> torch.device:
+    """The device of a process that torchrun has started: the accelerator of its local rank, or the CPU if not each has one."""
+    if not torch.accelerator.is_available() or torch.accelerator.device_count() < int(os.environ["LOCAL_WORLD_SIZE"]):
+        return torch.device("cpu")
+    torch.accelerator.set_device_index(int(os.environ["LOCAL_RANK"]))
+    return torch.accelerator.current_accelerator()
 
 
 def synchronized_time(device: torch.device) -> float:

@@ -21,6 +21,7 @@ from torch.utils.data import DataLoader, DistributedSampler
 from torchvision import transforms
 
 from workshop.data import load_dataset
+from workshop.measure.device import local_device, synchronized_time
 from workshop.measure.machine import machine
 from workshop.models import SmallCNN
 
@@ -32,10 +33,7 @@ def main() -> None:
     parser.add_argument("--output", type=Path)
     args = parser.parse_args()
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    device = torch.device("cpu")
-    if torch.accelerator.is_available() and torch.accelerator.device_count() >= world_size:
-        torch.accelerator.set_device_index(int(os.environ["LOCAL_RANK"]))
-        device = torch.accelerator.current_accelerator()
+    device = local_device()
     dist.init_process_group(dist.get_default_backend_for_device(device))
 
     transform = transforms.Compose([transforms.ToTensor(), transforms.Normalize((0.5,), (0.5,))])
@@ -72,10 +70,9 @@ def main() -> None:
             dist.barrier()
             start = time.perf_counter()
             epoch(*way)
-            if device.type != "cpu":
-                torch.accelerator.synchronize()
+            seconds = synchronized_time(device) - start
             # Samples/s of the processes together: each counts its own time, as independent processes would.
-            rate = torch.tensor(len(loader) * args.batch_size / (time.perf_counter() - start), device=device)
+            rate = torch.tensor(len(loader) * args.batch_size / seconds, device=device)
             dist.all_reduce(rate)
             if number > 0:  # the first round warms up
                 rates[name].append(rate.item())

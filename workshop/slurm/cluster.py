@@ -20,6 +20,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import IO
 
 import psutil
 
@@ -28,7 +29,8 @@ from workshop.measure.launch import end_family, without_launcher
 from workshop.repository import workshop_command
 
 NODE = Path(__file__).with_name("node.py")
-MOST_NODES = 16
+# The states in which a job is over.
+FINAL = {"COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY", "DEADLINE", "BOOT_FAIL"}
 # The programs a cluster needs, and the packages that bring them.
 PROGRAMS = {
     "slurmctld": ("slurmctld", "slurm-slurmctld"),
@@ -54,6 +56,7 @@ class Cluster:
         nodes: the number of compute nodes, node1 to nodeN.
         gpus: how many GPUs each node says it has.
         cores: how many cores each node says it has.
+        tie: what it hangs on if it belongs to this process: when this is closed, at the latest with this process, it ends.
     """
 
     name: str
@@ -62,6 +65,7 @@ class Cluster:
     nodes: int
     gpus: int
     cores: int
+    tie: IO | None = None
 
     def inside(self, command: Sequence[str], node: str = "", folder: Path | None = None) -> list[str]:
         """The command line that runs ``command`` on a node ("": the login node), in a folder (None: the current one)."""
@@ -172,15 +176,6 @@ def require_cluster(name: str = "local") -> Cluster:
     return cluster
 
 
-def login_command(command: Sequence[str], name: str = "local") -> list[str]:
-    """The command line that runs ``command`` on the login node of the cluster of this name.
-
-    Raises:
-        UserError: it is not up.
-    """
-    return require_cluster(name).inside(command)
-
-
 def missing_packages() -> list[str]:
     """The packages that a cluster still needs here, by the names of Fedora where there is dnf, else of Debian and Ubuntu."""
     fedora = bool(shutil.which("dnf"))
@@ -211,7 +206,7 @@ def _unshare() -> list[str]:
     return ["unshare", *user, *kinds]
 
 
-def up(nodes: int, gpus: int = 4, cores: int = 8, name: str = "local") -> Cluster:
+def up(nodes: int, gpus: int = 4, cores: int = 8, name: str = "local", mine: bool = False) -> Cluster:
     """Start a cluster and return it when all its nodes are idle.
 
     Args:
@@ -219,6 +214,7 @@ def up(nodes: int, gpus: int = 4, cores: int = 8, name: str = "local") -> Cluste
         gpus: how many GPUs each node says it has. They are for counting: programs find none, and train on the CPU.
         cores: how many cores each node says it has; in truth they all share this machine's.
         name: several clusters can be up side by side.
+        mine: it belongs to this process, and ends with it, however this process ends.
 
     Raises:
         UserError: it cannot be started here, or a cluster of this name is up.
@@ -238,10 +234,12 @@ def up(nodes: int, gpus: int = 4, cores: int = 8, name: str = "local") -> Cluste
         fcntl.flock(held, fcntl.LOCK_EX)  # one starts after the other
         if find_cluster(name):
             raise UserError(f"it is up already; end it with: {workshop_command()} cluster down{_named(name)}")
-        shutil.rmtree(folder, ignore_errors=True)  # of one that has crashed
+        for other in folder.parent.iterdir():  # of those that have crashed
+            if find_cluster(other.name) is None:
+                shutil.rmtree(other, ignore_errors=True)
         (folder / "run").mkdir(parents=True, mode=0o700)
         try:
-            return _start(Cluster(name, folder, 0, nodes, gpus, cores))
+            return _start(Cluster(name, folder, 0, nodes, gpus, cores), mine)
         except BaseException:
             shutil.rmtree(folder, ignore_errors=True)
             raise
@@ -249,16 +247,16 @@ def up(nodes: int, gpus: int = 4, cores: int = 8, name: str = "local") -> Cluste
         os.close(held)
 
 
-def _start(cluster: Cluster) -> Cluster:
+def _start(cluster: Cluster, mine: bool) -> Cluster:
     """Start the login node, which starts the rest; when it says that it is ready, write down what it is."""
     user = pwd.getpwuid(os.geteuid()).pw_name
-    specification = {"nodes": cluster.nodes, "gpus": cluster.gpus, "cores": cluster.cores, "user": user}
+    specification = {"nodes": cluster.nodes, "gpus": cluster.gpus, "cores": cluster.cores, "user": user, "tied": mine}
     python = [sys.executable, "-I", "-S", str(NODE)]
     with open(cluster.folder / "up.log", "w") as log:
         process = subprocess.Popen(
             [*_unshare(), *python, "login", str(cluster.folder), json.dumps(specification)],
             env=environment() | {"PATH": SEARCH_PATH},
-            stdin=subprocess.DEVNULL,
+            stdin=subprocess.PIPE if mine else subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=log,
             text=True,
@@ -275,7 +273,7 @@ def _start(cluster: Cluster) -> Cluster:
     except BaseException:
         end_family(process, grace=0)
         raise
-    return replace(cluster, first=first.pid)
+    return replace(cluster, first=first.pid, tie=process.stdin)
 
 
 def _named(name: str) -> str:

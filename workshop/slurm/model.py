@@ -17,10 +17,9 @@ from pathlib import Path
 
 from workshop.errors import UserError
 from workshop.measure.launch import end_family, without_launcher
+from workshop.slurm.cluster import SEARCH_PATH
 
 PROGRAMS = ("slurmctld", "munged", "sbatch", "scontrol")
-# An ordinary user does not have /usr/sbin on the path, where the controller lies.
-SEARCH_PATH = os.pathsep.join([os.environ.get("PATH", os.defpath), "/usr/local/sbin", "/usr/sbin", "/sbin"])
 # CLOUD nodes exist without a slurmd: FUTURE, UNKNOWN or DOWN ones would have every job refused.
 COMMON = """\
 ClusterName=model

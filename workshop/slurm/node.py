@@ -11,6 +11,7 @@ import contextlib
 import json
 import os
 import secrets
+import select
 import signal
 import socket
 import subprocess
@@ -108,13 +109,12 @@ def become(name: str, inside: Path, nodes: int) -> None:
     run("ip", "link", "set", "lo", "up")
     hosts = ["127.0.0.1 localhost", f"{ADDRESS.format(1)} login"]
     hosts += [f"{ADDRESS.format(number + 1)} node{number}" for number in range(1, nodes + 1)]
-    # Names come from this file alone: a look-up that goes to a name server would wait for one in a network that has none.
-    for target, text in (
-        ("/etc/hosts", "\n".join(hosts)),
-        ("/etc/nsswitch.conf", "passwd: files\ngroup: files\nhosts: files"),
-    ):
-        file = inside / f"{name}-{Path(target).name}"
-        file.write_text(text + "\n")
+    # Hosts come from this file alone: a look-up that goes to a name server would wait for one in a network that has none.
+    switch = Path("/etc/nsswitch.conf")
+    others = [line for line in switch.read_text().splitlines() if not line.startswith("hosts:")]
+    for target, lines in ((Path("/etc/hosts"), hosts), (switch, [*others, "hosts: files"])):
+        file = inside / f"{name}-{target.name}"
+        file.write_text("\n".join(lines) + "\n")
         run("mount", "--bind", file, target)
     with contextlib.suppress(OSError):  # where IPv6 is off already
         Path("/proc/sys/net/ipv6/conf/all/disable_ipv6").write_text("1")
@@ -226,9 +226,8 @@ def kill(folder: Path, name: str) -> None:
     process = int(first.read_text())
     os.kill(process, signal.SIGKILL)
     wait_until(lambda: not Path(f"/proc/{process}").exists(), 10, f"{name} did not die")
-    with contextlib.suppress(
-        RuntimeError
-    ):  # the kernel does so too, now or some time later: the node may be back before
+    # The kernel takes the cable away as well, now or some time later; the node may be back before that.
+    with contextlib.suppress(RuntimeError):
         run("ip", "link", "delete", cable(name))
     first.unlink()
 
@@ -247,25 +246,37 @@ def heal(folder: Path, name: str) -> None:
         connect_node(inside, name, start_node(inside, name))
 
 
-def stay(orders: socket.socket | None = None) -> None:
-    """Be process 1: clear away the processes whose parents have died, and carry out orders, until told to end."""
+def stay(orders: socket.socket | None = None, tied: bool = False) -> None:
+    """Be process 1: clear away the processes whose parents have died, and carry out orders, until told to end.
+
+    ``tied``: end with standard input, which a program that the cluster belongs to holds open as long as it lives.
+    """
     signal.signal(signal.SIGTERM, lambda *_: os._exit(0))
+    heard = ([orders] if orders else []) + ([sys.stdin] if tied else [])
     while True:
         with contextlib.suppress(ChildProcessError):
             while os.waitpid(-1, os.WNOHANG) != (0, 0):
                 pass
-        if orders is None:
-            time.sleep(0.5)
-            continue
-        with contextlib.suppress(TimeoutError, OSError):
-            customer, _ = orders.accept()
-            with customer:
-                action, folder, name = customer.recv(4096).decode().split("\n")
-                try:
-                    {"kill": kill, "cut": cut, "heal": heal}[action](Path(folder), name)
-                    customer.sendall(b"done")
-                except (RuntimeError, OSError) as error:
-                    customer.sendall(str(error).encode())
+        ready, _, _ = select.select(heard, [], [], 0.5)
+        if sys.stdin in ready:
+            os._exit(0)
+        if orders in ready:
+            carry_out(orders)
+
+
+def carry_out(orders: socket.socket) -> None:
+    """Do what somebody orders, and answer "done", or why it could not be done."""
+    customer, _ = orders.accept()
+    with customer:
+        customer.settimeout(5)  # one that says nothing does not stop this process
+        try:
+            action, folder, name = customer.recv(4096).decode().split("\n")
+            {"kill": kill, "cut": cut, "heal": heal}[action](Path(folder), name)
+            answer = "done"
+        except (RuntimeError, OSError, ValueError, KeyError) as error:
+            answer = str(error) or type(error).__name__
+        with contextlib.suppress(OSError):  # whoever asked may have gone
+            customer.sendall(answer.encode())
 
 
 def take_orders(folder: Path) -> socket.socket:
@@ -273,17 +284,18 @@ def take_orders(folder: Path) -> socket.socket:
     orders = socket.socket(socket.AF_UNIX)
     orders.bind(str(folder / "orders"))
     orders.listen()
-    orders.settimeout(0.5)
     return orders
 
 
 def main() -> None:
     """``node.py login FOLDER SPECIFICATION`` and ``node.py node FOLDER NAME``: become that node, and stay."""
     kind, folder, argument = sys.argv[1], Path(sys.argv[2]), sys.argv[3]
-    orders = None
+    orders, tied = None, False
     try:
         if kind == "login":
-            login(folder, json.loads(argument))
+            specification = json.loads(argument)
+            tied = specification.pop("tied")
+            login(folder, specification)
             orders = take_orders(folder)
             print("ready", flush=True)  # fails, and so ends the cluster, when whoever started it has gone
         else:
@@ -291,7 +303,7 @@ def main() -> None:
     except (RuntimeError, OSError) as error:
         sys.exit(" ".join(str(error).split()))
     os.close(1)  # whoever waits for our output has read all there is
-    stay(orders)
+    stay(orders, tied)
 
 
 if __name__ == "__main__":

@@ -633,10 +633,9 @@ def _submit(job: Submission, name: str) -> str:
     """
     program, command = job.command[0], job.command
     if name == "local" and not on_practice_cluster():
-        from workshop.slurm.cluster import login_command
+        from workshop.slurm.cluster import require_cluster
 
-        command = ["bash", "-c", 'cd "$1" && shift && exec "$@"', "bash", str(job.folder), *command]
-        command = login_command(command)
+        command = require_cluster().inside(command, folder=job.folder)
     elif not shutil.which(program, path=job.environment.get("PATH")):
         raise UserError(f"there is no {program} on this machine; submit from a login node, or look with --dry-run")
     Path(job.log).parent.mkdir(parents=True, exist_ok=True)  # without the folder a job fails, and leaves no word
