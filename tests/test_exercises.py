@@ -16,13 +16,15 @@ BUGS = [exercise for exercise in EXERCISES if "find_the_bug" in exercise.name]
 GOALS = [(exercise, goal) for exercise in STEPS for goal in exercise.goals if goal != KEPT]
 
 
-def params(cases, for_the_long_run=lambda exercise, *goal: False):
+def params(cases, for_the_long_run=lambda exercise, *goal: False) -> list:
     """The parameters of a test that checks scripts: those of jobs need a cluster, and take longer than forked processes."""
+    found = []
     for case in cases:
         case = case if isinstance(case, tuple) else (case,)
         marks = [runs.needs_cluster] if case[0].launch == "slurm" else []
         marks += [pytest.mark.full] if for_the_long_run(*case) else []
-        yield pytest.param(*case, marks=marks)
+        found.append(pytest.param(*case, marks=marks))
+    return found
 
 
 def name(value):

@@ -170,22 +170,33 @@ class Trial:
 
     def follow(self, job: Job, until: Callable[[Job], bool] | None = None, stall: float = STALL) -> bool:
         """Follow a job until ``until(job)`` holds or it has ended; whether it came to that. One that stands still is ended."""
-        end, moved, work = time.monotonic() + LIMIT, time.monotonic(), ()
+        end, known, looks = time.monotonic() + LIMIT, (), []
         while True:
             self.look(job)
             if until and until(job):
                 return True
             if job.state in FINAL:
                 return until is None
-            busy, seconds = self._work()
-            now = (round(seconds, 1), len(job.notes), job.state)
-            if now != work or busy or job.state != "RUNNING":
-                moved, work = time.monotonic(), now
-            if time.monotonic() - moved > stall or time.monotonic() > end:
+            if (len(job.notes), job.state) != known or job.state != "RUNNING":
+                known, looks = (len(job.notes), job.state), []
+            looks.append((time.monotonic(), *self._work()))
+            if self._stands_still(looks, stall) or time.monotonic() > end:
                 job.launchers = self._launchers(job)
                 self.cancel(job)
                 return False
             time.sleep(0.2)
+
+    @staticmethod
+    def _stands_still(looks: list[tuple[float, bool, float]], stall: float) -> bool:
+        """Whether next to nothing was computed in the last seconds; processes that wait for others look for them now and then.
+
+        On a crowded machine a process that wants to compute may get little time: then it is seen to be busy.
+        """
+        last = [look for look in looks if look[0] > looks[-1][0] - stall]
+        if len(last) == len(looks):
+            return False
+        busy = sum(look[1] for look in last) / len(last)
+        return busy < 0.2 and last[-1][2] - last[0][2] < 0.05 * stall
 
     def cancel(self, job: Job) -> None:
         """End a job, and wait until it is over."""

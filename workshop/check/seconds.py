@@ -29,7 +29,7 @@ for verdict in check_file(Path(sys.argv[1]), quick=sys.argv[2] == "quick"):
 
 def main():
     rows = []
-    for exercise in EXERCISES[1:]:
+    for exercise in (each for each in EXERCISES if each.path.parent.name == "02_pytorch_ddp"):
         for path in (exercise.path, exercise.solution):
             new = [_in_new_interpreter(path, "quick")[0] for _ in range(TIMES)]
             list(check_file(path, quick=True))  # the first imports torch
