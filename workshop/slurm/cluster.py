@@ -292,9 +292,12 @@ def run_up(nodes: int, gpus: int, cores: int, name: str) -> None:
         f"{nodes} nodes of {cores} cores and {gpus} GPUs are up after {time.monotonic() - start:.1f} s: Slurm {cluster.version()}"
     )
     print("The cores are this machine's, and the GPUs are for counting only: programs train on the CPU.")
-    print(f"  {command}             a shell on its login node: sinfo, sbatch, squeue, scancel, srun")
-    print(f"  {command} sinfo       one command there")
-    print(f"  {workshop_command()} cluster down{_named(name)}        the end of it")
+    for line, what in (
+        (command, "a shell on its login node: sinfo, sbatch, squeue, scancel, srun"),
+        (f"{command} sinfo", "one command there"),
+        (f"{workshop_command()} cluster down{_named(name)}", "the end of it"),
+    ):
+        print(f"  {line:{len(command) + 8}}{what}")
 
 
 def run_status(name: str) -> None:
@@ -315,8 +318,8 @@ def run_fault(action: str, node: str, name: str) -> None:
     require_cluster(name).fault(action, node)
     print(
         {
-            "kill": f"{node} is dead. Slurm notices within some 10 s; its jobs end then, or start again (--requeue).",
-            "cut": f"{node} runs on and hears nobody. Slurm notices within some 10 s.",
+            "kill": f"{node} is dead. Slurm notices within half a minute; its jobs end then, or start again (--requeue).",
+            "cut": f"{node} runs on and hears nobody. Slurm notices within half a minute.",
             "heal": f"{node} is back; Slurm takes it into service within seconds.",
         }[action]
     )
