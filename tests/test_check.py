@@ -196,8 +196,8 @@ def test_every_ending_is_a_verdict_and_leaves_no_process(program, kind, tmp_path
     *_, verdict = judge.check_file(script, launch="torchrun")
     assert time.monotonic() - start < 40
     assert [finding.kind for finding in verdict.errors][:1] == [kind], seen(verdict)
-    mine = [psutil.Process(pid) for pid in set(psutil.pids()) - before if psutil.pid_exists(pid)]
-    assert not [process for process in mine if str(script) in " ".join(process.cmdline())]
+    new = [process for process in psutil.process_iter() if process.pid not in before]
+    assert str(script) not in runs.command_lines(new)
     assert psutil.Process().children(recursive=True) == []
     assert script.read_text() == program
     assert os.listdir(tmp_path) == ["program.py"]

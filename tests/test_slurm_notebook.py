@@ -106,6 +106,7 @@ def judge_solved(there):
     assert checks(there).keys() == exercises(STAGE)
 
 
+@pytest.mark.full
 @runs.needs_cluster
 def test_as_delivered(notebook):
     there = execute(notebook)

@@ -22,7 +22,8 @@ from workshop.slurm import cluster as practice
 from workshop.slurm.cluster import FINAL
 
 PROGRAM = "multigpu_torchrun.py"
-STALL = 10  # seconds in which nothing moves: torchruns that look for each other rest for some seconds, too
+STALL = 10  # seconds in which nothing moves
+MEETING = 25  # the same before the program has started: torchruns that look for each other rest for longer each time
 LIMIT = 120  # seconds that a job may take
 
 
@@ -168,7 +169,7 @@ class Trial:
                     notes.append(json.loads(line))
         job.notes = sorted((note for note in notes if note["job"] == job.number), key=lambda note: note["time"])
 
-    def follow(self, job: Job, until: Callable[[Job], bool] | None = None, stall: float = STALL) -> bool:
+    def follow(self, job: Job, until: Callable[[Job], bool] | None = None, stall: float = 0) -> bool:
         """Follow a job until ``until(job)`` holds or it has ended; whether it came to that. One that stands still is ended."""
         end, known, looks = time.monotonic() + LIMIT, (), []
         while True:
@@ -180,7 +181,7 @@ class Trial:
             if (len(job.notes), job.state) != known or job.state != "RUNNING":
                 known, looks = (len(job.notes), job.state), []
             looks.append((time.monotonic(), *self._work()))
-            if self._stands_still(looks, stall) or time.monotonic() > end:
+            if self._stands_still(looks, stall or (STALL if job.starts else MEETING)) or time.monotonic() > end:
                 job.launchers = self._launchers(job)
                 self.cancel(job)
                 return False
