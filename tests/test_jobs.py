@@ -353,7 +353,7 @@ def killed_and_finished(cluster, folder, victim, epoch, reference):
     node = job.nodes[victim]
     cluster.fault("kill", node)
     assert trial.follow(job, until=lambda job: job.restarts > 0, stall=60), job.output
-    cluster.run("scontrol", "update", f"JobId={job.number}", "StartTime=now", check=False)
+    trial.start_again(job)
     trial.follow(job)
     cluster.fault("heal", node)
     assert job.state == "COMPLETED", job.output

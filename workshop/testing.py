@@ -23,6 +23,6 @@ def run_tests(full: bool, arguments: list[str]) -> int:
         raise UserError(
             f"the tests need {', '.join(missing)}: {sys.executable} -m pip install -e '{require_stages()}[notebooks,development]'"
         )
-    # Most tests wait for processes to start: two files at a time. The kills of the long runs want the machine for themselves.
-    marks = [] if full else ["-m", "not full", "--numprocesses=2", "--dist=loadfile"]
+    # Most tests wait for processes to start: two files at a time.
+    marks = ["--numprocesses=2", "--dist=loadfile"] + ([] if full else ["-m", "not full"])
     return subprocess.call([sys.executable, "-m", "pytest", *marks, *arguments], cwd=require_stages())

@@ -414,8 +414,7 @@ def _no_start(job: Job) -> Finding:
 def _goes_on(trial: Trial, job: Job) -> list[Finding]:
     """Whether a job that waits in the queue again carries on where it was."""
     before = len(job.epochs)
-    trial.follow(job, until=lambda job: job.state in ("PENDING", "RUNNING"))
-    trial.on_login("scontrol", "update", f"JobId={job.number}", "StartTime=now")  # Slurm would let it wait two minutes
+    trial.start_again(job)
     trial.follow(job, until=lambda job: len(job.epochs) >= before + 3)
     trial.cancel(job)
     epochs = job.epochs

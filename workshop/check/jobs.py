@@ -199,6 +199,14 @@ class Trial:
         busy = sum(look[1] for look in last) / len(last)
         return busy < 0.2 and last[-1][2] - last[0][2] < 0.05 * stall
 
+    def start_again(self, job: Job) -> None:
+        """Start a job that has been put back into the queue: Slurm would let it wait there for two minutes.
+
+        It is put back when its old nodes have been cleared up, and only then the time of its start is set.
+        """
+        if self.follow(job, until=lambda job: job.state == "PENDING"):
+            self.on_login("scontrol", "update", f"JobId={job.number}", "StartTime=now")
+
     def cancel(self, job: Job) -> None:
         """End a job, and wait until it is over."""
         self.on_login("scancel", job.number)
