@@ -139,8 +139,10 @@ def test_two_side_by_side_and_nothing_is_left(cluster, name):
     with pytest.raises(UserError, match="it is up already; end it with"):
         practice.up(1, name=name)
     assert traces(name)
+    children = set(psutil.Process().children())
     other.end()
     assert traces(name) == []
+    assert len(children - set(psutil.Process().children())) == 1, "its process is no zombie"
     assert cluster.run("srun", "--nodes=4", "hostname").split()
 
 

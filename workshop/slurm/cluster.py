@@ -136,8 +136,9 @@ class Cluster:
         """End it: every process of every node, its network and its files."""
         with suppress(psutil.NoSuchProcess):
             first = psutil.Process(self.first)
+            holder = first.parent()  # unshare; a child of this process, perhaps, that wants to be waited for
             first.kill()
-            psutil.wait_procs([first], timeout=10)
+            psutil.wait_procs([first, holder] if holder else [first], timeout=10)
         shutil.rmtree(self.folder, ignore_errors=True)
 
 
