@@ -98,8 +98,7 @@ def command_lines(processes) -> str:
     return " ".join(lines)
 
 
-def without_cluster() -> str:
-    """Why no practice cluster can be started on this machine; "": one can."""
+def _without_cluster() -> str:
     try:
         require_machine()
     except UserError as reason:
@@ -107,7 +106,9 @@ def without_cluster() -> str:
     return ""
 
 
-needs_cluster = pytest.mark.skipif(bool(without_cluster()), reason=without_cluster())
+# Why no practice cluster can be started on this machine; "": one can.
+NO_CLUSTER = _without_cluster()
+needs_cluster = pytest.mark.skipif(bool(NO_CLUSTER), reason=NO_CLUSTER)
 
 
 class Running(Background):

@@ -113,8 +113,8 @@ def test_one_script_for_any_number_of_nodes():
 
 @pytest.fixture(scope="module")
 def cluster():
-    if reason := runs.without_cluster():
-        pytest.skip(reason)
+    if runs.NO_CLUSTER:
+        pytest.skip(runs.NO_CLUSTER)
     if missing := [package for package, program in MPIEXEC.items() if not os.path.exists(program)]:
         pytest.skip(f"needs mpiexec of Open MPI and of MPICH; there is none of {missing}")
     up = practice.up(4, name=f"pbs{os.getpid()}", mine=True)

@@ -235,9 +235,7 @@ def up(nodes: int, gpus: int = 4, cores: int = 8, name: str = "local", mine: boo
         fcntl.flock(held, fcntl.LOCK_EX)  # one starts after the other
         if find_cluster(name):
             raise UserError(f"it is up already; end it with: {workshop_command()} cluster down{_named(name)}")
-        for other in folder.parent.iterdir():  # of those that have crashed
-            if find_cluster(other.name) is None:
-                shutil.rmtree(other, ignore_errors=True)
+        shutil.rmtree(folder, ignore_errors=True)  # of one that has crashed
         (folder / "run").mkdir(parents=True, mode=0o700)
         try:
             return _start(Cluster(name, folder, 0, nodes, gpus, cores), mine)

@@ -12,6 +12,7 @@ import json
 import os
 import secrets
 import select
+import shutil
 import signal
 import socket
 import subprocess
@@ -246,10 +247,10 @@ def heal(folder: Path, name: str) -> None:
         connect_node(inside, name, start_node(inside, name))
 
 
-def stay(orders: socket.socket | None = None, tied: bool = False) -> None:
+def stay(orders: socket.socket | None = None, tied: Path | None = None) -> None:
     """Be process 1: clear away the processes whose parents have died, and carry out orders, until told to end.
 
-    ``tied``: end with standard input, which a program that the cluster belongs to holds open as long as it lives.
+    ``tied``: the folder of a cluster that belongs to a program, which holds standard input open as long as it lives.
     """
     signal.signal(signal.SIGTERM, lambda *_: os._exit(0))
     heard = ([orders] if orders else []) + ([sys.stdin] if tied else [])
@@ -259,6 +260,8 @@ def stay(orders: socket.socket | None = None, tied: bool = False) -> None:
                 pass
         ready, _, _ = select.select(heard, [], [], 0.5)
         if sys.stdin in ready:
+            run("umount", "--lazy", tied / "run")
+            shutil.rmtree(tied, ignore_errors=True)
             os._exit(0)
         if orders in ready:
             carry_out(orders)
@@ -290,11 +293,11 @@ def take_orders(folder: Path) -> socket.socket:
 def main() -> None:
     """``node.py login FOLDER SPECIFICATION`` and ``node.py node FOLDER NAME``: become that node, and stay."""
     kind, folder, argument = sys.argv[1], Path(sys.argv[2]), sys.argv[3]
-    orders, tied = None, False
+    orders, tied = None, None
     try:
         if kind == "login":
             specification = json.loads(argument)
-            tied = specification.pop("tied")
+            tied = folder if specification.pop("tied") else None
             login(folder, specification)
             orders = take_orders(folder)
             print("ready", flush=True)  # fails, and so ends the cluster, when whoever started it has gone
