@@ -13,6 +13,7 @@ import runs
 from mistakes.bank import BANK
 from mistakes.correct import CORRECT
 from mistakes.held_out import HELD_OUT
+from mistakes.lightning import LIGHTNING, LIGHTNING_CORRECT
 from mistakes.second_program import SECOND
 from workshop.check import judge, rules
 from workshop.check.exercises import EXERCISES
@@ -20,9 +21,10 @@ from workshop.check.findings import HINTS, WHY, Finding
 
 TORCHRUN = runs.ROOT / "solutions/02_pytorch_ddp/exercise2_multigpu_torchrun.py"
 LANGUAGE_MODEL = runs.ROOT / "tests/mistakes/language_model.py"
-ALL = (*BANK, *HELD_OUT, *SECOND)
+ALL = (*BANK, *HELD_OUT, *SECOND, *LIGHTNING)
+STYLES = (*CORRECT, *LIGHTNING_CORRECT)
 # In the daily tests every seventh; all of them in the long run.
-SAMPLE = {mistake.name for mistake in ALL[::7]} | {mistake.name for mistake in CORRECT[::9]}
+SAMPLE = {mistake.name for mistake in ALL[::7]} | {style.name for style in STYLES[::9]}
 
 
 def cases(mistakes):
@@ -64,16 +66,18 @@ def test_a_mistake_is_named(mistake, tmp_path, record_property):
     assert verdict.errors[0].kind in mistake.kinds, seen(verdict)
 
 
-@pytest.mark.parametrize("style", cases(CORRECT))
+@pytest.mark.parametrize("style", cases(STYLES))
 def test_a_correct_style_passes(style, tmp_path):
     assert judged(style, tmp_path).errors == []
 
 
 def test_the_bank_is_as_large_as_it_says():
-    names = [mistake.name for mistake in (*ALL, *CORRECT)]
+    names = [mistake.name for mistake in (*ALL, *STYLES)]
     assert len(names) == len(set(names))
     assert len(BANK) + len(HELD_OUT) >= 80
     assert len(CORRECT) >= 25
+    assert len(LIGHTNING) >= 20
+    assert len(LIGHTNING_CORRECT) >= 8
     for mistake in ALL:
         assert set(mistake.kinds) <= set(WHY) - HINTS
 

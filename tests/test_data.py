@@ -4,9 +4,12 @@ import functools
 import gzip
 import hashlib
 import http.server
+import io
 import os
+import pickle
 import subprocess
 import sys
+import tarfile
 import threading
 from pathlib import Path
 
@@ -17,7 +20,7 @@ from sklearn.datasets import load_digits
 from torchvision import transforms
 
 import runs
-from workshop.data import load_dataset, mnist
+from workshop.data import cifar10, load_dataset, mnist
 from workshop.errors import UserError
 
 
@@ -58,7 +61,7 @@ def test_a_transform_gets_the_grey_pil_image():
 
 
 def test_unknown_data_set():
-    with pytest.raises(UserError, match="unknown data set 'cifar'; choose from: digits, mnist"):
+    with pytest.raises(UserError, match="unknown data set 'cifar'; choose from: digits, mnist, cifar10"):
         load_dataset("cifar")
 
 
@@ -207,7 +210,7 @@ def test_fetch_command_says_so_in_one_line(behaviour, archives, server, tmp_path
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["imagenet"], "'imagenet' cannot be fetched; choose from: mnist"),
+        (["imagenet"], "'imagenet' cannot be fetched; choose from: mnist, cifar10"),
         (
             ["mnist", "--mirror", "nowhere"],
             "could not fetch train-images-idx3-ubyte.gz; nowhere/train-images-idx3-ubyte.gz: MissingSchema",
@@ -257,3 +260,50 @@ def test_training_on_files_of_mnists_shape(tmp_path):
     log = runs.train("torchrun", 2, tmp_path, "--epochs", 1, "--dataset", "mnist", WORKSHOP_DATA=tmp_path / "data")
     assert len(log[0]["losses"]) == 60_000 // 128
     assert log[0]["accuracy"] > 0.95
+
+
+@pytest.fixture
+def cifar(monkeypatch):
+    """A small archive in CIFAR-10's format, and what describes it in place of the real one."""
+    from torchvision.datasets import CIFAR10
+
+    random = np.random.RandomState(0)
+    packed, sums = io.BytesIO(), {}
+    with tarfile.open(fileobj=packed, mode="w:gz") as archive:
+        for name in (*cifar10.FILES, "readme.html"):
+            part = {"data": random.randint(0, 256, (8, 3072), dtype=np.uint8), "labels": list(range(8))}
+            content = pickle.dumps({"label_names": list("abcdefghij")} if name == "batches.meta" else part)
+            sums[name] = hashlib.md5(content).hexdigest()
+            entry = tarfile.TarInfo(f"{cifar10.FOLDER}/{name}")
+            entry.size = len(content)
+            archive.addfile(entry, io.BytesIO(content))
+    monkeypatch.setattr(cifar10, "SHA256", hashlib.sha256(packed.getvalue()).hexdigest())
+    monkeypatch.setattr(CIFAR10, "train_list", [[name, sums[name]] for name in cifar10.FILES[1:-1]])
+    monkeypatch.setattr(CIFAR10, "test_list", [["test_batch", sums["test_batch"]]])
+    monkeypatch.setattr(CIFAR10, "meta", {**CIFAR10.meta, "md5": sums["batches.meta"]})
+    return {cifar10.ARCHIVE: packed.getvalue()}
+
+
+def test_cifar10(cifar, server, tmp_path, monkeypatch):
+    monkeypatch.setenv("WORKSHOP_DATA", str(tmp_path))
+    with pytest.raises(UserError, match=r"CIFAR-10 is not in .* \(7 of 7 files missing\); .*workshop.sh fetch cifar10"):
+        load_dataset("cifar10")
+    bad, _ = server(cifar, "corrupt")
+    with pytest.raises(UserError, match="what came is not the file expected"):
+        cifar10.fetch(tmp_path, [bad])
+    assert left_in(tmp_path) == []
+    good, requests = server(cifar)
+    assert cifar10.fetch(tmp_path, [bad, good]) == 7
+    assert left_in(tmp_path) == sorted(f"{cifar10.FOLDER}/{name}" for name in cifar10.FILES)
+    assert cifar10.fetch(tmp_path, [good]) == 0
+    assert len(requests) == 1
+    train_set, test_set = load_dataset("cifar10")
+    assert (len(train_set), len(test_set)) == (40, 8)
+    assert train_set[0][0].shape == (3, 32, 32)
+    _, sizes = load_dataset("cifar10", lambda image: (image.mode, image.size))
+    assert sizes[0][0] == ("RGB", (32, 32))
+    (tmp_path / cifar10.FOLDER / "data_batch_3").write_bytes(b"cut short")
+    with pytest.raises(UserError, match="is damaged; delete cifar-10-batches-py there and fetch it again"):
+        load_dataset("cifar10")
+    (tmp_path / cifar10.FOLDER / "data_batch_3").unlink()
+    assert cifar10.fetch(tmp_path, [good]) == 7, "what is left of an attempt is replaced as a whole"

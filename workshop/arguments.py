@@ -19,10 +19,13 @@ class ArgumentParser(argparse.ArgumentParser):
 
     def error(self, message):
         """Print the message on standard error and exit with status 2."""
-        if int(os.environ.get("RANK", 0)) > 0:
+        task = os.environ.get("SLURM_PROCID", 0) if int(os.environ.get("SLURM_STEP_NUM_TASKS", 1)) > 1 else 0
+        if int(os.environ.get("RANK", task)) > 0:
             time.sleep(10)  # torchrun ends all ranks with the first that exits: let that be rank 0, once it has printed
             print(
-                f"{self.prog}: rank {os.environ['RANK']}: {' '.join(str(message).split())}", file=sys.stderr, flush=True
+                f"{self.prog}: rank {os.environ.get('RANK', task)}: {' '.join(str(message).split())}",
+                file=sys.stderr,
+                flush=True,
             )
         elif os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0":
             print(f"{self.prog}: {' '.join(str(message).split())}", file=sys.stderr, flush=True)
@@ -51,7 +54,14 @@ def positive_float(text: str) -> float:
     return number
 
 
-def check_arguments(parser: ArgumentParser, args: argparse.Namespace, model=None, *, world_size: int) -> None:
+def check_arguments(
+    parser: ArgumentParser,
+    args: argparse.Namespace,
+    model=None,
+    *,
+    world_size: int,
+    datasets: tuple[str, ...] = ("digits", "mnist"),
+) -> None:
     """End the run with one line and exit status 2 where ``args`` cannot work; return where they can.
 
     Args:
@@ -61,11 +71,12 @@ def check_arguments(parser: ArgumentParser, args: argparse.Namespace, model=None
         model: a model as the script makes it, on the CPU, if its snapshot is to be checked against it. It is loaded with the
             snapshot, so make one for this purpose.
         world_size: the number of processes; 0 if the launcher that sets it is missing.
+        datasets: the data sets whose images the model takes.
     """
     try:
         if world_size < 1:
             raise UserError("torchrun has to start this: torchrun --standalone --nproc-per-node=2 " + sys.argv[0])
-        _check_data(args, world_size)
+        _check_data(args, world_size, datasets)
         if hasattr(args, "snapshot"):
             _check_snapshot(args, model)
     except UserError as error:
@@ -76,10 +87,62 @@ def check_arguments(parser: ArgumentParser, args: argparse.Namespace, model=None
         sys.exit(0)
 
 
-def _check_data(args, world_size):
-    from workshop.data import load_dataset
+def check_launcher(parser: ArgumentParser, devices: int, nodes: int | None = None) -> None:
+    """End a program of Lightning's with one line and exit status 2 where its launcher has not started what the options say.
+
+    Args:
+        parser: the script's parser.
+        devices: the processes on each node.
+        nodes: the nodes; None: the program knows one, and leaves it to Lightning to find out who has started it.
+    """
+    number = devices * (nodes or 1)
+    options = f"--devices {devices}" if nodes is None else f"--nodes {nodes} --devices {devices}"
+    environment = os.environ
+    if "TORCHELASTIC_RUN_ID" in environment:
+        started = int(environment["WORLD_SIZE"])
+        if started != number:
+            where = "--standalone" if number == devices else f"--nnodes={nodes}"
+            parser.error(
+                f"torchrun has started {started} processes, where {options} says {number}; change these options, "
+                f"or start it with torchrun {where} --nproc-per-node={devices}"
+            )
+        return
+    if int(environment.get("SLURM_STEP_NUM_TASKS", 1)) > 1:
+        started, on = int(environment["SLURM_STEP_NUM_TASKS"]), int(environment.get("SLURM_STEP_NUM_NODES", 1))
+        if (started, on) != (number, nodes or 1):
+            parser.error(
+                f"srun has started {started} tasks on {on} node{'s' * (on > 1)}, where {options} says {number} on "
+                f"{nodes or 1}; change these options, or start it with srun --nodes={nodes or 1} --ntasks-per-node={devices}"
+            )
+        if "SLURM_NTASKS_PER_NODE" not in environment:
+            parser.error(
+                f"Lightning wants to hear from srun how many tasks a node has: --ntasks-per-node={devices}, not --ntasks"
+            )
+        return
+    if (nodes or 1) > 1:
+        parser.error(
+            f"{options}: nobody has started the processes of the other nodes; let srun or torchrun start this program"
+        )
+    if (
+        nodes is None
+        and number > 1
+        and "SLURM_NTASKS" in environment
+        and environment.get("SLURM_JOB_NAME") not in ("bash", "interactive")
+    ):
+        parser.error(
+            "this shell is a Slurm job itself, and Lightning would take the program for its only task; start it with "
+            "srun, or with the script beside it that begins with exerciseK_run_"
+        )
+
+
+def _check_data(args, world_size, datasets):
+    from workshop.data import DATASETS, load_dataset
 
     dataset, accumulate = getattr(args, "dataset", "digits"), getattr(args, "accumulate", 1)
+    if dataset in DATASETS and dataset not in datasets:
+        raise UserError(
+            f"--dataset {dataset}: its images do not fit this program's model; choose from: {', '.join(datasets)}"
+        )
     train_set, test_set = load_dataset(dataset)
     smaller = min(len(train_set), len(test_set))
     if world_size > smaller:
@@ -117,10 +180,13 @@ def _check_snapshot(args, model):
         ) from error
     if model is None:
         return
+    # Lightning has names of its own for the same things.
+    lightning = hasattr(model, "training_step")
+    weights, optimizer = ("state_dict", "optimizer_states") if lightning else ("model", "optimizer")
     try:
-        model.load_state_dict(snapshot["model"])
+        model.load_state_dict(snapshot[weights])
         done = snapshot["epoch"] + 1
-        snapshot["optimizer"]
+        snapshot[optimizer]
     except (KeyError, TypeError, AttributeError, RuntimeError) as error:
         raise UserError(
             f"--snapshot {path} does not fit this model (it was written by another program); delete it or name another"

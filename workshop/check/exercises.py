@@ -63,6 +63,7 @@ PROCESSES = "no-group wrong-group hang collectives-differ two-writers several-pr
 GRADIENTS = "gradients-differ weights-differ gradient-scale snapshot-keys"
 SHARES = "same-samples shares-overlap samples-missed same-order"
 METRICS = "metric-wrong evaluation-missed evaluation-repeated"
+RESTART = "resume-fails never-resumes epoch-repeated epoch-skipped optimizer-lost schedule-lost resume-differs"
 
 EXERCISES = (
     Exercise(
@@ -141,9 +142,27 @@ EXERCISES = (
             (
                 "restart",
                 "a run that was stopped ends with the weights of one that was not",
-                "resume-fails never-resumes epoch-repeated epoch-skipped optimizer-lost schedule-lost resume-differs",
+                RESTART,
             ),
         )
+    ),
+    Exercise(
+        "03_pytorch_lightning/exercise1_lightning_mnist.py",
+        "torchrun",
+        {
+            1: "a Trainer takes the steps, with the module's loss and optimizer",
+            2: "it trains on all devices: one group, one model",
+            3: "each sample is dealt to one process, and the accuracy is the one of the whole test set",
+            4: "it saves a checkpoint after each epoch, and carries on from it exactly",
+            KEPT: "it learns",
+        },
+        _kinds(
+            goal1="trainer-idle step-missing",
+            goal2=PROCESSES + " " + GRADIENTS,
+            goal3=METRICS + " " + SHARES,
+            goal4="no-snapshot snapshot-torn " + RESTART,
+        ),
+        metric="accuracy",
     ),
     Exercise(
         "slurm-multinode/exercise1_launch_ddp.sh",

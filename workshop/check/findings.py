@@ -79,6 +79,9 @@ WHY = {
     "log-overwritten": "what the first start has said, and why it ended, is lost",
     "no-warning": "at its time limit a job is killed; what it has done since the last snapshot is lost, and nobody goes on",
     "trap-late": "a shell runs its trap after the command that it waits for; at the time limit that is too late",
+    # -- Lightning
+    "trainer-idle": "what the Trainer does not run it neither distributes nor saves nor moves to the device",
+    "step-missing": "the Trainer calls the methods of the module by their names: what is not there it cannot call",
     # -- matters of taste
     "same-random": "every rank draws the same random numbers: the same dropout, the same augmentation",
     "random-lost": "dropout and augmentation go another way after a restart: the run is as good, and not the same",

@@ -105,6 +105,8 @@ BLOCKING = {
     "still-torchrun",
     "not-requeued",
     "no-warning",
+    "trainer-idle",
+    "step-missing",
 }
 
 # While one of these is open, the figures that a run reports cannot be right.
@@ -158,7 +160,7 @@ def check_file(
     gc.disable()  # collections take a tenth of the time of these imports, and find nothing
     from workshop.check import launching  # imports torch
 
-    launching.prepare()
+    launching.prepare(script)
     gc.enable()
     place = Path(tempfile.mkdtemp(prefix="workshop-check-"))
     verdict = Verdict(script, exercise)
@@ -247,7 +249,8 @@ class _Runs:
             ("--epochs", epochs),
             ("--batch-size", batch),
             ("--accumulate", accumulate),
-            ("--snapshot", "run.pt"),
+            ("--snapshot", "run.ckpt" if "lightning" in self.exercise.name else "run.pt"),
+            ("--devices", nproc // nodes),
             ("--nproc", nproc if self.launch == "spawn" else None),
         ):
             if value is not None and self.has(name):
@@ -273,7 +276,8 @@ def _several(verdict: Verdict, runs: _Runs) -> None:
     exercise = verdict.exercise
     accumulate = 2 if runs.has("--accumulate") else 1
     whole = runs.run(accumulate=accumulate)
-    found = rules.main_findings(whole, exercise=True, expected_accumulation=accumulate)
+    found = rules.trainer(whole) if "trainer-idle" in exercise.kinds else []
+    found += rules.main_findings(whole, exercise=True, expected_accumulation=accumulate)
     verdict.findings = ordered(verdict, found)
     if rules.ending(whole) or any(finding.kind in BLOCKING for finding in found):
         return

@@ -8,10 +8,12 @@ everything that the run starts, however deep, ends with it.
 import atexit
 import ctypes
 import gc
+import importlib
 import multiprocessing
 import multiprocessing.context
 import os
 import random
+import re
 import shutil
 import signal
 import sys
@@ -311,8 +313,12 @@ _digits = {}  # what prepare() has read: True: the training part, False: the tes
 _recorders = []  # of this process: empty but in a process that runs a checked program
 
 
-def prepare() -> None:
+def prepare(script: Path | None = None) -> None:
     """Read the digits and import what programs import, once; the forked processes have it then."""
+    for name in re.findall(
+        r"^(?:import|from) ((?:pytorch_)?lightning)\b", script.read_text() if script else "", re.MULTILINE
+    ):
+        importlib.import_module(f"{name}.pytorch" if name == "lightning" else name)
     if _digits:
         return
     torch.set_num_threads(1)

@@ -60,6 +60,7 @@ COLLECTIVES = (
     "irecv",
     "all_reduce_coalesced",
 )
+LIGHTNING = {"lightning.pytorch", "pytorch_lightning"}  # the two names under which it is installed
 SAMPLES = 12  # how many values of a tensor stand for it, beside its norm
 
 
@@ -84,6 +85,7 @@ class Recorder:
         self.saved = False
         self.bf16 = None  # whether the device of the model is fast at bfloat16; unknown before the first step
         self.optimizers = []
+        self.fitting = False  # whether Lightning's Trainer is at work
         self.test_set = None  # of the workshop's data, as the program made it
         self.open()
 
@@ -187,6 +189,8 @@ def install(recorder: Recorder) -> None:
     _values(recorder)
     _files(recorder)
     _reports(recorder)
+    for name in LIGHTNING & sys.modules.keys():
+        _lightning(recorder, sys.modules[name])
 
 
 def _wrap(owner, name, make):
@@ -542,6 +546,19 @@ def _optimizers(r: Recorder) -> None:
     Optimizer.__init__ = init(Optimizer.__init__)
 
     def before(optimizer, args, kwargs):
+        closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
+        if closure is None:
+            note_step(optimizer)
+            return None
+
+        def noting():  # the gradients come about inside the step (Lightning, LBFGS): they are there when it has been called
+            result = closure()
+            note_step(optimizer)
+            return result
+
+        return (args[0], noting), {name: value for name, value in kwargs.items() if name != "closure"}
+
+    def note_step(optimizer):
         if r.dies and r.saved:
             os.kill(os.getpid(), signal.SIGKILL)
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
@@ -554,6 +571,7 @@ def _optimizers(r: Recorder) -> None:
             rates=[float(group.get("lr", 0)) for group in optimizer.param_groups],
             state=len(optimizer.state),
             of_model=shared,
+            fitting=r.fitting,
             where=r.where(),
         )
         if r.fails and r.steps == 2:
@@ -698,7 +716,7 @@ def _reports(r: Recorder) -> None:
                 "report",
                 epoch=epoch,
                 losses=[float(loss) for loss in losses],
-                accuracy=float(accuracy),
+                accuracy=None if accuracy is None else float(accuracy),
                 samples_per_second=float(samples_per_second),
                 metrics={name: float(value) for name, value in metrics.items()},
                 truth=_truth(r),
@@ -709,6 +727,50 @@ def _reports(r: Recorder) -> None:
         return write
 
     EpochLog.write = write(EpochLog.write)
+
+
+def _lightning(r: Recorder, package) -> None:
+    """What Lightning's Trainer does where the functions of torch do not show it."""
+
+    class Observer(package.Callback):
+        def on_sanity_check_start(self, trainer, module):  # a few batches, of which nobody sees a figure
+            r.quiet += 1
+
+        def on_sanity_check_end(self, trainer, module):
+            r.quiet -= 1
+
+        def on_train_start(self, trainer, module):
+            r.fitting = True
+
+        def on_train_end(self, trainer, module):
+            r.fitting = False
+
+    def init(original):
+        def __init__(self, *args, **kwargs):
+            original(self, *args, **kwargs)
+            self.callbacks.append(Observer())
+
+        return __init__
+
+    def save(original):
+        def save_checkpoint(self, filepath, *args, **kwargs):
+            if self.is_global_zero:
+                r.saved = True
+                r.note("save", path=os.path.realpath(filepath), whole=True, keys=[], parts=[], where=r.where())
+            return original(self, filepath, *args, **kwargs)
+
+        return save_checkpoint
+
+    def fit(original):
+        def fit(self, *args, **kwargs):
+            r.note("fit", devices=self.num_devices, nodes=self.num_nodes, where=r.where())
+            return original(self, *args, **kwargs)
+
+        return fit
+
+    _wrap(package.Trainer, "__init__", init)
+    _wrap(package.Trainer, "save_checkpoint", save)
+    _wrap(package.Trainer, "fit", fit)
 
 
 def _truth(r: Recorder) -> dict:

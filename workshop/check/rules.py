@@ -160,6 +160,21 @@ EXPLAINED = (
 )
 
 
+# What a library says, the kind of finding that it is, and the same in the words of the exercises.
+TRANSLATED = (
+    (
+        r"You set `devices=(\d+)` and `num_nodes=(\d+)` in Lightning.* match the world size \((\d+)\)",
+        "wrong-group",
+        r"the Trainer counts on \1 x \2 processes (devices x num_nodes), and \3 were started",
+    ),
+    (
+        r"No `(training_step|configure_optimizers|train_dataloader)\(\)` method defined",
+        "step-missing",
+        r"the Trainer finds no \1()",
+    ),
+)
+
+
 def crash(run: Run) -> list[Finding]:
     """What ended the run with an error."""
     for process in run.processes:
@@ -175,6 +190,9 @@ def crash(run: Run) -> list[Finding]:
     found = run.first_exception()
     if found:
         process, what = found
+        for sign, kind, seen in TRANSLATED:
+            if match := re.search(sign, what["message"]):
+                return [Finding(kind, match.expand(seen), what["where"], what["traceback"])]
         who = f"rank {process.rank}: " if process.rank is not None and run.nproc > 1 else ""
         meaning = next((f" ({text})" for sign, text in EXPLAINED if sign in what["message"]), "")
         message = what["message"][:300] + ("..." if len(what["message"]) > 300 else "")
@@ -275,6 +293,23 @@ def address(run: Run) -> list[Finding]:
                 )
                 return [Finding("address-overwritten", seen.strip(), what["where"])]
     return []
+
+
+def trainer(run: Run) -> list[Finding]:
+    """Whether Lightning's Trainer takes the steps."""
+    steps = [step for process in run.processes for step in process.steps]
+    if any(step.before["fitting"] for step in steps):
+        return []
+    fits = [what for process in run.processes for what in process.of("fit")]
+    if steps:
+        return [
+            Finding(
+                "trainer-idle",
+                "the steps are taken by a loop of the program, and not by a Trainer",
+                steps[0].before["where"],
+            )
+        ]
+    return [] if fits else [Finding("trainer-idle", "Trainer.fit() is never called")]
 
 
 def ports(run: Run, other: Run) -> list[Finding]:
@@ -726,7 +761,10 @@ def evaluation(run: Run) -> list[Finding]:
 
 def _accuracy_is_exact(run: Run) -> bool:
     reports = [what for process in run.processes for what in process.of("report") if "accuracy" in what["truth"]]
-    return bool(reports) and all(abs(each["accuracy"] - each["truth"]["accuracy"]) < 1e-6 for each in reports)
+    exact = (
+        each["accuracy"] is not None and abs(each["accuracy"] - each["truth"]["accuracy"]) < 1e-6 for each in reports
+    )
+    return bool(reports) and all(exact)
 
 
 def figures(run: Run) -> list[Finding]:
@@ -738,7 +776,10 @@ def figures(run: Run) -> list[Finding]:
     truth = report["truth"]
     if "accuracy" in truth:
         for each in reports:
-            if abs(each["accuracy"] - each["truth"].get("accuracy", each["accuracy"])) > 1e-6:
+            if (
+                each["accuracy"] is not None
+                and abs(each["accuracy"] - each["truth"].get("accuracy", each["accuracy"])) > 1e-6
+            ):
                 seen = (
                     f"the accuracy is reported as {each['accuracy']:.2%}; "
                     f"over all {truth['samples']:,} test samples it is {each['truth']['accuracy']:.2%}"
@@ -821,7 +862,7 @@ def _throughput(run, reports) -> list[Finding]:
 def missing_metric(run: Run, name: str) -> list[Finding]:
     """Whether a metric ("accuracy", which every report has, or a further one) was reported at all."""
     reports = [what for process in run.processes for what in process.of("report")]
-    if not any(name == "accuracy" or name in each["metrics"] for each in reports):
+    if not any(each[name] is not None if name == "accuracy" else name in each["metrics"] for each in reports):
         where = reports[0]["where"] if reports else ""
         return [Finding("metric-wrong", f"no {name} is given to log.write()", where)]
     return []
@@ -893,7 +934,7 @@ def snapshots(run: Run, epochs: int | None) -> list[Finding]:
     moved = {what["source"] for process in run.processes for what in process.of("rename")}
     counts = Counter((process.pid, what["path"]) for process, what in saves)
     for process, what in saves:
-        if what["path"] not in moved and counts[process.pid, what["path"]] > 1:
+        if not what.get("whole") and what["path"] not in moved and counts[process.pid, what["path"]] > 1:
             return [
                 Finding(
                     "snapshot-torn",
@@ -1220,7 +1261,8 @@ def taste(run: Run) -> list[Finding]:
     found = []
     ranks = run.trained
     if len(ranks) > 1:
-        if all(process.rank is not None and not process.of("destroyed") for process in ranks):
+        lightning = any(process.of("fit") for process in ranks)  # it leaves a gloo group to the end of the process
+        if not lightning and all(process.rank is not None and not process.of("destroyed") for process in ranks):
             found.append(Finding("not-destroyed", "the process group is never destroyed"))
         wasted = [
             process
@@ -1266,7 +1308,8 @@ def main_findings(run: Run, *, exercise: bool, expected_accumulation: int | None
     found += address(run)
     no_group = group(run)
     joined = any(process.rank is not None for process in run.processes)
-    if not final or joined or (exercise and not run.hung and not run.flooded):
+    explained = bool(final) and final[0].kind in {kind for _, kind, _ in TRANSLATED}
+    if not explained and (not final or joined or (exercise and not run.hung and not run.flooded)):
         found += no_group  # otherwise how it ended says why there is no group
     if run.hung:
         # Which ranks wait where says more than that the numbers of steps differ.

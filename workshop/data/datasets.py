@@ -9,7 +9,7 @@ import torch
 from PIL import Image
 from torch.utils.data import Dataset
 
-from workshop.data.mnist import missing_files
+from workshop.data import cifar10, mnist
 from workshop.errors import UserError
 from workshop.repository import ROOT
 
@@ -59,7 +59,7 @@ def _digits(transform):
 
 
 def _mnist(transform):
-    missing = missing_files(data_folder())
+    missing = mnist.missing_files(data_folder())
     if missing:
         raise UserError(
             f"MNIST is not in {data_folder()} ({len(missing)} of 4 files missing or cut short); "
@@ -72,15 +72,36 @@ def _mnist(transform):
     return MNIST(data_folder(), train=True, transform=transform), MNIST(data_folder(), train=False, transform=transform)
 
 
-DATASETS = {"digits": _digits, "mnist": _mnist}
+def _cifar10(transform):
+    missing = cifar10.missing_files(data_folder())
+    if missing:
+        raise UserError(
+            f"CIFAR-10 is not in {data_folder()} ({len(missing)} of {len(cifar10.FILES)} files missing); "
+            "fetch it once with: ./workshop.sh fetch cifar10"
+        )
+    from torchvision.datasets import CIFAR10
+    from torchvision.transforms import ToTensor
+
+    transform = transform or ToTensor()
+    try:
+        return tuple(CIFAR10(data_folder(), train=train, transform=transform) for train in (True, False))
+    except RuntimeError as error:  # its files have other MD5 sums than they should
+        raise UserError(
+            f"CIFAR-10 in {data_folder()} is damaged; delete {cifar10.FOLDER} there and fetch it again"
+        ) from error
+
+
+DATASETS = {"digits": _digits, "mnist": _mnist, "cifar10": _cifar10}
 
 
 def load_dataset(name: str, transform=None) -> tuple[Dataset, Dataset]:
     """Return the training set and the test set called ``name``, without downloading anything.
 
     Args:
-        name: "digits" (1,437 and 360 images, always there) or "mnist" (60,000 and 10,000, after ``workshop fetch mnist``).
-        transform: makes a sample from a 28x28 grey PIL image; None gives float tensors of shape (1, 28, 28) in [0, 1].
+        name: "digits" (1,437 and 360 images, always there), "mnist" (60,000 and 10,000, after ``workshop fetch mnist``) or
+            "cifar10" (50,000 and 10,000, after ``workshop fetch cifar10``).
+        transform: makes a sample from a 28x28 grey PIL image (cifar10: 32x32, RGB); None gives float tensors of shape (1, 28, 28)
+            (cifar10: (3, 32, 32)) in [0, 1].
 
     Raises:
         UserError: the data set is unknown, or has not been fetched.

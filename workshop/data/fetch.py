@@ -2,16 +2,18 @@
 
 import sys
 
+from workshop.data import cifar10, mnist
 from workshop.data.datasets import data_folder
-from workshop.data.mnist import MIRRORS, fetch
 from workshop.errors import UserError
+
+KNOWN = {"mnist": mnist, "cifar10": cifar10}
 
 
 def fetch_dataset(name: str, mirror: str | None = None) -> None:
     """Fetch the data set called ``name`` into the data folder and say what was done.
 
     Args:
-        name: "mnist".
+        name: "mnist" or "cifar10".
         mirror: an address to fetch from in place of the known ones.
 
     Raises:
@@ -20,9 +22,9 @@ def fetch_dataset(name: str, mirror: str | None = None) -> None:
     if name == "digits":
         print("digits come with scikit-learn: there is nothing to fetch")
         return
-    if name != "mnist":
-        raise UserError(f"'{name}' cannot be fetched; choose from: mnist")
-    folder = data_folder()
+    if name not in KNOWN:
+        raise UserError(f"'{name}' cannot be fetched; choose from: {', '.join(KNOWN)}")
+    folder, known = data_folder(), KNOWN[name]
     print(f"fetching {name} into {folder}", file=sys.stderr)
-    fetched = fetch(folder, (mirror,) if mirror else MIRRORS)
+    fetched = known.fetch(folder, (mirror,) if mirror else known.MIRRORS)
     print(f"{name}: {fetched} files fetched into {folder}" if fetched else f"{name} is already in {folder}")

@@ -3,11 +3,11 @@
 import gzip
 import os
 import shutil
-import sys
 import tempfile
 from pathlib import Path
 from typing import NamedTuple
 
+from workshop.data.archive import download
 from workshop.errors import UserError
 
 MIRRORS = (
@@ -64,7 +64,7 @@ def fetch(folder: Path, mirrors=MIRRORS) -> int:
         try:
             folder.mkdir(parents=True, exist_ok=True)
             with tempfile.TemporaryDirectory(dir=folder, prefix=".fetch-") as scratch:
-                packed = _download(archive, mirrors, Path(scratch))
+                packed = download(archive.name, archive.sha256, mirrors, Path(scratch))
                 unpacked = Path(scratch) / target.name
                 with gzip.open(packed) as source, open(unpacked, "wb") as destination:
                     shutil.copyfileobj(source, destination)
@@ -73,26 +73,3 @@ def fetch(folder: Path, mirrors=MIRRORS) -> int:
         except OSError as error:
             raise UserError(f"cannot write {target}: {error.strerror or error}") from error
     return len(missing)
-
-
-def _download(archive: Archive, mirrors, scratch: Path) -> Path:
-    import pooch  # here: importing it takes a while, and training never needs it
-    import requests
-
-    pooch.get_logger().setLevel("ERROR")
-    problems = []
-    for mirror in mirrors:
-        url = mirror.rstrip("/") + "/" + archive.name
-        try:
-            bar = sys.stderr.isatty()
-            downloader = pooch.HTTPDownloader(progressbar=bar, timeout=30)
-            return Path(pooch.retrieve(url, "sha256:" + archive.sha256, archive.name, scratch, downloader=downloader))
-        except requests.HTTPError as error:
-            problems.append(f"{url}: HTTP status {error.response.status_code}")
-        except requests.RequestException as error:
-            problems.append(f"{url}: {type(error).__name__}")
-        except ValueError as error:
-            if "hash" not in str(error):
-                raise
-            problems.append(f"{url}: what came is not the file expected (SHA-256 differs)")
-    raise UserError(f"could not fetch {archive.name}; " + "; ".join(problems))

@@ -41,19 +41,20 @@ class EpochLog:
         self.started = False
 
     def write(
-        self, epoch: int, losses: list[float], accuracy: float, samples_per_second: float, **metrics: float
+        self, epoch: int, losses: list[float], accuracy: float | None, samples_per_second: float, **metrics: float
     ) -> None:
         """Report an epoch.
 
         Args:
             epoch: its number, counted from 0.
             losses: the loss of each step: the mean over the global batch.
-            accuracy: over the whole test set, between 0 and 1.
+            accuracy: over the whole test set, between 0 and 1; None: not measured.
             samples_per_second: of all processes together, while training.
             metrics: further figures of the test set, by name.
         """
+        measured = "not measured" if accuracy is None else f"{accuracy:.2%}"
         print(
-            f"epoch {epoch + 1}/{self.epochs} | loss {sum(losses) / len(losses):.4f} | accuracy {accuracy:.2%} | "
+            f"epoch {epoch + 1}/{self.epochs} | loss {sum(losses) / len(losses):.4f} | accuracy {measured} | "
             + "".join(f"{name.replace('_', ' ')} {value:.4f} | " for name, value in metrics.items())
             + f"{samples_per_second:,.0f} samples/s",
             flush=True,

@@ -1,0 +1,160 @@
+"""Train a ResNet-18 with Lightning: in bfloat16, with one cycle of the learning rate, on any number of nodes, under any launcher.
+It saves a checkpoint after each epoch and, started again, carries on from it as if it had never stopped.
+
+Delivered is exercise 1's solution with two options more, which nothing uses yet: --accumulate and --nodes.
+
+Runs:         ./exercise2_run_lightning_cifar10.sh --epochs 3
+Check:        ./workshop.sh check 03_pytorch_lightning/exercise2_lightning_cifar10.py
+"""
+
+import os
+
+import lightning as L
+import torch
+from lightning.pytorch.callbacks import EarlyStopping, LearningRateMonitor, ModelCheckpoint, ThroughputMonitor
+from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.plugins.environments import LightningEnvironment, SLURMEnvironment, TorchElasticEnvironment
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, DistributedSampler, Subset
+from torchmetrics.classification import MulticlassAccuracy
+from torchvision import transforms
+
+from workshop import models
+from workshop.arguments import ArgumentParser, check_arguments, check_launcher, positive_int
+from workshop.data import load_dataset
+from workshop.measure.lightning import EpochReport
+from workshop.measure.machine import bf16_is_fast
+
+SEED = 42
+
+
+def main():
+    args = parse_arguments()
+    train(args)
+
+
+def parse_arguments():
+    parser = ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--epochs", type=positive_int, default=5, help="passes over the training set")
+    parser.add_argument("--batch-size", type=positive_int, default=64, help="samples a batch, on each process")
+    parser.add_argument("--accumulate", type=positive_int, default=1, help="batches a step")
+    parser.add_argument(
+        "--devices", type=positive_int, default=torch.accelerator.device_count() or 2, help="processes a node"
+    )
+    parser.add_argument("--nodes", type=positive_int, default=1)
+    parser.add_argument(
+        "--snapshot", default="runs/lightning_cifar10.ckpt", help="file to save to and to carry on from"
+    )
+    parser.add_argument("--dataset", default="digits", help="digits, or cifar10 once it has been fetched")
+    args = parser.parse_args()
+    check_launcher(parser, args.devices, args.nodes)
+    model = Classifier(args.dataset)
+    check_arguments(parser, args, model, world_size=args.devices * args.nodes, datasets=("digits", "cifar10"))
+    return args
+
+
+def choose_accelerator(devices):
+    # Lightning's "auto" takes the GPU wherever there is one, and fails where there are fewer than devices.
+    if torch.accelerator.is_available() and torch.accelerator.device_count() >= devices:
+        return "auto"
+    return "cpu"
+
+
+def choose_environment():
+    # TODO 5: return who starts the processes: torchrun (TORCHELASTIC_RUN_ID is set then), srun, or Lightning itself. Left alone,
+    # Lightning takes any Slurm job for srun's work, and a Jupyter session often is a job, of one task. What srun has started
+    # together with others has a SLURM_STEP_NUM_TASKS above 1.
+    # Look up: LightningEnvironment, SLURMEnvironment, TorchElasticEnvironment
+    return None
+
+
+class Classifier(L.LightningModule):
+    """The model, and what one step of its training and of its evaluation is."""
+
+    def __init__(self, dataset):
+        super().__init__()
+        # TODO 1: a ResNet-18, of width 64 for cifar10 and of width 16 for the digits. Its stem is made for 224 x 224 pixels, and
+        # leaves 8 x 8 of 32 x 32. Give it one that keeps them all: a convolution of 3 x 3 to `width` channels without bias,
+        # BatchNorm, ReLU, and no pooling. Look up: models.ResNet18, its attribute stem; nn.Sequential
+        self.model = models.SmallCNN()
+        # Counts hits and samples; at the end of an epoch it adds up the counts of all processes.
+        self.accuracy = MulticlassAccuracy(num_classes=10, average="micro")
+
+    def training_step(self, batch, batch_index):
+        images, labels = batch
+        return F.cross_entropy(self(images), labels)
+
+    def configure_optimizers(self):
+        # TODO 3: one cycle of the learning rate over all steps of the run: up to 4e-3, and down to next to nothing with the last.
+        # Look up: torch.optim.lr_scheduler.OneCycleLR, Trainer.estimated_stepping_batches; in Lightning's documentation under
+        # configure_optimizers how to return both, and how often the schedule takes a step if you do not say.
+        return torch.optim.AdamW(self.parameters(), lr=1e-3)
+
+    def forward(self, images):
+        return self.model(images)
+
+    def validation_step(self, batch, batch_index):
+        images, labels = batch
+        self.accuracy(self(images), labels)
+        self.log("accuracy", self.accuracy)
+
+
+class Data(L.LightningDataModule):
+    """The data sets, and the loader of each process."""
+
+    def __init__(self, dataset, batch_size):
+        super().__init__()
+        self.dataset, self.batch_size = dataset, batch_size
+
+    def setup(self, stage):
+        # TODO 1: images of three channels and of 32 x 32 pixels, as cifar10 has them. Look up: transforms.Lambda; convert("RGB")
+        # and resize of a PIL image; Normalize takes a mean and a deviation for each channel.
+        transform = transforms.Compose([transforms.ToTensor(), transforms.Normalize((0.5,), (0.5,))])
+        self.train_set, self.test_set = load_dataset(self.dataset, transform)
+
+    def train_dataloader(self):
+        rank, world_size = self.trainer.global_rank, self.trainer.world_size
+        sampler = DistributedSampler(self.train_set, world_size, rank, seed=SEED, drop_last=True)
+        return DataLoader(self.train_set, self.batch_size, sampler=sampler, drop_last=True)
+
+    def val_dataloader(self):
+        # Dealt out by hand: DistributedSampler would count some samples twice to give each rank as many.
+        share = range(self.trainer.global_rank, len(self.test_set), self.trainer.world_size)
+        return DataLoader(Subset(self.test_set, share), self.batch_size)
+
+
+def train(args):
+    L.seed_everything(SEED, verbose=False)  # the same first weights in every process and every run
+    folder, name = os.path.split(os.path.splitext(args.snapshot)[0])
+    accelerator = choose_accelerator(args.devices)
+    # TODO 2: "bf16-mixed" where the device computes in bfloat16 faster than in float32. The device is the machine's accelerator
+    # if `accelerator` is "auto", else the CPU. Look up: bf16_is_fast(device), torch.accelerator.current_accelerator()
+    precision = "32-true"
+    trainer = L.Trainer(
+        max_epochs=args.epochs,
+        accelerator=accelerator,
+        devices=args.devices,
+        # TODO 5: how many nodes there are, and who starts the processes. Look up: Trainer(num_nodes=, plugins=)
+        strategy="ddp",
+        precision=precision,
+        # TODO 3: a step is to belong to args.accumulate batches. Look up: Trainer(accumulate_grad_batches=)
+        use_distributed_sampler=False,  # Data deals out the samples itself
+        # TODO 4: beside the checkpoint after each epoch the best one, named f"{name}-best"; an end once the accuracy has not
+        # risen for 5 epochs; learning rate and speed in a table beside the snapshot, in the folder f"{name}-metrics".
+        # Look up: ModelCheckpoint(monitor=, mode=), EarlyStopping, LearningRateMonitor, ThroughputMonitor(batch_size_fn=);
+        # CSVLogger(save_dir, name=, version="")
+        callbacks=[EpochReport(args.snapshot), ModelCheckpoint(folder or ".", name, save_on_train_epoch_end=True)],
+        logger=False,
+        log_every_n_steps=1 if args.dataset == "digits" else 50,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        num_sanity_val_steps=0,
+    )
+    snapshot = args.snapshot if os.path.exists(args.snapshot) else None
+    data = Data(args.dataset, args.batch_size)
+    trainer.fit(Classifier(args.dataset), data, ckpt_path=snapshot)
+
+
+if __name__ == "__main__":
+    main()

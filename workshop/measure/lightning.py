@@ -1,0 +1,45 @@
+"""The log of a training run under Lightning: the same lines and the same file as those of the scripts without it."""
+
+import time
+
+import torch
+from lightning.pytorch.callbacks import Callback
+
+from workshop.measure.device import synchronized_time
+from workshop.measure.log import EpochLog
+
+
+class EpochReport(Callback):
+    """Writes an ``EpochLog`` from rank 0: the loss of every step, averaged over the processes, samples/s, and what was
+    logged as "accuracy".
+
+    Args:
+        snapshot: the path of the run's checkpoint, which the log lies beside.
+    """
+
+    def __init__(self, snapshot):
+        self.snapshot, self.log = snapshot, None
+
+    def on_train_start(self, trainer, module):
+        device, processes = trainer.strategy.root_device, trainer.world_size
+        self.log = EpochLog(self.snapshot, trainer.max_epochs, device, processes)
+        if trainer.is_global_zero:
+            epoch, gpus = trainer.current_epoch + 1, torch.accelerator.device_count()
+            print(f"training on {device.type} from epoch {epoch}: {processes} processes, {gpus} GPUs here", flush=True)
+
+    def on_train_epoch_start(self, trainer, module):
+        self.losses, self.samples, self.start = [], 0, time.perf_counter()
+
+    def on_train_batch_end(self, trainer, module, outputs, batch, batch_index):
+        self.losses.append(outputs["loss"].detach())
+        self.samples += len(batch[0])
+        if trainer.is_last_batch:  # what follows is the validation
+            self.seconds = synchronized_time(module.device) - self.start
+
+    def on_train_epoch_end(self, trainer, module):
+        losses = trainer.strategy.reduce(torch.stack(self.losses), reduce_op="mean")
+        if trainer.is_global_zero:
+            accuracy = trainer.callback_metrics.get("accuracy")
+            accuracy = None if accuracy is None else accuracy.item()
+            samples_per_second = self.samples * trainer.world_size / self.seconds
+            self.log.write(trainer.current_epoch, losses.tolist(), accuracy, samples_per_second)
