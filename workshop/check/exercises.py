@@ -165,6 +165,26 @@ EXERCISES = (
         metric="accuracy",
     ),
     Exercise(
+        "03_pytorch_lightning/exercise2_lightning_cifar10.py",
+        "torchrun",
+        {
+            1: "a ResNet-18 for images of 3 x 32 x 32, that keeps their pixels",
+            2: "it computes in bfloat16, where this device is fast at it",
+            3: "the learning rate makes one cycle over the steps of the run, each of as many batches as asked for",
+            4: "it keeps the best checkpoint, logs, and ends when it learns no more",
+            5: "it runs on several nodes, and inside a session that is a Slurm job",
+            KEPT: "it averages, shares out, learns and carries on as before",
+        },
+        _kinds(
+            goal1="wrong-images stem-shrinks",
+            goal2="precision",
+            goal3="schedule-flat schedule-uneven schedule-lost accumulation-uneven accumulation-scale",
+            goal4="best-lost never-stops stops-too-early not-logged",
+            goal5="nodes-ignored job-mistaken wrong-group",
+        ),
+        metric="accuracy",
+    ),
+    Exercise(
         "slurm-multinode/exercise1_launch_ddp.sh",
         "slurm",
         {

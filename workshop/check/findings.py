@@ -82,6 +82,16 @@ WHY = {
     # -- Lightning
     "trainer-idle": "what the Trainer does not run it neither distributes nor saves nor moves to the device",
     "step-missing": "the Trainer calls the methods of the module by their names: what is not there it cannot call",
+    "wrong-images": "the model is made for images of another shape",
+    "stem-shrinks": "what the stem throws away no later layer sees: of small images too little is left",
+    "schedule-flat": "a rate that fits the first steps is too high for the last, or the other way round",
+    "schedule-uneven": "a schedule that does not fit the run ends too early, or never comes to its end",
+    "best-lost": "the last epoch is not always the best, and a model that is not kept is gone",
+    "never-stops": "epochs in which nothing is learned any more are paid for",
+    "stops-too-early": "the training ends while the model still learns",
+    "not-logged": "afterwards nobody can see why a run went as it did",
+    "nodes-ignored": "on two nodes the processes have to know of both",
+    "job-mistaken": "in a Jupyter session on a cluster the program does not start, or trains alone",
     # -- matters of taste
     "same-random": "every rank draws the same random numbers: the same dropout, the same augmentation",
     "random-lost": "dropout and augmentation go another way after a restart: the run is as good, and not the same",

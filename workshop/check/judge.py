@@ -239,7 +239,19 @@ class _Runs:
         folder.mkdir()
         return folder
 
-    def run(self, *, nproc=None, epochs=EPOCHS, batch=BATCH, accumulate=1, scratch=None, nodes=1, fails=False) -> Run:
+    def run(
+        self,
+        *,
+        nproc=None,
+        epochs=EPOCHS,
+        batch=BATCH,
+        accumulate=1,
+        scratch=None,
+        nodes=1,
+        fails=False,
+        dies=False,
+        devices=True,
+    ) -> Run:
         """Run the exercise with these options, as far as it has them."""
         from workshop.check import launching
 
@@ -251,6 +263,7 @@ class _Runs:
             ("--accumulate", accumulate),
             ("--snapshot", "run.ckpt" if "lightning" in self.exercise.name else "run.pt"),
             ("--devices", nproc // nodes),
+            ("--nodes", nodes),
             ("--nproc", nproc if self.launch == "spawn" else None),
         ):
             if value is not None and self.has(name):
@@ -266,6 +279,8 @@ class _Runs:
             samples=BATCH * self.nproc * 9 // 2,  # four and a half global batches
             on_cpu=self.on_cpu,
             fails=fails,
+            dies=dies,
+            devices=devices,
         )
         run.accumulate = accumulate
         return run
@@ -284,7 +299,11 @@ def _several(verdict: Verdict, runs: _Runs) -> None:
     if runs.has("--snapshot"):
         found += _in_two_parts(runs, whole, accumulate)
     single = runs.run(nproc=1, epochs=1, batch=BATCH * runs.nproc * accumulate)
-    if single.trained:
+    if rules.has_batchnorm(whole):
+        verdict.unchecked.append(
+            "whether one process computes the same: BatchNorm takes the batch of each process for itself"
+        )
+    elif single.trained:
         found += rules.one_process(whole, single) + rules.ports(whole, single)
     else:
         verdict.unchecked.append("whether one process computes the same: with one process it does not train")
@@ -292,6 +311,16 @@ def _several(verdict: Verdict, runs: _Runs) -> None:
         found += rules.devices(runs.run(nproc=4, nodes=2, epochs=1, batch=4), 2)
     if "traceback-hidden" in exercise.kinds:
         found += rules.told(runs.run(epochs=1, fails=True))
+    if "stem-shrinks" in exercise.kinds:
+        found += rules.images(whole, 3, 32)
+    if "precision" in exercise.kinds:
+        found += _precision(verdict, whole)
+    if "schedule-flat" in exercise.kinds:
+        found += rules.cycle(whole)
+    if "best-lost" in exercise.kinds:
+        found += rules.monitoring(whole)
+    if "nodes-ignored" in exercise.kinds:
+        found += rules.nodes(runs.run(nproc=4, nodes=2, epochs=1, batch=4, devices=False))
     found += _figures(verdict, whole, judge={finding.kind for finding in found}.isdisjoint(NUMBERS))
     verdict.findings = ordered(verdict, found)
 
@@ -313,7 +342,12 @@ def _figures(verdict: Verdict, run: Run, judge: bool = True) -> list[Finding]:
 def _in_two_parts(runs: _Runs, whole: Run, accumulate: int = 1) -> list[Finding]:
     """What shows when a run is stopped after an epoch and started again."""
     scratch = runs.folder()
-    first = runs.run(epochs=1, accumulate=accumulate, scratch=scratch)
+    if (
+        "schedule-flat" in runs.exercise.kinds
+    ):  # a run of fewer epochs has another schedule: it is killed after its first snapshot
+        first = runs.run(accumulate=accumulate, scratch=scratch, dies=True)
+    else:
+        first = runs.run(epochs=1, accumulate=accumulate, scratch=scratch)
     second = runs.run(accumulate=accumulate, scratch=scratch)
     return rules.snapshots(whole, EPOCHS) + rules.ports(whole, first) + rules.resumed(whole, first, second)
 
@@ -338,13 +372,17 @@ def _one_device(verdict: Verdict, runs: _Runs) -> None:
         return
     found += _in_two_parts(runs, whole) + _figures(verdict, whole)
     if "host-sync" in verdict.exercise.kinds:
-        found += rules.loading(whole) + rules.waiting(whole)
-        if rules.bf16_is_fast(whole):
-            found += rules.dtypes(whole)
-        else:
-            verdict.unjudged.add(verdict.exercise.goal("precision"))
-            verdict.unchecked.append("bfloat16: the device that it trains on here is not fast at it")
+        found += rules.loading(whole) + rules.waiting(whole) + _precision(verdict, whole)
     verdict.findings = ordered(verdict, found)
+
+
+def _precision(verdict: Verdict, run: Run) -> list[Finding]:
+    """Whether it computes in bfloat16, where the device is fast at it."""
+    if rules.bf16_is_fast(run):
+        return rules.dtypes(run)
+    verdict.unjudged.add(verdict.exercise.goal("precision"))
+    verdict.unchecked.append("bfloat16: the device that it trains on here is not fast at it")
+    return []
 
 
 def _generic(verdict: Verdict, runs: _Runs, arguments: list[str]) -> None:

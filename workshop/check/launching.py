@@ -66,6 +66,7 @@ def run_program(
     on_cpu: bool = True,
     fails: bool = False,
     dies: bool = False,
+    devices: bool = True,
     patience: Patience | None = None,
 ) -> Run:
     """Run a program once, and return what was seen.
@@ -78,6 +79,7 @@ def run_program(
         nproc: the number of processes.
         scratch: the folder that it runs in, the only one that it can write to; snapshots of an earlier run may lie in it.
         nodes: over how many simulated machines the processes are spread; with more than one each seems to have devices.
+        devices: let each of several machines seem to have devices.
         samples: give it only so many of the digits to train on, and few to test on, for speed; None: all.
         on_cpu: hide the GPUs.
         fails: let rank 1 raise an exception in its third step.
@@ -86,12 +88,12 @@ def run_program(
     """
     patience = patience or Patience()
     settings = (script, list(arguments), launch, nproc, scratch)
-    run = _run_once(settings, nodes, samples, on_cpu, fails, dies, patience)
+    run = _run_once(settings, nodes, devices, samples, on_cpu, fails, dies, patience)
     if run.hung == "idle" and _hung_on_the_way_to_the_group(run):
         # A store's thread runs in the process that forks here, and a fork at the wrong moment copies what it has locked: once in
         # some hundred runs a rank waits for ever. Fresh interpreters do not: what really hangs, hangs again.
         patience = Patience(idle=min(patience.idle, 5), busy=patience.busy, total=patience.total)
-        run = _run_once(settings, nodes, samples, on_cpu, fails, dies, patience)
+        run = _run_once(settings, nodes, devices, samples, on_cpu, fails, dies, patience)
     return run
 
 
@@ -102,7 +104,7 @@ def _hung_on_the_way_to_the_group(run: Run) -> bool:
     )
 
 
-def _run_once(settings, nodes, samples, on_cpu, fails, dies, patience) -> Run:
+def _run_once(settings, nodes, devices, samples, on_cpu, fails, dies, patience) -> Run:
     """One run, as ``run_program`` has described it."""
     script, arguments, launch, nproc, scratch = settings
     folder = Path(tempfile.mkdtemp(prefix="evidence-", dir=scratch.parent))
@@ -112,7 +114,7 @@ def _run_once(settings, nodes, samples, on_cpu, fails, dies, patience) -> Run:
     sys.stderr.flush()
     keeper = os.fork()
     if keeper == 0:
-        _child(_keep, script, arguments, launch, nproc, scratch, folder, nodes, samples, on_cpu, fails, dies)
+        _child(_keep, script, arguments, launch, nproc, scratch, folder, nodes, devices, samples, on_cpu, fails, dies)
     watcher = _Watcher(keeper, folder, patience)
     try:
         status = watcher.watch()
@@ -182,7 +184,7 @@ def _kill_below(pid: int) -> None:
         time.sleep(0.005)
 
 
-def _launcher(script, arguments, launch, nproc, scratch, folder, nodes, samples, on_cpu, fails, dies) -> int:
+def _launcher(script, arguments, launch, nproc, scratch, folder, nodes, devices, samples, on_cpu, fails, dies) -> int:
     """The first process of the program; its exit status is the run's."""
     _prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: it does not outlive the keeper
     null = os.open(os.devnull, os.O_RDONLY)
@@ -204,7 +206,7 @@ def _launcher(script, arguments, launch, nproc, scratch, folder, nodes, samples,
     contexts["spawn"] = contexts["forkserver"] = contexts["fork"]
     multiprocessing.set_start_method("fork", force=True)
     if launch == "torchrun":
-        return _ranks(script, arguments, nproc, scratch, folder, nodes, fails, dies)
+        return _ranks(script, arguments, nproc, scratch, folder, nodes, devices, fails, dies)
     return _run(script, arguments, scratch, folder, dies=dies)
 
 
@@ -218,7 +220,7 @@ def _environment(scratch: Path, on_cpu: bool) -> None:
         os.environ.update(CUDA_VISIBLE_DEVICES="", HIP_VISIBLE_DEVICES="")
 
 
-def _ranks(script, arguments, nproc, scratch, folder, nodes, fails, dies) -> int:
+def _ranks(script, arguments, nproc, scratch, folder, nodes, devices, fails, dies) -> int:
     """Fork the ranks as torchrun would, and wait for them: the first that fails ends the rest."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     local = nproc // nodes
@@ -244,7 +246,16 @@ def _ranks(script, arguments, nproc, scratch, folder, nodes, fails, dies) -> int
                 TORCHELASTIC_MAX_RESTARTS="0",
                 TORCHELASTIC_ERROR_FILE=str(folder / f"error-{rank}.json"),
             )
-            _child(_rank, script, arguments, scratch, folder, local if nodes > 1 else 0, fails and rank == 1, dies)
+            _child(
+                _rank,
+                script,
+                arguments,
+                scratch,
+                folder,
+                local if nodes > 1 and devices else 0,
+                fails and rank == 1,
+                dies,
+            )
         children[child] = rank
     status = 0
     while children:

@@ -22,6 +22,8 @@ def real_part(exercise: Exercise) -> Callable[[Path, Exercise, Path, bool], list
     """The function that checks this exercise with a real launcher, given whether GPUs are to be hidden; None: nothing to see."""
     if exercise.launch == "spawn":
         return _spawn
+    if "lightning" in exercise.name:
+        return _alone
     if "not-restarted" in exercise.kinds:
         return _kills
     if "slower" in exercise.kinds:
@@ -98,6 +100,33 @@ def _spawn(script: Path, exercise: Exercise, place: Path, on_cpu: bool) -> list[
                 detail=text[-3000:],
             )
         ]
+    return []
+
+
+# What a Jupyter session on a cluster hands on to the programs that are started in it: it is a Slurm job of one task.
+SESSION = {"SLURM_JOB_ID": "4711", "SLURM_JOB_NAME": "jupyter", "SLURM_NTASKS": "1", "SLURM_NNODES": "1", "SLURM_PROCID": "0",
+           "SLURM_LOCALID": "0", "SLURM_NODEID": "0", "SLURM_JOB_NODELIST": "node1"}  # fmt: skip
+
+
+def _alone(script: Path, exercise: Exercise, place: Path, on_cpu: bool) -> list[Finding]:
+    """Start one process, and let Lightning start the other; where the exercise knows of it, in a session that is a Slurm job."""
+    session = "job-mistaken" in exercise.kinds
+    command = [sys.executable, script, "--devices", 2, "--epochs", 1, "--batch-size", 32, "--snapshot", "run.ckpt"]
+    run = _Real(command, place / "alone", OMP_NUM_THREADS="1", **(SESSION if session else {}))
+    try:
+        status = run.wait(LIMIT)
+    finally:
+        run.end()
+    text, kind = run.text(), "job-mistaken" if session else "crash"
+    where = "inside a Slurm job of one task" if session else "started by itself"
+    if status is None:
+        return [Finding("hang", f"{where} it was not over after {LIMIT} s", detail=text[-3000:])]
+    if status != 0:
+        return [Finding(kind, f"{where} it fails: {_last_error(text)}", detail=text[-3000:])]
+    processes = [entry["processes"] for entry in read_log(run.folder / "run.ckpt")]
+    if processes != [2]:
+        seen = f"{where}, with --devices 2, {processes[0] if processes else 'no'} process trains"
+        return [Finding(kind if session else "wrong-group", seen, detail=text[-3000:])]
     return []
 
 

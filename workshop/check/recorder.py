@@ -105,6 +105,8 @@ class Recorder:
         self.untrained = []  # forwards that no backward has followed
         self.steps = self.values = self.prepared = 0
         self.dtypes = set()  # of what the layers put out in training
+        self.convolved = []  # height and width of what each convolution puts out, in the first step
+        self.batchnorm = False  # whether a layer normalizes with the batch
         self.model = None
         environment = {
             name: os.environ.get(name) for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -339,6 +341,9 @@ def _models(r: Recorder) -> None:
                 r.depth -= 1
             if isinstance(module, (nn.Linear, nn.Conv2d)) and isinstance(output, torch.Tensor) and output.requires_grad:
                 r.dtypes.add(str(output.dtype))
+                if isinstance(module, nn.Conv2d) and not r.steps:
+                    r.convolved.append(tuple(output.shape[-2:]))
+            r.batchnorm = r.batchnorm or isinstance(module, nn.modules.batchnorm._BatchNorm)
             return output
 
         return __call__
@@ -408,6 +413,7 @@ def _forward(r: Recorder, module, args, kwargs) -> None:
         "sync": module.require_backward_grad_sync if wrapped else None,
         "keys": keys,
         "rows": content,
+        "shape": None if tensor is None else tuple(tensor.shape[1:]),
         "loader": batch["loader"] if batch else None,
         "where": r.where(),
     }
@@ -592,6 +598,8 @@ def _optimizers(r: Recorder) -> None:
             value_at=getattr(r, "last_value", ""),
             dtypes=sorted(r.dtypes),
             bf16=r.bf16,
+            convolved=r.convolved,
+            batchnorm=r.batchnorm,
         )
 
     register_optimizer_step_pre_hook(before)
@@ -741,6 +749,8 @@ def _lightning(r: Recorder, package) -> None:
 
         def on_train_start(self, trainer, module):
             r.fitting = True
+            stopping = [each for each in trainer.callbacks if isinstance(each, package.callbacks.EarlyStopping)]
+            r.note("stopping", by=[(each.monitor, each.mode) for each in stopping])
 
         def on_train_end(self, trainer, module):
             r.fitting = False
@@ -756,7 +766,16 @@ def _lightning(r: Recorder, package) -> None:
         def save_checkpoint(self, filepath, *args, **kwargs):
             if self.is_global_zero:
                 r.saved = True
-                r.note("save", path=os.path.realpath(filepath), whole=True, keys=[], parts=[], where=r.where())
+                accuracy = self.callback_metrics.get("accuracy")
+                r.note(
+                    "save",
+                    path=os.path.realpath(filepath),
+                    whole=True,
+                    keys=[],
+                    parts=[],
+                    accuracy=None if accuracy is None else float(accuracy),
+                    where=r.where(),
+                )
             return original(self, filepath, *args, **kwargs)
 
         return save_checkpoint
@@ -768,6 +787,15 @@ def _lightning(r: Recorder, package) -> None:
 
         return fit
 
+    def log(original):
+        def log_metrics(self, metrics, *args, **kwargs):
+            r.note("logged", names=sorted(metrics))
+            return original(self, metrics, *args, **kwargs)
+
+        return log_metrics
+
+    for logger in (package.loggers.CSVLogger, package.loggers.TensorBoardLogger):
+        _wrap(logger, "log_metrics", log)
     _wrap(package.Trainer, "__init__", init)
     _wrap(package.Trainer, "save_checkpoint", save)
     _wrap(package.Trainer, "fit", fit)

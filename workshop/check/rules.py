@@ -172,6 +172,11 @@ TRANSLATED = (
         "step-missing",
         r"the Trainer finds no \1()",
     ),
+    (
+        r"Tried to step (\d+) times. The specified number of total steps is (\d+)",
+        "schedule-uneven",
+        r"the schedule was made for \2 steps, and the run takes more",
+    ),
 )
 
 
@@ -310,6 +315,100 @@ def trainer(run: Run) -> list[Finding]:
             )
         ]
     return [] if fits else [Finding("trainer-idle", "Trainer.fit() is never called")]
+
+
+def images(run: Run, channels: int, size: int) -> list[Finding]:
+    """Whether a model for images of this shape is given them, and keeps their pixels for its first layers."""
+    for process in run.trained[:1]:
+        step = process.steps[0]
+        forward = step.backwards[0]["forward"] if step.backwards else None
+        shape, convolved = forward and forward["shape"], step.after.get("convolved", [])
+        if shape != (channels, size, size):
+            seen = " x ".join(map(str, shape or ()))
+            return [
+                Finding(
+                    "wrong-images",
+                    f"the model is given images of {seen}, not {channels} x {size} x {size}",
+                    _loader_where(process),
+                )
+            ]
+        if convolved.count((size, size)) < 3:
+            later = convolved[min(1, len(convolved) - 1)] if convolved else (0, 0)
+            seen = f"of {size} x {size} pixels the first block puts out {later[0]} x {later[1]}"
+            return [Finding("stem-shrinks", seen, _loader_where(process))]
+    return []
+
+
+def cycle(run: Run) -> list[Finding]:
+    """Whether the learning rate rises and falls once, over all steps of the run."""
+    for process in run.trained[:1]:
+        rates = [step.before["rates"][0] for step in process.steps]
+        shown = ", ".join(f"{rate:.1e}" for rate in rates[:8]) + (", ..." if len(rates) > 8 else "")
+        where = process.steps[0].before["where"]
+        if len(set(rates)) == 1:
+            return [
+                Finding(
+                    "schedule-flat", f"the learning rate is {rates[0]:.1e} at all {_plural(len(rates), 'step')}", where
+                )
+            ]
+        if len(set(rates)) < len(rates):
+            return [Finding("schedule-uneven", f"the learning rate does not move with each step: {shown}", where)]
+        top = rates.index(max(rates))
+        once = rates[: top + 1] == sorted(rates[: top + 1]) and rates[top:] == sorted(rates[top:], reverse=True)
+        if not once or rates[-1] > 0.05 * rates[top]:
+            return [
+                Finding("schedule-uneven", f"the learning rate does not come down by the last step: {shown}", where)
+            ]
+    return []
+
+
+def monitoring(run: Run) -> list[Finding]:
+    """Whether a Lightning run keeps its best checkpoint, ends when it learns no more, and logs its learning rate."""
+    found = []
+    saves = [what for process in run.processes for what in process.of("save") if what["path"] and what.get("whole")]
+    last = {what["path"]: what["accuracy"] for what in saves}  # what each file holds in the end
+    seen = [what["accuracy"] for what in saves if what["accuracy"] is not None]
+    where = saves[0]["where"] if saves else ""
+    if len(last) < 2:
+        found.append(
+            Finding("best-lost", "one checkpoint is kept, the last: if the accuracy falls, the best is gone", where)
+        )
+    elif seen and max(seen) not in last.values():
+        kept = ", ".join(f"{value:.1%}" for value in last.values() if value is not None)
+        found.append(
+            Finding("best-lost", f"the best accuracy was {max(seen):.1%}; the checkpoints kept have {kept}", where)
+        )
+    rules = [rule for process in run.ranks[:1] for what in process.of("stopping") for rule in what["by"]]
+    if not rules:
+        found.append(Finding("never-stops", "nothing ends the training when the accuracy rises no more", where))
+    for monitor, mode in rules:
+        if "acc" in monitor and mode == "min":
+            found.append(Finding("stops-too-early", f"it stops when {monitor} no longer falls", where))
+    names = {name for process in run.ranks[:1] for what in process.of("logged") for name in what["names"]}
+    if not any("lr" in name.lower() or "learning" in name.lower() for name in names):
+        what = (
+            "nothing reaches a logger"
+            if not names
+            else f"the logger gets {', '.join(sorted(names)[:4])}, and no learning rate"
+        )
+        found.append(Finding("not-logged", what, where))
+    return found
+
+
+def nodes(run: Run) -> list[Finding]:
+    """Whether a run over two machines, of the options of which one says so, came about."""
+    wrong = [*ending(run), *group(run)]
+    if not wrong and not run.trained:
+        return [Finding("nodes-ignored", "on 2 nodes of 2 processes it takes no step")]
+    return [
+        Finding("nodes-ignored", f"on 2 nodes of 2 processes: {each.seen}", each.where, each.detail)
+        for each in wrong[:1]
+    ]
+
+
+def has_batchnorm(run: Run) -> bool:
+    """Whether a layer normalizes with the batch of its process: then two processes rightly compute otherwise than one."""
+    return any(step.after.get("batchnorm") for process in run.trained for step in process.steps)
 
 
 def ports(run: Run, other: Run) -> list[Finding]:
