@@ -11,7 +11,13 @@ import os
 
 import lightning as L
 import torch
-from lightning.pytorch.callbacks import EarlyStopping, LearningRateMonitor, ModelCheckpoint, ThroughputMonitor
+from lightning.pytorch.callbacks import (
+    DeviceStatsMonitor,
+    EarlyStopping,
+    LearningRateMonitor,
+    ModelCheckpoint,
+    ThroughputMonitor,
+)
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.plugins.environments import LightningEnvironment, SLURMEnvironment, TorchElasticEnvironment
 from torch import nn
@@ -141,9 +147,9 @@ def train(args):
         # TODO 3: a step is to belong to args.accumulate batches. Look up: Trainer(accumulate_grad_batches=)
         use_distributed_sampler=False,  # Data deals out the samples itself
         # TODO 4: beside the checkpoint after each epoch the best one, named f"{name}-best"; an end once the accuracy has not
-        # risen for 5 epochs; learning rate and speed in a table beside the snapshot, in the folder f"{name}-metrics".
-        # Look up: ModelCheckpoint(monitor=, mode=), EarlyStopping, LearningRateMonitor, ThroughputMonitor(batch_size_fn=);
-        # CSVLogger(save_dir, name=, version="")
+        # risen for 5 epochs; learning rate, speed and the state of the device in a table beside the snapshot, in the folder
+        # f"{name}-metrics". Look up: ModelCheckpoint(monitor=, mode=), EarlyStopping, LearningRateMonitor,
+        # ThroughputMonitor(batch_size_fn=), DeviceStatsMonitor; CSVLogger(save_dir, name=)
         callbacks=[EpochReport(args.snapshot), ModelCheckpoint(folder or ".", name, save_on_train_epoch_end=True)],
         logger=False,
         log_every_n_steps=1 if args.dataset == "digits" else 50,

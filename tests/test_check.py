@@ -13,7 +13,7 @@ import runs
 from mistakes.bank import BANK
 from mistakes.correct import CORRECT
 from mistakes.held_out import HELD_OUT
-from mistakes.lightning import LIGHTNING, LIGHTNING_CORRECT
+from mistakes.lightning import LIGHTNING, LIGHTNING_CIFAR10, LIGHTNING_CIFAR10_CORRECT, LIGHTNING_CORRECT
 from mistakes.second_program import SECOND
 from workshop.check import judge, rules
 from workshop.check.exercises import EXERCISES
@@ -21,8 +21,8 @@ from workshop.check.findings import HINTS, WHY, Finding
 
 TORCHRUN = runs.ROOT / "solutions/02_pytorch_ddp/exercise2_multigpu_torchrun.py"
 LANGUAGE_MODEL = runs.ROOT / "tests/mistakes/language_model.py"
-ALL = (*BANK, *HELD_OUT, *SECOND, *LIGHTNING)
-STYLES = (*CORRECT, *LIGHTNING_CORRECT)
+ALL = (*BANK, *HELD_OUT, *SECOND, *LIGHTNING, *LIGHTNING_CIFAR10)
+STYLES = (*CORRECT, *LIGHTNING_CORRECT, *LIGHTNING_CIFAR10_CORRECT)
 # In the daily tests every seventh; all of them in the long run.
 SAMPLE = {mistake.name for mistake in ALL[::7]} | {style.name for style in STYLES[::9]}
 

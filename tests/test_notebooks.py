@@ -36,7 +36,7 @@ def test_links_lead_somewhere(stage):
 @pytest.fixture
 def copy(tmp_path, monkeypatch):
     """The stages in a folder of their own, so that what the cells write stays there."""
-    for name in ("01_single_gpu", "02_pytorch_ddp", "slurm-multinode", "solutions", "workshop"):
+    for name in (*solutions.STAGES, "solutions", "workshop"):
         shutil.copytree(runs.ROOT / name, tmp_path / name, ignore=shutil.ignore_patterns("runs", "__pycache__"))
     shutil.copy2(runs.ROOT / "workshop.sh", tmp_path)
     changes = {"PYTHONPATH": tmp_path, "JUPYTER_PLATFORM_DIRS": 1, "IPYTHONDIR": tmp_path / "ipython"}
@@ -134,10 +134,18 @@ def judge_02(notebook):
     assert "rank 1: before [10, 11, 12, 13, 14, 15, 16, 17], after reduce_scatter [68, 72]" in shown[3]
 
 
+def judge_03(notebook):
+    assert "mean of rank 0's batches 0.500; mean of the ranks' means 0.625; the object 0.778" in text(notebook)
+    assert "run_training_batch" in text(notebook, "run-profile")
+    assert "fully_shard(self.model, mesh=mesh)" in text(notebook, "run-fsdp2")
+    shown = pictures(notebook)
+    assert "rank 1: of 0 1 2 3 4 [1, 3, 0], dealt out by hand [1, 3]" in shown[2]
+
+
 @pytest.mark.parametrize(
     ("stage", "judge"),
-    [("01_single_gpu", judge_01), ("02_pytorch_ddp", judge_02)],
-    ids=["01", "02"],
+    [("01_single_gpu", judge_01), ("02_pytorch_ddp", judge_02), ("03_pytorch_lightning", judge_03)],
+    ids=["01", "02", "03"],
 )
 def test_as_delivered(stage, judge, copy):
     notebook = execute(copy / stage / f"{stage}.ipynb")
@@ -150,8 +158,12 @@ def test_as_delivered(stage, judge, copy):
 
 @pytest.mark.parametrize(
     ("stage", "judge"),
-    [("01_single_gpu", judge_01), pytest.param("02_pytorch_ddp", judge_02, marks=pytest.mark.full)],
-    ids=["01", "02"],
+    [
+        pytest.param("01_single_gpu", judge_01, marks=pytest.mark.full),
+        pytest.param("02_pytorch_ddp", judge_02, marks=pytest.mark.full),
+        pytest.param("03_pytorch_lightning", judge_03, marks=pytest.mark.full),
+    ],
+    ids=["01", "02", "03"],
 )
 def test_solved(stage, judge, copy):
     solve(copy)
@@ -164,9 +176,21 @@ def test_solved(stage, judge, copy):
             first, second = (runs.losses(runs.read_log(copy / stage / "runs" / f"{each}.pt")) for each in name)
             assert first == pytest.approx(second, abs=1e-3)
         assert "largest difference between any two weights: 0.0\n" in text(notebook, "compare-kill")
+    if stage == "03_pytorch_lightning":
+        logs = [runs.read_log(copy / stage / "runs" / name) for name in ("by_hand.pt", "lightning.ckpt", "fsdp2.ckpt")]
+        by_hand, lightning, fsdp2 = map(runs.losses, logs)
+        assert lightning == pytest.approx(by_hand, abs=1e-3)
+        assert fsdp2 == pytest.approx(by_hand[: len(fsdp2)], abs=1e-3)
+        assert text(notebook, "run-session").startswith("status 0\n")
+        if not runs.NO_CLUSTER:
+            assert "training on cpu from epoch 1: 4 processes" in text(notebook, "run-job")
 
 
-JUDGES = {"01_single_gpu": judge_01, "02_pytorch_ddp": judge_02}  # of slurm-multinode: in test_slurm_notebook.py
+JUDGES = {
+    "01_single_gpu": judge_01,
+    "02_pytorch_ddp": judge_02,
+    "03_pytorch_lightning": judge_03,
+}  # of slurm-multinode: in test_slurm_notebook.py
 
 
 @STAGES

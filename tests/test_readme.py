@@ -22,6 +22,7 @@ ELSEWHERE = {
     "./workshop.sh test": (".ci/run", "./workshop.sh test"),
     "./workshop.sh test --full": ("tests/test_readme.py", "def test_full_is_passed_on"),
     "./workshop.sh fetch mnist": ("tests/test_readme.py", "def test_fetch_as_in_the_readme"),
+    "./workshop.sh fetch cifar10": ("tests/test_data.py", "def test_cifar10"),
     "./workshop.sh lab": ("tests/test_jupyter.py", "def test_notebook_01_in_a_browser"),
     "./workshop.sh doctor --class 30": ("tests/test_classroom.py", '"--class", 30'),
     "./run_single_gpu.sh --epochs 4": ("01_single_gpu/01_single_gpu.ipynb", "run_single_gpu.sh --epochs 4"),

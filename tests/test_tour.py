@@ -15,10 +15,10 @@ from workshop.measure.launch import first_failure
 
 @pytest.fixture(scope="module")
 def toured(tmp_path_factory):
-    """The tour of stages 01 and 02 as the README has it, in a folder of its own."""
+    """The tour as the README has it, in a folder of its own."""
     folder = tmp_path_factory.mktemp("tour")
     done = subprocess.run(
-        [sys.executable, "-m", "workshop", "tour", "--stages", "01,02", "--output", str(folder)],
+        [sys.executable, "-m", "workshop", "tour", "--output", str(folder)],
         cwd=folder,
         env=runs.environment(COLUMNS=80),
         capture_output=True,
@@ -39,6 +39,8 @@ def test_every_run_trains_the_same(toured):
     assert {(run["name"], count) for run in summary["runs"] for count in [run["processes"]]} >= {
         ("torchrun", 1),
         ("torchrun", 2),
+        ("Lightning", 1),
+        ("Lightning", 2),
     }
     for run in summary["runs"]:
         assert run["failure"] == ""
@@ -55,7 +57,7 @@ def test_table_and_picture(toured):
     lines = done.stdout.splitlines()
     header = next(line for line in lines if line.lstrip().startswith("stage"))
     assert header.split() == ["stage", "run", "processes", "device", "samples/s", "speed-up", "accuracy", "seconds"]
-    assert sum(line.lstrip().startswith(("01 ", "02 ")) for line in lines) == len(
+    assert sum(line.lstrip().startswith(("01 ", "02 ", "03 ")) for line in lines) == len(
         json.loads((folder / "tour.json").read_text())["runs"]
     )
     with Image.open(folder / "tour.png") as picture:

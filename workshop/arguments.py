@@ -163,6 +163,11 @@ def _check_snapshot(args, model):
         raise UserError(f"--snapshot {path}: the run's log will have that name; give the snapshot another, run.pt say")
     if path.is_dir():
         raise UserError(f"--snapshot {path} is a folder; name a file in it")
+    lightning = hasattr(model, "training_step")
+    if lightning and path.suffix != ".ckpt":
+        raise UserError(
+            f"--snapshot {path}: Lightning's checkpoints end in .ckpt, so it would write another file; try run.ckpt"
+        )
     folder = path.absolute().parent
     existing = next(parent for parent in (folder, *folder.parents) if parent.exists())
     if not existing.is_dir():
@@ -181,7 +186,6 @@ def _check_snapshot(args, model):
     if model is None:
         return
     # Lightning has names of its own for the same things.
-    lightning = hasattr(model, "training_step")
     weights, optimizer = ("state_dict", "optimizer_states") if lightning else ("model", "optimizer")
     try:
         model.load_state_dict(snapshot[weights])
@@ -191,8 +195,10 @@ def _check_snapshot(args, model):
         raise UserError(
             f"--snapshot {path} does not fit this model (it was written by another program); delete it or name another"
         ) from error
-    # torchrun starts all ranks again when one has died, even after the last snapshot: then there is rightly nothing to do.
-    if done >= args.epochs and os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0":
+    # torchrun starts all ranks again when one has died, and Slurm a job whose node has, even after the last snapshot: then there
+    # is rightly nothing to do.
+    restarts = (os.environ.get(name, "0") for name in ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT"))
+    if done >= args.epochs and set(restarts) == {"0"}:
         raise UserError(
             f"--snapshot {path} already holds {done} epoch{'s' * (done > 1)} of the {args.epochs} asked for, "
             "so there is nothing left to train; raise --epochs, or delete it to start again"

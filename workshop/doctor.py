@@ -202,6 +202,8 @@ def check_packages() -> Finding:
         "matplotlib": "matplotlib",
         "psutil": "psutil",
         "rich": "rich",
+        "lightning": "lightning",
+        "torchmetrics": "torchmetrics",
     }
     missing = [package for module, package in needed.items() if importlib.util.find_spec(module) is None]
     if missing:
@@ -211,9 +213,9 @@ def check_packages() -> Finding:
             "missing: " + ", ".join(missing),
             f"{sys.executable} -m pip install {' '.join(missing)}",
         )
-    later = {name: name for name in ("lightning", "transformers")}
-    versions = [f"{name} {importlib.metadata.version(name)}" for name in later if importlib.util.find_spec(name)]
-    return Finding("packages", OK, "all of stages 01 and 02" + ("; " + ", ".join(versions) if versions else ""))
+    shown = (name for name in ("lightning", "transformers") if importlib.util.find_spec(name))
+    versions = ", ".join(f"{name} {importlib.metadata.version(name)}" for name in shown)
+    return Finding("packages", OK, f"all of stages 01 to 03; {versions}")
 
 
 def check_cores() -> Finding:

@@ -50,6 +50,11 @@ ENTRIES = (
         "02", "mp.spawn", lambda n: [sys.executable, "solutions/02_pytorch_ddp/exercise1_multigpu.py", f"--nproc={n}"]
     ),
     Entry("02", "torchrun", _torchrun("solutions/02_pytorch_ddp/exercise2_multigpu_torchrun.py")),
+    Entry(
+        "03",
+        "Lightning",
+        lambda n: [sys.executable, "solutions/03_pytorch_lightning/exercise1_lightning_mnist.py", f"--devices={n}"],
+    ),
 )
 
 
@@ -155,13 +160,12 @@ def _run(entry: Entry, processes: int, batch: int, epochs: int, root: Path, fold
     place = folder / f"{entry.stage}-{entry.name.replace(' ', '-').replace('.', '-')}-{processes}"
     shutil.rmtree(place, ignore_errors=True)  # what an earlier tour left: its snapshot would be carried on from
     place.mkdir()
-    snapshot = place / "snapshot.pt"
+    snapshot = place / "snapshot.ckpt"  # the ending that Lightning gives
     command = [
         *entry.command(processes),
         f"--epochs={epochs}",
         f"--batch-size={batch // processes}",
         f"--snapshot={snapshot}",
-        f"--save-every={epochs}",
     ]
     # One thread a process: on a CPU a process then stands for a device, and more processes for more devices.
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PET_LOG_DIR": str(place / "torchrun")}

@@ -10,7 +10,13 @@ import os
 
 import lightning as L
 import torch
-from lightning.pytorch.callbacks import EarlyStopping, LearningRateMonitor, ModelCheckpoint, ThroughputMonitor
+from lightning.pytorch.callbacks import (
+    DeviceStatsMonitor,
+    EarlyStopping,
+    LearningRateMonitor,
+    ModelCheckpoint,
+    ThroughputMonitor,
+)
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.plugins.environments import LightningEnvironment, SLURMEnvironment, TorchElasticEnvironment
 from torch import nn
@@ -146,10 +152,11 @@ def train(args):
             EarlyStopping("accuracy", mode="max", patience=5),
             LearningRateMonitor("step"),
             ThroughputMonitor(batch_size_fn=lambda batch: len(batch[1])),
+            DeviceStatsMonitor(),
             ModelCheckpoint(folder or ".", f"{name}-best", monitor="accuracy", mode="max"),
             ModelCheckpoint(folder or ".", name, save_on_train_epoch_end=True),
         ],
-        logger=CSVLogger(folder or ".", name=f"{name}-metrics", version=""),
+        logger=CSVLogger(folder or ".", name=f"{name}-metrics"),
         log_every_n_steps=1 if args.dataset == "digits" else 50,
         enable_progress_bar=False,
         enable_model_summary=False,

@@ -6,6 +6,7 @@ P55 to P60 are Lightning's in the catalogue of public threads.
 from mistakes.bank import Mistake
 
 MNIST = "solutions/03_pytorch_lightning/exercise1_lightning_mnist.py"
+CIFAR10 = "solutions/03_pytorch_lightning/exercise2_lightning_cifar10.py"
 
 # Lines of the solution that several versions edit.
 LOSS = "        return F.cross_entropy(self(images), labels)\n"
@@ -24,6 +25,16 @@ STRATEGY = '        strategy="ddp",\n'
 DEVICES = "        devices=args.devices,\n"
 FIT = "    trainer.fit(Classifier(), data, ckpt_path=snapshot)\n"
 FORWARD = "    def forward(self, images):\n"
+STEM = "nn.Sequential(nn.Conv2d(3, width, 3, padding=1, bias=False), nn.BatchNorm2d(width), nn.ReLU())"
+STEPS = "        steps = self.trainer.estimated_stepping_batches\n"
+INTERVAL = '"lr_scheduler": {"scheduler": schedule, "interval": "step"}'
+ACCUMULATE = "        accumulate_grad_batches=args.accumulate,\n"
+BEST = 'ModelCheckpoint(folder or ".", f"{name}-best", monitor="accuracy", mode="max")'
+STOPPING = 'EarlyStopping("accuracy", mode="max", patience=5)'
+LOGGER = 'CSVLogger(folder or ".", name=f"{name}-metrics")'
+NODES = "        num_nodes=args.nodes,\n"
+PLUGINS = "        plugins=[choose_environment()],\n"
+SRUN = 'if int(os.environ.get("SLURM_STEP_NUM_TASKS", 1)) > 1:'
 
 
 def _mnist(name: str, kinds: str, note: str, *edits: tuple[str, str]) -> Mistake:
@@ -216,6 +227,161 @@ LIGHTNING = (
 )
 
 
+def _cifar10(name: str, kinds: str, note: str, *edits: tuple[str, str], real: bool = False) -> Mistake:
+    return Mistake(f"lightning-{name}", CIFAR10, edits, tuple(kinds.split()), note, real)
+
+
+LIGHTNING_CIFAR10 = (
+    _cifar10(
+        "stem-of-the-paper",
+        "stem-shrinks",
+        "7 x 7 with stride 2, and a pooling: 8 x 8 pixels are left",
+        ("        self.model.stem = " + STEM + "\n", ""),
+    ),
+    _cifar10(
+        "stem-keeps-the-pooling",
+        "stem-shrinks",
+        "half of the advice: the first convolution only",
+        (STEM, STEM.replace("nn.ReLU())", "nn.ReLU(), nn.MaxPool2d(2))")),
+    ),
+    _cifar10(
+        "stem-with-stride",
+        "stem-shrinks",
+        "3 x 3, and still every other pixel",
+        (STEM, STEM.replace("3, padding=1", "3, stride=2, padding=1")),
+    ),
+    _cifar10(
+        "images-of-28",
+        "wrong-images",
+        "the digits as they come: nothing fails, for the head takes the mean over any size",
+        (".resize((32, 32))", ""),
+    ),
+    _cifar10(
+        "schedule-by-the-epoch",
+        "schedule-uneven",
+        "Lightning takes a step of the schedule an epoch unless told otherwise: the rate hardly leaves its start",
+        (INTERVAL, '"lr_scheduler": schedule'),
+    ),
+    _cifar10(
+        "schedule-counts-no-accumulation",
+        "schedule-uneven",
+        "twice as many steps as there are: the cycle ends in its middle",
+        (STEPS, "        steps = self.trainer.max_epochs * self.trainer.num_training_batches\n"),
+        (
+            OPTIMIZER.replace("return ", "optimizer = "),
+            OPTIMIZER.replace("return ", "optimizer = ") + "        self.trainer.fit_loop.setup_data()\n",
+        ),
+    ),
+    _cifar10(
+        "schedule-counts-no-processes",
+        "schedule-uneven",
+        "the steps that one process alone would take",
+        (
+            STEPS,
+            "        data, epochs = self.trainer.datamodule, self.trainer.max_epochs\n"
+            "        steps = epochs * (len(data.train_set) // data.batch_size // self.trainer.accumulate_grad_batches)\n",
+        ),
+    ),
+    _cifar10(
+        "schedule-steps-twice",
+        "schedule-uneven crash",
+        "Lightning moves it already; at half of the run there are no steps left in the cycle",
+        (
+            FORWARD,
+            "    def on_train_batch_end(self, outputs, batch, batch_index):\n        self.lr_schedulers().step()\n\n"
+            + FORWARD,
+        ),
+    ),
+    _cifar10(
+        "accumulates-nothing",
+        "accumulation-uneven",
+        "the option is there, and nobody hears of it",
+        (ACCUMULATE, ""),
+    ),
+    _cifar10(
+        "accumulation-scaled-twice",
+        "accumulation-scale",
+        "Lightning divides the loss by the number of batches already",
+        (LOSS, "        return F.cross_entropy(self(images), labels) / self.trainer.accumulate_grad_batches\n"),
+    ),
+    _cifar10(
+        "best-without-monitor",
+        "crash",
+        "it keeps the last then, as the other one does, and Lightning cannot tell their states apart",
+        (BEST, BEST.replace(', monitor="accuracy", mode="max"', "")),
+    ),
+    _cifar10(
+        "best-is-the-worst",
+        "best-lost",
+        "the default is to keep the smallest, as for a loss",
+        (BEST, BEST.replace(', mode="max"', "")),
+    ),
+    _cifar10(
+        "no-best",
+        "best-lost",
+        "one checkpoint only",
+        (f"            {BEST},\n", ""),
+    ),
+    _cifar10(
+        "stops-when-it-rises",
+        "stops-too-early",
+        "the default is to stop when a loss no longer falls: an accuracy that rises counts as no progress",
+        (STOPPING, 'EarlyStopping("accuracy", patience=5)'),
+    ),
+    _cifar10(
+        "stops-by-a-name-nobody-logs",
+        "crash",
+        "Lightning says so, after the first epoch",
+        (STOPPING, 'EarlyStopping("val_accuracy", mode="max", patience=5)'),
+    ),
+    _cifar10(
+        "never-stops",
+        "never-stops",
+        "all epochs, whatever comes of them",
+        (f"            {STOPPING},\n", ""),
+    ),
+    _cifar10(
+        "no-logger",
+        "not-logged crash",
+        "LearningRateMonitor refuses to work without a logger",
+        (LOGGER, "False"),
+    ),
+    _cifar10(
+        "rate-not-logged",
+        "not-logged",
+        "a logger, and nobody who tells it the rate",
+        ('            LearningRateMonitor("step"),\n', ""),
+    ),
+    _cifar10(
+        "knows-one-node",
+        "nodes-ignored",
+        "two nodes are started, and the Trainer counts one",
+        (NODES, ""),
+    ),
+    _cifar10(
+        "processes-always-by-lightning",
+        "wrong-group",
+        "each of srun's tasks starts another process, and trains with that one; torchrun's do not: they find LOCAL_RANK",
+        (PLUGINS, "        plugins=[LightningEnvironment()],\n"),
+        real=True,
+    ),
+    _cifar10(
+        "any-job-is-sruns",
+        "job-mistaken",
+        "a Jupyter session is a job of one task (P59)",
+        (SRUN, 'if "SLURM_JOB_ID" in os.environ:'),
+        real=True,
+    ),
+    _cifar10(
+        "lightning-guesses",
+        "job-mistaken",
+        "left alone it takes a job's variables for srun's",
+        (PLUGINS, ""),
+        real=True,
+    ),
+)
+
+
 def _style(name: str, *edits: tuple[str, str]) -> Mistake:
     return Mistake(f"lightning-style-{name}", MNIST, edits, (), "")
 
@@ -293,4 +459,78 @@ LIGHTNING_CORRECT = (
         ("import MulticlassAccuracy", "import Accuracy"),
     ),
     _style("default-logger", ("        logger=False,\n", "")),
+)
+
+
+def _cifar10_style(name: str, *edits: tuple[str, str]) -> Mistake:
+    return Mistake(f"lightning-style-{name}", CIFAR10, edits, (), "")
+
+
+LIGHTNING_CIFAR10_CORRECT = (
+    _cifar10_style(
+        "stem-by-its-parts",
+        (
+            "        self.model.stem = " + STEM + "\n",
+            "        self.model.stem[0] = nn.Conv2d(3, width, 3, padding=1, bias=False)\n"
+            "        self.model.stem[3] = nn.Identity()\n",
+        ),
+    ),
+    _cifar10_style(
+        "another-resnet",
+        (
+            "        self.model = models.ResNet18(width)\n",
+            "        self.model = torchvision.models.ResNet(\n"
+            "            torchvision.models.resnet.BasicBlock, [2, 2, 2, 2], num_classes=10\n        )\n",
+        ),
+        (
+            "        self.model.stem = " + STEM + "\n",
+            "        self.model.conv1 = nn.Conv2d(3, 64, 3, padding=1, bias=False)\n"
+            "        self.model.maxpool = nn.Identity()\n",
+        ),
+        ("import torch\n", "import torch\nimport torchvision\n"),
+    ),
+    _cifar10_style(
+        "steps-counted-by-hand",
+        (
+            STEPS,
+            "        data, world_size = self.trainer.datamodule, self.trainer.world_size\n"
+            "        batches = len(data.train_set) // world_size // data.batch_size\n"
+            "        steps = self.trainer.max_epochs * -(-batches // self.trainer.accumulate_grad_batches)\n",
+        ),
+    ),
+    _cifar10_style(
+        "cosine-after-warm-up",
+        (
+            "OneCycleLR(optimizer, max_lr=4e-3, total_steps=steps)",
+            "LambdaLR(\n            optimizer, lambda step: min((step + 1) / 3, (steps - step) / steps * 0.9)"
+            " if step < steps - 1 else 0.01\n        )",
+        ),
+    ),
+    _cifar10_style(
+        "best-and-last-by-one-callback",
+        (
+            f"            {BEST},\n            {CHECKPOINT},\n",
+            '            ModelCheckpoint(folder or ".", f"{name}-best", monitor="accuracy", mode="max", save_last=True),\n',
+        ),
+        (
+            "    folder, name =",
+            "    ModelCheckpoint.CHECKPOINT_NAME_LAST = args.snapshot.removesuffix('.ckpt')\n    folder, name =",
+        ),
+    ),
+    _cifar10_style(
+        "patience-of-ten",
+        (STOPPING, 'EarlyStopping(monitor="accuracy", patience=10, mode="max", min_delta=0.001)'),
+    ),
+    _cifar10_style(
+        "launcher-by-rank",
+        ('if "TORCHELASTIC_RUN_ID" in os.environ:', "if TorchElasticEnvironment.detect():"),
+    ),
+    _cifar10_style(
+        "rate-logged-by-hand",
+        ('            LearningRateMonitor("step"),\n', ""),
+        (
+            LOSS,
+            '        self.log("learning_rate", self.optimizers().param_groups[0]["lr"])\n' + LOSS,
+        ),
+    ),
 )

@@ -303,6 +303,7 @@ def _several(verdict: Verdict, runs: _Runs) -> None:
         verdict.unchecked.append(
             "whether one process computes the same: BatchNorm takes the batch of each process for itself"
         )
+        found += rules.loss_scale(whole, single)
     elif single.trained:
         found += rules.one_process(whole, single) + rules.ports(whole, single)
     else:
@@ -342,9 +343,8 @@ def _figures(verdict: Verdict, run: Run, judge: bool = True) -> list[Finding]:
 def _in_two_parts(runs: _Runs, whole: Run, accumulate: int = 1) -> list[Finding]:
     """What shows when a run is stopped after an epoch and started again."""
     scratch = runs.folder()
-    if (
-        "schedule-flat" in runs.exercise.kinds
-    ):  # a run of fewer epochs has another schedule: it is killed after its first snapshot
+    if "schedule-flat" in runs.exercise.kinds:
+        # A run of fewer epochs has another schedule: it is killed after its first snapshot.
         first = runs.run(accumulate=accumulate, scratch=scratch, dies=True)
     else:
         first = runs.run(epochs=1, accumulate=accumulate, scratch=scratch)

@@ -23,7 +23,7 @@ def real_part(exercise: Exercise) -> Callable[[Path, Exercise, Path, bool], list
     if exercise.launch == "spawn":
         return _spawn
     if "lightning" in exercise.name:
-        return _alone
+        return _lightning
     if "not-restarted" in exercise.kinds:
         return _kills
     if "slower" in exercise.kinds:
@@ -106,27 +106,42 @@ def _spawn(script: Path, exercise: Exercise, place: Path, on_cpu: bool) -> list[
 # What a Jupyter session on a cluster hands on to the programs that are started in it: it is a Slurm job of one task.
 SESSION = {"SLURM_JOB_ID": "4711", "SLURM_JOB_NAME": "jupyter", "SLURM_NTASKS": "1", "SLURM_NNODES": "1", "SLURM_PROCID": "0",
            "SLURM_LOCALID": "0", "SLURM_NODEID": "0", "SLURM_JOB_NODELIST": "node1"}  # fmt: skip
+# And what srun sets for the two tasks of a job on one node, beside their numbers.
+TASKS = {**SESSION, "SLURM_JOB_NAME": "train", "SLURM_NTASKS": "2", "SLURM_NTASKS_PER_NODE": "2", "SLURM_STEP_NUM_TASKS": "2",
+         "SLURM_STEP_NUM_NODES": "1", "SLURM_STEP_ID": "0", "SLURM_NODELIST": "localhost"}  # fmt: skip
 
 
-def _alone(script: Path, exercise: Exercise, place: Path, on_cpu: bool) -> list[Finding]:
-    """Start one process, and let Lightning start the other; where the exercise knows of it, in a session that is a Slurm job."""
-    session = "job-mistaken" in exercise.kinds
+def _lightning(script: Path, exercise: Exercise, place: Path, on_cpu: bool) -> list[Finding]:
+    """Start one process, and let Lightning start the other; where the exercise knows of them also in a job, and as srun does."""
+    if "job-mistaken" not in exercise.kinds:
+        return _trained_by_two(script, place / "alone", "started by itself", "wrong-group", [{}])
+    port = {"SLURM_JOB_ID": str(os.getpid())}  # its last digits are where Lightning lets them meet
+    tasks = [{**TASKS, **port, "SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank)} for rank in range(2)]
+    return _trained_by_two(
+        script, place / "session", "inside a Slurm job of one task", "job-mistaken", [SESSION]
+    ) or _trained_by_two(script, place / "srun", "as two tasks of srun", "wrong-group", tasks)
+
+
+def _trained_by_two(script, folder, where, kind, environments) -> list[Finding]:
+    """Start a process with each of these environments, and look whether it comes to a training by two."""
     command = [sys.executable, script, "--devices", 2, "--epochs", 1, "--batch-size", 32, "--snapshot", "run.ckpt"]
-    run = _Real(command, place / "alone", OMP_NUM_THREADS="1", **(SESSION if session else {}))
+    started = [_Real(command, folder, OMP_NUM_THREADS="1", **environment) for environment in environments]
     try:
-        status = run.wait(LIMIT)
+        statuses = [run.wait(LIMIT) for run in started]
     finally:
-        run.end()
-    text, kind = run.text(), "job-mistaken" if session else "crash"
-    where = "inside a Slurm job of one task" if session else "started by itself"
-    if status is None:
+        for run in started:
+            run.end()
+    text = "\n".join(run.text() for run in started)
+    if None in statuses:
         return [Finding("hang", f"{where} it was not over after {LIMIT} s", detail=text[-3000:])]
-    if status != 0:
+    if any(statuses):
         return [Finding(kind, f"{where} it fails: {_last_error(text)}", detail=text[-3000:])]
-    processes = [entry["processes"] for entry in read_log(run.folder / "run.ckpt")]
+    processes = [entry["processes"] for entry in read_log(folder / "run.ckpt")]
+    if text.count("training on ") > 1:
+        return [Finding(kind, f"{where}, each trains for itself", detail=text[-3000:])]
     if processes != [2]:
         seen = f"{where}, with --devices 2, {processes[0] if processes else 'no'} process trains"
-        return [Finding(kind if session else "wrong-group", seen, detail=text[-3000:])]
+        return [Finding(kind, seen, detail=text[-3000:])]
     return []
 
 

@@ -749,8 +749,11 @@ def _lightning(r: Recorder, package) -> None:
 
         def on_train_start(self, trainer, module):
             r.fitting = True
-            stopping = [each for each in trainer.callbacks if isinstance(each, package.callbacks.EarlyStopping)]
-            r.note("stopping", by=[(each.monitor, each.mode) for each in stopping])
+            stop, best = (
+                [(each.monitor, each.mode) for each in trainer.callbacks if isinstance(each, kind) and each.monitor]
+                for kind in (package.callbacks.EarlyStopping, package.callbacks.ModelCheckpoint)
+            )
+            r.note("watched", stop=stop, best=best)
 
         def on_train_end(self, trainer, module):
             r.fitting = False

@@ -378,7 +378,11 @@ def monitoring(run: Run) -> list[Finding]:
         found.append(
             Finding("best-lost", f"the best accuracy was {max(seen):.1%}; the checkpoints kept have {kept}", where)
         )
-    rules = [rule for process in run.ranks[:1] for what in process.of("stopping") for rule in what["by"]]
+    watched = [what for process in run.ranks[:1] for what in process.of("watched")]
+    for monitor, mode in (rule for what in watched for rule in what["best"]):
+        if "acc" in monitor and mode == "min" and not found:
+            found.append(Finding("best-lost", f"it keeps the checkpoint with the lowest {monitor}", where))
+    rules = [rule for what in watched for rule in what["stop"]]
     if not rules:
         found.append(Finding("never-stops", "nothing ends the training when the accuracy rises no more", where))
     for monitor, mode in rules:
@@ -404,6 +408,26 @@ def nodes(run: Run) -> list[Finding]:
         Finding("nodes-ignored", f"on 2 nodes of 2 processes: {each.seen}", each.where, each.detail)
         for each in wrong[:1]
     ]
+
+
+def loss_scale(run: Run, single: Run) -> list[Finding]:
+    """Whether the losses of a step add up to that of one process on the same samples, as near as BatchNorm lets them.
+
+    Args:
+        run: N processes.
+        single: one process, with N (and where it accumulates, as many more) times the batch.
+    """
+    if not run.trained or not single.trained:
+        return []
+    step = run.trained[0].steps[0]
+    ours, theirs = (
+        sum(backward["loss"] or 0 for backward in one.backwards) for one in (step, single.trained[0].steps[0])
+    )
+    if not theirs or abs(ours / theirs - 1) < 0.25:
+        return []
+    kind = "accumulation-scale" if run.accumulate > 1 else "gradient-scale"
+    seen = f"backward() gets {ours / theirs:.2f} times the loss that one process has on the same samples, in step 1"
+    return [Finding(kind, seen, step.before["where"])]
 
 
 def has_batchnorm(run: Run) -> bool:
@@ -1407,7 +1431,8 @@ def main_findings(run: Run, *, exercise: bool, expected_accumulation: int | None
     found += address(run)
     no_group = group(run)
     joined = any(process.rank is not None for process in run.processes)
-    explained = bool(final) and final[0].kind in {kind for _, kind, _ in TRANSLATED}
+    fails_in_fit = final and not joined and any(process.of("fit") for process in run.processes)
+    explained = fails_in_fit or (bool(final) and final[0].kind in {kind for _, kind, _ in TRANSLATED})
     if not explained and (not final or joined or (exercise and not run.hung and not run.flooded)):
         found += no_group  # otherwise how it ended says why there is no group
     if run.hung:

@@ -86,20 +86,31 @@ def show_losses(runs: Mapping[str, Sequence[dict]]) -> None:
     Args:
         runs: for each run's label, the epochs of its log (``workshop.measure.log.read_log``).
     """
+    curves = {label: [loss for epoch in epochs for loss in epoch["losses"]] for label, epochs in runs.items()}
+    show_curves(curves, "loss, mean over the global batch")
+
+
+def show_curves(curves: Mapping[str, Sequence[float]], what: str) -> None:
+    """Draw something that each step has, of one or several runs, on one axis.
+
+    Args:
+        curves: for each label, a value for each step.
+        what: what the values are, beginning with a noun.
+    """
     import matplotlib.pyplot as plt
 
     figure, axes = plt.subplots(figsize=(7, 3.4))
     parts = []
-    for index, (label, epochs) in enumerate(runs.items()):
-        losses = [loss for epoch in epochs for loss in epoch["losses"]]
+    for index, (label, values) in enumerate(curves.items()):
         # Curves that agree lie on each other: the first is the widest, and still shows at the edges.
-        width = 1.5 + 3 * (len(runs) - 1 - index)
-        axes.plot(range(1, len(losses) + 1), losses, label=label, color=COLOURS[index], linewidth=width)
-        parts.append(f"{label} from {losses[0]:.2f} to {losses[-1]:.2f} in {len(losses)} steps" if losses else label)
-    axes.set(xlabel="step", ylabel="loss, mean over the global batch")
+        width = 1.5 + 3 * (len(curves) - 1 - index)
+        axes.plot(range(1, len(values) + 1), values, label=label, color=COLOURS[index], linewidth=width)
+        parts.append(f"{label} from {values[0]:.3g} to {values[-1]:.3g} in {len(values)} steps" if values else label)
+    axes.set(xlabel="step", ylabel=what)
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend()
-    show_figure(figure, "Loss curves: " + "; ".join(parts))
+    noun = what.partition(",")[0]
+    show_figure(figure, f"{noun[0].upper()}{noun[1:]} curves: " + "; ".join(parts))
 
 
 def show_bars(values: Mapping[str, float], unit: str, guesses: Mapping[str, float | None] | None = None) -> None:

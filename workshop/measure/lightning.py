@@ -1,12 +1,29 @@
-"""The log of a training run under Lightning: the same lines and the same file as those of the scripts without it."""
+"""The log of a training run under Lightning: the same lines and the same file as those of the scripts without it.
 
+Importing this also silences what Lightning says at each start and a learner can do nothing about.
+"""
+
+import logging
 import time
+import warnings
 
 import torch
 from lightning.pytorch.callbacks import Callback
 
 from workshop.measure.device import synchronized_time
 from workshop.measure.log import EpochLog
+
+for noise in (
+    ".*isinstance\\(treespec, LeafSpec\\)",  # Lightning's own use of torch
+    "The `srun` command is available on your system but is not used",  # also where srun is not wanted
+    "Checkpoint directory .* exists and is not empty",  # it is there to be carried on from
+    "When using the `ThroughputMonitor`, you need to define a `flops_per_batch`",
+):
+    warnings.filterwarnings("ignore", noise)
+# The tip to install a logger of theirs.
+logging.getLogger("lightning.pytorch.utilities.rank_zero").addFilter(
+    lambda record: "litlogger" not in record.getMessage()
+)
 
 
 class EpochReport(Callback):

@@ -379,13 +379,12 @@ def submission(
         raise UserError(
             f"{ROOT}: sbatch and qsub read this name as a list; move the workshop to a folder without , ' \" \\"
         )
-    # Our own job scripts, the solutions too, name the programs that lie in that folder.
-    ours = script.is_relative_to(ROOT) and "slurm-multinode" in script.relative_to(ROOT).parts
-    folder = ROOT / "slurm-multinode" if ours else Path.cwd()
+    ours = _own_folder(script)
+    folder = ours or Path.cwd()
     build = _sbatch if site.scheduler == "slurm" else _qsub
     line = build(read, site, shape, chosen, account, reservation, settings_path)
     if site.scheduler == "slurm":
-        line += [f"--chdir={folder}"] * ours + [str(script), *arguments]
+        line += [f"--chdir={folder}"] * bool(ours) + [str(script), *arguments]
     else:
         if arguments:
             line[-1] += f",ARGUMENTS='{_pbs_arguments(arguments)}'"
@@ -401,6 +400,14 @@ def submission(
         log=str(folder / _log(read, site.scheduler)),
         sources_site=read.sources_site,
     )
+
+
+def _own_folder(script: Path) -> Path | None:
+    """Where the program of a job script of ours lies: beside it; for slurm-multinode, the solutions too, in that folder."""
+    parts = script.relative_to(ROOT).parts if script.is_relative_to(ROOT) else ()
+    if "slurm-multinode" in parts:
+        return ROOT / "slurm-multinode"
+    return script.parent if any(re.match(r"\d\d_", part) for part in parts[:2]) else None
 
 
 def _sbatch(read, site, shape, queue, account, reservation, settings_path) -> list[str]:

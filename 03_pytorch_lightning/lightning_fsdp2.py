@@ -1,0 +1,131 @@
+"""Train a small CNN on handwritten digits on any number of devices, with FSDP2: each process keeps a part of every weight.
+It saves a checkpoint after each epoch and, started again, carries on from it as if it had never stopped.
+
+One process:  python 03_pytorch_lightning/lightning_fsdp2.py --devices 1
+N processes:  python 03_pytorch_lightning/lightning_fsdp2.py --devices 2
+Slurm:        srun --ntasks-per-node=4 --gpus-per-node=4 --cpus-per-task=2 python ... --devices 4     (one task a GPU)
+"""
+
+import os
+
+import lightning as L
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.strategies import ModelParallelStrategy
+from torch.distributed.fsdp import fully_shard
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, DistributedSampler, Subset
+from torchmetrics.classification import MulticlassAccuracy
+from torchvision import transforms
+
+from workshop.arguments import ArgumentParser, check_arguments, check_launcher, positive_int
+from workshop.data import load_dataset
+from workshop.measure.lightning import EpochReport
+from workshop.models import SmallCNN
+
+SEED = 42
+
+
+def main():
+    args = parse_arguments()
+    train(args)
+
+
+def parse_arguments():
+    parser = ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--epochs", type=positive_int, default=5, help="passes over the training set")
+    parser.add_argument("--batch-size", type=positive_int, default=64, help="samples a step, on each process")
+    parser.add_argument("--devices", type=positive_int, default=torch.accelerator.device_count() or 2, help="processes")
+    parser.add_argument("--snapshot", default="runs/lightning_fsdp2.ckpt", help="file to save to and to carry on from")
+    parser.add_argument("--dataset", default="digits", help="digits, or mnist once it has been fetched")
+    args = parser.parse_args()
+    check_launcher(parser, args.devices)
+    check_arguments(parser, args, Classifier(), world_size=args.devices)
+    return args
+
+
+def choose_accelerator(devices):
+    # Lightning's "auto" takes the GPU wherever there is one, and fails where there are fewer than devices.
+    if torch.accelerator.is_available() and torch.accelerator.device_count() >= devices:
+        return "auto"
+    return "cpu"
+
+
+class Classifier(L.LightningModule):
+    """The model, and what one step of its training and of its evaluation is."""
+
+    def __init__(self):
+        super().__init__()
+        self.model = SmallCNN()
+        # Counts hits and samples; at the end of an epoch it adds up the counts of all processes.
+        self.accuracy = MulticlassAccuracy(num_classes=10, average="micro")
+
+    def configure_model(self):
+        # The Trainer calls it in each process, once they have met. A layer's weights are whole only while it computes; stage 04
+        # does this by hand.
+        mesh = self.device_mesh["data_parallel"]
+        for layer in self.model.children():
+            fully_shard(layer, mesh=mesh)
+        fully_shard(self.model, mesh=mesh)
+
+    def training_step(self, batch, batch_index):
+        images, labels = batch
+        return F.cross_entropy(self(images), labels)
+
+    def configure_optimizers(self):
+        return torch.optim.AdamW(self.parameters(), lr=1e-3)
+
+    def forward(self, images):
+        return self.model(images)
+
+    def validation_step(self, batch, batch_index):
+        images, labels = batch
+        self.accuracy(self(images), labels)
+        self.log("accuracy", self.accuracy)
+
+
+class Data(L.LightningDataModule):
+    """The data sets, and the loader of each process."""
+
+    def __init__(self, dataset, batch_size):
+        super().__init__()
+        self.dataset, self.batch_size = dataset, batch_size
+
+    def setup(self, stage):
+        transform = transforms.Compose([transforms.ToTensor(), transforms.Normalize((0.5,), (0.5,))])
+        self.train_set, self.test_set = load_dataset(self.dataset, transform)
+
+    def train_dataloader(self):
+        rank, world_size = self.trainer.global_rank, self.trainer.world_size
+        sampler = DistributedSampler(self.train_set, world_size, rank, seed=SEED, drop_last=True)
+        return DataLoader(self.train_set, self.batch_size, sampler=sampler, drop_last=True)
+
+    def val_dataloader(self):
+        # Dealt out by hand: DistributedSampler would count some samples twice to give each rank as many.
+        share = range(self.trainer.global_rank, len(self.test_set), self.trainer.world_size)
+        return DataLoader(Subset(self.test_set, share), self.batch_size)
+
+
+def train(args):
+    L.seed_everything(SEED, verbose=False)  # the same first weights in every process and every run
+    folder, name = os.path.split(os.path.splitext(args.snapshot)[0])
+    trainer = L.Trainer(
+        max_epochs=args.epochs,
+        accelerator=choose_accelerator(args.devices),
+        devices=args.devices,
+        # One file with the whole weights, as before; by default each process writes its own part.
+        strategy=ModelParallelStrategy(save_distributed_checkpoint=False),
+        enable_model_summary=False,
+        use_distributed_sampler=False,  # Data deals out the samples itself
+        enable_progress_bar=False,
+        callbacks=[EpochReport(args.snapshot), ModelCheckpoint(folder or ".", name, save_on_train_epoch_end=True)],
+        logger=False,
+        num_sanity_val_steps=0,
+    )
+    snapshot = args.snapshot if os.path.exists(args.snapshot) else None
+    data = Data(args.dataset, args.batch_size)
+    trainer.fit(Classifier(), data, ckpt_path=snapshot)
+
+
+if __name__ == "__main__":
+    main()
