@@ -149,7 +149,7 @@ def train(args):
         # TODO 4: beside the checkpoint after each epoch the best one, named f"{name}-best"; an end once the accuracy has not
         # risen for 5 epochs; learning rate, speed and the state of the device in a table beside the snapshot, in the folder
         # f"{name}-metrics". Look up: ModelCheckpoint(monitor=, mode=), EarlyStopping, LearningRateMonitor,
-        # ThroughputMonitor(batch_size_fn=), DeviceStatsMonitor; CSVLogger(save_dir, name=)
+        # ThroughputMonitor(batch_size_fn=, window_size=), DeviceStatsMonitor; CSVLogger(save_dir, name=)
         callbacks=[EpochReport(args.snapshot), ModelCheckpoint(folder or ".", name, save_on_train_epoch_end=True)],
         logger=False,
         log_every_n_steps=1 if args.dataset == "digits" else 50,

@@ -113,8 +113,12 @@ def train(args):
         max_epochs=args.epochs,
         accelerator=choose_accelerator(args.devices),
         devices=args.devices,
-        # One file with the whole weights, as before; by default each process writes its own part.
-        strategy=ModelParallelStrategy(save_distributed_checkpoint=False),
+        strategy=ModelParallelStrategy(
+            # By default the devices of a node are tensor-parallel, and nobody averages their gradients.
+            data_parallel_size=args.devices,
+            tensor_parallel_size=1,
+            save_distributed_checkpoint=False,  # one file with the whole weights, as before
+        ),
         enable_model_summary=False,
         use_distributed_sampler=False,  # Data deals out the samples itself
         enable_progress_bar=False,

@@ -53,7 +53,8 @@ def test_it_is_the_training_of_stage_02(two, torchrun):
     epochs = runs.read_log(two / "run.ckpt")
     assert [entry["processes"] for entry in epochs] == [2, 2, 2]
     assert runs.losses(epochs) == pytest.approx(runs.losses(torchrun.epochs), abs=1e-4)
-    assert [entry["accuracy"] for entry in epochs] == [entry["accuracy"] for entry in torchrun.epochs]
+    expected = [entry["accuracy"] for entry in torchrun.epochs]
+    assert [entry["accuracy"] for entry in epochs] == pytest.approx(expected, abs=1e-6)  # torchmetrics counts in float32
     ours, theirs = runs.load(two / "run.ckpt")["state_dict"], runs.load(torchrun.snapshot)["model"]
     assert ours.keys() == {f"model.{name}" for name in theirs}
     assert max((ours[f"model.{name}"] - theirs[name]).abs().max().item() for name in theirs) < 1e-4

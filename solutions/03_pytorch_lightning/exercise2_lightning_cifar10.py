@@ -151,7 +151,7 @@ def train(args):
             EpochReport(args.snapshot),
             EarlyStopping("accuracy", mode="max", patience=5),
             LearningRateMonitor("step"),
-            ThroughputMonitor(batch_size_fn=lambda batch: len(batch[1])),
+            ThroughputMonitor(batch_size_fn=lambda batch: len(batch[1]), window_size=10),
             DeviceStatsMonitor(),
             ModelCheckpoint(folder or ".", f"{name}-best", monitor="accuracy", mode="max"),
             ModelCheckpoint(folder or ".", name, save_on_train_epoch_end=True),

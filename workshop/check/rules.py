@@ -1431,8 +1431,8 @@ def main_findings(run: Run, *, exercise: bool, expected_accumulation: int | None
     found += address(run)
     no_group = group(run)
     joined = any(process.rank is not None for process in run.processes)
-    fails_in_fit = final and not joined and any(process.of("fit") for process in run.processes)
-    explained = fails_in_fit or (bool(final) and final[0].kind in {kind for _, kind, _ in TRANSLATED})
+    refused = final and not joined and "/lightning/" in final[0].detail  # Lightning says itself what it does not take
+    explained = refused or (bool(final) and final[0].kind in {kind for _, kind, _ in TRANSLATED})
     if not explained and (not final or joined or (exercise and not run.hung and not run.flooded)):
         found += no_group  # otherwise how it ended says why there is no group
     if run.hung:
