@@ -54,7 +54,9 @@ def test_it_is_the_training_of_stage_02(two, torchrun):
     assert [entry["processes"] for entry in epochs] == [2, 2, 2]
     assert runs.losses(epochs) == pytest.approx(runs.losses(torchrun.epochs), abs=1e-4)
     expected = [entry["accuracy"] for entry in torchrun.epochs]
-    assert [entry["accuracy"] for entry in epochs] == pytest.approx(expected, abs=1e-6)  # torchmetrics counts in float32
+    assert [entry["accuracy"] for entry in epochs] == pytest.approx(
+        expected, abs=1e-6
+    )  # torchmetrics counts in float32
     ours, theirs = runs.load(two / "run.ckpt")["state_dict"], runs.load(torchrun.snapshot)["model"]
     assert ours.keys() == {f"model.{name}" for name in theirs}
     assert max((ours[f"model.{name}"] - theirs[name]).abs().max().item() for name in theirs) < 1e-4
@@ -63,7 +65,7 @@ def test_it_is_the_training_of_stage_02(two, torchrun):
 @pytest.mark.parametrize(
     ("options", "launcher"),
     [
-        pytest.param(["--devices", 1, "--batch-size", 128], [sys.executable], id="one device"),
+        pytest.param(["--devices", 1, "--batch-size", 128], [sys.executable], id="one device", marks=pytest.mark.full),
         pytest.param(["--devices", 2], TORCHRUN, id="torchrun"),
     ],
 )
@@ -80,7 +82,7 @@ def test_accuracy_is_exact_where_the_test_set_does_not_divide(tmp_path):
     assert entry["accuracy"] == pytest.approx(true_accuracy(tmp_path / "plain.pt", samples=357), abs=1e-6)
 
 
-@pytest.mark.parametrize("script", [MNIST, FSDP2], ids=["ddp", "fsdp2"])
+@pytest.mark.parametrize("script", [pytest.param(MNIST, marks=pytest.mark.full), FSDP2], ids=["ddp", "fsdp2"])
 def test_it_carries_on_as_if_it_had_never_stopped(script, two, tmp_path):
     fit(script, tmp_path, "--epochs", 1, "--devices", 2)
     fit(script, tmp_path, "--epochs", 3, "--devices", 2)
@@ -91,6 +93,7 @@ def test_it_carries_on_as_if_it_had_never_stopped(script, two, tmp_path):
     assert runs.losses(epochs) == pytest.approx(runs.losses(whole), abs=1e-4)
 
 
+@pytest.mark.full
 def test_fsdp2_shards_and_its_checkpoint_is_whole(tmp_path):
     """A checkpoint of two processes goes on with one, and holds plain tensors."""
     fit(FSDP2, tmp_path, "--epochs", 1, "--devices", 2)

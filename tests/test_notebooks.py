@@ -144,7 +144,11 @@ def judge_03(notebook):
 
 @pytest.mark.parametrize(
     ("stage", "judge"),
-    [("01_single_gpu", judge_01), ("02_pytorch_ddp", judge_02), ("03_pytorch_lightning", judge_03)],
+    [
+        pytest.param("01_single_gpu", judge_01, marks=pytest.mark.full),  # every day in a browser: test_jupyter.py
+        ("02_pytorch_ddp", judge_02),
+        ("03_pytorch_lightning", judge_03),
+    ],
     ids=["01", "02", "03"],
 )
 def test_as_delivered(stage, judge, copy):

@@ -153,11 +153,11 @@ def witnesses(pbs):
 @pytest.mark.parametrize(
     ("script", "mpiexec"),
     [
-        ("launch_ddp_1N4G", "openmpi"),
+        pytest.param("launch_ddp_1N4G", "openmpi", marks=pytest.mark.full),
         ("launch_ddp_2N4G", "openmpi"),
         ("launch_ddp_4N4G", "mpich"),
         ("launch_mpi_2N4G", "openmpi"),
-        ("launch_mpi_2N4G", "mpich"),
+        pytest.param("launch_mpi_2N4G", "mpich", marks=pytest.mark.full),
     ],
 )
 def test_a_job_trains_on_all_its_nodes(script, mpiexec, pbs):

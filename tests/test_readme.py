@@ -57,7 +57,11 @@ def short():
         yield folder
 
 
-@pytest.mark.parametrize("readme", READMES, ids=lambda path: path.parent.name)
+@pytest.mark.parametrize(
+    "readme",
+    [READMES[0], *(pytest.param(readme, marks=pytest.mark.full) for readme in STAGE_READMES)],
+    ids=lambda path: path.parent.name,
+)
 def test_commands(readme, copy, short):
     found = commands(readme)
     assert found

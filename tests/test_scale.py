@@ -249,6 +249,7 @@ def here(monkeypatch, tmp_path):
     return tmp_path
 
 
+@pytest.mark.full
 def test_bench_of_an_exercise(here, capfd):
     assert bench.run_bench(str(runs.TORCHRUN), ["--epochs", "1"], "1,2", "both", 1, "found") == 0
     found = json.loads((here / "found" / "bench.json").read_text())

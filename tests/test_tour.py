@@ -27,6 +27,7 @@ def toured(tmp_path_factory):
     return folder, done
 
 
+@pytest.mark.full  # every day .ci/run starts the tour itself
 def test_every_run_trains_the_same(toured):
     folder, done = toured
     assert done.returncode == 0, done.stdout + done.stderr
@@ -52,6 +53,7 @@ def test_every_run_trains_the_same(toured):
     assert summary["runs"][0]["speedup"] == 1
 
 
+@pytest.mark.full  # every day .ci/run starts the tour itself
 def test_table_and_picture(toured):
     folder, done = toured
     lines = done.stdout.splitlines()
