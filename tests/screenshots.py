@@ -18,7 +18,7 @@ RESULTS = runs.ROOT / "results"
 SCENES = {  # the cell to show, by stage and theme
     ("01_single_gpu", "light"): "Where does the time go?",
     ("02_pytorch_ddp", "dark"): "Averaged gradients: DDP by hand",
-    ("03_pytorch_lightning", "light"): "Is it the same training, and as fast?",
+    ("03_pytorch_lightning", "dark"): "Is it the same training, and as fast?",
 }
 
 
