@@ -14,6 +14,7 @@ from workshop.errors import UserError
 from workshop.measure.launch import Background, without_launcher
 from workshop.measure.log import read_log
 from workshop.repository import ROOT
+from workshop.slurm import cluster
 from workshop.slurm.cluster import require_machine
 
 SINGLE = ROOT / "01_single_gpu" / "single_gpu.py"
@@ -109,6 +110,15 @@ def _without_cluster() -> str:
 # Why no practice cluster can be started on this machine; "": one can.
 NO_CLUSTER = _without_cluster()
 needs_cluster = pytest.mark.skipif(bool(NO_CLUSTER), reason=NO_CLUSTER)
+
+
+def practice_cluster(nodes: int, name: str):
+    """What a fixture yields from: a practice cluster of its own, gone afterwards."""
+    if NO_CLUSTER:
+        pytest.skip(NO_CLUSTER)
+    up = cluster.up(nodes, name=f"{name}{os.getpid()}", mine=True)
+    yield up
+    up.end()
 
 
 class Running(Background):

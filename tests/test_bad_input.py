@@ -1,5 +1,6 @@
 """A user's mistake: one line on standard error, exit status 2, nothing launched, nothing written."""
 
+import argparse
 import os
 import runpy
 import shutil
@@ -13,6 +14,7 @@ import pytest
 import torch
 
 import runs
+from workshop.arguments import ArgumentParser, check_arguments
 
 SCRIPTS = {"single": runs.SINGLE, "spawn": runs.SPAWN, "torchrun": runs.TORCHRUN}
 
@@ -111,6 +113,34 @@ def test_no_permission_to_write(tmp_path):
         done = runs.run(command, tmp_path)
         assert (done.returncode, done.stderr.count("\n")) == (2, 1), done.stderr
         assert message in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("restarted", "message"),
+    [
+        ({"SLURM_RESTART_COUNT": "1", "SLURM_STEP_ID": "0"}, None),
+        ({"TORCHELASTIC_RESTART_COUNT": "1"}, None),
+        ({"SLURM_RESTART_COUNT": "1"}, "nothing left to train"),
+        ({"SLURM_RESTART_COUNT": "0", "SLURM_STEP_ID": "0"}, "nothing left to train"),
+    ],
+    ids=["by srun", "by torchrun", "a session that is a job", "first start"],
+)
+def test_who_is_restarted_after_the_last_epoch_has_nothing_to_do(restarted, message, tmp_path, monkeypatch, capfd):
+    from workshop.models import SmallCNN
+
+    finished_snapshot(tmp_path)
+    for name in [name for name in os.environ if name.startswith(("SLURM", "TORCHELASTIC"))]:
+        monkeypatch.delenv(name)
+    for name, value in restarted.items():
+        monkeypatch.setenv(name, value)
+    args = argparse.Namespace(batch_size=64, epochs=3, snapshot=tmp_path / "done.pt")
+    if message is None:
+        check_arguments(ArgumentParser(), args, SmallCNN(), world_size=1)
+        return
+    with pytest.raises(SystemExit) as end:
+        check_arguments(ArgumentParser(), args, SmallCNN(), world_size=1)
+    assert end.value.code == 2
+    assert message in capfd.readouterr().err
 
 
 def test_more_processes_than_samples(tmp_path):

@@ -22,11 +22,7 @@ COMMAND = [sys.executable, "-m", "workshop", "cluster"]
 
 @pytest.fixture(scope="module")
 def cluster():
-    if runs.NO_CLUSTER:
-        pytest.skip(runs.NO_CLUSTER)
-    up = practice.up(4, name=f"test{os.getpid()}", mine=True)
-    yield up
-    up.end()
+    yield from runs.practice_cluster(4, "test")
 
 
 @pytest.fixture

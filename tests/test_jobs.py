@@ -1,7 +1,6 @@
 """The job scripts, on a real Slurm: what they start, what they do when something fails, and what the check says of mistakes."""
 
 import json
-import os
 import random
 import subprocess
 import sys
@@ -26,11 +25,7 @@ SCRIPTS = sorted([*STAGE.glob("*.sh"), *SOLUTIONS.glob("*.sh")])
 
 @pytest.fixture(scope="module")
 def cluster():
-    if runs.NO_CLUSTER:
-        pytest.skip(runs.NO_CLUSTER)
-    up = practice.up(4, name=f"jobs{os.getpid()}", mine=True)
-    yield up
-    up.end()
+    yield from runs.practice_cluster(4, "jobs")
 
 
 def done(trial, *arguments, options=()):

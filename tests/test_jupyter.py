@@ -168,7 +168,7 @@ def test_notebook_01_in_a_browser(lab, copy, record_property):
         begun = time.monotonic()
         count = sum(cell.cell_type == "code" for cell in nbformat.read(notebook, as_version=4).cells)
         # A cell that has run shows its number; the notebook is saved when all have.
-        deadline = time.monotonic() + 280
+        deadline = time.monotonic() + 600
         while True:
             page.keyboard.press("Control+s")
             time.sleep(2)

@@ -8,6 +8,7 @@ import shutil
 import sys
 import time
 
+import lightning
 import pytest
 import torch
 
@@ -18,7 +19,6 @@ from test_training import true_accuracy
 from workshop.arguments import ArgumentParser, check_launcher
 from workshop.check.jobs import Trial
 from workshop.check.real import SESSION, TASKS
-from workshop.slurm import cluster as practice
 
 STAGE, SOLUTIONS = runs.ROOT / "03_pytorch_lightning", runs.ROOT / "solutions" / "03_pytorch_lightning"
 MNIST, CIFAR10 = SOLUTIONS / "exercise1_lightning_mnist.py", SOLUTIONS / "exercise2_lightning_cifar10.py"
@@ -103,6 +103,32 @@ def test_fsdp2_shards_and_its_checkpoint_is_whole(tmp_path):
     epochs = fit(FSDP2, tmp_path, "--epochs", 2, "--devices", 1, "--batch-size", 128)
     assert [entry["processes"] for entry in epochs] == [2, 1]
     assert epochs[1]["losses"][0] < epochs[0]["losses"][0] / 2, "it goes on from what was learned"
+
+
+def test_the_log_has_the_loss_of_each_step(tmp_path, monkeypatch):
+    """Seven batches whose losses are 0 to 6, three to a step: the log has their means."""
+    from workshop.measure.lightning import EpochReport
+
+    class Counting(lightning.LightningModule):
+        def __init__(self):
+            super().__init__()
+            self.weight = torch.nn.Parameter(torch.zeros(1))
+
+        def training_step(self, batch, batch_index):
+            return (0 * self.weight + batch[0]).sum()
+
+        def configure_optimizers(self):
+            return torch.optim.SGD(self.parameters(), lr=1.0)
+
+    batches = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(torch.arange(7.0)))
+    for name in [name for name in os.environ if name.startswith("SLURM")]:
+        monkeypatch.delenv(name)
+    trainer = lightning.Trainer(
+        max_epochs=1, accumulate_grad_batches=3, accelerator="cpu", logger=False, enable_checkpointing=False,
+        enable_progress_bar=False, enable_model_summary=False, callbacks=[EpochReport(tmp_path / "run.ckpt")],
+    )  # fmt: skip
+    trainer.fit(Counting(), batches)
+    assert runs.losses(runs.read_log(tmp_path / "run.ckpt")) == pytest.approx([1.0, 4.0, 6.0])
 
 
 # ---------------------------------------------------------------- exercise 2, and who starts its processes
@@ -286,11 +312,7 @@ def test_script_says_so_in_one_line(case, tmp_path, monkeypatch, capfd):
 
 @pytest.fixture(scope="module")
 def cluster():
-    if runs.NO_CLUSTER:
-        pytest.skip(runs.NO_CLUSTER)
-    up = practice.up(3, name=f"lightning{os.getpid()}", mine=True)
-    yield up
-    up.end()
+    yield from runs.practice_cluster(3, "lightning")
 
 
 @pytest.fixture
@@ -310,6 +332,20 @@ def test_a_job_on_two_nodes(trial):
     (entry,) = runs.read_log(trial.folder / f"runs/launch_lightning_2N4G-{job.number}.ckpt")
     assert entry["processes"] == 4
     assert entry["losses"][-1] < entry["losses"][0] / 2
+
+
+@pytest.mark.full
+def test_a_task_that_fails_ends_the_job(trial):
+    program = trial.folder / CIFAR10.name
+    text = program.read_text()
+    program.write_text(text.replace("        images, labels = batch\n", """        images, labels = batch
+        if self.trainer.global_rank == 3 and batch_index == 5:
+            raise ValueError("broken on purpose")
+""", 1))  # fmt: skip
+    job = trial.submit([], ["--epochs", "50", "--batch-size", "32"])
+    trial.follow(job)
+    assert job.state == "FAILED", job.output
+    assert "ValueError: broken on purpose" in job.output
 
 
 def test_both_folders_hold_the_same_job_script():

@@ -21,7 +21,7 @@ class ArgumentParser(argparse.ArgumentParser):
         """Print the message on standard error and exit with status 2."""
         task = os.environ.get("SLURM_PROCID", 0) if int(os.environ.get("SLURM_STEP_NUM_TASKS", 1)) > 1 else 0
         if int(os.environ.get("RANK", task)) > 0:
-            time.sleep(10)  # torchrun ends all ranks with the first that exits: let that be rank 0, once it has printed
+            time.sleep(10)  # torchrun and srun end all ranks with the first that exits: let rank 0 print, and be it
             print(
                 f"{self.prog}: rank {os.environ.get('RANK', task)}: {' '.join(str(message).split())}",
                 file=sys.stderr,
@@ -95,8 +95,9 @@ def check_launcher(parser: ArgumentParser, devices: int, nodes: int | None = Non
         devices: the processes on each node.
         nodes: the nodes; None: the program knows one, and leaves it to Lightning to find out who has started it.
     """
-    number = devices * (nodes or 1)
     options = f"--devices {devices}" if nodes is None else f"--nodes {nodes} --devices {devices}"
+    knows_one, nodes = nodes is None, nodes or 1
+    number = devices * nodes
     environment = os.environ
     if "TORCHELASTIC_RUN_ID" in environment:
         started = int(environment["WORLD_SIZE"])
@@ -109,22 +110,22 @@ def check_launcher(parser: ArgumentParser, devices: int, nodes: int | None = Non
         return
     if int(environment.get("SLURM_STEP_NUM_TASKS", 1)) > 1:
         started, on = int(environment["SLURM_STEP_NUM_TASKS"]), int(environment.get("SLURM_STEP_NUM_NODES", 1))
-        if (started, on) != (number, nodes or 1):
+        if (started, on) != (number, nodes):
             parser.error(
                 f"srun has started {started} tasks on {on} node{'s' * (on > 1)}, where {options} says {number} on "
-                f"{nodes or 1}; change these options, or start it with srun --nodes={nodes or 1} --ntasks-per-node={devices}"
+                f"{nodes}; change these options, or start it with srun --nodes={nodes} --ntasks-per-node={devices}"
             )
         if "SLURM_NTASKS_PER_NODE" not in environment:
             parser.error(
                 f"Lightning wants to hear from srun how many tasks a node has: --ntasks-per-node={devices}, not --ntasks"
             )
         return
-    if (nodes or 1) > 1:
+    if nodes > 1:
         parser.error(
             f"{options}: nobody has started the processes of the other nodes; let srun or torchrun start this program"
         )
     if (
-        nodes is None
+        knows_one
         and number > 1
         and "SLURM_NTASKS" in environment
         and environment.get("SLURM_JOB_NAME") not in ("bash", "interactive")
@@ -196,9 +197,11 @@ def _check_snapshot(args, model):
             f"--snapshot {path} does not fit this model (it was written by another program); delete it or name another"
         ) from error
     # torchrun starts all ranks again when one has died, and Slurm a job whose node has, even after the last snapshot: then there
-    # is rightly nothing to do.
-    restarts = (os.environ.get(name, "0") for name in ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT"))
-    if done >= args.epochs and set(restarts) == {"0"}:
+    # is rightly nothing to do. (Outside a step of srun's it may be a Jupyter session that Slurm has started again.)
+    restarted = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0" or (
+        "SLURM_STEP_ID" in os.environ and os.environ.get("SLURM_RESTART_COUNT", "0") != "0"
+    )
+    if done >= args.epochs and not restarted:
         raise UserError(
             f"--snapshot {path} already holds {done} epoch{'s' * (done > 1)} of the {args.epochs} asked for, "
             "so there is nothing left to train; raise --epochs, or delete it to start again"

@@ -54,7 +54,10 @@ class EpochReport(Callback):
             self.seconds = synchronized_time(module.device) - self.start
 
     def on_train_epoch_end(self, trainer, module):
-        losses = trainer.strategy.reduce(torch.stack(self.losses), reduce_op="mean")
+        # What Lightning hands on is the loss divided by the batches of a step; an epoch's last step may have fewer.
+        batches = trainer.accumulate_grad_batches
+        losses = torch.stack([step.mean() * batches for step in torch.stack(self.losses).split(batches)])
+        losses = trainer.strategy.reduce(losses, reduce_op="mean")
         if trainer.is_global_zero:
             accuracy = trainer.callback_metrics.get("accuracy")
             accuracy = None if accuracy is None else accuracy.item()
