@@ -66,15 +66,17 @@ def test_it_is_the_training_of_stage_02(two, torchrun):
 @pytest.mark.parametrize(
     ("options", "launcher"),
     [
-        pytest.param(["--devices", 1, "--batch-size", 128], [sys.executable], id="one device", marks=pytest.mark.full),
+        pytest.param(["--devices", 1, "--batch-size", 128], [sys.executable], id="one device"),
         pytest.param(["--devices", 2], TORCHRUN, id="torchrun"),
     ],
 )
+@pytest.mark.full
 def test_one_curve_whoever_starts_it(options, launcher, two, tmp_path):
     epochs = fit(MNIST, tmp_path, "--epochs", 2, *options, launcher=launcher)
     assert runs.losses(epochs) == pytest.approx(runs.losses(runs.read_log(two / "run.ckpt"))[: 2 * 11], abs=1e-4)
 
 
+@pytest.mark.full
 def test_accuracy_is_exact_where_the_test_set_does_not_divide(tmp_path):
     (entry,) = fit(MNIST, tmp_path, "--epochs", 1, "--devices", 2, TEST_PATCH="odd_test_set")
     weights = runs.load(tmp_path / "run.ckpt")["state_dict"]
@@ -246,6 +248,7 @@ def test_a_launcher_that_does_not_fit_is_one_line(case, monkeypatch, capsys):
     assert said.count("\n") == 1
 
 
+@pytest.mark.full
 def test_tasks_that_disagree_with_devices_end_at_once(tmp_path):
     outputs = start_tasks(tmp_path, "--devices", 4)
     assert [status for status, _ in outputs] == [2, 2]
