@@ -14,7 +14,6 @@ import torch
 
 import runs
 from test_bad_input import MISTAKES, files
-from test_notebooks import copy, judge_03, run_as_delivered  # noqa: F401 - a fixture
 from test_training import true_accuracy
 from workshop.arguments import ArgumentParser, check_launcher
 from workshop.check.jobs import Trial
@@ -183,10 +182,6 @@ def test_the_same_under_every_launcher(start, resnet, tmp_path):
         assert [status for status, _ in outputs] == [0, 0], outputs
     assert runs.losses(runs.read_log(tmp_path / "run.ckpt")) == runs.losses(runs.read_log(resnet / "run.ckpt"))
     assert difference(tmp_path / "run.ckpt", resnet / "run.ckpt") == 0.0
-
-
-def test_the_notebook_as_delivered(copy):  # noqa: F811
-    run_as_delivered("03_pytorch_lightning", judge_03, copy)
 
 
 # ---------------------------------------------------------------- bad input
