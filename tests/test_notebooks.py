@@ -142,26 +142,23 @@ def judge_03(notebook):
     assert "rank 1: of 0 1 2 3 4 [1, 3, 0], dealt out by hand [1, 3]" in shown[2]
 
 
-def run_as_delivered(stage, judge, copy):
-    """Run a stage's notebook before anybody has solved an exercise of it."""
+@pytest.mark.parametrize(
+    ("stage", "judge"),
+    [
+        pytest.param("01_single_gpu", judge_01, marks=pytest.mark.full),  # every day in a browser: test_jupyter.py
+        ("02_pytorch_ddp", judge_02),
+        pytest.param("03_pytorch_lightning", judge_03, marks=pytest.mark.full),
+    ],
+    ids=["01", "02", "03"],
+)
+def test_as_delivered(stage, judge, copy):
+    """Before anybody has solved an exercise of it."""
     notebook = execute(copy / stage / f"{stage}.ipynb")
     judge(notebook)
     assert goals_left(notebook) == exercises(stage)
     # The exercises are as they were: nothing writes to them.
     for name in exercises(stage):
         assert (copy / stage / name).read_text() == (runs.ROOT / stage / name).read_text()
-
-
-@pytest.mark.parametrize(
-    ("stage", "judge"),
-    [
-        pytest.param("01_single_gpu", judge_01, marks=pytest.mark.full),  # every day in a browser: test_jupyter.py
-        ("02_pytorch_ddp", judge_02),
-    ],
-    ids=["01", "02"],
-)
-def test_as_delivered(stage, judge, copy):  # 03: in test_lightning.py
-    run_as_delivered(stage, judge, copy)
 
 
 @pytest.mark.parametrize(
