@@ -1,0 +1,92 @@
+"""FSDP and tensor parallelism on a 2-D mesh: within a node each matrix is cut, and across nodes FSDP shards what that leaves.
+Then it trains the same model in one process, on the same global batches, and compares the losses.
+
+4 processes as 2 nodes of 2:  torchrun --standalone --nproc-per-node=4 04_model_parallel_with_fsdp/fsdp_tensor_parallel.py
+Slurm:  srun --nodes=2 --ntasks-per-node=1 ... torchrun --nnodes=2 --nproc-per-node=4 ... fsdp_tensor_parallel.py --cuts 4
+"""
+
+import os
+
+from workshop.launcher import exit_with_launcher
+
+exit_with_launcher()  # kill -9 on torchrun would leave this process training; before the slow imports
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.elastic.multiprocessing.errors import record
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from transformers import AutoModelForCausalLM
+
+from workshop.data.codellama import model_folder
+from workshop.finetuning import compare_losses, first_batches, parse_extra
+
+# First by columns, then by rows: what lies between the two cuts is a part as well, and only at the end of each pair the processes
+# add up their results. Attention is cut between its heads.
+PLAN = {
+    "self_attn.q_proj": ColwiseParallel(),
+    "self_attn.k_proj": ColwiseParallel(),
+    "self_attn.v_proj": ColwiseParallel(),
+    "self_attn.o_proj": RowwiseParallel(),
+    "mlp.gate_proj": ColwiseParallel(),
+    "mlp.up_proj": ColwiseParallel(),
+    "mlp.down_proj": RowwiseParallel(),
+}
+
+
+@record  # torchrun then shows the traceback of the rank that failed first
+def main():
+    args = parse_extra(__doc__, "--cuts", "processes that share each matrix: the GPUs of a node")
+    device = choose_device(int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"]))
+    dist.init_process_group(dist.get_default_backend_for_device(device))
+    try:
+        # Neighbours in the last dimension are neighbours in rank: torchrun numbers the GPUs of a node one after the other.
+        shape = (dist.get_world_size() // args.cuts, args.cuts)
+        mesh = init_device_mesh(device.type, shape, mesh_dim_names=("data", "tensor"))
+        model = load_model(device)
+        for layer in model.model.layers:
+            parallelize_module(layer, mesh["tensor"], PLAN)
+        for part in (*model.model.layers, model):
+            fully_shard(part, mesh=mesh["data"])
+        batches = first_batches(args, device)  # of all processes
+        # Who shares a matrix computes with the same samples.
+        losses = train(model, batches, mesh["data"].get_local_rank(), mesh["data"].size())
+        compare_losses("FSDP and tensor parallel", losses, train(load_model(device), batches, 0, 1))
+    finally:
+        dist.destroy_process_group()
+
+
+def choose_device(local_rank, local_world_size):
+    # Without is_available() the CUDA build names "cuda" on a machine that has no GPU.
+    if torch.accelerator.is_available() and torch.accelerator.device_count() >= local_world_size:
+        torch.accelerator.set_device_index(local_rank)
+        return torch.accelerator.current_accelerator()
+    return torch.device("cpu")
+
+
+def load_model(device):
+    """In float32, so that the losses differ by nothing but rounding."""
+    model = AutoModelForCausalLM.from_pretrained(model_folder("tiny-codellama"), dtype=torch.float32, local_files_only=True)
+    return model.to(device)
+
+
+def train(model, batches, share, shares):
+    """Take a step with this process's share of each batch, and return the losses over the whole batches."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    losses = []
+    for batch in batches:
+        own = batch[share::shares]
+        loss = model(input_ids=own, labels=own, use_cache=False).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.detach())
+    losses = torch.stack(losses)
+    if shares > 1:
+        dist.all_reduce(losses, dist.ReduceOp.AVG)
+    return losses.tolist()
+
+
+if __name__ == "__main__":
+    main()

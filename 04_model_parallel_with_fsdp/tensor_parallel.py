@@ -1,0 +1,81 @@
+"""Tensor parallelism: each matrix is cut, every process computes its part of every layer, for the same samples.
+Then it trains the same model in one process, on the same batches, and compares the losses.
+
+2 processes:  torchrun --standalone --nproc-per-node=2 04_model_parallel_with_fsdp/tensor_parallel.py
+"""
+
+import os
+
+from workshop.launcher import exit_with_launcher
+
+exit_with_launcher()  # kill -9 on torchrun would leave this process training; before the slow imports
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.elastic.multiprocessing.errors import record
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from transformers import AutoModelForCausalLM
+
+from workshop.data.codellama import model_folder
+from workshop.finetuning import compare_losses, first_batches, parse_extra
+
+# First by columns, then by rows: what lies between the two cuts is a part as well, and only at the end of each pair the processes
+# add up their results. Attention is cut between its heads.
+PLAN = {
+    "self_attn.q_proj": ColwiseParallel(),
+    "self_attn.k_proj": ColwiseParallel(),
+    "self_attn.v_proj": ColwiseParallel(),
+    "self_attn.o_proj": RowwiseParallel(),
+    "mlp.gate_proj": ColwiseParallel(),
+    "mlp.up_proj": ColwiseParallel(),
+    "mlp.down_proj": RowwiseParallel(),
+}
+
+
+@record  # torchrun then shows the traceback of the rank that failed first
+def main():
+    args = parse_extra(__doc__)
+    device = choose_device(int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"]))
+    dist.init_process_group(dist.get_default_backend_for_device(device))
+    try:
+        mesh = init_device_mesh(device.type, (dist.get_world_size(),))
+        model = load_model(device)
+        for layer in model.model.layers:
+            parallelize_module(layer, mesh, PLAN)
+        batches = first_batches(args, device)
+        losses = train(model, batches)
+        compare_losses("tensor parallel", losses, train(load_model(device), batches))
+    finally:
+        dist.destroy_process_group()
+
+
+def choose_device(local_rank, local_world_size):
+    # Without is_available() the CUDA build names "cuda" on a machine that has no GPU.
+    if torch.accelerator.is_available() and torch.accelerator.device_count() >= local_world_size:
+        torch.accelerator.set_device_index(local_rank)
+        return torch.accelerator.current_accelerator()
+    return torch.device("cpu")
+
+
+def load_model(device):
+    """In float32, so that the losses differ by nothing but rounding."""
+    model = AutoModelForCausalLM.from_pretrained(model_folder("tiny-codellama"), dtype=torch.float32, local_files_only=True)
+    return model.to(device)
+
+
+def train(model, batches):
+    """Take a step with each batch, and return the losses."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    losses = []
+    for batch in batches:
+        loss = model(input_ids=batch, labels=batch, use_cache=False).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+if __name__ == "__main__":
+    main()

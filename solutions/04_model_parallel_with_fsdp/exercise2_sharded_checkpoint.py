@@ -1,0 +1,229 @@
+"""Fine-tune a language model for code on many devices with FSDP: each process holds a part of model, gradients and optimizer.
+It saves checkpoints, each process its part, while it trains on; started again, with as many processes or others, it carries on.
+
+One process:  torchrun --standalone --nproc-per-node=1 solutions/04_model_parallel_with_fsdp/exercise2_sharded_checkpoint.py
+N processes:  torchrun --standalone --nproc-per-node=2 solutions/04_model_parallel_with_fsdp/exercise2_sharded_checkpoint.py
+Slurm:        srun --ntasks=1 --gpus=4 --cpus-per-task=32 .../exercise2_run_sharded_checkpoint.sh --model codellama
+"""
+
+import gc
+import math
+import os
+import shutil
+import time
+from itertools import islice
+
+from workshop.launcher import exit_with_launcher
+
+exit_with_launcher()  # kill -9 on torchrun would leave this process training; before the slow imports
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from safetensors import safe_open
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_state_dict, set_state_dict
+from torch.distributed.checkpoint.stateful import Stateful
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.elastic.multiprocessing.errors import record
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.optim.lr_scheduler import OneCycleLR
+from torch.utils.data import DataLoader, DistributedSampler, Subset
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+from workshop.arguments import ArgumentParser, positive_float, positive_int
+from workshop.data.code import load_blocks
+from workshop.data.codellama import weight_files
+from workshop.finetuning import TrainingLog, check_finetuning, keep_newest, newest_checkpoint
+from workshop.measure.machine import bf16_is_fast
+
+SEED = 42
+PROMPT = "def read_lines(path):\n"
+REPORT_EVERY = 20  # steps
+
+
+@record  # torchrun then shows the traceback of the rank that failed first
+def main():
+    args = parse_arguments()
+    device = choose_device(int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"]))
+    dist.init_process_group(dist.get_default_backend_for_device(device))
+    try:
+        train(device, args)
+    finally:
+        gc.collect()  # the model holds on to the process group until Python frees it, in its own time: free it now
+        dist.destroy_process_group()
+
+
+def parse_arguments():
+    parser = ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--model", default="tiny-codellama", help="or codellama once it has been fetched, or a folder")
+    parser.add_argument("--data", default="stdlib", help='Python\'s own source, or a file of JSON lines with a "text"')
+    parser.add_argument("--skip-broken", action="store_true", help="leave out lines of the file that are no such JSON")
+    parser.add_argument("--steps", type=positive_int, default=100)
+    parser.add_argument("--batch-size", type=positive_int, default=4, help="sequences a step, on each process")
+    parser.add_argument("--sequence-length", type=positive_int, default=128, help="tokens of a sequence")
+    parser.add_argument("--learning-rate", type=positive_float, default=3e-3, help="its peak; for codellama rather 2e-5")
+    parser.add_argument("--run", default="runs/sharded_checkpoint", help="folder to save to and to carry on from")
+    parser.add_argument("--save-every", type=positive_int, default=20, help="steps from one checkpoint to the next")
+    parser.add_argument("--export", help="folder for the trained model, as transformers reads it")
+    args = parser.parse_args()
+    check_finetuning(parser, args, "fsdp")
+    return args
+
+
+def choose_device(local_rank, local_world_size):
+    # Without is_available() the CUDA build names "cuda" on a machine that has no GPU.
+    if torch.accelerator.is_available() and torch.accelerator.device_count() >= local_world_size:
+        torch.accelerator.set_device_index(local_rank)
+        return torch.accelerator.current_accelerator()
+    return torch.device("cpu")
+
+
+def train(device, args):
+    torch.manual_seed(SEED)
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    tokenizer = AutoTokenizer.from_pretrained(args.model, local_files_only=True)
+    model = load_model(args, device)
+    # PyTorch's default, a decay of 0.01, is small; the betas are those of most language models.
+    optimizer = torch.optim.AdamW(model.parameters(), lr=args.learning_rate, betas=(0.9, 0.95))
+    # Up during a tenth of the steps, then down along a cosine.
+    schedule = OneCycleLR(optimizer, args.learning_rate, args.steps, pct_start=0.1, cycle_momentum=False)
+    state = TrainingState(model, optimizer, schedule)
+    if checkpoint := newest_checkpoint(args.run):
+        dcp.load({"training": state}, checkpoint_id=checkpoint)  # each process its part, whoever has written it
+    saving, save_group = None, dist.new_group(backend="gloo")  # the processes talk about the saving beside the training
+    log = TrainingLog(args, device)
+
+    train_set, validation_set = load_blocks(args.data, tokenizer, args.sequence_length, args.skip_broken)
+    sampler = DistributedSampler(train_set, seed=SEED, drop_last=True)
+    train_loader = DataLoader(train_set, args.batch_size, sampler=sampler, drop_last=True)
+    share = range(rank, min(len(validation_set), 64) // world_size * world_size, world_size)
+    validation_loader = DataLoader(Subset(validation_set, share), args.batch_size)
+
+    validation_loss = evaluate(model, validation_loader, device)
+    log.begin(validation_loss, complete(model, tokenizer, device), state.step)
+    losses, start = [], time.perf_counter()
+    for step, batch in zip(range(state.step + 1, args.steps + 1), batches(train_loader, sampler, state.step), strict=False):
+        batch = batch.to(device)
+        model.train()
+        loss = model(input_ids=batch, labels=batch, use_cache=False).loss  # it shifts the labels itself
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), max_norm=1.0)
+        optimizer.step()
+        schedule.step()
+        optimizer.zero_grad()
+        losses.append(loss.detach())
+
+        if step % REPORT_EVERY == 0 or step == args.steps:
+            losses = torch.stack(losses)
+            dist.all_reduce(losses, dist.ReduceOp.AVG)
+            losses = losses.tolist()  # waits for the device
+            seconds = time.perf_counter() - start
+            log.write(step, losses, evaluate(model, validation_loader, device), seconds)
+            losses, start = [], time.perf_counter()
+        if step % args.save_every == 0 or step == args.steps:
+            if saving:
+                saving.result()  # one at a time
+                keep_newest(args.run)
+            state.step = step
+            # It copies this process's part, which is quick, and writes the copy while the next steps are taken.
+            saving = dcp.async_save({"training": state}, checkpoint_id=f"{args.run}/step-{step}", process_group=save_group)
+    saving.result()
+    keep_newest(args.run)
+    log.end(complete(model, tokenizer, device))
+    if args.export:
+        export(model, tokenizer, args.export)
+
+
+class TrainingState(Stateful):
+    """What a checkpoint holds."""
+
+    def __init__(self, model, optimizer, schedule):
+        self.model, self.optimizer, self.schedule, self.step = model, optimizer, schedule, 0
+
+    def state_dict(self):
+        model, optimizer = get_state_dict(self.model, self.optimizer)  # by the names of the weights, in parts that know the whole
+        return {"model": model, "optimizer": optimizer, "schedule": self.schedule.state_dict(), "step": self.step}
+
+    def load_state_dict(self, state):
+        set_state_dict(
+            self.model, self.optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"]
+        )
+        self.schedule.load_state_dict(state["schedule"])
+        self.step = state["step"]
+
+
+def export(model, tokenizer, folder):
+    """Write the whole model in Hugging Face's format: each process its part, then rank 0 puts them together, weight by weight."""
+    writer = dcp.HuggingFaceStorageWriter(folder, save_distributed=True, enable_consolidation=True)
+    dcp.save(get_model_state_dict(model), storage_writer=writer)
+    if dist.get_rank() == 0:
+        model.config.save_pretrained(folder)
+        model.generation_config.save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
+        shutil.rmtree(os.path.join(folder, "sharded"))  # the parts
+
+
+def load_model(args, device):
+    """The weights in float32, whatever they were stored as: AdamW's small steps would vanish in bfloat16."""
+    config = AutoConfig.from_pretrained(args.model, local_files_only=True)
+    with torch.device("meta"):  # shapes without memory: no process ever holds the whole model
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    mesh = init_device_mesh(device.type, (dist.get_world_size(),))
+    # It gathers weights in bfloat16 and computes with them; its own part of them, and the sum of the gradients, are float32.
+    precision = MixedPrecisionPolicy(torch.bfloat16 if bf16_is_fast(device) else None, reduce_dtype=torch.float32)
+    for layer in model.model.layers:
+        fully_shard(layer, mesh=mesh, mp_policy=precision)  # a group: gathered for its forward and backward, then freed
+    fully_shard(model, mesh=mesh, mp_policy=precision)  # the rest: embedding, last norm, scores
+    model.to_empty(device=device)  # memory for this process's part, with anything in it
+    load_weights(model, args.model, mesh)
+    # to_empty() has also emptied the buffers, and those of the rotary embedding are in no checkpoint.
+    model.model.rotary_emb = type(model.model.rotary_emb)(config).to(device)
+    return model
+
+
+@torch.no_grad()
+def load_weights(model, folder, mesh):
+    """Read this process's rows of each weight, and nothing else."""
+    files = weight_files(folder)
+    for name, weight in model.named_parameters():
+        rows = math.ceil(len(weight) / mesh.size())  # as fully_shard cuts: the last part may be shorter, or empty
+        first = rows * mesh.get_local_rank()
+        with safe_open(files[name], framework="pt") as file:
+            weight.to_local().copy_(file.get_slice(name)[first : first + rows])
+
+
+def batches(loader, sampler, done):
+    """Yield the batches of one epoch after the other, for ever; not those of the steps that are done."""
+    epoch, done = divmod(done, len(loader))
+    while True:
+        sampler.set_epoch(epoch)
+        yield from islice(loader, done, None)
+        epoch, done = epoch + 1, 0
+
+
+@torch.no_grad()
+def evaluate(model, loader, device):
+    """Return the mean loss of a token, over the sequences of all processes."""
+    model.eval()
+    losses = torch.zeros(2, device=device)
+    for batch in loader:
+        batch = batch.to(device)
+        loss = model(input_ids=batch, labels=batch, use_cache=False).loss
+        losses += torch.stack([loss * len(batch), torch.full_like(loss, len(batch))])
+    dist.all_reduce(losses)
+    total, sequences = losses.tolist()
+    return total / sequences
+
+
+@torch.no_grad()
+def complete(model, tokenizer, device):
+    """Return what the model writes after the prompt."""
+    model.eval()
+    prompt = tokenizer(PROMPT, return_tensors="pt").to(device)
+    tokens = model.generate(**prompt, max_new_tokens=40, do_sample=False, pad_token_id=tokenizer.eos_token_id)
+    return tokenizer.decode(tokens[0])
+
+
+if __name__ == "__main__":
+    main()

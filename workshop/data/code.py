@@ -1,0 +1,131 @@
+"""Text to train a language model on, as blocks of tokens: the source of Python's standard library, or a file of JSON lines."""
+
+import hashlib
+import json
+import os
+import sysconfig
+import tempfile
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch.utils.data import Dataset
+
+from workshop.data.datasets import data_folder
+from workshop.errors import UserError
+
+LIBRARY = "stdlib"
+VALIDATION = 10  # of so many documents one is for validation
+
+
+def library_files() -> list[Path]:
+    """The modules of Python's standard library, without its packages: about 170 files and 4.7 MB of source."""
+    return sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
+
+
+class Blocks(Dataset):
+    """Blocks of ``sequence_length`` tokens, each an int64 tensor, cut one after the other from a file of tokens.
+
+    Args:
+        path: the file, as ``numpy.save`` has written it; it is mapped into memory, not read.
+        sequence_length: tokens of a block. What is left at the end of the file is in no block.
+    """
+
+    def __init__(self, path: Path, sequence_length: int):
+        tokens = np.load(path, mmap_mode="r")
+        count = len(tokens) // sequence_length
+        self.blocks = tokens[: count * sequence_length].reshape(count, sequence_length)
+
+    def __len__(self) -> int:
+        return len(self.blocks)
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return torch.from_numpy(self.blocks[index].astype(np.int64))
+
+
+def load_blocks(data: str, tokenizer, sequence_length: int, skip_broken: bool = False) -> tuple[Blocks, Blocks]:
+    """Return the blocks to train on and those to validate with. No document is in both.
+
+    The tokens are kept in the data folder, so that only the first run with this tokenizer and these data has to make them.
+
+    Args:
+        data: "stdlib", or the path of a file of JSON lines, each an object with the document as its "text".
+        tokenizer: of Hugging Face's ``transformers``; a fast one.
+        sequence_length: tokens of a block.
+        skip_broken: leave lines out that cannot be read.
+
+    Raises:
+        UserError: the file cannot be read, one of its lines is broken, or it is too short for one block of each kind.
+    """
+    paths = library_files() if data == LIBRARY else [Path(data)]
+    name = hashlib.sha256(tokenizer.backend_tokenizer.to_str().encode())
+    for path in paths:
+        try:
+            status = path.stat()
+        except OSError as error:
+            raise UserError(f"--data {data}: {error.strerror} (a file of JSON lines, or {LIBRARY})") from error
+        name.update(f"{path.absolute()} {status.st_size} {status.st_mtime_ns} {skip_broken}".encode())
+    folder = data_folder() / "tokens"
+    files = [folder / f"{name.hexdigest()[:16]}-{part}.npy" for part in ("train", "validation")]
+    if not all(file.exists() for file in files):
+        documents = [path.read_text(errors="replace") for path in paths] if data == LIBRARY else None
+        documents = documents or read_documents(paths[0], skip_broken)
+        _write_tokens(files, documents, tokenizer)
+    train_set, validation_set = (Blocks(file, sequence_length) for file in files)
+    if not len(train_set) or not len(validation_set):
+        raise UserError(
+            f"--data {data}: too short for a block of {sequence_length:,} tokens to train on and one to validate with"
+        )
+    return train_set, validation_set
+
+
+def read_documents(path: Path, skip_broken: bool = False) -> list[str]:
+    """Read the documents of a file of JSON lines; empty lines count for nothing.
+
+    Raises:
+        UserError: a line is no JSON object with a string as its "text", and is not to be skipped; or none is left.
+    """
+    documents, broken = [], []
+    try:
+        with open(path, "rb") as file:
+            for number, line in enumerate(file, start=1):
+                if not line.strip():
+                    continue
+                try:
+                    text = json.loads(line)["text"]
+                    if not isinstance(text, str):
+                        raise TypeError
+                    documents.append(text)
+                except (ValueError, KeyError, TypeError):
+                    broken.append(number)
+    except OSError as error:
+        raise UserError(f"--data {path}: {error.strerror}") from error
+    if broken and not skip_broken:
+        shown = ", ".join(f"{number:,}" for number in broken[:5]) + (" ..." if len(broken) > 5 else "")
+        raise UserError(
+            f'--data {path}: no JSON object with a "text" in line{"s" * (len(broken) > 1)} {shown} '
+            f"({len(broken):,} of {len(broken) + len(documents):,}); repair them, or leave them out with --skip-broken"
+        )
+    if not documents:
+        raise UserError(f"--data {path}: there is no document in it")
+    return documents
+
+
+def _write_tokens(files: list[Path], documents: list[str], tokenizer) -> None:
+    """Write the documents' tokens, each document ended by the tokenizer's end-of-sequence token."""
+    encoded = tokenizer(documents, add_special_tokens=False)["input_ids"]
+    try:
+        files[0].parent.mkdir(parents=True, exist_ok=True)
+        for file, validation in zip(files, (False, True), strict=True):
+            chosen = [
+                tokens
+                for number, tokens in enumerate(encoded)
+                if (number % VALIDATION == VALIDATION - 1) == validation
+            ]
+            end = np.array([tokenizer.eos_token_id], np.int32)
+            pieces = [piece for tokens in chosen for piece in (np.array(tokens, np.int32), end)]
+            with tempfile.NamedTemporaryFile(dir=file.parent, prefix=".tokens-", delete=False) as scratch:
+                np.save(scratch, np.concatenate(pieces) if pieces else end[:0])
+            os.replace(scratch.name, file)
+    except OSError as error:
+        raise UserError(f"cannot write {files[0].parent}: {error.strerror or error}") from error

@@ -1,0 +1,160 @@
+"""CodeLlama: its checkpoint as Hugging Face's libraries read it, fetched, or made here of the same architecture but small."""
+
+import json
+import os
+import shutil
+import tempfile
+from pathlib import Path
+
+from workshop.data.code import library_files
+from workshop.data.datasets import data_folder
+from workshop.errors import UserError
+
+TINY = "tiny-codellama"
+REPOSITORY = "codellama/CodeLlama-7b-hf"
+# Of the repository, what loading it needs; the weights are there a second time, as pickles.
+FILES = (
+    "config.json",
+    "generation_config.json",
+    "model.safetensors.index.json",
+    "model-00001-of-00002.safetensors",
+    "model-00002-of-00002.safetensors",
+    "special_tokens_map.json",
+    "tokenizer.json",
+    "tokenizer.model",
+    "tokenizer_config.json",
+)
+VOCABULARY = 2048  # tokens
+
+
+def models_folder() -> Path:
+    """The folder that models lie in."""
+    return data_folder() / "models"
+
+
+def model_folder(name: str) -> Path:
+    """The folder of a model: a checkpoint in Hugging Face's format, with its tokenizer.
+
+    Args:
+        name: "tiny-codellama", which is made now if it is not there yet; "codellama", once it has been fetched; or a folder.
+
+    Raises:
+        UserError: there is no such model, or something is missing in its folder.
+    """
+    if name == TINY:
+        if not (models_folder() / TINY).is_dir():
+            make_tiny()
+        return models_folder() / TINY
+    if name in ("codellama", REPOSITORY):
+        folder = models_folder() / REPOSITORY.split("/")[1]
+        if not folder.is_dir():
+            raise UserError(f"{REPOSITORY} is not in {models_folder()}; fetch it once with: ./workshop.sh fetch codellama")
+    else:
+        folder = Path(name)
+        if not folder.is_dir():
+            raise UserError(
+                f"there is no model {name}: name a folder, or one of: {TINY}, codellama. "
+                "Nothing is downloaded by a training run"
+            )
+    for what, names in {
+        "configuration": ["config.json"],
+        "weights": ["model.safetensors", "model.safetensors.index.json"],
+        "tokenizer": ["tokenizer.json", "tokenizer.model"],
+    }.items():
+        if not any((folder / name).is_file() for name in names):
+            raise UserError(f"the model in {folder} has no {what} ({' or '.join(names)})")
+    for file in set(weight_files(folder).values()):
+        if not file.is_file():
+            raise UserError(f"the model in {folder} lacks a part of its weights ({file.name}); fetch or copy it again")
+    return folder
+
+
+def weight_files(folder: str | os.PathLike) -> dict[str, Path]:
+    """For each weight of a checkpoint, by its name, the safetensors file that holds it.
+
+    Raises:
+        UserError: the list of them, or the only file, cannot be read.
+    """
+    from safetensors import SafetensorError, safe_open
+
+    index, single = Path(folder, "model.safetensors.index.json"), Path(folder, "model.safetensors")
+    try:
+        if index.is_file():
+            return {name: Path(folder, file) for name, file in json.loads(index.read_text())["weight_map"].items()}
+        with safe_open(single, framework="pt") as file:
+            return {name: single for name in file.keys()}  # noqa: SIM118 - it is no dict
+    except (OSError, SafetensorError, ValueError, KeyError) as error:
+        raise UserError(f"the weights in {folder} cannot be read: {error}") from error
+
+
+def make_tiny(folder: Path | None = None, *, layers: int = 4, width: int = 256, vocabulary: int = VOCABULARY) -> Path:
+    """Make a small checkpoint of CodeLlama's architecture with random weights, and a tokenizer for Python; return its folder.
+
+    The tokenizer is a byte-level BPE, trained on the source of Python's standard library (so it differs a little from one version
+    of Python to the next); CodeLlama's own is a SentencePiece BPE. It takes a few seconds and no network. The folder appears when it
+    is whole.
+
+    Args:
+        folder: where; None: where ``model_folder`` looks.
+        layers: decoder layers; CodeLlama-7b has 32.
+        width: size of the hidden state, a multiple of 32; CodeLlama-7b has 4,096.
+        vocabulary: number of tokens; CodeLlama-7b has 32,016.
+
+    Raises:
+        UserError: the folder cannot be written.
+    """
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    import torch
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+    folder = folder or models_folder() / TINY
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocabulary,
+        special_tokens=["<unk>", "<s>", "</s>"],  # with Llama's numbers
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator((path.read_text(errors="replace") for path in library_files()), trainer)
+    config = LlamaConfig(
+        vocab_size=vocabulary,
+        hidden_size=width,
+        intermediate_size=width * 43 // 16,  # 11008 / 4096, as in CodeLlama-7b
+        num_hidden_layers=layers,
+        num_attention_heads=width // 32,
+        max_position_embeddings=512,
+        rms_norm_eps=1e-5,
+        rope_parameters={"rope_type": "default", "rope_theta": 1e6},
+        bos_token_id=1,
+        eos_token_id=2,
+        tie_word_embeddings=False,
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = LlamaForCausalLM(config)
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, unk_token="<unk>", bos_token="<s>", eos_token="</s>", model_max_length=512
+    )
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".make-") as scratch:
+            made = Path(scratch) / folder.name
+            model.save_pretrained(made)
+            fast.save_pretrained(made)
+            put_in_place(made, folder)
+    except OSError as error:
+        raise UserError(f"cannot write {folder}: {error.strerror or error}") from error
+    return folder
+
+
+def put_in_place(made: Path, folder: Path) -> None:
+    """Move a whole folder to its place, unless somebody else has just put one there."""
+    try:
+        os.rename(made, folder)
+    except OSError:
+        if not folder.is_dir():
+            raise
+        shutil.rmtree(made)

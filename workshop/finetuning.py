@@ -1,0 +1,316 @@
+"""What stage 04's scripts share that is not the lesson: the check of their options before anything is written, and their log."""
+
+import json
+import os
+import shutil
+import sys
+from pathlib import Path
+
+from workshop.arguments import PREFLIGHT
+from workshop.errors import UserError
+from workshop.measure.transformer import GIB, estimate, peak_flops, read_sizes
+
+
+def check_finetuning(parser, args, strategy: str = "ddp") -> None:
+    """End the run with one line and exit status 2 where ``args`` cannot work; return where they can, ``args.model`` now a folder.
+
+    Args:
+        parser: the script's parser; its ``error`` is how the run ends.
+        args: the options ``model``, ``data``, ``skip_broken``, ``batch_size``, ``sequence_length`` and ``run``, and as far as the script
+            has them ``accumulate``, ``activation_checkpointing``, ``offload`` and ``export``.
+        strategy: how the script spreads the model, for the estimate of its memory: "ddp" or "fsdp".
+    """
+    world_size = int(os.environ.get("WORLD_SIZE", 0))
+    try:
+        if world_size < 1:
+            raise UserError("torchrun has to start this: torchrun --standalone --nproc-per-node=2 " + sys.argv[0])
+        _check_model(args, strategy, world_size)
+        _check_text(args, world_size)
+        for option in ("run", "export"):
+            if getattr(args, option, None):
+                _check_folder(option, Path(getattr(args, option)))
+    except UserError as error:
+        parser.error(error)
+    except OSError as error:
+        parser.error(f"{error.filename}: {error.strerror}")
+    if os.environ.get(PREFLIGHT):
+        sys.exit(0)
+
+
+def _check_model(args, strategy, world_size):
+    from workshop.data.codellama import model_folder
+
+    args.model = str(model_folder(args.model))
+    sizes = read_sizes(args.model)
+    if args.sequence_length > sizes.context:
+        raise UserError(
+            f"--sequence-length {args.sequence_length:,}: the model in {args.model} takes sequences of up to {sizes.context:,} tokens"
+        )
+    if args.sequence_length < 2:
+        raise UserError("--sequence-length 1: there is nothing after the first token to predict")
+    check_memory(args, sizes, strategy, world_size)
+
+
+def check_memory(args, sizes, strategy: str, world_size: int) -> None:
+    """Raise a UserError if training would take more memory than each process can have here.
+
+    Args:
+        args: as in ``check_finetuning``.
+        sizes: of the model.
+        strategy: as ``estimate`` takes it.
+        world_size: the number of processes.
+    """
+    import psutil
+    import torch
+
+    from workshop.measure.machine import bf16_is_fast
+
+    local = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    on_gpu = torch.accelerator.is_available() and torch.accelerator.device_count() >= local
+    if on_gpu:
+        device = torch.device(torch.accelerator.current_accelerator().type, int(os.environ.get("LOCAL_RANK", 0)))
+        available, place = torch.cuda.mem_get_info(device)[1], "this GPU has"
+    else:
+        device = torch.device("cpu")
+        available, place = psutil.virtual_memory().available / local, "this machine has free for each process"
+    needed = estimate(
+        sizes,
+        strategy,
+        world_size,
+        batch_size=args.batch_size,
+        sequence_length=args.sequence_length,
+        bf16=bf16_is_fast(device),
+        checkpointing=getattr(args, "activation_checkpointing", False),
+        offload=on_gpu and getattr(args, "offload", False),  # on a CPU there is nowhere to go
+        on_gpu=on_gpu,
+    )
+    certain = needed.total - needed.allocator
+    if certain > available:
+        standing = needed.parameters + needed.gradients + needed.optimizer
+        raise UserError(
+            f"this needs about {certain / GIB:,.1f} GiB in each process ({standing / GIB:,.1f} for weights, gradients and "
+            f"optimizer, {needed.activations / GIB:,.1f} for activations), and {place} {available / GIB:,.1f}; "
+            f"see what would fit: ./workshop.sh memory {args.model}"
+        )
+
+
+def _check_text(args, world_size):
+    from transformers import AutoTokenizer
+    from transformers.utils import logging
+
+    from workshop.data.code import load_blocks
+
+    logging.disable_progress_bar()  # of loading a model: one for each process
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(args.model, local_files_only=True)
+    except Exception as error:  # what it raises on a damaged file differs from version to version
+        raise UserError(f"the tokenizer in {args.model} cannot be read ({type(error).__name__}); fetch or make it again") from error
+    train_set, validation_set = load_blocks(args.data, tokenizer, args.sequence_length, args.skip_broken)
+    if world_size > len(validation_set):
+        raise UserError(
+            f"{world_size:,} processes are more than the {len(validation_set):,} sequences to validate with; start fewer"
+        )
+    step = args.batch_size * world_size * getattr(args, "accumulate", 1)
+    if step > len(train_set):
+        raise UserError(
+            f"--batch-size {args.batch_size:,} on {world_size:,} process{'es' * (world_size > 1)} needs {step:,} sequences a step; "
+            f"{args.data} has {len(train_set):,} of {args.sequence_length:,} tokens to train on"
+        )
+
+
+def _check_folder(option: str, path: Path):
+    existing = next(parent for parent in (path.absolute(), *path.absolute().parents) if parent.exists())
+    if not existing.is_dir():
+        raise UserError(f"--{option} {path}: {existing} is a file, so nothing can be written beneath it")
+    if not os.access(existing, os.W_OK):
+        raise UserError(f"--{option} {path}: no permission to write in {existing}")
+
+
+def newest_checkpoint(run: str | os.PathLike) -> Path | None:
+    """The checkpoint of the latest step in a run's folder, or None. DCP writes a checkpoint's ``.metadata`` when all else is there."""
+    whole = [path.parent for path in Path(run).glob("step-*/.metadata")]
+    return max(whole, key=_step, default=None)
+
+
+def keep_newest(run: str | os.PathLike) -> None:
+    """Delete the checkpoints of earlier steps than the newest whole one; on rank 0, the others do nothing."""
+    import torch.distributed as dist
+
+    newest = newest_checkpoint(run)
+    if dist.get_rank() > 0 or not newest:
+        return
+    for folder in Path(run).glob("step-*"):
+        if _step(folder) < _step(newest):
+            shutil.rmtree(folder)
+
+
+def _step(checkpoint: Path) -> int:
+    return int(checkpoint.name.removeprefix("step-"))
+
+
+class TrainingLog:
+    """The log of a run: lines on standard output, and all of it as ``log.json`` in the run's folder. Only rank 0 writes.
+
+    Call it on all ranks, once the process group stands.
+
+    Args:
+        args: the options ``run``, ``model``, ``steps``, ``batch_size``, ``sequence_length`` and, if there is one, ``accumulate``.
+        device: the device that this process trains on.
+    """
+
+    def __init__(self, args, device):
+        import torch.distributed as dist
+
+        self.args, self.device = args, device
+        self.rank, self.processes = dist.get_rank(), dist.get_world_size()
+        self.sizes = read_sizes(args.model)
+        self.path = Path(args.run) / "log.json"
+        self.peak = peak_flops(device)
+
+    def begin(self, validation_loss: float, completion: str, step: int = 0) -> None:
+        """Say what is trained, and where it stands.
+
+        Args:
+            validation_loss: mean loss of a token, in nats.
+            completion: what the model writes after a prompt.
+            step: the steps that a checkpoint has brought; what the log says of later ones is dropped.
+        """
+        if self.rank > 0:
+            return
+        from workshop.measure.machine import machine
+
+        earlier = json.loads(self.path.read_text()) if step and self.path.exists() else {}
+        self.entries = [entry for entry in earlier.get("entries", []) if entry["step"] <= step]
+        self.run = {
+            "model": Path(self.args.model).name,
+            "parameters": self.sizes.parameters,
+            "device": self.device.type,
+            "processes": self.processes,
+            "options": {name: value for name, value in vars(self.args).items() if name not in ("model", "run")},
+            "machine": machine(),
+            "flops_per_token": self.sizes.flops_per_token(self.args.sequence_length),
+            "peak": self.peak and {"flops": self.peak[0], "device": self.peak[1]},
+            "completions": earlier.get("completions", []) + [{"step": step, "text": completion}],
+            "entries": self.entries,
+        }
+        if not self.entries:
+            self.entries.append({"step": 0, "validation_loss": validation_loss})
+        print(
+            f"training {self.sizes.parameters / 1e6:,.1f} million parameters on {self.device} from step {step + 1}: "
+            f"{self.processes} process{'es' * (self.processes > 1)}, validation loss {validation_loss:.4f}, completion:\n{_quoted(completion)}",
+            flush=True,
+        )
+        self._save()
+
+    def write(self, step: int, losses: list[float], validation_loss: float, seconds: float) -> None:
+        """Report the steps since the last report.
+
+        Args:
+            step: the number of the last of them, counted from 1.
+            losses: of each of them: the mean over the global batch, in nats.
+            validation_loss: mean loss of a token, in nats.
+            seconds: how long these steps took.
+        """
+        if self.rank > 0:
+            return
+        from workshop.measure.device import peak_memory
+
+        sequences = self.args.batch_size * getattr(self.args, "accumulate", 1) * self.processes
+        rate = len(losses) * sequences * self.args.sequence_length / seconds
+        entry = {
+            "step": step,
+            "losses": losses,
+            "validation_loss": validation_loss,
+            "tokens_per_second": rate,
+            "peak_memory": peak_memory(self.device),
+        }
+        used = ""
+        if self.peak:
+            entry["mfu"] = rate * self.run["flops_per_token"] / (self.peak[0] * self.processes)
+            used = f" | {entry['mfu']:.1%} of {self.peak[1]}'s {self.peak[0] / 1e12:,.0f} TFLOP/s"
+        self.entries.append(entry)
+        print(
+            f"step {step}/{self.args.steps} | loss {sum(losses) / len(losses):.4f} | validation loss {validation_loss:.4f} | "
+            f"{rate:,.0f} tokens/s{used} | {entry['peak_memory'] / GIB:.2f} GiB",
+            flush=True,
+        )
+        self._save()
+
+    def end(self, completion: str) -> None:
+        """Show what the trained model writes after the prompt."""
+        if self.rank > 0:
+            return
+        self.run["completions"].append({"step": self.args.steps, "text": completion})
+        print(f"completion after {self.args.steps} steps:\n{_quoted(completion)}", flush=True)
+        self._save()
+
+    def _save(self) -> None:
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        temporary = self.path.with_suffix(".json.tmp")
+        temporary.write_text(json.dumps(self.run, indent=1) + "\n")
+        os.replace(temporary, self.path)
+
+
+def _quoted(completion: str) -> str:
+    return "\n".join("    | " + line for line in completion.splitlines())
+
+
+def parse_extra(doc: str, group: str = "", purpose: str = ""):
+    """Parse and check the options of a script that compares a kind of parallelism with one process.
+
+    Args:
+        doc: the script's docstring.
+        group: an option for the size of the inner groups, which has to divide the number of processes; "": none.
+        purpose: what that option means.
+    """
+    from workshop.arguments import ArgumentParser, positive_int
+    from workshop.data.codellama import TINY, model_folder
+
+    parser = ArgumentParser(description=doc.splitlines()[0])
+    parser.add_argument("--steps", type=positive_int, default=10)
+    if group:
+        parser.add_argument(group, type=positive_int, default=2, help=purpose)
+    args = parser.parse_args()
+    world_size = int(os.environ.get("WORLD_SIZE", 0))
+    size = getattr(args, group.lstrip("-")) if group else world_size
+    try:
+        if world_size < 1:
+            raise UserError(f"torchrun has to start this: torchrun --standalone --nproc-per-node=4 {sys.argv[0]}")
+        if world_size % size:
+            raise UserError(f"{group} {size}: {world_size} processes do not divide into groups of {size}")
+        heads = read_sizes(model_folder(TINY)).heads
+        if group != "--shards" and heads % size:
+            raise UserError(f"the {heads} attention heads of this model do not divide into {size} parts")
+        if 16 % world_size:
+            raise UserError(f"batches of 16 sequences do not divide into {world_size} equal shares")
+    except UserError as error:
+        parser.error(error)
+    if os.environ.get(PREFLIGHT):
+        sys.exit(0)
+    return args
+
+
+def first_batches(args, device) -> list:
+    """The first ``args.steps`` batches of 16 sequences of Python's own source, 64 tokens each, the same on every rank."""
+    import torch
+    from transformers import AutoTokenizer
+
+    from workshop.data.code import load_blocks
+    from workshop.data.codellama import TINY, model_folder
+
+    train_set, _ = load_blocks("stdlib", AutoTokenizer.from_pretrained(model_folder(TINY), local_files_only=True), 64)
+    blocks = torch.stack([train_set[index] for index in range(16 * args.steps)])
+    return list(blocks.to(device).split(16))
+
+
+def compare_losses(name: str, losses: list[float], alone: list[float]) -> None:
+    """Print the losses beside those of one process, and how far they are apart; on rank 0."""
+    import torch.distributed as dist
+
+    if dist.get_rank() > 0:
+        return
+    print(f"step | {name} | one process")
+    for step, (together, one) in enumerate(zip(losses, alone, strict=True), start=1):
+        print(f"{step:4} | {together:{len(name)}.6f} | {one:.6f}")
+    difference = max(abs(together - one) for together, one in zip(losses, alone, strict=True))
+    print(f"{dist.get_world_size()} processes; the losses differ by at most {difference:.1e}", flush=True)
