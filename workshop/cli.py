@@ -184,6 +184,20 @@ def bench(script, arguments, processes, mode, repeats, output, collectives, logs
 
 
 @app.command()
+@click.argument("model", metavar="MODEL")
+@click.option("--batch-size", type=click.IntRange(min=1), default=1, show_default=True, help="Sequences, on each GPU.")
+@click.option("--sequence-length", type=click.IntRange(min=2), help="Tokens of each.  [default: 2048, or the model's most]")
+@click.option("--gpus", default="1,2,4,8,16", show_default=True, metavar="N,N", help="How many share the work.")
+@click.option("--measure", is_flag=True, help="Take steps with it on this machine, and compare.")
+@click.option("--output", default="", metavar="FOLDER", help="Where picture and figures go.")
+def memory(model, batch_size, sequence_length, gpus, measure, output) -> None:
+    """What DDP, FSDP and ZeRO need on each GPU to train MODEL (codellama-7b, -13b, -34b, -70b, tiny-codellama, or a folder)."""
+    from workshop.measure.memory import run_memory
+
+    sys.exit(run_memory(model, batch_size, sequence_length, gpus, measure, output))
+
+
+@app.command()
 @click.argument("script")
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
 @click.option("--site", metavar="SITE", help="Where to.  [default: this host's site, or the practice cluster]")

@@ -8,7 +8,8 @@ from pathlib import Path
 
 from workshop.arguments import PREFLIGHT
 from workshop.errors import UserError
-from workshop.measure.transformer import GIB, estimate, peak_flops, read_sizes
+from workshop.measure.memory import estimate
+from workshop.measure.transformer import GIB, peak_flops, read_sizes
 
 
 def check_finetuning(parser, args, strategy: str = "ddp") -> None:
@@ -63,13 +64,14 @@ def check_memory(args, sizes, strategy: str, world_size: int) -> None:
     import psutil
     import torch
 
+    from workshop.measure.device import gpu_memory
     from workshop.measure.machine import bf16_is_fast
 
     local = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     on_gpu = torch.accelerator.is_available() and torch.accelerator.device_count() >= local
     if on_gpu:
         device = torch.device(torch.accelerator.current_accelerator().type, int(os.environ.get("LOCAL_RANK", 0)))
-        available, place = torch.cuda.mem_get_info(device)[1], "this GPU has"
+        available, place = gpu_memory(device.index), "this GPU has"
     else:
         device = torch.device("cpu")
         available, place = psutil.virtual_memory().available / local, "this machine has free for each process"

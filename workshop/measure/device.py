@@ -29,3 +29,8 @@ def peak_memory(device: torch.device) -> int:
         return torch.get_device_module(device).max_memory_allocated()
     unit = 1 if sys.platform == "darwin" else 1024  # what getrusage counts in
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+
+def gpu_memory(index: int) -> int:
+    """The memory of an accelerator, in bytes."""
+    return torch.get_device_module(torch.accelerator.current_accelerator()).mem_get_info(index)[1]

@@ -1,0 +1,361 @@
+"""``workshop memory``: what training a model takes on each GPU, predicted from its sizes, and measured where this machine can.
+
+Gradients, optimizer and activations are counted, not looked up: the tests compare them with the bytes that PyTorch holds.
+"""
+
+import json
+import os
+import shutil
+import sys
+import tempfile
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+
+from workshop.errors import UserError
+from workshop.measure.transformer import GIB, MODELS, Sizes, read_sizes
+
+# Memory of the cards that sites have, in GB, and one card of each size.
+CARDS = {40: "A100-40", 64: "A100-64, MI250X", 80: "A100-80, H100", 96: "GH200", 141: "H200", 180: "B200"}
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes on one GPU (or in one process) in training, by what they are for.
+
+    Attributes:
+        parameters, gradients, optimizer: what of the model stays there from step to step, in float32 (ZeRO: as its paper has it).
+        exchange: what a strategy needs on top to talk: DDP's buckets, the layers that FSDP and ZeRO-3 have gathered at a time.
+        activations: what the forward pass keeps for the backward pass.
+        temporary: the most that comes and goes in between: the scores of all tokens and their gradients, or, with activation
+            checkpointing, what a layer has to compute again.
+        allocator: what the allocator cannot use, and the libraries' own: assumed, not measured.
+    """
+
+    parameters: float
+    gradients: float
+    optimizer: float
+    exchange: float
+    activations: float
+    temporary: float
+    allocator: float
+
+    @property
+    def total(self) -> float:
+        return sum(getattr(self, field.name) for field in fields(self))
+
+
+STRATEGIES = ("ddp", "zero1", "zero2", "zero3", "fsdp")
+
+
+def estimate(
+    sizes: Sizes,
+    strategy: str,
+    processes: int,
+    *,
+    batch_size: int,
+    sequence_length: int,
+    bf16: bool = True,
+    checkpointing: bool = False,
+    offload: bool = False,
+    on_gpu: bool = True,
+) -> Memory:
+    """Predict the memory that training with AdamW takes in each process.
+
+    DDP and FSDP as stage 04 uses them: float32 weights, gradients and optimizer, computing in bfloat16 (DDP by autocast, FSDP by
+    its MixedPrecisionPolicy). ZeRO as in Rajbhandari et al., "ZeRO", 2020, https://arxiv.org/abs/1910.02054: bfloat16 weights and
+    gradients (2 + 2 bytes), and a float32 copy with AdamW's two moments (12 bytes), of which stage 1 shards the last, stage 2 the
+    gradients too, stage 3 all. The bytes that a layer keeps for backward are counted operation by operation, with attention that
+    never forms the table of all pairs (SDPA); the tests compare them with what PyTorch saves.
+
+    Args:
+        sizes: of the model.
+        strategy: one of ``STRATEGIES``.
+        processes: how many share the work, one on each GPU.
+        batch_size: sequences at a time, in each process.
+        sequence_length: tokens of a sequence.
+        bf16: compute in bfloat16, else in float32.
+        checkpointing: keep only each layer's input, and compute the rest again in the backward pass.
+        offload: keep weights, gradients and optimizer in the memory of the CPU (FSDP and ZeRO; of ZeRO-1 and 2 the optimizer).
+        on_gpu: count what libraries and allocator take on a GPU.
+    """
+    p, n = sizes.parameters, processes
+    width = 2 if bf16 else 4  # bytes of a number that is computed with
+    tokens = batch_size * sequence_length
+    layer = _layer_activations(sizes, strategy == "ddp" and bf16, width) * tokens
+    # Between the layers runs the sum of all that they have added: with autocast it stays float32.
+    between = sizes.hidden * (4 if strategy == "ddp" else width) * tokens
+    activations = sizes.layers * (between if checkpointing else layer)
+    # The last norm, and the logarithms of the probabilities of all tokens, in float32.
+    activations += (_norm(sizes, strategy == "ddp" and bf16, width) + 4 * sizes.vocabulary) * tokens
+    # While the loss is computed, the scores as they come and in float32; going back, the gradient of both.
+    temporary = (width + 4) * sizes.vocabulary * tokens
+    if checkpointing:  # later, what was not kept of a layer
+        temporary = max(temporary, layer)
+
+    if strategy == "ddp":
+        parameters, gradients, optimizer = 4 * p, 4 * p, 8 * p
+        exchange = 4 * p if n > 1 else 0  # buckets as large as the gradients
+        if bf16:  # autocast's copies of all weights but the embedding's
+            activations += 2 * (p - sizes.vocabulary * sizes.hidden * (not sizes.tied))
+    elif strategy == "fsdp":
+        parameters, gradients, optimizer = 4 * p / n, 4 * p / n, 8 * p / n
+        # The outermost group stays gathered, and the next layer is fetched while one computes. A group's gradients leave in float32.
+        gathered = width * (sizes.root_parameters + 2 * sizes.layer_parameters)
+        leaving = (width + 4) * max(sizes.layer_parameters, sizes.root_parameters)
+        exchange = gathered + leaving
+    else:
+        stage = int(strategy[-1])
+        parameters = 2 * p / (n if stage == 3 else 1)
+        gradients = 2 * p / (n if stage >= 2 else 1)
+        optimizer = 12 * p / n
+        exchange = 2 * (sizes.root_parameters + 2 * sizes.layer_parameters) if stage == 3 else 0
+    if offload and strategy != "ddp":
+        optimizer = 0
+        if strategy in ("fsdp", "zero3"):
+            parameters = gradients = 0
+    parts = (parameters, gradients, optimizer, exchange, activations, temporary)
+    return Memory(*parts, allocator=0.05 * sum(parts) + 1.5 * GIB if on_gpu else 0)
+
+
+def _norm(sizes: Sizes, autocast: bool, width: int) -> int:
+    """Bytes a token that an RMSNorm and what takes its result keep: the input in float32, the normed one, and the result."""
+    return sizes.hidden * (4 + (4 if autocast else width) + width)
+
+
+def _layer_activations(sizes: Sizes, autocast: bool, width: int) -> int:
+    """Bytes a token that a decoder layer keeps for the backward pass."""
+    queries, keys = sizes.heads * sizes.head, sizes.kv_heads * sizes.head
+    attention = width * (2 * queries + 2 * keys) + 4 * sizes.heads  # queries, result, keys, values; and a sum for each head
+    mlp = width * 4 * sizes.intermediate  # gate, its SiLU, the other branch, their product
+    # Autocast converts an input once for each layer that takes it: three times for queries, keys and values, twice in the MLP.
+    again = width * sizes.hidden * 3 if autocast else 0
+    return 2 * _norm(sizes, autocast, width) + attention + mlp + again
+
+
+# The rows of the table: what they are called, and how ``estimate`` is asked for them.
+PLANS = (
+    ("DDP", "ddp"),
+    ("ZeRO-1", "zero1"),
+    ("ZeRO-2", "zero2"),
+    ("ZeRO-3", "zero3"),
+    ("FSDP", "fsdp"),
+)
+PARTS = [field.name for field in fields(Memory)]
+
+
+def known_sizes(model: str) -> Sizes:
+    """The sizes of a model by its name ("codellama-7b", ..., "tiny-codellama") or its folder.
+
+    Raises:
+        UserError: there is no such model.
+    """
+    if model in MODELS:
+        return MODELS[model]
+    from workshop.data.codellama import TINY, model_folder
+
+    if model == TINY:
+        return read_sizes(model_folder(TINY))
+    if not Path(model).is_dir():
+        raise UserError(f"there is no model {model}: name a folder, or one of: {', '.join(MODELS)}, {TINY}")
+    return read_sizes(model)
+
+
+def run_memory(
+    model: str, batch_size: int, sequence_length: int | None, gpus: str, measure: bool = False, output: str = ""
+) -> int:
+    """Print the predicted memory of each strategy, draw it against the cards that sites have, and measure where that is asked for.
+
+    Args:
+        model: as ``known_sizes`` takes it.
+        batch_size: sequences at a time, on each GPU.
+        sequence_length: tokens of a sequence; None: 2,048, or the model's most.
+        gpus: the numbers of GPUs, separated by commas.
+        measure: take steps with this model on this machine and compare.
+        output: the folder for memory.json and memory.png; "": runs/memory-MODEL in the repository.
+
+    Returns:
+        The exit status, 0.
+
+    Raises:
+        UserError: the model is unknown, its sequences are shorter, or it does not fit for measuring.
+    """
+    from rich.console import Console
+
+    from workshop.measure.scaling import open_folder
+    from workshop.repository import require_stages
+
+    sizes = known_sizes(model)
+    sequence_length = sequence_length or min(2048, sizes.context)
+    if sequence_length > sizes.context:
+        raise UserError(f"{model} takes sequences of up to {sizes.context:,} tokens, not {sequence_length:,}")
+    try:
+        counts = sorted({int(count) for count in gpus.split(",")})
+    except ValueError:
+        counts = [0]
+    if counts[0] < 1:
+        raise UserError(f"--gpus {gpus}: give whole numbers of at least 1, separated by commas")
+    name = Path(model).name
+    folder = open_folder(output or require_stages() / "runs" / f"memory-{name}")
+    settings = {"batch_size": batch_size, "sequence_length": sequence_length}
+    console = Console(highlight=False)
+    rows = predictions(sizes, counts, settings)
+    show(console, name, sizes, rows, settings)
+    summary = {"model": name, "parameters": sizes.parameters, **settings, "predicted": rows}
+    if measure:
+        summary["measured"] = measure_here(console, sizes, settings)
+    (folder / "memory.json").write_text(json.dumps(summary, indent=1) + "\n")
+    plot(folder / "memory.png", f"{name}: a step with {batch_size} x {sequence_length:,} tokens on each GPU", rows)
+    console.print(f"figures and picture: {folder}/memory.json and memory.png")
+    return 0
+
+
+def predictions(sizes: Sizes, counts: list[int], settings: dict) -> list[dict]:
+    """A row for each strategy and number of GPUs: bytes by part, and the totals with checkpointing and offload as well.
+
+    Args:
+        sizes: of the model.
+        counts: numbers of GPUs.
+        settings: ``batch_size`` and ``sequence_length``.
+    """
+    rows = []
+    for name, strategy in PLANS:
+        for count in counts if strategy != "ddp" else [counts[-1]]:  # DDP needs the same on any number
+            plain = estimate(sizes, strategy, count, **settings)
+            less = estimate(sizes, strategy, count, checkpointing=True, **settings)
+            offloaded = estimate(sizes, strategy, count, checkpointing=True, offload=True, **settings)
+            rows.append(
+                {
+                    "strategy": name,
+                    "gpus": count,
+                    **asdict(plain),
+                    "total": plain.total,
+                    "with_checkpointing": less.total,
+                    "with_checkpointing_and_offload": offloaded.total,
+                }
+            )
+    return rows
+
+
+def smallest_card(total: float) -> str:
+    """The size in GB of the smallest of the cards that holds so many bytes, or "-"."""
+    return next((str(size) for size in CARDS if total <= size * 1e9), "-")
+
+
+def show(console, name: str, sizes: Sizes, rows: list[dict], settings: dict) -> None:
+    """Print the table of ``predictions``."""
+    from rich import box
+    from rich.table import Table
+
+    unit, divisor = ("GB", 1e9) if sizes.parameters > 1e8 else ("MB", 1e6)
+    console.print(
+        f"{name}: {sizes.parameters:,} parameters; training with AdamW, {settings['batch_size']} x "
+        f"{settings['sequence_length']:,} tokens at a time on each GPU. Predicted {unit} on each GPU:"
+    )
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 0, 0, 1))
+    titles = ("", "GPUs", "weights", "gradients", "AdamW", "exchange", "activations", "rest")
+    for title in (*titles, "total", "recompute", "offload"):
+        table.add_column(title, justify="right" if title else "left", no_wrap=True)
+    for row in rows:
+        parts = [row[part] for part in PARTS[:-2]] + [row["temporary"] + row["allocator"]]
+        totals = [row[key] for key in ("total", "with_checkpointing", "with_checkpointing_and_offload")]
+        cells = [f"{total / divisor:,.1f} ({smallest_card(total)})" for total in totals]
+        ddp = row["strategy"] == "DDP"
+        table.add_row(
+            row["strategy"],
+            "any" if ddp else str(row["gpus"]),
+            *(f"{part / divisor:,.1f}" for part in parts),
+            *(cells[:2] if ddp else cells),
+        )
+    console.print(table)
+    console.print(
+        "exchange: DDP's buckets; the layers that FSDP and ZeRO-3 gather. rest: what comes and goes, and 5 % and 1.5 GiB for the "
+        "allocator and the libraries, assumed. In brackets: the smallest card that holds it, in GB. recompute: with activation "
+        "checkpointing. offload: that, and weights, gradients and AdamW in the CPU's memory (ZeRO-1 and 2: AdamW)."
+    )
+
+
+def plot(path: Path, title: str, rows: list[dict]) -> None:
+    """Draw a bar for each row, its parts stacked, and a line for each card."""
+    import matplotlib
+
+    matplotlib.use("Agg")  # draws into files; needs no screen
+    import matplotlib.pyplot as plt
+
+    from workshop.measure.plots import COLOURS
+
+    figure, axes = plt.subplots(figsize=(max(7, 0.62 * len(rows) + 2), 5.2), facecolor="white", layout="constrained")
+    figure.suptitle(title)
+    names = ["DDP\nany" if row["strategy"] == "DDP" else f"{row['strategy']}\n{row['gpus']}" for row in rows]
+    bottom = [0.0] * len(rows)
+    for part, colour in zip(PARTS, COLOURS, strict=False):
+        values = [row[part] / 1e9 for row in rows]
+        axes.bar(range(len(rows)), values, 0.8, bottom=bottom, label=part, color=colour)
+        bottom = [low + value for low, value in zip(bottom, values, strict=True)]
+    less = [row["with_checkpointing"] / 1e9 for row in rows]
+    axes.scatter(range(len(rows)), less, marker="D", color="black", s=22, zorder=3, label="with activation checkpointing")
+    top = max(bottom) * 1.12
+    for size, card in CARDS.items():
+        if size <= top:
+            axes.axhline(size, color="grey", linewidth=0.8, linestyle="dashed", zorder=0)
+            axes.text(len(rows) - 0.45, size, f"{size} GB ({card})", va="center", fontsize=8)
+    axes.set_xticks(range(len(rows)), names, fontsize=8)
+    axes.set(ylabel="GB on each GPU", xlabel="strategy, and number of GPUs", ylim=(0, top))
+    axes.legend(fontsize=8, ncols=4, loc="lower center", bbox_to_anchor=(0.5, 1.0), frameon=False)
+    axes.spines[["top", "right"]].set_visible(False)
+    figure.savefig(path, dpi=110)
+    plt.close(figure)
+
+
+def measure_here(console, sizes: Sizes, settings: dict) -> list[dict]:
+    """Take two steps with DDP and with FSDP on the GPUs of this machine, or with two processes on the CPU, and compare.
+
+    Raises:
+        UserError: this machine does not have the memory for it, or a run failed.
+    """
+    import psutil
+    import torch
+    from rich.table import Table
+
+    from workshop.measure.device import gpu_memory
+    from workshop.measure.launch import first_failure, launch, without_launcher
+    from workshop.repository import python_path
+
+    gpus = torch.accelerator.device_count() if torch.accelerator.is_available() else 0
+    count = gpus or 2
+    here = gpu_memory(0) if gpus else psutil.virtual_memory().available / count
+    rows, skipped = [], []
+    for name, strategy in (("DDP", "ddp"), ("FSDP", "fsdp")):
+        for checkpointing in (False, True):
+            predicted = estimate(
+                sizes, strategy, count, bf16=bool(gpus), checkpointing=checkpointing, on_gpu=bool(gpus), **settings
+            )
+            label = name + (" with activation checkpointing" if checkpointing else "")
+            if predicted.total > here:
+                skipped.append(f"{label} ({predicted.total / GIB:,.1f} GiB)")
+                continue
+            place = Path(tempfile.mkdtemp(prefix="workshop-memory-"))
+            options = [json.dumps(asdict(sizes)), strategy, str(int(checkpointing)), json.dumps(settings), str(place / "memory.json")]
+            command = [*(sys.executable, "-P", "-m", "torch.distributed.run", "--standalone", "--local-addr=127.0.0.1")]
+            command += [f"--nproc-per-node={count}", "-m", "workshop.measure.memory_probe", *options]
+            environment = {**without_launcher(os.environ), "PYTHONPATH": python_path(), "PET_LOG_DIR": str(place / "torchrun")}
+            environment.setdefault("OMP_NUM_THREADS", "1")
+            outcome = launch(command, environment, place, lambda line: None)
+            if outcome.status != 0:
+                raise UserError(f"measuring {label} failed: {first_failure(outcome, place / 'torchrun')}")
+            measured = json.loads((place / "memory.json").read_text())
+            shutil.rmtree(place)
+            rows.append({"strategy": label, "processes": count, "predicted": asdict(predicted), **measured})
+    table = Table(title=f"MB in each of {count} processes, predicted / measured")
+    for column in ("", "parameters", "gradients", "optimizer", "activations", "peak"):
+        table.add_column(column, justify="right" if column else "left")
+    for row in rows:
+        cells = [
+            f"{row['predicted'][part] / 1e6:,.1f} / {row['measured'][part] / 1e6:,.1f}"
+            for part in ("parameters", "gradients", "optimizer", "activations")
+        ]
+        total = sum(row["predicted"][part] for part in PARTS if part != "allocator")
+        peak = row["measured"].get("peak")
+        table.add_row(row["strategy"], *cells, f"{total / 1e6:,.1f} / {peak / 1e6:,.1f}" if peak else "-")
+    console.print(table)
+    for line in skipped:
+        console.print(f"not measured, there is too little memory here: {line}")
+    return rows
