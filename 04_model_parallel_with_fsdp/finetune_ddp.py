@@ -41,7 +41,7 @@ def main():
     try:
         train(device, args)
     finally:
-        gc.collect()  # DDP holds on to the process group until Python frees it, in its own time: free it now
+        gc.collect()  # the model holds on to the process group until Python frees it, in its own time: free it now
         dist.destroy_process_group()
 
 
@@ -53,7 +53,9 @@ def parse_arguments():
     parser.add_argument("--steps", type=positive_int, default=100)
     parser.add_argument("--batch-size", type=positive_int, default=4, help="sequences a step, on each process")
     parser.add_argument("--sequence-length", type=positive_int, default=128, help="tokens of a sequence")
-    parser.add_argument("--learning-rate", type=positive_float, default=3e-3, help="its peak; for codellama rather 2e-5")
+    parser.add_argument(
+        "--learning-rate", type=positive_float, default=3e-3, help="its peak; for codellama rather 2e-5"
+    )
     parser.add_argument("--run", default="runs/finetune_ddp", help="folder for what the run leaves")
     args = parser.parse_args()
     check_finetuning(parser, args)
@@ -73,7 +75,6 @@ def train(device, args):
     rank, world_size = dist.get_rank(), dist.get_world_size()
     tokenizer = AutoTokenizer.from_pretrained(args.model, local_files_only=True)
     model = load_model(args, device)
-    ddp_model = DDP(model)
     # PyTorch's default, a decay of 0.01, is small; the betas are those of most language models.
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.learning_rate, betas=(0.9, 0.95))
     # Up during a tenth of the steps, then down along a cosine.
@@ -86,14 +87,14 @@ def train(device, args):
     share = range(rank, min(len(validation_set), 64) // world_size * world_size, world_size)
     validation_loader = DataLoader(Subset(validation_set, share), args.batch_size)
 
-    validation_loss = evaluate(ddp_model, validation_loader, device)
+    validation_loss = evaluate(model, validation_loader, device)
     log.begin(validation_loss, complete(model, tokenizer, device))
     losses, start = [], time.perf_counter()
     for step, batch in zip(range(1, args.steps + 1), batches(train_loader, sampler), strict=False):
         batch = batch.to(device)
-        ddp_model.train()
+        model.train()
         with autocast(device):
-            loss = ddp_model(input_ids=batch, labels=batch, use_cache=False).loss  # it shifts the labels itself
+            loss = model(input_ids=batch, labels=batch, use_cache=False).loss  # it shifts the labels itself
         loss.backward()
         nn.utils.clip_grad_norm_(model.parameters(), max_norm=1.0)
         optimizer.step()
@@ -106,14 +107,21 @@ def train(device, args):
             dist.all_reduce(losses, dist.ReduceOp.AVG)
             losses = losses.tolist()  # waits for the device
             seconds = time.perf_counter() - start
-            log.write(step, losses, evaluate(ddp_model, validation_loader, device), seconds)
+            log.write(step, losses, evaluate(model, validation_loader, device), seconds)
             losses, start = [], time.perf_counter()
     log.end(complete(model, tokenizer, device))
 
 
 def load_model(args, device):
     """The weights in float32, whatever they were stored as: AdamW's small steps would vanish in bfloat16."""
-    return AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.float32, local_files_only=True).to(device)
+    model = AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.float32, local_files_only=True).to(device)
+    model = distribute(model, device)
+    return model
+
+
+def distribute(model, device):
+    """Spread the training over the processes: the same weights in each, and backward() averages the gradients."""
+    return DDP(model)
 
 
 def autocast(device):
@@ -149,8 +157,7 @@ def complete(model, tokenizer, device):
     """Return what the model writes after the prompt."""
     model.eval()
     prompt = tokenizer(PROMPT, return_tensors="pt").to(device)
-    with autocast(device):
-        tokens = model.generate(**prompt, max_new_tokens=40, do_sample=False, pad_token_id=tokenizer.eos_token_id)
+    tokens = model.module.generate(**prompt, max_new_tokens=40, do_sample=False, pad_token_id=tokenizer.eos_token_id)
     return tokenizer.decode(tokens[0])
 
 

@@ -51,7 +51,9 @@ def choose_device(local_rank, local_world_size):
 
 def load_model(device):
     """In float32, so that the losses differ by nothing but rounding."""
-    model = AutoModelForCausalLM.from_pretrained(model_folder("tiny-codellama"), dtype=torch.float32, local_files_only=True)
+    model = AutoModelForCausalLM.from_pretrained(
+        model_folder("tiny-codellama"), dtype=torch.float32, local_files_only=True
+    )
     return model.to(device)
 
 

@@ -186,7 +186,9 @@ def bench(script, arguments, processes, mode, repeats, output, collectives, logs
 @app.command()
 @click.argument("model", metavar="MODEL")
 @click.option("--batch-size", type=click.IntRange(min=1), default=1, show_default=True, help="Sequences, on each GPU.")
-@click.option("--sequence-length", type=click.IntRange(min=2), help="Tokens of each.  [default: 2048, or the model's most]")
+@click.option(
+    "--sequence-length", type=click.IntRange(min=2), help="Tokens of each.  [default: 2048, or the model's most]"
+)
 @click.option("--gpus", default="1,2,4,8,16", show_default=True, metavar="N,N", help="How many share the work.")
 @click.option("--measure", is_flag=True, help="Take steps with it on this machine, and compare.")
 @click.option("--output", default="", metavar="FOLDER", help="Where picture and figures go.")

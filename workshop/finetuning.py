@@ -17,9 +17,9 @@ def check_finetuning(parser, args, strategy: str = "ddp") -> None:
 
     Args:
         parser: the script's parser; its ``error`` is how the run ends.
-        args: the options ``model``, ``data``, ``skip_broken``, ``batch_size``, ``sequence_length`` and ``run``, and as far as the script
-            has them ``accumulate``, ``activation_checkpointing``, ``offload`` and ``export``.
-        strategy: how the script spreads the model, for the estimate of its memory: "ddp" or "fsdp".
+        args: the options ``model``, ``data``, ``skip_broken``, ``batch_size``, ``sequence_length`` and ``run``, and as far as the
+            script has them ``accumulate``, ``activation_checkpointing``, ``offload`` and ``export``.
+        strategy: how the script spreads the model, for the estimate of its memory: "ddp", "fsdp" or "lora".
     """
     world_size = int(os.environ.get("WORLD_SIZE", 0))
     try:
@@ -45,7 +45,8 @@ def _check_model(args, strategy, world_size):
     sizes = read_sizes(args.model)
     if args.sequence_length > sizes.context:
         raise UserError(
-            f"--sequence-length {args.sequence_length:,}: the model in {args.model} takes sequences of up to {sizes.context:,} tokens"
+            f"--sequence-length {args.sequence_length:,}: the model in {args.model} takes sequences of up to "
+            f"{sizes.context:,} tokens"
         )
     if args.sequence_length < 2:
         raise UserError("--sequence-length 1: there is nothing after the first token to predict")
@@ -106,7 +107,9 @@ def _check_text(args, world_size):
     try:
         tokenizer = AutoTokenizer.from_pretrained(args.model, local_files_only=True)
     except Exception as error:  # what it raises on a damaged file differs from version to version
-        raise UserError(f"the tokenizer in {args.model} cannot be read ({type(error).__name__}); fetch or make it again") from error
+        raise UserError(
+            f"the tokenizer in {args.model} cannot be read ({type(error).__name__}); fetch or make it again"
+        ) from error
     train_set, validation_set = load_blocks(args.data, tokenizer, args.sequence_length, args.skip_broken)
     if world_size > len(validation_set):
         raise UserError(
@@ -115,8 +118,8 @@ def _check_text(args, world_size):
     step = args.batch_size * world_size * getattr(args, "accumulate", 1)
     if step > len(train_set):
         raise UserError(
-            f"--batch-size {args.batch_size:,} on {world_size:,} process{'es' * (world_size > 1)} needs {step:,} sequences a step; "
-            f"{args.data} has {len(train_set):,} of {args.sequence_length:,} tokens to train on"
+            f"--batch-size {args.batch_size:,} on {world_size:,} process{'es' * (world_size > 1)} needs {step:,} sequences a "
+            f"step; {args.data} has {len(train_set):,} of {args.sequence_length:,} tokens to train on"
         )
 
 
@@ -129,7 +132,7 @@ def _check_folder(option: str, path: Path):
 
 
 def newest_checkpoint(run: str | os.PathLike) -> Path | None:
-    """The checkpoint of the latest step in a run's folder, or None. DCP writes a checkpoint's ``.metadata`` when all else is there."""
+    """The checkpoint of the latest step in a run's folder, or None. DCP writes its ``.metadata`` last, so where it is, all is."""
     whole = [path.parent for path in Path(run).glob("step-*/.metadata")]
     return max(whole, key=_step, default=None)
 
@@ -192,14 +195,15 @@ class TrainingLog:
             "machine": machine(),
             "flops_per_token": self.sizes.flops_per_token(self.args.sequence_length),
             "peak": self.peak and {"flops": self.peak[0], "device": self.peak[1]},
-            "completions": earlier.get("completions", []) + [{"step": step, "text": completion}],
+            "completions": [*earlier.get("completions", []), {"step": step, "text": completion}],
             "entries": self.entries,
         }
         if not self.entries:
             self.entries.append({"step": 0, "validation_loss": validation_loss})
         print(
             f"training {self.sizes.parameters / 1e6:,.1f} million parameters on {self.device} from step {step + 1}: "
-            f"{self.processes} process{'es' * (self.processes > 1)}, validation loss {validation_loss:.4f}, completion:\n{_quoted(completion)}",
+            f"{self.processes} process{'es' * (self.processes > 1)}, validation loss {validation_loss:.4f}, completion:\n"
+            + _quoted(completion),
             flush=True,
         )
         self._save()

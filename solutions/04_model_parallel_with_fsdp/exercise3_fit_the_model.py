@@ -7,7 +7,6 @@ Slurm:        srun --ntasks=1 --gpus=4 --cpus-per-task=32 .../exercise3_run_fit_
 """
 
 import gc
-import math
 import os
 import time
 from functools import partial
@@ -22,7 +21,7 @@ from safetensors import safe_open
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.elastic.multiprocessing.errors import record
-from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from torch.optim.lr_scheduler import OneCycleLR
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, DistributedSampler, Subset
@@ -61,9 +60,13 @@ def parse_arguments():
     parser.add_argument("--steps", type=positive_int, default=100)
     parser.add_argument("--batch-size", type=positive_int, default=4, help="sequences a step, on each process")
     parser.add_argument("--sequence-length", type=positive_int, default=128, help="tokens of a sequence")
-    parser.add_argument("--learning-rate", type=positive_float, default=3e-3, help="its peak; for codellama rather 2e-5")
+    parser.add_argument(
+        "--learning-rate", type=positive_float, default=3e-3, help="its peak; for codellama rather 2e-5"
+    )
     parser.add_argument("--run", default="runs/fit_the_model", help="folder for what the run leaves")
-    parser.add_argument("--activation-checkpointing", action="store_true", help="compute them twice instead of keeping them")
+    parser.add_argument(
+        "--activation-checkpointing", action="store_true", help="compute them twice instead of keeping them"
+    )
     parser.add_argument("--accumulate", type=positive_int, default=1, help="batches a step")
     parser.add_argument("--keep-gathered", action="store_true", help="do not free a layer's weights after its forward")
     parser.add_argument("--offload", action="store_true", help="weights, gradients and optimizer in the CPU's memory")
@@ -133,32 +136,47 @@ def load_model(args, device):
     config = AutoConfig.from_pretrained(args.model, local_files_only=True)
     with torch.device("meta"):  # shapes without memory: no process ever holds the whole model
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    mesh = init_device_mesh(device.type, (dist.get_world_size(),))
-    # It gathers weights in bfloat16 and computes with them; its own part of them, and the sum of the gradients, are float32.
-    precision = MixedPrecisionPolicy(torch.bfloat16 if bf16_is_fast(device) else None, reduce_dtype=torch.float32)
-    offload = CPUOffloadPolicy(pin_memory=device.type != "cpu") if args.offload else OffloadPolicy()
-    for layer in model.model.layers:
-        if args.activation_checkpointing:
-            layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)
-        if args.compile:
-            layer.compile()
-        # A group: gathered for its forward and backward; freed in between, or kept for the backward.
-        fully_shard(layer, mesh=mesh, mp_policy=precision, offload_policy=offload, reshard_after_forward=not args.keep_gathered)
-    fully_shard(model, mesh=mesh, mp_policy=precision, offload_policy=offload)  # the rest: embedding, last norm, scores
+    model = distribute(model, device, args)
     model.to_empty(device="cpu" if args.offload else device)  # memory for this process's part, with anything in it
-    load_weights(model, args.model, mesh)
+    load_weights(model, args.model)
     # to_empty() has also emptied the buffers, and those of the rotary embedding are in no checkpoint.
     model.model.rotary_emb = type(model.model.rotary_emb)(config).to(device)
     return model
 
 
+def distribute(model, device, args):
+    """Spread the model over the processes: each holds a part of all weights, and of their gradients and optimizer."""
+    mesh = init_device_mesh(device.type, (dist.get_world_size(),))
+    options = {"mesh": mesh, "mp_policy": precision(device)}
+    if args.offload:
+        options["offload_policy"] = CPUOffloadPolicy(pin_memory=device.type != "cpu")
+    for layer in model.model.layers:
+        # Its activations:
+        if args.activation_checkpointing:
+            layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)
+        # Its operations:
+        if args.compile:
+            layer.compile()
+        # Its weights: a group, gathered for its forward and for its backward, freed when they are done.
+        fully_shard(layer, **options, reshard_after_forward=not args.keep_gathered)
+    return fully_shard(model, **options)  # the rest: embedding, last norm, scores
+
+
+def precision(device):
+    """What it computes with. Each process's own part of the weights is float32 in any case."""
+    dtype = torch.bfloat16 if bf16_is_fast(device) else torch.float32
+    return MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
+
+
 @torch.no_grad()
-def load_weights(model, folder, mesh):
+def load_weights(model, folder):
     """Read this process's rows of each weight, and nothing else."""
     files = weight_files(folder)
     for name, weight in model.named_parameters():
-        rows = math.ceil(len(weight) / mesh.size())  # as fully_shard cuts: the last part may be shorter, or empty
-        first = rows * mesh.get_local_rank()
+        rows = -(
+            -len(weight) // dist.get_world_size()
+        )  # as fully_shard cuts: rounded up, so the last part may be shorter
+        first = rows * dist.get_rank()
         with safe_open(files[name], framework="pt") as file:
             weight.to_local().copy_(file.get_slice(name)[first : first + rows])
 

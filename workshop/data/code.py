@@ -118,9 +118,7 @@ def _write_tokens(files: list[Path], documents: list[str], tokenizer) -> None:
         files[0].parent.mkdir(parents=True, exist_ok=True)
         for file, validation in zip(files, (False, True), strict=True):
             chosen = [
-                tokens
-                for number, tokens in enumerate(encoded)
-                if (number % VALIDATION == VALIDATION - 1) == validation
+                tokens for number, tokens in enumerate(encoded) if (number % VALIDATION == VALIDATION - 1) == validation
             ]
             end = np.array([tokenizer.eos_token_id], np.int32)
             pieces = [piece for tokens in chosen for piece in (np.array(tokens, np.int32), end)]

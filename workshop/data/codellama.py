@@ -48,7 +48,9 @@ def model_folder(name: str) -> Path:
     if name in ("codellama", REPOSITORY):
         folder = models_folder() / REPOSITORY.split("/")[1]
         if not folder.is_dir():
-            raise UserError(f"{REPOSITORY} is not in {models_folder()}; fetch it once with: ./workshop.sh fetch codellama")
+            raise UserError(
+                f"{REPOSITORY} is not in {models_folder()}; fetch it once with: ./workshop.sh fetch codellama"
+            )
     else:
         folder = Path(name)
         if not folder.is_dir():
@@ -91,8 +93,8 @@ def make_tiny(folder: Path | None = None, *, layers: int = 4, width: int = 256, 
     """Make a small checkpoint of CodeLlama's architecture with random weights, and a tokenizer for Python; return its folder.
 
     The tokenizer is a byte-level BPE, trained on the source of Python's standard library (so it differs a little from one version
-    of Python to the next); CodeLlama's own is a SentencePiece BPE. It takes a few seconds and no network. The folder appears when it
-    is whole.
+    of Python to the next); CodeLlama's own is a SentencePiece BPE. It takes a few seconds and no network. The folder appears when
+    it is whole.
 
     Args:
         folder: where; None: where ``model_folder`` looks.

@@ -17,6 +17,7 @@ from workshop.measure.transformer import GIB, MODELS, Sizes, read_sizes
 # Memory of the cards that sites have, in GB, and one card of each size.
 CARDS = {40: "A100-40", 64: "A100-64, MI250X", 80: "A100-80, H100", 96: "GH200", 141: "H200", 180: "B200"}
 
+
 @dataclass(frozen=True)
 class Memory:
     """Bytes on one GPU (or in one process) in training, by what they are for.
@@ -43,7 +44,8 @@ class Memory:
         return sum(getattr(self, field.name) for field in fields(self))
 
 
-STRATEGIES = ("ddp", "zero1", "zero2", "zero3", "fsdp")
+STRATEGIES = ("ddp", "zero1", "zero2", "zero3", "fsdp", "lora")
+LORA_RANK = 8  # in lora.py
 
 
 def estimate(
@@ -63,8 +65,10 @@ def estimate(
     DDP and FSDP as stage 04 uses them: float32 weights, gradients and optimizer, computing in bfloat16 (DDP by autocast, FSDP by
     its MixedPrecisionPolicy). ZeRO as in Rajbhandari et al., "ZeRO", 2020, https://arxiv.org/abs/1910.02054: bfloat16 weights and
     gradients (2 + 2 bytes), and a float32 copy with AdamW's two moments (12 bytes), of which stage 1 shards the last, stage 2 the
-    gradients too, stage 3 all. The bytes that a layer keeps for backward are counted operation by operation, with attention that
-    never forms the table of all pairs (SDPA); the tests compare them with what PyTorch saves.
+    gradients too, stage 3 all. LoRA as in lora.py: the weights in bfloat16, small float32 matrices that are trained, under DDP.
+
+    The bytes that a layer keeps for backward are counted operation by operation, with attention that never forms the table of all
+    pairs (SDPA); the tests compare them with what PyTorch saves.
 
     Args:
         sizes: of the model.
@@ -80,12 +84,13 @@ def estimate(
     p, n = sizes.parameters, processes
     width = 2 if bf16 else 4  # bytes of a number that is computed with
     tokens = batch_size * sequence_length
-    layer = _layer_activations(sizes, strategy == "ddp" and bf16, width) * tokens
+    autocast = strategy in ("ddp", "lora") and bf16
+    layer = _layer_activations(sizes, autocast, width) * tokens
     # Between the layers runs the sum of all that they have added: with autocast it stays float32.
-    between = sizes.hidden * (4 if strategy == "ddp" else width) * tokens
+    between = sizes.hidden * (4 if autocast else width) * tokens
     activations = sizes.layers * (between if checkpointing else layer)
     # The last norm, and the logarithms of the probabilities of all tokens, in float32.
-    activations += (_norm(sizes, strategy == "ddp" and bf16, width) + 4 * sizes.vocabulary) * tokens
+    activations += (_norm(sizes, autocast, width) + 4 * sizes.vocabulary) * tokens
     # While the loss is computed, the scores as they come and in float32; going back, the gradient of both.
     temporary = (width + 4) * sizes.vocabulary * tokens
     if checkpointing:  # later, what was not kept of a layer
@@ -96,9 +101,16 @@ def estimate(
         exchange = 4 * p if n > 1 else 0  # buckets as large as the gradients
         if bf16:  # autocast's copies of all weights but the embedding's
             activations += 2 * (p - sizes.vocabulary * sizes.hidden * (not sizes.tied))
+    elif strategy == "lora":
+        # Beside each matrix of the layers one with as many columns as it has, and one with as many rows.
+        queries, keys = sizes.heads * sizes.head, sizes.kv_heads * sizes.head
+        edges = 2 * (sizes.hidden + queries) + 2 * (sizes.hidden + keys) + 3 * (sizes.hidden + sizes.intermediate)
+        adapters = sizes.layers * LORA_RANK * edges
+        parameters, gradients, optimizer = width * p + 4 * adapters, 4 * adapters, 8 * adapters
+        exchange = 4 * adapters if n > 1 else 0
     elif strategy == "fsdp":
         parameters, gradients, optimizer = 4 * p / n, 4 * p / n, 8 * p / n
-        # The outermost group stays gathered, and the next layer is fetched while one computes. A group's gradients leave in float32.
+        # The outermost group stays gathered, and the next layer is fetched while one computes. Gradients leave in float32.
         gathered = width * (sizes.root_parameters + 2 * sizes.layer_parameters)
         leaving = (width + 4) * max(sizes.layer_parameters, sizes.root_parameters)
         exchange = gathered + leaving
@@ -108,7 +120,7 @@ def estimate(
         gradients = 2 * p / (n if stage >= 2 else 1)
         optimizer = 12 * p / n
         exchange = 2 * (sizes.root_parameters + 2 * sizes.layer_parameters) if stage == 3 else 0
-    if offload and strategy != "ddp":
+    if offload and strategy not in ("ddp", "lora"):
         optimizer = 0
         if strategy in ("fsdp", "zero3"):
             parameters = gradients = 0
@@ -124,7 +136,9 @@ def _norm(sizes: Sizes, autocast: bool, width: int) -> int:
 def _layer_activations(sizes: Sizes, autocast: bool, width: int) -> int:
     """Bytes a token that a decoder layer keeps for the backward pass."""
     queries, keys = sizes.heads * sizes.head, sizes.kv_heads * sizes.head
-    attention = width * (2 * queries + 2 * keys) + 4 * sizes.heads  # queries, result, keys, values; and a sum for each head
+    attention = (
+        width * (2 * queries + 2 * keys) + 4 * sizes.heads
+    )  # queries, result, keys, values; and a sum for each head
     mlp = width * 4 * sizes.intermediate  # gate, its SiLU, the other branch, their product
     # Autocast converts an input once for each layer that takes it: three times for queries, keys and values, twice in the MLP.
     again = width * sizes.hidden * 3 if autocast else 0
@@ -138,7 +152,9 @@ PLANS = (
     ("ZeRO-2", "zero2"),
     ("ZeRO-3", "zero3"),
     ("FSDP", "fsdp"),
+    ("LoRA", "lora"),
 )
+SAME_ON_ANY_NUMBER = ("DDP", "LoRA")
 PARTS = [field.name for field in fields(Memory)]
 
 
@@ -162,7 +178,7 @@ def known_sizes(model: str) -> Sizes:
 def run_memory(
     model: str, batch_size: int, sequence_length: int | None, gpus: str, measure: bool = False, output: str = ""
 ) -> int:
-    """Print the predicted memory of each strategy, draw it against the cards that sites have, and measure where that is asked for.
+    """Print the predicted memory of each strategy, draw it against the cards that sites have, and measure it if asked to.
 
     Args:
         model: as ``known_sizes`` takes it.
@@ -218,7 +234,9 @@ def predictions(sizes: Sizes, counts: list[int], settings: dict) -> list[dict]:
     """
     rows = []
     for name, strategy in PLANS:
-        for count in counts if strategy != "ddp" else [counts[-1]]:  # DDP needs the same on any number
+        for count in counts if name not in SAME_ON_ANY_NUMBER else [counts[-1]]:
+            if count == 1 and len(counts) > 1 and strategy in ("zero1", "zero2"):
+                continue  # one GPU has nobody to share with: the same as ZeRO-3
             plain = estimate(sizes, strategy, count, **settings)
             less = estimate(sizes, strategy, count, checkpointing=True, **settings)
             offloaded = estimate(sizes, strategy, count, checkpointing=True, offload=True, **settings)
@@ -242,34 +260,30 @@ def smallest_card(total: float) -> str:
 
 def show(console, name: str, sizes: Sizes, rows: list[dict], settings: dict) -> None:
     """Print the table of ``predictions``."""
-    from rich import box
-    from rich.table import Table
-
     unit, divisor = ("GB", 1e9) if sizes.parameters > 1e8 else ("MB", 1e6)
+    console.print(f"{name}: {sizes.parameters:,} parameters, trained with AdamW")
     console.print(
-        f"{name}: {sizes.parameters:,} parameters; training with AdamW, {settings['batch_size']} x "
-        f"{settings['sequence_length']:,} tokens at a time on each GPU. Predicted {unit} on each GPU:"
+        f"with {settings['batch_size']} x {settings['sequence_length']:,} tokens at a time, predicted {unit} on each GPU:\n"
     )
-    table = Table(box=box.SIMPLE_HEAD, padding=(0, 0, 0, 1))
-    titles = ("", "GPUs", "weights", "gradients", "AdamW", "exchange", "activations", "rest")
-    for title in (*titles, "total", "recompute", "offload"):
-        table.add_column(title, justify="right" if title else "left", no_wrap=True)
-    for row in rows:
-        parts = [row[part] for part in PARTS[:-2]] + [row["temporary"] + row["allocator"]]
-        totals = [row[key] for key in ("total", "with_checkpointing", "with_checkpointing_and_offload")]
-        cells = [f"{total / divisor:,.1f} ({smallest_card(total)})" for total in totals]
-        ddp = row["strategy"] == "DDP"
-        table.add_row(
-            row["strategy"],
-            "any" if ddp else str(row["gpus"]),
-            *(f"{part / divisor:,.1f}" for part in parts),
-            *(cells[:2] if ddp else cells),
-        )
-    console.print(table)
+    line = "{:7}{:>5}{:>9}{:>7}{:>7}{:>8}{:>7}{:>11}{:>11}{:>9}"
     console.print(
-        "exchange: DDP's buckets; the layers that FSDP and ZeRO-3 gather. rest: what comes and goes, and 5 % and 1.5 GiB for the "
-        "allocator and the libraries, assumed. In brackets: the smallest card that holds it, in GB. recompute: with activation "
-        "checkpointing. offload: that, and weights, gradients and AdamW in the CPU's memory (ZeRO-1 and 2: AdamW)."
+        line.format("", "GPUs", "weights", "grads", "AdamW", "activ.", "other", "total", "recompute", "offload")
+    )
+    for row in rows:
+        parts = [row[part] for part in ("parameters", "gradients", "optimizer", "activations")]
+        parts.append(row["exchange"] + row["temporary"] + row["allocator"])
+        totals = [row[key] for key in ("total", "with_checkpointing", "with_checkpointing_and_offload")]
+        cells = [f"{total / divisor:,.0f} ({smallest_card(total)})" for total in totals]
+        count = row["gpus"]
+        if row["strategy"] in SAME_ON_ANY_NUMBER:
+            count, cells[2] = "any", ""
+        console.print(line.format(row["strategy"], count, *(f"{part / divisor:,.1f}" for part in parts), *cells))
+    console.print(
+        "\nIn brackets: the smallest card that holds it, in GB.\n"
+        "other: DDP's buckets, the layers that FSDP and ZeRO-3 gather, what comes and goes in\n"
+        "  a step; and for allocator and libraries 5 % and 1.5 GiB, which are assumed.\n"
+        "recompute: with activation checkpointing. offload: that, and weights, gradients and\n"
+        "  AdamW in the CPU's memory (ZeRO-1 and 2: AdamW)."
     )
 
 
@@ -284,14 +298,16 @@ def plot(path: Path, title: str, rows: list[dict]) -> None:
 
     figure, axes = plt.subplots(figsize=(max(7, 0.62 * len(rows) + 2), 5.2), facecolor="white", layout="constrained")
     figure.suptitle(title)
-    names = ["DDP\nany" if row["strategy"] == "DDP" else f"{row['strategy']}\n{row['gpus']}" for row in rows]
+    names = [f"{row['strategy']}\n{'any' if row['strategy'] in SAME_ON_ANY_NUMBER else row['gpus']}" for row in rows]
     bottom = [0.0] * len(rows)
     for part, colour in zip(PARTS, COLOURS, strict=False):
         values = [row[part] / 1e9 for row in rows]
         axes.bar(range(len(rows)), values, 0.8, bottom=bottom, label=part, color=colour)
         bottom = [low + value for low, value in zip(bottom, values, strict=True)]
     less = [row["with_checkpointing"] / 1e9 for row in rows]
-    axes.scatter(range(len(rows)), less, marker="D", color="black", s=22, zorder=3, label="with activation checkpointing")
+    axes.scatter(
+        range(len(rows)), less, marker="D", color="black", s=22, zorder=3, label="with activation checkpointing"
+    )
     top = max(bottom) * 1.12
     for size, card in CARDS.items():
         if size <= top:
@@ -333,10 +349,20 @@ def measure_here(console, sizes: Sizes, settings: dict) -> list[dict]:
                 skipped.append(f"{label} ({predicted.total / GIB:,.1f} GiB)")
                 continue
             place = Path(tempfile.mkdtemp(prefix="workshop-memory-"))
-            options = [json.dumps(asdict(sizes)), strategy, str(int(checkpointing)), json.dumps(settings), str(place / "memory.json")]
+            options = [
+                json.dumps(asdict(sizes)),
+                strategy,
+                str(int(checkpointing)),
+                json.dumps(settings),
+                str(place / "memory.json"),
+            ]
             command = [*(sys.executable, "-P", "-m", "torch.distributed.run", "--standalone", "--local-addr=127.0.0.1")]
             command += [f"--nproc-per-node={count}", "-m", "workshop.measure.memory_probe", *options]
-            environment = {**without_launcher(os.environ), "PYTHONPATH": python_path(), "PET_LOG_DIR": str(place / "torchrun")}
+            environment = {
+                **without_launcher(os.environ),
+                "PYTHONPATH": python_path(),
+                "PET_LOG_DIR": str(place / "torchrun"),
+            }
             environment.setdefault("OMP_NUM_THREADS", "1")
             outcome = launch(command, environment, place, lambda line: None)
             if outcome.status != 0:

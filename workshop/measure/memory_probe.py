@@ -1,7 +1,7 @@
-"""What ``workshop memory --measure`` lets torchrun start: two steps of a model with random weights, and the bytes that they hold.
+"""What ``workshop memory --measure`` lets torchrun start: two steps of a model with random weights, and the bytes they hold.
 
-Parameters, gradients and optimizer are counted in this process's tensors, activations in what autograd keeps for the backward pass;
-on a GPU the peak is the allocator's own figure.
+Parameters, gradients and optimizer are counted in this process's tensors, activations in what autograd keeps for the backward
+pass; on a GPU the peak is the allocator's own figure.
 """
 
 import gc

@@ -69,9 +69,9 @@ class Sizes:
     def flops_per_token(self, sequence_length: int) -> float:
         """Floating-point operations of a token in training, forward and backward, as MFU counts them.
 
-        6 for each weight that a token is multiplied with (all but those of the embedding, which is looked up), and for the attention
-        12 x layers x width of all heads x tokens of the sequence. What activation checkpointing computes again does not count. Source:
-        Chowdhery et al., "PaLM", 2022, appendix B, https://arxiv.org/abs/2204.02311.
+        6 for each weight that a token is multiplied with (all but those of the embedding, which is looked up), and for the
+        attention 12 x layers x width of all heads x tokens of the sequence. What activation checkpointing computes again does not
+        count. Source: Chowdhery et al., "PaLM", 2022, appendix B, https://arxiv.org/abs/2204.02311.
         """
         multiplied = self.parameters - (0 if self.tied else self.vocabulary * self.hidden)
         return 6 * multiplied + 12 * self.layers * self.heads * self.head * sequence_length
@@ -95,7 +95,9 @@ def read_sizes(folder: str | Path) -> Sizes:
     try:
         config = json.loads(path.read_text())
         if config.get("model_type") not in ("llama", "mistral"):
-            raise UserError(f"{path}: a model of type {config.get('model_type')}; only Llama's architecture is known here")
+            raise UserError(
+                f"{path}: a model of type {config.get('model_type')}; only Llama's architecture is known here"
+            )
         heads = config["num_attention_heads"]
         return Sizes(
             config["num_hidden_layers"],
