@@ -57,7 +57,7 @@ def parse_arguments():
     parser.add_argument(
         "--learning-rate", type=positive_float, default=3e-3, help="its peak; for codellama rather 2e-5"
     )
-    parser.add_argument("--run", default="runs/lora", help="folder for what the run leaves")
+    parser.add_argument("--folder", default="runs/lora", help="folder for what the run leaves")
     args = parser.parse_args()
     check_finetuning(parser, args, "lora")
     return args
@@ -85,8 +85,8 @@ def train(device, args):
     train_set, validation_set = load_blocks(args.data, tokenizer, args.sequence_length, args.skip_broken)
     sampler = DistributedSampler(train_set, seed=SEED, drop_last=True)
     train_loader = DataLoader(train_set, args.batch_size, sampler=sampler, drop_last=True)
-    share = range(rank, min(len(validation_set), 64) // world_size * world_size, world_size)
-    validation_loader = DataLoader(Subset(validation_set, share), args.batch_size)
+    count = max(1, min(len(validation_set), 64) // world_size) * world_size  # as many for each process
+    validation_loader = DataLoader(Subset(validation_set, range(rank, count, world_size)), args.batch_size)
 
     validation_loss = evaluate(model, validation_loader, device)
     log.begin(validation_loss, complete(model, tokenizer, device))
@@ -113,7 +113,7 @@ def train(device, args):
     log.end(complete(model, tokenizer, device))
     if rank == 0:
         model.module.save_pretrained(
-            os.path.join(args.run, "adapter")
+            os.path.join(args.folder, "adapter")
         )  # a few megabytes, of use with the same model only
 
 

@@ -196,13 +196,19 @@ def _check_snapshot(args, model):
         raise UserError(
             f"--snapshot {path} does not fit this model (it was written by another program); delete it or name another"
         ) from error
-    # torchrun starts all ranks again when one has died, and Slurm a job whose node has, even after the last snapshot: then there
-    # is rightly nothing to do. (Outside a step of srun's it may be a Jupyter session that Slurm has started again.)
-    restarted = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0" or (
-        "SLURM_STEP_ID" in os.environ and os.environ.get("SLURM_RESTART_COUNT", "0") != "0"
-    )
-    if done >= args.epochs and not restarted:
+    if done >= args.epochs and not is_restarted():
         raise UserError(
             f"--snapshot {path} already holds {done} epoch{'s' * (done > 1)} of the {args.epochs} asked for, "
             "so there is nothing left to train; raise --epochs, or delete it to start again"
         )
+
+
+def is_restarted() -> bool:
+    """Whether this process was started again by its launcher: even after the last snapshot, so that there may be nothing to do.
+
+    torchrun starts all ranks again when one has died, and Slurm a job whose node has. (Outside a step of srun's it may be a
+    Jupyter session that Slurm has started again.)
+    """
+    return os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0" or (
+        "SLURM_STEP_ID" in os.environ and os.environ.get("SLURM_RESTART_COUNT", "0") != "0"
+    )

@@ -6,7 +6,7 @@ import shutil
 import sys
 from pathlib import Path
 
-from workshop.arguments import PREFLIGHT
+from workshop.arguments import PREFLIGHT, is_restarted
 from workshop.errors import UserError
 from workshop.measure.memory import estimate
 from workshop.measure.transformer import GIB, peak_flops, read_sizes
@@ -17,7 +17,7 @@ def check_finetuning(parser, args, strategy: str = "ddp") -> None:
 
     Args:
         parser: the script's parser; its ``error`` is how the run ends.
-        args: the options ``model``, ``data``, ``skip_broken``, ``batch_size``, ``sequence_length`` and ``run``, and as far as the
+        args: the options ``model``, ``data``, ``skip_broken``, ``batch_size``, ``sequence_length`` and ``folder``, and as far as the
             script has them ``accumulate``, ``activation_checkpointing``, ``offload`` and ``export``.
         strategy: how the script spreads the model, for the estimate of its memory: "ddp", "fsdp" or "lora".
     """
@@ -27,9 +27,11 @@ def check_finetuning(parser, args, strategy: str = "ddp") -> None:
             raise UserError("torchrun has to start this: torchrun --standalone --nproc-per-node=2 " + sys.argv[0])
         _check_model(args, strategy, world_size)
         _check_text(args, world_size)
-        for option in ("run", "export"):
+        for option in ("folder", "export"):
             if getattr(args, option, None):
                 _check_folder(option, Path(getattr(args, option)))
+        if hasattr(args, "save_every"):
+            _check_checkpoint(args)
     except UserError as error:
         parser.error(error)
     except OSError as error:
@@ -131,6 +133,32 @@ def _check_folder(option: str, path: Path):
         raise UserError(f"--{option} {path}: no permission to write in {existing}")
 
 
+def _check_checkpoint(args):
+    """Whether the newest checkpoint in the run's folder is one to carry on from."""
+    newest = newest_checkpoint(args.folder)
+    if newest is None:
+        return
+    from torch.distributed.checkpoint import FileSystemReader
+
+    try:
+        saved = FileSystemReader(newest).read_metadata().state_dict_metadata
+    except Exception as error:  # what it raises on a damaged file differs from version to version
+        raise UserError(f"the checkpoint {newest} cannot be read ({type(error).__name__}); delete it") from error
+    sizes = read_sizes(args.model)
+    layers = {name.split(".layers.")[1].split(".")[0] for name in saved if ".model.model.layers." in name}
+    shapes = [tuple(entry.size) for name, entry in saved.items() if name.endswith(".model.model.embed_tokens.weight")]
+    if shapes != [(sizes.vocabulary, sizes.hidden)] or len(layers) != sizes.layers:
+        raise UserError(
+            f"the checkpoint {newest} is of a model of another size than {args.model}; name another --folder"
+        )
+    done = _step(newest)
+    if done >= args.steps and not is_restarted():
+        raise UserError(
+            f"{args.folder} already holds {done:,} steps of the {args.steps:,} asked for, so there is nothing left to train; "
+            "raise --steps, or delete it to start again"
+        )
+
+
 def newest_checkpoint(run: str | os.PathLike) -> Path | None:
     """The checkpoint of the latest step in a run's folder, or None. DCP writes its ``.metadata`` last, so where it is, all is."""
     whole = [path.parent for path in Path(run).glob("step-*/.metadata")]
@@ -159,7 +187,7 @@ class TrainingLog:
     Call it on all ranks, once the process group stands.
 
     Args:
-        args: the options ``run``, ``model``, ``steps``, ``batch_size``, ``sequence_length`` and, if there is one, ``accumulate``.
+        args: the options ``folder``, ``model``, ``steps``, ``batch_size``, ``sequence_length`` and, if there is one, ``accumulate``.
         device: the device that this process trains on.
     """
 
@@ -169,7 +197,7 @@ class TrainingLog:
         self.args, self.device = args, device
         self.rank, self.processes = dist.get_rank(), dist.get_world_size()
         self.sizes = read_sizes(args.model)
-        self.path = Path(args.run) / "log.json"
+        self.path = Path(args.folder) / "log.json"
         self.peak = peak_flops(device)
 
     def begin(self, validation_loss: float, completion: str, step: int = 0) -> None:
@@ -191,7 +219,7 @@ class TrainingLog:
             "parameters": self.sizes.parameters,
             "device": self.device.type,
             "processes": self.processes,
-            "options": {name: value for name, value in vars(self.args).items() if name not in ("model", "run")},
+            "options": {name: value for name, value in vars(self.args).items() if name not in ("model", "folder")},
             "machine": machine(),
             "flops_per_token": self.sizes.flops_per_token(self.args.sequence_length),
             "peak": self.peak and {"flops": self.peak[0], "device": self.peak[1]},

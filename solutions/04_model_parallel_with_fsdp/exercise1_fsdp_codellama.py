@@ -59,7 +59,7 @@ def parse_arguments():
     parser.add_argument(
         "--learning-rate", type=positive_float, default=3e-3, help="its peak; for codellama rather 2e-5"
     )
-    parser.add_argument("--run", default="runs/fsdp_codellama", help="folder for what the run leaves")
+    parser.add_argument("--folder", default="runs/fsdp_codellama", help="folder for what the run leaves")
     args = parser.parse_args()
     check_finetuning(parser, args, "fsdp")
     return args
@@ -87,8 +87,8 @@ def train(device, args):
     train_set, validation_set = load_blocks(args.data, tokenizer, args.sequence_length, args.skip_broken)
     sampler = DistributedSampler(train_set, seed=SEED, drop_last=True)
     train_loader = DataLoader(train_set, args.batch_size, sampler=sampler, drop_last=True)
-    share = range(rank, min(len(validation_set), 64) // world_size * world_size, world_size)
-    validation_loader = DataLoader(Subset(validation_set, share), args.batch_size)
+    count = max(1, min(len(validation_set), 64) // world_size) * world_size  # as many for each process
+    validation_loader = DataLoader(Subset(validation_set, range(rank, count, world_size)), args.batch_size)
 
     validation_loss = evaluate(model, validation_loader, device)
     log.begin(validation_loss, complete(model, tokenizer, device))
@@ -147,9 +147,8 @@ def load_weights(model, folder):
     """Read this process's rows of each weight, and nothing else."""
     files = weight_files(folder)
     for name, weight in model.named_parameters():
-        rows = -(
-            -len(weight) // dist.get_world_size()
-        )  # as fully_shard cuts: rounded up, so the last part may be shorter
+        # As fully_shard cuts it: rounded up, so that the last part may be shorter, or empty.
+        rows = -(-len(weight) // dist.get_world_size())
         first = rows * dist.get_rank()
         with safe_open(files[name], framework="pt") as file:
             weight.to_local().copy_(file.get_slice(name)[first : first + rows])

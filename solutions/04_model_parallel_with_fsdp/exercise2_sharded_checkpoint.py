@@ -64,7 +64,7 @@ def parse_arguments():
     parser.add_argument(
         "--learning-rate", type=positive_float, default=3e-3, help="its peak; for codellama rather 2e-5"
     )
-    parser.add_argument("--run", default="runs/sharded_checkpoint", help="folder to save to and to carry on from")
+    parser.add_argument("--folder", default="runs/sharded_checkpoint", help="folder to save to and to carry on from")
     parser.add_argument("--save-every", type=positive_int, default=20, help="steps from one checkpoint to the next")
     parser.add_argument("--export", help="folder for the trained model, as transformers reads it")
     args = parser.parse_args()
@@ -90,16 +90,15 @@ def train(device, args):
     # Up during a tenth of the steps, then down along a cosine.
     schedule = OneCycleLR(optimizer, args.learning_rate, args.steps, pct_start=0.1, cycle_momentum=False)
     state = TrainingState(model, optimizer, schedule)
-    if checkpoint := newest_checkpoint(args.run):
-        dcp.load({"training": state}, checkpoint_id=checkpoint)  # each process its part, whoever has written it
-    saving, save_group = None, dist.new_group(backend="gloo")  # the processes talk about the saving beside the training
+    if checkpoint := newest_checkpoint(args.folder):
+        dcp.load({"state": state}, checkpoint_id=checkpoint)  # each process its part, whoever has written it
     log = TrainingLog(args, device)
 
     train_set, validation_set = load_blocks(args.data, tokenizer, args.sequence_length, args.skip_broken)
     sampler = DistributedSampler(train_set, seed=SEED, drop_last=True)
     train_loader = DataLoader(train_set, args.batch_size, sampler=sampler, drop_last=True)
-    share = range(rank, min(len(validation_set), 64) // world_size * world_size, world_size)
-    validation_loader = DataLoader(Subset(validation_set, share), args.batch_size)
+    count = max(1, min(len(validation_set), 64) // world_size) * world_size  # as many for each process
+    validation_loader = DataLoader(Subset(validation_set, range(rank, count, world_size)), args.batch_size)
 
     validation_loss = evaluate(model, validation_loader, device)
     log.begin(validation_loss, complete(model, tokenizer, device), state.step)
@@ -125,37 +124,44 @@ def train(device, args):
             log.write(step, losses, evaluate(model, validation_loader, device), seconds)
             losses, start = [], time.perf_counter()
         if step % args.save_every == 0 or step == args.steps:
-            if saving:
-                saving.result()  # one at a time
-                keep_newest(args.run)
             state.step = step
-            # It copies this process's part, which is quick, and writes the copy while the next steps are taken.
-            saving = dcp.async_save(
-                {"training": state}, checkpoint_id=f"{args.run}/step-{step}", process_group=save_group
-            )
-    saving.result()
-    keep_newest(args.run)
+            save(state, args.folder)
+    finish_saving(state, args.folder)
     log.end(complete(model, tokenizer, device))
     if args.export:
         export(model, tokenizer, args.export)
 
 
 class TrainingState(Stateful):
-    """What a checkpoint holds."""
+    """What a checkpoint holds: DCP asks it for its state, and gives it one."""
 
     def __init__(self, model, optimizer, schedule):
         self.model, self.optimizer, self.schedule, self.step = model, optimizer, schedule, 0
+        self.group = dist.new_group(backend="gloo")  # in it the processes talk about saving, while they train
+        self.saving = None
 
     def state_dict(self):
-        model, optimizer = get_state_dict(
-            self.model, self.optimizer
-        )  # by the names of the weights, in parts that know the whole
+        # By the names of the weights; each tensor is this process's part, and knows of which whole.
+        model, optimizer = get_state_dict(self.model, self.optimizer)
         return {"model": model, "optimizer": optimizer, "schedule": self.schedule.state_dict(), "step": self.step}
 
     def load_state_dict(self, state):
         set_state_dict(self.model, self.optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
         self.schedule.load_state_dict(state["schedule"])
         self.step = state["step"]
+
+
+def save(state, run):
+    """Copy this process's part, which is quick. A thread writes the copy while the next steps are taken."""
+    finish_saving(state, run)  # one at a time
+    state.saving = dcp.async_save({"state": state}, checkpoint_id=f"{run}/step-{state.step}", process_group=state.group)
+
+
+def finish_saving(state, run):
+    """Wait until the last checkpoint is whole, then delete the one before."""
+    if state.saving:
+        state.saving.result()
+    keep_newest(run)
 
 
 def export(model, tokenizer, folder):
@@ -202,9 +208,8 @@ def load_weights(model, folder):
     """Read this process's rows of each weight, and nothing else."""
     files = weight_files(folder)
     for name, weight in model.named_parameters():
-        rows = -(
-            -len(weight) // dist.get_world_size()
-        )  # as fully_shard cuts: rounded up, so the last part may be shorter
+        # As fully_shard cuts it: rounded up, so that the last part may be shorter, or empty.
+        rows = -(-len(weight) // dist.get_world_size())
         first = rows * dist.get_rank()
         with safe_open(files[name], framework="pt") as file:
             weight.to_local().copy_(file.get_slice(name)[first : first + rows])

@@ -21,6 +21,13 @@ def sgd():
     torch.optim.AdamW = lambda parameters, lr: torch.optim.SGD(parameters, lr=0.05)
 
 
+def float32():
+    """No bfloat16, also where the device is fast at it: two runs then differ by little."""
+    from workshop.measure import machine
+
+    machine.bf16_is_fast = lambda device: False
+
+
 def odd_test_set():
     """A test set of 357 samples: it does not divide by 2."""
     from workshop.data import datasets

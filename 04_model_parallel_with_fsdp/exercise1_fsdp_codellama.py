@@ -1,0 +1,197 @@
+"""Exercise 1: from DDP to FSDP. Each process holds a part of the model, and gathers a layer when its turn comes.
+It is finetune_ddp.py, and works. Do the TODOs in order, and run and check it after each.
+
+Run it:    04_model_parallel_with_fsdp/exercise1_run_fsdp_codellama.sh --steps 40
+Check it:  ./workshop.sh check 04_model_parallel_with_fsdp/exercise1_fsdp_codellama.py
+"""
+
+import gc
+import os
+import time
+
+from workshop.launcher import exit_with_launcher
+
+exit_with_launcher()  # kill -9 on torchrun would leave this process training; before the slow imports
+
+import torch
+import torch.distributed as dist
+from safetensors import safe_open
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.elastic.multiprocessing.errors import record
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.nn.parallel import DistributedDataParallel as DDP  # TODO 1: not needed any more, then
+from torch.optim.lr_scheduler import OneCycleLR
+from torch.utils.data import DataLoader, DistributedSampler, Subset
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+from workshop.arguments import ArgumentParser, positive_float, positive_int
+from workshop.data.code import load_blocks
+from workshop.data.codellama import weight_files
+from workshop.finetuning import TrainingLog, check_finetuning
+from workshop.measure.machine import bf16_is_fast
+
+SEED = 42
+PROMPT = "def read_lines(path):\n"
+REPORT_EVERY = 20  # steps
+
+
+@record  # torchrun then shows the traceback of the rank that failed first
+def main():
+    args = parse_arguments()
+    device = choose_device(int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"]))
+    dist.init_process_group(dist.get_default_backend_for_device(device))
+    try:
+        train(device, args)
+    finally:
+        gc.collect()  # the model holds on to the process group until Python frees it, in its own time: free it now
+        dist.destroy_process_group()
+
+
+def parse_arguments():
+    parser = ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--model", default="tiny-codellama", help="or codellama once it has been fetched, or a folder")
+    parser.add_argument("--data", default="stdlib", help='Python\'s own source, or a file of JSON lines with a "text"')
+    parser.add_argument("--skip-broken", action="store_true", help="leave out lines of the file that are no such JSON")
+    parser.add_argument("--steps", type=positive_int, default=100)
+    parser.add_argument("--batch-size", type=positive_int, default=4, help="sequences a step, on each process")
+    parser.add_argument("--sequence-length", type=positive_int, default=128, help="tokens of a sequence")
+    parser.add_argument(
+        "--learning-rate", type=positive_float, default=3e-3, help="its peak; for codellama rather 2e-5"
+    )
+    parser.add_argument("--folder", default="runs/fsdp_codellama", help="folder for what the run leaves")
+    args = parser.parse_args()
+    check_finetuning(parser, args, "fsdp")
+    return args
+
+
+def choose_device(local_rank, local_world_size):
+    # Without is_available() the CUDA build names "cuda" on a machine that has no GPU.
+    if torch.accelerator.is_available() and torch.accelerator.device_count() >= local_world_size:
+        torch.accelerator.set_device_index(local_rank)
+        return torch.accelerator.current_accelerator()
+    return torch.device("cpu")
+
+
+def train(device, args):
+    torch.manual_seed(SEED)
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    tokenizer = AutoTokenizer.from_pretrained(args.model, local_files_only=True)
+    model = load_model(args, device)
+    # PyTorch's default, a decay of 0.01, is small; the betas are those of most language models.
+    optimizer = torch.optim.AdamW(model.parameters(), lr=args.learning_rate, betas=(0.9, 0.95))
+    # Up during a tenth of the steps, then down along a cosine.
+    schedule = OneCycleLR(optimizer, args.learning_rate, args.steps, pct_start=0.1, cycle_momentum=False)
+    log = TrainingLog(args, device)
+
+    train_set, validation_set = load_blocks(args.data, tokenizer, args.sequence_length, args.skip_broken)
+    sampler = DistributedSampler(train_set, seed=SEED, drop_last=True)
+    train_loader = DataLoader(train_set, args.batch_size, sampler=sampler, drop_last=True)
+    count = max(1, min(len(validation_set), 64) // world_size) * world_size  # as many for each process
+    validation_loader = DataLoader(Subset(validation_set, range(rank, count, world_size)), args.batch_size)
+
+    validation_loss = evaluate(model, validation_loader, device)
+    log.begin(validation_loss, complete(model, tokenizer, device))
+    losses, start = [], time.perf_counter()
+    for step, batch in zip(range(1, args.steps + 1), batches(train_loader, sampler), strict=False):
+        batch = batch.to(device)
+        model.train()
+        # TODO 2: FSDP's policy does what autocast did
+        with autocast(device):
+            loss = model(input_ids=batch, labels=batch, use_cache=False).loss  # it shifts the labels itself
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), max_norm=1.0)
+        optimizer.step()
+        schedule.step()
+        optimizer.zero_grad()
+        losses.append(loss.detach())
+
+        if step % REPORT_EVERY == 0 or step == args.steps:
+            losses = torch.stack(losses)
+            dist.all_reduce(losses, dist.ReduceOp.AVG)
+            losses = losses.tolist()  # waits for the device
+            seconds = time.perf_counter() - start
+            log.write(step, losses, evaluate(model, validation_loader, device), seconds)
+            losses, start = [], time.perf_counter()
+    log.end(complete(model, tokenizer, device))
+
+
+def load_model(args, device):
+    """The weights in float32, whatever they were stored as: AdamW's small steps would vanish in bfloat16."""
+    # TODO 3: every process reads the whole model into its memory. Make it on the "meta" device: shapes, and no memory.
+    # Look up: torch.device("meta") as a context; AutoConfig.from_pretrained, AutoModelForCausalLM.from_config
+    model = AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.float32, local_files_only=True).to(device)
+    model = distribute(model, device)
+    # TODO 3: give this process's part memory, fill it from the files with load_weights(), and make the buffers that are in no
+    # file anew: to_empty() has emptied them, and nothing complains.
+    # Look up: Module.to_empty; model.model.rotary_emb, which is made of the configuration alone
+    return model
+
+
+def distribute(model, device):
+    # TODO 1: cut the model instead. Make a mesh of all processes, each layer a group of its own, and the whole model, for what is
+    # in no layer, the last one; all with the policy of precision().
+    # Look up: init_device_mesh; fully_shard; model.model.layers
+    """Spread the training over the processes: the same weights in each, and backward() averages the gradients."""
+    return DDP(model)
+
+
+def precision(device):
+    """What it computes with. Each process's own part of the weights is float32 in any case."""
+    # TODO 2: gather the weights in bfloat16 where the device is fast at it, and compute with those; sum the gradients in float32.
+    # Look up: param_dtype and reduce_dtype of MixedPrecisionPolicy; bf16_is_fast
+    return MixedPrecisionPolicy()
+
+
+# TODO 2: not needed any more, then
+def autocast(device):
+    return torch.autocast(device.type, torch.bfloat16, enabled=bf16_is_fast(device))
+
+
+@torch.no_grad()
+def load_weights(model, folder):
+    """Read this process's rows of each weight, and nothing else."""
+    files = weight_files(folder)
+    for name, weight in model.named_parameters():
+        # TODO 3: fully_shard has cut each weight along its rows, as torch.chunk does. Read this process's rows into its part.
+        # Look up: safe_open of safetensors, get_slice; weight.to_local()
+        pass
+
+
+def batches(loader, sampler):
+    """Yield the batches of one epoch after the other, for ever."""
+    epoch = 0
+    while True:
+        sampler.set_epoch(epoch)
+        yield from loader
+        epoch += 1
+
+
+@torch.no_grad()
+def evaluate(model, loader, device):
+    """Return the mean loss of a token, over the sequences of all processes."""
+    model.eval()
+    losses = torch.zeros(2, device=device)
+    for batch in loader:
+        batch = batch.to(device)
+        # TODO 2: the same here
+        with autocast(device):
+            loss = model(input_ids=batch, labels=batch, use_cache=False).loss
+        losses += torch.stack([loss * len(batch), torch.full_like(loss, len(batch))])
+    dist.all_reduce(losses)
+    total, sequences = losses.tolist()
+    return total / sequences
+
+
+@torch.no_grad()
+def complete(model, tokenizer, device):
+    """Return what the model writes after the prompt."""
+    model.eval()
+    prompt = tokenizer(PROMPT, return_tensors="pt").to(device)
+    # TODO 1: fully_shard changes the model itself; nothing is wrapped around it
+    tokens = model.module.generate(**prompt, max_new_tokens=40, do_sample=False, pad_token_id=tokenizer.eos_token_id)
+    return tokenizer.decode(tokens[0])
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,246 @@
+"""Exercise 2: checkpoints of a model that no process holds, and its way back to plain transformers.
+It is the solution of exercise 1, and works. Do the TODOs in order, and run and check it after each.
+
+Run it:    04_model_parallel_with_fsdp/exercise2_run_sharded_checkpoint.sh --steps 40
+Check it:  ./workshop.sh check 04_model_parallel_with_fsdp/exercise2_sharded_checkpoint.py
+"""
+
+import gc
+import os
+import shutil
+import time
+from itertools import islice
+
+from workshop.launcher import exit_with_launcher
+
+exit_with_launcher()  # kill -9 on torchrun would leave this process training; before the slow imports
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from safetensors import safe_open
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_state_dict, set_state_dict
+from torch.distributed.checkpoint.stateful import Stateful
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.elastic.multiprocessing.errors import record
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.optim.lr_scheduler import OneCycleLR
+from torch.utils.data import DataLoader, DistributedSampler, Subset
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+from workshop.arguments import ArgumentParser, positive_float, positive_int
+from workshop.data.code import load_blocks
+from workshop.data.codellama import weight_files
+from workshop.finetuning import TrainingLog, check_finetuning, keep_newest, newest_checkpoint
+from workshop.measure.machine import bf16_is_fast
+
+SEED = 42
+PROMPT = "def read_lines(path):\n"
+REPORT_EVERY = 20  # steps
+
+
+@record  # torchrun then shows the traceback of the rank that failed first
+def main():
+    args = parse_arguments()
+    device = choose_device(int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"]))
+    dist.init_process_group(dist.get_default_backend_for_device(device))
+    try:
+        train(device, args)
+    finally:
+        gc.collect()  # the model holds on to the process group until Python frees it, in its own time: free it now
+        dist.destroy_process_group()
+
+
+def parse_arguments():
+    parser = ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--model", default="tiny-codellama", help="or codellama once it has been fetched, or a folder")
+    parser.add_argument("--data", default="stdlib", help='Python\'s own source, or a file of JSON lines with a "text"')
+    parser.add_argument("--skip-broken", action="store_true", help="leave out lines of the file that are no such JSON")
+    parser.add_argument("--steps", type=positive_int, default=100)
+    parser.add_argument("--batch-size", type=positive_int, default=4, help="sequences a step, on each process")
+    parser.add_argument("--sequence-length", type=positive_int, default=128, help="tokens of a sequence")
+    parser.add_argument(
+        "--learning-rate", type=positive_float, default=3e-3, help="its peak; for codellama rather 2e-5"
+    )
+    parser.add_argument("--folder", default="runs/sharded_checkpoint", help="folder to save to and to carry on from")
+    parser.add_argument("--save-every", type=positive_int, default=20, help="steps from one checkpoint to the next")
+    parser.add_argument("--export", help="folder for the trained model, as transformers reads it")
+    args = parser.parse_args()
+    check_finetuning(parser, args, "fsdp")
+    return args
+
+
+def choose_device(local_rank, local_world_size):
+    # Without is_available() the CUDA build names "cuda" on a machine that has no GPU.
+    if torch.accelerator.is_available() and torch.accelerator.device_count() >= local_world_size:
+        torch.accelerator.set_device_index(local_rank)
+        return torch.accelerator.current_accelerator()
+    return torch.device("cpu")
+
+
+def train(device, args):
+    torch.manual_seed(SEED)
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    tokenizer = AutoTokenizer.from_pretrained(args.model, local_files_only=True)
+    model = load_model(args, device)
+    # PyTorch's default, a decay of 0.01, is small; the betas are those of most language models.
+    optimizer = torch.optim.AdamW(model.parameters(), lr=args.learning_rate, betas=(0.9, 0.95))
+    # Up during a tenth of the steps, then down along a cosine.
+    schedule = OneCycleLR(optimizer, args.learning_rate, args.steps, pct_start=0.1, cycle_momentum=False)
+    state = TrainingState(model, optimizer, schedule)
+    # TODO 2: if there is a checkpoint, let DCP fill that object from it
+    # Look up: newest_checkpoint in workshop/finetuning.py; torch.distributed.checkpoint.load
+    log = TrainingLog(args, device)
+
+    train_set, validation_set = load_blocks(args.data, tokenizer, args.sequence_length, args.skip_broken)
+    sampler = DistributedSampler(train_set, seed=SEED, drop_last=True)
+    train_loader = DataLoader(train_set, args.batch_size, sampler=sampler, drop_last=True)
+    count = max(1, min(len(validation_set), 64) // world_size) * world_size  # as many for each process
+    validation_loader = DataLoader(Subset(validation_set, range(rank, count, world_size)), args.batch_size)
+
+    validation_loss = evaluate(model, validation_loader, device)
+    log.begin(validation_loss, complete(model, tokenizer, device))  # TODO 2: a third argument: the steps that are done
+    losses, start = [], time.perf_counter()
+    # TODO 2: go on after the steps that are done, with the batches that come then
+    for step, batch in zip(range(1, args.steps + 1), batches(train_loader, sampler), strict=False):
+        batch = batch.to(device)
+        model.train()
+        loss = model(input_ids=batch, labels=batch, use_cache=False).loss  # it shifts the labels itself
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), max_norm=1.0)
+        optimizer.step()
+        schedule.step()
+        optimizer.zero_grad()
+        losses.append(loss.detach())
+
+        if step % REPORT_EVERY == 0 or step == args.steps:
+            losses = torch.stack(losses)
+            dist.all_reduce(losses, dist.ReduceOp.AVG)
+            losses = losses.tolist()  # waits for the device
+            seconds = time.perf_counter() - start
+            log.write(step, losses, evaluate(model, validation_loader, device), seconds)
+            losses, start = [], time.perf_counter()
+        if step % args.save_every == 0 or step == args.steps:
+            pass  # TODO 1: save the state as it is after this step
+    # TODO 1: make sure that the last checkpoint is whole
+    log.end(complete(model, tokenizer, device))
+    if args.export:
+        export(model, tokenizer, args.export)
+
+
+class TrainingState(Stateful):
+    """What a checkpoint holds: DCP asks it for its state, and gives it one."""
+
+    def __init__(self, model, optimizer, schedule):
+        self.model, self.optimizer, self.schedule, self.step = model, optimizer, schedule, 0
+        self.group = dist.new_group(backend="gloo")  # in it the processes talk about saving, while they train
+        self.saving = None
+
+    def state_dict(self):
+        # TODO 1: what a run needs to go on: weights, optimizer, schedule, how many steps are done. Of weights and optimizer this
+        # process's parts, by the names of the weights, so that any number of processes can find theirs.
+        # Look up: get_state_dict in torch.distributed.checkpoint.state_dict
+        return {}
+
+    def load_state_dict(self, state):
+        # TODO 2: the way back; DCP has filled the tensors of state_dict() with what was saved, and hands them over
+        # Look up: set_state_dict
+        pass
+
+
+def save(state, run):
+    """Write the state to the folder of its step, each process its part."""
+    # TODO 3: the GPUs wait while files are written. Let DCP copy the parts, and write the copies while the next steps are taken;
+    # one checkpoint at a time.
+    # Look up: async_save; its process_group, of backend "gloo", so that it does not get in the way of the training
+    dcp.save({"state": state}, checkpoint_id=f"{run}/step-{state.step}")
+
+
+def finish_saving(state, run):
+    """Wait until the last checkpoint is whole, then delete the one before."""
+    # TODO 3: it may still be being written
+    keep_newest(run)
+
+
+def export(model, tokenizer, folder):
+    # TODO 4: write the whole model in Hugging Face's format, without any process holding all of it: each its part, and rank 0
+    # puts them together. transformers also needs configuration and tokenizer in that folder.
+    # Look up: HuggingFaceStorageWriter in torch.distributed.checkpoint; get_model_state_dict; save_pretrained
+    pass
+
+
+def load_model(args, device):
+    """The weights in float32, whatever they were stored as: AdamW's small steps would vanish in bfloat16."""
+    config = AutoConfig.from_pretrained(args.model, local_files_only=True)
+    with torch.device("meta"):  # shapes without memory: no process ever holds the whole model
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    model = distribute(model, device)
+    model.to_empty(device=device)  # memory for this process's part, with anything in it
+    load_weights(model, args.model)
+    # to_empty() has also emptied the buffers, and those of the rotary embedding are in no checkpoint.
+    model.model.rotary_emb = type(model.model.rotary_emb)(config).to(device)
+    return model
+
+
+def distribute(model, device):
+    """Spread the model over the processes: each holds a part of all weights, and of their gradients and optimizer."""
+    mesh = init_device_mesh(device.type, (dist.get_world_size(),))
+    for layer in model.model.layers:
+        # A group: gathered for its forward and for its backward, freed when they are done.
+        fully_shard(layer, mesh=mesh, mp_policy=precision(device))
+    return fully_shard(model, mesh=mesh, mp_policy=precision(device))  # the rest: embedding, last norm, scores
+
+
+def precision(device):
+    """What it computes with. Each process's own part of the weights is float32 in any case."""
+    dtype = torch.bfloat16 if bf16_is_fast(device) else torch.float32
+    return MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
+
+
+@torch.no_grad()
+def load_weights(model, folder):
+    """Read this process's rows of each weight, and nothing else."""
+    files = weight_files(folder)
+    for name, weight in model.named_parameters():
+        # As fully_shard cuts it: rounded up, so that the last part may be shorter, or empty.
+        rows = -(-len(weight) // dist.get_world_size())
+        first = rows * dist.get_rank()
+        with safe_open(files[name], framework="pt") as file:
+            weight.to_local().copy_(file.get_slice(name)[first : first + rows])
+
+
+def batches(loader, sampler):  # TODO 2: and how many to leave out: another loader draws them in the same order
+    """Yield the batches of one epoch after the other, for ever."""
+    epoch = 0
+    while True:
+        sampler.set_epoch(epoch)
+        yield from loader  # TODO 2
+        epoch += 1
+
+
+@torch.no_grad()
+def evaluate(model, loader, device):
+    """Return the mean loss of a token, over the sequences of all processes."""
+    model.eval()
+    losses = torch.zeros(2, device=device)
+    for batch in loader:
+        batch = batch.to(device)
+        loss = model(input_ids=batch, labels=batch, use_cache=False).loss
+        losses += torch.stack([loss * len(batch), torch.full_like(loss, len(batch))])
+    dist.all_reduce(losses)
+    total, sequences = losses.tolist()
+    return total / sequences
+
+
+@torch.no_grad()
+def complete(model, tokenizer, device):
+    """Return what the model writes after the prompt."""
+    model.eval()
+    prompt = tokenizer(PROMPT, return_tensors="pt").to(device)
+    tokens = model.generate(**prompt, max_new_tokens=40, do_sample=False, pad_token_id=tokenizer.eos_token_id)
+    return tokenizer.decode(tokens[0])
+
+
+if __name__ == "__main__":
+    main()

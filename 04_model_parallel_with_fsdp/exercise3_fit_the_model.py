@@ -1,0 +1,215 @@
+"""Exercise 3: the largest batch that fits, and the fastest. Each option trades speed for memory, or the other way round.
+It is the solution of exercise 1, and works. Do the TODOs in any order, and run and check it after each.
+
+Run it:    04_model_parallel_with_fsdp/exercise3_run_fit_the_model.sh --steps 40
+Check it:  ./workshop.sh check 04_model_parallel_with_fsdp/exercise3_fit_the_model.py
+"""
+
+import gc
+import os
+import time
+from functools import partial
+
+from workshop.launcher import exit_with_launcher
+
+exit_with_launcher()  # kill -9 on torchrun would leave this process training; before the slow imports
+
+import torch
+import torch.distributed as dist
+from safetensors import safe_open
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.elastic.multiprocessing.errors import record
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+from torch.optim.lr_scheduler import OneCycleLR
+from torch.utils.checkpoint import checkpoint
+from torch.utils.data import DataLoader, DistributedSampler, Subset
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+from workshop.arguments import ArgumentParser, positive_float, positive_int
+from workshop.data.code import load_blocks
+from workshop.data.codellama import weight_files
+from workshop.finetuning import TrainingLog, check_finetuning
+from workshop.measure.machine import bf16_is_fast
+
+SEED = 42
+PROMPT = "def read_lines(path):\n"
+REPORT_EVERY = 20  # steps
+
+
+@record  # torchrun then shows the traceback of the rank that failed first
+def main():
+    args = parse_arguments()
+    device = choose_device(int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"]))
+    backend = dist.get_default_backend_for_device(device)
+    # With --offload gradients lie in the memory of the CPU, and their norm is summed there.
+    dist.init_process_group(f"cpu:gloo,{device.type}:{backend}" if device.type != "cpu" else backend)
+    try:
+        train(device, args)
+    finally:
+        gc.collect()  # the model holds on to the process group until Python frees it, in its own time: free it now
+        dist.destroy_process_group()
+
+
+def parse_arguments():
+    parser = ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--model", default="tiny-codellama", help="or codellama once it has been fetched, or a folder")
+    parser.add_argument("--data", default="stdlib", help='Python\'s own source, or a file of JSON lines with a "text"')
+    parser.add_argument("--skip-broken", action="store_true", help="leave out lines of the file that are no such JSON")
+    parser.add_argument("--steps", type=positive_int, default=100)
+    parser.add_argument("--batch-size", type=positive_int, default=4, help="sequences a step, on each process")
+    parser.add_argument("--sequence-length", type=positive_int, default=128, help="tokens of a sequence")
+    parser.add_argument(
+        "--learning-rate", type=positive_float, default=3e-3, help="its peak; for codellama rather 2e-5"
+    )
+    parser.add_argument("--folder", default="runs/fit_the_model", help="folder for what the run leaves")
+    parser.add_argument(
+        "--activation-checkpointing", action="store_true", help="compute them twice instead of keeping them"
+    )
+    parser.add_argument("--accumulate", type=positive_int, default=1, help="batches a step")
+    parser.add_argument("--keep-gathered", action="store_true", help="do not free a layer's weights after its forward")
+    parser.add_argument("--offload", action="store_true", help="weights, gradients and optimizer in the CPU's memory")
+    parser.add_argument("--compile", action="store_true", help="compile each layer; the first step takes a minute")
+    args = parser.parse_args()
+    check_finetuning(parser, args, "fsdp")
+    return args
+
+
+def choose_device(local_rank, local_world_size):
+    # Without is_available() the CUDA build names "cuda" on a machine that has no GPU.
+    if torch.accelerator.is_available() and torch.accelerator.device_count() >= local_world_size:
+        torch.accelerator.set_device_index(local_rank)
+        return torch.accelerator.current_accelerator()
+    return torch.device("cpu")
+
+
+def train(device, args):
+    torch.manual_seed(SEED)
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    tokenizer = AutoTokenizer.from_pretrained(args.model, local_files_only=True)
+    model = load_model(args, device)
+    # PyTorch's default, a decay of 0.01, is small; the betas are those of most language models.
+    optimizer = torch.optim.AdamW(model.parameters(), lr=args.learning_rate, betas=(0.9, 0.95))
+    # Up during a tenth of the steps, then down along a cosine.
+    schedule = OneCycleLR(optimizer, args.learning_rate, args.steps, pct_start=0.1, cycle_momentum=False)
+    log = TrainingLog(args, device)
+
+    train_set, validation_set = load_blocks(args.data, tokenizer, args.sequence_length, args.skip_broken)
+    sampler = DistributedSampler(train_set, seed=SEED, drop_last=True)
+    train_loader = DataLoader(train_set, args.batch_size, sampler=sampler, drop_last=True)
+    count = max(1, min(len(validation_set), 64) // world_size) * world_size  # as many for each process
+    validation_loader = DataLoader(Subset(validation_set, range(rank, count, world_size)), args.batch_size)
+
+    validation_loss = evaluate(model, validation_loader, device)
+    log.begin(validation_loss, complete(model, tokenizer, device))
+    losses, start = [], time.perf_counter()
+    # TODO 2: a step of args.accumulate batches has the gradient of one large batch. Until the last of them nothing need be sent.
+    # Look up: set_requires_gradient_sync
+    for step, batch in zip(range(1, args.steps + 1), batches(train_loader, sampler), strict=False):
+        model.train()
+        # TODO 2: the loss of a step is the mean over its batches
+        batch = batch.to(device)
+        loss = model(input_ids=batch, labels=batch, use_cache=False).loss  # it shifts the labels itself
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), max_norm=1.0)
+        optimizer.step()
+        schedule.step()
+        optimizer.zero_grad()
+        losses.append(loss.detach())  # TODO 2: it is already, then
+
+        if step % REPORT_EVERY == 0 or step == args.steps:
+            losses = torch.stack(losses)
+            dist.all_reduce(losses, dist.ReduceOp.AVG)
+            losses = losses.tolist()  # waits for the device
+            seconds = time.perf_counter() - start
+            log.write(step, losses, evaluate(model, validation_loader, device), seconds)
+            losses, start = [], time.perf_counter()
+    log.end(complete(model, tokenizer, device))
+
+
+def load_model(args, device):
+    """The weights in float32, whatever they were stored as: AdamW's small steps would vanish in bfloat16."""
+    config = AutoConfig.from_pretrained(args.model, local_files_only=True)
+    with torch.device("meta"):  # shapes without memory: no process ever holds the whole model
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    model = distribute(model, device, args)
+    # TODO 4: with args.offload the parts lie in the CPU's memory
+    model.to_empty(device=device)  # memory for this process's part, with anything in it
+    load_weights(model, args.model)
+    # to_empty() has also emptied the buffers, and those of the rotary embedding are in no checkpoint.
+    model.model.rotary_emb = type(model.model.rotary_emb)(config).to(device)
+    return model
+
+
+def distribute(model, device, args):
+    """Spread the model over the processes: each holds a part of all weights, and of their gradients and optimizer."""
+    mesh = init_device_mesh(device.type, (dist.get_world_size(),))
+    options = {"mesh": mesh, "mp_policy": precision(device)}
+    # TODO 4: with args.offload each process keeps its parts in the CPU's memory, and copies them to the device when it needs them
+    # Look up: CPUOffloadPolicy; its pin_memory needs a GPU
+    for layer in model.model.layers:
+        # Its activations:
+        # TODO 1: with args.activation_checkpointing keep the input of each layer only, and compute the rest again going back
+        # Look up: torch.utils.checkpoint.checkpoint, its use_reentrant=False; functools.partial
+        # Its operations:
+        # TODO 5: with args.compile, layer by layer: all are alike, so that one compilation serves all of them
+        # Look up: Module.compile
+        # Its weights: a group, gathered for its forward and for its backward, freed when they are done.
+        # TODO 3: with args.keep_gathered it is not freed after the forward, and not gathered again for the backward
+        # Look up: reshard_after_forward
+        fully_shard(layer, **options)
+    return fully_shard(model, **options)  # the rest: embedding, last norm, scores
+
+
+def precision(device):
+    """What it computes with. Each process's own part of the weights is float32 in any case."""
+    dtype = torch.bfloat16 if bf16_is_fast(device) else torch.float32
+    return MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
+
+
+@torch.no_grad()
+def load_weights(model, folder):
+    """Read this process's rows of each weight, and nothing else."""
+    files = weight_files(folder)
+    for name, weight in model.named_parameters():
+        # As fully_shard cuts it: rounded up, so that the last part may be shorter, or empty.
+        rows = -(-len(weight) // dist.get_world_size())
+        first = rows * dist.get_rank()
+        with safe_open(files[name], framework="pt") as file:
+            weight.to_local().copy_(file.get_slice(name)[first : first + rows])
+
+
+def batches(loader, sampler):
+    """Yield the batches of one epoch after the other, for ever."""
+    epoch = 0
+    while True:
+        sampler.set_epoch(epoch)
+        yield from loader
+        epoch += 1
+
+
+@torch.no_grad()
+def evaluate(model, loader, device):
+    """Return the mean loss of a token, over the sequences of all processes."""
+    model.eval()
+    losses = torch.zeros(2, device=device)
+    for batch in loader:
+        batch = batch.to(device)
+        loss = model(input_ids=batch, labels=batch, use_cache=False).loss
+        losses += torch.stack([loss * len(batch), torch.full_like(loss, len(batch))])
+    dist.all_reduce(losses)
+    total, sequences = losses.tolist()
+    return total / sequences
+
+
+@torch.no_grad()
+def complete(model, tokenizer, device):
+    """Return what the model writes after the prompt."""
+    model.eval()
+    prompt = tokenizer(PROMPT, return_tensors="pt").to(device)
+    tokens = model.generate(**prompt, max_new_tokens=40, do_sample=False, pad_token_id=tokenizer.eos_token_id)
+    return tokenizer.decode(tokens[0])
+
+
+if __name__ == "__main__":
+    main()

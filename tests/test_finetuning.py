@@ -1,0 +1,417 @@
+"""Stage 04: it learns, is one curve however the model is spread, carries on exactly, and exports to plain transformers."""
+
+import hashlib
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import runs
+from test_bad_input import files
+from workshop.data import codellama
+from workshop.data.code import load_blocks, read_documents
+from workshop.errors import UserError
+
+STAGE, SOLUTIONS = runs.ROOT / "04_model_parallel_with_fsdp", runs.ROOT / "solutions" / "04_model_parallel_with_fsdp"
+DDP, LORA = STAGE / "finetune_ddp.py", STAGE / "lora.py"
+FSDP = SOLUTIONS / "exercise1_fsdp_codellama.py"
+CHECKPOINT = SOLUTIONS / "exercise2_sharded_checkpoint.py"
+FIT = SOLUTIONS / "exercise3_fit_the_model.py"
+SHORT = ["--steps", 12, "--sequence-length", 64, "--learning-rate", 3e-3]
+
+
+@pytest.fixture(scope="session")
+def data(tmp_path_factory):
+    """A data folder with a model that is smaller than the tiny one, under its name: what the scripts load by default."""
+    folder = tmp_path_factory.mktemp("data")
+    codellama.make_tiny(folder / "models" / codellama.TINY, layers=2, width=64, vocabulary=512)
+    return folder
+
+
+def torchrun(nproc, script):
+    return [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={nproc}", script]
+
+
+def finetune(script, nproc, folder, data, *options, patch="float32", run="run") -> dict:
+    """Run a script of this stage in ``folder`` and return its log. Fails unless it ended well and really trained."""
+    env = {"WORKSHOP_DATA": data, "TEST_PATCH": patch or None}
+    done = runs.run([*torchrun(nproc, script), *options, "--folder", run], folder, **env)
+    assert done.returncode == 0, done.stdout + done.stderr
+    log = json.loads((folder / run / "log.json").read_text())
+    assert losses(log), "the run trained nothing"
+    return log
+
+
+def losses(log) -> list[float]:
+    return [loss for entry in log["entries"] for loss in entry.get("losses", [])]
+
+
+def validation(log) -> list[float]:
+    return [entry["validation_loss"] for entry in log["entries"]]
+
+
+# ---------------------------------------------------------------- the model and the text
+
+
+def test_the_tiny_model_is_codellama_but_for_its_size(data):
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    folder = data / "models" / codellama.TINY
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
+    assert model.config.architectures == ["LlamaForCausalLM"]
+    assert model.config.rope_parameters["rope_theta"] == 1e6
+    text = "def f(x):\n\treturn x**2  # Größe → 漢字\n"
+    assert tokenizer.decode(tokenizer(text).input_ids) == text
+    assert set(codellama.weight_files(folder)) == set(model.state_dict())
+
+
+def test_it_is_made_the_same_each_time_and_once_when_two_ask(tmp_path):
+    program = "from workshop.data.codellama import model_folder; print(model_folder('tiny-codellama'))"
+    started = [
+        subprocess.Popen(
+            [sys.executable, "-c", program],
+            env=runs.environment(WORKSHOP_DATA=tmp_path / name),
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for name in ("one", "one", "two")
+    ]
+    printed = [process.communicate()[0].strip() for process in started]
+    assert printed[0] == printed[1] == str(tmp_path / "one" / "models" / codellama.TINY)
+    assert [path.name for path in (tmp_path / "one" / "models").iterdir()] == [codellama.TINY]
+    for name in ("model.safetensors", "tokenizer.json", "config.json"):
+        first, second = (Path(place) / name for place in printed[1:])
+        assert hashlib.sha256(first.read_bytes()).digest() == hashlib.sha256(second.read_bytes()).digest(), name
+
+
+@pytest.fixture
+def tokenizer(data, monkeypatch):
+    from transformers import AutoTokenizer
+
+    monkeypatch.setenv("WORKSHOP_DATA", str(data))
+    return AutoTokenizer.from_pretrained(data / "models" / codellama.TINY)
+
+
+def test_every_document_is_in_one_part_and_each_token_once(tokenizer, tmp_path):
+    path = tmp_path / "text.jsonl"
+    documents = [f"document {number}: " + "x = 1\n" * 40 for number in range(50)]
+    path.write_text("\n".join(json.dumps({"text": text, "more": 1}) for text in documents) + "\n\n")
+    train_set, validation_set = load_blocks(str(path), tokenizer, 16)
+    found = [
+        tokenizer.decode(torch.cat([part[index] for index in range(len(part))])) for part in (train_set, validation_set)
+    ]
+    pieces = [text.split("</s>") for text in found]
+    numbers = [
+        {int(piece.split(":")[0].split()[1]) for piece in part if piece.startswith("document ")} for part in pieces
+    ]
+    assert numbers[0] & numbers[1] == set()
+    assert len(numbers[0] | numbers[1]) >= 49  # what is left over after the last block is in none
+    assert all(piece in documents for part in pieces for piece in part[:-1])
+    assert train_set[0].shape == (16,)
+    assert train_set[0].dtype == torch.int64
+
+
+def test_a_changed_file_is_read_again(tokenizer, tmp_path):
+    path = tmp_path / "text.jsonl"
+    path.write_text("".join(json.dumps({"text": "a b c d e f g h " * 9}) + "\n" for _ in range(20)))
+    before, _ = load_blocks(str(path), tokenizer, 16)
+    path.write_text("".join(json.dumps({"text": "1 2 3 4 5 6 7 8 " * 12}) + "\n" for _ in range(20)))
+    after, _ = load_blocks(str(path), tokenizer, 16)
+    assert not torch.equal(before[0], after[0])
+
+
+def test_broken_lines_are_named_and_left_out_only_on_request(tmp_path):
+    path = tmp_path / "text.jsonl"
+    lines = ['{"text": "good"}', "not json", "", '{"prompt": "no text"}', '["text"]', '{"text": 5}', '{"text": "also"}']
+    path.write_text("\n".join(lines))
+    with pytest.raises(UserError, match=r'no JSON object with a "text" in lines 2, 4, 5, 6 \(4 of 6\).*--skip-broken'):
+        read_documents(path)
+    assert read_documents(path, skip_broken=True) == ["good", "also"]
+
+
+# ---------------------------------------------------------------- one curve
+
+
+@pytest.fixture(scope="module")
+def ddp(data, tmp_path_factory):
+    """The log of finetune_ddp.py with two processes."""
+    return finetune(DDP, 2, tmp_path_factory.mktemp("ddp"), data, *SHORT)
+
+
+SPREADS = {
+    "FSDP": (FSDP, 2, ["--batch-size", 4]),
+    "one process": (DDP, 1, ["--batch-size", 8]),
+    "FSDP on one": (FSDP, 1, ["--batch-size", 8]),
+    "FSDP on four": (FSDP, 4, ["--batch-size", 2]),
+    "accumulated, activations computed again": (
+        FIT,
+        2,
+        ["--batch-size", 2, "--accumulate", 2, "--activation-checkpointing", "--keep-gathered"],
+    ),
+    "offloaded": (FIT, 2, ["--batch-size", 4, "--offload"]),
+    "compiled": (FIT, 2, ["--batch-size", 4, "--compile"]),
+}
+
+
+@pytest.mark.parametrize(
+    "spread", [pytest.param(name, marks=[] if name in ("FSDP", "accumulated, activations computed again") else pytest.mark.full)
+               for name in SPREADS]
+)  # fmt: skip
+def test_one_curve_however_the_model_is_spread(spread, ddp, data, tmp_path, record_property):
+    script, nproc, options = SPREADS[spread]
+    log = finetune(script, nproc, tmp_path, data, *SHORT, *options)
+    difference = max(abs(a - b) for a, b in zip(losses(log), losses(ddp), strict=True))
+    record_property("difference", json.dumps({"spread": spread, "processes": nproc, "difference": difference}))
+    assert difference < 1e-4
+    assert validation(log) == pytest.approx(validation(ddp), abs=1e-4)
+    assert log["completions"][0]["text"] == ddp["completions"][0]["text"]
+
+
+@pytest.mark.full
+def test_bfloat16_is_the_same_training_up_to_its_rounding(ddp, data, tmp_path):
+    log = finetune(FSDP, 2, tmp_path, data, *SHORT, patch="")
+    assert losses(log) == pytest.approx(losses(ddp), abs=0.03)
+
+
+@pytest.mark.parametrize(
+    ("script", "nproc", "options"),
+    [
+        ("hsdp.py", 4, []),
+        pytest.param("tensor_parallel.py", 2, [], marks=pytest.mark.full),
+        pytest.param("fsdp_tensor_parallel.py", 4, [], marks=pytest.mark.full),
+    ],
+)
+def test_the_extras_prove_that_they_are_one_curve(script, nproc, options, data, tmp_path, record_property):
+    done = runs.run([*torchrun(nproc, STAGE / script), *options], tmp_path, WORKSHOP_DATA=data)
+    assert done.returncode == 0, done.stdout + done.stderr
+    rows = [line.split("|") for line in done.stdout.splitlines() if line.count("|") == 2][1:]
+    together, alone = ([float(row[column]) for row in rows] for column in (1, 2))
+    assert len(together) == 10
+    assert alone[-1] < alone[0] - 0.05, "it learns"
+    record_property(
+        "difference", json.dumps({"spread": script, "processes": nproc, "difference": float(done.stdout.split()[-1])})
+    )
+    assert together == pytest.approx(alone, abs=2e-5)
+
+
+@pytest.mark.full
+def test_it_learns_and_writes_otherwise_than_before(tmp_path):
+    """What the notebook shows: the tiny model itself, as the script comes."""
+    log = finetune(DDP, 2, tmp_path, tmp_path / "data", patch="")
+    assert validation(log)[-1] < validation(log)[0] - 1.5
+    before, after = (entry["text"] for entry in log["completions"])
+    assert before != after
+
+
+def test_lora_trains_little_and_leaves_the_model_as_it_was(data, tmp_path):
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM
+
+    log = finetune(LORA, 2, tmp_path, data, "--steps", 20, "--sequence-length", 64, "--learning-rate", 1e-2)
+    assert validation(log)[-1] < validation(log)[0] - 0.05
+    adapter = tmp_path / "run" / "adapter"
+    whole = data / "models" / codellama.TINY / "model.safetensors"
+    assert (adapter / "adapter_model.safetensors").stat().st_size < whole.stat().st_size / 2
+    plain = AutoModelForCausalLM.from_pretrained(whole.parent)
+    names = {name.replace("base_model.model.", "").replace(".base_layer", "") for name, _ in
+             PeftModel.from_pretrained(plain, adapter).named_parameters() if "lora_" not in name}  # fmt: skip
+    assert names == set(codellama.weight_files(whole.parent))
+
+
+# ---------------------------------------------------------------- checkpoints
+
+SAVING = [*SHORT, "--save-every", 3]
+
+
+@pytest.fixture(scope="module")
+def whole(data, tmp_path_factory):
+    """The folder and the log of a run of exercise 2's solution that nobody stopped, with its export."""
+    folder = tmp_path_factory.mktemp("whole")
+    return folder, finetune(CHECKPOINT, 2, folder, data, *SAVING, "--export", "export")
+
+
+def killed(folder, data):
+    """Start the same run and kill all its processes once a checkpoint of step 6 is there."""
+    env = {"WORKSHOP_DATA": data, "TEST_PATCH": "float32"}
+    running = runs.Running([*torchrun(2, CHECKPOINT), *SAVING, "--folder", "run"], folder, **env)
+    while not list((folder / "run").glob("step-[69]/.metadata")):
+        assert running.process.poll() is None, running.text()
+    os.killpg(running.process.pid, signal.SIGKILL)
+    running.wait()
+
+
+@pytest.mark.parametrize(
+    ("nproc", "batch_size"),
+    [(2, 4), pytest.param(1, 8, marks=pytest.mark.full), pytest.param(4, 2, marks=pytest.mark.full)],
+)
+def test_killed_it_carries_on_with_any_number_of_processes(nproc, batch_size, whole, data, tmp_path):
+    killed(tmp_path, data)
+    log = finetune(CHECKPOINT, nproc, tmp_path, data, *SAVING, "--batch-size", batch_size)
+    assert [path.name for path in (tmp_path / "run").glob("step-*")] == ["step-12"]
+    again, uninterrupted = losses(log), losses(whole[1])
+    tolerance = 0.0 if nproc == 2 else 1e-4
+    assert validation(log)[-1] == pytest.approx(validation(whole[1])[-1], abs=tolerance)
+    assert again[-3:] == pytest.approx(uninterrupted[-3:], abs=tolerance)
+
+
+def test_plain_transformers_loads_the_export(whole, data):
+    """Its loss on the validation sequences is the one that the sharded model had."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    folder, log = whole
+    assert sorted(path.name for path in (folder / "export").iterdir()) == [
+        "config.json", "generation_config.json", "model-00001-of-00001.safetensors", "model.safetensors.index.json",
+        "tokenizer.json", "tokenizer_config.json",
+    ]  # fmt: skip
+    model = AutoModelForCausalLM.from_pretrained(folder / "export").eval()
+    tokenizer = AutoTokenizer.from_pretrained(folder / "export")
+    os.environ["WORKSHOP_DATA"], before = str(data), os.environ.get("WORKSHOP_DATA")
+    try:
+        _, validation_set = load_blocks("stdlib", tokenizer, 64)
+    finally:
+        os.environ.pop("WORKSHOP_DATA") if before is None else os.environ.update(WORKSHOP_DATA=before)
+    batch = torch.stack([validation_set[index] for index in range(64)])
+    with torch.inference_mode():
+        loss = model(input_ids=batch, labels=batch).loss.item()
+    assert loss == pytest.approx(validation(log)[-1], abs=1e-5)
+    prompt = tokenizer("def read_lines(path):\n", return_tensors="pt")
+    tokens = model.generate(**prompt, max_new_tokens=40, do_sample=False, pad_token_id=tokenizer.eos_token_id)
+    assert tokenizer.decode(tokens[0]) == log["completions"][-1]["text"]
+
+
+# ---------------------------------------------------------------- bad input
+
+
+def no_weights(folder):
+    (folder / "model").mkdir()
+    (folder / "model" / "config.json").write_text("{}")
+
+
+def no_tokenizer(folder):
+    no_weights(folder)
+    (folder / "model" / "model.safetensors").touch()
+
+
+def part_missing(folder):
+    no_weights(folder)
+    (folder / "model" / "tokenizer.json").write_text("{}")
+    (folder / "model" / "model.safetensors.index.json").write_text(
+        '{"weight_map": {"a": "model-00002-of-00002.safetensors"}}'
+    )
+
+
+def no_safetensors(folder):
+    no_tokenizer(folder)
+    (folder / "model" / "tokenizer.json").write_text("{}")
+
+
+def broken_lines(folder):
+    (folder / "text.jsonl").write_text('{"text": "a"}\nnot json\n')
+
+
+def short_text(folder):
+    (folder / "text.jsonl").write_text('{"text": "a"}\n')
+
+
+def log_is_a_file(folder):
+    (folder / "file").touch()
+
+
+MISTAKES = {
+    "no such model": (
+        None,
+        ["--model", "gpt-17"],
+        "there is no model gpt-17: name a folder, or one of: tiny-codellama",
+    ),
+    "codellama not fetched": (None, ["--model", "codellama"], "fetch it once with: ./workshop.sh fetch codellama"),
+    "no weights": (
+        no_weights,
+        ["--model", "model"],
+        "has no weights (model.safetensors or model.safetensors.index.json)",
+    ),
+    "no tokenizer": (no_tokenizer, ["--model", "model"], "has no tokenizer (tokenizer.json or tokenizer.model)"),
+    "a part missing": (
+        part_missing,
+        ["--model", "model"],
+        "lacks a part of its weights (model-00002-of-00002.safetensors)",
+    ),
+    "no safetensors": (no_safetensors, ["--model", "model"], "the weights in model cannot be read"),
+    "long sequences": (None, ["--sequence-length", "4096"], "takes sequences of up to 512 tokens"),
+    "sequences of 1": (None, ["--sequence-length", "1"], "nothing after the first token to predict"),
+    "no such data": (None, ["--data", "chess.jsonl"], "--data chess.jsonl: No such file or directory"),
+    "broken lines": (broken_lines, ["--data", "text.jsonl"], 'no JSON object with a "text" in line 2 (1 of 2)'),
+    "short text": (short_text, ["--data", "text.jsonl"], "too short for a block of 128 tokens to train on"),
+    "too much memory": (
+        None,
+        ["--batch-size", "3000", "--sequence-length", "512"],
+        "for weights, gradients and optimizer",
+    ),
+    "huge batch": (None, ["--batch-size", "9000", "--sequence-length", "16"], "sequences a step; stdlib has"),
+    "steps 0": (None, ["--steps", "0"], "--steps: '0' is not a whole number of at least 1"),
+    "learning rate 0": (None, ["--learning-rate", "0"], "--learning-rate: '0' is not a number above 0"),
+    "run beneath a file": (
+        log_is_a_file,
+        ["--folder", "file/run"],
+        "file is a file, so nothing can be written beneath it",
+    ),
+}
+
+
+def refused(script, options, message, folder, data, monkeypatch, capfd):
+    """Run a script's options in this process, as rank 0 of two."""
+    import runpy
+
+    monkeypatch.chdir(folder)
+    monkeypatch.setenv("WORKSHOP_DATA", str(data))
+    for name, value in {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2}.items():
+        monkeypatch.setenv(name, str(value))
+    before = files(folder)
+    monkeypatch.setattr(sys, "argv", [str(script), *options])
+    with pytest.raises(SystemExit) as end:
+        runpy.run_path(str(script), run_name="__main__")
+    seen = capfd.readouterr()
+    assert end.value.code == 2, seen
+    assert message in seen.err
+    assert seen.err.count("\n") == 1
+    assert seen.out == ""
+    assert files(folder) == before
+
+
+@pytest.mark.parametrize("case", MISTAKES)
+def test_script_says_so_in_one_line(case, data, tmp_path, monkeypatch, capfd):
+    prepare, options, message = MISTAKES[case]
+    if prepare:
+        prepare(tmp_path)
+    refused(DDP, options, message, tmp_path, data, monkeypatch, capfd)
+
+
+def test_checkpoints_that_do_not_fit_are_one_line(whole, data, tmp_path, monkeypatch, capfd):
+    run = str(whole[0] / "run")
+    refused(
+        CHECKPOINT,
+        ["--folder", run, "--steps", "12"],
+        "already holds 12 steps of the 12 asked for",
+        tmp_path,
+        data,
+        monkeypatch,
+        capfd,
+    )
+    other = codellama.make_tiny(tmp_path / "other", layers=3, width=64, vocabulary=512)
+    options = ["--folder", run, "--steps", "20", "--model", str(other)]
+    refused(CHECKPOINT, options, "is of a model of another size", tmp_path, data, monkeypatch, capfd)
+
+
+@pytest.mark.parametrize(
+    ("script", "options", "message"),
+    [
+        ("hsdp.py", ["--shards", "3"], "--shards 3: 2 processes do not divide into groups of 3"),
+        ("hsdp.py", ["--steps", "no"], "--steps: 'no' is not a whole number of at least 1"),
+    ],
+)
+def test_the_extras_say_so_in_one_line(script, options, message, data, tmp_path, monkeypatch, capfd):
+    refused(STAGE / script, options, message, tmp_path, data, monkeypatch, capfd)
