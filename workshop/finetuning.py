@@ -17,8 +17,8 @@ def check_finetuning(parser, args, strategy: str = "ddp") -> None:
 
     Args:
         parser: the script's parser; its ``error`` is how the run ends.
-        args: the options ``model``, ``data``, ``skip_broken``, ``batch_size``, ``sequence_length`` and ``folder``, and as far as the
-            script has them ``accumulate``, ``activation_checkpointing``, ``offload`` and ``export``.
+        args: the options ``model``, ``data``, ``skip_broken``, ``batch_size``, ``sequence_length`` and ``folder``, and as far as
+            the script has them ``accumulate``, ``activation_checkpointing``, ``offload``, ``save_every`` and ``export``.
         strategy: how the script spreads the model, for the estimate of its memory: "ddp", "fsdp" or "lora".
     """
     world_size = int(os.environ.get("WORLD_SIZE", 0))
@@ -187,7 +187,7 @@ class TrainingLog:
     Call it on all ranks, once the process group stands.
 
     Args:
-        args: the options ``folder``, ``model``, ``steps``, ``batch_size``, ``sequence_length`` and, if there is one, ``accumulate``.
+        args: the options ``folder``, ``model``, ``steps``, ``batch_size``, ``sequence_length``; if there is one, ``accumulate``.
         device: the device that this process trains on.
     """
 

@@ -185,6 +185,57 @@ EXERCISES = (
         metric="accuracy",
     ),
     Exercise(
+        "04_model_parallel_with_fsdp/exercise1_fsdp_codellama.py",
+        "torchrun",
+        {
+            1: "every process holds a part of the model, and each layer is a group of its own",
+            2: "it computes in bfloat16, where this device is fast at it; weights and sums stay float32",
+            3: "no process ever holds the whole model, and all begin with the checkpoint's weights",
+            KEPT: "it learns what one process learns, and clips the norm of the whole gradient",
+        },
+        _kinds(
+            goal1="not-sharded one-group",
+            goal2="precision master-rounded gathers-float32 reduce-rounded",
+            goal3="whole-model weights-not-loaded buffers-empty",
+        ),
+    ),
+    Exercise(
+        "04_model_parallel_with_fsdp/exercise2_sharded_checkpoint.py",
+        "torchrun",
+        {
+            1: "each process saves its part of weights and optimizer",
+            2: "started again, with as many processes or with others, it carries on",
+            3: "it trains on while a checkpoint is written",
+            4: "transformers alone loads the trained model",
+            KEPT: "it is sharded, and learns, as before",
+        },
+        _kinds(
+            goal1="not-saved whole-saved",
+            goal2="resume-fails never-resumes resume-differs data-repeated schedule-lost optimizer-lost reshard-fails",
+            goal3="saves-waiting",
+            goal4="not-exported export-differs",
+        ),
+    ),
+    Exercise(
+        "04_model_parallel_with_fsdp/exercise3_fit_the_model.py",
+        "torchrun",
+        {
+            1: "--activation-checkpointing: the forward keeps the layers' inputs only",
+            2: "--accumulate: a step of several batches equals one of a large batch, and its gradients travel once",
+            3: "--keep-gathered: the backward gathers nothing again",
+            4: "--offload: weights, gradients and optimizer lie in the CPU's memory",
+            5: "--compile: the layers are compiled",
+            KEPT: "it is sharded, and learns, as before",
+        },
+        _kinds(
+            goal1="activations-kept",
+            goal2="accumulation-uneven accumulation-scale accumulation-traffic",
+            goal3="gathers-again",
+            goal4="not-offloaded",
+            goal5="not-compiled",
+        ),
+    ),
+    Exercise(
         "slurm-multinode/exercise1_launch_ddp.sh",
         "slurm",
         {

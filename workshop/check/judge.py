@@ -107,6 +107,8 @@ BLOCKING = {
     "no-warning",
     "trainer-idle",
     "step-missing",
+    "not-sharded",
+    "not-saved",
 }
 
 # While one of these is open, the figures that a run reports cannot be right.
@@ -170,6 +172,10 @@ def check_file(
             _generic(verdict, runner, arguments or [])
         elif exercise.launch == "single":
             _one_device(verdict, runner)
+        elif exercise.name.startswith("04_"):
+            from workshop.check.rules_fsdp import check_sharded
+
+            check_sharded(verdict, runner, ordered, BLOCKING)
         else:
             _several(verdict, runner)
         verdict.seconds = time.monotonic() - start

@@ -289,6 +289,7 @@ def _rank(script, arguments, scratch, folder, pretended, fails, dies) -> int:
 
 def _run(script, arguments, scratch, folder, fails=False, dies=False) -> int:
     """Run the program in this process."""
+    torch.set_num_threads(1)  # makes torch's pool anew after the fork: autograd's threads would all do it, and collide
     sys.modules.pop("workshop.launcher", None)  # it remembers the parent of the process that imported it
     r = recorder.Recorder(folder, script, scratch)
     r.fails, r.dies = fails, dies
@@ -330,9 +331,16 @@ def prepare(script: Path | None = None) -> None:
         r"^(?:import|from) ((?:pytorch_)?lightning)\b", script.read_text() if script else "", re.MULTILINE
     ):
         importlib.import_module(f"{name}.pytorch" if name == "lightning" else name)
+    torch.set_num_threads(1)
+    if script and "transformers" in script.read_text():
+        from transformers.models.llama import LlamaForCausalLM  # noqa: F401
+        from transformers.utils.logging import disable_progress_bar
+
+        from workshop.check import recorder_fsdp  # noqa: F401
+
+        disable_progress_bar()
     if _digits:
         return
-    torch.set_num_threads(1)
     for train in (True, False):
         part = datasets.Digits(train)
         _digits[train] = (part.images, part.labels)

@@ -20,7 +20,7 @@ import time
 import traceback
 import zlib
 from collections import deque
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from pathlib import Path
 
 import torch
@@ -61,6 +61,7 @@ COLLECTIVES = (
     "all_reduce_coalesced",
 )
 LIGHTNING = {"lightning.pytorch", "pytorch_lightning"}  # the two names under which it is installed
+NOTHING = nullcontext()
 SAMPLES = 12  # how many values of a tensor stand for it, beside its norm
 
 
@@ -87,6 +88,8 @@ class Recorder:
         self.optimizers = []
         self.fitting = False  # whether Lightning's Trainer is at work
         self.test_set = None  # of the workshop's data, as the program made it
+        self.around = lambda module: NOTHING  # what is to be noted around a forward of the whole model; for stage 04
+        self.spread = lambda model: None  # notes how the model is spread; for stage 04
         self.open()
 
     def open(self):
@@ -134,6 +137,14 @@ class Recorder:
         return sys._getframe(2).f_code.co_filename == self.script
 
 
+def own_part(tensor):
+    """This process's part of a tensor that is spread over several (a DTensor); else the tensor itself.
+
+    Whatever is asked of a DTensor itself may be a collective, which all ranks would have to call.
+    """
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
+
+
 def sketch(tensors) -> list:
     """Norm and some values of each tensor (None for None): enough to tell whether two processes hold the same."""
     result = []
@@ -144,7 +155,7 @@ def sketch(tensors) -> list:
                 continue
             if tensor.is_sparse:
                 tensor = tensor.to_dense()
-            flat = tensor.detach().reshape(-1)
+            flat = own_part(tensor).detach().reshape(-1)
             values = flat[:: max(1, flat.numel() // SAMPLES)][:SAMPLES].double().tolist()
             result.append((torch.linalg.vector_norm(flat.float()).item(), values))
     return result
@@ -193,6 +204,10 @@ def install(recorder: Recorder) -> None:
     _reports(recorder)
     for name in LIGHTNING & sys.modules.keys():
         _lightning(recorder, sys.modules[name])
+    if "transformers" in sys.modules:
+        from workshop.check import recorder_fsdp
+
+        recorder_fsdp.install(recorder)
 
 
 def _wrap(owner, name, make):
@@ -301,7 +316,7 @@ def _collectives(r: Recorder) -> None:
     def make(name):
         def wrapper(original):
             def collective(*args, **kwargs):
-                if r.in_collective or r.quiet:
+                if r.in_collective or r.quiet or threading.current_thread() is not threading.main_thread():
                     return original(*args, **kwargs)
                 tensor = first_tensor(list(args) + list(kwargs.values()))
                 scalar = next((a for a in (*args, *kwargs.values()) if isinstance(a, torch.Tensor)), None)
@@ -310,6 +325,7 @@ def _collectives(r: Recorder) -> None:
                     "collective",
                     name=name,
                     shape=None if tensor is None or name.endswith(("object", "list")) else tuple(tensor.shape),
+                    dtype="" if tensor is None else str(tensor.dtype),
                     where=r.where(),
                 )
                 r.in_collective += 1
@@ -336,7 +352,8 @@ def _models(r: Recorder) -> None:
                 _forward(r, module, args, kwargs)
             r.depth += 1
             try:
-                output = original(module, *args, **kwargs)
+                with r.around(module) if r.depth == 1 else NOTHING:
+                    output = original(module, *args, **kwargs)
             finally:
                 r.depth -= 1
             if isinstance(module, (nn.Linear, nn.Conv2d)) and isinstance(output, torch.Tensor) and output.requires_grad:
@@ -439,7 +456,7 @@ def _backward(r: Recorder, loss) -> None:
     if r.optimizers:
         for group in r.optimizers[-1].param_groups:
             for parameter in (*group["params"][:1], *group["params"][-1:]):
-                leftover = leftover or (parameter.grad is not None and bool(parameter.grad.any()))
+                leftover = leftover or (parameter.grad is not None and bool(own_part(parameter.grad).any()))
     ddp = forward is not None and forward["wrapped"]
     r.note(
         "backward",
@@ -565,8 +582,11 @@ def _optimizers(r: Recorder) -> None:
         return (args[0], noting), {name: value for name, value in kwargs.items() if name != "closure"}
 
     def note_step(optimizer):
+        r.saved = r.saved or (r.dies and any(r.scratch.rglob("step-*/.metadata")))  # DCP's, once a checkpoint is whole
         if r.dies and r.saved:
             os.kill(os.getpid(), signal.SIGKILL)
+        if not r.steps and r.model is not None:
+            r.spread(r.model)
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         shared = r.model is None or bool({id(p) for p in r.model.parameters()} & {id(p) for p in parameters})
         r.note(
@@ -673,6 +693,8 @@ def _files(r: Recorder) -> None:
 
     def save(original):
         def save(obj, f, *args, **kwargs):
+            if threading.current_thread() is not threading.main_thread():  # DCP's, that writes while the program trains on
+                return original(obj, f, *args, **kwargs)
             path = f if isinstance(f, (str, os.PathLike)) else getattr(f, "name", "")
             path = os.path.realpath(os.fspath(path)) if isinstance(path, (str, os.PathLike)) and path else ""
             if path and isinstance(f, (str, os.PathLike)):

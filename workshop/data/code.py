@@ -113,7 +113,7 @@ def read_documents(path: Path, skip_broken: bool = False) -> list[str]:
 
 def _write_tokens(files: list[Path], documents: list[str], tokenizer) -> None:
     """Write the documents' tokens, each document ended by the tokenizer's end-of-sequence token."""
-    encoded = tokenizer(documents, add_special_tokens=False)["input_ids"]
+    encoded = [each.ids for each in tokenizer.backend_tokenizer.encode_batch(documents, add_special_tokens=False)]
     try:
         files[0].parent.mkdir(parents=True, exist_ok=True)
         for file, validation in zip(files, (False, True), strict=True):

@@ -4,6 +4,7 @@ import json
 import os
 import shutil
 import tempfile
+from collections.abc import Iterable
 from pathlib import Path
 
 from workshop.data.code import library_files
@@ -89,7 +90,14 @@ def weight_files(folder: str | os.PathLike) -> dict[str, Path]:
         raise UserError(f"the weights in {folder} cannot be read: {error}") from error
 
 
-def make_tiny(folder: Path | None = None, *, layers: int = 4, width: int = 256, vocabulary: int = VOCABULARY) -> Path:
+def make_tiny(
+    folder: Path | None = None,
+    *,
+    layers: int = 4,
+    width: int = 256,
+    vocabulary: int = VOCABULARY,
+    documents: Iterable[str] | None = None,
+) -> Path:
     """Make a small checkpoint of CodeLlama's architecture with random weights, and a tokenizer for Python; return its folder.
 
     The tokenizer is a byte-level BPE, trained on the source of Python's standard library (so it differs a little from one version
@@ -101,6 +109,7 @@ def make_tiny(folder: Path | None = None, *, layers: int = 4, width: int = 256, 
         layers: decoder layers; CodeLlama-7b has 32.
         width: size of the hidden state, a multiple of 32; CodeLlama-7b has 4,096.
         vocabulary: number of tokens; CodeLlama-7b has 32,016.
+        documents: what the tokenizer is trained on; None: the standard library.
 
     Raises:
         UserError: the folder cannot be written.
@@ -120,7 +129,8 @@ def make_tiny(folder: Path | None = None, *, layers: int = 4, width: int = 256, 
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    tokenizer.train_from_iterator((path.read_text(errors="replace") for path in library_files()), trainer)
+    documents = documents or (path.read_text(errors="replace") for path in library_files())
+    tokenizer.train_from_iterator(documents, trainer)
     config = LlamaConfig(
         vocab_size=vocabulary,
         hidden_size=width,
