@@ -7,6 +7,7 @@ from typing import NamedTuple
 import pytest
 
 import runs
+from workshop.data import codellama
 
 # A shell that starts the tests in the background lets them, and all that they start, ignore Ctrl-C; some tests press it.
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -49,3 +50,11 @@ def spawned(tmp_path_factory) -> Reference:
 def torchrun(tmp_path_factory) -> Reference:
     """exercise2_multigpu_torchrun.py with 2 processes, on the global batches of ``single``."""
     return _reference("torchrun", 2, tmp_path_factory.mktemp("torchrun"))
+
+
+@pytest.fixture(scope="session")
+def data(tmp_path_factory):
+    """A data folder with a model that is smaller than the tiny one, under its name: what the scripts load by default."""
+    folder = tmp_path_factory.mktemp("data")
+    codellama.make_tiny(folder / "models" / codellama.TINY, layers=2, width=64, vocabulary=512)
+    return folder

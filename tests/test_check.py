@@ -15,14 +15,15 @@ from mistakes.correct import CORRECT
 from mistakes.held_out import HELD_OUT
 from mistakes.lightning import LIGHTNING, LIGHTNING_CIFAR10, LIGHTNING_CIFAR10_CORRECT, LIGHTNING_CORRECT
 from mistakes.second_program import SECOND
+from mistakes.sharded import SHARDED, SHARDED_CORRECT
 from workshop.check import judge, rules
 from workshop.check.exercises import EXERCISES
 from workshop.check.findings import HINTS, WHY, Finding
 
 TORCHRUN = runs.ROOT / "solutions/02_pytorch_ddp/exercise2_multigpu_torchrun.py"
 LANGUAGE_MODEL = runs.ROOT / "tests/mistakes/language_model.py"
-ALL = (*BANK, *HELD_OUT, *SECOND, *LIGHTNING, *LIGHTNING_CIFAR10)
-STYLES = (*CORRECT, *LIGHTNING_CORRECT, *LIGHTNING_CIFAR10_CORRECT)
+ALL = (*BANK, *HELD_OUT, *SECOND, *LIGHTNING, *LIGHTNING_CIFAR10, *SHARDED)
+STYLES = (*CORRECT, *LIGHTNING_CORRECT, *LIGHTNING_CIFAR10_CORRECT, *SHARDED_CORRECT)
 # In the daily tests every seventh; all of them in the long run.
 SAMPLE = {mistake.name for mistake in ALL[::7]} | {style.name for style in STYLES[::9]}
 
@@ -78,6 +79,8 @@ def test_the_bank_is_as_large_as_it_says():
     assert len(CORRECT) >= 25
     assert len(LIGHTNING) >= 20
     assert len(LIGHTNING_CORRECT) >= 8
+    assert len(SHARDED) >= 25
+    assert len(SHARDED_CORRECT) >= 8
     for mistake in ALL:
         assert set(mistake.kinds) <= set(WHY) - HINTS
 

@@ -25,14 +25,6 @@ FIT = SOLUTIONS / "exercise3_fit_the_model.py"
 SHORT = ["--steps", 12, "--sequence-length", 64, "--learning-rate", 3e-3]
 
 
-@pytest.fixture(scope="session")
-def data(tmp_path_factory):
-    """A data folder with a model that is smaller than the tiny one, under its name: what the scripts load by default."""
-    folder = tmp_path_factory.mktemp("data")
-    codellama.make_tiny(folder / "models" / codellama.TINY, layers=2, width=64, vocabulary=512)
-    return folder
-
-
 def torchrun(nproc, script):
     return [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={nproc}", script]
 
@@ -318,6 +310,10 @@ def short_text(folder):
     (folder / "text.jsonl").write_text('{"text": "a"}\n')
 
 
+def twenty_documents(folder):
+    (folder / "text.jsonl").write_text("".join(json.dumps({"text": "x = 1\n" * 300}) + "\n" for _ in range(20)))
+
+
 def log_is_a_file(folder):
     (folder / "file").touch()
 
@@ -351,7 +347,11 @@ MISTAKES = {
         ["--batch-size", "3000", "--sequence-length", "512"],
         "for weights, gradients and optimizer",
     ),
-    "huge batch": (None, ["--batch-size", "9000", "--sequence-length", "16"], "sequences a step; stdlib has"),
+    "huge batch": (
+        twenty_documents,
+        ["--data", "text.jsonl", "--batch-size", "900"],
+        "needs 1,800 sequences a step; text.jsonl has",
+    ),
     "steps 0": (None, ["--steps", "0"], "--steps: '0' is not a whole number of at least 1"),
     "learning rate 0": (None, ["--learning-rate", "0"], "--learning-rate: '0' is not a number above 0"),
     "run beneath a file": (

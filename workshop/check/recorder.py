@@ -81,6 +81,7 @@ class Recorder:
         self.depth = 0  # of nested module calls
         self.quiet = 0  # inside a call of torch that itself calls what is recorded
         self.in_collective = 0
+        self.in_backward = False
         self.fails = False  # whether it is to raise an exception in its third step
         self.dies = False  # whether it is to die in the step after its first snapshot
         self.saved = False
@@ -316,7 +317,11 @@ def _collectives(r: Recorder) -> None:
     def make(name):
         def wrapper(original):
             def collective(*args, **kwargs):
-                if r.in_collective or r.quiet or threading.current_thread() is not threading.main_thread():
+                if r.in_collective or threading.current_thread() is not threading.main_thread():
+                    return original(*args, **kwargs)
+                if r.quiet:
+                    if r.in_backward:  # FSDP's: layers come for the backward, and their gradients go
+                        r.note("travels", name=name, dtype=str(first_tensor([*args, *kwargs.values()]).dtype))
                     return original(*args, **kwargs)
                 tensor = first_tensor(list(args) + list(kwargs.values()))
                 scalar = next((a for a in (*args, *kwargs.values()) if isinstance(a, torch.Tensor)), None)
@@ -389,11 +394,11 @@ def _models(r: Recorder) -> None:
                 return original(*args, **kwargs)
             loss = args[0] if isinstance(args[0], torch.Tensor) else first_tensor(args[0])
             _backward(r, loss)
-            r.quiet += 1
+            r.quiet, r.in_backward = r.quiet + 1, True
             try:
                 return original(*args, **kwargs)
             finally:
-                r.quiet -= 1
+                r.quiet, r.in_backward = r.quiet - 1, False
 
         return run
 
@@ -693,7 +698,9 @@ def _files(r: Recorder) -> None:
 
     def save(original):
         def save(obj, f, *args, **kwargs):
-            if threading.current_thread() is not threading.main_thread():  # DCP's, that writes while the program trains on
+            if (
+                threading.current_thread() is not threading.main_thread()
+            ):  # DCP's, that writes while the program trains on
                 return original(obj, f, *args, **kwargs)
             path = f if isinstance(f, (str, os.PathLike)) else getattr(f, "name", "")
             path = os.path.realpath(os.fspath(path)) if isinstance(path, (str, os.PathLike)) and path else ""
