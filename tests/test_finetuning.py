@@ -402,6 +402,8 @@ def test_checkpoints_that_do_not_fit_are_one_line(whole, data, tmp_path, monkeyp
         capfd,
     )
     other = codellama.make_tiny(tmp_path / "other", layers=3, width=64, vocabulary=512)
+    message = "is one of 12 steps, and its learning rate comes to its end there"
+    refused(CHECKPOINT, ["--folder", run, "--steps", "20"], message, tmp_path, data, monkeypatch, capfd)
     options = ["--folder", run, "--steps", "20", "--model", str(other)]
     refused(CHECKPOINT, options, "is of a model of another size", tmp_path, data, monkeypatch, capfd)
 

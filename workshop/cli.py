@@ -71,7 +71,7 @@ def profile(script, options) -> None:
 @click.argument("name")
 @click.option("--mirror", metavar="URL", help="A folder to fetch from in place of the known ones.")
 def fetch(name, mirror) -> None:
-    """Download a data set (mnist, cifar10) once, verified, into $WORKSHOP_DATA.
+    """Download a data set (mnist, cifar10) or a model (codellama; tiny-codellama is made) once, verified, into $WORKSHOP_DATA.
 
     Without WORKSHOP_DATA it goes into data/ in the repository.
     """

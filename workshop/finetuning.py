@@ -151,11 +151,16 @@ def _check_checkpoint(args):
         raise UserError(
             f"the checkpoint {newest} is of a model of another size than {args.model}; name another --folder"
         )
-    done = _step(newest)
+    done, asked = _step(newest), _read_log(Path(args.folder)).get("options", {}).get("steps", args.steps)
+    if asked != args.steps:
+        raise UserError(
+            f"the run in {args.folder} is one of {asked:,} steps, and its learning rate comes to its end there: give --steps {asked}, "
+            "or name another --folder, and the model that it has exported"
+        )
     if done >= args.steps and not is_restarted():
         raise UserError(
             f"{args.folder} already holds {done:,} steps of the {args.steps:,} asked for, so there is nothing left to train; "
-            "raise --steps, or delete it to start again"
+            "name another --folder, or delete it to start again"
         )
 
 
@@ -179,6 +184,14 @@ def keep_newest(run: str | os.PathLike) -> None:
 
 def _step(checkpoint: Path) -> int:
     return int(checkpoint.name.removeprefix("step-"))
+
+
+def _read_log(folder: Path) -> dict:
+    """What an earlier run has logged in this folder; {} if nothing can be read."""
+    try:
+        return json.loads((folder / "log.json").read_text())
+    except (OSError, ValueError):
+        return {}
 
 
 class TrainingLog:
@@ -212,7 +225,7 @@ class TrainingLog:
             return
         from workshop.measure.machine import machine
 
-        earlier = json.loads(self.path.read_text()) if step and self.path.exists() else {}
+        earlier = _read_log(self.path.parent) if step else {}
         self.entries = [entry for entry in earlier.get("entries", []) if entry["step"] <= step]
         self.run = {
             "model": Path(self.args.model).name,

@@ -138,6 +138,11 @@ def next_hint(name: str, goal: int) -> tuple[int, str]:
     return number, text
 
 
+def _when(last: datetime) -> str:
+    """The time of today, the day of another one: short."""
+    return f"{last:%H:%M}" if last.date() == datetime.now().astimezone().date() else f"{last:%d %b}"
+
+
 def show_progress(console) -> None:
     """Print a table to a rich console: each exercise, its goals met, the hints used, and when it was last checked."""
     from rich.table import Table
@@ -156,7 +161,7 @@ def show_progress(console) -> None:
             exercise.name,
             f"{met}/{len(exercise.goals)}",
             str(sum(entry.get("hints", {}).values())),
-            f"{datetime.fromisoformat(last).astimezone():%d %b %H:%M}" if last else "not yet",
+            _when(datetime.fromisoformat(last).astimezone()) if last else "not yet",
             style="green" if met == len(exercise.goals) else None,
         )
     console.print(table)

@@ -1,5 +1,6 @@
 """CodeLlama: its checkpoint as Hugging Face's libraries read it, fetched, or made here of the same architecture but small."""
 
+import hashlib
 import json
 import os
 import shutil
@@ -13,6 +14,7 @@ from workshop.errors import UserError
 
 TINY = "tiny-codellama"
 REPOSITORY = "codellama/CodeLlama-7b-hf"
+HUB = "https://huggingface.co"
 # Of the repository, what loading it needs; the weights are there a second time, as pickles.
 FILES = (
     "config.json",
@@ -170,3 +172,85 @@ def put_in_place(made: Path, folder: Path) -> None:
         if not folder.is_dir():
             raise
         shutil.rmtree(made)
+
+
+def fetch(name: str, mirror: str | None = None) -> None:
+    """Make the small model, or fetch CodeLlama-7b (13 GB) from the Hugging Face Hub, and say what was done.
+
+    An interrupted download goes on where it was. Each file of weights is compared with the SHA-256 that the Hub names.
+
+    Args:
+        name: "tiny-codellama" or "codellama".
+        mirror: the address of another hub.
+
+    Raises:
+        UserError: the hub cannot be reached or does not hand the model out, a file is not the right one, or the disk is full.
+    """
+    folder = models_folder() / (TINY if name == TINY else REPOSITORY.split("/")[1])
+    if name == TINY:
+        there = folder.is_dir()
+        model_folder(TINY)
+        print(f"{TINY} is already in {folder}" if there else f"{TINY} was made in {folder}")
+        return
+    import requests
+
+    if folder.is_dir():
+        print(f"{name} is already in {folder}")
+        return
+    parts = folder.with_name(folder.name + ".part")  # moved into place when it is whole
+    hub, token = (mirror or HUB).rstrip("/"), os.environ.get("HF_TOKEN")
+    headers = {"Authorization": f"Bearer {token}"} if token else {}
+    try:
+        parts.mkdir(parents=True, exist_ok=True)
+        answer = requests.get(f"{hub}/api/models/{REPOSITORY}?blobs=true", headers=headers, timeout=30)
+        answer.raise_for_status()
+        listed = {entry["rfilename"]: entry for entry in answer.json()["siblings"]}
+        for file in (file for file in FILES if file in listed):
+            print(f"fetching {file} into {parts}", flush=True)
+            _download(f"{hub}/{REPOSITORY}/resolve/main/{file}", parts / file, listed[file], headers)
+        os.rename(parts, folder)
+    except requests.HTTPError as error:
+        if error.response.headers.get("X-Error-Code") == "GatedRepo":
+            raise UserError(
+                f"{REPOSITORY} is handed out to those who have accepted its licence: do so at {HUB}/{REPOSITORY}, "
+                "make a token there, and set it: export HF_TOKEN=..."
+            ) from error
+        raise UserError(f"could not fetch {REPOSITORY}: HTTP status {error.response.status_code}") from error
+    except requests.RequestException as error:
+        raise UserError(
+            f"could not fetch {REPOSITORY}: {type(error).__name__}; what has come stays in {parts}"
+        ) from error
+    except (KeyError, ValueError) as error:
+        raise UserError(f"{hub} does not answer as a hub of Hugging Face's does") from error
+    except OSError as error:
+        raise UserError(f"cannot write {parts}: {error.strerror or error}; what has come stays there") from error
+    print(f"{name}: fetched into {folder}")
+
+
+def _download(url: str, path: Path, entry: dict, headers: dict) -> None:
+    """Download a file, or what is missing of it, and compare it with the size and the SHA-256 that the hub names."""
+    import requests
+    from tqdm import tqdm
+
+    size, sha256 = entry["size"], (entry.get("lfs") or {}).get("sha256")
+    there = path.stat().st_size if path.exists() else 0
+    if there < size or not size:
+        headers = {**headers, "Range": f"bytes={there}-"} if there else headers
+        with requests.get(url, headers=headers, stream=True, timeout=30) as answer:
+            answer.raise_for_status()
+            if answer.status_code != 206:  # all of it comes
+                there = 0
+            bar = tqdm(total=size, initial=there, unit="B", unit_scale=True, disable=None)
+            with open(path, "ab" if there else "wb") as file, bar:
+                for chunk in answer.iter_content(2**16):
+                    file.write(chunk)
+                    bar.update(len(chunk))
+    if path.stat().st_size != size or (sha256 and file_sha256(path) != sha256):
+        path.unlink()
+        raise UserError(f"{path.name}: what came is not the file expected (size or SHA-256 differs); fetch it again")
+
+
+def file_sha256(path: str | os.PathLike) -> str:
+    """The SHA-256 of a file, as hexadecimal digits."""
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

@@ -2,7 +2,7 @@
 
 import sys
 
-from workshop.data import cifar10, mnist
+from workshop.data import cifar10, codellama, mnist
 from workshop.data.datasets import data_folder
 from workshop.errors import UserError
 
@@ -13,7 +13,7 @@ def fetch_dataset(name: str, mirror: str | None = None) -> None:
     """Fetch the data set called ``name`` into the data folder and say what was done.
 
     Args:
-        name: "mnist" or "cifar10".
+        name: "mnist", "cifar10", "tiny-codellama" (made, not fetched) or "codellama".
         mirror: an address to fetch from in place of the known ones.
 
     Raises:
@@ -22,8 +22,11 @@ def fetch_dataset(name: str, mirror: str | None = None) -> None:
     if name == "digits":
         print("digits come with scikit-learn: there is nothing to fetch")
         return
+    if name in (codellama.TINY, "codellama"):
+        codellama.fetch(name, mirror)
+        return
     if name not in KNOWN:
-        raise UserError(f"'{name}' cannot be fetched; choose from: {', '.join(KNOWN)}")
+        raise UserError(f"'{name}' cannot be fetched; choose from: {', '.join(KNOWN)}, {codellama.TINY}, codellama")
     folder, known = data_folder(), KNOWN[name]
     print(f"fetching {name} into {folder}", file=sys.stderr)
     fetched = known.fetch(folder, (mirror,) if mirror else known.MIRRORS)

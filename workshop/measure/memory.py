@@ -267,7 +267,8 @@ def show(console, name: str, sizes: Sizes, rows: list[dict], settings: dict) -> 
     )
     line = "{:7}{:>5}{:>9}{:>7}{:>7}{:>8}{:>7}{:>11}{:>11}{:>9}"
     console.print(
-        line.format("", "GPUs", "weights", "grads", "AdamW", "activ.", "other", "total", "recompute", "offload")
+        line.format("", "GPUs", "weights", "grads", "AdamW", "activ.", "other", "total", "recompute", "offload"),
+        soft_wrap=True,
     )
     for row in rows:
         parts = [row[part] for part in ("parameters", "gradients", "optimizer", "activations")]
@@ -277,7 +278,8 @@ def show(console, name: str, sizes: Sizes, rows: list[dict], settings: dict) -> 
         count = row["gpus"]
         if row["strategy"] in SAME_ON_ANY_NUMBER:
             count, cells[2] = "any", ""
-        console.print(line.format(row["strategy"], count, *(f"{part / divisor:,.1f}" for part in parts), *cells))
+        figures = (f"{part / divisor:,.1f}" for part in parts)
+        console.print(line.format(row["strategy"], count, *figures, *cells), soft_wrap=True)
     console.print(
         "\nIn brackets: the smallest card that holds it, in GB.\n"
         "other: DDP's buckets, the layers that FSDP and ZeRO-3 gather, what comes and goes in\n"

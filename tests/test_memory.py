@@ -1,0 +1,160 @@
+"""``workshop memory``: predictions against the bytes that PyTorch holds, the table, and its mistakes."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+
+import runs
+from workshop.measure import memory, transformer
+from workshop.measure.memory import estimate
+from workshop.measure.transformer import MODELS, Sizes
+
+SMALL = Sizes(layers=3, hidden=192, intermediate=512, heads=6, kv_heads=6, head=32, vocabulary=1024)
+GROUPED = Sizes(layers=2, hidden=256, intermediate=640, heads=8, kv_heads=2, head=32, vocabulary=768)
+
+
+def workshop(*arguments, cwd, **env):
+    return runs.run([sys.executable, "-P", "-m", "workshop", *arguments], cwd, **env)
+
+
+def test_sizes_are_those_of_the_models():
+    """The formula counts what transformers makes; CodeLlama-7b has 6,738,546,688 parameters, as its card says."""
+    from workshop.measure.memory_probe import make_model
+
+    assert MODELS["codellama-7b"].parameters == 6_738_546_688
+    for sizes in (SMALL, GROUPED, MODELS["codellama-34b"]):
+        assert sizes.parameters == sum(parameter.numel() for parameter in make_model(sizes).parameters())
+
+
+def test_operations_are_those_that_a_profiler_counts():
+    """Three matrix products for each weight, and those of the attention, as torch counts them."""
+    from torch.utils.flop_counter import FlopCounterMode
+
+    from workshop.measure.memory_probe import fill, make_model
+
+    model = make_model(SMALL)
+    fill(model, torch.device("cpu"))
+    batch = torch.randint(1024, (2, 128))
+    with FlopCounterMode(display=False) as counter:
+        model(input_ids=batch, labels=batch, use_cache=False).loss.backward()
+    assert SMALL.flops_per_token(128) * 256 == pytest.approx(counter.get_total_flops(), rel=0.06)
+
+
+@pytest.mark.parametrize("sizes", [SMALL, GROUPED], ids=["one head for each", "grouped heads"])
+@pytest.mark.parametrize("how", ["float32", "bfloat16", "autocast"])
+def test_activations_are_what_autograd_keeps(how, sizes):
+    """With the weights in the type that is computed with (as FSDP's policy gathers them), and with autocast (as DDP)."""
+    from workshop.measure.memory_probe import count, fill, make_model
+
+    model = make_model(sizes)
+    fill(model, torch.device("cpu"))
+    model = model.to(torch.bfloat16) if how == "bfloat16" else model
+    batch, kept = torch.randint(sizes.vocabulary, (2, 96)), {}
+    with (
+        torch.autograd.graph.saved_tensors_hooks(lambda tensor: count(kept, tensor), lambda tensor: tensor),
+        torch.autocast("cpu", torch.bfloat16, enabled=how == "autocast"),
+    ):
+        model(input_ids=batch, labels=batch, use_cache=False)
+    strategy = "ddp" if how == "autocast" else "fsdp"
+    predicted = estimate(sizes, strategy, 1, batch_size=2, sequence_length=96, bf16=how != "float32")
+    assert predicted.activations == pytest.approx(sum(size for size, _ in kept.values()), rel=0.05)
+
+
+@pytest.fixture(scope="module")
+def measured(tmp_path_factory, data):
+    folder = tmp_path_factory.mktemp("measured")
+    model = data / "models" / "tiny-codellama"
+    options = ["--batch-size", 3, "--sequence-length", 96, "--gpus", "1,2", "--measure", "--output", folder]
+    done = workshop("memory", model, *options, cwd=folder)
+    assert done.returncode == 0, done.stderr
+    return json.loads((folder / "memory.json").read_text()), done.stdout
+
+
+def test_prediction_against_measurement(measured):
+    """In each of two processes on the CPU: within 10 % for weights, gradients and optimizer, 20 % for activations."""
+    summary, _ = measured
+    assert [row["strategy"] for row in summary["measured"]] == [
+        "DDP", "DDP with activation checkpointing", "FSDP", "FSDP with activation checkpointing",
+    ]  # fmt: skip
+    for row in summary["measured"]:
+        for part, most in (("parameters", 0.1), ("gradients", 0.1), ("optimizer", 0.1), ("activations", 0.2)):
+            assert row["predicted"][part] == pytest.approx(row["measured"][part], rel=most), (row["strategy"], part)
+    ddp, _, fsdp, _ = (row["measured"] for row in summary["measured"])
+    assert fsdp["parameters"] == pytest.approx(ddp["parameters"] / 2, rel=0.01)
+
+
+def test_it_names_the_smallest_card(tmp_path):
+    done = workshop("memory", "codellama-7b", "--gpus", "1,4", "--output", tmp_path, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    rows = {
+        tuple(line.split()[:2]): line
+        for line in done.stdout.splitlines()
+        if line.startswith(("DDP", "FSDP", "ZeRO", "LoRA"))
+    }
+    assert "(180)" in rows["DDP", "any"]
+    assert "(141)" in rows["FSDP", "1"]
+    assert rows["FSDP", "4"].split()[-4:-2] == ["34", "(40)"]
+    assert (tmp_path / "memory.png").stat().st_size > 20_000
+    assert max(map(len, done.stdout.splitlines()[:-1])) <= 90
+
+
+def test_lora_takes_the_weights_and_little_else():
+    whole = estimate(MODELS["codellama-7b"], "lora", 1, batch_size=1, sequence_length=2048)
+    assert whole.parameters == pytest.approx(2 * MODELS["codellama-7b"].parameters, rel=0.02)
+    assert whole.gradients + whole.optimizer < 0.02 * whole.parameters
+
+
+def test_mfu_needs_a_card_that_is_known(monkeypatch):
+    assert transformer.peak_flops(torch.device("cpu")) is None
+    for name, peak in {
+        "NVIDIA H200": 989e12,
+        "NVIDIA A100-SXM4-40GB": 312e12,
+        "NVIDIA GH200 120GB": 989e12,
+        "a new one": None,
+    }.items():
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda device, name=name: name)
+        found = transformer.peak_flops(torch.device("cuda"))
+        assert (found and found[0]) == peak
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["gpt-17"], "there is no model gpt-17: name a folder, or one of: codellama-7b"),
+        (["codellama-7b", "--gpus", "one"], "--gpus one: give whole numbers of at least 1"),
+        (["codellama-7b", "--gpus", "0"], "--gpus 0: give whole numbers of at least 1"),
+        (["codellama-7b", "--sequence-length", "100000"], "takes sequences of up to 16,384 tokens, not 100,000"),
+        (["codellama-7b", "--batch-size", "0"], "--batch-size"),
+        (["."], "config.json: No such file or directory"),
+        (["bert"], "only Llama's architecture is known here"),
+    ],
+)
+def test_mistakes_are_one_line(arguments, message, tmp_path):
+    (tmp_path / "bert").mkdir()
+    (tmp_path / "bert" / "config.json").write_text('{"model_type": "bert"}')
+    done = workshop("memory", *arguments, cwd=tmp_path)
+    assert done.returncode == 2
+    assert message in done.stderr
+    assert done.stderr.count("\n") == 1
+    assert [path.name for path in tmp_path.iterdir()] == ["bert"]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.accelerator.is_available(), reason="needs a GPU")
+def test_prediction_against_the_allocator_of_a_gpu(tmp_path):
+    """A model of about 300 million parameters, DDP and FSDP, with and without activation checkpointing."""
+    sizes = {"model_type": "llama", "num_hidden_layers": 12, "hidden_size": 1024, "intermediate_size": 2816,
+             "num_attention_heads": 16, "vocab_size": 32016, "max_position_embeddings": 4096}  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(sizes))
+    options = ["--batch-size", 4, "--sequence-length", 1024, "--measure", "--output", tmp_path]
+    done = subprocess.run(
+        [sys.executable, "-P", "-m", "workshop", "memory", str(tmp_path), *map(str, options)],
+        env=runs.environment(**runs.with_gpus()), capture_output=True, text=True,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    for row in json.loads((tmp_path / "memory.json").read_text())["measured"]:
+        predicted = sum(row["predicted"][part] for part in memory.PARTS if part != "allocator")
+        assert predicted == pytest.approx(row["measured"]["peak"], rel=0.2), row["strategy"]
