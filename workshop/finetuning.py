@@ -154,8 +154,8 @@ def _check_checkpoint(args):
     done, asked = _step(newest), _read_log(Path(args.folder)).get("options", {}).get("steps", args.steps)
     if asked != args.steps:
         raise UserError(
-            f"the run in {args.folder} is one of {asked:,} steps, and its learning rate comes to its end there: give --steps {asked}, "
-            "or name another --folder, and the model that it has exported"
+            f"the run in {args.folder} is one of {asked:,} steps, and its learning rate comes to its end there: "
+            f"give --steps {asked}, or name another --folder, and the model that it has exported"
         )
     if done >= args.steps and not is_restarted():
         raise UserError(
