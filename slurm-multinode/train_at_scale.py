@@ -21,9 +21,12 @@ exit_with_launcher()  # kill -9 on torchrun would leave this process training; b
 import torch
 import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import record
+from torch.distributed.fsdp import fully_shard
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torchvision.models import get_model
+from torchvision.models.resnet import Bottleneck
+from torchvision.models.vision_transformer import EncoderBlock
 
 from workshop.arguments import PREFLIGHT, ArgumentParser, positive_int
 from workshop.data.images import folder_batches, open_image_folder, synthetic_batches
@@ -55,10 +58,11 @@ def parse_arguments():
     # On a CPU a step with 64 images of ImageNet's size would take a minute.
     batch_size, steps, size = (64, 100, 224) if torch.accelerator.is_available() else (8, 20, 64)
     parser.add_argument("--model", choices=["resnet50", "vit_b_16"], default="resnet50", help="from torchvision")
+    parser.add_argument("--strategy", choices=["ddp", "fsdp"], default="ddp", help="how the model is spread")
     parser.add_argument("--data", help="folder with images in train/CLASS/; None: images made on the device")
     parser.add_argument("--batch-size", type=positive_int, default=batch_size, help="images a batch, on each process")
     parser.add_argument("--accumulate", type=positive_int, default=1, help="batches a step")
-    parser.add_argument("--steps", type=positive_int, default=steps, help="to train; as many then measure the exchange")
+    parser.add_argument("--steps", type=positive_int, default=steps, help="to train; with DDP as many then measure the exchange")
     parser.add_argument("--compile", action="store_true", help="compile the model; the first step takes a minute")
     parser.add_argument("--image-size", type=int, choices=[64, 128, 224], default=size, help="pixels of an edge")
     parser.add_argument("--output", help="JSON file for the figures; None: runs/scale-PROCESSES.json")
@@ -94,10 +98,8 @@ def train(rank, world_size, device, args):
     # ResNet-50's BatchNorm computes with the batch of one process: its losses depend on how many there are, ViT-B/16's do not.
     # Convolutions are fastest on images that are stored pixel by pixel: channels_last.
     model = get_model(args.model, **options).to(device, memory_format=torch.channels_last)
+    model = distribute(model, args)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
-    model = DDP(model)  # the same weights, but its backward() averages the gradients over all processes
-    if args.compile:
-        model.compile()  # after DDP: cut where DDP's buckets end, the graph lets the exchange overlap with backward()
     if args.images:
         batches = folder_batches(args.images, args.batch_size, device, SEED)
     else:
@@ -130,7 +132,7 @@ def train(rank, world_size, device, args):
     for group in optimizer.param_groups:
         group["lr"] = 0.0
     cost = {}
-    if world_size > 1:
+    if world_size > 1 and args.strategy == "ddp":  # without gradients from the others FSDP's parts could take no step
         step = partial(train_step, model, batches, optimizer, args)
         cost = measure_exchange(step, args.batch_size * args.accumulate, max(1, args.steps // 10), device)
     if rank == 0:
@@ -149,6 +151,29 @@ def train(rank, world_size, device, args):
         report(figures, args.output)
 
 
+def distribute(model, args):
+    """Spread the training over the processes: the whole model in each, or a part."""
+    if args.strategy == "ddp":
+        model = DDP(model)  # the same weights, but its backward() averages the gradients over all processes
+        if args.compile:
+            model.compile()  # after DDP: cut where DDP's buckets end, the graph lets the exchange overlap with backward()
+        return model
+    model = model.to(memory_format=torch.contiguous_format)  # FSDP cuts along the first dimension of what lies in one piece
+    for block in [module for module in model.modules() if isinstance(module, (Bottleneck, EncoderBlock))]:
+        if args.compile:
+            block.compile()
+        fully_shard(block)  # a group: gathered for its forward and for its backward, freed when they are done
+    return fully_shard(model)  # the rest: the first layers and the last
+
+
+def keeps_to_itself(model):
+    """A context in which gradients add up in each process, and nothing is exchanged."""
+    if isinstance(model, DDP):
+        return model.no_sync()
+    model.set_requires_gradient_sync(False)
+    return nullcontext()
+
+
 def train_step(model, batches, optimizer, args, exchange=True):
     """Take a step with the next `accumulate` batches and return its loss."""
     step_loss = 0
@@ -156,7 +181,10 @@ def train_step(model, batches, optimizer, args, exchange=True):
         images, labels = next(batches)
         images = images.to(memory_format=torch.channels_last)
         # Gradients add up until zero_grad(). All processes need them at the last batch of a step, and only there.
-        with nullcontext() if exchange and number + 1 == args.accumulate else model.no_sync():
+        last = exchange and number + 1 == args.accumulate
+        if last and args.strategy == "fsdp":
+            model.set_requires_gradient_sync(True)
+        with nullcontext() if last else keeps_to_itself(model):
             with torch.autocast(images.device.type, torch.bfloat16, enabled=args.bf16):
                 loss = F.cross_entropy(model(images), labels) / args.accumulate  # the mean of the batches' means
             loss.backward()
@@ -170,7 +198,7 @@ def report(figures, output):
     """Print the figures of a run, and write them as JSON."""
     print("{samples_per_second:,.1f} images/s;".format(**figures), end=" ")
     print(f"each process needed at most {figures['peak_memory'] / 2**30:.2f} GiB of memory")
-    if figures["processes"] > 1:
+    if "efficiency" in figures:
         line = "{with_exchange:,.1f} images/s with the exchange of gradients, {without_exchange:,.1f} without it: "
         line += "efficiency {efficiency:.1%}, communication {communication:.1%} of each step"
         print(line.format(**figures))
