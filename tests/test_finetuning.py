@@ -3,6 +3,7 @@
 import hashlib
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -13,6 +14,7 @@ import torch
 
 import runs
 from test_bad_input import files
+from workshop.check.jobs import Trial
 from workshop.data import codellama
 from workshop.data.code import load_blocks, read_documents
 from workshop.errors import UserError
@@ -274,6 +276,56 @@ def test_plain_transformers_loads_the_export(whole, data):
     prompt = tokenizer("def read_lines(path):\n", return_tensors="pt")
     tokens = model.generate(**prompt, max_new_tokens=40, do_sample=False, pad_token_id=tokenizer.eos_token_id)
     assert tokenizer.decode(tokens[0]) == log["completions"][-1]["text"]
+
+
+# ---------------------------------------------------------------- jobs
+
+
+@pytest.fixture(scope="module")
+def cluster():
+    yield from runs.practice_cluster(2, "fsdp")
+
+
+@pytest.fixture
+def trial(cluster, tmp_path):
+    """The job script and the solution of exercise 2 in a folder from which jobs are submitted."""
+    trial = Trial(SOLUTIONS / "launch_fsdp_2N4G.sh", tmp_path, cluster, None)
+    shutil.copy(CHECKPOINT, trial.folder)
+    return trial
+
+
+def test_a_job_on_two_nodes(trial, data):
+    settings = f"--export=ALL,WORKSHOP_DATA={data}"
+    job = trial.submit([settings], ["--steps", "4", "--batch-size", "2", "--sequence-length", "64"])
+    trial.follow(job, stall=60)
+    assert job.state == "COMPLETED", job.output
+    assert "4 processes, validation loss" in job.output
+    folder = trial.folder / f"runs/launch_fsdp_2N4G-{job.number}"
+    assert len(losses(json.loads((folder / "log.json").read_text()))) == 4
+    assert len(list((folder / "step-4").glob("*.distcp"))) == 4
+
+
+@pytest.mark.full
+def test_a_job_whose_time_is_nearly_over_carries_on_after_its_checkpoint(trial, data):
+    settings = f"--export=ALL,WORKSHOP_DATA={data}"
+    job = trial.submit(
+        [settings], ["--steps", "60", "--save-every", "5", "--batch-size", "2", "--sequence-length", "64"]
+    )
+    folder = trial.folder / f"runs/launch_fsdp_2N4G-{job.number}"
+    assert trial.follow(job, until=lambda job: list(folder.glob("step-*/.metadata")), stall=60), job.output
+    trial.on_login("scancel", "--batch", "--signal=USR1", job.number)  # what --signal=B:USR1@60 brings
+    assert trial.follow(job, until=lambda job: job.restarts > 0, stall=60), job.output
+    trial.start_again(job)
+    trial.follow(job, stall=60)
+    assert job.state == "COMPLETED", job.output
+    steps = [entry["step"] for entry in json.loads((folder / "log.json").read_text())["entries"]]
+    assert steps == sorted(set(steps))
+    assert steps[-1] == 60
+
+
+@pytest.mark.parametrize("name", ["launch_fsdp_2N4G.sh", "launch_fsdp_2N4G_pbs.sh"])
+def test_both_folders_hold_the_same_job_script(name):
+    assert (STAGE / name).read_text() == (SOLUTIONS / name).read_text()
 
 
 # ---------------------------------------------------------------- bad input

@@ -142,14 +142,31 @@ def judge_03(notebook):
     assert "rank 1: of 0 1 2 3 4 [1, 3, 0], dealt out by hand [1, 3]" in shown[2]
 
 
+def judge_04(notebook):
+    measured = text(notebook, "run-measure")
+    assert re.search(r"FSDP +│ +8\.4 / 8\.4", measured), measured
+    before, after, stored = text(notebook, "run-buffers").splitlines()[-3:]
+    assert "'1'" in before
+    assert "'1'" not in after
+    assert stored == "in the checkpoint: False"
+    for cell in ("run-ddp", "run-same", "run-kill", "run-options", "run-job", "run-lora"):
+        assert re.search(r"step (\d+)/\1 ", text(notebook, cell)), cell
+    assert float(re.search(r"apart by at most (\S+) in the first", text(notebook, "plot-same"))[1]) < 0.02
+    assert float(text(notebook, "run-tensor").split()[-1]) < 2e-5
+    shown = pictures(notebook)
+    assert len(shown) == 8
+    assert any("rank 2: shares a copy with [2, 3], holds the same as [0, 2]" in picture for picture in shown), shown
+
+
 @pytest.mark.parametrize(
     ("stage", "judge"),
     [
         pytest.param("01_single_gpu", judge_01, marks=pytest.mark.full),  # every day in a browser: test_jupyter.py
         ("02_pytorch_ddp", judge_02),
         pytest.param("03_pytorch_lightning", judge_03, marks=pytest.mark.full),
+        pytest.param("04_model_parallel_with_fsdp", judge_04, marks=pytest.mark.full),
     ],
-    ids=["01", "02", "03"],
+    ids=["01", "02", "03", "04"],
 )
 def test_as_delivered(stage, judge, copy):
     """Before anybody has solved an exercise of it."""
@@ -167,8 +184,9 @@ def test_as_delivered(stage, judge, copy):
         pytest.param("01_single_gpu", judge_01, marks=pytest.mark.full),
         pytest.param("02_pytorch_ddp", judge_02, marks=pytest.mark.full),
         pytest.param("03_pytorch_lightning", judge_03, marks=pytest.mark.full),
+        pytest.param("04_model_parallel_with_fsdp", judge_04, marks=pytest.mark.full),
     ],
-    ids=["01", "02", "03"],
+    ids=["01", "02", "03", "04"],
 )
 def test_solved(stage, judge, copy):
     solve(copy)
@@ -195,6 +213,7 @@ JUDGES = {
     "01_single_gpu": judge_01,
     "02_pytorch_ddp": judge_02,
     "03_pytorch_lightning": judge_03,
+    "04_model_parallel_with_fsdp": judge_04,
 }  # of slurm-multinode: in test_slurm_notebook.py
 
 

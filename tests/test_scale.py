@@ -77,6 +77,24 @@ def test_vit_learns_the_same_on_one_process_and_on_two(float32, tmp_path):
     assert "exchange" not in output
 
 
+@pytest.mark.full
+@pytest.mark.parametrize("options", [[], ["--batch-size", 1, "--accumulate", 2]], ids=["whole", "accumulated"])
+def test_fsdp_learns_what_ddp_learns(options, float32, tmp_path):
+    common = ["--model", "vit_b_16", "--steps", 4, "--batch-size", 2]
+    ddp, _ = train(2, tmp_path, *common, **float32)
+    fsdp, output = train(2, tmp_path, *common, "--strategy", "fsdp", *options, **float32)
+    assert fsdp["losses"] == pytest.approx(ddp["losses"], abs=1e-4)
+    assert fsdp["peak_memory"] < ddp["peak_memory"]
+    assert "exchange" not in output
+
+
+def test_resnet_with_fsdp(tmp_path):
+    figures, output = train(2, tmp_path, "--strategy", "fsdp", "--steps", 4, "--batch-size", 2)
+    assert figures["strategy"] == "fsdp"
+    assert figures["losses"][-1] < figures["losses"][0]
+    assert "images/s" in output
+
+
 def image_folder(folder, classes=2, images=4):
     for number in range(classes):
         place = folder / "images" / "train" / f"class{number}"

@@ -4,6 +4,7 @@ import json
 import os
 import shutil
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 
 from workshop.arguments import PREFLIGHT, is_restarted
@@ -184,6 +185,38 @@ def keep_newest(run: str | os.PathLike) -> None:
 
 def _step(checkpoint: Path) -> int:
     return int(checkpoint.name.removeprefix("step-"))
+
+
+@dataclass(frozen=True)
+class Training:
+    """What a run of stage 04 has logged.
+
+    Attributes:
+        entries: its reports, as ``TrainingLog`` wrote them; the first is from before the first step.
+        completions: what the model wrote after the prompt, at its starts and at the end.
+        device: the type of the device that it was trained on.
+    """
+
+    entries: list[dict]
+    completions: list[str]
+    device: str = ""
+
+    @property
+    def losses(self) -> list[float]:
+        """The loss of each step."""
+        return [loss for entry in self.entries for loss in entry.get("losses", [])]
+
+    @property
+    def validation(self) -> list[float]:
+        """The validation loss of each report."""
+        return [entry["validation_loss"] for entry in self.entries]
+
+
+def read_training(folder: str | os.PathLike) -> Training:
+    """Read the log of a run from its folder."""
+    log = _read_log(Path(folder))
+    completions = [completion["text"] for completion in log.get("completions", [])]
+    return Training(log.get("entries", []), completions, log.get("device", ""))
 
 
 def _read_log(folder: Path) -> dict:

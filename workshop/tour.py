@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from workshop.errors import UserError
+from workshop.finetuning import read_training
 from workshop.measure.launch import first_failure, launch
 from workshop.measure.log import read_log
 from workshop.measure.machine import machine
@@ -30,12 +31,14 @@ class Entry:
         name: what the table calls it.
         command: gives the command, without the training options, for a number of processes.
         scales: whether it runs on several processes.
+        language: whether it trains the small language model of stage 04, and not the images.
     """
 
     stage: str
     name: str
     command: Callable[[int], list[str]]
     scales: bool = True
+    language: bool = False
 
 
 def _torchrun(script: str) -> Callable[[int], list[str]]:
@@ -43,7 +46,8 @@ def _torchrun(script: str) -> Callable[[int], list[str]]:
     return lambda processes: [*start, f"--nproc-per-node={processes}", script]
 
 
-# The stages register here. Each program takes --epochs, --batch-size (on each process) and --snapshot, and writes an EpochLog.
+# The stages register here. Each program takes --batch-size (on each process). Those that train images take --epochs and --snapshot,
+# and write an EpochLog; those that train the language model take --steps and --folder, and write a TrainingLog.
 ENTRIES = (
     Entry("01", "single process", lambda _: [sys.executable, "01_single_gpu/single_gpu.py"], scales=False),
     Entry(
@@ -55,7 +59,11 @@ ENTRIES = (
         "Lightning",
         lambda n: [sys.executable, "solutions/03_pytorch_lightning/exercise1_lightning_mnist.py", f"--devices={n}"],
     ),
+    Entry("04", "DDP", _torchrun("04_model_parallel_with_fsdp/finetune_ddp.py"), language=True),
+    Entry("04", "FSDP", _torchrun("solutions/04_model_parallel_with_fsdp/exercise1_fsdp_codellama.py"), language=True),
 )
+STEPS = 10  # of the language model for each epoch of the images
+SEQUENCES = 8  # at least, in its global batches
 
 
 def run_tour(stages: str = "", epochs: int = 4, output: str | None = None) -> int:
@@ -84,7 +92,14 @@ def run_tour(stages: str = "", epochs: int = 4, output: str | None = None) -> in
     counts = process_counts()
     batch = math.lcm(*counts) * math.ceil(GLOBAL_BATCH / math.lcm(*counts))
     plan = [(entry, count) for entry in entries for count in (counts if entry.scales else [1])]
-    console.print(f"{len(plan)} runs of {epochs} epochs on the digits, each with global batches of {batch}")
+    for language, what in (
+        (False, f"{epochs} epochs on the digits"),
+        (True, f"{STEPS * epochs} steps of a language model"),
+    ):
+        number = sum(entry.language == language for entry, _ in plan)
+        if number:
+            size = _sequences(counts) if language else batch
+            console.print(f"{number} runs of {what}, each with global batches of {size}", highlight=False)
 
     start = time.monotonic()
     results = []
@@ -92,22 +107,30 @@ def run_tour(stages: str = "", epochs: int = 4, output: str | None = None) -> in
         TextColumn("{task.description}"),
         BarColumn(),
         MofNCompleteColumn(),
-        TextColumn("epochs"),
+        TextColumn("{task.fields[unit]}"),
         TimeElapsedColumn(),
         TextColumn("{task.fields[note]}"),
     )
     with Progress(*columns, console=console) as progress:
         bars = [
-            progress.add_task(_label(entry.name, count), total=epochs, start=False, note="") for entry, count in plan
+            progress.add_task(
+                _label(entry.name, count),
+                total=epochs * (STEPS if entry.language else 1),
+                start=False,
+                note="",
+                unit="steps" if entry.language else "epochs",
+            )
+            for entry, count in plan
         ]
         for bar, (entry, count) in zip(bars, plan, strict=True):
             progress.start_task(bar)
 
             def note_epoch(line, bar=bar):
-                if match := re.match(r"epoch (\d+)/", line):
+                if match := re.match(r"(?:epoch|step) (\d+)/", line):
                     progress.update(bar, completed=int(match[1]))
 
-            results.append(_run(entry, count, batch, epochs, root, folder, note_epoch))
+            size = _sequences(counts) if entry.language else batch
+            results.append(_run(entry, count, size, epochs, root, folder, note_epoch))
             progress.stop_task(bar)
             progress.update(
                 bar, note="[bold red]failed" if results[-1]["failure"] else f"{results[-1]['seconds']:.1f} s"
@@ -121,12 +144,26 @@ def run_tour(stages: str = "", epochs: int = 4, output: str | None = None) -> in
         "global_batch": batch,
         "seconds": time.monotonic() - start,
         "peak_memory": max(result["peak_memory"] for result in results),
-        "largest_difference_between_loss_curves": _largest_difference(results),
+        "largest_difference_between_loss_curves": _largest_difference(_images(results)),
+        "largest_difference_between_loss_curves_of_the_language_model": _largest_difference(_language(results)),
         "runs": results,
     }
     _write(folder, summary)
     _show(console, folder, summary)
     return 1 if any(result["failure"] for result in results) else 0
+
+
+def _sequences(counts: list[int]) -> int:
+    """The size of the language model's global batches: one that divides among all numbers of processes."""
+    return math.lcm(*counts) * math.ceil(SEQUENCES / math.lcm(*counts))
+
+
+def _images(results: list[dict]) -> list[dict]:
+    return [result for result in results if not result["language"]]
+
+
+def _language(results: list[dict]) -> list[dict]:
+    return [result for result in results if result["language"]]
 
 
 def _chosen(stages: str) -> list[Entry]:
@@ -161,45 +198,48 @@ def _run(entry: Entry, processes: int, batch: int, epochs: int, root: Path, fold
     shutil.rmtree(place, ignore_errors=True)  # what an earlier tour left: its snapshot would be carried on from
     place.mkdir()
     snapshot = place / "snapshot.ckpt"  # the ending that Lightning gives
-    command = [
-        *entry.command(processes),
-        f"--epochs={epochs}",
-        f"--batch-size={batch // processes}",
-        f"--snapshot={snapshot}",
-    ]
+    length = [f"--steps={STEPS * epochs}", f"--folder={place}"]
+    if not entry.language:
+        length = [f"--epochs={epochs}", f"--snapshot={snapshot}"]
+    command = [*entry.command(processes), *length, f"--batch-size={batch // processes}"]
     # One thread a process: on a CPU a process then stands for a device, and more processes for more devices.
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PET_LOG_DIR": str(place / "torchrun")}
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(root), environment.get("PYTHONPATH")]))
     outcome = launch(command, environment, root, on_line)
     (place / "output.txt").write_text(outcome.output)
 
-    log = read_log(snapshot)
-    failure = ""
-    if outcome.status != 0:
-        failure = first_failure(outcome, place / "torchrun")
-    elif len(log) != epochs or not snapshot.exists():
-        failure = f"it ended well, but trained {len(log)} of {epochs} epochs\n{outcome.output}"
-    # The first epoch is the warm-up, unless it is all there is.
-    rates = [epoch["samples_per_second"] for epoch in log][1 if len(log) > 1 else 0 :]
-    return {
+    failure = first_failure(outcome, place / "torchrun") if outcome.status != 0 else ""
+    result = {
         "stage": entry.stage,
         "name": entry.name,
+        "language": entry.language,
         "processes": processes,
-        "device": log[0]["device"] if log else "",
-        "samples_per_second": statistics.median(rates) if rates else None,
-        "accuracy": log[-1]["accuracy"] if log else None,
         "seconds": outcome.seconds,
         "peak_memory": outcome.peak_memory,
-        "losses": [loss for epoch in log for loss in epoch["losses"]],
-        "failure": failure,
     }
+    if entry.language:
+        run = read_training(place)
+        if not failure and len(run.losses) != STEPS * epochs:
+            failure = f"it ended well, but took {len(run.losses)} of {STEPS * epochs} steps\n{outcome.output}"
+        rates = [report["tokens_per_second"] for report in run.entries if "tokens_per_second" in report]
+        result |= {"device": run.device, "losses": run.losses}
+        result |= {"validation_loss": run.validation[-1] if run.entries else None}
+    else:
+        log = read_log(snapshot)
+        if not failure and (len(log) != epochs or not snapshot.exists()):
+            failure = f"it ended well, but trained {len(log)} of {epochs} epochs\n{outcome.output}"
+        rates = [epoch["samples_per_second"] for epoch in log]
+        result |= {"device": log[0]["device"] if log else "", "accuracy": log[-1]["accuracy"] if log else None}
+        result |= {"losses": [loss for epoch in log for loss in epoch["losses"]]}
+    rates = rates[1:] or rates  # the first ones are the warm-up
+    return result | {"samples_per_second": statistics.median(rates) if rates else None, "failure": failure}
 
 
 def _add_speedups(results: list[dict]) -> None:
     """Add to each result its speed-up over the first run with one process on the same kind of device; None without one."""
-    base: dict[str, float] = {}
+    base: dict[tuple, float] = {}
     for result in results:
-        rate, device = result["samples_per_second"], result["device"]
+        rate, device = result["samples_per_second"], (result["language"], result["device"])
         if rate and result["processes"] == 1 and not result["failure"]:
             base.setdefault(device, rate)
         result["speedup"] = rate / base[device] if rate and device in base else None
@@ -213,9 +253,21 @@ def _largest_difference(results: list[dict]) -> float | None:
 
 
 def _write(folder: Path, summary: dict) -> None:
+    for name, runs, rate in (
+        ("tour.png", _images(summary["runs"]), "samples/s"),
+        ("tour-language.png", _language(summary["runs"]), "tokens/s"),
+    ):
+        if runs:
+            _draw(folder / name, runs, rate, summary["machine"]["torch"])
+    temporary = folder / "tour.json.tmp"
+    temporary.write_text(json.dumps(summary, indent=1))
+    os.replace(temporary, folder / "tour.json")
+
+
+def _draw(path: Path, runs: list[dict], rate: str, version: str) -> None:
     from workshop.measure.plots import plot_runs
 
-    trained = [result for result in summary["runs"] if not result["failure"]]
+    trained = [result for result in runs if not result["failure"]]
     devices = sorted({result["device"] for result in trained})
     curves, throughput = {}, {}
     for result in trained:
@@ -224,14 +276,10 @@ def _write(folder: Path, summary: dict) -> None:
         curves[_label(result["name"], result["processes"]) + note] = result["losses"]
         throughput.setdefault(result["name"] + note, {})[result["processes"]] = result["samples_per_second"]
     where = " and ".join(devices) or "no run succeeded"
-    title = f"The tour on this machine ({where}, torch {summary['machine']['torch']})"
-    plot_runs(folder / "tour.png", curves, throughput, title)
-    temporary = folder / "tour.json.tmp"
-    temporary.write_text(json.dumps(summary, indent=1))
-    os.replace(temporary, folder / "tour.json")
+    plot_runs(path, curves, throughput, f"The tour on this machine ({where}, torch {version})", rate)
 
 
-def _show(console, folder: Path, summary: dict) -> None:
+def _table(runs: list[dict], rate: str, metric: str):
     from rich.table import Table
 
     table = Table(box=None, padding=(0, 1), pad_edge=False, header_style="bold")  # 80 columns are enough for it
@@ -240,14 +288,13 @@ def _show(console, folder: Path, summary: dict) -> None:
         ("run", "left"),
         ("processes", "right"),
         ("device", "left"),
-        ("samples/s", "right"),
+        (rate, "right"),
         ("speed-up", "right"),
-        ("accuracy", "right"),
+        (metric, "right"),
         ("seconds", "right"),
     ):
         table.add_column(column, justify=justify, no_wrap=True)
-    console.print()
-    for result in summary["runs"]:
+    for result in runs:
         if result["failure"]:
             figures = ["[bold red]failed", "", "", ""]
         else:
@@ -255,23 +302,36 @@ def _show(console, folder: Path, summary: dict) -> None:
                 result["device"],
                 f"{result['samples_per_second']:,.0f}",
                 f"{result['speedup']:.2f}" if result["speedup"] else "",
-                f"{result['accuracy']:.2%}",
+                f"{result['validation_loss']:.3f}" if result["language"] else f"{result['accuracy']:.2%}",
             ]
         table.add_row(result["stage"], result["name"], str(result["processes"]), *figures, f"{result['seconds']:.1f}")
-    console.print(table)
+    return table
+
+
+def _show(console, folder: Path, summary: dict) -> None:
+    for runs, rate, metric in (
+        (_images(summary["runs"]), "samples/s", "accuracy"),
+        (_language(summary["runs"]), "tokens/s", "loss"),
+    ):
+        if runs:
+            console.print()
+            console.print(_table(runs, rate, metric))
     console.print()
     for result in summary["runs"]:
         if result["failure"]:
             console.print(f"[bold red]{_label(result['name'], result['processes'])} failed:", highlight=False)
             console.print(result["failure"], markup=False, highlight=False, soft_wrap=True)
-    difference = summary["largest_difference_between_loss_curves"]
+    differences = [
+        value for name, value in summary.items() if name.startswith("largest_difference") and value is not None
+    ]
+    difference = " and ".join(f"{value:.1e}" for value in differences) if differences else None
     devices = {result["device"] for result in summary["runs"] if not result["failure"]}
     if difference is not None:
         reason = "only the order in which float32 sums are rounded differs"
         if devices != {"cpu"}:
             reason = "the rounding differs (GPUs may round convolutions to TF32, and sum in another order each time)"
         console.print(
-            f"The loss curves differ by at most {difference:.1e}: every run saw the same global batches, and {reason}. "
+            f"The loss curves differ by at most {difference}: every run saw the same global batches, and {reason}. "
             "Rounding grows with each step; AdamW keeps it small here.",
             highlight=False,
         )

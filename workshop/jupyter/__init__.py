@@ -10,11 +10,12 @@ from importlib.metadata import version
 from pathlib import Path
 
 from workshop.check import check, hint
+from workshop.finetuning import read_training
 from workshop.jupyter.pictures import show_bars, show_curves, show_losses
 from workshop.measure.log import read_log
 from workshop.repository import ROOT, python_path
 
-__all__ = ["ROOT", "check", "hint", "read_log", "show_bars", "show_curves", "show_losses", "start"]
+__all__ = ["ROOT", "check", "hint", "read_log", "read_training", "show_bars", "show_curves", "show_losses", "start"]
 
 NEEDED = 200_000_000  # bytes of free disk that the runs of a notebook write at most
 

@@ -8,7 +8,11 @@ COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#D55E00", "#56B4E9", "#F
 
 
 def plot_runs(
-    path: Path, curves: Mapping[str, Sequence[float]], throughput: Mapping[str, Mapping[int, float]], title: str
+    path: Path,
+    curves: Mapping[str, Sequence[float]],
+    throughput: Mapping[str, Mapping[int, float]],
+    title: str,
+    rate: str = "samples/s",
 ) -> None:
     """Draw the loss curves of several runs on one axis and, beside them, their throughput against the number of processes.
 
@@ -17,6 +21,7 @@ def plot_runs(
         curves: for each run's label, the loss of each step.
         throughput: for each way of launching, samples/s by number of processes.
         title: above the picture.
+        rate: what the throughput counts.
     """
     import matplotlib
 
@@ -47,7 +52,7 @@ def plot_runs(
         if place == 0:
             ideal.set_label("ideal: processes x one process")
     right.set_xticks(range(len(counts)), [f"{count} process{'es' * (count > 1)}" for count in counts])
-    right.set(ylabel="samples/s, all processes together", title="Throughput")
+    right.set(ylabel=f"{rate}, all processes together", title="Throughput")
     right.margins(y=0.25)
     if counts:
         right.legend(loc="upper left")
