@@ -64,6 +64,7 @@ def test_the_tiny_model_is_codellama_but_for_its_size(data):
     assert set(codellama.weight_files(folder)) == set(model.state_dict())
 
 
+@pytest.mark.full
 def test_it_is_made_the_same_each_time_and_once_when_two_ask(tmp_path):
     program = "from workshop.data.codellama import model_folder; print(model_folder('tiny-codellama'))"
     started = [
@@ -202,6 +203,7 @@ def test_it_learns_and_writes_otherwise_than_before(tmp_path):
     assert before != after
 
 
+@pytest.mark.full
 def test_lora_trains_little_and_leaves_the_model_as_it_was(data, tmp_path):
     from peft import PeftModel
     from transformers import AutoModelForCausalLM

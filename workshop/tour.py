@@ -46,8 +46,8 @@ def _torchrun(script: str) -> Callable[[int], list[str]]:
     return lambda processes: [*start, f"--nproc-per-node={processes}", script]
 
 
-# The stages register here. Each program takes --batch-size (on each process). Those that train images take --epochs and --snapshot,
-# and write an EpochLog; those that train the language model take --steps and --folder, and write a TrainingLog.
+# The stages register here. Each program takes --batch-size (on each process). Those that train images take --epochs and
+# --snapshot, and write an EpochLog; those that train the language model take --steps and --folder, and write a TrainingLog.
 ENTRIES = (
     Entry("01", "single process", lambda _: [sys.executable, "01_single_gpu/single_gpu.py"], scales=False),
     Entry(
