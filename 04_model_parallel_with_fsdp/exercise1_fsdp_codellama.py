@@ -80,8 +80,8 @@ def train(device, args):
     model = load_model(args, device)
     # PyTorch's default, a decay of 0.01, is small; the betas are those of most language models.
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.learning_rate, betas=(0.9, 0.95))
-    # Up during a tenth of the steps, then down along a cosine.
-    schedule = OneCycleLR(optimizer, args.learning_rate, args.steps, pct_start=0.1, cycle_momentum=False)
+    # Up during the first 15 % of the steps, then down, both along a cosine.
+    schedule = OneCycleLR(optimizer, args.learning_rate, args.steps, pct_start=0.15, cycle_momentum=False)
     log = TrainingLog(args, device)
 
     train_set, validation_set = load_blocks(args.data, tokenizer, args.sequence_length, args.skip_broken)

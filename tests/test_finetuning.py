@@ -3,6 +3,7 @@
 import hashlib
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -217,6 +218,20 @@ def test_lora_trains_little_and_leaves_the_model_as_it_was(data, tmp_path):
     names = {name.replace("base_model.model.", "").replace(".base_layer", "") for name, _ in
              PeftModel.from_pretrained(plain, adapter).named_parameters() if "lora_" not in name}  # fmt: skip
     assert names == set(codellama.weight_files(whole.parent))
+
+
+def test_the_schedule_takes_any_number_of_steps():
+    """OneCycleLR divides by pct_start * steps - 1: with a tenth that is zero for ten steps."""
+    (options,) = re.findall(r"OneCycleLR\(optimizer, args.learning_rate, args.steps, (.*)\)", DDP.read_text())
+    for steps in range(1, 60):
+        optimizer = torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))])
+        schedule = eval(f"torch.optim.lr_scheduler.OneCycleLR(optimizer, 3e-3, steps, {options})")
+        rates = []
+        for _ in range(steps):
+            rates.append(optimizer.param_groups[0]["lr"])
+            optimizer.step()
+            schedule.step()
+        assert 0 < max(rates) <= 3e-3 * 1.001
 
 
 # ---------------------------------------------------------------- checkpoints

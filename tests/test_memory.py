@@ -77,7 +77,7 @@ def test_prediction_against_measurement(measured):
     """In each of two processes on the CPU: within 10 % for weights, gradients and optimizer, 20 % for activations."""
     summary, _ = measured
     assert [row["strategy"] for row in summary["measured"]] == [
-        "DDP", "DDP with activation checkpointing", "FSDP", "FSDP with activation checkpointing",
+        "DDP", "DDP, recompute", "FSDP", "FSDP, recompute",
     ]  # fmt: skip
     for row in summary["measured"]:
         for part, most in (("parameters", 0.1), ("gradients", 0.1), ("optimizer", 0.1), ("activations", 0.2)):

@@ -87,8 +87,8 @@ def train(device, args):
     model = load_model(args, device)
     # PyTorch's default, a decay of 0.01, is small; the betas are those of most language models.
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.learning_rate, betas=(0.9, 0.95))
-    # Up during a tenth of the steps, then down along a cosine.
-    schedule = OneCycleLR(optimizer, args.learning_rate, args.steps, pct_start=0.1, cycle_momentum=False)
+    # Up during the first 15 % of the steps, then down, both along a cosine.
+    schedule = OneCycleLR(optimizer, args.learning_rate, args.steps, pct_start=0.15, cycle_momentum=False)
     state = TrainingState(model, optimizer, schedule)
     if checkpoint := newest_checkpoint(args.folder):
         dcp.load({"state": state}, checkpoint_id=checkpoint)  # each process its part, whoever has written it

@@ -6,6 +6,7 @@ import platform
 import shutil
 import subprocess
 import sys
+import warnings
 from importlib.metadata import version
 from pathlib import Path
 
@@ -34,6 +35,7 @@ def start(folder: str, processes: int = 1) -> None:
     if problem:
         raise SystemExit(problem)
     os.chdir(ROOT / folder)
+    warnings.filterwarnings("ignore", "IProgress not found")  # tqdm's, where a library draws bars in the kernel
     # For cells that begin with %%bash: the workshop's folder, and this environment's Python, for the runners too.
     os.environ["ROOT"] = str(ROOT)
     os.environ["PYTHON"] = os.environ["WORKSHOP_PYTHON"] = sys.executable

@@ -220,7 +220,8 @@ def run_memory(
         summary["measured"] = measure_here(console, sizes, settings)
     (folder / "memory.json").write_text(json.dumps(summary, indent=1) + "\n")
     plot(folder / "memory.png", f"{name}: a step with {batch_size} x {sequence_length:,} tokens on each GPU", rows)
-    console.print(f"figures and picture: {folder}/memory.json and memory.png")
+    shown = os.path.relpath(folder) if folder.is_relative_to(Path.cwd()) else folder
+    console.print(f"figures and picture: {shown}/memory.json and memory.png")
     return 0
 
 
@@ -346,7 +347,7 @@ def measure_here(console, sizes: Sizes, settings: dict) -> list[dict]:
             predicted = estimate(
                 sizes, strategy, count, bf16=bool(gpus), checkpointing=checkpointing, on_gpu=bool(gpus), **settings
             )
-            label = name + (" with activation checkpointing" if checkpointing else "")
+            label = name + (", recompute" if checkpointing else "")
             if predicted.total > here:
                 skipped.append(f"{label} ({predicted.total / GIB:,.1f} GiB)")
                 continue
