@@ -88,6 +88,7 @@ def test_fsdp_learns_what_ddp_learns(options, float32, tmp_path):
     assert "exchange" not in output
 
 
+@pytest.mark.full
 def test_resnet_with_fsdp(tmp_path):
     figures, output = train(2, tmp_path, "--strategy", "fsdp", "--steps", 4, "--batch-size", 2)
     assert figures["strategy"] == "fsdp"
