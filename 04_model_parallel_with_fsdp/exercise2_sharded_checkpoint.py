@@ -6,10 +6,10 @@ Check it:  ./workshop.sh check 04_model_parallel_with_fsdp/exercise2_sharded_che
 """
 
 import gc
+import json
 import os
-import shutil
 import time
-from itertools import islice
+from itertools import groupby, islice
 
 from workshop.launcher import exit_with_launcher
 
@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from safetensors import safe_open
+from safetensors.torch import save_file
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_state_dict, set_state_dict
 from torch.distributed.checkpoint.stateful import Stateful
@@ -36,7 +37,7 @@ from workshop.finetuning import TrainingLog, check_finetuning, keep_newest, newe
 from workshop.measure.machine import bf16_is_fast
 
 SEED = 42
-PROMPT = "def read_lines(path):\n"
+PROMPT = "class Reader:\n    def __init__(self, path):\n"
 REPORT_EVERY = 20  # steps
 
 
@@ -57,7 +58,7 @@ def parse_arguments():
     parser.add_argument("--model", default="tiny-codellama", help="or codellama once it has been fetched, or a folder")
     parser.add_argument("--data", default="stdlib", help='Python\'s own source, or a file of JSON lines with a "text"')
     parser.add_argument("--skip-broken", action="store_true", help="leave out lines of the file that are no such JSON")
-    parser.add_argument("--steps", type=positive_int, default=100)
+    parser.add_argument("--steps", type=positive_int, default=150)
     parser.add_argument("--batch-size", type=positive_int, default=4, help="sequences a step, on each process")
     parser.add_argument("--sequence-length", type=positive_int, default=128, help="tokens of a sequence")
     parser.add_argument(
@@ -164,9 +165,10 @@ def finish_saving(state, run):
 
 
 def export(model, tokenizer, folder):
-    # TODO 4: write the whole model in Hugging Face's format, without any process holding all of it: each its part, and rank 0
-    # puts them together. transformers also needs configuration and tokenizer in that folder.
-    # Look up: HuggingFaceStorageWriter in torch.distributed.checkpoint; get_model_state_dict; save_pretrained
+    # TODO 4: write the whole model in Hugging Face's format, without any process holding all of it: gather a layer, let rank 0
+    # write it to a file, take the next. An index, model.safetensors.index.json, says which weight is in which file; transformers
+    # also needs configuration and tokenizer in that folder.
+    # Look up: get_model_state_dict; full_tensor() of a DTensor, which all processes call; save_file; save_pretrained
     pass
 
 

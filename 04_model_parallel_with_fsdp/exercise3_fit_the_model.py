@@ -33,7 +33,7 @@ from workshop.finetuning import TrainingLog, check_finetuning
 from workshop.measure.machine import bf16_is_fast
 
 SEED = 42
-PROMPT = "def read_lines(path):\n"
+PROMPT = "class Reader:\n    def __init__(self, path):\n"
 REPORT_EVERY = 20  # steps
 
 
@@ -56,7 +56,7 @@ def parse_arguments():
     parser.add_argument("--model", default="tiny-codellama", help="or codellama once it has been fetched, or a folder")
     parser.add_argument("--data", default="stdlib", help='Python\'s own source, or a file of JSON lines with a "text"')
     parser.add_argument("--skip-broken", action="store_true", help="leave out lines of the file that are no such JSON")
-    parser.add_argument("--steps", type=positive_int, default=100)
+    parser.add_argument("--steps", type=positive_int, default=150)
     parser.add_argument("--batch-size", type=positive_int, default=4, help="sequences a step, on each process")
     parser.add_argument("--sequence-length", type=positive_int, default=128, help="tokens of a sequence")
     parser.add_argument(

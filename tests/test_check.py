@@ -126,6 +126,16 @@ def test_random_numbers_that_are_the_same_or_not_restored_are_a_hint(tmp_path):
     assert [finding.kind for finding in verdict.findings] == ["random-lost"]
 
 
+def test_what_a_program_calls_while_it_goes_back_is_its_own_affair(tmp_path):
+    """A collective without a tensor, called by a hook: the recorder looks at tensors there."""
+    hook = (
+        "        loss.backward()\n",
+        "        loss.register_hook(lambda gradient: dist.barrier())\n        loss.backward()\n",
+    )
+    *_, verdict = judge.check_file(version(tmp_path, TORCHRUN, hook), quick=True)
+    assert verdict.errors == [], seen(verdict)
+
+
 @pytest.mark.full
 def test_an_unseeded_program_is_not_blamed_for_being_another_at_every_start(tmp_path):
     unseeded = ("torch.manual_seed(SEED)  # the same first weights in every run", "torch.seed()")

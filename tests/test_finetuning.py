@@ -8,6 +8,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -250,8 +251,11 @@ def killed(folder, data):
     """Start the same run and kill all its processes once a checkpoint of step 6 is there."""
     env = {"WORKSHOP_DATA": data, "TEST_PATCH": "float32"}
     running = runs.Running([*torchrun(2, CHECKPOINT), *SAVING, "--folder", "run"], folder, **env)
+    deadline = time.monotonic() + 120
     while not list((folder / "run").glob("step-[69]/.metadata")):
         assert running.process.poll() is None, running.text()
+        assert time.monotonic() < deadline, running.text()
+        time.sleep(0.01)
     os.killpg(running.process.pid, signal.SIGKILL)
     running.wait()
 
@@ -276,7 +280,9 @@ def test_plain_transformers_loads_the_export(whole, data):
 
     folder, log = whole
     assert sorted(path.name for path in (folder / "export").iterdir()) == [
-        "config.json", "generation_config.json", "model-00001-of-00001.safetensors", "model.safetensors.index.json",
+        "config.json", "generation_config.json",
+        "lm_head.weight.safetensors", "model.embed_tokens.weight.safetensors", "model.layers.0.safetensors",
+        "model.layers.1.safetensors", "model.norm.weight.safetensors", "model.safetensors.index.json",
         "tokenizer.json", "tokenizer_config.json",
     ]  # fmt: skip
     model = AutoModelForCausalLM.from_pretrained(folder / "export").eval()
@@ -290,7 +296,7 @@ def test_plain_transformers_loads_the_export(whole, data):
     with torch.inference_mode():
         loss = model(input_ids=batch, labels=batch).loss.item()
     assert loss == pytest.approx(validation(log)[-1], abs=1e-5)
-    prompt = tokenizer("def read_lines(path):\n", return_tensors="pt")
+    prompt = tokenizer("class Reader:\n    def __init__(self, path):\n", return_tensors="pt")
     tokens = model.generate(**prompt, max_new_tokens=40, do_sample=False, pad_token_id=tokenizer.eos_token_id)
     assert tokenizer.decode(tokens[0]) == log["completions"][-1]["text"]
 
@@ -459,6 +465,12 @@ def test_script_says_so_in_one_line(case, data, tmp_path, monkeypatch, capfd):
     refused(DDP, options, message, tmp_path, data, monkeypatch, capfd)
 
 
+def test_an_older_torch_that_adds_up_is_refused(data, tmp_path, monkeypatch, capfd):
+    monkeypatch.setattr(torch, "__version__", "2.8.0+cu128")
+    message = "torch 2.8.0+cu128: on CPUs its FSDP adds up the gradients"
+    refused(FSDP, [], message, tmp_path, data, monkeypatch, capfd)
+
+
 def test_checkpoints_that_do_not_fit_are_one_line(whole, data, tmp_path, monkeypatch, capfd):
     run = str(whole[0] / "run")
     refused(
@@ -482,6 +494,7 @@ def test_checkpoints_that_do_not_fit_are_one_line(whole, data, tmp_path, monkeyp
     [
         ("hsdp.py", ["--shards", "3"], "--shards 3: 2 processes do not divide into groups of 3"),
         ("hsdp.py", ["--steps", "no"], "--steps: 'no' is not a whole number of at least 1"),
+        ("tensor_parallel.py", ["--steps", "2000"], "--steps 2,000: at most 1,000"),
     ],
 )
 def test_the_extras_say_so_in_one_line(script, options, message, data, tmp_path, monkeypatch, capfd):

@@ -2,6 +2,7 @@
 
 import json
 import random
+import shutil
 import subprocess
 import sys
 import textwrap
@@ -67,6 +68,17 @@ def test_a_job_trains_what_one_node_trains(script, nodes, processes, one_node, c
     assert [entry["epoch"] for entry in epochs] == [0, 1]
     assert runs.losses(epochs) == pytest.approx(one_node, abs=1e-4)
     assert one_node[-1] < one_node[0] / 2, "it learns"
+
+
+@pytest.mark.full
+def test_a_job_spreads_a_resnet(cluster, tmp_path):
+    trial = Trial(STAGE / "launch_scale_2N4G.sh", tmp_path, cluster, None)
+    shutil.copy(STAGE / "train_at_scale.py", trial.folder)
+    job = done(trial, "--strategy", "fsdp", "--steps", 3, "--batch-size", 2, "--image-size", 64)
+    assert job.state == "COMPLETED", job.output
+    figures = json.loads((trial.folder / f"runs/launch_scale_2N4G-{job.number}.json").read_text())
+    assert (figures["processes"], figures["nodes"]) == (4, 2)
+    assert len(figures["losses"]) == 3
 
 
 FAILING = """

@@ -22,6 +22,7 @@ from workshop.slurm.sites import find_site, known_sites
 from workshop.slurm.submit import read_script, submission
 
 STAGE = runs.ROOT / "slurm-multinode"
+FINE_TUNING = runs.ROOT / "solutions" / "04_model_parallel_with_fsdp"
 SCRIPTS = sorted((STAGE / "pbs").glob("*.sh"))
 SHAPES = {  # nodes, and GPUs on each
     "launch_ddp_1N4G": (1, 4),
@@ -29,6 +30,7 @@ SHAPES = {  # nodes, and GPUs on each
     "launch_ddp_4N4G": (4, 1),
     "launch_ddp_2N8G": (2, 4),
     "launch_mpi_2N4G": (2, 2),
+    "launch_scale_2N4G": (2, 2),
     "requeue": (2, 2),
 }
 
@@ -188,6 +190,33 @@ def test_a_job_trains_on_all_its_nodes(script, mpiexec, pbs):
     golden = json.loads((runs.ROOT / "tests" / "golden_losses.json").read_text())  # of global batches of 128 as well
     losses = runs.losses(epochs)
     assert losses == pytest.approx(golden[: len(losses)], abs=0.01)
+
+
+@pytest.mark.full
+def test_a_job_spreads_a_resnet(pbs):
+    pbs = pbs("openmpi")
+    shutil.copy(STAGE / "train_at_scale.py", pbs.folder)
+    options = ["--strategy", "fsdp", "--steps", 3, "--batch-size", 2, "--image-size", 64]
+    job = submit(pbs, "launch_scale_2N4G", *options)
+    assert pbs.run(job, ["node2", "node4"], seconds=300) == 0, pbs.log(job).read_text()
+    figures = json.loads((pbs.folder / "runs/launch_scale_2N4G-17.json").read_text())
+    assert (figures["processes"], figures["nodes"]) == (4, 2)
+    assert len(figures["losses"]) == 3
+
+
+@pytest.mark.full
+def test_a_job_fine_tunes(pbs, data):
+    pbs = pbs("mpich")
+    for path in (FINE_TUNING / "launch_fsdp_2N4G_pbs.sh", FINE_TUNING / "exercise2_sharded_checkpoint.py"):
+        shutil.copy(path, pbs.folder / ("pbs" if path.suffix == ".sh" else ""))
+    with open(pbs.folder / "site.sh", "a") as site:
+        site.write(f"export WORKSHOP_DATA={data}\n")
+    options = ["--steps", 4, "--batch-size", 2, "--sequence-length", 64]
+    job = submit(pbs, "launch_fsdp_2N4G_pbs", *options)
+    assert pbs.run(job, ["node3", "node1"], seconds=300) == 0, pbs.log(job).read_text()
+    log = pbs.log(job).read_text()
+    assert "4 processes, validation loss" in log
+    assert len(list((pbs.folder / "runs/launch_fsdp_2N4G-17/step-4").glob("*.distcp"))) == 4
 
 
 @pytest.mark.parametrize(

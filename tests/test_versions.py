@@ -1,4 +1,4 @@
-"""The oldest versions that pyproject.toml admits: stages 01 and 02 train and restart with them too."""
+"""The oldest versions that pyproject.toml admits: the stages train and restart with them too."""
 
 import re
 import shutil
@@ -67,6 +67,10 @@ def test_restarts(oldest):
 
 def test_exercises_and_check(oldest):
     assert passed(oldest, "tests/test_exercises.py", "tests/test_check.py", "-m", "not full") > 100
+
+
+def test_lightning_and_fine_tuning(oldest):
+    assert passed(oldest, "tests/test_lightning.py", "tests/test_finetuning.py", "-m", "not full") > 60
 
 
 def test_20_kills_in_a_row(oldest):

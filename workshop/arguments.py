@@ -169,12 +169,7 @@ def _check_snapshot(args, model):
         raise UserError(
             f"--snapshot {path}: Lightning's checkpoints end in .ckpt, so it would write another file; try run.ckpt"
         )
-    folder = path.absolute().parent
-    existing = next(parent for parent in (folder, *folder.parents) if parent.exists())
-    if not existing.is_dir():
-        raise UserError(f"--snapshot {path}: {existing} is a file, so nothing can be written beneath it")
-    if not os.access(existing, os.W_OK):
-        raise UserError(f"--snapshot {path}: no permission to write in {existing}")
+    require_writable(f"--snapshot {path}", path.absolute().parent)
     if not path.exists():
         return
     try:
@@ -201,6 +196,15 @@ def _check_snapshot(args, model):
             f"--snapshot {path} already holds {done} epoch{'s' * (done > 1)} of the {args.epochs} asked for, "
             "so there is nothing left to train; raise --epochs, or delete it to start again"
         )
+
+
+def require_writable(option: str, folder: Path) -> None:
+    """Raise a UserError, which begins with ``option``, if nothing can be written in a folder, or where it is to be made."""
+    existing = next(place for place in (folder.absolute(), *folder.absolute().parents) if place.exists())
+    if not existing.is_dir():
+        raise UserError(f"{option}: {existing} is a file, so nothing can be written beneath it")
+    if not os.access(existing, os.W_OK):
+        raise UserError(f"{option}: no permission to write in {existing}")
 
 
 def is_restarted() -> bool:

@@ -60,9 +60,9 @@ def check_torch() -> Finding:
         else "the CPU"
     )
     seen = f"{torch.__version__}, built for {built_for}"
-    if tuple(int(part) for part in torch.__version__.split(".")[:2]) < (2, 8):
+    if tuple(int(part) for part in torch.__version__.split(".")[:2]) < (2, 9):
         return Finding(
-            "torch", WARNING, seen, "the scripts are tested from torch 2.8 on; use a newer one if something fails"
+            "torch", WARNING, seen, "the scripts are tested from torch 2.9 on; use a newer one if something fails"
         )
     return Finding("torch", OK, seen)
 

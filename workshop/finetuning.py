@@ -7,7 +7,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from workshop.arguments import PREFLIGHT, is_restarted
+from workshop.arguments import PREFLIGHT, is_restarted, require_writable
 from workshop.errors import UserError
 from workshop.measure.memory import estimate
 from workshop.measure.transformer import GIB, peak_flops, read_sizes
@@ -26,11 +26,13 @@ def check_finetuning(parser, args, strategy: str = "ddp") -> None:
     try:
         if world_size < 1:
             raise UserError("torchrun has to start this: torchrun --standalone --nproc-per-node=2 " + sys.argv[0])
+        if strategy == "fsdp":
+            _check_averaging()
         _check_model(args, strategy, world_size)
         _check_text(args, world_size)
         for option in ("folder", "export"):
             if getattr(args, option, None):
-                _check_folder(option, Path(getattr(args, option)))
+                require_writable(f"--{option} {getattr(args, option)}", Path(getattr(args, option)))
         if hasattr(args, "save_every"):
             _check_checkpoint(args)
     except UserError as error:
@@ -39,6 +41,26 @@ def check_finetuning(parser, args, strategy: str = "ddp") -> None:
         parser.error(f"{error.filename}: {error.strerror}")
     if os.environ.get(PREFLIGHT):
         sys.exit(0)
+
+
+def _check_averaging():
+    """Gloo of torch 2.8 adds up where FSDP asks it to average, and says nothing: https://github.com/pytorch/pytorch/issues/162338"""
+    import torch
+
+    if not _on_gpu() and tuple(int(part) for part in torch.__version__.split(".")[:2]) < (2, 9):
+        raise UserError(
+            f"torch {torch.__version__}: on CPUs its FSDP adds up the gradients of all processes instead of averaging them; "
+            "take torch 2.9 or newer"
+        )
+
+
+def _on_gpu() -> bool:
+    """Whether each process of this machine gets a GPU of its own, as the scripts choose their devices."""
+    import torch
+
+    return torch.accelerator.is_available() and torch.accelerator.device_count() >= int(
+        os.environ.get("LOCAL_WORLD_SIZE", 1)
+    )
 
 
 def _check_model(args, strategy, world_size):
@@ -71,14 +93,13 @@ def check_memory(args, sizes, strategy: str, world_size: int) -> None:
     from workshop.measure.device import gpu_memory
     from workshop.measure.machine import bf16_is_fast
 
-    local = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-    on_gpu = torch.accelerator.is_available() and torch.accelerator.device_count() >= local
+    on_gpu = _on_gpu()
     if on_gpu:
         device = torch.device(torch.accelerator.current_accelerator().type, int(os.environ.get("LOCAL_RANK", 0)))
         available, place = gpu_memory(device.index), "this GPU has"
     else:
         device = torch.device("cpu")
-        available, place = psutil.virtual_memory().available / local, "this machine has free for each process"
+        available, place = psutil.virtual_memory().available / int(os.environ.get("LOCAL_WORLD_SIZE", 1)), "this machine has free for each process"
     needed = estimate(
         sizes,
         strategy,
@@ -124,14 +145,6 @@ def _check_text(args, world_size):
             f"--batch-size {args.batch_size:,} on {world_size:,} process{'es' * (world_size > 1)} needs {step:,} sequences a "
             f"step; {args.data} has {len(train_set):,} of {args.sequence_length:,} tokens to train on"
         )
-
-
-def _check_folder(option: str, path: Path):
-    existing = next(parent for parent in (path.absolute(), *path.absolute().parents) if parent.exists())
-    if not existing.is_dir():
-        raise UserError(f"--{option} {path}: {existing} is a file, so nothing can be written beneath it")
-    if not os.access(existing, os.W_OK):
-        raise UserError(f"--{option} {path}: no permission to write in {existing}")
 
 
 def _check_checkpoint(args):
@@ -356,11 +369,16 @@ def parse_extra(doc: str, group: str = "", purpose: str = ""):
     try:
         if world_size < 1:
             raise UserError(f"torchrun has to start this: torchrun --standalone --nproc-per-node=4 {sys.argv[0]}")
+        _check_averaging()
         if world_size % size:
             raise UserError(f"{group} {size}: {world_size} processes do not divide into groups of {size}")
         heads = read_sizes(model_folder(TINY)).heads
         if group != "--shards" and heads % size:
             raise UserError(f"the {heads} attention heads of this model do not divide into {size} parts")
+        if args.steps > 1000:
+            raise UserError(
+                f"--steps {args.steps:,}: at most 1,000, so that the text lasts; a few show what there is to see"
+            )
         if 16 % world_size:
             raise UserError(f"batches of 16 sequences do not divide into {world_size} equal shares")
     except UserError as error:

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from workshop.errors import UserError
 from workshop.finetuning import read_training
-from workshop.measure.launch import first_failure, launch
+from workshop.measure.launch import first_failure, launch, torchrun
 from workshop.measure.log import read_log
 from workshop.measure.machine import machine
 from workshop.repository import require_stages
@@ -42,8 +42,7 @@ class Entry:
 
 
 def _torchrun(script: str) -> Callable[[int], list[str]]:
-    start = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr=127.0.0.1"]
-    return lambda processes: [*start, f"--nproc-per-node={processes}", script]
+    return lambda processes: [*torchrun(processes), script]
 
 
 # The stages register here. Each program takes --batch-size (on each process). Those that train images take --epochs and
@@ -327,7 +326,7 @@ def _show(console, folder: Path, summary: dict) -> None:
     difference = " and ".join(f"{value:.1e}" for value in differences) if differences else None
     devices = {result["device"] for result in summary["runs"] if not result["failure"]}
     if difference is not None:
-        reason = "only the order in which float32 sums are rounded differs"
+        reason = "only the rounding differs: of float32 sums in another order, and of bfloat16 in the language model"
         if devices != {"cpu"}:
             reason = "the rounding differs (GPUs may round convolutions to TF32, and sum in another order each time)"
         console.print(

@@ -7,10 +7,10 @@ Slurm:        srun --ntasks=1 --gpus=4 --cpus-per-task=32 .../exercise2_run_shar
 """
 
 import gc
+import json
 import os
-import shutil
 import time
-from itertools import islice
+from itertools import groupby, islice
 
 from workshop.launcher import exit_with_launcher
 
@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from safetensors import safe_open
+from safetensors.torch import save_file
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_state_dict, set_state_dict
 from torch.distributed.checkpoint.stateful import Stateful
@@ -37,7 +38,7 @@ from workshop.finetuning import TrainingLog, check_finetuning, keep_newest, newe
 from workshop.measure.machine import bf16_is_fast
 
 SEED = 42
-PROMPT = "def read_lines(path):\n"
+PROMPT = "class Reader:\n    def __init__(self, path):\n"
 REPORT_EVERY = 20  # steps
 
 
@@ -58,7 +59,7 @@ def parse_arguments():
     parser.add_argument("--model", default="tiny-codellama", help="or codellama once it has been fetched, or a folder")
     parser.add_argument("--data", default="stdlib", help='Python\'s own source, or a file of JSON lines with a "text"')
     parser.add_argument("--skip-broken", action="store_true", help="leave out lines of the file that are no such JSON")
-    parser.add_argument("--steps", type=positive_int, default=100)
+    parser.add_argument("--steps", type=positive_int, default=150)
     parser.add_argument("--batch-size", type=positive_int, default=4, help="sequences a step, on each process")
     parser.add_argument("--sequence-length", type=positive_int, default=128, help="tokens of a sequence")
     parser.add_argument(
@@ -165,14 +166,20 @@ def finish_saving(state, run):
 
 
 def export(model, tokenizer, folder):
-    """Write the whole model in Hugging Face's format: each process its part, then rank 0 puts them together, weight by weight."""
-    writer = dcp.HuggingFaceStorageWriter(folder, save_distributed=True, enable_consolidation=True)
-    dcp.save(get_model_state_dict(model), storage_writer=writer)
+    """Write the whole model in Hugging Face's format, a file for each layer: no process holds more than one layer at once."""
+    os.makedirs(folder, exist_ok=True)
+    state, files = get_model_state_dict(model), {}
+    for layer, names in groupby(state, lambda name: ".".join(name.split(".")[:3])):
+        whole = {name: state[name].full_tensor().cpu() for name in names}  # all processes: each gives its part, and gets the rest
+        files |= dict.fromkeys(whole, f"{layer}.safetensors")
+        if dist.get_rank() == 0:
+            save_file(whole, f"{folder}/{layer}.safetensors", metadata={"format": "pt"})
     if dist.get_rank() == 0:
+        with open(f"{folder}/model.safetensors.index.json", "w") as index:
+            json.dump({"metadata": {}, "weight_map": files}, index)
         model.config.save_pretrained(folder)
         model.generation_config.save_pretrained(folder)
         tokenizer.save_pretrained(folder)
-        shutil.rmtree(os.path.join(folder, "sharded"))  # the parts
 
 
 def load_model(args, device):

@@ -40,7 +40,6 @@ STATE = '        return {"model": model, "optimizer": optimizer, "schedule": sel
 SCHEDULE = '        self.schedule.load_state_dict(state["schedule"])\n'
 STEP = '        self.step = state["step"]\n'
 GATHER = "        dcp.load("
-EXPORT = "    dcp.save(get_model_state_dict(model), storage_writer=writer)\n"
 SYNC = "            model.set_requires_gradient_sync(part == args.accumulate)\n"
 PART_LOSS = "            part_loss = model(input_ids=batch, labels=batch, use_cache=False).loss / args.accumulate\n"
 RECOMPUTE = "            layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)\n"
@@ -317,16 +316,7 @@ SHARDED = (
         "exports-rank-0s-part",
         "not-exported export-differs",
         "rank 0 writes what it holds, as if that were all",
-        (
-            "    writer = dcp.HuggingFaceStorageWriter(folder, save_distributed=True, enable_consolidation=True)\n"
-            + EXPORT,
-            "    from safetensors import torch as st\n\n"
-            "    os.makedirs(folder, exist_ok=True)\n"
-            "    own = {name: weight.to_local().contiguous() for name, weight in model.state_dict().items()}\n"
-            "    if dist.get_rank() == 0:\n"
-            "        st.save_file(own, folder + '/model.safetensors', metadata={'format': 'pt'})\n",
-        ),
-        ('        shutil.rmtree(os.path.join(folder, "sharded"))  # the parts\n', ""),
+        ("full_tensor()", "to_local()"),
     ),
     _version(
         CHECKPOINT,

@@ -175,7 +175,7 @@ def check_file(
         elif exercise.name.startswith("04_"):
             from workshop.check.rules_fsdp import check_sharded
 
-            check_sharded(verdict, runner, ordered, BLOCKING)
+            check_sharded(verdict, runner)
         else:
             _several(verdict, runner)
         verdict.seconds = time.monotonic() - start

@@ -10,7 +10,7 @@ import psutil
 
 from workshop.check.exercises import Exercise
 from workshop.check.findings import Finding
-from workshop.measure.launch import Background, without_launcher
+from workshop.measure.launch import Background, torchrun, without_launcher
 from workshop.measure.log import read_log
 from workshop.repository import ROOT, python_path
 
@@ -150,10 +150,7 @@ def _command(script: Path, exercise: Exercise) -> list:
     runner = script.with_name(exercise.runner.name)
     if runner.exists() and ROOT in script.parents:  # a runner finds the workshop from where it lies
         return [runner]
-    return [
-        *(sys.executable, "-P", "-m", "torch.distributed.run", "--standalone", "--local-addr=127.0.0.1"),
-        *("--nproc-per-node=2", "--max-restarts=3", script),
-    ]
+    return [*torchrun(2, "--max-restarts=3"), script]
 
 
 def _kills(script: Path, exercise: Exercise, place: Path, on_cpu: bool) -> list[Finding]:

@@ -32,6 +32,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.data import DataLoader, Subset, dataloader
 
+from workshop.measure.kept import own_part
 from workshop.measure.machine import bf16_is_fast
 
 COLLECTIVES = (
@@ -138,14 +139,6 @@ class Recorder:
         return sys._getframe(2).f_code.co_filename == self.script
 
 
-def own_part(tensor):
-    """This process's part of a tensor that is spread over several (a DTensor); else the tensor itself.
-
-    Whatever is asked of a DTensor itself may be a collective, which all ranks would have to call.
-    """
-    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
-
-
 def sketch(tensors) -> list:
     """Norm and some values of each tensor (None for None): enough to tell whether two processes hold the same."""
     result = []
@@ -205,7 +198,7 @@ def install(recorder: Recorder) -> None:
     _reports(recorder)
     for name in LIGHTNING & sys.modules.keys():
         _lightning(recorder, sys.modules[name])
-    if "transformers" in sys.modules:
+    if "transformers" in Path(recorder.script).read_text():
         from workshop.check import recorder_fsdp
 
         recorder_fsdp.install(recorder)
@@ -320,8 +313,9 @@ def _collectives(r: Recorder) -> None:
                 if r.in_collective or threading.current_thread() is not threading.main_thread():
                     return original(*args, **kwargs)
                 if r.quiet:
-                    if r.in_backward:  # FSDP's: layers come for the backward, and their gradients go
-                        r.note("travels", name=name, dtype=str(first_tensor([*args, *kwargs.values()]).dtype))
+                    tensor = first_tensor([*args, *kwargs.values()]) if r.in_backward else None
+                    if tensor is not None:  # FSDP's: layers come for the backward, and their gradients go
+                        r.note("travels", name=name, dtype=str(tensor.dtype))
                     return original(*args, **kwargs)
                 tensor = first_tensor(list(args) + list(kwargs.values()))
                 scalar = next((a for a in (*args, *kwargs.values()) if isinstance(a, torch.Tensor)), None)

@@ -9,8 +9,9 @@ import torch.distributed.checkpoint as dcp
 import torch.distributed.fsdp as fsdp
 from torch import nn
 
-from workshop.check.recorder import _wrap, own_part
+from workshop.check.recorder import _wrap
 from workshop.finetuning import TrainingLog
+from workshop.measure.kept import kept_for_backward, own_part
 
 
 def install(r) -> None:
@@ -115,29 +116,18 @@ def _write(r, original):
 
 def _compile(r, module):
     """Note it, and compile nothing: that takes half a minute."""
-    r.note(
-        "compile", layer=any(module is layer for layer in decoder_layers(r.model)) if r.model else type(module).__name__
-    )
+    r.note("compile", module=type(module).__name__)
 
 
 @contextmanager
-def _around(r, module):  # the module is of no interest here
+def _around(r, _):
     """Count what a training forward keeps for the backward."""
     if r.quiet or not torch.is_grad_enabled():
         yield
         return
-    kept = {}
-
-    def keep(tensor):
-        base = tensor if tensor._base is None else tensor._base
-        if not isinstance(base, nn.Parameter):
-            storage = tensor.untyped_storage()
-            kept[storage.data_ptr()] = storage.nbytes(), tensor  # held, so that nobody else gets its address
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+    with kept_for_backward() as kept:
         yield
-    r.note("kept", bytes=sum(size for size, _ in kept.values()))
+    r.note("kept", bytes=kept.bytes)
 
 
 def _spread(r, model) -> None:

@@ -8,6 +8,7 @@ import json
 import math
 import os
 import shutil
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -47,8 +48,6 @@ def make_text(place: Path) -> Text:
     from workshop.data.code import library_files, load_blocks
     from workshop.data.codellama import make_tiny
 
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # else it warns at each fork
-    os.environ["WORKSHOP_DATA"] = str(place)
     documents = [path.read_text(errors="replace")[:1500] for path in library_files()[:60]]
     model = make_tiny(place / "models" / "small", layers=2, width=64, vocabulary=400, documents=documents)
     # Random scores are all alike; these are not, so that a model with other weights has another loss.
@@ -73,6 +72,20 @@ def plain_loss(model: Path, data: Path) -> float:
     with torch.inference_mode():
         plain = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
         return plain.eval()(input_ids=batch, labels=batch, use_cache=False).loss.item()
+
+
+@contextmanager
+def _environment(**settings: str):
+    """Set environment variables in a with-block: for this process, and for those that it forks."""
+    before = {name: os.environ.get(name) for name in settings}
+    os.environ.update(settings)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            os.environ.pop(name, None)
+            if value is not None:
+                os.environ[name] = value
 
 
 class TextRuns:
@@ -107,15 +120,22 @@ class TextRuns:
         )
 
 
-def check_sharded(verdict, runs, ordered, blocking) -> None:
+def check_sharded(verdict, runs) -> None:
     """The goals of an exercise of stage 04.
 
     Args:
         verdict: takes the findings.
         runs: the judge's runs.
-        ordered: the judge's function that puts findings in order.
-        blocking: the kinds of findings after which nothing else can be judged.
     """
+    # (Tokenizers warn at each fork if they have computed in several threads.)
+    with _environment(WORKSHOP_DATA=str(runs.place / "data"), TOKENIZERS_PARALLELISM="false"):
+        _check(verdict, runs)
+    gc.collect()
+
+
+def _check(verdict, runs) -> None:
+    from workshop.check.judge import BLOCKING, ordered  # here: the judge imports this module
+
     exercise = verdict.exercise
     text = TextRuns(runs)
     extra = ("--export", "export") if "not-exported" in exercise.kinds else ()
@@ -125,7 +145,7 @@ def check_sharded(verdict, runs, ordered, blocking) -> None:
     if "not-saved" in exercise.kinds:
         found += saved(whole, scratch)
     verdict.findings = ordered(verdict, found)
-    if rules.ending(whole) or any(finding.kind in blocking for finding in found):
+    if rules.ending(whole) or any(finding.kind in BLOCKING for finding in found):
         return
     found += weights(whole, text.text.loss) + clipping(whole)
     if rules.bf16_is_fast(whole):
@@ -134,13 +154,12 @@ def check_sharded(verdict, runs, ordered, blocking) -> None:
         verdict.unjudged.add(exercise.goal("precision"))
         verdict.unchecked.append("bfloat16: the device that it trains on here is not fast at it")
     if not found:
-        found += one_process(whole, text.run(nproc=1, batch=2 * BATCH, steps=FIRST_STEPS))
+        found += one_process(whole, text.run(nproc=1, batch=2 * BATCH))
     if "not-saved" in exercise.kinds:
         found += carried_on(text, whole) + exported(whole, scratch / "export", text.text)
     if "activations-kept" in exercise.kinds:
-        found += options(text, whole, verdict)
+        found += options(text, whole)
     verdict.findings = ordered(verdict, found)
-    gc.collect()
 
 
 # ---------------------------------------------------------------- what every exercise has
@@ -151,9 +170,8 @@ def general(run: Run) -> list[Finding]:
     run.settle_identity()
     found = rules.address(run) + rules.ending(run)
     if found and run.first_exception() and is_echo(run.first_exception()[1]):
-        found = (
-            rules.collectives(run) + found
-        )  # who has gone, and where the others wait, says more than that they noticed
+        # Who has gone, and where the others wait, says more than that they noticed.
+        found = rules.collectives(run) + found
     found += rules.group(run) if not found or any(process.rank is not None for process in run.processes) else []
     if not run.trained:
         return found or [Finding("no-training", "the run ended well and took no step")]
@@ -289,12 +307,10 @@ def one_process(run: Run, single: Run) -> list[Finding]:
     """Whether two processes compute what one computes with the same global batches."""
     if rules.ending(single):
         return [Finding("differs-from-one-process", f"with one process: {rules.ending(single)[0].seen}")]
-    # The learning rates of runs of different lengths differ: the first step is the same.
     together, alone = losses(run), losses(single)
-    if not together or not alone:
-        return []
-    if abs(together[0] - alone[0]) >= CLOSE:
-        seen = f"the loss of the first step is {together[0]:.4f} with two processes and {alone[0]:.4f} with one"
+    bad = _unequal(together[:FIRST_STEPS], alone)
+    if bad is not None:
+        seen = f"the loss of step {bad + 1} is {together[bad]:.4f} with two processes and {alone[bad]:.4f} with one"
         return [Finding("differs-from-one-process", seen)]
     return []
 
@@ -342,7 +358,7 @@ def carried_on(text: TextRuns, whole: Run) -> list[Finding]:
     final = rules.ending(again)
     if final:
         return [Finding("resume-fails", f"started again: {final[0].seen}", final[0].where, final[0].detail)]
-    found = _same_tail(whole, again, "it carries on")
+    found = _same_tail(whole, again)
     if found or done == 0:
         return found
     for nproc, batch in ((1, 2 * BATCH), (4, BATCH // 2)):
@@ -364,7 +380,7 @@ def carried_on(text: TextRuns, whole: Run) -> list[Finding]:
     return []
 
 
-def _same_tail(whole: Run, again: Run, what: str) -> list[Finding]:
+def _same_tail(whole: Run, again: Run) -> list[Finding]:
     """Whether the steps of a run that was started again are the last ones of the run without a break."""
     one, other = whole.trained[0].steps, again.trained[0].steps if again.trained else []
     if len(other) >= len(one):
@@ -416,7 +432,7 @@ def exported(run: Run, folder: Path, text: Text) -> list[Finding]:
 # ---------------------------------------------------------------- exercise 3: options
 
 
-def options(text: TextRuns, plain: Run, verdict) -> list[Finding]:
+def options(text: TextRuns, plain: Run) -> list[Finding]:
     """Whether each option does what it is for, and changes nothing that is computed."""
     found = []
     base = plain.trained[0]

@@ -122,8 +122,8 @@ def _write_tokens(files: list[Path], documents: list[str], tokenizer) -> None:
             ]
             end = np.array([tokenizer.eos_token_id], np.int32)
             pieces = [piece for tokens in chosen for piece in (np.array(tokens, np.int32), end)]
-            with tempfile.NamedTemporaryFile(dir=file.parent, prefix=".tokens-", delete=False) as scratch:
-                np.save(scratch, np.concatenate(pieces) if pieces else end[:0])
-            os.replace(scratch.name, file)
+            with tempfile.TemporaryDirectory(dir=file.parent, prefix=".tokens-") as scratch:
+                np.save(Path(scratch) / file.name, np.concatenate(pieces) if pieces else end[:0])
+                os.replace(Path(scratch) / file.name, file)
     except OSError as error:
         raise UserError(f"cannot write {files[0].parent}: {error.strerror or error}") from error

@@ -8,7 +8,7 @@ import tempfile
 from collections.abc import Iterable
 from pathlib import Path
 
-from workshop.data.code import library_files
+from workshop.data.code import LIBRARY, library_files, load_blocks
 from workshop.data.datasets import data_folder
 from workshop.errors import UserError
 
@@ -186,10 +186,14 @@ def fetch(name: str, mirror: str | None = None) -> None:
     Raises:
         UserError: the hub cannot be reached or does not hand the model out, a file is not the right one, or the disk is full.
     """
+    from transformers import AutoTokenizer
+
     folder = models_folder() / (TINY if name == TINY else REPOSITORY.split("/")[1])
     if name == TINY:
         there = folder.is_dir()
         model_folder(TINY)
+        # Its tokens of the standard library too: whoever only reads this folder could not keep them here.
+        load_blocks(LIBRARY, AutoTokenizer.from_pretrained(folder, local_files_only=True), 128)
         print(f"{TINY} is already in {folder}" if there else f"{TINY} was made in {folder}")
         return
     import requests

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 from workshop.errors import UserError
-from workshop.measure.launch import first_failure, launch, without_launcher
+from workshop.measure.launch import first_failure, launch, torchrun, without_launcher
 from workshop.measure.scaling import open_folder, read_run, series, write_and_show
 from workshop.repository import python_path, require_stages
 
@@ -129,7 +129,7 @@ def run_collectives(processes: str = "", output: str = "") -> int:
     count = process_counts(processes)[-1] if processes else max(2, _gpus())
     if count < 2:
         raise UserError("--collectives takes two processes or more: --processes 2")
-    command = [*_torchrun(count), "-m", "workshop.measure.collectives"]
+    command = [*torchrun(count), "-m", "workshop.measure.collectives"]
     if output:
         command.append(f"--output={open_folder(output) / 'collectives.json'}")
     environment = {"OMP_NUM_THREADS": "1", **without_launcher(os.environ), "PYTHONPATH": python_path()}
@@ -242,19 +242,12 @@ def _check_options(path, rest, plan, batch, environment):
             raise UserError(f"with {counts[-1]} processes: {(done.stderr.splitlines() or ['it cannot start'])[-1]}")
 
 
-def _torchrun(count: int) -> list[str]:
-    return [
-        *(sys.executable, "-P", "-m", "torch.distributed.run", "--standalone", "--local-addr=127.0.0.1"),
-        f"--nproc-per-node={count}",
-    ]
-
-
 def _measure(path, where, count, options, environment, place) -> tuple[float, str]:
     """Run the script once, and return its samples/s and the device that it ran on."""
     shutil.rmtree(place, ignore_errors=True)  # a snapshot of the run before would be carried on from
     place.mkdir(parents=True)
     result = place / ("run.pt" if where == "--snapshot" else "run.json")
-    command = [*_torchrun(count), str(path), *options, f"{where}={result}"]
+    command = [*torchrun(count), str(path), *options, f"{where}={result}"]
     outcome = launch(command, {**environment, "PET_LOG_DIR": str(place / "torchrun")}, Path.cwd(), lambda line: None)
     (place / "output.txt").write_text(outcome.output)
     if outcome.status != 0:

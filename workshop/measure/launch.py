@@ -5,6 +5,7 @@ import os
 import queue
 import re
 import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -89,6 +90,17 @@ def launch(
     finally:
         end_family(process)
     return Outcome(None if hangs else process.returncode, "".join(output), time.monotonic() - start, peak)
+
+
+def torchrun(processes: int, *options: str) -> list[str]:
+    """The command, up to the program, that starts so many processes of it on this machine, with this Python.
+
+    ``--local-addr``: it would else ask for the address of this machine's name, and not every laptop can resolve its own.
+    """
+    return [
+        *(sys.executable, "-P", "-m", "torch.distributed.run", "--standalone", "--local-addr=127.0.0.1"),
+        *(f"--nproc-per-node={processes}", *options),
+    ]
 
 
 def first_failure(outcome: Outcome, torchrun_logs: Path) -> str:

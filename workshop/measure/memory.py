@@ -5,8 +5,6 @@ Gradients, optimizer and activations are counted, not looked up: the tests compa
 
 import json
 import os
-import shutil
-import sys
 import tempfile
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
@@ -44,7 +42,6 @@ class Memory:
         return sum(getattr(self, field.name) for field in fields(self))
 
 
-STRATEGIES = ("ddp", "zero1", "zero2", "zero3", "fsdp", "lora")
 LORA_RANK = 8  # in lora.py
 
 
@@ -72,7 +69,7 @@ def estimate(
 
     Args:
         sizes: of the model.
-        strategy: one of ``STRATEGIES``.
+        strategy: "ddp", "zero1", "zero2", "zero3", "fsdp" or "lora".
         processes: how many share the work, one on each GPU.
         batch_size: sequences at a time, in each process.
         sequence_length: tokens of a sequence.
@@ -136,9 +133,8 @@ def _norm(sizes: Sizes, autocast: bool, width: int) -> int:
 def _layer_activations(sizes: Sizes, autocast: bool, width: int) -> int:
     """Bytes a token that a decoder layer keeps for the backward pass."""
     queries, keys = sizes.heads * sizes.head, sizes.kv_heads * sizes.head
-    attention = (
-        width * (2 * queries + 2 * keys) + 4 * sizes.heads
-    )  # queries, result, keys, values; and a sum for each head
+    # Queries, result, keys, values; and a sum for each head.
+    attention = width * (2 * queries + 2 * keys) + 4 * sizes.heads
     mlp = width * 4 * sizes.intermediate  # gate, its SiLU, the other branch, their product
     # Autocast converts an input once for each layer that takes it: three times for queries, keys and values, twice in the MLP.
     again = width * sizes.hidden * 3 if autocast else 0
@@ -335,8 +331,6 @@ def measure_here(console, sizes: Sizes, settings: dict) -> list[dict]:
     from rich.table import Table
 
     from workshop.measure.device import gpu_memory
-    from workshop.measure.launch import first_failure, launch, without_launcher
-    from workshop.repository import python_path
 
     gpus = torch.accelerator.device_count() if torch.accelerator.is_available() else 0
     count = gpus or 2
@@ -351,27 +345,7 @@ def measure_here(console, sizes: Sizes, settings: dict) -> list[dict]:
             if predicted.total > here:
                 skipped.append(f"{label} ({predicted.total / GIB:,.1f} GiB)")
                 continue
-            place = Path(tempfile.mkdtemp(prefix="workshop-memory-"))
-            options = [
-                json.dumps(asdict(sizes)),
-                strategy,
-                str(int(checkpointing)),
-                json.dumps(settings),
-                str(place / "memory.json"),
-            ]
-            command = [*(sys.executable, "-P", "-m", "torch.distributed.run", "--standalone", "--local-addr=127.0.0.1")]
-            command += [f"--nproc-per-node={count}", "-m", "workshop.measure.memory_probe", *options]
-            environment = {
-                **without_launcher(os.environ),
-                "PYTHONPATH": python_path(),
-                "PET_LOG_DIR": str(place / "torchrun"),
-            }
-            environment.setdefault("OMP_NUM_THREADS", "1")
-            outcome = launch(command, environment, place, lambda line: None)
-            if outcome.status != 0:
-                raise UserError(f"measuring {label} failed: {first_failure(outcome, place / 'torchrun')}")
-            measured = json.loads((place / "memory.json").read_text())
-            shutil.rmtree(place)
+            measured = _measured(sizes, strategy, checkpointing, settings, count, label)
             rows.append({"strategy": label, "processes": count, "predicted": asdict(predicted), **measured})
     table = Table(title=f"MB in each of {count} processes, predicted / measured")
     for column in ("", "parameters", "gradients", "optimizer", "activations", "peak"):
@@ -388,3 +362,21 @@ def measure_here(console, sizes: Sizes, settings: dict) -> list[dict]:
     for line in skipped:
         console.print(f"not measured, there is too little memory here: {line}")
     return rows
+
+
+def _measured(sizes: Sizes, strategy: str, checkpointing: bool, settings: dict, count: int, label: str) -> dict:
+    """What memory_probe.py finds in ``count`` processes."""
+    from workshop.measure.launch import first_failure, launch, torchrun, without_launcher
+    from workshop.repository import python_path
+
+    with tempfile.TemporaryDirectory(prefix="workshop-memory-") as scratch:
+        place = Path(scratch)
+        result, logs = place / "memory.json", place / "torchrun"
+        described = [json.dumps(asdict(sizes)), strategy, str(int(checkpointing)), json.dumps(settings), str(result)]
+        environment = {"OMP_NUM_THREADS": "1", **without_launcher(os.environ)}
+        environment |= {"PYTHONPATH": python_path(), "PET_LOG_DIR": str(logs)}
+        command = [*torchrun(count), "-m", "workshop.measure.memory_probe", *described]
+        outcome = launch(command, environment, place, lambda line: None)
+        if outcome.status != 0:
+            raise UserError(f"measuring {label} failed: {first_failure(outcome, logs)}")
+        return json.loads(result.read_text())

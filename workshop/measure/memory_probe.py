@@ -15,12 +15,12 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.checkpoint import checkpoint
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from workshop.measure.device import local_device
+from workshop.measure.kept import kept_for_backward, own_part
 from workshop.measure.transformer import Sizes
 
 
@@ -65,22 +65,21 @@ def measure(sizes: Sizes, strategy: str, checkpointing: bool, device, batch_size
     autocast = torch.autocast(device.type, torch.bfloat16) if bf16 and strategy == "ddp" else nullcontext()
     if device.type != "cpu":
         torch.cuda.reset_peak_memory_stats()
-    kept, activations = {}, 0
-    for step in range(2):  # the second with an optimizer that has its moments
-        counting = torch.autograd.graph.saved_tensors_hooks(partial(count, kept), lambda tensor: tensor)
-        with autocast, counting if step == 0 else nullcontext():
+    activations = 0
+    for _ in range(2):  # the second with an optimizer that has its moments
+        with autocast, nullcontext() if activations else kept_for_backward() as kept:
             loss = wrapped(input_ids=batch, labels=batch, use_cache=False).loss
-        activations = activations or sum(size for size, _ in kept.values())
-        kept.clear()
+        activations = activations or kept.bytes
+        del kept
         loss.backward()
-        gradients = sum(nbytes(parameter.grad) for parameter in model.parameters())
+        gradients = sum(own_part(parameter.grad).nbytes for parameter in model.parameters())
         optimizer.step()
         optimizer.zero_grad()
     state = [value for each in optimizer.state.values() for value in each.values() if isinstance(value, torch.Tensor)]
     measured = {
-        "parameters": sum(map(nbytes, model.parameters())),
+        "parameters": sum(own_part(parameter).nbytes for parameter in model.parameters()),
         "gradients": gradients,
-        "optimizer": sum(map(nbytes, state)),
+        "optimizer": sum(own_part(value).nbytes for value in state),
         "activations": activations,
     }
     if device.type != "cpu":
@@ -110,24 +109,7 @@ def fill(model: LlamaForCausalLM, device) -> None:
     model.to_empty(device=device)
     model.model.rotary_emb = type(model.model.rotary_emb)(model.config).to(device)
     for parameter in model.parameters():
-        local(parameter).normal_(std=0.02)
-
-
-def local(tensor):
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
-def nbytes(tensor) -> int:
-    return local(tensor).nbytes
-
-
-def count(kept: dict, tensor):
-    """Note a tensor that autograd keeps, unless it is a weight (FSDP's gathered ones too), or in memory that has been noted."""
-    base = tensor if tensor._base is None else tensor._base
-    storage = tensor.untyped_storage()
-    if not isinstance(base, torch.nn.Parameter) and storage.data_ptr() not in kept:
-        kept[storage.data_ptr()] = storage.nbytes(), tensor  # held, so that nobody else gets its address
-    return tensor
+        own_part(parameter).normal_(std=0.02)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """The sizes of a model of Llama's architecture, the operations that training it takes, and what GPUs can do."""
 
 import json
+import re
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -123,4 +124,4 @@ def peak_flops(device) -> tuple[float, str] | None:
     if device.type != "cuda":  # ROCm too
         return None
     name = torch.cuda.get_device_name(device)
-    return next(((peak, name) for part, peak in PEAKS.items() if part in name), None)
+    return next(((peak, name) for part, peak in PEAKS.items() if re.search(rf"\b{part}\b", name)), None)
