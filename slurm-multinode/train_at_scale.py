@@ -62,7 +62,9 @@ def parse_arguments():
     parser.add_argument("--data", help="folder with images in train/CLASS/; None: images made on the device")
     parser.add_argument("--batch-size", type=positive_int, default=batch_size, help="images a batch, on each process")
     parser.add_argument("--accumulate", type=positive_int, default=1, help="batches a step")
-    parser.add_argument("--steps", type=positive_int, default=steps, help="to train; with DDP as many then measure the exchange")
+    parser.add_argument(
+        "--steps", type=positive_int, default=steps, help="to train; with DDP as many then measure the exchange"
+    )
     parser.add_argument("--compile", action="store_true", help="compile the model; the first step takes a minute")
     parser.add_argument("--image-size", type=int, choices=[64, 128, 224], default=size, help="pixels of an edge")
     parser.add_argument("--output", help="JSON file for the figures; None: runs/scale-PROCESSES.json")
@@ -158,7 +160,9 @@ def distribute(model, args):
         if args.compile:
             model.compile()  # after DDP: cut where DDP's buckets end, the graph lets the exchange overlap with backward()
         return model
-    model = model.to(memory_format=torch.contiguous_format)  # FSDP cuts along the first dimension of what lies in one piece
+    model = model.to(
+        memory_format=torch.contiguous_format
+    )  # FSDP cuts along the first dimension of what lies in one piece
     for block in [module for module in model.modules() if isinstance(module, (Bottleneck, EncoderBlock))]:
         if args.compile:
             block.compile()

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -20,6 +21,7 @@ from workshop.check.jobs import Trial
 from workshop.data import codellama
 from workshop.data.code import load_blocks, read_documents
 from workshop.errors import UserError
+from workshop.finetuning import explain_out_of_memory
 
 STAGE, SOLUTIONS = runs.ROOT / "04_model_parallel_with_fsdp", runs.ROOT / "solutions" / "04_model_parallel_with_fsdp"
 DDP, LORA = STAGE / "finetune_ddp.py", STAGE / "lora.py"
@@ -469,6 +471,18 @@ def test_an_older_torch_that_adds_up_is_refused(data, tmp_path, monkeypatch, cap
     monkeypatch.setattr(torch, "__version__", "2.8.0+cu128")
     message = "torch 2.8.0+cu128: on CPUs its FSDP adds up the gradients"
     refused(FSDP, [], message, tmp_path, data, monkeypatch, capfd)
+
+
+def test_a_full_gpu_is_one_line(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "excepthook", sys.__excepthook__)
+    explain_out_of_memory(SimpleNamespace(model="codellama", batch_size=8, sequence_length=2048))
+    message = "CUDA out of memory. Tried to allocate 2.50 GiB. GPU 0 has a total capacity of 79.11 GiB of which 1.00 GiB is free."
+    sys.excepthook(torch.OutOfMemoryError, torch.OutOfMemoryError(message), None)
+    seen = capsys.readouterr().err
+    assert seen.startswith("out of memory when 2.50 GiB more were asked for, with --batch-size 8 of 2,048 tokens.")
+    assert seen.count("\n") == 1
+    sys.excepthook(ValueError, ValueError("another"), None)
+    assert "ValueError: another" in capsys.readouterr().err
 
 
 def test_checkpoints_that_do_not_fit_are_one_line(whole, data, tmp_path, monkeypatch, capfd):

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import runs
-from workshop.measure import memory, transformer
+from workshop.measure import launch, memory, transformer
 from workshop.measure.memory import estimate
 from workshop.measure.transformer import MODELS, Sizes
 
@@ -22,7 +22,7 @@ def workshop(*arguments, cwd, **env):
 
 def test_sizes_are_those_of_the_models():
     """The formula counts what transformers makes; CodeLlama-7b has 6,738,546,688 parameters, as its card says."""
-    from workshop.measure.memory_probe import make_model
+    from workshop.measure.language_model import make_model
 
     assert MODELS["codellama-7b"].parameters == 6_738_546_688
     for sizes in (SMALL, GROUPED, MODELS["codellama-34b"]):
@@ -33,7 +33,7 @@ def test_operations_are_those_that_a_profiler_counts():
     """Three matrix products for each weight, and those of the attention, as torch counts them."""
     from torch.utils.flop_counter import FlopCounterMode
 
-    from workshop.measure.memory_probe import fill, make_model
+    from workshop.measure.language_model import fill, make_model
 
     model = make_model(SMALL)
     fill(model, torch.device("cpu"))
@@ -48,7 +48,7 @@ def test_operations_are_those_that_a_profiler_counts():
 def test_activations_are_what_autograd_keeps(how, sizes):
     """With the weights in the type that is computed with (as FSDP's policy gathers them), and with autocast (as DDP)."""
     from workshop.measure.kept import kept_for_backward
-    from workshop.measure.memory_probe import fill, make_model
+    from workshop.measure.language_model import fill, make_model
 
     model = make_model(sizes)
     fill(model, torch.device("cpu"))
@@ -82,6 +82,50 @@ def test_prediction_against_measurement(measured):
             assert row["predicted"][part] == pytest.approx(row["measured"][part], rel=most), (row["strategy"], part)
     ddp, _, fsdp, _ = (row["measured"] for row in summary["measured"])
     assert fsdp["parameters"] == pytest.approx(ddp["parameters"] / 2, rel=0.01)
+
+
+def test_the_speed_of_each_way(tmp_path, data):
+    ways = ["ddp", "fsdp+checkpointing+gathered"]
+    options = ["--ways", *ways, "--batch-sizes", 1, 2, "--sequence-length", 32, "--steps", 2, "--output", "figures"]
+    done = runs.run(
+        [*launch.torchrun(2), "-m", "workshop.measure.language_model", *options], tmp_path, WORKSHOP_DATA=data
+    )
+    assert done.returncode == 0, done.stderr
+    rows = json.loads((tmp_path / "figures" / "language_model.json").read_text())["rows"]
+    assert [(row["way"], row["batch_size"]) for row in rows] == [(way, size) for size in (1, 2) for way in ways]
+    for row in rows:
+        assert row["tokens_per_second"] > 0
+        assert 0.01 < row["communication"] < 1  # gloo's threads send, in each trace
+        assert row["exposed"] is None
+    assert rows[2]["activations"] > rows[3]["activations"]
+    assert done.stdout.count(" tokens/s, communication ") == 4
+    assert (tmp_path / "figures" / "language_model.png").stat().st_size > 20_000
+
+
+def test_time_that_several_events_cover_counts_once():
+    from workshop.measure.language_model import covered
+
+    assert covered([(0, 2), (5, 6), (1, 3), (1.5, 1.8), (6, 7)]) == 5
+    assert covered([]) == 0
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--ways", "zero"], "--ways zero: write ddp or fsdp"),
+        (["--ways", "ddp+fast"], "--ways ddp+fast: write ddp or fsdp"),
+        (["--batch-sizes", "0"], "'0' is not a whole number of at least 1"),
+        (["--model", "codellama-7b", "--sequence-length", "20000"], "takes sequences of up to 16,384 tokens"),
+    ],
+)
+def test_mistakes_of_the_speeds_options(options, message, monkeypatch, capsys):
+    from workshop.measure import language_model
+
+    monkeypatch.setattr(sys, "argv", ["language_model.py", *options])
+    with pytest.raises(SystemExit) as end:
+        language_model.parse_arguments()
+    assert end.value.code == 2
+    assert message in capsys.readouterr().err
 
 
 def test_it_names_the_smallest_card(tmp_path):

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import sys
 from dataclasses import dataclass
@@ -41,6 +42,31 @@ def check_finetuning(parser, args, strategy: str = "ddp") -> None:
         parser.error(f"{error.filename}: {error.strerror}")
     if os.environ.get(PREFLIGHT):
         sys.exit(0)
+    explain_out_of_memory(args)
+
+
+def explain_out_of_memory(args) -> None:
+    """From now on an uncaught out-of-memory error of a GPU's allocator is a sentence on standard error, not a traceback.
+
+    Args:
+        args: the options ``model``, ``batch_size`` and ``sequence_length``.
+    """
+    import torch
+
+    before = sys.excepthook
+
+    def explain(kind, error, traceback):
+        if not issubclass(kind, torch.OutOfMemoryError):
+            return before(kind, error, traceback)
+        tried = re.search(r"Tried to allocate ([\d.]+ \w+)", str(error))
+        print(
+            f"out of memory{f' when {tried[1]} more were asked for' if tried else ''}, with --batch-size {args.batch_size:,} of "
+            f"{args.sequence_length:,} tokens. Less: --batch-size, --sequence-length, exercise 3's --activation-checkpointing "
+            f"and --offload; less on each GPU: FSDP on more of them. What would fit: ./workshop.sh memory {args.model}",
+            file=sys.stderr,
+        )
+
+    sys.excepthook = explain
 
 
 def _check_averaging():
@@ -99,7 +125,10 @@ def check_memory(args, sizes, strategy: str, world_size: int) -> None:
         available, place = gpu_memory(device.index), "this GPU has"
     else:
         device = torch.device("cpu")
-        available, place = psutil.virtual_memory().available / int(os.environ.get("LOCAL_WORLD_SIZE", 1)), "this machine has free for each process"
+        available, place = (
+            psutil.virtual_memory().available / int(os.environ.get("LOCAL_WORLD_SIZE", 1)),
+            "this machine has free for each process",
+        )
     needed = estimate(
         sizes,
         strategy,

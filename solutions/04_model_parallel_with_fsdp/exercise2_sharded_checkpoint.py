@@ -170,7 +170,9 @@ def export(model, tokenizer, folder):
     os.makedirs(folder, exist_ok=True)
     state, files = get_model_state_dict(model), {}
     for layer, names in groupby(state, lambda name: ".".join(name.split(".")[:3])):
-        whole = {name: state[name].full_tensor().cpu() for name in names}  # all processes: each gives its part, and gets the rest
+        whole = {
+            name: state[name].full_tensor().cpu() for name in names
+        }  # all processes: each gives its part, and gets the rest
         files |= dict.fromkeys(whole, f"{layer}.safetensors")
         if dist.get_rank() == 0:
             save_file(whole, f"{folder}/{layer}.safetensors", metadata={"format": "pt"})

@@ -213,7 +213,7 @@ def run_memory(
     show(console, name, sizes, rows, settings)
     summary = {"model": name, "parameters": sizes.parameters, **settings, "predicted": rows}
     if measure:
-        summary["measured"] = measure_here(console, sizes, settings)
+        summary["measured"] = measure_here(console, model, sizes, settings)
     (folder / "memory.json").write_text(json.dumps(summary, indent=1) + "\n")
     plot(folder / "memory.png", f"{name}: a step with {batch_size} x {sequence_length:,} tokens on each GPU", rows)
     shown = os.path.relpath(folder) if folder.is_relative_to(Path.cwd()) else folder
@@ -320,7 +320,7 @@ def plot(path: Path, title: str, rows: list[dict]) -> None:
     plt.close(figure)
 
 
-def measure_here(console, sizes: Sizes, settings: dict) -> list[dict]:
+def measure_here(console, model: str, sizes: Sizes, settings: dict) -> list[dict]:
     """Take two steps with DDP and with FSDP on the GPUs of this machine, or with two processes on the CPU, and compare.
 
     Raises:
@@ -335,7 +335,7 @@ def measure_here(console, sizes: Sizes, settings: dict) -> list[dict]:
     gpus = torch.accelerator.device_count() if torch.accelerator.is_available() else 0
     count = gpus or 2
     here = gpu_memory(0) if gpus else psutil.virtual_memory().available / count
-    rows, skipped = [], []
+    rows, skipped = {}, []
     for name, strategy in (("DDP", "ddp"), ("FSDP", "fsdp")):
         for checkpointing in (False, True):
             predicted = estimate(
@@ -345,8 +345,11 @@ def measure_here(console, sizes: Sizes, settings: dict) -> list[dict]:
             if predicted.total > here:
                 skipped.append(f"{label} ({predicted.total / GIB:,.1f} GiB)")
                 continue
-            measured = _measured(sizes, strategy, checkpointing, settings, count, label)
-            rows.append({"strategy": label, "processes": count, "predicted": asdict(predicted), **measured})
+            way = strategy + ("+checkpointing" if checkpointing else "")
+            rows[way] = {"strategy": label, "processes": count, "predicted": asdict(predicted)}
+    found = _measured(model, list(rows), settings, count)
+    skipped += [rows[way]["strategy"] for way, row in found.items() if row.get("out_of_memory")]
+    rows = [rows[way] | {"measured": row} for way, row in found.items() if not row.get("out_of_memory")]
     table = Table(title=f"MB in each of {count} processes, predicted / measured")
     for column in ("", "parameters", "gradients", "optimizer", "activations", "peak"):
         table.add_column(column, justify="right" if column else "left")
@@ -364,19 +367,22 @@ def measure_here(console, sizes: Sizes, settings: dict) -> list[dict]:
     return rows
 
 
-def _measured(sizes: Sizes, strategy: str, checkpointing: bool, settings: dict, count: int, label: str) -> dict:
-    """What memory_probe.py finds in ``count`` processes."""
+def _measured(model: str, ways: list[str], settings: dict, count: int) -> dict[str, dict]:
+    """What language_model.py counts in ``count`` processes, for each of the ways."""
     from workshop.measure.launch import first_failure, launch, torchrun, without_launcher
     from workshop.repository import python_path
 
+    if not ways:
+        return {}
+    model = os.path.abspath(model) if os.path.isdir(model) else model
+    options = [f"--model={model}", "--steps=0", "--output=.", f"--sequence-length={settings['sequence_length']}"]
+    options += ["--batch-sizes", str(settings["batch_size"]), "--ways", *ways]
     with tempfile.TemporaryDirectory(prefix="workshop-memory-") as scratch:
         place = Path(scratch)
-        result, logs = place / "memory.json", place / "torchrun"
-        described = [json.dumps(asdict(sizes)), strategy, str(int(checkpointing)), json.dumps(settings), str(result)]
         environment = {"OMP_NUM_THREADS": "1", **without_launcher(os.environ)}
-        environment |= {"PYTHONPATH": python_path(), "PET_LOG_DIR": str(logs)}
-        command = [*torchrun(count), "-m", "workshop.measure.memory_probe", *described]
+        environment |= {"PYTHONPATH": python_path(), "PET_LOG_DIR": str(place / "torchrun")}
+        command = [*torchrun(count), "-m", "workshop.measure.language_model", *options]
         outcome = launch(command, environment, place, lambda line: None)
         if outcome.status != 0:
-            raise UserError(f"measuring {label} failed: {first_failure(outcome, logs)}")
-        return json.loads(result.read_text())
+            raise UserError(f"measuring failed: {first_failure(outcome, place / 'torchrun')}")
+        return {row["way"]: row for row in json.loads((place / "language_model.json").read_text())["rows"]}

@@ -79,6 +79,7 @@ class Sizes:
 
 
 MODELS = {
+    "tinyllama-1.1b": Sizes(22, 2048, 5632, 32, 4, 64, 32000, context=2048),
     "codellama-7b": Sizes(32, 4096, 11008, 32, 32, 128, 32016, context=16384),
     "codellama-13b": Sizes(40, 5120, 13824, 40, 40, 128, 32016, context=16384),
     "codellama-34b": Sizes(48, 8192, 22016, 64, 8, 128, 32000, context=16384),

@@ -1,0 +1,11 @@
+"""How far the ways of spreading a model are apart: python tests/equality.py REPORT.xml prints JSON from a report of pytest --junit-xml."""
+
+import json
+import sys
+import xml.etree.ElementTree as ElementTree
+
+from workshop.measure.machine import machine
+
+properties = ElementTree.parse(sys.argv[1]).iter("property")
+rows = [json.loads(each.get("value")) for each in properties if each.get("name") == "difference"]
+print(json.dumps({"machine": machine(), "largest_difference_of_a_loss": rows}, indent=1))
