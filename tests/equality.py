@@ -1,4 +1,7 @@
-"""How far the ways of spreading a model are apart: python tests/equality.py REPORT.xml prints JSON from a report of pytest --junit-xml."""
+"""How far the losses of each way of spreading a model are from each other, as JSON from a report of pytest --junit-xml:
+
+python tests/equality.py REPORT.xml
+"""
 
 import json
 import sys

@@ -22,7 +22,7 @@ FSDP = SOLUTIONS / "exercise1_fsdp_codellama.py"
 # A language model brings a tokenizer, a schedule, clipping and its completions along; a checkpoint of parts has four ideas.
 LANGUAGE_STEPS = [
     (GIVEN / "finetune_ddp.py", FSDP, 42),
-    (FSDP, SOLUTIONS / "exercise2_sharded_checkpoint.py", 62),
+    (FSDP, SOLUTIONS / "exercise2_sharded_checkpoint.py", 68),
     (FSDP, SOLUTIONS / "exercise3_fit_the_model.py", 42),
     (GIVEN / "finetune_ddp.py", GIVEN / "lora.py", 25),
 ]
@@ -60,7 +60,7 @@ def test_changed_lines_of_stage_04(before, after, most, record_property):
     "script", [*SCRIPTS, *sorted(GIVEN.glob("*.py")), *sorted(SOLUTIONS.glob("*.py"))], ids=lambda path: path.stem
 )
 def test_length(script):
-    longest = 255 if script.parent in (GIVEN, SOLUTIONS) else 165
+    longest = 262 if script.parent in (GIVEN, SOLUTIONS) else 165
     assert len(script.read_text().splitlines()) <= longest
     assert max(map(len, script.read_text().splitlines())) <= (130 if script.parent in (GIVEN, SOLUTIONS) else 120)
 
