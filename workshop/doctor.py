@@ -415,6 +415,29 @@ def check_data() -> Finding:
     )
 
 
+def check_deepspeed() -> Finding:
+    """What stage 05 needs: DeepSpeed, and a compiler and ninja, with which it builds a part of itself where it trains on CPUs."""
+    from workshop import zero
+
+    if not importlib.util.find_spec("deepspeed"):
+        return Finding("DeepSpeed", OK, "not installed; only stage 05 needs it: pip install -e '.[deepspeed]'")
+    seen = importlib.metadata.version("deepspeed")
+    try:
+        built = zero.is_built()
+    except ImportError:  # of torch, which has a line of its own above
+        return Finding("DeepSpeed", WARNING, f"{seen}, which needs torch")
+    if built:
+        return Finding("DeepSpeed", OK, f"{seen}, its extension for CPUs is built")
+    if missing := zero.missing_tools():
+        return Finding(
+            "DeepSpeed",
+            WARNING,
+            f"{seen}; to build its extension for CPUs there is no {' and no '.join(missing)}",
+            "only stage 05 needs it; on Debian: apt install g++ ninja-build",
+        )
+    return Finding("DeepSpeed", OK, f"{seen}; its first start on CPUs builds an extension, which takes half a minute")
+
+
 CHECKS: tuple[Callable[[], Finding], ...] = (
     check_python,
     check_torch,
@@ -434,6 +457,7 @@ CHECKS: tuple[Callable[[], Finding], ...] = (
     check_interconnect,
     check_scheduler,
     check_practice_cluster,
+    check_deepspeed,
 )
 
 

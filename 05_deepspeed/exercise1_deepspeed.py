@@ -1,0 +1,174 @@
+"""Exercise 1: the training of stage 02 with DeepSpeed, whose configuration says what ZeRO spreads over the processes.
+It is stage 02's solution, and works. Do the TODOs in order, and run and check it after each.
+
+Run it:    05_deepspeed/exercise1_run_deepspeed.sh --epochs 2
+Check it:  ./workshop.sh check 05_deepspeed/exercise1_deepspeed.py
+"""
+
+import gc
+import os
+import shutil
+import time
+
+from workshop.launcher import exit_with_launcher
+from workshop.zero import require_deepspeed
+
+exit_with_launcher()  # kill -9 on torchrun would leave this process training, and saving; before the slow imports
+require_deepspeed()  # one line where it is missing; and it is to take the CPU where there are fewer GPUs than processes
+
+import deepspeed
+import torch
+import torch.distributed as dist
+from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
+from torch.distributed.elastic.multiprocessing.errors import record
+from torch.nn import functional as F
+from torch.nn.parallel import DistributedDataParallel as DDP
+from torch.utils.data import DataLoader, DistributedSampler, Subset
+from torchvision import transforms
+from tqdm import tqdm
+
+from workshop.arguments import ArgumentParser, positive_int
+from workshop.data import load_dataset
+from workshop.measure.log import EpochLog
+from workshop.models import SmallCNN
+from workshop.zero import check_zero
+
+SEED = 42
+CONFIG = os.path.join(os.path.dirname(os.path.abspath(__file__)), "ds_config.json")
+
+
+@record  # torchrun then shows the traceback of the rank that failed first
+def main():
+    args = parse_arguments()
+    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])  # any launcher sets these
+    # Each process drives a device of its own. DeepSpeed's own launcher has another name for how many there are here.
+    local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ["LOCAL_SIZE"])
+    device = choose_device(int(os.environ["LOCAL_RANK"]), local_world_size)
+    backend = dist.get_default_backend_for_device(device)  # "nccl" on NVIDIA and AMD GPUs, "gloo" on the CPU
+    dist.init_process_group(backend)
+    try:
+        train(rank, world_size, device, args)
+    finally:
+        gc.collect()  # the engine holds on to the process group until Python frees it, in its own time: free it now
+        dist.destroy_process_group()
+
+
+def parse_arguments():
+    parser = ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--epochs", type=positive_int, default=5, help="passes over the training set")
+    parser.add_argument("--batch-size", type=positive_int, default=64, help="samples a step, on each process")
+    parser.add_argument("--save-every", type=positive_int, default=1, help="epochs from one checkpoint to the next")
+    parser.add_argument("--folder", default="runs/deepspeed", help="folder to save to and to carry on from")
+    parser.add_argument("--export", help="file for the trained weights, as plain PyTorch loads them")
+    parser.add_argument("--dataset", default="digits", help="digits, or mnist once it has been fetched")
+    parser.add_argument("--config", default=CONFIG, help="DeepSpeed's configuration")
+    args = parser.parse_args()
+    args.config = check_zero(parser, args)  # what the file says, with this --batch-size
+    return args
+
+
+def choose_device(local_rank, local_world_size):
+    # Without is_available() the CUDA build names "cuda" on a machine that has no GPU.
+    if torch.accelerator.is_available() and torch.accelerator.device_count() >= local_world_size:
+        torch.accelerator.set_device_index(local_rank)
+        return torch.accelerator.current_accelerator()
+    return torch.device("cpu")
+
+
+def train(rank, world_size, device, args):
+    torch.manual_seed(SEED)  # the same first weights in every run
+    model = SmallCNN().to(device)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    # TODO 1: let DeepSpeed make an engine of model, optimizer and args.config. It takes over what DDP does, and the device.
+    # Look up: deepspeed.initialize
+    # TODO 2: no code. In ds_config.json beside this file, let ZeRO spread the optimizer over the processes. And compare the
+    # losses with stage 02's: one default of DeepSpeed's changes the training. Which?
+    # Look up: "zero_optimization" and "gradient_clipping" on https://www.deepspeed.ai/docs/config-json/
+    first_epoch = load_checkpoint(model, optimizer, args.folder, device)
+    log = EpochLog(f"{args.folder}/log", args.epochs, device, processes=world_size)
+    if rank == 0:
+        gpus = torch.accelerator.device_count()
+        print(f"training on {device} from epoch {first_epoch + 1}: {world_size} processes, {gpus} GPUs here")
+
+    ddp_model = DDP(model)  # the same weights, but its backward() averages the gradients over all processes
+    transform = transforms.Compose([transforms.ToTensor(), transforms.Normalize((0.5,), (0.5,))])
+    train_set, test_set = load_dataset(args.dataset, transform)
+    # The order of single_gpu.py, dealt out like cards: together the processes see the same global batches.
+    sampler = DistributedSampler(train_set, seed=SEED, drop_last=True)
+    train_loader = DataLoader(train_set, args.batch_size, sampler=sampler, drop_last=True)
+    # Dealt out too, but by hand: DistributedSampler would count some samples twice to give each rank as many.
+    # TODO 4: with ZeRO-3 a forward gathers the weights, and all processes have to take part in each. Give all of them as many
+    # samples, and let evaluate() count each sample once all the same.
+    test_loader = DataLoader(Subset(test_set, range(rank, len(test_set), world_size)), args.batch_size)
+
+    for epoch in range(first_epoch, args.epochs):
+        # Each epoch is seeded anew, so a resumed run needs no random state from the checkpoint.
+        torch.manual_seed(SEED + 1000 * epoch + rank)
+        sampler.set_epoch(epoch)
+        start = time.perf_counter()
+        losses = train_one_epoch(ddp_model, train_loader, optimizer, device)
+        seconds = time.perf_counter() - start
+        samples_per_second = len(losses) * args.batch_size * world_size / seconds
+
+        accuracy = evaluate(model, test_loader, device)
+        if rank == 0:
+            log.write(epoch, losses, accuracy, samples_per_second)
+        if (epoch + 1) % args.save_every == 0 or epoch + 1 == args.epochs:
+            save_checkpoint(model, optimizer, args.folder, epoch)
+    # TODO 4: if args.export names a file, write the whole weights to it, so that a plain SmallCNN loads them.
+    # Look up: get_fp32_state_dict_from_zero_checkpoint
+
+
+def train_one_epoch(model, loader, optimizer, device):
+    """Take a step with each batch and return the losses of the steps."""
+    model.train()
+    losses = torch.zeros(len(loader), device=device)
+    # disable=None: a progress bar on a terminal, none in a log file
+    for step, (images, labels) in enumerate(tqdm(loader, leave=False, disable=dist.get_rank() > 0 or None)):
+        images, labels = images.to(device), labels.to(device)
+        # TODO 1: forward, backward and step through the engine. It sets the gradients to zero itself.
+        optimizer.zero_grad()
+        loss = F.cross_entropy(model(images), labels)
+        loss.backward()
+        optimizer.step()
+        losses[step] = loss.item()
+    dist.all_reduce(losses, dist.ReduceOp.AVG)
+    return losses.tolist()
+
+
+@torch.no_grad()
+def evaluate(model, loader, device):
+    """Return the accuracy over the whole test set, between 0 and 1."""
+    model.eval()
+    right = torch.cat([model(images.to(device)).argmax(dim=1) == labels.to(device) for images, labels in loader])
+    correct_and_total = torch.tensor([right.sum(), len(right)], device=device)
+    dist.all_reduce(correct_and_total)
+    correct, total = correct_and_total.tolist()
+    return correct / total
+
+
+def save_checkpoint(model, optimizer, folder, epoch):
+    # TODO 3: the engine's own checkpoint, in which each process writes its part: a tag for the epoch, and the epoch in the
+    # client_state. Delete the one before it.
+    # Look up: save_checkpoint of the engine. Who has to call it?
+    if dist.get_rank() == 0:
+        os.makedirs(folder, exist_ok=True)
+        snapshot = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "epoch": epoch}
+        torch.save(snapshot, f"{folder}/snapshot.pt.tmp")
+        os.replace(f"{folder}/snapshot.pt.tmp", f"{folder}/snapshot.pt")
+
+
+def load_checkpoint(model, optimizer, folder, device):
+    """Fill model and optimizer from the checkpoint, if there is one, and return the epoch to start with."""
+    # TODO 3: the way back; the file "latest" in the folder names the newest checkpoint
+    # Look up: load_checkpoint of the engine, and what it returns
+    if not os.path.exists(f"{folder}/snapshot.pt"):
+        return 0
+    snapshot = torch.load(f"{folder}/snapshot.pt", map_location=device, weights_only=True)
+    model.load_state_dict(snapshot["model"])
+    optimizer.load_state_dict(snapshot["optimizer"])
+    return snapshot["epoch"] + 1
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,146 @@
+"""Train a small CNN on handwritten digits on any number of devices with Accelerate, which finds devices and processes by itself.
+It saves a checkpoint after each epoch and, started again, carries on from it as if it had never stopped.
+
+One process:  torchrun --standalone --nproc-per-node=1 solutions/05_deepspeed/exercise2_accelerate.py
+N processes:  torchrun --standalone --nproc-per-node=2 solutions/05_deepspeed/exercise2_accelerate.py
+Slurm:        srun --ntasks=1 --gpus=4 --cpus-per-task=8 solutions/05_deepspeed/exercise2_run_accelerate.sh
+"""
+
+import os
+import shutil
+import time
+
+from workshop.launcher import exit_with_launcher
+
+exit_with_launcher()  # kill -9 on torchrun would leave this process training, and saving; before the slow imports
+
+import torch
+from accelerate import Accelerator, DataLoaderConfiguration
+from torch.distributed.elastic.multiprocessing.errors import record
+from torch.nn import functional as F
+from torch.utils.data import DataLoader
+from torchvision import transforms
+from tqdm import tqdm
+
+from workshop.arguments import ArgumentParser, check_arguments, positive_int
+from workshop.data import load_dataset
+from workshop.measure.log import EpochLog
+from workshop.models import SmallCNN
+
+SEED = 42
+
+
+@record  # torchrun then shows the traceback of the rank that failed first
+def main():
+    args = parse_arguments()
+    # Finds out who has started it, and takes the device and the backend. The seed of the order comes from here, too.
+    too_few = torch.accelerator.device_count() < int(os.environ["LOCAL_WORLD_SIZE"])
+    accelerator = Accelerator(
+        cpu=too_few, dataloader_config=DataLoaderConfiguration(use_seedable_sampler=True, data_seed=SEED)
+    )
+    try:
+        train(accelerator, args)
+    finally:
+        accelerator.end_training()
+
+
+def parse_arguments():
+    parser = ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--epochs", type=positive_int, default=5, help="passes over the training set")
+    parser.add_argument("--batch-size", type=positive_int, default=64, help="samples a step, on each process")
+    parser.add_argument("--save-every", type=positive_int, default=1, help="epochs from one checkpoint to the next")
+    parser.add_argument("--folder", default="runs/accelerate", help="folder to save to and to carry on from")
+    parser.add_argument("--dataset", default="digits", help="digits, or mnist once it has been fetched")
+    args = parser.parse_args()
+    check_arguments(parser, args, world_size=int(os.environ.get("WORLD_SIZE", 0)))
+    return args
+
+
+def train(accelerator, args):
+    rank, world_size, device = accelerator.process_index, accelerator.num_processes, accelerator.device
+    torch.manual_seed(SEED)  # the same first weights in every run
+    model = SmallCNN()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    transform = transforms.Compose([transforms.ToTensor(), transforms.Normalize((0.5,), (0.5,))])
+    train_set, test_set = load_dataset(args.dataset, transform)
+    train_loader = DataLoader(train_set, args.batch_size, shuffle=True, drop_last=True)
+    test_loader = DataLoader(test_set, args.batch_size)
+    # The model in DDP and on its device. The loaders deal out whole batches, so together the processes see the global batches of
+    # single_gpu.py, and they put each batch on the device.
+    model, optimizer, train_loader, test_loader = accelerator.prepare(model, optimizer, train_loader, test_loader)
+    first_epoch = load_checkpoint(accelerator, args.folder)
+    log = EpochLog(f"{args.folder}/log", args.epochs, device, processes=world_size)
+    accelerator.print(  # on rank 0
+        f"training on {device} from epoch {first_epoch + 1}: {world_size} processes, "
+        f"{torch.accelerator.device_count()} GPUs here"
+    )
+
+    for epoch in range(first_epoch, args.epochs):
+        # Each epoch is seeded anew, so a resumed run needs no random state from the checkpoint.
+        torch.manual_seed(SEED + 1000 * epoch + rank)
+        train_loader.set_epoch(epoch)
+        start = time.perf_counter()
+        losses = train_one_epoch(accelerator, model, train_loader, optimizer)
+        seconds = time.perf_counter() - start
+        samples_per_second = len(losses) * args.batch_size * world_size / seconds
+
+        accuracy = evaluate(accelerator, model, test_loader)
+        if accelerator.is_main_process:
+            log.write(epoch, losses, accuracy, samples_per_second)
+        if (epoch + 1) % args.save_every == 0 or epoch + 1 == args.epochs:
+            save_checkpoint(accelerator, args.folder, epoch)
+
+
+def train_one_epoch(accelerator, model, loader, optimizer):
+    """Take a step with each batch and return the losses of the steps."""
+    model.train()
+    losses = torch.zeros(len(loader), device=accelerator.device)
+    # disable=None: a progress bar on a terminal, none in a log file
+    for step, (images, labels) in enumerate(tqdm(loader, leave=False, disable=not accelerator.is_main_process or None)):
+        optimizer.zero_grad()
+        loss = F.cross_entropy(model(images), labels)
+        accelerator.backward(loss)  # would also scale it, for float16, or divide it, for accumulated batches
+        optimizer.step()
+        losses[step] = loss.item()
+    return accelerator.reduce(losses, "mean").tolist()
+
+
+@torch.inference_mode()
+def evaluate(accelerator, model, loader):
+    """Return the accuracy over the whole test set, between 0 and 1."""
+    model.eval()
+    right = []
+    for images, labels in loader:
+        # The loaders give each process as many samples, and so some twice; this leaves those out again.
+        right.append(accelerator.gather_for_metrics(model(images).argmax(dim=1) == labels))
+    return torch.cat(right).double().mean().item()
+
+
+def save_checkpoint(accelerator, folder, epoch):
+    """Write a checkpoint, by all processes: each its random state, and rank 0 the rest. Then delete the one before."""
+    accelerator.save_state(f"{folder}/unfinished")
+    accelerator.wait_for_everyone()
+    if accelerator.is_main_process:
+        # A rename is atomic: whoever reads finds a whole checkpoint, or none of this name.
+        os.rename(f"{folder}/unfinished", f"{folder}/epoch-{epoch}")
+        for other in saved_epochs(folder)[:-1]:
+            shutil.rmtree(f"{folder}/epoch-{other}")
+
+
+def load_checkpoint(accelerator, folder):
+    """Fill all that was prepared from the newest checkpoint, if there is one, and return the epoch to start with."""
+    epochs = saved_epochs(folder)
+    if not epochs:
+        return 0
+    accelerator.load_state(f"{folder}/epoch-{epochs[-1]}")
+    return epochs[-1] + 1
+
+
+def saved_epochs(folder):
+    """Return the epochs of which there is a checkpoint, in order."""
+    names = os.listdir(folder) if os.path.isdir(folder) else []
+    return sorted(int(name.removeprefix("epoch-")) for name in names if name.startswith("epoch-"))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,188 @@
+"""Stage 05: DeepSpeed and Accelerate train what stage 02 trains, carry on exactly, and leave weights that plain PyTorch loads."""
+
+import importlib.util
+import json
+import os
+import runpy
+import sys
+
+import pytest
+import torch
+
+import runs
+from test_bad_input import files
+from workshop.data import load_dataset
+from workshop.finetuning import read_training
+from workshop.measure.launch import torchrun as launcher
+from workshop.measure.log import read_log
+from workshop.models import SmallCNN
+
+STAGE, SOLUTIONS = runs.ROOT / "05_deepspeed", runs.ROOT / "solutions" / "05_deepspeed"
+ZERO, ACCELERATE = "exercise1_deepspeed.py", "exercise2_accelerate.py"
+
+pytestmark = pytest.mark.skipif(not importlib.util.find_spec("deepspeed"), reason="needs DeepSpeed, an extra")
+
+
+def trained(script, folder, *options, epochs=3, nproc=2) -> list[float]:
+    """The losses of a run in ``folder``, with global batches of 128."""
+    command = [*launcher(nproc), script, "--epochs", epochs, "--batch-size", 128 // nproc, "--folder", "run", *options]
+    done = runs.run(command, folder, timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return runs.losses(read_log(folder / "run" / "log"))
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        "zero3.json",
+        *(
+            pytest.param(name, marks=pytest.mark.full)
+            for name in ("ds_config.json", "zero2.json", "zero3_offload.json")
+        ),
+    ],
+)
+def test_zero_trains_what_ddp_trains(config, torchrun, tmp_path):
+    """Bit for bit, whatever is spread over the processes: the sums of two processes have one order."""
+    assert trained(SOLUTIONS / ZERO, tmp_path, "--config", STAGE / config) == runs.losses(torchrun.epochs)
+
+
+def test_zero_carries_on_exactly_and_exports(torchrun, tmp_path):
+    trained(SOLUTIONS / ZERO, tmp_path, epochs=1)
+    assert trained(SOLUTIONS / ZERO, tmp_path, "--export", "whole.pt") == runs.losses(torchrun.epochs)
+    assert sorted(path.name for path in (tmp_path / "run").glob("epoch-*")) == ["epoch-2"]
+    parts = list((tmp_path / "run" / "epoch-2").glob("zero_pp_rank_*_optim_states.pt"))
+    assert len(parts) == 2
+    model = SmallCNN()
+    model.load_state_dict(torch.load(tmp_path / "whole.pt", weights_only=True))
+    theirs = runs.load(torchrun.snapshot)["model"]
+    assert all(torch.equal(weights, theirs[name]) for name, weights in model.state_dict().items())
+
+
+@pytest.mark.full
+def test_the_figures_are_those_of_the_whole_test_set_on_any_number_of_processes(tmp_path):
+    """360 samples, on 7 processes in batches of 18: two have a sample less, and with ZeRO-3 all need as many forwards."""
+    trained(SOLUTIONS / ZERO, tmp_path, "--config", STAGE / "zero3.json", "--export", "whole.pt", epochs=1, nproc=7)
+    _, test_set = load_dataset("digits", lambda image: image)
+    assert len(test_set) % 7
+    (entry,) = read_log(tmp_path / "run" / "log")
+    assert entry["accuracy"] * len(test_set) == pytest.approx(round(entry["accuracy"] * len(test_set)))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("start", ["deepspeed", "mpirun"])
+def test_other_launchers(start, torchrun, tmp_path):
+    options = ["--epochs", 3, "--batch-size", 64, "--folder", "run"]
+    command = [
+        os.path.join(os.path.dirname(sys.executable), "deepspeed"),
+        "--no_local_rank",
+        "--num_gpus=2",
+        SOLUTIONS / ZERO,
+    ]
+    if start == "mpirun":
+        command = ["mpiexec.openmpi", "--oversubscribe", "-n", 2, SOLUTIONS / "exercise1_run_deepspeed.sh"]
+    as_root = {"OMPI_ALLOW_RUN_AS_ROOT": 1, "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": 1}
+    done = runs.run([*command, *options], tmp_path, timeout=300, **as_root)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert runs.losses(read_log(tmp_path / "run" / "log")) == runs.losses(torchrun.epochs)
+
+
+def test_accelerate_trains_the_same_and_carries_on_exactly(torchrun, tmp_path):
+    trained(SOLUTIONS / ACCELERATE, tmp_path, epochs=1)
+    losses = trained(SOLUTIONS / ACCELERATE, tmp_path)
+    assert losses == pytest.approx(
+        runs.losses(torchrun.epochs), abs=1e-5
+    )  # the same batches, each summed in another order
+    entries = read_log(tmp_path / "run" / "log")
+    assert [entry["accuracy"] for entry in entries] == [entry["accuracy"] for entry in torchrun.epochs]
+    assert [path.name for path in (tmp_path / "run").glob("*[0-9]")] == ["epoch-2"]
+
+
+@pytest.mark.full
+def test_accelerate_carries_on_bit_for_bit(tmp_path):
+    for name in ("whole", "broken"):
+        (tmp_path / name).mkdir()
+    trained(SOLUTIONS / ACCELERATE, tmp_path / "broken", epochs=1)
+    assert trained(SOLUTIONS / ACCELERATE, tmp_path / "broken") == trained(SOLUTIONS / ACCELERATE, tmp_path / "whole")
+
+
+@pytest.mark.full
+def test_a_language_model_is_on_the_curve_of_stage_04(data, tmp_path):
+    for script in (runs.ROOT / "04_model_parallel_with_fsdp" / "finetune_ddp.py", STAGE / "zero_codellama.py"):
+        options = ["--steps", 10, "--sequence-length", 64, "--folder", script.stem]
+        done = runs.run([*launcher(2), script, *options], tmp_path, WORKSHOP_DATA=data, TEST_PATCH="float32")
+        assert done.returncode == 0, done.stdout + done.stderr
+    ddp, zero = (read_training(tmp_path / name) for name in ("finetune_ddp", "zero_codellama"))
+    assert zero.losses == pytest.approx(ddp.losses, abs=1e-4)
+    assert zero.losses[-1] < zero.losses[0] - 0.1
+    assert zero.completions == ddp.completions
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("script", [ZERO, ACCELERATE])
+def test_as_delivered_it_is_stage_02(script, torchrun, tmp_path):
+    trained(STAGE / script, tmp_path, epochs=1)
+    assert trained(STAGE / script, tmp_path) == runs.losses(torchrun.epochs)
+
+
+def config(**changes) -> dict:
+    return {"train_micro_batch_size_per_gpu": 64, "gradient_clipping": 0.0, "zero_optimization": {"stage": 1}} | changes
+
+
+MISTAKES = {
+    "unknown key": (config(zero_optimisation={}), "DeepSpeed knows no key 'zero_optimisation'"),
+    "unknown key of ZeRO": (config(zero_optimization={"level": 3}), "\"zero_optimization\" has no key 'level'"),
+    "no such stage": (config(zero_optimization={"stage": 4}), '"stage" of "zero_optimization" is 0, 1, 2 or 3, not 4'),
+    "batches": (
+        config(train_batch_size=100),
+        '"train_batch_size" is 100, but 64 samples x 1 batches x 2 processes are 128',
+    ),
+    "float16": (config(fp16={"enabled": True}), '"fp16" needs a GPU'),
+    "a list": ([], "is a JSON object"),
+    "no JSON": ("{", "is no JSON"),
+    "no file": (None, "No such file or directory"),
+}
+
+
+def refused(options, message, folder, monkeypatch, capfd):
+    """Run exercise 1's solution in this process, as rank 0 of two."""
+    monkeypatch.chdir(folder)
+    for name, value in {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2}.items():
+        monkeypatch.setenv(name, str(value))
+    monkeypatch.setenv("DS_ACCELERATOR", "cpu")
+    before = files(folder)
+    monkeypatch.setattr(sys, "argv", [ZERO, *options])
+    with pytest.raises(SystemExit) as end:
+        runpy.run_path(str(SOLUTIONS / ZERO), run_name="__main__")
+    seen = capfd.readouterr()
+    assert end.value.code == 2, seen
+    assert message in seen.err.splitlines()[-1]
+    assert "Traceback" not in seen.err
+    assert files(folder) == before
+
+
+@pytest.mark.parametrize("case", MISTAKES)
+def test_mistakes_in_the_configuration_are_one_line(case, tmp_path, monkeypatch, capfd):
+    text, message = MISTAKES[case]
+    if text is not None:
+        (tmp_path / "ds.json").write_text(text if isinstance(text, str) else json.dumps(text))
+    refused(["--config", "ds.json"], message, tmp_path, monkeypatch, capfd)
+
+
+def test_no_compiler_is_one_line(tmp_path, monkeypatch, capfd):
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path / "nothing built"))
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    refused([], "there is no no-such-compiler here", tmp_path, monkeypatch, capfd)
+
+
+def test_without_deepspeed_the_stage_says_how_to_get_it(tmp_path):
+    hidden = tmp_path / "deepspeed_is_hidden"
+    hidden.mkdir()
+    (hidden / "sitecustomize.py").write_text(
+        "import importlib.util\n"
+        "find = importlib.util.find_spec\n"
+        "importlib.util.find_spec = lambda name, *rest: None if name == 'deepspeed' else find(name, *rest)\n"
+    )
+    done = runs.run([sys.executable, SOLUTIONS / ZERO], tmp_path, PYTHONPATH=f"{hidden}:{runs.ROOT}")
+    assert done.returncode == 2
+    assert done.stderr.startswith("DeepSpeed is not installed here")
+    assert done.stderr.count("\n") == 1
