@@ -22,7 +22,7 @@ import torch.distributed as dist
 from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 from torch.distributed.elastic.multiprocessing.errors import record
 from torch.nn import functional as F
-from torch.nn.parallel import DistributedDataParallel as DDP
+from torch.nn.parallel import DistributedDataParallel as DDP  # TODO 1: goes
 from torch.utils.data import DataLoader, DistributedSampler, Subset
 from torchvision import transforms
 from tqdm import tqdm
@@ -79,18 +79,18 @@ def train(rank, world_size, device, args):
     torch.manual_seed(SEED)  # the same first weights in every run
     model = SmallCNN().to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    # TODO 1: let DeepSpeed make an engine of model, optimizer and args.config. It takes over what DDP does, and the device.
+    # TODO 1: let DeepSpeed make an engine of model, optimizer and args.config; it takes over what DDP does.
+    # (TODO 2 is in ds_config.json beside this file, which can hold no comments. Let ZeRO spread the optimizer, and compare the
+    # losses with stage 02's: one default of DeepSpeed's changes the training. Which? Look up: "zero_optimization" and
+    # "gradient_clipping" on https://www.deepspeed.ai/docs/config-json/)
     # Look up: deepspeed.initialize
-    # TODO 2: no code. In ds_config.json beside this file, let ZeRO spread the optimizer over the processes. And compare the
-    # losses with stage 02's: one default of DeepSpeed's changes the training. Which?
-    # Look up: "zero_optimization" and "gradient_clipping" on https://www.deepspeed.ai/docs/config-json/
-    first_epoch = load_checkpoint(model, optimizer, args.folder, device)
+    engine = DDP(model)  # the same weights, but its backward() averages the gradients over all processes
     log = EpochLog(f"{args.folder}/log", args.epochs, device, processes=world_size)
+    first_epoch = load_checkpoint(engine, optimizer, args.folder, device)  # TODO 3: the engine has the optimizer
     if rank == 0:
         gpus = torch.accelerator.device_count()
         print(f"training on {device} from epoch {first_epoch + 1}: {world_size} processes, {gpus} GPUs here")
 
-    ddp_model = DDP(model)  # the same weights, but its backward() averages the gradients over all processes
     transform = transforms.Compose([transforms.ToTensor(), transforms.Normalize((0.5,), (0.5,))])
     train_set, test_set = load_dataset(args.dataset, transform)
     # The order of single_gpu.py, dealt out like cards: together the processes see the same global batches.
@@ -106,66 +106,68 @@ def train(rank, world_size, device, args):
         torch.manual_seed(SEED + 1000 * epoch + rank)
         sampler.set_epoch(epoch)
         start = time.perf_counter()
-        losses = train_one_epoch(ddp_model, train_loader, optimizer, device)
+        losses = train_one_epoch(engine, train_loader, optimizer, device)  # TODO 1: the engine has the optimizer
         seconds = time.perf_counter() - start
         samples_per_second = len(losses) * args.batch_size * world_size / seconds
 
-        accuracy = evaluate(model, test_loader, device)
+        accuracy = evaluate(engine, test_loader, device)  # TODO 4: how many samples count?
         if rank == 0:
             log.write(epoch, losses, accuracy, samples_per_second)
         if (epoch + 1) % args.save_every == 0 or epoch + 1 == args.epochs:
-            save_checkpoint(model, optimizer, args.folder, epoch)
+            save_checkpoint(engine, optimizer, args.folder, epoch)  # TODO 3: the engine has the optimizer
+
     # TODO 4: if args.export names a file, write the whole weights to it, so that a plain SmallCNN loads them.
     # Look up: get_fp32_state_dict_from_zero_checkpoint
 
 
-def train_one_epoch(model, loader, optimizer, device):
+def train_one_epoch(engine, loader, optimizer, device):  # TODO 1
     """Take a step with each batch and return the losses of the steps."""
-    model.train()
+    engine.train()
     losses = torch.zeros(len(loader), device=device)
     # disable=None: a progress bar on a terminal, none in a log file
     for step, (images, labels) in enumerate(tqdm(loader, leave=False, disable=dist.get_rank() > 0 or None)):
         images, labels = images.to(device), labels.to(device)
-        # TODO 1: forward, backward and step through the engine. It sets the gradients to zero itself.
-        optimizer.zero_grad()
-        loss = F.cross_entropy(model(images), labels)
+        loss = F.cross_entropy(engine(images), labels)
+        # TODO 1: backward and step are the engine's. It sets the gradients to zero itself.
         loss.backward()
         optimizer.step()
+        optimizer.zero_grad()
         losses[step] = loss.item()
     dist.all_reduce(losses, dist.ReduceOp.AVG)
     return losses.tolist()
 
 
 @torch.no_grad()
-def evaluate(model, loader, device):
+def evaluate(engine, loader, device):  # TODO 4
     """Return the accuracy over the whole test set, between 0 and 1."""
-    model.eval()
-    right = torch.cat([model(images.to(device)).argmax(dim=1) == labels.to(device) for images, labels in loader])
-    correct_and_total = torch.tensor([right.sum(), len(right)], device=device)
+    engine.eval()
+    right = torch.cat([engine(images.to(device)).argmax(dim=1) == labels.to(device) for images, labels in loader])
+    correct_and_total = torch.tensor([right.sum(), len(right)], device=device)  # TODO 4
     dist.all_reduce(correct_and_total)
     correct, total = correct_and_total.tolist()
     return correct / total
 
 
-def save_checkpoint(model, optimizer, folder, epoch):
+def save_checkpoint(engine, optimizer, folder, epoch):
     # TODO 3: the engine's own checkpoint, in which each process writes its part: a tag for the epoch, and the epoch in the
     # client_state. Delete the one before it.
     # Look up: save_checkpoint of the engine. Who has to call it?
     if dist.get_rank() == 0:
         os.makedirs(folder, exist_ok=True)
-        snapshot = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "epoch": epoch}
+        snapshot = {"model": engine.module.state_dict(), "optimizer": optimizer.state_dict(), "epoch": epoch}
         torch.save(snapshot, f"{folder}/snapshot.pt.tmp")
         os.replace(f"{folder}/snapshot.pt.tmp", f"{folder}/snapshot.pt")
 
 
-def load_checkpoint(model, optimizer, folder, device):
-    """Fill model and optimizer from the checkpoint, if there is one, and return the epoch to start with."""
+def load_checkpoint(engine, optimizer, folder, device):  # TODO 3
+    """Fill the engine from the checkpoint, if there is one, and return the epoch to start with."""
     # TODO 3: the way back; the file "latest" in the folder names the newest checkpoint
     # Look up: load_checkpoint of the engine, and what it returns
     if not os.path.exists(f"{folder}/snapshot.pt"):
         return 0
+    # TODO 3: from the engine's checkpoint
     snapshot = torch.load(f"{folder}/snapshot.pt", map_location=device, weights_only=True)
-    model.load_state_dict(snapshot["model"])
+    engine.module.load_state_dict(snapshot["model"])
     optimizer.load_state_dict(snapshot["optimizer"])
     return snapshot["epoch"] + 1
 

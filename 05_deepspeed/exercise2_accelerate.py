@@ -5,7 +5,7 @@ Run it:    05_deepspeed/exercise2_run_accelerate.sh --epochs 2
 Check it:  ./workshop.sh check 05_deepspeed/exercise2_accelerate.py
 """
 
-import gc
+import gc  # TODO 1: goes
 import os
 import shutil
 import time
@@ -19,9 +19,11 @@ import torch.distributed as dist
 from accelerate import Accelerator, DataLoaderConfiguration
 from torch.distributed.elastic.multiprocessing.errors import record
 from torch.nn import functional as F
-from torch.nn.parallel import DistributedDataParallel as DDP
-from torch.utils.data import DataLoader, DistributedSampler, Subset
+from torch.nn.parallel import DistributedDataParallel as DDP  # TODO 1: goes
+from torch.utils.data import DataLoader
+from torch.utils.data import DistributedSampler  # TODO 2: goes
 from torchvision import transforms
+from torch.utils.data import Subset  # TODO 3: goes
 from tqdm import tqdm
 
 from workshop.arguments import ArgumentParser, check_arguments, positive_int
@@ -30,22 +32,24 @@ from workshop.measure.log import EpochLog
 from workshop.models import SmallCNN
 
 SEED = 42
+# TODO 2: the order of the samples is to follow from SEED and the number of the epoch
+# Look up: DataLoaderConfiguration, use_seedable_sampler, data_seed
+ORDER = None
 
 
 @record  # torchrun then shows the traceback of the rank that failed first
 def main():
     args = parse_arguments()
+    # TODO 1: an Accelerator, with the dataloader_config ORDER, finds all of this out by itself. cpu=True where this machine has
+    # fewer GPUs than processes. train() gets it instead of what it knows, and in the end it has an end_training().
+    # Look up: Accelerator
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])  # torchrun sets all of these
-    # Each process drives a device of its own.
     device = choose_device(int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"]))
-    backend = dist.get_default_backend_for_device(device)  # "nccl" on NVIDIA and AMD GPUs, "gloo" on the CPU
-    # TODO 1: an Accelerator finds all of that out by itself. cpu=True where this machine has fewer GPUs than processes.
-    # Look up: Accelerator; its process_index, num_processes, device, is_main_process, end_training()
-    dist.init_process_group(backend)
+    dist.init_process_group(dist.get_default_backend_for_device(device))
     try:
-        train(rank, world_size, device, args)
+        train(rank, world_size, device, args)  # TODO 1
     finally:
-        gc.collect()  # DDP holds on to the process group until Python frees it, in its own time: free it now
+        gc.collect()  # TODO 1
         dist.destroy_process_group()
 
 
@@ -61,7 +65,7 @@ def parse_arguments():
     return args
 
 
-def choose_device(local_rank, local_world_size):
+def choose_device(local_rank, local_world_size):  # TODO 1: goes, with all of its lines
     # Without is_available() the CUDA build names "cuda" on a machine that has no GPU.
     if torch.accelerator.is_available() and torch.accelerator.device_count() >= local_world_size:
         torch.accelerator.set_device_index(local_rank)
@@ -70,46 +74,48 @@ def choose_device(local_rank, local_world_size):
 
 
 def train(rank, world_size, device, args):
+    # TODO 1: rank, world_size and device are the Accelerator's process_index, num_processes and device
     torch.manual_seed(SEED)  # the same first weights in every run
-    model = SmallCNN().to(device)
+    model = SmallCNN().to(device)  # TODO 1: the Accelerator does that
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    first_epoch = load_checkpoint(args.folder, model, optimizer, device)
-    log = EpochLog(f"{args.folder}/log", args.epochs, device, processes=world_size)
-    if rank == 0:
-        gpus = torch.accelerator.device_count()
-        print(f"training on {device} from epoch {first_epoch + 1}: {world_size} processes, {gpus} GPUs here")
-
-    # TODO 1: the Accelerator prepares model and optimizer: device and DDP are its affair
+    # TODO 1: the Accelerator prepares model and optimizer
     # Look up: prepare
-    ddp_model = DDP(model)  # the same weights, but its backward() averages the gradients over all processes
+    model = DDP(model)  # the same weights, but its backward() averages the gradients over all processes
+
     transform = transforms.Compose([transforms.ToTensor(), transforms.Normalize((0.5,), (0.5,))])
     train_set, test_set = load_dataset(args.dataset, transform)
-    # TODO 2: it prepares loaders too, and deals out whole batches. Give it plain ones, with the batch size of a process,
-    # and let it take the order from SEED and the number of the epoch.
-    # Look up: DataLoaderConfiguration, use_seedable_sampler, data_seed; set_epoch of the prepared loader
+    # TODO 2: the Accelerator prepares a plain loader that shuffles, with the batch size of a process, and deals out whole batches
     # The order of single_gpu.py, dealt out like cards: together the processes see the same global batches.
     sampler = DistributedSampler(train_set, seed=SEED, drop_last=True)
     train_loader = DataLoader(train_set, args.batch_size, sampler=sampler, drop_last=True)
+
+    # TODO 3: it prepares this one as well; every process then gets as many samples, and so some come twice
     # Dealt out too, but by hand: DistributedSampler would count some samples twice to give each rank as many.
     test_loader = DataLoader(Subset(test_set, range(rank, len(test_set), world_size)), args.batch_size)
 
+    log = EpochLog(f"{args.folder}/log", args.epochs, device, processes=world_size)
+    # TODO 4: the Accelerator has all that it has prepared
+    first_epoch = load_checkpoint(model, optimizer, args.folder, device)
+    if rank == 0:
+        gpus = torch.accelerator.device_count()
+        print(f"training on {device} from epoch {first_epoch + 1}: {world_size} processes, {gpus} GPUs here")
     for epoch in range(first_epoch, args.epochs):
-        # Each epoch is seeded anew, so a resumed run needs no random state from the snapshot.
+        # Each epoch is seeded anew, so a resumed run needs no random state from the checkpoint.
         torch.manual_seed(SEED + 1000 * epoch + rank)
-        sampler.set_epoch(epoch)
+        sampler.set_epoch(epoch)  # TODO 2: of the prepared loader
         start = time.perf_counter()
-        losses = train_one_epoch(ddp_model, train_loader, optimizer, device)
+        losses = train_one_epoch(model, train_loader, optimizer, device)  # TODO 1: needs the Accelerator
         seconds = time.perf_counter() - start
         samples_per_second = len(losses) * args.batch_size * world_size / seconds
 
-        accuracy = evaluate(model, test_loader, device)
+        accuracy = evaluate(model, test_loader, device)  # TODO 3: needs the Accelerator
         if rank == 0:
             log.write(epoch, losses, accuracy, samples_per_second)
-        if rank == 0 and ((epoch + 1) % args.save_every == 0 or epoch + 1 == args.epochs):
-            save_checkpoint(args.folder, model, optimizer, epoch)
+        if (epoch + 1) % args.save_every == 0 or epoch + 1 == args.epochs:
+            save_checkpoint(model, optimizer, args.folder, epoch)  # TODO 4: as above
 
 
-def train_one_epoch(model, loader, optimizer, device):
+def train_one_epoch(model, loader, optimizer, device):  # TODO 1
     """Take a step with each batch and return the losses of the steps."""
     model.train()
     losses = torch.zeros(len(loader), device=device)
@@ -118,7 +124,7 @@ def train_one_epoch(model, loader, optimizer, device):
         images, labels = images.to(device), labels.to(device)
         optimizer.zero_grad()
         loss = F.cross_entropy(model(images), labels)
-        loss.backward()  # TODO 1: by the Accelerator
+        loss.backward()  # TODO 1: is the Accelerator's
         optimizer.step()
         losses[step] = loss.item()
     dist.all_reduce(losses, dist.ReduceOp.AVG)
@@ -126,40 +132,45 @@ def train_one_epoch(model, loader, optimizer, device):
 
 
 @torch.inference_mode()
-def evaluate(model, loader, device):
+def evaluate(model, loader, device):  # TODO 3
     """Return the accuracy over the whole test set, between 0 and 1."""
     model.eval()
-    # TODO 3: a prepared loader gives each process as many samples, and so some twice. Count each once.
-    # Look up: gather_for_metrics
-    correct_and_total = torch.zeros(2, device=device)
+    right = []
     for images, labels in loader:
-        predictions = model(images.to(device)).argmax(dim=1)
-        correct_and_total[0] += (predictions == labels.to(device)).sum()
-        correct_and_total[1] += len(labels)
+        hits = model(images.to(device)).argmax(dim=1) == labels.to(device)
+        right.append(hits)  # TODO 3: those of all processes, without the samples that came twice
+        # Look up: gather_for_metrics
+    # TODO 3: which is then all there is to it
+    correct_and_total = torch.tensor([torch.cat(right).sum(), len(torch.cat(right))], device=device)
     dist.all_reduce(correct_and_total)
     correct, total = correct_and_total.tolist()
     return correct / total
 
 
-def save_checkpoint(folder, model, optimizer, epoch):
+def save_checkpoint(model, optimizer, folder, epoch):
     # TODO 4: let the Accelerator save all that it has prepared, to a folder that has its name once it is whole: epoch-3, say.
     # Delete the one before it.
     # Look up: save_state. Who has to call it?
-    os.makedirs(folder, exist_ok=True)
-    snapshot = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "epoch": epoch}
-    # os.replace is atomic: whoever reads finds the old snapshot or the new one, never half of one.
-    torch.save(snapshot, f"{folder}/snapshot.pt.tmp")
-    os.replace(f"{folder}/snapshot.pt.tmp", f"{folder}/snapshot.pt")
+    if dist.get_rank() == 0:
+        os.makedirs(folder, exist_ok=True)
+        snapshot = {
+            "model": getattr(model, "module", model).state_dict(),
+            "optimizer": optimizer.state_dict(),
+            "epoch": epoch,
+        }
+        torch.save(snapshot, f"{folder}/snapshot.pt.tmp")
+        os.replace(f"{folder}/snapshot.pt.tmp", f"{folder}/snapshot.pt")
 
 
-def load_checkpoint(folder, model, optimizer, device):
+def load_checkpoint(model, optimizer, folder, device):  # TODO 4
     """Fill model and optimizer from the checkpoint, if there is one, and return the epoch to start with."""
     # TODO 4: the way back, from the newest of them
     # Look up: load_state
     if not os.path.exists(f"{folder}/snapshot.pt"):
         return 0
+    # TODO 4: of all that was prepared
     snapshot = torch.load(f"{folder}/snapshot.pt", map_location=device, weights_only=True)
-    model.load_state_dict(snapshot["model"])
+    getattr(model, "module", model).load_state_dict(snapshot["model"])
     optimizer.load_state_dict(snapshot["optimizer"])
     return snapshot["epoch"] + 1
 

@@ -43,7 +43,8 @@ def trained(script, folder, *options, epochs=3, nproc=2) -> list[float]:
 )
 def test_zero_trains_what_ddp_trains(config, torchrun, tmp_path):
     """Bit for bit, whatever is spread over the processes: the sums of two processes have one order."""
-    assert trained(SOLUTIONS / ZERO, tmp_path, "--config", STAGE / config) == runs.losses(torchrun.epochs)
+    path = (SOLUTIONS if config == "ds_config.json" else STAGE) / config  # the solution has one of its own
+    assert trained(SOLUTIONS / ZERO, tmp_path, "--config", path) == runs.losses(torchrun.epochs)
 
 
 def test_zero_carries_on_exactly_and_exports(torchrun, tmp_path):

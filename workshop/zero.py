@@ -35,6 +35,7 @@ def require_deepspeed() -> None:
             file=sys.stderr,
         )
         sys.exit(2)
+    take_own_ninja()
     import torch
 
     local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE", 1))
@@ -132,6 +133,14 @@ def check_compiler() -> None:
         )
 
 
+def take_own_ninja() -> None:
+    """Put the folder where pip puts ninja, beside this Python, first on the PATH.
+
+    torch looks for ninja there; and DeepSpeed's extension is compiled anew whenever another one comes first.
+    """
+    os.environ["PATH"] = os.path.dirname(sys.executable) + os.pathsep + os.environ["PATH"]
+
+
 def is_built() -> bool:
     """Whether DeepSpeed's extension for CPUs is in the cache: ``TORCH_EXTENSIONS_DIR``, else ``~/.cache/torch_extensions``."""
     from torch.utils.cpp_extension import get_default_build_root
@@ -141,6 +150,6 @@ def is_built() -> bool:
 
 
 def missing_tools() -> list[str]:
-    """What is missing to compile it. Adds the folder where pip puts ninja to the PATH, for torch, which looks for it there."""
-    os.environ["PATH"] += os.pathsep + os.path.dirname(sys.executable)
-    return [program for program in (os.environ.get("CXX", "g++"), "ninja") if not shutil.which(program)]
+    """What is missing to compile it."""
+    path = os.path.dirname(sys.executable) + os.pathsep + os.environ["PATH"]  # pip puts ninja beside Python
+    return [program for program in (os.environ.get("CXX", "g++"), "ninja") if not shutil.which(program, path=path)]

@@ -77,24 +77,21 @@ def choose_device(local_rank, local_world_size):
 
 def train(rank, world_size, device, args):
     torch.manual_seed(SEED)  # the same first weights in every run
-    model = SmallCNN()
+    model = SmallCNN().to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    # The engine takes over the model and its device, the averaging of gradients, the steps of the optimizer, and the checkpoints.
+    # The engine takes over the averaging of the gradients, the steps of the optimizer, and the checkpoints.
     engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=args.config)
-    first_epoch = load_checkpoint(engine, args.folder)
     log = EpochLog(f"{args.folder}/log", args.epochs, device, processes=world_size)
+    first_epoch = load_checkpoint(engine, args.folder)
     if rank == 0:
         gpus = torch.accelerator.device_count()
-        stage = engine.zero_optimization_stage()
-        print(
-            f"training on {device} from epoch {first_epoch + 1}: {world_size} processes, {gpus} GPUs here, ZeRO stage {stage}"
-        )
+        print(f"training on {device} from epoch {first_epoch + 1}: {world_size} processes, {gpus} GPUs here")
 
     transform = transforms.Compose([transforms.ToTensor(), transforms.Normalize((0.5,), (0.5,))])
     train_set, test_set = load_dataset(args.dataset, transform)
     # The order of single_gpu.py, dealt out like cards: together the processes see the same global batches.
     sampler = DistributedSampler(train_set, seed=SEED, drop_last=True)
-    train_loader = DataLoader(train_set, engine.train_micro_batch_size_per_gpu(), sampler=sampler, drop_last=True)
+    train_loader = DataLoader(train_set, args.batch_size, sampler=sampler, drop_last=True)
     # Dealt out too, but by hand. With ZeRO-3 each forward gathers the weights, so all processes need as many batches: whoever has
     # a sample less takes the first once more, and evaluate() does not count it.
     own = range(rank, len(test_set), world_size)
@@ -115,6 +112,7 @@ def train(rank, world_size, device, args):
             log.write(epoch, losses, accuracy, samples_per_second)
         if (epoch + 1) % args.save_every == 0 or epoch + 1 == args.epochs:
             save_checkpoint(engine, args.folder, epoch)
+
     if args.export and rank == 0:
         weights = get_fp32_state_dict_from_zero_checkpoint(args.folder)  # puts the parts of all processes together
         torch.save(weights, args.export)
@@ -128,8 +126,8 @@ def train_one_epoch(engine, loader, device):
     for step, (images, labels) in enumerate(tqdm(loader, leave=False, disable=dist.get_rank() > 0 or None)):
         images, labels = images.to(device), labels.to(device)
         loss = F.cross_entropy(engine(images), labels)
-        engine.backward(loss)  # averages the gradients over all processes; with ZeRO-2 each keeps its part of them
-        engine.step()  # of its part of the optimizer; then the weights are put together again, and the gradients are zero
+        engine.backward(loss)  # averages the gradients over all processes; from ZeRO-2 on each keeps its part of them
+        engine.step()  # of its part of the weights; then all get all of them again, and the gradients are zero
         losses[step] = loss.item()
     dist.all_reduce(losses, dist.ReduceOp.AVG)
     return losses.tolist()

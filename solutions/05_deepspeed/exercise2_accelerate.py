@@ -15,6 +15,7 @@ from workshop.launcher import exit_with_launcher
 exit_with_launcher()  # kill -9 on torchrun would leave this process training, and saving; before the slow imports
 
 import torch
+import torch.distributed as dist
 from accelerate import Accelerator, DataLoaderConfiguration
 from torch.distributed.elastic.multiprocessing.errors import record
 from torch.nn import functional as F
@@ -28,16 +29,16 @@ from workshop.measure.log import EpochLog
 from workshop.models import SmallCNN
 
 SEED = 42
+# The order of the samples follows from this seed and the number of the epoch, for any number of processes.
+ORDER = DataLoaderConfiguration(use_seedable_sampler=True, data_seed=SEED)
 
 
 @record  # torchrun then shows the traceback of the rank that failed first
 def main():
     args = parse_arguments()
-    # Finds out who has started it, and takes the device and the backend. The seed of the order comes from here, too.
+    # It finds out who has started it, makes the group, and takes the device and the backend.
     too_few = torch.accelerator.device_count() < int(os.environ["LOCAL_WORLD_SIZE"])
-    accelerator = Accelerator(
-        cpu=too_few, dataloader_config=DataLoaderConfiguration(use_seedable_sampler=True, data_seed=SEED)
-    )
+    accelerator = Accelerator(cpu=too_few, dataloader_config=ORDER)
     try:
         train(accelerator, args)
     finally:
@@ -61,58 +62,61 @@ def train(accelerator, args):
     torch.manual_seed(SEED)  # the same first weights in every run
     model = SmallCNN()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    model, optimizer = accelerator.prepare(model, optimizer)  # on the device, and in DDP
+
     transform = transforms.Compose([transforms.ToTensor(), transforms.Normalize((0.5,), (0.5,))])
     train_set, test_set = load_dataset(args.dataset, transform)
-    train_loader = DataLoader(train_set, args.batch_size, shuffle=True, drop_last=True)
-    test_loader = DataLoader(test_set, args.batch_size)
-    # The model in DDP and on its device. The loaders deal out whole batches, so together the processes see the global batches of
-    # single_gpu.py, and they put each batch on the device.
-    model, optimizer, train_loader, test_loader = accelerator.prepare(model, optimizer, train_loader, test_loader)
-    first_epoch = load_checkpoint(accelerator, args.folder)
-    log = EpochLog(f"{args.folder}/log", args.epochs, device, processes=world_size)
-    accelerator.print(  # on rank 0
-        f"training on {device} from epoch {first_epoch + 1}: {world_size} processes, "
-        f"{torch.accelerator.device_count()} GPUs here"
-    )
+    # It deals out whole batches, so that together the processes see the global batches of single_gpu.py.
+    train_loader = accelerator.prepare(DataLoader(train_set, args.batch_size, shuffle=True, drop_last=True))
 
+    # Dealt out too: every process gets as many, and so some samples come twice.
+    test_loader = accelerator.prepare(DataLoader(test_set, args.batch_size))
+
+    log = EpochLog(f"{args.folder}/log", args.epochs, device, processes=world_size)
+    first_epoch = load_checkpoint(accelerator, args.folder)
+    if rank == 0:
+        gpus = torch.accelerator.device_count()
+        print(f"training on {device} from epoch {first_epoch + 1}: {world_size} processes, {gpus} GPUs here")
     for epoch in range(first_epoch, args.epochs):
         # Each epoch is seeded anew, so a resumed run needs no random state from the checkpoint.
         torch.manual_seed(SEED + 1000 * epoch + rank)
         train_loader.set_epoch(epoch)
         start = time.perf_counter()
-        losses = train_one_epoch(accelerator, model, train_loader, optimizer)
+        losses = train_one_epoch(accelerator, model, train_loader, optimizer, device)
         seconds = time.perf_counter() - start
         samples_per_second = len(losses) * args.batch_size * world_size / seconds
 
-        accuracy = evaluate(accelerator, model, test_loader)
-        if accelerator.is_main_process:
+        accuracy = evaluate(accelerator, model, test_loader, device)
+        if rank == 0:
             log.write(epoch, losses, accuracy, samples_per_second)
         if (epoch + 1) % args.save_every == 0 or epoch + 1 == args.epochs:
             save_checkpoint(accelerator, args.folder, epoch)
 
 
-def train_one_epoch(accelerator, model, loader, optimizer):
+def train_one_epoch(accelerator, model, loader, optimizer, device):
     """Take a step with each batch and return the losses of the steps."""
     model.train()
-    losses = torch.zeros(len(loader), device=accelerator.device)
+    losses = torch.zeros(len(loader), device=device)
     # disable=None: a progress bar on a terminal, none in a log file
-    for step, (images, labels) in enumerate(tqdm(loader, leave=False, disable=not accelerator.is_main_process or None)):
+    for step, (images, labels) in enumerate(tqdm(loader, leave=False, disable=dist.get_rank() > 0 or None)):
+        images, labels = images.to(device), labels.to(device)
         optimizer.zero_grad()
         loss = F.cross_entropy(model(images), labels)
         accelerator.backward(loss)  # would also scale it, for float16, or divide it, for accumulated batches
         optimizer.step()
         losses[step] = loss.item()
-    return accelerator.reduce(losses, "mean").tolist()
+    dist.all_reduce(losses, dist.ReduceOp.AVG)
+    return losses.tolist()
 
 
 @torch.inference_mode()
-def evaluate(accelerator, model, loader):
+def evaluate(accelerator, model, loader, device):
     """Return the accuracy over the whole test set, between 0 and 1."""
     model.eval()
     right = []
     for images, labels in loader:
-        # The loaders give each process as many samples, and so some twice; this leaves those out again.
-        right.append(accelerator.gather_for_metrics(model(images).argmax(dim=1) == labels))
+        hits = model(images.to(device)).argmax(dim=1) == labels.to(device)
+        right.append(accelerator.gather_for_metrics(hits))  # of all processes, without the samples that came twice
     return torch.cat(right).double().mean().item()
 
 
