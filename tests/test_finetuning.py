@@ -180,8 +180,8 @@ def test_bfloat16_is_the_same_training_up_to_its_rounding(ddp, data, tmp_path):
 @pytest.mark.parametrize(
     ("script", "nproc", "options"),
     [
-        ("hsdp.py", 4, []),
-        pytest.param("tensor_parallel.py", 2, [], marks=pytest.mark.full),
+        ("tensor_parallel.py", 2, []),
+        pytest.param("hsdp.py", 4, [], marks=pytest.mark.full),
         pytest.param("fsdp_tensor_parallel.py", 4, [], marks=pytest.mark.full),
     ],
 )
