@@ -80,10 +80,10 @@ def train(rank, world_size, device, args):
     model = SmallCNN().to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     # TODO 1: let DeepSpeed make an engine of model, optimizer and args.config; it takes over what DDP does.
+    # Look up: deepspeed.initialize
     # (TODO 2 is in ds_config.json beside this file, which can hold no comments. Let ZeRO spread the optimizer, and compare the
     # losses with stage 02's: one default of DeepSpeed's changes the training. Which? Look up: "zero_optimization" and
     # "gradient_clipping" on https://www.deepspeed.ai/docs/config-json/)
-    # Look up: deepspeed.initialize
     engine = DDP(model)  # the same weights, but its backward() averages the gradients over all processes
     log = EpochLog(f"{args.folder}/log", args.epochs, device, processes=world_size)
     first_epoch = load_checkpoint(engine, optimizer, args.folder, device)  # TODO 3: the engine has the optimizer

@@ -74,6 +74,22 @@ def files(folder: Path) -> dict:
     return {path.relative_to(folder): path.stat().st_mtime_ns for path in folder.rglob("*")}
 
 
+def refused_as_rank_0(script: Path, options: list, folder: Path, monkeypatch, capfd) -> str:
+    """What a script says when it is run in this process, as rank 0 of two. Fails unless it ends with 2, and leaves nothing."""
+    monkeypatch.chdir(folder)
+    for name, value in {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2}.items():
+        monkeypatch.setenv(name, str(value))
+    before = files(folder)
+    monkeypatch.setattr(sys, "argv", [str(script), *options])
+    with pytest.raises(SystemExit) as end:
+        runpy.run_path(str(script), run_name="__main__")
+    seen = capfd.readouterr()
+    assert end.value.code == 2, seen
+    assert seen.out == ""
+    assert files(folder) == before
+    return seen.err
+
+
 @pytest.mark.parametrize("mistake", MISTAKES)
 @pytest.mark.parametrize("kind", SCRIPTS)
 def test_script_says_so_in_one_line(kind, mistake, tmp_path, monkeypatch, capfd):

@@ -16,14 +16,15 @@ from mistakes.held_out import HELD_OUT
 from mistakes.lightning import LIGHTNING, LIGHTNING_CIFAR10, LIGHTNING_CIFAR10_CORRECT, LIGHTNING_CORRECT
 from mistakes.second_program import SECOND
 from mistakes.sharded import SHARDED, SHARDED_CORRECT
+from mistakes.zero import ZERO, ZERO_CORRECT
 from workshop.check import judge, rules
 from workshop.check.exercises import EXERCISES
 from workshop.check.findings import HINTS, WHY, Finding
 
 TORCHRUN = runs.ROOT / "solutions/02_pytorch_ddp/exercise2_multigpu_torchrun.py"
 LANGUAGE_MODEL = runs.ROOT / "tests/mistakes/language_model.py"
-ALL = (*BANK, *HELD_OUT, *SECOND, *LIGHTNING, *LIGHTNING_CIFAR10, *SHARDED)
-STYLES = (*CORRECT, *LIGHTNING_CORRECT, *LIGHTNING_CIFAR10_CORRECT, *SHARDED_CORRECT)
+ALL = (*BANK, *HELD_OUT, *SECOND, *LIGHTNING, *LIGHTNING_CIFAR10, *SHARDED, *ZERO)
+STYLES = (*CORRECT, *LIGHTNING_CORRECT, *LIGHTNING_CIFAR10_CORRECT, *SHARDED_CORRECT, *ZERO_CORRECT)
 # In the daily tests every seventh; all of them in the long run.
 SAMPLE = {mistake.name for mistake in ALL[::7]} | {style.name for style in STYLES[::9]}
 
@@ -40,6 +41,8 @@ def judged(mistake, folder, quick=True):
     base = runs.ROOT / mistake.base
     script = folder / base.name
     script.write_text(mistake.source(base.read_text()))
+    for path in base.parent.glob("*.json"):  # DeepSpeed's configuration
+        shutil.copy(path, folder)
     generic = {"launch": "torchrun", "arguments": ["--steps", "12"]} if base == LANGUAGE_MODEL else {}
     *_, verdict = judge.check_file(script, quick=quick, **generic)
     return verdict
@@ -81,6 +84,8 @@ def test_the_bank_is_as_large_as_it_says():
     assert len(LIGHTNING_CORRECT) >= 8
     assert len(SHARDED) >= 25
     assert len(SHARDED_CORRECT) >= 8
+    assert len(ZERO) >= 20
+    assert len(ZERO_CORRECT) >= 8
     for mistake in ALL:
         assert set(mistake.kinds) <= set(WHY) - HINTS
 

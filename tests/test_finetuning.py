@@ -16,12 +16,13 @@ import pytest
 import torch
 
 import runs
-from test_bad_input import files
+from test_bad_input import refused_as_rank_0
 from workshop.check.jobs import Trial
 from workshop.data import codellama
 from workshop.data.code import load_blocks, read_documents
 from workshop.errors import UserError
 from workshop.finetuning import explain_out_of_memory
+from workshop.measure.launch import torchrun
 
 STAGE, SOLUTIONS = runs.ROOT / "04_model_parallel_with_fsdp", runs.ROOT / "solutions" / "04_model_parallel_with_fsdp"
 DDP, LORA = STAGE / "finetune_ddp.py", STAGE / "lora.py"
@@ -29,10 +30,6 @@ FSDP = SOLUTIONS / "exercise1_fsdp_codellama.py"
 CHECKPOINT = SOLUTIONS / "exercise2_sharded_checkpoint.py"
 FIT = SOLUTIONS / "exercise3_fit_the_model.py"
 SHORT = ["--steps", 12, "--sequence-length", 64, "--learning-rate", 3e-3]
-
-
-def torchrun(nproc, script):
-    return [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={nproc}", script]
 
 
 def finetune(script, nproc, folder, data, *options, patch="float32", run="run") -> dict:
@@ -440,23 +437,10 @@ MISTAKES = {
 
 
 def refused(script, options, message, folder, data, monkeypatch, capfd):
-    """Run a script's options in this process, as rank 0 of two."""
-    import runpy
-
-    monkeypatch.chdir(folder)
     monkeypatch.setenv("WORKSHOP_DATA", str(data))
-    for name, value in {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2}.items():
-        monkeypatch.setenv(name, str(value))
-    before = files(folder)
-    monkeypatch.setattr(sys, "argv", [str(script), *options])
-    with pytest.raises(SystemExit) as end:
-        runpy.run_path(str(script), run_name="__main__")
-    seen = capfd.readouterr()
-    assert end.value.code == 2, seen
-    assert message in seen.err
-    assert seen.err.count("\n") == 1
-    assert seen.out == ""
-    assert files(folder) == before
+    said = refused_as_rank_0(script, options, folder, monkeypatch, capfd)
+    assert message in said
+    assert said.count("\n") == 1
 
 
 @pytest.mark.parametrize("case", MISTAKES)

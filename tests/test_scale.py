@@ -16,15 +16,10 @@ from PIL import Image
 import runs
 from workshop.errors import UserError
 from workshop.measure import bench, scaling
-from workshop.measure.launch import family, loopback
+from workshop.measure.launch import family, loopback, torchrun
 
 SCRIPT = runs.ROOT / "slurm-multinode" / "train_at_scale.py"
 RUNNER = SCRIPT.with_name("run_train_at_scale.sh")
-
-
-def torchrun(nproc, *program) -> list:
-    start = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr=127.0.0.1"]
-    return [*start, f"--nproc-per-node={nproc}", *program]
 
 
 @pytest.fixture(scope="module")

@@ -67,7 +67,7 @@ def check_arguments(
     Args:
         parser: the script's parser; its ``error`` is how the run ends.
         args: the option ``batch_size`` (samples a step on each process), and as far as the script has them ``epochs``,
-            ``accumulate`` (batches a step), ``dataset`` and ``snapshot``.
+            ``accumulate`` (batches a step), ``dataset``, ``snapshot`` (a file) and ``folder`` (of checkpoints).
         model: a model as the script makes it, on the CPU, if its snapshot is to be checked against it. It is loaded with the
             snapshot, so make one for this purpose.
         world_size: the number of processes; 0 if the launcher that sets it is missing.
@@ -79,6 +79,8 @@ def check_arguments(
         _check_data(args, world_size, datasets)
         if hasattr(args, "snapshot"):
             _check_snapshot(args, model)
+        if hasattr(args, "folder"):
+            _check_folder(args)
     except UserError as error:
         parser.error(error)
     except OSError as error:
@@ -191,9 +193,20 @@ def _check_snapshot(args, model):
         raise UserError(
             f"--snapshot {path} does not fit this model (it was written by another program); delete it or name another"
         ) from error
-    if done >= args.epochs and not is_restarted():
+    _require_epochs_left(f"--snapshot {path}", done, args.epochs)
+
+
+def _check_folder(args):
+    require_writable(f"--folder {args.folder}", Path(args.folder))
+    saved = [path.name.removeprefix("epoch-") for path in Path(args.folder).glob("epoch-*")]
+    done = 1 + max((int(number) for number in saved if number.isdecimal()), default=-1)
+    _require_epochs_left(f"--folder {args.folder}", done, args.epochs)
+
+
+def _require_epochs_left(option, done, asked):
+    if done >= asked and not is_restarted():
         raise UserError(
-            f"--snapshot {path} already holds {done} epoch{'s' * (done > 1)} of the {args.epochs} asked for, "
+            f"{option} already holds {done} epoch{'s' * (done > 1)} of the {asked} asked for, "
             "so there is nothing left to train; raise --epochs, or delete it to start again"
         )
 

@@ -10,16 +10,10 @@ from pathlib import Path
 from workshop.arguments import check_arguments, require_writable
 from workshop.errors import UserError
 
-# DeepSpeed passes over top-level keys that it does not know. These are the ones of its documentation:
-# https://www.deepspeed.ai/docs/config-json/
-KEYS = frozenset(
-    """train_batch_size train_micro_batch_size_per_gpu gradient_accumulation_steps optimizer scheduler communication_data_type
-    seq_parallel_communication_data_type prescale_gradients gradient_predivide_factor sparse_gradients fp16 bf16 amp
-    torch_autocast gradient_clipping zero_optimization zero_allow_untested_optimizer zero_force_ds_cpu_optimizer steps_per_print
-    wall_clock_breakdown dump_state memory_breakdown autotuning flops_profiler activation_checkpointing aio sparse_attention
-    data_efficiency curriculum_learning tensorboard wandb comet csv_monitor comms_logger compression_training checkpoint
-    data_types compile elasticity nebula hybrid_engine eigenvalue progressive_layer_drop data_parallel tensor_parallel
-    disable_allgather use_node_local_storage timers""".split()  # noqa: SIM905 - a long list of names reads better so
+# The blocks of the configuration whose names deepspeed.runtime.config has not as constants: other modules read them.
+BLOCKS = frozenset(
+    """zero_optimization activation_checkpointing aio amp autotuning comet comms_logger compile csv_monitor flops_profiler
+    hybrid_engine pipeline tensor_parallel tensorboard timers wandb""".split()  # noqa: SIM905 - a list of names reads better so
 )
 
 
@@ -60,11 +54,9 @@ def check_zero(parser, args) -> dict:
         config["train_micro_batch_size_per_gpu"] = args.batch_size
         check_config(config, args.config, world_size)
         check_compiler()
-        for option in ("folder", "export"):
-            if value := getattr(args, option):
-                require_writable(
-                    f"--{option} {value}", Path(value) if option == "folder" else Path(value).absolute().parent
-                )
+        check_checkpoint(config, Path(args.folder), world_size)
+        if args.export:
+            require_writable(f"--export {args.export}", Path(args.export).absolute().parent)
     except UserError as error:
         parser.error(error)
     args.accumulate = config.get("gradient_accumulation_steps", 1)
@@ -95,31 +87,78 @@ def check_config(config: dict, path: str, world_size: int) -> None:
     Args:
         config: the configuration.
         path: the file it is from.
-        world_size: the number of processes.
+        world_size: the number of processes; 0 if it is not known.
     """
     import torch
     from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 
-    if unknown := sorted(config.keys() - KEYS):
-        raise UserError(f"--config {path}: DeepSpeed knows no key {unknown[0]!r}, and would pass over it")
+    def refuse(what: str):
+        raise UserError(f"--config {path}: {what}")
+
+    if unknown := sorted(config.keys() - known_keys()):
+        refuse(f"DeepSpeed knows no key {unknown[0]!r}, and would pass over it")
+    for block in ("zero_optimization", "fp16", "bf16"):
+        if not isinstance(config.get(block, {}), dict):
+            refuse(f'"{block}" is a JSON object, {{...}}, not {json.dumps(config[block])}')
     zero = config.get("zero_optimization", {})
-    if not isinstance(zero, dict):
-        raise UserError(f'--config {path}: "zero_optimization" is a JSON object, {{"stage": 1}}')
     fields = DeepSpeedZeroConfig.model_fields
     names = {name for name, field in fields.items()} | {field.alias for field in fields.values() if field.alias}
     if unknown := sorted(zero.keys() - names):
-        raise UserError(f'--config {path}: "zero_optimization" has no key {unknown[0]!r}')
+        refuse(f'"zero_optimization" has no key {unknown[0]!r}')
     if (stage := zero.get("stage", 0)) not in (0, 1, 2, 3):
-        raise UserError(f'--config {path}: "stage" of "zero_optimization" is 0, 1, 2 or 3, not {stage!r}')
+        refuse(f'"stage" of "zero_optimization" is 0, 1, 2 or 3, not {stage!r}')
+    for key in ("gradient_accumulation_steps", "train_batch_size"):
+        if key in config and not (type(config[key]) is int and config[key] > 0):
+            refuse(f'"{key}" is a whole number of at least 1, not {json.dumps(config[key])}')
     micro, accumulate = config["train_micro_batch_size_per_gpu"], config.get("gradient_accumulation_steps", 1)
     whole = config.get("train_batch_size", micro * accumulate * world_size)
     if world_size and whole != micro * accumulate * world_size:
-        raise UserError(
-            f'--config {path}: "train_batch_size" is {whole}, but {micro} samples x {accumulate} batches x {world_size} '
+        refuse(
+            f'"train_batch_size" is {whole}, but {micro} samples x {accumulate} batches x {world_size} '
             f"processes are {micro * accumulate * world_size}; leave the key out"
         )
     if config.get("fp16", {}).get("enabled") and not torch.accelerator.is_available():
-        raise UserError(f'--config {path}: "fp16" needs a GPU; take "bf16", which CPUs compute with too')
+        refuse('"fp16" needs a GPU; take "bf16", which CPUs compute with too')
+
+
+def known_keys() -> set[str]:
+    """The top-level keys that the installed DeepSpeed reads; it passes over any other.
+
+    They are the values of the constants of ``deepspeed.runtime.config``, and ``BLOCKS``. (A few too many: the module has
+    constants for values and for keys within blocks as well.)
+    """
+    from deepspeed.runtime import config
+
+    constants = {value for name, value in vars(config).items() if name.isupper() and isinstance(value, str)}
+    return constants | BLOCKS
+
+
+def check_checkpoint(config: dict, folder: Path, world_size: int) -> None:
+    """Raise a UserError if the checkpoint in a folder is of another number of processes, or was spread in another way.
+
+    Args:
+        config: the configuration.
+        folder: the folder of the checkpoints; it need not exist.
+        world_size: the number of processes; 0 if it is not known.
+    """
+    latest = folder / "latest"
+    if not latest.is_file():
+        return
+    place = folder / latest.read_text().strip()
+    parts = len(list(place.glob("*zero_pp_rank_*_optim_states.pt")))  # ZeRO's, one of each process
+    spread = bool(list(place.glob("*zero_pp_rank_*_model_states.pt")))  # the weights too: ZeRO-3
+    stage = config.get("zero_optimization", {}).get("stage", 0)
+    if parts and world_size and parts != world_size:
+        raise UserError(
+            f"--folder {folder} holds a checkpoint of {parts} process{'es' * (parts > 1)}, which {world_size} cannot load; start "
+            f"{parts}, or name another folder ({folder}/zero_to_fp32.py puts the weights together)"
+        )
+    if bool(parts) != (stage > 0) or spread != (stage == 3):
+        was = "3" if spread else "1 or 2" if parts else "0"
+        raise UserError(
+            f"--folder {folder} holds a checkpoint of ZeRO's stage {was}, which stage {stage} cannot load; take that stage, or "
+            "name another folder"
+        )
 
 
 def check_compiler() -> None:

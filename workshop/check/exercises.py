@@ -47,6 +47,8 @@ class Exercise:
     def pairs(self) -> list[tuple[Path, Path]]:
         """Its files, each with the solution's: itself, and its runner if it has one."""
         files = [self.path, self.runner] if self.runner else [self.path]
+        if self.name.endswith("_deepspeed.py"):
+            files.append(self.path.with_name("ds_config.json"))
         return [(file, self.solution.with_name(file.name)) for file in files]
 
     def goal(self, kind: str) -> int:
@@ -234,6 +236,41 @@ EXERCISES = (
             goal4="not-offloaded",
             goal5="not-compiled",
         ),
+    ),
+    Exercise(
+        "05_deepspeed/exercise1_deepspeed.py",
+        "torchrun",
+        {
+            1: "DeepSpeed's engine does forward, backward and step",
+            2: "each process holds a part of the optimizer, and the losses are those of stage 02",
+            3: "each process saves its part, and a run that is started again carries on exactly",
+            4: "with ZeRO-3 all processes evaluate as often; plain PyTorch loads the weights",
+            KEPT: "it shares out and learns as before",
+        },
+        _kinds(
+            goal1="engine-idle batch-differs scaled-twice",
+            goal2="optimizer-whole differs-from-ddp",
+            goal3="not-saved never-resumes resume-fails resume-differs epoch-repeated epoch-skipped",
+            goal4="evaluation-uneven not-exported export-differs",
+        ),
+    ),
+    Exercise(
+        "05_deepspeed/exercise2_accelerate.py",
+        "torchrun",
+        {
+            1: "an Accelerator makes the group, takes the device, and averages the gradients",
+            2: "its loader deals out the global batches of stage 02",
+            3: "the accuracy is that of the whole test set, and each sample counts once",
+            4: "it saves all that it has prepared, and a run that is started again carries on",
+            KEPT: "it learns what stage 02 learns",
+        },
+        _kinds(
+            goal1="accelerator-idle " + PROCESSES + " " + GRADIENTS,
+            goal2="loader-by-hand " + SHARES,
+            goal3="gathered-by-hand " + METRICS,
+            goal4="state-by-hand saved-by-some no-snapshot snapshot-torn " + RESTART,
+        ),
+        metric="accuracy",
     ),
     Exercise(
         "slurm-multinode/exercise1_launch_ddp.sh",

@@ -114,6 +114,18 @@ WHY = {
     "gathers-again": "weights that are freed after the forward travel once more for the backward",
     "not-offloaded": "the device keeps what the CPU's memory could hold",
     "not-compiled": "kernels one by one read and write memory that one fused kernel would not touch",
+    # -- DeepSpeed
+    "engine-idle": "what does not go through the engine, ZeRO neither averages nor spreads",
+    "scaled-twice": "the engine divides by the processes and the accumulated batches itself",
+    "saved-by-some": "each process has a random state of its own, and perhaps a part of the optimizer",
+    "batch-differs": "DeepSpeed divides what it accumulates by the batch sizes that it was told of",
+    "optimizer-whole": "AdamW's moments are twice the weights, and in every process: that is what ZeRO-1 saves",
+    "differs-from-ddp": "how the work is spread over processes should not change what is computed",
+    "accelerator-idle": "what the Accelerator has not prepared, it neither moves to the device nor averages",
+    "loader-by-hand": "a loader that it has not prepared gets no device, no even end and no place in its checkpoint",
+    "gathered-by-hand": "its loaders repeat samples at the end so that all processes have as many; only it knows which",
+    "state-by-hand": "random states, the loader's and each process's own part are easily forgotten",
+    "evaluation-uneven": "with ZeRO-3 a forward gathers the weights from all processes: whoever takes one more waits for ever",
     # -- matters of taste
     "same-random": "every rank draws the same random numbers: the same dropout, the same augmentation",
     "random-lost": "dropout and augmentation go another way after a restart: the run is as good, and not the same",

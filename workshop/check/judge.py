@@ -109,6 +109,8 @@ BLOCKING = {
     "step-missing",
     "not-sharded",
     "not-saved",
+    "engine-idle",
+    "accelerator-idle",
 }
 
 # While one of these is open, the figures that a run reports cannot be right.
@@ -162,7 +164,7 @@ def check_file(
     gc.disable()  # collections take a tenth of the time of these imports, and find nothing
     from workshop.check import launching  # imports torch
 
-    launching.prepare(script)
+    launching.prepare(script, on_cpu)
     gc.enable()
     place = Path(tempfile.mkdtemp(prefix="workshop-check-"))
     verdict = Verdict(script, exercise)
@@ -176,6 +178,10 @@ def check_file(
             from workshop.check.rules_fsdp import check_sharded
 
             check_sharded(verdict, runner)
+        elif exercise.name.endswith("_deepspeed.py"):
+            from workshop.check.rules_zero import check_zero_program
+
+            check_zero_program(verdict, runner)
         else:
             _several(verdict, runner)
         verdict.seconds = time.monotonic() - start
@@ -239,6 +245,12 @@ class _Runs:
         """Whether the program knows an option: what it does not know it could not be given."""
         return f'"{option}"' in self.text or f"'{option}'" in self.text
 
+    def of(self, script: Path) -> "_Runs":
+        """Runs of another exercise's program, in the same place."""
+        exercise = find_exercise(script)
+        other = _Runs(script, exercise, exercise.launch, self.nproc, self.on_cpu, self.folder())
+        return other
+
     def folder(self) -> Path:
         self.count += 1
         folder = self.place / f"run-{self.count}"
@@ -257,24 +269,26 @@ class _Runs:
         fails=False,
         dies=False,
         devices=True,
+        options=(),
     ) -> Run:
         """Run the exercise with these options, as far as it has them."""
         from workshop.check import launching
 
         nproc = nproc or self.nproc
-        options = []
+        given, options = options, []
         for name, value in (
             ("--epochs", epochs),
             ("--batch-size", batch),
             ("--accumulate", accumulate),
             ("--snapshot", "run.ckpt" if "lightning" in self.exercise.name else "run.pt"),
+            ("--folder", "run"),
             ("--devices", nproc // nodes),
             ("--nodes", nodes),
             ("--nproc", nproc if self.launch == "spawn" else None),
         ):
             if value is not None and self.has(name):
                 options += [name, str(value)]
-        options += self.exercise.options
+        options += [*self.exercise.options, *given]
         run = launching.run_program(
             self.script,
             options,
@@ -298,11 +312,15 @@ def _several(verdict: Verdict, runs: _Runs) -> None:
     accumulate = 2 if runs.has("--accumulate") else 1
     whole = runs.run(accumulate=accumulate)
     found = rules.trainer(whole) if "trainer-idle" in exercise.kinds else []
+    if "accelerator-idle" in exercise.kinds:
+        from workshop.check.rules_zero import accelerator
+
+        found += accelerator(whole)
     found += rules.main_findings(whole, exercise=True, expected_accumulation=accumulate)
     verdict.findings = ordered(verdict, found)
     if rules.ending(whole) or any(finding.kind in BLOCKING for finding in found):
         return
-    if runs.has("--snapshot"):
+    if runs.has("--snapshot") or runs.has("--folder"):
         found += _in_two_parts(runs, whole, accumulate)
     single = runs.run(nproc=1, epochs=1, batch=BATCH * runs.nproc * accumulate)
     if rules.has_batchnorm(whole):

@@ -9,6 +9,7 @@ import atexit
 import ctypes
 import gc
 import importlib
+import importlib.util
 import multiprocessing
 import multiprocessing.context
 import os
@@ -217,7 +218,7 @@ def _environment(scratch: Path, on_cpu: bool) -> None:
     for name in ("XDG_CACHE_HOME", "XDG_CONFIG_HOME", "MPLCONFIGDIR", "TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR"):
         os.environ[name] = str(scratch / "tmp")  # what libraries keep, where the program may write
     if on_cpu:
-        os.environ.update(CUDA_VISIBLE_DEVICES="", HIP_VISIBLE_DEVICES="")
+        os.environ.update(CUDA_VISIBLE_DEVICES="", HIP_VISIBLE_DEVICES="", DS_ACCELERATOR="cpu")
 
 
 def _ranks(script, arguments, nproc, scratch, folder, nodes, devices, fails, dies) -> int:
@@ -325,13 +326,17 @@ _digits = {}  # what prepare() has read: True: the training part, False: the tes
 _recorders = []  # of this process: empty but in a process that runs a checked program
 
 
-def prepare(script: Path | None = None) -> None:
+def prepare(script: Path | None = None, on_cpu: bool = True) -> None:
     """Read the digits and import what programs import, once; the forked processes have it then."""
     for name in re.findall(
         r"^(?:import|from) ((?:pytorch_)?lightning)\b", script.read_text() if script else "", re.MULTILINE
     ):
         importlib.import_module(f"{name}.pytorch" if name == "lightning" else name)
     torch.set_num_threads(1)
+    if script and "import deepspeed" in script.read_text() and importlib.util.find_spec("deepspeed"):
+        if on_cpu:
+            os.environ["DS_ACCELERATOR"] = "cpu"  # it chooses when it is imported
+        import deepspeed  # noqa: F401 - takes four seconds
     if script and "transformers" in script.read_text():
         from transformers.models.llama import LlamaForCausalLM  # noqa: F401
         from transformers.utils.logging import disable_progress_bar

@@ -83,6 +83,7 @@ class Recorder:
         self.quiet = 0  # inside a call of torch that itself calls what is recorded
         self.in_collective = 0
         self.in_backward = False
+        self.starting = False  # whether a library starts that leaves files of its own; for stage 05
         self.fails = False  # whether it is to raise an exception in its third step
         self.dies = False  # whether it is to die in the step after its first snapshot
         self.saved = False
@@ -198,7 +199,12 @@ def install(recorder: Recorder) -> None:
     _reports(recorder)
     for name in LIGHTNING & sys.modules.keys():
         _lightning(recorder, sys.modules[name])
-    if "transformers" in Path(recorder.script).read_text():
+    text = Path(recorder.script).read_text()
+    if "deepspeed" in text or "accelerate" in text:
+        from workshop.check import recorder_zero
+
+        recorder_zero.install(recorder, text)
+    if "transformers" in text:
         from workshop.check import recorder_fsdp
 
         recorder_fsdp.install(recorder)
@@ -685,7 +691,7 @@ def _files(r: Recorder) -> None:
             r.note("outside", path=path, where=r.where())
             raise PermissionError(13, "workshop check: writing outside of the run's folder is not allowed", path)
         caches = os.path.join(scratch, "tmp") + os.sep
-        if path.startswith(scratch + os.sep) and not path.startswith(caches) and how != "os.mkdir":
+        if path.startswith(scratch + os.sep) and not path.startswith(caches) and how != "os.mkdir" and not r.starting:
             r.note("write", path=path, how=how, where=r.where())
 
     sys.addaudithook(audit)
@@ -831,6 +837,8 @@ def _truth(r: Recorder) -> dict:
     """Accuracy and macro F1 of the model over the whole test set, computed here and now; or "failed": why there are none."""
     if r.test_set is None or r.model is None:
         return {"failed": "no test set of load_dataset(), or no model, was seen"}
+    if any(hasattr(parameter, "ds_id") for parameter in r.model.parameters()):
+        return {"failed": "with ZeRO-3 no process can compute alone"}
     r.quiet += 1
     was_training = r.model.training
     try:

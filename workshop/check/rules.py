@@ -1057,7 +1057,15 @@ def snapshots(run: Run, epochs: int | None) -> list[Finding]:
     moved = {what["source"] for process in run.processes for what in process.of("rename")}
     counts = Counter((process.pid, what["path"]) for process, what in saves)
     for process, what in saves:
-        if not what.get("whole") and what["path"] not in moved and counts[process.pid, what["path"]] > 1:
+        in_folder = any(
+            what["path"].startswith(source + "/") for source in moved
+        )  # that got its name when it was whole
+        if (
+            not what.get("whole")
+            and what["path"] not in moved
+            and not in_folder
+            and counts[process.pid, what["path"]] > 1
+        ):
             return [
                 Finding(
                     "snapshot-torn",

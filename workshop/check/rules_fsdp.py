@@ -75,7 +75,7 @@ def plain_loss(model: Path, data: Path) -> float:
 
 
 @contextmanager
-def _environment(**settings: str):
+def environment(**settings: str):
     """Set environment variables in a with-block: for this process, and for those that it forks."""
     before = {name: os.environ.get(name) for name in settings}
     os.environ.update(settings)
@@ -128,7 +128,7 @@ def check_sharded(verdict, runs) -> None:
         runs: the judge's runs.
     """
     # (Tokenizers warn at each fork if they have computed in several threads.)
-    with _environment(WORKSHOP_DATA=str(runs.place / "data"), TOKENIZERS_PARALLELISM="false"):
+    with environment(WORKSHOP_DATA=str(runs.place / "data"), TOKENIZERS_PARALLELISM="false"):
         _check(verdict, runs)
     gc.collect()
 
