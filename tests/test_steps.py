@@ -1,11 +1,11 @@
 """One step is one idea: how many lines change from each script to the next, and how long each is."""
 
 import ast
-import difflib
 
 import pytest
 
 import runs
+from workshop.measure.strategies import changed_lines
 
 FAST = runs.ROOT / "solutions" / "01_single_gpu" / "exercise1_fast_single_gpu.py"
 STEPS = [
@@ -26,19 +26,6 @@ LANGUAGE_STEPS = [
     (FSDP, SOLUTIONS / "exercise3_fit_the_model.py", 42),
     (GIVEN / "finetune_ddp.py", GIVEN / "lora.py", 25),
 ]
-
-
-def code(path) -> list[str]:
-    """The script's lines, without its docstring (the commands differ in each) and without blank lines."""
-    text = path.read_text()
-    body = text.splitlines()[ast.parse(text).body[0].end_lineno :]
-    return [line for line in body if line.strip()]
-
-
-def changed_lines(before, after) -> int:
-    """How many lines change: in each place the larger of what goes and what comes, as a reader of the diff counts them."""
-    blocks = difflib.SequenceMatcher(None, code(before), code(after), autojunk=False).get_opcodes()
-    return sum(max(old_end - old, new_end - new) for kind, old, old_end, new, new_end in blocks if kind != "equal")
 
 
 @pytest.mark.parametrize(("before", "after"), STEPS, ids=lambda path: path.stem)

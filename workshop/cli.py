@@ -30,6 +30,18 @@ def tour(stages, epochs, output) -> None:
 
 
 @app.command()
+@click.option("--steps", type=click.IntRange(min=4), default=20, show_default=True, help="Of each training.")
+@click.option("--dtype", type=click.Choice(["float32", "float64"]), default="float32", show_default=True)
+@click.option("--processes", type=click.Choice(["2", "4", "8"]), default="2", show_default=True)
+@click.option("--output", metavar="FOLDER", help="Where picture, figures and page go.  [default: runs/strategies]")
+def strategies(steps, dtype, processes, output) -> None:
+    """One training under every strategy: the same losses, what each costs, and which to use."""
+    from workshop.measure.strategies import run_strategies
+
+    sys.exit(run_strategies(steps, dtype, int(processes), output))
+
+
+@app.command()
 @click.option(
     "--port", type=click.IntRange(min=1, max=65535), help="Where it listens.  [default: 8888, or the next free one]"
 )

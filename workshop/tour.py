@@ -17,6 +17,7 @@ from workshop.finetuning import read_training
 from workshop.measure.launch import first_failure, launch, torchrun
 from workshop.measure.log import read_log
 from workshop.measure.machine import machine
+from workshop.measure.strategies import run_strategies
 from workshop.repository import require_stages
 
 GLOBAL_BATCH = 128
@@ -61,6 +62,7 @@ ENTRIES = (
     Entry("04", "DDP", _torchrun("04_model_parallel_with_fsdp/finetune_ddp.py"), language=True),
     Entry("04", "FSDP", _torchrun("solutions/04_model_parallel_with_fsdp/exercise1_fsdp_codellama.py"), language=True),
 )
+EVERY_STRATEGY = "05"  # the stage with which one training is compared under every strategy
 STEPS = 10  # of the language model for each epoch of the images
 SEQUENCES = 8  # at least, in its global batches
 
@@ -69,18 +71,19 @@ def run_tour(stages: str = "", epochs: int = 4, output: str | None = None) -> in
     """Run the tour and return its exit status: 0 if every run trained, else 1.
 
     Args:
-        stages: the stages' numbers, separated by commas; "" for all.
+        stages: the stages' numbers, separated by commas; "" for all. Stage 05 is one training under every strategy.
         epochs: passes over the training set in each run.
-        output: the folder for tour.json, tour.png and the runs' snapshots and logs; None for runs/tour in the repository.
+        output: the folder for tour.json, tour.png and the runs' snapshots and logs; None for runs/tour in the repository. What
+            belongs to stage 05 goes into its folder strategies.
 
     Raises:
         UserError: a stage is unknown, or the folder cannot be written.
     """
     from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
     root = require_stages()
-    entries = _chosen(stages)
+    chosen = _chosen(stages)
+    entries = [entry for entry in ENTRIES if entry.stage in chosen]
     folder = Path(output).absolute() if output else root / "runs" / "tour"
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -88,6 +91,18 @@ def run_tour(stages: str = "", epochs: int = 4, output: str | None = None) -> in
     except OSError as error:
         raise UserError(f"cannot write into {folder} ({error.strerror}); choose a folder with --output") from error
     console = Console()
+    status = _run_entries(entries, epochs, root, folder, console) if entries else 0
+    if EVERY_STRATEGY in chosen:
+        processes = max(number for number in (2, 4, 8) if number <= max(2, process_counts()[-1] if _gpus() else 2))
+        console.print()
+        status = run_strategies(processes=processes, output=str(folder / "strategies")) or status
+    return status
+
+
+def _run_entries(entries: list[Entry], epochs: int, root: Path, folder: Path, console) -> int:
+    """Run the programs, show and write what they have done; return 0 if every one trained, else 1."""
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
     counts = process_counts()
     batch = math.lcm(*counts) * math.ceil(GLOBAL_BATCH / math.lcm(*counts))
     plan = [(entry, count) for entry in entries for count in (counts if entry.scales else [1])]
@@ -165,20 +180,24 @@ def _language(results: list[dict]) -> list[dict]:
     return [result for result in results if result["language"]]
 
 
-def _chosen(stages: str) -> list[Entry]:
-    known = sorted({entry.stage for entry in ENTRIES})
+def _chosen(stages: str) -> list[str]:
+    known = sorted({entry.stage for entry in ENTRIES} | {EVERY_STRATEGY})
     wanted = [stage.strip() for stage in stages.split(",") if stage.strip()] or known
     for stage in wanted:
         if stage not in known:
             raise UserError(f"--stages {stages}: there is no stage '{stage}'; choose from: {', '.join(known)}")
-    return [entry for entry in ENTRIES if entry.stage in wanted]
+    return wanted
+
+
+def _gpus() -> int:
+    import torch
+
+    return torch.accelerator.device_count() if torch.accelerator.is_available() else 0
 
 
 def process_counts() -> list[int]:
     """1, 2, 4, ... processes: up to the number of accelerators; on the CPU up to the number of cores, at least 2, at most 4."""
-    import torch
-
-    accelerators = torch.accelerator.device_count() if torch.accelerator.is_available() else 0
+    accelerators = _gpus()
     if accelerators > 1:
         largest = accelerators
     else:

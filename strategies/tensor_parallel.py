@@ -1,0 +1,51 @@
+"""The training of one_process.py by tensor parallelism: each matrix is cut, and all processes see the whole batch.
+
+Run it:  torchrun --standalone --nproc-per-node=2 strategies/tensor_parallel.py --steps 20
+"""
+
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+from workshop.strategies import Report, choose_device, load_batches, load_model, loss_of, parse_arguments
+
+# By columns, then by rows: only at the end of each pair the processes add up their results. See stage 04's tensor_parallel.py.
+PLAN = {
+    "self_attn.q_proj": ColwiseParallel(),
+    "self_attn.k_proj": ColwiseParallel(),
+    "self_attn.v_proj": ColwiseParallel(),
+    "self_attn.o_proj": RowwiseParallel(),
+    "mlp.gate_proj": ColwiseParallel(),
+    "mlp.up_proj": ColwiseParallel(),
+    "mlp.down_proj": RowwiseParallel(),
+}
+
+
+def main():
+    args = parse_arguments(__doc__)
+    device = choose_device()
+    dist.init_process_group(dist.get_default_backend_for_device(device))
+    train(device, args)
+    dist.destroy_process_group()
+
+
+def train(device, args):
+    model = load_model(args).to(device)
+    mesh = init_device_mesh(device.type, (dist.get_world_size(),))
+    for layer in model.model.layers:
+        parallelize_module(layer, mesh, PLAN)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    report = Report(args, device)
+    for batch in load_batches(args):
+        loss = loss_of(model, batch.to(device))
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        report.step(loss)
+    report.end(get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True)))
+
+
+if __name__ == "__main__":
+    main()

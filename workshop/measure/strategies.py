@@ -1,0 +1,341 @@
+"""``workshop strategies``: one training under every strategy, what each of them costs, and which one to use.
+
+The programs in ``strategies/`` train the same model on the same global batches; each reports its losses, its time, the tensors
+that a process holds and the bytes that it sends. From that come a picture, a table, and a page with the rules of choice.
+"""
+
+import ast
+import difflib
+import importlib.util
+import json
+import os
+import shutil
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from workshop.errors import UserError
+from workshop.measure.launch import first_failure, launch, torchrun
+from workshop.measure.machine import machine
+from workshop.repository import ROOT, require_stages
+
+FOLDER = "strategies"
+MIB = 2**20
+
+
+@dataclass(frozen=True)
+class Strategy:
+    """A way to train.
+
+    Attributes:
+        name: what tables call it.
+        script: in ``strategies/``.
+        options: of the script.
+        before: the script that it is compared with; "" for the first.
+        package: that has to be installed for it.
+        in_float64: whether everything is computed in float64 when that is asked for. (ZeRO keeps the weights that it changes
+            in float32.)
+    """
+
+    name: str
+    script: str
+    options: tuple[str, ...] = ()
+    before: str = "one_process.py"
+    package: str = "torch"
+    in_float64: bool = True
+
+    def command(self, processes: int) -> list[str]:
+        path = str(Path(FOLDER) / self.script)
+        if not self.before:
+            return [sys.executable, path]
+        if self.script == "ddp_spawn.py":
+            return [sys.executable, path, f"--nproc={processes}"]
+        return [*torchrun(processes), path, *self.options]
+
+
+STRATEGIES = (
+    Strategy("one process", "one_process.py", before=""),
+    Strategy("DDP, mp.spawn", "ddp_spawn.py"),
+    Strategy("DDP, torchrun", "ddp_torchrun.py"),
+    Strategy("Lightning (DDP)", "ddp_lightning.py", package="lightning"),
+    Strategy("Accelerate (DDP)", "ddp_accelerate.py", package="accelerate"),
+    Strategy("ZeRO-1", "zero.py", ("--stage=1",), package="deepspeed", in_float64=False),
+    Strategy("ZeRO-2", "zero.py", ("--stage=2",), package="deepspeed", in_float64=False),
+    Strategy("ZeRO-3", "zero.py", ("--stage=3",), package="deepspeed", in_float64=False),
+    Strategy("FSDP2", "fsdp.py"),
+    Strategy("tensor parallel", "tensor_parallel.py"),
+)
+
+
+def run_strategies(steps: int = 20, dtype: str = "float32", processes: int = 2, output: str | None = None) -> int:
+    """Run all of them, print the table, write picture, figures and page; return 0 if every one trained, else 1.
+
+    Args:
+        steps: of each training.
+        dtype: "float32" or "float64".
+        processes: 2, 4 or 8; the first strategy takes one.
+        output: the folder for strategies.json, strategies.png, which.md and the runs; None for runs/strategies in the repository.
+
+    Raises:
+        UserError: the folder cannot be written.
+    """
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    root = require_stages()
+    folder = Path(output).absolute() if output else root / "runs" / "strategies"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "strategies.json").unlink(missing_ok=True)
+    except OSError as error:
+        raise UserError(f"cannot write into {folder} ({error.strerror}); choose a folder with --output") from error
+    console = Console()
+    console.print(
+        f"The tiny CodeLlama, {steps} steps in {dtype}, by {len(STRATEGIES)} strategies on {processes} processes",
+        highlight=False,
+    )
+    rows = []
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, TextColumn("{task.fields[note]}"), console=console) as progress:
+        bars = [progress.add_task(each.name, total=steps, start=False, note="") for each in STRATEGIES]
+        for bar, strategy in zip(bars, STRATEGIES, strict=True):
+            progress.start_task(bar)
+
+            def on_line(line, bar=bar):
+                if line.startswith("step "):
+                    progress.update(bar, completed=int(line[5:].partition("/")[0]))
+
+            rows.append(run_one(strategy, folder, steps, dtype, processes, on_line))
+            progress.stop_task(bar)
+            note = "[bold red]failed" if rows[-1]["failure"] else rows[-1]["missing"]
+            progress.update(bar, note=note)
+    summary = {
+        "machine": machine(),
+        "command": "workshop " + " ".join(sys.argv[1:]),
+        "steps": steps,
+        "dtype": dtype,
+        "processes": processes,
+        "runs": rows,
+    }
+    draw(folder / "strategies.png", summary)
+    (folder / "which.md").write_text(page(summary))
+    temporary = folder / "strategies.json.tmp"
+    temporary.write_text(json.dumps(summary, indent=1))
+    os.replace(temporary, folder / "strategies.json")
+    _show(console, folder, summary)
+    return 1 if any(row["failure"] for row in rows) else 0
+
+
+def run_one(
+    strategy: Strategy, folder: Path, steps: int, dtype: str, processes: int, on_line: Callable[[str], None]
+) -> dict:
+    """Run a strategy, and return its row.
+
+    Args:
+        strategy: which.
+        folder: for the run's own folder; that of "one process" has to be there already for any other.
+        steps, dtype, processes: as for ``run_strategies``.
+        on_line: called with each line of its output.
+
+    Returns:
+        Its ``name``; ``missing``: the package that is not installed, or ""; ``failure``: why it failed, or ""; ``lines``: how
+        many lines differ from ``before``. If it trained, also what ``workshop.strategies.Report`` writes, and how far its losses
+        (``loss_difference``) and final weights (``weight_difference``) are from those of one process.
+    """
+    lines = changed_lines(ROOT / FOLDER / strategy.before, ROOT / FOLDER / strategy.script) if strategy.before else 0
+    row = {"name": strategy.name, "missing": "", "failure": "", "lines": lines, "before": strategy.before}
+    if importlib.util.find_spec(strategy.package) is None:
+        return row | {"missing": f"{strategy.package} is not installed"}
+    place = folder / strategy.name.lower().replace(" ", "-").replace(",", "").replace("(", "").replace(")", "")
+    shutil.rmtree(place, ignore_errors=True)  # an earlier run's report would be taken for this one's
+    place.mkdir()
+    # One thread a process: on a CPU a process then stands for a device.
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PET_LOG_DIR": str(place / "torchrun")}
+    environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), environment.get("PYTHONPATH")]))
+    command = [*strategy.command(processes), f"--steps={steps}", f"--dtype={dtype}", f"--output={place}"]
+    outcome = launch(command, environment, ROOT, on_line)
+    (place / "output.txt").write_text(outcome.output)
+    if outcome.status != 0:
+        return row | {"failure": first_failure(outcome, place / "torchrun")}
+    row |= json.loads((place / "report.json").read_text()) | {"seconds": outcome.seconds}
+    if strategy.before:
+        row |= _differences(row, place, folder / "one-process")
+    return row
+
+
+def _differences(row: dict, place: Path, reference: Path) -> dict:
+    import torch
+
+    if not (reference / "report.json").is_file():
+        return {"loss_difference": None, "weight_difference": None}
+    losses = json.loads((reference / "report.json").read_text())["losses"]
+    own, theirs = (torch.load(path / "weights.pt", weights_only=True) for path in (place, reference))
+    if own.keys() != theirs.keys():
+        return {"failure": "the weights that it ends with have other names than those of one process"}
+    return {
+        "loss_difference": max(abs(one - other) for one, other in zip(row["losses"], losses, strict=True)),
+        "weight_difference": max((own[name] - theirs[name]).abs().max().item() for name in own),
+    }
+
+
+def code(path: Path) -> list[str]:
+    """A script's lines, without its docstring (the commands differ in each) and without blank lines."""
+    text = path.read_text()
+    body = text.splitlines()[ast.parse(text).body[0].end_lineno :]
+    return [line for line in body if line.strip()]
+
+
+def changed_lines(before: Path, after: Path) -> int:
+    """How many lines change: in each place the larger of what goes and what comes, as a reader of the diff counts them."""
+    blocks = difflib.SequenceMatcher(None, code(before), code(after), autojunk=False).get_opcodes()
+    return sum(max(old_end - old, new_end - new) for kind, old, old_end, new, new_end in blocks if kind != "equal")
+
+
+def trained(summary: dict) -> list[dict]:
+    """The rows of those that trained."""
+    return [row for row in summary["runs"] if not row["failure"] and not row["missing"]]
+
+
+def cells(row: dict) -> list[str]:
+    """A row of the table as texts: name, tokens/s, MiB held, MiB sent, lines, differences of losses and weights."""
+    if row["missing"] or row["failure"]:
+        return [row["name"], row["missing"] or "failed", "", "", "", "", ""]
+    differences = [f"{row[name]:.0e}" if name in row else "" for name in ("loss_difference", "weight_difference")]
+    return [
+        row["name"],
+        f"{row['tokens_per_second']:,.0f}",
+        f"{row['memory'] / MIB:.0f}",
+        f"{row['sent'] / MIB:.0f}",
+        str(row["lines"]),
+        *differences,
+    ]
+
+
+COLUMNS = ("strategy", "tokens/s", "MiB held", "MiB sent", "lines", "losses", "weights")
+LEGEND = (
+    "MiB held: tensors in each process after the optimizer's step (on a GPU the allocator's peak). MiB sent: by each process, "
+    "in each step, by nccl-tests' formulas. Lines: changed from one_process.py. Losses, weights: the largest difference from "
+    "one process."
+)
+
+
+def _show(console, folder: Path, summary: dict) -> None:
+    from rich.table import Table
+
+    table = Table(box=None, padding=(0, 1), pad_edge=False, header_style="bold")
+    for number, column in enumerate(COLUMNS):
+        table.add_column(column, justify="right" if number else "left", no_wrap=True)
+    for row in summary["runs"]:
+        table.add_row(*cells(row))
+    console.print()
+    console.print(table)
+    console.print(LEGEND, highlight=False)
+    for row in summary["runs"]:
+        if row["failure"]:
+            console.print(f"\n[bold red]{row['name']} failed:", highlight=False)
+            console.print(row["failure"], markup=False, highlight=False, soft_wrap=True)
+    console.print(
+        f"Which should I use? {folder / 'which.md'}; picture: strategies.png", highlight=False, soft_wrap=True
+    )
+
+
+def draw(path: Path, summary: dict) -> None:
+    """Draw the curves on each other, how far they are apart, and the costs."""
+    import matplotlib
+
+    matplotlib.use("Agg")  # draws into files; needs no screen
+    import matplotlib.pyplot as plt
+
+    from workshop.measure.plots import COLOURS
+
+    rows = trained(summary)
+    figure, ((curves, speed), (apart, cost)) = plt.subplots(
+        2, 2, figsize=(13, 9), facecolor="white", layout="constrained"
+    )
+    where = " and ".join(sorted({row["device"] for row in rows})) or "no run succeeded"
+    setting = f"{where}, {summary['processes']} processes, {summary['dtype']}, torch {summary['machine']['torch']}"
+    figure.suptitle(f"One training, every strategy ({setting})")
+    styles = ("-", "--", ":")
+    for index, row in enumerate(rows):
+        look = {
+            "color": COLOURS[index % len(COLOURS)],
+            "linestyle": styles[index // len(COLOURS)],
+            "label": row["name"],
+        }
+        steps = range(1, len(row["losses"]) + 1)
+        # Curves that agree lie on each other: the first is the widest, so that each one behind still shows at the edges.
+        curves.plot(steps, row["losses"], linewidth=1.5 + 1.6 * (len(rows) - 1 - index), **look)
+        if "loss_difference" in row and rows[0]["name"] == "one process":
+            differences = [abs(a - b) for a, b in zip(row["losses"], rows[0]["losses"], strict=True)]
+            # On a logarithmic scale there is no place for those that are equal bit for bit.
+            apart.plot(steps, [each or float("nan") for each in differences], linewidth=1.5, marker=".", **look)
+    curves.set(xlabel="step", ylabel="loss (mean over the global batch)", title="Same global batches: one loss curve")
+    curves.legend(fontsize=8)
+    apart.set(xlabel="step", ylabel="distance from one process", title="How far apart: the order of sums", yscale="log")
+    names, places = [row["name"] for row in rows], range(len(rows))
+    bars = speed.barh(places, [row["tokens_per_second"] for row in rows], color=COLOURS[0])
+    speed.bar_label(bars, fmt="{:,.0f}", padding=3, fontsize=8)
+    speed.set(xlabel="tokens/s, all processes together", title="Speed")
+    held = cost.barh([place - 0.2 for place in places], [row["memory"] / MIB for row in rows], 0.4, color=COLOURS[2])
+    sent = cost.barh([place + 0.2 for place in places], [row["sent"] / MIB for row in rows], 0.4, color=COLOURS[1])
+    for bars, label in ((held, "held by each process"), (sent, "sent by each process in a step")):
+        bars.set_label(label)
+        cost.bar_label(bars, fmt="{:,.0f}", padding=3, fontsize=8)
+    cost.set(xlabel="MiB", title="Memory and messages")
+    cost.legend(loc="lower right", fontsize=8)
+    for axes in (speed, cost):
+        axes.set_yticks(places, names)
+        axes.invert_yaxis()
+        axes.margins(x=0.15)
+    for axes in (curves, apart, speed, cost):
+        axes.spines[["top", "right"]].set_visible(False)
+    figure.savefig(path, dpi=110)
+    plt.close(figure)
+
+
+def page(summary: dict) -> str:
+    """The page "Which should I use?", in Markdown: the rules, with what was measured."""
+    rows = {row["name"]: row for row in trained(summary)}
+    found = summary["machine"]
+    devices = (
+        ", ".join(sorted(set(found["gpus"]))) if any(row["device"] != "cpu" for row in rows.values()) else "the CPU"
+    )
+    lines = [
+        "# Which should I use?",
+        "",
+        f"Measured on {devices} ({found['processor']}, {found['cores']} cores, torch {found['torch']}): the tiny CodeLlama, "
+        f"{summary['steps']} steps in {summary['dtype']}, {summary['processes']} processes, by `{summary['command']}`.",
+        "",
+        "| " + " | ".join(COLUMNS) + " |",
+        "|---|" + "---:|" * (len(COLUMNS) - 1),
+        *("| " + " | ".join(cells(row)) + " |" for row in summary["runs"]),
+        "",
+        LEGEND,
+        "",
+    ]
+    if {"one process", "DDP, torchrun", "FSDP2", "tensor parallel"} <= rows.keys():
+        lines += [*_readings(rows), ""]
+    return "\n".join(lines) + (ROOT / FOLDER / "RULES.md").read_text()
+
+
+def _readings(rows: dict) -> list[str]:
+    """What the figures say, in sentences; each holds on the machine that they are from."""
+    one, ddp, fsdp, tensor = (rows[name] for name in ("one process", "DDP, torchrun", "FSDP2", "tensor parallel"))
+
+    def times(what: str, row: dict, other: dict) -> str:
+        return f"{row[what] / other[what]:.2f} times"
+
+    zero = f"; ZeRO-3 {times('tokens_per_second', rows['ZeRO-3'], ddp)}" if "ZeRO-3" in rows else ""
+    largest = max(row["loss_difference"] for row in rows.values() if "loss_difference" in row)
+    return [
+        "## What these figures say",
+        "",
+        f"- DDP with {ddp['processes']} processes is {times('tokens_per_second', ddp, one)} as fast as one process, and each of "
+        f"its processes holds {times('memory', ddp, one)} what that one holds.",
+        f"- FSDP2 holds {times('memory', fsdp, one)} as much, sends {times('sent', fsdp, ddp)} what DDP sends, and is "
+        f"{times('tokens_per_second', fsdp, ddp)} as fast as DDP{zero}.",
+        f"- Tensor parallelism sends {tensor['sent'] / MIB:.0f} MiB in a step with 512 tokens. That grows with the batch; what "
+        "DDP, FSDP and ZeRO send does not.",
+        f"- All losses are within {largest:.0e} of those of one process: only the costs differ.",
+    ]
