@@ -119,6 +119,22 @@ def test_a_language_model_is_on_the_curve_of_stage_04(data, tmp_path):
 
 
 @pytest.mark.full
+def test_a_vision_transformer_is_on_the_curve_of_train_at_scale(tmp_path):
+    options = ["--steps", 4, "--batch-size", 2, "--image-size", 64, "--output", "figures.json"]
+    curves = []
+    for program in (
+        [runs.ROOT / "slurm-multinode" / "train_at_scale.py", "--model", "vit_b_16"],
+        [STAGE / "zero_vit.py", "--config", STAGE / "zero3.json"],
+    ):
+        done = runs.run([*launcher(2), *program, *options], tmp_path, timeout=400, TEST_PATCH="float32")
+        assert done.returncode == 0, done.stdout + done.stderr
+        curves.append(json.loads((tmp_path / "figures.json").read_text())["losses"])
+    assert len(curves[0]) == 4
+    assert curves[1] == pytest.approx(curves[0], abs=1e-3)
+    assert curves[1][-1] != pytest.approx(curves[1][0], abs=0.05)
+
+
+@pytest.mark.full
 @pytest.mark.parametrize("script", [ZERO, ACCELERATE])
 def test_as_delivered_it_is_stage_02(script, torchrun, tmp_path):
     trained(STAGE / script, tmp_path, epochs=1)

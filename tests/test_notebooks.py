@@ -39,6 +39,8 @@ def copy(tmp_path, monkeypatch):
     for name in (*solutions.STAGES, "solutions", "workshop"):
         shutil.copytree(runs.ROOT / name, tmp_path / name, ignore=shutil.ignore_patterns("runs", "__pycache__"))
     shutil.copy2(runs.ROOT / "workshop.sh", tmp_path)
+    (tmp_path / "results").mkdir()
+    shutil.copy2(runs.ROOT / "results" / "which-2-cores.md", tmp_path / "results")
     changes = {"PYTHONPATH": tmp_path, "JUPYTER_PLATFORM_DIRS": 1, "IPYTHONDIR": tmp_path / "ipython"}
     changes |= {"WORKSHOP_PROGRESS": tmp_path / "progress.json", "WORKSHOP_PYTHON": None, "OMP_NUM_THREADS": None}
     environment = runs.environment(**changes)
@@ -158,6 +160,28 @@ def judge_04(notebook):
     assert any("rank 2: shares a copy with [2, 3], holds the same as [0, 2]" in picture for picture in shown), shown
 
 
+def judge_05(notebook):
+    for cell, epochs in (
+        ("run-same", 3),
+        ("run-silent", 3),
+        ("run-parts", 1),
+        ("run-deepspeed", 1),
+        ("run-accelerate", 3),
+    ):
+        assert f"epoch {epochs}/{epochs} |" in text(notebook, cell), cell
+    assert "DeepSpeed knows no key 'zero_optimisation'" in text(notebook, "run-unknown")
+    assert "zero_pp_rank_1_mp_rank_00_optim_states.pt" in text(notebook, "run-parts")
+    assert "All keys matched" in text(notebook, "load-whole")
+    assert sorted(re.findall(r"process \d of \d", text(notebook, "run-launch-trap"))) == [
+        "process 0 of 1",
+        "process 0 of 2",
+        "process 1 of 2",
+    ]
+    if not runs.NO_CLUSTER:
+        assert "training on cpu from epoch 1: 4 processes" in text(notebook, "run-job")
+    assert len(pictures(notebook)) == 4
+
+
 @pytest.mark.parametrize(
     ("stage", "judge"),
     [
@@ -165,8 +189,9 @@ def judge_04(notebook):
         ("02_pytorch_ddp", judge_02),
         pytest.param("03_pytorch_lightning", judge_03, marks=pytest.mark.full),
         pytest.param("04_model_parallel_with_fsdp", judge_04, marks=pytest.mark.full),
+        pytest.param("05_deepspeed", judge_05, marks=pytest.mark.full),
     ],
-    ids=["01", "02", "03", "04"],
+    ids=["01", "02", "03", "04", "05"],
 )
 def test_as_delivered(stage, judge, copy):
     """Before anybody has solved an exercise of it."""
@@ -185,8 +210,9 @@ def test_as_delivered(stage, judge, copy):
         pytest.param("02_pytorch_ddp", judge_02, marks=pytest.mark.full),
         pytest.param("03_pytorch_lightning", judge_03, marks=pytest.mark.full),
         pytest.param("04_model_parallel_with_fsdp", judge_04, marks=pytest.mark.full),
+        pytest.param("05_deepspeed", judge_05, marks=pytest.mark.full),
     ],
-    ids=["01", "02", "03", "04"],
+    ids=["01", "02", "03", "04", "05"],
 )
 def test_solved(stage, judge, copy):
     solve(copy)
@@ -207,6 +233,12 @@ def test_solved(stage, judge, copy):
         assert text(notebook, "run-session").startswith("status 0\n")
         if not runs.NO_CLUSTER:
             assert "training on cpu from epoch 1: 4 processes" in text(notebook, "run-job")
+    if stage == "05_deepspeed":
+        logs = [runs.read_log(copy / stage / "runs" / name) for name in ("by_hand.pt", "engine/log", "zero3/log")]
+        by_hand, engine, zero3 = map(runs.losses, logs)
+        assert by_hand == engine == zero3
+        accelerated = runs.losses(runs.read_log(copy / stage / "runs" / "accelerated" / "log"))
+        assert accelerated == pytest.approx(by_hand, abs=1e-5)
 
 
 JUDGES = {
@@ -214,6 +246,7 @@ JUDGES = {
     "02_pytorch_ddp": judge_02,
     "03_pytorch_lightning": judge_03,
     "04_model_parallel_with_fsdp": judge_04,
+    "05_deepspeed": judge_05,
 }  # of slurm-multinode: in test_slurm_notebook.py
 
 

@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import logging
 import os
 import shutil
 import sys
@@ -30,6 +31,8 @@ def require_deepspeed() -> None:
         )
         sys.exit(2)
     take_own_ninja()
+    # It would say in each process that a CUDA compiler is there, and no GPU.
+    logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
     import torch
 
     local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE", 1))
@@ -50,10 +53,7 @@ def check_zero(parser, args) -> dict:
     """
     world_size = int(os.environ.get("WORLD_SIZE", 0))
     try:
-        config = read_config(args.config)
-        config["train_micro_batch_size_per_gpu"] = args.batch_size
-        check_config(config, args.config, world_size)
-        check_compiler()
+        config = load_config(args.config, args.batch_size, world_size)
         check_checkpoint(config, Path(args.folder), world_size)
         if args.export:
             require_writable(f"--export {args.export}", Path(args.export).absolute().parent)
@@ -61,6 +61,19 @@ def check_zero(parser, args) -> dict:
         parser.error(error)
     args.accumulate = config.get("gradient_accumulation_steps", 1)
     check_arguments(parser, args, world_size=world_size)
+    return config
+
+
+def load_config(path: str, batch_size: int, world_size: int) -> dict:
+    """DeepSpeed's configuration from a file, with ``batch_size`` samples a step on each process.
+
+    Raises:
+        UserError: it cannot be read, does not fit ``world_size`` processes, or DeepSpeed cannot start here.
+    """
+    config = read_config(path)
+    config["train_micro_batch_size_per_gpu"] = batch_size
+    check_config(config, path, world_size)
+    check_compiler()
     return config
 
 

@@ -12,26 +12,38 @@ from pathlib import Path
 
 from workshop.check import check, hint
 from workshop.finetuning import read_training
-from workshop.jupyter.pictures import show_bars, show_curves, show_losses
+from workshop.jupyter.pictures import show_bars, show_curves, show_losses, show_which
 from workshop.measure.log import read_log
 from workshop.repository import ROOT, python_path
 
-__all__ = ["ROOT", "check", "hint", "read_log", "read_training", "show_bars", "show_curves", "show_losses", "start"]
+__all__ = [
+    "ROOT",
+    "check",
+    "hint",
+    "read_log",
+    "read_training",
+    "show_bars",
+    "show_curves",
+    "show_losses",
+    "show_which",
+    "start",
+]
 
 NEEDED = 200_000_000  # bytes of free disk that the runs of a notebook write at most
 
 
-def start(folder: str, processes: int = 1) -> None:
+def start(folder: str, processes: int = 1, package: str = "torch") -> None:
     """Begin a notebook: look at this session, go to the notebook's folder, and make ``%%ranks`` known.
 
     Args:
         folder: the notebook's folder in the repository.
         processes: how many train at once in it; with fewer GPUs all of them train on the CPU, also for comparison.
+        package: an extra that it needs.
 
     Raises:
         SystemExit: something would fail later on; one sentence says what, and what to do. The cells below are not run.
     """
-    problem = _problem(ROOT / folder)
+    problem = _problem(ROOT / folder, package)
     if problem:
         raise SystemExit(problem)
     os.chdir(ROOT / folder)
@@ -61,10 +73,12 @@ def _gpus() -> int:
     return int(done.stdout.strip() or 0)
 
 
-def _problem(place: Path) -> str:
+def _problem(place: Path, package: str = "torch") -> str:
     """What is wrong with this session, in one sentence; "" if nothing is."""
     if importlib.util.find_spec("torch") is None:
         return f"{sys.executable} has no torch: choose the kernel 'Workshop', or start Jupyter with ./workshop.sh lab"
+    if importlib.util.find_spec(package) is None:
+        return f"This notebook needs {package}, an extra: pip install -e '.[{package}]' in {ROOT}, then restart the kernel."
     here = Path.cwd()
     if not place.is_dir():
         return f"There is no folder {place}: open the notebook in a complete copy of the workshop."

@@ -6,6 +6,7 @@ import io
 from collections.abc import Mapping, Sequence
 
 from workshop.measure.plots import COLOURS
+from workshop.repository import ROOT
 
 
 def show_figure(figure, text: str) -> None:
@@ -143,3 +144,12 @@ def show_bars(values: Mapping[str, float], unit: str, guesses: Mapping[str, floa
     text = ", ".join(f"{label} {value:,.4g}" for label, value in values.items())
     said = ", ".join(f"{label} {guess:,.4g}" for label, guess in guesses.items())
     show_figure(figure, f"Bars, in {unit}: {text}" + (f"; you had guessed {said}" if said else ""))
+
+
+def show_which() -> None:
+    """Show the page "Which should I use?": this machine's, if ``workshop tour`` or ``strategies`` ran; else a committed one."""
+    from IPython.display import Markdown, display
+
+    own = [path for path in (ROOT / "runs").glob("**/which.md") if path.parent.name == "strategies"]
+    newest = max(own, key=lambda path: path.stat().st_mtime, default=ROOT / "results" / "which-2-cores.md")
+    display(Markdown(newest.read_text()))

@@ -16,7 +16,14 @@ from rich.console import Console
 
 from workshop.repository import ROOT
 
-STAGES = ("01_single_gpu", "02_pytorch_ddp", "03_pytorch_lightning", "04_model_parallel_with_fsdp", "slurm-multinode")
+STAGES = (
+    "01_single_gpu",
+    "02_pytorch_ddp",
+    "03_pytorch_lightning",
+    "04_model_parallel_with_fsdp",
+    "05_deepspeed",
+    "slurm-multinode",
+)
 RUNG = re.compile(r"rung-([0-3])")
 ONLY_IN_THE_STAGE = {"left", "progress"}  # cells about a learner's own progress
 

@@ -1,0 +1,115 @@
+"""Train ViT-B/16 with DeepSpeed on images of ImageNet's shape: made on the device, or from a folder.
+It is the training of slurm-multinode/train_at_scale.py --model vit_b_16, without its measurements.
+
+One process:  torchrun --standalone --nproc-per-node=1 05_deepspeed/zero_vit.py
+N processes:  torchrun --standalone --nproc-per-node=4 05_deepspeed/zero_vit.py --config 05_deepspeed/zero2.json
+Slurm:        srun --ntasks=1 --gpus=4 --cpus-per-task=32 torchrun --standalone --nproc-per-node=4 zero_vit.py
+"""
+
+import gc
+import json
+import os
+import time
+from pathlib import Path
+
+from workshop.launcher import exit_with_launcher
+from workshop.zero import load_config, require_deepspeed
+
+exit_with_launcher()  # kill -9 on torchrun would leave this process training; before the slow imports
+require_deepspeed()  # one line where it is missing; and it is to take the CPU where there are fewer GPUs than processes
+
+import deepspeed
+import torch
+import torch.distributed as dist
+from torch.distributed.elastic.multiprocessing.errors import record
+from torch.nn import functional as F
+from torchvision.models import get_model
+
+from workshop.arguments import ArgumentParser, positive_int, require_writable
+from workshop.data.images import folder_batches, open_image_folder, synthetic_batches
+from workshop.errors import UserError
+from workshop.measure.machine import bf16_is_fast
+
+SEED = 42
+CONFIG = os.path.join(os.path.dirname(os.path.abspath(__file__)), "zero3.json")
+
+
+@record  # torchrun then shows the traceback of the rank that failed first
+def main():
+    args = parse_arguments()
+    device = choose_device(int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"]))
+    dist.init_process_group(dist.get_default_backend_for_device(device))
+    try:
+        train(device, args)
+    finally:
+        gc.collect()  # the engine holds on to the process group until Python frees it, in its own time: free it now
+        dist.destroy_process_group()
+
+
+def parse_arguments():
+    parser = ArgumentParser(description=__doc__.splitlines()[0])
+    # On a CPU a step with 64 images of ImageNet's size would take a minute.
+    batch_size, steps, size = (64, 100, 224) if torch.accelerator.is_available() else (4, 10, 64)
+    parser.add_argument("--config", default=CONFIG, help="DeepSpeed's configuration")
+    parser.add_argument("--data", help="folder with images in train/CLASS/; None: images made on the device")
+    parser.add_argument("--batch-size", type=positive_int, default=batch_size, help="images a step, on each process")
+    parser.add_argument("--steps", type=positive_int, default=steps)
+    parser.add_argument("--image-size", type=int, choices=[64, 128, 224], default=size, help="pixels of an edge")
+    parser.add_argument("--output", default="runs/zero_vit.json", help="JSON file for the losses")
+    args = parser.parse_args()
+    world_size = int(os.environ.get("WORLD_SIZE", 0))
+    try:
+        if world_size < 1:
+            raise UserError("torchrun has to start this: torchrun --standalone --nproc-per-node=2 zero_vit.py")
+        args.config = load_config(args.config, args.batch_size, world_size)
+        args.images = open_image_folder(args.data, args.image_size, args.batch_size * world_size) if args.data else None
+        require_writable(f"--output {args.output}", Path(args.output).absolute().parent)
+    except UserError as error:
+        parser.error(error)
+    return args
+
+
+def choose_device(local_rank, local_world_size):
+    # Without is_available() the CUDA build names "cuda" on a machine that has no GPU.
+    if torch.accelerator.is_available() and torch.accelerator.device_count() >= local_world_size:
+        torch.accelerator.set_device_index(local_rank)
+        return torch.accelerator.current_accelerator()
+    return torch.device("cpu")
+
+
+def train(device, args):
+    torch.manual_seed(SEED)  # the same first weights in every run
+    # (For a model that no process can hold: make it under deepspeed.zero.Init(), which gives each its part at once.)
+    model = get_model("vit_b_16", image_size=args.image_size).to(device)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+    precision = {"torch_autocast": {"enabled": bf16_is_fast(device), "dtype": "bfloat16"}}
+    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=args.config | precision)
+    if args.images:
+        batches = folder_batches(args.images, args.batch_size, device, SEED)
+    else:
+        batches = synthetic_batches(args.batch_size, args.image_size, device, SEED)
+
+    losses = torch.zeros(args.steps, device=device)
+    report_every, start = max(1, args.steps // 10), time.perf_counter()
+    for step in range(args.steps):
+        images, labels = next(batches)
+        loss = F.cross_entropy(engine(images), labels)
+        engine.backward(loss)
+        engine.step()
+        losses[step] = loss.detach()
+        if (step + 1) % report_every == 0:
+            mean = losses[step + 1 - report_every : step + 1].mean()
+            dist.all_reduce(mean, dist.ReduceOp.AVG)
+            mean, seconds = mean.item(), time.perf_counter() - start
+            if dist.get_rank() == 0:
+                rate = report_every * args.batch_size * dist.get_world_size() / seconds
+                print(f"step {step + 1}/{args.steps} | loss {mean:.4f} | {rate:,.1f} images/s", flush=True)
+            start = time.perf_counter()
+    dist.all_reduce(losses, dist.ReduceOp.AVG)
+    if dist.get_rank() == 0:
+        Path(args.output).parent.mkdir(parents=True, exist_ok=True)
+        Path(args.output).write_text(json.dumps({"processes": dist.get_world_size(), "losses": losses.tolist()}))
+
+
+if __name__ == "__main__":
+    main()

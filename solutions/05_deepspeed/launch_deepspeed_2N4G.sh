@@ -1,0 +1,40 @@
+#!/usr/bin/env bash
+# Train with DeepSpeed on 4 GPUs, 2 on each of two nodes:  sbatch launch_deepspeed_2N4G.sh --epochs 5 --config zero3.json
+#SBATCH --job-name=launch_deepspeed_2N4G
+#SBATCH --nodes=2
+#SBATCH --gpus-per-node=2
+#SBATCH --cpus-per-task=2            # for each process
+#SBATCH --ntasks-per-node=2          # one task for each GPU: Slurm starts the processes, and DeepSpeed needs no ssh
+#SBATCH --time=00:10:00
+#SBATCH --output=%x-%j.log           # name and number of the job
+
+set -euo pipefail
+source "${WORKSHOP_SITE:-/dev/null}" # modules, network and Python of this site: "workshop submit" names the file
+run=runs/$SLURM_JOB_NAME-$SLURM_JOB_ID # what the folder of its checkpoints is called
+
+# The processes meet on the first node of this job, at a port that no other job there has.
+MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
+MASTER_PORT=$((20000 + SLURM_JOB_ID % 10000))
+while (: <"/dev/tcp/$MASTER_ADDR/$MASTER_PORT") 2>/dev/null; do MASTER_PORT=$((MASTER_PORT + 1)); done # taken: the next
+srun getent hosts "$MASTER_ADDR" >/dev/null || { echo "a node of this job does not know $MASTER_ADDR by name" >&2 && exit 1; }
+WORLD_SIZE=$SLURM_NTASKS
+LOCAL_WORLD_SIZE=$SLURM_NTASKS_PER_NODE
+export MASTER_ADDR MASTER_PORT WORLD_SIZE LOCAL_WORLD_SIZE run
+echo "rendezvous at $MASTER_ADDR:$MASTER_PORT"
+
+export OMP_NUM_THREADS=$SLURM_CPUS_PER_TASK
+export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK # srun does not take it from above, and would give each task one core
+
+echo "job $SLURM_JOB_ID on $SLURM_JOB_NODELIST: $SLURM_GPUS_ON_NODE GPUs on a node, $OMP_NUM_THREADS cores for each"
+env | grep -E '^(NCCL|RCCL|FI|GLOO)_' || true # what steers the network: often nothing does
+
+# Should a rank fail: the error of the first one that did comes last in the log. (In the solutions it lies one folder further up.)
+trap '${PYTHON:-python} "$(ls ../{,../}slurm-multinode/first_failure.py 2>/dev/null | head -n 1)" "$run.logs"' ERR
+
+# Each task knows its own number, which is its rank. --kill-on-bad-exit: when one gives up, the others do not wait for it.
+mkdir -p "$run.logs"
+# shellcheck disable=SC2016 # the variables in '' are those of the task
+srun --kill-on-bad-exit=1 bash -c '
+    export RANK=$SLURM_PROCID LOCAL_RANK=$SLURM_LOCALID TORCHELASTIC_ERROR_FILE=$run.logs/error-$SLURM_PROCID.json
+    exec ${PYTHON:-python} "$@"' bash \
+    exercise1_deepspeed.py --folder "$run" "$@"
