@@ -14,6 +14,7 @@ STEPS = [exercise for exercise in EXERCISES if "find_the_bug" not in exercise.na
 WITH_RUNNER = [exercise for exercise in STEPS if exercise.runner]
 BUGS = [exercise for exercise in EXERCISES if "find_the_bug" in exercise.name]
 LANGUAGE = [exercise for exercise in EXERCISES if exercise.name.startswith("04_")]
+SLOW = [*LANGUAGE[1:], *(exercise for exercise in EXERCISES if exercise.name.endswith(("requeue.sh", "_deepspeed.py")))]
 GOALS = [(exercise, goal) for exercise in STEPS for goal in exercise.goals if goal != KEPT]
 
 
@@ -80,7 +81,7 @@ def test_a_bug_is_a_few_lines(exercise):
 
 @pytest.mark.parametrize(
     ("exercise", "goal"),
-    params(GOALS, lambda exercise, goal: "requeue" in exercise.name or exercise in LANGUAGE[1:]),
+    params(GOALS, lambda exercise, goal: exercise in SLOW),
     ids=name,
 )
 def test_with_only_this_todo_open_the_check_names_its_goal(exercise, goal, tmp_path):
@@ -93,9 +94,7 @@ def test_with_only_this_todo_open_the_check_names_its_goal(exercise, goal, tmp_p
 
 @pytest.mark.parametrize(
     ("exercise", "goal"),
-    params(
-        GOALS, lambda exercise, goal: exercise.launch == "slurm" or "cifar10" in exercise.name or exercise in LANGUAGE
-    ),
+    params(GOALS, lambda exercise, goal: not exercise.name.startswith("02_")),  # those of other stages: in the long run
     ids=name,
 )
 def test_it_runs_after_each_todo_and_the_goals_so_far_are_met(exercise, goal, tmp_path):
@@ -115,7 +114,9 @@ def test_as_delivered_the_check_names_goal_1(exercise):
     assert verdict.first_open == 1, seen(verdict)
 
 
-@pytest.mark.parametrize("exercise", params(EXERCISES, lambda exercise: "requeue" in exercise.name), ids=name)
+@pytest.mark.parametrize(
+    "exercise", params(EXERCISES, lambda exercise: "requeue" in exercise.name or exercise in LANGUAGE[1:]), ids=name
+)
 def test_the_solution_meets_all_goals(exercise):
     verdict = verdict_of(exercise.solution)
     assert verdict.findings == [], seen(verdict)
@@ -124,7 +125,10 @@ def test_the_solution_meets_all_goals(exercise):
 
 @pytest.mark.parametrize(
     "exercise",
-    [*WITH_RUNNER, *(pytest.param(bug, marks=pytest.mark.full) for bug in BUGS)],
+    [
+        pytest.param(each, marks=pytest.mark.full if each in (*LANGUAGE[1:], *BUGS) else [])
+        for each in [*WITH_RUNNER, *BUGS]
+    ],
     ids=lambda each: name(each),
 )
 def test_it_runs_as_delivered_with_its_runner(exercise, data, tmp_path):
@@ -143,6 +147,7 @@ def test_the_script_that_hangs_hangs_until_its_group_gives_up(tmp_path):
     assert Path(exercise.path).name in done.stderr
 
 
+@pytest.mark.full
 def test_accumulated_steps_equal_large_batches(tmp_path):
     """--accumulate 2 with half the batch: the curve of exercise 2, up to rounding."""
     script = runs.ROOT / "solutions/02_pytorch_ddp/exercise3_global_metrics.py"

@@ -155,7 +155,7 @@ SPREADS = {
 
 
 @pytest.mark.parametrize(
-    "spread", [pytest.param(name, marks=[] if name in ("FSDP", "accumulated, activations computed again") else pytest.mark.full)
+    "spread", [pytest.param(name, marks=[] if name == "FSDP" else pytest.mark.full)
                for name in SPREADS]
 )  # fmt: skip
 def test_one_curve_however_the_model_is_spread(spread, ddp, data, tmp_path, record_property):

@@ -84,6 +84,7 @@ def test_prediction_against_measurement(measured):
     assert fsdp["parameters"] == pytest.approx(ddp["parameters"] / 2, rel=0.01)
 
 
+@pytest.mark.full
 def test_the_speed_of_each_way(tmp_path, data):
     ways = ["ddp", "fsdp+checkpointing+gathered"]
     options = ["--ways", *ways, "--batch-sizes", 1, 2, "--sequence-length", 32, "--steps", 2, "--output", "figures"]

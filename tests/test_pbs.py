@@ -157,7 +157,7 @@ def witnesses(pbs):
     [
         pytest.param("launch_ddp_1N4G", "openmpi", marks=pytest.mark.full),
         ("launch_ddp_2N4G", "openmpi"),
-        ("launch_ddp_4N4G", "mpich"),
+        pytest.param("launch_ddp_4N4G", "mpich", marks=pytest.mark.full),
         ("launch_mpi_2N4G", "openmpi"),
         pytest.param("launch_mpi_2N4G", "mpich", marks=pytest.mark.full),
     ],
@@ -245,6 +245,7 @@ def wait_for_epochs(snapshot, number, process):
         time.sleep(0.1)
 
 
+@pytest.mark.full
 def test_a_job_survives_a_dead_node_and_its_time_limit(cluster, pbs):
     """Three jobs, one run: the first loses a node, the second its time, the third ends it. Each epoch counts once."""
     line = "        start = time.perf_counter()\n"

@@ -68,6 +68,7 @@ def test_torchrun_starts_again_when_workers_are_killed(victims, torchrun, tmp_pa
     assert_same_as(torchrun, tmp_path)
 
 
+@pytest.mark.full
 def test_torchrun_starts_again_when_a_worker_dies_while_saving(torchrun, tmp_path):
     done = runs.run([runs.TORCHRUN_RUNNER, *options(2)], tmp_path, NPROC=2, TEST_PATCH="die_while_saving")
     assert done.returncode == 0, done.stderr

@@ -40,11 +40,8 @@ def train(tmp_path_factory, data):
         yield row
 
 
-def params(*daily) -> list:
-    return [pytest.param(name, marks=[] if name in daily else pytest.mark.full) for name in NAMES]
-
-
-@pytest.mark.parametrize("name", params("one process", "FSDP2", "tensor parallel"))  # all in the tour, which CI takes
+@pytest.mark.full  # every day .ci/run starts the tour, of which these are the last part
+@pytest.mark.parametrize("name", NAMES)
 def test_in_float32(name, train):
     row = train(name, "float32")
     assert row["failure"] == row["missing"] == ""
