@@ -20,6 +20,7 @@ SCENES = {  # the cell to show, by stage and theme
     ("02_pytorch_ddp", "dark"): "Averaged gradients: DDP by hand",
     ("03_pytorch_lightning", "dark"): "Is it the same training, and as fast?",
     ("04_model_parallel_with_fsdp", "light"): "1. Does it fit?",
+    ("05_deepspeed", "light"): "7. Which should I use?",
 }
 
 

@@ -31,6 +31,9 @@ def trial(cluster, tmp_path):
     trial = Trial(SOLUTIONS / "launch_deepspeed_2N4G.sh", tmp_path, cluster, None)
     for path in (ZERO, SOLUTIONS / "ds_config.json", STAGE / "zero3.json"):
         shutil.copy(path, trial.folder)
+    helper = tmp_path / "slurm-multinode" / "first_failure.py"  # where the job script looks for it
+    helper.parent.mkdir()
+    shutil.copy(runs.ROOT / "slurm-multinode" / helper.name, helper)
     return trial
 
 
@@ -56,7 +59,7 @@ def test_a_rank_that_fails_is_the_last_thing_in_the_log(trial):
     job = trial.submit([], ["--batch-size", "32"])
     trial.follow(job, stall=60)
     assert job.state == "FAILED", job.output
-    assert "ValueError: broken on purpose" in job.output.splitlines()[-1]
+    assert "ValueError: broken on purpose" in job.output.rstrip().splitlines()[-1]
 
 
 # Two processes on one node or two; what sbatch is asked for, and what the job then does.

@@ -18,13 +18,18 @@ SCRIPTS = [runs.SINGLE, runs.SPAWN, runs.TORCHRUN, runs.METRICS, FAST]
 
 
 GIVEN, SOLUTIONS = runs.ROOT / "04_model_parallel_with_fsdp", runs.ROOT / "solutions" / "04_model_parallel_with_fsdp"
+ZERO = runs.ROOT / "solutions" / "05_deepspeed"
 FSDP = SOLUTIONS / "exercise1_fsdp_codellama.py"
 # A language model brings a tokenizer, a schedule, clipping and its completions along; a checkpoint of parts has four ideas.
-LANGUAGE_STEPS = [
+LATER_STEPS = [
     (GIVEN / "finetune_ddp.py", FSDP, 42),
     (FSDP, SOLUTIONS / "exercise2_sharded_checkpoint.py", 68),
     (FSDP, SOLUTIONS / "exercise3_fit_the_model.py", 42),
     (GIVEN / "finetune_ddp.py", GIVEN / "lora.py", 25),
+    # A library that takes over launcher, device, averaging, loaders and checkpoints: mostly lines that go.
+    (runs.TORCHRUN, ZERO / "exercise1_deepspeed.py", 66),
+    (runs.TORCHRUN, ZERO / "exercise2_accelerate.py", 76),
+    (GIVEN / "finetune_ddp.py", runs.ROOT / "05_deepspeed" / "zero_codellama.py", 42),
 ]
 
 
@@ -36,8 +41,8 @@ def test_changed_lines(before, after, record_property):
     assert 10 <= changed <= 48
 
 
-@pytest.mark.parametrize(("before", "after", "most"), LANGUAGE_STEPS, ids=lambda value: getattr(value, "stem", None))
-def test_changed_lines_of_stage_04(before, after, most, record_property):
+@pytest.mark.parametrize(("before", "after", "most"), LATER_STEPS, ids=lambda value: getattr(value, "stem", None))
+def test_changed_lines_of_stages_04_and_05(before, after, most, record_property):
     changed = changed_lines(before, after)
     record_property("changed_lines", changed)
     assert 10 <= changed <= most

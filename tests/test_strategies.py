@@ -1,5 +1,6 @@
 """One training under every strategy: the same losses and weights, costs that are what theory says, and the page on them."""
 
+import importlib.util
 import json
 import sys
 
@@ -92,6 +93,24 @@ def test_what_they_hold_and_send_is_what_theory_says(train, data):
     # Two sums over the batch's activations in each layer's forward; in the backward one for each matrix cut by columns.
     activations = 8 * 64 * model.config.hidden_size * 4
     assert rows["tensor parallel"]["sent"] == pytest.approx(7 * len(model.model.layers) * activations, rel=0.02)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("name", ["DDP, torchrun", "Accelerate (DDP)", "ZeRO-3", "FSDP2"])
+def test_on_one_gpu_each_is_one_process(name, data, tmp_path, monkeypatch):
+    """One process on a GPU by each strategy; memory is the allocator's, and nobody sends anything."""
+    for key, value in runs.environment(WORKSHOP_DATA=data, **runs.with_gpus()).items():
+        monkeypatch.setenv(key, value)
+    strategy = next(each for each in STRATEGIES if each.name == name)
+    if not importlib.util.find_spec(strategy.package):
+        pytest.skip(f"needs {strategy.package}")
+    alone = run_one(STRATEGIES[0], tmp_path, 20, "float32", 1, lambda line: None)
+    found = run_one(strategy, tmp_path, 20, "float32", 1, lambda line: None)
+    assert alone["failure"] == found["failure"] == ""
+    assert alone["device"] == found["device"] == "cuda"
+    assert found["loss_difference"] < 1e-3  # a GPU sums in another order each time
+    assert found["sent"] == 0
 
 
 def row(name, **figures):

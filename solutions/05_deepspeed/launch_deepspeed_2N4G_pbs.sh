@@ -42,7 +42,7 @@ case $(mpiexec --version 2>&1) in
     *) placement=(-ppn "$gpus" --cpu-bind none) ;;                  # PALS, on Cray machines
 esac
 # Not every one hands variables over to the other nodes, or starts there in this folder: env does both.
-settings='PATH|LD_LIBRARY_PATH|PYTHON\w*|OMP_NUM_THREADS|WORKSHOP_\w+|(NCCL|RCCL|FI|GLOO)_\w+|\w+_OFFLINE'
+settings='PATH|LD_LIBRARY_PATH|PYTHON\w*|OMP_NUM_THREADS|WORKSHOP_\w+|TORCH_\w+|(NCCL|RCCL|FI|GLOO)_\w+|\w+_OFFLINE'
 mapfile -t variables < <(env | grep -E "^($settings)=")
 
 # Each process finds its number, which is its rank, in a variable of its mpiexec: Open MPI's, or MPICH's and PALS's.
