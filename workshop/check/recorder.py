@@ -447,10 +447,12 @@ def _forward(r: Recorder, module, args, kwargs) -> None:
 
 def _take_batch(r: Recorder, tensor):
     """The batch of a loader that this input came from: the same memory, else the one loaded last."""
-    for batch in r.pending:
-        if batch["pointer"] == tensor.data_ptr():
-            r.pending.remove(batch)
-            return batch
+    # The newest first: an older batch that no model ever saw (of a sanity check, say) may have lain in the same memory.
+    same = [batch for batch in r.pending if batch["pointer"] == tensor.data_ptr()]
+    for batch in same:
+        r.pending.remove(batch)
+    if same:
+        return same[-1]
     return r.pending.pop() if r.pending else None
 
 
