@@ -316,7 +316,7 @@ def page(summary: dict) -> str:
     ]
     if {"one process", "DDP, torchrun", "FSDP2", "tensor parallel"} <= rows.keys():
         lines += [*_readings(rows), ""]
-    return "\n".join(lines) + (ROOT / FOLDER / "RULES.md").read_text()
+    return "\n".join(lines) + "\n" + (ROOT / FOLDER / "RULES.md").read_text()
 
 
 def _readings(rows: dict) -> list[str]:
