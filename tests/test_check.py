@@ -17,7 +17,7 @@ from mistakes.lightning import LIGHTNING, LIGHTNING_CIFAR10, LIGHTNING_CIFAR10_C
 from mistakes.second_program import SECOND
 from mistakes.sharded import SHARDED, SHARDED_CORRECT
 from mistakes.zero import ZERO, ZERO_CORRECT
-from workshop.check import judge, rules
+from workshop.check import judge, real, rules
 from workshop.check.exercises import EXERCISES
 from workshop.check.findings import HINTS, WHY, Finding
 
@@ -417,6 +417,20 @@ def test_speed_of_exercise_1(tmp_path):
     slow = runs.ROOT / "01_single_gpu" / "single_gpu.py"
     findings = judge.real_part(EXERCISES[0])(slow, EXERCISES[0], tmp_path, True)
     assert [finding.kind for finding in findings] == ["slower"]
+
+
+@pytest.mark.parametrize(
+    ("speeds", "settled"),
+    [
+        ([100.0], False),
+        ([100.0, 95.0], True),
+        ([100.0, 60.0], False),
+        ([100.0, 60.0, 97.0], True),
+        ([1, 2, 4, 8, 16], True),
+    ],
+)
+def test_a_speed_counts_once_it_has_come_twice(speeds, settled):
+    assert real._settled(speeds) == settled
 
 
 # ---------------------------------------------------------------- rules by themselves

@@ -81,7 +81,7 @@ def test_a_bug_is_a_few_lines(exercise):
 
 @pytest.mark.parametrize(
     ("exercise", "goal"),
-    params(GOALS, lambda exercise, goal: exercise in SLOW),
+    params(GOALS, lambda exercise, goal: exercise in SLOW or (exercise, goal) not in GOALS[::3]),
     ids=name,
 )
 def test_with_only_this_todo_open_the_check_names_its_goal(exercise, goal, tmp_path):

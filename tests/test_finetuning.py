@@ -316,6 +316,7 @@ def trial(cluster, tmp_path):
     return trial
 
 
+@pytest.mark.full
 def test_a_job_on_two_nodes(trial, data):
     settings = f"--export=ALL,WORKSHOP_DATA={data}"
     job = trial.submit([settings], ["--steps", "4", "--batch-size", "2", "--sequence-length", "64"])

@@ -381,6 +381,7 @@ def left_in_peace(cluster, tmp_path_factory):
     return trial.folder / "run.pt"
 
 
+@pytest.mark.full
 def test_a_dead_node_costs_an_epoch_and_nothing_else(cluster, tmp_path, left_in_peace):
     killed_and_finished(cluster, tmp_path, victim=1, epoch=2, reference=left_in_peace)
 

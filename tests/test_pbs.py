@@ -158,7 +158,7 @@ def witnesses(pbs):
         pytest.param("launch_ddp_1N4G", "openmpi", marks=pytest.mark.full),
         ("launch_ddp_2N4G", "openmpi"),
         pytest.param("launch_ddp_4N4G", "mpich", marks=pytest.mark.full),
-        ("launch_mpi_2N4G", "openmpi"),
+        pytest.param("launch_mpi_2N4G", "openmpi", marks=pytest.mark.full),
         pytest.param("launch_mpi_2N4G", "mpich", marks=pytest.mark.full),
     ],
 )

@@ -84,7 +84,8 @@ def exact_single(tmp_path_factory):
     )
 
 
-@pytest.mark.parametrize(("kind", "nproc"), [("spawn", 2), pytest.param("torchrun", 4, marks=pytest.mark.full)])
+@pytest.mark.full
+@pytest.mark.parametrize(("kind", "nproc"), [("spawn", 2), ("torchrun", 4)])
 def test_one_curve_for_any_number_of_processes(kind, nproc, exact_single, tmp_path):
     folder, expected = exact_single
     losses = runs.losses(

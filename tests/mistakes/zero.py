@@ -216,16 +216,16 @@ ZERO = (
         ("        train_loader.set_epoch(epoch)\n", ""),
     ),
     _accelerate(
-        "gathers-all",
-        "gathered-by-hand metric-wrong evaluation-repeated",
-        "gather() keeps the samples that came twice",
-        (GATHER, GATHER.replace("gather_for_metrics", "gather")),
-    ),
-    _accelerate(
         "same-order",
         "same-order",
         "no set_epoch, and a seed that is the same in each epoch",
         ("        train_loader.set_epoch(epoch)\n", "        train_loader.set_epoch(0)\n"),
+    ),
+    _accelerate(
+        "gathers-all",
+        "gathered-by-hand metric-wrong evaluation-repeated",
+        "gather() keeps the samples that came twice",
+        (GATHER, GATHER.replace("gather_for_metrics", "gather")),
     ),
     _accelerate(
         "own-accuracy",

@@ -25,6 +25,7 @@ PROGRAM = "multigpu_torchrun.py"
 STALL = 10  # seconds in which nothing moves
 MEETING = 25  # the same before the program has started: torchruns that look for each other rest for longer each time
 LIMIT = 120  # seconds that a job may take
+LIMIT_REAL = 300  # the same where it trains for real, and not with a stand-in for the program
 
 
 @dataclass(frozen=True)
@@ -119,6 +120,7 @@ class Trial:
 
     def __init__(self, script: Path, place: Path, cluster: practice.Cluster, program: Path | None):
         self.script, self.cluster = script, cluster
+        self.limit = LIMIT if program else LIMIT_REAL
         self.folder = Path(tempfile.mkdtemp(prefix="trial-", dir=place))
         for helper in ("first_failure.py", PROGRAM):
             shutil.copy(ROOT / "slurm-multinode" / helper, self.folder)
@@ -171,7 +173,7 @@ class Trial:
 
     def follow(self, job: Job, until: Callable[[Job], bool] | None = None, stall: float = 0) -> bool:
         """Follow a job until ``until(job)`` holds or it has ended; whether it came to that. One that stands still is ended."""
-        end, known, looks = time.monotonic() + LIMIT, (), []
+        end, known, looks = time.monotonic() + self.limit, (), []
         while True:
             self.look(job)
             if until and until(job):

@@ -248,8 +248,7 @@ class _Runs:
     def of(self, script: Path) -> "_Runs":
         """Runs of another exercise's program, in the same place."""
         exercise = find_exercise(script)
-        other = _Runs(script, exercise, exercise.launch, self.nproc, self.on_cpu, self.folder())
-        return other
+        return _Runs(script, exercise, exercise.launch, self.nproc, self.on_cpu, self.folder())
 
     def folder(self) -> Path:
         self.count += 1

@@ -446,14 +446,22 @@ def _forward(r: Recorder, module, args, kwargs) -> None:
 
 
 def _take_batch(r: Recorder, tensor):
-    """The batch of a loader that this input came from: the same memory, else the one loaded last."""
-    # The newest first: an older batch that no model ever saw (of a sanity check, say) may have lain in the same memory.
-    same = [batch for batch in r.pending if batch["pointer"] == tensor.data_ptr()]
-    for batch in same:
-        r.pending.remove(batch)
-    if same:
-        return same[-1]
-    return r.pending.pop() if r.pending else None
+    """The batch of a loader that this input came from: the same content, else the same memory, else the one loaded last.
+
+    Content first: a loader may load ahead and hand out copies (Accelerate's, to "cpu:0"), and memory is used again.
+    """
+    if not r.pending:
+        return None
+    row = rows(tensor[:1])
+
+    def likeness(number):
+        batch = r.pending[number]
+        return batch["row"] == row, batch["pointer"] == tensor.data_ptr(), number
+
+    likest = max(range(len(r.pending)), key=likeness)
+    batch = r.pending[likest]
+    del r.pending[likest]
+    return batch
 
 
 def _backward(r: Recorder, loss) -> None:
@@ -561,7 +569,10 @@ def _note_batch(r: Recorder, data, dataset, indices, loader, seconds) -> None:
             keys = []
     if not keys and tensor is not None:
         keys = rows(tensor)
-    r.pending.append({"pointer": tensor.data_ptr() if tensor is not None else 0, "keys": keys, "loader": loader})
+    batch = {"row": None, "pointer": 0, "keys": keys, "loader": loader}
+    if tensor is not None:
+        batch |= {"row": rows(tensor[:1]), "pointer": tensor.data_ptr()}
+    r.pending.append(batch)
     r.note("batch", loader=loader, size=len(keys), seconds=seconds)
 
 

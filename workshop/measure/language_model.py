@@ -41,9 +41,8 @@ TRACED = 2  # steps
 
 def main() -> None:
     args = parse_arguments()
-    os.environ.setdefault(
-        "KINETO_LOG_LEVEL", "99"
-    )  # without a GPU the profiler else says at each start that it finds none
+    # Without a GPU the profiler else says at each start that it finds none.
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")
     device = local_device()
     dist.init_process_group(dist.get_default_backend_for_device(device))
     try:
