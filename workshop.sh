@@ -22,7 +22,7 @@ use_existing() {
     local missing
     missing=$("$WORKSHOP_PYTHON" -c '
 from importlib.util import find_spec
-names = "torch torchvision numpy PIL sklearn tqdm click rich matplotlib psutil pooch requests"
+names = "torch torchvision numpy PIL sklearn tqdm click rich matplotlib psutil requests"
 print(*[name for name in names.split() if find_spec(name) is None])')
     [ -z "$missing" ] || die "WORKSHOP_PYTHON=$WORKSHOP_PYTHON lacks: $missing (add them: $WORKSHOP_PYTHON -m pip install -e $root)"
     exec "$WORKSHOP_PYTHON" -P -m workshop "$@"

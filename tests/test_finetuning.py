@@ -85,6 +85,19 @@ def test_it_is_made_the_same_each_time_and_once_when_two_ask(tmp_path):
         assert hashlib.sha256(first.read_bytes()).digest() == hashlib.sha256(second.read_bytes()).digest(), name
 
 
+def test_whichever_rank_makes_it_makes_all_of_it(tmp_path):
+    """transformers' own save_pretrained writes on rank 0 only, once the processes have a group."""
+    import torch.distributed as dist
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", rank=1, world_size=2, store=FakeStore())
+    try:
+        made = codellama.make_tiny(tmp_path / "tiny", layers=2, width=64, vocabulary=512)
+    finally:
+        dist.destroy_process_group()
+    assert codellama.model_folder(made) == made
+
+
 @pytest.fixture
 def tokenizer(data, monkeypatch):
     from transformers import AutoTokenizer

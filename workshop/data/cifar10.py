@@ -39,8 +39,10 @@ def fetch(folder: Path, mirrors=MIRRORS) -> int:
     target = folder / FOLDER
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=folder, prefix=".fetch-") as scratch:
-            packed = download(ARCHIVE, SHA256, mirrors, Path(scratch))
+        with (
+            download(ARCHIVE, SHA256, mirrors, folder) as packed,
+            tempfile.TemporaryDirectory(dir=folder, prefix=".fetch-") as scratch,
+        ):
             with tarfile.open(packed) as archive:
                 members = [archive.getmember(f"{FOLDER}/{name}") for name in FILES]
                 archive.extractall(scratch, members, filter="data")

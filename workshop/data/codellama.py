@@ -1,6 +1,5 @@
 """CodeLlama: its checkpoint as Hugging Face's libraries read it, fetched, or made here of the same architecture but small."""
 
-import hashlib
 import json
 import os
 import shutil
@@ -8,6 +7,7 @@ import tempfile
 from collections.abc import Iterable
 from pathlib import Path
 
+from workshop.data.archive import file_sha256, go_on
 from workshop.data.code import LIBRARY, library_files, load_blocks
 from workshop.data.datasets import data_folder
 from workshop.errors import UserError
@@ -45,10 +45,10 @@ def model_folder(name: str) -> Path:
         UserError: there is no such model, or something is missing in its folder.
     """
     if name == TINY:
-        if not (models_folder() / TINY).is_dir():
+        folder = models_folder() / TINY
+        if not folder.is_dir():
             make_tiny()
-        return models_folder() / TINY
-    if name in ("codellama", REPOSITORY):
+    elif name in ("codellama", REPOSITORY):
         folder = models_folder() / REPOSITORY.split("/")[1]
         if not folder.is_dir():
             raise UserError(
@@ -118,6 +118,7 @@ def make_tiny(
     """
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     import torch
+    from safetensors.torch import save_file
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
@@ -156,7 +157,11 @@ def make_tiny(
         folder.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".make-") as scratch:
             made = Path(scratch) / folder.name
-            model.save_pretrained(made)
+            # Not by model.save_pretrained: where processes have a group, that writes on rank 0 only.
+            config.architectures, config.dtype = [type(model).__name__], "float32"
+            config.save_pretrained(made)
+            model.generation_config.save_pretrained(made)
+            save_file(model.state_dict(), made / "model.safetensors", {"format": "pt"})
             fast.save_pretrained(made)
             put_in_place(made, folder)
     except OSError as error:
@@ -233,28 +238,9 @@ def fetch(name: str, mirror: str | None = None) -> None:
 
 def _download(url: str, path: Path, entry: dict, headers: dict) -> None:
     """Download a file, or what is missing of it, and compare it with the size and the SHA-256 that the hub names."""
-    import requests
-    from tqdm import tqdm
-
     size, sha256 = entry["size"], (entry.get("lfs") or {}).get("sha256")
-    there = path.stat().st_size if path.exists() else 0
-    if there < size or not size:
-        headers = {**headers, "Range": f"bytes={there}-"} if there else headers
-        with requests.get(url, headers=headers, stream=True, timeout=30) as answer:
-            answer.raise_for_status()
-            if answer.status_code != 206:  # all of it comes
-                there = 0
-            bar = tqdm(total=size, initial=there, unit="B", unit_scale=True, disable=None)
-            with open(path, "ab" if there else "wb") as file, bar:
-                for chunk in answer.iter_content(2**16):
-                    file.write(chunk)
-                    bar.update(len(chunk))
+    if not path.exists() or path.stat().st_size < size:
+        go_on(url, path, headers, size)
     if path.stat().st_size != size or (sha256 and file_sha256(path) != sha256):
         path.unlink()
         raise UserError(f"{path.name}: what came is not the file expected (size or SHA-256 differs); fetch it again")
-
-
-def file_sha256(path: str | os.PathLike) -> str:
-    """The SHA-256 of a file, as hexadecimal digits."""
-    with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()

@@ -49,7 +49,8 @@ def fetch(folder: Path, mirrors=MIRRORS) -> int:
     """Download what is missing of MNIST into ``folder`` and return how many files that was.
 
     Each archive is written under a temporary name, compared with its SHA-256, unpacked under a temporary name and moved into
-    place: whoever looks sees no file or the whole file, also when two people fetch at once or one is interrupted.
+    place: whoever looks sees no file or the whole file, also when two people fetch at once or one is interrupted. An interrupted
+    download goes on where it was.
 
     Args:
         folder: the data folder; made if need be.
@@ -63,8 +64,10 @@ def fetch(folder: Path, mirrors=MIRRORS) -> int:
         target = _target(folder, archive)
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            with tempfile.TemporaryDirectory(dir=folder, prefix=".fetch-") as scratch:
-                packed = download(archive.name, archive.sha256, mirrors, Path(scratch))
+            with (
+                download(archive.name, archive.sha256, mirrors, folder) as packed,
+                tempfile.TemporaryDirectory(dir=folder, prefix=".fetch-") as scratch,
+            ):
                 unpacked = Path(scratch) / target.name
                 with gzip.open(packed) as source, open(unpacked, "wb") as destination:
                     shutil.copyfileobj(source, destination)
