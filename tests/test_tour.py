@@ -88,6 +88,17 @@ def test_a_run_that_fails_shows_the_traceback_of_the_rank_that_failed_first(name
     assert "optimizer.step()" in result["failure"]
 
 
+def test_of_a_program_that_records_no_error_torchruns_own_traceback_is_not_shown(tmp_path):
+    program = tmp_path / "program.py"
+    program.write_text("import os\nif os.environ['RANK'] == '1':\n    print('it ends', flush=True)\n    os.abort()\n")
+    outcome = tour.launch(tour.torchrun(2, program), runs.environment(), tmp_path, lambda line: None)
+    failure = first_failure(outcome, tmp_path)
+    assert failure.startswith("rank 1 ended first, with exit status -6:")
+    assert "it ends" in failure
+    assert "ChildFailedError" in outcome.output
+    assert "ChildFailedError" not in failure
+
+
 @pytest.mark.full
 def test_a_tour_with_failing_runs_is_shown_and_has_exit_status_1(tmp_path):
     done = subprocess.run(
