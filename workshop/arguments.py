@@ -6,6 +6,7 @@ import sys
 import time
 from pathlib import Path
 
+from workshop.container import closed_to_gpus
 from workshop.errors import UserError
 
 PREFLIGHT = "WORKSHOP_PREFLIGHT"  # set by workshop.preflight: check the options, train nothing
@@ -16,6 +17,13 @@ class ArgumentParser(argparse.ArgumentParser):
 
     def __init__(self, **kwargs):
         super().__init__(formatter_class=argparse.ArgumentDefaultsHelpFormatter, allow_abbrev=False, **kwargs)
+
+    def parse_args(self, args=None, namespace=None):
+        """As argparse's. A container that hides the node's GPUs ends the run, which would else go on on the CPU."""
+        parsed = super().parse_args(args, namespace)
+        if closed := closed_to_gpus():
+            self.error(closed)
+        return parsed
 
     def error(self, message):
         """Print the message on standard error and exit with status 2."""

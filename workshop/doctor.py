@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from workshop.container import closed_to_gpus
 from workshop.repository import ROOT
 
 OK, WARNING, PROBLEM = "ok", "warning", "problem"
@@ -89,6 +90,9 @@ def check_devices() -> Finding:
         import torch
     except Exception:
         return Finding("devices", PROBLEM, "unknown, torch cannot be imported", "see torch above")
+    if closed := closed_to_gpus():
+        seen, _, advice = closed.partition("; ")
+        return Finding("devices", PROBLEM, seen, advice)
     hardware = _gpu_hardware()
     if torch.accelerator.is_available():
         kind = torch.accelerator.current_accelerator().type

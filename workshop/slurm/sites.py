@@ -52,12 +52,14 @@ class Environment(Table):
         kind: how it is provided; "venv": by the Python that runs ``workshop submit``.
         prologue: lines of shell before anything else.
         python: what starts Python on a node, maybe in a container: the value of ``$PYTHON``. "": that of the venv.
+        container_prologue: the same lines for a job in an image that its owner brings (``--container``).
         needs: variables that have to be set when a job is submitted, and what each of them is.
     """
 
     kind: Literal["module", "container", "conda", "venv"]
     prologue: list[str] = []
     python: str = ""
+    container_prologue: list[str] = []
     needs: dict[str, str] = {}
 
 

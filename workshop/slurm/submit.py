@@ -13,6 +13,7 @@ from pathlib import Path
 from workshop.errors import UserError
 from workshop.measure.launch import without_launcher
 from workshop.repository import ROOT, workshop_command
+from workshop.slurm.image import find_image, settings_name, with_image
 from workshop.slurm.sites import Queue, Site, detect_site, find_site, known_sites
 
 MARKS = {"slurm": "#SBATCH", "pbs": "#PBS"}
@@ -339,6 +340,7 @@ def submission(
     gpus_per_node: int | None = None,
     time: str | None = None,
     reservation: str | None = None,
+    container: str | None = None,
     arguments: Sequence[str] = (),
     environment: Mapping[str, str] = os.environ,
 ) -> Submission:
@@ -354,6 +356,7 @@ def submission(
         gpus_per_node: in place of the script's number.
         time: in place of the script's time limit, as Slurm writes it.
         reservation: on PBS it is a queue.
+        container: an image of Apptainer in which Python runs; None: where the profile says.
         arguments: for the script.
         environment: of the session that submits.
 
@@ -374,13 +377,18 @@ def submission(
     said = {read.options.get(option) for option in ("--qos", "--partition", "-q")}
     queue = queue or next((known.name for known in site.queues if known.name in said), None)
     chosen = find_queue(site, shape, queue)
+    ours = _own_folder(script)
+    folder = ours or Path.cwd()
     settings_path = ROOT / "runs" / "sites" / f"{name}.sh"
+    if container:
+        data = [Path(environment["WORKSHOP_DATA"])] if environment.get("WORKSHOP_DATA") else []
+        image = find_image(container, site, [ROOT, folder, *data])
+        site = with_image(site, name, image)
+        settings_path = settings_path.with_name(settings_name(name, image))
     if re.search(r"[,'\"\\]", str(settings_path)):
         raise UserError(
             f"{ROOT}: sbatch and qsub read this name as a list; move the workshop to a folder without , ' \" \\"
         )
-    ours = _own_folder(script)
-    folder = ours or Path.cwd()
     build = _sbatch if site.scheduler == "slurm" else _qsub
     line = build(read, site, shape, chosen, account, reservation, settings_path)
     if site.scheduler == "slurm":
