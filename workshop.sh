@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # The way into the workshop. On first use it makes an environment in .venv (with uv where present, else venv and pip), from
-# requirements.lock; then it hands over to the command "workshop".
+# requirements.lock, or in a folder of "workshop pack" from the wheels there, without network; then it hands over to the
+# command "workshop".
 #
 #   ./workshop.sh                    what there is
 #   ./workshop.sh tour               train every stage on this machine and compare
@@ -51,7 +52,9 @@ is_complete() { [ -x "$venv/bin/python" ] && [ "$(wanted)" = "$(cat "$venv/compl
 make_environment() {
     # Anew each time: what an interrupted install or an older lock left behind cannot be trusted.
     rm -rf "$venv"
-    if command -v uv >/dev/null; then
+    if [ -f "$root/pack.json" ] || [ -d "$root/wheels" ]; then
+        "$python" -I "$root/workshop/data/unpack.py" "$root" || exit # it has said why
+    elif command -v uv >/dev/null; then
         say "making the environment in .venv with uv (once; about 6 GB)"
         uv venv --quiet --no-project --python "$python" "$venv" &&
             uv pip install --quiet --python "$venv/bin/python" --compile-bytecode --require-hashes -r "$root/requirements.lock" &&

@@ -13,6 +13,7 @@
 
 set -euo pipefail
 source "${WORKSHOP_SITE:-/dev/null}" # modules, network and Python of this site: "workshop submit" names the file
+export HF_HUB_OFFLINE=1 TRANSFORMERS_OFFLINE=1 HF_DATASETS_OFFLINE=1 # a node may have no internet: nobody waits for it
 run=runs/$SLURM_JOB_NAME-$SLURM_JOB_ID # what its checkpoint, the log of its epochs and its table of metrics are called
 
 export OMP_NUM_THREADS=$SLURM_CPUS_PER_TASK

@@ -14,6 +14,7 @@
 
 set -euo pipefail
 source "${WORKSHOP_SITE:-/dev/null}" # modules, network and Python of this site: "workshop submit" names the file
+export HF_HUB_OFFLINE=1 TRANSFORMERS_OFFLINE=1 HF_DATASETS_OFFLINE=1 # a node may have no internet: nobody waits for it
 run=runs/$SLURM_JOB_NAME-$SLURM_JOB_ID # what its snapshot, the log of its epochs and its errors are called
 rm -rf "$run.logs" # the errors of an earlier start
 

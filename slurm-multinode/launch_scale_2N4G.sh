@@ -10,6 +10,7 @@
 
 set -euo pipefail
 source "${WORKSHOP_SITE:-/dev/null}" # modules, network and Python of this site: "workshop submit" names the file
+export HF_HUB_OFFLINE=1 TRANSFORMERS_OFFLINE=1 HF_DATASETS_OFFLINE=1 # a node may have no internet: nobody waits for it
 run=runs/$SLURM_JOB_NAME-$SLURM_JOB_ID # what its figures and its errors are called
 
 # The processes meet on the first node of this job, at a port that no other job there has.

@@ -20,7 +20,7 @@ from sklearn.datasets import load_digits
 from torchvision import transforms
 
 import runs
-from workshop.data import cifar10, load_dataset, mnist
+from workshop.data import chess, cifar10, load_dataset, mnist
 from workshop.errors import UserError
 
 
@@ -189,7 +189,7 @@ def test_a_download_that_only_was_not_unpacked_is_not_repeated(archives, server,
 
 
 def test_what_another_file_has_left_is_begun_anew(archives, server, tmp_path):
-    name, content = next(iter(archives.items()))
+    name = next(iter(archives))
     (tmp_path / f".{name}.part").write_bytes(bytes(100))
     url, _ = server(archives)
     assert mnist.fetch(tmp_path, [url, url]) == 4
@@ -342,3 +342,61 @@ def test_cifar10(cifar, server, tmp_path, monkeypatch):
         load_dataset("cifar10")
     (tmp_path / cifar10.FOLDER / "data_batch_3").unlink()
     assert cifar10.fetch(tmp_path, [good]) == 7, "what is left of an attempt is replaced as a whole"
+
+
+GAMES = b"".join(b'{"text": "%d. e4 e5"}\n' % number for number in range(1, 4000))
+
+
+def test_chess_goes_on_where_it_was_and_is_checked(server, tmp_path, monkeypatch):
+    monkeypatch.setenv("WORKSHOP_DATA", str(tmp_path))
+    with pytest.raises(
+        UserError, match=r"--data chess: it is not in .* fetch it once with: \./workshop.sh fetch chess --from"
+    ):
+        chess.fetched_file()
+    sha256 = hashlib.sha256(GAMES).hexdigest().upper()
+    url, _ = server({"games.jsonl": GAMES}, "truncated")
+    with pytest.raises(UserError, match=r"could not fetch games\.jsonl.*what has come stays"):
+        chess.fetch(url + "games.jsonl", sha256)
+    kept = (tmp_path / ".games.jsonl.part").stat().st_size
+    url, _ = server({"games.jsonl": GAMES})
+    assert chess.fetch(url + "games.jsonl", sha256) == 3999
+    assert server.resumed == [0, kept]
+    assert chess.fetched_file().read_bytes() == GAMES
+    assert left_in(tmp_path) == ["chess.jsonl"]
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (GAMES + b'{"game": "1. e4"}\n', 'line 4,000 of .* is no JSON object with a "text"'),
+        (b'\n["text"]\n', "line 2 of .*"),
+        (b"<html>moved</html>", "line 1 of .*"),
+        (b"\n\n", "there is no document in"),
+    ],
+)
+def test_chess_with_a_broken_line_is_not_kept(content, message, server, tmp_path, monkeypatch):
+    monkeypatch.setenv("WORKSHOP_DATA", str(tmp_path / "data"))
+    url, _ = server({"games.jsonl": content})
+    (tmp_path / "file").write_bytes(content)
+    for source in (url + "games.jsonl", str(tmp_path / "file")):
+        with pytest.raises(UserError, match=message):
+            chess.fetch(source)
+    assert left_in(tmp_path / "data") in ([], [".games.jsonl.part"])
+    url, _ = server({"games.jsonl": GAMES})
+    assert chess.fetch(url + "games.jsonl") == 3999, "nothing of the broken one is left"
+
+
+@pytest.mark.parametrize(
+    ("source", "sha256", "message"),
+    [
+        ("", "", "no public address of chess is known: say where your file of JSON lines is: .* --from URL-or-file"),
+        ("nowhere.jsonl", "", "nowhere.jsonl.*No such file"),
+        (__file__, "12", "--sha256 12: a SHA-256 has 64 hexadecimal digits"),
+        (__file__, 64 * "0", "is not the file expected"),
+    ],
+)
+def test_chess_with_a_mistake(source, sha256, message, tmp_path, monkeypatch):
+    monkeypatch.setenv("WORKSHOP_DATA", str(tmp_path))
+    with pytest.raises(UserError, match=message):
+        chess.fetch(source, sha256)
+    assert left_in(tmp_path) == []

@@ -2,6 +2,7 @@
 
 import json
 import random
+import re
 import shutil
 import subprocess
 import sys
@@ -158,6 +159,15 @@ def test_a_script_is_short_and_has_no_ignored_directive(script):
     assert max(map(len, lines)) <= 130
     assert ignored_directives(script.read_text()) == []
     assert script.stat().st_mode & 0o111
+
+
+def test_no_job_waits_for_an_internet_that_is_not_there():
+    """Every job script says so to Hugging Face's libraries: after the site's settings, before it starts anything."""
+    scripts = [path for path in runs.ROOT.glob("[0s]*/**/*.sh") if re.search("(?m)^#(SBATCH|PBS) ", path.read_text())]
+    assert len(scripts) > 25
+    line = "export HF_HUB_OFFLINE=1 TRANSFORMERS_OFFLINE=1 HF_DATASETS_OFFLINE=1 #"
+    wrong = [path for path in scripts if not re.search(f"\nsource .*WORKSHOP_SITE.*\n{line}", path.read_text())]
+    assert wrong == []
 
 
 def test_one_script_for_any_number_of_nodes():

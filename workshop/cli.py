@@ -82,14 +82,32 @@ def profile(script, options) -> None:
 @app.command()
 @click.argument("name")
 @click.option("--mirror", metavar="URL", help="A folder to fetch from in place of the known ones.")
-def fetch(name, mirror) -> None:
-    """Download a data set (mnist, cifar10) or a model (codellama; tiny-codellama is made) once, verified, into $WORKSHOP_DATA.
+@click.option("--from", "source", default="", metavar="URL-or-file", help="Where chess is: a file of JSON lines.")
+@click.option("--sha256", default="", metavar="HEX", help="What that file has to have.")
+def fetch(name, mirror, source, sha256) -> None:
+    """Download a data set (mnist, cifar10, chess) or a model (codellama; tiny-codellama is made) once, verified, into
+    $WORKSHOP_DATA.
 
     Without WORKSHOP_DATA it goes into data/ in the repository.
     """
     from workshop.data.fetch import fetch_dataset
 
-    fetch_dataset(name, mirror)
+    fetch_dataset(name, mirror, source, sha256)
+
+
+@app.command()
+@click.argument("folder", metavar="DIR")
+@click.option("--data", default="", metavar="mnist,cifar10,chess", help="Data sets to take along.")
+@click.option("--model", default="", metavar="codellama,tiny-codellama", help="Models to take along.")
+@click.option(
+    "--platform", type=click.Choice(["x86_64", "aarch64"]), help="The processors it is for.  [default: this machine's]"
+)
+@click.option("--python", metavar="3.11", help="The Python it is for.  [default: this one]")
+def pack(folder, data, model, platform, python) -> None:
+    """Collect everything in one folder DIR, for a machine without internet: this repository, its packages, data."""
+    from workshop.data.pack import run_pack
+
+    run_pack(folder, data, model, platform, python)
 
 
 @app.command()
@@ -221,6 +239,7 @@ def memory(model, batch_size, sequence_length, gpus, measure, output) -> None:
 @click.option("--gpus-per-node", type=click.IntRange(min=1), help="In place of the script's.")
 @click.option("--time", metavar="HH:MM:SS", help="In place of the script's.")
 @click.option("--reservation", metavar="NAME", help="Of a course, say.")
+@click.option("--container", metavar="FILE.sif", help="An image of Apptainer in which Python runs.")
 @click.option("--dry-run", is_flag=True, help="Show the line and the site's settings; submit nothing.")
 def submit(script, site, arguments, **options) -> None:
     """Submit the job SCRIPT with the options of a site; ARGUMENTS for the script follow after --."""
@@ -303,6 +322,22 @@ def test(full, pytest_options) -> None:
     from workshop.testing import run_tests
 
     sys.exit(run_tests(full, list(pytest_options)))
+
+
+@app.command()
+@click.argument("sets", nargs=-1, metavar="[oldest] [lock] [newest]")
+@click.option("--stage", default="", metavar="01,02", help="Only these stages.  [default: all]")
+@click.option("--output", metavar="FOLDER", help="Where tables and reports go.  [default: runs/versions]")
+def versions(sets, stage, output) -> None:
+    """Run the stages' tests with other versions of the packages, and name the package that broke one.
+
+    newest (the default): the newest that pyproject.toml admits. lock: those of requirements.lock. oldest: the lower bounds.
+    Environments are made with uv in a temporary folder, and removed.
+    """
+    from workshop.versions import run_versions, tidy_up_when_stopped
+
+    tidy_up_when_stopped()
+    sys.exit(run_versions(sets, stage, output))
 
 
 def main() -> None:

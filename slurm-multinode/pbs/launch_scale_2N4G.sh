@@ -13,6 +13,7 @@
 set -euo pipefail
 cd "$PBS_O_WORKDIR" # where qsub was called; PBS starts a script in $HOME
 source "${WORKSHOP_SITE:-/dev/null}" # modules, network and Python of this site: "workshop submit" names the file
+export HF_HUB_OFFLINE=1 TRANSFORMERS_OFFLINE=1 HF_DATASETS_OFFLINE=1 # a node may have no internet: nobody waits for it
 read -ra arguments <<<"${ARGUMENTS:-}" # PBS hands no arguments to a script: qsub -v does
 job=${PBS_JOBID%%.*} # 17 of 17.server
 run=runs/$PBS_JOBNAME-$job # what its figures and its errors are called

@@ -1,7 +1,6 @@
 """Text to train a language model on, as blocks of tokens: the source of Python's standard library, or a file of JSON lines."""
 
 import hashlib
-import json
 import os
 import sysconfig
 import tempfile
@@ -11,6 +10,7 @@ import numpy as np
 import torch
 from torch.utils.data import Dataset
 
+from workshop.data import chess
 from workshop.data.datasets import data_folder
 from workshop.errors import UserError
 
@@ -49,7 +49,8 @@ def load_blocks(data: str, tokenizer, sequence_length: int, skip_broken: bool = 
     The tokens are kept in the data folder, so that only the first run with this tokenizer and these data has to make them.
 
     Args:
-        data: "stdlib", or the path of a file of JSON lines, each an object with the document as its "text".
+        data: "stdlib"; "chess", once it has been fetched; or the path of a file of JSON lines, each an object with the document
+            as its "text".
         tokenizer: of Hugging Face's ``transformers``; a fast one.
         sequence_length: tokens of a block.
         skip_broken: leave lines out that cannot be read.
@@ -57,13 +58,15 @@ def load_blocks(data: str, tokenizer, sequence_length: int, skip_broken: bool = 
     Raises:
         UserError: the file cannot be read, one of its lines is broken, or it is too short for one block of each kind.
     """
-    paths = library_files() if data == LIBRARY else [Path(data)]
+    paths = library_files() if data == LIBRARY else [chess.fetched_file() if data == chess.NAME else Path(data)]
     name = hashlib.sha256(tokenizer.backend_tokenizer.to_str().encode())
     for path in paths:
         try:
             status = path.stat()
         except OSError as error:
-            raise UserError(f"--data {data}: {error.strerror} (a file of JSON lines, or {LIBRARY})") from error
+            raise UserError(
+                f"--data {data}: {error.strerror} (a file of JSON lines, {LIBRARY} or {chess.NAME})"
+            ) from error
         name.update(f"{path.absolute()} {status.st_size} {status.st_mtime_ns} {skip_broken}".encode())
     folder = data_folder() / "tokens"
     files = [folder / f"{name.hexdigest()[:16]}-{part}.npy" for part in ("train", "validation")]
@@ -92,11 +95,8 @@ def read_documents(path: Path, skip_broken: bool = False) -> list[str]:
                 if not line.strip():
                     continue
                 try:
-                    text = json.loads(line)["text"]
-                    if not isinstance(text, str):
-                        raise TypeError
-                    documents.append(text)
-                except (ValueError, KeyError, TypeError):
+                    documents.append(chess.text_of(line))
+                except ValueError:
                     broken.append(number)
     except OSError as error:
         raise UserError(f"--data {path}: {error.strerror}") from error
