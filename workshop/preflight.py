@@ -35,6 +35,7 @@ def main() -> None:
         {PREFLIGHT: "1", "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": str(nproc), "LOCAL_WORLD_SIZE": str(nproc)}
     )
     sys.argv = [script, *options]
+    sys.path.insert(0, os.path.dirname(os.path.abspath(script)))  # where Python looks first when it starts a script
     try:
         with contextlib.redirect_stdout(sys.stderr):  # the runner reads a number from standard output, and nothing else
             runpy.run_path(script, run_name="__main__")
