@@ -26,7 +26,7 @@ from torch.nn import functional as F
 from torchvision.models import get_model
 
 from workshop.arguments import ArgumentParser, positive_int, require_writable
-from workshop.data.images import folder_batches, open_image_folder, synthetic_batches
+from workshop.data.images import image_batches, open_images, synthetic_batches
 from workshop.errors import UserError
 from workshop.measure.machine import bf16_is_fast
 
@@ -51,7 +51,7 @@ def parse_arguments():
     # On a CPU a step with 64 images of ImageNet's size would take a minute.
     batch_size, steps, size = (64, 100, 224) if torch.accelerator.is_available() else (4, 10, 64)
     parser.add_argument("--config", default=CONFIG, help="DeepSpeed's configuration")
-    parser.add_argument("--data", help="folder with images in train/CLASS/; None: images made on the device")
+    parser.add_argument("--data", help="images in train/CLASS/ of a folder, a .zip or a .h5; None: made on the device")
     parser.add_argument("--batch-size", type=positive_int, default=batch_size, help="images a step, on each process")
     parser.add_argument("--steps", type=positive_int, default=steps)
     parser.add_argument("--image-size", type=int, choices=[64, 128, 224], default=size, help="pixels of an edge")
@@ -62,7 +62,7 @@ def parse_arguments():
         if world_size < 1:
             raise UserError("torchrun has to start this: torchrun --standalone --nproc-per-node=2 zero_vit.py")
         args.config = load_config(args.config, args.batch_size, world_size)
-        args.images = open_image_folder(args.data, args.image_size, args.batch_size * world_size) if args.data else None
+        args.images = open_images(args.data, args.image_size, args.batch_size * world_size) if args.data else None
         require_writable(f"--output {args.output}", Path(args.output).absolute().parent)
     except UserError as error:
         parser.error(error)
@@ -85,7 +85,7 @@ def train(device, args):
     precision = {"torch_autocast": {"enabled": bf16_is_fast(device), "dtype": "bfloat16"}}
     engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=args.config | precision)
     if args.images:
-        batches = folder_batches(args.images, args.batch_size, device, SEED)
+        batches = image_batches(args.images, args.batch_size, device, SEED)
     else:
         batches = synthetic_batches(args.batch_size, args.image_size, device, SEED)
 

@@ -29,7 +29,7 @@ from torchvision.models.resnet import Bottleneck
 from torchvision.models.vision_transformer import EncoderBlock
 
 from workshop.arguments import PREFLIGHT, ArgumentParser, positive_int
-from workshop.data.images import folder_batches, open_image_folder, synthetic_batches
+from workshop.data.images import image_batches, open_images, synthetic_batches
 from workshop.errors import UserError
 from workshop.measure.collectives import enable_network_report, network_report
 from workshop.measure.device import peak_memory, synchronized_time
@@ -59,7 +59,7 @@ def parse_arguments():
     batch_size, steps, size = (64, 100, 224) if torch.accelerator.is_available() else (8, 20, 64)
     parser.add_argument("--model", choices=["resnet50", "vit_b_16"], default="resnet50", help="from torchvision")
     parser.add_argument("--strategy", choices=["ddp", "fsdp"], default="ddp", help="how the model is spread")
-    parser.add_argument("--data", help="folder with images in train/CLASS/; None: images made on the device")
+    parser.add_argument("--data", help="images in train/CLASS/ of a folder, a .zip or a .h5; None: made on the device")
     parser.add_argument("--batch-size", type=positive_int, default=batch_size, help="images a batch, on each process")
     parser.add_argument("--accumulate", type=positive_int, default=1, help="batches a step")
     parser.add_argument(
@@ -74,7 +74,7 @@ def parse_arguments():
         parser.error("torchrun has to start this: torchrun --standalone --nproc-per-node=2 " + sys.argv[0])
     try:
         smallest = args.batch_size * args.accumulate * world_size
-        args.images = open_image_folder(args.data, args.image_size, smallest) if args.data else None
+        args.images = open_images(args.data, args.image_size, smallest) if args.data else None
         args.output = args.output or f"runs/scale-{world_size}.json"
         os.makedirs(os.path.dirname(args.output) or ".", exist_ok=True)
     except UserError as error:
@@ -103,7 +103,7 @@ def train(rank, world_size, device, args):
     model = distribute(model, args)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
     if args.images:
-        batches = folder_batches(args.images, args.batch_size, device, SEED)
+        batches = image_batches(args.images, args.batch_size, device, SEED)
     else:
         batches = synthetic_batches(args.batch_size, args.image_size, device, SEED)
     args.bf16 = bf16_is_fast(device)

@@ -1,4 +1,4 @@
-"""Images of ImageNet's shape, for training at scale: made on the device, or from a folder. Each yields batches for ever."""
+"""Images of ImageNet's shape, for training at scale: made on the device, or from files. Each yields batches for ever."""
 
 import os
 from collections.abc import Iterator
@@ -12,7 +12,10 @@ from torch.utils.data import DataLoader, DistributedSampler
 from torchvision.datasets import ImageFolder
 from torchvision.transforms import Compose, Normalize, RandomHorizontalFlip, RandomResizedCrop, ToTensor
 
+from workshop.data.packed import Hdf5Images, PackedImages, ZippedImages
 from workshop.errors import UserError
+
+PACKED = {".zip": ZippedImages, ".h5": Hdf5Images, ".hdf5": Hdf5Images}
 
 
 def synthetic_batches(
@@ -42,37 +45,43 @@ def synthetic_batches(
         yield patterns[chosen] + noise[samples % len(noise)], chosen
 
 
-def open_image_folder(folder: str | os.PathLike, image_size: int, smallest: int) -> ImageFolder:
-    """Open the images in ``train/CLASS/`` of a folder, cropped and flipped at random, as ImageNet models are trained.
+def open_images(data: str | os.PathLike, image_size: int, smallest: int) -> ImageFolder | PackedImages:
+    """Open images in ``train/CLASS/``, cropped and flipped at random, as ImageNet models are trained.
 
     Args:
-        folder: the folder that ``train`` lies in.
+        data: the folder that ``train`` lies in, a stored .zip of it, or a .h5 with the images as ``Hdf5Images`` has them.
         image_size: pixels of an edge of a sample.
         smallest: how many images there must be.
 
     Raises:
-        UserError: there is no such folder, or not enough images in it.
+        UserError: there are no such images, or not enough.
     """
     imagenet = Normalize((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))  # mean and deviation of red, green and blue
     transform = Compose([RandomResizedCrop(image_size), RandomHorizontalFlip(), ToTensor(), imagenet])
-    try:
-        images = ImageFolder(Path(folder) / "train", transform)
-    except OSError as error:
-        raise UserError(f"{folder} needs images in train/CLASS/ ({error.strerror or error})") from error
+    suffix = Path(data).suffix.lower() if Path(data).is_file() else ""
+    if suffix in (".sqsh", ".sqfs", ".squashfs"):
+        raise UserError(f"{data} has to be mounted; name the folder (slurm-multinode/README.md: Many small files)")
+    if suffix in PACKED:
+        images = PACKED[suffix](data, transform)
+    else:
+        try:
+            images = ImageFolder(Path(data) / "train", transform)
+        except OSError as error:
+            raise UserError(f"{data} needs images in train/CLASS/ ({error.strerror or error})") from error
     if len(images) < smallest:
-        raise UserError(f"{folder} has {len(images):,} images to train on, and one step takes {smallest:,}")
+        raise UserError(f"{data} has {len(images):,} images to train on, and one step takes {smallest:,}")
     if len(images.classes) > 1000:
-        raise UserError(f"{folder} has {len(images.classes):,} classes; the models tell 1,000 apart")
+        raise UserError(f"{data} has {len(images.classes):,} classes; the models tell 1,000 apart")
     return images
 
 
-def folder_batches(
-    images: ImageFolder, batch_size: int, device: torch.device, seed: int
+def image_batches(
+    images: ImageFolder | PackedImages, batch_size: int, device: torch.device, seed: int
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Yield the process's batches of a folder's images, in another order each epoch.
+    """Yield the process's batches of such images, in another order each epoch.
 
     Args:
-        images: from ``open_image_folder``.
+        images: from ``open_images``.
         batch_size: samples of a batch, on each process.
         device: where the batches go.
         seed: of the order.

@@ -1,5 +1,6 @@
 """Pictures: readable for colour-blind people and, with a background of their own, in a dark theme."""
 
+import statistics
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -58,5 +59,40 @@ def plot_runs(
         right.legend(loc="upper left")
     for axes in (left, right):
         axes.spines[["top", "right"]].set_visible(False)
+    figure.savefig(path, dpi=110)
+    plt.close(figure)
+
+
+def plot_formats(path: Path, figures: Mapping) -> None:
+    """Draw how fast images are read from each format: the medians of all rounds.
+
+    Args:
+        path: the PNG file to write.
+        figures: of ``slurm-multinode/image_formats.py``: for each format the images/s of all rounds, by what was read from where.
+    """
+    import matplotlib
+
+    matplotlib.use("Agg")  # draws into files; needs no screen
+    import matplotlib.pyplot as plt
+
+    formats = figures["formats"]
+    figure, panels = plt.subplots(1, 2, figsize=(11, 4.6), facecolor="white", layout="constrained")
+    figure.suptitle(f"{figures['images']:,} images in three formats, read in random order (medians of the rounds)")
+    titles = {
+        "bytes": "Reading alone, one process",
+        "samples": f"Reading, decoding, cropping: DataLoader with {figures['workers']} workers",
+    }
+    for axes, (what, title) in zip(panels, titles.items(), strict=True):
+        for index, (name, row) in enumerate(formats.items()):
+            places = [group + (index - (len(formats) - 1) / 2) * 0.27 for group in range(2)]
+            medians = [statistics.median(row[f"{what} from {state}"]) for state in ("disk", "memory")]
+            bars = axes.bar(places, medians, 0.25, label=name, color=COLOURS[index])
+            axes.bar_label(bars, fmt="{:,.0f}", fontsize=9, padding=2)
+        axes.set_xticks(range(2), ["from the disk", "again, from memory"])
+        axes.set(title=title, ylabel="images/s")
+        axes.yaxis.set_major_formatter("{x:,.0f}")
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.margins(y=0.12)
+    panels[0].legend(loc="upper left")
     figure.savefig(path, dpi=110)
     plt.close(figure)
