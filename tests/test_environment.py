@@ -6,6 +6,8 @@ import shutil
 import signal
 import subprocess
 import sys
+import sysconfig
+import tempfile
 import time
 import tomllib
 from pathlib import Path
@@ -16,6 +18,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 import runs
+from workshop.slurm import cluster
 
 ROOT = runs.ROOT
 LOCK = (ROOT / "requirements.lock").read_text()
@@ -218,6 +221,61 @@ def test_existing_environment_without_torch(tmp_path):
     done = run_script("/usr/bin:/bin", tmp_path, WORKSHOP_PYTHON=str(tmp_path / "bare" / "bin" / "python"))
     assert (done.returncode, done.stderr.count("\n")) == (2, 1)
     assert "lacks: torch torchvision" in done.stderr
+
+
+SITE_RUNS = ["runner", pytest.param("job", marks=[pytest.mark.full, runs.needs_cluster])]
+
+
+def trains_with(python: Path, what: str, tmp_path: Path, monkeypatch) -> None:
+    """A runner, or a job that ``workshop submit`` sends, trains with the Python that WORKSHOP_PYTHON names, all ranks of it."""
+    # Each process of this Python, and of no other, leaves its number and its command line.
+    packages = runs.run([python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"], tmp_path).stdout
+    witness, seen = Path(packages.strip()) / "witness.pth", tmp_path / "seen"
+    witness.write_text(
+        "import os, sys; 'WITNESS' in os.environ and "
+        "open(os.environ['WITNESS'], 'a').write(f'{os.getpid()} {sys.orig_argv}\\n')\n"
+    )
+    site = {"WORKSHOP_PYTHON": python, "PYTHONPATH": None, "WITNESS": seen}
+    if what == "runner":
+        script, expected = runs.TORCHRUN.name, 2
+        done = runs.run([runs.TORCHRUN_RUNNER, "--epochs", 1], tmp_path, **site)
+        assert "epoch 1/1" in done.stdout, done.stdout + done.stderr
+    else:
+        script, expected = "multigpu_torchrun.py", 4
+        _submit_and_wait(monkeypatch, site)
+    witness.unlink()
+    # A start shows twice where a venv's lib64 is its lib.
+    workers = [line for line in set(seen.read_text().splitlines()) if f"{script}'" in line and "'-m'" not in line]
+    assert len(workers) == expected, seen.read_text()
+
+
+def _submit_and_wait(monkeypatch, site: dict) -> None:
+    place = Path(tempfile.mkdtemp(prefix="site-", dir="/tmp"))  # a short path, for the cluster's sockets
+    monkeypatch.setattr(tempfile, "tempdir", str(place))
+    for name in ("launch_ddp_1N4G.sh", "multigpu_torchrun.py", "first_failure.py"):
+        shutil.copy(ROOT / "slurm-multinode" / name, place)
+    up = cluster.up(1, mine=True)
+    try:
+        command = [ROOT / "workshop.sh", "submit", "launch_ddp_1N4G.sh", "--site", "local", "--", "--epochs", 1]
+        done = runs.run(command, place, TMPDIR=place, **site)
+        assert done.returncode == 0, done.stderr
+        log = place / f"launch_ddp_1N4G-{re.match(r'job ([0-9]+):', done.stdout)[1]}.log"
+        end = time.monotonic() + 120
+        while (not log.exists() or "epoch 1/1" not in log.read_text()) and time.monotonic() < end:
+            time.sleep(0.2)
+        assert "epoch 1/1" in log.read_text(), log.read_text()
+    finally:
+        up.end()
+        shutil.rmtree(place, ignore_errors=True)
+
+
+@pytest.mark.parametrize("what", SITE_RUNS)
+def test_a_site_s_own_environment_trains(what, tmp_path, monkeypatch):
+    """One that is not .venv: a new one, which borrows this one's packages."""
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", tmp_path / "site"], check=True)
+    (packages,) = (tmp_path / "site").glob("lib/python*/site-packages")
+    (packages / "borrowed.pth").write_text(f"{sysconfig.get_path('purelib')}\n")
+    trains_with(tmp_path / "site" / "bin" / "python", what, tmp_path, monkeypatch)
 
 
 @pytest.mark.full

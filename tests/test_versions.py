@@ -1,77 +1,294 @@
-"""The oldest versions that pyproject.toml admits: the stages train and restart with them too."""
+"""``workshop versions``: daily with small packages that break a test; in the long run the stages with the oldest versions."""
 
+import base64
+import hashlib
+import importlib.metadata
+import importlib.util
+import json
+import os
 import re
 import shutil
-import subprocess
+import signal
+import sys
+import tempfile
+import time
+import zipfile
+from contextlib import suppress
 from pathlib import Path
 
+import psutil
 import pytest
 
 import runs
+from test_environment import SITE_RUNS, trains_with
+from test_restart import gone_within
+from workshop import versions
+from workshop.errors import UserError
 
-pytestmark = [
-    pytest.mark.full,
-    pytest.mark.skipif(shutil.which("uv") is None, reason="needs uv, to find the oldest versions"),
-]
+needs_uv = pytest.mark.skipif(shutil.which("uv") is None, reason="needs uv, which makes the environments")
+
+# ---------------------------------------------------------------- a repository of three small packages
+
+
+def wheel(folder: Path, name: str, version: str, files: dict[str, str], *requires: str) -> str:
+    """Make a wheel, and return its line in a lock."""
+    about = [
+        f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}",
+        *(f"Requires-Dist: {each}" for each in requires),
+    ]
+    info = f"{name}-{version}.dist-info"
+    files = files | {
+        f"{info}/METADATA": "\n".join(about) + "\n",
+        f"{info}/WHEEL": "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
+    }
+    record = ""
+    for path, text in files.items():
+        digest = base64.urlsafe_b64encode(hashlib.sha256(text.encode()).digest()).rstrip(b"=").decode()
+        record += f"{path},sha256={digest},{len(text.encode())}\n"
+    file = folder / f"{name}-{version}-py3-none-any.whl"
+    with zipfile.ZipFile(file, "w") as archive:
+        for path, text in (files | {f"{info}/RECORD": f"{record}{info}/RECORD,,\n"}).items():
+            archive.writestr(path, text)
+    return f"{name}=={version} --hash=sha256:{hashlib.sha256(file.read_bytes()).hexdigest()}\n"
+
+
+@pytest.fixture
+def repository(tmp_path, monkeypatch):
+    """A repository whose lock holds hammer 1.0, its handle 1.0 and saw 1.0; there is a 2.0 of each. It has one stage, "01"."""
+    place, root = tmp_path / "wheels", tmp_path / "repository"
+    place.mkdir()
+    (root / "tests").mkdir(parents=True)
+    # This environment's pytest, by links, without all that is beside it.
+    (tmp_path / "pytest").mkdir()
+    for module in ("pytest", "_pytest", "py", "pluggy", "iniconfig", "packaging", "pygments"):
+        file = Path(importlib.util.find_spec(module).origin)
+        source = file.parent if file.name == "__init__.py" else file
+        (tmp_path / "pytest" / source.name).symlink_to(source)
+    below = ("pluggy", "iniconfig", "packaging", "pygments")
+    lock = wheel(place, "pytest", pytest.__version__, {"links.pth": f"{tmp_path / 'pytest'}\n"}, *below)
+    lock += "".join(wheel(place, name, importlib.metadata.version(name), {}) for name in below)
+    for version in ("2.0", "1.0"):  # the last one's lines go into the lock
+        code = f"def work(expected):\n    if {version[0]} not in expected:\n        raise ValueError('{version}')\n"
+        lines = wheel(place, "handle", version, {"handle.py": code})
+        lines += wheel(place, "hammer", version, {"hammer.py": code}, f"handle=={version}")
+        lines += wheel(place, "saw", version, {"saw.py": code})
+    (root / "requirements.lock").write_text(lock + lines)
+    (root / "pyproject.toml").write_text(
+        "[project]\nname = 'shed'\nversion = '1.0'\n"
+        f"requires-python = '>={sys.version_info.major}.{sys.version_info.minor}'\n"
+        "dependencies = ['saw>=1.0', 'hammer>=1.0', 'handle>=1.0']\n"
+        f"optional-dependencies = {{ development = ['pytest>={pytest.__version__}'] }}\n"
+        "[tool.pytest.ini_options]\njunit_family = 'xunit1'\nmarkers = ['full', 'gpu']\n"
+    )
+    (tmp_path / "tmp").mkdir()
+    for name, value in {"UV_NO_INDEX": "1", "UV_FIND_LINKS": place, "UV_CACHE_DIR": tmp_path / "cache"}.items():
+        monkeypatch.setenv(name, str(value))
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "tmp"))
+    monkeypatch.setattr(versions, "require_stages", lambda: root)
+    monkeypatch.setattr(versions, "STAGES", {"01": ("tests/test_shed.py",)})
+    monkeypatch.setattr(versions, "SHOWN", ("hammer", "saw"))
+    return root
+
+
+def run(repository, program: str, *sets, **options) -> tuple[int, dict]:
+    """Run the command where the stage's test is ``program``; return its exit status and what it wrote."""
+    (repository / "tests" / "test_shed.py").write_text(
+        f"import hammer, handle, os, saw\n\n\ndef test_shed():\n{program}"
+    )
+    status = versions.run_versions(sets, output=str(repository / "out"), **options)
+    assert list((repository.parent / "tmp").iterdir()) == [], "a temporary folder was left"
+    return status, json.loads((repository / "out" / "versions.json").read_text())["sets"]
+
+
+@needs_uv
+def test_each_set_holds_what_it_says(repository, capsys):
+    status, sets = run(repository, "    saw.work([1, 2])\n", "newest", "oldest", "lock")
+    assert status == 0
+    assert {name: result["versions"]["saw"] for name, result in sets.items()} == {
+        "oldest": "1.0",
+        "lock": "1.0",
+        "newest": "2.0",
+    }
+    assert [result["stages"]["01"]["passed"] for result in sets.values()] == [1, 1, 1]
+    page = (repository / "out" / "versions.md").read_text()
+    assert "| stage | oldest | lock | newest |" in page
+    assert "| saw | 1.0 | 1.0 | 2.0 |" in page
+    assert re.search(r"\| 01 \| 1 passed, \d+ s \|", page)
+    assert re.search(r"hammer +1\.0 +1\.0 +2\.0", capsys.readouterr().out)
+
+
+FINDINGS = {
+    "one package": ("    saw.work([1])\n", "saw 2.0 broke stage 01 (with 1.0 it passes)"),
+    "and one that belongs to it": (
+        "    hammer.work([1])\n",
+        "hammer 2.0 broke stage 01 (with 1.0, and handle 1.0 with it, it passes)",
+    ),
+    "two": (
+        "    hammer.work([1])\n    saw.work([1])\n",
+        "stage 01: no single package breaks it, of hammer, saw, handle",
+    ),
+    "none": ("    saw.work([3])\n", "stage 01 fails with the lock too"),
+    "chance": (
+        "    first = not os.path.exists('seen')\n    open('seen', 'w').close()\n    assert not first\n",
+        "stage 01 passed when it was repeated: its tests are not steady",
+    ),
+}
+
+
+@needs_uv
+@pytest.mark.parametrize("case", FINDINGS)
+def test_the_package_that_broke_a_stage(case, repository):
+    program, sentence = FINDINGS[case]
+    status, sets = run(repository, program)  # "newest" alone: the lock's environment is made when it is needed
+    assert status == 1
+    (finding,) = sets["newest"]["findings"]
+    assert finding["sentence"] == sentence
+    assert sentence in (repository / "out" / "versions.md").read_text()
+    assert list(sets["newest"]["stages"]["01"]["failed"]) == ["tests/test_shed.py::test_shed"]
+
+
+@needs_uv
+def test_a_file_that_cannot_be_imported_and_a_lock_that_has_run(repository, monkeypatch):
+    (repository / "tests" / "conftest.py").write_text("import saw\n")
+    (repository / "tests" / "test_early.py").write_text("import saw\nsaw.work([1])\n\n\ndef test_it():\n    pass\n")
+    monkeypatch.setattr(versions, "STAGES", {"01": ("tests/test_shed.py",), "02": ("tests/test_early.py",)})
+    status, sets = run(repository, "    pass\n", "lock", "newest")
+    assert status == 1
+    assert sets["newest"]["stages"]["01"]["failure"] == ""
+    assert [finding["package"] for finding in sets["newest"]["findings"]] == ["saw"]
+
+
+@needs_uv
+def test_a_stage_that_hangs_or_does_not_run(repository, monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setattr(versions, "STAGE", 3)
+        status, sets = run(repository, "    __import__('time').sleep(300)\n", "lock")
+    assert (status, sets["lock"]["stages"]["01"]["failure"]) == (1, "not done after 3 s")
+    status, sets = run(repository, "    import pytest; pytest.skip('no shed here')\n", "lock")
+    assert (status, sets["lock"]["stages"]["01"]["failure"]) == (1, "nothing ran: no shed here")
+
+
+@needs_uv
+def test_an_environment_that_cannot_be_made(repository, monkeypatch):
+    project = (repository / "pyproject.toml").read_text()
+    (repository / "pyproject.toml").write_text(project.replace("saw>=1.0", "saw>=3.0"))
+    status, sets = run(repository, "    saw.work([1])\n", "newest", "lock")
+    assert (status, sets["lock"]["failure"], sets["lock"]["stages"]["01"]["passed"]) == (1, "", 1)
+    assert sets["newest"]["failure"].startswith("uv cannot make the environment of newest: ")
+    assert "saw>=3.0" in sets["newest"]["failure"]
+
+
+@needs_uv
+def test_ctrl_c_leaves_no_process_and_no_folder(repository):
+    (repository / "tests" / "test_shed.py").write_text(
+        "import subprocess, time\n\n\ndef test_shed():\n"
+        "    started = subprocess.Popen(['sleep', '301'], start_new_session=True)\n"
+        "    open('pid', 'w').write(str(started.pid))\n    time.sleep(300)\n"
+    )
+    program = (
+        "import sys; from pathlib import Path; from workshop import versions\n"
+        f"versions.require_stages = lambda: Path({str(repository)!r})\n"
+        "versions.STAGES = {'01': ('tests/test_shed.py',)}\n"
+        "sys.argv = ['workshop', 'versions', 'lock']; from workshop.cli import main; main()"
+    )
+    temporary, pid = repository.parent / "tmp", repository / "pid"
+    command = runs.Running([sys.executable, "-c", program], repository.parent, TMPDIR=temporary)
+    end = time.monotonic() + 120
+    try:
+        while not (pid.exists() and pid.read_text()) and command.process.poll() is None and time.monotonic() < end:
+            time.sleep(0.05)
+        assert pid.exists(), command.text()
+        for _ in range(2):  # somebody is impatient
+            os.kill(command.process.pid, signal.SIGINT)
+            time.sleep(0.2)
+        assert command.wait(30) == 130, command.text()
+    finally:
+        command.end()
+    assert command.text().splitlines()[-1] == "workshop: stopped"
+    assert list(temporary.iterdir()) == []
+    with suppress(psutil.NoSuchProcess):
+        assert gone_within([psutil.Process(int(pid.read_text()))], 5)
+
+
+# ---------------------------------------------------------------- mistakes
+
+
+def test_unknown_names():
+    with pytest.raises(UserError, match=r"the set 'latest' is unknown; choose from: oldest, lock, newest$"):
+        versions.run_versions(["latest"])
+    with pytest.raises(UserError, match=r"--stage '99' is unknown; choose from: 01, 02, slurm-multinode, 03, "):
+        versions.run_versions(stages="01,99")
+
+
+def test_what_is_not_there(monkeypatch, tmp_path):
+    monkeypatch.setattr(shutil, "disk_usage", lambda place: shutil._ntuple_diskusage(10**12, 10**12 - 10**10, 10**10))
+    with pytest.raises(UserError, match=r"^12 GB of disk are needed, 6 for each environment, and .* has 10.0 free"):
+        versions.run_versions(["newest"])
+    (tmp_path / "file").touch()
+    with pytest.raises(UserError, match="cannot write into"):
+        versions.run_versions(["lock"], output=str(tmp_path / "file" / "out"))
+    monkeypatch.setattr(shutil, "which", lambda program, path=None: None)
+    with pytest.raises(UserError, match=r"uv makes the environments, and it is not here: .* -m pip install uv"):
+        versions.run_versions()
+
+
+@needs_uv
+def test_an_environment_without_pytest(repository):
+    lock = (repository / "requirements.lock").read_text()
+    (repository / "requirements.lock").write_text(
+        "".join(line for line in lock.splitlines(True) if "pytest" not in line)
+    )
+    status, sets = run(repository, "    pass\n", "lock")
+    assert (status, sets["lock"]["failure"].partition(":")[0]) == (1, "lock holds no pytest")
+
+
+def test_every_stage_has_its_tests():
+    for stage, arguments in versions.STAGES.items():
+        if stage.startswith("bonus") and not (runs.ROOT / stage).is_dir():
+            continue
+        files = [argument for argument in arguments if argument.startswith("tests/")]
+        assert files, stage
+        assert all((runs.ROOT / file).is_file() for file in files), stage
+    assert set(versions.SHOWN) - {"python"} <= set(versions.direct_dependencies(runs.ROOT))
+
+
+# ---------------------------------------------------------------- the oldest versions, for real
 
 
 @pytest.fixture(scope="module")
-def oldest(tmp_path_factory) -> Path:
-    """The Python of an environment with the lower bound of every direct dependency."""
-    folder = tmp_path_factory.mktemp("oldest")
-    python = folder / "venv" / "bin" / "python"
-    subprocess.run(["uv", "venv", "--quiet", "--no-project", "--python", "3.11", folder / "venv"], check=True)
-    install = ["uv", "pip", "install", "--quiet", "--compile-bytecode", "--python", python]
-    subprocess.run([*install, "--resolution", "lowest-direct", "-r", runs.ROOT / "pyproject.toml"], check=True)
-    subprocess.run([*install, "pytest", "pyyaml", "packaging"], check=True)
-    yield python
-    shutil.rmtree(folder)  # 6 GB
+def oldest():
+    """An environment with the lower bound of every direct dependency."""
+    with versions.made("oldest", runs.ROOT) as environment:
+        yield environment
 
 
-def passed(python, *arguments) -> int:
-    """Run pytest with another Python and return how many tests passed; none may fail, and none be skipped but GPU tests."""
-    environment = runs.environment(WORKSHOP_PYTHON=python, COLUMNS=200)
-    environment.pop("PYTEST_ADDOPTS", None)
-    done = subprocess.run(
-        [python, "-m", "pytest", "-p", "no:cacheprovider", *arguments],
-        cwd=runs.ROOT,
-        env=environment,
-        capture_output=True,
-        text=True,
-    )
-    print(done.stdout)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert all("needs a GPU" in line for line in done.stdout.splitlines() if line.startswith("SKIPPED"))
-    return int(re.search(r"(\d+) passed", done.stdout)[1])
-
-
+@needs_uv
+@pytest.mark.full
 def test_versions_are_the_lower_bounds(oldest):
-    listed = subprocess.run(
-        ["uv", "pip", "list", "--python", oldest], capture_output=True, text=True, check=True
-    ).stdout
-    versions = dict(line.split()[:2] for line in listed.splitlines()[2:])
     text = (runs.ROOT / "pyproject.toml").read_text()
-    for name in ("torch", "torchvision", "numpy"):
-        bound = re.search(rf'"{name}>=([\d.]+)"', text)[1]
-        assert versions[name].startswith(bound), (name, versions[name])
+    for name in ("torch", "torchvision", "numpy", "lightning", "transformers", "deepspeed", "accelerate", "peft"):
+        bound = re.search(rf'"{name}>=([\d.]+)', text)[1]
+        assert oldest.versions[name].startswith(bound), (name, oldest.versions[name])
 
 
-def test_training_data_bad_input_and_tour(oldest):
-    files = ["tests/test_training.py", "tests/test_bad_input.py", "tests/test_data.py", "tests/test_tour.py"]
-    assert passed(oldest, *files, "-m", "not full") > 80
+OTHERS = {
+    "bad input, data, tour": ("tests/test_bad_input.py", "tests/test_data.py", "tests/test_tour.py"),
+    "the whole check": ("tests/test_exercises.py", "tests/test_check.py"),
+    "20 kills in a row": ("tests/test_restart.py", "-m", "full", "-k", "20_kills"),
+}
 
 
-def test_restarts(oldest):
-    assert passed(oldest, "tests/test_restart.py", "-m", "not full") >= 6
+@needs_uv
+@pytest.mark.full
+@pytest.mark.parametrize("stage", [*(stage for stage in versions.STAGES if stage != "check"), *OTHERS])
+def test_with_the_oldest_versions(stage, oldest):
+    row = versions.run_tests(oldest, (versions.STAGES | OTHERS)[stage], seconds=3600)
+    assert row["failure"] == "", "\n".join(row["failed"].values())
+    assert set(row["skipped"].values()) <= {"needs a GPU"}
 
 
-def test_exercises_and_check(oldest):
-    assert passed(oldest, "tests/test_exercises.py", "tests/test_check.py", "-m", "not full") > 100
-
-
-def test_lightning_and_fine_tuning(oldest):
-    assert passed(oldest, "tests/test_lightning.py", "tests/test_finetuning.py", "-m", "not full") > 60
-
-
-def test_20_kills_in_a_row(oldest):
-    assert passed(oldest, "tests/test_restart.py", "-k", "20_kills", "-s") == 1
+@needs_uv
+@pytest.mark.full
+@pytest.mark.parametrize("what", SITE_RUNS)
+def test_a_site_with_the_oldest_versions_trains(what, oldest, tmp_path, monkeypatch):
+    trains_with(oldest.python, what, tmp_path, monkeypatch)
