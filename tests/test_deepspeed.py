@@ -90,9 +90,8 @@ def test_other_launchers(start, torchrun, tmp_path):
 def test_accelerate_trains_the_same_and_carries_on_exactly(torchrun, tmp_path):
     trained(SOLUTIONS / ACCELERATE, tmp_path, epochs=1)
     losses = trained(SOLUTIONS / ACCELERATE, tmp_path)
-    assert losses == pytest.approx(
-        runs.losses(torchrun.epochs), abs=1e-5
-    )  # the same batches, each summed in another order
+    # The same batches, each summed in another order: 1e-5 apart, a little more or less by the processor.
+    assert losses == pytest.approx(runs.losses(torchrun.epochs), abs=5e-5)
     entries = read_log(tmp_path / "run" / "log")
     assert [entry["accuracy"] for entry in entries] == [entry["accuracy"] for entry in torchrun.epochs]
     assert [path.name for path in (tmp_path / "run").glob("*[0-9]")] == ["epoch-2"]

@@ -43,7 +43,7 @@ def test_a_job_on_two_nodes(trial, torchrun):
     assert job.state == "COMPLETED", job.output
     assert "training on cpu from epoch 1: 4 processes" in job.output
     folder = trial.folder / f"runs/launch_deepspeed_2N4G-{job.number}"
-    assert runs.losses(read_log(folder / "log")) == pytest.approx(runs.losses(torchrun.epochs), abs=1e-5)
+    assert runs.losses(read_log(folder / "log")) == pytest.approx(runs.losses(torchrun.epochs), abs=5e-5)
     assert len(list((folder / "epoch-2").glob("zero_pp_rank_*_optim_states.pt"))) == 4
 
 
@@ -100,7 +100,7 @@ def test_a_job_on_pbs(pbs, torchrun):  # noqa: F811 - the fixture
     job = submit(pbs, "launch_deepspeed_2N4G_pbs", "--epochs", 3, "--batch-size", 32)
     assert pbs.run(job, ["node2", "node1"], seconds=300) == 0, pbs.log(job).read_text()
     folder = pbs.folder / "runs/launch_deepspeed_2N4G-17"
-    assert runs.losses(read_log(folder / "log")) == pytest.approx(runs.losses(torchrun.epochs), abs=1e-5)
+    assert runs.losses(read_log(folder / "log")) == pytest.approx(runs.losses(torchrun.epochs), abs=5e-5)
     assert json.loads((pbs.folder / "ds_config.json").read_text())["zero_optimization"]["stage"] == 1
 
 

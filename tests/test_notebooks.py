@@ -238,7 +238,7 @@ def test_solved(stage, judge, copy):
         by_hand, engine, zero3 = map(runs.losses, logs)
         assert by_hand == engine == zero3
         accelerated = runs.losses(runs.read_log(copy / stage / "runs" / "accelerated" / "log"))
-        assert accelerated == pytest.approx(by_hand, abs=1e-5)
+        assert accelerated == pytest.approx(by_hand, abs=5e-5)
 
 
 JUDGES = {
