@@ -13,7 +13,8 @@ import pytest
 import runs
 from test_data import archives, server  # noqa: F401 - fixtures
 
-STAGE_READMES = [*sorted(runs.ROOT.glob("0*/README.md")), runs.ROOT / "slurm-multinode" / "README.md"]
+OTHERS = [runs.ROOT / folder / "README.md" for folder in ("slurm-multinode", "bonus_jax")]
+STAGE_READMES = [*sorted(runs.ROOT.glob("0*/README.md")), *OTHERS]
 READMES = [runs.ROOT / "README.md", *STAGE_READMES]
 
 # Commands that run elsewhere, and the text there that proves it.
@@ -23,6 +24,15 @@ ELSEWHERE = {
     "./workshop.sh test --full": ("tests/test_readme.py", "def test_full_is_passed_on"),
     "./workshop.sh fetch mnist": ("tests/test_readme.py", "def test_fetch_as_in_the_readme"),
     "./workshop.sh fetch cifar10": ("tests/test_data.py", "def test_cifar10"),
+    "./workshop.sh pack /tmp/workshop-pack --data mnist --model tiny-codellama": (
+        "tests/test_pack.py",
+        "def test_the_whole_workshop_without_network",
+    ),
+    "./workshop.sh submit slurm-multinode/launch_ddp_1N4G.sh --site della --container pytorch-cuda.sif --dry-run": (
+        "tests/test_containers.py",
+        "def test_a_job_s_python_is_the_one_in_the_image",
+    ),
+    "./workshop.sh versions oldest lock newest": ("tests/test_versions.py", "def test_each_set_holds_what_it_says"),
     "./workshop.sh lab": ("tests/test_jupyter.py", "def test_notebook_01_in_a_browser"),
     "./workshop.sh doctor --class 30": ("tests/test_classroom.py", '"--class", 30'),
     "./run_single_gpu.sh --epochs 4": ("01_single_gpu/01_single_gpu.ipynb", "run_single_gpu.sh --epochs 4"),

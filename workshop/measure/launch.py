@@ -128,7 +128,9 @@ def first_failure(outcome: Outcome, torchrun_logs: Path) -> str:
     if spawned:
         return f"rank {spawned[1]} failed first:\n{spawned[2].strip()}"
     # What torchrun says of it begins with this line, and ends with a traceback of torchrun's own.
-    own, *said = re.split(r"^.*failed \(exitcode: (-?\d+)\) local_rank: (\d+).*\n", outcome.output, maxsplit=1, flags=re.M)
+    own, *said = re.split(
+        r"^.*failed \(exitcode: (-?\d+)\) local_rank: (\d+).*\n", outcome.output, maxsplit=1, flags=re.M
+    )
     place = own.rfind("Traceback (most recent call last)")
     error = own[place:].strip() if place >= 0 else "\n".join(own.splitlines()[-15:])
     return f"rank {said[1]} ended first, with exit status {said[0]}:\n{error}" if said else error
