@@ -532,7 +532,18 @@ def built(tmp_path_factory):
         pytest.skip("apt knows no mirror of Debian 12")
     try:
         packages = "--include=python3,python3-venv,ca-certificates"
-        command = ["nice", "debootstrap", "--variant=minbase", packages, "bookworm", root, mirror[1]]
+        # It mounts /proc and /sys in there: in a namespace they are gone with it, however it ends.
+        command = [
+            "nice",
+            "unshare",
+            "--mount",
+            "debootstrap",
+            "--variant=minbase",
+            packages,
+            "bookworm",
+            root,
+            mirror[1],
+        ]
         done = subprocess.run(command, capture_output=True, text=True)
         assert done.returncode == 0, done.stdout[-2000:] + done.stderr
         for source, target in copied("pytorch-cuda.def").items():
