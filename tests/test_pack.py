@@ -107,7 +107,7 @@ def alone(command, folder, path=None, **env) -> subprocess.CompletedProcess:
     path = path or f"{Path(sys.executable).resolve().parent}:/usr/bin:/bin:/usr/sbin:/sbin"
     return subprocess.run(
         [*ALONE, *command],
-        env={"PATH": path, "HOME": "/nowhere", **env},
+        env={"PATH": path, "HOME": f"{folder}/no-home", **env},
         capture_output=True,
         text=True,
         timeout=1800,
