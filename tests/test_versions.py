@@ -164,7 +164,13 @@ def test_a_stage_that_hangs_or_does_not_run(repository, monkeypatch):
         patch.setattr(versions, "STAGE", 3)
         status, sets = run(repository, "    __import__('time').sleep(300)\n", "lock")
     assert (status, sets["lock"]["stages"]["01"]["failure"]) == (1, "not done after 3 s")
-    status, sets = run(repository, "    import pytest; pytest.skip('no shed here')\n", "lock")
+    program = (
+        "    import subprocess\n    stray = subprocess.Popen(['sleep', '303'], start_new_session=True)\n"
+        "    open('pid', 'w').write(str(stray.pid))\n"
+    )
+    status, sets = run(repository, f"{program}    import pytest; pytest.skip('no shed here')\n", "lock")
+    with suppress(psutil.NoSuchProcess):
+        assert gone_within([psutil.Process(int((repository / "pid").read_text()))], 5)
     assert (status, sets["lock"]["stages"]["01"]["failure"]) == (1, "nothing ran: no shed here")
 
 

@@ -181,7 +181,21 @@ def made(name: str, root: Path) -> Iterator[Environment]:
         environment = look(root, folder)
         if "pytest" not in environment.versions:
             raise UserError(f"{name} holds no pytest: the tests' packages belong to the extras in pyproject.toml")
-        yield environment
+        try:
+            yield environment
+        finally:
+            _end_strays(folder)
+
+
+def _end_strays(folder: Path) -> None:
+    """End what failed tests have left running; it is known by where its temporary files go."""
+    strays = []
+    for process in psutil.process_iter():
+        with suppress(psutil.Error):
+            if process.environ().get("TMPDIR") == str(folder / "t"):
+                process.kill()
+                strays.append(process)
+    psutil.wait_procs(strays, timeout=GRACE)
 
 
 def look(root: Path, folder: Path) -> Environment:
@@ -254,6 +268,8 @@ def run_set(
         for stage, arguments in selections.items():
             row = result["stages"][stage] = run_tests(environment, arguments)
             say(f"  {stage}: {cell(row)}")
+            for test, report in row["failed"].items():
+                say(f"    {test}: {report.splitlines()[0][:200]}")
         if name == "newest" and (failed := _failed(result)):
             tests = {stage: [*row["failed"]] or selections[stage] for stage, row in failed.items()}
             reports = "\n".join(text for row in failed.values() for text in row["failed"].values())
