@@ -444,7 +444,7 @@ def stand_in(*words, **environment):
         (["exec", "nowhere.sif", "true"], 255, "could not open image nowhere.sif"),
         (["exec", "/etc/hostname", "true"], 255, "image format not recognized"),
         (["exec", "IMAGE"], 255, "exec needs a command"),
-        (["exec", "--bind", "/nowhere", "IMAGE", "true"], 255, "mount source /nowhere doesn't exist"),
+        (["exec", "--bind", "/no/such/folder", "IMAGE", "true"], 255, "mount source /no/such/folder doesn't exist"),
         (["exec", "IMAGE", "nosuchprogram"], 255, '"nosuchprogram": executable file not found in $PATH'),
     ],
 )
