@@ -3,8 +3,6 @@
 Run it:  torchrun --standalone --nproc-per-node=2 strategies/ddp_accelerate.py --steps 20
 """
 
-import gc
-
 import torch
 from accelerate import Accelerator
 
@@ -15,7 +13,6 @@ def main():
     args = parse_arguments(__doc__)
     accelerator = Accelerator(cpu=choose_device().type == "cpu")
     train(accelerator, args)
-    gc.collect()  # the model holds on to the process group until Python frees it, in its own time: free it now
     accelerator.end_training()
 
 

@@ -3,7 +3,6 @@
 Run it:  python strategies/ddp_spawn.py --nproc 2 --steps 20
 """
 
-import gc
 import os
 import tempfile
 
@@ -32,7 +31,6 @@ def start(rank, args, store):
     backend = dist.get_default_backend_for_device(device)
     dist.init_process_group(backend, init_method=store, rank=rank, world_size=args.nproc)
     train(device, args)
-    gc.collect()  # the model holds on to the process group until Python frees it, in its own time: free it now
     dist.destroy_process_group()
 
 

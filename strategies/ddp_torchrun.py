@@ -3,8 +3,6 @@
 Run it:  torchrun --standalone --nproc-per-node=2 strategies/ddp_torchrun.py --steps 20
 """
 
-import gc
-
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel as DDP
@@ -17,7 +15,6 @@ def main():
     device = choose_device()
     dist.init_process_group(dist.get_default_backend_for_device(device))
     train(device, args)
-    gc.collect()  # the model holds on to the process group until Python frees it, in its own time: free it now
     dist.destroy_process_group()
 
 

@@ -3,8 +3,6 @@
 Run it:  torchrun --standalone --nproc-per-node=2 strategies/fsdp.py --steps 20
 """
 
-import gc
-
 import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
@@ -19,7 +17,6 @@ def main():
     device = choose_device()
     dist.init_process_group(dist.get_default_backend_for_device(device))
     train(device, args)
-    gc.collect()  # the model holds on to the process group until Python frees it, in its own time: free it now
     dist.destroy_process_group()
 
 

@@ -3,8 +3,6 @@
 Run it:  torchrun --standalone --nproc-per-node=2 strategies/zero.py --stage 1 --steps 20
 """
 
-import gc
-
 from workshop.zero import require_deepspeed
 
 require_deepspeed()
@@ -21,7 +19,6 @@ def main():
     device = choose_device()
     dist.init_process_group(dist.get_default_backend_for_device(device))
     train(device, args)
-    gc.collect()  # the model holds on to the process group until Python frees it, in its own time: free it now
     dist.destroy_process_group()
 
 

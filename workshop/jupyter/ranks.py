@@ -15,6 +15,7 @@ from contextlib import redirect_stderr, redirect_stdout, suppress
 from datetime import timedelta
 from pathlib import Path
 
+import workshop.process_group  # noqa: F401
 from workshop.measure.launch import loopback, without_launcher
 from workshop.repository import python_path
 

@@ -7,6 +7,8 @@ import time
 
 import torch
 
+import workshop.process_group  # noqa: F401
+
 
 def local_device() -> torch.device:
     """The device of a process that torchrun has started: the accelerator of its local rank, or the CPU if not each has one."""
