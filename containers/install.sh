@@ -3,7 +3,7 @@
 # image. Around it, in /opt/workshop, lie requirements.lock, pyproject.toml, README.md and the package workshop.
 #   install.sh cuda      torch with the CUDA libraries that its wheels bring along, in a venv
 #   install.sh rocm      everything but torch, into the Python of an image that has a torch for ROCm
-#   install.sh jax       JAX for CUDA, in a venv
+#   install.sh jax       as cuda, and JAX for CUDA
 set -euo pipefail
 image=${1:-}
 case $image in
@@ -12,16 +12,12 @@ case $image in
 esac
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
-# The entries of the lock for packages whose names fit: a line with name and version, and below it its hashes.
-entries_with() { awk -v names="^($1)==" '/^[a-z]/ { keep = $0 ~ names } keep' requirements.lock; }
+# The entries of the lock but those for packages whose names fit: a line with name and version, and below it its hashes.
 entries_without() { awk -v names="^($1)==" '/^[a-z]/ { keep = $0 !~ names } keep' requirements.lock; }
 case $image in
     cuda) cat requirements.lock ;;
     rocm) entries_without 'torch|torchvision|triton|nvidia-.*|cuda-.*' ;;
-    jax)
-        entries_with 'jax|jaxlib|optax|numpy|scipy|scikit-learn|absl-py|cloudpickle|joblib|ml-dtypes|narwhals|opt-einsum|packaging|threadpoolctl'
-        entries_with 'nvidia-.*'
-        cat containers/jax-cuda.lock ;;
+    jax) cat requirements.lock containers/jax-cuda.lock ;;
 esac >image.lock
 
 apt-get update --quiet
@@ -37,6 +33,4 @@ else
     chosen=()
 fi
 "$python" -m pip install --no-cache-dir --require-hashes "${chosen[@]}" -r image.lock
-if [ "$image" != jax ]; then
-    "$python" -m pip install --no-cache-dir --no-deps --no-build-isolation .
-fi
+"$python" -m pip install --no-cache-dir --no-deps --no-build-isolation .

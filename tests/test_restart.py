@@ -49,7 +49,7 @@ def test_spawn_killed_with_kill_9_leaves_nothing_and_can_be_started_again(spawne
     family = psutil.Process(run.process.pid).children(recursive=True)
     assert len(family) >= 2
     run.process.kill()
-    assert gone_within(family, 5)
+    assert gone_within(family, 20)  # two seconds on a quiet machine
     assert runs.load(tmp_path / "run.pt")["epoch"] < EPOCHS - 1
     runs.train("spawn", 2, tmp_path, *options(2))
     assert_same_as(spawned, tmp_path)
