@@ -34,8 +34,8 @@ def meet() -> None:
     # torchrun's number of processes on this machine, or srun's: "2(x3)" is 2 on each of 3 nodes.
     here = os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("SLURM_STEP_TASKS_PER_NODE", "1")
     # A PyTorch for CPUs says nothing about GPUs. Where there are none JAX is not to look: its part for CUDA can crash then.
-    sees_gpus = torch.accelerator.current_accelerator() is not None
-    if sees_gpus and torch.accelerator.device_count() < int(here.split("(")[0].split(",")[0]):
+    built_for_gpus = torch.accelerator.current_accelerator() is not None
+    if built_for_gpus and torch.accelerator.device_count() < int(here.split("(")[0].split(",")[0]):
         jax.config.update("jax_platforms", "cpu")
 
     if "RANK" in os.environ:
