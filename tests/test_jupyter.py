@@ -9,6 +9,7 @@ import sys
 import time
 import urllib.error
 import urllib.request
+import warnings
 
 import nbformat
 import psutil
@@ -54,7 +55,7 @@ def address(running) -> tuple[str, str]:
     """Where a lab listens, and its token, as soon as it answers."""
     running.wait_for("token=", timeout=20)
     url, token = re.search(r"(http://[^/]+)/lab/\S*\?token=(\w+)", running.text()).groups()
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 120
     while True:
         try:
             urllib.request.urlopen(f"{url}/api", timeout=5)
@@ -150,35 +151,60 @@ def browser():
     return path
 
 
+def run_all_cells(page, address, notebook, seconds, seconds_for_first) -> nbformat.NotebookNode | None:
+    """Opens a notebook and runs all cells: what JupyterLab saved then, or None if no cell has run after ``seconds_for_first``."""
+    page.goto(address)
+    kernel = page.locator(".jp-NotebookPanel-toolbar .jp-Notebook-ExecutionIndicator")
+    page.get_by_role("heading", name="01 One device").wait_for(timeout=60_000)
+    page.locator(".jp-Notebook-ExecutionIndicator[data-status=idle]").wait_for(timeout=120_000)
+    page.get_by_role("menuitem", name="Run", exact=True).click()
+    page.get_by_role("menuitem", name="Run All Cells", exact=True).click()
+    begun = time.monotonic()
+    while True:
+        page.keyboard.press("Control+s")
+        time.sleep(2)
+        # A cell that has run shows its number; the notebook is saved when all have.
+        saved = nbformat.read(notebook, as_version=4)
+        cells = [cell for cell in saved.cells if cell.cell_type == "code"]
+        if all(cell.execution_count for cell in cells) and cells[-1].outputs:
+            return saved
+        failed = [cell["id"] for cell in cells for output in cell.outputs if output.output_type == "error"]
+        assert not failed, failed
+        missing = [cell["id"] for cell in cells if not cell.execution_count]
+        took = time.monotonic() - begun
+        lost = len(missing) == len(cells) and took > seconds_for_first
+        if lost or took > seconds:
+            prompts = page.locator(".jp-Notebook .jp-CodeCell .jp-InputPrompt").all_inner_texts()
+            dialogs = page.locator(".jp-Dialog").all_inner_texts()
+            state = f"kernel {kernel.get_attribute('data-status')}, prompts {prompts}, dialogs {dialogs}"
+            assert lost, f"after {took:.0f} s not run or not saved: {missing}; {state}"
+            warnings.warn(f"no cell has run and been saved after {took:.0f} s; {state}", stacklevel=1)
+            return None
+
+
 def test_notebook_01_in_a_browser(lab, copy, record_property):
     from playwright.sync_api import sync_playwright
 
     path = browser()
-    start = time.monotonic()
-    url, token = address(lab())
-    record_property("ready", round(time.monotonic() - start, 1))
     notebook = copy / "01_single_gpu" / "01_single_gpu.ipynb"
+    count = sum(cell.cell_type == "code" for cell in nbformat.read(notebook, as_version=4).cells)
     with sync_playwright() as playwright:
         chromium = playwright.chromium.launch(executable_path=path, args=["--no-sandbox"])
-        page = chromium.new_page(viewport={"width": 1400, "height": 1000}, color_scheme="dark")
-        page.goto(f"{url}/lab/tree/01_single_gpu/01_single_gpu.ipynb?token={token}")
-        page.get_by_role("heading", name="01 One device").wait_for(timeout=60_000)
-        page.get_by_role("menuitem", name="Run", exact=True).click()
-        page.get_by_role("menuitem", name="Run All Cells", exact=True).click()
-        begun = time.monotonic()
-        count = sum(cell.cell_type == "code" for cell in nbformat.read(notebook, as_version=4).cells)
-        # A cell that has run shows its number; the notebook is saved when all have.
-        deadline = time.monotonic() + 600
-        while True:
-            page.keyboard.press("Control+s")
-            time.sleep(2)
-            saved = nbformat.read(notebook, as_version=4)
-            cells = [cell for cell in saved.cells if cell.cell_type == "code"]
-            if all(cell.execution_count for cell in cells) and cells[-1].outputs:
+        # On a machine that starved it, JupyterLab once ran no cell at all: a user would start it again.
+        for _ in range(2):
+            begun = time.monotonic()
+            running = lab()
+            url, token = address(running)
+            record_property("ready", round(time.monotonic() - begun, 1))
+            page = chromium.new_page(viewport={"width": 1400, "height": 1000}, color_scheme="dark")
+            begun = time.monotonic()
+            opened = f"{url}/lab/tree/01_single_gpu/01_single_gpu.ipynb?token={token}"
+            saved = run_all_cells(page, opened, notebook, seconds=600, seconds_for_first=120)
+            if saved is not None:
                 break
-            failed = [cell["id"] for cell in cells for output in cell.outputs if output.output_type == "error"]
-            assert not failed, failed
-            assert time.monotonic() < deadline, [cell["id"] for cell in cells if not cell.execution_count]
+            page.close()
+            running.end()
+        assert saved is not None, "no cell ran, twice"
         record_property("seconds", round(time.monotonic() - begun))
         pictures = page.locator("img[alt^='Bars']")
         pictures.last.scroll_into_view_if_needed()
@@ -187,6 +213,7 @@ def test_notebook_01_in_a_browser(lab, copy, record_property):
         screenshots.mkdir(parents=True, exist_ok=True)
         page.screenshot(path=screenshots / "notebook-01.png")
         chromium.close()
+    cells = [cell for cell in saved.cells if cell.cell_type == "code"]
     assert len(cells) == count
     assert not [output for cell in cells for output in cell.outputs if output.output_type == "error"]
     judge_01(saved)
