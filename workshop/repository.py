@@ -25,6 +25,26 @@ def require_stages() -> Path:
     return ROOT
 
 
+def open_folder(name: str | os.PathLike, without: str | None = None) -> Path:
+    """Make a folder for results, if it is not there.
+
+    Args:
+        name: its path.
+        without: a file that an earlier run may have left in it, and that goes.
+
+    Raises:
+        UserError: it cannot be made, or written into.
+    """
+    folder = Path(name).absolute()
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        if without:
+            (folder / without).unlink(missing_ok=True)
+    except OSError as error:
+        raise UserError(f"cannot write into {folder} ({error.strerror}); choose a folder with --output") from error
+    return folder
+
+
 def workshop_command() -> str:
     """How ``workshop.sh`` is called from the current folder: from one in the repository by a relative path."""
     here = Path.cwd()

@@ -18,7 +18,7 @@ from workshop.measure.launch import first_failure, launch, torchrun
 from workshop.measure.log import read_log
 from workshop.measure.machine import machine
 from workshop.measure.strategies import run_strategies
-from workshop.repository import require_stages
+from workshop.repository import open_folder, require_stages
 
 GLOBAL_BATCH = 128
 
@@ -84,12 +84,7 @@ def run_tour(stages: str = "", epochs: int = 4, output: str | None = None) -> in
     root = require_stages()
     chosen = _chosen(stages)
     entries = [entry for entry in ENTRIES if entry.stage in chosen]
-    folder = Path(output).absolute() if output else root / "runs" / "tour"
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / "tour.json").unlink(missing_ok=True)
-    except OSError as error:
-        raise UserError(f"cannot write into {folder} ({error.strerror}); choose a folder with --output") from error
+    folder = open_folder(output or root / "runs" / "tour", without="tour.json")
     console = Console()
     status = _run_entries(entries, epochs, root, folder, console) if entries else 0
     if EVERY_STRATEGY in chosen:

@@ -25,7 +25,7 @@ import psutil
 
 from workshop.errors import UserError
 from workshop.measure.launch import family, without_launcher
-from workshop.repository import require_stages
+from workshop.repository import open_folder, require_stages
 
 # What makes each set's environment, for `uv pip install`, in the order in which they run.
 DEPENDENCIES = ("--all-extras", "-r", "pyproject.toml")
@@ -100,12 +100,7 @@ def run_versions(sets: Sequence[str] = (), stages: str = "", output: str | None 
     _uv()
     # "lock" is also made where something fails with "newest".
     _require_room(len({*named, "lock"} if "newest" in named else named))
-    folder = Path(output).absolute() if output else root / "runs" / "versions"
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / "versions.json").unlink(missing_ok=True)
-    except OSError as error:
-        raise UserError(f"cannot write into {folder} ({error.strerror}); choose a folder with --output") from error
+    folder = open_folder(output or root / "runs" / "versions", without="versions.json")
 
     def say(line: str) -> None:
         console.print(line, markup=False, soft_wrap=True)

@@ -10,8 +10,8 @@ from pathlib import Path
 
 from workshop.errors import UserError
 from workshop.measure.launch import first_failure, launch, torchrun, without_launcher
-from workshop.measure.scaling import open_folder, read_run, series, write_and_show
-from workshop.repository import python_path, require_stages
+from workshop.measure.scaling import read_run, series, write_and_show
+from workshop.repository import open_folder, python_path, require_stages
 
 BATCH_SIZE = 128  # of one process, where the arguments name none
 

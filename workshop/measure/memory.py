@@ -192,8 +192,7 @@ def run_memory(
     """
     from rich.console import Console
 
-    from workshop.measure.scaling import open_folder
-    from workshop.repository import require_stages
+    from workshop.repository import open_folder, require_stages
 
     sizes = known_sizes(model)
     sequence_length = sequence_length or min(2048, sizes.context)

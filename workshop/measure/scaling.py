@@ -12,7 +12,7 @@ from pathlib import Path
 
 from workshop.errors import UserError
 from workshop.measure.log import read_log
-from workshop.repository import require_stages
+from workshop.repository import open_folder, require_stages
 
 MODES = {
     "strong": "the global batch stays",
@@ -120,20 +120,6 @@ def series(rates: dict[int, list[float]], batches: dict[int, int]) -> list[dict]
             }
         )
     return rows
-
-
-def open_folder(name: str | os.PathLike) -> Path:
-    """Make a folder for results, if it is not there.
-
-    Raises:
-        UserError: it cannot be made.
-    """
-    folder = Path(name).absolute()
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UserError(f"cannot write into {folder} ({error.strerror}); choose a folder with --output") from error
-    return folder
 
 
 def write_and_show(console, folder: Path, title: str, summary: dict) -> None:

@@ -15,10 +15,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from workshop.errors import UserError
 from workshop.measure.launch import first_failure, launch, torchrun
 from workshop.measure.machine import machine
-from workshop.repository import ROOT, require_stages
+from workshop.repository import ROOT, open_folder, require_stages
 
 FOLDER = "strategies"
 MIB = 2**20
@@ -83,13 +82,7 @@ def run_strategies(steps: int = 20, dtype: str = "float32", processes: int = 2, 
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-    root = require_stages()
-    folder = Path(output).absolute() if output else root / "runs" / "strategies"
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / "strategies.json").unlink(missing_ok=True)
-    except OSError as error:
-        raise UserError(f"cannot write into {folder} ({error.strerror}); choose a folder with --output") from error
+    folder = open_folder(output or require_stages() / "runs" / "strategies", without="strategies.json")
     console = Console()
     console.print(
         f"The tiny CodeLlama, {steps} steps in {dtype}, by {len(STRATEGIES)} strategies on {processes} processes",
