@@ -327,7 +327,7 @@ def test_watching_checks_again_at_every_save(tmp_path):
         running.wait_for("before step 1", timeout=60)
     finally:
         running.process.send_signal(2)
-        assert running.wait(20) == 130
+        assert running.wait(20) == 130, running.text()
 
 
 def test_in_a_notebook(capsys):
