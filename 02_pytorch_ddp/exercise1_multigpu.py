@@ -5,7 +5,6 @@ Run it:    02_pytorch_ddp/exercise1_run_multigpu.sh --epochs 3
 Check it:  ./workshop.sh check 02_pytorch_ddp/exercise1_multigpu.py
 """
 
-import gc
 import os
 import time
 
@@ -31,8 +30,7 @@ def main():
     # TODO 1: start args.nproc processes on this machine, each with a device of its own. Each joins one process group with the
     # others, trains, and leaves the group, also after an error. One thread a process is enough (OMP_NUM_THREADS).
     # Look up: torch.multiprocessing.spawn, torch.distributed.TCPStore (port 0: the system picks a free one),
-    # init_process_group(backend, store=..., rank=..., world_size=...), get_default_backend_for_device, destroy_process_group,
-    # gc.collect (DDP holds on to the group: free it first)
+    # init_process_group(backend, store=..., rank=..., world_size=...), get_default_backend_for_device, destroy_process_group
     device = choose_device()
     train(device, args)
 

@@ -5,7 +5,6 @@ Run it:    02_pytorch_ddp/exercise2_run_multigpu_torchrun.sh --epochs 3
 Check it:  ./workshop.sh check 02_pytorch_ddp/exercise2_multigpu_torchrun.py
 """
 
-import gc
 import os
 import time
 
@@ -56,7 +55,6 @@ def worker(rank, world_size, port, args):
     try:
         train(rank, world_size, device, args)
     finally:
-        gc.collect()  # DDP holds on to the process group until Python frees it, in its own time: free it now
         dist.destroy_process_group()
 
 

@@ -5,7 +5,6 @@ Run it:    02_pytorch_ddp/exercise3_run_global_metrics.sh --epochs 3 --batch-siz
 Check it:  ./workshop.sh check 02_pytorch_ddp/exercise3_global_metrics.py
 """
 
-import gc
 import os
 import time
 from contextlib import nullcontext
@@ -44,7 +43,6 @@ def main():
     try:
         train(rank, world_size, device, args)
     finally:
-        gc.collect()  # DDP holds on to the process group until Python frees it, in its own time: free it now
         dist.destroy_process_group()
 
 

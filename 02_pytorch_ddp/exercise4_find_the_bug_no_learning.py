@@ -6,7 +6,6 @@ Run it:    02_pytorch_ddp/exercise4_run_find_the_bug_no_learning.sh
 Check it:  ./workshop.sh check 02_pytorch_ddp/exercise4_find_the_bug_no_learning.py
 """
 
-import gc
 import os
 
 import torch
@@ -32,7 +31,6 @@ def main():
     try:
         train(rank, world_size, device, args)
     finally:
-        gc.collect()  # DDP holds on to the process group until Python frees it, in its own time: free it now
         dist.destroy_process_group()
 
 

@@ -5,7 +5,6 @@ Run it:    04_model_parallel_with_fsdp/exercise1_run_fsdp_codellama.sh --steps 4
 Check it:  ./workshop.sh check 04_model_parallel_with_fsdp/exercise1_fsdp_codellama.py
 """
 
-import gc
 import os
 import time
 
@@ -44,7 +43,6 @@ def main():
     try:
         train(device, args)
     finally:
-        gc.collect()  # the model holds on to the process group until Python frees it, in its own time: free it now
         dist.destroy_process_group()
 
 

@@ -5,7 +5,6 @@ Run it:    04_model_parallel_with_fsdp/exercise2_run_sharded_checkpoint.sh --ste
 Check it:  ./workshop.sh check 04_model_parallel_with_fsdp/exercise2_sharded_checkpoint.py
 """
 
-import gc
 import json
 import os
 import time
@@ -49,7 +48,6 @@ def main():
     try:
         train(device, args)
     finally:
-        gc.collect()  # the model holds on to the process group until Python frees it, in its own time: free it now
         dist.destroy_process_group()
 
 

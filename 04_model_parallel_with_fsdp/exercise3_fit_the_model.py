@@ -5,7 +5,6 @@ Run it:    04_model_parallel_with_fsdp/exercise3_run_fit_the_model.sh --steps 40
 Check it:  ./workshop.sh check 04_model_parallel_with_fsdp/exercise3_fit_the_model.py
 """
 
-import gc
 import os
 import time
 from functools import partial
@@ -47,7 +46,6 @@ def main():
     try:
         train(device, args)
     finally:
-        gc.collect()  # the model holds on to the process group until Python frees it, in its own time: free it now
         dist.destroy_process_group()
 
 

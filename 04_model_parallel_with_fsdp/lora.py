@@ -6,7 +6,6 @@ N processes:  torchrun --standalone --nproc-per-node=2 04_model_parallel_with_fs
 Slurm:        srun --ntasks=1 --gpus=4 --cpus-per-task=32 04_model_parallel_with_fsdp/run_lora.sh --model codellama
 """
 
-import gc
 import os
 import time
 
@@ -42,7 +41,6 @@ def main():
     try:
         train(device, args)
     finally:
-        gc.collect()  # the model holds on to the process group until Python frees it, in its own time: free it now
         dist.destroy_process_group()
 
 

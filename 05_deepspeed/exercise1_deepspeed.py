@@ -5,7 +5,6 @@ Run it:    05_deepspeed/exercise1_run_deepspeed.sh --epochs 2
 Check it:  ./workshop.sh check 05_deepspeed/exercise1_deepspeed.py
 """
 
-import gc
 import os
 import shutil
 import time
@@ -49,7 +48,6 @@ def main():
     try:
         train(rank, world_size, device, args)
     finally:
-        gc.collect()  # the engine holds on to the process group until Python frees it, in its own time: free it now
         dist.destroy_process_group()
 
 

@@ -5,7 +5,6 @@ Run it:    05_deepspeed/exercise2_run_accelerate.sh --epochs 2
 Check it:  ./workshop.sh check 05_deepspeed/exercise2_accelerate.py
 """
 
-import gc  # TODO 1: goes
 import os
 import shutil
 import time
@@ -49,7 +48,6 @@ def main():
     try:
         train(rank, world_size, device, args)  # TODO 1
     finally:
-        gc.collect()  # TODO 1
         dist.destroy_process_group()
 
 

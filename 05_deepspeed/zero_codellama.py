@@ -6,7 +6,6 @@ N processes:  torchrun --standalone --nproc-per-node=2 05_deepspeed/zero_codella
 Slurm:        srun --ntasks=1 --gpus=4 --cpus-per-task=32 torchrun --standalone --nproc-per-node=4 zero_codellama.py
 """
 
-import gc
 import os
 import time
 
@@ -43,7 +42,6 @@ def main():
     try:
         train(device, args)
     finally:
-        gc.collect()  # the model holds on to the process group until Python frees it, in its own time: free it now
         dist.destroy_process_group()
 
 

@@ -6,7 +6,6 @@ N processes:  torchrun --standalone --nproc-per-node=4 05_deepspeed/zero_vit.py 
 Slurm:        srun --ntasks=1 --gpus=4 --cpus-per-task=32 torchrun --standalone --nproc-per-node=4 zero_vit.py
 """
 
-import gc
 import json
 import os
 import time
@@ -42,7 +41,6 @@ def main():
     try:
         train(device, args)
     finally:
-        gc.collect()  # the engine holds on to the process group until Python frees it, in its own time: free it now
         dist.destroy_process_group()
 
 

@@ -6,7 +6,6 @@ N processes:  torchrun --standalone --nproc-per-node=2 slurm-multinode/multigpu_
 Slurm:        sbatch launch_ddp_1N4G.sh
 """
 
-import gc
 import os
 import time
 
@@ -42,7 +41,6 @@ def main():
     try:
         train(rank, world_size, device, args)
     finally:
-        gc.collect()  # DDP holds on to the process group until Python frees it, in its own time: free it now
         dist.destroy_process_group()
 
 

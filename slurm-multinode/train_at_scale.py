@@ -6,7 +6,6 @@ N processes:  torchrun --standalone --nproc-per-node=4 slurm-multinode/train_at_
 Slurm:        srun --ntasks=1 --gpus=4 --cpus-per-task=32 slurm-multinode/run_train_at_scale.sh --data /path/to/imagenet
 """
 
-import gc
 import json
 import os
 import statistics
@@ -49,7 +48,6 @@ def main():
     try:
         train(rank, world_size, device, args)
     finally:
-        gc.collect()  # DDP holds on to the process group until Python frees it, in its own time: free it now
         dist.destroy_process_group()
 
 

@@ -6,7 +6,6 @@ N processes:  python solutions/02_pytorch_ddp/exercise1_multigpu.py --nproc 2
 Slurm:        srun --ntasks=1 --gpus=4 --cpus-per-task=8 solutions/02_pytorch_ddp/exercise1_run_multigpu.sh
 """
 
-import gc
 import os
 import time
 
@@ -45,7 +44,6 @@ def worker(rank, world_size, port, args):
     try:
         train(rank, world_size, device, args)
     finally:
-        gc.collect()  # DDP holds on to the process group until Python frees it, in its own time: free it now
         dist.destroy_process_group()
 
 

@@ -6,7 +6,6 @@ N processes:  torchrun --standalone --nproc-per-node=2 solutions/02_pytorch_ddp/
 Slurm:        srun --ntasks=1 --gpus=4 --cpus-per-task=8 solutions/02_pytorch_ddp/exercise2_run_multigpu_torchrun.sh
 """
 
-import gc
 import os
 import time
 
@@ -42,7 +41,6 @@ def main():
     try:
         train(rank, world_size, device, args)
     finally:
-        gc.collect()  # DDP holds on to the process group until Python frees it, in its own time: free it now
         dist.destroy_process_group()
 
 

@@ -5,7 +5,6 @@ Early stopping is a decision, and all ranks have to make the same one.
 N processes:  torchrun --standalone --nproc-per-node=2 solutions/02_pytorch_ddp/exercise4_find_the_bug_hang.py
 """
 
-import gc
 import os
 from datetime import timedelta
 
@@ -32,7 +31,6 @@ def main():
     try:
         train(rank, world_size, device, args)
     finally:
-        gc.collect()  # DDP holds on to the process group until Python frees it, in its own time: free it now
         dist.destroy_process_group()
 
 

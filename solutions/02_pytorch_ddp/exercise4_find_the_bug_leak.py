@@ -5,7 +5,6 @@ What is kept aside has to be the same samples on every rank.
 N processes:  torchrun --standalone --nproc-per-node=2 solutions/02_pytorch_ddp/exercise4_find_the_bug_leak.py
 """
 
-import gc
 import os
 
 import torch
@@ -31,7 +30,6 @@ def main():
     try:
         train(rank, world_size, device, args)
     finally:
-        gc.collect()  # DDP holds on to the process group until Python frees it, in its own time: free it now
         dist.destroy_process_group()
 
 

@@ -6,7 +6,6 @@ N processes:  torchrun --standalone --nproc-per-node=2 solutions/04_model_parall
 Slurm:        srun --ntasks=1 --gpus=4 --cpus-per-task=32 .../exercise2_run_sharded_checkpoint.sh --model codellama
 """
 
-import gc
 import json
 import os
 import time
@@ -50,7 +49,6 @@ def main():
     try:
         train(device, args)
     finally:
-        gc.collect()  # the model holds on to the process group until Python frees it, in its own time: free it now
         dist.destroy_process_group()
 
 

@@ -6,7 +6,6 @@ N processes:  torchrun --standalone --nproc-per-node=2 solutions/04_model_parall
 Slurm:        srun --ntasks=1 --gpus=4 --cpus-per-task=32 .../exercise3_run_fit_the_model.sh --model codellama
 """
 
-import gc
 import os
 import time
 from functools import partial
@@ -48,7 +47,6 @@ def main():
     try:
         train(device, args)
     finally:
-        gc.collect()  # the model holds on to the process group until Python frees it, in its own time: free it now
         dist.destroy_process_group()
 
 

@@ -6,7 +6,6 @@ N processes:  torchrun --standalone --nproc-per-node=2 solutions/05_deepspeed/ex
 Slurm:        srun --ntasks=4 --gpus-per-task=1 --cpus-per-task=8 solutions/05_deepspeed/exercise1_run_deepspeed.sh
 """
 
-import gc
 import os
 import shutil
 import time
@@ -49,7 +48,6 @@ def main():
     try:
         train(rank, world_size, device, args)
     finally:
-        gc.collect()  # the engine holds on to the process group until Python frees it, in its own time: free it now
         dist.destroy_process_group()
 
 

@@ -78,7 +78,7 @@ BANK = (
         SPAWN,
         (
             ("    dist.init_process_group(backend, store=store, rank=rank, world_size=world_size)\n", ""),
-            ("        dist.destroy_process_group()\n", ""),
+            ("        dist.destroy_process_group()\n", "        pass\n"),
             (WRAP, "ddp_model = model"),
             (SAMPLER, "    sampler = DistributedSampler(train_set, world_size, rank, seed=SEED, drop_last=True)\n"),
             ("disable=dist.get_rank() > 0 or None", "disable=None"),

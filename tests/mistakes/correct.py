@@ -21,7 +21,7 @@ def _part(base: str, start: str, end: str) -> str:
 
 
 # What stands in the bases, exactly once in each that it is used with.
-IMPORTS = "import gc\nimport os\nimport time\n"
+IMPORTS = "import os\nimport time\n"
 MAIN = _part(SPAWN, "    # The store is where", "\n\ndef worker")
 SPAWN_CALL = _part(SPAWN, "    mp.spawn(worker", "\n\ndef worker")
 STORE = '    store = dist.TCPStore("127.0.0.1", port, is_master=False)\n'
@@ -296,7 +296,6 @@ def process_group():
     try:
         yield
     finally:
-        gc.collect()
         dist.destroy_process_group()
 """
 
@@ -648,7 +647,7 @@ SPAWN_STYLES = (
         "print-taken-from-other-ranks",
         SPAWN,
         (
-            ("import gc\n", "import builtins\nimport gc\n"),
+            ("import os\n", "import builtins\nimport os\n"),
             (SPAWN_INIT, SPAWN_INIT + "    if rank > 0:\n        builtins.print = lambda *args, **kwargs: None\n"),
             (GREETING, GREETING.replace("    if rank == 0:\n", "").replace("        ", "    ")),
         ),
@@ -699,7 +698,6 @@ TORCHRUN_STYLES = (
                 "    train(rank, world_size, device, args)\n"
                 "\n\n"
                 "def leave_group():\n"
-                "    gc.collect()\n"
                 "    dist.destroy_process_group()\n",
             ),
         ),
@@ -920,7 +918,7 @@ TORCHRUN_STYLES = (
         "logging-instead-of-print",
         TORCHRUN,
         (
-            ("import gc\nimport os\n", "import gc\nimport logging\nimport os\nimport sys\n"),
+            ("import os\n", "import logging\nimport os\nimport sys\n"),
             (
                 "    dist.init_process_group(backend)\n",
                 "    dist.init_process_group(backend)\n"

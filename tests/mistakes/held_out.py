@@ -24,7 +24,7 @@ ON_EXERCISE_1 = (
         "held-out-optimizer-of-a-copy",
         SPAWN,
         (
-            ("import gc\n", "import copy\nimport gc\n"),
+            ("import os\n", "import copy\nimport os\n"),
             (
                 OPTIMIZER,
                 "    untrained = copy.deepcopy(model)  # to compare with later\n"

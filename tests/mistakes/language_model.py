@@ -4,7 +4,6 @@ N processes:  torchrun --standalone --nproc-per-node=2 tests/mistakes/language_m
 """
 
 import argparse
-import gc
 import os
 from pathlib import Path
 
@@ -43,7 +42,6 @@ def main():
     try:
         train(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), device, args)
     finally:
-        gc.collect()  # DDP holds on to the group: free it first
         dist.destroy_process_group()
 
 
