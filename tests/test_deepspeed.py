@@ -180,7 +180,7 @@ def test_all_keys_that_deepspeed_reads_are_let_through(tmp_path):
     """Those of its own constants, and of its documentation: a sample of each kind."""
     from workshop.zero import check_config
 
-    valid = ["bfloat16", "log_level", "communication_data_type", "vocabulary_size", "optimizer", "scheduler", "wandb"]
+    valid = ["bfloat16", "dump_state", "communication_data_type", "vocabulary_size", "optimizer", "scheduler", "wandb"]
     check_config(config(**{key: {} for key in [*valid, "data_efficiency", "checkpoint", "pipeline"]}), "ds.json", 2)
 
 
