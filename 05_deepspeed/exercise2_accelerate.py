@@ -48,7 +48,7 @@ def main():
     try:
         train(rank, world_size, device, args)  # TODO 1
     finally:
-        dist.destroy_process_group()
+        dist.destroy_process_group()  # TODO 1
 
 
 def parse_arguments():
