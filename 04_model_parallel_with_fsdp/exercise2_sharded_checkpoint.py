@@ -1,14 +1,13 @@
-"""Exercise 2: checkpoints of a model that no process holds, and its way back to plain transformers.
-It is the solution of exercise 1, and works. Do the TODOs in order, and run and check it after each.
+"""Exercise 2: checkpoints of a model that no process holds, and, in exercise2_export.py, its way back to plain transformers.
+It is the solution of exercise 1, and works. Do the TODOs in order, and run and check it after each; TODO 4 is the other file.
 
 Run it:    04_model_parallel_with_fsdp/exercise2_run_sharded_checkpoint.sh --steps 40
 Check it:  ./workshop.sh check 04_model_parallel_with_fsdp/exercise2_sharded_checkpoint.py
 """
 
-import json
 import os
 import time
-from itertools import groupby, islice
+from itertools import islice
 
 from workshop.launcher import exit_with_launcher
 
@@ -18,9 +17,8 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from safetensors import safe_open
-from safetensors.torch import save_file
 from torch import nn
-from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.elastic.multiprocessing.errors import record
@@ -64,7 +62,6 @@ def parse_arguments():
     )
     parser.add_argument("--folder", default="runs/sharded_checkpoint", help="folder to save to and to carry on from")
     parser.add_argument("--save-every", type=positive_int, default=20, help="steps from one checkpoint to the next")
-    parser.add_argument("--export", help="folder for the trained model, as transformers reads it")
     args = parser.parse_args()
     check_finetuning(parser, args, "fsdp")
     return args
@@ -101,7 +98,8 @@ def train(device, args):
     validation_loss = evaluate(model, validation_loader, device)
     log.begin(validation_loss, complete(model, tokenizer, device))  # TODO 2: a third argument: the steps that are done
     losses, start = [], time.perf_counter()
-    # TODO 2: go on after the steps that are done, with the batches that come then
+    # TODO 2: go on after the steps that are done, and leave their batches out: they are drawn in the same order again
+    # Look up: islice in itertools
     for step, batch in zip(range(1, args.steps + 1), batches(train_loader, sampler), strict=False):
         batch = batch.to(device)
         model.train()
@@ -124,8 +122,6 @@ def train(device, args):
             pass  # TODO 1: save the state as it is after this step
     # TODO 1: make sure that the last checkpoint is whole
     log.end(complete(model, tokenizer, device))
-    if args.export:
-        export(model, tokenizer, args.export)
 
 
 class TrainingState(Stateful):
@@ -160,14 +156,6 @@ def finish_saving(state, run):
     """Wait until the last checkpoint is whole, then delete the one before."""
     # TODO 3: it may still be being written
     keep_newest(run)
-
-
-def export(model, tokenizer, folder):
-    # TODO 4: write the whole model in Hugging Face's format, without any process holding all of it: gather a layer, let rank 0
-    # write it to a file, take the next. An index, model.safetensors.index.json, says which weight is in which file; transformers
-    # also needs configuration and tokenizer in that folder.
-    # Look up: get_model_state_dict; full_tensor() of a DTensor, which all processes call; save_file; save_pretrained
-    pass
 
 
 def load_model(args, device):
@@ -210,12 +198,12 @@ def load_weights(model, folder):
             weight.to_local().copy_(file.get_slice(name)[first : first + rows])
 
 
-def batches(loader, sampler):  # TODO 2: and how many to leave out: another loader draws them in the same order
+def batches(loader, sampler):
     """Yield the batches of one epoch after the other, for ever."""
     epoch = 0
     while True:
         sampler.set_epoch(epoch)
-        yield from loader  # TODO 2
+        yield from loader
         epoch += 1
 
 

@@ -39,13 +39,17 @@ def cases(mistakes):
 def judged(mistake, folder, quick=True):
     """The verdict on a version of a program."""
     base = runs.ROOT / mistake.base
-    script = folder / base.name
-    script.write_text(mistake.source(base.read_text()))
-    for path in base.parent.glob("*.json"):  # DeepSpeed's configuration
-        shutil.copy(path, folder)
+    files = next((names for names in map(program_files, EXERCISES) if base.name in names), [base.name])
+    for name in files:
+        shutil.copy(base.with_name(name), folder)
+    (folder / base.name).write_text(mistake.source(base.read_text()))
     generic = {"launch": "torchrun", "arguments": ["--steps", "12"]} if base == LANGUAGE_MODEL else {}
-    *_, verdict = judge.check_file(script, quick=quick, **generic)
+    *_, verdict = judge.check_file(folder / files[0], quick=quick, **generic)
     return verdict
+
+
+def program_files(exercise):
+    return [exercise.path.name, *exercise.beside]
 
 
 def seen(verdict):

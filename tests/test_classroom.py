@@ -1,5 +1,6 @@
 """``workshop doctor --class``: each check, where all is well and where it is not."""
 
+import os
 import shutil
 import subprocess
 import sys
@@ -18,12 +19,13 @@ def test_a_course_can_begin_here(tmp_path):
     for words in (["init", "--quiet"], ["add", "."], ["commit", "--quiet", "--message=as delivered"]):
         identity = ["-c", "user.name=t", "-c", "user.email=t@example.org"]
         subprocess.run(["git", *identity, *words], cwd=copy, check=True)
-    command = [sys.executable, "-P", "-m", "workshop", "doctor", "--class", 2]  # (room for 30 is the machine's affair)
-    done = runs.run(command, tmp_path, PYTHONPATH=copy)
+    command = [sys.executable, "-P", "-m", "workshop", "doctor", "--class", 30]
+    changed = {"PYTHONPATH": f"{copy}{os.pathsep}{runs.PATCHES}", "TEST_PATCH": "large_disk"}
+    done = runs.run(command, tmp_path, **changed)
     assert "The course can begin." in done.stdout, done.stdout + done.stderr
     assert done.returncode == 0
     (copy / "02_pytorch_ddp" / "exercise1_multigpu.py").write_text("solved")
-    done = runs.run(command, tmp_path, PYTHONPATH=copy)
+    done = runs.run(command, tmp_path, **changed)
     assert "The course cannot begin here yet: see exercises." in done.stdout
     assert "./workshop.sh reset 02_pytorch_ddp/exercise1_multigpu.py" in done.stdout
     assert done.returncode == 1

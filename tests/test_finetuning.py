@@ -28,6 +28,7 @@ STAGE, SOLUTIONS = runs.ROOT / "04_model_parallel_with_fsdp", runs.ROOT / "solut
 DDP, LORA = STAGE / "finetune_ddp.py", STAGE / "lora.py"
 FSDP = SOLUTIONS / "exercise1_fsdp_codellama.py"
 CHECKPOINT = SOLUTIONS / "exercise2_sharded_checkpoint.py"
+EXPORT = SOLUTIONS / "exercise2_export.py"
 FIT = SOLUTIONS / "exercise3_fit_the_model.py"
 SHORT = ["--steps", 12, "--sequence-length", 64, "--learning-rate", 3e-3]
 
@@ -254,9 +255,9 @@ SAVING = [*SHORT, "--save-every", 3]
 
 @pytest.fixture(scope="module")
 def whole(data, tmp_path_factory):
-    """The folder and the log of a run of exercise 2's solution that nobody stopped, with its export."""
+    """The folder and the log of a run of exercise 2's solution that nobody stopped."""
     folder = tmp_path_factory.mktemp("whole")
-    return folder, finetune(CHECKPOINT, 2, folder, data, *SAVING, "--export", "export")
+    return folder, finetune(CHECKPOINT, 2, folder, data, *SAVING)
 
 
 def killed(folder, data):
@@ -291,6 +292,9 @@ def test_plain_transformers_loads_the_export(whole, data):
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     folder, log = whole
+    done = runs.run([sys.executable, EXPORT, "--folder", "run", "--export", "export"], folder, WORKSHOP_DATA=data)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout == "run/step-12 is now a model for transformers: export\n"
     assert sorted(path.name for path in (folder / "export").iterdir()) == [
         "config.json", "generation_config.json",
         "lm_head.weight.safetensors", "model.embed_tokens.weight.safetensors", "model.layers.0.safetensors",
@@ -499,6 +503,14 @@ def test_checkpoints_that_do_not_fit_are_one_line(whole, data, tmp_path, monkeyp
     refused(CHECKPOINT, ["--folder", run, "--steps", "20"], message, tmp_path, data, monkeypatch, capfd)
     options = ["--folder", run, "--steps", "20", "--model", str(other)]
     refused(CHECKPOINT, options, "is of a model of another size", tmp_path, data, monkeypatch, capfd)
+    refused(
+        EXPORT, [*options[:2], *options[4:]], f"another size than {other}; name", tmp_path, data, monkeypatch, capfd
+    )
+    message = "--folder none: no whole checkpoint is there; train first"
+    refused(EXPORT, ["--folder", "none"], message, tmp_path, data, monkeypatch, capfd)
+    (tmp_path / "file").touch()
+    message = "file is a file, so nothing can be written beneath it"
+    refused(EXPORT, ["--folder", run, "--export", "file/model"], message, tmp_path, data, monkeypatch, capfd)
 
 
 @pytest.mark.parametrize(

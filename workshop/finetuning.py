@@ -20,7 +20,7 @@ def check_finetuning(parser, args, strategy: str = "ddp") -> None:
     Args:
         parser: the script's parser; its ``error`` is how the run ends.
         args: the options ``model``, ``data``, ``skip_broken``, ``batch_size``, ``sequence_length`` and ``folder``, and as far as
-            the script has them ``accumulate``, ``activation_checkpointing``, ``offload``, ``save_every`` and ``export``.
+            the script has them ``accumulate``, ``activation_checkpointing``, ``offload`` and ``save_every``.
         strategy: how the script spreads the model, for the estimate of its memory: "ddp", "fsdp" or "lora".
     """
     world_size = int(os.environ.get("WORLD_SIZE", 0))
@@ -31,9 +31,7 @@ def check_finetuning(parser, args, strategy: str = "ddp") -> None:
             _check_averaging()
         _check_model(args, strategy, world_size)
         _check_text(args, world_size)
-        for option in ("folder", "export"):
-            if getattr(args, option, None):
-                require_writable(f"--{option} {getattr(args, option)}", Path(getattr(args, option)))
+        require_writable(f"--folder {args.folder}", Path(args.folder))
         if hasattr(args, "save_every"):
             _check_checkpoint(args)
     except UserError as error:
@@ -181,19 +179,7 @@ def _check_checkpoint(args):
     newest = newest_checkpoint(args.folder)
     if newest is None:
         return
-    from torch.distributed.checkpoint import FileSystemReader
-
-    try:
-        saved = FileSystemReader(newest).read_metadata().state_dict_metadata
-    except Exception as error:  # what it raises on a damaged file differs from version to version
-        raise UserError(f"the checkpoint {newest} cannot be read ({type(error).__name__}); delete it") from error
-    sizes = read_sizes(args.model)
-    layers = {name.split(".layers.")[1].split(".")[0] for name in saved if ".model.model.layers." in name}
-    shapes = [tuple(entry.size) for name, entry in saved.items() if name.endswith(".model.model.embed_tokens.weight")]
-    if shapes != [(sizes.vocabulary, sizes.hidden)] or len(layers) != sizes.layers:
-        raise UserError(
-            f"the checkpoint {newest} is of a model of another size than {args.model}; name another --folder"
-        )
+    _check_size(newest, args.model, "name another --folder")
     done, asked = _step(newest), _read_log(Path(args.folder)).get("options", {}).get("steps", args.steps)
     if asked != args.steps:
         raise UserError(
@@ -205,6 +191,44 @@ def _check_checkpoint(args):
             f"{args.folder} already holds {done:,} steps of the {args.steps:,} asked for, so there is nothing left to train; "
             "name another --folder, or delete it to start again"
         )
+
+
+def _check_size(checkpoint, model, advice):
+    """Whether a checkpoint can be read, and is of a model of this size."""
+    from torch.distributed.checkpoint import FileSystemReader
+
+    try:
+        saved = FileSystemReader(checkpoint).read_metadata().state_dict_metadata
+    except Exception as error:  # what it raises on a damaged file differs from version to version
+        raise UserError(f"the checkpoint {checkpoint} cannot be read ({type(error).__name__}); delete it") from error
+    sizes = read_sizes(model)
+    layers = {name.split(".layers.")[1].split(".")[0] for name in saved if ".model.model.layers." in name}
+    shapes = [tuple(entry.size) for name, entry in saved.items() if name.endswith(".model.model.embed_tokens.weight")]
+    if shapes != [(sizes.vocabulary, sizes.hidden)] or len(layers) != sizes.layers:
+        raise UserError(f"the checkpoint {checkpoint} is of a model of another size than {model}; {advice}")
+
+
+def check_export(parser, args) -> None:
+    """As ``check_finetuning``, for a program that exports a checkpoint; ``args.model`` is a folder afterwards.
+
+    Args:
+        parser: the program's parser; its ``error`` is how it ends.
+        args: the options ``model``, ``folder`` (with the checkpoints) and ``export``.
+    """
+    from workshop.data.codellama import model_folder
+
+    try:
+        args.model = str(model_folder(args.model))
+        if (checkpoint := newest_checkpoint(args.folder)) is None:
+            raise UserError(
+                f"--folder {args.folder}: no whole checkpoint is there; train first, or name a training's folder"
+            )
+        _check_size(checkpoint, args.model, "name that model with --model")
+        require_writable(f"--export {args.export}", Path(args.export))
+    except UserError as error:
+        parser.error(error)
+    except OSError as error:
+        parser.error(f"{error.filename}: {error.strerror}")
 
 
 def newest_checkpoint(run: str | os.PathLike) -> Path | None:

@@ -6,10 +6,9 @@ N processes:  torchrun --standalone --nproc-per-node=2 solutions/04_model_parall
 Slurm:        srun --ntasks=1 --gpus=4 --cpus-per-task=32 .../exercise2_run_sharded_checkpoint.sh --model codellama
 """
 
-import json
 import os
 import time
-from itertools import groupby, islice
+from itertools import islice
 
 from workshop.launcher import exit_with_launcher
 
@@ -19,9 +18,8 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from safetensors import safe_open
-from safetensors.torch import save_file
 from torch import nn
-from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.elastic.multiprocessing.errors import record
@@ -65,7 +63,6 @@ def parse_arguments():
     )
     parser.add_argument("--folder", default="runs/sharded_checkpoint", help="folder to save to and to carry on from")
     parser.add_argument("--save-every", type=positive_int, default=20, help="steps from one checkpoint to the next")
-    parser.add_argument("--export", help="folder for the trained model, as transformers reads it")
     args = parser.parse_args()
     check_finetuning(parser, args, "fsdp")
     return args
@@ -102,9 +99,9 @@ def train(device, args):
     validation_loss = evaluate(model, validation_loader, device)
     log.begin(validation_loss, complete(model, tokenizer, device), state.step)
     losses, start = [], time.perf_counter()
-    for step, batch in zip(
-        range(state.step + 1, args.steps + 1), batches(train_loader, sampler, state.step), strict=False
-    ):
+    steps = range(state.step + 1, args.steps + 1)
+    # (The batches of the steps that are done are drawn too, and left out.)
+    for step, batch in zip(steps, islice(batches(train_loader, sampler), state.step, None), strict=False):
         batch = batch.to(device)
         model.train()
         loss = model(input_ids=batch, labels=batch, use_cache=False).loss  # it shifts the labels itself
@@ -127,8 +124,6 @@ def train(device, args):
             save(state, args.folder)
     finish_saving(state, args.folder)
     log.end(complete(model, tokenizer, device))
-    if args.export:
-        export(model, tokenizer, args.export)
 
 
 class TrainingState(Stateful):
@@ -161,25 +156,6 @@ def finish_saving(state, run):
     if state.saving:
         state.saving.result()
     keep_newest(run)
-
-
-def export(model, tokenizer, folder):
-    """Write the whole model in Hugging Face's format, a file for each layer: no process holds more than one layer at once."""
-    os.makedirs(folder, exist_ok=True)
-    state, files = get_model_state_dict(model), {}
-    for layer, names in groupby(state, lambda name: ".".join(name.split(".")[:3])):
-        whole = {
-            name: state[name].full_tensor().cpu() for name in names
-        }  # all processes: each gives its part, and gets the rest
-        files |= dict.fromkeys(whole, f"{layer}.safetensors")
-        if dist.get_rank() == 0:
-            save_file(whole, f"{folder}/{layer}.safetensors", metadata={"format": "pt"})
-    if dist.get_rank() == 0:
-        with open(f"{folder}/model.safetensors.index.json", "w") as index:
-            json.dump({"metadata": {}, "weight_map": files}, index)
-        model.config.save_pretrained(folder)
-        model.generation_config.save_pretrained(folder)
-        tokenizer.save_pretrained(folder)
 
 
 def load_model(args, device):
@@ -222,13 +198,13 @@ def load_weights(model, folder):
             weight.to_local().copy_(file.get_slice(name)[first : first + rows])
 
 
-def batches(loader, sampler, done):
-    """Yield the batches of one epoch after the other, for ever; not those of the steps that are done."""
-    epoch, done = divmod(done, len(loader))
+def batches(loader, sampler):
+    """Yield the batches of one epoch after the other, for ever."""
+    epoch = 0
     while True:
         sampler.set_epoch(epoch)
-        yield from islice(loader, done, None)
-        epoch, done = epoch + 1, 0
+        yield from loader
+        epoch += 1
 
 
 @torch.no_grad()

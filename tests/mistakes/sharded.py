@@ -8,6 +8,7 @@ from mistakes.bank import Mistake
 STAGE = "solutions/04_model_parallel_with_fsdp"
 FSDP = f"{STAGE}/exercise1_fsdp_codellama.py"
 CHECKPOINT = f"{STAGE}/exercise2_sharded_checkpoint.py"
+EXPORT = f"{STAGE}/exercise2_export.py"
 FIT = f"{STAGE}/exercise3_fit_the_model.py"
 
 # Lines of the solutions that several versions edit.
@@ -37,6 +38,7 @@ SAVE = (
     "process_group=state.group)\n"
 )
 STATE = '        return {"model": model, "optimizer": optimizer, "schedule": self.schedule.state_dict(), "step": self.step}\n'
+READ = '        dcp.load({"state": {"model": weights}}, checkpoint_id=checkpoint, no_dist=True)\n'
 SCHEDULE = '        self.schedule.load_state_dict(state["schedule"])\n'
 STEP = '        self.step = state["step"]\n'
 GATHER = "        dcp.load("
@@ -233,7 +235,7 @@ SHARDED = (
         "rank 0 gathers the whole state and writes one file",
         (
             SAVE,
-            "    from torch.distributed.checkpoint.state_dict import StateDictOptions\n"
+            "    from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict\n"
             "    full = get_model_state_dict(state.model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))\n"
             "    if dist.get_rank() == 0:\n"
             "        os.makedirs(run, exist_ok=True)\n"
@@ -277,7 +279,7 @@ SHARDED = (
         "batches-from-the-start",
         "data-repeated",
         "the continued run begins with the first batches again",
-        ("batches(train_loader, sampler, state.step), strict", "batches(train_loader, sampler, 0), strict"),
+        ("islice(batches(train_loader, sampler), state.step, None)", "batches(train_loader, sampler)"),
     ),
     _version(
         CHECKPOINT,
@@ -305,29 +307,44 @@ SHARDED = (
         (SAVE, SAVE.replace("step-{state.step}", "step-{state.step}{dist.get_rank()}")),
     ),
     _version(
-        CHECKPOINT,
+        EXPORT,
         "export-without-config",
         "not-exported",
         "no configuration in the folder",
-        ("        model.config.save_pretrained(folder)\n", ""),
+        ("    model.config.save_pretrained(folder)\n", ""),
     ),
     _version(
-        CHECKPOINT,
-        "exports-rank-0s-part",
-        "not-exported export-differs",
-        "rank 0 writes what it holds, as if that were all",
-        ("full_tensor()", "to_local()"),
+        EXPORT,
+        "export-without-index",
+        "not-exported",
+        "nobody can tell which weight is in which file",
+        ('        json.dump({"metadata": {}, "weight_map": files}, index)\n', '        index.write("{}")\n'),
     ),
     _version(
-        CHECKPOINT,
+        EXPORT,
+        "exports-nothing-read",
+        "export-differs",
+        "memory is made for the weights, and written with whatever was in it",
+        (READ, ""),
+    ),
+    _version(
+        EXPORT,
         "exports-the-beginning",
         "export-differs",
-        "the model is written before it is trained",
+        "the weights that the training began with",
         (
-            "    validation_loss = evaluate(",
-            "    if args.export:\n        export(model, tokenizer, args.export)\n    validation_loss = evaluate(",
+            '    with torch.device("meta"):  # names and shapes, without memory\n' + MAKE,
+            "    model = AutoModelForCausalLM.from_pretrained(args.model)\n",
         ),
-        ("    if args.export:\n        export(model, tokenizer, args.export)\n\n\n", "\n\n"),
+        ("torch.empty(shapes[name].shape)", "shapes[name].contiguous()"),
+        (READ, ""),
+    ),
+    _version(
+        EXPORT,
+        "asks-for-other-names",
+        "not-exported",
+        "the checkpoint has the weights under the names that they were saved with",
+        ('{"state": {"model": weights}}', '{"model": weights}'),
     ),
     # ---- exercise 3
     _version(

@@ -77,6 +77,14 @@ def die_while_saving():
     torch.save = half
 
 
+def large_disk():
+    """100 GB of free disk, whatever this machine has."""
+    import shutil
+
+    usage = shutil.disk_usage
+    shutil.disk_usage = lambda path: usage(path)._replace(free=10**11)
+
+
 def small_mnist():
     """Other files in place of MNIST's, described in TEST_MNIST, to be had from TEST_MNIST_URL."""
     from workshop.data import mnist

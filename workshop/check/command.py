@@ -8,7 +8,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from workshop.check.exercises import find_exercise
+from workshop.check.exercises import EXERCISES, find_exercise
 from workshop.check.judge import Verdict, check_file
 from workshop.check.learning import resolve_exercise
 from workshop.check.progress import next_exercise, record_check
@@ -76,7 +76,10 @@ def _find(file: str | None) -> Path:
         return exercise.path
     path = Path(file).expanduser()
     if not path.exists() and (ROOT / path).exists():
-        return ROOT / path  # as the README writes it, from another folder
+        path = ROOT / path  # as the README writes it, from another folder
+    for exercise in EXERCISES:
+        if path.name in exercise.beside:
+            return path.with_name(exercise.path.name)
     if path.exists() or path.suffix or os.sep in file:
         return path
     return resolve_exercise(file).path
@@ -119,5 +122,5 @@ def _watch(path: Path, options: dict, console: Console, verbose: bool) -> int:
 
 def _stamp(path: Path) -> tuple:
     exercise = find_exercise(path) if path.exists() else None
-    files = [path, *([exercise.runner] if exercise and exercise.runner else [])]
+    files = [path, *(path.with_name(own.name) for own, _ in exercise.pairs[1:])] if exercise else [path]
     return tuple((file.stat().st_mtime_ns, file.stat().st_size) if file.exists() else None for file in files)

@@ -20,6 +20,7 @@ class Exercise:
         kinds: for each kind of finding the goal that it belongs to; what is not named belongs to ``KEPT``.
         options: options of the check's runs.
         metric: what a goal asks to have reported: "accuracy", or a further figure of ``log.write()``; "": nothing.
+        beside: the names of further files of it, in the same folder.
     """
 
     name: str
@@ -28,6 +29,7 @@ class Exercise:
     kinds: dict[str, int]
     options: tuple[str, ...] = ()
     metric: str = ""
+    beside: tuple[str, ...] = ()
 
     @property
     def path(self) -> Path:
@@ -45,10 +47,8 @@ class Exercise:
 
     @property
     def pairs(self) -> list[tuple[Path, Path]]:
-        """Its files, each with the solution's: itself, and its runner if it has one."""
-        files = [self.path, self.runner] if self.runner else [self.path]
-        if self.name.endswith("_deepspeed.py"):
-            files.append(self.path.with_name("ds_config.json"))
+        """Its files, each with the solution's: itself, its runner if it has one, and what lies beside it."""
+        files = [self.path, *([self.runner] if self.runner else []), *map(self.path.with_name, self.beside)]
         return [(file, self.solution.with_name(file.name)) for file in files]
 
     def goal(self, kind: str) -> int:
@@ -217,6 +217,7 @@ EXERCISES = (
             goal3="saves-waiting",
             goal4="not-exported export-differs",
         ),
+        beside=("exercise2_export.py",),
     ),
     Exercise(
         "04_model_parallel_with_fsdp/exercise3_fit_the_model.py",
@@ -253,6 +254,7 @@ EXERCISES = (
             goal3="not-saved never-resumes resume-fails resume-differs epoch-repeated epoch-skipped",
             goal4="evaluation-uneven not-exported export-differs",
         ),
+        beside=("ds_config.json",),
     ),
     Exercise(
         "05_deepspeed/exercise2_accelerate.py",

@@ -16,7 +16,7 @@ def resolve_exercise(text: str | os.PathLike) -> Exercise:
     """The exercise that a text means.
 
     Args:
-        text: the path of the exercise, of its solution or of its runner, seen from the current folder or from the
+        text: the path of the exercise, of another file of it or of its solution, seen from the current folder or from the
             repository; or a part of the name that no other exercise has.
 
     Raises:
@@ -26,7 +26,7 @@ def resolve_exercise(text: str | os.PathLike) -> Exercise:
     text = os.fspath(text)
     paths = (os.path.realpath(text), os.path.realpath(root / text))
     for exercise in EXERCISES:
-        own = {os.path.realpath(path) for path in (exercise.path, exercise.solution, exercise.runner or exercise.path)}
+        own = {os.path.realpath(path) for path in (exercise.solution, *(file for file, _ in exercise.pairs))}
         if own.intersection(paths):
             return exercise
     every = ", ".join(exercise.name for exercise in EXERCISES)

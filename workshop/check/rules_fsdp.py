@@ -138,9 +138,8 @@ def _check(verdict, runs) -> None:
 
     exercise = verdict.exercise
     text = TextRuns(runs)
-    extra = ("--export", "export") if "not-exported" in exercise.kinds else ()
     scratch = runs.folder()
-    whole = text.run(*extra, scratch=scratch)
+    whole = text.run(scratch=scratch)
     found = general(whole) + sharding(whole)
     if "not-saved" in exercise.kinds:
         found += saved(whole, scratch)
@@ -156,7 +155,7 @@ def _check(verdict, runs) -> None:
     if not found:
         found += one_process(whole, text.run(nproc=1, batch=2 * BATCH))
     if "not-saved" in exercise.kinds:
-        found += carried_on(text, whole) + exported(whole, scratch / "export", text.text)
+        found += carried_on(text, whole) + exported(text, whole, scratch)
     if "activations-kept" in exercise.kinds:
         found += options(text, whole)
     verdict.findings = ordered(verdict, found)
@@ -326,9 +325,10 @@ def saved(run: Run, scratch: Path) -> list[Finding]:
         others = [what for process in run.processes for what in process.of("save")]
         if others:
             return [Finding("whole-saved", "the state goes into one file, through one process", others[0]["where"])]
-        return [Finding("not-saved", "no checkpoint is saved")]
-    if run.hung or run.status:
+    if run.hung or run.status:  # which says more
         return []
+    if not saves:
+        return [Finding("not-saved", "no checkpoint is saved")]
     whole = list(scratch.rglob("step-*/.metadata"))
     if not whole:
         return [Finding("not-saved", "no checkpoint is whole when the run has ended", saves[0]["where"])]
@@ -409,15 +409,27 @@ def _same_tail(whole: Run, again: Run) -> list[Finding]:
     return []
 
 
-def exported(run: Run, folder: Path, text: Text) -> list[Finding]:
-    """Whether plain transformers loads the export, and finds the loss that the sharded model had."""
+def exported(text: TextRuns, run: Run, scratch: Path) -> list[Finding]:
+    """Whether plain transformers loads what the program beside it makes of the last checkpoint, with the sharded model's loss."""
+    from workshop.check import launching
+
+    (name,) = text.runs.exercise.beside
+    script, folder = text.runs.script.with_name(name), scratch / "export"
+    if not script.is_file():
+        return [Finding("not-exported", f"{name}, which is to export the model, is not beside {text.runs.script.name}")]
+    arguments = ["--model", str(text.text.model), "--folder", "run", "--export", folder.name]
+    export = launching.run_program(
+        script, arguments, launch="single", nproc=1, scratch=scratch, on_cpu=text.runs.on_cpu
+    )
+    if ending := rules.ending(export):
+        return [Finding("not-exported", f"{name}: {ending[0].seen}", ending[0].where, ending[0].detail)]
     if not (folder / "config.json").is_file() or not list(folder.glob("*.safetensors")):
         there = ", ".join(sorted(path.name for path in folder.iterdir())) if folder.is_dir() else "no such folder"
-        return [Finding("not-exported", f"--export leaves no model that transformers could load ({there})")]
+        return [Finding("not-exported", f"{name} leaves no model that transformers could load ({there})")]
     if not (folder / "tokenizer.json").is_file():
-        return [Finding("not-exported", "--export leaves no tokenizer")]
+        return [Finding("not-exported", f"{name} leaves no tokenizer")]
     try:
-        loss = plain_loss(folder, text.data)
+        loss = plain_loss(folder, text.text.data)
     except Exception as error:  # whatever transformers says of it
         return [
             Finding("not-exported", f"transformers cannot load the export: {type(error).__name__}: {str(error)[:200]}")

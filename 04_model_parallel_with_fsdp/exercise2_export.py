@@ -1,0 +1,56 @@
+"""Exercise 2, TODO 4: what the training has saved in parts becomes a model that plain transformers loads.
+One process does it, on any machine; it reads the newest checkpoint, and never holds more than one layer.
+
+Run it:    python 04_model_parallel_with_fsdp/exercise2_export.py --folder runs/sharded_checkpoint
+Check it:  ./workshop.sh check 04_model_parallel_with_fsdp/exercise2_sharded_checkpoint.py
+"""
+
+import json
+import os
+import warnings
+from itertools import groupby
+
+import torch
+import torch.distributed.checkpoint as dcp
+from safetensors.torch import save_file
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+from workshop.arguments import ArgumentParser
+from workshop.finetuning import check_export, newest_checkpoint
+
+warnings.filterwarnings(
+    "ignore", message="torch.distributed is"
+)  # not begun, says DCP: one process is what is meant here
+
+
+def main():
+    args = parse_arguments()
+    config = AutoConfig.from_pretrained(args.model, local_files_only=True)
+    with torch.device("meta"):  # names and shapes, without memory
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    tokenizer = AutoTokenizer.from_pretrained(args.model, local_files_only=True)
+    export(model, tokenizer, newest_checkpoint(args.folder), args.export)
+
+
+def parse_arguments():
+    parser = ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument(
+        "--model", default="tiny-codellama", help="that the training began with: its configuration and tokenizer"
+    )
+    parser.add_argument("--folder", default="runs/sharded_checkpoint", help="that the training has saved to")
+    parser.add_argument("--export", default="runs/exported", help="folder for the trained model")
+    args = parser.parse_args()
+    check_export(parser, args)
+    return args
+
+
+def export(model, tokenizer, checkpoint, folder):
+    """Put one layer after the other together, write it, and note which weight is in which file."""
+    # TODO 4: write the model in Hugging Face's format. model.state_dict() has names and shapes of the weights, layer by layer.
+    # Make room for a layer, let DCP fill it from the checkpoint, write it to a file, take the next. An index,
+    # model.safetensors.index.json, says which weight is in which file; configuration and tokenizer belong there too.
+    # Look up: torch.distributed.checkpoint.load with no_dist; groupby in itertools; save_file; save_pretrained
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,65 @@
+"""Write what a training has saved in parts as a model that plain transformers loads, a file of safetensors for each layer.
+One process does it, on any machine; it reads the newest checkpoint, and never holds more than one layer.
+
+Run it:  python solutions/04_model_parallel_with_fsdp/exercise2_export.py --folder runs/sharded_checkpoint
+"""
+
+import json
+import os
+import warnings
+from itertools import groupby
+
+import torch
+import torch.distributed.checkpoint as dcp
+from safetensors.torch import save_file
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+from workshop.arguments import ArgumentParser
+from workshop.finetuning import check_export, newest_checkpoint
+
+warnings.filterwarnings(
+    "ignore", message="torch.distributed is"
+)  # not begun, says DCP: one process is what is meant here
+
+
+def main():
+    args = parse_arguments()
+    config = AutoConfig.from_pretrained(args.model, local_files_only=True)
+    with torch.device("meta"):  # names and shapes, without memory
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    tokenizer = AutoTokenizer.from_pretrained(args.model, local_files_only=True)
+    export(model, tokenizer, newest_checkpoint(args.folder), args.export)
+
+
+def parse_arguments():
+    parser = ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument(
+        "--model", default="tiny-codellama", help="that the training began with: its configuration and tokenizer"
+    )
+    parser.add_argument("--folder", default="runs/sharded_checkpoint", help="that the training has saved to")
+    parser.add_argument("--export", default="runs/exported", help="folder for the trained model")
+    args = parser.parse_args()
+    check_export(parser, args)
+    return args
+
+
+def export(model, tokenizer, checkpoint, folder):
+    """Put one layer after the other together, write it, and note which weight is in which file."""
+    os.makedirs(folder, exist_ok=True)
+    shapes, files = model.state_dict(), {}
+    for layer, names in groupby(shapes, lambda name: ".".join(name.split(".")[:3])):
+        weights = {name: torch.empty(shapes[name].shape) for name in names}
+        # What it is asked for, and no more, is read from the parts, however many there are. Names as in the training's save().
+        dcp.load({"state": {"model": weights}}, checkpoint_id=checkpoint, no_dist=True)
+        save_file(weights, f"{folder}/{layer}.safetensors", metadata={"format": "pt"})
+        files |= dict.fromkeys(weights, f"{layer}.safetensors")
+    with open(f"{folder}/model.safetensors.index.json", "w") as index:
+        json.dump({"metadata": {}, "weight_map": files}, index)
+    model.config.save_pretrained(folder)
+    model.generation_config.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    print(f"{checkpoint} is now a model for transformers: {folder}")
+
+
+if __name__ == "__main__":
+    main()
