@@ -29,7 +29,7 @@ from workshop.slurm.submit import run_submit, submission
 CONTAINERS = runs.ROOT / "containers"
 RECIPES = {"cuda": "pytorch-cuda.def", "rocm": "pytorch-rocm.def", "jax": "jax.def"}
 STAND_IN = runs.ROOT / "tests" / "containers" / "apptainer"
-SOLUTIONS = runs.ROOT / "solutions" / "slurm-multinode"
+SOLUTIONS = runs.ROOT / "solutions"
 
 
 def recipe(name: str) -> tuple[dict[str, str], dict[str, str]]:
@@ -527,7 +527,7 @@ def built(tmp_path_factory):
     if not mirror:
         pytest.skip("apt knows no mirror of Debian 12")
     try:
-        packages = "--include=python3,python3-venv,ca-certificates"
+        packages = "--include=python3-dev,python3-venv,ca-certificates"  # the recipe's Python brings its headers, too
         # It mounts /proc and /sys in there: in a namespace they are gone with it, however it ends.
         command = [
             "nice",
@@ -582,7 +582,8 @@ def short():
 @pytest.mark.full
 @runs.needs_cluster
 def test_jobs_train_in_the_image(built, short, monkeypatch, capsys):
-    """Slurm and the job script are outside, Python inside: on one node, on two by torchrun, on two by srun alone."""
+    """Slurm and the job script are outside, Python inside: on one node, on two by torchrun, on two by srun alone; then on two
+    DeepSpeed, which compiles a part of itself in there, and FSDP."""
     monkeypatch.setattr(tempfile, "tempdir", short)
     monkeypatch.setattr(practice, "SEARCH_PATH", f"{STAND_IN.parent}{os.pathsep}{practice.SEARCH_PATH}")
     # Each Python of the image says so when it starts.
@@ -590,31 +591,54 @@ def test_jobs_train_in_the_image(built, short, monkeypatch, capsys):
     (packages / "say_so.pth").write_text("import sys; print('a Python in', sys.prefix, file=sys.stderr)\n")
     up, last_epochs = practice.up(2, mine=True), set()
 
-    def done(script):
+    def done(script, *arguments, beside=()):
         trial = Trial(script, Path(short), up, None)
+        for path in beside:
+            shutil.copy(path, trial.folder)
         trial.limit = 900  # nothing of the image has been read before
         monkeypatch.chdir(trial.folder)
-        arguments = ["--epochs", "2", "--batch-size", "32"]
-        run_submit(script.name, "local", container=str(built.file), arguments=arguments)
+        run_submit(script.name, "local", container=str(built.file), arguments=list(arguments))
         job = Job(re.match(r"job (\d+):", capsys.readouterr().out)[1])
         trial.follow(job)
-        return job
+        return job, trial.folder / "runs" / f"{script.stem}-{job.number}"
 
+    def trained(script, *arguments, **settings):
+        job, folder = done(script, *arguments, **settings)
+        assert job.state == "COMPLETED", job.output
+        assert re.search("^training .*on cpu from (epoch|step) 1: 4 processes", job.output, re.MULTILINE), job.output
+        assert set(re.findall("a Python in (.*)", job.output)) == {"/opt/workshop/venv"}
+        return job, folder
+
+    digits = ["--epochs", "2", "--batch-size", "32"]
     try:
         for script in (
             runs.ROOT / "slurm-multinode" / "launch_ddp_1N4G.sh",
-            SOLUTIONS / "launch_ddp_2N4G.sh",
-            SOLUTIONS / "exercise2_srun.sh",
+            SOLUTIONS / "slurm-multinode" / "launch_ddp_2N4G.sh",
+            SOLUTIONS / "slurm-multinode" / "exercise2_srun.sh",
         ):
-            job = done(script)
-            assert job.state == "COMPLETED", job.output
-            assert "training on cpu from epoch 1: 4 processes" in job.output
-            assert set(re.findall("a Python in (.*)", job.output)) == {"/opt/workshop/venv"}
+            job, _ = trained(script, *digits)
             last_epochs.add(re.search(r"^epoch 2/2 .* accuracy \S+", job.output, re.MULTILINE)[0])
         assert len(last_epochs) == 1, "the same global batches: the same loss"
+
+        zero = SOLUTIONS / "05_deepspeed"
+        beside = [zero / "exercise1_deepspeed.py", zero / "ds_config.json"]
+        job, folder = trained(zero / "launch_deepspeed_2N4G.sh", *digits, beside=beside)
+        losses = [
+            re.search(r"^epoch 2/2 .*loss (\d\.\d+)", text, re.MULTILINE)[1] for text in (job.output, *last_epochs)
+        ]
+        assert float(losses[0]) == pytest.approx(float(losses[1]), abs=1e-3)
+        assert len(list((folder / "epoch-1").glob("zero_pp_rank_*_optim_states.pt"))) == 4
+
+        fsdp = SOLUTIONS / "04_model_parallel_with_fsdp"
+        beside = [fsdp / "exercise2_sharded_checkpoint.py"]
+        options = ["--steps", "4", "--batch-size", "2", "--sequence-length", "64"]
+        job, folder = trained(fsdp / "launch_fsdp_2N4G.sh", *options, beside=beside)
+        assert len(list((folder / "step-4").glob("*.distcp"))) == 4
+
+        script = SOLUTIONS / "slurm-multinode" / "exercise2_srun.sh"
         failing = Path(short) / script.name
         failing.write_text(script.read_text().replace('--snapshot "$run.pt"', "--no-such-option"))
-        job = done(failing)
+        job, _ = done(failing, *digits)
         assert job.state == "FAILED", "an exit status comes out of the container"
     finally:
         up.end()
