@@ -165,6 +165,14 @@ def test_formats_are_measured(tmp_path):
     assert len(open_images(tmp_path / "found" / "images.zip", 64, smallest=20)) == 20  # it can be trained on
 
 
+def test_images_of_all_classes_are_taken(place):
+    for count in (10, 12, 23):
+        taken = packed.take_images(place / "images", count)
+        assert len(taken) == count
+        assert sorted({label for label, *_ in taken}) == ImageFolder(place / "images" / "train").classes
+    assert len(packed.take_images(place / "images", 1000)) == 26
+
+
 @pytest.mark.full
 def test_formats_of_a_folder_of_ones_own(place, tmp_path):
     done = measure(tmp_path, "--data", place / "images", "--images", 12)

@@ -6,6 +6,7 @@ import os
 import re
 import struct
 import zipfile
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
@@ -190,15 +191,22 @@ def make_images(count: int) -> list[Sample]:
 
 
 def take_images(folder: str, count: int) -> list[Sample]:
-    """Read images of a folder with ``train/CLASS/IMAGE``, at most so many, and of all its classes.
+    """Read images of a folder with ``train/CLASS/IMAGE``, at most so many, in turn of each class.
 
     Raises:
         UserError: there are none.
     """
     try:
-        files = ImageFolder(Path(folder) / "train").imgs
+        images = ImageFolder(Path(folder) / "train")
     except OSError as error:
         raise UserError(f"--data {folder} needs images in train/CLASS/ ({error.strerror or error})") from error
-    chosen = [files[index] for index in np.linspace(0, len(files) - 1, min(count, len(files))).astype(int)]
-    paths = [Path(path) for path, _ in chosen]
-    return [(path.parent.name, f"{index:07}{path.suffix}", path.read_bytes()) for index, path in enumerate(paths)]
+    earlier = Counter()  # of the same class
+    turns = []
+    for path, label in images.imgs:
+        turns.append((earlier[label], label, Path(path)))
+        earlier[label] += 1
+    chosen = sorted((label, path) for _, label, path in sorted(turns)[:count])
+    return [
+        (images.classes[label], f"{index:07}{path.suffix}", path.read_bytes())
+        for index, (label, path) in enumerate(chosen)
+    ]
