@@ -18,9 +18,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from workshop.arguments import ArgumentParser
 from workshop.finetuning import check_export, newest_checkpoint
 
-warnings.filterwarnings(
-    "ignore", message="torch.distributed is"
-)  # not begun, says DCP: one process is what is meant here
+# DCP warns that torch.distributed is not in use: one process is what is meant here.
+warnings.filterwarnings("ignore", message="torch.distributed is")
 
 
 def main():

@@ -76,7 +76,7 @@ def run_hint(file: str | os.PathLike, goal: int | None = None) -> int:
 
 
 def run_diff(file: str | os.PathLike, force: bool = False) -> int:
-    """Print what changes from the learner's files, the exercise and its runner, to the solution, and return 0.
+    """Print what changes from the learner's files, all of the exercise, to the solution, and return 0.
 
     Args:
         file: the exercise.
@@ -113,7 +113,7 @@ def run_diff(file: str | os.PathLike, force: bool = False) -> int:
 
 
 def run_reset(file: str | os.PathLike) -> int:
-    """Put an exercise and its runner back to what was delivered, keep the learner's files beside them, and return 0.
+    """Put all files of an exercise back to what was delivered, keep the learner's files beside them, and return 0.
 
     What is delivered comes from git: the last commit that this branch shares with its upstream, which holds none of the
     learner's own commits that were not pushed; the last commit where there is no upstream.
@@ -179,7 +179,7 @@ def _kept(path: Path, number: int) -> Path:
 
 
 def _delivered(exercise: Exercise) -> tuple[str, dict[Path, bytes]]:
-    """Where it is known what was delivered (a commit, shortened, or a folder), and the exercise and its runner from there."""
+    """Where it is known what was delivered (a commit, shortened, or a folder), and the files of the exercise from there."""
     root = require_stages()
     if (root / ORIGIN).exists():
         origin = Path((root / ORIGIN).read_text().splitlines()[1])

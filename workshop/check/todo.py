@@ -56,7 +56,7 @@ def version(exercise: Path, solution: Path, done: set[int]) -> str:
 
 
 def write_version(exercise: Exercise, done: set[int], folder: Path) -> Path:
-    """Write that version, and its runner, into a folder; return the script."""
+    """Write that version of all its files into a folder; return the script."""
     script = folder / exercise.path.name
     for own, other in exercise.pairs:
         (folder / own.name).write_text(version(own, other, done))
