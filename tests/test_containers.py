@@ -1,6 +1,7 @@
 """The recipes of images, jobs that run in one, and what is said in a container that hides the GPUs.
 
-Apptainer is not here: containers/apptainer stands for it. The full test installs an image as %post does, in a Debian of its own.
+containers/apptainer stands for Apptainer, which is not everywhere. The full test installs an image as %post does, in a Debian of
+its own; where Apptainer has built containers/pytorch-cuda.sif (make build_pytorch), the same jobs run in that, too.
 """
 
 import os
@@ -218,10 +219,15 @@ def settings_with(site, folder, name="torch.sif", **environment):
 
 
 def sourced(settings, folder, path, expression='echo "$PYTHON"', **environment):
-    """What a job script that sources these settings says."""
+    """What a job script that sources these settings says, where there are the programs of ``path`` and the system's, but neither
+    Apptainer nor Singularity of the machine that tests this."""
     (folder / "settings.sh").write_text(settings)
+    (folder / "system").mkdir(exist_ok=True)
+    for name in ("bash", "hostname", "mkdir"):
+        if not (folder / "system" / name).exists():
+            (folder / "system" / name).symlink_to(shutil.which(name))
     program = f"set -euo pipefail; source {folder}/settings.sh; {expression}"
-    environment |= {"PATH": f"{path}:/usr/bin:/bin", "HOME": "/root", "USER": "me", "PYTHONPATH": "/modules"}
+    environment |= {"PATH": f"{path}:{folder}/system", "HOME": "/root", "USER": "me", "PYTHONPATH": "/modules"}
     # `module` and `srun` of a site
     program = 'module() { echo "module $*" >&2; }; srun() { "${@: -2}"; }; ' + program
     return subprocess.run(["bash", "-c", program], cwd=folder, env=environment, capture_output=True, text=True)
@@ -579,16 +585,28 @@ def short():
         yield folder
 
 
+@pytest.fixture(params=["stand-in", "apptainer"])
+def file(request, monkeypatch):
+    """An image, and what runs it: the stand-in, or Apptainer with the file that it has built."""
+    if request.param == "stand-in":
+        monkeypatch.setattr(practice, "SEARCH_PATH", f"{STAND_IN.parent}{os.pathsep}{practice.SEARCH_PATH}")
+        return request.getfixturevalue("built").file
+    file = CONTAINERS / "pytorch-cuda.sif"
+    if not shutil.which("apptainer") or not file.exists():
+        pytest.skip("needs Apptainer, and the image that `make build_pytorch` makes with it")
+    return file
+
+
 @pytest.mark.full
 @runs.needs_cluster
-def test_jobs_train_in_the_image(built, short, monkeypatch, capsys):
+def test_jobs_train_in_the_image(file, short, monkeypatch, capsys):
     """Slurm and the job script are outside, Python inside: on one node, on two by torchrun, on two by srun alone; then on two
     DeepSpeed, which compiles a part of itself in there, and FSDP."""
     monkeypatch.setattr(tempfile, "tempdir", short)
-    monkeypatch.setattr(practice, "SEARCH_PATH", f"{STAND_IN.parent}{os.pathsep}{practice.SEARCH_PATH}")
-    # Each Python of the image says so when it starts.
-    (packages,) = built.root.glob("opt/workshop/venv/lib/python3*/site-packages")
-    (packages / "say_so.pth").write_text("import sys; print('a Python in', sys.prefix, file=sys.stderr)\n")
+    # Each Python of the image says so when it starts: in place of a file that setuptools puts into each environment.
+    (Path(short) / "say_so.pth").write_text("import sys; print('a Python in', sys.prefix, file=sys.stderr)\n")
+    packages = "/opt/workshop/venv/lib/python3.11/site-packages"
+    monkeypatch.setenv("APPTAINER_BIND", f"{short}/say_so.pth:{packages}/distutils-precedence.pth")
     up, last_epochs = practice.up(2, mine=True), set()
 
     def done(script, *arguments, beside=()):
@@ -597,7 +615,7 @@ def test_jobs_train_in_the_image(built, short, monkeypatch, capsys):
             shutil.copy(path, trial.folder)
         trial.limit = 900  # nothing of the image has been read before
         monkeypatch.chdir(trial.folder)
-        run_submit(script.name, "local", container=str(built.file), arguments=list(arguments))
+        run_submit(script.name, "local", container=str(file), arguments=list(arguments))
         job = Job(re.match(r"job (\d+):", capsys.readouterr().out)[1])
         trial.follow(job, stall=200)  # what compiles for DeepSpeed is no Python
         return job, trial.folder / "runs" / f"{script.stem}-{job.number}"

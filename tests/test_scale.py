@@ -110,7 +110,7 @@ def test_a_folder_of_images_is_trained_on(tmp_path):
     ("options", "message"),
     [
         (["--model", "alexnet"], "invalid choice: 'alexnet'"),
-        (["--image-size", "50"], "invalid choice: 50"),
+        (["--image-size", "50"], "argument --image-size: invalid choice"),
         (["--steps", "0"], "'0' is not a whole number of at least 1"),
         (["--data", "nowhere"], "--data nowhere needs images in train/CLASS/ (No such file or directory)"),
         (["--data", "."], "--data . needs images in train/CLASS/"),

@@ -20,7 +20,8 @@ MPIEXEC = {"openmpi": "/usr/bin/mpiexec.openmpi", "mpich": "/usr/bin/mpiexec.mpi
 BUILT_FOR_PBS = {
     "OMPI_ALLOW_RUN_AS_ROOT": "1",
     "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
-    "OMPI_MCA_plm_rsh_agent": str(HERE / "enter.sh"),
+    "OMPI_MCA_plm_rsh_agent": str(HERE / "enter.sh"),  # of Open MPI 4
+    "PRTE_MCA_plm_ssh_agent": str(HERE / "enter.sh"),  # and 5
     "HYDRA_LAUNCHER": "rsh",
     "HYDRA_LAUNCHER_EXEC": str(HERE / "enter.sh"),
 }
