@@ -221,6 +221,12 @@ def test_no_compiler_is_one_line(tmp_path, monkeypatch, capfd):
     refused([], "there is no no-such-compiler here", tmp_path, monkeypatch, capfd)
 
 
+def test_a_system_python_without_its_headers_is_one_line(tmp_path, monkeypatch, capfd):
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path / "nothing built"))
+    monkeypatch.setattr("sysconfig.get_path", lambda name: str(tmp_path / name))
+    refused([], "there is no Python.h here; on Debian: apt install", tmp_path, monkeypatch, capfd)
+
+
 def test_without_deepspeed_the_stage_says_how_to_get_it(tmp_path):
     hidden = tmp_path / "deepspeed_is_hidden"
     hidden.mkdir()

@@ -66,7 +66,11 @@ def late_threads(tmp_path_factory):
     return library
 
 
-@pytest.mark.parametrize(("workshop", "status"), [("", -6), ("import workshop.data", 0)])
+# From Python 3.14 on such a thread is made to wait, not stopped: there the first row ends well, too.
+FORCED = -6 if sys.version_info < (3, 14) else 0
+
+
+@pytest.mark.parametrize(("workshop", "status"), [("", FORCED), ("import workshop.data", 0)])
 def test_a_process_ends_well_though_gloos_threads_are_late(workshop, status, late_threads, tmp_path):
     """Without the wait Python's end stops the thread by force, and it the process: the first row shows that the test can fail."""
     (tmp_path / "script.py").write_text(SCRIPT.format(workshop=workshop))

@@ -17,7 +17,7 @@ def app() -> None:
 @click.option(
     "--epochs",
     type=click.IntRange(min=1),
-    default=4,
+    default=3,
     show_default=True,
     help="Passes over the training set in each run.",
 )

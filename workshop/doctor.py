@@ -437,7 +437,7 @@ def check_deepspeed() -> Finding:
             "DeepSpeed",
             WARNING,
             f"{seen}; to build its extension for CPUs there is no {' and no '.join(missing)}",
-            "only stage 05 needs it; on Debian: apt install g++ ninja-build",
+            "only stage 05 needs it; on Debian: apt install g++ ninja-build python3-dev",
         )
     return Finding("DeepSpeed", OK, f"{seen}; its first start on CPUs builds an extension, which takes half a minute")
 

@@ -1,5 +1,6 @@
 """``workshop tour``: every stage's solution on this machine, small, on real data; a table, a picture, and the same as JSON."""
 
+import importlib
 import json
 import math
 import os
@@ -7,6 +8,7 @@ import re
 import shutil
 import statistics
 import sys
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -67,7 +69,7 @@ STEPS = 10  # of the language model for each epoch of the images
 SEQUENCES = 8  # at least, in its global batches
 
 
-def run_tour(stages: str = "", epochs: int = 4, output: str | None = None) -> int:
+def run_tour(stages: str = "", epochs: int = 3, output: str | None = None) -> int:
     """Run the tour and return its exit status: 0 if every run trained, else 1.
 
     Args:
@@ -111,6 +113,8 @@ def _run_entries(entries: list[Entry], epochs: int, root: Path, folder: Path, co
             console.print(f"{number} runs of {what}, each with global batches of {size}", highlight=False)
 
     start = time.monotonic()
+    # Its import takes seconds the first time on a machine, where it looks for fonts. The first runs leave a core for that.
+    threading.Thread(target=importlib.import_module, args=["matplotlib.pyplot"], daemon=True).start()
     results = []
     columns = (
         TextColumn("{task.description}"),

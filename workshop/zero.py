@@ -6,6 +6,7 @@ import logging
 import os
 import shutil
 import sys
+import sysconfig
 from pathlib import Path
 
 from workshop.arguments import check_arguments, require_writable
@@ -181,7 +182,7 @@ def check_compiler() -> None:
     if not torch.accelerator.is_available() and not is_built() and (missing := missing_tools()):
         raise UserError(
             f"DeepSpeed compiles a part of itself at the first start on CPUs, and there is no {' and no '.join(missing)} here; "
-            "on Debian: apt install g++ ninja-build"
+            "on Debian: apt install g++ ninja-build python3-dev"
         )
 
 
@@ -204,4 +205,8 @@ def is_built() -> bool:
 def missing_tools() -> list[str]:
     """What is missing to compile it."""
     path = os.path.dirname(sys.executable) + os.pathsep + os.environ["PATH"]  # pip puts ninja beside Python
-    return [program for program in (os.environ.get("CXX", "g++"), "ninja") if not shutil.which(program, path=path)]
+    missing = [program for program in (os.environ.get("CXX", "g++"), "ninja") if not shutil.which(program, path=path)]
+    # A system's Python often comes without its headers.
+    if not os.path.exists(os.path.join(sysconfig.get_path("include"), "Python.h")):
+        missing.append("Python.h")
+    return missing
