@@ -8,6 +8,7 @@ import re
 import shutil
 import statistics
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable
@@ -222,10 +223,12 @@ def _run(entry: Entry, processes: int, batch: int, epochs: int, root: Path, fold
     # One thread a process: on a CPU a process then stands for a device, and more processes for more devices.
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PET_LOG_DIR": str(place / "torchrun")}
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(root), environment.get("PYTHONPATH")]))
-    outcome = launch(command, environment, root, on_line)
+    # Not under the run's own folder: the name of a socket that processes make there may have 107 bytes.
+    with tempfile.TemporaryDirectory() as temporary:
+        outcome = launch(command, environment | {"TMPDIR": temporary}, root, on_line)
+        failure = first_failure(outcome, place / "torchrun", Path(temporary)) if outcome.status != 0 else ""
     (place / "output.txt").write_text(outcome.output)
 
-    failure = first_failure(outcome, place / "torchrun") if outcome.status != 0 else ""
     result = {
         "stage": entry.stage,
         "name": entry.name,
