@@ -7,6 +7,7 @@ everything that the run starts, however deep, ends with it.
 
 import atexit
 import ctypes
+import faulthandler
 import gc
 import importlib
 import importlib.util
@@ -190,9 +191,11 @@ def _launcher(script, arguments, launch, nproc, scratch, folder, nodes, devices,
     _prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: it does not outlive the keeper
     null = os.open(os.devnull, os.O_RDONLY)
     os.dup2(null, 0)
-    # What whoever runs the check (pytest, a notebook) has put in the way of output, and has left to do at its exit, is not ours.
+    # What whoever runs the check (pytest, a notebook) has put in the way of output, or has left to do at a crash or at its exit,
+    # is not ours.
     sys.stdout, sys.stderr = (os.fdopen(number, "w", buffering=1, closefd=False) for number in (1, 2))
     sys.stdin = os.fdopen(0, closefd=False)
+    faulthandler.disable()
     atexit._clear()
     os.chdir(scratch)
     _environment(scratch, on_cpu)
