@@ -229,6 +229,34 @@ def test_every_ending_is_a_verdict_and_leaves_no_process(program, kind, tmp_path
     assert os.listdir(tmp_path) == ["program.py"]
 
 
+def test_a_folder_that_is_not_the_runs_own_cannot_be_removed(tmp_path):
+    kept = tmp_path / "kept"
+    kept.mkdir()
+    (kept / "thesis.txt").write_text("three years")
+    script = tmp_path / "program.py"
+    script.write_text(f"import shutil\nshutil.rmtree({str(kept)!r})")  # it goes into the folder, and names what it removes there
+    *_, verdict = judge.check_file(script, launch="torchrun")
+    assert [finding.kind for finding in verdict.errors][:1] == ["outside-write"], seen(verdict)
+    assert (kept / "thesis.txt").read_text() == "three years"
+
+
+def test_temporary_files_of_the_same_name_are_each_ranks_own(tmp_path):
+    script = tmp_path / "exercise2_multigpu_torchrun.py"
+    temporary = """
+    import tempfile
+    from pathlib import Path
+
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / "kept.txt").write_text(str(os.getpid()))
+"""
+    place = "def main():\n"
+    text = TORCHRUN.read_text()
+    assert text.count(place) == 1
+    script.write_text(text.replace(place, place + temporary.lstrip("\n")))
+    verdict, *_ = judge.check_file(script, quick=True)
+    assert verdict.errors == [], seen(verdict)
+
+
 class _Patience:
     idle, busy, total = 2.0, 4.0, 30.0
 

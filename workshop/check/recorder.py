@@ -6,6 +6,7 @@
 """
 
 import atexit
+import fcntl
 import gc
 import io
 import multiprocessing.process
@@ -691,13 +692,25 @@ def _files(r: Recorder) -> None:
                 return
             _written(os.path.realpath(os.fsdecode(path)), "open")
         elif event == "os.rename":
-            source, target = (os.path.realpath(os.fsdecode(name)) for name in arguments[:2])
+            source, target = (_entry(*given) for given in zip(arguments[:2], arguments[2:], strict=True))
             r.note("rename", source=source, target=target, where=r.where())
             _written(target, "rename")
-        elif event in ("os.remove", "os.mkdir", "os.rmdir", "os.truncate") and isinstance(
-            arguments[0], (str, bytes, os.PathLike)
-        ):
+        elif event in ("os.remove", "os.mkdir", "os.rmdir"):
+            _written(_entry(arguments[0], arguments[-1]), event)
+        elif event == "os.truncate" and isinstance(arguments[0], (str, bytes, os.PathLike)):
             _written(os.path.realpath(os.fsdecode(arguments[0])), event)
+
+    def _entry(name, descriptor):
+        """The whole path of an entry of a folder, which can be given by its descriptor: shutil.rmtree() does so."""
+        folder, name = os.path.split(os.fsdecode(name).rstrip(os.sep))
+        if descriptor >= 0:
+            folder = os.path.join(_folder(descriptor), folder)
+        return os.path.join(os.path.realpath(folder), name)  # the entry itself, and not what it is a link to
+
+    def _folder(descriptor):
+        if hasattr(fcntl, "F_GETPATH"):  # macOS
+            return os.fsdecode(fcntl.fcntl(descriptor, fcntl.F_GETPATH, bytes(1024)).rstrip(b"\0"))
+        return os.readlink(f"/proc/self/fd/{descriptor}")
 
     def _written(path, how):
         if not (path + os.sep).startswith(allowed):
