@@ -234,7 +234,8 @@ def test_a_folder_that_is_not_the_runs_own_cannot_be_removed(tmp_path):
     kept.mkdir()
     (kept / "thesis.txt").write_text("three years")
     script = tmp_path / "program.py"
-    script.write_text(f"import shutil\nshutil.rmtree({str(kept)!r})")  # it goes into the folder, and names what it removes there
+    # rmtree() goes into the folder, and names what it removes there.
+    script.write_text(f"import shutil\nshutil.rmtree({str(kept)!r})")
     *_, verdict = judge.check_file(script, launch="torchrun")
     assert [finding.kind for finding in verdict.errors][:1] == ["outside-write"], seen(verdict)
     assert (kept / "thesis.txt").read_text() == "three years"

@@ -49,7 +49,8 @@ def _check(verdict, runs) -> None:
     scratch = runs.folder()
     whole = runs.run(scratch=scratch)
     # (What ZeRO's optimizer changes are its own copies of the weights: that they are no layer's says nothing.)
-    found = [finding for finding in general(whole) if finding.kind != "wrong-parameters"] + engine(whole)
+    found = [finding for finding in general(whole) if finding.kind != "wrong-parameters"]
+    found = without_step(whole) + found + engine(whole)
     verdict.findings = ordered(verdict, found)
     if rules.ending(whole) or any(finding.kind in BLOCKING for finding in found):
         return
@@ -121,6 +122,17 @@ def scaled(run: Run) -> list[Finding]:
         if abs(mean - loss) > 1e-3 * max(abs(loss), 1e-3):
             seen = f"in step {number} the engine's backward() gets losses of {mean:.4f} on average, and {loss:.4f} are reported"
             return [Finding("scaled-twice", seen, values[0]["where"])]
+    return []
+
+
+def without_step(run: Run) -> list[Finding]:
+    """Whether the engine's second backward() failed for want of a step(): DeepSpeed 0.18 ends in a TypeError of its own there."""
+    for crash in rules.crash(run):
+        for process in run.ranks:
+            calls = process.of("engine_call")
+            if [what["name"] for what in calls] == ["backward", "backward"] and calls[-1]["where"] == crash.where:
+                seen = "the engine's backward() is called a second time, and its step() never"
+                return [Finding("engine-idle", seen, crash.where)]
     return []
 
 
