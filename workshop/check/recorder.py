@@ -717,7 +717,8 @@ def _files(r: Recorder) -> None:
             r.note("outside", path=path, where=r.where())
             raise PermissionError(13, "workshop check: writing outside of the run's folder is not allowed", path)
         caches = os.path.join(scratch, "tmp") + os.sep
-        if path.startswith(scratch + os.sep) and not path.startswith(caches) and how != "os.mkdir" and not r.starting:
+        is_content = how in ("open", "rename", "os.truncate")  # one process may clear away what the others have written
+        if is_content and path.startswith(scratch + os.sep) and not path.startswith(caches) and not r.starting:
             r.note("write", path=path, how=how, where=r.where())
 
     sys.addaudithook(audit)
