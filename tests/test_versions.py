@@ -9,6 +9,7 @@ import os
 import re
 import shutil
 import signal
+import subprocess
 import sys
 import tempfile
 import time
@@ -72,6 +73,7 @@ def repository(tmp_path, monkeypatch):
         lines = wheel(place, "handle", version, {"handle.py": code})
         lines += wheel(place, "hammer", version, {"hammer.py": code}, f"handle=={version}")
         lines += wheel(place, "saw", version, {"saw.py": code})
+        (tmp_path / f"{version}.txt").write_text(lines)
     (root / "requirements.lock").write_text(lock + lines)
     (root / "pyproject.toml").write_text(
         "[project]\nname = 'shed'\nversion = '1.0'\n"
@@ -136,10 +138,23 @@ FINDINGS = {
 }
 
 
+def in_the_cache_since_the_same_second(repository: Path) -> None:
+    """Let uv unpack both versions of all packages, their files written at the same time."""
+    folder = repository.parent
+    for version in ("1.0", "2.0"):
+        target = ["--require-hashes", "--target", folder / version, "-r", folder / f"{version}.txt"]
+        subprocess.run(["uv", "pip", "install", "--quiet", *target], check=True)
+    sources = [*(folder / "cache").rglob("saw.py"), *(folder / "cache").rglob("hammer.py")]
+    assert len(sources) == 4
+    for source in sources:
+        os.utime(source, (1e9, 1e9))
+
+
 @needs_uv
 @pytest.mark.parametrize("case", FINDINGS)
 def test_the_package_that_broke_a_stage(case, repository):
     program, sentence = FINDINGS[case]
+    in_the_cache_since_the_same_second(repository)
     status, sets = run(repository, program)  # "newest" alone: the lock's environment is made when it is needed
     assert status == 1
     (finding,) = sets["newest"]["findings"]

@@ -203,7 +203,10 @@ def look(root: Path, folder: Path) -> Environment:
 def _call_uv(arguments: Sequence, root: Path, folder: Path) -> str:
     """Call uv in the repository; return why it failed, or ""."""
     log = folder / "uv.txt"
-    status = _run([_uv(), *arguments], dict(os.environ), root, log, INSTALL)
+    # Python takes bytecode by its source's second and length, which two versions that came together into uv's cache may share:
+    # here one replaces the other, so their content has to decide.
+    surroundings = {**os.environ, "PYC_INVALIDATION_MODE": "CHECKED_HASH"}
+    status = _run([_uv(), *arguments], surroundings, root, log, INSTALL)
     if status is None:
         return f"not done after {INSTALL} s"
     return "" if status == 0 else " ".join(log.read_text(errors="replace").split()) or f"exit status {status}"
