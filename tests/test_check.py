@@ -363,6 +363,17 @@ def test_watching_checks_again_at_every_save(tmp_path):
         assert running.wait(20) == 130, running.text()
 
 
+def test_ctrl_c_at_the_moment_of_a_fork_ends_the_check(tmp_path):
+    program = (
+        "import os, signal, sys; from workshop.cli import main\n"
+        "os.register_at_fork(after_in_parent=lambda: os.kill(os.getpid(), signal.SIGINT))\n"
+        f"sys.argv = ['workshop', 'check', {str(EXERCISES[1].solution)!r}]; main()"
+    )
+    done = runs.run([sys.executable, "-c", program], tmp_path, TMPDIR=tmp_path)
+    assert (done.returncode, done.stderr.strip()) == (130, "workshop: stopped"), done.stdout + done.stderr
+    assert [path.name for path in tmp_path.iterdir() if "torchinductor" not in path.name] == []  # that is PyTorch's
+
+
 def test_in_a_notebook(capsys):
     from workshop.check import check
 

@@ -20,10 +20,11 @@ import shutil
 import signal
 import sys
 import tempfile
+import threading
 import time
 import traceback
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -110,27 +111,51 @@ def _run_once(settings, nodes, devices, samples, on_cpu, fails, dies, patience) 
     """One run, as ``run_program`` has described it."""
     script, arguments, launch, nproc, scratch = settings
     folder = Path(tempfile.mkdtemp(prefix="evidence-", dir=scratch.parent))
+    program = (script, arguments, launch, nproc, scratch, folder, nodes, devices, samples, on_cpu, fails, dies)
     (scratch / "tmp").mkdir(parents=True, exist_ok=True)
     start = time.monotonic()
     sys.stdout.flush()
     sys.stderr.flush()
-    keeper = os.fork()
-    if keeper == 0:
-        _child(_keep, script, arguments, launch, nproc, scratch, folder, nodes, devices, samples, on_cpu, fails, dies)
-    watcher = _Watcher(keeper, folder, patience)
+    keeper = None
     try:
+        with _interrupts_later():
+            keeper = os.fork()
+            if keeper == 0:
+                _child(_keep, *program)
+        watcher = _Watcher(keeper, folder, patience)
         status = watcher.watch()
     finally:
-        _kill_below(keeper)
-        with suppress(ProcessLookupError, ChildProcessError):
-            os.kill(keeper, signal.SIGKILL)  # last: while it lives, it is the parent of what its children leave behind
-            os.waitpid(keeper, 0)
+        with _interrupts_later(), suppress(ProcessLookupError, ChildProcessError):
+            if keeper:
+                _kill_below(keeper)
+                # Last: while it lives, it is the parent of what its children leave behind.
+                os.kill(keeper, signal.SIGKILL)
+                os.waitpid(keeper, 0)
     processes = [read_process(folder, int(path.name.split("-")[1])) for path in folder.glob("events-*")]
     processes.sort(key=lambda process: process.pid)
     run = Run(nproc, processes, status, watcher.hung, watcher.flooded, time.monotonic() - start, launch)
     run.error_files = {int(path.stem.split("-")[1]) for path in folder.glob("error-*.json")}
     shutil.rmtree(folder, ignore_errors=True)
     return run
+
+
+@contextmanager
+def _interrupts_later() -> Iterator[None]:
+    """Put Ctrl-C off to the end of this block.
+
+    Around a fork Python calls functions of its libraries, and ignores what they raise: the interrupt would be lost.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield  # an interrupt is no matter of this thread
+        return
+    came = []
+    before = signal.signal(signal.SIGINT, lambda number, _: came.append(number))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+        if came:
+            signal.raise_signal(signal.SIGINT)
 
 
 def _prctl(option: int, value: int) -> None:
