@@ -1,5 +1,6 @@
 """Stage 05: DeepSpeed and Accelerate train what stage 02 trains, carry on exactly, and leave weights that plain PyTorch loads."""
 
+import importlib.metadata
 import importlib.util
 import json
 import os
@@ -31,25 +32,23 @@ def trained(script, folder, *options, epochs=3, nproc=2) -> list[float]:
     return runs.losses(read_log(folder / "run" / "log"))
 
 
-@pytest.mark.parametrize(
-    "config",
-    [
-        "zero3.json",
-        *(
-            pytest.param(name, marks=pytest.mark.full)
-            for name in ("ds_config.json", "zero2.json", "zero3_offload.json")
-        ),
-    ],
-)
+def with_config(name) -> list:
+    folder = SOLUTIONS if name == "ds_config.json" else STAGE  # the solution has one of its own
+    return ["--config", folder / name]
+
+
+@pytest.mark.full  # every day with ZeRO-3: the next test
+@pytest.mark.parametrize("config", ["ds_config.json", "zero2.json", "zero3.json", "zero3_offload.json"])
 def test_zero_trains_what_ddp_trains(config, torchrun, tmp_path):
     """Bit for bit, whatever is spread over the processes: the sums of two processes have one order."""
-    path = (SOLUTIONS if config == "ds_config.json" else STAGE) / config  # the solution has one of its own
-    assert trained(SOLUTIONS / ZERO, tmp_path, "--config", path) == runs.losses(torchrun.epochs)
+    assert trained(SOLUTIONS / ZERO, tmp_path, *with_config(config)) == runs.losses(torchrun.epochs)
 
 
-def test_zero_carries_on_exactly_and_exports(torchrun, tmp_path):
-    trained(SOLUTIONS / ZERO, tmp_path, epochs=1)
-    assert trained(SOLUTIONS / ZERO, tmp_path, "--export", "whole.pt") == runs.losses(torchrun.epochs)
+@pytest.mark.parametrize("config", ["zero3.json", pytest.param("ds_config.json", marks=pytest.mark.full)])
+def test_zero_carries_on_exactly_and_exports(config, torchrun, tmp_path):
+    options = with_config(config)
+    trained(SOLUTIONS / ZERO, tmp_path, *options, epochs=1)
+    assert trained(SOLUTIONS / ZERO, tmp_path, *options, "--export", "whole.pt") == runs.losses(torchrun.epochs)
     assert sorted(path.name for path in (tmp_path / "run").glob("epoch-*")) == ["epoch-2"]
     parts = list((tmp_path / "run" / "epoch-2").glob("zero_pp_rank_*_optim_states.pt"))
     assert len(parts) == 2
@@ -174,6 +173,23 @@ def test_mistakes_in_the_configuration_are_one_line(case, tmp_path, monkeypatch,
     if text is not None:
         (tmp_path / "ds.json").write_text(text if isinstance(text, str) else json.dumps(text))
     refused(["--config", "ds.json"], message, tmp_path, monkeypatch, capfd)
+
+
+@pytest.mark.parametrize(
+    ("script", "options"),
+    [
+        (SOLUTIONS / ZERO, ["--config", str(STAGE / "zero3.json")]),
+        (STAGE / "zero_codellama.py", []),
+        (runs.ROOT / "strategies" / "zero.py", ["--stage", "3"]),
+    ],
+    ids=lambda value: value.stem if isinstance(value, os.PathLike) else "",
+)
+def test_an_older_deepspeed_that_does_not_wait_is_refused(script, options, data, tmp_path, monkeypatch, capfd):
+    installed = importlib.metadata.version
+    monkeypatch.setattr("importlib.metadata.version", lambda name: "0.19.7" if name == "deepspeed" else installed(name))
+    monkeypatch.setenv("WORKSHOP_DATA", str(data))
+    message = "DeepSpeed 0.19.7: on CPUs its ZeRO-3 does not wait for all weights"
+    refused(options, message, tmp_path, monkeypatch, capfd, script)
 
 
 def test_all_keys_that_deepspeed_reads_are_let_through(tmp_path):

@@ -12,6 +12,7 @@ from workshop.arguments import PREFLIGHT, is_restarted, require_writable
 from workshop.errors import UserError
 from workshop.measure.memory import estimate
 from workshop.measure.transformer import GIB, peak_flops, read_sizes
+from workshop.zero import check_gathering
 
 
 def check_finetuning(parser, args, strategy: str = "ddp") -> None:
@@ -21,7 +22,7 @@ def check_finetuning(parser, args, strategy: str = "ddp") -> None:
         parser: the script's parser; its ``error`` is how the run ends.
         args: the options ``model``, ``data``, ``skip_broken``, ``batch_size``, ``sequence_length`` and ``folder``, and as far as
             the script has them ``accumulate``, ``activation_checkpointing``, ``offload`` and ``save_every``.
-        strategy: how the script spreads the model, for the estimate of its memory: "ddp", "fsdp" or "lora".
+        strategy: how the script spreads the model, for the estimate of its memory: "ddp", "fsdp", "zero3" or "lora".
     """
     world_size = int(os.environ.get("WORLD_SIZE", 0))
     try:
@@ -29,6 +30,8 @@ def check_finetuning(parser, args, strategy: str = "ddp") -> None:
             raise UserError("torchrun has to start this: torchrun --standalone --nproc-per-node=2 " + sys.argv[0])
         if strategy == "fsdp":
             _check_averaging()
+        if strategy == "zero3":
+            check_gathering()
         _check_model(args, strategy, world_size)
         _check_text(args, world_size)
         require_writable(f"--folder {args.folder}", Path(args.folder))

@@ -24,6 +24,7 @@ from workshop.errors import UserError
 from workshop.measure.collectives import BUS_FACTOR
 from workshop.measure.device import synchronized_time
 from workshop.measure.kept import own_part
+from workshop.zero import check_gathering
 
 SEQUENCES, TOKENS = 8, 64  # of a global batch; of a sequence
 SEED = 42
@@ -49,6 +50,8 @@ def parse_arguments(doc: str, options=None) -> argparse.Namespace:
             raise UserError(
                 f"{processes} processes do not divide the {SEQUENCES} sequences of a global batch; start 1, 2, 4 or 8"
             )
+        if getattr(args, "stage", 0) == 3:  # of ZeRO
+            check_gathering()
         require_writable(f"--output {args.output}", Path(args.output))
     except UserError as error:
         parser.error(error)

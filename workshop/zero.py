@@ -1,5 +1,6 @@
 """What stage 05's scripts share that is not the lesson: the check of DeepSpeed's configuration before anything is written."""
 
+import importlib.metadata
 import importlib.util
 import json
 import logging
@@ -39,6 +40,22 @@ def require_deepspeed() -> None:
     local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE", 1))
     if not torch.accelerator.is_available() or torch.accelerator.device_count() < local_world_size:
         os.environ["DS_ACCELERATOR"] = "cpu"
+
+
+def check_gathering() -> None:
+    """Raise a UserError where ZeRO-3 would compute with weights that have not arrived.
+
+    After a step DeepSpeed gathers the small weights, each by an all-gather of its own, and before 0.19.8 waited for the last one
+    alone. A GPU runs them in order; gloo does not: https://github.com/deepspeedai/DeepSpeed/pull/8539
+    """
+    from packaging.version import Version
+
+    version = importlib.metadata.version("deepspeed")
+    if os.environ.get("DS_ACCELERATOR") == "cpu" and Version(version) < Version("0.19.8"):
+        raise UserError(
+            f"DeepSpeed {version}: on CPUs its ZeRO-3 does not wait for all weights, and trains with what lies in memory; "
+            "take DeepSpeed 0.19.8 or newer"
+        )
 
 
 def check_zero(parser, args) -> dict:
@@ -121,6 +138,8 @@ def check_config(config: dict, path: str, world_size: int) -> None:
         refuse(f'"zero_optimization" has no key {unknown[0]!r}')
     if (stage := zero.get("stage", 0)) not in (0, 1, 2, 3):
         refuse(f'"stage" of "zero_optimization" is 0, 1, 2 or 3, not {stage!r}')
+    if stage == 3:
+        check_gathering()
     for key in ("gradient_accumulation_steps", "train_batch_size"):
         if key in config and not (type(config[key]) is int and config[key] > 0):
             refuse(f'"{key}" is a whole number of at least 1, not {json.dumps(config[key])}')
