@@ -274,7 +274,6 @@ CASES = {
 }
 DAILY = [
     "a space after the #",
-    "the endpoint of today's first node",
     "the rank of the batch script for all",
 ]
 
