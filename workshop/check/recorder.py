@@ -649,8 +649,11 @@ def _graph_nodes() -> int:
     """The size of the largest autograd graph under a tensor that somebody still holds."""
     largest = 0
     for value in gc.get_objects():
-        if type(value) is torch.Tensor and value.grad_fn is not None:
-            seen, open_nodes = set(), [value.grad_fn]
+        if type(value) is torch.Tensor:
+            try:
+                seen, open_nodes = set(), [value.grad_fn]
+            except RuntimeError:
+                continue  # "undefined tensor": it has no contents, and no graph; seen with DeepSpeed
             while open_nodes and len(seen) < 3000:
                 node = open_nodes.pop()
                 if node is not None and node not in seen:
