@@ -145,6 +145,19 @@ def test_what_a_program_calls_while_it_goes_back_is_its_own_affair(tmp_path):
     assert verdict.errors == [], seen(verdict)
 
 
+def test_a_tensor_that_the_garbage_collector_has_emptied_is_nobodys_affair(tmp_path):
+    """While something still holds it, it is in the list of all objects, and has no autograd graph that one could ask for."""
+    emptied = (
+        "    torch.manual_seed(SEED)  # the same first weights in every run\n",
+        "    torch.manual_seed(SEED)\n    emptied = torch.ones(1)\n    import ctypes\n"
+        "    # PyTypeObject.tp_clear, which Python's collector calls\n"
+        "    clear = ctypes.c_void_p.from_address(id(torch.Tensor) + 192).value\n"
+        "    ctypes.PYFUNCTYPE(ctypes.c_int, ctypes.py_object)(clear)(emptied)\n",
+    )
+    *_, verdict = judge.check_file(version(tmp_path, TORCHRUN, emptied), quick=True)
+    assert verdict.findings == [], seen(verdict)
+
+
 @pytest.mark.full
 def test_an_unseeded_program_is_not_blamed_for_being_another_at_every_start(tmp_path):
     unseeded = ("torch.manual_seed(SEED)  # the same first weights in every run", "torch.seed()")

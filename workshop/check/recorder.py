@@ -653,7 +653,7 @@ def _graph_nodes() -> int:
             try:
                 seen, open_nodes = set(), [value.grad_fn]
             except RuntimeError:
-                continue  # "undefined tensor": it has no contents, and no graph; seen with DeepSpeed
+                continue  # "undefined tensor": emptied by the garbage collector, and not gone yet; seen with DeepSpeed
             while open_nodes and len(seen) < 3000:
                 node = open_nodes.pop()
                 if node is not None and node not in seen:
