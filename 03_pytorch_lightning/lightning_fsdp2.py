@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, DistributedSampler, Subset
 from torchmetrics.classification import MulticlassAccuracy
 from torchvision import transforms
 
-from workshop.arguments import ArgumentParser, check_arguments, check_launcher, positive_int
+from workshop.arguments import ArgumentParser, check_arguments, check_averaging, check_launcher, positive_int
 from workshop.data import load_dataset
 from workshop.measure.lightning import EpochReport
 from workshop.models import SmallCNN
@@ -40,6 +40,7 @@ def parse_arguments():
     parser.add_argument("--dataset", default="digits", help="digits, or mnist once it has been fetched")
     args = parser.parse_args()
     check_launcher(parser, args.devices)
+    check_averaging(parser, args.devices)
     check_arguments(parser, args, Classifier(), world_size=args.devices)
     return args
 

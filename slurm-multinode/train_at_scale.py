@@ -27,7 +27,7 @@ from torchvision.models import get_model
 from torchvision.models.resnet import Bottleneck
 from torchvision.models.vision_transformer import EncoderBlock
 
-from workshop.arguments import PREFLIGHT, ArgumentParser, positive_int
+from workshop.arguments import PREFLIGHT, ArgumentParser, check_averaging, positive_int
 from workshop.data.images import image_batches, open_images, synthetic_batches
 from workshop.errors import UserError
 from workshop.measure.collectives import enable_network_report, network_report
@@ -70,6 +70,8 @@ def parse_arguments():
     world_size = int(os.environ.get("WORLD_SIZE", 0))
     if world_size < 1:
         parser.error("torchrun has to start this: torchrun --standalone --nproc-per-node=2 " + sys.argv[0])
+    if args.strategy == "fsdp":
+        check_averaging(parser)
     try:
         smallest = args.batch_size * args.accumulate * world_size
         args.images = open_images(args.data, args.image_size, smallest) if args.data else None

@@ -13,7 +13,7 @@ from workshop.strategies import Report, choose_device, load_batches, load_model,
 
 
 def main():
-    args = parse_arguments(__doc__)
+    args = parse_arguments(__doc__, fsdp=True)
     device = choose_device()
     dist.init_process_group(dist.get_default_backend_for_device(device))
     train(device, args)

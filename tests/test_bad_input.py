@@ -117,6 +117,24 @@ def test_script_says_so_in_one_line(kind, mistake, tmp_path, monkeypatch, capfd)
     assert time.monotonic() - start < 10
 
 
+@pytest.mark.parametrize(
+    "script",
+    [
+        "03_pytorch_lightning/lightning_fsdp2.py",
+        "04_model_parallel_with_fsdp/hsdp.py",
+        "slurm-multinode/train_at_scale.py --strategy fsdp",
+        "solutions/04_model_parallel_with_fsdp/exercise1_fsdp_codellama.py",
+        "strategies/fsdp.py",
+    ],
+)
+def test_fsdp_with_a_torch_that_adds_up(script, tmp_path, monkeypatch, capfd):
+    monkeypatch.setattr(torch, "__version__", "2.8.0+cu128")
+    script, *options = script.split()
+    said = refused_as_rank_0(runs.ROOT / script, options, tmp_path, monkeypatch, capfd)
+    assert said.startswith(f"{Path(script).name}: torch 2.8.0+cu128: on CPUs its FSDP adds up the gradients")
+    assert said.count("\n") == 1
+
+
 @pytest.mark.skipif(os.geteuid() == 0 and shutil.which("setpriv") is None, reason="root may write everywhere")
 def test_no_permission_to_write(tmp_path):
     locked = tmp_path / "locked"

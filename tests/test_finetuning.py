@@ -469,12 +469,6 @@ def test_script_says_so_in_one_line(case, data, tmp_path, monkeypatch, capfd):
     refused(DDP, options, message, tmp_path, data, monkeypatch, capfd)
 
 
-def test_an_older_torch_that_adds_up_is_refused(data, tmp_path, monkeypatch, capfd):
-    monkeypatch.setattr(torch, "__version__", "2.8.0+cu128")
-    message = "torch 2.8.0+cu128: on CPUs its FSDP adds up the gradients"
-    refused(FSDP, [], message, tmp_path, data, monkeypatch, capfd)
-
-
 def test_a_full_gpu_is_one_line(monkeypatch, capsys):
     monkeypatch.setattr(sys, "excepthook", sys.__excepthook__)
     explain_out_of_memory(SimpleNamespace(model="codellama", batch_size=8, sequence_length=2048))

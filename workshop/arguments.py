@@ -146,6 +146,36 @@ def check_launcher(parser: ArgumentParser, devices: int, nodes: int | None = Non
         )
 
 
+def check_averaging(parser: ArgumentParser, processes: int | None = None) -> None:
+    """End a program that uses FSDP with one line and exit status 2 where its gradients would be no averages.
+
+    Gloo of torch 2.8 adds up where FSDP asks it to average, and says nothing: https://github.com/pytorch/pytorch/issues/162338
+
+    Args:
+        parser: the script's parser.
+        processes: those of this machine; None: as many as torchrun has started.
+    """
+    import torch
+
+    if not on_gpus(processes) and tuple(int(part) for part in torch.__version__.split(".")[:2]) < (2, 9):
+        parser.error(
+            f"torch {torch.__version__}: on CPUs its FSDP adds up the gradients of all processes instead of averaging them; "
+            "take torch 2.9 or newer"
+        )
+
+
+def on_gpus(processes: int | None = None) -> bool:
+    """Whether each process of this machine gets a GPU of its own, as the scripts choose their devices.
+
+    Args:
+        processes: those of this machine; None: as many as torchrun has started.
+    """
+    import torch
+
+    processes = processes or int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    return torch.accelerator.is_available() and torch.accelerator.device_count() >= processes
+
+
 def _check_data(args, world_size, datasets):
     from workshop.data import DATASETS, load_dataset
 

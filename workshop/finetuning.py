@@ -8,7 +8,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from workshop.arguments import PREFLIGHT, is_restarted, require_writable
+from workshop.arguments import PREFLIGHT, check_averaging, is_restarted, on_gpus, require_writable
 from workshop.errors import UserError
 from workshop.measure.memory import estimate
 from workshop.measure.transformer import GIB, peak_flops, read_sizes
@@ -29,7 +29,7 @@ def check_finetuning(parser, args, strategy: str = "ddp") -> None:
         if world_size < 1:
             raise UserError("torchrun has to start this: torchrun --standalone --nproc-per-node=2 " + sys.argv[0])
         if strategy == "fsdp":
-            _check_averaging()
+            check_averaging(parser)
         if strategy == "zero3":
             check_gathering()
         _check_model(args, strategy, world_size)
@@ -70,26 +70,6 @@ def explain_out_of_memory(args) -> None:
     sys.excepthook = explain
 
 
-def _check_averaging():
-    """Gloo of torch 2.8 adds up where FSDP asks it to average, and says nothing: https://github.com/pytorch/pytorch/issues/162338"""
-    import torch
-
-    if not _on_gpu() and tuple(int(part) for part in torch.__version__.split(".")[:2]) < (2, 9):
-        raise UserError(
-            f"torch {torch.__version__}: on CPUs its FSDP adds up the gradients of all processes instead of averaging them; "
-            "take torch 2.9 or newer"
-        )
-
-
-def _on_gpu() -> bool:
-    """Whether each process of this machine gets a GPU of its own, as the scripts choose their devices."""
-    import torch
-
-    return torch.accelerator.is_available() and torch.accelerator.device_count() >= int(
-        os.environ.get("LOCAL_WORLD_SIZE", 1)
-    )
-
-
 def _check_model(args, strategy, world_size):
     from workshop.data.codellama import model_folder
 
@@ -120,7 +100,7 @@ def check_memory(args, sizes, strategy: str, world_size: int) -> None:
     from workshop.measure.device import gpu_memory
     from workshop.measure.machine import bf16_is_fast
 
-    on_gpu = _on_gpu()
+    on_gpu = on_gpus()
     if on_gpu:
         device = torch.device(torch.accelerator.current_accelerator().type, int(os.environ.get("LOCAL_RANK", 0)))
         available, place = gpu_memory(device.index), "this GPU has"
@@ -425,7 +405,7 @@ def parse_extra(doc: str, group: str = "", purpose: str = ""):
     try:
         if world_size < 1:
             raise UserError(f"torchrun has to start this: torchrun --standalone --nproc-per-node=4 {sys.argv[0]}")
-        _check_averaging()
+        check_averaging(parser)
         if world_size % size:
             raise UserError(f"{group} {size}: {world_size} processes do not divide into groups of {size}")
         heads = read_sizes(model_folder(TINY)).heads

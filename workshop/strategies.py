@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from workshop.arguments import ArgumentParser, positive_int, require_writable
+from workshop.arguments import ArgumentParser, check_averaging, positive_int, require_writable
 from workshop.data.code import load_blocks
 from workshop.data.codellama import TINY, model_folder
 from workshop.errors import UserError
@@ -32,10 +32,11 @@ COUNTED = 3  # the step whose messages are counted; the memory is counted in it 
 REPORT, WEIGHTS = "report.json", "weights.pt"
 
 
-def parse_arguments(doc: str, options=None) -> argparse.Namespace:
+def parse_arguments(doc: str, options=None, *, fsdp: bool = False) -> argparse.Namespace:
     """Read a script's options: ``--steps``, ``--dtype``, ``--output``, and those that ``options(parser)`` adds.
 
-    The number of processes has to divide the global batch; anything else ends the program with one line and exit status 2.
+    The number of processes has to divide the global batch, and torch and DeepSpeed have to be new enough for what the script
+    uses (``fsdp``: for FSDP); anything else ends the program with one line and exit status 2.
     """
     parser = ArgumentParser(description=doc.splitlines()[0])
     parser.add_argument("--steps", type=positive_int, default=20)
@@ -50,6 +51,8 @@ def parse_arguments(doc: str, options=None) -> argparse.Namespace:
             raise UserError(
                 f"{processes} processes do not divide the {SEQUENCES} sequences of a global batch; start 1, 2, 4 or 8"
             )
+        if fsdp:
+            check_averaging(parser)
         if getattr(args, "stage", 0) == 3:  # of ZeRO
             check_gathering()
         require_writable(f"--output {args.output}", Path(args.output))
