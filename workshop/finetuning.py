@@ -405,7 +405,8 @@ def parse_extra(doc: str, group: str = "", purpose: str = ""):
     try:
         if world_size < 1:
             raise UserError(f"torchrun has to start this: torchrun --standalone --nproc-per-node=4 {sys.argv[0]}")
-        check_averaging(parser)
+        if group:  # FSDP goes through these; tensor parallelism alone adds up what has to be added up
+            check_averaging(parser)
         if world_size % size:
             raise UserError(f"{group} {size}: {world_size} processes do not divide into groups of {size}")
         heads = read_sizes(model_folder(TINY)).heads
