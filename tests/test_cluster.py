@@ -3,6 +3,7 @@
 import json
 import multiprocessing
 import os
+import pwd
 import shutil
 import signal
 import subprocess
@@ -196,20 +197,22 @@ def test_an_ordinary_user_can_start_one(tmp_path, monkeypatch):
         monkeypatch.setattr(practice, "NODE", place / "node.py")
         monkeypatch.setattr(sys, "executable", "/usr/bin/python3")
         receiver, sender = multiprocessing.Pipe(duplex=False)
-        process = multiprocessing.get_context("fork").Process(target=as_nobody, args=(sender,))
+        process = multiprocessing.get_context("fork").Process(target=as_an_ordinary_user, args=(sender,))
         process.start()
         sender.close()
         result = receiver.recv() if receiver.poll(60) else "no answer"
         process.join(10)
     finally:
         shutil.rmtree(place)
-    assert result == ["65534 node1", "65534 node2", "back", "gone"]
+    user = pwd.getpwnam("daemon").pw_uid
+    assert result == [f"{user} node1", f"{user} node2", "back", "gone"]
 
 
-def as_nobody(sender):
+def as_an_ordinary_user(sender):
+    user = pwd.getpwnam("daemon")  # not nobody: Slurm 26.05 refuses to run as that
     os.setgroups([])
-    os.setgid(65534)
-    os.setuid(65534)
+    os.setgid(user.pw_gid)
+    os.setuid(user.pw_uid)
     os.chdir("/")
     try:
         up = practice.up(2, name="unprivileged")
@@ -225,6 +228,17 @@ def as_nobody(sender):
     finally:
         if left := practice.find_cluster("unprivileged"):
             left.end()
+
+
+def test_why_slurm_does_not_start_is_said(name, tmp_path, monkeypatch):
+    broken = tmp_path / "node.py"
+    broken.write_text(practice.NODE.read_text().replace("SelectType=select/cons_tres", "SelectType=select/nothing"))
+    monkeypatch.setattr(practice, "NODE", broken)
+    with pytest.raises(
+        UserError, match=r"^the cluster did not start: slurmctld did not start: (?=.*select/nothing).*fatal: "
+    ):
+        practice.up(1, name=name)
+    assert not traces(name)
 
 
 def test_the_commands(name):

@@ -8,6 +8,7 @@ with them go the network, the mounts and the files of the cluster.
 """
 
 import contextlib
+import functools
 import json
 import os
 import secrets
@@ -34,8 +35,6 @@ StateSaveLocation={run}/state
 SlurmdSpoolDir={run}/spool-%n
 SlurmctldPidFile={run}/slurmctld.pid
 SlurmdPidFile={run}/slurmd-%n.pid
-SlurmctldLogFile={run}/slurmctld.log
-SlurmdLogFile={run}/slurmd-%n.log
 # Neither cgroups nor accounting: a container and an ordinary user have none.
 ProctrackType=proctrack/linuxproc
 TaskPlugin=task/none
@@ -70,12 +69,12 @@ def run(*command) -> str:
     return done.stdout
 
 
-def wait_until(condition, seconds: float, what: str) -> None:
-    """Wait until ``condition()`` holds."""
+def wait_until(condition, seconds: float, what: str, why=None) -> None:
+    """Wait until ``condition()`` holds; if it does not, the error is ``what``, and what ``why()`` says by then."""
     end = time.monotonic() + seconds
     while not condition():
         if time.monotonic() > end:
-            raise RuntimeError(f"{what} within {seconds:g} s")
+            raise RuntimeError(f"{what} within {seconds:g} s" + (f": {why()}" if why else ""))
         time.sleep(0.02)
 
 
@@ -90,18 +89,17 @@ def login(folder: Path, specification: dict) -> None:
     run("ip", "link", "set", "bridge0", "up")
 
     configure(inside, specification)
-    start("munged", "--foreground", "--force", f"--socket={inside}/munge.socket", f"--key-file={inside}/munge.key",
-          f"--pid-file={inside}/munged.pid", f"--log-file={inside}/munged.log", f"--seed-file={inside}/munged.seed",
-          "--num-threads=4")  # fmt: skip
-    wait_until((inside / "munge.socket").exists, 10, "munged did not start")
-    start("slurmctld", "-D", "-f", inside / "slurm.conf")
-    wait_until(lambda: listens(SLURMCTLD_PORT), 10, f"slurmctld did not start: {last_line(inside / 'slurmctld.log')}")
+    start((inside / "munge.socket").exists, 10, inside / "munged.log", "munged", "--foreground", "--force",
+          f"--socket={inside}/munge.socket", f"--key-file={inside}/munge.key", f"--pid-file={inside}/munged.pid",
+          f"--seed-file={inside}/munged.seed", "--num-threads=4")  # fmt: skip
+    serves = functools.partial(listens, SLURMCTLD_PORT)
+    start(serves, 10, inside / "slurmctld.log", "slurmctld", "-D", "-f", inside / "slurm.conf")
     names = [f"node{number}" for number in range(1, specification["nodes"] + 1)]
     starting = [start_node(inside, name) for name in names]
     for name, node in zip(names, starting, strict=True):
         connect_node(inside, name, node)
     os.environ["SLURM_CONF"] = str(inside / "slurm.conf")
-    wait_until(lambda: states() == ["idle"] * len(names), 20, f"not all nodes came up: {', '.join(states())}")
+    wait_until(lambda: states() == ["idle"] * len(names), 20, "not all nodes came up", lambda: ", ".join(states()))
 
 
 def become(name: str, inside: Path, nodes: int) -> None:
@@ -143,15 +141,22 @@ def configure(inside: Path, specification: dict) -> None:
     (inside / "gres.conf").write_text(f"Name=gpu File={inside}/gpu[0-{specification['gpus'] - 1}]\n")
 
 
-def start(program: str, *options) -> subprocess.Popen:
-    """Start a program that stays."""
-    return subprocess.Popen(
-        [program, *map(str, options)],
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-        start_new_session=True,
+def start(serves, seconds: float, log: Path, *command) -> None:
+    """Start a program that stays, which writes what it says to a log, and wait until ``serves()`` holds."""
+    # Not by an option of its own: Slurm opens that file only after it has read the configuration, whose errors would be lost.
+    with log.open("a") as said:
+        program = subprocess.Popen(
+            [str(part) for part in command],
+            stdin=subprocess.DEVNULL,
+            stdout=said,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+    wait_until(
+        lambda: program.poll() is not None or serves(), seconds, f"{command[0]} does not serve", lambda: last_lines(log)
     )
+    if program.poll() is not None:
+        raise RuntimeError(f"{command[0]} did not start: {last_lines(log)}")
 
 
 def start_node(inside: Path, name: str) -> subprocess.Popen:
@@ -170,7 +175,7 @@ def start_node(inside: Path, name: str) -> subprocess.Popen:
 def connect_node(inside: Path, name: str, node: subprocess.Popen) -> None:
     """Lay the cable from the login node's bridge to a node that has just started, and let it go on."""
     if node.stdout.readline() != "here\n":
-        raise RuntimeError(f"{name} did not start: {last_line(inside / f'{name}.log')}")
+        raise RuntimeError(f"{name} did not start: {last_lines(inside / f'{name}.log')}")
     first = Path(f"/proc/{node.pid}/task/{node.pid}/children").read_text().split()[0]
     # A node keeps its hardware address when it comes back: the others still know it by the old one.
     hardware = f"02:00:00:00:00:{int(name.removeprefix('node')):02x}"
@@ -180,7 +185,7 @@ def connect_node(inside: Path, name: str, node: subprocess.Popen) -> None:
     node.stdin.write("connected\n")
     node.stdin.close()
     if node.stdout.readline() != "up\n":
-        raise RuntimeError(f"{name} did not come up: {last_line(inside / f'{name}.log')}")
+        raise RuntimeError(f"{name} did not come up: {last_lines(inside / f'{name}.log')}")
 
 
 def cable(name: str) -> str:
@@ -197,9 +202,8 @@ def node(folder: Path, name: str) -> None:
     sys.stdin.readline()
     run("ip", "addr", "add", ADDRESS.format(int(name.removeprefix("node")) + 1) + "/24", "dev", "eth0")
     run("ip", "link", "set", "eth0", "up")
-    start("slurmd", "-D", "-f", inside / "slurm.conf", "-N", name)
-    log = inside / f"slurmd-{name}.log"
-    wait_until(lambda: listens(SLURMD_PORT), 20, f"slurmd did not start: {last_line(log)}")
+    serves = functools.partial(listens, SLURMD_PORT)
+    start(serves, 20, inside / f"slurmd-{name}.log", "slurmd", "-D", "-f", inside / "slurm.conf", "-N", name)
     print("up", flush=True)
 
 
@@ -215,10 +219,10 @@ def states() -> list[str]:
     return done.stdout.split()
 
 
-def last_line(log: Path) -> str:
-    """The last line of a log, for an error's sentence."""
+def last_lines(log: Path) -> str:
+    """The last two lines of a log, for an error's sentence: Slurm says why it ends, and then that it does."""
     lines = log.read_text(errors="replace").strip().splitlines() if log.exists() else []
-    return lines[-1] if lines else "it says nothing"
+    return "; ".join(lines[-2:]) or "it says nothing"
 
 
 def kill(folder: Path, name: str) -> None:
