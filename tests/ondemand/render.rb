@@ -75,7 +75,7 @@ if ASKED["stage"]
     cd "#{SESSION}"
     port_used() { (: < "/dev/tcp/${1%%:*}/${1##*:}") 2> /dev/null; }
     find_port() {
-        for number in $(shuf -i 20000-60000 -n 50); do
+        for number in $(shuf -i "${2:-2000}-${3:-65535}" -n 50); do
             port_used "${1:-localhost}:$number" || { echo "$number"; return 0; }
         done
         return 1
