@@ -74,8 +74,8 @@ if ASKED["stage"]
   SESSION.join("job.sh").write(<<~JOB)
     cd "#{SESSION}"
     port_used() { (: < "/dev/tcp/${1%%:*}/${1##*:}") 2> /dev/null; }
-    find_port() {
-        for number in $(shuf -i "${2:-2000}-${3:-65535}" -n 50); do
+    find_port() {  # as with a site's max_port of 32000: Linux gives the ports above 32767 to connections
+        for number in $(shuf -i "${2:-2000}-${3:-32000}" -n 50); do
             port_used "${1:-localhost}:$number" || { echo "$number"; return 0; }
         done
         return 1
