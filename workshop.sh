@@ -53,7 +53,7 @@ make_environment() {
     # Anew each time: what an interrupted install or an older lock left behind cannot be trusted.
     rm -rf "$venv"
     if [ -f "$root/pack.json" ] || [ -d "$root/wheels" ]; then
-        "$python" -I "$root/workshop/data/unpack.py" "$root" || exit # it has said why
+        "$python" -I "$root/workshop/ship/unpack.py" "$root" || exit # it has said why
     elif command -v uv >/dev/null; then
         say "making the environment in .venv with uv (once; about 6 GB)"
         uv venv --quiet --no-project --python "$python" "$venv" &&

@@ -14,11 +14,11 @@ from torch.utils.data import BatchSampler, DataLoader, RandomSampler, Sequential
 from torchvision import transforms
 from tqdm import tqdm
 
-from workshop.arguments import ArgumentParser, check_arguments, positive_int
 from workshop.data import load_dataset
-from workshop.measure.log import EpochLog
-from workshop.measure.machine import bf16_is_fast
-from workshop.models import SmallCNN
+from workshop.tensors import bf16_is_fast
+from workshop.training.arguments import ArgumentParser, check_arguments, positive_int
+from workshop.training.logs import EpochLog
+from workshop.training.models import SmallCNN
 
 SEED = 42
 

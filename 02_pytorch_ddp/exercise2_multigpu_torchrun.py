@@ -9,7 +9,7 @@ import os
 import time
 
 # TODO 3: kill -9 on torchrun leaves its workers training, and saving. They have to end with it; before the slow imports.
-# Look up: exit_with_launcher in workshop/launcher.py
+# Look up: exit_with_launcher in workshop/training/launcher.py
 
 import torch
 import torch.distributed as dist
@@ -21,10 +21,10 @@ from torch.utils.data import DataLoader, DistributedSampler, Subset
 from torchvision import transforms
 from tqdm import tqdm
 
-from workshop.arguments import ArgumentParser, check_arguments, positive_int
 from workshop.data import load_dataset
-from workshop.measure.log import EpochLog
-from workshop.models import SmallCNN
+from workshop.training.arguments import ArgumentParser, check_arguments, positive_int
+from workshop.training.logs import EpochLog
+from workshop.training.models import SmallCNN
 
 SEED = 42
 

@@ -9,7 +9,7 @@ source "$here/../workshop/runner.sh"      # sets $PYTHON
 case " $* " in *" --help "* | *" -h "*) exec "$PYTHON" "$here/exercise2_multigpu_torchrun.py" --help ;; esac
 
 # How many processes? A mistake in the options ends here, in one line, before anything is launched.
-nproc=$("$PYTHON" -P -m workshop.preflight "$here/exercise2_multigpu_torchrun.py" "$@")
+nproc=$("$PYTHON" -P -m workshop.training.preflight "$here/exercise2_multigpu_torchrun.py" "$@")
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
 
 # TODO 3: when a process dies, torchrun is to start all of them again, up to three times, each time with a rendezvous store of its

@@ -8,7 +8,7 @@ source "$here/../workshop/runner.sh"      # sets $PYTHON
 case " $* " in *" --help "* | *" -h "*) exec "$PYTHON" "$here/exercise4_find_the_bug_leak.py" --help ;; esac
 
 # How many processes? A mistake in the options ends here, in one line, before anything is launched.
-nproc=$("$PYTHON" -P -m workshop.preflight "$here/exercise4_find_the_bug_leak.py" "$@")
+nproc=$("$PYTHON" -P -m workshop.training.preflight "$here/exercise4_find_the_bug_leak.py" "$@")
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
 
 exec "$PYTHON" -P -m torch.distributed.run --standalone --local-addr=127.0.0.1 --nproc-per-node="$nproc" \

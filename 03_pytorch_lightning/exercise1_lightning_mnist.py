@@ -18,10 +18,10 @@ from torch.utils.data import DataLoader, DistributedSampler, Subset
 from torchmetrics.classification import MulticlassAccuracy
 from torchvision import transforms
 
-from workshop.arguments import ArgumentParser, check_arguments, check_launcher, positive_int
 from workshop.data import load_dataset
-from workshop.measure.lightning import EpochReport
-from workshop.models import SmallCNN
+from workshop.training.arguments import ArgumentParser, check_arguments, check_launcher, positive_int
+from workshop.training.lightning import EpochReport
+from workshop.training.models import SmallCNN
 
 SEED = 42
 
@@ -123,7 +123,7 @@ def train(args):
 def train_by_hand(module, data, args):  # TODO 1: the Trainer does all of this
     import time
 
-    from workshop.measure.log import EpochLog
+    from workshop.training.logs import EpochLog
 
     data.setup("fit")
     train_loader, test_loader = data.train_dataloader(), data.val_dataloader()

@@ -15,8 +15,8 @@ import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-from workshop.arguments import ArgumentParser
-from workshop.finetuning import check_export, newest_checkpoint
+from workshop.training.arguments import ArgumentParser
+from workshop.training.finetuning import check_export, newest_checkpoint
 
 # DCP warns that torch.distributed is not in use: one process is what is meant here.
 warnings.filterwarnings("ignore", message="torch.distributed is")

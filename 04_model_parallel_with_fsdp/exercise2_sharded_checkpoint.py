@@ -9,7 +9,7 @@ import os
 import time
 from itertools import islice
 
-from workshop.launcher import exit_with_launcher
+from workshop.training.launcher import exit_with_launcher
 
 exit_with_launcher()  # kill -9 on torchrun would leave this process training; before the slow imports
 
@@ -27,11 +27,11 @@ from torch.optim.lr_scheduler import OneCycleLR
 from torch.utils.data import DataLoader, DistributedSampler, Subset
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-from workshop.arguments import ArgumentParser, positive_float, positive_int
 from workshop.data.code import load_blocks
 from workshop.data.codellama import weight_files
-from workshop.finetuning import TrainingLog, check_finetuning, keep_newest, newest_checkpoint
-from workshop.measure.machine import bf16_is_fast
+from workshop.tensors import bf16_is_fast
+from workshop.training.arguments import ArgumentParser, positive_float, positive_int
+from workshop.training.finetuning import TrainingLog, check_finetuning, keep_newest, newest_checkpoint
 
 SEED = 42
 PROMPT = "class Reader:\n    def __init__(self, path):\n"
@@ -86,7 +86,7 @@ def train(device, args):
     schedule = OneCycleLR(optimizer, args.learning_rate, args.steps, pct_start=0.15, cycle_momentum=False)
     state = TrainingState(model, optimizer, schedule)
     # TODO 2: if there is a checkpoint, let DCP fill that object from it
-    # Look up: newest_checkpoint in workshop/finetuning.py; torch.distributed.checkpoint.load
+    # Look up: newest_checkpoint in workshop/training/finetuning.py; torch.distributed.checkpoint.load
     log = TrainingLog(args, device)
 
     train_set, validation_set = load_blocks(args.data, tokenizer, args.sequence_length, args.skip_broken)

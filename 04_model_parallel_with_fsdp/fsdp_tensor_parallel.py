@@ -7,7 +7,7 @@ Slurm:  srun --nodes=2 --ntasks-per-node=1 ... torchrun --nnodes=2 --nproc-per-n
 
 import os
 
-from workshop.launcher import exit_with_launcher
+from workshop.training.launcher import exit_with_launcher
 
 exit_with_launcher()  # kill -9 on torchrun would leave this process training; before the slow imports
 
@@ -20,7 +20,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from transformers import AutoModelForCausalLM
 
 from workshop.data.codellama import model_folder
-from workshop.finetuning import compare_losses, first_batches, parse_extra
+from workshop.training.finetuning import compare_losses, first_batches, parse_extra
 
 # First by columns, then by rows: what lies between the two cuts is a part as well, and only at the end of each pair the processes
 # add up their results. Attention is cut between its heads.

@@ -7,7 +7,7 @@ Slurm:                        srun --nodes=2 --ntasks-per-node=1 ... torchrun --
 
 import os
 
-from workshop.launcher import exit_with_launcher
+from workshop.training.launcher import exit_with_launcher
 
 exit_with_launcher()  # kill -9 on torchrun would leave this process training; before the slow imports
 
@@ -19,7 +19,7 @@ from torch.distributed.fsdp import fully_shard
 from transformers import AutoModelForCausalLM
 
 from workshop.data.codellama import model_folder
-from workshop.finetuning import compare_losses, first_batches, parse_extra
+from workshop.training.finetuning import compare_losses, first_batches, parse_extra
 
 
 @record  # torchrun then shows the traceback of the rank that failed first

@@ -21,7 +21,7 @@ export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
 if [ ${#place[@]} -gt 0 ]; then exec env "${place[@]}" "$PYTHON" "$here/exercise1_deepspeed.py" "$@"; fi
 
 # How many processes? A mistake in the options ends here, in one line, before anything is launched.
-nproc=$("$PYTHON" -P -m workshop.preflight "$here/exercise1_deepspeed.py" "$@")
+nproc=$("$PYTHON" -P -m workshop.training.preflight "$here/exercise1_deepspeed.py" "$@")
 
 # "python -m torch.distributed.run" is torchrun, of this Python for certain. --local-addr: it would else ask for the address of
 # this machine's name, and not every laptop or container can resolve its own.

@@ -9,7 +9,7 @@ import os
 import shutil
 import time
 
-from workshop.launcher import exit_with_launcher
+from workshop.training.launcher import exit_with_launcher
 
 exit_with_launcher()  # kill -9 on torchrun would leave this process training, and saving; before the slow imports
 
@@ -25,10 +25,10 @@ from torchvision import transforms
 from torch.utils.data import Subset  # TODO 3: goes
 from tqdm import tqdm
 
-from workshop.arguments import ArgumentParser, check_arguments, positive_int
 from workshop.data import load_dataset
-from workshop.measure.log import EpochLog
-from workshop.models import SmallCNN
+from workshop.training.arguments import ArgumentParser, check_arguments, positive_int
+from workshop.training.logs import EpochLog
+from workshop.training.models import SmallCNN
 
 SEED = 42
 # TODO 2: the order of the samples is to follow from SEED and the number of the epoch

@@ -9,8 +9,8 @@ Slurm:        srun --ntasks=1 --gpus=4 --cpus-per-task=32 torchrun --standalone 
 import os
 import time
 
-from workshop.launcher import exit_with_launcher
-from workshop.zero import require_deepspeed
+from workshop.training.deepspeed import require_deepspeed
+from workshop.training.launcher import exit_with_launcher
 
 exit_with_launcher()  # kill -9 on torchrun would leave this process training; before the slow imports
 require_deepspeed()  # one line where it is missing; and it is to take the CPU where there are fewer GPUs than processes
@@ -24,10 +24,10 @@ from torch.utils.data import DataLoader, DistributedSampler, Subset
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.integrations import HfDeepSpeedConfig
 
-from workshop.arguments import ArgumentParser, positive_float, positive_int
 from workshop.data.code import load_blocks
-from workshop.finetuning import TrainingLog, check_finetuning
-from workshop.measure.machine import bf16_is_fast
+from workshop.tensors import bf16_is_fast
+from workshop.training.arguments import ArgumentParser, positive_float, positive_int
+from workshop.training.finetuning import TrainingLog, check_finetuning
 
 SEED = 42
 PROMPT = "class Reader:\n    def __init__(self, path):\n"

@@ -11,8 +11,8 @@ import os
 import time
 from pathlib import Path
 
-from workshop.launcher import exit_with_launcher
-from workshop.zero import load_config, require_deepspeed
+from workshop.training.deepspeed import load_config, require_deepspeed
+from workshop.training.launcher import exit_with_launcher
 
 exit_with_launcher()  # kill -9 on torchrun would leave this process training; before the slow imports
 require_deepspeed()  # one line where it is missing; and it is to take the CPU where there are fewer GPUs than processes
@@ -24,10 +24,10 @@ from torch.distributed.elastic.multiprocessing.errors import record
 from torch.nn import functional as F
 from torchvision.models import get_model
 
-from workshop.arguments import ArgumentParser, positive_int, require_writable
 from workshop.data.images import image_batches, open_images, synthetic_batches
 from workshop.errors import UserError
-from workshop.measure.machine import bf16_is_fast
+from workshop.tensors import bf16_is_fast
+from workshop.training.arguments import ArgumentParser, positive_int, require_writable
 
 SEED = 42
 CONFIG = os.path.join(os.path.dirname(os.path.abspath(__file__)), "zero3.json")

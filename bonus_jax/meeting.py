@@ -13,7 +13,7 @@ import traceback
 
 import torch
 
-from workshop.arguments import PREFLIGHT
+from workshop.training.arguments import PREFLIGHT
 
 if not all(importlib.util.find_spec(name) for name in ("jax", "optax")):
     print("JAX is not installed here, an extra: pip install -e '.[jax]' in the workshop's folder", file=sys.stderr)

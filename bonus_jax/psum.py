@@ -8,7 +8,7 @@ Slurm:        srun --ntasks=2 python bonus_jax/psum.py
 
 from functools import partial
 
-from workshop.launcher import exit_with_launcher
+from workshop.training.launcher import exit_with_launcher
 
 exit_with_launcher()  # kill -9 on torchrun would leave this process waiting; before the slow imports
 
@@ -18,7 +18,7 @@ import numpy as np
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from workshop.arguments import ArgumentParser
+from workshop.training.arguments import ArgumentParser
 
 
 def main():

@@ -11,7 +11,7 @@ shift
 case " $* " in *" --help "* | *" -h "*) exec "$PYTHON" "$script" --help ;; esac
 
 # How many processes? A mistake in the options ends here, in one line, before anything is launched.
-nproc=$("$PYTHON" -P -m workshop.preflight "$script" "$@")
+nproc=$("$PYTHON" -P -m workshop.training.preflight "$script" "$@")
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
 
 # torchrun starts any program, and ends all processes when one has died. At the free port that it tells them it would listen itself,

@@ -11,7 +11,7 @@ import time
 from functools import partial
 from pathlib import Path
 
-from workshop.launcher import exit_with_launcher
+from workshop.training.launcher import exit_with_launcher
 
 exit_with_launcher()  # kill -9 on torchrun would leave this process training; before the slow imports
 
@@ -28,11 +28,11 @@ from torch.utils.data import DataLoader, DistributedSampler, Subset
 from torchvision import transforms
 from tqdm import tqdm
 
-from workshop.arguments import ArgumentParser, check_arguments, positive_int, require_writable
 from workshop.data import load_dataset
 from workshop.errors import UserError
-from workshop.measure.log import EpochLog
-from workshop.models import SmallCNN
+from workshop.training.arguments import ArgumentParser, check_arguments, positive_int, require_writable
+from workshop.training.logs import EpochLog
+from workshop.training.models import SmallCNN
 
 SEED = 42
 OPTIMIZER = optax.adamw(1e-3, weight_decay=1e-2)  # torch.optim.AdamW's default; optax's own is 1e-4

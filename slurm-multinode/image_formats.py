@@ -24,11 +24,11 @@ from torchvision.datasets import ImageFolder
 from torchvision.transforms import Compose, RandomHorizontalFlip, RandomResizedCrop, ToTensor
 from tqdm import tqdm
 
-from workshop.arguments import ArgumentParser, positive_int, require_writable
 from workshop.data import packed
 from workshop.errors import UserError
-from workshop.measure.machine import machine
 from workshop.measure.plots import plot_formats
+from workshop.run.machine import machine
+from workshop.training.arguments import ArgumentParser, positive_int, require_writable
 
 SEED, ROUNDS = 42, 3
 TRANSFORM = Compose([RandomResizedCrop(224), RandomHorizontalFlip(), ToTensor()])  # as ImageNet models are trained

@@ -8,7 +8,7 @@ source "$here/../workshop/runner.sh"         # sets $PYTHON
 case " $* " in *" --help "* | *" -h "*) exec "$PYTHON" "$here/train_at_scale.py" --help ;; esac
 
 # How many processes? A mistake in the options ends here, in one line, before anything is launched.
-nproc=$("$PYTHON" -P -m workshop.preflight "$here/train_at_scale.py" "$@")
+nproc=$("$PYTHON" -P -m workshop.training.preflight "$here/train_at_scale.py" "$@")
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
 
 # "python -m torch.distributed.run" is torchrun, of this Python for certain. --local-addr: it would else ask for the address of

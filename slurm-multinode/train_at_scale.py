@@ -13,7 +13,7 @@ import sys
 from contextlib import nullcontext
 from functools import partial
 
-from workshop.launcher import exit_with_launcher
+from workshop.training.launcher import exit_with_launcher
 
 exit_with_launcher()  # kill -9 on torchrun would leave this process training; before the slow imports
 
@@ -27,13 +27,14 @@ from torchvision.models import get_model
 from torchvision.models.resnet import Bottleneck
 from torchvision.models.vision_transformer import EncoderBlock
 
-from workshop.arguments import PREFLIGHT, ArgumentParser, check_averaging, positive_int
 from workshop.data.images import image_batches, open_images, synthetic_batches
 from workshop.errors import UserError
 from workshop.measure.collectives import enable_network_report, network_report
-from workshop.measure.device import peak_memory, synchronized_time
 from workshop.measure.exchange import measure_exchange
-from workshop.measure.machine import bf16_is_fast, machine
+from workshop.run.machine import machine
+from workshop.tensors import bf16_is_fast
+from workshop.training.arguments import PREFLIGHT, ArgumentParser, check_averaging, positive_int
+from workshop.training.device import peak_memory, synchronized_time
 
 SEED = 42
 

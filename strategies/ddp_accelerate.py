@@ -6,7 +6,7 @@ Run it:  torchrun --standalone --nproc-per-node=2 strategies/ddp_accelerate.py -
 import torch
 from accelerate import Accelerator
 
-from workshop.strategies import Report, choose_device, load_batches, load_model, loss_of, parse_arguments
+from workshop.training.strategies import Report, choose_device, load_batches, load_model, loss_of, parse_arguments
 
 
 def main():

@@ -9,7 +9,7 @@ import lightning as L
 import torch
 from torch.utils.data import DataLoader
 
-from workshop.strategies import Report, choose_device, load_batches, load_model, loss_of, parse_arguments
+from workshop.training.strategies import Report, choose_device, load_batches, load_model, loss_of, parse_arguments
 
 
 def main():

@@ -11,8 +11,8 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch.nn.parallel import DistributedDataParallel as DDP
 
-from workshop.arguments import positive_int
-from workshop.strategies import Report, choose_device, load_batches, load_model, loss_of, parse_arguments
+from workshop.training.arguments import positive_int
+from workshop.training.strategies import Report, choose_device, load_batches, load_model, loss_of, parse_arguments
 
 
 def main():

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel as DDP
 
-from workshop.strategies import Report, choose_device, load_batches, load_model, loss_of, parse_arguments
+from workshop.training.strategies import Report, choose_device, load_batches, load_model, loss_of, parse_arguments
 
 
 def main():

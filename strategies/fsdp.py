@@ -9,7 +9,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from workshop.strategies import Report, choose_device, load_batches, load_model, loss_of, parse_arguments
+from workshop.training.strategies import Report, choose_device, load_batches, load_model, loss_of, parse_arguments
 
 
 def main():

@@ -5,7 +5,7 @@ Run it:  python strategies/one_process.py --steps 20
 
 import torch
 
-from workshop.strategies import Report, choose_device, load_batches, load_model, loss_of, parse_arguments
+from workshop.training.strategies import Report, choose_device, load_batches, load_model, loss_of, parse_arguments
 
 
 def main():

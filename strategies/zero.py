@@ -3,7 +3,7 @@
 Run it:  torchrun --standalone --nproc-per-node=2 strategies/zero.py --stage 1 --steps 20
 """
 
-from workshop.zero import require_deepspeed
+from workshop.training.deepspeed import require_deepspeed
 
 require_deepspeed()
 
@@ -11,7 +11,15 @@ import deepspeed
 import torch
 import torch.distributed as dist
 
-from workshop.strategies import SEQUENCES, Report, choose_device, load_batches, load_model, loss_of, parse_arguments
+from workshop.training.strategies import (
+    SEQUENCES,
+    Report,
+    choose_device,
+    load_batches,
+    load_model,
+    loss_of,
+    parse_arguments,
+)
 
 
 def main():

@@ -7,7 +7,7 @@ import json
 import sys
 import xml.etree.ElementTree as ElementTree
 
-from workshop.measure.machine import machine
+from workshop.run.machine import machine
 
 properties = ElementTree.parse(sys.argv[1]).iter("property")
 rows = [json.loads(each.get("value")) for each in properties if each.get("name") == "difference"]

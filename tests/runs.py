@@ -11,11 +11,12 @@ import pytest
 import torch
 
 from workshop.errors import UserError
-from workshop.measure.launch import Background, without_launcher
-from workshop.measure.log import read_log
 from workshop.repository import ROOT
+from workshop.run.environment import without_launcher
+from workshop.run.processes import Background
 from workshop.slurm import cluster
 from workshop.slurm.cluster import require_machine
+from workshop.training.logs import read_log
 
 SINGLE = ROOT / "01_single_gpu" / "single_gpu.py"
 SPAWN = ROOT / "solutions" / "02_pytorch_ddp" / "exercise1_multigpu.py"

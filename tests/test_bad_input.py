@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import runs
-from workshop.arguments import ArgumentParser, check_arguments
+from workshop.training.arguments import ArgumentParser, check_arguments
 
 SCRIPTS = {"single": runs.SINGLE, "spawn": runs.SPAWN, "torchrun": runs.TORCHRUN}
 
@@ -41,7 +41,7 @@ def not_a_snapshot(folder):
 
 
 def finished_snapshot(folder):
-    from workshop.models import SmallCNN
+    from workshop.training.models import SmallCNN
 
     torch.save({"model": SmallCNN().state_dict(), "optimizer": {}, "epoch": 2}, folder / "done.pt")
 
@@ -162,7 +162,7 @@ def test_no_permission_to_write(tmp_path):
     ids=["by srun", "by torchrun", "a session that is a job", "first start"],
 )
 def test_who_is_restarted_after_the_last_epoch_has_nothing_to_do(restarted, message, tmp_path, monkeypatch, capfd):
-    from workshop.models import SmallCNN
+    from workshop.training.models import SmallCNN
 
     finished_snapshot(tmp_path)
     for name in [name for name in os.environ if name.startswith(("SLURM", "TORCHELASTIC"))]:

@@ -8,8 +8,8 @@ import sys
 import pytest
 
 import runs
-from workshop import classroom
-from workshop.doctor import OK, PROBLEM, WARNING
+from workshop.doctor import classroom
+from workshop.doctor.result import OK, PROBLEM, WARNING
 
 
 def test_a_course_can_begin_here(tmp_path):

@@ -19,13 +19,14 @@ from packaging.requirements import Requirement
 
 import runs
 from site_models.table import script
-from workshop import arguments, container, doctor
 from workshop.check.jobs import Job, Trial
+from workshop.doctor import machine as doctor
 from workshop.errors import UserError
 from workshop.slurm import cluster as practice
 from workshop.slurm.image import settings_name
 from workshop.slurm.sites import find_site
 from workshop.slurm.submit import run_submit, submission
+from workshop.training import arguments, container
 
 CONTAINERS = runs.ROOT / "containers"
 RECIPES = {"cuda": "pytorch-cuda.def", "rocm": "pytorch-rocm.def", "jax": "jax.def"}
@@ -419,7 +420,7 @@ def test_where_nothing_is_wrong(changes, inside, monkeypatch):
 
 
 def test_it_costs_nothing():
-    program = "import sys; from workshop.arguments import ArgumentParser; ArgumentParser().parse_args([])\n"
+    program = "import sys; from workshop.training.arguments import ArgumentParser; ArgumentParser().parse_args([])\n"
     program += "print({'torch', 'ctypes'} & set(sys.modules))"
     done = runs.run([sys.executable, "-c", program], runs.ROOT, APPTAINER_CONTAINER="x.sif")
     assert done.stdout == "set()\n", done.stderr

@@ -13,10 +13,10 @@ import runs
 from test_bad_input import refused_as_rank_0
 from test_training import true_accuracy
 from workshop.data import load_dataset
-from workshop.finetuning import read_training
-from workshop.measure.launch import torchrun as launcher
-from workshop.measure.log import read_log
-from workshop.models import SmallCNN
+from workshop.run.environment import torchrun as launcher
+from workshop.training.finetuning import read_training
+from workshop.training.logs import read_log
+from workshop.training.models import SmallCNN
 
 STAGE, SOLUTIONS = runs.ROOT / "05_deepspeed", runs.ROOT / "solutions" / "05_deepspeed"
 ZERO, ACCELERATE = "exercise1_deepspeed.py", "exercise2_accelerate.py"
@@ -194,7 +194,7 @@ def test_an_older_deepspeed_that_does_not_wait_is_refused(script, options, data,
 
 def test_all_keys_that_deepspeed_reads_are_let_through(tmp_path):
     """Those of its own constants, and of its documentation: a sample of each kind."""
-    from workshop.zero import check_config
+    from workshop.training.deepspeed import check_config
 
     valid = ["bfloat16", "dump_state", "communication_data_type", "vocabulary_size", "optimizer", "scheduler", "wandb"]
     check_config(config(**{key: {} for key in [*valid, "data_efficiency", "checkpoint", "pipeline"]}), "ds.json", 2)

@@ -11,7 +11,7 @@ import pytest
 import runs
 from test_pbs import pbs, submit  # noqa: F401 - a fixture
 from workshop.check.jobs import Trial
-from workshop.measure.log import read_log
+from workshop.training.logs import read_log
 
 STAGE, SOLUTIONS = runs.ROOT / "05_deepspeed", runs.ROOT / "solutions" / "05_deepspeed"
 ZERO, RUNNER = SOLUTIONS / "exercise1_deepspeed.py", SOLUTIONS / "exercise1_run_deepspeed.sh"

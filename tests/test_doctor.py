@@ -12,8 +12,8 @@ import pytest
 import torch
 
 import runs
-from workshop import doctor
-from workshop.doctor import GIB, OK, PROBLEM, WARNING, Finding
+from workshop.doctor import machine as doctor
+from workshop.doctor.result import GIB, OK, PROBLEM, WARNING, Result
 
 Usage = namedtuple("Usage", "total used free")
 
@@ -53,8 +53,8 @@ def test_a_problem_gives_exit_status_1_and_its_advice(monkeypatch, capsys):
         doctor,
         "CHECKS",
         (
-            lambda: Finding("disk", PROBLEM, "0.0 GiB free", "make room"),
-            lambda: Finding("cores", WARNING, "1", "ask for two"),
+            lambda: Result("disk", PROBLEM, "0.0 GiB free", "make room"),
+            lambda: Result("cores", WARNING, "1", "ask for two"),
         ),
     )
     assert doctor.run_doctor() == 1
@@ -65,7 +65,7 @@ def test_a_problem_gives_exit_status_1_and_its_advice(monkeypatch, capsys):
 
 
 def test_a_warning_alone_gives_exit_status_0(monkeypatch, capsys):
-    monkeypatch.setattr(doctor, "CHECKS", (lambda: Finding("cores", WARNING, "1", "ask for two"),))
+    monkeypatch.setattr(doctor, "CHECKS", (lambda: Result("cores", WARNING, "1", "ask for two"),))
     assert doctor.run_doctor() == 0
 
 
@@ -166,7 +166,7 @@ def test_process_group_that_cannot_start(monkeypatch, capsys):
 
 
 def test_a_device_that_cannot_take_a_step(monkeypatch):
-    from workshop.models import SmallCNN
+    from workshop.training.models import SmallCNN
 
     def no_kernel(*_):
         raise RuntimeError("CUDA error: no kernel image is available for execution on the device\nmore lines")

@@ -21,8 +21,8 @@ from workshop.check.jobs import Trial
 from workshop.data import codellama
 from workshop.data.code import load_blocks, read_documents
 from workshop.errors import UserError
-from workshop.finetuning import explain_out_of_memory
-from workshop.measure.launch import torchrun
+from workshop.run.environment import torchrun
+from workshop.training.finetuning import explain_out_of_memory
 
 STAGE, SOLUTIONS = runs.ROOT / "04_model_parallel_with_fsdp", runs.ROOT / "solutions" / "04_model_parallel_with_fsdp"
 DDP, LORA = STAGE / "finetune_ddp.py", STAGE / "lora.py"

@@ -15,8 +15,8 @@ import pytest
 import runs
 from test_training import GOLDEN
 from workshop.check.jobs import Trial
-from workshop.measure.launch import family
-from workshop.measure.log import read_log
+from workshop.run.processes import family
+from workshop.training.logs import read_log
 
 STAGE = runs.ROOT / "bonus_jax"
 RUNNER, PSUM, TRAIN = STAGE / "run_jax.sh", STAGE / "psum.py", STAGE / "train_digits.py"

@@ -16,9 +16,9 @@ from workshop.check import job_rules
 from workshop.check.jobs import Trial
 from workshop.check.judge import check_file
 from workshop.errors import UserError
-from workshop.measure.log import read_log
 from workshop.slurm import cluster as practice
 from workshop.slurm.submit import ignored_directives
+from workshop.training.logs import read_log
 
 STAGE, SOLUTIONS = runs.ROOT / "slurm-multinode", runs.ROOT / "solutions" / "slurm-multinode"
 LAUNCH = SOLUTIONS / "exercise1_launch_ddp.sh"

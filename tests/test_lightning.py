@@ -15,9 +15,9 @@ import torch
 import runs
 from test_bad_input import MISTAKES, files
 from test_training import true_accuracy
-from workshop.arguments import ArgumentParser, check_launcher
 from workshop.check.jobs import Trial
 from workshop.check.real import SESSION, TASKS
+from workshop.training.arguments import ArgumentParser, check_launcher
 
 STAGE, SOLUTIONS = runs.ROOT / "03_pytorch_lightning", runs.ROOT / "solutions" / "03_pytorch_lightning"
 MNIST, CIFAR10 = SOLUTIONS / "exercise1_lightning_mnist.py", SOLUTIONS / "exercise2_lightning_cifar10.py"
@@ -108,7 +108,7 @@ def test_fsdp2_shards_and_its_checkpoint_is_whole(tmp_path):
 
 def test_the_log_has_the_loss_of_each_step(tmp_path, monkeypatch):
     """Seven batches whose losses are 0 to 6, three to a step: the log has their means."""
-    from workshop.measure.lightning import EpochReport
+    from workshop.training.lightning import EpochReport
 
     class Counting(lightning.LightningModule):
         def __init__(self):
@@ -263,7 +263,7 @@ def cut_short(folder):
 
 
 def checkpoint_of_stage_02(folder):
-    from workshop.models import SmallCNN
+    from workshop.training.models import SmallCNN
 
     torch.save({"model": SmallCNN().state_dict(), "optimizer": {}, "epoch": 2}, folder / "other.ckpt")
 

@@ -8,9 +8,10 @@ import pytest
 import torch
 
 import runs
-from workshop.measure import launch, memory, transformer
+from workshop.measure import memory, transformer
 from workshop.measure.memory import estimate
 from workshop.measure.transformer import MODELS, Sizes
+from workshop.run.environment import torchrun
 
 SMALL = Sizes(layers=3, hidden=192, intermediate=512, heads=6, kv_heads=6, head=32, vocabulary=1024)
 GROUPED = Sizes(layers=2, hidden=256, intermediate=640, heads=8, kv_heads=2, head=32, vocabulary=768)
@@ -47,8 +48,8 @@ def test_operations_are_those_that_a_profiler_counts():
 @pytest.mark.parametrize("how", ["float32", "bfloat16", "autocast"])
 def test_activations_are_what_autograd_keeps(how, sizes):
     """With the weights in the type that is computed with (as FSDP's policy gathers them), and with autocast (as DDP)."""
-    from workshop.measure.kept import kept_for_backward
     from workshop.measure.language_model import fill, make_model
+    from workshop.tensors import kept_for_backward
 
     model = make_model(sizes)
     fill(model, torch.device("cpu"))
@@ -88,9 +89,7 @@ def test_prediction_against_measurement(measured):
 def test_the_speed_of_each_way(tmp_path, data):
     ways = ["ddp", "fsdp+checkpointing+gathered"]
     options = ["--ways", *ways, "--batch-sizes", 1, 2, "--sequence-length", 32, "--steps", 2, "--output", "figures"]
-    done = runs.run(
-        [*launch.torchrun(2), "-m", "workshop.measure.language_model", *options], tmp_path, WORKSHOP_DATA=data
-    )
+    done = runs.run([*torchrun(2), "-m", "workshop.measure.language_model", *options], tmp_path, WORKSHOP_DATA=data)
     assert done.returncode == 0, done.stderr
     rows = json.loads((tmp_path / "figures" / "language_model.json").read_text())["rows"]
     assert [(row["way"], row["batch_size"]) for row in rows] == [(way, size) for size in (1, 2) for way in ways]

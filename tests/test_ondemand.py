@@ -297,15 +297,15 @@ def test_a_second_start_overwrites_nothing(shared, tmp_path):
     (learner / "LICENSE").unlink()
     assert "0 files copied, 0 renewed, 1 of yours kept" in copied(shared, learner)
     # The course repairs a file that the learner has not touched, and one that they have.
-    (shared / "workshop/launcher.py").write_text("# repaired\n")
+    (shared / "workshop/training/launcher.py").write_text("# repaired\n")
     (shared / exercise).write_text("# another exercise\n")
     assert "0 files copied, 1 renewed, 1 of yours kept" in copied(shared, learner)
-    assert (learner / "workshop/launcher.py").read_text() == "# repaired\n"
+    assert (learner / "workshop/training/launcher.py").read_text() == "# repaired\n"
     assert (learner / exercise).read_text() == "# my work\n"
     assert (learner / "notes.txt").read_text() == "mine"
     assert not (learner / "LICENSE").exists()
     (learner / ".copied.json").write_text("{broken")  # then all that differs counts as theirs
-    (shared / "workshop/launcher.py").write_text("# again\n")
+    (shared / "workshop/training/launcher.py").write_text("# again\n")
     assert "2 of yours kept" in copied(shared, learner)
 
 

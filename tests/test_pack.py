@@ -18,9 +18,9 @@ import pytest
 
 import runs
 from workshop import cli
-from workshop.data import pack
-from workshop.data.pack import Package, Target, read_lock
 from workshop.errors import UserError
+from workshop.ship import pack
+from workshop.ship.pack import Package, Target, read_lock
 
 PYTHON = "{}.{}".format(*sys.version_info[:2])
 # A network of its own with nothing in it but 127.0.0.1, and mounts that go with the process.
@@ -327,7 +327,7 @@ def test_a_full_disk_while_packing_and_started_again(small, tmp_path):
     disk.mkdir()
     program = f"""
 import subprocess, sys
-import workshop.data.pack
+import workshop.ship.pack
 from workshop.cli import main
 
 def pack_on(size):
@@ -337,7 +337,7 @@ def pack_on(size):
     except SystemExit as end:
         return end.code
 
-workshop.data.pack.PACKAGE_SIZE = 0
+workshop.ship.pack.PACKAGE_SIZE = 0
 sys.argv = ["workshop", "pack", "{disk}/pack"]
 sys.exit((pack_on("size=8m"), pack_on("remount,size=300m")) != (2, 0))
 """

@@ -15,11 +15,11 @@ import torch
 
 import runs
 from pbs.stand_in import MPIEXEC, StandIn
-from workshop.measure.launch import family
-from workshop.measure.log import read_log
+from workshop.run.processes import family
 from workshop.slurm import cluster as practice
 from workshop.slurm.sites import find_site, known_sites
 from workshop.slurm.submit import read_script, submission
+from workshop.training.logs import read_log
 
 STAGE = runs.ROOT / "slurm-multinode"
 FINE_TUNING = runs.ROOT / "solutions" / "04_model_parallel_with_fsdp"

@@ -16,7 +16,8 @@ from PIL import Image
 import runs
 from workshop.errors import UserError
 from workshop.measure import bench, scaling
-from workshop.measure.launch import family, loopback, torchrun
+from workshop.run.environment import loopback, torchrun
+from workshop.run.processes import family
 
 SCRIPT = runs.ROOT / "slurm-multinode" / "train_at_scale.py"
 RUNNER = SCRIPT.with_name("run_train_at_scale.sh")
@@ -27,9 +28,9 @@ def float32(tmp_path_factory) -> dict:
     """Changes to the environment: the script trains in float32, on CPUs with bfloat16 too; 1 round measures the exchange."""
     folder = tmp_path_factory.mktemp("float32")
     (folder / "sitecustomize.py").write_text(
-        "from workshop.measure import exchange, machine\n"
+        "from workshop import tensors\nfrom workshop.measure import exchange\n"
         "exchange.ROUNDS = 1\n"
-        "machine.bf16_is_fast = lambda device: False\n"
+        "tensors.bf16_is_fast = lambda device: False\n"
     )
     return {"PYTHONPATH": f"{folder}:{runs.ROOT}"}
 

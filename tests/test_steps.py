@@ -5,7 +5,7 @@ import ast
 import pytest
 
 import runs
-from workshop.measure.strategies import changed_lines
+from workshop.demo.strategies import changed_lines
 
 FAST = runs.ROOT / "solutions" / "01_single_gpu" / "exercise1_fast_single_gpu.py"
 STEPS = [

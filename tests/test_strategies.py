@@ -10,8 +10,8 @@ from PIL import Image
 
 import runs
 from test_bad_input import refused_as_rank_0
-from workshop.measure.strategies import FOLDER, STRATEGIES, draw, page, run_one
-from workshop.tour import run_tour
+from workshop.demo.strategies import FOLDER, STRATEGIES, draw, page, run_one
+from workshop.demo.tour import run_tour
 
 NAMES = [strategy.name for strategy in STRATEGIES]
 # Nats, and weights: over 50 steps where all is computed in float64; over 20 where it is not.
@@ -157,7 +157,7 @@ def test_the_picture_is_drawn_without_those_that_failed(summary, tmp_path):
 def test_a_package_that_is_missing_is_said_and_a_failure_shown(tmp_path, monkeypatch):
     from dataclasses import replace
 
-    from workshop.measure import strategies
+    from workshop.demo import strategies
 
     monkeypatch.setattr(strategies, "torchrun", lambda count: [sys.executable, "-c", "print(1 / 0)"])
     strategy = replace(STRATEGIES[2], package="no_such_package")
@@ -166,7 +166,7 @@ def test_a_package_that_is_missing_is_said_and_a_failure_shown(tmp_path, monkeyp
 
 
 def test_a_tour_of_stage_05_is_this(tmp_path, monkeypatch):
-    from workshop import tour
+    from workshop.demo import tour
 
     calls = []
     monkeypatch.setattr(tour, "run_strategies", lambda **options: calls.append(options) or 1)

@@ -10,8 +10,9 @@ import pytest
 from PIL import Image
 
 import runs
-from workshop import tour
-from workshop.measure.launch import Outcome, first_failure
+from workshop.demo import tour
+from workshop.run.failures import first_failure
+from workshop.run.processes import Outcome
 
 
 @pytest.fixture(scope="module")

@@ -12,7 +12,7 @@ from torchvision import transforms
 import runs
 from conftest import EPOCHS
 from workshop.data import load_dataset
-from workshop.models import SmallCNN
+from workshop.training.models import SmallCNN
 
 # Losses of each step with torch 2.15.0 on an AMD EPYC (AVX-512). With torch 2.9.0 they differ by less than 1e-5 there, with
 # 2.15.0 held to AVX2 instructions by 1.3e-4 at most, or 0.1 %: a loss that is 2 % off comes from another computation.

@@ -23,8 +23,8 @@ import pytest
 import runs
 from test_environment import SITE_RUNS, trains_with
 from test_restart import gone_within
-from workshop import versions
 from workshop.errors import UserError
+from workshop.ship import versions
 
 needs_uv = pytest.mark.skipif(shutil.which("uv") is None, reason="needs uv, which makes the environments")
 
@@ -208,7 +208,7 @@ def test_ctrl_c_leaves_no_process_and_no_folder(repository):
         "    open('pid', 'w').write(str(started.pid))\n    time.sleep(300)\n"
     )
     program = (
-        "import sys; from pathlib import Path; from workshop import versions\n"
+        "import sys; from pathlib import Path; from workshop.ship import versions\n"
         f"versions.require_stages = lambda: Path({str(repository)!r})\n"
         "versions.STAGES = {'01': ('tests/test_shed.py',)}\n"
         "sys.argv = ['workshop', 'versions', 'lock']; from workshop.cli import main; main()"

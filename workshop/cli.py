@@ -24,7 +24,7 @@ def app() -> None:
 @click.option("--output", metavar="FOLDER", help="Where tour.json, tour.png and the logs go.  [default: runs/tour]")
 def tour(stages, epochs, output) -> None:
     """Train every stage's solution on this machine and compare."""
-    from workshop.tour import run_tour
+    from workshop.demo.tour import run_tour
 
     sys.exit(run_tour(stages, epochs, output))
 
@@ -36,7 +36,7 @@ def tour(stages, epochs, output) -> None:
 @click.option("--output", metavar="FOLDER", help="Where picture, figures and page go.  [default: runs/strategies]")
 def strategies(steps, dtype, processes, output) -> None:
     """One training under every strategy: the same losses, what each costs, and which to use."""
-    from workshop.measure.strategies import run_strategies
+    from workshop.demo.strategies import run_strategies
 
     sys.exit(run_strategies(steps, dtype, int(processes), output))
 
@@ -62,7 +62,7 @@ def lab(port, ip, no_browser) -> None:
 )
 def doctor(people) -> None:
     """Look at this machine, and say what to do about each problem."""
-    from workshop.doctor import run_doctor
+    from workshop.doctor.machine import run_doctor
 
     sys.exit(run_doctor(people))
 
@@ -105,7 +105,7 @@ def fetch(name, mirror, source, sha256) -> None:
 @click.option("--python", metavar="3.11", help="The Python it is for.  [default: this one]")
 def pack(folder, data, model, platform, python) -> None:
     """Collect everything in one folder DIR, for a machine without internet: this repository, its packages, data."""
-    from workshop.data.pack import run_pack
+    from workshop.ship.pack import run_pack
 
     run_pack(folder, data, model, platform, python)
 
@@ -319,7 +319,7 @@ def cluster_down(name) -> None:
 @click.argument("pytest_options", nargs=-1, type=click.UNPROCESSED)
 def test(full, pytest_options) -> None:
     """Run the test-suite; further options go on to pytest."""
-    from workshop.testing import run_tests
+    from workshop.dev.testing import run_tests
 
     sys.exit(run_tests(full, list(pytest_options)))
 
@@ -334,7 +334,7 @@ def versions(sets, stage, output) -> None:
     newest (the default): the newest that pyproject.toml admits. lock: those of requirements.lock. oldest: the lower bounds.
     Environments are made with uv in a temporary folder, and removed.
     """
-    from workshop.versions import run_versions, tidy_up_when_stopped
+    from workshop.ship.versions import run_versions, tidy_up_when_stopped
 
     tidy_up_when_stopped()
     sys.exit(run_versions(sets, stage, output))

@@ -9,7 +9,7 @@ Slurm:        srun --ntasks=1 --gpus=4 --cpus-per-task=8 solutions/02_pytorch_dd
 import os
 import time
 
-from workshop.launcher import exit_with_launcher
+from workshop.training.launcher import exit_with_launcher
 
 exit_with_launcher()  # kill -9 on torchrun would leave this process training, and saving; before the slow imports
 
@@ -22,10 +22,10 @@ from torch.utils.data import DataLoader, DistributedSampler, Subset
 from torchvision import transforms
 from tqdm import tqdm
 
-from workshop.arguments import ArgumentParser, check_arguments, positive_int
 from workshop.data import load_dataset
-from workshop.measure.log import EpochLog
-from workshop.models import SmallCNN
+from workshop.training.arguments import ArgumentParser, check_arguments, positive_int
+from workshop.training.logs import EpochLog
+from workshop.training.models import SmallCNN
 
 SEED = 42
 

@@ -16,10 +16,10 @@ from torch.utils.data import DataLoader, DistributedSampler, Subset
 from torchmetrics.classification import MulticlassAccuracy
 from torchvision import transforms
 
-from workshop.arguments import ArgumentParser, check_arguments, check_launcher, positive_int
 from workshop.data import load_dataset
-from workshop.measure.lightning import EpochReport
-from workshop.models import SmallCNN
+from workshop.training.arguments import ArgumentParser, check_arguments, check_launcher, positive_int
+from workshop.training.lightning import EpochReport
+from workshop.training.models import SmallCNN
 
 SEED = 42
 

@@ -25,11 +25,11 @@ from torch.utils.data import DataLoader, DistributedSampler, Subset
 from torchmetrics.classification import MulticlassAccuracy
 from torchvision import transforms
 
-from workshop import models
-from workshop.arguments import ArgumentParser, check_arguments, check_launcher, positive_int
 from workshop.data import load_dataset
-from workshop.measure.lightning import EpochReport
-from workshop.measure.machine import bf16_is_fast
+from workshop.tensors import bf16_is_fast
+from workshop.training import models
+from workshop.training.arguments import ArgumentParser, check_arguments, check_launcher, positive_int
+from workshop.training.lightning import EpochReport
 
 SEED = 42
 

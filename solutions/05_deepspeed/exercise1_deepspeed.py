@@ -10,8 +10,8 @@ import os
 import shutil
 import time
 
-from workshop.launcher import exit_with_launcher
-from workshop.zero import require_deepspeed
+from workshop.training.deepspeed import require_deepspeed
+from workshop.training.launcher import exit_with_launcher
 
 exit_with_launcher()  # kill -9 on torchrun would leave this process training, and saving; before the slow imports
 require_deepspeed()  # one line where it is missing; and it is to take the CPU where there are fewer GPUs than processes
@@ -26,11 +26,11 @@ from torch.utils.data import DataLoader, DistributedSampler, Subset
 from torchvision import transforms
 from tqdm import tqdm
 
-from workshop.arguments import ArgumentParser, positive_int
 from workshop.data import load_dataset
-from workshop.measure.log import EpochLog
-from workshop.models import SmallCNN
-from workshop.zero import check_zero
+from workshop.training.arguments import ArgumentParser, positive_int
+from workshop.training.deepspeed import check_zero
+from workshop.training.logs import EpochLog
+from workshop.training.models import SmallCNN
 
 SEED = 42
 CONFIG = os.path.join(os.path.dirname(os.path.abspath(__file__)), "ds_config.json")

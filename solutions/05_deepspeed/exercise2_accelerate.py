@@ -10,7 +10,7 @@ import os
 import shutil
 import time
 
-from workshop.launcher import exit_with_launcher
+from workshop.training.launcher import exit_with_launcher
 
 exit_with_launcher()  # kill -9 on torchrun would leave this process training, and saving; before the slow imports
 
@@ -23,10 +23,10 @@ from torch.utils.data import DataLoader
 from torchvision import transforms
 from tqdm import tqdm
 
-from workshop.arguments import ArgumentParser, check_arguments, positive_int
 from workshop.data import load_dataset
-from workshop.measure.log import EpochLog
-from workshop.models import SmallCNN
+from workshop.training.arguments import ArgumentParser, check_arguments, positive_int
+from workshop.training.logs import EpochLog
+from workshop.training.models import SmallCNN
 
 SEED = 42
 # The order of the samples follows from this seed and the number of the epoch, for any number of processes.

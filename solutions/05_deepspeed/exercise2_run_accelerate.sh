@@ -8,7 +8,7 @@ source "$here/../../workshop/runner.sh"      # sets $PYTHON
 case " $* " in *" --help "* | *" -h "*) exec "$PYTHON" "$here/exercise2_accelerate.py" --help ;; esac
 
 # How many processes? A mistake in the options ends here, in one line, before anything is launched.
-nproc=$("$PYTHON" -P -m workshop.preflight "$here/exercise2_accelerate.py" "$@")
+nproc=$("$PYTHON" -P -m workshop.training.preflight "$here/exercise2_accelerate.py" "$@")
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
 
 # When a process dies, torchrun stops the others and starts all of them again, here up to three times. Each attempt then gets

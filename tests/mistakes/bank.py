@@ -450,7 +450,7 @@ BANK = (
         TORCHRUN,
         (
             (
-                "from workshop.launcher import exit_with_launcher\n\n"
+                "from workshop.training.launcher import exit_with_launcher\n\n"
                 "exit_with_launcher()  # kill -9 on torchrun would leave this process training, and saving; "
                 "before the slow imports\n\n",
                 "",

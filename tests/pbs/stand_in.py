@@ -10,7 +10,7 @@ import subprocess
 from dataclasses import dataclass
 from pathlib import Path
 
-from workshop.measure.launch import end_family
+from workshop.run.processes import end_family
 from workshop.slurm.cluster import Cluster
 from workshop.slurm.submit import read_script
 

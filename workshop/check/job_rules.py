@@ -13,10 +13,10 @@ from workshop.check.findings import Finding
 from workshop.check.jobs import PROGRAM, Job, Refused, Shape, Trial
 from workshop.check.judge import Verdict, ordered
 from workshop.errors import UserError
-from workshop.measure.log import read_log
 from workshop.slurm import cluster as practice
 from workshop.slurm.model import model
 from workshop.slurm.submit import ignored_directives, script_text
+from workshop.training.logs import read_log
 
 STAND_IN = Path(__file__).with_name("job_program.py")
 NODES = 6  # for two jobs of two nodes, each with one to spare

@@ -36,7 +36,8 @@ import torch.utils.data.distributed
 from workshop.check import recorder
 from workshop.check.evidence import Run, read_process
 from workshop.data import datasets
-from workshop.measure.launch import family, loopback, without_launcher
+from workshop.run.environment import loopback, without_launcher
+from workshop.run.processes import family
 
 OUTPUT_LIMIT = 20_000_000  # bytes
 LINUX = sys.platform == "linux"
@@ -319,7 +320,7 @@ def _rank(script, arguments, scratch, folder, pretended, fails, dies) -> int:
 def _run(script, arguments, scratch, folder, fails=False, dies=False) -> int:
     """Run the program in this process."""
     torch.set_num_threads(1)  # makes torch's pool anew after the fork: autograd's threads would all do it, and collide
-    sys.modules.pop("workshop.launcher", None)  # it remembers the parent of the process that imported it
+    sys.modules.pop("workshop.training.launcher", None)  # it remembers the parent of the process that imported it
     r = recorder.Recorder(folder, script, scratch)
     r.fails, r.dies = fails, dies
     recorder.install(r)
@@ -380,7 +381,7 @@ def prepare(script: Path | None = None, on_cpu: bool = True) -> None:
     import tqdm  # noqa: F401
     from torchvision import transforms  # noqa: F401
 
-    from workshop import arguments, models  # noqa: F401
+    from workshop.training import arguments, models  # noqa: F401
 
 
 def _pretend_devices(count: int) -> None:

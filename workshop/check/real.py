@@ -10,9 +10,10 @@ import psutil
 
 from workshop.check.exercises import Exercise
 from workshop.check.findings import Finding
-from workshop.measure.launch import Background, torchrun, without_launcher
-from workshop.measure.log import read_log
 from workshop.repository import ROOT, python_path
+from workshop.run.environment import torchrun, without_launcher
+from workshop.run.processes import Background
+from workshop.training.logs import read_log
 
 LIMIT = 90  # seconds that a real run may take
 SLOWER = 1.15  # times the solution's time

@@ -33,8 +33,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.data import DataLoader, Subset, dataloader
 
-from workshop.measure.kept import own_part
-from workshop.measure.machine import bf16_is_fast
+from workshop.tensors import bf16_is_fast, own_part
 
 COLLECTIVES = (
     "all_reduce",
@@ -775,7 +774,7 @@ def _state_keys(obj) -> list[str]:
 
 
 def _reports(r: Recorder) -> None:
-    from workshop.measure.log import EpochLog
+    from workshop.training.logs import EpochLog
 
     def write(original):
         def write(self, epoch, losses, accuracy, samples_per_second, **metrics):

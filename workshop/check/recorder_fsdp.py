@@ -10,8 +10,8 @@ import torch.distributed.fsdp as fsdp
 from torch import nn
 
 from workshop.check.recorder import _wrap
-from workshop.finetuning import TrainingLog
-from workshop.measure.kept import kept_for_backward, own_part
+from workshop.tensors import kept_for_backward, own_part
+from workshop.training.finetuning import TrainingLog
 
 
 def install(r) -> None:

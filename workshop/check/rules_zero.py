@@ -32,7 +32,7 @@ def load_extension() -> None:
 
     The processes that are forked have it then: none waits for a compiler, and none that is killed leaves a lock beside it.
     """
-    from workshop import zero
+    from workshop.training import deepspeed as zero
 
     if zero.missing_tools():
         return
@@ -252,7 +252,7 @@ def exported(path: Path, reference: Path, kinds: set[str]) -> list[Finding]:
     """Whether a plain model loads the weights, and they are the trained ones."""
     import torch
 
-    from workshop.models import SmallCNN
+    from workshop.training.models import SmallCNN
 
     if not path.is_file():
         return [Finding("not-exported", "--export leaves no file")]

@@ -14,8 +14,8 @@ import time
 from workshop.check.exercises import EXERCISES
 from workshop.check.judge import check_file
 from workshop.check.real import real_part
-from workshop.measure.machine import machine
 from workshop.repository import ROOT
+from workshop.run.machine import machine
 
 TIMES = 3
 NEW = """

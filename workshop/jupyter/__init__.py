@@ -11,10 +11,10 @@ from importlib.metadata import version
 from pathlib import Path
 
 from workshop.check import check, hint
-from workshop.finetuning import read_training
 from workshop.jupyter.pictures import show_bars, show_curves, show_losses, show_which
-from workshop.measure.log import read_log
 from workshop.repository import ROOT, python_path
+from workshop.training.finetuning import read_training
+from workshop.training.logs import read_log
 
 __all__ = [
     "ROOT",

@@ -19,12 +19,12 @@ from pathlib import Path
 
 from workshop.errors import UserError
 from workshop.jupyter.pictures import show_figure
-from workshop.measure.log import read_log
 from workshop.measure.plots import COLOURS
 from workshop.repository import ROOT, python_path, workshop_command
 from workshop.slurm.cluster import FINAL, Cluster, find_cluster, up
 from workshop.slurm.sites import find_site
 from workshop.slurm.submit import clean
+from workshop.training.logs import read_log
 
 NODES = 4  # of the practice cluster
 PATIENCE = 60  # seconds without anything new after which a job on the practice cluster is ended: it may wait for ever

@@ -85,7 +85,7 @@ def show_losses(runs: Mapping[str, Sequence[dict]]) -> None:
     """Draw the loss curves of runs on one axis.
 
     Args:
-        runs: for each run's label, the epochs of its log (``workshop.measure.log.read_log``).
+        runs: for each run's label, the epochs of its log (``workshop.training.logs.read_log``).
     """
     curves = {label: [loss for epoch in epochs for loss in epoch["losses"]] for label, epochs in runs.items()}
     show_curves(curves, "loss, mean over the global batch")

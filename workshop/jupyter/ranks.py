@@ -15,9 +15,9 @@ from contextlib import redirect_stderr, redirect_stdout, suppress
 from datetime import timedelta
 from pathlib import Path
 
-import workshop.process_group  # noqa: F401
-from workshop.measure.launch import loopback, without_launcher
+import workshop.training.process_group  # noqa: F401
 from workshop.repository import python_path
+from workshop.run.environment import loopback, without_launcher
 
 PATIENCE = 5  # seconds after which a collective that not all ranks call fails, where it would wait for half an hour
 

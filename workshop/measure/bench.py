@@ -9,9 +9,11 @@ import sys
 from pathlib import Path
 
 from workshop.errors import UserError
-from workshop.measure.launch import first_failure, launch, torchrun, without_launcher
 from workshop.measure.scaling import read_run, series, write_and_show
 from workshop.repository import open_folder, python_path, require_stages
+from workshop.run.environment import torchrun, without_launcher
+from workshop.run.failures import first_failure
+from workshop.run.processes import launch
 
 BATCH_SIZE = 128  # of one process, where the arguments name none
 
@@ -44,7 +46,7 @@ def run_bench(
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-    from workshop.measure.machine import machine
+    from workshop.run.machine import machine
 
     root = require_stages()
     if not script:
@@ -232,7 +234,7 @@ def _check_options(path, rest, plan, batch, environment):
     for mode in sorted({mode for mode, _ in plan}):
         size = batch_of_process(mode, batch, counts[-1], counts[0])
         done = subprocess.run(
-            [sys.executable, "-P", "-m", "workshop.preflight", path, *rest, f"--batch-size={size}"],
+            [sys.executable, "-P", "-m", "workshop.training.preflight", path, *rest, f"--batch-size={size}"],
             env={**environment, "NPROC": str(counts[-1])},
             capture_output=True,
             text=True,

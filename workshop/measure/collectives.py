@@ -22,9 +22,9 @@ import psutil
 import torch
 import torch.distributed as dist
 
-from workshop.arguments import ArgumentParser
-from workshop.measure.device import local_device, synchronized_time
-from workshop.measure.machine import machine
+from workshop.run.machine import machine
+from workshop.training.arguments import ArgumentParser
+from workshop.training.device import local_device, synchronized_time
 
 SIZES = [1024 * 8**power for power in range(7)]  # 1 KiB to 256 MiB
 # Bus bandwidth over algorithm bandwidth, for n processes.

@@ -21,9 +21,9 @@ from torch.utils.data import DataLoader, DistributedSampler
 from torchvision import transforms
 
 from workshop.data import load_dataset
-from workshop.measure.device import local_device, synchronized_time
-from workshop.measure.machine import machine
-from workshop.models import SmallCNN
+from workshop.run.machine import machine
+from workshop.training.device import local_device, synchronized_time
+from workshop.training.models import SmallCNN
 
 
 def main() -> None:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 
-from workshop.measure.device import synchronized_time
+from workshop.training.device import synchronized_time
 
 ROUNDS = 5
 

@@ -27,13 +27,13 @@ from torch.profiler import profile
 from torch.utils.checkpoint import checkpoint
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from workshop.arguments import ArgumentParser, positive_int
 from workshop.errors import UserError
-from workshop.measure.device import local_device, synchronized_time
-from workshop.measure.kept import kept_for_backward, own_part
-from workshop.measure.machine import machine
 from workshop.measure.memory import known_sizes
 from workshop.measure.transformer import GIB, Sizes, peak_flops
+from workshop.run.machine import machine
+from workshop.tensors import kept_for_backward, own_part
+from workshop.training.arguments import ArgumentParser, positive_int
+from workshop.training.device import local_device, synchronized_time
 
 STRATEGIES, OPTIONS = ("ddp", "fsdp"), ("checkpointing", "compile", "gathered")
 TRACED = 2  # steps

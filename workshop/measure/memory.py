@@ -329,7 +329,7 @@ def measure_here(console, model: str, sizes: Sizes, settings: dict) -> list[dict
     import torch
     from rich.table import Table
 
-    from workshop.measure.device import gpu_memory
+    from workshop.training.device import gpu_memory
 
     gpus = torch.accelerator.device_count() if torch.accelerator.is_available() else 0
     count = gpus or 2
@@ -368,8 +368,10 @@ def measure_here(console, model: str, sizes: Sizes, settings: dict) -> list[dict
 
 def _measured(model: str, ways: list[str], settings: dict, count: int) -> dict[str, dict]:
     """What language_model.py counts in ``count`` processes, for each of the ways."""
-    from workshop.measure.launch import first_failure, launch, torchrun, without_launcher
     from workshop.repository import python_path
+    from workshop.run.environment import torchrun, without_launcher
+    from workshop.run.failures import first_failure
+    from workshop.run.processes import launch
 
     if not ways:
         return {}

@@ -11,8 +11,8 @@ import statistics
 from pathlib import Path
 
 from workshop.errors import UserError
-from workshop.measure.log import read_log
 from workshop.repository import open_folder, require_stages
+from workshop.training.logs import read_log
 
 MODES = {
     "strong": "the global batch stays",

@@ -25,8 +25,9 @@ from typing import IO
 import psutil
 
 from workshop.errors import UserError
-from workshop.measure.launch import end_family, without_launcher
 from workshop.repository import workshop_command
+from workshop.run.environment import without_launcher
+from workshop.run.processes import end_family
 
 NODE = Path(__file__).with_name("node.py")
 # The states in which a job is over.

@@ -16,7 +16,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from workshop.errors import UserError
-from workshop.measure.launch import end_family, without_launcher
+from workshop.run.environment import without_launcher
+from workshop.run.processes import end_family
 from workshop.slurm.cluster import SEARCH_PATH
 
 PROGRAMS = ("slurmctld", "munged", "sbatch", "scontrol")

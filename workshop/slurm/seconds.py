@@ -14,8 +14,8 @@ import tempfile
 import time
 from pathlib import Path
 
-from workshop.measure.machine import machine
 from workshop.repository import ROOT
+from workshop.run.machine import machine
 from workshop.slurm.cluster import FINAL, Cluster, environment, up
 
 TIMES = 5

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from workshop.errors import UserError
-from workshop.measure.launch import without_launcher
 from workshop.repository import ROOT, workshop_command
+from workshop.run.environment import without_launcher
 from workshop.slurm.image import find_image, settings_name, with_image
 from workshop.slurm.sites import Queue, Site, detect_site, find_site, known_sites
 

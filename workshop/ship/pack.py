@@ -21,9 +21,9 @@ from workshop.data import chess, cifar10, codellama
 from workshop.data.archive import file_sha256
 from workshop.data.datasets import data_folder
 from workshop.data.fetch import fetch_dataset
-from workshop.data.unpack import DISK_FULL, MANIFEST, REQUIREMENTS, WHEELS
 from workshop.errors import UserError
 from workshop.repository import ROOT
+from workshop.ship.unpack import DISK_FULL, MANIFEST, REQUIREMENTS, WHEELS
 
 # What lies where in the data folder.
 DATA = {"mnist": "MNIST/raw", "cifar10": cifar10.FOLDER, chess.NAME: f"{chess.NAME}.jsonl"}

@@ -8,49 +8,29 @@ import shutil
 import socket
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 
-from workshop.container import closed_to_gpus
+from workshop.doctor.result import GIB, OK, PROBLEM, WARNING, Result
 from workshop.repository import ROOT
-
-OK, WARNING, PROBLEM = "ok", "warning", "problem"
-GIB = 2**30
-
-
-@dataclass(frozen=True)
-class Finding:
-    """What one check saw.
-
-    Attributes:
-        name: what was looked at.
-        status: OK, WARNING (training runs, but not as it could) or PROBLEM (training cannot run).
-        seen: the fact.
-        advice: what to do about it, in one line; "" where there is nothing to do.
-    """
-
-    name: str
-    status: str
-    seen: str
-    advice: str = ""
+from workshop.training.container import closed_to_gpus
 
 
 def _first_line(error: Exception) -> str:
     return next(iter(str(error).splitlines()), type(error).__name__)
 
 
-def check_python() -> Finding:
+def check_python() -> Result:
     seen = f"{platform.python_version()} at {sys.executable}"
     if sys.version_info < (3, 11):  # noqa: UP036 - WORKSHOP_PYTHON may name any
-        return Finding("Python", PROBLEM, seen, "use Python 3.11 or newer: load a newer module, or set WORKSHOP_PYTHON")
-    return Finding("Python", OK, seen)
+        return Result("Python", PROBLEM, seen, "use Python 3.11 or newer: load a newer module, or set WORKSHOP_PYTHON")
+    return Result("Python", OK, seen)
 
 
-def check_torch() -> Finding:
+def check_torch() -> Result:
     try:
         import torch
     except Exception as error:  # a broken installation raises anything from ImportError to OSError
-        return Finding(
+        return Result(
             "torch", PROBLEM, f"cannot be imported: {error}", "install it: delete .venv and run ./workshop.sh again"
         )
     built_for = (
@@ -62,13 +42,13 @@ def check_torch() -> Finding:
     )
     seen = f"{torch.__version__}, built for {built_for}"
     if tuple(int(part) for part in torch.__version__.split(".")[:2]) < (2, 9):
-        return Finding(
+        return Result(
             "torch", WARNING, seen, "the scripts are tested from torch 2.9 on; use a newer one if something fails"
         )
-    return Finding("torch", OK, seen)
+    return Result("torch", OK, seen)
 
 
-def check_torchvision() -> Finding:
+def check_torchvision() -> Result:
     try:
         version = importlib.metadata.version("torchvision")
         import torch
@@ -76,23 +56,23 @@ def check_torchvision() -> Finding:
 
         torch.ops.torchvision.nms  # noqa: B018 - missing where torchvision's compiled part does not fit torch
     except Exception as error:
-        return Finding(
+        return Result(
             "torchvision",
             PROBLEM,
             f"does not work with this torch: {_first_line(error)}",
             "install torch and torchvision together, from the same index",
         )
-    return Finding("torchvision", OK, version)
+    return Result("torchvision", OK, version)
 
 
-def check_devices() -> Finding:
+def check_devices() -> Result:
     try:
         import torch
     except Exception:
-        return Finding("devices", PROBLEM, "unknown, torch cannot be imported", "see torch above")
+        return Result("devices", PROBLEM, "unknown, torch cannot be imported", "see torch above")
     if closed := closed_to_gpus():
         seen, _, advice = closed.partition("; ")
-        return Finding("devices", PROBLEM, seen, advice)
+        return Result("devices", PROBLEM, seen, advice)
     hardware = _gpu_hardware()
     if torch.accelerator.is_available():
         kind = torch.accelerator.current_accelerator().type
@@ -102,9 +82,9 @@ def check_devices() -> Finding:
             if kind in ("cuda", "xpu")
             else [kind]
         )
-        return Finding("devices", OK, f"{count} x {', '.join(names)}")
+        return Result("devices", OK, f"{count} x {', '.join(names)}")
     if hardware and os.environ.get("CUDA_VISIBLE_DEVICES", os.environ.get("HIP_VISIBLE_DEVICES")) == "":
-        return Finding(
+        return Result(
             "devices",
             WARNING,
             f"{hardware}, hidden by an empty CUDA_VISIBLE_DEVICES or HIP_VISIBLE_DEVICES",
@@ -114,13 +94,13 @@ def check_devices() -> Finding:
         built_for = (
             "CUDA " + torch.version.cuda if torch.version.cuda else "ROCm" if torch.version.hip else "the CPU only"
         )
-        return Finding(
+        return Result(
             "devices",
             WARNING,
             f"{hardware}, but torch (built for {built_for}) cannot use it",
             "install a torch that fits the driver (nvidia-smi or rocm-smi names its version), or a newer driver",
         )
-    return Finding("devices", OK, "the CPU; everything runs on it, with gloo")
+    return Result("devices", OK, "the CPU; everything runs on it, with gloo")
 
 
 def _gpu_hardware() -> str:
@@ -132,13 +112,13 @@ def _gpu_hardware() -> str:
     return ""
 
 
-def check_backends() -> Finding:
+def check_backends() -> Result:
     try:
         import torch.distributed as dist
     except Exception:
-        return Finding("backends", PROBLEM, "unknown, torch cannot be imported", "see torch above")
+        return Result("backends", PROBLEM, "unknown, torch cannot be imported", "see torch above")
     if not dist.is_available() or not dist.is_gloo_available():
-        return Finding(
+        return Result(
             "backends",
             PROBLEM,
             "this torch has no gloo",
@@ -149,10 +129,10 @@ def check_backends() -> Finding:
         for name in ("gloo", "nccl", "mpi", "ucc", "xccl")
         if getattr(dist, f"is_{name}_available", lambda: False)()
     ]
-    return Finding("backends", OK, ", ".join(names))
+    return Result("backends", OK, ", ".join(names))
 
 
-def check_process_group() -> Finding:
+def check_process_group() -> Result:
     """Join a group of one over the loopback interface: store, gloo and a collective, as in every training."""
     try:
         import torch
@@ -163,21 +143,21 @@ def check_process_group() -> Finding:
         dist.all_reduce(torch.ones(1))
         dist.destroy_process_group()
     except Exception as error:
-        return Finding(
+        return Result(
             "process group",
             PROBLEM,
             f"gloo cannot start: {_first_line(error)}",
             "check the loopback interface (ip addr show lo); with several networks, set GLOO_SOCKET_IFNAME=lo",
         )
-    return Finding("process group", OK, "gloo works on the loopback interface")
+    return Result("process group", OK, "gloo works on the loopback interface")
 
 
-def check_training_step() -> Finding:
+def check_training_step() -> Result:
     """Take one training step on each device: a torch without kernels for a GPU shows here, and nowhere before."""
     try:
         import torch
 
-        from workshop.models import SmallCNN
+        from workshop.training.models import SmallCNN
 
         devices = [torch.device("cpu")]
         if torch.accelerator.is_available():
@@ -188,16 +168,16 @@ def check_training_step() -> Finding:
             loss.backward()
             loss.item()  # waits until the device is done
     except Exception as error:
-        return Finding(
+        return Result(
             "training step",
             PROBLEM,
             f"fails: {_first_line(error)}",
             "install a torch built for this device and its driver",
         )
-    return Finding("training step", OK, f"works on {', '.join(map(str, devices))}")
+    return Result("training step", OK, f"works on {', '.join(map(str, devices))}")
 
 
-def check_packages() -> Finding:
+def check_packages() -> Result:
     needed = {
         "numpy": "numpy",
         "PIL": "pillow",
@@ -211,7 +191,7 @@ def check_packages() -> Finding:
     }
     missing = [package for module, package in needed.items() if importlib.util.find_spec(module) is None]
     if missing:
-        return Finding(
+        return Result(
             "packages",
             PROBLEM,
             "missing: " + ", ".join(missing),
@@ -219,20 +199,20 @@ def check_packages() -> Finding:
         )
     shown = (name for name in ("lightning", "transformers") if importlib.util.find_spec(name))
     versions = ", ".join(f"{name} {importlib.metadata.version(name)}" for name in shown)
-    return Finding("packages", OK, f"all of stages 01 to 03; {versions}")
+    return Result("packages", OK, f"all of stages 01 to 03; {versions}")
 
 
-def check_cores() -> Finding:
+def check_cores() -> Result:
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     quota = _cgroup_cores()
     seen = f"{cores} of {os.cpu_count()} for this session" + (
         f", limited to the time of {quota:g}" if quota and quota < cores else ""
     )
     if min(cores, quota or cores) < 2:
-        return Finding(
+        return Result(
             "cores", WARNING, seen, "two processes share one core and gain nothing: ask for --cpus-per-task=2 or more"
         )
-    return Finding("cores", OK, seen)
+    return Result("cores", OK, seen)
 
 
 def _cgroup_files(controller: str, name: str, name_v1: str) -> list[Path]:
@@ -276,7 +256,7 @@ def _cgroup_memory() -> int | None:
     return min(left, default=None)
 
 
-def check_memory() -> Finding:
+def check_memory() -> Result:
     import psutil
 
     available = psutil.virtual_memory().available
@@ -284,81 +264,81 @@ def check_memory() -> Finding:
         available = min(available, left)
     seen = f"{available / GIB:.1f} GiB available"
     if available < 1 * GIB:
-        return Finding(
+        return Result(
             "memory", PROBLEM, seen, "a training process needs about 0.7 GiB: close other programs or ask for more"
         )
     if available < 3 * GIB:
-        return Finding("memory", WARNING, seen, "the tour needs up to 3 GiB: close other programs or ask for --mem=4G")
-    return Finding("memory", OK, seen)
+        return Result("memory", WARNING, seen, "the tour needs up to 3 GiB: close other programs or ask for --mem=4G")
+    return Result("memory", OK, seen)
 
 
-def check_disk() -> Finding:
+def check_disk() -> Result:
     free = shutil.disk_usage(ROOT).free
     seen = f"{free / GIB:.1f} GiB free where the repository lies"
     if not os.access(ROOT, os.W_OK):
-        return Finding(
+        return Result(
             "disk",
             WARNING,
             seen + ", which you cannot write to",
             "run from a folder of your own: results go to runs/ there",
         )
     if free < 0.1 * GIB:
-        return Finding(
+        return Result(
             "disk", PROBLEM, seen, "make room, or clone to a larger file system; a home quota can be smaller still"
         )
     if free < 2 * GIB:
-        return Finding(
+        return Result(
             "disk", WARNING, seen, "snapshots and data need up to 2 GiB; set WORKSHOP_DATA to a larger file system"
         )
-    return Finding("disk", OK, seen)
+    return Result("disk", OK, seen)
 
 
-def check_shared_memory() -> Finding:
+def check_shared_memory() -> Result:
     if not Path("/dev/shm").is_dir():
-        return Finding("/dev/shm", OK, "none here; this system shares memory in another way")
+        return Result("/dev/shm", OK, "none here; this system shares memory in another way")
     size = shutil.disk_usage("/dev/shm").total
     seen = f"{size / GIB:.1f} GiB"
     if size < 256 * 2**20:
-        return Finding(
+        return Result(
             "/dev/shm",
             WARNING,
             seen,
             "DataLoader workers and NCCL can crash: start the container with --shm-size=1g or --ipc=host",
         )
-    return Finding("/dev/shm", OK, seen)
+    return Result("/dev/shm", OK, seen)
 
 
-def check_ports() -> Finding:
+def check_ports() -> Result:
     try:
         low, high = map(int, Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split())
     except (OSError, ValueError):
-        return Finding("ports", OK, "range unknown on this system; each run asks for a free port")
+        return Result("ports", OK, "range unknown on this system; each run asks for a free port")
     seen = f"{low} to {high} for connections"
     if high - low < 1000:
-        return Finding(
+        return Result(
             "ports",
             WARNING,
             seen,
             "few ports: many processes at once can run out; ask the administrator to widen ip_local_port_range",
         )
-    return Finding("ports", OK, seen)
+    return Result("ports", OK, seen)
 
 
-def check_host_name() -> Finding:
+def check_host_name() -> Result:
     name = socket.gethostname()
     try:
         address = socket.getaddrinfo(name, None)[0][4][0]
     except OSError:
-        return Finding(
+        return Result(
             "host name",
             WARNING,
             f"{name} does not resolve",
             f"the runners work (they pass --local-addr=127.0.0.1); for the rest add '127.0.1.1 {name}' to /etc/hosts",
         )
-    return Finding("host name", OK, f"{name} is {address}")
+    return Result("host name", OK, f"{name} is {address}")
 
 
-def check_scheduler() -> Finding:
+def check_scheduler() -> Result:
     found = [name for program, name in (("sbatch", "Slurm"), ("qsub", "PBS")) if shutil.which(program)]
     job = os.environ.get("SLURM_JOB_ID") or os.environ.get("PBS_JOBID")
     seen = (", ".join(found) or "none on PATH") + (f"; this is inside job {job}" if job else "")
@@ -367,25 +347,25 @@ def check_scheduler() -> Finding:
     site = detect_site()
     if site:
         seen += f"; this is {find_site(site).name}"
-        return Finding("scheduler", OK, seen, f"./workshop.sh submit SCRIPT --site {site} has its queues and modules")
-    return Finding("scheduler", OK, seen)
+        return Result("scheduler", OK, seen, f"./workshop.sh submit SCRIPT --site {site} has its queues and modules")
+    return Result("scheduler", OK, seen)
 
 
-def check_practice_cluster() -> Finding:
+def check_practice_cluster() -> Result:
     """Whether a Slurm of several nodes can be started on this machine."""
     from workshop.errors import UserError
     from workshop.slurm.cluster import find_cluster, require_machine
 
     if up := find_cluster():
-        return Finding("cluster", OK, f"a practice cluster of {up.nodes} nodes is up")
+        return Result("cluster", OK, f"a practice cluster of {up.nodes} nodes is up")
     try:
         require_machine()
     except UserError as error:
-        return Finding("cluster", OK, "no practice cluster can be started here", str(error))
-    return Finding("cluster", OK, "a practice cluster can be started: ./workshop.sh cluster up 4")
+        return Result("cluster", OK, "no practice cluster can be started here", str(error))
+    return Result("cluster", OK, "a practice cluster can be started: ./workshop.sh cluster up 4")
 
 
-def check_interconnect() -> Finding:
+def check_interconnect() -> Result:
     """The networks between this machine and others."""
     seen = []
     fabric = sorted(Path("/sys/class/infiniband").glob("*/ports/*"))
@@ -398,51 +378,51 @@ def check_interconnect() -> Finding:
         seen.append(f"Slingshot: {', '.join(slingshot)}")
     others = [name for name in interfaces if name not in slingshot]
     seen.append(f"interfaces: {', '.join(others)}" if others else "no other interface than loopback")
-    return Finding("interconnect", OK, "; ".join(seen))
+    return Result("interconnect", OK, "; ".join(seen))
 
 
-def check_data() -> Finding:
+def check_data() -> Result:
     try:
         from workshop.data import data_folder, load_dataset
         from workshop.data.mnist import missing_files
 
         load_dataset("digits")
     except Exception as error:
-        return Finding(
+        return Result(
             "data",
             PROBLEM,
             f"the digits cannot be read: {error}",
             "install scikit-learn again: delete .venv and run ./workshop.sh",
         )
-    return Finding(
+    return Result(
         "data", OK, f"digits; mnist is {'not fetched' if missing_files(data_folder()) else 'in ' + str(data_folder())}"
     )
 
 
-def check_deepspeed() -> Finding:
+def check_deepspeed() -> Result:
     """What stage 05 needs: DeepSpeed, and a compiler and ninja, with which it builds a part of itself where it trains on CPUs."""
-    from workshop import zero
+    from workshop.training import deepspeed
 
     if not importlib.util.find_spec("deepspeed"):
-        return Finding("DeepSpeed", OK, "not installed; only stage 05 needs it: pip install -e '.[deepspeed]'")
+        return Result("DeepSpeed", OK, "not installed; only stage 05 needs it: pip install -e '.[deepspeed]'")
     seen = importlib.metadata.version("deepspeed")
     try:
-        built = zero.is_built()
+        built = deepspeed.is_built()
     except ImportError:  # of torch, which has a line of its own above
-        return Finding("DeepSpeed", WARNING, f"{seen}, which needs torch")
+        return Result("DeepSpeed", WARNING, f"{seen}, which needs torch")
     if built:
-        return Finding("DeepSpeed", OK, f"{seen}, its extension for CPUs is built")
-    if missing := zero.missing_tools():
-        return Finding(
+        return Result("DeepSpeed", OK, f"{seen}, its extension for CPUs is built")
+    if missing := deepspeed.missing_tools():
+        return Result(
             "DeepSpeed",
             WARNING,
             f"{seen}; to build its extension for CPUs there is no {' and no '.join(missing)}",
             "only stage 05 needs it; on Debian: apt install g++ ninja-build python3-dev",
         )
-    return Finding("DeepSpeed", OK, f"{seen}; its first start on CPUs builds an extension, which takes half a minute")
+    return Result("DeepSpeed", OK, f"{seen}; its first start on CPUs builds an extension, which takes half a minute")
 
 
-CHECKS: tuple[Callable[[], Finding], ...] = (
+CHECKS: tuple[Callable[[], Result], ...] = (
     check_python,
     check_torch,
     check_torchvision,
@@ -478,7 +458,7 @@ def run_doctor(people: int | None = None) -> int:
     console = Console()
     checks = list(CHECKS)
     if people:
-        from workshop.classroom import class_checks
+        from workshop.doctor.classroom import class_checks
 
         checks += class_checks(people)
     findings = [check() for check in checks]

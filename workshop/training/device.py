@@ -7,7 +7,7 @@ import time
 
 import torch
 
-import workshop.process_group  # noqa: F401
+import workshop.training.process_group  # noqa: F401
 
 
 def local_device() -> torch.device:

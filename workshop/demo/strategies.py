@@ -15,9 +15,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from workshop.measure.launch import first_failure, launch, torchrun
-from workshop.measure.machine import machine
 from workshop.repository import ROOT, open_folder, require_stages
+from workshop.run.environment import torchrun
+from workshop.run.failures import first_failure
+from workshop.run.machine import machine
+from workshop.run.processes import launch
 
 FOLDER = "strategies"
 MIB = 2**20
@@ -133,8 +135,8 @@ def run_one(
 
     Returns:
         Its ``name``; ``missing``: the package that is not installed, or ""; ``failure``: why it failed, or ""; ``lines``: how
-        many lines differ from ``before``. If it trained, also what ``workshop.strategies.Report`` writes, and how far its losses
-        (``loss_difference``) and final weights (``weight_difference``) are from those of one process.
+        many lines differ from ``before``. If it trained, also what ``workshop.training.strategies.Report`` writes, and how far
+        its losses (``loss_difference``) and final weights (``weight_difference``) are from those of one process.
     """
     lines = changed_lines(ROOT / FOLDER / strategy.before, ROOT / FOLDER / strategy.script) if strategy.before else 0
     row = {"name": strategy.name, "missing": "", "failure": "", "lines": lines, "before": strategy.before}

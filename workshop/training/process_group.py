@@ -1,4 +1,4 @@
-"""Ending after gloo's threads. Imported by ``workshop.data`` and ``workshop.measure.device``, and so by every script that trains.
+"""Ending after gloo's threads. Every script that trains imports it, by ``workshop.data`` or ``workshop.training.device``.
 
 gloo's threads let go of each tensor a moment after its collective has ended, and need Python's lock for it (``TensorImpl::
 decref_pyobject``). A thread that asks for the lock when Python has begun to end is stopped by force, in C++ code that may not be

@@ -15,13 +15,15 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from workshop.demo.strategies import run_strategies
 from workshop.errors import UserError
-from workshop.finetuning import read_training
-from workshop.measure.launch import first_failure, launch, torchrun
-from workshop.measure.log import read_log
-from workshop.measure.machine import machine
-from workshop.measure.strategies import run_strategies
 from workshop.repository import open_folder, require_stages
+from workshop.run.environment import torchrun
+from workshop.run.failures import first_failure
+from workshop.run.machine import machine
+from workshop.run.processes import launch
+from workshop.training.finetuning import read_training
+from workshop.training.logs import read_log
 
 GLOBAL_BATCH = 128
 

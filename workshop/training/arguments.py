@@ -6,10 +6,10 @@ import sys
 import time
 from pathlib import Path
 
-from workshop.container import closed_to_gpus
 from workshop.errors import UserError
+from workshop.training.container import closed_to_gpus
 
-PREFLIGHT = "WORKSHOP_PREFLIGHT"  # set by workshop.preflight: check the options, train nothing
+PREFLIGHT = "WORKSHOP_PREFLIGHT"  # set by workshop.training.preflight: check the options, train nothing
 
 
 class ArgumentParser(argparse.ArgumentParser):

@@ -1,6 +1,6 @@
 """What the scripts in ``strategies/`` share that is not the lesson: the model, the batches, the loss, and the report of a run.
 
-Each script trains the same model on the same global batches in another way. ``workshop.measure.strategies`` starts them all and
+Each script trains the same model on the same global batches in another way. ``workshop.demo.strategies`` starts them all and
 compares what they report.
 """
 
@@ -17,14 +17,14 @@ from torch.nn import functional as F
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from workshop.arguments import ArgumentParser, check_averaging, positive_int, require_writable
 from workshop.data.code import load_blocks
 from workshop.data.codellama import TINY, model_folder
 from workshop.errors import UserError
 from workshop.measure.collectives import BUS_FACTOR
-from workshop.measure.device import synchronized_time
-from workshop.measure.kept import own_part
-from workshop.zero import check_gathering
+from workshop.tensors import own_part
+from workshop.training.arguments import ArgumentParser, check_averaging, positive_int, require_writable
+from workshop.training.deepspeed import check_gathering
+from workshop.training.device import synchronized_time
 
 SEQUENCES, TOKENS = 8, 64  # of a global batch; of a sequence
 SEED = 42

@@ -10,8 +10,8 @@ import sys
 import sysconfig
 from pathlib import Path
 
-from workshop.arguments import check_arguments, require_writable
 from workshop.errors import UserError
+from workshop.training.arguments import check_arguments, require_writable
 
 # The blocks of the configuration whose names deepspeed.runtime.config has not as constants: other modules read them.
 BLOCKS = frozenset(

@@ -24,8 +24,9 @@ from pathlib import Path
 import psutil
 
 from workshop.errors import UserError
-from workshop.measure.launch import family, without_launcher
 from workshop.repository import open_folder, require_stages
+from workshop.run.environment import without_launcher
+from workshop.run.processes import family
 
 # What makes each set's environment, for `uv pip install`, in the order in which they run.
 DEPENDENCIES = ("--all-extras", "-r", "pyproject.toml")

@@ -8,11 +8,11 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from workshop.arguments import PREFLIGHT, check_averaging, is_restarted, on_gpus, require_writable
 from workshop.errors import UserError
 from workshop.measure.memory import estimate
 from workshop.measure.transformer import GIB, peak_flops, read_sizes
-from workshop.zero import check_gathering
+from workshop.training.arguments import PREFLIGHT, check_averaging, is_restarted, on_gpus, require_writable
+from workshop.training.deepspeed import check_gathering
 
 
 def check_finetuning(parser, args, strategy: str = "ddp") -> None:
@@ -97,8 +97,8 @@ def check_memory(args, sizes, strategy: str, world_size: int) -> None:
     import psutil
     import torch
 
-    from workshop.measure.device import gpu_memory
-    from workshop.measure.machine import bf16_is_fast
+    from workshop.tensors import bf16_is_fast
+    from workshop.training.device import gpu_memory
 
     on_gpu = on_gpus()
     if on_gpu:
@@ -305,7 +305,7 @@ class TrainingLog:
         """
         if self.rank > 0:
             return
-        from workshop.measure.machine import machine
+        from workshop.run.machine import machine
 
         earlier = _read_log(self.path.parent) if step else {}
         self.entries = [entry for entry in earlier.get("entries", []) if entry["step"] <= step]
@@ -342,7 +342,7 @@ class TrainingLog:
         """
         if self.rank > 0:
             return
-        from workshop.measure.device import peak_memory
+        from workshop.training.device import peak_memory
 
         sequences = self.args.batch_size * getattr(self.args, "accumulate", 1) * self.processes
         rate = len(losses) * sequences * self.args.sequence_length / seconds
@@ -392,8 +392,8 @@ def parse_extra(doc: str, group: str = "", purpose: str = ""):
         group: an option for the size of the inner groups, which has to divide the number of processes; "": none.
         purpose: what that option means.
     """
-    from workshop.arguments import ArgumentParser, positive_int
     from workshop.data.codellama import TINY, model_folder
+    from workshop.training.arguments import ArgumentParser, positive_int
 
     parser = ArgumentParser(description=doc.splitlines()[0])
     parser.add_argument("--steps", type=positive_int, default=10)

@@ -1,4 +1,4 @@
-"""What a runner asks before it launches: ``python -m workshop.preflight SCRIPT [OPTION ...]``.
+"""What a runner asks before it launches: ``python -m workshop.training.preflight SCRIPT [OPTION ...]``.
 
 Prints the number of processes to start: ``$NPROC`` if set, else the number of accelerators of this machine, else 2 (on the CPU).
 The script is run up to its check of the options, as rank 0 of that many processes. A mistake is shown in one line, exit status 2.
@@ -9,7 +9,7 @@ import os
 import runpy
 import sys
 
-from workshop.arguments import PREFLIGHT, ArgumentParser, positive_int
+from workshop.training.arguments import PREFLIGHT, ArgumentParser, positive_int
 
 
 def default_nproc() -> int:

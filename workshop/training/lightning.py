@@ -10,8 +10,8 @@ import warnings
 import torch
 from lightning.pytorch.callbacks import Callback
 
-from workshop.measure.device import synchronized_time
-from workshop.measure.log import EpochLog
+from workshop.training.device import synchronized_time
+from workshop.training.logs import EpochLog
 
 for noise in (
     ".*isinstance\\(treespec, LeafSpec\\)",  # Lightning's own use of torch

@@ -14,7 +14,7 @@ from functools import partial
 from pathlib import Path
 
 from workshop.check.exercises import EXERCISES
-from workshop.doctor import GIB, OK, PROBLEM, WARNING, Finding
+from workshop.doctor.result import GIB, OK, PROBLEM, WARNING, Result
 from workshop.repository import ROOT
 
 SETTINGS = ROOT / "ondemand" / "settings.yml"
@@ -35,12 +35,12 @@ def class_checks(people: int) -> list:
     ]
 
 
-def check_kernel() -> Finding:
+def check_kernel() -> Result:
     """Start a kernel as a notebook does, and run a cell in it."""
     missing = [name for name in ("jupyterlab", "ipykernel", "nbclient") if importlib.util.find_spec(name) is None]
     if missing:
         advice = f"{sys.executable} -m pip install -e '{ROOT}[notebooks]'"
-        return Finding("kernel", PROBLEM, f"{', '.join(missing)} missing", advice)
+        return Result("kernel", PROBLEM, f"{', '.join(missing)} missing", advice)
     import nbformat
     from nbclient import NotebookClient
 
@@ -52,11 +52,11 @@ def check_kernel() -> Finding:
         ).execute()
     except Exception as error:  # a kernel that does not start raises anything
         seen = f"does not start, or cannot import torch and the workshop: {str(error).strip().splitlines()[-1]}"
-        return Finding("kernel", PROBLEM, seen, "see the end of: jupyter kernel --debug")
-    return Finding("kernel", OK, f"starts and imports torch in {time.monotonic() - start:.0f} s")
+        return Result("kernel", PROBLEM, seen, "see the end of: jupyter kernel --debug")
+    return Result("kernel", OK, f"starts and imports torch in {time.monotonic() - start:.0f} s")
 
 
-def check_notebooks() -> Finding:
+def check_notebooks() -> Result:
     """No notebook holds outputs from somebody's trial."""
     import nbformat
 
@@ -66,29 +66,29 @@ def check_notebooks() -> Finding:
         if any(cell.cell_type == "code" and (cell.outputs or cell.execution_count) for cell in cells):
             held.append(path.name)
     if held:
-        return Finding("notebooks", WARNING, f"with outputs: {', '.join(held)}", f"git -C {ROOT} checkout -- '*.ipynb'")
-    return Finding("notebooks", OK, "without outputs")
+        return Result("notebooks", WARNING, f"with outputs: {', '.join(held)}", f"git -C {ROOT} checkout -- '*.ipynb'")
+    return Result("notebooks", OK, "without outputs")
 
 
-def check_exercises() -> Finding:
+def check_exercises() -> Result:
     """The exercises are as delivered: not solved in a trial before the course."""
     files = [str(path.relative_to(ROOT)) for exercise in EXERCISES for path, _ in exercise.pairs]
     command = ["git", "-C", str(ROOT), "status", "--porcelain", "--", *files]
     try:
         done = subprocess.run(command, capture_output=True, text=True)
     except OSError as error:
-        return Finding("exercises", WARNING, f"git does not run ({error.strerror})", "compare them with a fresh clone")
+        return Result("exercises", WARNING, f"git does not run ({error.strerror})", "compare them with a fresh clone")
     if done.returncode != 0:
-        return Finding(
+        return Result(
             "exercises", WARNING, "git cannot tell whether they are as delivered", "compare with a fresh clone"
         )
     changed = [line.split()[-1] for line in done.stdout.splitlines()]
     if changed:
-        return Finding("exercises", PROBLEM, f"changed: {', '.join(changed)}", f"./workshop.sh reset {changed[0]}")
-    return Finding("exercises", OK, "as delivered")
+        return Result("exercises", PROBLEM, f"changed: {', '.join(changed)}", f"./workshop.sh reset {changed[0]}")
+    return Result("exercises", OK, "as delivered")
 
 
-def check_readable() -> Finding:
+def check_readable() -> Result:
     """Others can enter this folder and the Python of its environment, and read the files."""
     python = Path(sys.executable)
     places = [ROOT, *ROOT.parents, *python.parents, *Path(os.path.realpath(python)).parents]
@@ -99,30 +99,30 @@ def check_readable() -> Finding:
         advice = f"chmod -R o+rX {closed[0]}, or give it to the group of the course and go on"
         # Only a course in which people share this copy depends on it.
         status = WARNING if read_settings()["cluster"] == "my_cluster" else PROBLEM
-        return Finding("sharing", status, f"others cannot read {closed[0]}", advice)
-    return Finding("sharing", OK, f"{ROOT} and {python} can be read by others")
+        return Result("sharing", status, f"others cannot read {closed[0]}", advice)
+    return Result("sharing", OK, f"{ROOT} and {python} can be read by others")
 
 
-def check_mnist() -> Finding:
+def check_mnist() -> Result:
     """The data that has to be fetched is there, for those who want it."""
     from workshop.data import data_folder
     from workshop.data.mnist import missing_files
 
     if missing_files(data_folder()):
         seen = "the digits are there, mnist is not"
-        return Finding("class data", OK, seen, "only if you want to show --dataset mnist: ./workshop.sh fetch mnist")
-    return Finding("class data", OK, f"digits; mnist in {data_folder()}")
+        return Result("class data", OK, seen, "only if you want to show --dataset mnist: ./workshop.sh fetch mnist")
+    return Result("class data", OK, f"digits; mnist in {data_folder()}")
 
 
-def check_room(people: int) -> Finding:
+def check_room(people: int) -> Result:
     """There is room for everybody's copy and runs, on the disk that the app's settings put their copies on."""
     folder = Path(os.path.expandvars(read_settings()["folder"])).expanduser()
     place = next(place for place in (folder, *folder.parents) if place.exists())
     free, needed = shutil.disk_usage(place).free, people * EACH
     seen = f"{free / GIB:.0f} GiB free on the disk of {place}, {needed / GIB:.0f} GiB needed for {people} people"
     if free < needed:
-        return Finding("room", PROBLEM, seen, f"set folder: in {SETTINGS.relative_to(ROOT)} to a larger file system")
-    return Finding("room", OK, seen, "look at a learner's quota too: each needs 250 MB" if people > 1 else "")
+        return Result("room", PROBLEM, seen, f"set folder: in {SETTINGS.relative_to(ROOT)} to a larger file system")
+    return Result("room", OK, seen, "look at a learner's quota too: each needs 250 MB" if people > 1 else "")
 
 
 def read_settings() -> dict:
@@ -132,15 +132,15 @@ def read_settings() -> dict:
     return yaml.safe_load(SETTINGS.read_text())
 
 
-def check_app() -> Finding:
+def check_app() -> Result:
     """The Open OnDemand app's settings fit this machine."""
     settings = read_settings()
     if settings["cluster"] == "my_cluster":
-        return Finding("app", OK, f"{SETTINGS.relative_to(ROOT)} is not filled in", "only needed with Open OnDemand")
+        return Result("app", OK, f"{SETTINGS.relative_to(ROOT)} is not filled in", "only needed with Open OnDemand")
     folder = Path(settings["workshop"])
     python = settings["python"] or str(folder / ".venv/bin/python")
     if not (folder / "workshop.sh").is_file():
-        return Finding("app", PROBLEM, f"workshop: {folder} is not there", f"correct {SETTINGS.relative_to(ROOT)}")
+        return Result("app", PROBLEM, f"workshop: {folder} is not there", f"correct {SETTINGS.relative_to(ROOT)}")
     script = (
         f'{settings["modules"]}\nexec {shlex.quote(python)} -c "import torch, jupyterlab, ipykernel, line_profiler"'
     )
@@ -150,37 +150,37 @@ def check_app() -> Finding:
         advice = (
             f"start ./workshop.sh doctor in {folder} once, or add the packages: pip install -e '{folder}[notebooks]'"
         )
-        return Finding("app", PROBLEM, f"{python}: {why}", advice)
+        return Result("app", PROBLEM, f"{python}: {why}", advice)
     clusters = Path("/etc/ood/config/clusters.d")
     if clusters.is_dir() and not (clusters / f"{settings['cluster']}.yml").exists():
         names = ", ".join(sorted(path.stem for path in clusters.glob("*.yml")))
-        return Finding("app", PROBLEM, f"cluster: {settings['cluster']} is none of {names}", f"correct {SETTINGS.name}")
+        return Result("app", PROBLEM, f"cluster: {settings['cluster']} is none of {names}", f"correct {SETTINGS.name}")
     if not (ROOT / "ondemand/template/script.sh.erb").stat().st_mode & stat.S_IXUSR:
-        return Finding(
+        return Result(
             "app", PROBLEM, "template/script.sh.erb is not executable", "chmod +x ondemand/template/script.sh.erb"
         )
-    return Finding("app", OK, f"cluster {settings['cluster']}, workshop in {folder}")
+    return Result("app", OK, f"cluster {settings['cluster']}, workshop in {folder}")
 
 
-def check_reservation() -> Finding:
+def check_reservation() -> Result:
     """The reservation that the app asks for is there."""
     settings = read_settings()
     name = settings["reservation"]
     if not name:
-        return Finding("reservation", OK, "none is set")
+        return Result("reservation", OK, "none is set")
     command = ["pbs_rstat", "-F", name] if settings["scheduler"] == "pbs" else ["scontrol", "show", "reservation", name]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=20)
     except (OSError, subprocess.TimeoutExpired):
-        return Finding(
+        return Result(
             "reservation", WARNING, f"{command[0]} does not answer here", f"on a login node: {' '.join(command)}"
         )
     if done.returncode != 0:
         advice = f"empty reservation: in {SETTINGS.relative_to(ROOT)}, or every start fails"
-        return Finding("reservation", PROBLEM, f"{name} is not there", advice)
+        return Result("reservation", PROBLEM, f"{name} is not there", advice)
     words = " ".join(done.stdout.split())
     begins = re.search(r"StartTime=(\S+)", words)
     if begins and datetime.fromisoformat(begins[1]) > datetime.now():
         seen = f"{name} begins at {begins[1]}: sessions wait until then"
-        return Finding("reservation", WARNING, seen, "empty the field in the form for a trial before that")
-    return Finding("reservation", OK, words[:160])
+        return Result("reservation", WARNING, seen, "empty the field in the form for a trial before that")
+    return Result("reservation", OK, words[:160])

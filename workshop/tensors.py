@@ -1,6 +1,8 @@
-"""This process's part of a tensor that is spread over several, and the bytes that a forward pass keeps for the backward."""
+"""Tensors: this process's part of a sharded one, the bytes that autograd keeps, and whether bfloat16 is fast."""
 
+import re
 from contextlib import contextmanager
+from pathlib import Path
 
 import torch
 
@@ -43,3 +45,16 @@ def kept_for_backward():
     kept = Kept()
     with torch.autograd.graph.saved_tensors_hooks(kept.note, lambda tensor: tensor):
         yield kept
+
+
+def bf16_is_fast(device) -> bool:
+    """Whether a ``torch.device`` computes in bfloat16 faster than in float32, for all that it says of itself.
+
+    On a CPU the instructions have to be there (avx512_bf16, amx_bf16, ARM's bf16); without them bfloat16 is emulated, and slower.
+    """
+    if device.type == "cuda":  # ROCm too
+        return torch.cuda.is_bf16_supported(including_emulation=False)
+    cpuinfo = Path("/proc/cpuinfo")
+    if device.type != "cpu" or not cpuinfo.exists():
+        return False
+    return re.search(r"\b(avx512_bf16|amx_bf16|bf16)\b", cpuinfo.read_text()) is not None

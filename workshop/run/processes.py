@@ -1,12 +1,8 @@
 """Running a training program from outside: its output, its time, its memory, its processes, and none of them left behind."""
 
-import json
 import os
-import pickle
 import queue
-import re
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -93,68 +89,6 @@ def launch(
     return Outcome(None if hangs else process.returncode, "".join(output), time.monotonic() - start, peak)
 
 
-def torchrun(processes: int, *options: str) -> list[str]:
-    """The command, up to the program, that starts so many processes of it on this machine, with this Python.
-
-    ``--local-addr``: it would else ask for the address of this machine's name, and not every laptop can resolve its own.
-    """
-    return [
-        *(sys.executable, "-P", "-m", "torch.distributed.run", "--standalone", "--local-addr=127.0.0.1"),
-        *(f"--nproc-per-node={processes}", *options),
-    ]
-
-
-def first_failure(outcome: Outcome, torchrun_logs: Path, temporary: Path | None = None) -> str:
-    """Why a run failed: the traceback of the rank that failed first, where there is one, else the last lines of its output.
-
-    torchrun itself prints a table in place of the traceback; @record leaves each rank's in error.json under its log folder.
-    mp.spawn prints one traceback: that of the process that it found ended, which on a busy machine can be one that only lost
-    its connection to the rank that failed. It keeps those of all in its folder for temporary files.
-
-    Args:
-        outcome: what ``launch`` gave.
-        torchrun_logs: torchrun's log folder (``PET_LOG_DIR``).
-        temporary: the run's own folder for temporary files (``TMPDIR``), if it had one.
-    """
-    if outcome.status is None:
-        return "it stood still and was ended; its last lines:\n" + "".join(
-            outcome.output.splitlines(keepends=True)[-10:]
-        )
-    errors = []
-    for file in torchrun_logs.glob("**/error.json"):
-        try:
-            traceback = json.loads(file.read_text())["message"]["extraInfo"]["py_callstack"]
-        except (ValueError, KeyError, TypeError):
-            continue
-        # All ranks fail within moments, and the timestamps in the files are whole seconds: a lost connection is the echo.
-        errors.append((_is_echo(traceback), file.stat().st_mtime_ns, file.parent.name, traceback))
-    if errors:
-        *_, rank, traceback = min(errors)
-        return f"rank {rank} failed first:\n{traceback.strip()}"
-    spawned = re.search(r"-- Process (\d+) terminated with the following error:\n(.*)", outcome.output, re.DOTALL)
-    if spawned:
-        tracebacks = []
-        for file in sorted(temporary.glob("pytorch-errorfile-*") if temporary else [], key=os.path.getmtime):
-            with suppress(EOFError, pickle.UnpicklingError):  # it was ended while it wrote it
-                tracebacks.append(pickle.loads(file.read_bytes()).strip())
-        first = next((traceback for traceback in tracebacks if not _is_echo(traceback)), spawned[2].strip())
-        # Whose they are, mp.spawn tells only of the one that it printed.
-        rank = f"rank {spawned[1]}" if first in spawned[2] else f"another rank than {spawned[1]}"
-        return f"{rank} failed first:\n{first}"
-    # What torchrun says of it begins with this line, and ends with a traceback of torchrun's own.
-    own, *said = re.split(
-        r"^.*failed \(exitcode: (-?\d+)\) local_rank: (\d+).*\n", outcome.output, maxsplit=1, flags=re.M
-    )
-    place = own.rfind("Traceback (most recent call last)")
-    error = own[place:].strip() if place >= 0 else "\n".join(own.splitlines()[-15:])
-    return f"rank {said[1]} ended first, with exit status {said[0]}:\n{error}" if said else error
-
-
-def _is_echo(traceback: str) -> bool:
-    """Whether it is the error of a rank that lost its connection to another, which had failed before it."""
-    return re.search(r"by peer|remote (worker|process)|NCCL", traceback) is not None
-
-
 class Background:
     """A program that runs while we go on, in a session of its own, with its output in a file.
 
@@ -219,18 +153,6 @@ class Background:
     def end(self, grace: float = 1) -> None:
         """End it and all that it started."""
         end_family(self.process, grace)
-
-
-def without_launcher(environment: Mapping[str, str]) -> dict[str, str]:
-    """An environment without the variables that a job, or a launcher of processes, sets for what it starts."""
-    prefixes = ("SLURM_", "SBATCH_", "PBS_", "PALS_", "PMI_", "PMIX_", "OMPI_", "TORCHELASTIC_", "MASTER_")
-    names = {"RANK", "LOCAL_RANK", "GROUP_RANK", "ROLE_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "NPROC"}
-    return {name: value for name, value in environment.items() if not name.startswith(prefixes) and name not in names}
-
-
-def loopback() -> str:
-    """The network interface that a machine reaches itself by, for ``GLOO_SOCKET_IFNAME``."""
-    return "lo" if os.path.exists("/sys/class/net/lo") else "lo0"
 
 
 def family(pid: int) -> list[psutil.Process]:

@@ -1,0 +1,1 @@
+"""The tour, and the comparison of the strategies."""

@@ -1,0 +1,1 @@
+"""For maintainers: the test suite."""

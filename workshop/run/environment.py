@@ -1,0 +1,28 @@
+"""The environment and the launcher of a program that is started on this machine."""
+
+import os
+import sys
+from collections.abc import Mapping
+
+
+def torchrun(processes: int, *options: str) -> list[str]:
+    """The command, up to the program, that starts so many processes of it on this machine, with this Python.
+
+    ``--local-addr``: it would else ask for the address of this machine's name, and not every laptop can resolve its own.
+    """
+    return [
+        *(sys.executable, "-P", "-m", "torch.distributed.run", "--standalone", "--local-addr=127.0.0.1"),
+        *(f"--nproc-per-node={processes}", *options),
+    ]
+
+
+def without_launcher(environment: Mapping[str, str]) -> dict[str, str]:
+    """An environment without the variables that a job, or a launcher of processes, sets for what it starts."""
+    prefixes = ("SLURM_", "SBATCH_", "PBS_", "PALS_", "PMI_", "PMIX_", "OMPI_", "TORCHELASTIC_", "MASTER_")
+    names = {"RANK", "LOCAL_RANK", "GROUP_RANK", "ROLE_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "NPROC"}
+    return {name: value for name, value in environment.items() if not name.startswith(prefixes) and name not in names}
+
+
+def loopback() -> str:
+    """The network interface that a machine reaches itself by, for ``GLOO_SOCKET_IFNAME``."""
+    return "lo" if os.path.exists("/sys/class/net/lo") else "lo0"

@@ -1,0 +1,61 @@
+"""Why a run failed: the error of the rank that failed first."""
+
+import json
+import os
+import pickle
+import re
+from contextlib import suppress
+from pathlib import Path
+
+from workshop.run.processes import Outcome
+
+
+def first_failure(outcome: Outcome, torchrun_logs: Path, temporary: Path | None = None) -> str:
+    """Why a run failed: the traceback of the rank that failed first, where there is one, else the last lines of its output.
+
+    torchrun itself prints a table in place of the traceback; @record leaves each rank's in error.json under its log folder.
+    mp.spawn prints one traceback: that of the process that it found ended, which on a busy machine can be one that only lost
+    its connection to the rank that failed. It keeps those of all in its folder for temporary files.
+
+    Args:
+        outcome: what ``launch`` gave.
+        torchrun_logs: torchrun's log folder (``PET_LOG_DIR``).
+        temporary: the run's own folder for temporary files (``TMPDIR``), if it had one.
+    """
+    if outcome.status is None:
+        return "it stood still and was ended; its last lines:\n" + "".join(
+            outcome.output.splitlines(keepends=True)[-10:]
+        )
+    errors = []
+    for file in torchrun_logs.glob("**/error.json"):
+        try:
+            traceback = json.loads(file.read_text())["message"]["extraInfo"]["py_callstack"]
+        except (ValueError, KeyError, TypeError):
+            continue
+        # All ranks fail within moments, and the timestamps in the files are whole seconds: a lost connection is the echo.
+        errors.append((is_echo(traceback), file.stat().st_mtime_ns, file.parent.name, traceback))
+    if errors:
+        *_, rank, traceback = min(errors)
+        return f"rank {rank} failed first:\n{traceback.strip()}"
+    spawned = re.search(r"-- Process (\d+) terminated with the following error:\n(.*)", outcome.output, re.DOTALL)
+    if spawned:
+        tracebacks = []
+        for file in sorted(temporary.glob("pytorch-errorfile-*") if temporary else [], key=os.path.getmtime):
+            with suppress(EOFError, pickle.UnpicklingError):  # it was ended while it wrote it
+                tracebacks.append(pickle.loads(file.read_bytes()).strip())
+        first = next((traceback for traceback in tracebacks if not is_echo(traceback)), spawned[2].strip())
+        # Whose they are, mp.spawn tells only of the one that it printed.
+        rank = f"rank {spawned[1]}" if first in spawned[2] else f"another rank than {spawned[1]}"
+        return f"{rank} failed first:\n{first}"
+    # What torchrun says of it begins with this line, and ends with a traceback of torchrun's own.
+    own, *said = re.split(
+        r"^.*failed \(exitcode: (-?\d+)\) local_rank: (\d+).*\n", outcome.output, maxsplit=1, flags=re.M
+    )
+    place = own.rfind("Traceback (most recent call last)")
+    error = own[place:].strip() if place >= 0 else "\n".join(own.splitlines()[-15:])
+    return f"rank {said[1]} ended first, with exit status {said[0]}:\n{error}" if said else error
+
+
+def is_echo(traceback: str) -> bool:
+    """Whether it is the error of a rank that lost its connection to another, which had failed before it."""
+    return re.search(r"by peer|remote (worker|process)|NCCL", traceback) is not None

@@ -1,0 +1,1 @@
+"""What the stage scripts import: options, launcher, models, logs, checks before a run."""
