@@ -15,6 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from workshop.files import write_atomically
 from workshop.repository import ROOT, open_folder, require_stages
 from workshop.run.environment import torchrun
 from workshop.run.failures import first_failure
@@ -115,9 +116,7 @@ def run_strategies(steps: int = 20, dtype: str = "float32", processes: int = 2, 
     }
     draw(folder / "strategies.png", summary)
     (folder / "which.md").write_text(page(summary))
-    temporary = folder / "strategies.json.tmp"
-    temporary.write_text(json.dumps(summary, indent=1))
-    os.replace(temporary, folder / "strategies.json")
+    write_atomically(folder / "strategies.json", json.dumps(summary, indent=1))
     _show(console, folder, summary)
     return 1 if any(row["failure"] for row in rows) else 0
 

@@ -17,6 +17,7 @@ from pathlib import Path
 
 from workshop.demo.strategies import run_strategies
 from workshop.errors import UserError
+from workshop.files import write_atomically
 from workshop.repository import open_folder, require_stages
 from workshop.run.environment import torchrun
 from workshop.run.failures import first_failure
@@ -281,9 +282,7 @@ def _write(folder: Path, summary: dict) -> None:
     ):
         if runs:
             _draw(folder / name, runs, rate, summary["machine"]["torch"])
-    temporary = folder / "tour.json.tmp"
-    temporary.write_text(json.dumps(summary, indent=1))
-    os.replace(temporary, folder / "tour.json")
+    write_atomically(folder / "tour.json", json.dumps(summary, indent=1))
 
 
 def _draw(path: Path, runs: list[dict], rate: str, version: str) -> None:

@@ -1,10 +1,10 @@
 """The kernel of this environment, in a folder of the workshop's own: nothing is installed in the learner's home."""
 
 import json
-import os
 import sys
 from pathlib import Path
 
+from workshop.files import write_atomically
 from workshop.repository import ROOT, python_path
 
 
@@ -27,9 +27,7 @@ def write_kernel(folder: Path, root: Path = ROOT) -> Path:
         "metadata": {"debugger": True},
         "env": {"PYTHONPATH": python_path(root), "WORKSHOP_PYTHON": sys.executable},
     }
-    temporary = place / f"kernel.json.{os.getpid()}"
-    temporary.write_text(json.dumps(kernel, indent=1))
-    os.replace(temporary, place / "kernel.json")
+    write_atomically(place / "kernel.json", json.dumps(kernel, indent=1))
     return folder
 
 

@@ -12,6 +12,7 @@ import sys
 from pathlib import Path
 
 from workshop.errors import UserError
+from workshop.files import write_atomically
 from workshop.jupyter.kernel import write_kernel, write_page_settings
 from workshop.repository import ORIGIN, ROOT
 
@@ -71,14 +72,14 @@ def copy_workshop(target: Path) -> str:
             else:
                 new += 1
             place.parent.mkdir(parents=True, exist_ok=True)
-            _replace(place, content)
+            write_atomically(place, content)
             place.chmod(source.stat().st_mode | 0o600)  # the shared one may be protected; this one is theirs to change
             copied[name] = _hash(content)
-        _replace(record, json.dumps(copied, indent=0).encode())
+        write_atomically(record, json.dumps(copied, indent=0).encode())
         # The copy uses the environment that is there already, also from a terminal: its own would be 6 GB for each learner.
         # And from the folder, "workshop reset" knows what an exercise was.
         python = shutil.which(os.environ.get("WORKSHOP_PYTHON", "")) or sys.executable
-        _replace(target / ORIGIN, f"{python}\n{ROOT}\n".encode())
+        write_atomically(target / ORIGIN, f"{python}\n{ROOT}\n".encode())
     except OSError as error:
         raise UserError(
             f"{target} cannot be written ({error.strerror}): free space in your home folder, and start a new session."
@@ -117,12 +118,6 @@ def _read_record(path: Path) -> dict[str, str]:
 
 def _hash(content: bytes) -> str:
     return hashlib.sha256(content).hexdigest()
-
-
-def _replace(path: Path, content: bytes) -> None:
-    temporary = path.with_name(f"{path.name}.{os.getpid()}")
-    temporary.write_bytes(content)
-    os.replace(temporary, path)
 
 
 def write_settings(session: Path, folder: Path, base_url: str, port: int, password: str) -> None:

@@ -6,11 +6,11 @@ efficiency is samples/s over what as many times the smallest number of processes
 
 import csv
 import json
-import os
 import statistics
 from pathlib import Path
 
 from workshop.errors import UserError
+from workshop.files import write_atomically
 from workshop.repository import open_folder, require_stages
 from workshop.training.logs import read_log
 
@@ -173,9 +173,7 @@ def write_and_show(console, folder: Path, title: str, summary: dict) -> None:
                     writer.writerow(
                         [mode, row["processes"], row["batch_size"], number, f"{rate:.1f}", f"{efficiency:.4f}"]
                     )
-    temporary = folder / "bench.json.tmp"
-    temporary.write_text(json.dumps(summary, indent=1) + "\n")
-    os.replace(temporary, folder / "bench.json")
+    write_atomically(folder / "bench.json", json.dumps(summary, indent=1) + "\n")
     console.print(f"Picture and figures: {folder / 'bench.png'}, bench.csv, bench.json", soft_wrap=True)
 
 

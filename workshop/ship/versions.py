@@ -24,6 +24,7 @@ from pathlib import Path
 import psutil
 
 from workshop.errors import UserError
+from workshop.files import write_atomically
 from workshop.repository import open_folder, require_stages
 from workshop.run.environment import without_launcher
 from workshop.run.processes import family
@@ -110,8 +111,8 @@ def run_versions(sets: Sequence[str] = (), stages: str = "", output: str | None 
     for name in named:
         results[name] = run_set(name, {stage: STAGES[stage] for stage in chosen}, root, say, results.get("lock"))
     summary = {"command": "workshop " + " ".join(sys.argv[1:]), "date": time.strftime("%Y-%m-%d"), "sets": results}
-    _write(folder / "versions.json", json.dumps(summary, indent=1))
-    _write(folder / "versions.md", page(summary))
+    write_atomically(folder / "versions.json", json.dumps(summary, indent=1))
+    write_atomically(folder / "versions.md", page(summary))
     _show(console, folder, summary)
     return 1 if any(result["failure"] or _failed(result) for result in results.values()) else 0
 
@@ -531,9 +532,3 @@ def _show(console, folder: Path, summary: dict) -> None:
         f"The reports of failed tests: {folder / 'versions.json'}; the tables: versions.md",
     ]:
         console.print(line, markup=False, soft_wrap=True)
-
-
-def _write(path: Path, text: str) -> None:
-    temporary = path.with_name(path.name + ".tmp")
-    temporary.write_text(text)
-    os.replace(temporary, path)

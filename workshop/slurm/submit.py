@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from workshop.errors import UserError
+from workshop.files import write_atomically
 from workshop.repository import ROOT, workshop_command
 from workshop.run.environment import without_launcher
 from workshop.slurm.image import find_image, settings_name, with_image
@@ -633,9 +634,7 @@ def _write(path: Path, text: str) -> None:
     """Write a file so that a job which begins meanwhile sees the old text or the new one."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        partial = path.with_name(f"{path.name}.{os.getpid()}")
-        partial.write_text(text)
-        os.replace(partial, path)
+        write_atomically(path, text)
     except OSError as error:
         raise UserError(f"cannot write {path}: {error.strerror}") from None
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from workshop.errors import UserError
+from workshop.files import write_atomically
 from workshop.measure.memory import estimate
 from workshop.measure.transformer import GIB, peak_flops, read_sizes
 from workshop.training.arguments import PREFLIGHT, check_averaging, is_restarted, on_gpus, require_writable
@@ -375,9 +376,7 @@ class TrainingLog:
 
     def _save(self) -> None:
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        temporary = self.path.with_suffix(".json.tmp")
-        temporary.write_text(json.dumps(self.run, indent=1) + "\n")
-        os.replace(temporary, self.path)
+        write_atomically(self.path, json.dumps(self.run, indent=1) + "\n")
 
 
 def _quoted(completion: str) -> str:

@@ -4,6 +4,8 @@ import json
 import os
 from pathlib import Path
 
+from workshop.files import write_atomically
+
 
 def log_path(snapshot: str | os.PathLike) -> Path:
     """The log that belongs to a snapshot: ``runs/name.pt`` has ``runs/name.jsonl``."""
@@ -72,8 +74,6 @@ class EpochLog:
             self.started = True
             path.parent.mkdir(parents=True, exist_ok=True)
             kept = [json.dumps(earlier) + "\n" for earlier in read_log(self.snapshot) if earlier["epoch"] < epoch]
-            temporary = path.with_suffix(".jsonl.tmp")
-            temporary.write_text("".join(kept))
-            os.replace(temporary, path)
+            write_atomically(path, "".join(kept))
         with open(path, "a") as file:
             file.write(json.dumps(entry) + "\n")
