@@ -12,7 +12,7 @@ import torch
 
 from workshop.errors import UserError
 from workshop.repository import ROOT
-from workshop.run.environment import without_launcher
+from workshop.run.environment import environment as run_environment
 from workshop.run.processes import Background
 from workshop.slurm import cluster
 from workshop.slurm.cluster import require_machine
@@ -28,12 +28,10 @@ TORCHRUN_RUNNER = TORCHRUN.with_name("exercise2_run_multigpu_torchrun.sh")
 
 def environment(**changes) -> dict:
     """The environment of a run: one thread a process, this Python, no launcher's variables from outside; None drops one."""
-    outer = {name: value for name, value in without_launcher(os.environ).items() if not name.startswith("WORKSHOP_")}
-    fixed = {"OMP_NUM_THREADS": "1", "WORKSHOP_PYTHON": sys.executable, "PYTHONPATH": f"{PATCHES}{os.pathsep}{ROOT}"}
+    outer = {name: None for name in os.environ if name.startswith("WORKSHOP_")}
+    fixed = {"OMP_NUM_THREADS": 1, "WORKSHOP_PYTHON": sys.executable, "PYTHONPATH": f"{PATCHES}{os.pathsep}{ROOT}"}
     # What the CPU computes is the same everywhere: GPUs are hidden from all tests but those marked gpu.
-    hidden = {"CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": ""}
-    everything = {**outer, **fixed, **hidden, **changes}
-    return {name: str(value) for name, value in everything.items() if value is not None}
+    return run_environment(gpus=False, **outer | fixed | changes)
 
 
 def with_gpus() -> dict:

@@ -134,6 +134,18 @@ def test_a_run_that_trains_nothing_is_a_failure(tmp_path):
     assert "trained 0 of 1 epochs" in result["failure"]
 
 
+def test_a_tour_inside_a_slurm_job_starts_its_runs_outside_of_it(tmp_path, monkeypatch):
+    """JupyterLab's terminal in a session that is a Slurm job: with the job's variables, Lightning would wait for srun."""
+    for name, value in {"SLURM_NTASKS": "1", "SLURM_JOB_NAME": "jupyter", "SLURM_JOB_ID": "7", "RANK": "0"}.items():
+        monkeypatch.setenv(name, value)
+    look = (
+        "import os; print(*[name for name in sorted(os.environ) if name.startswith('SLURM') or name == 'RANK'], 'end')"
+    )
+    entry = tour.Entry("09", "look", lambda n: [sys.executable, "-c", look])
+    tour._run(entry, 1, 128, 1, runs.ROOT, tmp_path, lambda line: None)
+    assert (tmp_path / "09-look-1" / "output.txt").read_text() == "end\n"
+
+
 def test_a_run_that_hangs_is_ended_with_all_its_processes(tmp_path, monkeypatch):
     child = f"import time; time.sleep(600 + 0 * {os.getpid()})"
     program = f"import subprocess, sys; subprocess.Popen([sys.executable, '-c', '{child}']); {child}"
@@ -152,5 +164,5 @@ def test_process_counts_follow_the_machine(monkeypatch):
         monkeypatch.setattr(torch.accelerator, "device_count", lambda gpus=gpus: gpus)
         assert tour.process_counts() == counts
     monkeypatch.setattr(torch.accelerator, "device_count", lambda: 1)
-    monkeypatch.setattr(tour.os, "sched_getaffinity", lambda _: range(2), raising=False)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(2), raising=False)
     assert tour.process_counts() == [1, 2]

@@ -56,10 +56,14 @@ def workshop_command() -> str:
 def python_path(root: Path = ROOT) -> str:
     """``PYTHONPATH`` for what we start: the workshop in ``root`` first, then what a site's modules have put there.
 
-    In the environment that ``workshop.sh`` made nothing else counts: a module's packages would be of other versions.
+    In the environment that ``workshop.sh`` made only folders of the repository count: a module's packages would be of other
+    versions.
     """
-    inherited = os.environ.get("PYTHONPATH", "")
-    if Path(sys.prefix) == ROOT / ".venv" or not inherited:
-        return str(root)
-    others = [place for place in inherited.split(os.pathsep) if place not in (str(root), str(ROOT))]
+    own = Path(sys.prefix) == ROOT / ".venv"
+    inherited = filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))
+    others = [
+        place
+        for place in inherited
+        if place not in (str(root), str(ROOT)) and (not own or Path(place).is_relative_to(ROOT))
+    ]
     return os.pathsep.join([str(root), *others])

@@ -14,6 +14,7 @@ from torchvision.transforms import Compose, Normalize, RandomHorizontalFlip, Ran
 
 from workshop.data.packed import Hdf5Images, PackedImages, ZippedImages
 from workshop.errors import UserError
+from workshop.run.machine import cores
 
 PACKED = {".zip": ZippedImages, ".h5": Hdf5Images, ".hdf5": Hdf5Images}
 
@@ -87,8 +88,7 @@ def image_batches(
         seed: of the order.
     """
     sampler = DistributedSampler(images, seed=seed, drop_last=True)
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    workers = max(1, min(8, cores // int(os.environ["LOCAL_WORLD_SIZE"])))
+    workers = max(1, min(8, cores() // int(os.environ["LOCAL_WORLD_SIZE"])))
     loader = DataLoader(
         images,
         batch_size,

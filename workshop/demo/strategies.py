@@ -8,7 +8,6 @@ import ast
 import difflib
 import importlib.util
 import json
-import os
 import shutil
 import sys
 from collections.abc import Callable
@@ -17,7 +16,7 @@ from pathlib import Path
 
 from workshop.files import write_atomically
 from workshop.repository import ROOT, open_folder, require_stages
-from workshop.run.environment import torchrun
+from workshop.run.environment import environment, torchrun
 from workshop.run.failures import first_failure
 from workshop.run.machine import machine
 from workshop.run.processes import launch
@@ -145,10 +144,9 @@ def run_one(
     shutil.rmtree(place, ignore_errors=True)  # an earlier run's report would be taken for this one's
     place.mkdir()
     # One thread a process: on a CPU a process then stands for a device.
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PET_LOG_DIR": str(place / "torchrun")}
-    environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), environment.get("PYTHONPATH")]))
+    variables = environment(OMP_NUM_THREADS=1, PET_LOG_DIR=place / "torchrun")
     command = [*strategy.command(processes), f"--steps={steps}", f"--dtype={dtype}", f"--output={place}"]
-    outcome = launch(command, environment, ROOT, on_line)
+    outcome = launch(command, variables, ROOT, on_line)
     (place / "output.txt").write_text(outcome.output)
     if outcome.status != 0:
         return row | {"failure": first_failure(outcome, place / "torchrun")}

@@ -3,7 +3,6 @@
 import importlib
 import json
 import math
-import os
 import re
 import shutil
 import statistics
@@ -19,9 +18,9 @@ from workshop.demo.strategies import run_strategies
 from workshop.errors import UserError
 from workshop.files import write_atomically
 from workshop.repository import open_folder, require_stages
-from workshop.run.environment import torchrun
+from workshop.run.environment import environment, torchrun
 from workshop.run.failures import first_failure
-from workshop.run.machine import machine
+from workshop.run.machine import cores, gpus, machine
 from workshop.run.processes import launch
 from workshop.training.finetuning import read_training
 from workshop.training.logs import read_log
@@ -94,7 +93,7 @@ def run_tour(stages: str = "", epochs: int = 3, output: str | None = None) -> in
     console = Console()
     status = _run_entries(entries, epochs, root, folder, console) if entries else 0
     if EVERY_STRATEGY in chosen:
-        processes = max(number for number in (2, 4, 8) if number <= max(2, process_counts()[-1] if _gpus() else 2))
+        processes = max(number for number in (2, 4, 8) if number <= max(2, process_counts()[-1] if gpus() else 2))
         console.print()
         status = run_strategies(processes=processes, output=str(folder / "strategies")) or status
     return status
@@ -192,21 +191,10 @@ def _chosen(stages: str) -> list[str]:
     return wanted
 
 
-def _gpus() -> int:
-    import torch
-
-    return torch.accelerator.device_count() if torch.accelerator.is_available() else 0
-
-
 def process_counts() -> list[int]:
     """1, 2, 4, ... processes: up to the number of accelerators; on the CPU up to the number of cores, at least 2, at most 4."""
-    accelerators = _gpus()
-    if accelerators > 1:
-        largest = accelerators
-    else:
-        largest = max(
-            2, min(4, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 2)
-        )
+    accelerators = gpus()
+    largest = accelerators if accelerators > 1 else max(2, min(4, cores()))
     return sorted({min(2**power, largest) for power in range(math.ceil(math.log2(largest)) + 1)})
 
 
@@ -224,11 +212,10 @@ def _run(entry: Entry, processes: int, batch: int, epochs: int, root: Path, fold
         length = [f"--epochs={epochs}", f"--snapshot={snapshot}"]
     command = [*entry.command(processes), *length, f"--batch-size={batch // processes}"]
     # One thread a process: on a CPU a process then stands for a device, and more processes for more devices.
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PET_LOG_DIR": str(place / "torchrun")}
-    environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(root), environment.get("PYTHONPATH")]))
-    # Not under the run's own folder: the name of a socket that processes make there may have 107 bytes.
+    # The temporary folder is not under the run's own: the name of a socket that processes make there may have 107 bytes.
     with tempfile.TemporaryDirectory() as temporary:
-        outcome = launch(command, environment | {"TMPDIR": temporary}, root, on_line)
+        variables = environment(OMP_NUM_THREADS=1, PET_LOG_DIR=place / "torchrun", TMPDIR=temporary)
+        outcome = launch(command, variables, root, on_line)
         failure = first_failure(outcome, place / "torchrun", Path(temporary)) if outcome.status != 0 else ""
     (place / "output.txt").write_text(outcome.output)
 

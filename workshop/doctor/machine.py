@@ -12,6 +12,7 @@ from pathlib import Path
 
 from workshop.doctor.result import GIB, OK, PROBLEM, WARNING, Result
 from workshop.repository import ROOT
+from workshop.run.machine import cores, gpus
 from workshop.training.container import closed_to_gpus
 
 
@@ -76,7 +77,7 @@ def check_devices() -> Result:
     hardware = _gpu_hardware()
     if torch.accelerator.is_available():
         kind = torch.accelerator.current_accelerator().type
-        count = torch.accelerator.device_count()
+        count = gpus()
         names = (
             sorted({torch.get_device_module(kind).get_device_name(i) for i in range(count)})
             if kind in ("cuda", "xpu")
@@ -162,7 +163,7 @@ def check_training_step() -> Result:
         devices = [torch.device("cpu")]
         if torch.accelerator.is_available():
             kind = torch.accelerator.current_accelerator().type
-            devices += [torch.device(kind, index) for index in range(torch.accelerator.device_count())]
+            devices += [torch.device(kind, index) for index in range(gpus())]
         for device in devices:
             loss = SmallCNN().to(device)(torch.zeros(2, 1, 28, 28, device=device)).sum()
             loss.backward()
@@ -203,12 +204,12 @@ def check_packages() -> Result:
 
 
 def check_cores() -> Result:
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    usable = cores()
     quota = _cgroup_cores()
-    seen = f"{cores} of {os.cpu_count()} for this session" + (
-        f", limited to the time of {quota:g}" if quota and quota < cores else ""
+    seen = f"{usable} of {os.cpu_count()} for this session" + (
+        f", limited to the time of {quota:g}" if quota and quota < usable else ""
     )
-    if min(cores, quota or cores) < 2:
+    if min(usable, quota or usable) < 2:
         return Result(
             "cores", WARNING, seen, "two processes share one core and gain nothing: ask for --cpus-per-task=2 or more"
         )

@@ -4,7 +4,6 @@ import importlib.util
 import os
 import platform
 import shutil
-import subprocess
 import sys
 import warnings
 from importlib.metadata import version
@@ -13,6 +12,7 @@ from pathlib import Path
 from workshop.check import check, hint
 from workshop.jupyter.pictures import show_bars, show_curves, show_losses, show_which
 from workshop.repository import ROOT, python_path
+from workshop.run.machine import cores, gpus_unopened
 from workshop.training.finetuning import read_training
 from workshop.training.logs import read_log
 
@@ -57,20 +57,12 @@ def start(folder: str, processes: int = 1, package: str = "torch") -> None:
     from workshop.jupyter import ranks
 
     get_ipython().register_magic_function(ranks.ranks, "cell")
-    gpus = _gpus()
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    here = f"{cores} CPU cores, {gpus or 'no'} GPU{'' if gpus == 1 else 's'}"
+    gpus = gpus_unopened()
+    here = f"{cores()} CPU cores, {gpus or 'no'} GPU{'' if gpus == 1 else 's'}"
     print(f"Python {platform.python_version()}, torch {version('torch')}, {here}")
     if gpus < processes:
         os.environ.update(CUDA_VISIBLE_DEVICES="", HIP_VISIBLE_DEVICES="")
         print("training runs on the CPU")
-
-
-def _gpus() -> int:
-    """How many GPUs there are; asked in another process: a kernel that has touched a GPU keeps memory of it."""
-    code = "import torch; a = torch.accelerator; print(a.device_count() if a.is_available() else 0)"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    return int(done.stdout.strip() or 0)
 
 
 def _problem(place: Path, package: str = "torch") -> str:

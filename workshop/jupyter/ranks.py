@@ -16,8 +16,7 @@ from datetime import timedelta
 from pathlib import Path
 
 import workshop.training.process_group  # noqa: F401
-from workshop.repository import python_path
-from workshop.run.environment import loopback, without_launcher
+from workshop.run.environment import environment, loopback
 
 PATIENCE = 5  # seconds after which a collective that not all ranks call fails, where it would wait for half an hour
 
@@ -35,20 +34,14 @@ class Ranks:
     def __init__(self, count: int):
         self.count, self.cells, self.failed = count, 0, False
         self.folder = tempfile.TemporaryDirectory(prefix="workshop-ranks-")
-        environment = without_launcher(os.environ) | {
-            "PYTHONPATH": python_path(),
-            "OMP_NUM_THREADS": "1",
-            "GLOO_SOCKET_IFNAME": loopback(),
-            "CUDA_VISIBLE_DEVICES": "",
-            "HIP_VISIBLE_DEVICES": "",
-        }
+        variables = environment(gpus=False, OMP_NUM_THREADS=1, GLOO_SOCKET_IFNAME=loopback())
         self.processes = []
         for rank in range(count):
             with open(self._errors(rank), "w") as errors:
                 self.processes.append(
                     subprocess.Popen(
                         [sys.executable, "-P", "-m", "workshop.jupyter.ranks", str(rank), str(count), self.folder.name],
-                        env=environment,
+                        env=variables,
                         stdin=subprocess.PIPE,
                         stdout=subprocess.PIPE,
                         stderr=errors,

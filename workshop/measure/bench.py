@@ -10,9 +10,10 @@ from pathlib import Path
 
 from workshop.errors import UserError
 from workshop.measure.scaling import read_run, series, write_and_show
-from workshop.repository import open_folder, python_path, require_stages
-from workshop.run.environment import torchrun, without_launcher
+from workshop.repository import open_folder, require_stages
+from workshop.run.environment import environment, torchrun
 from workshop.run.failures import first_failure
+from workshop.run.machine import cores, gpus
 from workshop.run.processes import launch
 
 BATCH_SIZE = 128  # of one process, where the arguments name none
@@ -63,13 +64,9 @@ def run_bench(
     # The same for every number of processes: with all cores to itself one process would be as fast as several on a CPU, and
     # what is asked is what more devices bring. A process stands for a device.
     threads = max(1, cores() // max(counts))
-    environment = {
-        **without_launcher(os.environ),
-        "OMP_NUM_THREADS": str(threads),
-        "PYTHONPATH": python_path(root),
-    }
+    variables = environment(OMP_NUM_THREADS=threads)
     plan = [(each, count) for each in modes for count in counts]
-    _check_options(path, rest, plan, batch, environment)
+    _check_options(path, rest, plan, batch, variables)
 
     console = Console(highlight=False)
     if int(os.environ.get("SLURM_JOB_NUM_NODES", 1)) > 1:
@@ -98,7 +95,7 @@ def run_bench(
                 else:
                     size = batch_of_process(each, batch, count, counts[0])
                     options = [*rest, f"--batch-size={size}"]
-                    rate, device = _measure(path, where, count, options, environment, folder / "run")
+                    rate, device = _measure(path, where, count, options, variables, folder / "run")
                 rates[each][count].append(rate)
                 progress.advance(bar)
     shutil.rmtree(folder / "run", ignore_errors=True)
@@ -128,26 +125,15 @@ def run_collectives(processes: str = "", output: str = "") -> int:
     Raises:
         UserError: one process is too few, or they are more than the GPUs here.
     """
-    count = process_counts(processes)[-1] if processes else max(2, _gpus())
+    count = process_counts(processes)[-1] if processes else max(2, gpus())
     if count < 2:
         raise UserError("--collectives takes two processes or more: --processes 2")
     command = [*torchrun(count), "-m", "workshop.measure.collectives"]
     if output:
         command.append(f"--output={open_folder(output) / 'collectives.json'}")
-    environment = {"OMP_NUM_THREADS": "1", **without_launcher(os.environ), "PYTHONPATH": python_path()}
-    outcome = launch(command, environment, Path.cwd(), lambda line: print(line, end="", flush=True))
+    variables = environment(OMP_NUM_THREADS=os.environ.get("OMP_NUM_THREADS", 1))
+    outcome = launch(command, variables, Path.cwd(), lambda line: print(line, end="", flush=True))
     return 1 if outcome.status is None else outcome.status
-
-
-def cores() -> int:
-    """The cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-def _gpus() -> int:
-    import torch
-
-    return torch.accelerator.device_count() if torch.accelerator.is_available() else 0
 
 
 def process_counts(text: str) -> list[int]:
@@ -156,9 +142,9 @@ def process_counts(text: str) -> list[int]:
     Raises:
         UserError: not all are whole numbers of at least 1, or they are more than the GPUs here.
     """
-    gpus = _gpus()
+    available = gpus()
     if not text:
-        largest = gpus or cores()
+        largest = available or cores()
         return sorted({min(2**power, largest) for power in range(math.ceil(math.log2(largest)) + 1)})
     try:
         counts = sorted({int(part) for part in text.split(",")})
@@ -166,9 +152,9 @@ def process_counts(text: str) -> list[int]:
         counts = [0]
     if counts[0] < 1:
         raise UserError(f"--processes {text}: give whole numbers of at least 1, separated by commas")
-    if gpus and counts[-1] > gpus:
+    if available and counts[-1] > available:
         raise UserError(
-            f"--processes {text}: {counts[-1]} processes would not fit on the {gpus} GPUs here and train on the CPU; "
+            f"--processes {text}: {counts[-1]} processes would not fit on the {available} GPUs here and train on the CPU; "
             "CUDA_VISIBLE_DEVICES= (HIP_VISIBLE_DEVICES= on AMD) compares all on the CPU"
         )
     return counts
@@ -226,7 +212,7 @@ def result_option(script: Path) -> str:
     raise UserError(f"{script.name} takes neither --snapshot nor --output, so bench cannot find its samples/s")
 
 
-def _check_options(path, rest, plan, batch, environment):
+def _check_options(path, rest, plan, batch, variables):
     """Let a script of the workshop check its options for the largest number of processes, before any run."""
     if not re.search("check_arguments|PREFLIGHT", path.read_text(errors="replace")):
         return  # it would not end after the check
@@ -235,7 +221,7 @@ def _check_options(path, rest, plan, batch, environment):
         size = batch_of_process(mode, batch, counts[-1], counts[0])
         done = subprocess.run(
             [sys.executable, "-P", "-m", "workshop.training.preflight", path, *rest, f"--batch-size={size}"],
-            env={**environment, "NPROC": str(counts[-1])},
+            env={**variables, "NPROC": str(counts[-1])},
             capture_output=True,
             text=True,
             stdin=subprocess.DEVNULL,
@@ -244,13 +230,13 @@ def _check_options(path, rest, plan, batch, environment):
             raise UserError(f"with {counts[-1]} processes: {(done.stderr.splitlines() or ['it cannot start'])[-1]}")
 
 
-def _measure(path, where, count, options, environment, place) -> tuple[float, str]:
+def _measure(path, where, count, options, variables, place) -> tuple[float, str]:
     """Run the script once, and return its samples/s and the device that it ran on."""
     shutil.rmtree(place, ignore_errors=True)  # a snapshot of the run before would be carried on from
     place.mkdir(parents=True)
     result = place / ("run.pt" if where == "--snapshot" else "run.json")
     command = [*torchrun(count), str(path), *options, f"{where}={result}"]
-    outcome = launch(command, {**environment, "PET_LOG_DIR": str(place / "torchrun")}, Path.cwd(), lambda line: None)
+    outcome = launch(command, {**variables, "PET_LOG_DIR": str(place / "torchrun")}, Path.cwd(), lambda line: None)
     (place / "output.txt").write_text(outcome.output)
     if outcome.status != 0:
         reason = first_failure(outcome, place / "torchrun").strip().splitlines() or ["without a word"]

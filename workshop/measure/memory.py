@@ -326,19 +326,25 @@ def measure_here(console, model: str, sizes: Sizes, settings: dict) -> list[dict
         UserError: this machine does not have the memory for it, or a run failed.
     """
     import psutil
-    import torch
     from rich.table import Table
 
+    from workshop.run.machine import gpus
     from workshop.training.device import gpu_memory
 
-    gpus = torch.accelerator.device_count() if torch.accelerator.is_available() else 0
-    count = gpus or 2
-    here = gpu_memory(0) if gpus else psutil.virtual_memory().available / count
+    available = gpus()
+    count = available or 2
+    here = gpu_memory(0) if available else psutil.virtual_memory().available / count
     rows, skipped = {}, []
     for name, strategy in (("DDP", "ddp"), ("FSDP", "fsdp")):
         for checkpointing in (False, True):
             predicted = estimate(
-                sizes, strategy, count, bf16=bool(gpus), checkpointing=checkpointing, on_gpu=bool(gpus), **settings
+                sizes,
+                strategy,
+                count,
+                bf16=bool(available),
+                checkpointing=checkpointing,
+                on_gpu=bool(available),
+                **settings,
             )
             label = name + (", recompute" if checkpointing else "")
             if predicted.total > here:
@@ -368,8 +374,7 @@ def measure_here(console, model: str, sizes: Sizes, settings: dict) -> list[dict
 
 def _measured(model: str, ways: list[str], settings: dict, count: int) -> dict[str, dict]:
     """What language_model.py counts in ``count`` processes, for each of the ways."""
-    from workshop.repository import python_path
-    from workshop.run.environment import torchrun, without_launcher
+    from workshop.run.environment import environment, torchrun
     from workshop.run.failures import first_failure
     from workshop.run.processes import launch
 
@@ -380,10 +385,10 @@ def _measured(model: str, ways: list[str], settings: dict, count: int) -> dict[s
     options += ["--batch-sizes", str(settings["batch_size"]), "--ways", *ways]
     with tempfile.TemporaryDirectory(prefix="workshop-memory-") as scratch:
         place = Path(scratch)
-        environment = {"OMP_NUM_THREADS": "1", **without_launcher(os.environ)}
-        environment |= {"PYTHONPATH": python_path(), "PET_LOG_DIR": str(place / "torchrun")}
+        threads = os.environ.get("OMP_NUM_THREADS", 1)
+        variables = environment(OMP_NUM_THREADS=threads, PET_LOG_DIR=place / "torchrun")
         command = [*torchrun(count), "-m", "workshop.measure.language_model", *options]
-        outcome = launch(command, environment, place, lambda line: None)
+        outcome = launch(command, variables, place, lambda line: None)
         if outcome.status != 0:
             raise UserError(f"measuring failed: {first_failure(outcome, place / 'torchrun')}")
         return {row["way"]: row for row in json.loads((place / "language_model.json").read_text())["rows"]}

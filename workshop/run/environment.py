@@ -4,6 +4,8 @@ import os
 import sys
 from collections.abc import Mapping
 
+from workshop.repository import python_path
+
 
 def torchrun(processes: int, *options: str) -> list[str]:
     """The command, up to the program, that starts so many processes of it on this machine, with this Python.
@@ -14,6 +16,24 @@ def torchrun(processes: int, *options: str) -> list[str]:
         *(sys.executable, "-P", "-m", "torch.distributed.run", "--standalone", "--local-addr=127.0.0.1"),
         *(f"--nproc-per-node={processes}", *options),
     ]
+
+
+def environment(*, gpus: bool = True, **changes: object) -> dict[str, str]:
+    """The environment of a program that we start: this process's, without the variables of a launcher or a job.
+
+    ``PYTHONPATH`` begins with the repository, and ``WORKSHOP_PYTHON`` is this Python, so that runners use it too.
+
+    Args:
+        gpus: False hides the GPUs.
+        changes: further variables, as text; None drops one.
+    """
+    variables: dict[str, object] = without_launcher(os.environ) | {
+        "PYTHONPATH": python_path(),
+        "WORKSHOP_PYTHON": sys.executable,
+    }
+    if not gpus:
+        variables |= {"CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": ""}
+    return {name: str(value) for name, value in (variables | changes).items() if value is not None}
 
 
 def without_launcher(environment: Mapping[str, str]) -> dict[str, str]:

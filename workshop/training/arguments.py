@@ -7,6 +7,7 @@ import time
 from pathlib import Path
 
 from workshop.errors import UserError
+from workshop.run.machine import gpus
 from workshop.training.container import closed_to_gpus
 
 PREFLIGHT = "WORKSHOP_PREFLIGHT"  # set by workshop.training.preflight: check the options, train nothing
@@ -170,10 +171,7 @@ def on_gpus(processes: int | None = None) -> bool:
     Args:
         processes: those of this machine; None: as many as torchrun has started.
     """
-    import torch
-
-    processes = processes or int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-    return torch.accelerator.is_available() and torch.accelerator.device_count() >= processes
+    return gpus() >= (processes or int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
 
 
 def _check_data(args, world_size, datasets):

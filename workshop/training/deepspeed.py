@@ -11,6 +11,7 @@ import sysconfig
 from pathlib import Path
 
 from workshop.errors import UserError
+from workshop.run.machine import gpus
 from workshop.training.arguments import check_arguments, require_writable
 
 # The blocks of the configuration whose names deepspeed.runtime.config has not as constants: other modules read them.
@@ -35,10 +36,7 @@ def require_deepspeed() -> None:
     take_own_ninja()
     # It would say in each process that a CUDA compiler is there, and no GPU.
     logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
-    import torch
-
-    local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE", 1))
-    if not torch.accelerator.is_available() or torch.accelerator.device_count() < local_world_size:
+    if gpus() < int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE", 1)):
         os.environ["DS_ACCELERATOR"] = "cpu"
 
 

@@ -8,11 +8,12 @@ import time
 import torch
 
 import workshop.training.process_group  # noqa: F401
+from workshop.run.machine import gpus
 
 
 def local_device() -> torch.device:
     """The device of a process that torchrun has started: the accelerator of its local rank, or the CPU if not each has one."""
-    if not torch.accelerator.is_available() or torch.accelerator.device_count() < int(os.environ["LOCAL_WORLD_SIZE"]):
+    if gpus() < int(os.environ["LOCAL_WORLD_SIZE"]):
         return torch.device("cpu")
     torch.accelerator.set_device_index(int(os.environ["LOCAL_RANK"]))
     return torch.accelerator.current_accelerator()

@@ -9,19 +9,16 @@ import os
 import runpy
 import sys
 
+from workshop.run.machine import gpus
 from workshop.training.arguments import PREFLIGHT, ArgumentParser, positive_int
 
 
 def default_nproc() -> int:
     """The number of processes to start on this machine: one for each accelerator, or 2 on the CPU."""
-    import torch
-
-    if torch.accelerator.is_available() and torch.accelerator.device_count() > 0:
-        count = torch.accelerator.device_count()
-        if count == 1:
-            print("1 GPU: one process trains; NPROC=2 lets two train on the CPU", file=sys.stderr)
-        return count
-    return 2
+    count = gpus()
+    if count == 1:
+        print("1 GPU: one process trains; NPROC=2 lets two train on the CPU", file=sys.stderr)
+    return count or 2
 
 
 def main() -> None:

@@ -21,6 +21,7 @@ from workshop.data.code import load_blocks
 from workshop.data.codellama import TINY, model_folder
 from workshop.errors import UserError
 from workshop.measure.collectives import BUS_FACTOR
+from workshop.run.machine import gpus
 from workshop.tensors import own_part
 from workshop.training.arguments import ArgumentParser, check_averaging, positive_int, require_writable
 from workshop.training.deepspeed import check_gathering
@@ -63,9 +64,7 @@ def parse_arguments(doc: str, options=None, *, fsdp: bool = False) -> argparse.N
 
 def choose_device() -> torch.device:
     """This process's accelerator where each process of this machine has one; else the CPU."""
-    if torch.accelerator.is_available() and torch.accelerator.device_count() >= int(
-        os.environ.get("LOCAL_WORLD_SIZE", 1)
-    ):
+    if gpus() >= int(os.environ.get("LOCAL_WORLD_SIZE", 1)):
         torch.accelerator.set_device_index(int(os.environ.get("LOCAL_RANK", 0)))
         return torch.accelerator.current_accelerator()
     return torch.device("cpu")
