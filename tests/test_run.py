@@ -1,14 +1,19 @@
 """Starting programs, watching them, and what they leave: the environment, files, failures, runs that stand still."""
 
 import os
+import subprocess
 import sys
+import time
 
+import psutil
 import pytest
 
 from workshop.files import write_atomically
 from workshop.repository import ROOT
 from workshop.run.environment import environment
+from workshop.run.failures import is_echo
 from workshop.run.machine import cores, gpus, gpus_unopened
+from workshop.run.stillness import Patience, Watch
 
 
 def test_the_environment_of_a_program(monkeypatch):
@@ -52,3 +57,56 @@ def test_a_failed_write_leaves_the_old_file_and_nothing_else(tmp_path, monkeypat
         write_atomically(path, "new")
     assert path.read_text() == "old"
     assert os.listdir(tmp_path) == ["figures.json"]
+
+
+def watched(program: str, patience: Patience, moves: bool = False) -> tuple[str, float]:
+    """What a watch says of a program in the end, and after how many seconds; ``moves``: it makes progress at each look."""
+    child = subprocess.Popen([sys.executable, "-S", "-c", program])
+    try:
+        start, looks = time.monotonic(), 0
+        watch = Watch(lambda: [psutil.Process(child.pid)], patience)
+        while not (verdict := watch.look(looks if moves else 0)):
+            looks += 1
+            time.sleep(0.05)
+        return verdict, time.monotonic() - start
+    finally:
+        child.kill()
+        child.wait()
+
+
+def test_a_sleeping_program_stands_still_as_idle():
+    verdict, seconds = watched("import time; time.sleep(60)", Patience(idle=1, busy=20, total=30))
+    assert verdict == "idle"
+    assert seconds < 5
+
+
+def test_a_computing_program_stands_still_as_busy_only_later():
+    verdict, seconds = watched("while True: pass", Patience(idle=0.5, busy=2, total=30))
+    assert verdict == "busy"
+    assert seconds >= 2
+
+
+def test_a_program_that_moves_may_take_its_time_but_not_for_ever():
+    verdict, seconds = watched("import time; time.sleep(60)", Patience(idle=0.3, busy=0.3, total=1.5), moves=True)
+    assert verdict == "long"
+    assert seconds >= 1.5
+
+
+@pytest.mark.parametrize(
+    ("text", "type_name", "echo"),
+    [
+        ("[gloo] Connection closed by peer [127.0.0.1]:29", "RuntimeError", True),
+        ("Connection reset by peer", "", True),
+        ("[Errno 32] Broken pipe", "BrokenPipeError", True),
+        ("Timed out waiting 1800000ms for recv operation to complete", "RuntimeError", True),
+        ("ncclRemoteError: ... a remote process exiting prematurely", "DistBackendError", True),
+        ("socketProgress: Connection closed by remote peer node2<41234>", "DistBackendError", True),
+        ("NCCL communicator was aborted on rank 0.", "DistBackendError", True),
+        ("-- Process 1 terminated with the following error", "ProcessRaisedException", True),
+        ("NCCL error: invalid usage. Duplicate GPU detected : rank 1 and rank 0", "DistBackendError", False),
+        ("ProcessGroupNCCL is only supported with GPUs, no GPUs found!", "ValueError", False),
+        ("rank 1 divides by zero", "ZeroDivisionError", False),
+    ],
+)
+def test_the_echo_of_another_ranks_failure(text, type_name, echo):
+    assert is_echo(text, type_name) == echo

@@ -9,6 +9,14 @@ from pathlib import Path
 
 from workshop.run.processes import Outcome
 
+LAUNCHER_ERRORS = ("ProcessRaisedException", "ProcessExitedException", "ChildFailedError")
+# NCCL alone is no sign: "Duplicate GPU detected" and "invalid usage" are errors of the rank that reports them.
+LOST_CONNECTION = re.compile(
+    r"by (remote )?peer|remote (worker|process)|Broken pipe|Connection refused|Timed out waiting"
+    r"|NCCL.*(abort|timeout|timed out|unhandled system error|ncclSystemError|ncclRemoteError)"
+    r"|(abort|timeout|timed out).*NCCL"
+)
+
 
 def first_failure(outcome: Outcome, torchrun_logs: Path, temporary: Path | None = None) -> str:
     """Why a run failed: the traceback of the rank that failed first, where there is one, else the last lines of its output.
@@ -56,6 +64,11 @@ def first_failure(outcome: Outcome, torchrun_logs: Path, temporary: Path | None 
     return f"rank {said[1]} ended first, with exit status {said[0]}:\n{error}" if said else error
 
 
-def is_echo(traceback: str) -> bool:
-    """Whether it is the error of a rank that lost its connection to another, which had failed before it."""
-    return re.search(r"by peer|remote (worker|process)|NCCL", traceback) is not None
+def is_echo(text: str, type_name: str = "") -> bool:
+    """Whether an error says only that another process has gone: a rank lost its connection to one that failed before it.
+
+    Args:
+        text: the error's message, or its traceback.
+        type_name: the name of the exception's class, if known.
+    """
+    return type_name in LAUNCHER_ERRORS or LOST_CONNECTION.search(text) is not None

@@ -1,5 +1,6 @@
 """Running a training program from outside: its output, its time, its memory, its processes, and none of them left behind."""
 
+import math
 import os
 import queue
 import subprocess
@@ -11,6 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
+
+from workshop.run.stillness import Patience, Watch
 
 
 @dataclass(frozen=True)
@@ -65,7 +68,9 @@ def launch(
         lines.put(None)
 
     threading.Thread(target=read, daemon=True).start()
-    output, peak, last_line, next_sample, hangs = [], 0, start, start + 1, False
+    # Whether the program computes does not matter here: a program that trains prints a line now and then.
+    watch = Watch(lambda: [], Patience(idle=stall, busy=stall, total=math.inf))
+    output, peak, next_sample, hangs = [], 0, start + 1, False
     try:
         while True:
             try:
@@ -74,11 +79,11 @@ def launch(
                     break
                 output.append(line)
                 on_line(line)
-                last_line = time.monotonic()
             except queue.Empty:
-                if time.monotonic() - last_line > stall:
-                    hangs = True
-                    break
+                pass
+            if watch.look(len(output)):
+                hangs = True
+                break
             if time.monotonic() > next_sample:
                 peak = max(peak, _memory())
                 next_sample = time.monotonic() + 2  # looking costs some 40 ms of a core
