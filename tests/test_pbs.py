@@ -94,7 +94,7 @@ def test_the_sites_take_them(site, path):
     nodes, gpus = SHAPES[path.stem]
     profile = find_site(site)
     job = submission(path, site, profile, account="a", arguments=["--epochs", "2"])
-    assert (job.shape.nodes, job.shape.gpus_per_node, job.shape.tasks_per_node) == (nodes, gpus, gpus)
+    assert (job.shape.nodes, job.shape.gpus, job.shape.tasks) == (nodes, gpus, gpus)
     assert f"ncpus={gpus * profile.cores_per_gpu}:mpiprocs={gpus}:" in " ".join(job.command)
     assert job.sources_site
     assert job.folder == STAGE

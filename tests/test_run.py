@@ -14,6 +14,7 @@ from workshop.run.environment import environment
 from workshop.run.failures import is_echo
 from workshop.run.machine import cores, gpus, gpus_unopened
 from workshop.run.stillness import Patience, Watch
+from workshop.slurm.shape import Shape
 
 
 def test_the_environment_of_a_program(monkeypatch):
@@ -110,3 +111,14 @@ def test_a_program_that_moves_may_take_its_time_but_not_for_ever():
 )
 def test_the_echo_of_another_ranks_failure(text, type_name, echo):
     assert is_echo(text, type_name) == echo
+
+
+def test_a_shape_says_what_a_job_asks_for():
+    one, two = Shape(1, 4, 1, seconds=600), Shape(nodes=2, gpus=1, tasks=1, cores=4)
+    assert (str(one), str(two)) == (
+        "1 node with 4 GPUs for 00:10:00",
+        "2 nodes with 1 GPU and 1 task each, 4 cores a task",
+    )
+    assert two.all_gpus == 2
+    assert two.options(gres=True) == ["--nodes=2", "--gres=gpu:1", "--ntasks-per-node=1", "--cpus-per-task=4"]
+    assert one.options(gres=False) == ["--nodes=1", "--gpus-per-node=4", "--ntasks-per-node=1"]

@@ -111,7 +111,7 @@ def test_a_directive_can_be_written_in_several_ways(text, tmp_path):
     )
     site = find_site("della")
     shape = find_shape(read_script(path, "slurm"), site, None, None, None)
-    assert (shape.nodes, shape.gpus_per_node, shape.seconds) == (2, 1, 600)
+    assert (shape.nodes, shape.gpus, shape.seconds) == (2, 1, 600)
     assert "--gres=gpu:1,nvme:100" in build(path, "della").command  # what else it asks for stays
 
 
@@ -405,7 +405,7 @@ def test_the_first_queue_that_takes_the_job():
     site = find_site("roihu")
 
     def queue(nodes, gpus, hours):
-        return find_queue(site, submit.Shape(nodes, 1, gpus, hours * 3600), None).name
+        return find_queue(site, submit.Shape(nodes, gpus, tasks=1, seconds=hours * 3600), None).name
 
     assert queue(2, 4, 0.2) == "gputest"
     assert queue(4, 1, 0.2) == "gpumedium"

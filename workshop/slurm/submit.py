@@ -15,6 +15,7 @@ from workshop.files import write_atomically
 from workshop.repository import ROOT, workshop_command
 from workshop.run.environment import without_launcher
 from workshop.slurm.image import find_image, settings_name, with_image
+from workshop.slurm.shape import Shape, clock
 from workshop.slurm.sites import Queue, Site, detect_site, find_site, known_sites
 
 MARKS = {"slurm": "#SBATCH", "pbs": "#PBS"}
@@ -55,27 +56,6 @@ class Script:
     path: Path
     options: dict[str, str]
     sources_site: bool
-
-
-@dataclass(frozen=True)
-class Shape:
-    """What a job asks for: nodes, tasks (processes that the launcher starts) and GPUs on each, and seconds."""
-
-    nodes: int
-    tasks_per_node: int
-    gpus_per_node: int
-    seconds: int
-
-    @property
-    def gpus(self) -> int:
-        """All GPUs of the job."""
-        return self.nodes * self.gpus_per_node
-
-    def __str__(self) -> str:
-        return (
-            f"{self.nodes} node{'s' * (self.nodes > 1)} with {self.gpus_per_node} GPU{'s' * (self.gpus_per_node > 1)} "
-            f"for {clock(self.seconds)}"
-        )
 
 
 @dataclass(frozen=True)
@@ -217,11 +197,6 @@ def seconds(text: str, scheduler: str = "slurm") -> int:
     return int(days or 0) * 86400 + sum(number * unit for number, unit in zip(numbers, units, strict=False))
 
 
-def clock(seconds: int) -> str:
-    """Seconds as HH:MM:SS, which Slurm and PBS both take."""
-    return f"{seconds // 3600:02}:{seconds // 60 % 60:02}:{seconds % 60:02}"
-
-
 def _whole(text: str, name: str) -> int:
     """A whole number of at least 1."""
     if not re.fullmatch(r"[1-9]\d*", text):
@@ -277,7 +252,7 @@ def find_shape(script: Script, site: Site, nodes: int | None, gpus_per_node: int
     if (tasks > 1 or site.scheduler == "pbs") and str(tasks) == said_gpus:
         tasks = gpus  # the script starts one process a GPU, so it does on fewer or more of them
     limit = seconds(time) if time else seconds(said_time, site.scheduler)
-    shape = Shape(nodes or _whole(said_nodes or "1", "nodes"), tasks, gpus, limit)
+    shape = Shape(nodes or _whole(said_nodes or "1", "nodes"), gpus, tasks, seconds=limit)
     if shape.seconds == 0:
         raise UserError("a time limit of 0 is none; write hours:minutes:seconds, such as 00:10:00")
     if gpus > site.gpus_per_node:
@@ -296,7 +271,7 @@ def misfit(queue: Queue, shape: Shape) -> str:
         return f"at most {clock(seconds(queue.time))}"
     if queue.max_nodes and shape.nodes > queue.max_nodes:
         return f"at most {queue.max_nodes} node{'s' * (queue.max_nodes > 1)}"
-    if queue.max_gpus and shape.gpus > queue.max_gpus:
+    if queue.max_gpus and shape.all_gpus > queue.max_gpus:
         return f"at most {queue.max_gpus} GPUs a job"
     return ""
 
@@ -420,20 +395,20 @@ def _own_folder(script: Path) -> Path | None:
 
 
 def _sbatch(read, site, shape, queue, account, reservation, settings_path) -> list[str]:
-    cores = max(1, site.cores_per_gpu * shape.gpus_per_node // shape.tasks_per_node)
+    cores = max(1, site.cores_per_gpu * shape.gpus // shape.tasks)
     options = {
         "--account": account,
         "--partition": queue.partition,
         "--qos": queue.qos.replace("{account}", account or ""),
         "--reservation": reservation,
         "--nodes": shape.nodes,
-        "--ntasks-per-node": shape.tasks_per_node,
-        **_gpu_option(read, site, shape.gpus_per_node),
+        "--ntasks-per-node": shape.tasks,
+        **_gpu_option(read, site, shape.gpus),
         "--cpus-per-task": cores,
     }
     if not set(MEMORY) & set(read.options):  # they exclude one another: a script's own stays
         if site.memory == "per_node":
-            options["--mem"] = f"{site.memory_per_gpu * shape.gpus_per_node}G"
+            options["--mem"] = f"{site.memory_per_gpu * shape.gpus}G"
         elif site.memory == "per_gpu":
             options["--mem-per-gpu"] = f"{site.memory_per_gpu}G"
     options["--time"] = clock(shape.seconds)
@@ -464,12 +439,12 @@ def _gpu_option(read: Script, site: Site, gpus: int) -> dict[str, str]:
 def _qsub(read, site, shape, queue, account, reservation, settings_path) -> list[str]:
     chunk = [
         f"select={shape.nodes}",
-        f"ncpus={site.cores_per_gpu * shape.gpus_per_node}",
-        f"mpiprocs={shape.tasks_per_node}",
-        site.gpu_option % shape.gpus_per_node,
+        f"ncpus={site.cores_per_gpu * shape.gpus}",
+        f"mpiprocs={shape.tasks}",
+        site.gpu_option % shape.gpus,
     ]
     if site.memory == "per_node":
-        chunk.append(f"mem={site.memory_per_gpu * shape.gpus_per_node}GB")
+        chunk.append(f"mem={site.memory_per_gpu * shape.gpus}GB")
     line = ["qsub", *(["-A", account] if account else []), "-q", reservation or queue.name, "-l", ":".join(chunk)]
     # One chunk on each host: PBS may else put several small ones on one.
     line += ["-l", f"walltime={clock(shape.seconds)}", "-l", "place=scatter"]
