@@ -1,5 +1,7 @@
 """Starting programs, watching them, and what they leave: the environment, files, failures, runs that stand still."""
 
+import importlib.metadata
+import importlib.util
 import os
 import subprocess
 import sys
@@ -9,7 +11,7 @@ import psutil
 import pytest
 
 from workshop.files import write_atomically
-from workshop.repository import ROOT
+from workshop.repository import ROOT, packages, requirements
 from workshop.run.environment import environment
 from workshop.run.failures import is_echo
 from workshop.run.machine import cores, gpus, gpus_unopened
@@ -122,3 +124,17 @@ def test_a_shape_says_what_a_job_asks_for():
     assert two.all_gpus == 2
     assert two.options(gres=True) == ["--nodes=2", "--gres=gpu:1", "--ntasks-per-node=1", "--cpus-per-task=4"]
     assert one.options(gres=False) == ["--nodes=1", "--gpus-per-node=4", "--ntasks-per-node=1"]
+
+
+def test_the_required_packages_come_from_pyproject_or_from_the_metadata(monkeypatch, tmp_path):
+    listed = packages()
+    assert {"torch": "torch", "pillow": "PIL", "scikit-learn": "sklearn"}.items() <= listed.items()
+    assert {"pytest", "xdist", "yaml"} <= set(requirements("development"))
+    assert not set(requirements()) & set(requirements("development"))
+    for module in requirements() + requirements("notebooks"):
+        assert importlib.util.find_spec(module), module
+    lines = [*(f"{name}>=1" for name in listed), "ninja>=1.11; extra == 'deepspeed'", 'x; sys_platform == "none"']
+    monkeypatch.setattr(importlib.metadata, "requires", lambda _: lines)
+    monkeypatch.setattr("workshop.repository.ROOT", tmp_path)
+    assert packages() == listed
+    assert requirements("deepspeed") == ["ninja"]

@@ -1,7 +1,10 @@
-"""Where the repository lies."""
+"""Where the repository lies, and what it needs."""
 
+import importlib.metadata
 import os
+import re
 import sys
+import tomllib
 from pathlib import Path
 
 from workshop.errors import UserError
@@ -9,6 +12,9 @@ from workshop.errors import UserError
 ROOT = Path(__file__).resolve().parent.parent
 # In a copy that an Open OnDemand session made: the Python of the shared workshop, and its folder, a line each.
 ORIGIN = ".workshop_origin"
+DISTRIBUTION = "distributed-pytorch-workshop"
+# Packages whose module has a different name, apart from a hyphen in place of an underscore.
+MODULES = {"pillow": "PIL", "scikit-learn": "sklearn", "pyyaml": "yaml", "pytest-xdist": "xdist"}
 
 
 def require_stages() -> Path:
@@ -67,3 +73,34 @@ def python_path(root: Path = ROOT) -> str:
         if place not in (str(root), str(ROOT)) and (not own or Path(place).is_relative_to(ROOT))
     ]
     return os.pathsep.join([str(root), *others])
+
+
+def packages(extra: str = "") -> dict[str, str]:
+    """The packages that the workshop requires on this system, as pyproject.toml lists them, and the module of each.
+
+    Args:
+        extra: list those of an optional group instead, without the ones that are always required.
+    """
+    if (file := ROOT / "pyproject.toml").is_file():
+        project = tomllib.loads(file.read_text(encoding="utf-8"))["project"]
+        lines = project["optional-dependencies"][extra] if extra else project["dependencies"]
+    else:  # installed as a wheel
+        lines = [line for line in importlib.metadata.requires(DISTRIBUTION) or () if _extra(line) == extra]
+    names = [re.match(r"[\w.-]+", line)[0].lower() for line in lines if _is_for_this_system(line)]
+    return {name: MODULES.get(name, name.replace("-", "_")) for name in names}
+
+
+def requirements(extra: str = "") -> list[str]:
+    """The modules of ``packages(extra)``, by the names under which they are imported."""
+    return list(packages(extra).values())
+
+
+def _extra(line: str) -> str:
+    """The optional group that a line of the metadata belongs to; "": none."""
+    found = re.search(r"""extra == ['"]([\w-]+)['"]""", line)
+    return found[1] if found else ""
+
+
+def _is_for_this_system(line: str) -> bool:
+    found = re.search(r"""sys_platform == ['"](\w+)['"]""", line)
+    return not found or found[1] == sys.platform

@@ -5,7 +5,7 @@ import subprocess
 import sys
 
 from workshop.errors import UserError
-from workshop.repository import require_stages
+from workshop.repository import require_stages, requirements
 
 
 def run_tests(full: bool, arguments: list[str]) -> int:
@@ -18,7 +18,8 @@ def run_tests(full: bool, arguments: list[str]) -> int:
     Raises:
         UserError: the tests' own packages are missing (in an environment that WORKSHOP_PYTHON names, say).
     """
-    missing = [name for name in ("pytest", "xdist", "nbclient", "yaml") if importlib.util.find_spec(name) is None]
+    needed = requirements("notebooks") + requirements("development")
+    missing = [name for name in needed if importlib.util.find_spec(name) is None]
     if missing:
         raise UserError(
             f"the tests need {', '.join(missing)}: {sys.executable} -m pip install -e '{require_stages()}[notebooks,development]'"

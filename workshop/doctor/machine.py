@@ -11,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from workshop.doctor.result import GIB, OK, PROBLEM, WARNING, Result
-from workshop.repository import ROOT
+from workshop.repository import ROOT, packages
 from workshop.run.machine import cores, gpus
 from workshop.training.container import closed_to_gpus
 
@@ -179,18 +179,7 @@ def check_training_step() -> Result:
 
 
 def check_packages() -> Result:
-    needed = {
-        "numpy": "numpy",
-        "PIL": "pillow",
-        "sklearn": "scikit-learn",
-        "tqdm": "tqdm",
-        "matplotlib": "matplotlib",
-        "psutil": "psutil",
-        "rich": "rich",
-        "lightning": "lightning",
-        "torchmetrics": "torchmetrics",
-    }
-    missing = [package for module, package in needed.items() if importlib.util.find_spec(module) is None]
+    missing = [package for package, module in packages().items() if importlib.util.find_spec(module) is None]
     if missing:
         return Result(
             "packages",
@@ -200,7 +189,7 @@ def check_packages() -> Result:
         )
     shown = (name for name in ("lightning", "transformers") if importlib.util.find_spec(name))
     versions = ", ".join(f"{name} {importlib.metadata.version(name)}" for name in shown)
-    return Result("packages", OK, f"all of stages 01 to 03; {versions}")
+    return Result("packages", OK, f"all that are required; {versions}")
 
 
 def check_cores() -> Result:
