@@ -1,6 +1,7 @@
 """A user's mistake: one line on standard error, exit status 2, nothing launched, nothing written."""
 
 import argparse
+import importlib.util
 import os
 import runpy
 import shutil
@@ -14,13 +15,17 @@ import pytest
 import torch
 
 import runs
-from workshop.training.arguments import ArgumentParser, check_arguments
+from workshop.training.arguments import ArgumentParser, check_arguments, require_writable
 
 SCRIPTS = {"single": runs.SINGLE, "spawn": runs.SPAWN, "torchrun": runs.TORCHRUN}
 
 
 def file_above(folder):
     (folder / "file").write_text("not a folder")
+
+
+def link_to_nothing(folder):
+    (folder / "link").symlink_to(folder / "gone")
 
 
 def truncated_snapshot(folder):
@@ -60,6 +65,13 @@ MISTAKES = {
         ["--snapshot", "file/run.pt"],
         "file is a file, so nothing can be written beneath it",
     ),
+    "snapshot in a folder that cannot be made": (None, ["--snapshot", f"{'long' * 80}/run.pt"], "File name too long"),
+    "snapshot in a folder of the system": (None, ["--snapshot", "/proc/none/run.pt"], "--snapshot /proc/none/run.pt: "),
+    "snapshot beneath a link to nothing": (
+        link_to_nothing,
+        ["--snapshot", "link/run.pt"],
+        "link is a link to a place that does not exist",
+    ),
     "snapshot with the name of the log": (None, ["--snapshot", "run.jsonl"], "the run's log will have that name"),
     "snapshot is a folder": (None, ["--snapshot", "."], "--snapshot . is a folder"),
     "truncated snapshot": (truncated_snapshot, ["--snapshot", "cut.pt"], "cut.pt cannot be read"),
@@ -71,7 +83,7 @@ MISTAKES = {
 
 
 def files(folder: Path) -> dict:
-    return {path.relative_to(folder): path.stat().st_mtime_ns for path in folder.rglob("*")}
+    return {path.relative_to(folder): path.lstat().st_mtime_ns for path in folder.rglob("*")}
 
 
 def refused_as_rank_0(script: Path, options: list, folder: Path, monkeypatch, capfd) -> str:
@@ -115,6 +127,36 @@ def test_script_says_so_in_one_line(kind, mistake, tmp_path, monkeypatch, capfd)
     assert seen.out == ""
     assert files(tmp_path) == before
     assert time.monotonic() - start < 10
+
+
+@pytest.mark.parametrize(
+    "script",
+    [
+        "04_model_parallel_with_fsdp/finetune_ddp.py",
+        "solutions/04_model_parallel_with_fsdp/exercise1_fsdp_codellama.py",
+        "solutions/05_deepspeed/exercise1_deepspeed.py",
+    ],
+)
+@pytest.mark.parametrize("place", ["/proc/none", "file/runs", "new/" + "long" * 80])
+def test_a_folder_that_cannot_be_made(script, place, tmp_path, monkeypatch, capfd):
+    if "deepspeed" in script and not importlib.util.find_spec("deepspeed"):
+        pytest.skip("needs DeepSpeed, an extra")
+    file_above(tmp_path)
+    options = ["--folder", place]
+    if "deepspeed" in script:
+        options += ["--config", str((runs.ROOT / script).with_name("ds_config.json"))]
+    said = refused_as_rank_0(runs.ROOT / script, options, tmp_path, monkeypatch, capfd)
+    assert said.startswith(f"{Path(script).name}: --folder {place}: ")
+    assert said.count("\n") == 1
+
+
+def test_a_trial_leaves_nothing_behind(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "runs").mkdir()
+    for place in ("runs", "runs/new/deeper", "new", "new/../../other"):
+        require_writable("--folder", Path(place))
+    assert [path.name for path in tmp_path.rglob("*")] == ["runs"]
+    assert not (tmp_path.parent / "other").exists()
 
 
 @pytest.mark.parametrize(

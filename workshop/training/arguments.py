@@ -3,6 +3,7 @@
 import argparse
 import os
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -28,17 +29,22 @@ class ArgumentParser(argparse.ArgumentParser):
 
     def error(self, message):
         """Print the message on standard error and exit with status 2."""
-        task = os.environ.get("SLURM_PROCID", 0) if int(os.environ.get("SLURM_STEP_NUM_TASKS", 1)) > 1 else 0
-        if int(os.environ.get("RANK", task)) > 0:
+        if _rank() > 0:
             time.sleep(10)  # torchrun and srun end all ranks with the first that exits: let rank 0 print, and be it
             print(
-                f"{self.prog}: rank {os.environ.get('RANK', task)}: {' '.join(str(message).split())}",
+                f"{self.prog}: rank {_rank()}: {' '.join(str(message).split())}",
                 file=sys.stderr,
                 flush=True,
             )
         elif os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0":
             print(f"{self.prog}: {' '.join(str(message).split())}", file=sys.stderr, flush=True)
         sys.exit(2)
+
+
+def _rank() -> int:
+    """The rank that torchrun or srun has given to this process; 0 in a process that neither has started."""
+    task = os.environ.get("SLURM_PROCID", 0) if int(os.environ.get("SLURM_STEP_NUM_TASKS", 1)) > 1 else 0
+    return int(os.environ.get("RANK", task))
 
 
 def positive_int(text: str) -> int:
@@ -248,12 +254,25 @@ def _require_epochs_left(option, done, asked):
 
 
 def require_writable(option: str, folder: Path) -> None:
-    """Raise a UserError, which begins with ``option``, if nothing can be written in a folder, or where it is to be made."""
-    existing = next(place for place in (folder.absolute(), *folder.absolute().parents) if place.exists())
-    if not existing.is_dir():
-        raise UserError(f"{option}: {existing} is a file, so nothing can be written beneath it")
-    if not os.access(existing, os.W_OK):
-        raise UserError(f"{option}: no permission to write in {existing}")
+    """Raise a UserError, which begins with ``option``, if nothing can be written in a folder, or it cannot be made.
+
+    Nothing is left behind: the trial is made in a temporary folder.
+    """
+    whole = Path(os.path.normpath(folder.absolute()))
+    try:
+        existing = next(place for place in (whole, *whole.parents) if os.path.lexists(place))
+        if not existing.exists():
+            raise UserError(f"{option}: {existing} is a link to a place that does not exist")
+        if not existing.is_dir():
+            raise UserError(f"{option}: {existing} is a file, so nothing can be written beneath it")
+        if not os.access(existing, os.W_OK | os.X_OK):
+            raise UserError(f"{option}: no permission to write in {existing}")
+        if _rank() == 0:
+            # Only a trial tells: for root, and on network file systems, the permission says little.
+            with tempfile.TemporaryDirectory(prefix=".workshop-", dir=existing) as trial:
+                Path(trial, whole.relative_to(existing)).mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"{option}: cannot write in {folder} ({error.strerror}); choose another folder") from error
 
 
 def is_restarted() -> bool:
