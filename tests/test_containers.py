@@ -25,7 +25,8 @@ from workshop.errors import UserError
 from workshop.slurm import cluster as practice
 from workshop.slurm.image import settings_name
 from workshop.slurm.sites import find_site
-from workshop.slurm.submit import run_submit, submission
+from workshop.slurm.submission import submission
+from workshop.slurm.submit import run_submit
 from workshop.training import arguments, container
 
 CONTAINERS = runs.ROOT / "containers"

@@ -17,7 +17,7 @@ from workshop.check.jobs import Trial
 from workshop.check.judge import check_file
 from workshop.errors import UserError
 from workshop.slurm import cluster as practice
-from workshop.slurm.submit import ignored_directives
+from workshop.slurm.script import ignored_directives
 from workshop.training.logs import read_log
 
 STAGE, SOLUTIONS = runs.ROOT / "slurm-multinode", runs.ROOT / "solutions" / "slurm-multinode"

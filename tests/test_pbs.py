@@ -17,8 +17,9 @@ import runs
 from pbs.stand_in import MPIEXEC, StandIn
 from workshop.run.processes import family
 from workshop.slurm import cluster as practice
+from workshop.slurm.script import read_script
 from workshop.slurm.sites import find_site, known_sites
-from workshop.slurm.submit import read_script, submission
+from workshop.slurm.submission import submission
 from workshop.training.logs import read_log
 
 STAGE = runs.ROOT / "slurm-multinode"

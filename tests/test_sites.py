@@ -15,9 +15,10 @@ from site_models import table
 from workshop.errors import UserError
 from workshop.slurm import ondemand
 from workshop.slurm.model import PROGRAMS, SEARCH_PATH, model
+from workshop.slurm.request import seconds
 from workshop.slurm.sites import SITES, OnDemand, Queue, Site, detect_site, find_site, known_sites, read_site
 from workshop.slurm.sites import Environment as SiteEnvironment
-from workshop.slurm.submit import seconds, settings_text, submission
+from workshop.slurm.submission import settings_text, submission
 
 LIVE = [name for name in known_sites() if find_site(name).status == "live"]
 TEMPLATE = SITES / "template.toml"

@@ -14,9 +14,13 @@ import pytest
 import runs
 from site_models.table import BODY, script
 from workshop.errors import UserError
-from workshop.slurm import cluster, submit
+from workshop.slurm import cluster
+from workshop.slurm.request import find_queue, find_shape, seconds
+from workshop.slurm.script import read_script
+from workshop.slurm.shape import Shape
 from workshop.slurm.sites import find_site
-from workshop.slurm.submit import find_queue, find_shape, read_script, run_submit, seconds, submission
+from workshop.slurm.submission import submission
+from workshop.slurm.submit import choose_site, run_submit, shell_line
 
 SETTINGS = runs.ROOT / "runs" / "sites"
 PBS_LINES = ["-N launch", "-l select=2:ncpus=64:mpiprocs=1:ngpus=4:mem=480GB", "-l walltime=00:10:00", "-j oe"]
@@ -196,7 +200,7 @@ GOOD = ["#SBATCH --nodes=2", "#SBATCH --gpus-per-node=4", "#SBATCH --time=00:10:
 def test_refusals(site, text, options, words, tmp_path, monkeypatch):
     monkeypatch.delenv("WORKSHOP_IMAGE", raising=False)
     monkeypatch.delenv("SBATCH_ACCOUNT", raising=False)
-    monkeypatch.setattr(submit.subprocess, "run", lambda *_, **__: pytest.fail("it was handed to the scheduler"))
+    monkeypatch.setattr("subprocess.run", lambda *_, **__: pytest.fail("it was handed to the scheduler"))
     (tmp_path / "job.sh").write_bytes(text.encode())
     with pytest.raises(UserError) as refusal:
         run_submit(str(tmp_path / "job.sh"), site, **options)
@@ -234,7 +238,7 @@ def test_no_script_and_no_scheduler(tmp_path, monkeypatch):
 
 
 def test_a_folder_whose_name_is_a_list(tmp_path, monkeypatch):
-    monkeypatch.setattr(submit, "ROOT", tmp_path / "a,b")
+    monkeypatch.setattr("workshop.slurm.submission.ROOT", tmp_path / "a,b")
     with pytest.raises(UserError, match="move the workshop"):
         build(script(tmp_path), "della")
 
@@ -279,7 +283,7 @@ sys.exit({status})
 @pytest.fixture
 def session(tmp_path, monkeypatch):
     """A session of Open OnDemand on a node of the cluster, with a scheduler that writes down what it is given."""
-    monkeypatch.setattr(submit, "ROOT", tmp_path)
+    monkeypatch.setattr("workshop.slurm.submission.ROOT", tmp_path)
     monkeypatch.chdir(tmp_path)
     for name, value in (SESSION | KEPT).items():
         monkeypatch.setenv(name, value)
@@ -391,21 +395,21 @@ def test_our_own_scripts_start_where_their_programs_are(tmp_path):
 
 def test_the_site_is_found(monkeypatch):
     monkeypatch.setattr("socket.gethostname", lambda: "uan02")
-    assert submit.choose_site(None) == "lumi"
-    assert submit.choose_site("della") == "della"
+    assert choose_site(None) == "lumi"
+    assert choose_site("della") == "della"
     monkeypatch.setattr("socket.gethostname", lambda: "laptop")
     monkeypatch.setattr(cluster, "find_cluster", lambda: None)
     with pytest.raises(UserError, match="belongs to no site that is known; say which with --site, one of: adroit, "):
-        submit.choose_site(None)
+        choose_site(None)
     monkeypatch.setattr(cluster, "find_cluster", lambda: "a cluster")
-    assert submit.choose_site(None) == "local"
+    assert choose_site(None) == "local"
 
 
 def test_the_first_queue_that_takes_the_job():
     site = find_site("roihu")
 
     def queue(nodes, gpus, hours):
-        return find_queue(site, submit.Shape(nodes, gpus, tasks=1, seconds=hours * 3600), None).name
+        return find_queue(site, Shape(nodes, gpus, tasks=1, seconds=hours * 3600), None).name
 
     assert queue(2, 4, 0.2) == "gputest"
     assert queue(4, 1, 0.2) == "gpumedium"
@@ -454,6 +458,6 @@ def test_a_job_on_the_practice_cluster(monkeypatch, capsys):
 
 def test_a_line_is_quoted_for_the_shell():
     words = ["printf", "%s\\n", "--comment=it's", "a b", "x" * 150, "--last"]
-    line = submit.shell_line(words)
+    line = shell_line(words)
     assert line.count("\n") == 2
     assert runs.run(["bash", "-c", line], Path.cwd()).stdout.splitlines() == words[2:]

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from workshop.run.processes import end_family
 from workshop.slurm.cluster import Cluster
-from workshop.slurm.submit import read_script
+from workshop.slurm.script import read_script
 
 HERE = Path(__file__).parent
 MPIEXEC = {"openmpi": "/usr/bin/mpiexec.openmpi", "mpich": "/usr/bin/mpiexec.mpich"}

@@ -12,7 +12,7 @@ from pathlib import Path
 from workshop.errors import UserError
 from workshop.slurm.model import SEARCH_PATH, Model, model
 from workshop.slurm.sites import find_site
-from workshop.slurm.submit import Submission, submission
+from workshop.slurm.submission import Submission, submission
 
 MODELS = Path(__file__).parent
 SITES = ("roihu", "lumi", "marenostrum5", "hipergator")

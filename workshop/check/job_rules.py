@@ -15,7 +15,7 @@ from workshop.check.judge import Verdict, ordered
 from workshop.errors import UserError
 from workshop.slurm import cluster as practice
 from workshop.slurm.model import model
-from workshop.slurm.submit import ignored_directives, script_text
+from workshop.slurm.script import ignored_directives, script_text
 from workshop.training.logs import read_log
 
 STAND_IN = Path(__file__).with_name("job_program.py")

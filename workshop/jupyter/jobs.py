@@ -21,9 +21,9 @@ from workshop.errors import UserError
 from workshop.jupyter.pictures import show_figure
 from workshop.measure.plots import COLOURS
 from workshop.repository import ROOT, python_path, workshop_command
+from workshop.run.environment import for_scheduler
 from workshop.slurm.cluster import FINAL, Cluster, find_cluster, up
 from workshop.slurm.sites import find_site
-from workshop.slurm.submit import clean
 from workshop.training.logs import read_log
 
 NODES = 4  # of the practice cluster
@@ -154,7 +154,7 @@ def leave_site() -> None:
 def _scheduler(*command: str) -> subprocess.CompletedProcess:
     """Run a command of the scheduler where jobs are submitted, and take what it says."""
     words = _place.cluster.inside(command) if _place.cluster else list(command)
-    environment = clean(os.environ)  # this session may itself be a job
+    environment = for_scheduler(os.environ)  # this session may itself be a job
     return subprocess.run(words, env=environment, stdin=subprocess.DEVNULL, capture_output=True, text=True)
 
 

@@ -43,6 +43,19 @@ def without_launcher(environment: Mapping[str, str]) -> dict[str, str]:
     return {name: value for name, value in environment.items() if not name.startswith(prefixes) and name not in names}
 
 
+def for_scheduler(environment: Mapping[str, str]) -> dict[str, str]:
+    """An environment for sbatch and qsub without the job that this session may itself be, and without its kernel's Python.
+
+    A Jupyter session on a cluster is a small job: its variables would give the new job that size, and SLURM_EXPORT_ENV=NONE.
+    """
+    kept = {name: environment[name] for name in ("SBATCH_ACCOUNT", "SLURM_CONF") if name in environment}
+    names = {"PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV", "LD_LIBRARY_PATH", "OMP_NUM_THREADS", "WORKSHOP_SITE"}
+    names |= {"CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "GPU_DEVICE_ORDINAL"}
+    prefixes = ("SRUN_", "SALLOC_", "SLURMD_")
+    rest = without_launcher(environment).items()
+    return {name: value for name, value in rest if name not in names and not name.startswith(prefixes)} | kept
+
+
 def loopback() -> str:
     """The network interface that a machine reaches itself by, for ``GLOO_SOCKET_IFNAME``."""
     return "lo" if os.path.exists("/sys/class/net/lo") else "lo0"
