@@ -24,7 +24,7 @@ import runs
 from test_environment import SITE_RUNS, trains_with
 from test_restart import gone_within
 from workshop.errors import UserError
-from workshop.ship import versions
+from workshop.ship import version_sets, versions
 
 needs_uv = pytest.mark.skipif(shutil.which("uv") is None, reason="needs uv, which makes the environments")
 
@@ -271,7 +271,7 @@ def test_every_stage_has_its_tests():
         files = [argument for argument in arguments if argument.startswith("tests/")]
         assert files, stage
         assert all((runs.ROOT / file).is_file() for file in files), stage
-    assert set(versions.SHOWN) - {"python"} <= set(versions.direct_dependencies(runs.ROOT))
+    assert set(versions.SHOWN) - {"python"} <= set(version_sets.direct_dependencies(runs.ROOT))
 
 
 # ---------------------------------------------------------------- the oldest versions, for real
@@ -280,7 +280,7 @@ def test_every_stage_has_its_tests():
 @pytest.fixture(scope="module")
 def oldest():
     """An environment with the lower bound of every direct dependency."""
-    with versions.made("oldest", runs.ROOT) as environment:
+    with version_sets.made("oldest", runs.ROOT) as environment:
         yield environment
 
 
@@ -322,10 +322,10 @@ def test_a_site_with_the_oldest_versions_trains(what, oldest, tmp_path, monkeypa
 @pytest.fixture(scope="module")
 def torch_2_8():
     """The oldest versions with torch 2.8, which is older than pyproject.toml asks for: sites' modules still have it."""
-    with versions.made("oldest", runs.ROOT) as environment:
+    with version_sets.made("oldest", runs.ROOT) as environment:
         packages = ["torch==2.8.0", "torchvision==0.23.0"]
         subprocess.run(["uv", "pip", "install", "--quiet", "--python", environment.python, *packages], check=True)
-        yield versions.look(environment.root, environment.folder)
+        yield version_sets.look(environment.root, environment.folder)
 
 
 REFUSED = {"04": 5}  # the daily tests that use FSDP

@@ -23,6 +23,7 @@ from workshop.data.datasets import data_folder
 from workshop.data.fetch import fetch_dataset
 from workshop.errors import UserError
 from workshop.repository import ROOT
+from workshop.run.environment import without_launcher
 from workshop.ship.unpack import DISK_FULL, MANIFEST, REQUIREMENTS, WHEELS
 
 # What lies where in the data folder.
@@ -324,7 +325,7 @@ def _pip(target: Target, scratch: Path, folder: Path, requirements: Path, build:
         ]
         command += [f"--platform={tag}_{target.platform}" for tag in PLATFORM_TAGS]
     # DS_BUILD_OPS: DeepSpeed compiles its operations when they are used, not now.
-    environment = {**os.environ, "TMPDIR": str(scratch), "DS_BUILD_OPS": "0"}
+    environment = without_launcher(os.environ) | {"TMPDIR": str(scratch), "DS_BUILD_OPS": "0"}
     done = subprocess.run(command, env=environment, stderr=subprocess.PIPE, text=True)
     if done.returncode == 0:
         return

@@ -6,36 +6,31 @@ the tests pass again.
 """
 
 import json
-import os
 import re
 import shutil
 import signal
-import subprocess
 import sys
 import tempfile
 import time
-import tomllib
 import xml.etree.ElementTree as ElementTree
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
-
-import psutil
 
 from workshop.errors import UserError
 from workshop.files import write_atomically
 from workshop.repository import open_folder, require_stages
-from workshop.run.environment import without_launcher
-from workshop.run.processes import family
+from workshop.ship.version_sets import (
+    SETS,
+    Environment,
+    direct_dependencies,
+    find_uv,
+    made,
+    plain_name,
+    put_back,
+    run_to_file,
+)
 
-# What makes each set's environment, for `uv pip install`, in the order in which they run.
-DEPENDENCIES = ("--all-extras", "-r", "pyproject.toml")
-SETS = {
-    "oldest": ("--resolution=lowest-direct", *DEPENDENCIES),
-    "lock": ("--require-hashes", "-r", "requirements.lock"),
-    "newest": ("--resolution=highest", "--prerelease=disallow", "--upgrade", *DEPENDENCIES),
-}
 # What shows that a stage works, for pytest: of the daily tests those that train, carry on, or look into a framework.
 STAGES = {
     "01": ("tests/test_training.py", "tests/test_restart.py", "-k", "single"),
@@ -51,36 +46,7 @@ STAGES = {
 SHOWN = ("python", "torch", "torchvision", "lightning", "torchmetrics", "transformers", "tokenizers", "peft")
 SHOWN += ("accelerate", "deepspeed", "numpy", "jax", "optax")
 EACH = 6e9  # bytes that an environment takes on the disk, or its part of uv's cache
-# Seconds that go at most into making an environment, the tests of a stage, and the search for the package.
-INSTALL, STAGE, SEARCH = 1800, 900, 1800
-GRACE = 10  # seconds that pytest has for tidying up, when it has to end
-
-LOOK = """
-import importlib.metadata as metadata, json, platform
-versions = {each.name: each.version for each in metadata.distributions()}
-print(json.dumps([{"python": platform.python_version()} | versions, metadata.packages_distributions()]))
-"""
-
-
-@dataclass(frozen=True)
-class Environment:
-    """An environment with one set of versions.
-
-    Attributes:
-        root: the repository that it is for.
-        folder: temporary; the environment lies in it, and what runs with it writes there.
-        versions: of Python, and of each package in it by its name.
-        modules: the packages that bring each name that can be imported.
-    """
-
-    root: Path
-    folder: Path
-    versions: dict[str, str]
-    modules: dict[str, list[str]]
-
-    @property
-    def python(self) -> Path:
-        return _python(self.folder)
+STAGE, SEARCH = 900, 1800  # seconds that the tests of a stage, and the search for the package, may take
 
 
 def run_versions(sets: Sequence[str] = (), stages: str = "", output: str | None = None) -> int:
@@ -99,7 +65,7 @@ def run_versions(sets: Sequence[str] = (), stages: str = "", output: str | None 
     root, console = require_stages(), Console(highlight=False)
     named = _known("the set", sets or ["newest"], SETS)
     chosen = _known("--stage", [name.strip() for name in stages.split(",") if name.strip()] or [*STAGES], STAGES)
-    _uv()
+    find_uv()
     # "lock" is also made where something fails with "newest".
     _require_room(len({*named, "lock"} if "newest" in named else named))
     folder = open_folder(output or root / "runs" / "versions", without="versions.json")
@@ -136,13 +102,6 @@ def _known(what: str, names: Sequence[str], known: Mapping) -> list[str]:
     return [name for name in known if name in names]
 
 
-def _uv() -> str:
-    program = shutil.which("uv") or shutil.which("uv", path=Path(sys.executable).parent)
-    if program is None:
-        raise UserError(f"uv makes the environments, and it is not here: {sys.executable} -m pip install uv")
-    return program
-
-
 def _require_room(environments: int) -> None:
     place, needed = tempfile.gettempdir(), environments * EACH
     if (free := shutil.disk_usage(place).free) < needed:
@@ -150,87 +109,6 @@ def _require_room(environments: int) -> None:
             f"{needed / 1e9:.0f} GB of disk are needed, 6 for each environment, and {place} has {free / 1e9:.1f} free; "
             "set TMPDIR to a folder on a larger disk"
         )
-
-
-# ---------------------------------------------------------------- environments
-
-
-@contextmanager
-def made(name: str, root: Path) -> Iterator[Environment]:
-    """Make the environment of a set; it is gone afterwards.
-
-    Args:
-        name: of ``SETS``.
-        root: the repository whose pyproject.toml or requirements.lock says what goes in.
-
-    Raises:
-        UserError: uv cannot make it (the sentence holds what it says), or the tests' packages are not in it.
-    """
-    python = sys.executable if name != "oldest" else re.search(r"[\d.]+", _project(root)["requires-python"])[0]
-    # A short name: the sockets of a practice cluster lie in it, and the length of their paths is limited.
-    with tempfile.TemporaryDirectory(prefix="wv-", ignore_cleanup_errors=True) as scratch:
-        folder = Path(scratch)
-        (folder / "t").mkdir()
-        venv = ["venv", "--quiet", "--no-project", "--python", python, folder / "venv"]
-        install = ["pip", "install", "--quiet", "--compile-bytecode", "--python", _python(folder), *SETS[name]]
-        if failure := _call_uv(venv, root, folder) or _call_uv(install, root, folder):
-            raise UserError(f"uv cannot make the environment of {name}: {failure}")
-        environment = look(root, folder)
-        if "pytest" not in environment.versions:
-            raise UserError(f"{name} holds no pytest: the tests' packages belong to the extras in pyproject.toml")
-        try:
-            yield environment
-        finally:
-            _end_strays(folder)
-
-
-def _end_strays(folder: Path) -> None:
-    """End what failed tests have left running; it is known by where its temporary files go."""
-    strays = []
-    for process in psutil.process_iter():
-        with suppress(psutil.Error):
-            if process.environ().get("TMPDIR") == str(folder / "t"):
-                process.kill()
-                strays.append(process)
-    psutil.wait_procs(strays, timeout=GRACE)
-
-
-def look(root: Path, folder: Path) -> Environment:
-    """What is in the environment in ``folder`` now."""
-    done = subprocess.run([_python(folder), "-I", "-c", LOOK], capture_output=True, text=True, check=True)
-    versions, modules = json.loads(done.stdout)
-    return Environment(root, folder, {_plain(name): each for name, each in versions.items()}, modules)
-
-
-def _call_uv(arguments: Sequence, root: Path, folder: Path) -> str:
-    """Call uv in the repository; return why it failed, or ""."""
-    log = folder / "uv.txt"
-    # Python takes bytecode by its source's second and length, which two versions that came together into uv's cache may share:
-    # here one replaces the other, so their content has to decide.
-    surroundings = {**os.environ, "PYC_INVALIDATION_MODE": "CHECKED_HASH"}
-    status = _run([_uv(), *arguments], surroundings, root, log, INSTALL)
-    if status is None:
-        return f"not done after {INSTALL} s"
-    return "" if status == 0 else " ".join(log.read_text(errors="replace").split()) or f"exit status {status}"
-
-
-def _project(root: Path) -> dict:
-    return tomllib.loads((root / "pyproject.toml").read_text())["project"]
-
-
-def direct_dependencies(root: Path) -> list[str]:
-    """The names of the packages that pyproject.toml asks for, extras included."""
-    project = _project(root)
-    lines = [*project["dependencies"], *(line for extra in project["optional-dependencies"].values() for line in extra)]
-    return list(dict.fromkeys(_plain(re.match(r"[\w.-]+", line)[0]) for line in lines))
-
-
-def _plain(name: str) -> str:
-    return re.sub(r"[-_.]+", "-", name).lower()
-
-
-def _python(folder: Path) -> Path:
-    return folder / "venv" / "bin" / "python"
 
 
 # ---------------------------------------------------------------- tests
@@ -299,7 +177,7 @@ def run_tests(environment: Environment, arguments: Sequence[str], seconds: float
     options = ["-p", "no:cacheprovider", "-m", "not full and not gpu", f"--junit-xml={report}"]
     command = [environment.python, "-m", "pytest", *options, *arguments]
     start = time.monotonic()
-    status = _run(command, _surroundings(environment), environment.root, log, seconds)
+    status = run_to_file(command, environment.variables(), environment.root, log, seconds)
     row = {"passed": 0, "failed": {}, "skipped": {}, "seconds": round(time.monotonic() - start)}
     last = (log.read_text(errors="replace").splitlines() or [f"exit status {status}"])[-1]
     for case in _cases(report):
@@ -331,53 +209,6 @@ def _cases(report: Path) -> list[ElementTree.Element]:
         return []
 
 
-def _surroundings(environment: Environment) -> dict[str, str]:
-    """The environment variables of tests: what they write outside the repository goes into the temporary folder."""
-    outer = {
-        name: value
-        for name, value in without_launcher(os.environ).items()
-        if not name.startswith(("PYTHON", "PYTEST", "WORKSHOP_", "VIRTUAL_ENV", "CONDA"))
-    }
-    scratch = environment.folder / "t"
-    # DeepSpeed's extension is compiled for one torch; a build of another set's must not be taken for it.
-    folders = {"TMPDIR": str(scratch), "TORCH_EXTENSIONS_DIR": str(scratch / "torch_extensions")}
-    path = f"{environment.python.parent}{os.pathsep}{outer.get('PATH', os.defpath)}"
-    python = {"WORKSHOP_PYTHON": str(environment.python), "PYTHONPATH": str(environment.root), "PATH": path}
-    return {**outer, **folders, **python, "COLUMNS": "200"}
-
-
-def _run(command: Sequence, environment: dict[str, str], folder: Path, log: Path, seconds: float) -> int | None:
-    """Run a command, its output in the file ``log``; return its exit status, or None where it took too long and was ended.
-
-    It has a session of its own: Ctrl-C comes to this process alone, which then ends all that it has started.
-    """
-    with open(log, "w") as file:
-        process = subprocess.Popen(
-            [str(part) for part in command],
-            env=environment,
-            cwd=folder,
-            stdin=subprocess.DEVNULL,
-            stdout=file,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
-    try:
-        return process.wait(seconds)
-    except subprocess.TimeoutExpired:
-        return None
-    finally:
-        members = family(process.pid)  # empty where it has ended by itself
-        if members:
-            # As by Ctrl-C: pytest then ends its tests, and writes what it knows.
-            with suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGINT)
-            members = psutil.wait_procs(members, timeout=GRACE)[1]
-            for member in {*members, *family(process.pid)}:
-                with suppress(psutil.NoSuchProcess):
-                    member.kill()
-        process.wait()
-
-
 # ---------------------------------------------------------------- which package
 
 
@@ -401,49 +232,68 @@ def find_packages(
         For each stage ``stage``, ``sentence``, and ``package``: the one that breaks it, or "".
     """
     say("  which package? first the same tests again, then with the lock")
-    findings, waiting = [], dict(tests)
-
-    def found(stage: str, sentence: str, package: str = "") -> None:
-        findings.append({"stage": stage, "package": package, "sentence": sentence})
-        say(f"  {sentence}")
-        del waiting[stage]
-
-    for stage, each in tests.items():
-        if not run_tests(newest, each)["failure"]:
-            found(stage, f"stage {stage} passed when it was repeated: its tests are not steady")
-    if waiting and lock is None:
-        lock = run_set("lock", waiting, newest.root, say)
-    for stage in [*waiting]:
-        if lock["failure"]:
-            found(stage, f"stage {stage}: nothing to compare with, there is no environment of the lock")
-        elif lock["stages"][stage]["failure"]:
-            found(stage, f"stage {stage} fails with the lock too")
-    candidates = _candidates(newest, lock["versions"], reports) if waiting else []
+    search = _Search(newest, dict(tests), say)
+    search.repeat_tests()
+    if search.waiting and lock is None:
+        lock = run_set("lock", search.waiting, newest.root, say)
+    if search.waiting:
+        search.compare_with(lock)
+    candidates = _candidates(newest, lock["versions"], reports) if search.waiting else []
     end = time.monotonic() + SEARCH
     for package in candidates:
-        if not waiting:
+        if search.waiting and time.monotonic() > end:
+            search.give_up(f"no package found in {SEARCH // 60} minutes")
+        if not search.waiting:
             break
-        if time.monotonic() > end:
-            for stage in [*waiting]:
-                found(stage, f"stage {stage}: no package found in {SEARCH // 60} minutes")
-            break
-        new, old = newest.versions[package], lock["versions"][package]
-        say(f"  with {package} {old}")
+        search.try_package(package, lock)
+    search.give_up(f"no single package breaks it, of {', '.join(candidates) or 'none that differ'}")
+    return search.findings
+
+
+class _Search:
+    """The stages whose failure is not explained yet, ``waiting``, and what was found for the others, ``findings``."""
+
+    def __init__(self, newest: Environment, waiting: dict[str, Sequence[str]], say: Callable[[str], None]):
+        self.newest, self.waiting, self.say = newest, waiting, say
+        self.findings: list[dict] = []
+
+    def found(self, stage: str, sentence: str, package: str = "") -> None:
+        self.findings.append({"stage": stage, "package": package, "sentence": sentence})
+        self.say(f"  {sentence}")
+        del self.waiting[stage]
+
+    def give_up(self, reason: str) -> None:
+        for stage in [*self.waiting]:
+            self.found(stage, f"stage {stage}: {reason}")
+
+    def repeat_tests(self) -> None:
+        for stage, tests in [*self.waiting.items()]:
+            if not run_tests(self.newest, tests)["failure"]:
+                self.found(stage, f"stage {stage} passed when it was repeated: its tests are not steady")
+
+    def compare_with(self, lock: dict) -> None:
+        if lock["failure"]:
+            self.give_up("nothing to compare with, there is no environment of the lock")
+        for stage in [*self.waiting]:
+            if lock["stages"][stage]["failure"]:
+                self.found(stage, f"stage {stage} fails with the lock too")
+
+    def try_package(self, package: str, lock: dict) -> None:
+        """Run the tests with the lock's version of one package; they pass if that package broke them."""
+        new, old = self.newest.versions[package], lock["versions"][package]
+        self.say(f"  with {package} {old}")
         try:
-            changed = _with(newest, package, old)
+            changed = put_back(self.newest, package, old)
         except UserError as error:
-            say(f"  {error}")
-            continue
-        moved = [name for name in _differing(newest.root, newest.versions, changed.versions) if name != package]
+            self.say(f"  {error}")
+            return
+        moved = [name for name in _differing(changed.root, self.newest.versions, changed.versions) if name != package]
         along = "".join(f", and {name} {changed.versions[name]} with it," for name in moved[:3])
-        for stage, each in [*waiting.items()]:
-            # What hangs need not do so for as long as a whole stage may take.
+        for stage, tests in [*self.waiting.items()]:
+            # A test that hangs with the newest versions need not take as long as a whole stage may.
             seconds = 60 + 3 * lock["stages"][stage]["seconds"]
-            if not run_tests(changed, each, seconds)["failure"]:
-                found(stage, f"{package} {new} broke stage {stage} (with {old}{along} it passes)", package)
-    for stage in [*waiting]:
-        found(stage, f"stage {stage}: no single package breaks it, of {', '.join(candidates) or 'none that differ'}")
-    return findings
+            if not run_tests(changed, tests, seconds)["failure"]:
+                self.found(stage, f"{package} {new} broke stage {stage} (with {old}{along} it passes)", package)
 
 
 def _differing(root: Path, first: Mapping[str, str], second: Mapping[str, str]) -> list[str]:
@@ -456,27 +306,9 @@ def _differing(root: Path, first: Mapping[str, str], second: Mapping[str, str]) 
 def _candidates(newest: Environment, locked: Mapping[str, str], reports: str) -> list[str]:
     """The packages that may be to blame: first those whose files the tracebacks name, from the place of the error outwards."""
     files = reversed(re.findall(r"site-packages[/\\](\w+)", reports))
-    named = [_plain(package) for module in files for package in newest.modules.get(module, [])]
+    named = [plain_name(package) for module in files for package in newest.modules.get(module, [])]
     named = [name for name in named if locked.get(name, newest.versions[name]) != newest.versions[name]]
     return list(dict.fromkeys([*named, *_differing(newest.root, newest.versions, locked)]))
-
-
-def _with(newest: Environment, package: str, version: str) -> Environment:
-    """The newest environment with one package in another version, and with what has to move for it.
-
-    Raises:
-        UserError: uv finds no versions that go together.
-    """
-    everything = newest.folder / "newest.txt"
-    lines = [f"{name}=={each}\n" for name, each in newest.versions.items() if name != "python"]
-    everything.write_text("".join(lines))
-    python = ["--quiet", "--python", newest.python]
-    back = ["pip", "sync", *python, everything]
-    # With the project's own dependencies: a torchvision that needs the new torch then moves as well.
-    put = ["pip", "install", *python, *DEPENDENCIES, f"{package}=={version}"]
-    if failure := _call_uv(back, newest.root, newest.folder) or _call_uv(put, newest.root, newest.folder):
-        raise UserError(f"{package} {version} cannot be put back: {failure}")
-    return look(newest.root, newest.folder)
 
 
 # ---------------------------------------------------------------- the table

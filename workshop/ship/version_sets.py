@@ -1,0 +1,208 @@
+"""An environment for each set of versions, made with uv in a temporary folder, and what runs in it."""
+
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import tomllib
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+from workshop.errors import UserError
+from workshop.run.environment import environment, without_launcher
+from workshop.run.processes import family
+
+# What makes each set's environment, for `uv pip install`, in the order in which they run.
+DEPENDENCIES = ("--all-extras", "-r", "pyproject.toml")
+SETS = {
+    "oldest": ("--resolution=lowest-direct", *DEPENDENCIES),
+    "lock": ("--require-hashes", "-r", "requirements.lock"),
+    "newest": ("--resolution=highest", "--prerelease=disallow", "--upgrade", *DEPENDENCIES),
+}
+INSTALL = 1800  # seconds that making an environment may take
+GRACE = 10  # seconds that pytest has for tidying up, when it has to end
+
+LOOK = """
+import importlib.metadata as metadata, json, platform
+versions = {each.name: each.version for each in metadata.distributions()}
+print(json.dumps([{"python": platform.python_version()} | versions, metadata.packages_distributions()]))
+"""
+
+
+@dataclass(frozen=True)
+class Environment:
+    """An environment with one set of versions.
+
+    Attributes:
+        root: the repository that it is for.
+        folder: temporary; the environment lies in it, and what runs with it writes there.
+        versions: of Python, and of each package in it by its name.
+        modules: the packages that bring each name that can be imported.
+    """
+
+    root: Path
+    folder: Path
+    versions: dict[str, str]
+    modules: dict[str, list[str]]
+
+    @property
+    def python(self) -> Path:
+        return _python(self.folder)
+
+    def variables(self) -> dict[str, str]:
+        """The environment variables of tests: what they write outside the repository goes into the temporary folder."""
+        ours = ("PYTHON", "PYTEST", "WORKSHOP_", "VIRTUAL_ENV", "CONDA")
+        changes: dict[str, object] = {name: None for name in os.environ if name.startswith(ours)}
+        scratch = self.folder / "t"
+        # DeepSpeed's extension is compiled for one torch; a build of another set's must not be taken for it.
+        changes |= {"TMPDIR": scratch, "TORCH_EXTENSIONS_DIR": scratch / "torch_extensions", "COLUMNS": 200}
+        path = f"{self.python.parent}{os.pathsep}{os.environ.get('PATH', os.defpath)}"
+        return environment(**changes | {"WORKSHOP_PYTHON": self.python, "PYTHONPATH": self.root, "PATH": path})
+
+
+@contextmanager
+def made(name: str, root: Path) -> Iterator[Environment]:
+    """Make the environment of a set; it is gone afterwards.
+
+    Args:
+        name: of ``SETS``.
+        root: the repository whose pyproject.toml or requirements.lock says what goes in.
+
+    Raises:
+        UserError: uv cannot make it (the sentence holds what it says), or the tests' packages are not in it.
+    """
+    python = sys.executable if name != "oldest" else re.search(r"[\d.]+", _project(root)["requires-python"])[0]
+    # A short name: the sockets of a practice cluster lie in it, and the length of their paths is limited.
+    with tempfile.TemporaryDirectory(prefix="wv-", ignore_cleanup_errors=True) as scratch:
+        folder = Path(scratch)
+        (folder / "t").mkdir()
+        venv = ["venv", "--quiet", "--no-project", "--python", python, folder / "venv"]
+        install = ["pip", "install", "--quiet", "--compile-bytecode", "--python", _python(folder), *SETS[name]]
+        if failure := _call_uv(venv, root, folder) or _call_uv(install, root, folder):
+            raise UserError(f"uv cannot make the environment of {name}: {failure}")
+        ready = look(root, folder)
+        if "pytest" not in ready.versions:
+            raise UserError(f"{name} holds no pytest: the tests' packages belong to the extras in pyproject.toml")
+        try:
+            yield ready
+        finally:
+            _end_strays(folder)
+
+
+def _end_strays(folder: Path) -> None:
+    """End what failed tests have left running; it is known by where its temporary files go."""
+    strays = []
+    for process in psutil.process_iter():
+        with suppress(psutil.Error):
+            if process.environ().get("TMPDIR") == str(folder / "t"):
+                process.kill()
+                strays.append(process)
+    psutil.wait_procs(strays, timeout=GRACE)
+
+
+def look(root: Path, folder: Path) -> Environment:
+    """What is in the environment in ``folder`` now."""
+    done = subprocess.run([_python(folder), "-I", "-c", LOOK], capture_output=True, text=True, check=True)
+    versions, modules = json.loads(done.stdout)
+    return Environment(root, folder, {plain_name(name): each for name, each in versions.items()}, modules)
+
+
+def put_back(newest: Environment, package: str, version: str) -> Environment:
+    """The newest environment with one package in another version, and with what has to move for it.
+
+    Raises:
+        UserError: uv finds no versions that go together.
+    """
+    everything = newest.folder / "newest.txt"
+    lines = [f"{name}=={each}\n" for name, each in newest.versions.items() if name != "python"]
+    everything.write_text("".join(lines))
+    python = ["--quiet", "--python", newest.python]
+    back = ["pip", "sync", *python, everything]
+    # With the project's own dependencies: a torchvision that needs the new torch then moves as well.
+    put = ["pip", "install", *python, *DEPENDENCIES, f"{package}=={version}"]
+    if failure := _call_uv(back, newest.root, newest.folder) or _call_uv(put, newest.root, newest.folder):
+        raise UserError(f"{package} {version} cannot be put back: {failure}")
+    return look(newest.root, newest.folder)
+
+
+def _call_uv(arguments: Sequence, root: Path, folder: Path) -> str:
+    """Call uv in the repository; return why it failed, or ""."""
+    log = folder / "uv.txt"
+    # Python takes bytecode by its source's second and length, which two versions that came together into uv's cache may share:
+    # here one replaces the other, so their content has to decide.
+    variables = without_launcher(os.environ) | {"PYC_INVALIDATION_MODE": "CHECKED_HASH"}
+    status = run_to_file([find_uv(), *arguments], variables, root, log, INSTALL)
+    if status is None:
+        return f"not done after {INSTALL} s"
+    return "" if status == 0 else " ".join(log.read_text(errors="replace").split()) or f"exit status {status}"
+
+
+def find_uv() -> str:
+    """The path of uv: on the PATH, or beside this Python.
+
+    Raises:
+        UserError: uv is not installed.
+    """
+    program = shutil.which("uv") or shutil.which("uv", path=Path(sys.executable).parent)
+    if program is None:
+        raise UserError(f"uv makes the environments, and it is not here: {sys.executable} -m pip install uv")
+    return program
+
+
+def run_to_file(command: Sequence, environment: dict[str, str], folder: Path, log: Path, seconds: float) -> int | None:
+    """Run a command, its output in the file ``log``; return its exit status, or None where it took too long and was ended.
+
+    It has a session of its own: Ctrl-C comes to this process alone, which then ends all that it has started.
+    """
+    with open(log, "w") as file:
+        process = subprocess.Popen(
+            [str(part) for part in command],
+            env=environment,
+            cwd=folder,
+            stdin=subprocess.DEVNULL,
+            stdout=file,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+    try:
+        return process.wait(seconds)
+    except subprocess.TimeoutExpired:
+        return None
+    finally:
+        members = family(process.pid)  # empty where it has ended by itself
+        if members:
+            # As by Ctrl-C: pytest then ends its tests, and writes what it knows.
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGINT)
+            members = psutil.wait_procs(members, timeout=GRACE)[1]
+            for member in {*members, *family(process.pid)}:
+                with suppress(psutil.NoSuchProcess):
+                    member.kill()
+        process.wait()
+
+
+def direct_dependencies(root: Path) -> list[str]:
+    """The names of the packages that pyproject.toml asks for, extras included."""
+    project = _project(root)
+    lines = [*project["dependencies"], *(line for extra in project["optional-dependencies"].values() for line in extra)]
+    return list(dict.fromkeys(plain_name(re.match(r"[\w.-]+", line)[0]) for line in lines))
+
+
+def _project(root: Path) -> dict:
+    return tomllib.loads((root / "pyproject.toml").read_text())["project"]
+
+
+def plain_name(name: str) -> str:
+    return re.sub(r"[-_.]+", "-", name).lower()
+
+
+def _python(folder: Path) -> Path:
+    return folder / "venv" / "bin" / "python"
