@@ -296,7 +296,7 @@ def test_bench_of_an_exercise(here, capfd):
 def test_bench_of_the_collectives(here, monkeypatch, capfd):
     program = "import os, sys; print(sys.argv[1:], os.environ['OMP_NUM_THREADS']); sys.exit(3)"
     monkeypatch.setattr(bench, "torchrun", lambda count: [sys.executable, "-c", program, str(count)])
-    monkeypatch.setattr(bench, "_gpus", lambda: 4)
+    monkeypatch.setattr(bench, "gpus", lambda: 4)
     assert bench.run_collectives("", "found") == 3
     expected = ["4", "-m", "workshop.measure.collectives", f"--output={here / 'found' / 'collectives.json'}"]
     assert capfd.readouterr().out == f"{expected} 1\n"
@@ -405,11 +405,11 @@ def test_logs_that_are_none(text, message, here):
 
 
 def test_default_numbers_of_processes(monkeypatch):
-    monkeypatch.setattr(bench, "_gpus", lambda: 0)
+    monkeypatch.setattr(bench, "gpus", lambda: 0)
     for cores, counts in ((1, [1]), (2, [1, 2]), (6, [1, 2, 4, 6]), (8, [1, 2, 4, 8])):
         monkeypatch.setattr(bench, "cores", lambda cores=cores: cores)
         assert bench.process_counts("") == counts
-    monkeypatch.setattr(bench, "_gpus", lambda: 4)
+    monkeypatch.setattr(bench, "gpus", lambda: 4)
     assert bench.process_counts("") == [1, 2, 4]
     with pytest.raises(UserError, match="8 processes would not fit on the 4 GPUs"):
         bench.process_counts("4,8")

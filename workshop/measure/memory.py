@@ -78,7 +78,6 @@ def estimate(
         offload: keep weights, gradients and optimizer in the memory of the CPU (FSDP and ZeRO; of ZeRO-1 and 2 the optimizer).
         on_gpu: count what libraries and allocator take on a GPU.
     """
-    p, n = sizes.parameters, processes
     width = 2 if bf16 else 4  # bytes of a number that is computed with
     tokens = batch_size * sequence_length
     autocast = strategy in ("ddp", "lora") and bf16
@@ -88,41 +87,40 @@ def estimate(
     activations = sizes.layers * (between if checkpointing else layer)
     # The last norm, and the logarithms of the probabilities of all tokens, in float32.
     activations += (_norm(sizes, autocast, width) + 4 * sizes.vocabulary) * tokens
+    if strategy == "ddp" and bf16:  # autocast's copies of all weights but the embedding's
+        activations += 2 * (sizes.parameters - sizes.vocabulary * sizes.hidden * (not sizes.tied))
     # While the loss is computed, the scores as they come and in float32; going back, the gradient of both.
     temporary = (width + 4) * sizes.vocabulary * tokens
     if checkpointing:  # later, what was not kept of a layer
         temporary = max(temporary, layer)
-
-    if strategy == "ddp":
-        parameters, gradients, optimizer = 4 * p, 4 * p, 8 * p
-        exchange = 4 * p if n > 1 else 0  # buckets as large as the gradients
-        if bf16:  # autocast's copies of all weights but the embedding's
-            activations += 2 * (p - sizes.vocabulary * sizes.hidden * (not sizes.tied))
-    elif strategy == "lora":
-        # Beside each matrix of the layers one with as many columns as it has, and one with as many rows.
-        queries, keys = sizes.heads * sizes.head, sizes.kv_heads * sizes.head
-        edges = 2 * (sizes.hidden + queries) + 2 * (sizes.hidden + keys) + 3 * (sizes.hidden + sizes.intermediate)
-        adapters = sizes.layers * LORA_RANK * edges
-        parameters, gradients, optimizer = width * p + 4 * adapters, 4 * adapters, 8 * adapters
-        exchange = 4 * adapters if n > 1 else 0
-    elif strategy == "fsdp":
-        parameters, gradients, optimizer = 4 * p / n, 4 * p / n, 8 * p / n
-        # The outermost group stays gathered, and the next layer is fetched while one computes. Gradients leave in float32.
-        gathered = width * (sizes.root_parameters + 2 * sizes.layer_parameters)
-        leaving = (width + 4) * max(sizes.layer_parameters, sizes.root_parameters)
-        exchange = gathered + leaving
-    else:
-        stage = int(strategy[-1])
-        parameters = 2 * p / (n if stage == 3 else 1)
-        gradients = 2 * p / (n if stage >= 2 else 1)
-        optimizer = 12 * p / n
-        exchange = 2 * (sizes.root_parameters + 2 * sizes.layer_parameters) if stage == 3 else 0
+    parameters, gradients, optimizer, exchange = _model_states(sizes, strategy, processes, width)
     if offload and strategy not in ("ddp", "lora"):
         optimizer = 0
         if strategy in ("fsdp", "zero3"):
             parameters = gradients = 0
     parts = (parameters, gradients, optimizer, exchange, activations, temporary)
     return Memory(*parts, allocator=0.05 * sum(parts) + 1.5 * GIB if on_gpu else 0)
+
+
+def _model_states(sizes: Sizes, strategy: str, n: int, width: int) -> tuple[float, float, float, float]:
+    """Bytes of parameters, gradients, optimizer and exchange in each of n processes that compute with ``width`` bytes."""
+    p = sizes.parameters
+    if strategy == "ddp":
+        return 4 * p, 4 * p, 8 * p, 4 * p if n > 1 else 0  # buckets as large as the gradients
+    if strategy == "lora":
+        # Beside each matrix of the layers one with as many columns as it has, and one with as many rows.
+        queries, keys = sizes.heads * sizes.head, sizes.kv_heads * sizes.head
+        edges = 2 * (sizes.hidden + queries) + 2 * (sizes.hidden + keys) + 3 * (sizes.hidden + sizes.intermediate)
+        adapters = sizes.layers * LORA_RANK * edges
+        return width * p + 4 * adapters, 4 * adapters, 8 * adapters, 4 * adapters if n > 1 else 0
+    if strategy == "fsdp":
+        # The outermost group stays gathered, and the next layer is fetched while one computes. Gradients leave in float32.
+        gathered = width * (sizes.root_parameters + 2 * sizes.layer_parameters)
+        leaving = (width + 4) * max(sizes.layer_parameters, sizes.root_parameters)
+        return 4 * p / n, 4 * p / n, 8 * p / n, gathered + leaving
+    stage = int(strategy[-1])
+    gathered = 2 * (sizes.root_parameters + 2 * sizes.layer_parameters) if stage == 3 else 0
+    return 2 * p / (n if stage == 3 else 1), 2 * p / (n if stage >= 2 else 1), 12 * p / n, gathered
 
 
 def _norm(sizes: Sizes, autocast: bool, width: int) -> int:
