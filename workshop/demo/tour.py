@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from workshop.demo.strategies import run_strategies
 from workshop.errors import UserError
@@ -24,6 +25,9 @@ from workshop.run.machine import cores, gpus, machine
 from workshop.run.processes import launch
 from workshop.training.finetuning import read_training
 from workshop.training.logs import read_log
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 GLOBAL_BATCH = 128
 
@@ -99,25 +103,47 @@ def run_tour(stages: str = "", epochs: int = 3, output: str | None = None) -> in
     return status
 
 
-def _run_entries(entries: list[Entry], epochs: int, root: Path, folder: Path, console) -> int:
+def _run_entries(entries: list[Entry], epochs: int, root: Path, folder: Path, console: "Console") -> int:
     """Run the programs, show and write what they have done; return 0 if every one trained, else 1."""
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-
     counts = process_counts()
-    batch = math.lcm(*counts) * math.ceil(GLOBAL_BATCH / math.lcm(*counts))
     plan = [(entry, count) for entry in entries for count in (counts if entry.scales else [1])]
+    batches = {language: _global_batch(language, counts) for language in (False, True)}
     for language, what in (
         (False, f"{epochs} epochs on the digits"),
         (True, f"{STEPS * epochs} steps of a language model"),
     ):
         number = sum(entry.language == language for entry, _ in plan)
         if number:
-            size = _sequences(counts) if language else batch
+            size = batches[language]
             console.print(f"{number} runs of {what}, each with global batches of {size}", highlight=False)
 
     start = time.monotonic()
     # Its import takes seconds the first time on a machine, where it looks for fonts. The first runs leave a core for that.
     threading.Thread(target=importlib.import_module, args=["matplotlib.pyplot"], daemon=True).start()
+    results = _run_plan(plan, batches, epochs, root, folder, console)
+    _add_speedups(results)
+    summary = {
+        "machine": machine(),
+        "command": "workshop " + " ".join(sys.argv[1:]),
+        "epochs": epochs,
+        "global_batch": batches[False],
+        "seconds": time.monotonic() - start,
+        "peak_memory": max(result["peak_memory"] for result in results),
+        "largest_difference_between_loss_curves": _largest_difference(_images(results)),
+        "largest_difference_between_loss_curves_of_the_language_model": _largest_difference(_language(results)),
+        "runs": results,
+    }
+    _write(folder, summary)
+    _show(console, folder, summary)
+    return 1 if any(result["failure"] for result in results) else 0
+
+
+def _run_plan(
+    plan: list[tuple[Entry, int]], batches: dict[bool, int], epochs: int, root: Path, folder: Path, console: "Console"
+) -> list[dict]:
+    """Run each program with its number of processes, with a progress bar for each; return what ``_run`` returns for each."""
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
     results = []
     columns = (
         TextColumn("{task.description}"),
@@ -145,33 +171,17 @@ def _run_entries(entries: list[Entry], epochs: int, root: Path, folder: Path, co
                 if match := re.match(r"(?:epoch|step) (\d+)/", line):
                     progress.update(bar, completed=int(match[1]))
 
-            size = _sequences(counts) if entry.language else batch
-            results.append(_run(entry, count, size, epochs, root, folder, note_epoch))
+            result = _run(entry, count, batches[entry.language], epochs, root, folder, note_epoch)
+            results.append(result)
             progress.stop_task(bar)
-            progress.update(
-                bar, note="[bold red]failed" if results[-1]["failure"] else f"{results[-1]['seconds']:.1f} s"
-            )
-
-    _add_speedups(results)
-    summary = {
-        "machine": machine(),
-        "command": "workshop " + " ".join(sys.argv[1:]),
-        "epochs": epochs,
-        "global_batch": batch,
-        "seconds": time.monotonic() - start,
-        "peak_memory": max(result["peak_memory"] for result in results),
-        "largest_difference_between_loss_curves": _largest_difference(_images(results)),
-        "largest_difference_between_loss_curves_of_the_language_model": _largest_difference(_language(results)),
-        "runs": results,
-    }
-    _write(folder, summary)
-    _show(console, folder, summary)
-    return 1 if any(result["failure"] for result in results) else 0
+            progress.update(bar, note="[bold red]failed" if result["failure"] else f"{result['seconds']:.1f} s")
+    return results
 
 
-def _sequences(counts: list[int]) -> int:
-    """The size of the language model's global batches: one that divides among all numbers of processes."""
-    return math.lcm(*counts) * math.ceil(SEQUENCES / math.lcm(*counts))
+def _global_batch(language: bool, counts: list[int]) -> int:
+    """The size of the global batches: the smallest that is large enough and that all numbers of processes divide."""
+    multiple = math.lcm(*counts)
+    return multiple * math.ceil((SEQUENCES if language else GLOBAL_BATCH) / multiple)
 
 
 def _images(results: list[dict]) -> list[dict]:
