@@ -29,7 +29,7 @@ ELSEWHERE = {
         "def test_the_whole_workshop_without_network",
     ),
     "./workshop.sh submit slurm-multinode/launch_ddp_1N4G.sh --site della --container pytorch-cuda.sif --dry-run": (
-        "tests/test_containers.py",
+        "tests/test_container_jobs.py",
         "def test_a_job_s_python_is_the_one_in_the_image",
     ),
     "./workshop.sh versions oldest lock newest": ("tests/test_versions.py", "def test_each_set_holds_what_it_says"),
