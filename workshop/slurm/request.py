@@ -7,7 +7,7 @@ from workshop.slurm.script import Script
 from workshop.slurm.shape import Shape, clock
 from workshop.slurm.sites import Queue, Site
 
-# Options that give a number for the whole job, or for a task, and what to say in their place: it stays right on other nodes.
+# Options that count for the whole job or for a task, and the option per node to use instead, which fits nodes of other sizes.
 INSTEAD = {
     "--ntasks": "--ntasks-per-node",
     "--gpus": "--gpus-per-node",
@@ -20,7 +20,7 @@ def seconds(text: str, scheduler: str = "slurm") -> int:
     """A time limit in seconds. A bare number is minutes to Slurm and seconds to PBS.
 
     Raises:
-        UserError: it is none.
+        UserError: the text is not a time limit.
     """
     match = re.fullmatch(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?", text.strip())
     if not match or (match[1] and scheduler == "pbs"):
@@ -53,7 +53,7 @@ def _gpus_of_gres(gres: str) -> str:
 
 
 def _slurm_shape(script: Script) -> tuple[str, str, str, str]:
-    """Nodes, tasks a node, GPUs a node and time as a Slurm script says them; "" where it does not."""
+    """The nodes, tasks per node, GPUs per node and time limit in a Slurm script; "" for what it does not say."""
     options = script.options
     for name, better in INSTEAD.items():
         if name in options:
@@ -66,7 +66,7 @@ def _slurm_shape(script: Script) -> tuple[str, str, str, str]:
 
 
 def _pbs_shape(script: Script) -> tuple[str, str, str, str]:
-    """The same of a PBS script."""
+    """The same for a PBS script."""
     select = script.options.get("select", "")
     if "+" in select:
         raise UserError(f"{script.path.name}: its nodes have to be alike: one chunk in select=, without +")
@@ -76,10 +76,10 @@ def _pbs_shape(script: Script) -> tuple[str, str, str, str]:
 
 
 def find_shape(script: Script, site: Site, nodes: int | None, gpus_per_node: int | None, time: str | None) -> Shape:
-    """What the job asks for: the learner's options, then the script's.
+    """What the job asks for: the options of the command first, then those of the script.
 
     Raises:
-        UserError: a number is missing or is none, or no node of the site is so large.
+        UserError: a number is missing or malformed, or the site has no nodes of that size, or not so many.
     """
     read = _slurm_shape if site.scheduler == "slurm" else _pbs_shape
     said_nodes, said_tasks, said_gpus, said_time = read(script)
@@ -89,7 +89,7 @@ def find_shape(script: Script, site: Site, nodes: int | None, gpus_per_node: int
         raise UserError(f"{script.path.name} has no time limit; add --time, such as --time 00:10:00")
     tasks, gpus = _whole(said_tasks or "1", "tasks a node"), gpus_per_node or _whole(said_gpus, "GPUs a node")
     if (tasks > 1 or site.scheduler == "pbs") and str(tasks) == said_gpus:
-        tasks = gpus  # the script starts one process a GPU, so it does on fewer or more of them
+        tasks = gpus  # the script starts one process per GPU, so it does the same with fewer or more GPUs
     limit = seconds(time) if time else seconds(said_time, site.scheduler)
     shape = Shape(nodes or _whole(said_nodes or "1", "nodes"), gpus, tasks, seconds=limit)
     if shape.seconds == 0:
@@ -102,7 +102,7 @@ def find_shape(script: Script, site: Site, nodes: int | None, gpus_per_node: int
 
 
 def misfit(queue: Queue, shape: Shape) -> str:
-    """Why a queue does not take such a job; "": it does."""
+    """Why a queue does not accept such a job; "": it does."""
     if queue.time and shape.seconds > seconds(queue.time):
         return f"at most {clock(seconds(queue.time))}"
     if queue.max_nodes and shape.nodes > queue.max_nodes:
@@ -113,10 +113,10 @@ def misfit(queue: Queue, shape: Shape) -> str:
 
 
 def find_queue(site: Site, shape: Shape, named: str | None) -> Queue:
-    """The queue that is named, or else the first that takes the job.
+    """The queue that is named, or else the first that accepts the job.
 
     Raises:
-        UserError: there is none.
+        UserError: there is no such queue, or it does not accept the job.
     """
     if named:
         queue = next((queue for queue in site.queues if queue.name == named), None)

@@ -30,9 +30,9 @@ class Script:
     """A job script.
 
     Attributes:
-        path: where it lies.
-        options: what its directives ask for: on Slurm by long name, "--nodes"; on PBS "-q", and from -l "select", "walltime".
-        sources_site: whether it takes the site's settings from ``$WORKSHOP_SITE``.
+        path: its path.
+        options: the options of its directives: on Slurm by long name, "--nodes"; on PBS "-q", and of -l "select", "walltime".
+        sources_site: whether it sources the site's settings, ``$WORKSHOP_SITE``.
     """
 
     path: Path
@@ -44,7 +44,7 @@ def script_text(path: Path) -> str:
     """The text of a job script.
 
     Raises:
-        UserError: there is no such file, or its lines end as on Windows.
+        UserError: there is no such file, or it has Windows line endings.
     """
     try:
         data = path.read_bytes()
@@ -56,7 +56,7 @@ def script_text(path: Path) -> str:
 
 
 def ignored_directives(text: str) -> list[tuple[int, str]]:
-    """The lines that look like directives, and that the scheduler passes over without a word: their numbers, and why."""
+    """The number of each line that looks like a directive but that the scheduler ignores silently, and the reason."""
     found, header = [], True
     for number, line in enumerate(text.splitlines(), 1):
         header = header and (not line.strip() or line.lstrip().startswith("#"))

@@ -22,17 +22,18 @@ MEMORY = ("--mem", "--mem-per-cpu", "--mem-per-gpu")
 
 @dataclass(frozen=True)
 class Submission:
-    """A job as it goes to the scheduler.
+    """A job and how it is submitted.
 
     Attributes:
         command: the sbatch or qsub line.
-        folder: where that is run, and the job begins.
+        folder: the working folder of the command and of the job.
         environment: the whole environment of that command.
-        settings: the text of the file that the script sources, and its path.
-        shape: what is asked for.
+        settings: the text of the file that the script sources.
+        settings_path: the path of that file.
+        shape: nodes, GPUs, tasks and time that the job asks for.
         queue: the name of the queue.
         log: the path of the job's output, with %j for the job's number.
-        sources_site: whether the script makes use of the settings.
+        sources_site: whether the script sources the settings.
     """
 
     command: list[str]
@@ -67,17 +68,17 @@ def submission(
         script: the job script.
         name: the name of the site's profile.
         site: the profile.
-        account: of the project that pays.
-        queue: by the name that the profile gives it; None: the first that takes the job.
+        account: the account of the project that pays.
+        queue: by the name that the profile gives it; None: the first that accepts the job.
         nodes, gpus_per_node: replace the script's numbers.
         time: replaces the script's time limit, as Slurm writes it.
-        reservation: on PBS it is a queue.
-        container: an image of Apptainer in which Python runs; None: where the profile says.
-        arguments: for the script.
-        environment: of the session that submits.
+        reservation: the name of a reservation; on PBS it is a queue.
+        container: an image of Apptainer in which Python runs; None: as the profile says.
+        arguments: the arguments of the script.
+        environment: the environment of the session that submits.
 
     Raises:
-        UserError: the site would refuse the job, or ignore a part of it, or let it wait for ever.
+        UserError: the site would reject the job, ignore a part of it, or leave it pending forever.
     """
     read = _read_accepted(script.resolve(), site)
     account = account or read.options.get("--account") or read.options.get("-A") or environment.get("SBATCH_ACCOUNT")
@@ -130,7 +131,7 @@ def _queue_of_script(read: Script, site: Site) -> str | None:
 
 
 def _own_folder(script: Path) -> Path | None:
-    """Where the program of a job script of ours lies: beside it; for slurm-multinode, the solutions too, in that folder."""
+    """The folder of the program that one of our job scripts starts: the script's, or slurm-multinode for all scripts in it."""
     parts = script.relative_to(ROOT).parts if script.is_relative_to(ROOT) else ()
     if "slurm-multinode" in parts:
         return ROOT / "slurm-multinode"
@@ -180,15 +181,15 @@ def _sbatch(
             options["--mem-per-gpu"] = f"{site.memory_per_gpu}G"
     options["--time"] = clock(shape.seconds)
     line = [f"{name}={value}" for name, value in options.items() if value]
-    # WORKSHOP_SITE comes from sbatch's environment: named in --export it would make Slurm begin the job with a login shell.
+    # WORKSHOP_SITE is in sbatch's environment: if --export named it, Slurm would start the job with a login shell.
     return ["sbatch", *line, *site.options, "--export=ALL"]
 
 
 def _gpu_option(read: Script, site: Site, gpus: int) -> dict[str, str]:
-    """The request for GPUs, by the option that the script uses: --gpus-per-node=gh200:2, or --gres=gpu:gh200:2.
+    """The request for GPUs with the option that the script uses: --gpus-per-node=gh200:2, or --gres=gpu:gh200:2.
 
-    Both mean the same to Slurm. But it keeps a script's --gpus-per-node beside a --gres of the command line, and refuses the job
-    if only one of them names a type (seen with Slurm 22.05); the same option replaces it.
+    Both mean the same to Slurm. However, a --gres on the command line does not replace a script's --gpus-per-node: Slurm keeps
+    both, and rejects the job if only one of them names a type (seen with Slurm 22.05). The same option replaces it.
     """
     option, _, request = (site.gpu_option % gpus).partition("=")
     request = request.removeprefix("gpu:")
@@ -214,7 +215,7 @@ def _qsub(site: Site, shape: Shape, queue: str, account: str | None) -> list[str
     if site.memory == "per_node":
         chunk.append(f"mem={site.memory_per_gpu * shape.gpus}GB")
     line = ["qsub", *(["-A", account] if account else []), "-q", queue, "-l", ":".join(chunk)]
-    # One chunk on each host: PBS may else put several small ones on one.
+    # One chunk on each host: otherwise PBS may put several small chunks on one host.
     line += ["-l", f"walltime={clock(shape.seconds)}", "-l", "place=scatter"]
     return [*line, *site.options]
 
@@ -242,7 +243,7 @@ def _log(read: Script, scheduler: str) -> str:
 
 
 def settings_text(name: str, site: Site, environment: Mapping[str, str]) -> str:
-    """The shell file that a job sources first: everything in the profile that a job needs inside.
+    """The shell file that a job sources first: everything in the profile that a job needs.
 
     Raises:
         UserError: a variable that the profile needs is not set.
@@ -265,7 +266,7 @@ def settings_text(name: str, site: Site, environment: Mapping[str, str]) -> str:
         lines = [f"export {variable}={shlex.quote(environment[variable])}" for variable in carried]
         parts.append("\n".join(["# from the session that submitted", *lines]))
     if where.prologue:
-        # They are not written for `set -e` and `set -u`, which a script may have set.
+        # A site's lines may fail under `set -e` and `set -u`, which a script may have set.
         restored = [f'[[ "$before" != *{flag}* ]] || set -{flag}' for flag in "eu"]
         loose = ["before=$-", "set +eu", *where.prologue, *restored]
         parts.append("\n".join(["# [environment] prologue", *loose]))
