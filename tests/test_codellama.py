@@ -1,28 +1,197 @@
-"""``workshop fetch codellama`` from a hub of our own: verified, resumed after a break, and its mistakes in one line."""
+"""The model and the text of stage 04: made here, or fetched from a hub of our own: verified, resumed, and refused in one line."""
 
 import hashlib
 import http.server
 import json
+import subprocess
 import sys
 import threading
+from pathlib import Path
 
 import pytest
+import torch
 
 import runs
 from workshop.data import codellama
+from workshop.data.code import load_blocks, read_documents
+from workshop.errors import UserError
+
+# ---------------------------------------------------------------- made here
+
+
+def test_the_tiny_model_is_codellama_but_for_its_size(data):
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    folder = data / "models" / codellama.TINY
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
+    assert model.config.architectures == ["LlamaForCausalLM"]
+    assert model.config.rope_parameters["rope_theta"] == 1e6
+    text = "def f(x):\n\treturn x**2  # Größe → 漢字\n"
+    assert tokenizer.decode(tokenizer(text).input_ids) == text
+    assert set(codellama.weight_files(folder)) == set(model.state_dict())
+
+
+@pytest.mark.full
+def test_it_is_made_the_same_each_time_and_once_when_two_ask(tmp_path):
+    program = "from workshop.data.codellama import model_folder; print(model_folder('tiny-codellama'))"
+    started = [
+        subprocess.Popen(
+            [sys.executable, "-c", program],
+            env=runs.environment(WORKSHOP_DATA=tmp_path / name),
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for name in ("one", "one", "two")
+    ]
+    printed = [process.communicate()[0].strip() for process in started]
+    assert printed[0] == printed[1] == str(tmp_path / "one" / "models" / codellama.TINY)
+    assert [path.name for path in (tmp_path / "one" / "models").iterdir()] == [codellama.TINY]
+    for name in ("model.safetensors", "tokenizer.json", "config.json"):
+        first, second = (Path(place) / name for place in printed[1:])
+        assert hashlib.sha256(first.read_bytes()).digest() == hashlib.sha256(second.read_bytes()).digest(), name
+
+
+def test_whichever_rank_makes_it_makes_all_of_it(tmp_path):
+    """transformers' own save_pretrained writes on rank 0 only, once the processes have a group."""
+    import torch.distributed as dist
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", rank=1, world_size=2, store=FakeStore())
+    try:
+        made = codellama.make_tiny(tmp_path / "tiny", layers=2, width=64, vocabulary=512)
+    finally:
+        dist.destroy_process_group()
+    assert codellama.model_folder(made) == made
+
+
+@pytest.fixture
+def tokenizer(data, monkeypatch):
+    from transformers import AutoTokenizer
+
+    monkeypatch.setenv("WORKSHOP_DATA", str(data))
+    return AutoTokenizer.from_pretrained(data / "models" / codellama.TINY)
+
+
+def test_every_document_is_in_one_part_and_each_token_once(tokenizer, tmp_path):
+    path = tmp_path / "text.jsonl"
+    documents = [f"document {number}: " + "x = 1\n" * 40 for number in range(50)]
+    path.write_text("\n".join(json.dumps({"text": text, "more": 1}) for text in documents) + "\n\n")
+    train_set, validation_set = load_blocks(str(path), tokenizer, 16)
+    found = [
+        tokenizer.decode(torch.cat([part[index] for index in range(len(part))])) for part in (train_set, validation_set)
+    ]
+    pieces = [text.split("</s>") for text in found]
+    numbers = [
+        {int(piece.split(":")[0].split()[1]) for piece in part if piece.startswith("document ")} for part in pieces
+    ]
+    assert numbers[0] & numbers[1] == set()
+    assert len(numbers[0] | numbers[1]) >= 49  # what is left over after the last block is in none
+    assert all(piece in documents for part in pieces for piece in part[:-1])
+    assert train_set[0].shape == (16,)
+    assert train_set[0].dtype == torch.int64
+
+
+def test_a_changed_file_is_read_again(tokenizer, tmp_path):
+    path = tmp_path / "text.jsonl"
+    path.write_text("".join(json.dumps({"text": "a b c d e f g h " * 9}) + "\n" for _ in range(20)))
+    before, _ = load_blocks(str(path), tokenizer, 16)
+    path.write_text("".join(json.dumps({"text": "1 2 3 4 5 6 7 8 " * 12}) + "\n" for _ in range(20)))
+    after, _ = load_blocks(str(path), tokenizer, 16)
+    assert not torch.equal(before[0], after[0])
+
+
+def test_broken_lines_are_named_and_left_out_only_on_request(tmp_path):
+    path = tmp_path / "text.jsonl"
+    lines = ['{"text": "good"}', "not json", "", '{"prompt": "no text"}', '["text"]', '{"text": 5}', '{"text": "also"}']
+    path.write_text("\n".join(lines))
+    with pytest.raises(UserError, match=r'no JSON object with a "text" in lines 2, 4, 5, 6 \(4 of 6\).*--skip-broken'):
+        read_documents(path)
+    assert read_documents(path, skip_broken=True) == ["good", "also"]
+
+
+# ---------------------------------------------------------------- fetched
 
 NAME = f"/{codellama.REPOSITORY}/resolve/main/"
 BIG = "model-00001-of-00002.safetensors"
 
 
+class Hub(http.server.ThreadingHTTPServer):
+    """A hub that serves these files as CodeLlama.
+
+    Args:
+        files: the content of each file by its name.
+        behaviour: "good", "breaks" (it sends half of the big file), "corrupt" (its last bytes are wrong) or "gated".
+
+    Attributes:
+        requests: of each request its method, path and Range header.
+    """
+
+    def __init__(self, files: dict[str, bytes], behaviour: str):
+        super().__init__(("127.0.0.1", 0), Handler)
+        self.files, self.behaviour, self.requests = files, behaviour, []
+        threading.Thread(target=self.serve_forever, daemon=True).start()
+
+    def content(self, path: str) -> bytes | None:
+        """What is at this path: the list of files, or a file; None: nothing."""
+        if path.startswith("/api/models/"):
+            siblings = []
+            for name, content in self.files.items():
+                lfs = {"lfs": {"sha256": sha256(content), "size": len(content), "pointerSize": 1}}
+                siblings.append(
+                    {"rfilename": name, "size": len(content), "blobId": "0" * 40} | (lfs if "-of-" in name else {})
+                )
+            answer = {
+                "id": codellama.REPOSITORY,
+                "modelId": codellama.REPOSITORY,
+                "sha": "a" * 40,
+                "siblings": siblings,
+            }
+            return json.dumps(answer).encode()
+        return self.files[path.removeprefix(NAME)] if path.startswith(NAME) else None
+
+
+class Handler(http.server.BaseHTTPRequestHandler):
+    def do_HEAD(self):
+        self.do_GET(body=False)
+
+    def do_GET(self, body=True):
+        hub, which = self.server, self.headers.get("Range")
+        hub.requests.append((self.command, self.path, which))
+        if hub.behaviour == "gated":
+            headers = {"X-Error-Code": "GatedRepo", "X-Error-Message": "Access to model is restricted"}
+            return self.answer(403, headers)
+        content = hub.content(self.path)
+        if content is None:
+            return self.send_error(404)
+        headers = {"ETag": f'"{sha256(content)}"', "X-Repo-Commit": "a" * 40}
+        if hub.behaviour == "corrupt" and BIG in self.path:
+            content = content[:-10] + bytes(10)
+        first = int(which.split("=")[1].split("-")[0]) if which else 0
+        headers["Content-Length"] = str(len(content) - first)
+        if first:
+            headers["Content-Range"] = f"bytes {first}-{len(content) - 1}/{len(content)}"
+        self.answer(206 if first else 200, headers)
+        if body:
+            broken = hub.behaviour == "breaks" and BIG in self.path and not first
+            self.wfile.write(content[first : len(content) // 2] if broken else content[first:])
+
+    def answer(self, status: int, headers: dict[str, str]) -> None:
+        self.send_response(status)
+        for name, value in headers.items():
+            self.send_header(name, value)
+        self.end_headers()
+
+    def log_message(self, *_):
+        pass
+
+
 @pytest.fixture
-def hub(data):
-    """A function that starts a hub with the small model in CodeLlama's files, and returns its address, files and requests."""
-    started = []
+def files(data) -> dict[str, bytes]:
+    """The small model in CodeLlama's files."""
     folder = data / "models" / codellama.TINY
     weights = (folder / "model.safetensors").read_bytes()
     index = {"metadata": {}, "weight_map": dict.fromkeys(codellama.weight_files(folder), BIG)}
-    files = {
+    return {
         "config.json": (folder / "config.json").read_bytes(),
         "generation_config.json": b"{}",
         "model.safetensors.index.json": json.dumps(index).encode(),
@@ -31,71 +200,20 @@ def hub(data):
         "tokenizer.json": (folder / "tokenizer.json").read_bytes(),
     }
 
+
+@pytest.fixture
+def hub(files):
+    """A function that starts a hub, and returns its address and its requests."""
+    started = []
+
     def serve(behaviour="good"):
-        requests = []
+        started.append(Hub(files, behaviour))
+        return f"http://127.0.0.1:{started[-1].server_port}", started[-1].requests
 
-        class Handler(http.server.BaseHTTPRequestHandler):
-            def do_HEAD(self):
-                self.do_GET(body=False)
-
-            def do_GET(self, body=True):
-                requests.append((self.command, self.path, self.headers.get("Range")))
-                if behaviour == "gated":
-                    self.send_response(403)
-                    self.send_header("X-Error-Code", "GatedRepo")
-                    self.send_header("X-Error-Message", "Access to model is restricted")
-                    self.end_headers()
-                    return
-                if self.path.startswith("/api/models/"):
-                    entries = [
-                        {"rfilename": name, "size": len(content), "blobId": "0" * 40}
-                        | (
-                            {"lfs": {"sha256": sha256(content), "size": len(content), "pointerSize": 1}}
-                            if "-of-" in name
-                            else {}
-                        )
-                        for name, content in files.items()
-                    ]
-                    answer = {
-                        "id": codellama.REPOSITORY,
-                        "modelId": codellama.REPOSITORY,
-                        "sha": "a" * 40,
-                        "siblings": entries,
-                    }
-                    content = json.dumps(answer).encode()
-                elif self.path.startswith(NAME):
-                    content = files[self.path.removeprefix(NAME)]
-                else:
-                    self.send_error(404)
-                    return
-                etag = sha256(content)
-                if behaviour == "corrupt" and BIG in self.path:
-                    content = content[:-10] + bytes(10)
-                first = int(self.headers["Range"].split("=")[1].split("-")[0]) if self.headers.get("Range") else 0
-                self.send_response(206 if first else 200)
-                self.send_header("ETag", f'"{etag}"')
-                self.send_header("X-Repo-Commit", "a" * 40)
-                self.send_header("Content-Length", str(len(content) - first))
-                if first:
-                    self.send_header("Content-Range", f"bytes {first}-{len(content) - 1}/{len(content)}")
-                self.end_headers()
-                if body:
-                    broken = behaviour == "breaks" and BIG in self.path and not first
-                    self.wfile.write(content[first : len(content) // 2] if broken else content[first:])
-
-            def log_message(self, *_):
-                pass
-
-        httpd = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        threading.Thread(target=httpd.serve_forever, daemon=True).start()
-        started.append(httpd)
-        return f"http://127.0.0.1:{httpd.server_port}", requests
-
-    serve.files = files
     yield serve
-    for httpd in started:
-        httpd.shutdown()
-        httpd.server_close()
+    for each in started:
+        each.shutdown()
+        each.server_close()
 
 
 def sha256(content: bytes) -> str:
@@ -107,19 +225,19 @@ def fetch(url, folder):
     return runs.run(command, folder, WORKSHOP_DATA=folder, HF_HOME=folder / "hf", HF_HUB_OFFLINE=None, HF_TOKEN=None)
 
 
-def test_fetched_it_is_a_model_of_its_own(hub, tmp_path, monkeypatch):
+def test_fetched_it_is_a_model_of_its_own(hub, files, tmp_path, monkeypatch):
     url, _ = hub()
     done = fetch(url, tmp_path)
     assert done.returncode == 0, done.stderr
     folder = tmp_path / "models" / "CodeLlama-7b-hf"
-    assert {path.name: path.read_bytes() for path in folder.iterdir()} == hub.files
+    assert {path.name: path.read_bytes() for path in folder.iterdir()} == files
     monkeypatch.setenv("WORKSHOP_DATA", str(tmp_path))
     assert codellama.model_folder("codellama") == folder
     again = fetch("http://127.0.0.1:9", tmp_path)
     assert (again.returncode, again.stdout) == (0, f"codellama is already in {folder}\n")
 
 
-def test_after_a_break_it_goes_on_where_it_was(hub, tmp_path):
+def test_after_a_break_it_goes_on_where_it_was(hub, files, tmp_path):
     url, requests = hub("breaks")
     done = fetch(url, tmp_path)
     assert done.returncode == 2
@@ -129,7 +247,7 @@ def test_after_a_break_it_goes_on_where_it_was(hub, tmp_path):
     done = fetch(url, tmp_path)
     assert done.returncode == 0, done.stderr
     assert [which for method, path, which in requests if method == "GET" and BIG in path and which], "it began anew"
-    assert (tmp_path / "models" / "CodeLlama-7b-hf" / BIG).read_bytes() == hub.files[BIG]
+    assert (tmp_path / "models" / "CodeLlama-7b-hf" / BIG).read_bytes() == files[BIG]
 
 
 @pytest.mark.parametrize(

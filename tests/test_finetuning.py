@@ -1,15 +1,12 @@
 """Stage 04: it learns, is one curve however the model is spread, carries on exactly, and exports to plain transformers."""
 
-import hashlib
 import json
 import os
 import re
 import shutil
 import signal
-import subprocess
 import sys
 import time
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -19,8 +16,7 @@ import runs
 from test_bad_input import refused_as_rank_0
 from workshop.check.jobs import Trial
 from workshop.data import codellama
-from workshop.data.code import load_blocks, read_documents
-from workshop.errors import UserError
+from workshop.data.code import load_blocks
 from workshop.run.environment import torchrun
 from workshop.training.finetuning import explain_out_of_memory
 
@@ -49,99 +45,6 @@ def losses(log) -> list[float]:
 
 def validation(log) -> list[float]:
     return [entry["validation_loss"] for entry in log["entries"]]
-
-
-# ---------------------------------------------------------------- the model and the text
-
-
-def test_the_tiny_model_is_codellama_but_for_its_size(data):
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    folder = data / "models" / codellama.TINY
-    model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
-    assert model.config.architectures == ["LlamaForCausalLM"]
-    assert model.config.rope_parameters["rope_theta"] == 1e6
-    text = "def f(x):\n\treturn x**2  # Größe → 漢字\n"
-    assert tokenizer.decode(tokenizer(text).input_ids) == text
-    assert set(codellama.weight_files(folder)) == set(model.state_dict())
-
-
-@pytest.mark.full
-def test_it_is_made_the_same_each_time_and_once_when_two_ask(tmp_path):
-    program = "from workshop.data.codellama import model_folder; print(model_folder('tiny-codellama'))"
-    started = [
-        subprocess.Popen(
-            [sys.executable, "-c", program],
-            env=runs.environment(WORKSHOP_DATA=tmp_path / name),
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        for name in ("one", "one", "two")
-    ]
-    printed = [process.communicate()[0].strip() for process in started]
-    assert printed[0] == printed[1] == str(tmp_path / "one" / "models" / codellama.TINY)
-    assert [path.name for path in (tmp_path / "one" / "models").iterdir()] == [codellama.TINY]
-    for name in ("model.safetensors", "tokenizer.json", "config.json"):
-        first, second = (Path(place) / name for place in printed[1:])
-        assert hashlib.sha256(first.read_bytes()).digest() == hashlib.sha256(second.read_bytes()).digest(), name
-
-
-def test_whichever_rank_makes_it_makes_all_of_it(tmp_path):
-    """transformers' own save_pretrained writes on rank 0 only, once the processes have a group."""
-    import torch.distributed as dist
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-
-    dist.init_process_group("fake", rank=1, world_size=2, store=FakeStore())
-    try:
-        made = codellama.make_tiny(tmp_path / "tiny", layers=2, width=64, vocabulary=512)
-    finally:
-        dist.destroy_process_group()
-    assert codellama.model_folder(made) == made
-
-
-@pytest.fixture
-def tokenizer(data, monkeypatch):
-    from transformers import AutoTokenizer
-
-    monkeypatch.setenv("WORKSHOP_DATA", str(data))
-    return AutoTokenizer.from_pretrained(data / "models" / codellama.TINY)
-
-
-def test_every_document_is_in_one_part_and_each_token_once(tokenizer, tmp_path):
-    path = tmp_path / "text.jsonl"
-    documents = [f"document {number}: " + "x = 1\n" * 40 for number in range(50)]
-    path.write_text("\n".join(json.dumps({"text": text, "more": 1}) for text in documents) + "\n\n")
-    train_set, validation_set = load_blocks(str(path), tokenizer, 16)
-    found = [
-        tokenizer.decode(torch.cat([part[index] for index in range(len(part))])) for part in (train_set, validation_set)
-    ]
-    pieces = [text.split("</s>") for text in found]
-    numbers = [
-        {int(piece.split(":")[0].split()[1]) for piece in part if piece.startswith("document ")} for part in pieces
-    ]
-    assert numbers[0] & numbers[1] == set()
-    assert len(numbers[0] | numbers[1]) >= 49  # what is left over after the last block is in none
-    assert all(piece in documents for part in pieces for piece in part[:-1])
-    assert train_set[0].shape == (16,)
-    assert train_set[0].dtype == torch.int64
-
-
-def test_a_changed_file_is_read_again(tokenizer, tmp_path):
-    path = tmp_path / "text.jsonl"
-    path.write_text("".join(json.dumps({"text": "a b c d e f g h " * 9}) + "\n" for _ in range(20)))
-    before, _ = load_blocks(str(path), tokenizer, 16)
-    path.write_text("".join(json.dumps({"text": "1 2 3 4 5 6 7 8 " * 12}) + "\n" for _ in range(20)))
-    after, _ = load_blocks(str(path), tokenizer, 16)
-    assert not torch.equal(before[0], after[0])
-
-
-def test_broken_lines_are_named_and_left_out_only_on_request(tmp_path):
-    path = tmp_path / "text.jsonl"
-    lines = ['{"text": "good"}', "not json", "", '{"prompt": "no text"}', '["text"]', '{"text": 5}', '{"text": "also"}']
-    path.write_text("\n".join(lines))
-    with pytest.raises(UserError, match=r'no JSON object with a "text" in lines 2, 4, 5, 6 \(4 of 6\).*--skip-broken'):
-        read_documents(path)
-    assert read_documents(path, skip_broken=True) == ["good", "also"]
 
 
 # ---------------------------------------------------------------- one curve

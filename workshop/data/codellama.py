@@ -6,11 +6,15 @@ import shutil
 import tempfile
 from collections.abc import Iterable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from workshop.data.archive import file_sha256, go_on
 from workshop.data.code import LIBRARY, library_files, load_blocks
 from workshop.data.datasets import data_folder
 from workshop.errors import UserError
+
+if TYPE_CHECKING:
+    from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
 TINY = "tiny-codellama"
 REPOSITORY = "codellama/CodeLlama-7b-hf"
@@ -117,12 +121,32 @@ def make_tiny(
         UserError: the folder cannot be written.
     """
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
-    import torch
     from safetensors.torch import save_file
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
     folder = folder or models_folder() / TINY
+    tokenizer = _train_tokenizer(vocabulary, documents)
+    model = _random_model(layers, width, vocabulary)
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".make-") as scratch:
+            made = Path(scratch) / folder.name
+            # Not by model.save_pretrained: where processes have a group, that writes on rank 0 only.
+            model.config.architectures, model.config.dtype = [type(model).__name__], "float32"
+            model.config.save_pretrained(made)
+            model.generation_config.save_pretrained(made)
+            save_file(model.state_dict(), made / "model.safetensors", {"format": "pt"})
+            tokenizer.save_pretrained(made)
+            put_in_place(made, folder)
+    except OSError as error:
+        raise UserError(f"cannot write {folder}: {error.strerror or error}") from error
+    return folder
+
+
+def _train_tokenizer(vocabulary: int, documents: Iterable[str] | None) -> "PreTrainedTokenizerFast":
+    """A byte-level BPE with so many tokens, trained on the documents; None: on Python's standard library."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
+
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -134,6 +158,16 @@ def make_tiny(
     )
     documents = documents or (path.read_text(errors="replace") for path in library_files())
     tokenizer.train_from_iterator(documents, trainer)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, unk_token="<unk>", bos_token="<s>", eos_token="</s>", model_max_length=512
+    )
+
+
+def _random_model(layers: int, width: int, vocabulary: int) -> "LlamaForCausalLM":
+    """A model of CodeLlama's architecture with random parameters, the same ones each time."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
     config = LlamaConfig(
         vocab_size=vocabulary,
         hidden_size=width,
@@ -149,24 +183,7 @@ def make_tiny(
     )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        model = LlamaForCausalLM(config)
-    fast = PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, unk_token="<unk>", bos_token="<s>", eos_token="</s>", model_max_length=512
-    )
-    try:
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".make-") as scratch:
-            made = Path(scratch) / folder.name
-            # Not by model.save_pretrained: where processes have a group, that writes on rank 0 only.
-            config.architectures, config.dtype = [type(model).__name__], "float32"
-            config.save_pretrained(made)
-            model.generation_config.save_pretrained(made)
-            save_file(model.state_dict(), made / "model.safetensors", {"format": "pt"})
-            fast.save_pretrained(made)
-            put_in_place(made, folder)
-    except OSError as error:
-        raise UserError(f"cannot write {folder}: {error.strerror or error}") from error
-    return folder
+        return LlamaForCausalLM(config)
 
 
 def put_in_place(made: Path, folder: Path) -> None:

@@ -37,7 +37,7 @@ STAGES = {
     "02": ("tests/test_training.py", "tests/test_restart.py", "-k", "not single"),
     "slurm-multinode": ("tests/test_jobs.py", "tests/test_scale.py"),
     "03": ("tests/test_lightning.py",),
-    "04": ("tests/test_finetuning.py",),
+    "04": ("tests/test_codellama.py", "tests/test_finetuning.py"),
     "05": ("tests/test_deepspeed.py", "tests/test_deepspeed_jobs.py"),
     "strategies": ("tests/test_strategies.py",),
     "bonus_jax": ("tests/test_jax.py",),
