@@ -1,0 +1,64 @@
+"""The code's style: ruff, import-linter, mypy and shellcheck find nothing, and functions and files are short."""
+
+import ast
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import runs
+
+# The programs of this environment, which need not be activated.
+PATH = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
+LONGEST_FUNCTION, LONGEST_FILE = 60, 500  # lines
+
+
+def finds_nothing(program: str, *arguments: str | Path) -> None:
+    """Run a checker in the repository, and fail with its output if it finds something."""
+    path = shutil.which(program, path=PATH)
+    assert path, f"{program} is not installed; it belongs to the extra 'development'"
+    done = subprocess.run([path, *arguments], cwd=runs.ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("arguments", [["check"], ["format", "--check"]], ids=" ".join)
+def test_ruff(arguments):
+    finds_nothing("ruff", *arguments)
+
+
+def test_imports_between_packages():
+    finds_nothing("lint-imports")
+
+
+def test_types():
+    finds_nothing("mypy")
+
+
+def test_shell_scripts():
+    scripts = [runs.ROOT / ".ci" / "run", runs.ROOT / "tests" / "containers" / "apptainer", *runs.ROOT.glob("*.sh")]
+    for folder in runs.ROOT.glob("[!.]*/"):
+        if folder.name not in ("data", "runs"):  # what runs have written
+            scripts += folder.rglob("*.sh")
+    finds_nothing("shellcheck", *scripts)
+
+
+def too_long(path: Path) -> list[str]:
+    """The file, and the functions in it, that have too many lines."""
+    text, place = path.read_text(), path.relative_to(runs.ROOT)
+    lines = len(text.splitlines())
+    found = [f"{place}: {lines} lines, at most {LONGEST_FILE}"] if lines > LONGEST_FILE else []
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            lines = node.end_lineno - node.lineno + 1
+            if lines > LONGEST_FUNCTION:
+                found.append(f"{place}:{node.lineno}: {node.name} has {lines} lines, at most {LONGEST_FUNCTION}")
+    return found
+
+
+@pytest.mark.parametrize("folder", ["workshop", "tests"])
+def test_functions_and_files_are_short(folder):
+    found = [line for path in sorted((runs.ROOT / folder).rglob("*.py")) for line in too_long(path)]
+    assert not found, "\n".join(found)
