@@ -255,7 +255,7 @@ def _measure_rounds(study: Study, repeats: int, place: Path, console: "Console")
     """
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-    rates = {mode: {count: [] for count in study.counts} for mode in study.modes}
+    rates: dict[str, dict[int, list[float]]] = {mode: {count: [] for count in study.counts} for mode in study.modes}
     columns = (
         BarColumn(),
         MofNCompleteColumn(),

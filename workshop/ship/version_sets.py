@@ -13,6 +13,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import psutil
 
@@ -60,7 +61,7 @@ class Environment:
     def variables(self) -> dict[str, str]:
         """The environment variables of tests: what they write outside the repository goes into the temporary folder."""
         ours = ("PYTHON", "PYTEST", "WORKSHOP_", "VIRTUAL_ENV", "CONDA")
-        changes: dict[str, object] = {name: None for name in os.environ if name.startswith(ours)}
+        changes: dict[str, Any] = {name: None for name in os.environ if name.startswith(ours)}
         scratch = self.folder / "t"
         # DeepSpeed's extension is compiled for one torch; a build of another set's must not be taken for it.
         changes |= {"TMPDIR": scratch, "TORCH_EXTENSIONS_DIR": scratch / "torch_extensions", "COLUMNS": 200}
@@ -79,7 +80,7 @@ def made(name: str, root: Path) -> Iterator[Environment]:
     Raises:
         UserError: uv cannot make it (the sentence holds what it says), or the tests' packages are not in it.
     """
-    python = sys.executable if name != "oldest" else re.search(r"[\d.]+", _project(root)["requires-python"])[0]
+    python = sys.executable if name != "oldest" else re.findall(r"[\d.]+", _project(root)["requires-python"])[0]
     # A short name: the sockets of a practice cluster lie in it, and the length of their paths is limited.
     with tempfile.TemporaryDirectory(prefix="wv-", ignore_cleanup_errors=True) as scratch:
         folder = Path(scratch)
@@ -193,7 +194,7 @@ def direct_dependencies(root: Path) -> list[str]:
     """The names of the packages that pyproject.toml asks for, extras included."""
     project = _project(root)
     lines = [*project["dependencies"], *(line for extra in project["optional-dependencies"].values() for line in extra)]
-    return list(dict.fromkeys(plain_name(re.match(r"[\w.-]+", line)[0]) for line in lines))
+    return list(dict.fromkeys(plain_name(re.findall(r"^[\w.-]+", line)[0]) for line in lines))
 
 
 def _project(root: Path) -> dict:

@@ -16,6 +16,7 @@ import xml.etree.ElementTree as ElementTree
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 from workshop.errors import UserError
 from workshop.files import write_atomically
@@ -43,8 +44,10 @@ STAGES = {
     "bonus_jax": ("tests/test_jax.py",),
     "check": ("tests/test_exercises.py", "-k", "solution_meets or as_delivered_the_check"),
 }
-SHOWN = ("python", "torch", "torchvision", "lightning", "torchmetrics", "transformers", "tokenizers", "peft")
-SHOWN += ("accelerate", "deepspeed", "numpy", "jax", "optax")
+SHOWN = (
+    *("python", "torch", "torchvision", "lightning", "torchmetrics", "transformers", "tokenizers", "peft"),
+    *("accelerate", "deepspeed", "numpy", "jax", "optax"),
+)
 EACH = 6e9  # bytes that an environment takes on the disk, or its part of uv's cache
 STAGE, SEARCH = 900, 1800  # seconds that the tests of a stage, and the search for the package, may take
 
@@ -73,7 +76,7 @@ def run_versions(sets: Sequence[str] = (), stages: str = "", output: str | None 
     def say(line: str) -> None:
         console.print(line, markup=False, soft_wrap=True)
 
-    results = {}
+    results: dict[str, dict] = {}
     for name in named:
         results[name] = run_set(name, {stage: STAGES[stage] for stage in chosen}, root, say, results.get("lock"))
     summary = {"command": "workshop " + " ".join(sys.argv[1:]), "date": time.strftime("%Y-%m-%d"), "sets": results}
@@ -134,7 +137,7 @@ def run_set(
         ``versions``; ``stages``: what ``run_tests`` returns for each; ``failure``: why there is no environment, or "";
         ``findings``: what ``find_packages`` returns.
     """
-    result = {"versions": {}, "stages": {}, "failure": "", "findings": []}
+    result: dict[str, Any] = {"versions": {}, "stages": {}, "failure": "", "findings": []}
     say(f"{name}: making the environment")
     with ExitStack() as stack:
         try:
@@ -178,7 +181,7 @@ def run_tests(environment: Environment, arguments: Sequence[str], seconds: float
     command = [environment.python, "-m", "pytest", *options, *arguments]
     start = time.monotonic()
     status = run_to_file(command, environment.variables(), environment.root, log, seconds)
-    row = {"passed": 0, "failed": {}, "skipped": {}, "seconds": round(time.monotonic() - start)}
+    row: dict[str, Any] = {"passed": 0, "failed": {}, "skipped": {}, "seconds": round(time.monotonic() - start)}
     last = (log.read_text(errors="replace").splitlines() or [f"exit status {status}"])[-1]
     for case in _cases(report):
         # What could not be imported is a "test" without a class: the whole file.
@@ -187,7 +190,7 @@ def run_tests(environment: Environment, arguments: Sequence[str], seconds: float
         if problems:
             row["failed"][test] = "\n".join(problems)[-20_000:]
         elif (skipped := case.find("skipped")) is not None:
-            row["skipped"][test] = last = skipped.get("message")
+            row["skipped"][test] = last = skipped.get("message", "")
         else:
             row["passed"] += 1
     failed = len(row["failed"])
@@ -234,8 +237,7 @@ def find_packages(
     say("  which package? first the same tests again, then with the lock")
     search = _Search(newest, dict(tests), say)
     search.repeat_tests()
-    if search.waiting and lock is None:
-        lock = run_set("lock", search.waiting, newest.root, say)
+    lock = lock or (run_set("lock", search.waiting, newest.root, say) if search.waiting else {})
     if search.waiting:
         search.compare_with(lock)
     candidates = _candidates(newest, lock["versions"], reports) if search.waiting else []

@@ -28,11 +28,11 @@ def seconds(text: str, scheduler: str = "slurm") -> int:
     days, *parts = match.groups()
     numbers = [int(part) for part in parts if part]
     if days or len(numbers) == 3:
-        units = (3600, 60, 1)
+        units = [3600, 60, 1]
     elif scheduler == "pbs" and len(numbers) == 1:
-        units = (1,)
+        units = [1]
     else:
-        units = (60, 1)
+        units = [60, 1]
     return int(days or 0) * 86400 + sum(number * unit for number, unit in zip(numbers, units, strict=False))
 
 
@@ -125,7 +125,8 @@ def find_queue(site: Site, shape: Shape, named: str | None) -> Queue:
         if reason := misfit(queue, shape):
             raise UserError(f"{queue.name} at {site.name} does not take {shape}: {reason}")
         return queue
-    reasons, by_name = [], {}
+    reasons: list[str] = []
+    by_name: dict[str, list[str]] = {}  # the names of the queues with each condition
     for queue in site.queues:
         reason = misfit(queue, shape)
         if not reason and not queue.condition:

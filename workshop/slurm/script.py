@@ -116,7 +116,8 @@ def _slurm_options(words: Sequence[str]) -> dict[str, str]:
 
 def _pbs_options(words: Sequence[str]) -> dict[str, str]:
     """{"-q": "main", "select": "1:ngpus=4"} from ["-q", "main", "-l", "select=1:ngpus=4"]."""
-    options, waiting = {}, ""
+    options: dict[str, str] = {}
+    waiting = ""
     for word in words:
         if word.startswith("-"):
             waiting, word = word[:2], word[2:]
