@@ -1,10 +1,12 @@
 #!/usr/bin/env bash
-# The way into the workshop. On first use it makes an environment in .venv (with uv where present, else venv and pip), from
-# requirements.lock, or in a folder of "workshop pack" from the wheels there, without network; then it hands over to the
-# command "workshop".
+# The command of the workshop. On first use it creates the Python environment .venv: from requirements.lock with uv, or, in a
+# folder of "workshop pack", from the wheels in that folder and without a network. Then it starts the command "workshop".
 #
-#   ./workshop.sh                    what there is
+#   ./workshop.sh                    list the commands
 #   ./workshop.sh tour               train every stage on this machine and compare
+#   ./workshop.sh test               test that everything works on this machine
+#
+#   WORKSHOP_TORCH=cpu ./workshop.sh tour       create the environment without CUDA, for a machine without an NVIDIA GPU
 #   WORKSHOP_PYTHON=/path/to/python ./workshop.sh tour      use an environment that exists: a module, conda, a container
 set -euo pipefail
 
@@ -21,10 +23,19 @@ use_existing() {
     is_new_enough "$WORKSHOP_PYTHON" || die "WORKSHOP_PYTHON=$WORKSHOP_PYTHON: Python 3.11 or newer is needed"
     export PYTHONPATH=$root${PYTHONPATH:+:$PYTHONPATH}
     local missing
-    missing=$("$WORKSHOP_PYTHON" -c '
+    missing=$("$WORKSHOP_PYTHON" - "$root/pyproject.toml" <<'PY'
+import re
+import sys
+import tomllib
 from importlib.util import find_spec
-names = "torch torchvision numpy PIL sklearn tqdm click rich matplotlib psutil requests"
-print(*[name for name in names.split() if find_spec(name) is None])')
+
+modules = {"pillow": "PIL", "scikit-learn": "sklearn"}  # packages whose module has another name
+with open(sys.argv[1], "rb") as file:
+    lines = tomllib.load(file)["project"]["dependencies"]
+names = [re.match(r"[\w-]+", line)[0] for line in lines]
+print(*[name for name in names if find_spec(modules.get(name, name)) is None])
+PY
+    )
     [ -z "$missing" ] || die "WORKSHOP_PYTHON=$WORKSHOP_PYTHON lacks: $missing (add them: $WORKSHOP_PYTHON -m pip install -e $root)"
     exec "$WORKSHOP_PYTHON" -P -m workshop "$@"
 }
@@ -41,30 +52,172 @@ find_python() {
         "Fedora: dnf install python3; macOS: brew install python; a cluster: module load python), or set WORKSHOP_PYTHON"
 }
 
-# What the finished environment has to match: the lock, and the place (a venv cannot be moved).
+is_pack() { [ -f "$root/pack.json" ] || [ -d "$root/wheels" ]; }
+
+# Which torch the environment has: "cpu" has no CUDA, "cuda" is what requirements.lock holds. The choice is kept in .venv.lock,
+# so it has to be made once.
+choose_torch() {
+    torch=${WORKSHOP_TORCH:-$(cat "$root/.venv.lock" 2>/dev/null || true)}
+    case ${torch:=cuda} in
+        cpu | cuda) ;;
+        *) die "WORKSHOP_TORCH=$torch: choose cpu or cuda" ;;
+    esac
+    # A pack holds one kind of torch. The lock has CUDA for Linux only.
+    if is_pack || [[ $OSTYPE != linux* ]]; then torch=cuda; fi
+}
+
+# What the complete environment has to match: the place (a venv cannot be moved), the kind of torch, and the locks.
 wanted() {
     echo "$root"
+    echo "torch: $torch"
     cksum <"$root/requirements.lock"
+    if [ "$torch" = cpu ]; then cksum <"$root/requirements-cpu.lock"; fi
 }
 
 is_complete() { [ -x "$venv/bin/python" ] && [ "$(wanted)" = "$(cat "$venv/complete" 2>/dev/null)" ]; }
 
+# The entries of requirements.lock whose names fit the pattern, with their hashes; with "!" before it, all others.
+entries() {
+    awk -v names="^(${1#!})==" -v others="${1%%[^!]*}" \
+        '/^[a-z]/ { keep = ($0 ~ names) != (others == "!") } /^#/ { next } keep' "$root/requirements.lock"
+}
+
+# draw_bar WHAT BYTES: draw a bar while the installer, the other child of this shell, runs. Linux counts the bytes that a process
+# writes; BYTES is what the installer and its own children usually write in all.
+draw_bar() {
+    local start=$SECONDS family child key value written percent filled
+    while kill -0 $$ 2>/dev/null; do
+        written=0
+        family=$(cat /proc/$$/task/$$/children 2>/dev/null || true)
+        for child in $family; do family+=" $(cat "/proc/$child/task/$child/children" 2>/dev/null || true)"; done
+        for child in $family; do
+            while read -r key value; do
+                if [ "$key" = wchar: ]; then written=$((written + value)); fi
+            done 2>/dev/null <"/proc/$child/io" || true
+        done
+        percent=$((written * 100 / $2))
+        if ((percent > 99)); then percent=99; fi
+        printf -v filled '%*s' $((percent * 40 / 100)) ''
+        printf '\r[%-40s] %2d %%  %s, %d s ' "${filled// /#}" "$percent" "$1" $((SECONDS - start)) >&2
+        sleep 0.3
+    done
+}
+
+# quietly WHAT BYTES COMMAND...: run an installer, and print what it says only if it fails. On a terminal there is a bar.
+quietly() {
+    local what=$1 bytes=$2 output status=0 bar=
+    shift 2
+    if [ -t 2 ]; then
+        draw_bar "$what" "$bytes" 9>&- &
+        bar=$!
+        trap 'kill "$bar" 2>/dev/null; echo >&2; exit 130' INT # Ctrl-C does not reach what runs in the background
+    fi
+    output=$(exec "$@" 2>&1) || status=$?
+    if [ -n "$bar" ]; then
+        kill "$bar" 2>/dev/null || true
+        wait "$bar" 2>/dev/null || true
+        trap - INT
+        printf '\r\033[K' >&2
+    fi
+    [ "$status" = 0 ] || echo "$output" >&2
+    return "$status"
+}
+
+# uv does not read pip's settings. They may name the only index that this machine can reach: a mirror, a folder of wheels.
+give_uv_the_settings_of_pip() {
+    local name value
+    while IFS='=' read -r name value; do
+        if [ -n "$name" ] && [ -z "${!name:-}" ]; then export "$name=$value"; fi
+    done < <("$venv/bin/python" - <<'PY'
+import ast
+import subprocess
+import sys
+
+NAMES = {"index-url": "UV_DEFAULT_INDEX", "extra-index-url": "UV_INDEX", "find-links": "UV_FIND_LINKS", "cert": "SSL_CERT_FILE"}
+listed = subprocess.run([sys.executable, "-m", "pip", "config", "list"], capture_output=True, text=True).stdout
+pairs = [line.split("=", 1) for line in listed.splitlines() if "=" in line]
+sections = ["global.", "install.", ":env:."]  # a later one counts more
+for section in sections:
+    for key, value in pairs:
+        if key.startswith(section) and (name := NAMES.get(key.removeprefix(section))):
+            words = ast.literal_eval(value).split()
+            print(f"{name}={(',' if name == 'UV_FIND_LINKS' else ' ').join(words)}")
+PY
+    )
+    # pip takes the best version of all indexes. (Where uv takes that of the first one, an index with few packages hides others.)
+    if [ -n "${UV_INDEX:-}" ] && [ -z "${UV_INDEX_STRATEGY:-}" ]; then export UV_INDEX_STRATEGY=unsafe-best-match; fi
+}
+
+# install BYTES ARGUMENTS...: "pip install" by uv, if there is one, or by pip, which writes each wheel before it unpacks it.
+install() {
+    local bytes=$1
+    shift
+    if [ -n "$uv" ]; then
+        quietly packages "$bytes" "$uv" pip install --quiet --python "$venv/bin/python" "$@"
+    else
+        quietly packages $((bytes * 3 / 2)) "$venv/bin/python" -m pip install --quiet --disable-pip-version-check --no-input "$@"
+    fi
+}
+
+install_everything() {
+    local source=() index=${WORKSHOP_TORCH_INDEX:-}
+    if [ "$torch" = cpu ]; then
+        if [ -d "$index" ]; then
+            source=(--no-index --find-links "$index")
+        elif [ -n "$index" ]; then
+            source=(--index-url "$index")
+        fi
+        install 700000000 --no-deps "${source[@]+"${source[@]}"}" -r "$root/requirements-cpu.lock" || {
+            say "WORKSHOP_TORCH=cpu: the wheels of requirements-cpu.lock cannot be had. Set WORKSHOP_TORCH_INDEX to an index, or to" \
+                "a folder, that has them; or take the wheels with CUDA: WORKSHOP_TORCH=cuda ./workshop.sh"
+            return 1
+        }
+        # The lock is complete, so nothing has to be resolved; resolving would bring the torch with CUDA.
+        entries '!torch|torchvision|triton|nvidia-.*|cuda-.*' >"$venv/requirements.txt"
+        install 1300000000 --no-deps --require-hashes -r "$venv/requirements.txt" || return
+    else
+        install 6800000000 --require-hashes -r "$root/requirements.lock" || return
+    fi
+    install 1000000 --no-deps --no-build-isolation -e "$root" || return
+    # pip compiles what it installs. What is left out here is seldom imported, and Python compiles it then.
+    [ -z "$uv" ] || quietly bytecode 270000000 "$venv/bin/python" -m compileall -q -j 0 \
+        -x '/(tests?|testing|transformers/models)/' "$venv/lib" || true # a package may hold a file for another Python
+}
+
 make_environment() {
+    local began=$SECONDS size="7 GB of disk" uv
     # Anew each time: what an interrupted install or an older lock left behind cannot be trusted.
     rm -rf "$venv"
-    if [ -f "$root/pack.json" ] || [ -d "$root/wheels" ]; then
+    if is_pack; then
         "$python" -I "$root/workshop/ship/unpack.py" "$root" || exit # it has said why
-    elif command -v uv >/dev/null; then
-        say "making the environment in .venv with uv (once; about 6 GB)"
-        uv venv --quiet --no-project --python "$python" "$venv" &&
-            uv pip install --quiet --python "$venv/bin/python" --compile-bytecode --require-hashes -r "$root/requirements.lock" &&
-            uv pip install --quiet --python "$venv/bin/python" --no-deps --no-build-isolation -e "$root"
+        wanted >"$venv/complete"
+        return
+    fi
+    if [ "$torch" = cpu ]; then size="2 GB of disk, without CUDA"; fi
+    say "creating the environment in .venv (once; $size)"
+    uv=$(command -v uv || true)
+    if [ -n "$uv" ]; then
+        quietly environment 1000000 "$uv" venv --quiet --no-project --python "$python" "$venv" && install_everything || return
     else
-        say "making the environment in .venv with pip (once; about 6 GB, several minutes)"
-        "$python" -m venv "$venv" || die "$python cannot make a virtual environment (Debian, Ubuntu: apt install python3-venv)"
-        "$venv/bin/python" -m pip install --quiet --disable-pip-version-check --require-hashes -r "$root/requirements.lock" &&
-            "$venv/bin/python" -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e "$root"
-    fi && wanted >"$venv/complete"
+        "$python" -m venv "$venv" >/dev/null 2>&1 ||
+            die "$python cannot create a virtual environment (Debian, Ubuntu: apt install python3-venv)"
+        # uv installs several times faster than pip, and it is on the index.
+        entries uv >"$venv/uv.txt"
+        if "$venv/bin/python" -m pip install --quiet --disable-pip-version-check --no-input --require-hashes \
+            -r "$venv/uv.txt" >/dev/null 2>&1 && [ -x "$venv/bin/uv" ]; then
+            uv=$venv/bin/uv
+            give_uv_the_settings_of_pip
+            install_everything || {
+                say "uv did not succeed; trying pip, which takes several minutes"
+                uv='' && install_everything || return
+            }
+        else
+            say "uv cannot be had here; pip takes several minutes"
+            install_everything || return
+        fi
+    fi
+    wanted >"$venv/complete"
+    say "the environment is ready after $((SECONDS - began)) s"
 }
 
 # A copy that an Open OnDemand session made of a shared workshop uses the shared environment.
@@ -75,18 +228,26 @@ fi
 [ -z "${WORKSHOP_PYTHON:-}" ] || use_existing "$@"
 
 unset PYTHONPATH PYTHONHOME # a site's modules set these, and would put other versions before those of .venv
+choose_torch
 if ! is_complete; then
+    if [[ ${1:-} =~ ^(-h|--help)$ ]] && ! is_pack; then # nobody downloads the environment to read this
+        sed -n '2,/^set /{s/^# \{0,1\}//p;}' "$root/workshop.sh"
+        echo "When the environment exists, --help lists all commands. README.md describes them."
+        exit
+    fi
     python=$(find_python)
     [ -w "$root" ] || die "cannot write to $root, where the environment .venv has to be made"
     # One at a time, also from two machines that share this folder. The lock is the open file's: it goes when its holder dies,
     # and outlives this script only in an installer that still runs. (flock(1) is not everywhere; Python is.)
-    exec 9>"$root/.venv.lock"
+    exec 9>>"$root/.venv.lock"
     if ! "$python" -c 'import fcntl; fcntl.flock(9, fcntl.LOCK_EX | fcntl.LOCK_NB)' 2>/dev/null; then
         say "somebody else is making the environment; waiting for them"
         "$python" -c 'import fcntl; fcntl.flock(9, fcntl.LOCK_EX)' 2>/dev/null ||
             say "this file system has no file locks: do not start two at once before the first is ready"
     fi
+    choose_torch # what we waited for counts
     if ! is_complete; then
+        echo "$torch" >"$root/.venv.lock"
         make_environment || die "the environment could not be made, the reason is above; started again, it is made anew"
     fi
     exec 9>&-

@@ -1,11 +1,18 @@
 """Runs that several tests look at: each is made once."""
 
+import os
 import signal
+import sys
+import xml.etree.ElementTree as ET
 from pathlib import Path
 from typing import NamedTuple
 
 import pytest
 
+# uv, shellcheck and ninja come with the environment. Tests that start them by name find them where it is not activated, too.
+os.environ["PATH"] = os.pathsep.join([os.environ.get("PATH", os.defpath), os.path.dirname(sys.executable)])
+
+import needs
 import runs
 from workshop.data import codellama
 
@@ -58,3 +65,38 @@ def data(tmp_path_factory):
     folder = tmp_path_factory.mktemp("data")
     codellama.make_tiny(folder / "models" / codellama.TINY, layers=2, width=64, vocabulary=512)
     return folder
+
+
+def pytest_addoption(parser):
+    parser.addoption(
+        "--skipped-in",
+        metavar="FILE",
+        help="only the tests that this report (--junit-xml) lists as skipped, and those marked `machine`",
+    )
+
+
+def pytest_collection_modifyitems(config, items):
+    if not (report := config.getoption("--skipped-in")):
+        return
+    cases = ET.parse(report).iter("testcase")
+    skipped = {(case.get("file"), case.get("name")) for case in cases if case.find("skipped") is not None}
+    chosen, others = [], []
+    for item in items:
+        wanted = (item.nodeid.split("::")[0], item.name) in skipped or item.get_closest_marker("machine")
+        (chosen if wanted else others).append(item)
+    items[:] = chosen
+    config.hook.pytest_deselected(items=others)
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_terminal_summary(terminalreporter):
+    """The last lines of a run: what was not tried on this machine, and how to try it."""
+    yield
+    reports = terminalreporter.stats.get("skipped", [])
+    reasons = [
+        str(report.longrepr[2]).removeprefix("Skipped: ") for report in reports if isinstance(report.longrepr, tuple)
+    ]
+    if reasons:
+        terminalreporter.section("not tried on this machine")
+        for line in needs.table(reasons):
+            terminalreporter.write_line(line)

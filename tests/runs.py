@@ -10,6 +10,7 @@ import psutil
 import pytest
 import torch
 
+import needs
 from workshop.errors import UserError
 from workshop.repository import ROOT
 from workshop.run.environment import environment as run_environment
@@ -99,6 +100,8 @@ def command_lines(processes) -> str:
 
 
 def _without_cluster() -> str:
+    if reason := needs.reason(*needs.SLURM):
+        return reason
     try:
         require_machine()
     except UserError as reason:

@@ -297,12 +297,14 @@ def test_it_says_when_the_kernel_forbids_it(monkeypatch, tmp_path, user, words):
         practice.require_machine()
 
 
+@runs.needs_cluster
 def test_a_path_that_is_too_long_for_sockets(monkeypatch, tmp_path):
     monkeypatch.setattr(practice.tempfile, "gettempdir", lambda: str(tmp_path / ("long" * 10)))
     with pytest.raises(UserError, match="too long for sockets; set TMPDIR"):
         practice.up(1, name="long")
 
 
+@runs.needs_cluster
 def test_a_folder_of_somebody_else_is_not_used(monkeypatch, tmp_path):
     (tmp_path / "t").mkdir()
     monkeypatch.chdir(tmp_path)

@@ -17,9 +17,11 @@ from types import SimpleNamespace
 import pytest
 
 import runs
+from needs import needs, require
 from site_models.table import script
 from test_containers import CONTAINERS, LOCK, copied, recipe
-from workshop.check.jobs import Job, Trial
+from workshop.check.evidence.job import Job
+from workshop.course.trial import Trial
 from workshop.errors import UserError
 from workshop.slurm import cluster as practice
 from workshop.slurm.image import settings_name
@@ -68,6 +70,7 @@ def sourced(settings, folder, path, expression='echo "$PYTHON"', **environment):
     return subprocess.run(["bash", "-c", program], cwd=folder, env=environment, capture_output=True, text=True)
 
 
+@needs("shellcheck")
 @pytest.mark.parametrize(
     ("site", "flag"),
     [("local", ""), ("roihu", "--nv "), ("della", "--nv "), ("marenostrum5", "--nv ")],
@@ -272,8 +275,9 @@ def to_reach_the_indexes(root: Path) -> dict[str, str]:
 @pytest.fixture(scope="module")
 def built(tmp_path_factory):
     """pytorch-cuda.def on a Debian 12 of its own, whose Python is 3.11 as well; it has 6 GB and is gone afterwards."""
-    if os.geteuid() != 0 or not shutil.which("debootstrap"):
-        pytest.skip("needs root and debootstrap")
+    if os.geteuid() != 0:
+        pytest.skip("needs root")
+    require("debootstrap", "unshare")
     place = tmp_path_factory.mktemp("image")
     root = place / "root"
     targets = ["apt-get", "indextargets", "--format", "$(CODENAME) $(REPO_URI)", "Created-By: Packages"]

@@ -11,6 +11,7 @@ import pytest
 from packaging.requirements import Requirement
 
 import runs
+from needs import needs
 from workshop.doctor import machine as doctor
 from workshop.training import arguments, container
 
@@ -87,6 +88,7 @@ def test_the_dockerfile_makes_the_image_of_the_recipe():
         ([], "build_docker", "neither docker nor podman here"),
     ],
 )  # fmt: skip
+@needs("make")
 def test_make(programs, target, says, tmp_path):
     for name in (*programs, "sh", "make"):
         (tmp_path / name).symlink_to(shutil.which(name) or "/bin/true")

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import runs
+from needs import DEEPSPEED, needs, require
 from test_bad_input import refused_as_rank_0
 from test_training import true_accuracy
 from workshop.data import load_dataset
@@ -26,6 +27,8 @@ pytestmark = pytest.mark.skipif(not importlib.util.find_spec("deepspeed"), reaso
 
 def trained(script, folder, *options, epochs=3, nproc=2) -> list[float]:
     """The losses of a run in ``folder``, with global batches of 128."""
+    if script.name == ZERO:
+        require(*DEEPSPEED)
     command = [*launcher(nproc), script, "--epochs", epochs, "--batch-size", 128 // nproc, "--folder", "run", *options]
     done = runs.run(command, folder, timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -79,6 +82,7 @@ def test_other_launchers(start, torchrun, tmp_path):
         SOLUTIONS / ZERO,
     ]
     if start == "mpirun":
+        require("mpiexec.openmpi")
         command = ["mpiexec.openmpi", "--oversubscribe", "-n", 2, SOLUTIONS / "exercise1_run_deepspeed.sh"]
     as_root = {"OMPI_ALLOW_RUN_AS_ROOT": 1, "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": 1}
     done = runs.run([*command, *options], tmp_path, timeout=300, **as_root)
@@ -212,6 +216,7 @@ CHECKPOINTS = {
 
 @pytest.mark.parametrize("case", CHECKPOINTS)
 def test_a_checkpoint_that_does_not_fit_is_one_line(case, tmp_path, monkeypatch, capfd):
+    require(*DEEPSPEED)
     name, number, message = CHECKPOINTS[case]
     place = tmp_path / "run" / "epoch-0"
     place.mkdir(parents=True)
@@ -224,6 +229,8 @@ def test_a_checkpoint_that_does_not_fit_is_one_line(case, tmp_path, monkeypatch,
 
 @pytest.mark.parametrize("script", [ZERO, ACCELERATE])
 def test_a_folder_that_cannot_be_used_is_one_line(script, tmp_path, monkeypatch, capfd):
+    if script == ZERO:
+        require(*DEEPSPEED)
     (tmp_path / "file").touch()
     (tmp_path / "run" / "epoch-3").mkdir(parents=True)
     refused(["--folder", "file/run"], "nothing can be written beneath it", tmp_path, monkeypatch, capfd, script)
@@ -237,6 +244,7 @@ def test_no_compiler_is_one_line(tmp_path, monkeypatch, capfd):
     refused([], "there is no no-such-compiler here", tmp_path, monkeypatch, capfd)
 
 
+@needs("g++", "ninja")
 def test_a_system_python_without_its_headers_is_one_line(tmp_path, monkeypatch, capfd):
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path / "nothing built"))
     monkeypatch.setattr("sysconfig.get_path", lambda name: str(tmp_path / name))

@@ -18,6 +18,7 @@ from workshop.doctor.result import GIB, OK, PROBLEM, WARNING, Result
 Usage = namedtuple("Usage", "total used free")
 
 
+@pytest.mark.machine
 def test_this_machine_can_train():
     done = subprocess.run(
         [sys.executable, "-m", "workshop", "doctor"], env=runs.environment(COLUMNS=120), capture_output=True, text=True

@@ -10,6 +10,7 @@ import sysconfig
 import tempfile
 import time
 import tomllib
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -64,6 +65,12 @@ def test_this_environment_is_the_lock_s():
     )
 
 
+def test_the_cpu_lock_has_the_versions_of_the_lock():
+    lines = [line for line in (ROOT / "requirements-cpu.lock").read_text().splitlines() if not line.startswith("#")]
+    pins = {line.split()[0] for line in lines if not line.startswith(" ")}
+    assert pins == {f"{name}=={version}+cpu" for name, version in PINS if name in ("torch", "torchvision")}
+
+
 def test_conda_environment_is_the_lock():
     conda = yaml.safe_load((ROOT / "environment.yml").read_text())
     python = next(line for line in conda["dependencies"] if isinstance(line, str) and line.startswith("python="))
@@ -79,10 +86,10 @@ def test_conda_environment_is_the_lock():
 # workshop.sh, with a stand-in for uv: it "installs" an interpreter that prints its arguments, slowly enough to be interrupted.
 
 FAKE_UV = """#!/bin/bash
-echo "$1 $2" >> "$UV_CALLS"
+if [ "$1" = venv ]; then echo venv; else echo "$*"; fi >> "$UV_CALLS"
 if [ "$1" = venv ]; then
     mkdir -p "${@: -1}/bin"
-elif [ "$2" = install ] && [[ "$*" == *requirements.lock* ]]; then
+elif [ "$2" = install ] && [[ "$*" == *--require-hashes* ]]; then
     sleep "${UV_SLEEP:-0}"
     [ -z "${UV_FAILS:-}" ] || { echo "no such package" >&2; exit 1; }
     for last in "$@"; do [ "$previous" = --python ] && python=$last; previous=$last; done
@@ -97,7 +104,7 @@ def clone(tmp_path):
     """A copy of what workshop.sh needs, a stand-in for uv, and a function that starts workshop.sh with them."""
     folder = tmp_path / "clone with a space"
     folder.mkdir()
-    for name in ("workshop.sh", "requirements.lock", "pyproject.toml"):
+    for name in ("workshop.sh", "requirements.lock", "requirements-cpu.lock", "pyproject.toml"):
         shutil.copy(ROOT / name, folder)
     programs = tmp_path / "bin"
     programs.mkdir()
@@ -105,7 +112,7 @@ def clone(tmp_path):
     (programs / "uv").chmod(0o755)
     calls = tmp_path / "calls.txt"
 
-    def start(*arguments, **environment) -> subprocess.Popen:
+    def start(*arguments, stderr=subprocess.PIPE, **environment) -> subprocess.Popen:
         path = f"{programs}:{Path(sys.executable).parent}:/usr/bin:/bin"
         env = {"PATH": path, "HOME": str(tmp_path), "UV_CALLS": str(calls), **environment}
         return subprocess.Popen(
@@ -113,7 +120,7 @@ def clone(tmp_path):
             env=env,
             text=True,
             stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
+            stderr=stderr,
             start_new_session=True,
         )
 
@@ -123,7 +130,7 @@ def clone(tmp_path):
 
 def installs(clone) -> int:
     """How often the environment was made."""
-    return clone.calls.read_text().count("venv") if clone.calls.exists() else 0
+    return clone.calls.read_text().splitlines().count("venv") if clone.calls.exists() else 0
 
 
 def test_made_once_then_handed_over(clone):
@@ -173,6 +180,69 @@ def test_an_install_that_fails_says_so_and_is_tried_again(clone):
     assert out == "workshop -P -m workshop\n"
 
 
+def test_torch_without_cuda(clone):
+    """WORKSHOP_TORCH=cpu installs torch from the second lock, and from the first one all but torch and CUDA. The choice stays."""
+    clone("doctor", WORKSHOP_TORCH="cpu", WORKSHOP_TORCH_INDEX="some-index").communicate(timeout=20)
+    first, second, _ = (line for line in clone.calls.read_text().splitlines() if "install" in line)
+    assert "--index-url some-index" in first
+    assert first.endswith("requirements-cpu.lock")
+    assert "--no-deps --require-hashes" in second
+    installed = (clone.folder / ".venv" / "requirements.txt").read_text()
+    names = re.findall(r"^([a-z0-9._-]+)==", installed, re.MULTILINE)
+    left_out = {name for name, _ in PINS} - set(names)
+    assert {"torch", "torchvision", "triton", "nvidia-nccl-cu13", "cuda-toolkit"} <= left_out
+    assert {re.sub("^(nvidia|cuda)-.*", "cuda", name) for name in left_out} == {
+        "torch",
+        "torchvision",
+        "triton",
+        "cuda",
+    }
+    assert installed.count("--hash") > len(names), "each entry keeps its hashes"
+    clone("doctor").communicate(timeout=20)
+    assert installs(clone) == 1, "it need not be said twice"
+    clone("doctor", WORKSHOP_TORCH="cuda").communicate(timeout=20)
+    clone("doctor").communicate(timeout=20)
+    assert installs(clone) == 2
+    assert "requirements.lock" in clone.calls.read_text().splitlines()[-2]
+
+
+def test_an_unknown_torch_is_one_line(clone):
+    wrong = clone("doctor", WORKSHOP_TORCH="rocm")
+    _, err = wrong.communicate(timeout=20)
+    assert (wrong.returncode, err) == (2, "workshop.sh: WORKSHOP_TORCH=rocm: choose cpu or cuda\n")
+
+
+def test_help_needs_no_environment(clone):
+    out, err = clone("--help").communicate(timeout=20)
+    assert "./workshop.sh tour" in out
+    assert "WORKSHOP_TORCH=cpu" in out
+    assert (err, installs(clone)) == ("", 0)
+
+
+def test_a_terminal_gets_a_bar_and_a_pipe_does_not(clone):
+    import pty
+
+    parent, child = pty.openpty()
+    started = clone("doctor", UV_SLEEP="2", stderr=child)
+    os.close(child)
+    started.communicate(timeout=30)
+    shown = b""
+    with suppress(OSError):  # the terminal is closed
+        while part := os.read(parent, 4096):
+            shown += part
+    os.close(parent)
+    first, *bars, last = shown.decode().replace("\r\n", "\n").strip().split("\r")
+    assert first.startswith("workshop.sh: creating the environment in .venv (once; ")
+    assert any(re.match(r"\[ {40}\]  0 %  packages, 1 s ", bar) for bar in bars), shown
+    assert re.fullmatch(r"\x1b\[Kworkshop.sh: the environment is ready after \d s", last)
+    (clone.folder / ".venv" / "complete").unlink()
+    _, err = clone("doctor").communicate(timeout=20)
+    assert [line.split(" in .venv")[0] for line in err.splitlines()] == [
+        "workshop.sh: creating the environment",
+        "workshop.sh: the environment is ready after 0 s",
+    ]
+
+
 def run_script(path: str, tmp_path, **environment) -> subprocess.CompletedProcess:
     return subprocess.run(
         ["/bin/bash", ROOT / "workshop.sh", "--help"],
@@ -220,7 +290,10 @@ def test_existing_environment_without_torch(tmp_path):
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", tmp_path / "bare"], check=True)
     done = run_script("/usr/bin:/bin", tmp_path, WORKSHOP_PYTHON=str(tmp_path / "bare" / "bin" / "python"))
     assert (done.returncode, done.stderr.count("\n")) == (2, 1)
-    assert "lacks: torch torchvision" in done.stderr
+    needed = [re.match(r"[\w-]+", line)[0] for line in project()["dependencies"]]
+    assert f"lacks: {' '.join(needed)} (add them: " in done.stderr.replace("PIL", "pillow").replace(
+        "sklearn", "scikit-learn"
+    )
 
 
 SITE_RUNS = ["runner", pytest.param("job", marks=[pytest.mark.full, runs.needs_cluster])]
@@ -279,10 +352,14 @@ def test_a_site_s_own_environment_trains(what, tmp_path, monkeypatch):
 
 
 @pytest.mark.full
-def test_pip_installs_the_same_where_there_is_no_uv(tmp_path):
-    """The way without uv, for real: venv and pip make the environment, and it trains."""
+@pytest.mark.parametrize("installer", ["uv", "pip"])
+def test_where_there_is_no_uv(installer, tmp_path):
+    """For real: pip brings uv, or, where there is no uv on the index, installs everything; and it trains."""
     clone = tmp_path / "clone"
     subprocess.run(["git", "clone", "--quiet", ROOT, clone], check=True)
+    if installer == "pip":
+        lock = clone / "requirements.lock"
+        lock.write_text(re.sub(r"^uv==.*\n( .*\n)+", "", lock.read_text(), flags=re.MULTILINE))
     path = os.pathsep.join(
         folder for folder in os.environ["PATH"].split(os.pathsep) if not (Path(folder) / "uv").exists()
     )
@@ -300,7 +377,8 @@ def test_pip_installs_the_same_where_there_is_no_uv(tmp_path):
         timeout=1200,
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "with pip" in done.stderr
+    assert ("pip takes several minutes" in done.stderr) == (installer == "pip")
+    assert all(line.startswith("workshop.sh: ") for line in done.stderr.splitlines()[:2]), done.stderr
     # A site that has its own environment installs the package into it.
     done = subprocess.run(
         [clone / ".venv" / "bin" / "python", "-m", "pip", "install", "-e", "."],

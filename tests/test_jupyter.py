@@ -16,6 +16,7 @@ import psutil
 import pytest
 
 import runs
+from needs import require
 from test_notebooks import exercises, goals_left, judge_01
 from workshop.jupyter.ranks import Ranks
 
@@ -145,10 +146,10 @@ def test_lab_on_a_full_disk(lab, copy):
 
 def browser():
     """Debian's Chromium, which Playwright drives."""
-    path = shutil.which("chromium") or shutil.which("google-chrome")
-    if path is None:
-        pytest.skip("needs Chromium (Debian: apt install chromium)")
-    return path
+    if path := shutil.which("google-chrome"):
+        return path
+    require("chromium")
+    return shutil.which("chromium")
 
 
 def run_all_cells(page, address, notebook, seconds, seconds_for_first) -> nbformat.NotebookNode | None:

@@ -21,6 +21,7 @@ import pytest
 import yaml
 
 import runs
+from needs import require
 from workshop.jupyter.session import copy_workshop
 
 APP = runs.ROOT / "ondemand"
@@ -30,8 +31,7 @@ ENTERED = {"auto_accounts": "project_1", "hours": "2", "gpus": "0", "reservation
 @pytest.fixture
 def app(tmp_path):
     """A copy of the app; ``set`` changes its settings."""
-    if shutil.which("ruby") is None:
-        pytest.skip("needs Ruby (Debian: apt install ruby)")
+    require("ruby")
 
     class App:
         folder = shutil.copytree(APP, tmp_path / "app")

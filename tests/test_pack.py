@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 
+import needs
 import runs
 from workshop import cli
 from workshop.errors import UserError
@@ -25,8 +26,10 @@ from workshop.ship.pack import Package, Target, read_lock
 PYTHON = "{}.{}".format(*sys.version_info[:2])
 # A network of its own with nothing in it but 127.0.0.1, and mounts that go with the process.
 ALONE = ["unshare", "--map-root-user", "--net", "--mount", "bash", "-c", 'ip link set lo up && exec "$@"', "bash"]
-NO_NAMESPACES = subprocess.run([*ALONE, "true"], capture_output=True).returncode != 0
-needs_namespaces = pytest.mark.skipif(NO_NAMESPACES, reason="this system lets nobody make namespaces")
+NO_NAMESPACES = needs.reason("unshare", "ip")
+if not NO_NAMESPACES and subprocess.run([*ALONE, "true"], capture_output=True).returncode != 0:
+    NO_NAMESPACES = "this system lets nobody make namespaces"
+needs_namespaces = pytest.mark.skipif(bool(NO_NAMESPACES), reason=NO_NAMESPACES)
 
 
 def wheel_of(name: str, folder: Path) -> tuple[str, str]:

@@ -14,7 +14,8 @@ import pytest
 import torch
 
 import runs
-from pbs.stand_in import MPIEXEC, StandIn
+from needs import require
+from pbs.stand_in import StandIn
 from workshop.run.processes import family
 from workshop.slurm import cluster as practice
 from workshop.slurm.script import read_script
@@ -118,8 +119,7 @@ def test_one_script_for_any_number_of_nodes():
 def cluster():
     if runs.NO_CLUSTER:
         pytest.skip(runs.NO_CLUSTER)
-    if missing := [package for package, program in MPIEXEC.items() if not os.path.exists(program)]:
-        pytest.skip(f"needs mpiexec of Open MPI and of MPICH; there is none of {missing}")
+    require("mpiexec.openmpi", "mpiexec.mpich")
     up = practice.up(4, name=f"pbs{os.getpid()}", mine=True)
     yield up
     up.end()

@@ -19,6 +19,7 @@ READMES = [runs.ROOT / "README.md", *STAGE_READMES]
 
 # Commands that run elsewhere, and the text there that proves it.
 ELSEWHERE = {
+    "git clone ADDRESS-OF-THIS-REPOSITORY workshop && cd workshop": (".ci/run", "git clone"),
     "./workshop.sh tour": (".ci/run", "./workshop.sh tour"),
     "./workshop.sh test": (".ci/run", "./workshop.sh test"),
     "./workshop.sh test --full": ("tests/test_readme.py", "def test_full_is_passed_on"),
@@ -67,14 +68,26 @@ def short():
         yield folder
 
 
-@pytest.mark.parametrize(
-    "readme",
-    [READMES[0], *(pytest.param(readme, marks=pytest.mark.full) for readme in STAGE_READMES)],
-    ids=lambda path: path.parent.name,
-)
-def test_commands(readme, copy, short):
-    found = commands(readme)
-    assert found
+# A command that needs the practice cluster of the commands before it, or starts one.
+ON_CLUSTER = re.compile(r"workshop\.sh (cluster |check \S+\.sh|submit (?!.*--dry-run))")
+
+
+def parts() -> list:
+    """Each README twice: its commands that run on any machine, and those that need a practice cluster."""
+    cases = []
+    for readme in READMES:
+        full = [] if readme == READMES[0] else [pytest.mark.full]
+        for cluster in (False, True):
+            marks = [*full, runs.needs_cluster] if cluster else full
+            if any(bool(ON_CLUSTER.search(command)) == cluster for command in commands(readme)):
+                name = readme.parent.name if readme != READMES[0] else "README"
+                cases.append(pytest.param(readme, cluster, marks=marks, id=f"{name}-cluster" if cluster else name))
+    return cases
+
+
+@pytest.mark.parametrize(("readme", "cluster"), parts())
+def test_commands(readme, cluster, copy, short):
+    found = [command for command in commands(readme) if bool(ON_CLUSTER.search(command)) == cluster]
     folder = copy / readme.parent.relative_to(runs.ROOT)
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
     for command in found:

@@ -11,10 +11,11 @@ import pytest
 import yaml
 
 import runs
+from needs import missing, require
 from site_models import table
 from workshop.errors import UserError
 from workshop.slurm import ondemand
-from workshop.slurm.model import PROGRAMS, SEARCH_PATH, model
+from workshop.slurm.model import PROGRAMS, model
 from workshop.slurm.request import seconds
 from workshop.slurm.sites import SITES, OnDemand, Queue, Site, detect_site, find_site, known_sites, read_site
 from workshop.slurm.sites import Environment as SiteEnvironment
@@ -149,7 +150,7 @@ def test_the_settings_of_a_job_are_shell(name, tmp_path):
         assert shutil.which(values["PYTHON"], path=values["PATH"])
     else:
         assert values["PYTHON"] == site.environment.python.replace("$WORKSHOP_IMAGE", "/images/torch.sif")
-    if shutil.which("shellcheck"):
+    if not missing("shellcheck"):
         done = subprocess.run(["shellcheck", "--norc", settings], capture_output=True, text=True)
         assert done.returncode == 0, done.stdout
 
@@ -160,8 +161,7 @@ def test_the_settings_of_a_job_are_shell(name, tmp_path):
 @pytest.fixture(scope="module")
 def models():
     """A running model of each site."""
-    if missing := [program for program in PROGRAMS if not shutil.which(program, path=SEARCH_PATH)]:
-        pytest.skip(f"needs {', '.join(missing)} (Debian: apt install slurmctld slurm-client munge)")
+    require(*PROGRAMS)
     managers = {site: model(table.MODELS / f"{site}.conf") for site in table.SITES}
     running = {}
     try:
@@ -340,8 +340,7 @@ def test_files_that_cannot_be_made(arguments, words, tmp_path):
 
 def test_the_app_takes_the_settings_of_a_site(tmp_path):
     """The app, rendered with Ruby as the dashboard does, asks for what the profile says."""
-    if shutil.which("ruby") is None:
-        pytest.skip("needs Ruby (Debian: apt install ruby)")
+    require("ruby")
     app = shutil.copytree(runs.ROOT / "ondemand", tmp_path / "app")
     (app / "settings.yml").write_text(ondemand.settings(find_site("hipergator"), "group"))
     (tmp_path / "session").mkdir()

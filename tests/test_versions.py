@@ -21,12 +21,13 @@ import psutil
 import pytest
 
 import runs
+from needs import needs
 from test_environment import SITE_RUNS, trains_with
 from test_restart import gone_within
 from workshop.errors import UserError
 from workshop.ship import version_sets, versions
 
-needs_uv = pytest.mark.skipif(shutil.which("uv") is None, reason="needs uv, which makes the environments")
+needs_uv = needs("uv")
 
 # ---------------------------------------------------------------- a repository of three small packages
 
@@ -238,7 +239,7 @@ def test_ctrl_c_leaves_no_process_and_no_folder(repository):
 def test_unknown_names():
     with pytest.raises(UserError, match=r"the set 'latest' is unknown; choose from: oldest, lock, newest$"):
         versions.run_versions(["latest"])
-    with pytest.raises(UserError, match=r"--stage '99' is unknown; choose from: 01, 02, slurm-multinode, 03, "):
+    with pytest.raises(UserError, match=r"--stage '99' is unknown; choose from: 01, 02, 03, 04, 05, slurm-multinode, "):
         versions.run_versions(stages="01,99")
 
 
@@ -295,7 +296,7 @@ def test_versions_are_the_lower_bounds(oldest):
 
 OTHERS = {
     "bad input, data, tour": ("tests/test_bad_input.py", "tests/test_data.py", "tests/test_tour.py"),
-    "the whole check": ("tests/test_exercises.py", "tests/test_check.py"),
+    "the whole check": ("tests/test_exercises.py", "tests/check"),
     "20 kills in a row": ("tests/test_restart.py", "-m", "full", "-k", "20_kills"),
 }
 

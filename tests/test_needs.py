@@ -1,0 +1,78 @@
+"""What a run says of the tests that it skipped, and how the complete run of .ci/run finds them."""
+
+import os
+import sys
+
+import pytest
+
+import needs
+import runs
+
+
+def test_the_table_counts_tests_and_names_the_packages(monkeypatch):
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+    reasons = [
+        "needs slurmctld, slurmd, ip",
+        "needs slurmctld",
+        "needs ruby",
+        "needs a GPU",
+        "needs uv",
+        "no network here",
+    ]
+    counted, command = "\n".join(needs.table(reasons)).split("\n\n")
+    assert sorted(line.rsplit(maxsplit=1)[0].split("  ")[0] for line in counted.splitlines()) == sorted(
+        ["Slurm", "a GPU", "ip", "no network here", "ruby", "uv"]
+    )
+    assert "Slurm               2 tests" in counted
+    assert "ruby                1 test\n" in counted + "\n"
+    assert command.endswith("sudo apt-get install -y --no-install-recommends iproute2 ruby slurmctld slurmd")
+
+
+def test_gpus_have_no_command():
+    assert needs.table(["needs a GPU"] * 6) == ["a GPU     6 tests"]
+    assert needs.table([]) == []
+
+
+def test_a_program_beside_this_python_is_found(tmp_path, monkeypatch):
+    monkeypatch.setattr(needs, "PATH", str(tmp_path))
+    assert needs.missing("ruby", "git") == ["ruby", "git"]
+    (tmp_path / "git").symlink_to("/bin/true")
+    assert needs.reason("ruby", "git") == "needs ruby"
+    with pytest.raises(pytest.skip.Exception, match="needs ruby"):
+        needs.require("git", "ruby")
+
+
+TWO = """
+import pytest
+
+@pytest.mark.parametrize("case", ["a b", "[c]"])
+def test_ruby(case):
+    {}
+
+def test_other():
+    pass
+
+@pytest.mark.machine
+def test_machine():
+    pass
+"""
+
+
+def test_only_what_an_earlier_run_skipped(tmp_path):
+    """The tests that a bare machine skips, and those marked "machine", are the tests of the second run."""
+    (tmp_path / "tests").mkdir()
+    for name in ("conftest.py", "needs.py", "runs.py"):
+        (tmp_path / "tests" / name).symlink_to(runs.ROOT / "tests" / name)
+    (tmp_path / "pytest.ini").write_text("[pytest]\ntestpaths = tests\nmarkers = machine\njunit_family = xunit1\n")
+    script = tmp_path / "tests" / "test_two.py"
+    command = [sys.executable, "-m", "pytest", "-v", "-n2", "-p", "no:cacheprovider"]
+    script.write_text(TWO.format('pytest.skip("needs ruby")'))
+    first = runs.run([*command, "--junit-xml=first.xml"], tmp_path)
+    assert "2 passed, 2 skipped" in first.stdout, first.stdout
+    *_, counted, empty, how, _ = first.stdout.splitlines()
+    assert (counted, empty) == ("ruby     2 tests", "")
+    assert how.endswith("apt-get install -y --no-install-recommends ruby")
+    script.write_text(TWO.format("pass"))
+    second = runs.run([*command, "--skipped-in=first.xml"], tmp_path)
+    assert "3 passed" in second.stdout, second.stdout
+    assert "test_other" not in second.stdout
