@@ -3,11 +3,12 @@
 import re
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
 
 
-def own_part(tensor):
+def own_part(tensor: Any) -> Any:
     """This process's part of a tensor that is spread over several (a DTensor); else the tensor itself.
 
     Whatever is asked of a DTensor itself may be a collective, which all ranks would have to call.

@@ -27,10 +27,8 @@ def environment(*, gpus: bool = True, **changes: object) -> dict[str, str]:
         gpus: False hides the GPUs.
         changes: further variables, as text; None drops one.
     """
-    variables: dict[str, object] = without_launcher(os.environ) | {
-        "PYTHONPATH": python_path(),
-        "WORKSHOP_PYTHON": sys.executable,
-    }
+    variables: dict[str, object] = {**without_launcher(os.environ)}
+    variables |= {"PYTHONPATH": python_path(), "WORKSHOP_PYTHON": sys.executable}
     if not gpus:
         variables |= {"CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": ""}
     return {name: str(value) for name, value in (variables | changes).items() if value is not None}

@@ -37,7 +37,7 @@ def gpus_unopened() -> int:
     return int(done.stdout.strip() or 0)
 
 
-def machine() -> dict:
+def machine() -> dict[str, object]:
     """The machine and versions that a figure was measured with."""
     import psutil
     import torch

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import psutil
 
@@ -62,8 +63,8 @@ def launch(
     )
     lines: queue.Queue[str | None] = queue.Queue()
 
-    def read():
-        for line in process.stdout:
+    def read() -> None:
+        for line in process.stdout or ():
             lines.put(line)
         lines.put(None)
 
@@ -107,7 +108,7 @@ class Background:
         output: the file with its standard output and standard error.
     """
 
-    def __init__(self, command: Sequence, folder: Path, environment: Mapping[str, str]):
+    def __init__(self, command: Sequence[object], folder: Path, environment: Mapping[str, str]):
         self.output = Path(folder) / f"output-{time.monotonic_ns()}.txt"
         with open(self.output, "w") as file:
             self.process = subprocess.Popen(
@@ -150,7 +151,7 @@ class Background:
                 environment = child.environ()
                 if "TORCHELASTIC_RUN_ID" in environment:
                     found.append((int(environment["RANK"]), child.create_time(), child))
-        ranks = {}
+        ranks: dict[int, psutil.Process] = {}
         for rank, _, child in sorted(found, key=lambda each: each[:2]):
             ranks.setdefault(rank, child)  # the oldest of a rank: its own children carry the same variables
         return list(ranks.values())
@@ -181,7 +182,7 @@ def _memory() -> int:
     return total
 
 
-def end_family(process: subprocess.Popen, grace: float = 5) -> None:
+def end_family(process: subprocess.Popen[Any], grace: float = 5) -> None:
     """End a program and all processes that it started: SIGTERM, and SIGKILL for what is left after ``grace`` seconds."""
     members = family(process.pid)
     for signal in ("terminate", "kill"):

@@ -1,0 +1,1 @@
+"""What a run leaves behind: typed events, written by the probes and read by the rules."""

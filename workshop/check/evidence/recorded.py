@@ -1,0 +1,178 @@
+"""Evidence in a file: what a check has made of programs, so that rules can judge it again without running them.
+
+A file holds many versions of few programs, which agree in most of their numbers. Equal values are therefore stored once,
+over all versions in the file: see ``_Shared``.
+"""
+
+import dataclasses
+import importlib
+import io
+import lzma
+import pickle
+import pkgutil
+import struct
+import zlib
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import workshop.check.evidence
+from workshop.check.evidence.run import Process
+from workshop.check.evidence.schema import SCHEMA
+from workshop.errors import UserError
+from workshop.files import write_atomically
+
+LONGEST = 10_000  # characters of a text that are kept at its start and at its end
+TICKS = 1024  # the times of events are kept to 1/1024 of a second: binary fractions take less room than decimal ones
+KEPT = 4  # values in the sketch of a tensor: fewer than it has, but sketches that are equal stay equal
+CUT = "\n[...]\n"
+
+
+@dataclass
+class Recorded:
+    """What a check has made of one program.
+
+    Attributes:
+        name: of the program, or of its version.
+        offers: the names of the scenarios that its bench offered, in order.
+        made: the results of those that were made, by their names.
+        unavailable: why others could not be made, by their names.
+    """
+
+    name: str
+    offers: tuple[str, ...] = ()
+    made: dict[str, Any] = field(default_factory=dict)
+    unavailable: dict[str, str] = field(default_factory=dict)
+
+
+def write(path: Path, recorded: Iterable[Recorded], hide: Callable[[str], str] = str) -> None:
+    """Write evidence to a file.
+
+    Args:
+        path: the file.
+        recorded: the evidence.
+        hide: removes what only this machine has from a text, such as its paths.
+    """
+    shared = _Shared(hide)
+    content = pickle.dumps(_schema(), 5) + pickle.dumps([shared.plain(each) for each in recorded], 5)
+    size = max(1 << 20, 1 << len(content).bit_length())  # equal stretches are found over the whole content
+    filters = [{"id": lzma.FILTER_LZMA2, "preset": 9 | lzma.PRESET_EXTREME, "dict_size": min(size, 1 << 28)}]
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_atomically(path, lzma.compress(content, filters=filters))
+
+
+def read(path: Path, again: str) -> dict[str, Recorded]:
+    """Read the evidence in a file, by the names of the programs.
+
+    Args:
+        path: the file.
+        again: the command that records it again.
+
+    Raises:
+        UserError: it is missing, damaged, or of another version of the evidence.
+    """
+    try:
+        content = io.BytesIO(lzma.decompress(path.read_bytes()))
+        schema = _Reader(content).load()
+    except FileNotFoundError:
+        raise UserError(f"{path}: no evidence was recorded; record it: {again}") from None
+    except (lzma.LZMAError, EOFError, pickle.UnpicklingError) as error:
+        raise UserError(f"{path} is damaged ({error}); record again: {again}") from None
+    if schema != _schema():
+        raise UserError(f"{path} holds evidence of another version of the check; record again: {again}")
+    return {each.name: each for each in _Reader(content).load()}
+
+
+def _schema() -> int:
+    """A checksum of all that evidence consists of."""
+    package = workshop.check.evidence
+    described = [str(SCHEMA)]
+    for module in pkgutil.iter_modules(package.__path__, f"{package.__name__}."):
+        for name, kind in sorted(vars(importlib.import_module(module.name)).items()):
+            if dataclasses.is_dataclass(kind) and kind.__module__ == module.name:
+                fields = ", ".join(f"{part.name}: {part.type}" for part in dataclasses.fields(kind))
+                described.append(f"{module.name}.{name}({fields})")
+    return zlib.crc32("\n".join(described).encode())
+
+
+class _Reader(pickle.Unpickler):
+    """Makes the workshop's own objects, and no others."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        if not module.startswith("workshop."):
+            raise pickle.UnpicklingError(f"{module}.{name} is no evidence")
+        return super().find_class(module, name)
+
+
+class _Shared:
+    """Copies of objects in which equal parts are one object, which pickle writes once.
+
+    What can be changed is not shared, except lists, which no rule changes.
+    """
+
+    def __init__(self, hide: Callable[[str], str]) -> None:
+        self.hide = hide
+        self.known: dict[object, Any] = {}
+        self.texts: dict[str, str] = {}  # as they were -> as they are written
+
+    def plain(self, value: Any) -> Any:
+        """A copy: the fields of dataclasses without cached properties, floats in single precision, texts cut and hidden."""
+        if value is None or isinstance(value, bool | int):
+            return self._one(value)
+        if isinstance(value, float):
+            return self._one(_single(value))
+        if isinstance(value, str):
+            return self._one(self._text(value))
+        if isinstance(value, Process):
+            timed = [
+                self._several(tuple, (self._one(round(seconds * TICKS) / TICKS), self.plain(event)))
+                for seconds, event in value.events
+            ]
+            return self._instance(value, events=timed)
+        if dataclasses.is_dataclass(value):
+            return self._instance(value)
+        if isinstance(value, Mapping):
+            return {self.plain(key): self.plain(each) for key, each in value.items()}
+        if isinstance(value, set):
+            return {self.plain(each) for each in value}
+        if isinstance(value, tuple) and len(value) == 2 and isinstance(value[0], float) and isinstance(value[1], list):
+            values = value[1]  # it is a sketch of a tensor
+            value = (value[0], values[:: max(1, len(values) // KEPT)][:KEPT])
+        if type(value) in (list, tuple):
+            return self._several(type(value), [self.plain(each) for each in value])
+        raise TypeError(f"evidence cannot hold a {type(value).__name__}")
+
+    def _instance(self, value: Any, **given: Any) -> Any:
+        kind = type(value)
+        names = [part.name for part in dataclasses.fields(value)]
+        parts = [given[name] if name in given else self.plain(getattr(value, name)) for name in names]
+        copied = object.__new__(kind)
+        for name, part in zip(names, parts, strict=True):
+            object.__setattr__(copied, name, part)
+        return self._one(copied, (kind, *map(id, parts))) if kind.__dataclass_params__.frozen else copied
+
+    def _several(self, kind: type[Any], parts: Sequence[Any]) -> Any:
+        return self._one(kind(parts), (kind, *map(id, parts)))
+
+    def _one(self, value: Any, key: object = None) -> Any:
+        """The first of all values with this key; without one, of those that are equal to this value.
+
+        A key of the ids of parts is safe, because the parts of what is known live as long as this object.
+        """
+        return self.known.setdefault((type(value), value) if key is None else key, value)
+
+    def _text(self, text: str) -> str:
+        if text not in self.texts:
+            cut = f"{text[:LONGEST]}{CUT}{text[-LONGEST:]}" if len(text) > 2 * LONGEST + len(CUT) else text
+            self.texts[text] = self.hide(cut)
+        return self.texts[text]
+
+
+def _single(value: float) -> float:
+    """A float as it was measured: single precision, which takes half the room."""
+    try:
+        rounded: float = struct.unpack("f", struct.pack("f", value))[0]
+    except OverflowError:
+        return value
+    return rounded

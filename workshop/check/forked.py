@@ -1,0 +1,366 @@
+"""The processes of a run: a keeper that ends all that the run has started, and a launcher that is the program or forks its ranks.
+
+A process that a real launcher would start as a new interpreter is forked here, from one that has imported torch already, so it
+starts in a tenth of a second. It gets a random state of its own, as a new interpreter has.
+"""
+
+import atexit
+import ctypes
+import faulthandler
+import gc
+import multiprocessing
+import multiprocessing.context
+import multiprocessing.popen_fork
+import multiprocessing.util
+import os
+import random
+import runpy
+import signal
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+import torch.distributed as dist
+
+from workshop.check.evidence.events import Ended, Exited
+from workshop.check.pretended import pretend_devices
+from workshop.check.probes.probe import Probe
+from workshop.check.probes.process import note_exception
+from workshop.check.probes.recorder import Recorder
+from workshop.run.environment import loopback, without_launcher
+from workshop.run.processes import family
+
+LINUX = sys.platform == "linux"
+PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36  # of Linux' prctl()
+FAILED = 70  # exit status where the check's own code fails
+LAST_WORDS = 3  # seconds that the other ranks have when one has failed
+FAILING_RANK, FAILING_STEP = 1, 2
+
+
+@dataclass(frozen=True)
+class Program:
+    """A program, and how it is to be run; ``run_program`` describes the fields.
+
+    Attributes:
+        folder: where the evidence goes.
+    """
+
+    script: Path
+    arguments: tuple[str, ...]
+    launch: str
+    nproc: int
+    scratch: Path
+    folder: Path
+    probes: tuple[type[Probe], ...]
+    nodes: int
+    devices: bool
+    on_cpu: bool
+    fails: bool
+    dies: bool
+    before: Callable[[Recorder], None] | None
+
+
+def start(program: Program) -> int:
+    """Start a run; return the process id of its keeper, whose exit status is the run's."""
+    keeper = os.fork()
+    if keeper == 0:
+        _child(_keep, program)
+    return keeper
+
+
+def end(keeper: int) -> None:
+    """End a run with all that it has started."""
+    _kill_below(keeper)
+    # Last: while it lives, it is the parent of what its children leave behind.
+    os.kill(keeper, signal.SIGKILL)
+    os.waitpid(keeper, 0)
+
+
+def _child(function: Callable[..., int], *arguments: object) -> None:
+    """What a forked process does: the function, and nothing of its parent's code after it."""
+    gc.freeze()  # a collection would look at the million objects of what is imported, and copy their pages
+    status = FAILED
+    try:
+        status = function(*arguments)
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        os._exit(status)
+
+
+def _prctl(option: int, value: int) -> None:
+    if LINUX:
+        ctypes.CDLL(None, use_errno=True).prctl(option, value, 0, 0, 0)
+
+
+# ---------------------------------------------------------------- the keeper
+
+
+def _keep(program: Program) -> int:
+    """The keeper: runs the launcher to its end, then ends what is left over; its exit status is the launcher's."""
+    os.setsid()
+    _prctl(PR_SET_CHILD_SUBREAPER, 1)  # a process that loses its parent becomes a child of this one
+    _prctl(PR_SET_PDEATHSIG, signal.SIGTERM)  # when the process that checks dies
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, _give_up)
+    launcher = os.fork()
+    if launcher == 0:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        _child(_launch, program)
+    pid = ended = 0
+    while pid != launcher:
+        pid, ended = os.wait()
+    code = os.waitstatus_to_exitcode(ended)
+    _kill_below(os.getpid())
+    return code if code >= 0 else 128 - code
+
+
+def _give_up(*_: object) -> None:
+    _kill_below(os.getpid())
+    os._exit(FAILED)
+
+
+def _kill_below(pid: int) -> None:
+    """Kill all that a process has started, and what that starts meanwhile, until nothing is left."""
+    for _ in range(500):
+        members = family(pid)[1:]
+        if not members:
+            return
+        for member in members:
+            with suppress(psutil.NoSuchProcess):
+                member.kill()
+        if pid == os.getpid():
+            with suppress(ChildProcessError):
+                while os.waitpid(-1, os.WNOHANG)[0]:
+                    pass
+        time.sleep(0.005)
+
+
+# ---------------------------------------------------------------- the launcher and the ranks
+
+
+def _launch(program: Program) -> int:
+    """The first process of the program; its exit status is the run's."""
+    _prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # it does not outlive the keeper
+    null = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(null, 0)
+    # pytest, or a notebook, may have redirected the output of this process, and registered calls for a crash or for its exit.
+    # They do not belong to the program.
+    sys.stdout, sys.stderr = (os.fdopen(number, "w", buffering=1, closefd=False) for number in (1, 2))
+    sys.stdin = os.fdopen(0, closefd=False)
+    faulthandler.disable()
+    atexit._clear()
+    os.chdir(program.scratch)
+    _set_environment(program)
+    random.seed()  # with the parent's state the temporary files of all runs would have the same names
+    tempfile.tempdir = None
+    sys.dont_write_bytecode = True
+    torch.set_num_threads(1)
+    _fork_in_place_of_spawn()
+    if program.launch == "torchrun":
+        return _ranks(program)
+    return _run(program)
+
+
+def _set_environment(program: Program) -> None:
+    caches = str(program.scratch / "tmp")
+    for name in os.environ.keys() - without_launcher(os.environ).keys() | {"TORCH_DISTRIBUTED_DEBUG"}:
+        os.environ.pop(name, None)
+    os.environ.update(TMPDIR=caches, OMP_NUM_THREADS="1", GLOO_SOCKET_IFNAME=loopback())
+    for name in ("XDG_CACHE_HOME", "XDG_CONFIG_HOME", "MPLCONFIGDIR", "TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR"):
+        os.environ[name] = caches  # what libraries keep goes where the program may write
+    if program.on_cpu:
+        os.environ.update(CUDA_VISIBLE_DEVICES="", HIP_VISIBLE_DEVICES="", DS_ACCELERATOR="cpu")
+
+
+def _ranks(program: Program) -> int:
+    """Fork the ranks as torchrun would, and wait for them: the first that fails ends the rest."""
+    c10d: Any = dist
+    store = c10d.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    children = set()
+    for rank in range(program.nproc):
+        child = os.fork()
+        if child == 0:
+            os.environ.update(_torchrun_variables(program, rank, store.port))
+            _child(_rank, program, rank)
+        children.add(child)
+    status = 0
+    while children:
+        pid, ended = os.wait()
+        if pid not in children:
+            continue
+        children.remove(pid)
+        code = os.waitstatus_to_exitcode(ended)
+        if code != 0 and status == 0:
+            status = code if 0 < code < 128 else 1
+            _end_soon(children)
+    return status
+
+
+def _end_soon(children: set[int]) -> None:
+    """End ranks whose peer has failed: they fail too in a moment, and say how they noticed, or they wait for ever."""
+    deadline = time.monotonic() + LAST_WORDS
+    while children and time.monotonic() < deadline:
+        pid, _ = os.waitpid(-1, os.WNOHANG)
+        if pid:
+            children.discard(pid)
+        else:
+            time.sleep(0.02)
+    for child in children:
+        os.kill(child, signal.SIGKILL)
+
+
+def _torchrun_variables(program: Program, rank: int, port: int) -> dict[str, str]:
+    local = program.nproc // program.nodes
+    return {
+        "RANK": str(rank),
+        "WORLD_SIZE": str(program.nproc),
+        "LOCAL_RANK": str(rank % local),
+        "LOCAL_WORLD_SIZE": str(local),
+        "GROUP_RANK": str(rank // local),
+        "GROUP_WORLD_SIZE": str(program.nodes),
+        "ROLE_RANK": str(rank),
+        "ROLE_WORLD_SIZE": str(program.nproc),
+        "ROLE_NAME": "default",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "TORCHELASTIC_RUN_ID": "check",
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "TORCHELASTIC_RESTART_COUNT": "0",
+        "TORCHELASTIC_MAX_RESTARTS": "0",
+        "TORCHELASTIC_ERROR_FILE": str(program.folder / f"error-{rank}.json"),
+    }
+
+
+def _rank(program: Program, rank: int) -> int:
+    """A rank as torchrun starts it."""
+    _prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if program.nodes > 1 and program.devices:
+        pretend_devices(program.nproc // program.nodes)
+    return _run(program, fails=program.fails and rank == FAILING_RANK)
+
+
+# ---------------------------------------------------------------- random state
+
+
+def renew_random_state() -> None:
+    """Seed torch (on all devices), NumPy and ``random`` from fresh entropy, as a new interpreter does."""
+    torch.seed()
+    if numpy := sys.modules.get("numpy"):
+        numpy.random.seed()
+    random.seed()
+
+
+class _Popen(multiprocessing.popen_fork.Popen):
+    """Forks a process that is to start as a new interpreter, and gives it a random state of its own."""
+
+    def _launch(self, process_obj: Any) -> None:
+        bootstrap = process_obj._bootstrap
+
+        def renewed(*args: Any, **kwargs: Any) -> Any:
+            renew_random_state()
+            return bootstrap(*args, **kwargs)
+
+        process_obj._bootstrap = renewed
+        try:
+            super()._launch(process_obj)  # type: ignore[misc]  # its types do not name it
+        finally:
+            del process_obj._bootstrap
+
+
+class SpawnedProcess(multiprocessing.context.ForkProcess):
+    """A process of ``SpawnContext``."""
+
+    # (Not in a method of the process: the one of multiprocessing.Process is not of this class, it only asks for this.)
+    @staticmethod
+    def _Popen(process_obj: Any) -> _Popen:
+        return _Popen(process_obj)
+
+
+class SpawnContext(multiprocessing.context.ForkContext):
+    """The start method "spawn" or "forkserver", with forked processes."""
+
+    Process = SpawnedProcess
+
+    def __init__(self, name: str):
+        self._name = name
+
+
+def _fork_in_place_of_spawn() -> None:
+    """Let the start methods "spawn" and "forkserver" fork, so that they do not start Python and import torch each time.
+
+    The default start method stays that of this system, and the program can still choose another one.
+    """
+    contexts: dict[str, Any] = multiprocessing.context._concrete_contexts  # type: ignore[attr-defined]
+    default: Any = multiprocessing.context._default_context
+    contexts |= {name: SpawnContext(name) for name in ("spawn", "forkserver")}
+    default._default_context = contexts[default._default_context._name]
+    default._actual_context = None  # what the process that checks has chosen
+
+
+# ---------------------------------------------------------------- the program
+
+
+def _run(program: Program, fails: bool = False) -> int:
+    """Run the program in this process; return its exit status."""
+    # Makes torch's thread pool anew after the fork; else each of autograd's threads does, and they collide.
+    torch.set_num_threads(1)
+    renew_random_state()
+    recorder = Recorder(program.folder, program.script, program.scratch)
+    if fails:
+        recorder.at_step = lambda: _fail(recorder)
+    elif program.dies:
+        recorder.at_step = lambda: _die(recorder)
+    if program.before:
+        program.before(recorder)
+    recorder.open()
+    for probe in program.probes:
+        probe(recorder).install()
+    status = _run_script(recorder, program)
+    multiprocessing.util._exit_function()  # type: ignore[attr-defined]
+    return status if 0 <= status < 256 else 1
+
+
+def _fail(recorder: Recorder) -> None:
+    if recorder.steps == FAILING_STEP:
+        raise ZeroDivisionError("the check lets this rank fail")
+
+
+def _die(recorder: Recorder) -> None:
+    """Die in the step after the first checkpoint. DCP writes .metadata last, when a checkpoint is whole."""
+    if recorder.saved or any(recorder.scratch.rglob(".metadata")):
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _run_script(recorder: Recorder, program: Program) -> int:
+    """Run the program as ``__main__``, to its end; return its exit status."""
+    sys.argv = [str(program.script), *program.arguments]
+    sys.path.insert(0, str(program.script.parent))
+    status = 0
+    try:
+        runpy.run_path(str(program.script), run_name="__main__")
+    except SystemExit as exit_:
+        status = exit_.code if isinstance(exit_.code, int) else (0 if exit_.code is None else 1)
+        if status and not isinstance(exit_.code, int):
+            print(exit_.code, file=sys.stderr)
+        recorder.note(Exited(status=status))
+    except BaseException as error:  # KeyboardInterrupt too: all that ends a program
+        note_exception(recorder, error)
+        status = 1
+    with suppress(BaseException):
+        atexit._run_exitfuncs()  # the program's own: the process will end without them
+    recorder.end()
+    with suppress(BaseException):
+        sys.stdout.flush()
+        sys.stderr.flush()
+    recorder.note(Ended())
+    return status

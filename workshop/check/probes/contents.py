@@ -1,0 +1,72 @@
+"""The contents of tensors in short: sketches, keys of rows, and the first tensor in nested arguments."""
+
+import zlib
+from collections.abc import Iterable
+
+import torch
+
+from workshop.check.evidence.events import Key, Sketch
+from workshop.tensors import own_part
+
+SAMPLES = 12  # how many values of a tensor are in its sketch, beside its norm
+# What a tensor raises that does not give its values: one on the device "meta", or of a type that NumPy does not know.
+UNREADABLE = (RuntimeError, TypeError)
+
+
+def sketches(tensors: Iterable[torch.Tensor | None]) -> list[Sketch]:
+    """A sketch of each tensor: enough to tell whether two processes hold the same; None for None and without contents."""
+    return [None if tensor is None else _sketch(tensor) for tensor in tensors]
+
+
+def _sketch(tensor: torch.Tensor) -> Sketch:
+    try:
+        tensor = own_part(tensor).detach()
+        flat = (tensor.to_dense() if tensor.is_sparse else tensor).reshape(-1)
+        if flat.is_complex():
+            flat = torch.view_as_real(flat).reshape(-1)
+        values = flat[:: max(1, flat.numel() // SAMPLES)][:SAMPLES].cpu().double().tolist()
+        return torch.linalg.vector_norm(flat.float()).item(), values
+    except UNREADABLE:
+        return None
+
+
+def rows(tensor: torch.Tensor) -> list[Key]:
+    """A key for each row of a tensor: equal for equal content. Empty for a tensor without contents."""
+    try:
+        flat = tensor.detach().cpu().contiguous()
+        if flat.dtype == torch.bfloat16:
+            flat = flat.view(torch.int16)
+        array = flat.reshape(len(flat), -1).numpy()
+    except UNREADABLE:
+        return []
+    return [("content", zlib.crc32(row.tobytes()), row.nbytes) for row in array]
+
+
+def mean(tensor: torch.Tensor | None) -> float | None:
+    """The mean of a tensor; None where there is none, or one without contents."""
+    try:
+        return None if tensor is None else float(tensor.detach().float().mean())
+    except UNREADABLE:
+        return None
+
+
+def is_zero(tensor: torch.Tensor | None) -> bool:
+    """Whether there is no tensor, or one without contents, or this process's part of it holds only zeros."""
+    try:
+        return tensor is None or not bool(own_part(tensor).any())
+    except UNREADABLE:
+        return True
+
+
+def first_tensor(value: object) -> torch.Tensor | None:
+    """The first tensor with rows in nested arguments, or None."""
+    if isinstance(value, torch.Tensor):
+        return value if value.dim() > 0 and len(value) > 0 else None
+    if isinstance(value, dict):
+        value = list(value.values())
+    if isinstance(value, (list, tuple)):
+        for item in value:
+            found = first_tensor(item)
+            if found is not None:
+                return found
+    return None

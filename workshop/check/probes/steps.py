@@ -1,0 +1,95 @@
+"""Optimizer steps: gradients, parameters and learning rates before them, parameters after them."""
+
+import gc
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from workshop.check.evidence.events import GraphMeasured, StepBegun, StepTaken
+from workshop.check.probes.contents import sketches
+from workshop.check.probes.probe import Probe
+
+MEASURED = (3, 6)  # the steps at which the largest autograd graph is measured
+LARGEST = 3000  # nodes of a graph that are counted
+
+
+class Steps(Probe):
+    """Notes the steps of all optimizers."""
+
+    writes = (StepBegun, StepTaken, GraphMeasured)
+    always = True
+
+    def install(self) -> None:
+        """Hook into all optimizers."""
+        self.patches.hook(register_optimizer_step_pre_hook(self._before))
+        self.patches.hook(register_optimizer_step_post_hook(self._after))
+
+    def _before(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
+        if closure is None:
+            self._begin(optimizer)
+            return None
+
+        # (With Lightning and LBFGS the gradients are computed inside the step, by the closure.)
+        def noting() -> Any:
+            result = closure()
+            self._begin(optimizer)
+            return result
+
+        return (args[0], noting), {name: value for name, value in kwargs.items() if name != "closure"}
+
+    def _begin(self, optimizer: Optimizer) -> None:
+        recorder = self.recorder
+        recorder.at_step()
+        recorder.each_step(recorder.before_step, optimizer)
+        with recorder.guard:
+            parameters = _parameters(optimizer)
+            own = {id(parameter) for parameter in parameters}
+            model = recorder.model
+            recorder.note(
+                StepBegun(
+                    gradients=sketches(parameter.grad for parameter in parameters),
+                    weights=sketches(parameters),
+                    names=[recorder.names.get(id(parameter), "") for parameter in parameters],
+                    rates=[float(group.get("lr", 0)) for group in optimizer.param_groups],
+                    state=len(optimizer.state),
+                    of_model=model is None or any(id(parameter) in own for parameter in model.parameters()),
+                    fitting=recorder.fitting,
+                    where=recorder.where(),
+                )
+            )
+            if recorder.steps in MEASURED:
+                recorder.note(GraphMeasured(nodes=largest_graph()))
+
+    def _after(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        recorder = self.recorder
+        recorder.steps += 1
+        with recorder.guard:
+            recorder.note(StepTaken(weights=sketches(_parameters(optimizer))))
+        recorder.each_step(recorder.after_step, optimizer)
+
+
+def _parameters(optimizer: Optimizer) -> list[torch.Tensor]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def largest_graph() -> int:
+    """The number of nodes of the largest autograd graph of a tensor that something still holds, up to ``LARGEST``."""
+    largest = 0
+    for value in gc.get_objects():
+        if type(value) is not torch.Tensor:
+            continue
+        try:
+            open_nodes = [value.grad_fn]
+        except RuntimeError:
+            continue  # "undefined tensor": emptied by the garbage collector, and not gone yet; seen with DeepSpeed
+        seen: set[Any] = set()
+        while open_nodes and len(seen) < LARGEST:
+            node = open_nodes.pop()
+            if node is not None and node not in seen:
+                seen.add(node)
+                open_nodes.extend(following for following, _ in node.next_functions)
+        largest = max(largest, len(seen))
+    return largest
