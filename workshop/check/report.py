@@ -3,17 +3,25 @@
 import json
 import os
 from pathlib import Path
+from typing import NamedTuple
 
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from workshop.check.exercises import KEPT
-from workshop.check.findings import Finding
-from workshop.check.judge import Verdict
+from workshop.check.subject import KEPT, Goal
+from workshop.check.verdict import Finding, Verdict
 from workshop.repository import ROOT, workshop_command
 
-SIGNS = {"met": ("✓", "green"), "open": ("✗", "red"), "blocked": ("·", "dim"), "unjudged": ("·", "dim")}
+# By the state of a goal: its sign, its style, and what follows the title.
+SIGNS = {
+    "met": ("✓", "green", ""),
+    "open": ("✗", "red", ""),
+    "blocked": ("·", "dim", ", not checked until goal {first} passes"),
+    "waiting": ("·", "dim", ", not checked yet"),
+    "unjudged": ("·", "dim", ", cannot be judged here"),
+}
+SHOWN = 2  # findings of a goal, without --verbose
 
 
 def short(path: Path) -> str:
@@ -24,59 +32,68 @@ def short(path: Path) -> str:
     return str(path)
 
 
-def show(verdict: Verdict, console: Console, verbose: bool = False, said: dict[int, str] | None = None) -> None:
-    """Print a verdict: the goals, what was seen, why it matters, where; then what was not checked.
+class Shown(NamedTuple):
+    """What has been printed of a verdict: the states of the goals, and the other lines."""
+
+    states: dict[int, str]
+    lines: set[str]
+
+
+def show(verdict: Verdict, console: Console, verbose: bool = False, before: Shown | None = None) -> Shown:
+    """Print a verdict: the goals, what was seen, why it matters, what to do, where; then what was not checked.
 
     Args:
         verdict: what to print.
         console: where.
         verbose: tracebacks and stacks too.
-        said: the states of the goals that were printed before, if this verdict is the second: only what is new is printed.
+        before: what was printed of an earlier verdict of the same check: only what is new is printed.
+
+    Returns:
+        What has been printed so far.
     """
-    if said is None:
+    if before is None:
         console.print(f"[bold]{escape(short(verdict.file))}[/]", highlight=False)
-    if verdict.exercise:
-        _goals(verdict, console, verbose, said or {})
-    else:
+    states, lines = verdict.states(), set(before.lines if before else ())
+    for goal in verdict.subject.goals:
+        if before is None or before.states[goal.number] != states[goal.number]:
+            _goal(verdict, goal, states[goal.number], console, verbose)
+    if not verdict.subject.goals:
         for finding in verdict.errors:
             _finding(finding, console, "✗", verbose)
         if not verdict.errors:
             console.print("[green]✓[/] nothing wrong was seen", highlight=False)
-    if said is None:
-        for finding in verdict.findings:
-            if not finding.is_error:
-                _finding(finding, console, "-", verbose)
-        for text in verdict.unchecked:
+    for finding in verdict.findings:
+        if not finding.is_error and finding.seen not in lines:
+            _finding(finding, console, "-", verbose)
+            lines.add(finding.seen)
+    for text in verdict.unchecked:
+        if text not in lines:
             console.print(f"[dim]not checked: {escape(text)}[/]", highlight=False)
+            lines.add(text)
     _summary(verdict, console)
+    return Shown(states, lines)
 
 
-def _goals(verdict: Verdict, console: Console, verbose: bool, said: dict[int, str]) -> None:
-    states = {goal: state for goal, state in verdict.states().items() if said.get(goal) != state}
-    for goal in sorted(verdict.exercise.goals, key=lambda number: number if number != KEPT else 99):
-        if goal not in states:
-            continue
-        state = states[goal]
-        sign, style = SIGNS[state]
-        title = escape(verdict.exercise.goals[goal])
-        number = str(goal) if goal != KEPT else " "
-        if state == "unjudged":
-            console.print(_line(f"[dim]{sign}[/]", f"[dim]{number}[/]", f"[dim]{title}, cannot be judged here[/]"))
-            continue
-        if state == "blocked":
-            by = f", blocked by {verdict.first_open}" if verdict.first_open else ", not judged yet"
-            console.print(_line(f"[dim]{sign}[/]", f"[dim]{number}[/]", f"[dim]{title}{by}[/]"))
-            continue
-        console.print(_line(f"[{style}]{sign}[/]", number, title))
-        if state == "open":
-            findings = [finding for finding in verdict.errors if verdict.goal_of(finding) == goal]
-            for finding in findings[: None if verbose else 2]:
-                _finding(finding, console, "", verbose)
-            if goal != KEPT:
-                file = short(verdict.exercise.path)
-                in_a_notebook = os.environ.get("WORKSHOP_NOTEBOOK")
-                command = f'hint("{file}", {goal})' if in_a_notebook else f"{workshop_command()} hint {file} {goal}"
-                console.print(f"      hint   {escape(command)}", highlight=False)
+def _goal(verdict: Verdict, goal: Goal, state: str, console: Console, verbose: bool) -> None:
+    sign, style, more = SIGNS[state]
+    if state == "blocked":
+        more = more.format(first=verdict.first_open) if verdict.first_open else SIGNS["waiting"][2]
+    number = str(goal.number) if goal.number != KEPT else " "
+    title = escape(goal.title + more)
+    if style == "dim":
+        number, title = f"[dim]{number}[/]", f"[dim]{title}[/]"
+    console.print(_line(f"[{style}]{sign}[/]", number, title))
+    if state != "open":
+        return
+    findings = [finding for finding in verdict.errors if verdict.goal_of(finding) == goal.number]
+    for finding in findings[: None if verbose else SHOWN]:
+        _finding(finding, console, "", verbose)
+    if goal.number != KEPT:
+        file = short(ROOT / verdict.subject.name)
+        in_a_notebook = os.environ.get("WORKSHOP_NOTEBOOK")
+        command = f"{workshop_command()} hint {file} {goal.number}"
+        command = f'hint("{file}", {goal.number})' if in_a_notebook else command
+        console.print(f"      hint   {escape(command)}", highlight=False)
 
 
 def _line(sign: str, number: str, title: str) -> Table:
@@ -95,29 +112,26 @@ def _finding(finding: Finding, console: Console, sign: str, verbose: bool) -> No
     table.add_column(width=6)
     table.add_column(overflow="fold")
     table.add_row(sign, "[yellow]seen[/]", escape(finding.seen))
-    table.add_row("", "[yellow]why[/]", escape(finding.why))
-    if finding.where:
-        table.add_row("", "[yellow]where[/]", escape(finding.where))
+    for name, text in (("why", finding.rule.why), ("fix", finding.rule.fix), ("where", finding.where)):
+        if text:
+            table.add_row("", f"[yellow]{name}[/]", escape(text))
     console.print(table)
     if finding.detail and verbose:
         console.print(escape(finding.detail.rstrip()), style="dim", highlight=False)
-    elif finding.detail and finding.kind in ("crash", "hang", "resume-fails"):
-        console.print("[dim]      (--verbose shows the traceback or the stacks)[/]", highlight=False)
+    elif finding.detail:
+        console.print("[dim]      (--verbose shows the traceback, the stacks or the output)[/]", highlight=False)
 
 
 def _summary(verdict: Verdict, console: Console) -> None:
-    if verdict.exercise:
-        states = verdict.states()
-        met = sum(state == "met" for state in states.values())
-        judged = sum(state != "unjudged" for state in states.values())
+    if verdict.subject.goals:
+        states = list(verdict.states().values())
+        judged = len(states) - states.count("unjudged")
         real = "training" if verdict.file.suffix == ".sh" else "launcher"
         more = "" if verdict.complete else f"; now with the real {real}, up to a minute ..."
-        console.print(f"{met} of {judged} goals met in {verdict.seconds:.1f} s{more}", highlight=False)
+        console.print(f"{states.count('met')} of {judged} goals met in {verdict.seconds:.1f} s{more}", highlight=False)
     else:
-        console.print(
-            f"{len(verdict.errors)} finding{'s' * (len(verdict.errors) != 1)} in {verdict.seconds:.1f} s",
-            highlight=False,
-        )
+        count = len(verdict.errors)
+        console.print(f"{count} finding{'s' * (count != 1)} in {verdict.seconds:.1f} s", highlight=False)
 
 
 def as_json(verdict: Verdict) -> str:
@@ -125,17 +139,17 @@ def as_json(verdict: Verdict) -> str:
     states = verdict.states()
     goals = [
         {
-            "number": goal,
-            "title": title,
-            "state": states[goal],
-            "findings": [finding.as_dict() for finding in verdict.findings if verdict.goal_of(finding) == goal],
+            "number": goal.number,
+            "title": goal.title,
+            "state": states[goal.number],
+            "findings": [finding.as_dict() for finding in verdict.findings if verdict.goal_of(finding) == goal.number],
         }
-        for goal, title in (verdict.exercise.goals.items() if verdict.exercise else ())
+        for goal in verdict.subject.goals
     ]
     return json.dumps(
         {
             "file": os.fspath(verdict.file),
-            "exercise": verdict.exercise.name if verdict.exercise else None,
+            "exercise": verdict.subject.name or None,
             "passed": not verdict.errors,
             "goals": goals,
             "findings": [finding.as_dict() for finding in verdict.findings],

@@ -1,0 +1,104 @@
+"""Training with Accelerate: its Accelerator wraps model and optimizer, distributes the samples, gathers results, and saves."""
+
+from workshop.check.evidence.events import AcceleratorCalled, StepBegun
+from workshop.check.evidence.run import Run
+from workshop.check.rules.rule import Said, Seen, rule
+from workshop.check.scenarios import WHOLE
+
+NEEDS = (AcceleratorCalled, StepBegun)
+
+
+def _calls(run: Run) -> dict[str, list[str]]:
+    """The Accelerator's methods that were called, each with the types of its arguments."""
+    calls: dict[str, list[str]] = {}
+    for event in run.all(AcceleratorCalled):
+        calls.setdefault(event.name, []).extend(event.of)
+    return calls
+
+
+def _is_prepared(calls: dict[str, list[str]]) -> bool:
+    """Whether the Accelerator has an optimizer (DDP by hand comes without one)."""
+    return any(name.endswith("AdamW") for name in calls.get("prepare", ()))
+
+
+def _unused(run: Run, method: str, argument: str = "") -> bool:
+    """Whether a method was never called (with an argument of this type), in a run that came far enough to tell."""
+    calls = _calls(run)
+    if not run.trained and not _is_prepared(calls):
+        return False  # that it is not used at all says more
+    failed = bool(calls) and run.failed  # what has not been called may have come later
+    return not failed and (method not in calls or (argument != "" and argument not in calls[method]))
+
+
+@rule(
+    why="The Accelerator neither moves to the device nor averages what it has not prepared.",
+    fix="model, optimizer = accelerator.prepare(model, optimizer), and accelerator.backward(loss) in place of loss.backward().",
+    runs=WHOLE,
+    needs=NEEDS,
+    blocks=True,
+)
+def accelerator_idle(run: Run) -> Said:
+    """Model and optimizer are not prepared, or backward() is not the Accelerator's."""
+    calls = _calls(run)
+    where = next((process.steps[0].before.where for process in run.trained), "")
+    if calls and run.failed:
+        return  # what has not been called may have come later
+    if not _is_prepared(calls):
+        yield Seen("no Accelerator has prepared model and optimizer", where)
+    elif "backward" not in calls:
+        yield Seen("the program calls backward() of the loss, not of the Accelerator", where)
+
+
+@rule(
+    why="A loader that is not prepared moves no samples to the device, does not give all ranks the same number of batches, "
+    "and is not in the Accelerator's checkpoint.",
+    fix="Pass a DataLoader with shuffle=True and without a DistributedSampler to accelerator.prepare().",
+    runs=WHOLE,
+    needs=NEEDS,
+)
+def loader_by_hand(run: Run) -> Said:
+    """The loader to train with is not prepared, or has a sampler of its own."""
+    if _unused(run, "prepare", "RandomSampler"):
+        yield Seen("the Accelerator has prepared no loader that shuffles")
+
+
+@rule(
+    why="Prepared loaders repeat samples at the end so that all ranks have the same number; only the Accelerator knows which.",
+    fix="Call accelerator.gather_for_metrics() on the results of each batch: it drops the repeated samples.",
+    runs=WHOLE,
+    needs=NEEDS,
+)
+def gathered_by_hand(run: Run) -> Said:
+    """The results of the evaluation are not gathered by the Accelerator."""
+    if _unused(run, "gather_for_metrics"):
+        yield Seen("gather_for_metrics() is never called")
+
+
+@rule(
+    why="Random states, the position of the loader and each rank's own part are easily left out of a checkpoint by hand.",
+    fix="Call accelerator.save_state(folder) on every rank, and accelerator.load_state(folder) to resume.",
+    runs=WHOLE,
+    needs=NEEDS,
+)
+def state_by_hand(run: Run) -> Said:
+    """The Accelerator saves no checkpoint."""
+    if _unused(run, "save_state"):
+        yield Seen("save_state() is never called")
+
+
+@rule(
+    why="Each rank has a random state of its own, and perhaps a part of the optimizer's state, which the others do not save.",
+    fix="Call accelerator.save_state() on every rank: move it out of `if accelerator.is_main_process`.",
+    runs=WHOLE,
+    needs=NEEDS,
+)
+def saved_by_some(run: Run) -> Said:
+    """Not every rank calls save_state()."""
+    places = [
+        [event.where for event in process.of(AcceleratorCalled) if event.name == "save_state"]
+        for process in run.trained
+    ]
+    saving = [(process.rank, where) for process, where in zip(run.trained, places, strict=True) if where]
+    if saving and len(saving) < len(places) and not run.failed:
+        ranks = " and ".join(str(rank) for rank, _ in saving)
+        yield Seen(f"only rank {ranks} calls save_state()", saving[0][1][0])

@@ -1,0 +1,88 @@
+"""Steps of several batches: the same number in each, averaged, and communicated once."""
+
+from collections import Counter
+
+from workshop.check.evidence.events import Backward, StepBegun, Wrapped
+from workshop.check.evidence.run import Process, Run
+from workshop.check.rules.gradients import against_one_process
+from workshop.check.rules.processes import no_group, wrong_group
+from workshop.check.rules.rule import Said, Seen, rule
+from workshop.check.rules.words import plural
+from workshop.check.scenarios import SINGLE, WHOLE
+
+
+def _wanted(run: Run, process: Process) -> int:
+    """How many batches each step should have: as many as asked for, else as most steps have."""
+    if run.asked:
+        return run.asked.accumulate
+    return Counter(len(step.backwards) for step in process.steps).most_common(1)[0][0]
+
+
+@rule(
+    why="A step with more or fewer batches than the others has a gradient of a different scale.",
+    fix="Step after every N-th batch, counted from 1: `if (batch + 1) % accumulate == 0`; call zero_grad() after the step only.",
+    runs=WHOLE,
+    needs=(Backward, StepBegun),
+    after=(no_group, wrong_group),
+    spoils=True,
+    anywhere=True,
+)
+def accumulation_uneven(run: Run) -> Said:
+    """The steps have different numbers of batches, or not as many as asked for."""
+    for process in run.trained[:1]:
+        sizes, wanted = [len(step.backwards) for step in process.steps], _wanted(run, process)
+        where = process.steps[0].before.where
+        odd = any(size != wanted for size in sizes)
+        if run.asked and wanted > 1 and set(sizes) == {1}:
+            yield Seen(f"each step has one batch, where {wanted} were asked for", where)
+        elif odd:
+            shown = ", ".join(map(str, sizes[:6])) + (", ..." if len(sizes) > 6 else "")
+            asked = f" ({wanted} were asked for)" if run.asked else ""
+            yield Seen(f"batches per step: {shown}{asked}", where)
+        else:
+            yield from _lost(process, wanted)
+
+
+def _lost(process: Process, wanted: int) -> Said:
+    """Gradients that are computed and never used."""
+    thrown = [backward for step in process.steps for backward in step.backwards[1:] if not backward.leftover]
+    if wanted > 1 and len(thrown) > len(process.steps) // 2:
+        seen = "the gradients of all batches of a step but the last are cleared before the step"
+        yield Seen(seen, thrown[0].where)
+    elif process.unstepped:
+        count = process.unstepped
+        calls = "backward() call has" if count == 1 else "backward() calls have"
+        seen = f"the last {count} {calls} no optimizer.step() after {'it' if count == 1 else 'them'}"
+        yield Seen(seen, process.steps[0].before.where)
+
+
+@rule(
+    why="The gradient of a step has to be the mean over its batches; their sum changes the effective learning rate.",
+    fix="Divide each batch's loss by the number of batches a step: (loss / accumulate).backward().",
+    runs=(WHOLE, SINGLE),
+    needs=(Backward, StepBegun),
+    spoils=True,
+)
+def accumulation_scale(run: Run, single: Run) -> Said:
+    """The gradient is the sum over the step's batches."""
+    found = against_one_process(run, single)
+    if found and found[0] == "accumulation-scale":
+        yield found[1]
+
+
+@rule(
+    why="Gradients that are communicated with every batch cost the time that accumulation should save.",
+    fix="Put the forward and the backward of all batches but the last of a step under `with ddp_model.no_sync():`.",
+    runs=WHOLE,
+    needs=(Backward, Wrapped),
+    after=(no_group, wrong_group, accumulation_uneven),
+    anywhere=True,
+)
+def accumulation_traffic(run: Run) -> Said:
+    """DDP averages the gradients more than once a step."""
+    for process in run.trained[:1]:
+        wanted = _wanted(run, process)
+        synced = max(sum(1 for each in step.backwards if each.sync) for step in process.steps)
+        if wanted > 1 and run.nproc > 1 and process.first(Wrapped) and synced > 1:
+            seen = f"the gradients are averaged {synced} times for a step of {plural(wanted, 'batch')}"
+            yield Seen(seen, process.steps[0].backwards[0].where)

@@ -1,0 +1,215 @@
+"""Checkpoints of sharded models: saved by all ranks while the training goes on, resumed on any number of ranks, and exported."""
+
+from functools import partial
+
+from workshop.check.evidence.events import CheckpointCalled, FineTuningReported, Saved, StepBegun, StepTaken
+from workshop.check.evidence.run import Process, Run
+from workshop.check.evidence.sketches import difference
+from workshop.check.evidence.text import Checkpoint, Exported, Restarted
+from workshop.check.rules.ending import ending
+from workshop.check.rules.restart import never_resumes, optimizer_lost, resume_differs, resume_fails, schedule_lost
+from workshop.check.rules.rule import Rule, Said, Seen, rule
+from workshop.check.rules.sharding import CLOSE, losses, unequal
+from workshop.check.rules.words import plural
+from workshop.check.scenarios import CHECKPOINT, EXPORTED, RESTARTED, WHOLE
+
+SAVES = (CheckpointCalled, Saved)
+
+
+def _saves(run: Run) -> list[CheckpointCalled]:
+    """The calls that save a checkpoint of all ranks (one with a writer of its own is an export, say)."""
+    return [event for event in run.all(CheckpointCalled) if event.name in ("save", "async_save") and not event.writer]
+
+
+# ---------------------------------------------------------------- saved
+
+
+@rule(
+    why="One rank that gathers and writes the whole state can run out of memory, and the other ranks wait for its disk.",
+    fix="Call torch.distributed.checkpoint.async_save on every rank, with the state as get_state_dict() returns it: "
+    "each rank then writes its own shard.",
+    runs=(WHOLE, CHECKPOINT),
+    needs=SAVES,
+)
+def whole_saved(run: Run, checkpoint: Checkpoint) -> Said:
+    """One file holds the state, or one rank writes all of it."""
+    saves = _saves(run)
+    if not saves:
+        for event in list(run.all(Saved))[:1]:
+            yield Seen("the state is saved to one file, by one rank", event.where)
+    elif checkpoint.complete and checkpoint.writers < run.nproc:
+        yield Seen(f"of {run.nproc} ranks only {checkpoint.writers} wrote files of the checkpoint", saves[0].where)
+
+
+@rule(
+    why="After a crash there is nothing to resume from.",
+    fix="Save model, optimizer, schedule and step on every rank: with torch.distributed.checkpoint (wait for the last "
+    "async_save before the program ends), or with save_checkpoint() of DeepSpeed's engine.",
+    runs=(WHOLE, CHECKPOINT),
+    needs=SAVES,
+    blocks=True,
+)
+def not_saved(run: Run, checkpoint: Checkpoint) -> Said:
+    """There is no complete checkpoint with parameters."""
+    saves = _saves(run)
+    if not saves:
+        if not any(run.all(Saved)):
+            yield Seen("no checkpoint is saved")
+    elif not checkpoint.complete:
+        yield Seen("there is no complete checkpoint when the run has ended", saves[0].where)
+    elif not checkpoint.has("embed_tokens"):
+        yield Seen("the checkpoint contains no parameters of the model", saves[0].where)
+
+
+@optimizer_lost.also((WHOLE, CHECKPOINT), needs=SAVES, after=(not_saved,))
+def optimizer_not_saved(run: Run, checkpoint: Checkpoint) -> Said:
+    """The checkpoint has no moments of AdamW."""
+    saves = _saves(run)
+    if saves and checkpoint.complete and not checkpoint.has("exp_avg"):
+        yield Seen("the checkpoint does not contain the state of the optimizer", saves[0].where)
+
+
+@rule(
+    why="All GPUs wait while the files are written: minutes for each checkpoint of a large model.",
+    fix="Call torch.distributed.checkpoint.async_save, with a gloo group of its own (dist.new_group), and wait for the "
+    "checkpoint before the next one starts.",
+    runs=(WHOLE, CHECKPOINT),
+    needs=SAVES,
+    after=(not_saved, whole_saved),
+)
+def saves_waiting(run: Run, checkpoint: Checkpoint) -> Said:
+    """No checkpoint is saved asynchronously."""
+    saves = _saves(run)
+    if saves and checkpoint.has("exp_avg") and all(event.name != "async_save" for event in saves):
+        yield Seen("no step is taken while the files of a checkpoint are written", saves[0].where)
+
+
+# ---------------------------------------------------------------- resumed
+
+
+@rule(
+    why="Some samples are trained on twice and others never.",
+    fix="Skip the batches of the steps that are done: islice(batches, steps_done, None).",
+    runs=(WHOLE, RESTARTED),
+    needs=(StepBegun, StepTaken, CheckpointCalled),
+)
+def data_repeated(whole: Run, restarted: Restarted) -> Said:
+    """After a restart the steps do not get the samples that they would have had."""
+    return _if_first(data_repeated, whole, restarted)
+
+
+def _if_first(asked: Rule, whole: Run, restarted: Restarted) -> Said:
+    """What is wrong first with the run that was started again, if it is of this rule."""
+    found = _first_problem(whole, restarted.again)
+    if found and found[0] is asked:
+        yield found[1]
+
+
+for _rule in (resume_fails, never_resumes, resume_differs, schedule_lost, optimizer_lost):
+    _rule.also((WHOLE, RESTARTED), needs=(StepBegun, StepTaken, CheckpointCalled))(partial(_if_first, _rule))
+
+
+def _first_problem(whole: Run, again: Run) -> tuple[Rule, Seen] | None:
+    """What is wrong first with a run that was started again, beside the run without a break."""
+    if ended := ending(again):
+        return resume_fails, Seen(f"started again: {ended.text}", ended.where, ended.detail)
+    base = whole.trained[0]
+    if not again.trained:
+        return resume_fails, Seen("started again, it takes no step")
+    process = again.trained[0]
+    if len(process.steps) >= len(base.steps):
+        where = next((event.where for event in process.of(CheckpointCalled) if event.name == "load"), "")
+        seen = f"started again, it takes {plural(len(process.steps), 'step')}, the same number as without a checkpoint"
+        return never_resumes, Seen(seen, where)
+    return _first_difference(base, process)
+
+
+def _first_difference(base: Process, process: Process) -> tuple[Rule, Seen] | None:
+    """In what the steps after a restart first differ from the last ones of the run without a break."""
+    done = len(base.steps) - len(process.steps)
+    pairs = list(zip(base.steps[done:], process.steps, strict=True))
+    one, other = pairs[0]
+    where, number = other.before.where, done + 1
+    if difference(one.before.weights, other.before.weights) > 1e-6:
+        return resume_differs, Seen(f"before step {number} the parameters are not those that were saved", where)
+    if one.keys != other.keys:
+        seen = f"step {number} gets different samples than it would have had without the restart"
+        return data_repeated, Seen(seen, where)
+    for index, (step, resumed) in enumerate(pairs, number):
+        rates = (step.before.rates[0], resumed.before.rates[0])
+        if abs(rates[0] - rates[1]) > 1e-9:
+            seen = f"in step {index} the learning rate is {rates[1]:.2e}, and {rates[0]:.2e} without the restart"
+            return schedule_lost, Seen(seen, where)
+    if one.after and other.after and difference(one.after.weights, other.after.weights) > 1e-6:
+        seen = f"after step {number} the parameters differ, though gradients and learning rate are the same"
+        return optimizer_lost, Seen(seen, where)
+    return None
+
+
+@rule(
+    why="The next job may get a different number of GPUs.",
+    fix="Save with get_state_dict() and load with torch.distributed.checkpoint.load and set_state_dict(): they reshard. "
+    "Save nothing under a rank's number.",
+    runs=(WHOLE, RESTARTED),
+    needs=(FineTuningReported, StepBegun, StepTaken, CheckpointCalled),
+)
+def reshard_fails(whole: Run, restarted: Restarted) -> Said:
+    """A different number of ranks cannot resume, or has different losses."""
+    if not restarted.first.trained or _first_problem(whole, restarted.again):
+        return
+    for run in restarted.others:
+        lead = f"started again with {plural(run.nproc, 'process')}"
+        if ended := ending(run):
+            yield Seen(f"{lead}: {ended.text}", ended.where, ended.detail)
+            return
+        resumed, together = losses(run), losses(whole)
+        rest = together[-len(resumed) :]
+        bad = unequal(rest, resumed)
+        if bad is not None:
+            number = len(together) - len(rest) + bad + 1
+            seen = f"the loss of step {number} is {resumed[bad]:.4f}, and {rest[bad]:.4f} without the restart"
+            yield Seen(f"{lead} {seen}")
+            return
+
+
+# ---------------------------------------------------------------- exported
+
+
+@rule(
+    why="Nobody else can use a model that only this program can read.",
+    fix="Write what a plain loader expects: for transformers config.json, safetensors files with their index, and the "
+    "tokenizer; for PyTorch the state_dict that get_fp32_state_dict_from_zero_checkpoint returns.",
+    runs=EXPORTED,
+)
+def not_exported(exported: Exported) -> Said:
+    """Plain transformers has nothing that it could load."""
+    name, run, files = exported.program, exported.run, exported.files
+    if run is None:
+        yield Seen(f"{name}, which is to export the model, is not beside the program")
+    elif ended := ending(run):
+        yield Seen(f"{name}: {ended.text}", ended.where, ended.detail)
+    elif files is None:
+        yield Seen(f"{name} creates no folder for the exported model")
+    elif "config.json" not in files or not any(file.endswith(".safetensors") for file in files):
+        yield Seen(f"{name} leaves no model that transformers could load ({', '.join(files) or 'no files'})")
+    elif "tokenizer.json" not in files:
+        yield Seen(f"{name} leaves no tokenizer")
+    elif exported.error:
+        yield Seen(f"transformers cannot load the export: {exported.error}")
+
+
+@rule(
+    why="Others load a model that is not the one that was trained.",
+    fix="Read the trained parameters from the newest checkpoint before you write the export.",
+    runs=(WHOLE, EXPORTED),
+    needs=(FineTuningReported,),
+    after=(not_exported,),
+)
+def export_differs(run: Run, exported: Exported) -> Said:
+    """The exported model does not have the validation loss of the trained one."""
+    last = [event.validation_loss for event in run.all(FineTuningReported)][-1:]
+    if exported.loss is None or not last or abs(exported.loss - last[0]) < CLOSE:
+        return
+    yield Seen(
+        f"transformers finds a validation loss of {exported.loss:.4f} with the export; the trained model had {last[0]:.4f}"
+    )

@@ -1,0 +1,191 @@
+"""Processes, the group that they join, and the device that each takes."""
+
+import re
+
+from workshop.check.evidence.events import (
+    Backward,
+    DeviceChosen,
+    GroupDestroyed,
+    Joined,
+    Joining,
+    Started,
+    StoreOpened,
+    TrainerFit,
+)
+from workshop.check.evidence.run import Process, Run
+from workshop.check.rules.rule import Said, Seen, rule
+from workshop.check.rules.words import plural
+from workshop.check.scenarios import SINGLE, SPLIT, TWO_NODES, WHOLE, Split
+
+LOCAL = ("127.0.0.1", "localhost", "::1")
+
+
+@rule(
+    why="torchrun has set the address at which its processes meet; with a different one they never find each other.",
+    fix="Do not set MASTER_ADDR or MASTER_PORT; call init_process_group without an address, which takes torchrun's.",
+    runs=WHOLE,
+    needs=(Joining,),
+    blocks=True,
+    anywhere=True,
+)
+def address_overwritten(run: Run) -> Said:
+    """The program changed the address that torchrun had set."""
+    if run.launch != "torchrun":
+        return
+    for event in run.all(Joining):
+        if event.given_port and event.port != event.given_port:
+            seen = f"MASTER_PORT was {event.given_port} and is {event.port} at init_process_group"
+        elif event.given_address and event.address != event.given_address:
+            seen = f"MASTER_ADDR was {event.given_address} and is {event.address} at init_process_group"
+            seen += ": on a second machine that would be the wrong one" if event.address in LOCAL else ""
+        else:
+            continue
+        yield Seen(seen, event.where)
+        return
+
+
+@rule(
+    why="Processes that are in no common group each train a model of their own.",
+    fix="Call torch.distributed.init_process_group in every process, with its rank and the number of processes.",
+    runs=WHOLE,
+    needs=(Joined, Joining, Backward),
+    blocks=True,
+    anywhere=True,
+)
+def no_group(run: Run) -> Said:
+    """No process joined a group."""
+    if run.nproc == 1 or any(process.rank is not None for process in run.processes) or not _says_more_than_its_end(run):
+        return
+    trained = [process for process in run.processes if process.first(Backward)]
+    if len(trained) > 1:
+        yield Seen(f"{len(trained)} processes train, and none has joined a process group")
+    elif any(process.first(Joining) for process in run.processes):
+        return  # it failed or hangs there: other rules say so
+    elif trained:
+        yield Seen("one process trains, in no process group", trained[0].data_where)
+    else:
+        yield Seen("no process has joined a process group")
+
+
+def _says_more_than_its_end(run: Run) -> bool:
+    """Whether a missing group explains more than how the run ended."""
+    if not run.failed:
+        return True
+    found = run.first_exception()
+    lightnings = found is not None and "/lightning/" in found[1].traceback  # Lightning itself says what it refuses
+    return run.asked is not None and not (run.hung or run.flooded or lightnings)
+
+
+@rule(
+    why="The group has to contain all processes that were started, each with a rank of its own.",
+    fix="Give init_process_group the rank of this process and the number of all processes; under torchrun leave both out.",
+    runs=WHOLE,
+    needs=(Joined, Started),
+    blocks=True,
+    anywhere=True,
+)
+def wrong_group(run: Run) -> Said:
+    """The group has the wrong size, or its ranks are not the launcher's."""
+    joined = [process for process in run.processes if process.rank is not None]
+    if run.nproc == 1 or not joined:
+        return
+    groups = [process.of(Joined)[-1] for process in joined]
+    where = groups[0].where
+    sizes = {group.world_size for group in groups}
+    if len(joined) > run.nproc:
+        started = {event.parent for process in joined for event in process.of(Started)}
+        parents = started & {process.pid for process in run.processes}
+        by = plural(len(parents), "process") if run.launch == "torchrun" and parents else ""
+        more = f"; {by} of those that were started started them" if by else ""
+        yield Seen(f"{len(joined)} processes have joined a group, and {run.nproc} were started to do so{more}", where)
+    elif sizes != {run.nproc}:
+        yield Seen(f"the group has {plural(min(sizes), 'process')} where {run.nproc} were started", where)
+    elif run.launch == "torchrun":
+        yield from _other_ranks(joined, where)
+
+
+def _other_ranks(joined: list[Process], where: str) -> Said:
+    for process in joined:
+        started = process.first(Started)
+        if started and started.rank is not None and int(started.rank) != process.rank:
+            seen = f"the process that torchrun calls rank {started.rank} has joined as rank {process.rank}"
+            yield Seen(seen, where)
+            return
+
+
+@rule(
+    why="The rank counts over all machines, but the devices of a machine only over its own: on a second machine this fails.",
+    fix="Choose the device by LOCAL_RANK: torch.accelerator.set_device_index(int(os.environ['LOCAL_RANK'])).",
+    runs=TWO_NODES,
+    needs=(DeviceChosen, Started),
+    anywhere=True,
+)
+def device_index(run: Run) -> Said:
+    """On two machines each process has to take the device with its local rank."""
+    local = run.nproc // 2
+    for process in run.processes:
+        started = process.first(Started)
+        if started is None or started.local_rank is None:
+            continue
+        for event in process.of(DeviceChosen):
+            if event.index is not None and event.index != int(started.local_rank):
+                yield Seen(
+                    f"on two machines of {local} devices, rank {started.rank} (local rank {started.local_rank}) "
+                    f"asks for device {event.index}",
+                    event.where,
+                )
+                return
+    if run.processes and not any(process.first(DeviceChosen) for process in run.processes):
+        yield Seen("with two devices on each machine, no process asks for one: all would take the first")
+
+
+@rule(
+    why="Two people on one machine would collide at this port.",
+    fix="Let the system choose a free port: a TCPStore with port 0, or torchrun, which chooses one.",
+    runs=(WHOLE, SPLIT),
+    needs=(StoreOpened, Joining),
+)
+def port_fixed(run: Run, split: Split) -> Said:
+    """Two runs met at the same port."""
+    return _same_port(run, split.first)
+
+
+@port_fixed.also((WHOLE, SINGLE))
+def port_fixed_for_one_process(run: Run, single: Run) -> Said:
+    """The same for the run with one process."""
+    return _same_port(run, single) if single.trained else ()
+
+
+def _same_port(run: Run, other: Run) -> Said:
+    first, second = _ports(run), _ports(other)
+    for port in sorted(first.keys() & second.keys())[:1]:
+        yield Seen(f"every run meets at port {port}", first[port])
+
+
+def _ports(run: Run) -> dict[str, str]:
+    """The ports at which a run met, each with the line that named it."""
+    found = {str(event.port): "" for event in run.all(StoreOpened) if event.master and event.port}
+    for event in run.all(Joining):
+        url = re.search(r"tcp://.*:(\d+)", event.init_method)
+        if url:
+            found[url[1]] = event.where
+        elif run.launch != "torchrun" and event.port:
+            found[event.port] = event.where
+    return found
+
+
+@rule(
+    why="A group that is not destroyed can hang or warn at the end.",
+    fix="Call torch.distributed.destroy_process_group() on the way out, also after an error (try ... finally).",
+    runs=WHOLE,
+    needs=(GroupDestroyed, Joined, TrainerFit),
+    hint=True,
+    anywhere=True,
+)
+def not_destroyed(run: Run) -> Said:
+    """No rank destroyed the group."""
+    ranks = run.trained
+    lightning = any(process.first(TrainerFit) for process in ranks)  # it leaves a gloo group to the end of the process
+    kept = all(process.rank is not None and not process.first(GroupDestroyed) for process in ranks)
+    if len(ranks) > 1 and kept and not lightning:
+        yield Seen("the process group is never destroyed")

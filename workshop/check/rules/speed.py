@@ -1,0 +1,111 @@
+"""What makes a program slower than its device is."""
+
+import itertools
+
+from workshop.check.evidence.events import (
+    Backward,
+    BatchLoaded,
+    DeviceSeen,
+    LayersSeen,
+    SamplesPrepared,
+    StepBegun,
+    ValuesAsked,
+)
+from workshop.check.evidence.real import Speeds, last_error
+from workshop.check.evidence.run import Process, Run
+from workshop.check.rules.ending import crash
+from workshop.check.rules.rule import NotJudged, Said, Seen, rule
+from workshop.check.rules.words import plural
+from workshop.check.scenarios import SPEED, WHOLE
+
+SLOWER = 1.15  # times the solution's time
+
+
+def _rank_0(run: Run) -> list[Process]:
+    """The first rank of a run that trained to its end; of any other run, no rank."""
+    return [] if run.failed else run.trained[:1]
+
+
+@rule(
+    why="The device waits while one core prepares one sample after the other, in every epoch again.",
+    fix="Transform all samples once, before the first epoch, and keep them in a TensorDataset on the device; take whole "
+    "batches from it with a BatchSampler and DataLoader(batch_size=None).",
+    runs=WHOLE,
+    needs=(SamplesPrepared, BatchLoaded, StepBegun, Backward),
+)
+def data_per_sample(run: Run) -> Said:
+    """Samples are still prepared one by one when training has begun, or the steps wait for batches."""
+    for process in _rank_0(run):
+        steps = process.steps
+        prepared = [event.count for event in process.of(SamplesPrepared)]
+        again = prepared[-1] - prepared[0] if prepared else 0
+        waited = sum(event.seconds for seconds, event in process.timed(BatchLoaded) if seconds >= steps[0].seconds)
+        whole = steps[-1].seconds - steps[0].seconds
+        if again > sum(len(step.keys) for step in steps[1:]) / 2:
+            text = f"after the first step {plural(again, 'sample')} went through the transform again, one at a time"
+            yield Seen(text, process.data_where)
+        elif whole > 0 and waited > 0.3 * whole:
+            text = f"the steps wait for batches in {waited / whole:.0%} of the time between the first step and the last"
+            yield Seen(text, process.data_where)
+
+
+@rule(
+    why="A step that asks for a value waits until the device has computed it, and the device then waits for the next step.",
+    fix="Keep the loss as a tensor (loss.detach()) and call item() or tolist() once, after the last step of the epoch.",
+    runs=WHOLE,
+    needs=(ValuesAsked, StepBegun),
+)
+def host_sync(run: Run) -> Said:
+    """Each step asks a tensor for its value."""
+    for process in _rank_0(run):
+        asked = process.of(ValuesAsked)
+        per_step = sorted(after.count - before.count for before, after in itertools.pairwise(asked))
+        middle = per_step[len(per_step) // 2] if per_step else 0
+        if middle >= 1:
+            yield Seen(f"each step asks a tensor for its value ({plural(middle, 'time')})", asked[-1].where)
+
+
+@rule(
+    why="This device computes several times as fast in bfloat16 as in float32.",
+    fix="Compute the output and the loss under torch.autocast(device.type, dtype=torch.bfloat16); the parameters stay "
+    'float32. With Lightning: Trainer(precision="bf16-mixed").',
+    runs=WHOLE,
+    needs=(LayersSeen, DeviceSeen, StepBegun),
+)
+def precision(run: Run) -> Said:
+    """The layers compute in a 32-bit type on a device that is fast at bfloat16."""
+    fast = any(event.bf16_is_fast for event in run.all(DeviceSeen))
+    if not fast and _rank_0(run):
+        yield NotJudged("bfloat16: the device that it trains on here is not fast at it", goal=True)
+    for process in _rank_0(run):
+        layers = process.of(LayersSeen)
+        types = [name.removeprefix("torch.") for name in layers[-1].dtypes] if layers else []
+        if fast and types and not {"bfloat16", "float16"}.intersection(types):
+            yield Seen(f"the layers return {', '.join(types)}", process.data_where)
+
+
+@rule(
+    why="The same device could train on more samples in the same time.",
+    fix="Compare the training loop with the solution's (./workshop.sh diff): what is prepared once, what waits for the "
+    "device, and the precision.",
+    runs=SPEED,
+    after=(crash,),
+)
+def slower(speeds: Speeds) -> Said:
+    """By itself the program is slower than the solution."""
+    if speeds.failed:
+        return
+    if not speeds.own or not speeds.solution:
+        yield Seen("by itself it writes no log, so its samples/s are not known")
+        return
+    own, solution = max(speeds.own), max(speeds.solution)
+    if own * SLOWER < solution:
+        ratio = solution / own
+        yield Seen(f"{own:,.0f} samples/s; the solution reaches {solution:,.0f} here, {ratio:.2f} times as many")
+
+
+@crash.also(SPEED)
+def crash_by_itself(speeds: Speeds) -> Said:
+    """It fails outside of the check's recorder."""
+    if speeds.failed:
+        yield Seen(f"it fails when it runs by itself: {last_error(speeds.failed)}", detail=speeds.failed[-3000:])

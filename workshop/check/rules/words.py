@@ -1,0 +1,21 @@
+"""Words that several families of rules use in their sentences."""
+
+from collections.abc import Sequence
+
+from workshop.check.evidence.run import Process
+
+
+def plural(count: int, word: str) -> str:
+    """ "1 step", "2 steps", "2 processes"."""
+    return f"{count:,} {word}{'' if count == 1 else (word[-1] in 'xsh' and 'es') or 's'}"
+
+
+def listed(names: Sequence[str]) -> str:
+    """The first three names, and how many more there are."""
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+
+
+def rank_of(ranks: Sequence[Process], index: int) -> int:
+    """The rank of a process; its place in the order of starting where there is no group."""
+    rank = ranks[index].rank
+    return index if rank is None else rank
