@@ -12,9 +12,11 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from workshop.course.exercises import TourRow, stage_files
 from workshop.demo.strategies import run_strategies
 from workshop.errors import UserError
 from workshop.files import write_atomically
@@ -51,26 +53,32 @@ class Entry:
     language: bool = False
 
 
-def _torchrun(script: str) -> Callable[[int], list[str]]:
-    return lambda processes: [*torchrun(processes), script]
+def entries() -> list[Entry]:
+    """What the stages' ``exercises.toml`` name under ``[[tour]]``, in the order of the course.
+
+    Raises:
+        UserError: one of these files is wrong.
+    """
+    return [
+        Entry(
+            stage.partition("_")[0],
+            row.name,
+            partial(_command, row),
+            scales=row.torchrun or bool(row.processes_option),
+            language=row.language,
+        )
+        for stage, file in stage_files().items()
+        for row in file.tour
+    ]
 
 
-# The stages register here. Each program takes --batch-size (on each process). Those that train images take --epochs and
-# --snapshot, and write an EpochLog; those that train the language model take --steps and --folder, and write a TrainingLog.
-ENTRIES = (
-    Entry("01", "single process", lambda _: [sys.executable, "01_single_gpu/single_gpu.py"], scales=False),
-    Entry(
-        "02", "mp.spawn", lambda n: [sys.executable, "solutions/02_pytorch_ddp/exercise1_multigpu.py", f"--nproc={n}"]
-    ),
-    Entry("02", "torchrun", _torchrun("solutions/02_pytorch_ddp/exercise2_multigpu_torchrun.py")),
-    Entry(
-        "03",
-        "Lightning",
-        lambda n: [sys.executable, "solutions/03_pytorch_lightning/exercise1_lightning_mnist.py", f"--devices={n}"],
-    ),
-    Entry("04", "DDP", _torchrun("04_model_parallel_with_fsdp/finetune_ddp.py"), language=True),
-    Entry("04", "FSDP", _torchrun("solutions/04_model_parallel_with_fsdp/exercise1_fsdp_codellama.py"), language=True),
-)
+def _command(row: TourRow, processes: int) -> list[str]:
+    if row.torchrun:
+        return [*torchrun(processes), row.program]
+    option = [f"{row.processes_option}={processes}"] if row.processes_option else []
+    return [sys.executable, row.program, *option]
+
+
 EVERY_STRATEGY = "05"  # the stage with which one training is compared under every strategy
 STEPS = 10  # of the language model for each epoch of the images
 SEQUENCES = 8  # at least, in its global batches
@@ -92,10 +100,10 @@ def run_tour(stages: str = "", epochs: int = 3, output: str | None = None) -> in
 
     root = require_stages()
     chosen = _chosen(stages)
-    entries = [entry for entry in ENTRIES if entry.stage in chosen]
+    rows = [entry for entry in entries() if entry.stage in chosen]
     folder = open_folder(output or root / "runs" / "tour", without="tour.json")
     console = Console()
-    status = _run_entries(entries, epochs, root, folder, console) if entries else 0
+    status = _run_entries(rows, epochs, root, folder, console) if rows else 0
     if EVERY_STRATEGY in chosen:
         processes = max(number for number in (2, 4, 8) if number <= max(2, process_counts()[-1] if gpus() else 2))
         console.print()
@@ -193,7 +201,7 @@ def _language(results: list[dict]) -> list[dict]:
 
 
 def _chosen(stages: str) -> list[str]:
-    known = sorted({entry.stage for entry in ENTRIES} | {EVERY_STRATEGY})
+    known = sorted({entry.stage for entry in entries()} | {EVERY_STRATEGY})
     wanted = [stage.strip() for stage in stages.split(",") if stage.strip()] or known
     for stage in wanted:
         if stage not in known:

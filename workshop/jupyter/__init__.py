@@ -9,7 +9,7 @@ import warnings
 from importlib.metadata import version
 from pathlib import Path
 
-from workshop.check import check, hint
+from workshop.jupyter.checking import check, hint
 from workshop.jupyter.pictures import show_bars, show_curves, show_losses, show_which
 from workshop.repository import ROOT, python_path
 from workshop.run.machine import cores, gpus_unopened

@@ -15,7 +15,7 @@ from contextlib import redirect_stderr, redirect_stdout, suppress
 from datetime import timedelta
 from pathlib import Path
 
-import workshop.training.process_group  # noqa: F401
+import workshop.run.process_group  # noqa: F401
 from workshop.run.environment import environment, loopback
 
 PATIENCE = 5  # seconds after which a collective that not all ranks call fails, where it would wait for half an hour

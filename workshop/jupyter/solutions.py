@@ -14,16 +14,9 @@ import nbformat
 from nbclient import NotebookClient
 from rich.console import Console
 
+from workshop.course.exercises import stage_files
 from workshop.repository import ROOT
 
-STAGES = (
-    "01_single_gpu",
-    "02_pytorch_ddp",
-    "03_pytorch_lightning",
-    "04_model_parallel_with_fsdp",
-    "05_deepspeed",
-    "slurm-multinode",
-)
 RUNG = re.compile(r"rung-([0-3])")
 ONLY_IN_THE_STAGE = {"left", "progress"}  # cells about a learner's own progress
 
@@ -32,6 +25,9 @@ def paths(stage: str) -> tuple[Path, Path]:
     """A stage's notebook and its solution twin."""
     name = f"{stage}/{stage}.ipynb"
     return ROOT / name, ROOT / "solutions" / name
+
+
+STAGES = tuple(stage for stage in stage_files() if paths(stage)[0].exists())
 
 
 def twin(stage: str) -> nbformat.NotebookNode:
@@ -68,7 +64,7 @@ rm -f runs/rung0.*
     return f"""\
 %%bash
 rm -f runs/rung{number}.*
-"$PYTHON" -m workshop.check.todo exercise1_fast_single_gpu {done} runs/rung{number}.py  # as you had it then
+"$PYTHON" -m workshop.course.todo exercise1_fast_single_gpu {done} runs/rung{number}.py  # as you had it then
 "$PYTHON" runs/rung{number}.py --epochs 3 --snapshot runs/rung{number}.pt"""
 
 

@@ -18,6 +18,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+from workshop.course.exercises import stage_files
 from workshop.errors import UserError
 from workshop.files import write_atomically
 from workshop.repository import open_folder, require_stages
@@ -34,12 +35,7 @@ from workshop.ship.version_sets import (
 
 # What shows that a stage works, for pytest: of the daily tests those that train, carry on, or look into a framework.
 STAGES = {
-    "01": ("tests/test_training.py", "tests/test_restart.py", "-k", "single"),
-    "02": ("tests/test_training.py", "tests/test_restart.py", "-k", "not single"),
-    "slurm-multinode": ("tests/test_jobs.py", "tests/test_scale.py"),
-    "03": ("tests/test_lightning.py",),
-    "04": ("tests/test_codellama.py", "tests/test_finetuning.py"),
-    "05": ("tests/test_deepspeed.py", "tests/test_deepspeed_jobs.py"),
+    **{stage.partition("_")[0]: file.tests for stage, file in stage_files().items() if file.tests},
     "strategies": ("tests/test_strategies.py",),
     "bonus_jax": ("tests/test_jax.py",),
     "check": ("tests/test_exercises.py", "-k", "solution_meets or as_delivered_the_check"),

@@ -1,0 +1,172 @@
+"""The runs that the check makes of a program that trains on images for a number of epochs: stages 01 to 03, and Accelerate's.
+
+The programs get a small part of the digits, and short options: a run takes about a second.
+"""
+
+import re
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from workshop.check.bench import ProgramBench
+from workshop.check.evidence.run import Asked, Run
+from workshop.check.judge import Made
+from workshop.check.probes import PROBES
+from workshop.check.scenarios import (
+    ALONE,
+    FAILING_RANK,
+    KILLS,
+    NODES_OPTION,
+    SESSION,
+    SINGLE,
+    SPAWNED,
+    SPEED,
+    SPLIT,
+    TASKS,
+    TWO_NODES,
+    WHOLE,
+    Scenario,
+    Split,
+    Unavailable,
+)
+from workshop.check.subject import Subject
+from workshop.course import real
+from workshop.course.digits import prepare_digits, small_digits
+from workshop.course.exercises import Exercise
+from workshop.course.probes import COURSE_PROBES
+
+BATCH = 8  # samples a step on each process
+EPOCHS = 2
+CHECKPOINT_OPTIONS = ("--snapshot", "--folder")
+
+
+class EpochsBench(ProgramBench):
+    """Makes the scenarios of a program that trains for epochs.
+
+    Args:
+        subject: the program.
+        exercise: the exercise that it is.
+        nproc: the number of processes.
+        on_cpu: hide the GPUs.
+        place: an empty folder for all runs.
+    """
+
+    offered_probes = (*PROBES, *COURSE_PROBES)
+
+    def __init__(self, subject: Subject, exercise: Exercise, *, nproc: int, on_cpu: bool, place: Path):
+        super().__init__(subject, launch=exercise.launch, nproc=nproc, on_cpu=on_cpu, place=place)
+        prepare_digits()
+        self.exercise = exercise
+        self.before = small_digits(BATCH * nproc * 9 // 2)  # four and a half global batches
+        self.accumulate = 2 if self.has("--accumulate") else 1
+        self._lightning = (
+            re.search(r"^\s*(?:import|from)\s+(?:pytorch_)?lightning\b", self.text, re.MULTILINE) is not None
+        )
+        # Some exercises save nothing, and nobody asks them to resume.
+        original = exercise.solution if exercise.solution.exists() else exercise.path
+        self._saves = any(f'"{option}"' in original.read_text() for option in CHECKPOINT_OPTIONS)
+
+    @property
+    def offers(self) -> tuple[Scenario[Any], ...]:
+        """The scenarios that it can make, in the order in which they are made."""
+        offers: list[Scenario[Any]] = [WHOLE, *([SPLIT] if self._saves else [])]
+        if self.launch != "single":
+            offers.append(SINGLE)
+        if self.launch == "torchrun":
+            offers += [TWO_NODES, FAILING_RANK, NODES_OPTION, KILLS]
+        if self.launch == "spawn":
+            offers.append(SPAWNED)
+        if self.script != self.exercise.solution.resolve():  # which is not compared with itself
+            offers.append(SPEED)
+        if self._lightning:
+            # A start inside a session shows what a start by itself shows.
+            offers += [SESSION, TASKS] if self._asks_for(SESSION) else [ALONE]
+        return tuple(offers)
+
+    def _asks_for(self, scenario: Scenario[Any]) -> bool:
+        """Whether a rule that a goal lists judges a scenario."""
+        rules = (rule for goal in self.subject.goals for rule in goal.rules)
+        return any(scenario in each.runs and not each.passive for rule in rules for each in rule.detectors)
+
+    def makers(self) -> dict[Scenario[Any], Callable[[Made], object]]:
+        """The function that makes each scenario."""
+        two_nodes = partial(self._run, nproc=4, nodes=2, epochs=1, batch=4)
+        script, place = self.script, self.place
+        return {
+            WHOLE: lambda made: self._run(accumulate=self.accumulate),
+            SPLIT: lambda made: self._in_two_parts(),
+            SINGLE: lambda made: self._run(nproc=1, epochs=1, batch=BATCH * self.nproc * self.accumulate),
+            TWO_NODES: lambda made: two_nodes(),
+            NODES_OPTION: lambda made: two_nodes(devices=False),
+            FAILING_RANK: lambda made: self._run(epochs=1, fails=True),
+            SPAWNED: lambda made: real.spawned(script, place),
+            KILLS: lambda made: real.kills(script, self.exercise, place),
+            SPEED: lambda made: real.speeds(script, self.exercise.solution, place, gpus=not self.on_cpu),
+            ALONE: lambda made: real.alone(script, place),
+            SESSION: lambda made: real.in_session(script, place),
+            TASKS: lambda made: real.as_tasks(script, place),
+        }
+
+    def make(self, scenario: Scenario[Any], made: Mapping[Scenario[Any], Any]) -> Any:
+        """Make a scenario; see ``judge.Bench``.
+
+        Raises:
+            Unavailable: the whole run failed, or the program lacks an option.
+        """
+        whole = made.get(WHOLE)
+        if whole and whole.failed:
+            raise Unavailable("")  # how the whole run ended says enough
+        return super().make(scenario, made)
+
+    def _run(
+        self,
+        *,
+        nproc: int | None = None,
+        epochs: int = EPOCHS,
+        batch: int = BATCH,
+        accumulate: int = 1,
+        scratch: Path | None = None,
+        nodes: int = 1,
+        devices: bool = True,
+        fails: bool = False,
+        dies: bool = False,
+    ) -> Run:
+        """Run the program with these options, as far as it has them."""
+        nproc = nproc or self.nproc
+        given = {
+            "--epochs": epochs,
+            "--batch-size": batch,
+            "--accumulate": accumulate,
+            "--snapshot": "run.ckpt" if self._lightning else "run.pt",
+            "--folder": "run",
+            "--devices": nproc // nodes,
+            "--nodes": nodes,
+            **({"--nproc": nproc} if self.launch == "spawn" else {}),
+        }
+        arguments = [str(part) for name, value in given.items() if self.has(name) for part in (name, value)]
+        metric, images = self.exercise.metric, self.exercise.images
+        return self.launch_program(
+            [*arguments, *self.exercise.options],
+            nproc=nproc,
+            scratch=scratch,
+            nodes=nodes,
+            devices=devices,
+            fails=fails,
+            dies=dies,
+            asked=Asked(epochs if self._saves else None, accumulate, metric, images),
+        )
+
+    def _in_two_parts(self) -> Split:
+        """Stop a run after an epoch, and start it again in the same folder.
+
+        Raises:
+            Unavailable: the program has no option for its checkpoint.
+        """
+        if not any(map(self.has, CHECKPOINT_OPTIONS)):
+            raise Unavailable("whether it resumes from a checkpoint: it has no option --snapshot")
+        scratch = self.folder()
+        run = partial(self._run, accumulate=self.accumulate, scratch=scratch)
+        # A run of fewer epochs has a shorter schedule: then the first run is killed after its first checkpoint.
+        first = run(dies=True) if self.exercise.interrupted == "killed" else run(epochs=1)
+        return Split(first, run())

@@ -1,0 +1,163 @@
+"""From a file to a verdict: which exercise it is, what makes its runs, and the judge.
+
+The ``bench`` of an exercise names what makes its runs: "epochs" for programs that train images for epochs, "steps" for the
+language model of stage 04, "engine" for DeepSpeed's, "job" for job scripts.
+"""
+
+import gc
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Protocol, runtime_checkable
+
+from workshop.check.judge import Bench, judge
+from workshop.check.subject import Subject
+from workshop.check.verdict import Verdict
+from workshop.course.exercises import Exercise, find_exercise, foreign_subject
+from workshop.errors import UserError
+from workshop.slurm.script import script_text
+
+
+def check_file(
+    path: Path,
+    *,
+    launch: str = "",
+    nproc: int = 2,
+    on_cpu: bool = True,
+    arguments: Sequence[str] | None = None,
+    quick: bool = False,
+) -> Iterator[Verdict]:
+    """Check a program or a job script; yield the verdict after the quick goals, and again when all is done.
+
+    Args:
+        path: the file.
+        launch: for a program that is no exercise: "torchrun", "spawn" or "single".
+        nproc: the number of processes.
+        on_cpu: hide the GPUs.
+        arguments: options for a program that is no exercise.
+        quick: leave out what needs a real launcher.
+
+    Raises:
+        UserError: the file cannot be checked.
+    """
+    file = readable_job(path) if path.suffix == ".sh" else readable_program(path)
+    exercise = find_exercise(file)
+    if exercise is None and file.suffix != ".sh" and not launch:
+        raise UserError(
+            f"{path} is no exercise; say how it is started: workshop check {path} --launch torchrun -- OPTIONS"
+        )
+    subject = exercise.subject(file) if exercise else foreign_subject(file)
+    start = time.monotonic()
+    with ExitStack() as stack:
+        place = Path(tempfile.mkdtemp(prefix="workshop-check-"))
+        stack.callback(shutil.rmtree, place, ignore_errors=True)
+        with _no_collections():
+            bench = _bench(subject, exercise, launch, nproc, on_cpu, place, arguments or ())
+        if isinstance(bench, Closing):
+            stack.callback(bench.close)
+        before = time.monotonic() - start
+        for verdict in judge(subject, bench, quick):
+            verdict.seconds += before
+            yield verdict
+    if "transformers" in sys.modules:
+        gc.collect()  # the models that were made here are in cycles
+
+
+@runtime_checkable
+class Closing(Protocol):
+    """A bench with something to end: the practice cluster of jobs."""
+
+    def close(self) -> None:
+        """End it."""
+
+
+@contextmanager
+def _no_collections() -> Iterator[None]:
+    """Import without the garbage collector: it takes a tenth of the time of torch's import, and finds nothing."""
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+
+
+def _bench(
+    subject: Subject,
+    exercise: Exercise | None,
+    launch: str,
+    nproc: int,
+    on_cpu: bool,
+    place: Path,
+    arguments: Sequence[str],
+) -> Bench:
+    """What makes the runs of a program. Each module imports torch: only the one that is needed is imported."""
+    if subject.file.suffix == ".sh":
+        from workshop.course.jobs import JobBench
+
+        return JobBench(subject, exercise, nproc=nproc, on_cpu=on_cpu, place=place)
+    if exercise is None:
+        from workshop.check.bench import ProgramBench
+
+        return ProgramBench(subject, launch=launch, nproc=nproc, on_cpu=on_cpu, place=place, arguments=arguments)
+    if exercise.bench == "steps":
+        from workshop.course.text import StepsBench
+
+        return StepsBench(subject, exercise, nproc=nproc, on_cpu=on_cpu, place=place)
+    if exercise.bench == "engine":
+        from workshop.course.engine import EngineBench
+
+        return EngineBench(subject, exercise, nproc=nproc, on_cpu=on_cpu, place=place)
+    from workshop.course.benches import EpochsBench
+
+    return EpochsBench(subject, exercise, nproc=nproc, on_cpu=on_cpu, place=place)
+
+
+def readable_program(path: Path) -> Path:
+    """The program's full path.
+
+    Raises:
+        UserError: it is missing, a folder, a notebook, no Python, or does not parse.
+    """
+    if not path.exists():
+        raise UserError(f"{path}: no such file")
+    if path.is_dir():
+        raise UserError(f"{path} is a folder; name a file in it")
+    if path.suffix == ".ipynb":
+        raise UserError(f"{path} is a notebook; the check is for the scripts that it works on")
+    if path.suffix != ".py":
+        raise UserError(f"{path} is neither a Python program nor a job script (.sh)")
+    try:
+        text = path.read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"{path} cannot be read: {error}") from error
+    try:
+        compile(text, str(path), "exec")
+    except (SyntaxError, ValueError) as error:
+        line = getattr(error, "lineno", None)
+        raise UserError(
+            f"{path}{f', line {line}' if line else ''}: {getattr(error, 'msg', error)}; Python cannot read it"
+        ) from error
+    return path.resolve()
+
+
+def readable_job(path: Path) -> Path:
+    """The job script's full path.
+
+    Raises:
+        UserError: it is missing, has the line ends of Windows, is no script, is for PBS, or bash cannot read it.
+    """
+    text = script_text(path)
+    if not text.startswith("#!"):
+        raise UserError(f"{path} has to begin with #! and the name of its shell, such as #!/usr/bin/env bash")
+    if re.search(r"^#PBS", text, re.MULTILINE):
+        raise UserError(f"{path} is for PBS; the check runs scripts for Slurm")
+    done = subprocess.run(["bash", "-n", str(path)], capture_output=True, text=True)
+    if done.returncode != 0:
+        raise UserError(f"bash cannot read it: {done.stderr.strip().splitlines()[0]}")
+    return path.resolve()

@@ -1,0 +1,417 @@
+"""The exercises, as the ``exercises.toml`` of each stage folder declares them: all that the workshop knows about them.
+
+A stage is a folder of the repository that has such a file; nothing else lists the stages or the exercises. The attributes
+of the classes below are the keys of the file.
+"""
+
+import os
+import tomllib
+from collections import Counter
+from collections.abc import Iterator
+from functools import cache, cached_property
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator
+
+from workshop.check import subject
+from workshop.check.rules import FAMILIES
+from workshop.check.rules.rule import RULES, Rule
+from workshop.check.subject import KEPT
+from workshop.errors import UserError
+from workshop.repository import ROOT
+from workshop.slurm.shape import Shape
+
+FILE = "exercises.toml"
+HINTS_PER_GOAL = 3
+
+Words = Annotated[tuple[str, ...], Field(strict=False)]  # TOML has lists only
+
+
+class Table(BaseModel):
+    """A table of the file: a key that it does not know, or a value of another type, is an error."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+
+
+class Goal(Table):
+    """A goal of an exercise.
+
+    Attributes:
+        number: that of its TODO; 0: what holds already, and has to stay so.
+        title: what is reached with it.
+        rules: the rules that keep it from being met. "@samples": all rules of this family that no goal of the exercise names.
+        hints: three, each of which tells more than the one before; none for goal 0.
+    """
+
+    number: int = Field(ge=0, le=9)
+    title: str
+    rules: Words
+    hints: Words = ()
+
+    @field_validator("hints")
+    @classmethod
+    def _one_line(cls, hints: tuple[str, ...]) -> tuple[str, ...]:
+        return tuple(" ".join(hint.split()) for hint in hints)
+
+
+class JobShape(Table):
+    """What a job script asks Slurm for: see ``workshop.slurm.shape.Shape``."""
+
+    nodes: int
+    gpus: int
+    tasks: int
+    cores: int
+
+
+class Exercise(Table):
+    """An exercise, or (``[[given]]``) a program that is given and can be checked as well.
+
+    Attributes:
+        file: its program or job script, in the stage folder; the solution has the same path under ``solutions/``.
+        launch: how its processes come to be: "single" (one process), "spawn" (the script starts them), "torchrun", or "slurm"
+            (a job script).
+        bench: what makes its runs: see ``checking.py``.
+        goals: in the order in which they are shown.
+        options: options of the check's runs. Here and below "{stage}" stands for the path of the stage folder.
+        metric: what it has to report: "accuracy", or a further figure of ``log.write()``; "": nothing.
+        beside: further files of it, in the same folder.
+        todo_of: the TODO that all changes in one of these belong to: for files that can hold no comments.
+        interrupted: how the first of two runs ends that the second continues: "ended" (it has fewer epochs), or "killed".
+        images: channels, height and width of the images that its model is for.
+        reference: the program that trains the same without the engine, from the repository's root.
+        uneven_options: options of a run in which the processes evaluate different numbers of batches.
+        shape: what its job has to ask for; None: any.
+        other_shape: another shape that the script has to be right for.
+    """
+
+    file: str = Field(pattern=r"^[^/]+\.(py|sh)$")
+    launch: Literal["single", "spawn", "torchrun", "slurm"]
+    bench: Literal["epochs", "steps", "engine", "job"] = "epochs"
+    goals: Annotated[tuple[Goal, ...], Field(strict=False, min_length=1)]
+    options: Words = ()
+    metric: str = ""
+    beside: Words = ()
+    todo_of: dict[str, int] = {}
+    interrupted: Literal["ended", "killed"] = "ended"
+    images: Annotated[tuple[int, int, int], Field(strict=False)] | None = None
+    reference: str = ""
+    uneven_options: Words = ()
+    shape_: JobShape | None = Field(default=None, alias="shape")
+    other_shape_: JobShape | None = Field(default=None, alias="other_shape")
+
+    _stage: str = ""
+
+    def __hash__(self) -> int:
+        return hash(self.name)
+
+    def __str__(self) -> str:
+        return self.name
+
+    def model_post_init(self, context: Any) -> None:
+        """Remember the stage: the name of the folder, which is the context of the validation."""
+        self._stage = context
+
+    @field_validator("options", "uneven_options")
+    @classmethod
+    def _in_stage(cls, options: tuple[str, ...], info: ValidationInfo) -> tuple[str, ...]:
+        return tuple(option.replace("{stage}", str(ROOT / str(info.context))) for option in options)
+
+    @property
+    def stage(self) -> str:
+        """The name of the stage folder."""
+        return self._stage
+
+    @property
+    def name(self) -> str:
+        """Its path in the repository."""
+        return f"{self._stage}/{self.file}"
+
+    @property
+    def path(self) -> Path:
+        """Where the learner works on it."""
+        return ROOT / self.name
+
+    @property
+    def solution(self) -> Path:
+        """The program of its solution."""
+        return ROOT / "solutions" / self.name
+
+    @property
+    def runner(self) -> Path | None:
+        """What starts it; None: it is a job script, which sbatch takes as it is."""
+        number, _, topic = self.path.stem.partition("_")
+        return self.path.with_name(f"{number}_run_{topic}.sh") if self.launch != "slurm" else None
+
+    @property
+    def pairs(self) -> list[tuple[Path, Path]]:
+        """Its files, each with the solution's: itself, its runner if it has one, and what lies beside it."""
+        files = [self.path, *([self.runner] if self.runner else []), *map(self.path.with_name, self.beside)]
+        return [(file, self.solution.with_name(file.name)) for file in files]
+
+    @property
+    def shape(self) -> Shape | None:
+        """What its job has to ask for; None: any."""
+        return Shape(**self.shape_.model_dump()) if self.shape_ else None
+
+    @property
+    def other_shape(self) -> Shape | None:
+        """Another shape that the script has to be right for."""
+        return Shape(**self.other_shape_.model_dump()) if self.other_shape_ else None
+
+    @property
+    def titles(self) -> dict[int, str]:
+        """The titles of the goals, by number."""
+        return {goal.number: goal.title for goal in self.goals}
+
+    @property
+    def hints(self) -> dict[int, tuple[str, ...]]:
+        """The hints of the goals with a TODO, by number."""
+        return {goal.number: goal.hints for goal in self.goals if goal.hints}
+
+    @property
+    def todos(self) -> tuple[int, ...]:
+        """The numbers of the goals with a TODO."""
+        return tuple(goal.number for goal in self.goals if goal.number != KEPT)
+
+    def goal(self, number: int) -> Goal:
+        """The goal with this number."""
+        return next(goal for goal in self.goals if goal.number == number)
+
+    @cached_property
+    def _named(self) -> set[str]:
+        """The rules that its goals name, each by itself."""
+        return {name for goal in self.goals for name in goal.rules if not name.startswith("@")}
+
+    def rules(self, goal: Goal) -> tuple[Rule, ...]:
+        """The rules that keep a goal from being met."""
+        found = []
+        for name in goal.rules:
+            if not name.startswith("@"):
+                found.append(RULES[name])
+                continue
+            family = [rule for rule in RULES.values() if rule.family == name[1:]]
+            found += [rule for rule in family if not (rule.hint or rule.always or rule.name in self._named)]
+        return tuple(found)
+
+    def subject(self, file: Path) -> subject.Subject:
+        """A program as a version of this exercise: with its goals, and with all rules to ask."""
+        goals = tuple(subject.Goal(goal.number, goal.title, self.rules(goal)) for goal in self.goals)
+        listed = {rule.name for goal in goals for rule in goal.rules}
+        rules = tuple(rule for rule in RULES.values() if rule.name in listed or rule.always or rule.hint)
+        return subject.Subject(file, self.name, goals, rules)
+
+
+class Step(Table):
+    """A script that is another one plus one idea: a test counts the lines that change.
+
+    Attributes:
+        before, after: the scripts, from the repository's root.
+        most: how many lines may change.
+        keeps_comments: whether the comments of the earlier script stay.
+    """
+
+    before: str
+    after: str
+    most: int = 48
+    keeps_comments: bool = True
+
+
+class TourRow(Table):
+    """A program that ``workshop tour`` runs, with --batch-size for each process.
+
+    One that trains images takes --epochs and --snapshot and writes an ``EpochLog``; one that trains the language model takes
+    --steps and --folder and writes a ``TrainingLog``.
+
+    Attributes:
+        name: what the table calls it.
+        program: its path in the repository.
+        torchrun: whether torchrun starts its processes.
+        processes_option: the option with the number of processes that it starts itself; "" and no torchrun: it is one process.
+        language: whether it trains the language model.
+    """
+
+    name: str
+    program: str
+    torchrun: bool = False
+    processes_option: str = ""
+    language: bool = False
+
+
+class StageFile(Table):
+    """An ``exercises.toml``.
+
+    Attributes:
+        order: the stage's place in the course.
+        lines, columns: how long and how wide a script of a step may be.
+        tests: what shows that the stage works with other versions of the packages: arguments for pytest.
+        tour: what ``workshop tour`` runs of it.
+        step: what its scripts add to earlier ones.
+        exercise: its exercises, in the order of the course.
+        given: programs that are no exercise, and can be checked as well.
+    """
+
+    order: int
+    lines: int = 165
+    columns: int = 130
+    tests: Words = ()
+    tour: Annotated[tuple[TourRow, ...], Field(strict=False)] = ()
+    step: Annotated[tuple[Step, ...], Field(strict=False)] = ()
+    exercise: Annotated[tuple[Exercise, ...], Field(strict=False)] = ()
+    given: Annotated[tuple[Exercise, ...], Field(strict=False)] = ()
+
+
+FOREIGN_UNCHECKED = (
+    "the figures that it prints (the check does not know what they mean)",
+    "whether one process computes the same",
+    "a real launcher: kill -9, a second machine",
+)
+
+
+def foreign_subject(file: Path) -> subject.Subject:
+    """A program that is no exercise: it has no goals, and the rules that hold anywhere."""
+    rules = tuple(rule for rule in RULES.values() if rule.anywhere or rule.always)
+    return subject.Subject(file, "", (), rules, () if file.suffix == ".sh" else FOREIGN_UNCHECKED)
+
+
+# ---------------------------------------------------------------- which exercise
+
+
+def exercises() -> tuple[Exercise, ...]:
+    """All exercises, in the order of the course.
+
+    Raises:
+        UserError: an ``exercises.toml`` is wrong; the message names the file and the key.
+    """
+    return tuple(exercise for file in stage_files().values() for exercise in file.exercise)
+
+
+def programs() -> tuple[Exercise, ...]:
+    """All exercises, and the programs that are given and can be checked as well.
+
+    Raises:
+        UserError: see ``exercises``.
+    """
+    return (*exercises(), *(program for file in stage_files().values() for program in file.given))
+
+
+def find_exercise(path: Path) -> Exercise | None:
+    """The exercise that a file belongs to: the learner's, a file of the solution, or a copy elsewhere.
+
+    A copy is known by its folder and its name, as in ``elsewhere/02_pytorch_ddp/exercise1_multigpu.py``, else by its name
+    alone.
+
+    Returns:
+        The exercise, or the program that is given; None: the file belongs to neither.
+
+    Raises:
+        UserError: several have a file of this name.
+    """
+    real = Path(os.path.realpath(path))
+    for exercise in programs():
+        if any(real in (Path(os.path.realpath(own)), Path(os.path.realpath(other))) for own, other in exercise.pairs):
+            return exercise
+    same_name = [each for each in programs() if any(own.name == real.name for own, _ in each.pairs)]
+    found = [each for each in same_name if each.stage == real.parent.name] or same_name
+    if len(found) > 1:
+        names = " and ".join(f"{each.stage}/{real.name}" for each in found)
+        raise UserError(f"{path} could be {names}; put it into a folder with the name of its stage")
+    return found[0] if found else None
+
+
+# ---------------------------------------------------------------- reading
+
+
+@cache
+def stage_files() -> dict[str, StageFile]:
+    """The ``exercises.toml`` of each stage, by the name of the folder, in the order of the course.
+
+    Raises:
+        UserError: one of them is wrong.
+    """
+    files = {path.parent.name: read_stage_file(path) for path in ROOT.glob(f"*/{FILE}")}
+    return dict(sorted(files.items(), key=lambda item: (item[1].order, item[0])))
+
+
+def read_stage_file(path: Path) -> StageFile:
+    """Read an ``exercises.toml``.
+
+    Raises:
+        UserError: it cannot be read, a key is missing or unknown, or a value is wrong.
+    """
+    name = f"{path.parent.name}/{path.name}"
+    content: dict[str, Any] = {}
+    try:
+        content = tomllib.loads(path.read_text(encoding="utf-8"))
+        file = StageFile.model_validate(content, context=path.parent.name)
+    except OSError as error:
+        raise UserError(f"{name}: {error.strerror}") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise UserError(f"{name} is not TOML: {error}") from None
+    except ValidationError as error:
+        first = error.errors()[0]
+        known = {"missing": "is missing", "extra_forbidden": f"is no key of {FILE}"}
+        said = known.get(first["type"], "is wrong: " + first["msg"])
+        raise UserError(f"{name}: {_key(content, first['loc'])} {said}") from None
+    for problem in _problems(file, path.parent):
+        raise UserError(f"{name}: {problem}")
+    return file
+
+
+def _key(content: Any, places: tuple[int | str, ...]) -> str:
+    """A key in words: "exercise[exercise1_multigpu.py].goals[2].title"."""
+    words = ""
+    for place in places:
+        try:
+            content = content[place]
+        except (LookupError, TypeError):
+            content = None
+        if isinstance(place, int):
+            table = content if isinstance(content, dict) else {}
+            words += f"[{table.get('file', table.get('number', table.get('name', place)))}]"
+        else:
+            words += f".{place}" if words else place
+    return words
+
+
+def _problems(file: StageFile, folder: Path) -> Iterator[str]:
+    """What is wrong with a file of which each table by itself is right, each problem with its key."""
+    owners: dict[str, str] = {}
+    solutions = ROOT / "solutions" / folder.name
+    for kind, tables in (("exercise", file.exercise), ("given", file.given)):
+        for exercise in tables:
+            key = f"{kind}[{exercise.file}]"
+            for place, name in (("file", exercise.file), *(("beside", each) for each in exercise.beside)):
+                if name in owners:
+                    yield f"{key}.{place} names {name}, which belongs to {owners[name]}"
+                owners[name] = key
+                # (A learner may have deleted it, and wants `workshop reset` to bring it back.)
+                if (
+                    kind == "exercise"
+                    and solutions.is_dir()
+                    and not ((folder / name).exists() or (solutions / name).exists())
+                ):
+                    yield f"{key}.{place} names {name}, which is neither in the stage nor in solutions/{folder.name}"
+            for name, number in exercise.todo_of.items():
+                if name not in exercise.beside or number not in exercise.todos:
+                    yield f"{key}.todo_of says {name} = {number}: it takes a file in beside, and the number of a goal"
+            yield from (f"{key}.{problem}" for problem in _problems_of_goals(exercise))
+
+
+def _problems_of_goals(exercise: Exercise) -> Iterator[str]:
+    counts = Counter(goal.number for goal in exercise.goals)
+    owners: dict[str, int] = {}
+    for goal in exercise.goals:
+        key = f"goals[{goal.number}]"
+        if counts[goal.number] > 1:
+            yield f"{key}.number stands {counts[goal.number]} times"
+        wanted = 0 if goal.number == KEPT else HINTS_PER_GOAL
+        if len(goal.hints) != wanted:
+            yield f"{key}.hints has {len(goal.hints)} of {wanted} hints"
+        for name in goal.rules:
+            if name not in RULES and not (name.startswith("@") and name[1:] in FAMILIES):
+                what = "family of rules" if name.startswith("@") else "rule"
+                yield f"{key}.rules names {name}, and there is no {what} of this name"
+            if name in owners:
+                yield f"{key}.rules names {name}, which goal {owners[name]} names already"
+            owners[name] = goal.number

@@ -1,0 +1,226 @@
+"""Starting a program for real: mp.spawn's fresh interpreters, torchrun's restarts after kill -9, Slurm's variables, the speed.
+
+Nothing is judged here: each function starts the program and returns what it has observed.
+"""
+
+import math
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+
+import psutil
+import torch
+
+from workshop.check.evidence.real import Killed, Kills, RealRun, Speeds
+from workshop.check.launching import run_program
+from workshop.course.exercises import Exercise
+from workshop.repository import ROOT
+from workshop.run.environment import environment, torchrun
+from workshop.run.processes import Background
+from workshop.training.logs import read_log
+
+LIMIT = 90  # seconds that a real run may take
+CHECKPOINT = "run.pt"
+
+
+class _Real(Background):
+    """A program that runs for real, in a folder that is made for it.
+
+    Args:
+        command: the program and its options.
+        folder: where it runs.
+        changes: further environment variables.
+        gpus: whether it sees the GPUs.
+    """
+
+    def __init__(self, command: Sequence[object], folder: Path, changes: Mapping[str, str], gpus: bool = False):
+        folder.mkdir(exist_ok=True)
+        self.folder = folder
+        variables = {"PYTHONDONTWRITEBYTECODE": "1", "NPROC": "2", **changes}
+        super().__init__(command, folder, environment(gpus=gpus, **variables))
+
+    def to_end(self) -> int | None:
+        """Wait for its end, and end what is left of it; its exit status, None if the time was over."""
+        try:
+            return self.wait(LIMIT)
+        finally:
+            self.end()
+
+
+def _observed(
+    command: Sequence[object], folder: Path, checkpoint: str, environments: Sequence[Mapping[str, str]] = ({},)
+) -> RealRun:
+    """Start a command once with each of these environments, all at the same time, and wait for their ends."""
+    started: list[_Real] = []
+    try:
+        started += (_Real(command, folder, changes) for changes in environments)
+        statuses = tuple(run.wait(LIMIT) for run in started)
+    finally:
+        for run in started:
+            run.end()
+    text = "\n".join(run.text() for run in started)
+    processes = tuple(int(entry["processes"]) for entry in read_log(folder / checkpoint))
+    return RealRun(statuses, text, LIMIT, processes, (folder / checkpoint).exists())
+
+
+def spawned(script: Path, place: Path) -> RealRun:
+    """Run it with fresh interpreters, as mp.spawn starts them."""
+    command = [sys.executable, script, "--nproc", 2, "--epochs", 1, "--snapshot", CHECKPOINT]
+    return _observed(command, place / "spawned", CHECKPOINT)
+
+
+# ---------------------------------------------------------------- Lightning, which starts its processes itself
+
+# What a Jupyter session on a cluster passes on to the programs that are started in it: it is a Slurm job of one task.
+SESSION = {"SLURM_JOB_ID": "4711", "SLURM_JOB_NAME": "jupyter", "SLURM_NTASKS": "1", "SLURM_NNODES": "1", "SLURM_PROCID": "0",
+           "SLURM_LOCALID": "0", "SLURM_NODEID": "0", "SLURM_JOB_NODELIST": "node1"}  # fmt: skip
+# And what srun sets for the two tasks of a job on one node, beside their numbers.
+TASKS = {**SESSION, "SLURM_JOB_NAME": "train", "SLURM_NTASKS": "2", "SLURM_NTASKS_PER_NODE": "2", "SLURM_STEP_NUM_TASKS": "2",
+         "SLURM_STEP_NUM_NODES": "1", "SLURM_STEP_ID": "0", "SLURM_NODELIST": "localhost"}  # fmt: skip
+
+
+def _lightning(script: Path, folder: Path, environments: Sequence[Mapping[str, str]]) -> RealRun:
+    command = [sys.executable, script, "--devices", 2, "--epochs", 1, "--batch-size", 32, "--snapshot", "run.ckpt"]
+    return _observed(command, folder, "run.ckpt", [{"OMP_NUM_THREADS": "1", **changes} for changes in environments])
+
+
+def alone(script: Path, place: Path) -> RealRun:
+    """Start one process, and let Lightning start the other."""
+    return _lightning(script, place / "alone", [{}])
+
+
+def in_session(script: Path, place: Path) -> RealRun:
+    """Start one process inside a job of one task, and let Lightning start the other."""
+    return _lightning(script, place / "session", [SESSION])
+
+
+def as_tasks(script: Path, place: Path) -> RealRun:
+    """Start two processes as srun does."""
+    port = {"SLURM_JOB_ID": str(os.getpid())}  # Lightning makes the port from its last digits
+    ranks = ({"SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank)} for rank in range(2))
+    return _lightning(script, place / "tasks", [TASKS | port | rank for rank in ranks])
+
+
+# ---------------------------------------------------------------- kill -9
+
+
+def kills(script: Path, exercise: Exercise, place: Path) -> Kills:
+    """Kill a worker of one run and the torchrun of another after the first epoch, and let both train to the end."""
+    options = ["--epochs", "2", "--snapshot", CHECKPOINT]
+    # What an uninterrupted run ends with: forked ranks compute the same, bit for bit, and start at once.
+    whole = place / "uninterrupted"
+    whole.mkdir()
+    run = run_program(script, options, launch="torchrun", nproc=2, scratch=whole, probes=())
+    if run.status != 0:
+        return Kills(run.status)
+    command, changes = _command(script, exercise), {"OMP_NUM_THREADS": "1"}
+    if len(command) > 1:
+        changes["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"  # which the solution's runner sets, too
+    with ThreadPoolExecutor(2) as both:  # most of the time goes into starting Python: on two cores two at a time
+        worker, killed = (
+            both.submit(partial(kill, [*command, *options], changes, place)) for kill in (_kill_worker, _kill_torchrun)
+        )
+        return Kills(0, worker.result(), killed.result())
+
+
+def _command(script: Path, exercise: Exercise) -> list[object]:
+    """How the learner starts it: with the runner beside it, or without one as the solution's runner does."""
+    runner = script.with_name(exercise.runner.name) if exercise.runner else None
+    if runner and runner.exists() and ROOT in script.parents:  # a runner finds the workshop from its own folder
+        return [runner]
+    return [*torchrun(2, "--max-restarts=3"), script]
+
+
+def _first_epoch(run: _Real) -> tuple[bool, list[psutil.Process]]:
+    """Wait for the end of its first epoch: whether it came there, and the processes of torchrun then."""
+    reached = run.wait_for("epoch 1/2", LIMIT)
+    return reached, run.workers() if reached else []
+
+
+def _kill_worker(command: Sequence[object], changes: Mapping[str, str], place: Path) -> Killed:
+    run = _Real(command, place / "worker", changes)
+    try:
+        reached, workers = _first_epoch(run)
+        if len(workers) != 2:
+            return Killed(reached, len(workers), run.text())
+        workers[1].kill()
+        status = run.wait(LIMIT)
+    finally:
+        run.end()
+    return Killed(True, 2, run.text(), status=status, difference=_difference(status, place, run.folder))
+
+
+def _kill_torchrun(command: Sequence[object], changes: Mapping[str, str], place: Path) -> Killed:
+    run = _Real(command, place / "torchrun", changes)
+    try:
+        reached, workers = _first_epoch(run)
+        if len(workers) != 2:
+            return Killed(reached, len(workers), run.text())
+        if launcher := workers[0].parent():  # torchrun, which need not be the runner itself
+            launcher.kill()
+        run.wait(LIMIT)
+        _, alive = psutil.wait_procs(workers, timeout=5)
+        for worker in alive:
+            worker.kill()
+        if alive:
+            return Killed(True, 2, run.text(), orphans=len(alive))
+    finally:
+        run.end()
+    again = _Real(command, run.folder, changes)
+    status = again.to_end()
+    return Killed(True, 2, again.text(), status=status, difference=_difference(status, place, again.folder))
+
+
+def _difference(status: int | None, place: Path, folder: Path) -> float | None:
+    """How much the checkpoint of a run that ended well differs from the uninterrupted run's: see ``Killed.difference``."""
+    if status != 0 or not (folder / CHECKPOINT).exists():
+        return None
+    one, other = (
+        # The learner's own checkpoint of a moment ago: what it contains beside tensors is none of our business here.
+        _tensors(torch.load(path / CHECKPOINT, map_location="cpu", weights_only=False))
+        for path in (place / "uninterrupted", folder)
+    )
+    if one.keys() != other.keys():
+        return math.inf
+    return max((float((one[name].double() - other[name].double()).abs().max()) for name in one), default=0.0)
+
+
+def _tensors(value: object, name: str = "") -> dict[str, torch.Tensor]:
+    """All tensors in a checkpoint, by their places in it."""
+    if isinstance(value, torch.Tensor):
+        return {name: value}
+    found: dict[str, torch.Tensor] = {}
+    for key, item in value.items() if isinstance(value, dict) else ():
+        found |= _tensors(item, f"{name}/{key}")
+    return found
+
+
+# ---------------------------------------------------------------- speed
+
+
+def speeds(script: Path, solution: Path, place: Path, gpus: bool) -> Speeds:
+    """The samples per second of a program and of the solution, in turns, until both are settled.
+
+    Whatever else the machine does makes a program slower, and never faster.
+    """
+    turns: dict[Path, list[float]] = {script: [], solution: []}
+    while not all(settled(best) for best in turns.values()):
+        for name, (program, best) in zip(("own", "solution"), turns.items(), strict=True):
+            command = [sys.executable, program, "--epochs", 3, "--snapshot", CHECKPOINT]
+            run = _Real(command, place / f"{name}-{len(best)}", {}, gpus)
+            if run.to_end() != 0:
+                return Speeds((), (), run.text() or "no output")
+            epochs = [float(entry["samples_per_second"]) for entry in read_log(run.folder / CHECKPOINT)]
+            if not epochs:
+                return Speeds((), ())
+            best.append(max(epochs))
+    return Speeds(tuple(turns[script]), tuple(turns[solution]))
+
+
+def settled(best: Sequence[float]) -> bool:
+    """Whether the two best turns are close together, or there have been five."""
+    top = sorted(best)[-2:]
+    return len(best) >= 5 or (len(top) == 2 and top[0] > 0.9 * top[1])

@@ -1,0 +1,167 @@
+"""A trial of a job script: it runs as a job on a practice cluster, and what it does is noted.
+
+In the place of the training program a small one runs, ``job_program.py``, which notes on which node, as which rank and with how
+many cores each process finds itself.
+"""
+
+import json
+import re
+import shutil
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from workshop.check.evidence.job import PROGRAM, Job, Start
+from workshop.repository import ROOT
+from workshop.run.processes import family
+from workshop.run.stillness import Patience, Watch
+from workshop.slurm import cluster as practice
+
+STAND_IN = Path(__file__).with_name("job_program.py")
+STALL = 10  # seconds in which nothing moves
+MEETING = 25  # the same before the program has started: torchruns that look for each other pause longer each time
+LIMIT = 120  # seconds that a job may take
+LIMIT_REAL = 300  # the same where it trains for real, and not with a stand-in for the program
+
+
+class Refused(Exception):
+    """Slurm rejects a script; the message is Slurm's."""
+
+
+class Trial:
+    """A folder and a cluster in which a script is tried.
+
+    Args:
+        script: the job script.
+        place: a folder of the check.
+        cluster: a cluster that is up.
+        program: what stands for multigpu_torchrun.py; None: the real one.
+    """
+
+    def __init__(self, script: Path, place: Path, cluster: practice.Cluster, program: Path | None = STAND_IN):
+        self.script, self.cluster = script, cluster
+        self.limit = LIMIT if program else LIMIT_REAL
+        self.folder = Path(tempfile.mkdtemp(prefix="trial-", dir=place))
+        for helper in ("first_failure.py", PROGRAM):
+            shutil.copy(ROOT / "slurm-multinode" / helper, self.folder)
+        if program:
+            shutil.copy(program, self.folder / PROGRAM)
+        shutil.copy(script, self.folder)
+
+    def on_login(self, *command: str) -> subprocess.CompletedProcess[str]:
+        """Run a command on the cluster's login node, in the folder of the trial."""
+        return subprocess.run(
+            self.cluster.inside(command, folder=self.folder),
+            env=practice.environment() | {"PYTHONPATH": str(ROOT)},
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+        )
+
+    def submit(self, options: Sequence[str], arguments: Sequence[str], script: str = "") -> Job:
+        """Submit the script, or another one in its folder.
+
+        Raises:
+            Refused: sbatch rejects it.
+        """
+        # The partition of a learner's own site is not known here.
+        command = ["sbatch", "--verbose", "--parsable", "--partition=normal", *options, script or self.script.name]
+        done = self.on_login(*command, *arguments)
+        if done.returncode != 0:
+            lines = [line.removeprefix("sbatch: ").strip() for line in done.stderr.splitlines()]
+            telling = [line for line in lines if re.search("error|unrecognized|invalid|ambiguous", line)]
+            said = [line.removeprefix("error: ") for line in telling or lines[-2:]]
+            raise Refused(" ".join(said) or "sbatch does not say why")
+        return Job(done.stdout.strip(), dict(re.findall(r"sbatch: ([\w-]+) +: (\S+)", done.stderr)))
+
+    def look(self, job: Job) -> None:
+        """Bring what is known about a job up to date."""
+        text = self.on_login("scontrol", "--oneliner", "show", "job", job.number).stdout
+        if not text and not psutil.pid_exists(self.cluster.first):
+            raise RuntimeError("the practice cluster has ended under the check")
+        known = dict(word.split("=", 1) for word in text.split() if "=" in word)
+        job.state, job.restarts = known.get("JobState", "UNKNOWN"), int(known.get("Restarts", 0))
+        listed = known.get("NodeList", "(null)")
+        if listed != "(null)":
+            job.nodes = self.on_login("scontrol", "show", "hostnames", listed).stdout.split()
+        output = Path(known.get("StdOut", ""))
+        if output.is_file():
+            job.output = output.read_text(errors="replace")
+        notes = self._notes(job)
+        job.starts = [
+            Start(note["host"], note["environment"], tuple(note["launcher"]), note["step"])
+            for note in notes
+            if note["event"] == "start"
+        ]
+        job.epochs = [note["epoch"] for note in notes if note["event"] == "epoch"]
+
+    def _notes(self, job: Job) -> list[dict[str, Any]]:
+        """What the processes of a job have noted, in the order of time."""
+        notes = []
+        for file in self.folder.glob("notes/*.jsonl"):
+            for line in file.read_text().splitlines():
+                with suppress(json.JSONDecodeError):  # a line that is just being written
+                    notes.append(json.loads(line))
+        return sorted((note for note in notes if note["job"] == job.number), key=lambda note: note["time"])
+
+    def follow(self, job: Job, until: Callable[[Job], bool] | None = None, stall: float = 0) -> bool:
+        """Follow a job until ``until(job)`` holds or it has ended; whether it came to that. One that stands still is ended."""
+        end, started, watch = time.monotonic() + self.limit, None, None
+        while True:
+            self.look(job)
+            if until and until(job):
+                return True
+            if job.state in practice.FINAL:
+                return until is None
+            if watch is None or started != bool(job.starts):
+                started, left = bool(job.starts), end - time.monotonic()
+                patience = Patience(stall or (STALL if started else MEETING), busy=self.limit, total=left)
+                watch = Watch(self._programs, patience)
+            waits = job.state != "RUNNING"  # in the queue: that takes as long as it takes
+            if watch.look((len(job.starts), len(job.epochs), job.state, time.monotonic() if waits else 0)):
+                self._note_torchruns(job)
+                self.cancel(job)
+                return False
+            time.sleep(0.2)
+
+    def start_again(self, job: Job) -> None:
+        """Start a job that has been put back into the queue: Slurm would let it wait there for two minutes.
+
+        It is put back when its old nodes have been cleared up, and only then the time of its start is set.
+        """
+        if self.follow(job, until=lambda job: job.state == "PENDING"):
+            self.on_login("scontrol", "update", f"JobId={job.number}", "StartTime=now")
+
+    def cancel(self, job: Job) -> None:
+        """End a job, and wait until it is over."""
+        self.on_login("scancel", job.number)
+        end = time.monotonic() + 20
+        while job.state not in practice.FINAL and time.monotonic() < end:
+            time.sleep(0.1)
+            self.look(job)
+
+    def _programs(self) -> list[psutil.Process]:
+        """The processes of programs on the cluster, without Slurm's own."""
+        found = []
+        for process in family(self.cluster.first):
+            with suppress(psutil.Error):
+                if process.name().startswith(("python", "pt_")):
+                    found.append(process)
+        return found
+
+    def _note_torchruns(self, job: Job) -> None:
+        """Note how many torchruns of a job there are on each of its nodes, and their command lines."""
+        job.launchers = dict.fromkeys(job.nodes, 0)
+        for process in family(self.cluster.first):
+            with suppress(psutil.Error, KeyError):
+                line, environment = process.cmdline(), process.environ()
+                torchrun = "torch.distributed.run" in line or "torchrun" in {Path(word).name for word in line[:2]}
+                if torchrun and environment["SLURM_JOB_ID"] == job.number:
+                    job.launchers[environment["SLURMD_NODENAME"]] += 1
+                    job.commands.append(line)
