@@ -1,6 +1,6 @@
 """Data sets (``load_dataset``) and fetching them (``workshop fetch``)."""
 
-import workshop.training.process_group  # noqa: F401
+import workshop.run.process_group  # noqa: F401
 from workshop.data.datasets import DATASETS, data_folder, load_dataset
 
 __all__ = ["DATASETS", "data_folder", "load_dataset"]

@@ -24,16 +24,9 @@ import torch.distributed as dist
 
 from workshop.run.machine import machine
 from workshop.training.arguments import ArgumentParser
-from workshop.training.device import local_device, synchronized_time
+from workshop.training.device import BUS_FACTOR, local_device, synchronized_time
 
 SIZES = [1024 * 8**power for power in range(7)]  # 1 KiB to 256 MiB
-# Bus bandwidth over algorithm bandwidth, for n processes.
-BUS_FACTOR = {
-    "all_reduce": lambda n: 2 * (n - 1) / n,
-    "all_gather": lambda n: (n - 1) / n,
-    "reduce_scatter": lambda n: (n - 1) / n,
-    "broadcast": lambda n: 1,
-}
 ROUNDS = 5
 LONGEST = 1.0  # seconds a call: larger sizes are left out
 

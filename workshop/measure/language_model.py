@@ -29,11 +29,11 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from workshop.errors import UserError
 from workshop.measure.memory import known_sizes
-from workshop.measure.transformer import GIB, Sizes, peak_flops
 from workshop.run.machine import machine
 from workshop.tensors import kept_for_backward, own_part
 from workshop.training.arguments import ArgumentParser, positive_int
 from workshop.training.device import local_device, synchronized_time
+from workshop.training.transformer import GIB, Sizes, peak_flops
 
 STRATEGIES, OPTIONS = ("ddp", "fsdp"), ("checkpointing", "compile", "gathered")
 TRACED = 2  # steps

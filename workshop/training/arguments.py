@@ -5,6 +5,7 @@ import os
 import sys
 import tempfile
 import time
+from contextlib import suppress
 from pathlib import Path
 
 from workshop.errors import UserError
@@ -269,8 +270,11 @@ def require_writable(option: str, folder: Path) -> None:
             raise UserError(f"{option}: no permission to write in {existing}")
         if _rank() == 0:
             # Only a trial tells: for root, and on network file systems, the permission says little.
+            before = existing.stat()
             with tempfile.TemporaryDirectory(prefix=".workshop-", dir=existing) as trial:
                 Path(trial, whole.relative_to(existing)).mkdir(parents=True, exist_ok=True)
+            with suppress(PermissionError):  # in a folder of somebody else's the trial may show
+                os.utime(existing, ns=(before.st_atime_ns, before.st_mtime_ns))
     except OSError as error:
         raise UserError(f"{option}: cannot write in {folder} ({error.strerror}); choose another folder") from error
 

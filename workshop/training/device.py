@@ -1,4 +1,4 @@
-"""A process's device, its time and its memory."""
+"""A process's device, its time and its memory, and what its collectives send."""
 
 import os
 import resource
@@ -7,8 +7,16 @@ import time
 
 import torch
 
-import workshop.training.process_group  # noqa: F401
+import workshop.run.process_group  # noqa: F401
 from workshop.run.machine import gpus
+
+# Bus bandwidth over algorithm bandwidth, for n processes: how often each byte of the buffer crosses a link.
+BUS_FACTOR = {
+    "all_reduce": lambda n: 2 * (n - 1) / n,
+    "all_gather": lambda n: (n - 1) / n,
+    "reduce_scatter": lambda n: (n - 1) / n,
+    "broadcast": lambda n: 1,
+}
 
 
 def local_device() -> torch.device:

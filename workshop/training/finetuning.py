@@ -10,10 +10,10 @@ from pathlib import Path
 
 from workshop.errors import UserError
 from workshop.files import write_atomically
-from workshop.measure.memory import estimate
-from workshop.measure.transformer import GIB, peak_flops, read_sizes
 from workshop.training.arguments import PREFLIGHT, check_averaging, is_restarted, on_gpus, require_writable
 from workshop.training.deepspeed import check_gathering
+from workshop.training.memory import estimate
+from workshop.training.transformer import GIB, peak_flops, read_sizes
 
 
 def check_finetuning(parser, args, strategy: str = "ddp") -> None:

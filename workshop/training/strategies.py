@@ -20,12 +20,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from workshop.data.code import load_blocks
 from workshop.data.codellama import TINY, model_folder
 from workshop.errors import UserError
-from workshop.measure.collectives import BUS_FACTOR
 from workshop.run.machine import gpus
 from workshop.tensors import own_part
 from workshop.training.arguments import ArgumentParser, check_averaging, positive_int, require_writable
 from workshop.training.deepspeed import check_gathering
-from workshop.training.device import synchronized_time
+from workshop.training.device import BUS_FACTOR, synchronized_time
 
 SEQUENCES, TOKENS = 8, 64  # of a global batch; of a sequence
 SEED = 42
