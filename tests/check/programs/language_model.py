@@ -1,6 +1,6 @@
 """Train a small network to write Python, character by character, on any number of devices: counted in steps, no epochs.
 
-N processes:  torchrun --standalone --nproc-per-node=2 tests/mistakes/language_model.py --steps 20
+N processes:  torchrun --standalone --nproc-per-node=2 tests/check/programs/language_model.py --steps 20
 """
 
 import argparse

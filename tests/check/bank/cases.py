@@ -1,0 +1,65 @@
+"""The tests of a family of rules: all of its cases by replay, every day; and for real, in the long run."""
+
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+import runs
+from check.bank.case import Case
+from check.bank.replay import check_for_real, replayed
+from workshop.check.verdict import Verdict
+
+
+def bank_tests(file: str, mistakes: Sequence[Case], styles: Sequence[Case]):
+    """Two tests of each case: by replay, and for real.
+
+    Args:
+        file: of the tests, ``test_FAMILY.py``.
+        mistakes: versions with a mistake.
+        styles: correct versions.
+    """
+    cases = [pytest.param(case, id=case.name) for case in (*mistakes, *styles)]
+
+    @pytest.mark.parametrize("case", cases)
+    def test_replay(case, pytestconfig):
+        if pytestconfig.getoption("--record", False):
+            pytest.skip("its evidence is being recorded")
+        assert_right(case, replayed(case, family_of(file)))
+
+    @pytest.mark.full
+    @pytest.mark.parametrize("case", cases)
+    def test_for_real(case, tmp_path, recording, record_property):
+        if case.base.endswith(".sh") and runs.NO_CLUSTER:
+            pytest.skip(runs.NO_CLUSTER)
+        start = time.monotonic()
+        verdict, record = check_for_real(case, tmp_path)
+        recording[case.name] = record
+        if case.kinds:  # for the table of the bank: see table.py
+            record_property("seconds", round(time.monotonic() - start, 1))
+            record_property("expected", " or ".join(case.kinds))
+            record_property("named", first_kind(verdict))
+        assert_right(case, verdict)
+
+    return test_replay, test_for_real
+
+
+def family_of(file: str) -> str:
+    """The name of the family that a file of tests is about."""
+    return Path(file).stem.removeprefix("test_")
+
+
+def first_kind(verdict: Verdict) -> str:
+    """What the check says first: the kind of an error, else of a hint."""
+    found = verdict.errors or verdict.findings
+    return found[0].kind if found else "nothing"
+
+
+def assert_right(case: Case, verdict: Verdict) -> None:
+    """Whether the check says of a case what it must say."""
+    said = "\n".join(f"{finding.kind}: {finding.seen}" for finding in verdict.findings) or "nothing was found"
+    if case.kinds:
+        assert first_kind(verdict) in case.kinds, said
+    else:
+        assert verdict.errors == [], said

@@ -1,0 +1,165 @@
+"""Checking a case for real, recording what that makes, and judging it again without running anything."""
+
+import fcntl
+import os
+import re
+import shutil
+import socket
+import sys
+import tempfile
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import cache
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+from check.bank.case import Case
+from workshop.check import scenarios
+from workshop.check.evidence import recorded
+from workshop.check.evidence.recorded import Recorded
+from workshop.check.judge import Bench, judge
+from workshop.check.scenarios import Scenario, Unavailable
+from workshop.check.verdict import Verdict
+from workshop.course import checking
+from workshop.course.exercises import find_exercise, foreign_subject
+from workshop.errors import UserError
+from workshop.repository import ROOT
+
+EVIDENCE = ROOT / "tests" / "check" / "rules" / "evidence"
+SCENARIOS = {each.name: each for each in vars(scenarios).values() if isinstance(each, Scenario)}
+FOREIGN = {"launch": "torchrun", "arguments": ["--steps", "12"]}  # for the program that is no exercise
+
+
+class RecordingBench:
+    """Makes what another bench makes, and keeps it."""
+
+    def __init__(self, bench: Bench, record: Recorded) -> None:
+        self.bench, self.record = bench, record
+        record.offers = tuple(scenario.name for scenario in bench.offers)
+
+    @property
+    def offers(self) -> tuple[Scenario[Any], ...]:
+        """What the other offers."""
+        return self.bench.offers
+
+    def make(self, scenario: Scenario[Any], made: Mapping[Scenario[Any], Any]) -> Any:
+        """Make a scenario and keep the result, or the reason why it is unavailable."""
+        try:
+            self.record.made[scenario.name] = self.bench.make(scenario, made)
+        except Unavailable as reason:
+            self.record.unavailable[scenario.name] = str(reason)
+            raise
+        return self.record.made[scenario.name]
+
+
+class ReplayBench:
+    """Gives what was recorded."""
+
+    def __init__(self, record: Recorded, again: str) -> None:
+        self.record, self.again = record, again
+
+    @property
+    def offers(self) -> tuple[Scenario[Any], ...]:
+        """What the bench offered when it was recorded."""
+        return tuple(SCENARIOS[name] for name in self.record.offers)
+
+    def make(self, scenario: Scenario[Any], made: Mapping[Scenario[Any], Any]) -> Any:
+        """Give the result of a scenario."""
+        if scenario.name in self.record.unavailable:
+            raise Unavailable(self.record.unavailable[scenario.name])
+        if scenario.name not in self.record.made:
+            raise UserError(f"{self.record.name}: {scenario.title} was not recorded; record again: {self.again}")
+        return self.record.made[scenario.name]
+
+
+def check_for_real(case: Case, folder: Path) -> tuple[Verdict, Recorded]:
+    """Check a case in a folder of its own; return the verdict and what the check made."""
+    base, record = ROOT / case.base, Recorded(case.name)
+    exercise = find_exercise(base)
+    names = [exercise.file, *exercise.beside] if exercise else [base.name]
+    with _place(case, folder) as place:
+        for name in names:
+            shutil.copy(base.with_name(name), place)
+        (place / base.name).write_text(case.source())
+        with mock.patch.object(
+            checking, "judge", lambda of, bench, quick: judge(of, RecordingBench(bench, record), quick)
+        ):
+            given = {} if exercise else FOREIGN
+            *_, verdict = checking.check_file(place / names[0], quick=not case.real, **given)
+    return verdict, record
+
+
+@contextmanager
+def _place(case: Case, folder: Path) -> Iterator[Path]:
+    """Where the program lies: with a runner in the repository, because a runner finds the workshop from where it lies."""
+    if not case.runner:
+        place = folder / Path(case.base).parent.name
+        place.mkdir()
+        yield place
+        return
+    place = ROOT / "runs" / f"test-{os.getpid()}"
+    place.mkdir(parents=True)
+    try:
+        exercise = find_exercise(ROOT / case.base)
+        runner = shutil.copy((ROOT / case.base).with_name(exercise.runner.name), place)
+        Path(runner).write_text(case.edited(Path(runner).read_text(), case.runner))
+        yield place
+    finally:
+        shutil.rmtree(place)
+
+
+def replayed(case: Case, family: str) -> Verdict:
+    """The verdict on the recorded evidence of a case."""
+    record = evidence(family).get(case.name)
+    if record is None:
+        raise UserError(f"{case.name}: no evidence was recorded; record it: {command(family)}")
+    base = ROOT / case.base
+    exercise = find_exercise(base)
+    subject = exercise.subject(base) if exercise else foreign_subject(base)
+    *_, verdict = judge(subject, ReplayBench(record, command(family)), quick=not case.real)
+    return verdict
+
+
+def command(family: str) -> str:
+    """The command that records the evidence of a family again."""
+    return f"./workshop.sh test --full tests/check/rules/test_{family}.py --record"
+
+
+@cache
+def evidence(family: str) -> dict[str, Recorded]:
+    """The recorded evidence of a family."""
+    return recorded.read(EVIDENCE / f"{family}.xz", command(family))
+
+
+def save(family: str, records: Mapping[str, Recorded], names: Iterable[str]) -> None:
+    """Add evidence to the file of a family, which keeps what it has of other cases with these names."""
+    EVIDENCE.mkdir(exist_ok=True)
+    lock = os.open(EVIDENCE, os.O_RDONLY)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        path = EVIDENCE / f"{family}.xz"
+        try:
+            records = {**recorded.read(path, ""), **records}
+        except UserError:
+            pass  # there is none, or it is of another version
+        recorded.write(path, [records[name] for name in names if name in records], hide)
+    finally:
+        os.close(lock)
+
+
+PLACES = {
+    str(ROOT): "/repository",
+    sys.prefix: "/environment",
+    sys.base_prefix: "/python",
+    tempfile.gettempdir(): "/tmp",
+    socket.gethostname(): "localhost",
+}
+TEMPORARY = re.compile(r"(?<=workshop-check-)\w+|pytest-of-[^/\s]+/pytest-\d+/(popen-gw\d+/)?[^/\s]+")
+
+
+def hide(text: str) -> str:
+    """A text without the paths and names of this machine."""
+    for place in sorted(PLACES, key=len, reverse=True):
+        text = text.replace(place, PLACES[place])
+    return TEMPORARY.sub("place", text)

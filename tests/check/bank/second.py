@@ -1,0 +1,15 @@
+"""A program unlike the course's: it counts steps instead of epochs, and has no data loader and no sampler."""
+
+PROGRAM = "tests/check/programs/language_model.py"
+
+# Parts of their text.
+MODEL = "    model = NextCharacter(vocabulary_size).to(device)\n"
+OPTIMIZER = "    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)\n"
+WRAP = "    ddp_model = nn.parallel.DistributedDataParallel(model)\n"
+ZERO = "        optimizer.zero_grad()\n"
+FORWARD = "        logits = ddp_model(inputs.to(device))\n"
+LOSS = "        loss = nn.functional.cross_entropy(logits.flatten(0, 1), targets.to(device).flatten())\n"
+BACKWARD = "        loss.backward()\n"
+REDUCE = "            dist.all_reduce(mean_loss := loss.detach(), dist.ReduceOp.AVG)\n"
+PRINT = '                print(f"step {step} | loss {mean_loss.item():.2f}", flush=True)\n'
+DEAL = "    mine = order[: batch_size * world_size][rank::world_size]\n"

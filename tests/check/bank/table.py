@@ -1,0 +1,47 @@
+"""The bank as a table: PYTHONPATH=tests python -m check.bank.table prints what each mistake is named in its evidence, as JSON.
+
+With a report of the bank's real runs (pytest --junit-xml) as its argument, it prints what those named, and their seconds.
+"""
+
+import json
+import sys
+import xml.etree.ElementTree as ElementTree
+
+from check.bank.cases import first_kind
+from check.bank.replay import replayed
+from check.bank.whole import families
+
+
+def by_replay() -> list[dict]:
+    """A row for each mistake, from its recorded evidence."""
+    return [
+        {"mistake": case.name, "expected": " or ".join(case.kinds), "named": first_kind(replayed(case, family))}
+        for family, (mistakes, _) in families().items()
+        for case in mistakes
+    ]
+
+
+def for_real(report: str) -> list[dict]:
+    """A row for each mistake in a report of real runs."""
+    rows = []
+    for case in ElementTree.parse(report).iter("testcase"):
+        found = {each.get("name"): each.get("value") for each in case.iter("property")}
+        if "expected" in found:
+            mistake = case.get("name", "").split("[")[1].rstrip("]")
+            seconds = float(found["seconds"] or 0)
+            rows.append(
+                {"mistake": mistake, "expected": found["expected"], "named": found["named"], "seconds": seconds}
+            )
+    return rows
+
+
+def main(arguments: list[str]) -> None:
+    """Print the table."""
+    rows = for_real(arguments[0]) if arguments else by_replay()
+    right = sum(row["named"] in row["expected"].split(" or ") for row in rows)
+    head = json.dumps({"mistakes": len(rows), "named_right": right})
+    print(head[:-1] + ', "rows": [\n ' + ",\n ".join(map(json.dumps, rows)) + "\n]}")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,45 @@
+"""Running a tiny program of a test under the probes."""
+
+import logging
+import logging.handlers
+import os
+import textwrap
+
+from workshop.check import launching
+from workshop.check.probes import PROBES
+
+CORE = tuple(probe for probe in PROBES if not probe.library)
+
+
+class Made:
+    """A run, and the program that it is of."""
+
+    def __init__(self, folder, text, launch="single", nproc=1, probes=CORE, **settings):
+        self.script, self.scratch = folder / "program.py", folder / "run"
+        self.text = textwrap.dedent(text)
+        self.script.write_text(self.text)
+        self.scratch.mkdir(exist_ok=True)
+        launching.prepare(probes, on_cpu=True)
+        log = logging.getLogger(launching.__name__)
+        self.warnings = logging.handlers.BufferingHandler(100)
+        log.addHandler(self.warnings)
+        self.run = launching.run_program(
+            self.script, [], launch=launch, nproc=nproc, scratch=self.scratch, probes=probes, **settings
+        )
+        log.removeHandler(self.warnings)
+        self.ranks = self.run.ranks
+
+    def well(self):
+        """The run itself, which has ended well, and no probe has had an error of its own."""
+        assert self.run.status == 0, "\n".join(process.stderr for process in self.run.processes)
+        assert not self.run.hung
+        assert [record.getMessage() for record in self.warnings.buffer] == []
+        return self
+
+    def line(self, part):
+        """Where in the program a text stands, which it has once."""
+        (number,) = (number for number, line in enumerate(self.text.splitlines(), 1) if part in line)
+        return f"program.py:{number}"
+
+    def path(self, name):
+        return os.path.realpath(self.scratch / name)

@@ -1,0 +1,381 @@
+"""The rules about gradients: mistakes that they must name, and correct styles that must pass."""
+
+from check.bank import ddp, second, sharded, zero
+from check.bank.case import mistake, style
+from check.bank.cases import bank_tests
+
+TRAINER = """\
+def wrap(model):
+    return DDP(model)
+
+
+def prepare_data(rank, world_size, args):
+    transform = transforms.Compose([transforms.ToTensor(), transforms.Normalize((0.5,), (0.5,))])
+    train_set, test_set = load_dataset(args.dataset, transform)
+    sampler = DistributedSampler(train_set, seed=SEED, drop_last=True)
+    share = Subset(test_set, range(rank, len(test_set), world_size))
+    return DataLoader(train_set, args.batch_size, sampler=sampler, drop_last=True), DataLoader(share, args.batch_size)
+
+
+class Trainer:
+    def __init__(self, rank, world_size, device, args):
+        self.rank, self.world_size, self.device, self.args = rank, world_size, device, args
+        torch.manual_seed(SEED)
+        plain_model = SmallCNN().to(device)
+        self.optimizer = torch.optim.AdamW(plain_model.parameters(), lr=1e-3)
+        self.first_epoch = load_snapshot(args.snapshot, plain_model, self.optimizer, device)
+        self.model = wrap(plain_model)
+        self.train_loader, self.test_loader = prepare_data(rank, world_size, args)
+        self.log = EpochLog(args.snapshot, args.epochs, device, processes=world_size)
+
+    def fit(self):
+        for epoch in range(self.first_epoch, self.args.epochs):
+            torch.manual_seed(SEED + 1000 * epoch + self.rank)
+            self.train_loader.sampler.set_epoch(epoch)
+            start = time.perf_counter()
+            losses = self._run_epoch()
+            seconds = time.perf_counter() - start
+            accuracy = evaluate(self.model.module, self.test_loader, self.device)
+            if self.rank == 0:
+                speed = len(losses) * self.args.batch_size * self.world_size / seconds
+                self.log.write(epoch, losses, accuracy, speed)
+                if (epoch + 1) % self.args.save_every == 0 or epoch + 1 == self.args.epochs:
+                    save_snapshot(self.args.snapshot, self.model.module, self.optimizer, epoch)
+
+    def _run_epoch(self):
+        self.model.train()
+        losses = torch.stack([self._run_batch(*batch) for batch in self.train_loader])
+        dist.all_reduce(losses, dist.ReduceOp.AVG)
+        return losses.tolist()
+
+    def _run_batch(self, images, labels):
+        self.optimizer.zero_grad()
+        loss = F.cross_entropy(self.model(images.to(self.device)), labels.to(self.device))
+        loss.backward()
+        self.optimizer.step()
+        return loss.detach()
+
+
+def train(rank, world_size, device, args):
+    Trainer(rank, world_size, device, args).fit()
+
+
+"""
+
+MISTAKES = (
+    # ---- gradients-differ
+    mistake(
+        "not-wrapped",
+        ddp.SPAWN,
+        "gradients-differ",
+        "The group and the sampler exist, but without DDP each process trains a model of its own.",
+        (ddp.WRAPPED, "ddp_model = model"),
+    ),
+    mistake(
+        "forward-through-module",
+        ddp.SPAWN,
+        "gradients-differ",
+        "The forward pass goes through model.module, so DDP averages nothing.",
+        (ddp.LOSS, "loss = F.cross_entropy(model.module(images), labels)"),
+    ),
+    mistake(
+        "loss-averaged-instead-of-gradients",
+        ddp.SPAWN,
+        "gradients-differ",
+        "The value of the loss is averaged before backward(); the gradients remain those of each process.",
+        (ddp.WRAPPED, "ddp_model = model"),
+        (ddp.BACKWARD, "        dist.all_reduce(loss.data, dist.ReduceOp.AVG)\n" + ddp.BACKWARD),
+    ),
+    mistake(
+        "only-matrices-averaged",
+        ddp.SPAWN,
+        "gradients-differ",
+        "The averaging by hand leaves out the biases, which then differ between the ranks.",
+        (ddp.WRAPPED, "ddp_model = model"),
+        (
+            ddp.BACKWARD,
+            ddp.BACKWARD + "        for parameter in model.parameters():\n"
+            "            if parameter.dim() > 1:  # the large ones\n"
+            "                dist.all_reduce(parameter.grad, dist.ReduceOp.AVG)\n",
+        ),
+    ),
+    mistake(
+        "no-sync-on-the-last-batch-too",
+        ddp.METRICS,
+        "gradients-differ",
+        "no_sync() surrounds all batches, so the gradients are never averaged and the replicas diverge.",
+        (ddp.NO_SYNC, "        with model.no_sync():\n"),
+    ),
+    mistake(
+        "held-out-biases-not-averaged",
+        ddp.SPAWN,
+        ("gradients-differ", "weights-differ"),
+        "The gradients of the weights are averaged by hand, those of the biases are not.",
+        (ddp.WRAPPED + "\n", "ddp_model = model  # its gradients are averaged by hand\n"),
+        (
+            ddp.BACKWARD,
+            ddp.BACKWARD + "        for name, parameter in model.named_parameters():\n"
+            '            if name.endswith("weight"):\n'
+            "                dist.all_reduce(parameter.grad, dist.ReduceOp.AVG)\n",
+        ),
+        held_out=True,
+    ),
+    mistake(
+        "held-out-weights-averaged-each-epoch",
+        ddp.SPAWN,
+        ("gradients-differ", "weights-differ"),
+        "Each process trains alone for an epoch, then the parameters are averaged: in between they differ.",
+        (ddp.WRAPPED + "\n", "ddp_model = model  # averaged once an epoch: that saves traffic\n"),
+        (
+            "        seconds = time.perf_counter() - start\n",
+            "        for parameter in model.parameters():\n"
+            "            dist.all_reduce(parameter.data, dist.ReduceOp.AVG)\n"
+            "        seconds = time.perf_counter() - start\n",
+        ),
+        held_out=True,
+    ),
+    mistake(
+        "held-out-head-outside-ddp",
+        ddp.SPAWN,
+        ("gradients-differ", "weights-differ"),
+        "DDP wraps all layers but the last, whose gradients are not averaged.",
+        ("import torch.multiprocessing as mp\n", "import torch.multiprocessing as mp\nfrom torch import nn\n"),
+        (
+            ddp.WRAPPED + "\n",
+            "images_to_features = nn.Sequential(model.conv1, nn.ReLU(), model.conv2, nn.ReLU(), nn.MaxPool2d(2))\n"
+            "    trunk = nn.Sequential(images_to_features, nn.Flatten(), model.fc1, nn.ReLU())\n"
+            "    ddp_model = nn.Sequential(DDP(trunk), model.fc2)\n",
+        ),
+        held_out=True,
+    ),
+    mistake(
+        "held-out-clipped-on-rank-0",
+        ddp.SPAWN,
+        ("gradients-differ", "weights-differ"),
+        "Only rank 0 clips the averaged gradients, so its steps differ from those of rank 1.",
+        (
+            ddp.STEP,
+            "        if dist.get_rank() == 0:  # where the norm is watched\n"
+            "            torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm=0.1)\n" + ddp.STEP,
+        ),
+        held_out=True,
+    ),
+    mistake(
+        "second-not-wrapped",
+        second.PROGRAM,
+        ("gradients-differ", "weights-differ"),
+        "The model is not wrapped: each process trains its own.",
+        (second.WRAP, "    ddp_model = model\n"),
+    ),
+    mistake(
+        "second-forward-through-module",
+        second.PROGRAM,
+        ("gradients-differ", "weights-differ"),
+        "The forward pass goes around DDP, which then averages nothing.",
+        (second.FORWARD, "        logits = ddp_model.module(inputs.to(device))\n"),
+    ),
+    mistake(
+        "second-never-in-step",
+        second.PROGRAM,
+        ("gradients-differ", "weights-differ"),
+        "no_sync() surrounds every forward and backward pass, so the gradients are never averaged.",
+        (
+            second.FORWARD + second.LOSS + second.BACKWARD,
+            "        with ddp_model.no_sync():\n"
+            + "".join(
+                " " * 4 + line for line in (second.FORWARD + second.LOSS + second.BACKWARD).splitlines(keepends=True)
+            ),
+        ),
+    ),
+    mistake(
+        "accelerate-model-unprepared",
+        zero.ACCELERATE,
+        ("gradients-differ", "weights-differ"),
+        "The model is not prepared, so no gradients are averaged.",
+        (zero.PREPARE, "    model, optimizer = model.to(device), accelerator.prepare(optimizer)"),
+    ),
+    # ---- weights-differ
+    mistake(
+        "first-weights-of-its-own",
+        ddp.SPAWN,
+        "weights-differ",
+        "The gradients are averaged by hand, but each rank draws its own initial parameters.",
+        ("torch.manual_seed(SEED)  # the same first weights in every run", "torch.manual_seed(SEED + rank)"),
+        (ddp.WRAPPED, "ddp_model = model"),
+        (
+            ddp.BACKWARD,
+            ddp.BACKWARD + "        for parameter in model.parameters():\n"
+            "            dist.all_reduce(parameter.grad, dist.ReduceOp.AVG)\n",
+        ),
+    ),
+    mistake(
+        "held-out-learning-rate-by-rank",
+        ddp.SPAWN,
+        "weights-differ",
+        "The learning rate grows with the rank instead of the number of processes.",
+        (ddp.OPTIMIZER, ddp.OPTIMIZER.replace("1e-3", "1e-3 * (rank + 1)")),
+        held_out=True,
+    ),
+    mistake(
+        "held-out-resumed-on-rank-0",
+        ddp.TORCHRUN,
+        ("weights-differ", "optimizer-lost", "resume-differs"),
+        "Only rank 0 reads the checkpoint: DDP broadcasts the parameters, but rank 1's optimizer has no state.",
+        (
+            ddp.LOAD,
+            "    # One reader is enough: DDP hands rank 0's weights to all.\n"
+            "    first_epoch = load_snapshot(args.snapshot, model, optimizer, device) if rank == 0 else 0\n"
+            "    first_epoch = torch.tensor(first_epoch, device=device)\n"
+            "    dist.broadcast(first_epoch, src=0)\n"
+            "    first_epoch = first_epoch.item()\n",
+        ),
+        held_out=True,
+    ),
+    mistake(
+        "sharded-never-reduces",
+        sharded.FIT,
+        ("weights-differ", "differs-from-one-process", "accumulation-scale", "not-sharded", "no-learning", "crash"),
+        "The gradients are never reduced.",
+        (sharded.SYNC, "            model.set_requires_gradient_sync(False)\n"),
+    ),
+    # ---- gradient-scale
+    mistake(
+        "gradients-summed-by-hand",
+        ddp.SPAWN,
+        "gradient-scale",
+        "all_reduce sums by default: without a division the gradient is world_size times too large.",
+        (ddp.WRAPPED, "ddp_model = model"),
+        (
+            ddp.BACKWARD,
+            ddp.BACKWARD + "        for parameter in model.parameters():\n"
+            "            dist.all_reduce(parameter.grad)\n",
+        ),
+    ),
+    mistake(
+        "held-out-hook-that-sums",
+        ddp.TORCHRUN,
+        ("gradient-scale", "differs-from-one-process"),
+        "DDP's communication hook sums the gradients and does not divide: they are twice as large on all ranks.",
+        (ddp.WRAPPED + "\n", ddp.WRAPPED + "\n" + "    ddp_model.register_comm_hook(None, reduce_bucket)\n"),
+        (
+            "def train_one_epoch(",
+            "def reduce_bucket(state, bucket):\n"
+            '    """Reduce a bucket of gradients over all processes."""\n'
+            "    work = dist.all_reduce(bucket.buffer(), async_op=True)\n"
+            "    return work.get_future().then(lambda future: future.value()[0])\n\n\n"
+            "def train_one_epoch(",
+        ),
+        held_out=True,
+    ),
+    # ---- differs-from-one-process
+    mistake(
+        "clipped-before-averaging",
+        ddp.TORCHRUN,
+        "differs-from-one-process",
+        "Each rank clips its own gradient before the average, which one process with the whole batch does not.",
+        (ddp.WRAPPED, "ddp_model = model"),
+        (
+            ddp.BACKWARD,
+            ddp.BACKWARD + "        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)\n"
+            "        for parameter in model.parameters():\n"
+            "            dist.all_reduce(parameter.grad, dist.ReduceOp.AVG)\n",
+        ),
+    ),
+)
+
+STYLES = (
+    style(
+        "trainer-class-and-helpers",
+        ddp.SPAWN,
+        "A Trainer class, helpers for the wrap and the data, no step numbers, no progress bar.",
+        (ddp.TRAIN, TRAINER),
+    ),
+    style(
+        "wrapped-model-takes-the-name",
+        ddp.SPAWN,
+        "model is the wrapped model, and model.module the plain one.",
+        (ddp.WRAP, "    model = DDP(model)\n"),
+        (ddp.TRAIN_EPOCH, ddp.TRAIN_EPOCH.replace("ddp_model", "model")),
+        ("evaluate(model, test_loader, device)", "evaluate(model.module, test_loader, device)"),
+        (
+            "save_snapshot(args.snapshot, model, optimizer, epoch)",
+            "save_snapshot(args.snapshot, model.module, optimizer, epoch)",
+        ),
+    ),
+    style(
+        "gradients-averaged-by-hand",
+        ddp.SPAWN,
+        "Without DDP each gradient is summed over the ranks and divided by their number.",
+        (
+            ddp.WRAP,
+            "    for weight in model.state_dict().values():\n        dist.broadcast(weight, src=0)\n",
+        ),
+        (ddp.TRAIN_EPOCH, ddp.TRAIN_EPOCH.replace("ddp_model", "model")),
+        (
+            ddp.BACKWARD,
+            ddp.BACKWARD + "        for parameter in model.parameters():\n"
+            "            dist.all_reduce(parameter.grad)\n"
+            "            parameter.grad /= dist.get_world_size()\n",
+        ),
+    ),
+    style(
+        "gradients-in-one-flat-tensor",
+        ddp.TORCHRUN,
+        "Without DDP one all_reduce averages all gradients; the seed makes the initial parameters equal.",
+        (ddp.WRAP, ""),
+        (ddp.TRAIN_EPOCH, ddp.TRAIN_EPOCH.replace("ddp_model", "model")),
+        (
+            ddp.BACKWARD,
+            ddp.BACKWARD + "        gradients = [parameter.grad for parameter in model.parameters()]\n"
+            "        flat = torch.cat([gradient.flatten() for gradient in gradients])\n"
+            "        dist.all_reduce(flat, dist.ReduceOp.AVG)\n"
+            "        lengths = [gradient.numel() for gradient in gradients]\n"
+            "        for gradient, mean in zip(gradients, flat.split(lengths), strict=True):\n"
+            "            gradient.copy_(mean.view_as(gradient))\n",
+        ),
+    ),
+    style(
+        "gradients-averaged-in-hooks",
+        ddp.TORCHRUN,
+        "Without DDP a hook of each parameter averages its gradient during backward().",
+        (
+            ddp.WRAP,
+            "    for parameter in model.parameters():\n"
+            "        dist.broadcast(parameter.data, src=0)\n"
+            "        parameter.register_post_accumulate_grad_hook(average)\n",
+        ),
+        (ddp.TRAIN_EPOCH, ddp.TRAIN_EPOCH.replace("ddp_model", "model")),
+        (
+            "def train_one_epoch(",
+            "def average(parameter):\n    dist.all_reduce(parameter.grad, dist.ReduceOp.AVG)\n\n\ndef train_one_epoch(",
+        ),
+    ),
+    style(
+        "ddp-with-options",
+        ddp.TORCHRUN,
+        "Gradients that are views of the buckets, a static graph, and a communication hook that averages.",
+        (
+            ddp.WRAP,
+            "    options = {'gradient_as_bucket_view': True, 'static_graph': True, 'broadcast_buffers': False}\n"
+            "    ddp_model = DDP(model, bucket_cap_mb=1, **options)\n"
+            "    ddp_model.register_comm_hook(None, default_hooks.allreduce_hook)\n",
+        ),
+        (
+            "from torch.distributed.elastic.multiprocessing.errors import record\n",
+            "from torch.distributed.algorithms.ddp_comm_hooks import default_hooks\n"
+            "from torch.distributed.elastic.multiprocessing.errors import record\n",
+        ),
+    ),
+    style(
+        "bfloat16-autocast",
+        ddp.TORCHRUN,
+        "The forward pass is in bfloat16: two processes round differently from one, but train alike.",
+        (
+            ddp.FORWARD,
+            "        with torch.autocast(device.type, torch.bfloat16):\n"
+            "            loss = F.cross_entropy(model(images), labels)\n",
+        ),
+    ),
+)
+
+test_replay, test_for_real = bank_tests(__file__, MISTAKES, STYLES)

@@ -1,0 +1,196 @@
+"""The rules about learning: mistakes that they must name, and correct styles that must pass."""
+
+from check.bank import ddp, lightning, second, sharded
+from check.bank.case import mistake, style
+from check.bank.cases import bank_tests
+
+MISTAKES = (
+    # ---- no-learning
+    mistake(
+        "zero-grad-after-backward",
+        ddp.SINGLE,
+        "no-learning",
+        "The gradients are cleared just before the step, so the parameters never move.",
+        ("        optimizer.zero_grad()\n", ""),
+        (ddp.BACKWARD, ddp.BACKWARD + "        optimizer.zero_grad()\n"),
+    ),
+    # ---- wrong-parameters
+    mistake(
+        "optimizer-of-another-model",
+        ddp.SINGLE,
+        ("wrong-parameters", "no-learning"),
+        "The optimizer holds the parameters of an unused model, so the loss does not move.",
+        (ddp.OPTIMIZER, ddp.OPTIMIZER.replace("model.parameters()", "SmallCNN().parameters()")),
+    ),
+    mistake(
+        "held-out-optimizer-of-a-copy",
+        ddp.SPAWN,
+        ("wrong-parameters", "no-learning"),
+        "The optimizer gets the parameters of a copy that was kept for comparison.",
+        ("import os\n", "import copy\nimport os\n"),
+        (
+            ddp.OPTIMIZER,
+            "    untrained = copy.deepcopy(model)  # to compare with later\n"
+            "    optimizer = torch.optim.AdamW(untrained.parameters(), lr=1e-3)\n",
+        ),
+        held_out=True,
+    ),
+    mistake(
+        "held-out-parameters-replaced-on-resume",
+        ddp.TORCHRUN,
+        ("wrong-parameters", "no-learning", "resume-differs"),
+        "With assign=True a resumed model gets new parameters, while the optimizer holds the old ones.",
+        ('load_state_dict(snapshot["model"])', 'load_state_dict(snapshot["model"], assign=True)'),
+        held_out=True,
+    ),
+    mistake(
+        "second-optimizer-of-another-model",
+        second.PROGRAM,
+        ("wrong-parameters", "no-learning"),
+        "The optimizer holds the parameters of a model other than the one that is trained.",
+        (
+            second.MODEL + second.OPTIMIZER,
+            second.OPTIMIZER.replace("model.", "NextCharacter(vocabulary_size).to(device).") + second.MODEL,
+        ),
+    ),
+    mistake(
+        "lightning-optimizer-of-another-model",
+        lightning.MNIST,
+        ("wrong-parameters", "no-learning"),
+        "The optimizer holds the parameters of an unused model.",
+        (
+            lightning.OPTIMIZER,
+            "        self.other = [SmallCNN()]\n        return torch.optim.AdamW(self.other[0].parameters(), lr=1e-3)\n",
+        ),
+    ),
+    mistake(
+        "sharded-optimizer-first",
+        sharded.FSDP,
+        ("wrong-parameters", "no-learning", "crash"),
+        "The optimizer holds the parameters from before they were sharded.",
+        ("    model = load_model(args, device)\n", ""),
+        (
+            sharded.OPTIMIZER,
+            "    whole = AutoModelForCausalLM.from_pretrained(args.model, local_files_only=True)\n"
+            "    optimizer = torch.optim.AdamW(whole.parameters(), lr=args.learning_rate, betas=(0.9, 0.95))\n"
+            "    model = load_model(args, device)\n",
+        ),
+    ),
+    # ---- gradients-pile-up
+    mistake(
+        "zero-grad-missing",
+        ddp.SINGLE,
+        "gradients-pile-up",
+        "Each step uses the gradients of all earlier steps as well.",
+        ("        optimizer.zero_grad()\n", ""),
+    ),
+    mistake(
+        "second-gradients-not-zeroed",
+        second.PROGRAM,
+        "gradients-pile-up",
+        "The gradients are never cleared: each step uses those of the earlier steps as well.",
+        (second.ZERO, ""),
+    ),
+    mistake(
+        "lightning-manual-without-zero-grad",
+        lightning.MNIST,
+        "gradients-pile-up",
+        "With automatic_optimization off the Trainer does not clear the gradients.",
+        (
+            "        self.model = SmallCNN()\n",
+            "        self.model = SmallCNN()\n        self.automatic_optimization = False\n",
+        ),
+        (
+            lightning.LOSS,
+            "        loss = F.cross_entropy(self(images), labels)\n        self.manual_backward(loss)\n"
+            "        self.optimizers().step()\n        return loss\n",
+        ),
+    ),
+    mistake("sharded-gradients-stay", sharded.FSDP, "gradients-pile-up", "zero_grad() is missing.", (sharded.ZERO, "")),
+    # ---- graph-kept
+    mistake(
+        "loss-kept-with-its-graph",
+        ddp.SINGLE,
+        "graph-kept",
+        "The tensor of losses becomes part of the graph, and keeps the graph of every step.",
+        ("losses[step] = loss.item()", "losses[step] = loss"),
+    ),
+    mistake(
+        "held-out-losses-keep-graphs",
+        ddp.SINGLE,
+        "graph-kept",
+        "The loss goes into the tensor of losses with its graph, so all graphs of an epoch stay in memory.",
+        ("        losses[step] = loss.item()\n", "        losses[step] = loss\n"),
+        held_out=True,
+    ),
+)
+
+STYLES = (
+    style(
+        "zero-grad-last-and-loss-now-and-then",
+        ddp.TORCHRUN,
+        "zero_grad() fills with zeros at the end of the step, and one step in ten calls loss.item().",
+        (
+            ddp.BATCH,
+            "        images, labels = images.to(device), labels.to(device)\n"
+            + ddp.FORWARD
+            + ddp.BACKWARD
+            + ddp.STEP
+            + "        optimizer.zero_grad(set_to_none=False)\n"
+            "        losses[step] = loss.detach()\n"
+            "        if step % 10 == 0 and dist.get_rank() == 0:\n"
+            '            tqdm.write(f"step {step} | loss of rank 0 {loss.item():.4f}")\n',
+        ),
+    ),
+    style(
+        "lightning-style-returns-a-dict",
+        lightning.MNIST,
+        "training_step() returns a dictionary.",
+        (lightning.LOSS, '        return {"loss": F.cross_entropy(self(images), labels)}\n'),
+    ),
+    style(
+        "lightning-style-optimizer-in-a-dict",
+        lightning.MNIST,
+        "configure_optimizers() returns a dictionary.",
+        (lightning.OPTIMIZER, '        return {"optimizer": torch.optim.AdamW(self.parameters(), lr=1e-3)}\n'),
+    ),
+    style(
+        "lightning-style-logs-the-loss",
+        lightning.MNIST,
+        "The loss is logged per step and per epoch.",
+        (
+            lightning.LOSS,
+            "        loss = F.cross_entropy(self(images), labels)\n"
+            '        self.log("train_loss", loss, on_step=True, on_epoch=True)\n        return loss\n',
+        ),
+    ),
+    style(
+        "lightning-style-manual-optimization",
+        lightning.MNIST,
+        "The module runs backward and step itself.",
+        (
+            "        self.model = SmallCNN()\n",
+            "        self.model = SmallCNN()\n        self.automatic_optimization = False\n",
+        ),
+        (
+            lightning.LOSS,
+            "        optimizer = self.optimizers()\n        optimizer.zero_grad()\n"
+            "        loss = F.cross_entropy(self(images), labels)\n"
+            "        self.manual_backward(loss)\n        optimizer.step()\n        return loss\n",
+        ),
+    ),
+    style(
+        "emptied-tensor",
+        ddp.TORCHRUN,
+        "A tensor that the garbage collector has emptied, but that something still holds: it has no graph to ask for.",
+        (
+            "    torch.manual_seed(SEED)  # the same first weights in every run\n",
+            "    torch.manual_seed(SEED)\n    emptied = torch.ones(1)\n    import ctypes\n"
+            "    # PyTypeObject.tp_clear, which Python's collector calls\n"
+            "    clear = ctypes.c_void_p.from_address(id(torch.Tensor) + 192).value\n"
+            "    ctypes.PYFUNCTYPE(ctypes.c_int, ctypes.py_object)(clear)(emptied)\n",
+        ),
+    ),
+)
+
+test_replay, test_for_real = bank_tests(__file__, MISTAKES, STYLES)

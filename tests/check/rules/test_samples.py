@@ -1,0 +1,368 @@
+"""The rules about samples: mistakes that they must name, and correct styles that must pass."""
+
+from check.bank import ddp, lightning, second, sharded, zero
+from check.bank.case import mistake, style
+from check.bank.cases import bank_tests
+
+RANDOM_SAMPLER = "from torch.utils.data import DataLoader, RandomSampler, Subset"
+
+FROM_TENSORS = """\
+def train_one_epoch(model, images, labels, steps, optimizer):
+    model.train()
+    losses = torch.zeros(len(steps), device=images.device)
+    for step, chosen in enumerate(steps):
+        optimizer.zero_grad()
+        loss = F.cross_entropy(model(images[chosen]), labels[chosen])
+        loss.backward()
+        optimizer.step()
+        losses[step] = loss.detach()
+    dist.all_reduce(losses, dist.ReduceOp.AVG)
+    return losses.tolist()
+
+
+"""
+
+ITERABLE = """\
+class Share(IterableDataset):
+    def __init__(self, dataset, rank, world_size):
+        self.dataset, self.rank, self.world_size, self.epoch = dataset, rank, world_size, 0
+
+    def __len__(self):
+        return len(self.dataset) // self.world_size
+
+    def __iter__(self):
+        order = torch.randperm(len(self.dataset), generator=torch.Generator().manual_seed(SEED + self.epoch)).tolist()
+        for index in order[: len(self) * self.world_size][self.rank :: self.world_size]:
+            yield self.dataset[index]
+
+
+def train("""
+
+MISTAKES = (
+    # ---- same-samples
+    mistake(
+        "no-sampler",
+        ddp.SPAWN,
+        ("same-samples", "shares-overlap"),
+        "Every rank goes through the whole training set, each in its own order.",
+        (ddp.SAMPLER + ddp.LOADER, ddp.SHUFFLED),
+        (ddp.SET_EPOCH, ""),
+    ),
+    mistake(
+        "sampler-of-one-process",
+        ddp.SPAWN,
+        "same-samples",
+        "The sampler of single_gpu.py has the same seed everywhere, so all ranks compute the same batches.",
+        (ddp.DATA_IMPORTS, RANDOM_SAMPLER),
+        (ddp.SAMPLER, "    sampler = RandomSampler(train_set, generator=torch.Generator())\n"),
+        (ddp.SET_EPOCH, "        sampler.generator.manual_seed(SEED + epoch)\n"),
+    ),
+    mistake(
+        "second-same-windows",
+        second.PROGRAM,
+        "same-samples",
+        "Every rank takes the first windows of the same order.",
+        (second.DEAL, "    mine = order[:batch_size]\n"),
+    ),
+    mistake(
+        "lightning-nobody-deals",
+        lightning.MNIST,
+        "same-samples",
+        "Neither Lightning nor Data divides the samples, and all processes use the same seed.",
+        (lightning.SAMPLER, ""),
+        (lightning.LOADER, lightning.SHUFFLED),
+    ),
+    mistake(
+        "sharded-same-text-everywhere",
+        sharded.FSDP,
+        "same-samples",
+        "Every process trains on the same sequences.",
+        (
+            sharded.SAMPLER,
+            "    sampler = DistributedSampler(train_set, num_replicas=1, rank=0, seed=SEED, drop_last=True)\n",
+        ),
+    ),
+    mistake(
+        "zero-same-samples",
+        zero.DEEPSPEED,
+        "same-samples",
+        "Without a sampler all processes see the same samples.",
+        (
+            "DataLoader(train_set, args.batch_size, sampler=sampler, drop_last=True)",
+            "DataLoader(train_set, args.batch_size, drop_last=True)",
+        ),
+    ),
+    mistake(
+        "accelerate-loader-unprepared",
+        zero.ACCELERATE,
+        ("same-samples", "loader-by-hand"),
+        "The loader is not prepared, so all processes see the same samples.",
+        (zero.TRAIN, "    train_loader = DataLoader(train_set, args.batch_size, shuffle=True, drop_last=True)\n"),
+        ("        torch.manual_seed(SEED + 1000 * epoch + rank)\n", "        torch.manual_seed(SEED + 1000 * epoch)\n"),
+        ("        train_loader.set_epoch(epoch)\n", ""),
+    ),
+    # ---- shares-overlap
+    mistake(
+        "windows-overlap",
+        ddp.SPAWN,
+        ("shares-overlap", "samples-missed"),
+        "The shares start half a share too early: they overlap, and the end is left out.",
+        (
+            ddp.SAMPLER + ddp.LOADER,
+            "    share = len(train_set) // world_size\n"
+            "    first = rank * len(train_set) // (2 * world_size)\n"
+            "    train_set = Subset(train_set, range(first, first + share))\n" + ddp.SHUFFLED,
+        ),
+        (ddp.SET_EPOCH, ""),
+    ),
+    mistake(
+        "sampler-seed-of-its-own",
+        ddp.SPAWN,
+        ("shares-overlap", "samples-missed"),
+        "Each rank divides a different order: several ranks get the same samples, and no rank gets others.",
+        (ddp.SAMPLER, ddp.SAMPLER.replace("SEED", "SEED + rank")),
+    ),
+    mistake(
+        "random-part-on-each-rank",
+        ddp.SPAWN,
+        ("shares-overlap", "samples-missed"),
+        "Each rank draws a random part of the right size on its own.",
+        (ddp.DATA_IMPORTS, RANDOM_SAMPLER),
+        (ddp.SAMPLER, "    sampler = RandomSampler(train_set, num_samples=len(train_set) // world_size)\n"),
+        (ddp.SET_EPOCH, ""),
+    ),
+    mistake(
+        "set-epoch-with-rank",
+        ddp.SPAWN,
+        ("shares-overlap", "samples-missed"),
+        "The epoch that the sampler is told depends on the rank, so the ranks divide different orders.",
+        (ddp.SET_EPOCH, "        sampler.set_epoch(SEED + 1000 * epoch + rank)\n"),
+    ),
+    mistake(
+        "held-out-shuffled-apart",
+        ddp.SPAWN,
+        ("shares-overlap", "samples-missed"),
+        "Each rank shuffles the data in its own order before the sampler divides it.",
+        (
+            ddp.SAMPLER,
+            "    order = torch.randperm(len(train_set), generator=torch.Generator().manual_seed(SEED + rank))\n"
+            "    train_set = Subset(train_set, order.tolist())\n" + ddp.SAMPLER,
+        ),
+        held_out=True,
+    ),
+    mistake(
+        "second-overlapping-windows",
+        second.PROGRAM,
+        "shares-overlap",
+        "The second rank's windows start half a batch after the first rank's, so half of each batch is on both.",
+        (second.DEAL, "    mine = order[rank * batch_size // 2 :][:batch_size]\n"),
+    ),
+    mistake(
+        "lightning-sampler-seeded-by-rank",
+        lightning.MNIST,
+        "shares-overlap",
+        "Each process takes its share of a different order.",
+        (lightning.SAMPLER, lightning.SAMPLER.replace("seed=SEED", "seed=SEED + rank")),
+    ),
+    # ---- samples-missed
+    mistake(
+        "held-out-four-shares",
+        ddp.TORCHRUN,
+        "samples-missed",
+        "The sampler divides by the four GPUs of another machine, so two processes see half of each epoch.",
+        (ddp.SAMPLER, ddp.SAMPLER.replace("seed=", "num_replicas=4, rank=rank, seed=")),
+        held_out=True,
+    ),
+    mistake(
+        "lightning-shares-dealt-twice",
+        lightning.MNIST,
+        "samples-missed",
+        "Data divides the samples, and Lightning's sampler divides them again: each process sees a quarter.",
+        (lightning.OWN_SAMPLERS, ""),
+        (lightning.SAMPLER, "        share = Subset(self.train_set, range(rank, len(self.train_set), world_size))\n"),
+        (lightning.LOADER, "        return DataLoader(share, self.batch_size, shuffle=True, drop_last=True)\n"),
+    ),
+    mistake(
+        "accelerate-shared-out-twice",
+        zero.ACCELERATE,
+        ("samples-missed", "loader-by-hand", "shares-overlap", "same-order", "differs-from-one-process"),
+        "The loader has a DistributedSampler, and the Accelerator divides the samples a second time.",
+        (
+            zero.TRAIN,
+            "    from torch.utils.data import DistributedSampler\n"
+            "    sampler = DistributedSampler(train_set, seed=SEED, drop_last=True)\n"
+            "    train_loader = DataLoader(train_set, args.batch_size, sampler=sampler, drop_last=True)\n"
+            "    train_loader = accelerator.prepare(train_loader)\n",
+        ),
+    ),
+    # ---- same-order
+    mistake(
+        "set-epoch-missing",
+        ddp.SPAWN,
+        "same-order",
+        "The sampler is never told the epoch, so each epoch has the same order.",
+        (ddp.SET_EPOCH, ""),
+    ),
+    mistake(
+        "set-epoch-constant",
+        ddp.METRICS,
+        "same-order",
+        "set_epoch() is always called with the same number, so each epoch has the same order.",
+        (ddp.SET_EPOCH, "        sampler.set_epoch(SEED)\n"),
+    ),
+    mistake(
+        "held-out-order-of-the-first-epoch",
+        ddp.SINGLE,
+        ("same-order", "resume-differs"),
+        "The order is seeded with the first epoch, so all epochs of a run have the same order.",
+        ("generator.manual_seed(SEED + epoch)", "generator.manual_seed(SEED + first_epoch)"),
+        held_out=True,
+    ),
+    mistake(
+        "lightning-no-shuffle",
+        lightning.MNIST,
+        "same-order",
+        "Each epoch has the same batches.",
+        (lightning.SAMPLER, lightning.SAMPLER.replace("seed=SEED", "shuffle=False")),
+    ),
+    mistake(
+        "zero-same-order",
+        zero.DEEPSPEED,
+        ("same-order", "differs-from-ddp"),
+        "set_epoch() is missing.",
+        ("        sampler.set_epoch(epoch)\n", ""),
+    ),
+    mistake(
+        "accelerate-same-order",
+        zero.ACCELERATE,
+        "same-order",
+        "Without set_epoch() and with a constant seed each epoch has the same order.",
+        ("        train_loader.set_epoch(epoch)\n", "        train_loader.set_epoch(0)\n"),
+    ),
+    # ---- leak
+    mistake(
+        "evaluates-the-training-set",
+        ddp.SINGLE,
+        "leak",
+        "The accuracy is that of the training samples.",
+        ("test_loader = DataLoader(test_set,", "test_loader = DataLoader(train_set,"),
+    ),
+    # ---- batch-wasted
+    mistake(
+        "first-batch-thrown-away",
+        ddp.TORCHRUN,
+        "batch-wasted",
+        "Each epoch loads a batch only for its shape, which is a hint.",
+        ("    model.train()\n", "    model.train()\n    shape = next(iter(loader))[0].shape\n"),
+    ),
+    # ---- same-random
+    mistake(
+        "same-dropout-on-all-ranks",
+        ddp.TORCHRUN,
+        "same-random",
+        "All ranks have the same seed, and so the same dropout, which is a hint.",
+        (ddp.LOSS, ddp.WITH_DROPOUT),
+        (ddp.SEED, ddp.SEED.replace(" + rank", "")),
+    ),
+)
+
+STYLES = (
+    style(
+        "shares-dealt-by-hand",
+        ddp.SPAWN,
+        "order[rank::world_size] of a common permutation, with a new Subset and loader each epoch.",
+        (ddp.SAMPLER, "    share = len(train_set) // world_size  # as many for each rank\n"),
+        (ddp.LOADER, ""),
+        (
+            ddp.SET_EPOCH,
+            ddp.ORDER + "        own = Subset(train_set, order[: share * world_size][rank::world_size])\n"
+            "        train_loader = DataLoader(own, args.batch_size, drop_last=True)\n",
+        ),
+    ),
+    style(
+        "contiguous-parts-of-a-common-order",
+        ddp.SPAWN,
+        "Each rank takes a contiguous part of the epoch's permutation (batches other than one process takes).",
+        (ddp.DEALT, "    share = len(train_set) // world_size  # as many for each rank\n"),
+        (
+            ddp.SET_EPOCH,
+            ddp.ORDER + "        own = Subset(train_set, order[rank * share : (rank + 1) * share])\n"
+            "        train_loader = DataLoader(own, args.batch_size, drop_last=True)\n",
+        ),
+    ),
+    style(
+        "batches-picked-from-tensors",
+        ddp.SPAWN,
+        "There is no loader and no sampler: each step picks its rows from one tensor.",
+        (ddp.DEALT, ddp.STACKED),
+        (
+            ddp.SET_EPOCH,
+            "        order = torch.randperm(len(images), generator=torch.Generator().manual_seed(SEED + epoch))\n"
+            "        batches = order[rank::world_size].to(device).split(args.batch_size)\n"
+            "        steps = batches[: len(images) // (args.batch_size * world_size)]\n",
+        ),
+        (ddp.TRAIN_EPOCH, "        losses = train_one_epoch(ddp_model, images, labels, steps, optimizer)\n"),
+        (ddp.TRAIN_ONE, FROM_TENSORS),
+    ),
+    style(
+        "iterable-share",
+        ddp.SPAWN,
+        "An IterableDataset yields the rank's share, so the loader knows no indices.",
+        ("import DataLoader, DistributedSampler, Subset\n", "import DataLoader, IterableDataset, Subset\n"),
+        ("def train(", ITERABLE),
+        (ddp.SAMPLER, "    share = Share(train_set, rank, world_size)\n"),
+        (ddp.LOADER, "    train_loader = DataLoader(share, args.batch_size, drop_last=True)\n"),
+        (ddp.SET_EPOCH, "        share.epoch = epoch\n"),
+    ),
+    style(
+        "batches-dealt-out",
+        ddp.SPAWN,
+        "Whole batches are divided over the ranks instead of samples, as in Accelerate's BatchSamplerShard.",
+        (ddp.DEALT, ""),
+        (
+            ddp.SET_EPOCH,
+            ddp.ORDER + "        cut = range(0, len(order) - args.batch_size + 1, args.batch_size)\n"
+            "        batches = [order[first : first + args.batch_size] for first in cut]\n"
+            "        own = batches[: len(batches) // world_size * world_size][rank::world_size]\n"
+            "        train_loader = DataLoader(train_set, batch_sampler=own)\n",
+        ),
+    ),
+    style(
+        "loader-workers",
+        ddp.SPAWN,
+        "Worker processes load the batches: more children, and batches in other memory.",
+        (ddp.LOADER, ddp.LOADER.replace("=True)", "=True, num_workers=2, persistent_workers=True)")),
+    ),
+    style(
+        "shards-that-stay-with-a-rank",
+        ddp.TORCHRUN,
+        "Each rank reads a fixed part of the data, shuffled each epoch (batches other than one process takes).",
+        ("import DataLoader, DistributedSampler, Subset\n", "import DataLoader, RandomSampler, Subset\n"),
+        (
+            ddp.DEALT,
+            "    share = len(train_set) // world_size\n"
+            "    own = Subset(train_set, range(rank * share, (rank + 1) * share))  # always the same\n"
+            "    generator = torch.Generator()\n"
+            "    sampler = RandomSampler(own, generator=generator)\n" + ddp.LOADER.replace("train_set,", "own,"),
+        ),
+        (ddp.SET_EPOCH, "        generator.manual_seed(SEED + epoch)\n"),
+    ),
+    style(
+        "sharded-style-batches-from-memory",
+        sharded.FSDP,
+        "The batches are rows of one tensor, without a DataLoader.",
+        (
+            "def batches(loader, sampler):\n",
+            "def batches(loader, sampler):\n    yield from from_memory(loader, sampler)\n\n\n"
+            "def from_memory(loader, sampler):\n",
+        ),
+    ),
+    style(
+        "dropout",
+        ddp.TORCHRUN,
+        "Each rank draws random numbers of its own, which are the same after a restart.",
+        (ddp.LOSS, ddp.WITH_DROPOUT),
+    ),
+)
+
+test_replay, test_for_real = bank_tests(__file__, MISTAKES, STYLES)

@@ -1,0 +1,228 @@
+"""The rules about sharding: mistakes that they must name, and correct styles that must pass."""
+
+from check.bank import sharded
+from check.bank.case import mistake, style
+from check.bank.cases import bank_tests
+
+MISTAKES = (
+    # ---- not-sharded
+    mistake(
+        "sharded-layers-only",
+        sharded.FSDP,
+        ("not-sharded", "crash", "weights-differ"),
+        "Embedding and output layer stay whole in each process.",
+        (sharded.ROOT, "    return model\n"),
+    ),
+    mistake(
+        "sharded-mesh-of-one",
+        sharded.FSDP,
+        "not-sharded",
+        "The mesh only replicates: the memory is that of DDP.",
+        (
+            "    mesh = init_device_mesh(device.type, (dist.get_world_size(),))\n",
+            "    mesh = init_device_mesh(device.type, (dist.get_world_size(), 1), mesh_dim_names=('replicate', 'shard'))\n",
+        ),
+        ("        rows = -(-len(weight) // dist.get_world_size())\n", "        rows = len(weight)\n"),
+        (sharded.ROWS, "        first = 0\n"),
+    ),
+    mistake(
+        "sharded-still-ddp",
+        sharded.FSDP,
+        "not-sharded",
+        "fully_shard() is never called.",
+        (sharded.LAYERS, ""),
+        (sharded.ROOT, "    return model\n"),
+        (sharded.COPY, "            weight.copy_(file.get_tensor(name))\n"),
+    ),
+    # ---- one-group
+    mistake(
+        "sharded-root-only",
+        sharded.FSDP,
+        "one-group",
+        "One group holds the whole model, so all parameters are gathered at once.",
+        (sharded.LAYERS, ""),
+    ),
+    mistake(
+        "sharded-first-layer-only",
+        sharded.FSDP,
+        "one-group",
+        "The loop shards only the first layer.",
+        ("    for layer in model.model.layers:\n        # A", "    for layer in model.model.layers[:1]:\n        # A"),
+    ),
+    # ---- whole-model
+    mistake(
+        "sharded-loads-it-whole",
+        sharded.FSDP,
+        "whole-model",
+        "Each process loads the whole model and shards it afterwards.",
+        (sharded.META, ""),
+        (
+            sharded.MAKE,
+            sharded.MAKE.strip().replace("from_config(config", "from_pretrained(args.model").join(["    ", "\n"]),
+        ),
+        (sharded.EMPTY, ""),
+        (sharded.LOAD, ""),
+    ),
+    mistake(
+        "sharded-no-meta",
+        sharded.FSDP,
+        "whole-model",
+        "The model is created on the CPU, not on the meta device.",
+        (sharded.META, ""),
+        (sharded.MAKE, sharded.MAKE[4:]),
+    ),
+    mistake(
+        "sharded-reads-all-files",
+        sharded.FSDP,
+        "whole-model",
+        "Every process reads every parameter to keep its own rows.",
+        (
+            '        with safe_open(files[name], framework="pt") as file:\n' + sharded.COPY,
+            "        weight.to_local().copy_(whole[name][first : first + rows])\n",
+        ),
+        (
+            "    files = weight_files(folder)\n",
+            '    from safetensors import torch as st\n\n    whole = st.load_file(folder + "/model.safetensors")\n',
+        ),
+    ),
+    # ---- buffers-empty
+    mistake(
+        "sharded-buffers-forgotten",
+        sharded.FSDP,
+        "buffers-empty",
+        "The frequencies of the rotary embedding are uninitialized memory.",
+        (sharded.ROTARY, ""),
+    ),
+    # ---- weights-not-loaded
+    mistake(
+        "sharded-weights-forgotten",
+        sharded.FSDP,
+        "weights-not-loaded",
+        "After to_empty() no parameters are loaded.",
+        (sharded.LOAD, ""),
+    ),
+    mistake(
+        "sharded-rows-of-rank-0",
+        sharded.FSDP,
+        "weights-not-loaded",
+        "Every process reads the rows of rank 0.",
+        (sharded.ROWS, "        first = 0\n"),
+    ),
+    mistake(
+        "sharded-each-inits-its-own",
+        sharded.FSDP,
+        ("weights-not-loaded", "buffers-empty"),
+        "Random parameters replace those of the checkpoint.",
+        (sharded.LOAD, "    torch.manual_seed(dist.get_rank())\n    model.init_weights()\n"),
+    ),
+    # ---- master-rounded
+    mistake(
+        "sharded-bf16-weights",
+        sharded.FSDP,
+        "master-rounded",
+        "The model is created in bfloat16, so AdamW's small updates round to zero.",
+        (sharded.MAKE, sharded.MAKE.replace("float32", "bfloat16")),
+    ),
+    # ---- gathers-float32
+    mistake(
+        "sharded-autocast-stays",
+        sharded.FSDP,
+        "gathers-float32",
+        "autocast around a model without a policy communicates twice the bytes.",
+        (sharded.POLICY, "    return MixedPrecisionPolicy()\n"),
+        (
+            "        loss = model(input_ids=batch, labels=batch, use_cache=False).loss  # it shifts",
+            "        with torch.autocast(device.type, torch.bfloat16):\n"
+            "            loss = model(input_ids=batch, labels=batch, use_cache=False).loss  # it shifts",
+        ),
+    ),
+    # ---- reduce-rounded
+    mistake(
+        "sharded-reduces-in-bf16",
+        sharded.FSDP,
+        "reduce-rounded",
+        "The gradients are summed in bfloat16 (before torch 2.15 also without reduce_dtype).",
+        (sharded.POLICY, "    return MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=dtype)\n"),
+    ),
+    # ---- clip-local
+    mistake(
+        "sharded-clips-its-own-part",
+        sharded.FSDP,
+        "clip-local",
+        "Each process clips by the norm of its own shard.",
+        (
+            sharded.CLIP,
+            "        nn.utils.clip_grad_norm_([p.grad.to_local() for p in model.parameters()], max_norm=1.0)\n"
+            "        own = [p.grad.to_local() for p in model.parameters()]\n"
+            "        norm = torch.stack([part.norm() for part in own]).norm()\n"
+            "        [part.mul_(min(1.0, 1.0 / norm.item())) for part in own]\n",
+        ),
+    ),
+    # ---- clip-missing
+    mistake("sharded-never-clips", sharded.FSDP, "clip-missing", "No gradients are clipped.", (sharded.CLIP, "")),
+)
+
+STYLES = (
+    style(
+        "sharded-style-no-mesh",
+        sharded.FSDP,
+        "fully_shard() makes the mesh itself.",
+        (sharded.LAYERS, sharded.LAYERS.replace("mesh=mesh, ", "")),
+        (sharded.ROOT, sharded.ROOT.replace("mesh=mesh, ", "")),
+        ("    mesh = init_device_mesh(device.type, (dist.get_world_size(),))\n", ""),
+    ),
+    style(
+        "sharded-style-layers-in-pairs",
+        sharded.FSDP,
+        "The embedding is a group of its own.",
+        (
+            sharded.ROOT,
+            "    parts = [model.model.embed_tokens, model.model.norm, model.lm_head]\n"
+            "    fully_shard(parts[0], mesh=mesh, mp_policy=precision(device))\n" + sharded.ROOT,
+        ),
+    ),
+    style(
+        "sharded-style-float32-scores",
+        sharded.FSDP,
+        "The root's policy returns float32.",
+        (
+            sharded.ROOT,
+            "    policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32, output_dtype=torch.float32)\n"
+            "    return fully_shard(model, mesh=mesh, mp_policy=policy)\n",
+        ),
+    ),
+    style(
+        "sharded-style-loads-by-distribute",
+        sharded.FSDP,
+        "The rows are converted to the parameter's type before the copy.",
+        (
+            sharded.COPY,
+            "            part = file.get_slice(name)[first : first + rows]\n"
+            "            weight.to_local().copy_(part.to(weight.dtype))\n",
+        ),
+    ),
+    style(
+        "sharded-style-dcp-reads-hugging-face",
+        sharded.FSDP,
+        "DCP's reader of safetensors loads the parameters.",
+        (
+            sharded.LOAD,
+            "    import torch.distributed.checkpoint as dcp\n\n"
+            "    reader = dcp.HuggingFaceStorageReader(args.model)\n"
+            "    dcp.load(model.state_dict(), storage_reader=reader)\n",
+        ),
+    ),
+    style(
+        "sharded-style-norm-by-hand",
+        sharded.FSDP,
+        "The norm is computed over the ranks, and the gradients are scaled by it.",
+        (
+            sharded.CLIP,
+            "        norm = nn.utils.get_total_norm([p.grad for p in model.parameters()])\n"
+            "        norm = norm.full_tensor() if hasattr(norm, 'full_tensor') else norm\n"
+            "        nn.utils.clip_grads_with_norm_(model.parameters(), 1.0, norm)\n",
+        ),
+    ),
+)
+
+test_replay, test_for_real = bank_tests(__file__, MISTAKES, STYLES)

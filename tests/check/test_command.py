@@ -1,0 +1,106 @@
+"""The command ``workshop check``: bad input, words, JSON, progress, programs that are no exercise, watching, Ctrl-C."""
+
+import json
+import os
+import shutil
+import sys
+
+import pytest
+
+import runs
+from check.bank import second
+from workshop.course.exercises import exercises
+from workshop.jupyter.checking import check
+
+LANGUAGE_MODEL = runs.ROOT / second.PROGRAM
+SPAWN = next(exercise for exercise in exercises() if exercise.launch == "spawn")
+
+
+def workshop(*arguments, cwd=runs.ROOT, timeout=120, **env):
+    return runs.run([sys.executable, "-P", "-m", "workshop", *arguments], cwd, timeout=timeout, **env)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "words"),
+    [
+        ("missing.py", None, "no such file"),
+        ("folder.py/", None, "is a folder"),
+        ("guide.ipynb", "{}", "is a notebook"),
+        ("notes.txt", "x", "neither a Python program"),
+        ("syntax.py", "def f(:", "line 1"),
+        ("binary.py", "\0", "cannot"),
+        ("other.py", "print()", "--launch torchrun"),
+    ],
+)
+def test_what_cannot_be_checked_is_one_line_and_status_2(name, content, words, tmp_path):
+    path = tmp_path / name
+    if name.endswith("/"):
+        path.mkdir()
+    elif content is not None:
+        path.write_text(content)
+    done = workshop("check", path)
+    assert done.returncode == 2, done.stdout
+    assert done.stderr.count("\n") == 1
+    assert words in done.stderr
+
+
+def test_the_words_the_json_and_the_progress(tmp_path):
+    progress = tmp_path / "progress.json"
+    done = workshop("check", SPAWN.path, "--device", "cpu", WORKSHOP_PROGRESS=progress)
+    assert done.returncode == 1, done.stderr
+    words = (
+        "✗",
+        "seen",
+        "why",
+        "fix",
+        "where",
+        f"./workshop.sh hint {SPAWN.name} 1",
+        "not checked until goal 1 passes",
+    )
+    for word in words:
+        assert word in done.stdout
+    assert "Traceback" not in done.stdout + done.stderr
+    done = workshop("check", SPAWN.path, "--json", WORKSHOP_PROGRESS=progress)
+    report = json.loads(done.stdout)
+    assert (done.returncode, report["passed"], report["exercise"]) == (1, False, SPAWN.name)
+    assert report["findings"][0]["kind"] == "no-group"
+    assert {goal["state"] for goal in report["goals"]} == {"open", "blocked"}
+    assert json.loads(progress.read_text())
+
+
+def test_a_program_that_is_no_exercise_with_its_options(tmp_path):
+    done = workshop("check", LANGUAGE_MODEL, "--launch", "torchrun", "--", "--steps", 12, cwd=tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "nothing wrong was seen" in done.stdout
+    assert "not checked" in done.stdout
+    assert os.listdir(tmp_path) == []
+
+
+def test_watching_checks_again_at_every_save(tmp_path):
+    script = tmp_path / SPAWN.file
+    shutil.copy(SPAWN.solution, script)
+    running = runs.Running([sys.executable, "-P", "-m", "workshop", "check", script, "--watch"], tmp_path)
+    try:
+        running.wait_for("4 of 5 goals met", timeout=60)
+        script.write_text(script.read_text().replace("ddp_model = DDP(model)", "ddp_model = model"))
+        running.wait_for("the gradients", timeout=60)
+        running.wait_for("before step 1", timeout=60)
+    finally:
+        running.process.send_signal(2)
+        assert running.wait(20) == 130, running.text()
+
+
+def test_ctrl_c_at_the_moment_of_a_fork_ends_the_check(tmp_path):
+    program = (
+        "import os, signal, sys; from workshop.cli import main\n"
+        "os.register_at_fork(after_in_parent=lambda: os.kill(os.getpid(), signal.SIGINT))\n"
+        f"sys.argv = ['workshop', 'check', {str(SPAWN.solution)!r}]; main()"
+    )
+    done = runs.run([sys.executable, "-c", program], tmp_path, TMPDIR=tmp_path)
+    assert (done.returncode, done.stderr.strip()) == (130, "workshop: stopped"), done.stdout + done.stderr
+    assert [path.name for path in tmp_path.iterdir() if "torchinductor" not in path.name] == []  # that is PyTorch's
+
+
+def test_in_a_notebook(capsys):
+    check("02_pytorch_ddp/exercise1_multigpu.py", "--device", "cpu")
+    assert "one process trains" in capsys.readouterr().out

@@ -1,0 +1,123 @@
+"""Evidence: comparing sketches of tensors, and writing and reading it."""
+
+import lzma
+import pickle
+
+import pytest
+
+from workshop.check.evidence import recorded
+from workshop.check.evidence.events import Ended, Joined, Raised, StepBegun
+from workshop.check.evidence.recorded import LONGEST, Recorded, read, write
+from workshop.check.evidence.run import Process, Run
+from workshop.check.evidence.sketches import difference, different_names
+from workshop.check.rules.rule import RULES
+from workshop.check.scenarios import Split
+from workshop.errors import UserError
+
+
+def test_sketches_are_compared():
+    one = [(1.0, [0.5, -0.5]), (2.0, [1.0])]
+    assert difference(one, one) == 0
+    assert difference(one, [(2.0, [1.0, -1.0]), (4.0, [2.0])]) == pytest.approx(0.5)
+    assert difference(one, [None, (2.0, [1.0])]) == float("inf")
+    assert different_names(one, [(1.0, [0.5, -0.5]), (2.0, [1.1])], ["a", "b"]) == ["b"]
+
+
+def run(text="", steps=4, seed=1.0):
+    """A run of two processes."""
+    weights = [[(step / seed, [step / seed + part / 7 for part in range(12)])] * 2 for step in range(steps)]
+    begun = [
+        StepBegun(gradients=each, weights=each, names=["a", "b"], rates=[0.1], state=2, of_model=True, fitting=False)
+        for each in weights
+    ]
+    processes = [
+        Process(
+            100 + rank,
+            [(0.1, Joined(rank=rank, world_size=2)), *((1 / 3, each) for each in begun), (2.0, Ended())],
+            stdout=text,
+        )
+        for rank in range(2)
+    ]
+    return Run(2, processes, 0, "", False, 3.0, "torchrun", error_files={1})
+
+
+def test_evidence_comes_back_as_it_was(tmp_path):
+    made = run("/secret/folder/program.py\n" + "x" * 100_000 + "\nthe end")
+    assert len(made.trained) == 2  # now it has cached properties
+    failed = Raised(type="ValueError", message="no", traceback="", where="program.py:3")
+    split = Split(made, Run(2, [Process(7, [(0.0, failed)])], 1, "", False, 1.0, "torchrun"))
+    first = Recorded("first", ("whole", "split"), {"whole": made}, {"split": "it saves nothing"})
+    path = tmp_path / "folder" / "family.xz"
+    write(path, [first, Recorded("second", ("split",), {"split": split})], lambda text: text.replace("/secret", "/x"))
+    again = read(path, "")
+    assert list(again) == ["first", "second"]
+    whole = again["first"].made["whole"]
+    assert (again["first"].offers, again["first"].unavailable) == (first.offers, first.unavailable)
+    assert "trained" not in vars(whole)
+    assert [process.rank for process in whole.trained] == [0, 1]
+    assert [type(event) for _, event in whole.processes[0].events] == [
+        type(event) for _, event in made.processes[0].events
+    ]
+    assert whole.processes[0].events[1][0] == pytest.approx(1 / 3, abs=1e-3)
+    assert difference(whole.trained[0].steps[3].before.weights, whole.trained[1].steps[3].before.weights) == 0
+    assert whole.trained[0].steps[3].before.weights[0][0] == pytest.approx(3.0)
+    assert whole.error_files == {1}
+    assert again["second"].made["split"].second.first_exception()[1] == failed
+    text = whole.processes[0].stdout
+    assert text.startswith("/x/folder")
+    assert text.endswith("the end")
+    assert len(text) < 2.1 * LONGEST
+
+
+def test_writing_again_what_was_read_changes_nothing(tmp_path):
+    write(tmp_path / "one.xz", [Recorded("a", ("whole",), {"whole": run("y" * 50_000)})])
+    write(tmp_path / "two.xz", read(tmp_path / "one.xz", "").values())
+    assert (tmp_path / "two.xz").read_bytes() == (tmp_path / "one.xz").read_bytes()
+
+
+def test_equal_parts_take_no_room(tmp_path):
+    """A hundred versions of a program that agree in their numbers take hardly more than one; each that differs takes its own."""
+    sizes = []
+    for seeds in ([1.0], [1.0] * 100, range(1, 101)):
+        cases = [
+            Recorded(f"case-{index}", ("whole",), {"whole": run(steps=50, seed=seed)})
+            for index, seed in enumerate(seeds)
+        ]
+        write(tmp_path / "family.xz", cases)
+        sizes.append((tmp_path / "family.xz").stat().st_size)
+    assert sizes[1] < 6 * sizes[0]
+    assert sizes[2] > 20 * sizes[0]
+
+
+def test_evidence_of_another_version_must_be_recorded_again(tmp_path, monkeypatch):
+    path = tmp_path / "family.xz"
+    write(path, [Recorded("a")])
+    assert list(read(path, "")) == ["a"]
+    monkeypatch.setattr(recorded, "SCHEMA", recorded.SCHEMA + 1)
+    with pytest.raises(UserError, match=r"another version of the check; record again: ./workshop.sh test"):
+        read(path, "./workshop.sh test")
+
+
+def test_a_file_that_is_missing_or_damaged_is_said(tmp_path):
+    with pytest.raises(UserError, match="no evidence was recorded; record it: this"):
+        read(tmp_path / "family.xz", "this")
+    path = tmp_path / "family.xz"
+    write(path, [Recorded("a")])
+    path.write_bytes(path.read_bytes()[:-20])
+    with pytest.raises(UserError, match=r"is damaged .*record again: this"):
+        read(path, "this")
+
+
+def test_only_evidence_is_read(tmp_path):
+    path = tmp_path / "family.xz"
+    path.write_bytes(lzma.compress(pickle.dumps(print)))
+    with pytest.raises(UserError, match="print is no evidence"):
+        read(path, "")
+    with pytest.raises(TypeError, match="evidence cannot hold a complex"):
+        write(path, [Recorded("a", (), {"whole": 1j})])
+
+
+@pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
+def test_a_rule_says_why_and_what_to_do(rule):
+    assert rule.why.endswith(".")
+    assert rule.fix.endswith(".")

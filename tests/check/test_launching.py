@@ -1,0 +1,142 @@
+"""How programs are launched, watched and ended; and the bench of any program."""
+
+import textwrap
+from pathlib import Path
+
+import pytest
+
+from check.made import Made
+from workshop.check import launching
+from workshop.check.bench import ProgramBench
+from workshop.check.evidence.events import DeviceChosen
+from workshop.check.probes import PROBES, Probe
+from workshop.check.scenarios import SPLIT, WHOLE, Unavailable
+from workshop.check.subject import Subject
+from workshop.run.stillness import Patience
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    return lambda name: tmp_path_factory.mktemp(name)
+
+
+class Broken(Probe):
+    """A probe with an error of its own."""
+
+    def install(self):
+        self.recorder.after_step.append(lambda optimizer: 1 / 0)
+        self.recorder.after_module.append(lambda module, output: {}["nothing"])
+
+
+STEP = """
+    import torch
+
+    model = torch.nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(STEPS):
+        model(torch.ones(1, 1)).sum().backward()
+        optimizer.step()
+"""
+
+
+def test_an_error_in_a_probe_does_not_reach_the_program(place):
+    made = Made(place("broken"), STEP.replace("STEPS", "2"), probes=(Broken,))
+    assert made.run.status == 0
+    assert len(made.run.processes[0].steps) == 2
+    (record,) = made.warnings.buffer
+    assert "ZeroDivisionError" in record.getMessage()
+    assert "KeyError" in record.getMessage()
+
+
+# ---------------------------------------------------------------- launching
+
+
+def test_a_rank_that_fails_and_one_that_dies(place):
+    failed = Made(place("fails"), STEP.replace("STEPS", "4"), "torchrun", 2, fails=True)
+    _, raised = failed.run.first_exception()
+    assert raised.type == "ZeroDivisionError"
+    assert raised.where == failed.line("optimizer.step()")
+    assert failed.run.status == 1
+    saving = STEP.replace("STEPS", "4") + '        torch.save(model.state_dict(), "run.pt")\n'
+    died = Made(place("dies"), saving, dies=True)
+    assert died.run.status == 128 + 9
+    assert [len(process.steps) for process in died.run.processes] == [1]
+    assert not died.run.processes[0].ended
+
+
+def test_two_machines_seem_to_have_devices(place):
+    text = """
+        import os
+        import torch
+
+        assert torch.accelerator.is_available() and torch.cuda.device_count() == 2
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+        print(os.environ["GROUP_RANK"], os.environ["RANK"], torch.accelerator.current_device_index())
+    """
+    made = Made(place("nodes"), text, "torchrun", 4, nodes=2).well()
+    assert [event.index for event in made.run.all(DeviceChosen)] == [0, 1, 0, 1]
+    assert [process.stdout.split() for process in made.run.processes] == [
+        ["0", "0", "0"],
+        ["0", "1", "1"],
+        ["1", "2", "0"],
+        ["1", "3", "1"],
+    ]
+
+
+def test_a_run_that_waits_is_ended_with_the_stacks(place):
+    text = """
+        import os, time
+        if os.fork() == 0:
+            os.setsid()
+            time.sleep(1000)
+        time.sleep(1000)  # here
+    """
+    made = Made(place("waits"), text, patience=Patience(idle=0.5, busy=5, total=20))
+    assert (made.run.status, made.run.hung) == (None, "idle")
+    assert any("line 6" in process.stack for process in made.run.processes)
+    assert len(made.run.processes) == 2
+
+
+def test_a_run_that_prints_without_end_is_ended(place, monkeypatch):
+    monkeypatch.setattr(launching, "OUTPUT_LIMIT", 1000)
+    made = Made(place("prints"), "while True:\n    print('again')\n")
+    assert (made.run.status, made.run.flooded) == (None, True)
+
+
+# ---------------------------------------------------------------- the bench of any program
+
+RESUMING = """
+    import os, sys
+    import torch
+
+    model = torch.nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    first = torch.load("run.pt")["step"] if os.path.exists("run.pt") else 0
+    for step in range(first, 4):
+        model(torch.ones(1, 1)).sum().backward()
+        optimizer.step()
+        if step % 2 or "--never" in sys.argv:
+            torch.save({"step": step + 1}, "run.pt") if "--never" not in sys.argv else None
+"""
+
+
+def test_the_bench_of_any_program(tmp_path):
+    script = tmp_path / "program.py"
+    script.write_text(textwrap.dedent(RESUMING))
+    (tmp_path / "place").mkdir()
+    bench = ProgramBench(Subject(script, "", (), ()), launch="single", nproc=2, on_cpu=True, place=tmp_path / "place")
+    assert bench.nproc == 1
+    assert bench.has("--never")
+    assert not bench.has("--ever")
+    assert bench.offers == (WHOLE, SPLIT)
+    assert set(bench.probes) == {probe for probe in PROBES if probe.always}
+    whole = bench.make(WHOLE, {})
+    assert [len(process.steps) for process in whole.trained] == [4]
+    split = bench.make(SPLIT, {WHOLE: whole})
+    assert [len(run.trained[0].steps) for run in (split.first, split.second)] == [2, 2]
+    assert split.first.status != 0 == split.second.status
+    bench.arguments = ("--never",)
+    never = bench.make(WHOLE, {})
+    with pytest.raises(Unavailable, match="it saves none before its last step"):
+        bench.make(SPLIT, {WHOLE: never})
+    assert Path(bench.place).is_dir()

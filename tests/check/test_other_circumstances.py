@@ -1,0 +1,55 @@
+"""Other numbers of processes, and programs that are no exercise."""
+
+import pytest
+
+import runs
+from check.bank import ddp
+from workshop.course.checking import check_file
+from workshop.course.exercises import find_exercise
+from workshop.course.real import settled
+
+
+@pytest.mark.parametrize("base", [ddp.SPAWN, ddp.METRICS])
+@pytest.mark.parametrize("nproc", [1, 3, pytest.param(8, marks=pytest.mark.full)])
+def test_with_other_numbers_of_processes(nproc, base):
+    """Also where they do not divide the samples, and with several batches a step."""
+    *_, verdict = check_file(find_exercise(runs.ROOT / base).solution, nproc=nproc, quick=True)
+    assert verdict.errors == []
+    assert set(verdict.states().values()) <= {"met", "waiting"}
+
+
+@pytest.mark.full
+def test_an_unseeded_program_may_differ_at_every_start(tmp_path):
+    edits = [
+        ("torch.manual_seed(SEED)  # the same first weights in every run", "torch.seed()"),
+        ("sampler.set_epoch(epoch)", "sampler.set_epoch(epoch + 100 * int(agreed(device)))"),
+        (
+            "def train_one_epoch(",
+            "def agreed(device):\n    number = torch.randint(1000, (1,), device=device)\n"
+            "    dist.broadcast(number, 0)\n    return number\n\n\ndef train_one_epoch(",
+        ),
+        (ddp.SEED, "pass"),
+    ]
+    text = (runs.ROOT / ddp.TORCHRUN).read_text()
+    for old, new in edits:
+        assert text.count(old) == 1, old
+        text = text.replace(old, new)
+    script = tmp_path / "mine.py"
+    for forgotten, kinds in (("", []), (ddp.LOAD_OPTIMIZER, ["optimizer-lost"])):
+        script.write_text(text.replace(forgotten, "") if forgotten else text)
+        *_, verdict = check_file(script, launch="torchrun", arguments=["--epochs", "2", "--snapshot", "run.pt"])
+        assert [finding.kind for finding in verdict.errors] == kinds, verdict.findings
+
+
+@pytest.mark.parametrize(
+    ("speeds", "enough"),
+    [
+        ([100.0], False),
+        ([100.0, 95.0], True),
+        ([100.0, 60.0], False),
+        ([100.0, 60.0, 97.0], True),
+        ([1, 2, 4, 8, 16], True),
+    ],
+)
+def test_a_speed_counts_once_it_has_come_twice(speeds, enough):
+    assert settled(speeds) == enough
