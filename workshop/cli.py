@@ -135,7 +135,7 @@ def check(file, arguments, watch, as_json, verbose, nproc, device, launch) -> No
 
     Any training script: workshop check my_train.py --launch torchrun -- --epochs 1
     """
-    from workshop.check.command import run_check
+    from workshop.course.command import run_check
 
     options = {"launch": launch or "", "nproc": nproc, "device": device, "arguments": list(arguments)}
     sys.exit(run_check(file, json=as_json, watch=watch, verbose=verbose, **options))
@@ -146,7 +146,7 @@ def check(file, arguments, watch, as_json, verbose, nproc, device, launch) -> No
 @click.argument("goal", type=int, required=False)
 def hint(file, goal) -> None:
     """The next of three hints for a GOAL of the exercise FILE."""
-    from workshop.check.learning import run_hint
+    from workshop.course.learning import run_hint
 
     sys.exit(run_hint(file, goal))
 
@@ -156,7 +156,7 @@ def hint(file, goal) -> None:
 @click.option("--solution", is_flag=True, help="Also while goals are open.")
 def diff(file, solution) -> None:
     """Compare the exercise FILE with its solution."""
-    from workshop.check.learning import run_diff
+    from workshop.course.learning import run_diff
 
     sys.exit(run_diff(file, force=solution))
 
@@ -165,7 +165,7 @@ def diff(file, solution) -> None:
 @click.argument("file")
 def reset(file) -> None:
     """Put the exercise FILE back to its start; your version is kept beside it."""
-    from workshop.check.learning import run_reset
+    from workshop.course.learning import run_reset
 
     sys.exit(run_reset(file))
 
@@ -175,7 +175,7 @@ def progress() -> None:
     """Show which goals are met."""
     from rich.console import Console
 
-    from workshop.check.progress import show_progress
+    from workshop.course.progress import show_progress
 
     show_progress(Console(highlight=False))
 
@@ -322,6 +322,40 @@ def test(full, pytest_options) -> None:
     from workshop.dev.testing import run_tests
 
     sys.exit(run_tests(full, list(pytest_options)))
+
+
+@app.group()
+def dev() -> None:
+    """For those who change the course: see CONTRIBUTING.md."""
+
+
+@dev.command("new")
+@click.argument("kind", type=click.Choice(["rule", "exercise", "stage", "site"]))
+@click.argument("name")
+@click.option(
+    "--launch",
+    type=click.Choice(["single", "spawn", "torchrun"]),
+    default="single",
+    show_default=True,
+    help="Of an exercise.",
+)
+def dev_new(kind, name, launch) -> None:
+    """Write the skeleton of a rule (FAMILY/NAME), an exercise (STAGE/exerciseK_TOPIC), a stage (NN_TOPIC) or a site."""
+    from workshop.dev.new import run_dev_new
+
+    sys.exit(run_dev_new(kind, name, launch))
+
+
+@dev.command("check")
+@click.argument("files", nargs=-1)
+@click.option(
+    "--all", "everything", is_flag=True, help="Run all exercises, not only those that differ from the last commit."
+)
+def dev_check(files, everything) -> None:
+    """Say what a change has forgotten; FILES of exercises are run as well, unsolved and solved."""
+    from workshop.dev.check import run_dev_check
+
+    sys.exit(run_dev_check(files, everything))
 
 
 @app.command()

@@ -14,7 +14,12 @@ ROOT = Path(__file__).resolve().parent.parent
 ORIGIN = ".workshop_origin"
 DISTRIBUTION = "distributed-pytorch-workshop"
 # Packages whose module has a different name, apart from a hyphen in place of an underscore.
-MODULES = {"pillow": "PIL", "scikit-learn": "sklearn", "pyyaml": "yaml", "pytest-xdist": "xdist"}
+MODULES = {
+    "pillow": "PIL",
+    "scikit-learn": "sklearn",
+    "pyyaml": "yaml",
+    "pytest-xdist": "xdist",
+}
 
 
 def require_stages() -> Path:

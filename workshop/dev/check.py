@@ -1,0 +1,158 @@
+"""``workshop dev check``: what a change to the course has forgotten."""
+
+import json
+import os
+import re
+import subprocess
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from workshop.check.rules.rule import RULES
+from workshop.course import todo
+from workshop.course.checking import check_file
+from workshop.course.exercises import Exercise, exercises, find_exercise
+from workshop.repository import require_stages
+
+SHORTEST = 12  # characters from which on a line of the solution counts as given away
+
+
+def run_dev_check(files: tuple[str, ...], everything: bool) -> int:
+    """Print what is wrong, one line each, and return 1 if anything is, else 0.
+
+    Args:
+        files: files of the exercises that are also run, unsolved and solved; none: those that differ from the last commit.
+        everything: run all exercises.
+
+    Raises:
+        UserError: an exercises.toml is wrong, or a file belongs to no exercise.
+    """
+    problems = [problem for look in LOOKS for problem in look()]
+    for exercise in _chosen(files, everything):
+        problems += judged(exercise)
+    for problem in problems:
+        print(problem)
+    print(
+        f"dev check: {len(problems)} problem{'s' * (len(problems) != 1)}"
+        if problems
+        else "dev check: nothing is missing"
+    )
+    return 1 if problems else 0
+
+
+def _chosen(files: tuple[str, ...], everything: bool) -> list[Exercise]:
+    if everything:
+        return list(exercises())
+    root = require_stages()
+    paths = [Path(file).resolve() for file in files] or [root / name for name in _changed(root)]
+    chosen = dict.fromkeys(filter(None, map(find_exercise, paths)))
+    return [exercise for exercise in chosen if exercise in exercises()]
+
+
+def _changed(root: Path) -> list[str]:
+    """The files that differ from the last commit, and those that git does not know yet."""
+    names: list[str] = []
+    for command in (["diff", "--name-only", "--relative", "HEAD"], ["ls-files", "--others", "--exclude-standard"]):
+        done = subprocess.run(["git", "-C", str(root), *command], capture_output=True, text=True)
+        names += done.stdout.splitlines()
+    return names
+
+
+# ---------------------------------------------------------------- without running anything
+
+
+def without_todo() -> Iterator[str]:
+    """Exercises whose goals and TODO comments do not match, and solutions with a TODO."""
+    for exercise in exercises():
+        missing = [path for pair in exercise.pairs for path in pair if not path.is_file()]
+        yield from (f"{_short(path)}: missing" for path in missing)
+        if missing:
+            continue
+        found = set(exercise.todo_of.values())
+        for own, solution in exercise.pairs:
+            found |= {int(number) for number in re.findall(r"\bTODO (\d)", own.read_text())}
+            if "TODO" in solution.read_text():
+                yield f"{_short(solution)}: a TODO is left in the solution"
+        for number in sorted(set(exercise.todos) - found):
+            yield f"{exercise.name}: goal {number} has no TODO {number} in any file of the exercise"
+        for number in sorted(found - set(exercise.todos)):
+            yield f"{exercise.name}: TODO {number} has no goal in exercises.toml"
+
+
+def given_away() -> Iterator[str]:
+    """Hints that hold a line of the solution."""
+    for exercise in exercises():
+        if not all(path.is_file() for pair in exercise.pairs for path in pair):
+            continue
+        given, solution = ("".join(path.read_text() for path in paths) for paths in zip(*exercise.pairs, strict=True))
+        for goal, hints in exercise.hints.items():
+            for line in lines_given_away(hints, solution, given):
+                yield f"{exercise.name}: a hint of goal {goal} holds a line of the solution: {line}"
+
+
+def lines_given_away(hints: tuple[str, ...], solution: str, exercise: str = "") -> list[str]:
+    """The lines of a solution that stand in hints, and not in the exercise already."""
+    lines = {line.strip() for line in solution.splitlines()} - {line.strip() for line in exercise.splitlines()}
+    return sorted(line for line in lines if len(line) >= SHORTEST and any(line in hint for hint in hints))
+
+
+def unlisted() -> Iterator[str]:
+    """Files named like an exercise that no exercises.toml names, and solutions of nothing."""
+    root = require_stages()
+    listed = {path for exercise in exercises() for pair in exercise.pairs for path in pair}
+    for folder in {exercise.path.parent for exercise in exercises()}:
+        for place in (folder, root / "solutions" / folder.name):
+            for path in sorted(place.glob("exercise[0-9]*")):
+                if path not in listed and ".mine-" not in path.name and path.suffix in (".py", ".sh", ".json"):
+                    yield f"{_short(path)}: no entry of {folder.name}/exercises.toml names it"
+
+
+def untested_rules() -> Iterator[str]:
+    """Rules that no mistake in the tests names."""
+    tests = require_stages() / "tests"
+    text = "\n".join(path.read_text() for path in (*tests.glob("check/rules/test_*.py"), tests / "test_jobs.py"))
+    for name, rule in RULES.items():
+        if f'"{name}"' not in text:
+            yield f"rule {name}: no mistake in tests/check/rules/test_{rule.family}.py has this kind"
+
+
+def notebooks_with_outputs() -> Iterator[str]:
+    """Exercise notebooks that were saved with outputs."""
+    root = require_stages()
+    for path in sorted(root.glob("*/*.ipynb")):
+        cells = json.loads(path.read_text())["cells"]
+        code = [cell for cell in cells if cell["cell_type"] == "code"]
+        if any(cell["outputs"] or cell["execution_count"] for cell in code):
+            yield f"{_short(path)}: it has outputs; clear them (in Jupyter: Edit, Clear Outputs of All Cells)"
+
+
+LOOKS: tuple[Callable[[], Iterator[str]], ...] = (
+    without_todo,
+    given_away,
+    unlisted,
+    untested_rules,
+    notebooks_with_outputs,
+)
+
+
+# ---------------------------------------------------------------- by running an exercise
+
+
+def judged(exercise: Exercise) -> Iterator[str]:
+    """Whether the exercise as delivered fails, and its solution passes, in the quick part of the check."""
+    with tempfile.TemporaryDirectory() as folder:
+        place = Path(folder) / exercise.path.parent.name
+        place.mkdir()
+        unsolved = todo.write_version(exercise, set(), place)
+        *_, verdict = check_file(unsolved, quick=True)
+        if not verdict.errors:
+            yield f"{exercise.name}: it passes the check unsolved"
+        elif verdict.first_open == 0:
+            yield f"{exercise.name}: unsolved, the check first names {verdict.errors[0].kind}, which no goal lists"
+    *_, verdict = check_file(exercise.solution, quick=True)
+    for finding in verdict.errors[:1]:
+        yield f"{_short(exercise.solution)}: the check of the solution finds {finding.kind}: {finding.seen}"
+
+
+def _short(path: Path) -> str:
+    return os.path.relpath(path, require_stages())
