@@ -4,7 +4,6 @@ import argparse
 import importlib.util
 import os
 import runpy
-import shutil
 import socket
 import subprocess
 import sys
@@ -15,6 +14,7 @@ import pytest
 import torch
 
 import runs
+from needs import require
 from workshop.training.arguments import ArgumentParser, check_arguments, require_writable
 
 SCRIPTS = {"single": runs.SINGLE, "spawn": runs.SPAWN, "torchrun": runs.TORCHRUN}
@@ -177,8 +177,9 @@ def test_fsdp_with_a_torch_that_adds_up(script, tmp_path, monkeypatch, capfd):
     assert said.count("\n") == 1
 
 
-@pytest.mark.skipif(os.geteuid() == 0 and shutil.which("setpriv") is None, reason="root may write everywhere")
 def test_no_permission_to_write(tmp_path):
+    if os.geteuid() == 0:
+        require("setpriv")  # root may write everywhere
     locked = tmp_path / "locked"
     locked.mkdir()
     command = [*runs.command("single"), "--snapshot", locked / "run.pt"]

@@ -68,10 +68,12 @@ def test_tour_cannot_write(tmp_path):
 
 def test_tests_without_their_packages(tmp_path):
     program = (
-        "import importlib.util as u, sys; find = u.find_spec; u.find_spec = lambda n: None if n == 'pytest' else find(n)\n"
-        "sys.argv = ['workshop', 'test']; from workshop.cli import main; main()"
+        "import importlib.metadata as m, sys; version = m.version\n"
+        "def gone(name):\n    if name == 'pytest': raise m.PackageNotFoundError(name)\n    return version(name)\n"
+        "m.version = gone; sys.argv = ['workshop', 'test', '--version']; from workshop.cli import main; main()"
     )
-    done = subprocess.run([sys.executable, "-c", program], env=runs.environment(), capture_output=True, text=True)
+    command = [sys.executable, "-c", program]
+    done = subprocess.run(command, env=runs.environment(), capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stderr.count("\n")) == (2, 1), done.stderr
     assert "the tests need pytest" in done.stderr
 

@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 
 import runs
+from needs import require
 from test_pbs import pbs, submit  # noqa: F401 - a fixture
-from workshop.check.jobs import Trial
+from workshop.course.trial import Trial
 from workshop.training.logs import read_log
 
 STAGE, SOLUTIONS = runs.ROOT / "05_deepspeed", runs.ROOT / "solutions" / "05_deepspeed"
@@ -77,6 +78,8 @@ LAUNCHERS = {
 @pytest.mark.full
 @pytest.mark.parametrize("launcher", LAUNCHERS)
 def test_launchers_in_a_job(launcher, trial, torchrun):
+    if launcher == "mpirun":
+        require("mpiexec.openmpi")
     options, command = LAUNCHERS[launcher]
     script = trial.folder / f"{launcher}.sh"
     script.write_text(

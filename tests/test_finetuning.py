@@ -13,8 +13,9 @@ import pytest
 import torch
 
 import runs
+from needs import require
 from test_bad_input import refused_as_rank_0
-from workshop.check.jobs import Trial
+from workshop.course.trial import Trial
 from workshop.data import codellama
 from workshop.data.code import load_blocks
 from workshop.run.environment import torchrun
@@ -77,6 +78,8 @@ SPREADS = {
 )  # fmt: skip
 def test_one_curve_however_the_model_is_spread(spread, ddp, data, tmp_path, record_property):
     script, nproc, options = SPREADS[spread]
+    if "--compile" in options:
+        require("g++", "Python.h")
     log = finetune(script, nproc, tmp_path, data, *SHORT, *options)
     difference = max(abs(a - b) for a, b in zip(losses(log), losses(ddp), strict=True))
     record_property("difference", json.dumps({"spread": spread, "processes": nproc, "difference": difference}))

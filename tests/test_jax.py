@@ -14,7 +14,7 @@ import pytest
 
 import runs
 from test_training import GOLDEN
-from workshop.check.jobs import Trial
+from workshop.course.trial import Trial
 from workshop.run.processes import family
 from workshop.training.logs import read_log
 

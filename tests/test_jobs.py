@@ -6,15 +6,13 @@ import re
 import shutil
 import subprocess
 import sys
-import textwrap
 import time
 
 import pytest
 
 import runs
-from workshop.check import job_rules
-from workshop.check.jobs import Trial
-from workshop.check.judge import check_file
+from workshop.course.checking import check_file
+from workshop.course.trial import STAND_IN, Trial
 from workshop.errors import UserError
 from workshop.slurm import cluster as practice
 from workshop.slurm.script import ignored_directives
@@ -125,7 +123,7 @@ time.sleep(100)
 
 
 def test_a_port_that_somebody_uses_is_left_to_them(cluster, tmp_path):
-    trial = Trial(LAUNCH, tmp_path, cluster, job_rules.STAND_IN)
+    trial = Trial(LAUNCH, tmp_path, cluster, STAND_IN)
     job = trial.submit(["--hold"], ["--epochs", "1"])
     port = 20000 + int(job.number) % 10000
     command = cluster.inside([sys.executable, "-c", HOLD, str(port)], node="node1")
@@ -144,7 +142,7 @@ def test_a_node_that_does_not_know_the_first_by_name(cluster, tmp_path):
     """Slurm itself goes by addresses; the name is what the processes need."""
     script = tmp_path / LAUNCH.name
     script.write_text(LAUNCH.read_text().replace("| head -n 1)", "| head -n 1).elsewhere"))
-    trial = Trial(script, tmp_path, cluster, job_rules.STAND_IN)
+    trial = Trial(script, tmp_path, cluster, STAND_IN)
     job = done(trial)
     assert job.state == "FAILED"
     assert "a node of this job does not know node1.elsewhere by name" in job.output
@@ -184,136 +182,7 @@ def test_the_program_is_the_one_of_stage_02():
     assert ours == theirs.rstrip("\n")
 
 
-# -- the check
-
-CASES = {
-    "a space after the #": (
-        "exercise1_launch_ddp",
-        lambda text: text.replace("#SBATCH --gpus-per-node", "# SBATCH --gpus-per-node"),
-        "directive-ignored",
-    ),
-    "a directive below the first command": (
-        "exercise1_launch_ddp",
-        lambda text: text.replace("#SBATCH --nodes=2\n", "").replace(
-            "set -euo pipefail\n", "set -euo pipefail\n#SBATCH --nodes=2\n"
-        ),
-        "directive-ignored",
-    ),
-    "an option that Slurm does not know": (
-        "exercise1_launch_ddp",
-        lambda text: text.replace("--gpus-per-node", "--gpus-a-node"),
-        "job-refused",
-    ),
-    "the endpoint of today's first node": (
-        "exercise1_launch_ddp",
-        lambda text: text.replace('head=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)', "head=node1"),
-        "meeting-place",
-    ),
-    "localhost as the endpoint": (
-        "exercise1_launch_ddp",
-        lambda text: text.replace('--rdzv-endpoint="$head:$port"', '--rdzv-endpoint="localhost:$port"'),
-        "separate-groups",
-    ),
-    "a port of one's own": (
-        "exercise1_launch_ddp",
-        lambda text: text.replace("port=$((20000 + SLURM_JOB_ID % 10000))", "port=29500"),
-        "port-fixed",
-    ),
-    "two nodes, written down": (
-        "exercise1_launch_ddp",
-        lambda text: text.replace('--nnodes="$SLURM_NNODES"', "--nnodes=2"),
-        "shape-fixed",
-    ),
-    "two processes, written down": (
-        "exercise1_launch_ddp",
-        lambda text: text.replace('--nproc-per-node="$SLURM_GPUS_ON_NODE"', "--nproc-per-node=2"),
-        "shape-fixed",
-    ),
-    "all cores for each process": (
-        "exercise1_launch_ddp",
-        lambda text: text.replace("$((SLURM_CPUS_PER_TASK / SLURM_GPUS_ON_NODE))", "$SLURM_CPUS_PER_TASK"),
-        "cores-lost",
-    ),
-    "a torchrun for each GPU": (
-        "exercise1_launch_ddp",
-        lambda text: text.replace(
-            "srun --kill-on-bad-exit=1", "srun --kill-on-bad-exit=1 --ntasks-per-node=2 --ntasks=4 --cpus-per-task=2"
-        ),
-        "wrong-group one-node-only",  # four of them: the two that come first make the group
-    ),
-    "the global rank as the local one": (
-        "exercise2_srun",
-        lambda text: text.replace("LOCAL_RANK=$SLURM_LOCALID", "LOCAL_RANK=$SLURM_PROCID"),
-        "device-index",
-    ),
-    "the rank of the batch script for all": (
-        "exercise2_srun",
-        lambda text: text.replace("RANK=$SLURM_PROCID", "RANK=0"),
-        "wrong-group",
-    ),
-    "no world size": (
-        "exercise2_srun",
-        lambda text: text.replace("WORLD_SIZE=$SLURM_NTASKS\n", "").replace("MASTER_PORT WORLD_SIZE", "MASTER_PORT"),
-        "no-group",
-    ),
-    "the signal to the processes": (
-        "exercise3_requeue",
-        lambda text: text.replace("B:USR1@60", "USR1@60"),
-        "no-warning",
-    ),
-    "a snapshot of another name at each start": (
-        "exercise3_requeue",
-        lambda text: text.replace('--snapshot "$run.pt"', '--snapshot "$run-${SLURM_RESTART_COUNT:-0}.pt"'),
-        "never-resumes",
-    ),
-    "the log is written over": (
-        "exercise3_requeue",
-        lambda text: text.replace("#SBATCH --open-mode=append", "#"),
-        "log-overwritten",
-    ),
-}
-DAILY = [
-    "a space after the #",
-    "the rank of the batch script for all",
-]
-
-
-@pytest.mark.parametrize(
-    "case", [case if case in DAILY else pytest.param(case, marks=pytest.mark.full) for case in CASES]
-)
-@runs.needs_cluster
-def test_a_mistake_is_named(case, tmp_path):
-    name, edit, kind = CASES[case]
-    text = (SOLUTIONS / f"{name}.sh").read_text()
-    script = tmp_path / f"{name}.sh"
-    script.write_text(edit(text))
-    assert script.read_text() != text
-    *_, verdict = check_file(script, quick=True)
-    assert verdict.findings, "nothing was found"
-    assert verdict.findings[0].kind in kind.split(), verdict.findings
-
-
-@runs.needs_cluster
-def test_other_correct_styles_pass(tmp_path):
-    """Static rendezvous, --gres, --ntasks, cores by option: none of it is what the solution does."""
-    script = tmp_path / "exercise1_launch_ddp.sh"
-    script.write_text(
-        textwrap.dedent("""\
-        #!/bin/bash
-        #SBATCH -N 2
-        #SBATCH --gres=gpu:2
-        #SBATCH -c 4
-        #SBATCH -p gpu -t 5
-        export MASTER=$(scontrol show hostnames $SLURM_JOB_NODELIST | head -1)
-        export PORT=$(( 10000 + SLURM_JOB_ID % 20000 ))
-        export GPUS=$(echo $CUDA_VISIBLE_DEVICES | tr , '\\n' | wc -l)
-        export OMP_NUM_THREADS=2
-        srun -c $SLURM_CPUS_PER_TASK bash -c 'torchrun --nnodes $SLURM_NNODES --node-rank $SLURM_NODEID --nproc_per_node $GPUS \\
-            --master-addr $MASTER --master-port $PORT multigpu_torchrun.py "$@"' run "$@"
-        """)
-    )
-    *_, verdict = check_file(script, quick=True)
-    assert verdict.findings == []
+# -- the check: its mistakes and other styles are in check/rules/test_jobs.py
 
 
 @pytest.mark.parametrize(

@@ -11,14 +11,16 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from workshop.check import exercises, learning, progress
-from workshop.check.exercises import EXERCISES, KEPT
+from workshop.check.subject import KEPT
+from workshop.course import exercises, learning, progress
 from workshop.errors import UserError
 from workshop.repository import ROOT
 
 SPAWN = "02_pytorch_ddp/exercise1_multigpu.py"
 TORCHRUN = "02_pytorch_ddp/exercise2_multigpu_torchrun.py"
 RUNNER = "02_pytorch_ddp/exercise2_run_multigpu_torchrun.sh"
+EXERCISES = exercises.exercises()
+of_spawn = exercises.find_exercise(ROOT / SPAWN)
 each_exercise = pytest.mark.parametrize("exercise", EXERCISES, ids=lambda exercise: exercise.path.stem)
 
 
@@ -65,7 +67,7 @@ def clone(course) -> Path:
 
 
 def all_met(exercise) -> dict[int, bool]:
-    return dict.fromkeys(exercise.goals, True)
+    return dict.fromkeys(exercise.titles, True)
 
 
 # -- hints
@@ -78,20 +80,18 @@ def given_away(hints: list[str], solution: str, exercise: str = "") -> list[str]
 
 
 def test_every_goal_has_three_hints():
-    hints = progress.read_hints()
-    expected = {exercise.name: set(exercise.goals) - {KEPT} for exercise in EXERCISES}
-    assert {name: set(goals) for name, goals in hints.items()} == expected
-    texts = [text for goals in hints.values() for three in goals.values() for text in three]
-    assert all(len(three) == progress.HINTS_PER_GOAL for goals in hints.values() for three in goals.values())
+    goals = [goal for exercise in EXERCISES for goal in exercise.goals if goal.number != KEPT]
+    texts = [text for goal in goals for text in goal.hints]
+    assert all(len(goal.hints) == exercises.HINTS_PER_GOAL for goal in goals)
     assert len(set(texts)) == len(texts)
     assert min(map(len, texts)) > 60
-    assert all("?" in three[0] for goals in hints.values() for three in goals.values())
+    assert all("?" in goal.hints[0] for goal in goals)
 
 
 @each_exercise
 def test_hints_hold_no_line_of_the_solution(exercise):
     given, solution = ("".join(path.read_text() for path in paths) for paths in zip(*exercise.pairs, strict=True))
-    hints = [text for three in progress.read_hints()[exercise.name].values() for text in three]
+    hints = [text for three in exercise.hints.values() for text in three]
     assert given_away(hints, solution, given) == []
 
 
@@ -100,10 +100,10 @@ def test_a_hint_that_gives_a_line_away_is_found():
 
 
 def test_hints_lead_on_and_stay_at_the_third(record):
-    three = progress.read_hints()[SPAWN][2]
-    shown = [progress.next_hint(SPAWN, 2) for _ in range(5)]
+    three = of_spawn.hints[2]
+    shown = [progress.next_hint(of_spawn, 2) for _ in range(5)]
     assert shown == [(1, three[0]), (2, three[1]), (3, three[2]), (3, three[2]), (3, three[2])]
-    assert progress.next_hint(SPAWN, 1)[0] == 1
+    assert progress.next_hint(of_spawn, 1)[0] == 1
     assert json.loads(record.read_text())[SPAWN]["hints"] == {"2": 3, "1": 1}
 
 
@@ -129,7 +129,7 @@ def test_hint_says_what_comes_next(capsys):
     assert f"1 hint left. {again}" in said[1]
     assert f"No hints left. Try it, and then: ./workshop.sh check {SPAWN}\n" in said[2]
     # The console wraps the hints.
-    assert all(text in " ".join(out.split()) for text, out in zip(progress.read_hints()[SPAWN][3], said, strict=True))
+    assert all(text in " ".join(out.split()) for text, out in zip(of_spawn.hints[3], said, strict=True))
 
 
 @pytest.mark.parametrize("goal", [KEPT, 5, -1])
@@ -165,7 +165,7 @@ def test_progress_survives(record):
     content = json.loads(record.read_text())
     content[SPAWN] |= {"first_checked": "2026-01-02T03:04:05+00:00", "last_checked": "2026-01-02T03:04:05+00:00"}
     record.write_text(json.dumps(content))
-    progress.next_hint(SPAWN, 2)
+    progress.next_hint(of_spawn, 2)
     progress.record_check(SPAWN, {1: True, 2: True})
     progress.record_check(TORCHRUN, {1: False})
     last = progress.read_progress()
@@ -242,7 +242,7 @@ def test_a_folder_in_place_of_the_file_is_left_alone(record):
     record.mkdir()
     (record / "mine").touch()
     progress.record_check(SPAWN, {1: True})
-    assert progress.next_hint(SPAWN, 1)[0] == 1
+    assert progress.next_hint(of_spawn, 1)[0] == 1
     assert os.listdir(record) == ["mine"]
     assert os.listdir(record.parent) == [record.name]
 
@@ -269,7 +269,7 @@ def test_next_exercise_is_the_first_not_done():
 def test_the_table_of_the_progress():
     progress.record_check(SPAWN, {1: True, 2: True, 3: False, 4: True, KEPT: False})
     for goal in (3, 3, 1):
-        progress.next_hint(SPAWN, goal)
+        progress.next_hint(of_spawn, goal)
     console = Console(file=io.StringIO(), width=80)
     progress.show_progress(console)
     lines = console.file.getvalue().splitlines()

@@ -15,8 +15,8 @@ import torch
 import runs
 from test_bad_input import MISTAKES, files
 from test_training import true_accuracy
-from workshop.check.jobs import Trial
-from workshop.check.real import SESSION, TASKS
+from workshop.course.real import SESSION, TASKS
+from workshop.course.trial import Trial
 from workshop.training.arguments import ArgumentParser, check_launcher
 
 STAGE, SOLUTIONS = runs.ROOT / "03_pytorch_lightning", runs.ROOT / "solutions" / "03_pytorch_lightning"

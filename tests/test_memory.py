@@ -8,10 +8,11 @@ import pytest
 import torch
 
 import runs
-from workshop.measure import memory, transformer
-from workshop.measure.memory import estimate
-from workshop.measure.transformer import MODELS, Sizes
+from workshop.measure import memory
 from workshop.run.environment import torchrun
+from workshop.training import transformer
+from workshop.training.memory import estimate
+from workshop.training.transformer import MODELS, Sizes
 
 SMALL = Sizes(layers=3, hidden=192, intermediate=512, heads=6, kv_heads=6, head=32, vocabulary=1024)
 GROUPED = Sizes(layers=2, hidden=256, intermediate=640, heads=8, kv_heads=2, head=32, vocabulary=768)

@@ -8,7 +8,7 @@ import pytest
 from nbclient.exceptions import CellExecutionError
 
 import runs
-from workshop.check.exercises import EXERCISES
+from workshop.course import exercises as course
 from workshop.jupyter import solutions
 
 STAGES = pytest.mark.parametrize("stage", solutions.STAGES)
@@ -38,7 +38,8 @@ def copy(tmp_path, monkeypatch):
     """The stages in a folder of their own, so that what the cells write stays there."""
     for name in (*solutions.STAGES, "solutions", "workshop"):
         shutil.copytree(runs.ROOT / name, tmp_path / name, ignore=shutil.ignore_patterns("runs", "__pycache__"))
-    shutil.copy2(runs.ROOT / "workshop.sh", tmp_path)
+    for name in ("workshop.sh", "pyproject.toml"):
+        shutil.copy2(runs.ROOT / name, tmp_path)
     (tmp_path / "results").mkdir()
     shutil.copy2(runs.ROOT / "results" / "which-2-cores.md", tmp_path / "results")
     changes = {"PYTHONPATH": tmp_path, "JUPYTER_PLATFORM_DIRS": 1, "IPYTHONDIR": tmp_path / "ipython"}
@@ -99,7 +100,7 @@ def goals_left(notebook) -> set[str]:
 
 def solve(copy):
     """Put the solutions in place of the exercises."""
-    for exercise in EXERCISES:
+    for exercise in course.exercises():
         for path, _ in exercise.pairs:
             name = path.relative_to(runs.ROOT)
             content = (copy / "solutions" / name).read_text().replace("/../../workshop/", "/../workshop/")
@@ -107,7 +108,7 @@ def solve(copy):
 
 
 def exercises(stage):
-    return {exercise.path.name for exercise in EXERCISES if exercise.name.startswith(stage)}
+    return {exercise.file for exercise in course.exercises() if exercise.stage == stage}
 
 
 def judge_01(notebook):
@@ -182,17 +183,30 @@ def judge_05(notebook):
     assert len(pictures(notebook)) == 4
 
 
-@pytest.mark.parametrize(
-    ("stage", "judge"),
-    [
-        pytest.param("01_single_gpu", judge_01, marks=pytest.mark.full),  # every day in a browser: test_jupyter.py
-        ("02_pytorch_ddp", judge_02),
-        pytest.param("03_pytorch_lightning", judge_03, marks=pytest.mark.full),
-        pytest.param("04_model_parallel_with_fsdp", judge_04, marks=pytest.mark.full),
-        pytest.param("05_deepspeed", judge_05, marks=pytest.mark.full),
-    ],
-    ids=["01", "02", "03", "04", "05"],
-)
+JUDGES = {
+    "01_single_gpu": judge_01,
+    "02_pytorch_ddp": judge_02,
+    "03_pytorch_lightning": judge_03,
+    "04_model_parallel_with_fsdp": judge_04,
+    "05_deepspeed": judge_05,
+}  # of slurm-multinode: in test_slurm_notebook.py
+
+
+def judged(*daily):
+    """The parameters of a test of each notebook: in the long run, but for those of these stages. (01 is run every day in a
+    browser: test_jupyter.py.)"""
+    cases = [
+        pytest.param(stage, judge, id=stage[:2], marks=[] if stage in daily else pytest.mark.full)
+        for stage, judge in JUDGES.items()
+    ]
+    return pytest.mark.parametrize(("stage", "judge"), cases)
+
+
+def test_every_notebook_has_its_judge():
+    assert JUDGES.keys() == {stage for stage in solutions.STAGES if stage != "slurm-multinode"}
+
+
+@judged("02_pytorch_ddp")
 def test_as_delivered(stage, judge, copy):
     """Before anybody has solved an exercise of it."""
     notebook = execute(copy / stage / f"{stage}.ipynb")
@@ -203,17 +217,7 @@ def test_as_delivered(stage, judge, copy):
         assert (copy / stage / name).read_text() == (runs.ROOT / stage / name).read_text()
 
 
-@pytest.mark.parametrize(
-    ("stage", "judge"),
-    [
-        pytest.param("01_single_gpu", judge_01, marks=pytest.mark.full),
-        pytest.param("02_pytorch_ddp", judge_02, marks=pytest.mark.full),
-        pytest.param("03_pytorch_lightning", judge_03, marks=pytest.mark.full),
-        pytest.param("04_model_parallel_with_fsdp", judge_04, marks=pytest.mark.full),
-        pytest.param("05_deepspeed", judge_05, marks=pytest.mark.full),
-    ],
-    ids=["01", "02", "03", "04", "05"],
-)
+@judged()
 def test_solved(stage, judge, copy):
     solve(copy)
     notebook = execute(copy / stage / f"{stage}.ipynb")
@@ -239,15 +243,6 @@ def test_solved(stage, judge, copy):
         assert by_hand == engine == zero3
         accelerated = runs.losses(runs.read_log(copy / stage / "runs" / "accelerated" / "log"))
         assert accelerated == pytest.approx(by_hand, abs=5e-5)
-
-
-JUDGES = {
-    "01_single_gpu": judge_01,
-    "02_pytorch_ddp": judge_02,
-    "03_pytorch_lightning": judge_03,
-    "04_model_parallel_with_fsdp": judge_04,
-    "05_deepspeed": judge_05,
-}  # of slurm-multinode: in test_slurm_notebook.py
 
 
 @STAGES

@@ -1,77 +1,57 @@
 """One step is one idea: how many lines change from each script to the next, and how long each is."""
 
 import ast
+from pathlib import Path
 
 import pytest
 
 import runs
+from workshop.course.exercises import stage_files
 from workshop.demo.strategies import changed_lines
 
-FAST = runs.ROOT / "solutions" / "01_single_gpu" / "exercise1_fast_single_gpu.py"
-STEPS = [
-    (runs.SINGLE, runs.SPAWN),
-    (runs.SPAWN, runs.TORCHRUN),
-    (runs.TORCHRUN, runs.METRICS),
-    (runs.SINGLE, FAST),
-]
-SCRIPTS = [runs.SINGLE, runs.SPAWN, runs.TORCHRUN, runs.METRICS, FAST]
+FILES = stage_files()
+STEPS = [step for file in FILES.values() for step in file.step]
+SCRIPTS = sorted({script for step in STEPS for script in (step.before, step.after)})
+# Those that train a language model, or with a library, need a group of CPUs beside the accelerators', or begin anew.
+PLAIN_STEPS = [step for step in STEPS if step.keeps_comments]
+PLAIN = sorted({script for step in PLAIN_STEPS for script in (step.before, step.after)})
 
 
-GIVEN, SOLUTIONS = runs.ROOT / "04_model_parallel_with_fsdp", runs.ROOT / "solutions" / "04_model_parallel_with_fsdp"
-ZERO = runs.ROOT / "solutions" / "05_deepspeed"
-FSDP = SOLUTIONS / "exercise1_fsdp_codellama.py"
-# A language model brings a tokenizer, a schedule, clipping and its completions along.
-LATER_STEPS = [
-    (GIVEN / "finetune_ddp.py", FSDP, 42),
-    (FSDP, SOLUTIONS / "exercise2_sharded_checkpoint.py", 42),
-    (FSDP, SOLUTIONS / "exercise3_fit_the_model.py", 42),
-    (GIVEN / "finetune_ddp.py", GIVEN / "lora.py", 25),
-    # A library that takes over launcher, device, averaging, loaders and checkpoints: mostly lines that go.
-    (runs.TORCHRUN, ZERO / "exercise1_deepspeed.py", 66),
-    (runs.TORCHRUN, ZERO / "exercise2_accelerate.py", 76),
-    (GIVEN / "finetune_ddp.py", runs.ROOT / "05_deepspeed" / "zero_codellama.py", 42),
-]
+def name(step):
+    return f"{Path(step.before).stem}-{Path(step.after).stem}"
 
 
-@pytest.mark.parametrize(("before", "after"), STEPS, ids=lambda path: path.stem)
-def test_changed_lines(before, after, record_property):
-    changed = changed_lines(before, after)
+@pytest.mark.parametrize("step", STEPS, ids=name)
+def test_changed_lines(step, record_property):
+    changed = changed_lines(runs.ROOT / step.before, runs.ROOT / step.after)
     record_property("changed_lines", changed)
-    print(f"\n{before.name} -> {after.name}: {changed} changed lines")
-    assert 10 <= changed <= 48
+    print(f"\n{step.before} -> {step.after}: {changed} changed lines")
+    assert 10 <= changed <= step.most
 
 
-@pytest.mark.parametrize(("before", "after", "most"), LATER_STEPS, ids=lambda value: getattr(value, "stem", None))
-def test_changed_lines_of_stages_04_and_05(before, after, most, record_property):
-    changed = changed_lines(before, after)
-    record_property("changed_lines", changed)
-    assert 10 <= changed <= most
-
-
-@pytest.mark.parametrize(
-    "script", [*SCRIPTS, *sorted(GIVEN.glob("*.py")), *sorted(SOLUTIONS.glob("*.py"))], ids=lambda path: path.stem
-)
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: Path(script).stem)
 def test_length(script):
-    longest = 242 if script.parent in (GIVEN, SOLUTIONS) else 165
-    assert len(script.read_text().splitlines()) <= longest
-    assert max(map(len, script.read_text().splitlines())) <= (130 if script.parent in (GIVEN, SOLUTIONS) else 120)
+    stage = FILES[Path(script).parent.name]
+    lines = (runs.ROOT / script).read_text().splitlines()
+    assert len(lines) <= stage.lines
+    assert max(map(len, lines)) <= stage.columns
 
 
-@pytest.mark.parametrize(("before", "after"), STEPS, ids=lambda path: path.stem)
-def test_comments_of_the_earlier_step_stay(before, after):
-    earlier = [line.strip() for line in before.read_text().splitlines() if line.strip().startswith("#")]
-    later = after.read_text()
+@pytest.mark.parametrize("step", PLAIN_STEPS, ids=name)
+def test_comments_of_the_earlier_step_stay(step):
+    earlier = [
+        line.strip() for line in (runs.ROOT / step.before).read_text().splitlines() if line.strip().startswith("#")
+    ]
+    later = (runs.ROOT / step.after).read_text()
     gone = [line for line in earlier if line not in later]
     # The store and its port are what torchrun takes over.
     assert [line for line in gone if "The store is where" not in line] == []
 
 
-@pytest.mark.parametrize(
-    "script", [*SCRIPTS, runs.ROOT / "slurm-multinode" / "train_at_scale.py"], ids=lambda path: path.stem
-)
+@pytest.mark.parametrize("script", [*PLAIN, "slurm-multinode/train_at_scale.py"], ids=lambda script: Path(script).stem)
 def test_nothing_names_one_kind_of_device(script):
     """Device and backend come from the machine: no literal of one of them in the code (a comment may name them)."""
-    nodes = list(ast.walk(ast.parse(script.read_text())))
+    nodes = list(ast.walk(ast.parse((runs.ROOT / script).read_text())))
     words = [
         node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)
     ]  # f-strings' too

@@ -83,7 +83,7 @@ def test_table_and_picture(toured):
 def test_a_run_that_fails_shows_the_traceback_of_the_rank_that_failed_first(name, tmp_path, monkeypatch):
     for key, value in runs.environment(TEST_PATCH="fail_on_rank_1").items():
         monkeypatch.setenv(key, value)
-    entry = next(entry for entry in tour.ENTRIES if entry.name == name)
+    entry = next(entry for entry in tour.entries() if entry.name == name)
     result = tour._run(entry, 2, 128, 1, runs.ROOT, tmp_path, lambda line: None)
     # On a machine so busy that both ranks had ended when mp.spawn looked, it prints that of rank 0.
     said = ("rank 1 failed first:\n", *(["another rank than 0 failed first:\n"] if name == "mp.spawn" else []))
