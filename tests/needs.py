@@ -30,6 +30,8 @@ PACKAGES = {
     "mpiexec.openmpi": "openmpi-bin",
     "mpiexec.mpich": "mpich",
     "setpriv": "util-linux",
+    "pkill": "procps",
+    "cc": "gcc",
     "scontrol": "slurm-client",
     "debootstrap": "debootstrap",
 } | {program: debian for program, (debian, _) in PROGRAMS.items()}

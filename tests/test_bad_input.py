@@ -1,7 +1,6 @@
 """A user's mistake: one line on standard error, exit status 2, nothing launched, nothing written."""
 
 import argparse
-import importlib.util
 import os
 import runpy
 import socket
@@ -14,7 +13,7 @@ import pytest
 import torch
 
 import runs
-from needs import require
+from needs import DEEPSPEED, require
 from workshop.training.arguments import ArgumentParser, check_arguments, require_writable
 
 SCRIPTS = {"single": runs.SINGLE, "spawn": runs.SPAWN, "torchrun": runs.TORCHRUN}
@@ -139,11 +138,11 @@ def test_script_says_so_in_one_line(kind, mistake, tmp_path, monkeypatch, capfd)
 )
 @pytest.mark.parametrize("place", ["/proc/none", "file/runs", "new/" + "long" * 80])
 def test_a_folder_that_cannot_be_made(script, place, tmp_path, monkeypatch, capfd):
-    if "deepspeed" in script and not importlib.util.find_spec("deepspeed"):
-        pytest.skip("needs DeepSpeed, an extra")
     file_above(tmp_path)
     options = ["--folder", place]
     if "deepspeed" in script:
+        pytest.importorskip("deepspeed")
+        require(*DEEPSPEED)
         options += ["--config", str((runs.ROOT / script).with_name("ds_config.json"))]
     said = refused_as_rank_0(runs.ROOT / script, options, tmp_path, monkeypatch, capfd)
     assert said.startswith(f"{Path(script).name}: --folder {place}: ")

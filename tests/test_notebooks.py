@@ -8,6 +8,7 @@ import pytest
 from nbclient.exceptions import CellExecutionError
 
 import runs
+from needs import require
 from workshop.course import exercises as course
 from workshop.jupyter import solutions
 
@@ -209,6 +210,7 @@ def test_every_notebook_has_its_judge():
 @judged("02_pytorch_ddp")
 def test_as_delivered(stage, judge, copy):
     """Before anybody has solved an exercise of it."""
+    require("pkill")
     notebook = execute(copy / stage / f"{stage}.ipynb")
     judge(notebook)
     assert goals_left(notebook) == exercises(stage)

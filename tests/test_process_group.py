@@ -5,6 +5,7 @@ import sys
 
 import pytest
 
+from needs import require
 from runs import run
 
 # gloo's threads compute for a while after they have said that a collective has ended, before they let go of its tensors.
@@ -59,6 +60,7 @@ train()
 @pytest.fixture(scope="module")
 def late_threads(tmp_path_factory):
     """A library that, loaded first, makes gloo's threads late."""
+    require("cc")
     folder = tmp_path_factory.mktemp("late")
     (folder / "late.c").write_text(LATE)
     library = folder / "late.so"

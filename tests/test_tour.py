@@ -6,6 +6,7 @@ import pickle
 import subprocess
 import sys
 
+import psutil
 import pytest
 from PIL import Image
 
@@ -147,13 +148,15 @@ def test_a_tour_inside_a_slurm_job_starts_its_runs_outside_of_it(tmp_path, monke
 
 
 def test_a_run_that_hangs_is_ended_with_all_its_processes(tmp_path, monkeypatch):
-    child = f"import time; time.sleep(600 + 0 * {os.getpid()})"
+    mark = f"600 + 0 * {os.getpid()}"
+    child = f"import time; time.sleep({mark})"
     program = f"import subprocess, sys; subprocess.Popen([sys.executable, '-c', '{child}']); {child}"
     outcome = tour.launch([sys.executable, "-c", program], dict(os.environ), tmp_path, lambda line: None, stall=1)
     assert outcome.status is None
     assert "stood still" in first_failure(outcome, tmp_path)
-    left = subprocess.run(["pgrep", "-f", f"600 . 0 . {os.getpid()}"], capture_output=True, text=True)
-    assert left.stdout == ""
+    assert not [
+        process for process in psutil.process_iter(["cmdline"]) if mark in " ".join(process.info["cmdline"] or [])
+    ]
 
 
 def test_process_counts_follow_the_machine(monkeypatch):

@@ -6,6 +6,7 @@ import runs
 from check.bank.cases import assert_right
 from check.bank.replay import check_for_real
 from check.bank.whole import case_of
+from needs import DEEPSPEED, require
 
 CASES = {
     "one process": "fast-asks-for-each-loss",
@@ -30,6 +31,8 @@ def test_a_mistake_is_named(name, tmp_path):
     case = case_of(name)
     if case.base.endswith(".sh") and runs.NO_CLUSTER:
         pytest.skip(runs.NO_CLUSTER)
+    if "05_deepspeed" in case.base:
+        require(*DEEPSPEED)
     verdict, _ = check_for_real(case, tmp_path)
     assert_right(case, verdict)
 
