@@ -64,8 +64,9 @@ def test_a_new_stage_is_discovered(copy):
 
 
 def test_a_new_rule_and_a_new_site(copy):
-    assert "tests/check/rules/test_samples.py" in dev(copy, "new", "rule", "samples/late-order")
-    assert "rule late-order: no mistake in tests/check/rules/test_samples.py" in dev(copy, "check", status=1)
+    for family in ("samples", "jobs", "files"):  # they import different things
+        assert f"tests/check/rules/test_{family}.py" in dev(copy, "new", "rule", f"{family}/late-{family}")
+    assert "rule late-jobs: no mistake in tests/check/rules/test_jobs.py" in dev(copy, "check", status=1)
     dev(copy, "new", "site", "elsewhere")
     assert (copy / "slurm-multinode" / "sites" / "elsewhere.toml").exists()
 

@@ -19,7 +19,7 @@ RULE = '''
     why="TODO: why it matters, in one sentence.",
     fix="TODO: what to do, with the name of the API.",
     runs=WHOLE,
-    needs=(Backward,),
+    needs=(),  # TODO: the kinds of events that it reads
     anywhere=True,
 )
 def {function}(run: Run) -> Said:
@@ -28,6 +28,8 @@ def {function}(run: Run) -> Said:
         if not process.steps:
             yield Seen("TODO: what was seen, with figures", process.data_where)
 '''
+# ruff check --fix sorts them in.
+RULE_IMPORTS = ("from workshop.check.evidence.run import Run", "from workshop.check.scenarios import WHOLE")
 ENTRY = """
 [[exercise]]
 file = "{file}"
@@ -95,7 +97,12 @@ def new_rule(name: str) -> list[Path]:
     if family not in FAMILIES:
         raise UserError(f"there is no family {family}; the families are {', '.join(FAMILIES)}")
     path = require_stages() / "workshop" / "check" / "rules" / f"{family}.py"
-    write_atomically(path, path.read_text() + RULE.format(function=rule.replace("-", "_")))
+    text = path.read_text()
+    for line in RULE_IMPORTS:
+        module, _, name = line.partition(" import ")
+        if not re.search(rf"^{module} import .*\b{name}\b", text, re.MULTILINE):
+            text = text.replace("from workshop.check.rules.rule ", f"{line}\nfrom workshop.check.rules.rule ", 1)
+    write_atomically(path, text + RULE.format(function=rule.replace("-", "_")))
     test = require_stages() / "tests" / "check" / "rules" / f"test_{family}.py"
     return [path, test]
 
