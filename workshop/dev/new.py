@@ -64,6 +64,16 @@ BASES = {
     "spawn": "solutions/02_pytorch_ddp/exercise1_multigpu.py",
     "torchrun": "solutions/02_pytorch_ddp/exercise2_multigpu_torchrun.py",
 }
+NOTEBOOK_START = """\
+try:
+    from workshop.jupyter import check, hint, start
+except ImportError:
+    raise SystemExit(
+        "This kernel does not have the workshop: choose the kernel 'Workshop' (menu Kernel, Change Kernel), "
+        "or start Jupyter with ./workshop.sh lab"
+    ) from None
+
+start("{name}")"""
 STAGE_README = """# {title}
 
 **You will** TODO: objectives.
@@ -175,25 +185,25 @@ def new_stage(name: str) -> list[Path]:
     contents = {
         folder / "exercises.toml": f"order = {order}\n",
         folder / "README.md": STAGE_README.format(title=title, file=file, name=f"{name}/{file}"),
-        folder / f"{name}.ipynb": _notebook(title),
+        folder / f"{name}.ipynb": _notebook(name, title),
     }
     folder.mkdir()
     for path, content in contents.items():
         write_atomically(path, content)
-    return [*contents, *_write_exercise(folder / "exercises.toml", file.removesuffix(".py"), "single")]
+    return [*list(contents)[1:], *_write_exercise(folder / "exercises.toml", file.removesuffix(".py"), "single")]
 
 
-def _notebook(title: str) -> str:
+def _notebook(name: str, title: str) -> str:
     kernel = {"display_name": "Python 3 (ipykernel)", "language": "python", "name": "python3"}
     cells = [
         {"cell_type": "markdown", "id": "title", "metadata": {}, "source": [f"# {title}\n"]},
         {
             "cell_type": "code",
-            "id": "setup",
+            "id": "start",
             "metadata": {},
             "execution_count": None,
             "outputs": [],
-            "source": ["from workshop.jupyter import check, hint"],
+            "source": NOTEBOOK_START.format(name=name).splitlines(keepends=True),
         },
     ]
     notebook = {"cells": cells, "metadata": {"kernelspec": kernel}, "nbformat": 4, "nbformat_minor": 5}

@@ -88,6 +88,9 @@ def execute(notebook: nbformat.NotebookNode, folder: Path, timeout: float = 400)
 
 def main() -> None:
     console = Console()
+    if unknown := set(sys.argv[1:]) - set(STAGES):
+        print(f"{min(unknown)}: no stage with a notebook; there are {', '.join(STAGES)}", file=sys.stderr)
+        sys.exit(2)
     for stage in sys.argv[1:] or STAGES:
         notebook = twin(stage)
         _, target = paths(stage)
