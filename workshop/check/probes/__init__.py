@@ -1,66 +1,40 @@
-"""The probes, one file for each thing that they observe in the processes of a checked program."""
+"""The probes, one file for each part of a checked program that they observe."""
 
 import re
 from collections.abc import Sequence
 
 from workshop.check.evidence.events import Event
 from workshop.check.probes.accelerate import Accelerators
-from workshop.check.probes.checkpoints import Checkpoints
-from workshop.check.probes.clipping import Clipping
+from workshop.check.probes.checkpoints import Checkpoints, Weights
 from workshop.check.probes.collectives import Collectives
-from workshop.check.probes.compiling import Compiling
 from workshop.check.probes.deepspeed import Engine
-from workshop.check.probes.devices import Devices
+from workshop.check.probes.devices import Compiling, Devices, HostSync
 from workshop.check.probes.files import Files
 from workshop.check.probes.fsdp import Sharding
 from workshop.check.probes.group import Groups
-from workshop.check.probes.host_sync import HostSync
-from workshop.check.probes.layers import Layers
+from workshop.check.probes.layers import Activations, Layers
 from workshop.check.probes.lightning import Lightning, PytorchLightning
-from workshop.check.probes.memory import Activations
 from workshop.check.probes.models import Models
 from workshop.check.probes.probe import Probe
 from workshop.check.probes.process import Processes
 from workshop.check.probes.recorder import Recorder
 from workshop.check.probes.samples import Samples
-from workshop.check.probes.steps import Steps
-from workshop.check.probes.weights import Weights
+from workshop.check.probes.steps import Clipping, Steps
 
 __all__ = ["PROBES", "Probe", "Recorder", "probes_for"]
 
-# In the order in which they are installed.
-PROBES: tuple[type[Probe], ...] = (
-    Processes,
-    Devices,
-    Groups,
-    Collectives,
-    Models,
-    Samples,
-    Steps,
-    Layers,
-    HostSync,
-    Files,
-    Lightning,
-    PytorchLightning,
-    Accelerators,
-    Engine,
-    Sharding,
-    Clipping,
-    Checkpoints,
-    Weights,
-    Activations,
-    Compiling,
-)
+# In the order in which they are installed: those that always are, those that a rule needs, those of libraries.
+_ALWAYS = (Processes, Devices, Groups, Collectives, Models, Samples, Steps, Files, Compiling)
+_OTHERS = (Layers, HostSync, Sharding, Clipping, Checkpoints, Weights, Activations)
+_LIBRARIES = (Lightning, PytorchLightning, Accelerators, Engine)
+PROBES: tuple[type[Probe], ...] = (*_ALWAYS, *_OTHERS, *_LIBRARIES)
 
 
 def probes_for(needs: set[type[Event]], offered: Sequence[type[Probe]], text: str = "") -> tuple[type[Probe], ...]:
-    """The probes to install.
+    """The probes to install: those of the offered ones that note what the rules need.
 
-    Args:
-        needs: the kinds of events that the rules need.
-        offered: all probes.
-        text: the program's. Given, a probe of a library is installed only if the program imports the library, and then
-            whether or not a rule needs its events: importing a large library for nothing takes seconds.
+    With the text of the program, a probe of a library is installed only if the program imports the library, and then
+    whether or not a rule needs its events: importing a large library for nothing takes seconds.
     """
 
     def chosen(probe: type[Probe]) -> bool:

@@ -1,44 +1,31 @@
-"""Checkpoints that many ranks write together."""
+"""Checkpoints that many ranks write together, and files of weights that a process reads in full."""
 
-import importlib
-from functools import partial
 from typing import Any
 
-from workshop.check.evidence.events import CheckpointCalled
-from workshop.check.probes.patching import Function
-from workshop.check.probes.probe import Probe
-
-PACKAGE = "torch.distributed.checkpoint"  # importing it takes a second, which only some programs need
+from workshop.check.evidence.events import CheckpointCalled, WeightsRead
+from workshop.check.probes.probe import Function, Probe, after, around
 
 
 class Checkpoints(Probe):
     """Notes ``save``, ``async_save`` and ``load`` of ``torch.distributed.checkpoint``."""
 
     writes = (CheckpointCalled,)
+    package = "torch.distributed.checkpoint"  # importing it takes a second
 
-    @classmethod
-    def prepare(cls, on_cpu: bool) -> None:
-        """Import the package."""
-        importlib.import_module(PACKAGE)
+    @around(lambda package: package, "save", "async_save", "load", named=True)
+    def _call(self, name: str, original: Function, *args: Any, **kwargs: Any) -> Any:
+        writer = kwargs.get("storage_writer")
+        self.note_here(CheckpointCalled(name=name, writer="" if writer is None else type(writer).__name__))
+        with self.recorder.quietly():
+            return original(*args, **kwargs)
 
-    def install(self) -> None:
-        """Replace its functions."""
-        package = importlib.import_module(PACKAGE)
-        for name in ("save", "async_save", "load"):
-            self.patches.wrap(package, name, partial(self._call, name=name))
 
-    def _call(self, original: Function, name: str) -> Function:
-        recorder = self.recorder
+class Weights(Probe):
+    """Notes ``load_file`` of safetensors."""
 
-        def checkpoint(*args: Any, **kwargs: Any) -> Any:
-            with recorder.guard:
-                writer = kwargs.get("storage_writer")
-                kind = "" if writer is None else type(writer).__name__
-                recorder.note(CheckpointCalled(name=name, writer=kind, where=recorder.where()))
-            recorder.quiet += 1
-            try:
-                return original(*args, **kwargs)
-            finally:
-                recorder.quiet -= 1
+    writes = (WeightsRead,)
+    package = "safetensors.torch"
 
-        return checkpoint
+    @after(lambda package: package, "load_file")
+    def _load_file(self, tensors: dict[str, Any], *args: Any, **kwargs: Any) -> None:
+        self.note_here(WeightsRead(bytes=sum(tensor.nbytes for tensor in tensors.values())))

@@ -2,6 +2,7 @@
 
 import zlib
 from collections.abc import Iterable
+from contextlib import suppress
 
 import torch
 
@@ -19,43 +20,37 @@ def sketches(tensors: Iterable[torch.Tensor | None]) -> list[Sketch]:
 
 
 def _sketch(tensor: torch.Tensor) -> Sketch:
-    try:
+    with suppress(*UNREADABLE):
         tensor = own_part(tensor).detach()
         flat = (tensor.to_dense() if tensor.is_sparse else tensor).reshape(-1)
         if flat.is_complex():
             flat = torch.view_as_real(flat).reshape(-1)
         values = flat[:: max(1, flat.numel() // SAMPLES)][:SAMPLES].cpu().double().tolist()
         return torch.linalg.vector_norm(flat.float()).item(), values
-    except UNREADABLE:
-        return None
+    return None
 
 
 def rows(tensor: torch.Tensor) -> list[Key]:
     """A key for each row of a tensor: equal for equal content. Empty for a tensor without contents."""
-    try:
+    with suppress(*UNREADABLE):
         flat = tensor.detach().cpu().contiguous()
-        if flat.dtype == torch.bfloat16:
-            flat = flat.view(torch.int16)
-        array = flat.reshape(len(flat), -1).numpy()
-    except UNREADABLE:
-        return []
-    return [("content", zlib.crc32(row.tobytes()), row.nbytes) for row in array]
+        array = (flat.view(torch.int16) if flat.dtype == torch.bfloat16 else flat).reshape(len(flat), -1).numpy()
+        return [("content", zlib.crc32(row.tobytes()), row.nbytes) for row in array]
+    return []
 
 
 def mean(tensor: torch.Tensor | None) -> float | None:
     """The mean of a tensor; None where there is none, or one without contents."""
-    try:
+    with suppress(*UNREADABLE):
         return None if tensor is None else float(tensor.detach().float().mean())
-    except UNREADABLE:
-        return None
+    return None
 
 
 def is_zero(tensor: torch.Tensor | None) -> bool:
     """Whether there is no tensor, or one without contents, or this process's part of it holds only zeros."""
-    try:
+    with suppress(*UNREADABLE):
         return tensor is None or not bool(own_part(tensor).any())
-    except UNREADABLE:
-        return True
+    return True
 
 
 def first_tensor(value: object) -> torch.Tensor | None:
@@ -64,9 +59,5 @@ def first_tensor(value: object) -> torch.Tensor | None:
         return value if value.dim() > 0 and len(value) > 0 else None
     if isinstance(value, dict):
         value = list(value.values())
-    if isinstance(value, (list, tuple)):
-        for item in value:
-            found = first_tensor(item)
-            if found is not None:
-                return found
-    return None
+    found = map(first_tensor, value if isinstance(value, (list, tuple)) else ())
+    return next((tensor for tensor in found if tensor is not None), None)

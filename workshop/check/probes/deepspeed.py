@@ -1,18 +1,14 @@
 """DeepSpeed's engine: how it is set up, the calls of its methods, and what ZeRO shards."""
 
-import importlib
-import importlib.util
 import io
 import os
 from contextlib import redirect_stdout
-from functools import partial
 from typing import Any
 
 import torch
 
 from workshop.check.evidence.events import EngineCalled, EngineLoss, EngineMade, MomentsMeasured
-from workshop.check.probes.patching import Function
-from workshop.check.probes.probe import Probe
+from workshop.check.probes.probe import Function, Probe, around
 
 METHODS = ("backward", "step", "save_checkpoint", "load_checkpoint")
 
@@ -25,60 +21,35 @@ class Engine(Probe):
 
     @classmethod
     def prepare(cls, on_cpu: bool) -> None:
-        """Import it: that takes seconds."""
-        if importlib.util.find_spec("deepspeed"):
-            if on_cpu:
-                os.environ["DS_ACCELERATOR"] = "cpu"  # it chooses when it is imported
-            importlib.import_module("deepspeed")
+        if on_cpu:
+            os.environ["DS_ACCELERATOR"] = "cpu"  # it chooses when it is imported
+        super().prepare(on_cpu)
 
-    def install(self) -> None:
-        """Replace them."""
-        if not importlib.util.find_spec("deepspeed"):
-            return
-        deepspeed: Any = importlib.import_module("deepspeed")
-        self.patches.wrap(deepspeed, "initialize", self._initialize)
-        for name in METHODS:
-            self.patches.wrap(deepspeed.DeepSpeedEngine, name, partial(self._call, name=name))
+    @around(lambda deepspeed: deepspeed, "initialize")
+    def _initialize(self, original: Function, *args: Any, **kwargs: Any) -> Any:
+        self.recorder.starting = True
+        try:
+            with redirect_stdout(io.StringIO()):  # each process would print there that the extension is built
+                made = original(*args, **kwargs)
+        finally:
+            self.recorder.starting = False
+        with self.recorder.guard:
+            stage, clipping = made[0].zero_optimization_stage(), made[0].gradient_clipping()
+            batch = made[0].train_micro_batch_size_per_gpu()
+            self.note_here(EngineMade(stage=stage, clipping=clipping, batch=batch))
+        return made
 
-    def _initialize(self, original: Function) -> Function:
-        recorder = self.recorder
-
-        def initialize(*args: Any, **kwargs: Any) -> Any:
-            where, recorder.starting = recorder.where(), True
-            try:
-                with redirect_stdout(io.StringIO()):  # each process would print there that the extension is built
-                    made = original(*args, **kwargs)
-            finally:
-                recorder.starting = False
-            with recorder.guard:
-                engine = made[0]
-                recorder.note(
-                    EngineMade(
-                        stage=engine.zero_optimization_stage(),
-                        clipping=engine.gradient_clipping(),
-                        batch=engine.train_micro_batch_size_per_gpu(),
-                        where=where,
-                    )
-                )
-            return made
-
-        return initialize
-
-    def _call(self, original: Function, name: str) -> Function:
-        recorder = self.recorder
-
-        def call(engine: Any, *args: Any, **kwargs: Any) -> Any:
-            with recorder.guard:
-                recorder.note(EngineCalled(name=name, where=recorder.where()))
-                if name == "backward" and args:
-                    recorder.note(EngineLoss(loss=args[0].item(), where=recorder.where()))
-            done = original(engine, *args, **kwargs)
-            if name == "step":
-                with recorder.guard:
-                    recorder.note(_moments(engine))
-            return done
-
-        return call
+    @around(lambda deepspeed: deepspeed.DeepSpeedEngine, *METHODS, named=True)
+    def _call(self, name: str, original: Function, engine: Any, *args: Any, **kwargs: Any) -> Any:
+        with self.recorder.guard:
+            self.note_here(EngineCalled(name=name))
+            if name == "backward" and args:
+                self.note_here(EngineLoss(loss=args[0].item()))
+        done = original(engine, *args, **kwargs)
+        if name == "step":
+            with self.recorder.guard:
+                self.recorder.note(_moments(engine))
+        return done
 
 
 def _moments(engine: Any) -> MomentsMeasured:
@@ -86,11 +57,7 @@ def _moments(engine: Any) -> MomentsMeasured:
     optimizer = engine.optimizer
     while hasattr(optimizer, "optimizer"):  # ZeRO's own, around the program's
         optimizer = optimizer.optimizer
-    own = sum(
-        value.nbytes
-        for state in optimizer.state.values()
-        for value in state.values()
-        if isinstance(value, torch.Tensor) and value.dim() > 0
-    )
+    values = [value for state in optimizer.state.values() for value in state.values()]
+    own = sum(value.nbytes for value in values if isinstance(value, torch.Tensor) and value.dim() > 0)
     whole = 8 * sum(getattr(parameter, "ds_numel", parameter.numel()) for parameter in engine.module.parameters())
     return MomentsMeasured(own=own, whole=whole)

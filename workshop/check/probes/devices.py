@@ -1,19 +1,18 @@
-"""The device that a process chooses."""
+"""How a process uses its device: which one it chooses, how often it waits for it, and whether it compiles for it."""
 
 from typing import Any
 
 import torch
+from torch import nn
+from torch.optim import Optimizer
 
-from workshop.check.evidence.events import DeviceChosen
-from workshop.check.probes.patching import Function
-from workshop.check.probes.probe import Probe
+from workshop.check.evidence.events import Compiled, DeviceChosen, ValuesAsked
+from workshop.check.probes.probe import Function, Probe, around, before, on
 
 
 def device_index(device: Any) -> int | None:
     """The index of a device in the forms that torch takes; None: it has none."""
-    if isinstance(device, int):
-        return device
-    index: int | None = torch.device(device).index
+    index: int | None = device if isinstance(device, int) else torch.device(device).index
     return index
 
 
@@ -23,19 +22,41 @@ class Devices(Probe):
     writes = (DeviceChosen,)
     always = True
 
-    def install(self) -> None:
-        """Replace the functions that set it."""
-        for module, name in (
-            (torch.accelerator, "set_device_index"),
-            (torch.accelerator, "set_device_idx"),
-            (torch.cuda, "set_device"),
-        ):
-            self.patches.wrap(module, name, self._set)
+    @before(torch.accelerator, "set_device_index", "set_device_idx")
+    @before(torch.cuda, "set_device")
+    def _set(self, device: object, *args: object, **kwargs: object) -> None:
+        self.note_here(DeviceChosen(index=device_index(device)))
 
-    def _set(self, original: Function) -> Function:
-        def set_index(device: object, *args: object, **kwargs: object) -> object:
-            with self.recorder.guard:
-                self.recorder.note(DeviceChosen(index=device_index(device), where=self.recorder.where()))
-            return original(device, *args, **kwargs)
 
-        return set_index
+class HostSync(Probe):
+    """Counts how often the program itself asks a tensor for its value: it waits for the device then."""
+
+    writes = (ValuesAsked,)
+
+    def clear(self) -> None:
+        self.count, self.last = 0, ""
+
+    @before(torch.Tensor, "item", "tolist", "__float__", "__int__", "__bool__", "numpy")
+    def _ask(self, *args: Any, **kwargs: Any) -> None:
+        if not self.recorder.quiet and self.recorder.called_by_script():
+            self.count, self.last = self.count + 1, self.recorder.where()
+
+    @on("after_step")
+    def _note(self, optimizer: Optimizer) -> None:
+        self.recorder.note(ValuesAsked(count=self.count, where=self.last))
+
+
+class Compiling(Probe):
+    """Notes ``torch.compile`` and ``Module.compile``, and compiles nothing: that would take half a minute."""
+
+    writes = (Compiled,)
+    always = True
+
+    @around(nn.Module, "compile")
+    def _compile_module(self, *args: Any, **kwargs: Any) -> None:
+        self.recorder.note(Compiled())
+
+    @around(torch, "compile")
+    def _compile(self, original: Function, model: Any = None, *args: Any, **kwargs: Any) -> Any:
+        self.recorder.note(Compiled())
+        return (lambda function: function) if model is None else model  # without a model it is a decorator

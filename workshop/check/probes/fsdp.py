@@ -8,65 +8,41 @@ from torch import nn
 from torch.optim import Optimizer
 
 from workshop.check.evidence.events import FullySharded, LayoutSeen
-from workshop.check.probes.patching import Function
-from workshop.check.probes.probe import Probe
+from workshop.check.probes.probe import Probe, before, on
 from workshop.tensors import own_part
-
-PACKAGE = "torch.distributed.fsdp"  # importing it takes a second, which only some programs need
 
 
 class Sharding(Probe):
     """Notes ``fully_shard``, and before the first step the layout of the model: no layer is gathered then."""
 
     writes = (FullySharded, LayoutSeen)
+    package = "torch.distributed.fsdp"  # importing it takes a second
 
-    @classmethod
-    def prepare(cls, on_cpu: bool) -> None:
-        """Import FSDP."""
-        importlib.import_module(PACKAGE)
+    @before(lambda package: package, "fully_shard")
+    def _fully_shard(self, module: Any, *args: Any, offload_policy: Any = None, **kwargs: Any) -> None:
+        modules = module if isinstance(module, (list, tuple)) else [module]
+        parameters = [parameter for each in modules for parameter in each.parameters()]
+        whole = [each for each in parameters if not hasattr(each, "to_local") and not each.is_meta]
+        self.note_here(FullySharded(held=sum(each.nbytes for each in whole), offload=type(offload_policy).__name__))
 
-    def install(self) -> None:
-        """Replace ``fully_shard``."""
-        package: Any = importlib.import_module(PACKAGE)
-        self.group: type[Any] = package.FSDPModule  # the class of a module that fully_shard has made a group of
-        self.patches.wrap(package, "fully_shard", self._fully_shard)
-        self.recorder.before_step.append(self._layout)
-
-    def _fully_shard(self, original: Function) -> Function:
-        recorder = self.recorder
-
-        def fully_shard(module: Any, *args: Any, **kwargs: Any) -> Any:
-            with recorder.guard:
-                modules = module if isinstance(module, (list, tuple)) else [module]
-                held = sum(
-                    parameter.nbytes
-                    for each in modules
-                    for parameter in each.parameters()
-                    if not hasattr(parameter, "to_local") and not parameter.is_meta
-                )
-                offload = type(kwargs.get("offload_policy")).__name__
-                recorder.note(FullySharded(held=held, offload=offload, where=recorder.where()))
-            return original(module, *args, **kwargs)
-
-        return fully_shard
-
+    @on("before_step")
     def _layout(self, optimizer: Optimizer) -> None:
         model = self.recorder.model
         if self.recorder.steps or model is None:
             return
+        group: type[Any] = importlib.import_module(self.package).FSDPModule  # what fully_shard makes of a module
         named = dict(model.named_parameters())
         layers = decoder_layers(model)
-        self.recorder.note(
+        self.note_here(
             LayoutSeen(
                 own=sum(own_part(parameter).nbytes for parameter in named.values()),
                 whole=sum(parameter.numel() * parameter.element_size() for parameter in named.values()),
                 whole_here=[name for name, each in named.items() if own_part(each).numel() == each.numel()],
                 dtypes=sorted({str(parameter.dtype) for parameter in named.values()}),
-                groups=sum(isinstance(each, self.group) for each in model.modules()),
+                groups=sum(isinstance(each, group) for each in model.modules()),
                 layers=len(layers),
-                layer_groups=sum(isinstance(layer, self.group) for layer in layers),
+                layer_groups=sum(isinstance(layer, group) for layer in layers),
                 buffers=[name for name, buffer in model.named_buffers() if not _is_right(name, buffer, model)],
-                where=self.recorder.where(),
             )
         )
 

@@ -7,8 +7,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 from workshop.check.evidence.events import GroupDestroyed, Joined, Joining, StoreOpened
-from workshop.check.probes.patching import Function
-from workshop.check.probes.probe import Probe
+from workshop.check.probes.probe import Function, Probe, around, before
 
 
 class Groups(Probe):
@@ -18,44 +17,33 @@ class Groups(Probe):
     always = True
 
     def install(self) -> None:
-        """Replace them."""
-        for module in (dist, c10d):
-            self.patches.wrap(module, "init_process_group", self._init)
-            self.patches.wrap(module, "destroy_process_group", self._destroy)
+        super().install()
         # (c10d has no name of its own for it: what a rendezvous of torch opens is not noted.)
         self.patches.set(dist, "TCPStore", self._store(vars(dist)["TCPStore"]))
 
-    def _init(self, original: Function) -> Function:
-        recorder = self.recorder
-
-        def init_process_group(*args: Any, **kwargs: Any) -> Any:
-            with recorder.guard:
-                given = recorder.environment
-                recorder.note(
-                    Joining(
-                        init_method=str(kwargs.get("init_method") or (args[1] if len(args) > 1 else None)),
-                        world_size=_plain(kwargs.get("world_size", os.environ.get("WORLD_SIZE"))),
-                        address=os.environ.get("MASTER_ADDR"),
-                        port=os.environ.get("MASTER_PORT"),
-                        given_address=given.get("MASTER_ADDR"),
-                        given_port=given.get("MASTER_PORT"),
-                        where=recorder.where(),
-                    )
+    @around(dist, "init_process_group")
+    @around(c10d, "init_process_group")
+    def _init(self, original: Function, *args: Any, **kwargs: Any) -> Any:
+        with self.recorder.guard:
+            self.note_here(
+                Joining(
+                    init_method=str(kwargs.get("init_method") or (args[1] if len(args) > 1 else None)),
+                    world_size=_plain(kwargs.get("world_size", os.environ.get("WORLD_SIZE"))),
+                    address=os.environ.get("MASTER_ADDR"),
+                    port=os.environ.get("MASTER_PORT"),
+                    given_address=self.recorder.environment.get("MASTER_ADDR"),
+                    given_port=self.recorder.environment.get("MASTER_PORT"),
                 )
-            result = original(*args, **kwargs)
-            with recorder.guard:
-                recorder.note(Joined(rank=dist.get_rank(), world_size=dist.get_world_size(), where=recorder.where()))
-            return result
+            )
+        result = original(*args, **kwargs)
+        with self.recorder.guard:
+            self.note_here(Joined(rank=dist.get_rank(), world_size=dist.get_world_size()))
+        return result
 
-        return init_process_group
-
-    def _destroy(self, original: Function) -> Function:
-        def destroy_process_group(*args: Any, **kwargs: Any) -> Any:
-            with self.recorder.guard:
-                self.recorder.note(GroupDestroyed(where=self.recorder.where()))
-            return original(*args, **kwargs)
-
-        return destroy_process_group
+    @before(dist, "destroy_process_group")
+    @before(c10d, "destroy_process_group")
+    def _destroy(self, *args: Any, **kwargs: Any) -> None:
+        self.note_here(GroupDestroyed())
 
     def _store(self, original: type[Any]) -> type[Any]:
         recorder = self.recorder

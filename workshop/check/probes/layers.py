@@ -1,31 +1,29 @@
-"""What the layers compute with: types, sizes of images, normalization over the batch; and what the device is fast at."""
+"""What layers compute with (types, sizes of images, normalization over the batch), and what they keep for the backward pass."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
 
-from workshop.check.evidence.events import DeviceSeen, LayersSeen
-from workshop.check.probes.probe import Probe
-from workshop.tensors import bf16_is_fast
+from workshop.check.evidence.events import ActivationsKept, DeviceSeen, LayersSeen
+from workshop.check.probes.probe import Probe, on
+from workshop.tensors import bf16_is_fast, kept_for_backward
 
 
 class Layers(Probe):
-    """Looks at what each layer returns."""
+    """Looks at what each layer returns, and notes what was seen after each step."""
 
     writes = (LayersSeen, DeviceSeen)
 
     def clear(self) -> None:
-        """Forget the layers that were seen."""
         self.dtypes: set[str] = set()
         self.convolved: list[tuple[int, ...]] = []
         self.batchnorm = self.device_seen = False
 
-    def install(self) -> None:
-        """Look at each call of a module, and note what was seen after each step."""
-        self.recorder.after_module.append(self._look)
-        self.recorder.after_step.append(self._note)
-
+    @on("after_module")
     def _look(self, module: nn.Module, output: object) -> None:
         if isinstance(module, (nn.Linear, nn.Conv2d)) and isinstance(output, torch.Tensor) and output.requires_grad:
             self.dtypes.add(str(output.dtype))
@@ -33,11 +31,28 @@ class Layers(Probe):
                 self.convolved.append(tuple(output.shape[-2:]))
         self.batchnorm = self.batchnorm or isinstance(module, _BatchNorm)
 
+    @on("after_step")
     def _note(self, optimizer: Optimizer) -> None:
-        self.recorder.note(
-            LayersSeen(dtypes=sorted(self.dtypes), convolved=list(self.convolved), batchnorm=self.batchnorm)
-        )
+        seen = LayersSeen(dtypes=sorted(self.dtypes), convolved=list(self.convolved), batchnorm=self.batchnorm)
+        self.recorder.note(seen)
         parameters = optimizer.param_groups[0]["params"]
         if parameters and not self.device_seen:
             self.device_seen = True
             self.recorder.note(DeviceSeen(bf16_is_fast=bf16_is_fast(parameters[0].device)))
+
+
+class Activations(Probe):
+    """Counts what a forward pass of a whole model in training keeps for the backward pass."""
+
+    writes = (ActivationsKept,)
+
+    @on("around_forward")
+    @contextmanager
+    def _around(self) -> Iterator[None]:
+        if not torch.is_grad_enabled():
+            yield
+            return
+        with kept_for_backward() as kept:
+            yield
+        with self.recorder.guard:
+            self.recorder.note(ActivationsKept(bytes=kept.bytes))

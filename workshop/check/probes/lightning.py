@@ -1,14 +1,11 @@
 """What Lightning's Trainer does where the functions of torch do not show it."""
 
 import importlib
-import importlib.util
 import os
-import sys
 from typing import Any, ClassVar
 
 from workshop.check.evidence.events import CallbacksSeen, Event, MetricsLogged, Saved, TrainerFit
-from workshop.check.probes.patching import Function
-from workshop.check.probes.probe import Probe
+from workshop.check.probes.probe import Probe, after, before
 
 
 class Lightning(Probe):
@@ -19,32 +16,16 @@ class Lightning(Probe):
 
     writes: ClassVar[tuple[type[Event], ...]] = (TrainerFit, CallbacksSeen, MetricsLogged)
     library = "lightning"
-    package: ClassVar[str] = "lightning.pytorch"
+    package = "lightning.pytorch"
 
-    @classmethod
-    def prepare(cls, on_cpu: bool) -> None:
-        """Import it: that takes seconds."""
-        if importlib.util.find_spec(cls.library):
-            importlib.import_module(cls.package)
+    @after(lambda package: package.Trainer, "__init__")
+    def _init(self, result: None, trainer: Any, *args: Any, **kwargs: Any) -> None:
+        trainer.callbacks.append(self._observer())
 
-    def install(self) -> None:
-        """Replace methods of the Trainer and of the loggers."""
-        package: Any = sys.modules.get(self.package)
-        if package is None:
-            return
-        for logger in (package.loggers.CSVLogger, package.loggers.TensorBoardLogger):
-            self.patches.wrap(logger, "log_metrics", self._log)
-        observer = self._observer(package)
-        self.patches.wrap(package.Trainer, "__init__", lambda original: self._init(original, observer))
-        self.patches.wrap(package.Trainer, "save_checkpoint", self._save)
-        self.patches.wrap(package.Trainer, "fit", self._fit)
+    def _observer(self) -> Any:
+        recorder, package = self.recorder, importlib.import_module(self.package)
 
-    def _observer(self, package: Any) -> Any:
-        recorder = self.recorder
-
-        class Observer(package.Callback):  # type: ignore[misc]  # the package has two names, so its class is found at run time
-            """Follows the training."""
-
+        class Observer(package.Callback):  # type: ignore[misc,name-defined]  # the package has two names
             def on_sanity_check_start(self, trainer: Any, module: Any) -> None:
                 recorder.quiet += 1  # a few batches whose figures nothing shows
 
@@ -54,14 +35,8 @@ class Lightning(Probe):
             def on_train_start(self, trainer: Any, module: Any) -> None:
                 recorder.fitting = True
                 with recorder.guard:
-                    stop, best = (
-                        [
-                            (each.monitor, each.mode)
-                            for each in trainer.callbacks
-                            if isinstance(each, kind) and each.monitor
-                        ]
-                        for kind in (package.callbacks.EarlyStopping, package.callbacks.ModelCheckpoint)
-                    )
+                    stop = _monitored(trainer, package.callbacks.EarlyStopping)
+                    best = _monitored(trainer, package.callbacks.ModelCheckpoint)
                     recorder.note(CallbacksSeen(stop=stop, best=best))
 
             def on_train_end(self, trainer: Any, module: Any) -> None:
@@ -69,50 +44,22 @@ class Lightning(Probe):
 
         return Observer()
 
-    def _init(self, original: Function, observer: Any) -> Function:
-        def __init__(trainer: Any, *args: Any, **kwargs: Any) -> None:
-            original(trainer, *args, **kwargs)
-            with self.recorder.guard:
-                trainer.callbacks.append(observer)
+    @before(lambda package: package.Trainer, "save_checkpoint")
+    def _save(self, trainer: Any, filepath: Any, *args: Any, **kwargs: Any) -> None:
+        if trainer.is_global_zero:
+            self.recorder.saved = True
+            accuracy = trainer.callback_metrics.get("accuracy")
+            accuracy = None if accuracy is None else float(accuracy)
+            self.note_here(Saved(path=os.path.realpath(filepath), keys=[], whole=True, accuracy=accuracy))
 
-        return __init__
+    @before(lambda package: package.Trainer, "fit")
+    def _fit(self, *args: Any, **kwargs: Any) -> None:
+        self.note_here(TrainerFit())
 
-    def _save(self, original: Function) -> Function:
-        recorder = self.recorder
-
-        def save_checkpoint(trainer: Any, filepath: Any, *args: Any, **kwargs: Any) -> Any:
-            if trainer.is_global_zero:
-                recorder.saved = True
-                with recorder.guard:
-                    accuracy = trainer.callback_metrics.get("accuracy")
-                    recorder.note(
-                        Saved(
-                            path=os.path.realpath(filepath),
-                            keys=[],
-                            whole=True,
-                            accuracy=None if accuracy is None else float(accuracy),
-                            where=recorder.where(),
-                        )
-                    )
-            return original(trainer, filepath, *args, **kwargs)
-
-        return save_checkpoint
-
-    def _fit(self, original: Function) -> Function:
-        def fit(trainer: Any, *args: Any, **kwargs: Any) -> Any:
-            with self.recorder.guard:
-                self.recorder.note(TrainerFit(where=self.recorder.where()))
-            return original(trainer, *args, **kwargs)
-
-        return fit
-
-    def _log(self, original: Function) -> Function:
-        def log_metrics(logger: Any, metrics: Any, *args: Any, **kwargs: Any) -> Any:
-            with self.recorder.guard:
-                self.recorder.note(MetricsLogged(names=sorted(metrics)))
-            return original(logger, metrics, *args, **kwargs)
-
-        return log_metrics
+    @before(lambda package: package.loggers.CSVLogger, "log_metrics")
+    @before(lambda package: package.loggers.TensorBoardLogger, "log_metrics")
+    def _log(self, logger: Any, metrics: Any, *args: Any, **kwargs: Any) -> None:
+        self.recorder.note(MetricsLogged(names=sorted(metrics)))
 
 
 class PytorchLightning(Lightning):
@@ -120,3 +67,7 @@ class PytorchLightning(Lightning):
 
     writes = ()  # what needs its events gets Lightning
     library = package = "pytorch_lightning"
+
+
+def _monitored(trainer: Any, kind: type[Any]) -> list[tuple[str, str]]:
+    return [(each.monitor, each.mode) for each in trainer.callbacks if isinstance(each, kind) and each.monitor]

@@ -1,51 +1,73 @@
-"""Replacing functions of libraries with ones that note their calls, and putting the originals back."""
+"""Replacing functions of libraries with ones that a probe observes, and putting the originals back."""
 
-import functools
 from collections.abc import Callable
-from typing import Any, Protocol
+from contextlib import ExitStack
+from functools import partial, wraps
+from typing import Any
+
+from workshop.check.probes.recorder import Recorder
 
 Function = Callable[..., Any]
 
 
-class Removable(Protocol):
-    """A hook that can be removed."""
-
-    def remove(self) -> None:
-        """Remove it."""
-
-
-class Patches:
-    """Replacements that ``undo`` takes back, the last one first."""
-
-    def __init__(self) -> None:
-        self._undo: list[Callable[[], object]] = []
+class Patches(ExitStack):
+    """Replacements that ``close`` takes back, the last one first."""
 
     def wrap(self, owner: object, name: str, make: Callable[[Function], Function]) -> None:
-        """Replace a function, if it exists.
-
-        Args:
-            owner: the module or class that has it.
-            name: its name there.
-            make: takes the original and returns the replacement, which gets the original's name and docstring.
-        """
+        """Replace a function, if it exists, with what ``make`` returns for it."""
         original = getattr(owner, name, None)
         if original is not None:
-            self.set(owner, name, functools.wraps(original)(make(original)))
+            self.set(owner, name, wraps(original)(make(original)))
 
     def set(self, owner: object, name: str, value: object) -> None:
         """Replace an attribute with a value."""
         # An attribute that the owner inherits goes away again; getattr() would turn a staticmethod into a function.
         if name in vars(owner):
-            self._undo.append(functools.partial(setattr, owner, name, vars(owner)[name]))
+            self.callback(setattr, owner, name, vars(owner)[name])
         else:
-            self._undo.append(functools.partial(delattr, owner, name))
+            self.callback(delattr, owner, name)
         setattr(owner, name, value)
 
-    def hook(self, handle: Removable) -> None:
-        """Let ``undo`` remove a hook of torch."""
-        self._undo.append(handle.remove)
 
-    def undo(self) -> None:
-        """Put everything back."""
-        while self._undo:
-            self._undo.pop()()
+def replacement(recorder: Recorder, when: str, method: Function, original: Function) -> Function:
+    """A function that calls a method of a probe before, after or around the original."""
+
+    def replaced(*args: Any, **kwargs: Any) -> Any:
+        if when == "around":
+            return method(original, *args, **kwargs)
+        if when == "before":
+            with recorder.guard:
+                method(*args, **kwargs)
+        result = original(*args, **kwargs)
+        if when == "after":
+            with recorder.guard:
+                method(result, *args, **kwargs)
+        return result
+
+    return replaced
+
+
+def _hook(when: str, owner: Any = None, *names: str, named: bool = False) -> Callable[[Any], Any]:
+    """Let a method of a probe observe functions, as far as they exist.
+
+    Args:
+        when: "before" the function, with its arguments; "after" it, with its result and its arguments (both in the guard);
+            or "around" it, with the original and its arguments: then the method calls the original.
+        owner: the module or class that has the functions, or a function that takes the probe's package and returns it.
+        names: their names.
+        named: whether the method gets the name of the function too, before all else.
+    """
+
+    def mark(method: Any) -> Any:
+        method.hooks = [*getattr(method, "hooks", ()), (when, owner, names, named)]
+        return method
+
+    return mark
+
+
+before, after, around = partial(_hook, "before"), partial(_hook, "after"), partial(_hook, "around")
+
+
+def on(moment: str) -> Callable[[Any], Any]:
+    """Let the recorder call a method of a probe: ``@on("after_step")`` puts it in the list of this name."""
+    return _hook(moment)

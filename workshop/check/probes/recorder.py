@@ -10,11 +10,11 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Callable
-from contextlib import AbstractContextManager, suppress
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType, TracebackType
+from types import FrameType
 
 import torch
 from torch import nn
@@ -37,21 +37,6 @@ class Batch:
     loader: Loader
 
 
-class _Guard:
-    """Keeps errors of a probe's own code from the program."""
-
-    def __init__(self, failed: Callable[[Exception], None]):
-        self._failed = failed
-
-    def __enter__(self) -> None: ...
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> bool:
-        if isinstance(error, Exception):
-            self._failed(error)
-            return True
-        return False
-
-
 class Recorder:
     """Takes the notes of this process. Nothing is noted before ``open``.
 
@@ -59,48 +44,36 @@ class Recorder:
         folder: where the files of events and of output go, one of each for a process.
         script: the program that is checked; "where" always names a line of it.
         scratch: the folder that the program may write to.
-
-    Attributes:
-        environment: what the launcher has set.
-        guard: a context for a probe's own code: an error in it does not reach the program, and is kept in a file.
-        quiet: above 0 inside a call of a library that itself calls what is recorded.
-        in_backward: whether a backward pass is running.
-        starting: whether a library starts, which leaves files of its own.
-        saved: whether this process has saved a checkpoint.
-        fitting: whether Lightning's Trainer is training.
-        steps: how many optimizer steps this process has taken.
-        model: the model of the last forward pass.
-        names: the id of each parameter of the models so far, and its name.
-        take_batch: gives the batch of a loader that an input came from.
-        at_step: what the check does to the program at the beginning of a step: it can end it there.
-        before_step, after_step: called around each optimizer step.
-        after_module: called with each module that was called, and its output.
-        around_forward: contexts for the forward pass of a whole model.
-        at_end: called when the process ends.
-        after_fork: called in a forked process when its own files are open.
     """
 
     def __init__(self, folder: Path, script: Path, scratch: Path):
         self.folder, self.script, self.scratch = folder, str(script), scratch
-        self.environment: dict[str, str | None] = {}
-        self.guard: AbstractContextManager[None, bool] = _Guard(self._failed)
-        self.quiet = 0
-        self.in_backward = self.starting = self.saved = self.fitting = False
+        self.environment: dict[str, str | None] = {}  # what the launcher has set
+        self.quiet = 0  # above 0 inside a call of a library that itself calls what is recorded
+        self.in_backward = False  # whether a backward pass is running
+        self.starting = False  # whether a library starts, which leaves files of its own
+        self.saved = False  # whether this process has saved a checkpoint
+        self.fitting = False  # whether Lightning's Trainer is training
+        # Gives the batch of a loader that an input came from.
         self.take_batch: Callable[[torch.Tensor], Batch | None] = lambda tensor: None
-        self.at_step: Callable[[], None] = lambda: None
+        self.at_step: Callable[[], None] = lambda: (
+            None
+        )  # what the check does when a step begins: it may end the program
         self.before_step: list[Callable[[Optimizer], None]] = []
         self.after_step: list[Callable[[Optimizer], None]] = []
-        self.after_module: list[Callable[[nn.Module, object], None]] = []
-        self.around_forward: list[Callable[[], AbstractContextManager[object]]] = []
-        self.at_end: list[Callable[[], None]] = []
-        self.after_fork: list[Callable[[], None]] = []
+        self.after_module: list[
+            Callable[[nn.Module, object], None]
+        ] = []  # after the call of any module, with its output
+        self.around_forward: list[Callable[[], AbstractContextManager[object]]] = []  # of a whole model
+        self.at_end: list[Callable[[], None]] = []  # when the process ends
+        self.after_fork: list[Callable[[], None]] = []  # in a forked process, when its own files are open
         self._events: int | None = None
         self._clear()
 
     def _clear(self) -> None:
-        self.steps = 0
-        self.model: nn.Module | None = None
-        self.names: dict[int, str] = {}
+        self.steps = 0  # of optimizers, in this process
+        self.model: nn.Module | None = None  # of the last forward pass
+        self.names: dict[int, str] = {}  # of the parameters of the models so far, by their ids
 
     def open(self) -> None:
         """Begin the files of this process: at the start, and in each process that is forked."""
@@ -136,37 +109,48 @@ class Recorder:
         return ""
 
     def called_by_script(self) -> bool:
-        """Whether the program itself calls the function that asks, and not a library."""
-        return sys._getframe(2).f_code.co_filename == self.script
+        """Whether the program itself, and not a library, calls the function that the asking method of a probe replaces."""
+        return sys._getframe(3).f_code.co_filename == self.script  # 1: the method, 2: what stands for the function
 
-    def each_step(self, calls: list[Callable[[Optimizer], None]], optimizer: Optimizer) -> None:
-        """Make the calls of ``before_step`` or ``after_step``."""
+    @property
+    @contextmanager
+    def guard(self) -> Iterator[None]:
+        """A context for a probe's own code: an error in it does not reach the program, and is kept in a file."""
+        try:
+            yield
+        except Exception as error:
+            with suppress(OSError):
+                file = self._file("failures")
+                os.write(file, "".join(traceback.format_exception(error)).encode())
+                os.close(file)
+
+    @contextmanager
+    def quietly(self) -> Iterator[None]:
+        """A context for a call of a library that itself calls what is recorded."""
+        self.quiet += 1
+        try:
+            yield
+        finally:
+            self.quiet -= 1
+
+    def call(self, calls: Iterable[Callable[..., None]], *args: object) -> None:
+        """Make the calls of ``before_step``, say, each in the guard."""
         for call in calls:
             with self.guard:
-                call(optimizer)
+                call(*args)
 
     def end(self) -> None:
         """Note what was left to note when the process ended."""
-        for call in self.at_end:
-            with self.guard:
-                call()
-
-    def _failed(self, error: Exception) -> None:
-        with suppress(OSError):
-            file = self._file("failures")
-            os.write(file, "".join(traceback.format_exception(error)).encode())
-            os.close(file)
+        self.call(self.at_end)
 
 
 def read_process(folder: Path, pid: int) -> Process:
     """The process with this id, from its files in ``folder``."""
     events: list[tuple[float, Event]] = []
-    with open(folder / f"events-{pid}", "rb") as file:
+    # The last one may be cut short.
+    with open(folder / f"events-{pid}", "rb") as file, suppress(EOFError, pickle.UnpicklingError):
         while True:
-            try:
-                events.append(pickle.load(file))
-            except (EOFError, pickle.UnpicklingError):  # the last one may be cut short
-                break
+            events.append(pickle.load(file))
 
     def text(name: str) -> str:
         path = folder / f"{name}-{pid}"

@@ -3,6 +3,7 @@
 import time
 from collections import deque
 from collections.abc import Iterable
+from contextlib import suppress
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -11,8 +12,7 @@ from torch.utils.data import DataLoader, DistributedSampler, Subset, dataloader
 
 from workshop.check.evidence.events import BatchLoaded, EpochSet, Key, Loader, LoaderStarted
 from workshop.check.probes.contents import first_tensor, rows
-from workshop.check.probes.patching import Function
-from workshop.check.probes.probe import Probe
+from workshop.check.probes.probe import Function, Probe, after, around, before
 from workshop.check.probes.recorder import Batch, Recorder
 
 PENDING = 64  # batches that are kept until a forward pass takes them
@@ -32,69 +32,43 @@ class Samples(Probe):
         self.iterations: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
 
     def clear(self) -> None:
-        """Forget the batches that no forward pass has taken."""
-        self.pending: deque[Batch] = deque(maxlen=PENDING)
+        self.pending: deque[Batch] = deque(maxlen=PENDING)  # that no forward pass has taken
 
     def install(self) -> None:
-        """Replace the methods of loaders and their iterators."""
-        self.patches.wrap(dataloader._BaseDataLoaderIter, "_next_index", self._next_index)
-        self.patches.wrap(dataloader._BaseDataLoaderIter, "__next__", self._next)
-        self.patches.wrap(DataLoader, "__iter__", self._iter)
-        self.patches.wrap(DistributedSampler, "set_epoch", self._set_epoch)
+        super().install()
         self.recorder.take_batch = self._take
 
-    def _next_index(self, original: Function) -> Function:
-        def _next_index(iterator: Any) -> Any:
-            indices = original(iterator)
-            with self.recorder.guard:
-                self.asked.setdefault(iterator, deque()).append(indices)
-            return indices
+    @after(dataloader._BaseDataLoaderIter, "_next_index")
+    def _next_index(self, indices: Any, iterator: Any) -> None:
+        self.asked.setdefault(iterator, deque()).append(indices)
 
-        return _next_index
+    @around(dataloader._BaseDataLoaderIter, "__next__")
+    def _next(self, original: Function, iterator: Any) -> Any:
+        start = time.monotonic()
+        data = original(iterator)
+        seconds = time.monotonic() - start
+        with self.recorder.guard:
+            asked, tensor = self.asked.get(iterator), first_tensor(data)
+            keys = _keys(getattr(iterator, "_dataset", None), asked.popleft()) if asked else []
+            if not keys and tensor is not None:
+                keys = rows(tensor)
+            row, pointer = (None, 0) if tensor is None else (rows(tensor[:1]), tensor.data_ptr())
+            self.pending.append(Batch(keys, row, pointer, self.loaders.get(iterator, (0, 0))))
+            self.recorder.note(BatchLoaded(seconds=seconds))
+        return data
 
-    def _next(self, original: Function) -> Function:
-        def __next__(iterator: Any) -> Any:
-            start = time.monotonic()
-            data = original(iterator)
-            seconds = time.monotonic() - start
-            with self.recorder.guard:
-                self._loaded(iterator, data, seconds)
-            return data
+    @after(DataLoader, "__iter__")
+    def _iter(self, iterator: Any, loader: DataLoader[Any]) -> None:
+        iteration = self.iterations[loader] = self.iterations.get(loader, 0) + 1
+        self.loaders[iterator] = (id(loader), iteration)
+        length = None
+        with suppress(TypeError):
+            length = len(loader)
+        self.note_here(LoaderStarted(loader=id(loader), iteration=iteration, length=length))
 
-        return __next__
-
-    def _loaded(self, iterator: Any, data: Any, seconds: float) -> None:
-        asked = self.asked.get(iterator)
-        indices = asked.popleft() if asked else None
-        tensor = first_tensor(data)
-        keys = [] if indices is None else _keys(getattr(iterator, "_dataset", None), indices)
-        if not keys and tensor is not None:
-            keys = rows(tensor)
-        row, pointer = (None, 0) if tensor is None else (rows(tensor[:1]), tensor.data_ptr())
-        self.pending.append(Batch(keys, row, pointer, self.loaders.get(iterator, (0, 0))))
-        self.recorder.note(BatchLoaded(seconds=seconds))
-
-    def _iter(self, original: Function) -> Function:
-        def __iter__(loader: DataLoader[Any]) -> Any:
-            iterator = original(loader)
-            with self.recorder.guard:
-                iteration = self.iterations[loader] = self.iterations.get(loader, 0) + 1
-                self.loaders[iterator] = (id(loader), iteration)
-                where = self.recorder.where()
-                self.recorder.note(
-                    LoaderStarted(loader=id(loader), iteration=iteration, length=_length(loader), where=where)
-                )
-            return iterator
-
-        return __iter__
-
-    def _set_epoch(self, original: Function) -> Function:
-        def set_epoch(sampler: Any, epoch: int) -> Any:
-            with self.recorder.guard:
-                self.recorder.note(EpochSet(epoch=int(epoch)))
-            return original(sampler, epoch)
-
-        return set_epoch
+    @before(DistributedSampler, "set_epoch")
+    def _set_epoch(self, sampler: Any, epoch: int) -> None:
+        self.recorder.note(EpochSet(epoch=int(epoch)))
 
     def _take(self, tensor: torch.Tensor) -> Batch | None:
         """The batch that this input came from: the same content, else the same memory, else the one loaded last.
@@ -103,23 +77,12 @@ class Samples(Probe):
         """
         if not self.pending:
             return None
-        row = rows(tensor[:1])
-
-        def likeness(number: int) -> tuple[bool, bool, int]:
-            batch = self.pending[number]
-            return batch.row == row, batch.pointer == tensor.data_ptr(), number
-
-        likest = max(range(len(self.pending)), key=likeness)
+        row, pointer = rows(tensor[:1]), tensor.data_ptr()
+        likeness = [(each.row == row, each.pointer == pointer, number) for number, each in enumerate(self.pending)]
+        *_, likest = max(likeness)
         batch = self.pending[likest]
         del self.pending[likest]
         return batch
-
-
-def _length(loader: DataLoader[Any]) -> int | None:
-    try:
-        return len(loader)
-    except TypeError:
-        return None
 
 
 def _keys(dataset: Any, indices: Iterable[Any]) -> list[Key]:
@@ -127,8 +90,7 @@ def _keys(dataset: Any, indices: Iterable[Any]) -> list[Key]:
     try:
         numbers = list(indices)
         while isinstance(dataset, Subset):
-            numbers = [dataset.indices[number] for number in numbers]
-            dataset = dataset.dataset
+            numbers, dataset = [dataset.indices[number] for number in numbers], dataset.dataset
         return [(type(dataset).__name__, len(dataset), int(number)) for number in numbers]
     except (TypeError, AttributeError, KeyError, IndexError, ValueError):
         return []

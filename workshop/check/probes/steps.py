@@ -1,15 +1,16 @@
-"""Optimizer steps: gradients, parameters and learning rates before them, parameters after them."""
+"""Optimizer steps: gradients, parameters and learning rates before them, parameters after them; and gradient clipping."""
 
 import gc
 from typing import Any
 
 import torch
+from torch import nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from workshop.check.evidence.events import GraphMeasured, StepBegun, StepTaken
+from workshop.check.evidence.events import GradientsClipped, GraphMeasured, StepBegun, StepTaken
 from workshop.check.probes.contents import sketches
-from workshop.check.probes.probe import Probe
+from workshop.check.probes.probe import Function, Probe, around
 
 MEASURED = (3, 6)  # the steps at which the largest autograd graph is measured
 LARGEST = 3000  # nodes of a graph that are counted
@@ -22,9 +23,9 @@ class Steps(Probe):
     always = True
 
     def install(self) -> None:
-        """Hook into all optimizers."""
-        self.patches.hook(register_optimizer_step_pre_hook(self._before))
-        self.patches.hook(register_optimizer_step_post_hook(self._after))
+        super().install()
+        self.patches.callback(register_optimizer_step_pre_hook(self._before).remove)
+        self.patches.callback(register_optimizer_step_post_hook(self._after).remove)
 
     def _before(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
@@ -43,12 +44,11 @@ class Steps(Probe):
     def _begin(self, optimizer: Optimizer) -> None:
         recorder = self.recorder
         recorder.at_step()
-        recorder.each_step(recorder.before_step, optimizer)
+        recorder.call(recorder.before_step, optimizer)
         with recorder.guard:
-            parameters = _parameters(optimizer)
+            parameters, model = _parameters(optimizer), recorder.model
             own = {id(parameter) for parameter in parameters}
-            model = recorder.model
-            recorder.note(
+            self.note_here(
                 StepBegun(
                     gradients=sketches(parameter.grad for parameter in parameters),
                     weights=sketches(parameters),
@@ -57,18 +57,32 @@ class Steps(Probe):
                     state=len(optimizer.state),
                     of_model=model is None or any(id(parameter) in own for parameter in model.parameters()),
                     fitting=recorder.fitting,
-                    where=recorder.where(),
                 )
             )
             if recorder.steps in MEASURED:
                 recorder.note(GraphMeasured(nodes=largest_graph()))
 
     def _after(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        recorder = self.recorder
-        recorder.steps += 1
-        with recorder.guard:
-            recorder.note(StepTaken(weights=sketches(_parameters(optimizer))))
-        recorder.each_step(recorder.after_step, optimizer)
+        self.recorder.steps += 1
+        with self.recorder.guard:
+            self.recorder.note(StepTaken(weights=sketches(_parameters(optimizer))))
+        self.recorder.call(self.recorder.after_step, optimizer)
+
+
+class Clipping(Probe):
+    """Notes ``clip_grad_norm_``, with the norms of this process's part of the gradients."""
+
+    writes = (GradientsClipped,)
+
+    @around(nn.utils, "clip_grad_norm_")
+    @around(nn.utils.clip_grad, "clip_grad_norm_")
+    def _clip(self, original: Function, parameters: Any, *args: Any, **kwargs: Any) -> Any:
+        # (A generator can be used up only once.)
+        parameters = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+        with self.recorder.guard:
+            norms = [sketch[0] for sketch in sketches(each.grad for each in parameters) if sketch]
+            self.note_here(GradientsClipped(norms=norms))
+        return original(parameters, *args, **kwargs)
 
 
 def _parameters(optimizer: Optimizer) -> list[torch.Tensor]:
