@@ -1,4 +1,4 @@
-"""The probes, one file for each part of a checked program that they observe."""
+"""The probes, one file for each thing that they observe in the processes of a checked program."""
 
 import re
 from collections.abc import Sequence
@@ -6,12 +6,11 @@ from collections.abc import Sequence
 from workshop.check.evidence.events import Event
 from workshop.check.probes.accelerate import Accelerators
 from workshop.check.probes.checkpoints import Checkpoints, Weights
-from workshop.check.probes.collectives import Collectives
 from workshop.check.probes.deepspeed import Engine
 from workshop.check.probes.devices import Compiling, Devices, HostSync
 from workshop.check.probes.files import Files
 from workshop.check.probes.fsdp import Sharding
-from workshop.check.probes.group import Groups
+from workshop.check.probes.group import Collectives, Groups
 from workshop.check.probes.layers import Activations, Layers
 from workshop.check.probes.lightning import Lightning, PytorchLightning
 from workshop.check.probes.models import Models

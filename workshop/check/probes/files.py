@@ -33,7 +33,7 @@ class Files(Probe):
 
     def install(self) -> None:
         super().install()
-        sys.addaudithook(self._audit)  # which cannot be removed, so it looks whether the probe is installed
+        sys.addaudithook(self._audit)  # which cannot be removed
 
     def _audit(self, event: str, arguments: tuple[Any, ...]) -> None:
         if event in EVENTS and self.installed:

@@ -32,7 +32,8 @@ class Sharding(Probe):
             return
         group: type[Any] = importlib.import_module(self.package).FSDPModule  # what fully_shard makes of a module
         named = dict(model.named_parameters())
-        layers = decoder_layers(model)
+        lists = [list(module) for module in model.modules() if isinstance(module, nn.ModuleList)]
+        layers = max(lists, key=len, default=[])
         self.note_here(
             LayoutSeen(
                 own=sum(own_part(parameter).nbytes for parameter in named.values()),
@@ -45,12 +46,6 @@ class Sharding(Probe):
                 buffers=[name for name, buffer in model.named_buffers() if not _is_right(name, buffer, model)],
             )
         )
-
-
-def decoder_layers(model: nn.Module) -> list[nn.Module]:
-    """The layers of a model: the modules in its longest list."""
-    lists = [list(module) for module in model.modules() if isinstance(module, nn.ModuleList)]
-    return max(lists, key=len, default=[])
 
 
 def _is_right(name: str, buffer: torch.Tensor, model: Any) -> bool:

@@ -1,13 +1,23 @@
-"""The process group: how a process joins it, and that it leaves it."""
+"""The process group: how a process joins it and leaves it, and the collectives that it calls there."""
 
 import os
+import threading
+from types import NoneType
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
-from workshop.check.evidence.events import GroupDestroyed, Joined, Joining, StoreOpened
+from workshop.check.evidence.events import Collective, GroupDestroyed, InnerCollective, Joined, Joining, StoreOpened
+from workshop.check.probes.contents import first_tensor
 from workshop.check.probes.probe import Function, Probe, around, before
+
+COLLECTIVES = """
+    all_reduce all_reduce_coalesced reduce reduce_scatter reduce_scatter_tensor reduce_scatter_single broadcast
+    broadcast_object_list all_gather all_gather_into_tensor all_gather_single all_gather_object gather gather_object
+    scatter scatter_object_list all_to_all all_to_all_single barrier monitored_barrier send recv isend irecv
+"""
 
 
 class Groups(Probe):
@@ -18,17 +28,30 @@ class Groups(Probe):
 
     def install(self) -> None:
         super().install()
+        recorder, original = self.recorder, vars(dist)["TCPStore"]
+
+        class TCPStore(original):  # type: ignore[misc,valid-type]  # mypy does not follow a class that is a variable
+            """The store, noted when it is made. A class, so that the program can ask for it with isinstance()."""
+
+            def __init__(self, host_name: Any, port: Any, *args: Any, **kwargs: Any) -> None:
+                with recorder.guard:
+                    master = kwargs.get("is_master", args[1] if len(args) > 1 else False)
+                    recorder.note(StoreOpened(port=int(port), master=bool(master)))
+                super().__init__(host_name, port, *args, **kwargs)
+
+        TCPStore.__module__, TCPStore.__qualname__ = original.__module__, original.__qualname__
         # (c10d has no name of its own for it: what a rendezvous of torch opens is not noted.)
-        self.patches.set(dist, "TCPStore", self._store(vars(dist)["TCPStore"]))
+        self.patches.set(dist, "TCPStore", TCPStore)
 
     @around(dist, "init_process_group")
     @around(c10d, "init_process_group")
     def _init(self, original: Function, *args: Any, **kwargs: Any) -> Any:
         with self.recorder.guard:
+            size = kwargs.get("world_size", os.environ.get("WORLD_SIZE"))
             self.note_here(
                 Joining(
                     init_method=str(kwargs.get("init_method") or (args[1] if len(args) > 1 else None)),
-                    world_size=_plain(kwargs.get("world_size", os.environ.get("WORLD_SIZE"))),
+                    world_size=size if isinstance(size, (int, str, NoneType)) else str(size),
                     address=os.environ.get("MASTER_ADDR"),
                     port=os.environ.get("MASTER_PORT"),
                     given_address=self.recorder.environment.get("MASTER_ADDR"),
@@ -45,22 +68,35 @@ class Groups(Probe):
     def _destroy(self, *args: Any, **kwargs: Any) -> None:
         self.note_here(GroupDestroyed())
 
-    def _store(self, original: type[Any]) -> type[Any]:
-        recorder = self.recorder
 
-        class TCPStore(original):  # type: ignore[misc]  # mypy does not follow a class that is an argument
-            """The store, noted when it is made. A class, so that the program can ask for it with isinstance()."""
+class Collectives(Probe):
+    """Notes the functions of ``torch.distributed``."""
 
-            def __init__(self, host_name: Any, port: Any, *args: Any, **kwargs: Any) -> None:
-                with recorder.guard:
-                    master = kwargs.get("is_master", args[1] if len(args) > 1 else False)
-                    recorder.note(StoreOpened(port=int(port), master=bool(master)))
-                super().__init__(host_name, port, *args, **kwargs)
+    writes = (Collective, InnerCollective)
+    always = True
+    inside = 0  # of a collective that is made of others
 
-        TCPStore.__module__, TCPStore.__qualname__ = original.__module__, original.__qualname__
-        return TCPStore
+    @around(dist, *COLLECTIVES.split(), named=True)
+    @around(c10d, *COLLECTIVES.split(), named=True)
+    def _call(self, name: str, original: Function, *args: Any, **kwargs: Any) -> Any:
+        if self.inside or threading.current_thread() is not threading.main_thread():
+            return original(*args, **kwargs)
+        with self.recorder.guard:
+            self._note(name, [*args, *kwargs.values()])
+        made_of_others = not self.recorder.quiet
+        self.inside += made_of_others
+        try:
+            return original(*args, **kwargs)
+        finally:
+            self.inside -= made_of_others
 
-
-def _plain(value: object) -> object:
-    """The value, or its text where it may not be readable elsewhere."""
-    return value if isinstance(value, (int, str)) or value is None else str(value)
+    def _note(self, name: str, arguments: list[object]) -> None:
+        tensor = first_tensor(arguments)
+        if self.recorder.quiet:
+            if tensor is not None and self.recorder.in_backward:  # FSDP gathers layers, and reduces their gradients
+                self.recorder.note(InnerCollective(name=name, dtype=str(tensor.dtype)))
+            return
+        if tensor is None:
+            tensor = next((each for each in arguments if isinstance(each, torch.Tensor)), None)  # a scalar
+        shape = None if tensor is None or name.endswith(("object", "list")) else tuple(tensor.shape)
+        self.note_here(Collective(name=name, shape=shape, dtype="" if tensor is None else str(tensor.dtype)))

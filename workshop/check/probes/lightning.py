@@ -9,20 +9,15 @@ from workshop.check.probes.probe import Probe, after, before
 
 
 class Lightning(Probe):
-    """Notes ``Trainer.fit``, its callbacks, its loggers and its checkpoints.
+    """Notes ``Trainer.fit``, its callbacks, its loggers and its checkpoints."""
 
-    (``Saved`` is not among its ``writes``: who needs it does not need Lightning.)
-    """
-
+    # (Without ``Saved``: a rule that needs it does not need Lightning.)
     writes: ClassVar[tuple[type[Event], ...]] = (TrainerFit, CallbacksSeen, MetricsLogged)
     library = "lightning"
     package = "lightning.pytorch"
 
     @after(lambda package: package.Trainer, "__init__")
     def _init(self, result: None, trainer: Any, *args: Any, **kwargs: Any) -> None:
-        trainer.callbacks.append(self._observer())
-
-    def _observer(self) -> Any:
         recorder, package = self.recorder, importlib.import_module(self.package)
 
         class Observer(package.Callback):  # type: ignore[misc,name-defined]  # the package has two names
@@ -42,7 +37,7 @@ class Lightning(Probe):
             def on_train_end(self, trainer: Any, module: Any) -> None:
                 recorder.fitting = False
 
-        return Observer()
+        trainer.callbacks.append(Observer())
 
     @before(lambda package: package.Trainer, "save_checkpoint")
     def _save(self, trainer: Any, filepath: Any, *args: Any, **kwargs: Any) -> None:

@@ -6,18 +6,19 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from workshop.check.evidence.events import Backward, Evaluated, Forward, Wrapped
+from workshop.check.evidence.events import Backward, Evaluated, Forward, UnevenJoined, Wrapped
 from workshop.check.probes.contents import first_tensor, is_zero, mean, rows
-from workshop.check.probes.probe import Function, Probe, after, around, on
+from workshop.check.probes.probe import Function, Probe, after, around, before, on
 
 
 class Models(Probe):
-    """Notes the calls of whole models and of ``backward``."""
+    """Notes the calls of whole models and of ``backward``, and the use of DDP and ``Join``."""
 
-    writes = (Wrapped, Backward, Evaluated)
+    writes = (Wrapped, UnevenJoined, Backward, Evaluated)
     always = True
     depth = 0  # of nested module calls
     optimizer: Optimizer | None = None  # the last one that was made
@@ -85,6 +86,10 @@ class Models(Probe):
             kwargs |= dict.fromkeys(kwargs.keys() & {"device_ids", "output_device"})
         with self.recorder.quietly():
             original(ddp, module, *args, **kwargs)
+
+    @before(Join, "__enter__")
+    def _join(self, join: Join) -> None:
+        self.recorder.note(UnevenJoined())
 
     @after(Optimizer, "__init__")
     def _remember(self, result: None, optimizer: Optimizer, *args: Any, **kwargs: Any) -> None:

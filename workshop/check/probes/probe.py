@@ -17,14 +17,14 @@ __all__ = ["Function", "Probe", "after", "around", "before", "on"]
 class Probe:
     """Its methods with ``@before``, ``@after`` or ``@around`` note an event when the program calls a function.
 
-    What else a probe does inside the program stands in ``with self.recorder.guard``.
+    What the others do inside the program stands in ``with self.recorder.guard``: an error in it does not reach the program.
     """
 
     writes: ClassVar[tuple[type[Event], ...]] = ()  # the kinds of events that it notes
     always: ClassVar[bool] = False  # whether it is installed even if no rule needs these events
     library: ClassVar[str] = ""  # the package whose programs it observes; "": it observes every program
     package: ClassVar[str] = ""  # what it imports only when it is used; "": the library
-    installed = False
+    installed = False  # what cannot be removed looks here whether it still is
 
     def __init__(self, recorder: Recorder):
         self.recorder, self.patches = recorder, Patches()
@@ -46,7 +46,7 @@ class Probe:
         """Forget what was seen: at the beginning, and in each process that is forked from this one."""
 
     def install(self) -> None:
-        """Begin to observe this process: install the hooks of all methods."""
+        """Begin to observe this process: let the decorated methods replace their functions."""
         self.installed, package = True, self._package()
         for method in [getattr(self, name) for name in dir(type(self))]:
             for when, owner, names, named in getattr(method, "hooks", ()):

@@ -1,6 +1,5 @@
 """A process: how it started, what it raised, and that it reached its end."""
 
-import io
 import multiprocessing.process
 import os
 import re
@@ -41,7 +40,6 @@ class Processes(Probe):
         self.recorder.note(Started(parent=os.getppid(), rank=rank, local_rank=local_rank))
 
     # What a process that the program starts raises: multiprocessing prints it, torch hands it to the parent.
-
     @around(multiprocessing.process.BaseProcess, "run")
     def _run(self, original: Function, process: multiprocessing.process.BaseProcess) -> None:
         try:
@@ -59,10 +57,9 @@ class Processes(Probe):
         """Call a function, and note what it raises."""
         try:
             function(*args)
-        except SystemExit:
-            raise
         except BaseException as error:
-            note_exception(self.recorder, error)
+            if not isinstance(error, SystemExit):
+                note_exception(self.recorder, error)
             raise
 
 
@@ -75,9 +72,7 @@ def note_exception(recorder: Recorder, error: BaseException) -> None:
             line = error.lineno
         message = re.sub(r"\s+", " ", str(error)).strip()[:MESSAGE]
         where = f"{Path(recorder.script).name}:{line}" if line else ""
-        text = io.StringIO()
-        traceback.print_exception(error, file=text)
-        stack = text.getvalue()
+        stack = "".join(traceback.format_exception(error))
         recorder.note(Raised(type=type(error).__name__, message=message, traceback=stack[-TRACEBACK:], where=where))
         with suppress(BaseException):
             sys.stderr.write(stack)

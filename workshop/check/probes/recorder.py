@@ -38,16 +38,11 @@ class Batch:
 
 
 class Recorder:
-    """Takes the notes of this process. Nothing is noted before ``open``.
-
-    Args:
-        folder: where the files of events and of output go, one of each for a process.
-        script: the program that is checked; "where" always names a line of it.
-        scratch: the folder that the program may write to.
-    """
+    """Takes the notes of this process: in files in ``folder``, and none before ``open``."""
 
     def __init__(self, folder: Path, script: Path, scratch: Path):
-        self.folder, self.script, self.scratch = folder, str(script), scratch
+        self.folder, self.script = folder, str(script)  # "where" always names a line of the script
+        self.scratch = scratch  # the folder that the program may write to
         self.environment: dict[str, str | None] = {}  # what the launcher has set
         self.quiet = 0  # above 0 inside a call of a library that itself calls what is recorded
         self.in_backward = False  # whether a backward pass is running
@@ -56,14 +51,11 @@ class Recorder:
         self.fitting = False  # whether Lightning's Trainer is training
         # Gives the batch of a loader that an input came from.
         self.take_batch: Callable[[torch.Tensor], Batch | None] = lambda tensor: None
-        self.at_step: Callable[[], None] = lambda: (
-            None
-        )  # what the check does when a step begins: it may end the program
+        # What the check does to the program at the beginning of a step: it can end it there.
+        self.at_step: Callable[[], None] = lambda: None
         self.before_step: list[Callable[[Optimizer], None]] = []
         self.after_step: list[Callable[[Optimizer], None]] = []
-        self.after_module: list[
-            Callable[[nn.Module, object], None]
-        ] = []  # after the call of any module, with its output
+        self.after_module: list[Callable[[nn.Module, object], None]] = []  # each module that was called, and its output
         self.around_forward: list[Callable[[], AbstractContextManager[object]]] = []  # of a whole model
         self.at_end: list[Callable[[], None]] = []  # when the process ends
         self.after_fork: list[Callable[[], None]] = []  # in a forked process, when its own files are open
