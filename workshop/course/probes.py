@@ -9,8 +9,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from workshop.check.evidence.events import FineTuningBegun, FineTuningReported, Reported, SamplesPrepared
-from workshop.check.probes.patching import Function
-from workshop.check.probes.probe import Probe
+from workshop.check.probes.probe import Probe, after, before, on
 from workshop.data.datasets import Digits
 from workshop.training.finetuning import TrainingLog
 from workshop.training.logs import EpochLog
@@ -22,46 +21,30 @@ class Reports(Probe):
     writes = (Reported,)
 
     def clear(self) -> None:
-        """Forget the test set."""
         self.test_set: Digits | None = None
 
-    def install(self) -> None:
-        """Replace the log's method, and look for the test set."""
-        self.patches.wrap(EpochLog, "write", self._write)
-        self.patches.wrap(Digits, "__init__", self._digits)
+    @after(Digits, "__init__")
+    def _digits(self, _: None, digits: Digits, train: bool, transform: Callable[..., object] | None = None) -> None:
+        # The model is evaluated with the program's transform, if it has one.
+        if not train and (transform is not None or self.test_set is None):
+            self.test_set = digits
 
-    def _digits(self, original: Function) -> Function:
-        def __init__(digits: Digits, train: bool, transform: Callable[..., object] | None = None) -> None:
-            original(digits, train, transform)
-            # The model is evaluated with the program's transform, if it has one.
-            if not train and (transform is not None or self.test_set is None):
-                self.test_set = digits
-
-        return __init__
-
-    def _write(self, original: Function) -> Function:
-        recorder = self.recorder
-
-        def write(
-            log: EpochLog, epoch: int, losses: Any, accuracy: Any, samples_per_second: Any, **metrics: Any
-        ) -> Any:
-            with recorder.guard:
-                truth, failed = self._truth()
-                recorder.note(
-                    Reported(
-                        losses=[float(loss) for loss in losses],
-                        accuracy=None if accuracy is None else float(accuracy),
-                        samples_per_second=float(samples_per_second),
-                        metrics={name: float(value) for name, value in metrics.items()},
-                        truth=truth,
-                        samples=len(self.test_set) if truth and self.test_set is not None else 0,
-                        failed=failed,
-                        where=recorder.where(),
-                    )
-                )
-            return original(log, epoch, losses, accuracy, samples_per_second, **metrics)
-
-        return write
+    @before(EpochLog, "write")
+    def _write(
+        self, log: EpochLog, epoch: int, losses: Any, accuracy: Any, samples_per_second: Any, **metrics: Any
+    ) -> None:
+        truth, failed = self._truth()
+        self.note_here(
+            Reported(
+                losses=[float(loss) for loss in losses],
+                accuracy=None if accuracy is None else float(accuracy),
+                samples_per_second=float(samples_per_second),
+                metrics={name: float(value) for name, value in metrics.items()},
+                truth=truth,
+                samples=len(self.test_set) if truth and self.test_set is not None else 0,
+                failed=failed,
+            )
+        )
 
     def _truth(self) -> tuple[dict[str, float], str]:
         """The figures of the model over the whole test set, computed here and now, or why there are none."""
@@ -70,15 +53,14 @@ class Reports(Probe):
             return {}, "no test set of load_dataset(), or no model, was seen"
         if any(hasattr(parameter, "ds_id") for parameter in model.parameters()):
             return {}, "with ZeRO-3 no process can evaluate the model alone"
-        self.recorder.quiet += 1
         was_training = model.training
         try:
-            return _evaluate(model, test_set), ""
+            with self.recorder.quietly():
+                return _evaluate(model, test_set), ""
         except Exception as error:  # the program's own model may need other inputs, and raise anything
             return {}, f"{type(error).__name__}: {error}"
         finally:
             model.train(was_training)
-            self.recorder.quiet -= 1
 
 
 def _evaluate(model: nn.Module, test_set: Digits) -> dict[str, float]:
@@ -102,21 +84,13 @@ class PreparedSamples(Probe):
     writes = (SamplesPrepared,)
 
     def clear(self) -> None:
-        """Begin to count."""
         self.count = 0
 
-    def install(self) -> None:
-        """Replace ``Digits.__getitem__``, and note the count after each step."""
-        self.patches.wrap(Digits, "__getitem__", self._get)
-        self.recorder.after_step.append(self._note)
+    @before(Digits, "__getitem__")
+    def _get(self, *_: Any) -> None:
+        self.count += not self.recorder.quiet
 
-    def _get(self, original: Function) -> Function:
-        def __getitem__(digits: Digits, index: int) -> Any:
-            self.count += not self.recorder.quiet
-            return original(digits, index)
-
-        return __getitem__
-
+    @on("after_step")
     def _note(self, optimizer: Optimizer) -> None:
         self.recorder.note(SamplesPrepared(count=self.count))
 
@@ -132,33 +106,14 @@ class FineTuning(Probe):
         importlib.import_module("transformers.models.llama.modeling_llama")
         importlib.import_module("transformers.utils.logging").disable_progress_bar()
 
-    def install(self) -> None:
-        """Replace the log's methods."""
-        self.patches.wrap(TrainingLog, "begin", self._begin)
-        self.patches.wrap(TrainingLog, "write", self._write)
+    @before(TrainingLog, "begin")
+    def _begin(self, log: TrainingLog, validation_loss: Any, *_: Any, **__: Any) -> None:
+        self.note_here(FineTuningBegun(validation_loss=float(validation_loss)))
 
-    def _begin(self, original: Function) -> Function:
-        def begin(log: TrainingLog, validation_loss: Any, completion: Any, step: Any = 0) -> Any:
-            with self.recorder.guard:
-                where = self.recorder.where()
-                self.recorder.note(FineTuningBegun(validation_loss=float(validation_loss), where=where))
-            return original(log, validation_loss, completion, step)
-
-        return begin
-
-    def _write(self, original: Function) -> Function:
-        def write(log: TrainingLog, step: Any, losses: Any, validation_loss: Any, seconds: Any) -> Any:
-            with self.recorder.guard:
-                self.recorder.note(
-                    FineTuningReported(
-                        losses=[float(loss) for loss in losses],
-                        validation_loss=float(validation_loss),
-                        where=self.recorder.where(),
-                    )
-                )
-            return original(log, step, losses, validation_loss, seconds)
-
-        return write
+    @before(TrainingLog, "write")
+    def _write(self, log: TrainingLog, step: Any, losses: Any, validation_loss: Any, seconds: Any) -> None:
+        values = [float(loss) for loss in losses]
+        self.note_here(FineTuningReported(losses=values, validation_loss=float(validation_loss)))
 
 
 COURSE_PROBES: tuple[type[Probe], ...] = (Reports, PreparedSamples, FineTuning)
