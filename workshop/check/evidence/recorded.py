@@ -12,14 +12,16 @@ import pickle
 import pkgutil
 import struct
 import zlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import workshop.check.evidence
 from workshop.check.evidence.run import Process
-from workshop.check.evidence.schema import SCHEMA
+from workshop.check.evidence.schema import SCHEMA, described
 from workshop.errors import UserError
 from workshop.files import write_atomically
 
@@ -31,29 +33,16 @@ CUT = "\n[...]\n"
 
 @dataclass
 class Recorded:
-    """What a check has made of one program.
+    """What a check has made of one program."""
 
-    Attributes:
-        name: of the program, or of its version.
-        offers: the names of the scenarios that its bench offered, in order.
-        made: the results of those that were made, by their names.
-        unavailable: why others could not be made, by their names.
-    """
-
-    name: str
-    offers: tuple[str, ...] = ()
-    made: dict[str, Any] = field(default_factory=dict)
-    unavailable: dict[str, str] = field(default_factory=dict)
+    name: str  # of the program, or of its version
+    offers: tuple[str, ...] = ()  # the names of the scenarios that its bench offered, in order
+    made: dict[str, Any] = field(default_factory=dict)  # the results of those that were made, by their names
+    unavailable: dict[str, str] = field(default_factory=dict)  # why others could not be made
 
 
 def write(path: Path, recorded: Iterable[Recorded], hide: Callable[[str], str] = str) -> None:
-    """Write evidence to a file.
-
-    Args:
-        path: the file.
-        recorded: the evidence.
-        hide: removes what only this machine has from a text, such as its paths.
-    """
+    """Write evidence to a file; ``hide`` removes what only this machine has from a text, such as its paths."""
     shared = _Shared(hide)
     content = pickle.dumps(_schema(), 5) + pickle.dumps([shared.plain(each) for each in recorded], 5)
     size = max(1 << 20, 1 << len(content).bit_length())  # equal stretches are found over the whole content
@@ -63,15 +52,7 @@ def write(path: Path, recorded: Iterable[Recorded], hide: Callable[[str], str] =
 
 
 def read(path: Path, again: str) -> dict[str, Recorded]:
-    """Read the evidence in a file, by the names of the programs.
-
-    Args:
-        path: the file.
-        again: the command that records it again.
-
-    Raises:
-        UserError: it is missing, damaged, or of another version of the evidence.
-    """
+    """Read the evidence in a file, by the names of the programs; ``again`` is the command that records it again."""
     try:
         content = io.BytesIO(lzma.decompress(path.read_bytes()))
         schema = _Reader(content).load()
@@ -87,13 +68,12 @@ def read(path: Path, again: str) -> dict[str, Recorded]:
 def _schema() -> int:
     """A checksum of all that evidence consists of."""
     package = workshop.check.evidence
-    described = [str(SCHEMA)]
+    parts = [str(SCHEMA)]
     for module in pkgutil.iter_modules(package.__path__, f"{package.__name__}."):
         for name, kind in sorted(vars(importlib.import_module(module.name)).items()):
             if dataclasses.is_dataclass(kind) and kind.__module__ == module.name:
-                fields = ", ".join(f"{part.name}: {part.type}" for part in dataclasses.fields(kind))
-                described.append(f"{module.name}.{name}({fields})")
-    return zlib.crc32("\n".join(described).encode())
+                parts.append(described(kind, f"{module.name}.{name}"))
+    return zlib.crc32("\n".join(parts).encode())
 
 
 class _Reader(pickle.Unpickler):
@@ -112,24 +92,22 @@ class _Shared:
     """
 
     def __init__(self, hide: Callable[[str], str]) -> None:
-        self.hide = hide
         self.known: dict[object, Any] = {}
-        self.texts: dict[str, str] = {}  # as they were -> as they are written
+        self.text = cache(lambda text: hide(_cut(text)))
 
     def plain(self, value: Any) -> Any:
         """A copy: the fields of dataclasses without cached properties, floats in single precision, texts cut and hidden."""
-        if value is None or isinstance(value, bool | int):
+        if isinstance(value, int | None):
             return self._one(value)
         if isinstance(value, float):
-            return self._one(_single(value))
+            with suppress(OverflowError):
+                value = struct.unpack("f", struct.pack("f", value))[0]
+            return self._one(value)
         if isinstance(value, str):
-            return self._one(self._text(value))
+            return self._one(self.text(value))
         if isinstance(value, Process):
-            timed = [
-                self._several(tuple, (self._one(round(seconds * TICKS) / TICKS), self.plain(event)))
-                for seconds, event in value.events
-            ]
-            return self._instance(value, events=timed)
+            timed = ((self._one(round(seconds * TICKS) / TICKS), self.plain(event)) for seconds, event in value.events)
+            return self._instance(value, events=[self._one(pair, pair) for pair in timed])
         if dataclasses.is_dataclass(value):
             return self._instance(value)
         if isinstance(value, Mapping):
@@ -137,42 +115,28 @@ class _Shared:
         if isinstance(value, set):
             return {self.plain(each) for each in value}
         if isinstance(value, tuple) and len(value) == 2 and isinstance(value[0], float) and isinstance(value[1], list):
-            values = value[1]  # it is a sketch of a tensor
-            value = (value[0], values[:: max(1, len(values) // KEPT)][:KEPT])
+            norm, values = value  # it is a sketch of a tensor
+            value = (norm, values[:: max(1, len(values) // KEPT)][:KEPT])
         if type(value) in (list, tuple):
-            return self._several(type(value), [self.plain(each) for each in value])
+            parts = [self.plain(each) for each in value]
+            return self._one(type(value)(parts), parts)
         raise TypeError(f"evidence cannot hold a {type(value).__name__}")
 
     def _instance(self, value: Any, **given: Any) -> Any:
-        kind = type(value)
         names = [part.name for part in dataclasses.fields(value)]
-        parts = [given[name] if name in given else self.plain(getattr(value, name)) for name in names]
-        copied = object.__new__(kind)
-        for name, part in zip(names, parts, strict=True):
-            object.__setattr__(copied, name, part)
-        return self._one(copied, (kind, *map(id, parts))) if kind.__dataclass_params__.frozen else copied
+        parts = {name: given[name] if name in given else self.plain(getattr(value, name)) for name in names}
+        copied = object.__new__(type(value))
+        vars(copied).update(parts)
+        return self._one(copied, parts.values()) if value.__dataclass_params__.frozen else copied
 
-    def _several(self, kind: type[Any], parts: Sequence[Any]) -> Any:
-        return self._one(kind(parts), (kind, *map(id, parts)))
+    def _one(self, value: Any, parts: Iterable[object] | None = None) -> Any:
+        """The first of all equal values. Values that have parts are equal if their parts are the same objects.
 
-    def _one(self, value: Any, key: object = None) -> Any:
-        """The first of all values with this key; without one, of those that are equal to this value.
-
-        A key of the ids of parts is safe, because the parts of what is known live as long as this object.
+        The ids of the parts are safe as a key, because the parts of what is known live as long as this object.
         """
-        return self.known.setdefault((type(value), value) if key is None else key, value)
-
-    def _text(self, text: str) -> str:
-        if text not in self.texts:
-            cut = f"{text[:LONGEST]}{CUT}{text[-LONGEST:]}" if len(text) > 2 * LONGEST + len(CUT) else text
-            self.texts[text] = self.hide(cut)
-        return self.texts[text]
+        key = (type(value), value) if parts is None else (type(value), *map(id, parts))
+        return self.known.setdefault(key, value)
 
 
-def _single(value: float) -> float:
-    """A float as it was measured: single precision, which takes half the room."""
-    try:
-        rounded: float = struct.unpack("f", struct.pack("f", value))[0]
-    except OverflowError:
-        return value
-    return rounded
+def _cut(text: str) -> str:
+    return f"{text[:LONGEST]}{CUT}{text[-LONGEST:]}" if len(text) > 2 * LONGEST + len(CUT) else text

@@ -26,39 +26,24 @@ E = TypeVar("E", bound=Event)
 
 @dataclass(frozen=True)
 class Asked:
-    """What the check asked a program for that it knows: an exercise.
+    """What the check asked a program for that it knows: an exercise."""
 
-    Attributes:
-        epochs: how many epochs; None: the program counts steps.
-        accumulate: batches a step.
-        metric: what it has to report: "accuracy" or a further figure of the log; "": nothing.
-        images: channels, height and width of the images that its model is for; None: any.
-        validation_loss: of a language model's checkpoint before the training, in nats, as transformers alone computes it.
-    """
-
-    epochs: int | None = None
-    accumulate: int = 1
-    metric: str = ""
-    images: tuple[int, int, int] | None = None
-    validation_loss: float | None = None
+    epochs: int | None = None  # None: the program counts steps
+    accumulate: int = 1  # batches per step
+    metric: str = ""  # what it has to report: "accuracy" or a further figure of the log; "": nothing
+    images: tuple[int, int, int] | None = None  # channels, height and width that its model is for; None: any
+    validation_loss: float | None = None  # of a language model before the training, in nats, by transformers alone
 
 
 @dataclass
 class Step:
-    """One optimizer step.
+    """One optimizer step."""
 
-    Attributes:
-        seconds: when.
-        before, after: what was noted before and after it; ``after`` is None if the run ended in it.
-        backwards: the backward passes since the step before.
-        identity: what names a sample, as in ``Process``.
-    """
-
-    seconds: float
+    seconds: float  # when it began
     before: StepBegun
-    backwards: list[Backward]
-    identity: str = "keys"
-    after: StepTaken | None = None
+    backwards: list[Backward]  # since the step before
+    identity: str = "keys"  # what names a sample, as in ``Process``
+    after: StepTaken | None = None  # None: the run ended in the step
 
     @property
     def keys(self) -> list[Key]:
@@ -78,22 +63,16 @@ class Step:
 
 @dataclass
 class Process:
-    """The events of one process.
-
-    Attributes:
-        pid: its process id.
-        events: pairs (seconds, event) in order.
-        stdout, stderr: what it printed, the first megabyte.
-        stack: where it was when the run hung: the lines of the stack; "" otherwise.
-        identity: what names a sample: "keys" (its index in the data set, where a loader tells it), or "rows" (its content).
-    """
+    """The events of one process."""
 
     pid: int
-    events: list[tuple[float, Event]]
-    stdout: str = ""
+    events: list[tuple[float, Event]]  # pairs (seconds, event) in order
+    stdout: str = ""  # the first megabyte
     stderr: str = ""
-    stack: str = ""
-    identity: str = "keys"
+    stack: str = ""  # the lines of the stack when the run hung; "" otherwise
+    identity: str = (
+        "keys"  # what names a sample: "keys" (its index in the data set, if a loader tells it) or "rows" (its content)
+    )
 
     def of(self, kind: type[E]) -> list[E]:
         """The events of this kind, in order."""
@@ -139,44 +118,35 @@ class Process:
     @cached_property
     def unstepped(self) -> int:
         """Backward passes after the last step."""
-        count = 0
-        for _, event in self.events:
-            count = count + 1 if isinstance(event, Backward) else 0 if isinstance(event, StepBegun) else count
-        return count
+        last = max((index for index, (_, event) in enumerate(self.events) if isinstance(event, StepBegun)), default=0)
+        return sum(isinstance(event, Backward) for _, event in self.events[last:])
 
     @cached_property
     def epochs(self) -> list[list[Key]]:
         """The samples trained on, for each pass over a loader (or, without one, until a sample comes again)."""
         epochs: list[list[Key]] = []
-        current: list[Key] = []
-        loader = None
         seen: set[Key] = set()
-        for backward in self.of(Backward):
-            forward = backward.forward
-            if not forward:
-                continue
+        loader = None
+        for forward in (backward.forward for backward in self.of(Backward) if backward.forward):
             keys = forward.names(self.identity)
-            new = not epochs or (forward.loader != loader if forward.loader else bool(seen & set(keys)))
-            if new:
-                current, seen = [], set()
-                epochs.append(current)
+            if not epochs or (forward.loader != loader if forward.loader else not seen.isdisjoint(keys)):
+                epochs.append([])
+                seen = set()
             loader = forward.loader
-            current.extend(keys)
+            epochs[-1].extend(keys)
             seen.update(keys)
         return epochs
 
     @cached_property
     def evaluations(self) -> list[list[Key]]:
         """The samples evaluated, for each stretch between two steps."""
-        phases: list[list[Key]] = []
-        current: list[Key] = []
+        phases: list[list[Key]] = [[]]
         for _, event in self.events:
             if isinstance(event, Evaluated):
-                current.extend(event.forward.names(self.identity))
-            elif isinstance(event, Backward) and current:
-                phases.append(current)
-                current = []
-        return [*phases, current] if current else phases
+                phases[-1].extend(event.forward.names(self.identity))
+            elif isinstance(event, Backward) and phases[-1]:
+                phases.append([])
+        return [phase for phase in phases if phase]
 
     @property
     def data_where(self) -> str:
@@ -198,29 +168,17 @@ class Process:
 
 @dataclass
 class Run:
-    """One run of a program.
+    """One run of a program."""
 
-    Attributes:
-        nproc: how many processes it was to have.
-        processes: all that were seen, in the order in which they started.
-        status: exit status of the launcher; None: the check ended it.
-        hung: "idle" (all processes waited), "busy" (one computed without an event), "long" (the time was over) or "".
-        flooded: it printed more than the check reads.
-        seconds: how long it took.
-        launch: how its processes were started: "single", "spawn" or "torchrun".
-        asked: what an exercise was asked for; None: a program that the check does not know.
-        error_files: the ranks that left a traceback for torchrun.
-    """
-
-    nproc: int
-    processes: list[Process]
-    status: int | None
-    hung: str
-    flooded: bool
-    seconds: float
-    launch: str
-    asked: Asked | None = None
-    error_files: set[int] = field(default_factory=set)
+    nproc: int  # how many processes it was to have
+    processes: list[Process]  # all that were seen, in the order in which they started
+    status: int | None  # exit status of the launcher; None: the check ended it
+    hung: str  # "idle" (all processes waited), "busy" (one computed without an event), "long" (the time was over) or ""
+    flooded: bool  # it printed more than the check reads
+    seconds: float  # how long it took
+    launch: str  # how its processes were started: "single", "spawn" or "torchrun"
+    asked: Asked | None = None  # None: a program that the check does not know
+    error_files: set[int] = field(default_factory=set)  # the ranks that left a traceback for torchrun
 
     @property
     def accumulate(self) -> int:
@@ -230,9 +188,9 @@ class Run:
     @cached_property
     def ranks(self) -> list[Process]:
         """The processes that joined a group, by rank; without a group, those that trained."""
-        joined = [(process.rank, process) for process in self.processes if process.rank is not None]
+        joined = [process for process in self.processes if process.rank is not None]
         if joined:
-            return [process for _, process in sorted(joined, key=lambda each: each[0])]
+            return sorted(joined, key=lambda process: process.rank or 0)
         return [process for process in self.processes if process.steps or process.first(Backward)]
 
     @cached_property
@@ -265,18 +223,15 @@ class Run:
     def first_exception(self) -> tuple[Process, Raised] | None:
         """The exception that came first, in any process; one that only echoes another's end counts if there is no other."""
         found = [(seconds, process, event) for process in self.processes for seconds, event in process.timed(Raised)]
-        if not found:
-            return None
-        own = [each for each in found if not is_echo(each[2].message, each[2].type)]
-        _, process, event = min(own or found, key=lambda each: each[0])
-        return process, event
+        first = min(found, key=lambda each: (is_echo(each[2].message, each[2].type), each[0]), default=None)
+        return first and first[1:]
 
     @property
     def failed(self) -> bool:
         """Whether it ended wrongly: it hung, flooded, wrote outside of its folder, or ended with an error."""
-        wrote_outside = any(True for _ in self.all(WroteOutside))
-        error = self.first_exception() is not None or any(event.status for event in self.all(Exited))
-        return bool(self.hung) or self.flooded or wrote_outside or error or self.status not in (0, None)
+        wrote_outside = next(self.all(WroteOutside), None)
+        error = self.first_exception() or any(event.status for event in self.all(Exited))
+        return bool(self.hung or self.flooded or wrote_outside or error or self.status)
 
     def shared_file(self) -> tuple[str, list[Process], str] | None:
         """The first file that several ranks write: its path, these ranks, and a line that writes it."""
@@ -301,8 +256,7 @@ def _rows_by_key(process: Process) -> dict[Key, list[Key]]:
     """For each sample of a loader, its contents each time that it was trained on."""
     seen: dict[Key, list[Key]] = {}
     for backward in process.of(Backward):
-        forward = backward.forward
-        if forward and forward.loader and len(forward.keys) == len(forward.rows):
+        if (forward := backward.forward) and forward.loader and len(forward.keys) == len(forward.rows):
             for key, row in zip(forward.keys, forward.rows, strict=True):
                 seen.setdefault(key, []).append(row)
     return seen

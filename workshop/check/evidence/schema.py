@@ -12,7 +12,7 @@ def all_events() -> dict[str, type[Event]]:
     return {each.__name__: each for each in Event.__subclasses__()}
 
 
-def described(kind: type[Any], name: str) -> str:
+def described(kind: Any, name: str) -> str:
     """The name of a dataclass and its fields with their types."""
     return f"{name}({', '.join(f'{part.name}: {part.type}' for part in dataclasses.fields(kind))})"
 

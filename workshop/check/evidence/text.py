@@ -7,17 +7,11 @@ from workshop.check.evidence.run import Run
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A checkpoint of ``torch.distributed.checkpoint`` that a run has left.
+    """A checkpoint of ``torch.distributed.checkpoint`` that a run has left."""
 
-    Attributes:
-        complete: whether there is one; its metadata are written last.
-        names: the names in its metadata.
-        writers: how many processes wrote files of it.
-    """
-
-    complete: bool
-    names: tuple[str, ...] = ()
-    writers: int = 0
+    complete: bool  # its metadata are there, which are written last
+    names: tuple[str, ...] = ()  # in its metadata
+    writers: int = 0  # how many processes wrote files of it
 
     def has(self, part: str) -> bool:
         """Whether some name contains this."""
@@ -26,54 +20,33 @@ class Checkpoint:
 
 @dataclass(frozen=True)
 class Restarted:
-    """A run that was killed after a checkpoint, and runs that were started again from it.
-
-    Attributes:
-        first: the run that was killed.
-        again: with the same number of processes.
-        others: with other numbers of processes and the same global batches; empty where there is nothing to resume from.
-    """
+    """A run that was killed after a checkpoint, and runs that were started again from it."""
 
     first: Run
-    again: Run
-    others: tuple[Run, ...] = ()
+    again: Run  # with the same number of processes
+    others: tuple[
+        Run, ...
+    ] = ()  # with other numbers of processes and the same global batches, if there is a checkpoint
 
 
 @dataclass(frozen=True)
 class Exported:
-    """What the program made of a checkpoint that is to turn it into a model for plain transformers.
+    """What became of a checkpoint that a program is to turn into a model for plain transformers."""
 
-    Attributes:
-        program: the name of its file.
-        run: its run; None: there is no such file.
-        files: the names in the folder that it was to write; None: there is no such folder.
-        loss: the validation loss of the exported model with plain transformers, in nats; None: it was not loaded.
-        error: what transformers says instead of loading it, or "".
-    """
-
-    program: str
-    run: Run | None = None
-    files: tuple[str, ...] | None = None
-    loss: float | None = None
-    error: str = ""
+    program: str  # the name of its file
+    run: Run | None = None  # None: there is no such file
+    files: tuple[str, ...] | None = None  # the names in the folder that it was to write; None: there is no such folder
+    loss: float | None = None  # on the validation set with plain transformers, in nats; None: it was not loaded
+    error: str = ""  # what transformers says instead of loading it
 
 
 @dataclass(frozen=True)
 class OptionRuns:
-    """Short runs, each with one option.
+    """Short runs, each with one option."""
 
-    Attributes:
-        plain: without any of them.
-        checkpointing: with ``--activation-checkpointing``.
-        keeping: with ``--keep-gathered``.
-        offloading: with ``--offload``.
-        compiling: with ``--compile``.
-        accumulating: with ``--accumulate 2`` and half the batch.
-    """
-
-    plain: Run
-    checkpointing: Run
-    keeping: Run
-    offloading: Run
-    compiling: Run
-    accumulating: Run
+    plain: Run  # without any of them
+    checkpointing: Run  # --activation-checkpointing
+    keeping: Run  # --keep-gathered
+    offloading: Run  # --offload
+    compiling: Run  # --compile
+    accumulating: Run  # --accumulate 2, with half the batch
