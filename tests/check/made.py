@@ -6,6 +6,7 @@ import os
 import textwrap
 
 from workshop.check import launching
+from workshop.check.forked import Program
 from workshop.check.probes import PROBES
 
 CORE = tuple(probe for probe in PROBES if not probe.library)
@@ -23,9 +24,10 @@ class Made:
         log = logging.getLogger(launching.__name__)
         self.warnings = logging.handlers.BufferingHandler(100)
         log.addHandler(self.warnings)
-        self.run = launching.run_program(
-            self.script, [], launch=launch, nproc=nproc, scratch=self.scratch, probes=probes, **settings
+        program = Program(
+            script=self.script, launch=launch, nproc=nproc, scratch=self.scratch, probes=tuple(probes), **settings
         )
+        self.run = launching.run_program(program)
         log.removeHandler(self.warnings)
         self.ranks = self.run.ranks
 

@@ -8,9 +8,7 @@ import atexit
 import ctypes
 import faulthandler
 import gc
-import multiprocessing
 import multiprocessing.context
-import multiprocessing.popen_fork
 import multiprocessing.util
 import os
 import random
@@ -22,7 +20,9 @@ import time
 import traceback
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
+from multiprocessing.popen_fork import Popen
 from pathlib import Path
 from typing import Any
 
@@ -31,41 +31,42 @@ import torch
 import torch.distributed as dist
 
 from workshop.check.evidence.events import Ended, Exited
+from workshop.check.evidence.run import Asked
 from workshop.check.pretended import pretend_devices
 from workshop.check.probes.probe import Probe
 from workshop.check.probes.process import note_exception
 from workshop.check.probes.recorder import Recorder
 from workshop.run.environment import loopback, without_launcher
 from workshop.run.processes import family
+from workshop.run.stillness import Patience
 
-LINUX = sys.platform == "linux"
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36  # of Linux' prctl()
 FAILED = 70  # exit status where the check's own code fails
 LAST_WORDS = 3  # seconds that the other ranks have when one has failed
 FAILING_RANK, FAILING_STEP = 1, 2
+# What libraries keep goes where the program may write.
+CACHES = ["TMPDIR", "XDG_CACHE_HOME", "XDG_CONFIG_HOME", "MPLCONFIGDIR", "TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR"]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Program:
-    """A program, and how it is to be run; ``run_program`` describes the fields.
-
-    Attributes:
-        folder: where the evidence goes.
-    """
+    """A program, and how it is to be run."""
 
     script: Path
-    arguments: tuple[str, ...]
-    launch: str
+    launch: str  # "single", "spawn" (the program starts ``nproc`` processes) or "torchrun" (they are forked here)
     nproc: int
-    scratch: Path
-    folder: Path
-    probes: tuple[type[Probe], ...]
-    nodes: int
-    devices: bool
-    on_cpu: bool
-    fails: bool
-    dies: bool
-    before: Callable[[Recorder], None] | None
+    scratch: Path  # the folder that it runs in and may write to; it may hold checkpoints of an earlier run
+    folder: Path = Path()  # where the evidence goes; ``run_program`` makes it
+    arguments: tuple[str, ...] = ()
+    probes: tuple[type[Probe], ...] = ()  # what is observed, beside what always is
+    nodes: int = 1  # simulated machines
+    devices: bool = True  # each of several machines seems to have one for each of its processes
+    on_cpu: bool = True  # hide the GPUs
+    fails: bool = False  # rank 1 raises an exception in its third step
+    dies: bool = False  # the rank that saves dies in the step after its first checkpoint
+    before: Callable[[Recorder], None] | None = None  # called in each of its processes, before the probes are installed
+    patience: Patience = field(default_factory=Patience)  # when it counts as hanging
+    asked: Asked | None = None  # what it was asked for, for the rules
 
 
 def start(program: Program) -> int:
@@ -79,8 +80,7 @@ def start(program: Program) -> int:
 def end(keeper: int) -> None:
     """End a run with all that it has started."""
     _kill_below(keeper)
-    # Last: while it lives, it is the parent of what its children leave behind.
-    os.kill(keeper, signal.SIGKILL)
+    os.kill(keeper, signal.SIGKILL)  # last: while it lives, it is the parent of what its children leave behind
     os.waitpid(keeper, 0)
 
 
@@ -97,18 +97,15 @@ def _child(function: Callable[..., int], *arguments: object) -> None:
 
 
 def _prctl(option: int, value: int) -> None:
-    if LINUX:
+    if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(option, value, 0, 0, 0)
 
 
-# ---------------------------------------------------------------- the keeper
-
-
 def _keep(program: Program) -> int:
-    """The keeper: runs the launcher to its end, then ends what is left over; its exit status is the launcher's."""
+    """The keeper: runs the launcher to its end, then ends what is left; its exit status is the launcher's."""
     os.setsid()
     _prctl(PR_SET_CHILD_SUBREAPER, 1)  # a process that loses its parent becomes a child of this one
-    _prctl(PR_SET_PDEATHSIG, signal.SIGTERM)  # when the process that checks dies
+    _prctl(PR_SET_PDEATHSIG, signal.SIGTERM)  # sent when the process that checks dies
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, _give_up)
     launcher = os.fork()
@@ -145,53 +142,38 @@ def _kill_below(pid: int) -> None:
         time.sleep(0.005)
 
 
-# ---------------------------------------------------------------- the launcher and the ranks
-
-
 def _launch(program: Program) -> int:
     """The first process of the program; its exit status is the run's."""
     _prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # it does not outlive the keeper
-    null = os.open(os.devnull, os.O_RDONLY)
-    os.dup2(null, 0)
-    # pytest, or a notebook, may have redirected the output of this process, and registered calls for a crash or for its exit.
-    # They do not belong to the program.
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    # pytest, or a notebook, may have redirected the output of this process, and registered calls for its crash or exit.
     sys.stdout, sys.stderr = (os.fdopen(number, "w", buffering=1, closefd=False) for number in (1, 2))
     sys.stdin = os.fdopen(0, closefd=False)
     faulthandler.disable()
     atexit._clear()
     os.chdir(program.scratch)
-    _set_environment(program)
+    for name in os.environ.keys() - without_launcher(os.environ).keys() | {"TORCH_DISTRIBUTED_DEBUG"}:
+        os.environ.pop(name, None)
+    os.environ.update(OMP_NUM_THREADS="1", GLOO_SOCKET_IFNAME=loopback())
+    os.environ |= dict.fromkeys(CACHES, str(program.scratch / "tmp"))
+    if program.on_cpu:
+        os.environ.update(CUDA_VISIBLE_DEVICES="", HIP_VISIBLE_DEVICES="", DS_ACCELERATOR="cpu")
     random.seed()  # with the parent's state the temporary files of all runs would have the same names
     tempfile.tempdir = None
     sys.dont_write_bytecode = True
     torch.set_num_threads(1)
     _fork_in_place_of_spawn()
-    if program.launch == "torchrun":
-        return _ranks(program)
-    return _run(program)
-
-
-def _set_environment(program: Program) -> None:
-    caches = str(program.scratch / "tmp")
-    for name in os.environ.keys() - without_launcher(os.environ).keys() | {"TORCH_DISTRIBUTED_DEBUG"}:
-        os.environ.pop(name, None)
-    os.environ.update(TMPDIR=caches, OMP_NUM_THREADS="1", GLOO_SOCKET_IFNAME=loopback())
-    for name in ("XDG_CACHE_HOME", "XDG_CONFIG_HOME", "MPLCONFIGDIR", "TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR"):
-        os.environ[name] = caches  # what libraries keep goes where the program may write
-    if program.on_cpu:
-        os.environ.update(CUDA_VISIBLE_DEVICES="", HIP_VISIBLE_DEVICES="", DS_ACCELERATOR="cpu")
+    return _ranks(program) if program.launch == "torchrun" else _run(program)
 
 
 def _ranks(program: Program) -> int:
     """Fork the ranks as torchrun would, and wait for them: the first that fails ends the rest."""
-    c10d: Any = dist
-    store = c10d.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    store: Any = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     children = set()
     for rank in range(program.nproc):
         child = os.fork()
         if child == 0:
-            os.environ.update(_torchrun_variables(program, rank, store.port))
-            _child(_rank, program, rank)
+            _child(_rank, program, rank, store.port)
         children.add(child)
     status = 0
     while children:
@@ -219,37 +201,22 @@ def _end_soon(children: set[int]) -> None:
         os.kill(child, signal.SIGKILL)
 
 
-def _torchrun_variables(program: Program, rank: int, port: int) -> dict[str, str]:
+def _rank(program: Program, rank: int, port: int) -> int:
     local = program.nproc // program.nodes
-    return {
-        "RANK": str(rank),
-        "WORLD_SIZE": str(program.nproc),
-        "LOCAL_RANK": str(rank % local),
-        "LOCAL_WORLD_SIZE": str(local),
-        "GROUP_RANK": str(rank // local),
-        "GROUP_WORLD_SIZE": str(program.nodes),
-        "ROLE_RANK": str(rank),
-        "ROLE_WORLD_SIZE": str(program.nproc),
-        "ROLE_NAME": "default",
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-        "TORCHELASTIC_RUN_ID": "check",
-        "TORCHELASTIC_USE_AGENT_STORE": "True",
-        "TORCHELASTIC_RESTART_COUNT": "0",
-        "TORCHELASTIC_MAX_RESTARTS": "0",
+    os.environ |= {
+        "RANK": str(rank), "WORLD_SIZE": str(program.nproc),
+        "LOCAL_RANK": str(rank % local), "LOCAL_WORLD_SIZE": str(local),
+        "GROUP_RANK": str(rank // local), "GROUP_WORLD_SIZE": str(program.nodes),
+        "ROLE_RANK": str(rank), "ROLE_WORLD_SIZE": str(program.nproc), "ROLE_NAME": "default",
+        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
+        "TORCHELASTIC_RUN_ID": "check", "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "TORCHELASTIC_RESTART_COUNT": "0", "TORCHELASTIC_MAX_RESTARTS": "0",
         "TORCHELASTIC_ERROR_FILE": str(program.folder / f"error-{rank}.json"),
-    }
-
-
-def _rank(program: Program, rank: int) -> int:
-    """A rank as torchrun starts it."""
+    }  # fmt: skip
     _prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if program.nodes > 1 and program.devices:
-        pretend_devices(program.nproc // program.nodes)
+        pretend_devices(local)
     return _run(program, fails=program.fails and rank == FAILING_RANK)
-
-
-# ---------------------------------------------------------------- random state
 
 
 def renew_random_state() -> None:
@@ -260,30 +227,22 @@ def renew_random_state() -> None:
     random.seed()
 
 
-class _Popen(multiprocessing.popen_fork.Popen):
-    """Forks a process that is to start as a new interpreter, and gives it a random state of its own."""
+class SpawnedProcess(multiprocessing.context.ForkProcess):
+    """A process that is to start as a new interpreter: it is forked, and gets a random state of its own."""
 
-    def _launch(self, process_obj: Any) -> None:
-        bootstrap = process_obj._bootstrap
+    @staticmethod  # multiprocessing calls it with a process that is not of this class
+    def _Popen(process: Any) -> Popen:
+        bootstrap = process._bootstrap
 
         def renewed(*args: Any, **kwargs: Any) -> Any:
             renew_random_state()
             return bootstrap(*args, **kwargs)
 
-        process_obj._bootstrap = renewed
+        process._bootstrap = renewed
         try:
-            super()._launch(process_obj)  # type: ignore[misc]  # its types do not name it
+            return Popen(process)
         finally:
-            del process_obj._bootstrap
-
-
-class SpawnedProcess(multiprocessing.context.ForkProcess):
-    """A process of ``SpawnContext``."""
-
-    # (Not in a method of the process: the one of multiprocessing.Process is not of this class, it only asks for this.)
-    @staticmethod
-    def _Popen(process_obj: Any) -> _Popen:
-        return _Popen(process_obj)
+            del process._bootstrap
 
 
 class SpawnContext(multiprocessing.context.ForkContext):
@@ -296,10 +255,7 @@ class SpawnContext(multiprocessing.context.ForkContext):
 
 
 def _fork_in_place_of_spawn() -> None:
-    """Let the start methods "spawn" and "forkserver" fork, so that they do not start Python and import torch each time.
-
-    The default start method stays that of this system, and the program can still choose another one.
-    """
+    """Let the start methods "spawn" and "forkserver" fork; the default one stays that of this system."""
     contexts: dict[str, Any] = multiprocessing.context._concrete_contexts  # type: ignore[attr-defined]
     default: Any = multiprocessing.context._default_context
     contexts |= {name: SpawnContext(name) for name in ("spawn", "forkserver")}
@@ -307,49 +263,25 @@ def _fork_in_place_of_spawn() -> None:
     default._actual_context = None  # what the process that checks has chosen
 
 
-# ---------------------------------------------------------------- the program
-
-
 def _run(program: Program, fails: bool = False) -> int:
-    """Run the program in this process; return its exit status."""
-    # Makes torch's thread pool anew after the fork; else each of autograd's threads does, and they collide.
-    torch.set_num_threads(1)
+    """Run the program as ``__main__`` in this process, to its end; return its exit status."""
+    torch.set_num_threads(1)  # makes torch's thread pool anew after the fork; else autograd's threads do, and collide
     renew_random_state()
     recorder = Recorder(program.folder, program.script, program.scratch)
-    if fails:
-        recorder.at_step = lambda: _fail(recorder)
-    elif program.dies:
-        recorder.at_step = lambda: _die(recorder)
+    if fails or program.dies:
+        recorder.at_step = partial(_fail if fails else _die, recorder)
     if program.before:
         program.before(recorder)
     recorder.open()
     for probe in program.probes:
         probe(recorder).install()
-    status = _run_script(recorder, program)
-    multiprocessing.util._exit_function()  # type: ignore[attr-defined]
-    return status if 0 <= status < 256 else 1
-
-
-def _fail(recorder: Recorder) -> None:
-    if recorder.steps == FAILING_STEP:
-        raise ZeroDivisionError("the check lets this rank fail")
-
-
-def _die(recorder: Recorder) -> None:
-    """Die in the step after the first checkpoint. DCP writes .metadata last, when a checkpoint is whole."""
-    if recorder.saved or any(recorder.scratch.rglob(".metadata")):
-        os.kill(os.getpid(), signal.SIGKILL)
-
-
-def _run_script(recorder: Recorder, program: Program) -> int:
-    """Run the program as ``__main__``, to its end; return its exit status."""
     sys.argv = [str(program.script), *program.arguments]
     sys.path.insert(0, str(program.script.parent))
     status = 0
     try:
         runpy.run_path(str(program.script), run_name="__main__")
     except SystemExit as exit_:
-        status = exit_.code if isinstance(exit_.code, int) else (0 if exit_.code is None else 1)
+        status = exit_.code if isinstance(exit_.code, int) else int(exit_.code is not None)
         if status and not isinstance(exit_.code, int):
             print(exit_.code, file=sys.stderr)
         recorder.note(Exited(status=status))
@@ -363,4 +295,16 @@ def _run_script(recorder: Recorder, program: Program) -> int:
         sys.stdout.flush()
         sys.stderr.flush()
     recorder.note(Ended())
-    return status
+    multiprocessing.util._exit_function()  # type: ignore[attr-defined]
+    return status if 0 <= status < 256 else 1
+
+
+def _fail(recorder: Recorder) -> None:
+    if recorder.steps == FAILING_STEP:
+        raise ZeroDivisionError("the check lets this rank fail")
+
+
+def _die(recorder: Recorder) -> None:
+    """Die in the step after the first checkpoint. DCP writes .metadata last, when a checkpoint is whole."""
+    if recorder.saved or any(recorder.scratch.rglob(".metadata")):
+        os.kill(os.getpid(), signal.SIGKILL)

@@ -10,19 +10,13 @@ from workshop.check.probes.devices import device_index
 
 
 def pretend_devices(count: int) -> None:
-    """Let this machine seem to have accelerators, which are the CPU.
-
-    Args:
-        count: how many.
-    """
-    cpu = torch.device("cpu")
+    """Let this machine seem to have so many accelerators, which are the CPU."""
+    library = os.path.dirname(torch.__file__)
 
     def check(device: object) -> None:
         index = device_index(device)
         if index is not None and not 0 <= index < count:
             raise RuntimeError(f"invalid device ordinal: device {index} of {count}")
-
-    library = os.path.dirname(torch.__file__)
 
     def pretend(module: Any, name: str, value: object) -> None:
         """Tell the program the value, and torch itself the truth."""
@@ -39,7 +33,7 @@ def pretend_devices(count: int) -> None:
     for module in (accelerator, cuda):
         pretend(module, "is_available", True)
         pretend(module, "device_count", count)
-    pretend(accelerator, "current_accelerator", cpu)
+    pretend(accelerator, "current_accelerator", torch.device("cpu"))
     accelerator.set_device_index = accelerator.set_device_idx = cuda.set_device = check
     accelerator.synchronize = cuda.synchronize = lambda *_: None
     accelerator.current_device_index = cuda.current_device = lambda: int(os.environ["LOCAL_RANK"])

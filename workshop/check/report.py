@@ -25,34 +25,22 @@ SHOWN = 2  # findings of a goal, without --verbose
 
 
 def short(path: Path) -> str:
-    """The path as a learner would type it: from the current folder if it lies in it, else from the repository's root."""
-    for base in (Path.cwd(), ROOT):
-        if path.is_relative_to(base):
-            return str(path.relative_to(base))
-    return str(path)
+    """The path as a learner would type it: from the current folder if it is in it, else from the repository's root."""
+    base = next((base for base in (Path.cwd(), ROOT) if path.is_relative_to(base)), None)
+    return str(path.relative_to(base) if base else path)
 
 
 class Shown(NamedTuple):
-    """What has been printed of a verdict: the states of the goals, and the other lines."""
+    """What has been printed of a verdict."""
 
-    states: dict[int, str]
-    lines: set[str]
+    states: dict[int, str]  # of the goals
+    lines: set[str]  # hints, and what was not checked
 
 
 def show(verdict: Verdict, console: Console, verbose: bool = False, before: Shown | None = None) -> Shown:
-    """Print a verdict: the goals, what was seen, why it matters, what to do, where; then what was not checked.
-
-    Args:
-        verdict: what to print.
-        console: where.
-        verbose: tracebacks and stacks too.
-        before: what was printed of an earlier verdict of the same check: only what is new is printed.
-
-    Returns:
-        What has been printed so far.
-    """
+    """Print a verdict, or what is new in it after an earlier one of the same check; return what has been printed so far."""
     if before is None:
-        console.print(f"[bold]{escape(short(verdict.file))}[/]", highlight=False)
+        console.print(f"[bold]{escape(short(verdict.subject.file))}[/]", highlight=False)
     states, lines = verdict.states(), set(before.lines if before else ())
     for goal in verdict.subject.goals:
         if before is None or before.states[goal.number] != states[goal.number]:
@@ -82,7 +70,9 @@ def _goal(verdict: Verdict, goal: Goal, state: str, console: Console, verbose: b
     title = escape(goal.title + more)
     if style == "dim":
         number, title = f"[dim]{number}[/]", f"[dim]{title}[/]"
-    console.print(_line(f"[{style}]{sign}[/]", number, title))
+    table = _table(1, 1)
+    table.add_row(f"[{style}]{sign}[/]", number, title)
+    console.print(table)
     if state != "open":
         return
     findings = [finding for finding in verdict.errors if verdict.goal_of(finding) == goal.number]
@@ -90,27 +80,23 @@ def _goal(verdict: Verdict, goal: Goal, state: str, console: Console, verbose: b
         _finding(finding, console, "", verbose)
     if goal.number != KEPT:
         file = short(ROOT / verdict.subject.name)
-        in_a_notebook = os.environ.get("WORKSHOP_NOTEBOOK")
         command = f"{workshop_command()} hint {file} {goal.number}"
-        command = f'hint("{file}", {goal.number})' if in_a_notebook else command
+        if os.environ.get("WORKSHOP_NOTEBOOK"):
+            command = f'hint("{file}", {goal.number})'
         console.print(f"      hint   {escape(command)}", highlight=False)
 
 
-def _line(sign: str, number: str, title: str) -> Table:
-    """A goal's line; a long title goes on below itself."""
+def _table(*widths: int) -> Table:
+    """A table with columns of these widths and a last one, in which a long text goes on below itself."""
     table = Table.grid(padding=(0, 1))
-    table.add_column(width=1)
-    table.add_column(width=1)
+    for width in widths:
+        table.add_column(width=width)
     table.add_column(overflow="fold")
-    table.add_row(sign, number, title)
     return table
 
 
 def _finding(finding: Finding, console: Console, sign: str, verbose: bool) -> None:
-    table = Table.grid(padding=(0, 1))
-    table.add_column(width=5)
-    table.add_column(width=6)
-    table.add_column(overflow="fold")
+    table = _table(5, 6)
     table.add_row(sign, "[yellow]seen[/]", escape(finding.seen))
     for name, text in (("why", finding.rule.why), ("fix", finding.rule.fix), ("where", finding.where)):
         if text:
@@ -126,7 +112,7 @@ def _summary(verdict: Verdict, console: Console) -> None:
     if verdict.subject.goals:
         states = list(verdict.states().values())
         judged = len(states) - states.count("unjudged")
-        real = "training" if verdict.file.suffix == ".sh" else "launcher"
+        real = "training" if verdict.subject.file.suffix == ".sh" else "launcher"
         more = "" if verdict.complete else f"; now with the real {real}, up to a minute ..."
         console.print(f"{states.count('met')} of {judged} goals met in {verdict.seconds:.1f} s{more}", highlight=False)
     else:
@@ -137,24 +123,22 @@ def _summary(verdict: Verdict, console: Console) -> None:
 def as_json(verdict: Verdict) -> str:
     """The verdict for programs."""
     states = verdict.states()
-    goals = [
-        {
-            "number": goal.number,
-            "title": goal.title,
-            "state": states[goal.number],
-            "findings": [finding.as_dict() for finding in verdict.findings if verdict.goal_of(finding) == goal.number],
-        }
-        for goal in verdict.subject.goals
-    ]
-    return json.dumps(
-        {
-            "file": os.fspath(verdict.file),
-            "exercise": verdict.subject.name or None,
-            "passed": not verdict.errors,
-            "goals": goals,
-            "findings": [finding.as_dict() for finding in verdict.findings],
-            "not_checked": verdict.unchecked,
-            "seconds": round(verdict.seconds, 2),
-        },
-        indent=2,
-    )
+    findings = [(verdict.goal_of(finding), finding.as_dict()) for finding in verdict.findings]
+    content = {
+        "file": os.fspath(verdict.subject.file),
+        "exercise": verdict.subject.name or None,
+        "passed": not verdict.errors,
+        "goals": [
+            {
+                "number": goal.number,
+                "title": goal.title,
+                "state": states[goal.number],
+                "findings": [finding for number, finding in findings if number == goal.number],
+            }
+            for goal in verdict.subject.goals
+        ],
+        "findings": [finding for _, finding in findings],
+        "not_checked": verdict.unchecked,
+        "seconds": round(verdict.seconds, 2),
+    }
+    return json.dumps(content, indent=2)

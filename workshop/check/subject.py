@@ -10,30 +10,22 @@ KEPT = 0  # the number of the goal without a TODO: what the step before had reac
 
 @dataclass(frozen=True)
 class Goal:
-    """A goal of an exercise: its number (``KEPT`` has no TODO), its title, and the rules that keep it from being met."""
+    """A goal of an exercise."""
 
     number: int
     title: str
-    rules: tuple[Rule, ...]
+    rules: tuple[Rule, ...]  # that keep it from being met
 
 
 @dataclass(frozen=True)
 class Subject:
-    """A program and what is asked of it.
+    """A program and what is asked of it."""
 
-    Attributes:
-        file: the program, or job script.
-        name: the name of the exercise that it is, or "".
-        goals: of the exercise, in the order in which they are shown; empty for a program that is none.
-        rules: all rules to ask.
-        unchecked: what the check cannot say of this program, whatever it sees.
-    """
-
-    file: Path
-    name: str
-    goals: tuple[Goal, ...]
-    rules: tuple[Rule, ...]
-    unchecked: tuple[str, ...] = ()
+    file: Path  # the program, or job script
+    name: str  # of the exercise that it is, or ""
+    goals: tuple[Goal, ...]  # of the exercise, in the order in which they are shown
+    rules: tuple[Rule, ...]  # all rules to ask
+    unchecked: tuple[str, ...] = ()  # what the check cannot say of this program, whatever it sees
 
     def goal_of(self, rule: Rule) -> int:
         """The number of the goal that a rule belongs to."""

@@ -1,7 +1,6 @@
 """What is known about a program: findings, and the state of each goal."""
 
 from dataclasses import dataclass, field
-from pathlib import Path
 
 from workshop.check.rules.rule import Detector, Rule
 from workshop.check.subject import KEPT, Subject
@@ -9,19 +8,12 @@ from workshop.check.subject import KEPT, Subject
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing that was observed.
+    """One thing that was observed."""
 
-    Attributes:
-        rule: the rule that found it.
-        seen: what was seen, one sentence with figures.
-        where: "file.py:12", the line of the cause; "" where no line stands for it.
-        detail: a traceback or stacks, for ``--verbose``; may have several lines.
-    """
-
-    rule: Rule
-    seen: str
-    where: str = ""
-    detail: str = ""
+    rule: Rule  # that found it
+    seen: str  # one sentence with figures
+    where: str = ""  # "file.py:12", the line of the cause
+    detail: str = ""  # a traceback or stacks, for ``--verbose``; may have several lines
 
     @property
     def kind(self) -> str:
@@ -30,7 +22,7 @@ class Finding:
 
     @property
     def is_error(self) -> bool:
-        """Whether it keeps a goal from being met; a hint does not."""
+        """Whether it keeps a goal from being met: a hint does not."""
         return not self.rule.hint
 
     def as_dict(self) -> dict[str, str]:
@@ -48,32 +40,16 @@ class Finding:
 
 @dataclass
 class Verdict:
-    """What is known about a program.
-
-    Attributes:
-        subject: the program and its goals.
-        planned: the detectors that the check is to ask.
-        asked: those that it has asked.
-        findings: in the order of what explains the most.
-        unchecked: what could not be checked, and why.
-        unjudged: the goals that nothing on this machine can show.
-        seconds: how long the checking took so far.
-        complete: whether all parts of the check have been done.
-    """
+    """What is known about a program."""
 
     subject: Subject
-    planned: set[Detector] = field(default_factory=set)
-    asked: set[Detector] = field(default_factory=set)
-    findings: list[Finding] = field(default_factory=list)
-    unchecked: list[str] = field(default_factory=list)
-    unjudged: set[int] = field(default_factory=set)
-    seconds: float = 0.0
-    complete: bool = False
-
-    @property
-    def file(self) -> Path:
-        """The program."""
-        return self.subject.file
+    planned: set[Detector] = field(default_factory=set)  # those that the check is to ask
+    asked: set[Detector] = field(default_factory=set)  # those that it has asked
+    findings: list[Finding] = field(default_factory=list)  # in the order of what explains the most
+    unchecked: list[str] = field(default_factory=list)  # what could not be checked, and why
+    unjudged: set[int] = field(default_factory=set)  # the goals that nothing on this machine can show
+    seconds: float = 0.0  # how long the checking took so far
+    complete: bool = False  # all parts of the check have been done
 
     @property
     def errors(self) -> list[Finding]:
@@ -90,11 +66,7 @@ class Verdict:
         return self.goal_of(self.errors[0]) if self.errors else None
 
     def states(self) -> dict[int, str]:
-        """The state of each goal, by its number.
-
-        "met"; "open"; "blocked": it cannot be judged before the goal of the first error; "waiting": what shows it has not
-        been run yet; "unjudged": nothing on this machine can show it.
-        """
+        """The state of each goal, by its number, as ``report.SIGNS`` explains it."""
         return {goal.number: self._state(goal.number) for goal in self.subject.goals}
 
     def _state(self, number: int) -> str:
@@ -114,17 +86,14 @@ class Verdict:
         """Add findings: without repetition, errors before hints; what blocks first, then in the order of the goals."""
         unique = {(finding.kind, finding.seen): finding for finding in [*self.findings, *found]}
 
-        def place(finding: Finding) -> tuple[bool, bool, int]:
-            goal = self.goal_of(finding) if self.subject.goals else 0
-            return (not finding.is_error, not finding.rule.blocks, goal if goal != KEPT else 99)
+        def place(finding: Finding) -> tuple[bool, bool, bool, int]:
+            goal = self.goal_of(finding)
+            return finding.rule.hint, not finding.rule.blocks, goal == KEPT, goal
 
         self.findings = sorted(unique.values(), key=place)
 
 
 def _holds_back(detector: Detector) -> bool:
-    """Whether a goal is not met before this detector was asked.
-
-    Not a hint's; and not one that only looks at a slow scenario which another goal's rule makes the check run.
-    """
+    """Whether its goal waits for it: not for a hint's, nor for one that only looks at a slow scenario of another goal's rule."""
     only_looks = detector.passive and any(scenario.slow for scenario in detector.runs)
     return not detector.rule.hint and not only_looks

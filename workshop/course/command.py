@@ -97,7 +97,7 @@ def _find(file: str | None) -> Path:
 
 def _record(verdict: Verdict) -> None:
     """Remember which goals are met, if it is the learner's own file that was checked."""
-    if verdict.subject.name and verdict.file == (ROOT / verdict.subject.name).resolve():
+    if verdict.subject.name and verdict.subject.file == (ROOT / verdict.subject.name).resolve():
         states = verdict.states()
         record_check(verdict.subject.name, {goal: state in ("met", "unjudged") for goal, state in states.items()})
 

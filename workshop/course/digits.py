@@ -26,7 +26,7 @@ def prepare_digits() -> None:
 
 
 def small_digits(samples: int) -> Callable[[Recorder], None]:
-    """What gives ``Digits`` only a part of its samples, for ``run_program``'s ``before``.
+    """What gives ``Digits`` only a part of its samples, for ``Program.before``.
 
     Args:
         samples: how many to train on; there are ``TEST_SAMPLES`` to test on.

@@ -15,6 +15,7 @@ import psutil
 import torch
 
 from workshop.check.evidence.real import Killed, Kills, RealRun, Speeds
+from workshop.check.forked import Program
 from workshop.check.launching import run_program
 from workshop.course.exercises import Exercise
 from workshop.repository import ROOT
@@ -113,7 +114,7 @@ def kills(script: Path, exercise: Exercise, place: Path) -> Kills:
     # What an uninterrupted run ends with: forked ranks compute the same, bit for bit, and start at once.
     whole = place / "uninterrupted"
     whole.mkdir()
-    run = run_program(script, options, launch="torchrun", nproc=2, scratch=whole, probes=())
+    run = run_program(Program(script=script, arguments=tuple(options), launch="torchrun", nproc=2, scratch=whole))
     if run.status != 0:
         return Kills(run.status)
     command, changes = _command(script, exercise), {"OMP_NUM_THREADS": "1"}

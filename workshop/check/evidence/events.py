@@ -9,8 +9,7 @@ from typing import dataclass_transform
 
 # A sample: (type of the data set, its length, index in it), or ("content", checksum, bytes) where no loader names it.
 Key = tuple[object, ...]
-# A loader and the number of its iteration.
-Loader = tuple[int, int]
+Loader = tuple[int, int]  # a loader and the number of its iteration
 # The norm of a tensor and some of its values; None: there is no tensor (no gradient, or one without contents).
 Sketch = tuple[float, list[float]] | None
 

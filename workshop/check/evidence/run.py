@@ -70,9 +70,7 @@ class Process:
     stdout: str = ""  # the first megabyte
     stderr: str = ""
     stack: str = ""  # the lines of the stack when the run hung; "" otherwise
-    identity: str = (
-        "keys"  # what names a sample: "keys" (its index in the data set, if a loader tells it) or "rows" (its content)
-    )
+    identity: str = "keys"  # what names a sample: "keys" (its index in the data set, if known) or "rows" (its content)
 
     def of(self, kind: type[E]) -> list[E]:
         """The events of this kind, in order."""
@@ -203,10 +201,9 @@ class Run:
         return (event for process in self.processes for event in process.of(kind))
 
     def settle_identity(self) -> None:
-        """Name samples by their content where equal indices on two ranks are different samples.
+        """Name samples by their content where each rank has a data set of its own, in which index 0 is a different sample.
 
-        Each rank may have a data set of its own: then index 0 is a different sample on each. With random augmentation the
-        content of a sample changes, so content only counts where it stays the same from epoch to epoch.
+        With random augmentation the content changes, so it only counts where it stays the same from epoch to epoch.
         """
         contents = [_rows_by_key(process) for process in self.ranks[:2]]
         if len(contents) < 2:
