@@ -37,7 +37,7 @@ def plan(subject: Subject, offers: tuple[Scenario[Any], ...]) -> tuple[list[Scen
 
 
 def _counts(subject: Subject, detector: Detector) -> bool:
-    """Whether the check makes scenarios for a detector: not for a hint's, nor for a rule that is always asked and no goal lists."""
+    """Whether the check makes scenarios for it: not for a hint, nor for a rule that is always asked and that no goal lists."""
     listed = any(detector.rule in goal.rules for goal in subject.goals)
     return not detector.passive and not detector.rule.hint and (listed or not detector.rule.always)
 
