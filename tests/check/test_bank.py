@@ -11,7 +11,7 @@ import pytest
 
 from check.bank.replay import EVIDENCE, evidence, replayed
 from check.bank.whole import all_mistakes, all_styles, families
-from workshop.check.evidence.schema import all_events
+from workshop.check.evidence.recorded import all_events
 from workshop.check.rules import FAMILIES
 from workshop.check.rules.rule import RULES
 from workshop.course.exercises import programs

@@ -32,7 +32,7 @@ from workshop.check.evidence.events import (
     Saved,
     TrainerFit,
 )
-from workshop.check.evidence.schema import all_events
+from workshop.check.evidence.recorded import all_events
 from workshop.check.probes import PROBES, Recorder, probes_for
 from workshop.check.probes.accelerate import Accelerators
 from workshop.check.probes.deepspeed import Engine

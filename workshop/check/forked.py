@@ -1,7 +1,7 @@
-"""The processes of a run: a keeper that ends all that the run has started, and a launcher that is the program or forks its ranks.
+"""The processes of a run: a keeper, and below it a launcher, which is the program's own main process or forks its ranks.
 
-A process that a real launcher would start as a new interpreter is forked here, from one that has imported torch already, so it
-starts in a tenth of a second. It gets a random state of its own, as a new interpreter has.
+The keeper becomes the parent of each process that loses its own, so everything that a run starts ends with it. A process that
+a real launcher would start as a new interpreter is forked from one that has imported torch already, in a tenth of a second.
 """
 
 import atexit
@@ -21,7 +21,6 @@ import traceback
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
-from functools import partial
 from multiprocessing.popen_fork import Popen
 from pathlib import Path
 from typing import Any
@@ -250,15 +249,14 @@ class SpawnContext(multiprocessing.context.ForkContext):
 
     Process = SpawnedProcess
 
-    def __init__(self, name: str):
-        self._name = name
-
 
 def _fork_in_place_of_spawn() -> None:
     """Let the start methods "spawn" and "forkserver" fork; the default one stays that of this system."""
     contexts: dict[str, Any] = multiprocessing.context._concrete_contexts  # type: ignore[attr-defined]
     default: Any = multiprocessing.context._default_context
-    contexts |= {name: SpawnContext(name) for name in ("spawn", "forkserver")}
+    for name in ("spawn", "forkserver"):
+        contexts[name] = SpawnContext()
+        contexts[name]._name = name
     default._default_context = contexts[default._default_context._name]
     default._actual_context = None  # what the process that checks has chosen
 
@@ -268,8 +266,15 @@ def _run(program: Program, fails: bool = False) -> int:
     torch.set_num_threads(1)  # makes torch's thread pool anew after the fork; else autograd's threads do, and collide
     renew_random_state()
     recorder = Recorder(program.folder, program.script, program.scratch)
-    if fails or program.dies:
-        recorder.at_step = partial(_fail if fails else _die, recorder)
+
+    def at_step() -> None:
+        if fails and recorder.steps == FAILING_STEP:
+            raise ZeroDivisionError("the check lets this rank fail")
+        # DCP writes .metadata last, when a checkpoint is whole.
+        if program.dies and (recorder.saved or any(recorder.scratch.rglob(".metadata"))):
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    recorder.at_step = at_step
     if program.before:
         program.before(recorder)
     recorder.open()
@@ -297,14 +302,3 @@ def _run(program: Program, fails: bool = False) -> int:
     recorder.note(Ended())
     multiprocessing.util._exit_function()  # type: ignore[attr-defined]
     return status if 0 <= status < 256 else 1
-
-
-def _fail(recorder: Recorder) -> None:
-    if recorder.steps == FAILING_STEP:
-        raise ZeroDivisionError("the check lets this rank fail")
-
-
-def _die(recorder: Recorder) -> None:
-    """Die in the step after the first checkpoint. DCP writes .metadata last, when a checkpoint is whole."""
-    if recorder.saved or any(recorder.scratch.rglob(".metadata")):
-        os.kill(os.getpid(), signal.SIGKILL)

@@ -1,11 +1,6 @@
-"""Running a program in forked processes that have torch imported already, and watching it until it ends.
-
-``forked.py`` has the processes: a keeper, which is the parent of each process that loses its own, so everything that a
-run starts ends with it; below it a launcher, which is the program's own main process, or forks the ranks as torchrun would.
-"""
+"""Running a program in the processes of ``forked.py``, and watching it until it ends."""
 
 import gc
-import importlib
 import importlib.util
 import logging
 import os

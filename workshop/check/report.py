@@ -9,6 +9,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from workshop.check.rules.words import plural
 from workshop.check.subject import KEPT, Goal
 from workshop.check.verdict import Finding, Verdict
 from workshop.repository import ROOT, workshop_command
@@ -58,7 +59,14 @@ def show(verdict: Verdict, console: Console, verbose: bool = False, before: Show
         if text not in lines:
             console.print(f"[dim]not checked: {escape(text)}[/]", highlight=False)
             lines.add(text)
-    _summary(verdict, console)
+    if verdict.subject.goals:
+        judged = [state for state in states.values() if state != "unjudged"]
+        real = "training" if verdict.subject.file.suffix == ".sh" else "launcher"
+        more = "" if verdict.complete else f"; now with the real {real}, up to a minute ..."
+        text = f"{judged.count('met')} of {len(judged)} goals met in {verdict.seconds:.1f} s{more}"
+    else:
+        text = f"{plural(len(verdict.errors), 'finding')} in {verdict.seconds:.1f} s"
+    console.print(text, highlight=False)
     return Shown(states, lines)
 
 
@@ -106,18 +114,6 @@ def _finding(finding: Finding, console: Console, sign: str, verbose: bool) -> No
         console.print(escape(finding.detail.rstrip()), style="dim", highlight=False)
     elif finding.detail:
         console.print("[dim]      (--verbose shows the traceback, the stacks or the output)[/]", highlight=False)
-
-
-def _summary(verdict: Verdict, console: Console) -> None:
-    if verdict.subject.goals:
-        states = list(verdict.states().values())
-        judged = len(states) - states.count("unjudged")
-        real = "training" if verdict.subject.file.suffix == ".sh" else "launcher"
-        more = "" if verdict.complete else f"; now with the real {real}, up to a minute ..."
-        console.print(f"{states.count('met')} of {judged} goals met in {verdict.seconds:.1f} s{more}", highlight=False)
-    else:
-        count = len(verdict.errors)
-        console.print(f"{count} finding{'s' * (count != 1)} in {verdict.seconds:.1f} s", highlight=False)
 
 
 def as_json(verdict: Verdict) -> str:

@@ -1,8 +1,4 @@
-"""The kinds of runs that a check can make of a program. A rule names those that it judges; a bench makes them.
-
-A scenario is only declared here: its name, and the type of what it gives. ``bench.py`` makes those of any Python program,
-the course's benches make the rest.
-"""
+"""The kinds of runs that a check can make of a program. A rule names those that it judges; a bench makes them."""
 
 from dataclasses import dataclass
 from typing import Generic, TypeVar

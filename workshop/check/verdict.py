@@ -78,8 +78,11 @@ class Verdict:
             return "blocked"
         if number in self.unjudged:
             return "unjudged"
-        if any(self.subject.goal_of(each.rule) == number and _holds_back(each) for each in self.planned - self.asked):
-            return "blocked" if self.errors else "waiting"
+        for each in self.planned - self.asked:
+            # A goal waits for no hint, and for nothing that only looks at a slow scenario which another goal's rule asks for.
+            looks = each.passive and any(scenario.slow for scenario in each.runs)
+            if self.subject.goal_of(each.rule) == number and not each.rule.hint and not looks:
+                return "blocked" if self.errors else "waiting"
         return "met"
 
     def add(self, found: list[Finding]) -> None:
@@ -91,9 +94,3 @@ class Verdict:
             return finding.rule.hint, not finding.rule.blocks, goal == KEPT, goal
 
         self.findings = sorted(unique.values(), key=place)
-
-
-def _holds_back(detector: Detector) -> bool:
-    """Whether its goal waits for it: not for a hint's, nor for one that only looks at a slow scenario of another goal's rule."""
-    only_looks = detector.passive and any(scenario.slow for scenario in detector.runs)
-    return not detector.rule.hint and not only_looks

@@ -1,7 +1,6 @@
 """Evidence in a file: what a check has made of programs, so that rules can judge it again without running them.
 
-A file holds many versions of few programs, which agree in most of their numbers. Equal values are therefore stored once,
-over all versions in the file: see ``_Shared``.
+A file holds many versions of few programs, which agree in most of their numbers, so equal values are stored once.
 """
 
 import dataclasses
@@ -20,8 +19,8 @@ from pathlib import Path
 from typing import Any
 
 import workshop.check.evidence
+from workshop.check.evidence.events import Event
 from workshop.check.evidence.run import Process
-from workshop.check.evidence.schema import SCHEMA, described
 from workshop.errors import UserError
 from workshop.files import write_atomically
 
@@ -65,6 +64,19 @@ def read(path: Path, again: str) -> dict[str, Recorded]:
     return {each.name: each for each in _Reader(content).load()}
 
 
+def all_events() -> dict[str, type[Event]]:
+    """Each kind of event by its name."""
+    return {each.__name__: each for each in Event.__subclasses__()}
+
+
+def _described(kind: Any, name: str) -> str:
+    return f"{name}({', '.join(f'{part.name}: {part.type}' for part in dataclasses.fields(kind))})"
+
+
+# The version of the events, which stands with that of all other evidence at the beginning of each file.
+SCHEMA = zlib.crc32("\n".join(_described(kind, name) for name, kind in sorted(all_events().items())).encode())
+
+
 def _schema() -> int:
     """A checksum of all that evidence consists of."""
     package = workshop.check.evidence
@@ -72,7 +84,7 @@ def _schema() -> int:
     for module in pkgutil.iter_modules(package.__path__, f"{package.__name__}."):
         for name, kind in sorted(vars(importlib.import_module(module.name)).items()):
             if dataclasses.is_dataclass(kind) and kind.__module__ == module.name:
-                parts.append(described(kind, f"{module.name}.{name}"))
+                parts.append(_described(kind, f"{module.name}.{name}"))
     return zlib.crc32("\n".join(parts).encode())
 
 
@@ -86,10 +98,7 @@ class _Reader(pickle.Unpickler):
 
 
 class _Shared:
-    """Copies of objects in which equal parts are one object, which pickle writes once.
-
-    What can be changed is not shared, except lists, which no rule changes.
-    """
+    """Copies of objects in which equal parts are one object, which pickle writes once. (No rule changes a shared list.)"""
 
     def __init__(self, hide: Callable[[str], str]) -> None:
         self.known: dict[object, Any] = {}
@@ -130,10 +139,7 @@ class _Shared:
         return self._one(copied, parts.values()) if value.__dataclass_params__.frozen else copied
 
     def _one(self, value: Any, parts: Iterable[object] | None = None) -> Any:
-        """The first of all equal values. Values that have parts are equal if their parts are the same objects.
-
-        The ids of the parts are safe as a key, because the parts of what is known live as long as this object.
-        """
+        """The first of all equal values. Those with parts are equal if the parts are the same objects, which ``known`` keeps."""
         key = (type(value), value) if parts is None else (type(value), *map(id, parts))
         return self.known.setdefault(key, value)
 

@@ -87,8 +87,7 @@ class Process:
     @cached_property
     def rank(self) -> int | None:
         """Its rank in the group that it joined last."""
-        joined = self.of(Joined)
-        return joined[-1].rank if joined else None
+        return next((joined.rank for joined in reversed(self.of(Joined))), None)
 
     @property
     def ended(self) -> bool:
@@ -205,13 +204,13 @@ class Run:
 
         With random augmentation the content changes, so it only counts where it stays the same from epoch to epoch.
         """
-        contents = [_rows_by_key(process) for process in self.ranks[:2]]
-        if len(contents) < 2:
+        if len(self.ranks) < 2:
             return
-        again = [rows for seen in contents for rows in seen.values() if len(rows) > 1]
-        common = contents[0].keys() & contents[1].keys()
-        steady = again and sum(len(set(rows)) == 1 for rows in again) > 0.9 * len(again)
-        if steady and common and sum(contents[0][key][0] != contents[1][key][0] for key in common) > 0.5 * len(common):
+        one, other = (_rows_by_key(process) for process in self.ranks[:2])
+        again = [rows for rows in (*one.values(), *other.values()) if len(rows) > 1]
+        steady = sum(len(set(rows)) == 1 for rows in again) > 0.9 * len(again)
+        common = one.keys() & other.keys()
+        if steady and sum(one[key][0] != other[key][0] for key in common) > 0.5 * len(common):
             for process in self.processes:
                 process.identity = "rows"
                 for name in ("steps", "epochs", "evaluations"):
