@@ -31,7 +31,7 @@ import torch.distributed as dist
 
 from workshop.check.evidence.events import Ended, Exited
 from workshop.check.evidence.run import Asked
-from workshop.check.pretended import pretend_devices
+from workshop.check.probes.devices import device_index
 from workshop.check.probes.probe import Probe
 from workshop.check.probes.process import note_exception
 from workshop.check.probes.recorder import Recorder
@@ -203,8 +203,7 @@ def _end_soon(children: set[int]) -> None:
 def _rank(program: Program, rank: int, port: int) -> int:
     local = program.nproc // program.nodes
     os.environ |= {
-        "RANK": str(rank), "WORLD_SIZE": str(program.nproc),
-        "LOCAL_RANK": str(rank % local), "LOCAL_WORLD_SIZE": str(local),
+        "RANK": str(rank), "WORLD_SIZE": str(program.nproc), "LOCAL_RANK": str(rank % local), "LOCAL_WORLD_SIZE": str(local),
         "GROUP_RANK": str(rank // local), "GROUP_WORLD_SIZE": str(program.nodes),
         "ROLE_RANK": str(rank), "ROLE_WORLD_SIZE": str(program.nproc), "ROLE_NAME": "default",
         "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
@@ -216,6 +215,35 @@ def _rank(program: Program, rank: int, port: int) -> int:
     if program.nodes > 1 and program.devices:
         pretend_devices(local)
     return _run(program, fails=program.fails and rank == FAILING_RANK)
+
+
+def pretend_devices(count: int) -> None:
+    """Let this machine seem to have so many accelerators, which are the CPU: what matters is which one a process asks for."""
+    library = os.path.dirname(torch.__file__)
+
+    def check(device: object) -> None:
+        index = device_index(device)
+        if index is not None and not 0 <= index < count:
+            raise RuntimeError(f"invalid device ordinal: device {index} of {count}")
+
+    def pretend(module: Any, name: str, value: object) -> None:
+        """Tell the program the value, and torch itself the truth."""
+        original = getattr(module, name)
+
+        def answer(*args: Any, **kwargs: Any) -> Any:
+            inside = sys._getframe(1).f_code.co_filename.startswith(library)
+            return original(*args, **kwargs) if inside else value
+
+        setattr(module, name, answer)
+
+    accelerator, cuda = torch.accelerator, torch.cuda
+    for module in (accelerator, cuda):
+        pretend(module, "is_available", True)
+        pretend(module, "device_count", count)
+    pretend(accelerator, "current_accelerator", torch.device("cpu"))
+    accelerator.set_device_index = accelerator.set_device_idx = cuda.set_device = check
+    accelerator.synchronize = cuda.synchronize = lambda *_: None
+    accelerator.current_device_index = cuda.current_device = lambda: int(os.environ["LOCAL_RANK"])
 
 
 def renew_random_state() -> None:

@@ -82,16 +82,12 @@ def _run_once(program: Program) -> Run:
         logging.getLogger(__name__).warning("the check failed to record a part of the run:\n%s", failures)
     error_files = {int(path.stem.split("-")[1]) for path in folder.glob("error-*.json")}
     shutil.rmtree(folder, ignore_errors=True)
-    nproc, launch, asked = program.nproc, program.launch, program.asked
-    return Run(nproc, processes, status, hung, flooded, seconds, launch, asked, error_files)
+    return Run(program.nproc, processes, status, hung, flooded, seconds, program.launch, program.asked, error_files)
 
 
 @contextmanager
 def _interrupts_later() -> Iterator[None]:
-    """Put Ctrl-C off to the end of this block.
-
-    Around a fork Python calls functions of its libraries, and ignores what they raise: the interrupt would be lost.
-    """
+    """Put Ctrl-C off to the end of this block: Python ignores what its libraries raise around a fork, so it would be lost."""
     if threading.current_thread() is not threading.main_thread():
         yield  # only the main thread gets interrupts
         return

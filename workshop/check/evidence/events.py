@@ -1,7 +1,6 @@
 """One frozen dataclass for each kind of event: probes write them, rules read them, nothing else knows them.
 
-An event holds only what some rule reads (a test compares). A new field or event changes ``recorded.SCHEMA``, and evidence that
-was recorded before has to be recorded again.
+An event holds only what some rule reads (a test compares). If a field or an event is new, all evidence is recorded again.
 """
 
 from dataclasses import dataclass, field

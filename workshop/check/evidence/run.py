@@ -200,14 +200,12 @@ class Run:
         return (event for process in self.processes for event in process.of(kind))
 
     def settle_identity(self) -> None:
-        """Name samples by their content where each rank has a data set of its own, in which index 0 is a different sample.
-
-        With random augmentation the content changes, so it only counts where it stays the same from epoch to epoch.
-        """
+        """Name samples by their content where each rank has a data set of its own: index 0 is then a different sample on each."""
         if len(self.ranks) < 2:
             return
         one, other = (_rows_by_key(process) for process in self.ranks[:2])
         again = [rows for rows in (*one.values(), *other.values()) if len(rows) > 1]
+        # With random augmentation the content changes, so it only counts where it is the same in each epoch.
         steady = sum(len(set(rows)) == 1 for rows in again) > 0.9 * len(again)
         common = one.keys() & other.keys()
         if steady and sum(one[key][0] != other[key][0] for key in common) > 0.5 * len(common):

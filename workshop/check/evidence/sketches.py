@@ -36,11 +36,10 @@ def ratio(first: Sequence[Sketch], second: Sequence[Sketch]) -> float | None:
     """By what factor all tensors of ``first`` are those of ``second``; None if there is no such factor."""
     ratios = []
     for one, other in zip(first, second, strict=False):
-        if not (one and other and one[0] and other[0]):
-            continue
-        factor = one[0] / other[0]
-        top = max(map(abs, one[1]), default=0.0)
-        if top and max(abs(a - factor * b) for a, b in zip(one[1], other[1], strict=False)) > 0.02 * top:
-            return None
-        ratios.append(factor)
+        if one and other and one[0] and other[0]:
+            factor = one[0] / other[0]
+            top = max(map(abs, one[1]), default=0.0)
+            if top and max(abs(a - factor * b) for a, b in zip(one[1], other[1], strict=False)) > 0.02 * top:
+                return None
+            ratios.append(factor)
     return sum(ratios) / len(ratios) if ratios and max(ratios) / min(ratios) <= 1.03 else None
