@@ -90,6 +90,11 @@ class Process:
         return next((joined.rank for joined in reversed(self.of(Joined))), None)
 
     @property
+    def step_where(self) -> str:
+        """The line of its first step."""
+        return self.steps[0].before.where if self.steps else ""
+
+    @property
     def ended(self) -> bool:
         """Whether it reached its end."""
         return self.first(Ended) is not None
@@ -198,6 +203,10 @@ class Run:
     def all(self, kind: type[E]) -> Iterator[E]:
         """The events of this kind, of all processes."""
         return (event for process in self.processes for event in process.of(kind))
+
+    def where(self, kind: type[Event]) -> str:
+        """The line of the first event of this kind."""
+        return next((event.where for event in self.all(kind)), "")
 
     def settle_identity(self) -> None:
         """Name samples by their content where each rank has a data set of its own: index 0 is then a different sample on each."""

@@ -1,11 +1,8 @@
 """Training with Accelerate: its Accelerator wraps model and optimizer, distributes the samples, gathers results, and saves."""
 
-from workshop.check.evidence.events import AcceleratorCalled, StepBegun
+from workshop.check.evidence.events import AcceleratorCalled
 from workshop.check.evidence.run import Run
 from workshop.check.rules.rule import Said, Seen, rule
-from workshop.check.scenarios import WHOLE
-
-NEEDS = (AcceleratorCalled, StepBegun)
 
 
 def _calls(run: Run) -> dict[str, list[str]]:
@@ -33,14 +30,12 @@ def _unused(run: Run, method: str, argument: str = "") -> bool:
 @rule(
     why="The Accelerator neither moves to the device nor averages what it has not prepared.",
     fix="model, optimizer = accelerator.prepare(model, optimizer), and accelerator.backward(loss) in place of loss.backward().",
-    runs=WHOLE,
-    needs=NEEDS,
     blocks=True,
 )
 def accelerator_idle(run: Run) -> Said:
     """Model and optimizer are not prepared, or backward() is not the Accelerator's."""
     calls = _calls(run)
-    where = next((process.steps[0].before.where for process in run.trained), "")
+    where = run.trained[0].step_where if run.trained else ""
     if calls and run.failed:
         return  # what has not been called may have come later
     if not _is_prepared(calls):
@@ -50,11 +45,8 @@ def accelerator_idle(run: Run) -> Said:
 
 
 @rule(
-    why="A loader that is not prepared moves no samples to the device, does not give all ranks the same number of batches, "
-    "and is not in the Accelerator's checkpoint.",
+    why="A loader that is not prepared moves nothing to the device, gives ranks different batches, and is not checkpointed.",
     fix="Pass a DataLoader with shuffle=True and without a DistributedSampler to accelerator.prepare().",
-    runs=WHOLE,
-    needs=NEEDS,
 )
 def loader_by_hand(run: Run) -> Said:
     """The loader to train with is not prepared, or has a sampler of its own."""
@@ -65,8 +57,6 @@ def loader_by_hand(run: Run) -> Said:
 @rule(
     why="Prepared loaders repeat samples at the end so that all ranks have the same number; only the Accelerator knows which.",
     fix="Call accelerator.gather_for_metrics() on the results of each batch: it drops the repeated samples.",
-    runs=WHOLE,
-    needs=NEEDS,
 )
 def gathered_by_hand(run: Run) -> Said:
     """The results of the evaluation are not gathered by the Accelerator."""
@@ -77,8 +67,6 @@ def gathered_by_hand(run: Run) -> Said:
 @rule(
     why="Random states, the position of the loader and each rank's own part are easily left out of a checkpoint by hand.",
     fix="Call accelerator.save_state(folder) on every rank, and accelerator.load_state(folder) to resume.",
-    runs=WHOLE,
-    needs=NEEDS,
 )
 def state_by_hand(run: Run) -> Said:
     """The Accelerator saves no checkpoint."""
@@ -89,16 +77,11 @@ def state_by_hand(run: Run) -> Said:
 @rule(
     why="Each rank has a random state of its own, and perhaps a part of the optimizer's state, which the others do not save.",
     fix="Call accelerator.save_state() on every rank: move it out of `if accelerator.is_main_process`.",
-    runs=WHOLE,
-    needs=NEEDS,
 )
 def saved_by_some(run: Run) -> Said:
     """Not every rank calls save_state()."""
-    places = [
-        [event.where for event in process.of(AcceleratorCalled) if event.name == "save_state"]
-        for process in run.trained
-    ]
-    saving = [(process.rank, where) for process, where in zip(run.trained, places, strict=True) if where]
-    if saving and len(saving) < len(places) and not run.failed:
-        ranks = " and ".join(str(rank) for rank, _ in saving)
-        yield Seen(f"only rank {ranks} calls save_state()", saving[0][1][0])
+    calls = [(process.rank, event) for process in run.trained for event in process.of(AcceleratorCalled)]
+    saving = {rank: event.where for rank, event in calls if event.name == "save_state"}
+    if saving and len(saving) < len(run.trained) and not run.failed:
+        ranks = " and ".join(map(str, saving))
+        yield Seen(f"only rank {ranks} calls save_state()", next(iter(saving.values())))

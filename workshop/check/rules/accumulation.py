@@ -2,11 +2,11 @@
 
 from collections import Counter
 
-from workshop.check.evidence.events import Backward, StepBegun, Wrapped
+from workshop.check.evidence.events import Wrapped
 from workshop.check.evidence.run import Process, Run
 from workshop.check.rules.gradients import against_one_process
 from workshop.check.rules.processes import no_group, wrong_group
-from workshop.check.rules.rule import Said, Seen, rule
+from workshop.check.rules.rule import Said, Seen, if_first, rule
 from workshop.check.rules.words import plural
 from workshop.check.scenarios import SINGLE, WHOLE
 
@@ -21,8 +21,6 @@ def _wanted(run: Run, process: Process) -> int:
 @rule(
     why="A step with more or fewer batches than the others has a gradient of a different scale.",
     fix="Step after every N-th batch, counted from 1: `if (batch + 1) % accumulate == 0`; call zero_grad() after the step only.",
-    runs=WHOLE,
-    needs=(Backward, StepBegun),
     after=(no_group, wrong_group),
     spoils=True,
     anywhere=True,
@@ -30,51 +28,36 @@ def _wanted(run: Run, process: Process) -> int:
 def accumulation_uneven(run: Run) -> Said:
     """The steps have different numbers of batches, or not as many as asked for."""
     for process in run.trained[:1]:
-        sizes, wanted = [len(step.backwards) for step in process.steps], _wanted(run, process)
-        where = process.steps[0].before.where
-        odd = any(size != wanted for size in sizes)
+        steps, wanted = process.steps, _wanted(run, process)
+        sizes = [len(step.backwards) for step in steps]
+        thrown = [backward for step in steps for backward in step.backwards[1:] if not backward.leftover]
         if run.asked and wanted > 1 and set(sizes) == {1}:
-            yield Seen(f"each step has one batch, where {wanted} were asked for", where)
-        elif odd:
+            yield Seen(f"each step has one batch, where {wanted} were asked for", process.step_where)
+        elif set(sizes) != {wanted}:
             shown = ", ".join(map(str, sizes[:6])) + (", ..." if len(sizes) > 6 else "")
             asked = f" ({wanted} were asked for)" if run.asked else ""
-            yield Seen(f"batches per step: {shown}{asked}", where)
-        else:
-            yield from _lost(process, wanted)
-
-
-def _lost(process: Process, wanted: int) -> Said:
-    """Gradients that are computed and never used."""
-    thrown = [backward for step in process.steps for backward in step.backwards[1:] if not backward.leftover]
-    if wanted > 1 and len(thrown) > len(process.steps) // 2:
-        seen = "the gradients of all batches of a step but the last are cleared before the step"
-        yield Seen(seen, thrown[0].where)
-    elif process.unstepped:
-        count = process.unstepped
-        calls = "backward() call has" if count == 1 else "backward() calls have"
-        seen = f"the last {count} {calls} no optimizer.step() after {'it' if count == 1 else 'them'}"
-        yield Seen(seen, process.steps[0].before.where)
+            yield Seen(f"batches per step: {shown}{asked}", process.step_where)
+        elif wanted > 1 and len(thrown) > len(steps) // 2:
+            yield Seen("the gradients of all batches but a step's last are cleared before the step", thrown[0].where)
+        elif process.unstepped:
+            calls = plural(process.unstepped, "backward() call")
+            yield Seen(f"no optimizer.step() follows the last {calls}", process.step_where)
 
 
 @rule(
     why="The gradient of a step has to be the mean over its batches; their sum changes the effective learning rate.",
     fix="Divide each batch's loss by the number of batches a step: (loss / accumulate).backward().",
     runs=(WHOLE, SINGLE),
-    needs=(Backward, StepBegun),
     spoils=True,
 )
 def accumulation_scale(run: Run, single: Run) -> Said:
     """The gradient is the sum over the step's batches."""
-    found = against_one_process(run, single)
-    if found and found[0] == "accumulation-scale":
-        yield found[1]
+    return if_first("accumulation-scale", against_one_process(run, single))
 
 
 @rule(
     why="Gradients that are communicated with every batch cost the time that accumulation should save.",
     fix="Put the forward and the backward of all batches but the last of a step under `with ddp_model.no_sync():`.",
-    runs=WHOLE,
-    needs=(Backward, Wrapped),
     after=(no_group, wrong_group, accumulation_uneven),
     anywhere=True,
 )

@@ -3,7 +3,7 @@
 import itertools
 from collections import Counter
 
-from workshop.check.evidence.events import Backward, Evaluated, LoaderStarted, Reported
+from workshop.check.evidence.events import Evaluated, LoaderStarted, Reported
 from workshop.check.evidence.run import Run, Step
 from workshop.check.rules.processes import no_group, wrong_group
 from workshop.check.rules.rule import NotJudged, Said, Seen, rule
@@ -13,89 +13,74 @@ EXACT = 1e-6  # a reported accuracy that is further from the true one is wrong
 METRIC = 1e-4  # the same for other metrics
 
 
-def _first_counts(run: Run) -> tuple[Counter[tuple[object, ...]], int, str]:
-    """How often each sample is evaluated the first time, by how many ranks, and where."""
+def _first_counts(run: Run) -> tuple[Counter[tuple[object, ...]], int]:
+    """How often each sample is evaluated the first time, and by how many ranks."""
     ranks = [process for process in run.ranks if process.evaluations]
-    phases = list(zip(*(process.evaluations for process in ranks), strict=False))
-    if not phases:
-        return Counter(), 0, ""
-    event = ranks[0].first(Evaluated)
-    return Counter(key for part in phases[0] for key in part), len(ranks), event.where if event else ""
+    return Counter(key for process in ranks for key in process.evaluations[0]), len(ranks)
 
 
 @rule(
     why="The figure is that of fewer samples than it claims.",
-    fix="Evaluate the whole test set: give each rank a different part of it (Subset(test_set, range(rank, len(test_set), "
-    "world_size))), without drop_last.",
-    runs=WHOLE,
-    needs=(Evaluated, Backward),
+    fix="Give each rank a part of the test set, without drop_last: Subset(test_set, range(rank, len(test_set), world_size)).",
     after=(no_group, wrong_group),
 )
 def evaluation_missed(run: Run) -> Said:
     """Samples of the test set are evaluated by no rank."""
-    counts, _, where = _first_counts(run)
+    counts, _ = _first_counts(run)
     names = {key[:2] for key in counts if key[0] != "content"}
     if len(names) != 1 or run.failed:
         return
     size = int(str(next(iter(names))[1]))
     trained = any(key[:2] in names for process in run.ranks for epoch in process.epochs for key in epoch)
     if len(counts) < size and not trained:
-        yield Seen(f"{size - len(counts):,} of the {size:,} test samples are evaluated by no rank", where)
+        missed = size - len(counts)
+        yield Seen(f"no rank evaluates {missed:,} of the {size:,} test samples", run.where(Evaluated))
 
 
 @rule(
     why="Samples that count twice change the figure, or cost time for nothing.",
-    fix="Give each rank a different part of the test set. DistributedSampler repeats samples at the end so that all ranks have "
-    "the same number: use Subset(test_set, range(rank, len(test_set), world_size)), or remove the repeated ones.",
-    runs=WHOLE,
-    needs=(Evaluated, Reported),
+    fix="Use Subset(test_set, range(rank, len(test_set), world_size)), or remove the samples that DistributedSampler repeats.",
+    needs=(Reported,),
     after=(no_group, wrong_group, evaluation_missed),
 )
 def evaluation_repeated(run: Run) -> Said:
     """Samples of the test set are evaluated more than once."""
-    counts, ranks, where = _first_counts(run)
+    counts, ranks = _first_counts(run)
     twice = sum(1 for count in counts.values() if count > 1)
     if not twice or ranks < 2 or run.failed:
         return
+    figures = [(event.accuracy, event.truth["accuracy"]) for event in run.all(Reported) if "accuracy" in event.truth]
+    exact = figures and all(one is not None and abs(one - true) < EXACT for one, true in figures)
     if twice == len(counts):
-        yield Seen(f"each of the {twice:,} test samples is evaluated by {max(counts.values())} ranks", where)
-    elif not _accuracy_is_exact(run):  # a program that removes what was added counts each sample once
-        yield Seen(f"{twice:,} of the {len(counts):,} test samples count twice", where)
-
-
-def _accuracy_is_exact(run: Run) -> bool:
-    reports = [event for event in run.all(Reported) if "accuracy" in event.truth]
-    return bool(reports) and all(
-        event.accuracy is not None and abs(event.accuracy - event.truth["accuracy"]) < EXACT for event in reports
-    )
-
-
-# ---------------------------------------------------------------- reported figures
+        seen = f"each of the {twice:,} test samples is evaluated by {max(counts.values())} ranks"
+        yield Seen(seen, run.where(Evaluated))
+    elif not exact:  # a program that removes what was added counts each sample once
+        yield Seen(f"{twice:,} of the {len(counts):,} test samples count twice", run.where(Evaluated))
 
 
 @rule(
     why="The reported figure is not the one of all samples on all ranks.",
-    fix="Sum the counts over all ranks with all_reduce, then compute the metric from the sums; average losses with "
-    "ReduceOp.AVG; multiply one rank's samples per second by the number of processes.",
-    runs=WHOLE,
+    fix="Sum the counts and the samples per second over all ranks with all_reduce; average losses with ReduceOp.AVG.",
     needs=(Reported,),
     after=(no_group, wrong_group),
 )
 def metric_wrong(run: Run) -> Said:
     """The metric that the exercise asks for is not reported at all."""
     if run.asked and run.asked.metric and run.trained and not _reports_metric(run):
-        where = next((event.where for event in run.all(Reported)), "")
-        yield Seen(f"no {run.asked.metric} is given to log.write()", where)
+        yield Seen(f"no {run.asked.metric} is given to log.write()", run.where(Reported))
 
 
 def _reports_metric(run: Run) -> bool:
     name = run.asked.metric if run.asked else ""
-    return any(
-        event.accuracy is not None if name == "accuracy" else name in event.metrics for event in run.all(Reported)
-    )
+    return any(name in _figures(event) for event in run.all(Reported))
 
 
-@metric_wrong.also(WHOLE, needs=(Reported, LoaderStarted), after=(no_group, wrong_group), figures=True)
+def _figures(report: Reported) -> dict[str, float]:
+    """The figures of the model that are reported, by name."""
+    return report.metrics if report.accuracy is None else {"accuracy": report.accuracy, **report.metrics}
+
+
+@metric_wrong.also(WHOLE, needs=(Reported,), after=(no_group, wrong_group), figures=True)
 def figure_is_not_the_true_one(run: Run) -> Said:
     """A reported figure is not that of all samples and all ranks."""
     reports = list(run.all(Reported))
@@ -103,27 +88,18 @@ def figure_is_not_the_true_one(run: Run) -> Said:
         return
     if reports[0].failed:
         yield NotJudged(f"the reported figures ({reports[0].failed})", goal=False)
-    seen = _accuracy(reports) or _metric(reports) or _losses(run, reports) or _throughput(run, reports)
-    if seen:
+    if seen := _metric(reports) or _losses(run, reports) or _throughput(run, reports):
         yield Seen(seen, reports[0].where)
-
-
-def _accuracy(reports: list[Reported]) -> str:
-    for each in reports:
-        true = each.truth.get("accuracy")
-        if true is not None and each.accuracy is not None and abs(each.accuracy - true) > EXACT:
-            over = f"over all {each.samples:,} test samples it is {true:.2%}"
-            return f"the accuracy is reported as {each.accuracy:.2%}; {over}"
-    return ""
 
 
 def _metric(reports: list[Reported]) -> str:
     for each in reports:
-        for name, value in each.metrics.items():
-            true = each.truth.get(name)
-            if true is not None and abs(value - true) > METRIC:
-                over = f"over all {each.samples:,} test samples it is {true:.4f}"
-                return f"the {name.replace('_', ' ')} is reported as {value:.4f}; {over}"
+        for name, value in _figures(each).items():
+            exact, digits = (EXACT, ".2%") if name == "accuracy" else (METRIC, ".4f")
+            true = each.truth.get(name, value)
+            if abs(value - true) > exact:
+                over = f"over all {each.samples:,} test samples it is {true:{digits}}"
+                return f"the {name.replace('_', ' ')} is reported as {value:{digits}}; {over}"
     return ""
 
 
@@ -136,7 +112,7 @@ def _losses(run: Run, reports: list[Reported]) -> str:
             return ""
         true.append(sum(map(sum, per_rank)) / len(per_rank))
     reported = [loss for each in reports for loss in each.losses]
-    if not true or len(true) != len(reported):
+    if len(true) != len(reported):
         return ""
     # A program that divides the gradients, and not the loss, reports the mean of its batches.
     for factor in {1, 1 / run.accumulate}:
@@ -149,17 +125,16 @@ def _losses(run: Run, reports: list[Reported]) -> str:
 
 def _throughput(run: Run, reports: list[Reported]) -> str:
     """The reported samples per second have to be those of all processes together."""
-    if not run.trained:
-        return ""
-    base = run.trained[0]
-    starts = [seconds for seconds, _ in base.timed(LoaderStarted)]
     ratios = []
-    for report, steps in zip(reports, _epochs_of_steps(base.steps), strict=False):
-        begin = max((seconds for seconds in starts if seconds <= steps[0].seconds), default=None)
-        if begin is None or len(steps) < 2:
-            return ""
-        samples = sum(len(step.keys) for step in steps) * len(run.trained)
-        ratios.append(report.samples_per_second / (samples / (steps[-1].seconds - begin)))
+    for process in run.trained[:1]:
+        starts = [seconds for seconds, _ in process.timed(LoaderStarted)]
+        epochs = (list(group) for _, group in itertools.groupby(process.steps, key=_loader))
+        for report, steps in zip(reports, epochs, strict=False):
+            begin = max((seconds for seconds in starts if seconds <= steps[0].seconds), default=None)
+            if begin is None or len(steps) < 2:
+                return ""
+            samples = sum(len(step.keys) for step in steps) * len(run.trained)
+            ratios.append(report.samples_per_second / (samples / (steps[-1].seconds - begin)))
     if not ratios or (max(ratios) >= 0.66 and min(ratios) <= 1.6):
         return ""
     middle = sorted(ratios)[len(ratios) // 2]
@@ -167,11 +142,7 @@ def _throughput(run: Run, reports: list[Reported]) -> str:
     return f"the reported samples per second are {middle:.2f} times those of all {run.nproc} processes together{hint}"
 
 
-def _epochs_of_steps(steps: list[Step]) -> list[list[Step]]:
-    """The steps of each pass over a loader."""
-
-    def loader(step: Step) -> object:
-        forward = step.backwards[-1].forward if step.backwards else None
-        return forward.loader if forward else None
-
-    return [list(group) for _, group in itertools.groupby(steps, key=loader)]
+def _loader(step: Step) -> object:
+    """The pass over a loader that a step belongs to."""
+    forward = step.backwards[-1].forward if step.backwards else None
+    return forward.loader if forward else None

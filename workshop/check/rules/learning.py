@@ -2,8 +2,8 @@
 
 import math
 
-from workshop.check.evidence.events import Backward, GraphMeasured, StepBegun, StepTaken
-from workshop.check.evidence.run import Process, Run
+from workshop.check.evidence.events import Backward, GraphMeasured
+from workshop.check.evidence.run import Run
 from workshop.check.evidence.sketches import difference
 from workshop.check.rules.processes import no_group, wrong_group
 from workshop.check.rules.rule import Said, Seen, rule
@@ -14,8 +14,6 @@ from workshop.check.scenarios import WHOLE
 @rule(
     why="The optimizer changes parameters that the model does not use, so the model stays as it was.",
     fix="Create the optimizer from the parameters of the model that computes the loss, after the last change to that model.",
-    runs=WHOLE,
-    needs=(StepBegun,),
     after=(no_group, wrong_group),
     spoils=True,
     anywhere=True,
@@ -24,16 +22,12 @@ def wrong_parameters(run: Run) -> Said:
     """The optimizer holds none of the model's parameters."""
     for process in run.trained[:1]:
         if not all(step.before.of_model for step in process.steps):
-            seen = "the optimizer holds none of the parameters that the forward pass uses"
-            yield Seen(seen, process.steps[0].before.where)
+            yield Seen("the optimizer holds none of the parameters that the forward pass uses", process.step_where)
 
 
 @rule(
     why="Parameters that do not change, or a loss that does not fall, mean that nothing is learned.",
-    fix="Compute the loss from the model's output (no detach(), no .data, no torch.no_grad() around it), call loss.backward() "
-    "before optimizer.step(), and check the learning rate and the labels.",
-    runs=WHOLE,
-    needs=(StepBegun, StepTaken, Backward),
+    fix="Call backward() before step(); avoid detach(), .data and no_grad() in the loss; check the learning rate and the labels.",
     after=(no_group, wrong_group, wrong_parameters),
     spoils=True,
     anywhere=True,
@@ -42,24 +36,18 @@ def no_learning(run: Run) -> Said:
     """There is no gradient, or the parameters do not move."""
     for process in run.trained[:1]:
         steps = process.steps
-        where = steps[0].before.where
-        after = steps[-1].after
-        last = after.weights if after else steps[-1].before.weights
-        if all(gradient is None or gradient[0] == 0 for step in steps for gradient in step.before.gradients):
-            yield Seen(_without_gradient(process), where)
-        elif difference(steps[0].before.weights, last) == 0:
-            yield Seen(f"after {plural(len(steps), 'step')} the parameters are what they were", where)
+        gradients = [gradient for step in steps for gradient in step.before.gradients]
+        losses = [each.loss for step in steps for each in step.backwards if each.loss is not None]
+        last = steps[-1].after or steps[-1].before
+        if all(gradient is None or gradient[0] == 0 for gradient in gradients):
+            seen = "the gradient is zero at every step" if any(gradients) else "there is no gradient at any step"
+            same = f"; the loss is {losses[0]:.4f} every time" if losses and max(losses) == min(losses) else ""
+            yield Seen(seen + same, process.step_where)
+        elif difference(steps[0].before.weights, last.weights) == 0:
+            yield Seen(f"after {plural(len(steps), 'step')} the parameters are what they were", process.step_where)
 
 
-def _without_gradient(process: Process) -> str:
-    gradients = [gradient for step in process.steps for gradient in step.before.gradients]
-    none = all(gradient is None for gradient in gradients)
-    text = "there is no gradient at any step" if none else "the gradient is zero at every step"
-    losses = [each.loss for step in process.steps for each in step.backwards if each.loss is not None]
-    return text + (f"; the loss is {losses[0]:.4f} every time" if losses and max(losses) == min(losses) else "")
-
-
-@no_learning.also(WHOLE, needs=(Backward,), last=True)
+@no_learning.also(WHOLE, last=True)
 def loss_does_not_fall(run: Run) -> Said:
     """The loss is not finite, is constant, or rises: the few steps of a check cannot show more."""
     for process in run.trained[:1]:
@@ -77,8 +65,6 @@ def loss_does_not_fall(run: Run) -> Said:
 @rule(
     why="The gradients of earlier steps are added to those of the new batch, so each step also repeats the old ones.",
     fix="Call optimizer.zero_grad() once before the first backward() of each step.",
-    runs=WHOLE,
-    needs=(Backward,),
     after=(no_group, wrong_group, wrong_parameters, no_learning),
     spoils=True,
     anywhere=True,
@@ -86,9 +72,9 @@ def loss_does_not_fall(run: Run) -> Said:
 def gradients_pile_up(run: Run) -> Said:
     """A step's first backward finds gradients of the step before."""
     for process in run.trained[:1]:
-        steps = process.steps
-        piled = [step.backwards[0] for step in steps[1:] if step.backwards and step.backwards[0].leftover]
-        if len(piled) > len(steps) // 3:
+        first = [backward for step in process.steps[1:] for backward in step.backwards[:1]]
+        piled = [backward for backward in first if backward.leftover]
+        if len(piled) > len(process.steps) // 3:
             seen = "when a step's first backward() begins, the gradients of the step before are still there"
             yield Seen(seen, piled[0].where)
 
@@ -96,8 +82,6 @@ def gradients_pile_up(run: Run) -> Said:
 @rule(
     why="The autograd graph of every step stays in memory, so the run grows until it is out of memory.",
     fix="Keep numbers, not tensors with a graph: store loss.detach() or loss.item().",
-    runs=WHOLE,
-    needs=(GraphMeasured,),
     after=(no_group, wrong_group, wrong_parameters, no_learning),
     anywhere=True,
 )
@@ -106,8 +90,6 @@ def graph_kept(run: Run) -> Said:
     for process in run.trained[:1]:
         sizes = [event.nodes for event in process.of(GraphMeasured)]
         if len(sizes) == 2 and sizes[1] >= 1.6 * sizes[0] and sizes[1] - sizes[0] >= 12:
-            seen = (
-                f"the autograd graph grows: a tensor that is kept has a graph of {sizes[0]} nodes at step 4 and one of "
-                f"{sizes[1]} at step 7 (losses that are kept or added up without detach() or item())"
-            )
-            yield Seen(seen, process.steps[0].before.where)
+            grows = f"from {sizes[0]} nodes at step 4 to {sizes[1]} at step 7"
+            why = "losses are kept or added up without detach() or item()"
+            yield Seen(f"the autograd graph of a tensor that is kept grows {grows} ({why})", process.step_where)

@@ -2,20 +2,8 @@
 
 import math
 
-from workshop.check.evidence.events import (
-    ActivationsKept,
-    Backward,
-    Collective,
-    Compiled,
-    Evaluated,
-    FineTuningBegun,
-    FineTuningReported,
-    FullySharded,
-    GradientsClipped,
-    InnerCollective,
-    StepBegun,
-)
-from workshop.check.evidence.run import Process, Run
+from workshop.check.evidence.events import ActivationsKept, Compiled, FineTuningReported, FullySharded, GradientsClipped
+from workshop.check.evidence.run import Run
 from workshop.check.evidence.text import OptionRuns
 from workshop.check.rules.accumulation import accumulation_scale, accumulation_traffic, accumulation_uneven
 from workshop.check.rules.ending import ending
@@ -24,7 +12,7 @@ from workshop.check.rules.sharding import first_step, losses, unequal
 from workshop.check.rules.words import plural
 from workshop.check.scenarios import OPTIONS
 
-COLLECTIVES = (Collective, InnerCollective, StepBegun, Evaluated, FineTuningBegun)
+HALF = "with half the batch and --accumulate 2"
 
 
 def _broken(option: str, run: Run, plain: Run) -> Seen | None:
@@ -41,8 +29,7 @@ def _broken(option: str, run: Run, plain: Run) -> Seen | None:
 
 
 @rule(
-    why="The activations that a forward pass keeps grow with batch size and sequence length; they are the first to exceed "
-    "the memory.",
+    why="The activations that a forward pass keeps grow with batch size and sequence length, and exceed the memory first.",
     fix="Before fully_shard, let each layer's forward go through torch.utils.checkpoint.checkpoint(use_reentrant=False).",
     runs=OPTIONS,
     needs=(ActivationsKept, FineTuningReported),
@@ -50,12 +37,11 @@ def _broken(option: str, run: Run, plain: Run) -> Seen | None:
 def activations_kept(runs: OptionRuns) -> Said:
     """With activation checkpointing the forward pass keeps as much."""
     option = "--activation-checkpointing"
+    kept = [next(run.all(ActivationsKept), None) for run in (runs.plain, runs.checkpointing)]
+    before, after = (event.bytes if event else 0 for event in kept)
     if broken := _broken(option, runs.checkpointing, runs.plain):
         yield broken
-        return
-    sizes = [run.trained[0].first(ActivationsKept) for run in (runs.plain, runs.checkpointing)]
-    before, after = (event.bytes if event else 0 for event in sizes)
-    if after >= 0.75 * before:
+    elif after >= 0.75 * before:
         seen = f"with {option} a forward pass keeps {after / 1e6:.2f} MB for the backward pass, and {before / 1e6:.2f} without it"
         yield Seen(seen)
 
@@ -64,17 +50,15 @@ def activations_kept(runs: OptionRuns) -> Said:
     why="Parameters that are freed after the forward pass are gathered a second time for the backward pass.",
     fix="Pass reshard_after_forward=False to fully_shard.",
     runs=OPTIONS,
-    needs=(*COLLECTIVES, FineTuningReported),
+    needs=(FineTuningReported,),
 )
 def gathers_again(runs: OptionRuns) -> Said:
     """With --keep-gathered the backward pass gathers again."""
-    option = "--keep-gathered"
-    if broken := _broken(option, runs.keeping, runs.plain):
+    before, after = (len(first_step(run, "all_gather")) for run in (runs.plain, runs.keeping))
+    if broken := _broken("--keep-gathered", runs.keeping, runs.plain):
         yield broken
-        return
-    before, after = (len(first_step(run.trained[0], "all_gather")) for run in (runs.plain, runs.keeping))
-    if after >= before:
-        yield Seen(f"a step gathers parameters {after} times with {option}, and {before} times without it")
+    elif after >= before:
+        yield Seen(f"a step gathers parameters {after} times with --keep-gathered, and {before} times without it")
 
 
 @rule(
@@ -85,14 +69,12 @@ def gathers_again(runs: OptionRuns) -> Said:
 )
 def not_offloaded(runs: OptionRuns) -> Said:
     """With --offload some groups stay on the device."""
-    option = "--offload"
-    if broken := _broken(option, runs.offloading, runs.plain):
-        yield broken
-        return
-    groups = runs.offloading.trained[0].of(FullySharded)
+    groups = [event for process in runs.offloading.trained[:1] for event in process.of(FullySharded)]
     left = [group for group in groups if group.offload != "CPUOffloadPolicy"]
-    if left:
-        seen = f"with {option} {len(left)} of {plural(len(groups), 'group')} keep their parameters on the device"
+    if broken := _broken("--offload", runs.offloading, runs.plain):
+        yield broken
+    elif left:
+        seen = f"with --offload {len(left)} of {plural(len(groups), 'group')} keep their parameters on the device"
         yield Seen(seen, left[0].where)
 
 
@@ -100,71 +82,55 @@ def not_offloaded(runs: OptionRuns) -> Said:
     why="Each of the many small kernels reads and writes memory that one fused kernel would not touch.",
     fix="Call layer.compile() on each layer before fully_shard.",
     runs=OPTIONS,
-    needs=(Compiled, FineTuningReported),
+    needs=(FineTuningReported,),
 )
 def not_compiled(runs: OptionRuns) -> Said:
     """With --compile nothing is compiled."""
-    option = "--compile"
-    if broken := _broken(option, runs.compiling, runs.plain):
+    if broken := _broken("--compile", runs.compiling, runs.plain):
         yield broken
     elif not runs.compiling.trained[0].first(Compiled):
-        yield Seen(f"with {option} nothing is compiled")
+        yield Seen("with --compile nothing is compiled")
 
 
-# ---------------------------------------------------------------- several batches a step
-
-HALF = "with half the batch and --accumulate 2"
-
-
-@accumulation_uneven.also(OPTIONS, needs=(Backward, StepBegun))
+@accumulation_uneven.also(OPTIONS)
 def half_batches_uneven(runs: OptionRuns) -> Said:
     """With --accumulate 2 each step has to have two batches."""
     run = runs.accumulating
+    batches = [len(step.backwards) for process in run.trained[:1] for step in process.steps]
     if ended := ending(run):
         yield Seen(f"with --accumulate 2: {ended.text}", ended.where, ended.detail)
-    elif not run.trained:
+    elif not batches:
         yield Seen("with --accumulate 2 it takes no step")
-    else:
-        steps = run.trained[0].steps
-        batches = [len(step.backwards) for step in steps]
-        if set(batches) != {2}:
-            seen = f"with --accumulate 2 the steps have {', '.join(map(str, batches))} batches"
-            yield Seen(seen, steps[0].before.where)
+    elif set(batches) != {2}:
+        seen = f"with --accumulate 2 the steps have {', '.join(map(str, batches))} batches"
+        yield Seen(seen, run.trained[0].step_where)
 
 
-@accumulation_scale.also(
-    OPTIONS, needs=(FineTuningReported, GradientsClipped, Backward, StepBegun), after=(accumulation_uneven,)
-)
+@accumulation_scale.also(OPTIONS, needs=(FineTuningReported, GradientsClipped), after=(accumulation_uneven,))
 def half_batches_scaled(runs: OptionRuns) -> Said:
     """Loss and gradient have to be those of the whole batch."""
     step = runs.accumulating.trained[0].steps[0]
     one, other = losses(runs.plain), losses(runs.accumulating)
     bad = unequal(one, other)
+    whole, half = _norm(runs.plain), _norm(runs.accumulating)
     if bad is not None:
         seen = f"{HALF} the loss of step {bad + 1} is {other[bad]:.4f}, and {one[bad]:.4f} with the whole batch"
         yield Seen(seen, step.before.where)
-        return
-    whole, half = _norm(runs.plain), _norm(runs.accumulating)
-    if whole and abs(half / whole - 1) > 0.1:
+    elif whole and abs(half / whole - 1) > 0.1:
         seen = f"{HALF} the gradient of step 1 has a norm of {half:.3f}, and {whole:.3f} with the whole batch"
         yield Seen(seen, step.backwards[0].where)
-
-
-@accumulation_traffic.also(OPTIONS, needs=(*COLLECTIVES, Backward), after=(accumulation_uneven, accumulation_scale))
-def half_batches_communicated(runs: OptionRuns) -> Said:
-    """A step of two batches has to reduce its gradients as often as a step of one."""
-    process = runs.accumulating.trained[0]
-    once, twice = (_reductions(each) for each in (runs.plain.trained[0], process))
-    if twice > once:
-        seen = f"a step of 2 batches reduces gradients {twice} times, a step of one batch {once} times"
-        yield Seen(seen, process.steps[0].backwards[0].where)
-
-
-def _reductions(process: Process) -> int:
-    return len(first_step(process, "reduce_scatter"))
 
 
 def _norm(run: Run) -> float:
     """The norm of the gradient over all ranks before it was first clipped; 0.0 if that is not known."""
     clips = [process.first(GradientsClipped) for process in run.trained]
     return math.hypot(*(norm for clip in clips if clip for norm in clip.norms)) if all(clips) else 0.0
+
+
+@accumulation_traffic.also(OPTIONS, after=(accumulation_uneven, accumulation_scale))
+def half_batches_communicated(runs: OptionRuns) -> Said:
+    """A step of two batches has to reduce its gradients as often as a step of one."""
+    once, twice = (len(first_step(run, "reduce_scatter")) for run in (runs.plain, runs.accumulating))
+    if twice > once:
+        seen = f"a step of 2 batches reduces gradients {twice} times, a step of one batch {once} times"
+        yield Seen(seen, runs.accumulating.trained[0].steps[0].backwards[0].where)

@@ -16,10 +16,12 @@ The function's name, with hyphens, is the rule's name in ``exercises.toml``. It 
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any, TypedDict, TypeVar, Unpack, overload
 
 from workshop.check.evidence.events import Event
-from workshop.check.scenarios import Scenario
+from workshop.check.evidence.run import Run
+from workshop.check.scenarios import WHOLE, Scenario
 
 A = TypeVar("A")
 B = TypeVar("B")
@@ -46,11 +48,17 @@ class NotJudged:
 Said = Iterable[Seen | NotJudged]
 
 
+def if_first(kind: object, found: Iterable[tuple[object, Seen]]) -> list[Seen]:
+    """What was found first, if it is of this kind: for rules that share one search."""
+    return [seen for first, seen in islice(found, 1) if first == kind]
+
+
 class Settings(TypedDict, total=False):
     """The settings of a detector.
 
     Attributes:
-        needs: the kinds of events that it reads; the check installs the probes that write them.
+        needs: the kinds of events that it reads, so that the check installs the probes that write them. Those of probes that
+            are ``always`` installed, or installed for each program that imports their library, may be left out.
         after: rules that explain more: where one of them has found something, this one is not asked.
         instead_of: rules that this one explains: where it finds something, they are not asked.
         last: asked only where no rule has found an error.
@@ -160,6 +168,10 @@ RULES: dict[str, Rule] = {}
 
 
 @overload
+def rule(*, why: str, fix: str, **settings: Unpack[RuleSettings]) -> Callable[[Callable[[Run], Said]], Rule]: ...
+
+
+@overload
 def rule(
     *, why: str, fix: str, runs: Scenario[A], **settings: Unpack[RuleSettings]
 ) -> Callable[[Callable[[A], Said]], Rule]: ...
@@ -181,7 +193,7 @@ def rule(
     *,
     why: str,
     fix: str,
-    runs: object,
+    runs: object = WHOLE,
     blocks: bool = False,
     spoils: bool = False,
     hint: bool = False,

@@ -2,21 +2,13 @@
 
 import itertools
 
-from workshop.check.evidence.events import (
-    Backward,
-    BatchLoaded,
-    DeviceSeen,
-    LayersSeen,
-    SamplesPrepared,
-    StepBegun,
-    ValuesAsked,
-)
+from workshop.check.evidence.events import BatchLoaded, DeviceSeen, LayersSeen, SamplesPrepared, ValuesAsked
 from workshop.check.evidence.real import Speeds, last_error
 from workshop.check.evidence.run import Process, Run
 from workshop.check.rules.ending import crash
 from workshop.check.rules.rule import NotJudged, Said, Seen, rule
 from workshop.check.rules.words import plural
-from workshop.check.scenarios import SPEED, WHOLE
+from workshop.check.scenarios import SPEED
 
 SLOWER = 1.15  # times the solution's time
 
@@ -28,10 +20,8 @@ def _rank_0(run: Run) -> list[Process]:
 
 @rule(
     why="The device waits while one core prepares one sample after the other, in every epoch again.",
-    fix="Transform all samples once, before the first epoch, and keep them in a TensorDataset on the device; take whole "
-    "batches from it with a BatchSampler and DataLoader(batch_size=None).",
-    runs=WHOLE,
-    needs=(SamplesPrepared, BatchLoaded, StepBegun, Backward),
+    fix="Transform all samples once into a TensorDataset on the device; use a BatchSampler and DataLoader(batch_size=None).",
+    needs=(SamplesPrepared,),
 )
 def data_per_sample(run: Run) -> Said:
     """Samples are still prepared one by one when training has begun, or the steps wait for batches."""
@@ -42,18 +32,17 @@ def data_per_sample(run: Run) -> Said:
         waited = sum(event.seconds for seconds, event in process.timed(BatchLoaded) if seconds >= steps[0].seconds)
         whole = steps[-1].seconds - steps[0].seconds
         if again > sum(len(step.keys) for step in steps[1:]) / 2:
-            text = f"after the first step {plural(again, 'sample')} went through the transform again, one at a time"
-            yield Seen(text, process.data_where)
+            seen = f"after the first step {plural(again, 'sample')} went through the transform again, one at a time"
+            yield Seen(seen, process.data_where)
         elif whole > 0 and waited > 0.3 * whole:
-            text = f"the steps wait for batches in {waited / whole:.0%} of the time between the first step and the last"
-            yield Seen(text, process.data_where)
+            seen = f"the steps wait for batches in {waited / whole:.0%} of the time between the first step and the last"
+            yield Seen(seen, process.data_where)
 
 
 @rule(
     why="A step that asks for a value waits until the device has computed it, and the device then waits for the next step.",
     fix="Keep the loss as a tensor (loss.detach()) and call item() or tolist() once, after the last step of the epoch.",
-    runs=WHOLE,
-    needs=(ValuesAsked, StepBegun),
+    needs=(ValuesAsked,),
 )
 def host_sync(run: Run) -> Said:
     """Each step asks a tensor for its value."""
@@ -67,41 +56,38 @@ def host_sync(run: Run) -> Said:
 
 @rule(
     why="This device computes several times as fast in bfloat16 as in float32.",
-    fix="Compute the output and the loss under torch.autocast(device.type, dtype=torch.bfloat16); the parameters stay "
-    'float32. With Lightning: Trainer(precision="bf16-mixed").',
-    runs=WHOLE,
-    needs=(LayersSeen, DeviceSeen, StepBegun),
+    fix="Compute output and loss under torch.autocast(device.type, dtype=torch.bfloat16); in Lightning: precision='bf16-mixed'.",
+    needs=(LayersSeen, DeviceSeen),
 )
 def precision(run: Run) -> Said:
     """The layers compute in a 32-bit type on a device that is fast at bfloat16."""
-    fast = any(event.bf16_is_fast for event in run.all(DeviceSeen))
-    if not fast and _rank_0(run):
-        yield NotJudged("bfloat16: the device that it trains on here is not fast at it", goal=True)
     for process in _rank_0(run):
-        layers = process.of(LayersSeen)
-        types = [name.removeprefix("torch.") for name in layers[-1].dtypes] if layers else []
-        if fast and types and not {"bfloat16", "float16"}.intersection(types):
+        types = [name.removeprefix("torch.") for layers in process.of(LayersSeen)[-1:] for name in layers.dtypes]
+        if not bf16_is_fast(run):
+            yield NotJudged("bfloat16: the device that it trains on here is not fast at it")
+        elif types and not {"bfloat16", "float16"}.intersection(types):
             yield Seen(f"the layers return {', '.join(types)}", process.data_where)
+
+
+def bf16_is_fast(run: Run) -> bool:
+    """Whether the device of the run computes faster in bfloat16."""
+    return any(event.bf16_is_fast for event in run.all(DeviceSeen))
 
 
 @rule(
     why="The same device could train on more samples in the same time.",
-    fix="Compare the training loop with the solution's (./workshop.sh diff): what is prepared once, what waits for the "
-    "device, and the precision.",
+    fix="Compare with the solution (./workshop.sh diff): what is prepared once, what waits for the device, the precision.",
     runs=SPEED,
     after=(crash,),
 )
 def slower(speeds: Speeds) -> Said:
     """By itself the program is slower than the solution."""
-    if speeds.failed:
-        return
-    if not speeds.own or not speeds.solution:
+    own, solution = max(speeds.own, default=0), max(speeds.solution, default=0)
+    if not own or not solution:
         yield Seen("by itself it writes no log, so its samples/s are not known")
-        return
-    own, solution = max(speeds.own), max(speeds.solution)
-    if own * SLOWER < solution:
-        ratio = solution / own
-        yield Seen(f"{own:,.0f} samples/s; the solution reaches {solution:,.0f} here, {ratio:.2f} times as many")
+    elif own * SLOWER < solution:
+        times = f"{solution / own:.2f} times as many"
+        yield Seen(f"{own:,.0f} samples/s; the solution reaches {solution:,.0f} here, {times}")
 
 
 @crash.also(SPEED)
