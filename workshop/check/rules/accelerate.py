@@ -5,26 +5,11 @@ from workshop.check.evidence.run import Run
 from workshop.check.rules.rule import Said, Seen, rule
 
 
-def _calls(run: Run) -> dict[str, list[str]]:
-    """The Accelerator's methods that were called, each with the types of its arguments."""
-    calls: dict[str, list[str]] = {}
-    for event in run.all(AcceleratorCalled):
-        calls.setdefault(event.name, []).extend(event.of)
-    return calls
-
-
-def _is_prepared(calls: dict[str, list[str]]) -> bool:
-    """Whether the Accelerator has an optimizer (DDP by hand comes without one)."""
-    return any(name.endswith("AdamW") for name in calls.get("prepare", ()))
-
-
-def _unused(run: Run, method: str, argument: str = "") -> bool:
-    """Whether a method was never called (with an argument of this type), in a run that came far enough to tell."""
-    calls = _calls(run)
-    if not run.trained and not _is_prepared(calls):
-        return False  # that it is not used at all says more
-    failed = bool(calls) and run.failed  # what has not been called may have come later
-    return not failed and (method not in calls or (argument != "" and argument not in calls[method]))
+def _called(run: Run, method: str, argument: str = "") -> bool:
+    """Whether a method was called (with an argument of this type), or may have been if the run had not failed."""
+    calls = list(run.all(AcceleratorCalled))
+    used = any(event.name == method and (not argument or argument in event.of) for event in calls)
+    return used or (run.failed and bool(calls))
 
 
 @rule(
@@ -34,13 +19,10 @@ def _unused(run: Run, method: str, argument: str = "") -> bool:
 )
 def accelerator_idle(run: Run) -> Said:
     """Model and optimizer are not prepared, or backward() is not the Accelerator's."""
-    calls = _calls(run)
     where = run.trained[0].step_where if run.trained else ""
-    if calls and run.failed:
-        return  # what has not been called may have come later
-    if not _is_prepared(calls):
+    if not _called(run, "prepare", "AdamW"):
         yield Seen("no Accelerator has prepared model and optimizer", where)
-    elif "backward" not in calls:
+    elif not _called(run, "backward"):
         yield Seen("the program calls backward() of the loss, not of the Accelerator", where)
 
 
@@ -50,7 +32,7 @@ def accelerator_idle(run: Run) -> Said:
 )
 def loader_by_hand(run: Run) -> Said:
     """The loader to train with is not prepared, or has a sampler of its own."""
-    if _unused(run, "prepare", "RandomSampler"):
+    if run.trained and not _called(run, "prepare", "RandomSampler"):
         yield Seen("the Accelerator has prepared no loader that shuffles")
 
 
@@ -60,7 +42,7 @@ def loader_by_hand(run: Run) -> Said:
 )
 def gathered_by_hand(run: Run) -> Said:
     """The results of the evaluation are not gathered by the Accelerator."""
-    if _unused(run, "gather_for_metrics"):
+    if run.trained and not _called(run, "gather_for_metrics"):
         yield Seen("gather_for_metrics() is never called")
 
 
@@ -70,7 +52,7 @@ def gathered_by_hand(run: Run) -> Said:
 )
 def state_by_hand(run: Run) -> Said:
     """The Accelerator saves no checkpoint."""
-    if _unused(run, "save_state"):
+    if run.trained and not _called(run, "save_state"):
         yield Seen("save_state() is never called")
 
 

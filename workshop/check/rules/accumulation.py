@@ -1,21 +1,14 @@
 """Steps of several batches: the same number in each, averaged, and communicated once."""
 
-from collections import Counter
+from statistics import mode
 
 from workshop.check.evidence.events import Wrapped
-from workshop.check.evidence.run import Process, Run
+from workshop.check.evidence.run import Run
 from workshop.check.rules.gradients import against_one_process
 from workshop.check.rules.processes import no_group, wrong_group
 from workshop.check.rules.rule import Said, Seen, if_first, rule
 from workshop.check.rules.words import plural
 from workshop.check.scenarios import SINGLE, WHOLE
-
-
-def _wanted(run: Run, process: Process) -> int:
-    """How many batches each step should have: as many as asked for, else as most steps have."""
-    if run.asked:
-        return run.asked.accumulate
-    return Counter(len(step.backwards) for step in process.steps).most_common(1)[0][0]
 
 
 @rule(
@@ -28,17 +21,15 @@ def _wanted(run: Run, process: Process) -> int:
 def accumulation_uneven(run: Run) -> Said:
     """The steps have different numbers of batches, or not as many as asked for."""
     for process in run.trained[:1]:
-        steps, wanted = process.steps, _wanted(run, process)
-        sizes = [len(step.backwards) for step in steps]
-        thrown = [backward for step in steps for backward in step.backwards[1:] if not backward.leftover]
-        if run.asked and wanted > 1 and set(sizes) == {1}:
-            yield Seen(f"each step has one batch, where {wanted} were asked for", process.step_where)
-        elif set(sizes) != {wanted}:
+        sizes = [len(step.backwards) for step in process.steps]
+        wanted = run.asked.accumulate if run.asked else mode(sizes)
+        cleared = [backward for step in process.steps for backward in step.backwards[1:] if not backward.leftover]
+        if set(sizes) != {wanted}:
             shown = ", ".join(map(str, sizes[:6])) + (", ..." if len(sizes) > 6 else "")
             asked = f" ({wanted} were asked for)" if run.asked else ""
             yield Seen(f"batches per step: {shown}{asked}", process.step_where)
-        elif wanted > 1 and len(thrown) > len(steps) // 2:
-            yield Seen("the gradients of all batches but a step's last are cleared before the step", thrown[0].where)
+        elif wanted > 1 and len(cleared) > len(sizes) // 2:
+            yield Seen("the gradients of all batches but a step's last are cleared before the step", cleared[0].where)
         elif process.unstepped:
             calls = plural(process.unstepped, "backward() call")
             yield Seen(f"no optimizer.step() follows the last {calls}", process.step_where)
@@ -64,7 +55,7 @@ def accumulation_scale(run: Run, single: Run) -> Said:
 def accumulation_traffic(run: Run) -> Said:
     """DDP averages the gradients more than once a step."""
     for process in run.trained[:1]:
-        wanted = _wanted(run, process)
+        wanted = run.asked.accumulate if run.asked else mode(len(step.backwards) for step in process.steps)
         synced = max(sum(1 for each in step.backwards if each.sync) for step in process.steps)
         if wanted > 1 and run.nproc > 1 and process.first(Wrapped) and synced > 1:
             seen = f"the gradients are averaged {synced} times for a step of {plural(wanted, 'batch')}"

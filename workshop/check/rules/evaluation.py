@@ -4,7 +4,7 @@ import itertools
 from collections import Counter
 
 from workshop.check.evidence.events import Evaluated, LoaderStarted, Reported
-from workshop.check.evidence.run import Run, Step
+from workshop.check.evidence.run import Run
 from workshop.check.rules.processes import no_group, wrong_group
 from workshop.check.rules.rule import NotJudged, Said, Seen, rule
 from workshop.check.scenarios import WHOLE
@@ -128,8 +128,10 @@ def _throughput(run: Run, reports: list[Reported]) -> str:
     ratios = []
     for process in run.trained[:1]:
         starts = [seconds for seconds, _ in process.timed(LoaderStarted)]
-        epochs = (list(group) for _, group in itertools.groupby(process.steps, key=_loader))
-        for report, steps in zip(reports, epochs, strict=False):
+        loaders = [[each.forward and each.forward.loader for each in step.backwards[-1:]] for step in process.steps]
+        epochs = itertools.groupby(zip(loaders, process.steps, strict=True), key=lambda pair: pair[0])
+        for report, (_, group) in zip(reports, epochs, strict=False):
+            steps = [step for _, step in group]
             begin = max((seconds for seconds in starts if seconds <= steps[0].seconds), default=None)
             if begin is None or len(steps) < 2:
                 return ""
@@ -140,9 +142,3 @@ def _throughput(run: Run, reports: list[Reported]) -> str:
     middle = sorted(ratios)[len(ratios) // 2]
     hint = " (about one rank's)" if abs(middle - 1 / run.nproc) < 0.15 and run.nproc > 1 else ""
     return f"the reported samples per second are {middle:.2f} times those of all {run.nproc} processes together{hint}"
-
-
-def _loader(step: Step) -> object:
-    """The pass over a loader that a step belongs to."""
-    forward = step.backwards[-1].forward if step.backwards else None
-    return forward.loader if forward else None

@@ -84,8 +84,7 @@ def _why_unequal(base: Process, one: Step, two: Step) -> tuple[str, str]:
     if last and last.sync is False:
         return last.where, "the last backward() before the step is under no_sync()"
     if last is None or len(one.backwards) != len(two.backwards):
-        counts = f"{len(one.backwards)} backward passes on one rank and {len(two.backwards)} on the other"
-        return where, f"this step belongs to {counts}"
+        return where, f"it follows {len(one.backwards)} backward passes on one rank, {len(two.backwards)} on the other"
     return where, "something changes them on one rank after backward(), or they were averaged before they were complete"
 
 
@@ -121,7 +120,7 @@ def gradient_scale(run: Run, single: Run) -> Said:
 def differs_from_one_process(run: Run, single: Run) -> Said:
     """Gradient, learning rate or parameters are not those of one process on the same samples."""
     unknown = "whether one process computes the same: "
-    if _has_batchnorm(run):
+    if any(event.batchnorm for event in run.all(LayersSeen)):
         yield NotJudged(f"{unknown}BatchNorm uses the batch of each process by itself", goal=False)
     elif run.trained and not single.trained:
         yield NotJudged(f"{unknown}with one process it does not train", goal=False)
@@ -129,15 +128,18 @@ def differs_from_one_process(run: Run, single: Run) -> Said:
 
 
 def against_one_process(run: Run, single: Run) -> Iterator[tuple[str, Seen]]:
-    """How the steps differ from those of one process, each with its rule; nothing where batches differ or numbers are drawn.
-
-    ``single`` has N times the batch, and where the program accumulates, as many times more.
-    """
+    """How the steps differ from those of one process with the same global batches, each with its rule."""
     if not run.trained or not single.trained:
         return
     steps, alone = run.trained[0].steps, single.trained[0].steps
-    if _has_batchnorm(run):
-        yield from _other_loss(run, steps[0], alone[0])
+    if any(event.batchnorm for event in run.all(LayersSeen)):  # then two processes rightly differ from one, a little
+        ours, theirs = (sum(each.loss or 0 for each in first.backwards) for first in (steps[0], alone[0]))
+        if theirs and not abs(ours / theirs - 1) < 0.25:  # NaN too
+            kind = "accumulation-scale" if run.accumulate > 1 else "gradient-scale"
+            seen = (
+                f"in step 1 backward() is given {ours / theirs:.2f} times the loss of one process on the same samples"
+            )
+            yield kind, Seen(seen, steps[0].before.where)
     elif not any(process.draws for process in run.trained):  # each process draws its own random numbers
         for index, (one, two) in enumerate(zip(steps, alone, strict=False)):
             here = Counter(row for each in run.trained for step in each.steps[index : index + 1] for row in step.rows)
@@ -145,20 +147,6 @@ def against_one_process(run: Run, single: Run) -> Iterator[tuple[str, Seen]]:
             if begun or not here or here != Counter(two.rows):
                 return
             yield from _other_step(run, index + 1, one, two)
-
-
-def _has_batchnorm(run: Run) -> bool:
-    """Whether a layer normalizes with the batch of its process: then two processes rightly differ from one."""
-    return any(event.batchnorm for process in run.trained for event in process.of(LayersSeen))
-
-
-def _other_loss(run: Run, step: Step, alone: Step) -> Iterator[tuple[str, Seen]]:
-    """Whether the losses of step 1 are not those of one process, as near as BatchNorm lets them."""
-    ours, theirs = (sum(each.loss or 0 for each in one.backwards) for one in (step, alone))
-    if theirs and not abs(ours / theirs - 1) < 0.25:  # NaN too
-        kind = "accumulation-scale" if run.accumulate > 1 else "gradient-scale"
-        seen = f"in step 1 backward() is given {ours / theirs:.2f} times the loss of one process on the same samples"
-        yield kind, Seen(seen, step.before.where)
 
 
 def _other_step(run: Run, number: int, step: Step, alone: Step) -> Iterator[tuple[str, Seen]]:

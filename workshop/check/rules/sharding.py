@@ -36,7 +36,7 @@ FIRST_STEPS = 4  # in which rounding has not yet grown
 )
 def not_sharded(run: Run) -> Said:
     """The ranks hold all parameters, or most of them."""
-    layout = _layout(run)
+    layout = next(run.all(LayoutSeen), None)
     if not any(run.all(FullySharded)):
         size = f": {layout.whole / 1e6:.2f} MB of parameters on every rank" if layout else ""
         yield Seen(f"each rank holds the whole model{size}", run.where(Wrapped))
@@ -44,11 +44,6 @@ def not_sharded(run: Run) -> Said:
         names = listed([name for name in layout.whole_here if not name.endswith("norm.weight")])
         share = f"{layout.own / layout.whole:.0%} of the parameters" + (f" ({names} among them)" if names else "")
         yield Seen(f"each of {run.nproc} ranks holds {share}", run.where(FullySharded))
-
-
-def _layout(run: Run) -> LayoutSeen | None:
-    """How the model was sharded at the first step, on rank 0."""
-    return run.trained[0].first(LayoutSeen) if run.trained else None
 
 
 @rule(
@@ -59,7 +54,7 @@ def _layout(run: Run) -> LayoutSeen | None:
 )
 def one_group(run: Run) -> Said:
     """Not each layer is a group."""
-    layout = _layout(run)
+    layout = next(run.all(LayoutSeen), None)
     if layout and layout.layer_groups < layout.layers:
         yield Seen(f"{plural(layout.groups, 'group')} for {plural(layout.layers, 'layer')}", run.where(FullySharded))
 
@@ -87,7 +82,7 @@ def whole_model(run: Run) -> Said:
 )
 def master_rounded(run: Run) -> Said:
     """The parameters that the optimizer changes are not float32."""
-    layout = _layout(run)
+    layout = next(run.all(LayoutSeen), None)
     if layout and bf16_is_fast(run) and layout.dtypes != ["torch.float32"]:
         kinds = ", ".join(name.removeprefix("torch.") for name in layout.dtypes)
         yield Seen(f"the parameters that the optimizer changes are {kinds}", run.where(FullySharded))
@@ -140,7 +135,7 @@ def first_step(run: Run, name: str) -> list[Collective | InnerCollective]:
 )
 def buffers_empty(run: Run) -> Said:
     """A rotary buffer has wrong contents."""
-    layout = _layout(run)
+    layout = next(run.all(LayoutSeen), None)
     if layout and layout.buffers:
         yield Seen(f"{listed(layout.buffers)}: the contents are not the frequencies of the positions", layout.where)
 

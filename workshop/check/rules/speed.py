@@ -32,11 +32,11 @@ def data_per_sample(run: Run) -> Said:
         waited = sum(event.seconds for seconds, event in process.timed(BatchLoaded) if seconds >= steps[0].seconds)
         whole = steps[-1].seconds - steps[0].seconds
         if again > sum(len(step.keys) for step in steps[1:]) / 2:
-            seen = f"after the first step {plural(again, 'sample')} went through the transform again, one at a time"
-            yield Seen(seen, process.data_where)
+            yield Seen(
+                f"after step 1 {plural(again, 'sample')} went through the transform one by one", process.data_where
+            )
         elif whole > 0 and waited > 0.3 * whole:
-            seen = f"the steps wait for batches in {waited / whole:.0%} of the time between the first step and the last"
-            yield Seen(seen, process.data_where)
+            yield Seen(f"the steps wait for batches in {waited / whole:.0%} of the time", process.data_where)
 
 
 @rule(
@@ -86,8 +86,9 @@ def slower(speeds: Speeds) -> Said:
     if not own or not solution:
         yield Seen("by itself it writes no log, so its samples/s are not known")
     elif own * SLOWER < solution:
-        times = f"{solution / own:.2f} times as many"
-        yield Seen(f"{own:,.0f} samples/s; the solution reaches {solution:,.0f} here, {times}")
+        yield Seen(
+            f"{own:,.0f} samples/s; the solution reaches {solution:,.0f} here, {solution / own:.2f} times as many"
+        )
 
 
 @crash.also(SPEED)
