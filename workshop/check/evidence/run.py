@@ -200,6 +200,11 @@ class Run:
         """The ranks that took a step."""
         return [process for process in self.ranks if process.steps]
 
+    @property
+    def first_rank(self) -> list[Process]:
+        """The first of them, in a run that did not fail; of any other run, none."""
+        return [] if self.failed else self.trained[:1]
+
     def all(self, kind: type[E]) -> Iterator[E]:
         """The events of this kind, of all processes."""
         return (event for process in self.processes for event in process.of(kind))

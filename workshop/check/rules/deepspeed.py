@@ -15,7 +15,7 @@ from workshop.check.evidence.events import (
 )
 from workshop.check.evidence.run import Process, Run
 from workshop.check.rules.checkpoints import export_differs, not_exported, not_saved
-from workshop.check.rules.ending import crash, ending
+from workshop.check.rules.ending import ending
 from workshop.check.rules.learning import no_learning
 from workshop.check.rules.restart import epoch_repeated, epoch_skipped, never_resumes, resume_differs, resume_fails
 from workshop.check.rules.rule import Rule, Said, Seen, if_first, rule
@@ -47,15 +47,6 @@ def _line_of(processes: Sequence[Process], method: str) -> str | None:
     """The line that calls a method of the engine."""
     calls = (event for process in processes for event in process.of(EngineCalled))
     return next((event.where for event in calls if event.name == method), None)
-
-
-@engine_idle.also(WHOLE, instead_of=(crash,))
-def engine_without_step(run: Run) -> Said:
-    """The engine's second backward() failed because its step() was not called: DeepSpeed 0.18 raises a TypeError there."""
-    found = run.first_exception()
-    calls = found[0].of(EngineCalled) if found else []
-    if found and [event.name for event in calls] == ["backward", "backward"] and calls[-1].where == found[1].where:
-        yield Seen("the engine's step() is never called after backward()", found[1].where, found[1].traceback)
 
 
 @rule(
@@ -101,8 +92,8 @@ def optimizer_whole(run: Run) -> Said:
     measured = [event for process in run.trained for event in process.of(MomentsMeasured)[-1:]]
     whole = [event for event in measured if event.own > event.whole * (0.5 / run.nproc + 0.5)]
     if made and whole:
-        share = f"{whole[0].own / whole[0].whole:.0%} of AdamW's moments"
-        yield Seen(f"each of {run.nproc} ranks holds {share}: the ZeRO stage is {made.stage}", made.where)
+        share = whole[0].own / whole[0].whole
+        yield Seen(f"each rank holds {share:.0%} of AdamW's moments: the ZeRO stage is {made.stage}", made.where)
 
 
 @rule(
@@ -120,7 +111,7 @@ def differs_from_ddp(run: Run, reference: Run) -> Said:
         made = next(run.all(EngineMade), None)
         clips = f"; the norm of the gradients is clipped at {made.clipping:g}" if made and made.clipping else ""
         seen = (
-            f"the loss of step {bad + 1} is {ours[bad]:.4f}, and {theirs[bad]:.4f} with the solution of stage 02{clips}"
+            f"the loss of step {bad + 1} is {ours[bad]:.4f}, and {theirs[bad]:.4f} in the solution of stage 02{clips}"
         )
         yield Seen(seen, run.where(EngineMade))
 

@@ -119,8 +119,7 @@ def _losses(run: Run, reports: list[Reported]) -> str:
         if all(abs(a * factor - b) <= 0.01 * max(abs(b), 0.02) for a, b in zip(true, reported, strict=True)):
             return ""
     worst = max(range(len(true)), key=lambda i: abs(true[i] - reported[i]) / max(abs(true[i]), 1e-3))
-    mean = f"the mean over all ranks is {true[worst]:.4f}"
-    return f"the loss of step {worst + 1} is reported as {reported[worst]:.4f}; {mean}"
+    return f"the loss of step {worst + 1} is reported as {reported[worst]:.4f}; the mean over all ranks is {true[worst]:.4f}"
 
 
 def _throughput(run: Run, reports: list[Reported]) -> str:

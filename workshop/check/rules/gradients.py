@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Iterator
+from itertools import pairwise
 
 from workshop.check.evidence.events import Backward, Collective, LayersSeen, StepBegun, UnevenJoined, Wrapped
 from workshop.check.evidence.run import Process, Run, Step
@@ -90,12 +91,8 @@ def _why_unequal(base: Process, one: Step, two: Step) -> tuple[str, str]:
 
 def _averages_by_hand(process: Process) -> bool:
     """Whether a collective is called between a backward pass and its step."""
-    after_backward = False
-    for _, event in process.events:
-        if isinstance(event, Collective) and after_backward:
-            return True
-        after_backward = isinstance(event, Backward) or (after_backward and not isinstance(event, StepBegun))
-    return False
+    kinds = [type(event) for _, event in process.events if isinstance(event, Backward | Collective | StepBegun)]
+    return (Backward, Collective) in pairwise(kinds)
 
 
 @rule(
@@ -119,11 +116,10 @@ def gradient_scale(run: Run, single: Run) -> Said:
 )
 def differs_from_one_process(run: Run, single: Run) -> Said:
     """Gradient, learning rate or parameters are not those of one process on the same samples."""
-    unknown = "whether one process computes the same: "
     if any(event.batchnorm for event in run.all(LayersSeen)):
-        yield NotJudged(f"{unknown}BatchNorm uses the batch of each process by itself", goal=False)
+        yield NotJudged("whether one process computes the same: BatchNorm uses each process's own batch", goal=False)
     elif run.trained and not single.trained:
-        yield NotJudged(f"{unknown}with one process it does not train", goal=False)
+        yield NotJudged("whether one process computes the same: with one process it does not train", goal=False)
     yield from if_first("differs-from-one-process", against_one_process(run, single))
 
 
@@ -162,8 +158,7 @@ def _other_step(run: Run, number: int, step: Step, alone: Step) -> Iterator[tupl
         which = listed(different_names(one.gradients, two.gradients, one.names))
         seen = f"on the same samples the gradient of step 1 is not the one that one process has ({which})"
     elif one.rates != two.rates:
-        rates = f"{one.rates} with {run.nproc} processes and {two.rates} with one"
-        seen = f"the learning rate is {rates}, for the same global batch"
+        seen = f"the learning rate is {one.rates} with {run.nproc} processes and {two.rates} with one"
     elif step.after and alone.after and difference(step.after.weights, alone.after.weights) > 0.05:
         seen = f"on the same samples the parameters after step {number} are not those of one process"
     if seen:

@@ -15,17 +15,18 @@ from workshop.check.scenarios import OPTIONS
 HALF = "with half the batch and --accumulate 2"
 
 
-def _broken(option: str, run: Run, plain: Run) -> Seen | None:
-    """Whether a run with an option fails, or has different losses than the one without."""
-    if ended := ending(run):
-        return Seen(f"with {option}: {ended.text}", ended.where, ended.detail)
-    if not run.trained:
-        return Seen(f"with {option} it takes no step")
+def _judged(option: str, run: Run, plain: Run, missing: str, where: str = "") -> Said:
+    """Whether a run with an option fails, has different losses than the one without, or something is missing in it."""
     with_it, without = losses(run), losses(plain)
     bad = unequal(without, with_it)
-    if bad is None:
-        return None
-    return Seen(f"with {option} the loss of step {bad + 1} is {with_it[bad]:.4f}, and {without[bad]:.4f} without it")
+    if ended := ending(run):
+        yield Seen(f"with {option}: {ended.text}", ended.where, ended.detail)
+    elif not run.trained:
+        yield Seen(f"with {option} it takes no step")
+    elif bad is not None:
+        yield Seen(f"with {option} the loss of step {bad + 1} is {with_it[bad]:.4f}, and {without[bad]:.4f} without it")
+    elif missing:
+        yield Seen(f"with {option} {missing}", where)
 
 
 @rule(
@@ -36,12 +37,10 @@ def _broken(option: str, run: Run, plain: Run) -> Seen | None:
 )
 def activations_kept(runs: OptionRuns) -> Said:
     """With activation checkpointing the forward pass keeps as much."""
-    option, pair = "--activation-checkpointing", (runs.plain, runs.checkpointing)
+    pair = (runs.plain, runs.checkpointing)
     before, after = (next((event.bytes / 1e6 for event in run.all(ActivationsKept)), 0.0) for run in pair)
-    if broken := _broken(option, runs.checkpointing, runs.plain):
-        yield broken
-    elif after >= 0.75 * before:
-        yield Seen(f"a forward pass keeps {after:.2f} MB for the backward pass with {option}, {before:.2f} without it")
+    kept = f"a forward pass keeps {after:.2f} MB for the backward pass, and {before:.2f} without it"
+    return _judged("--activation-checkpointing", pair[1], pair[0], kept if after >= 0.75 * before else "")
 
 
 @rule(
@@ -53,10 +52,8 @@ def activations_kept(runs: OptionRuns) -> Said:
 def gathers_again(runs: OptionRuns) -> Said:
     """With --keep-gathered the backward pass gathers again."""
     before, after = (len(first_step(run, "all_gather")) for run in (runs.plain, runs.keeping))
-    if broken := _broken("--keep-gathered", runs.keeping, runs.plain):
-        yield broken
-    elif after >= before:
-        yield Seen(f"a step gathers parameters {after} times with --keep-gathered, and {before} times without it")
+    again = f"a step gathers parameters {after} times, and {before} times without it" if after >= before else ""
+    return _judged("--keep-gathered", runs.keeping, runs.plain, again)
 
 
 @rule(
@@ -69,11 +66,8 @@ def not_offloaded(runs: OptionRuns) -> Said:
     """With --offload some groups stay on the device."""
     groups = [event for process in runs.offloading.trained[:1] for event in process.of(FullySharded)]
     left = [group for group in groups if group.offload != "CPUOffloadPolicy"]
-    if broken := _broken("--offload", runs.offloading, runs.plain):
-        yield broken
-    elif left:
-        seen = f"with --offload {len(left)} of {plural(len(groups), 'group')} keep their parameters on the device"
-        yield Seen(seen, left[0].where)
+    kept = f"{len(left)} of {plural(len(groups), 'group')} keep their parameters on the device" if left else ""
+    return _judged("--offload", runs.offloading, runs.plain, kept, left[0].where if left else "")
 
 
 @rule(
@@ -84,10 +78,8 @@ def not_offloaded(runs: OptionRuns) -> Said:
 )
 def not_compiled(runs: OptionRuns) -> Said:
     """With --compile nothing is compiled."""
-    if broken := _broken("--compile", runs.compiling, runs.plain):
-        yield broken
-    elif not runs.compiling.trained[0].first(Compiled):
-        yield Seen("with --compile nothing is compiled")
+    missing = "" if any(runs.compiling.all(Compiled)) else "nothing is compiled"
+    return _judged("--compile", runs.compiling, runs.plain, missing)
 
 
 @accumulation_uneven.also(OPTIONS)
@@ -95,11 +87,9 @@ def half_batches_uneven(runs: OptionRuns) -> Said:
     """With --accumulate 2 each step has to have two batches."""
     run = runs.accumulating
     batches = [len(step.backwards) for process in run.trained[:1] for step in process.steps]
-    if broken := _broken("--accumulate 2", run, run):  # half_batches_scaled compares the losses
-        yield broken
-    elif set(batches) != {2}:
-        counts = ", ".join(map(str, batches))
-        yield Seen(f"with --accumulate 2 the steps have {counts} batches", run.trained[0].step_where)
+    uneven = "" if set(batches) == {2} else f"the steps have {', '.join(map(str, batches))} batches"
+    where = run.trained[0].step_where if run.trained else ""
+    return _judged("--accumulate 2", run, run, uneven, where)  # half_batches_scaled compares the losses
 
 
 @accumulation_scale.also(OPTIONS, needs=(FineTuningReported, GradientsClipped), after=(accumulation_uneven,))

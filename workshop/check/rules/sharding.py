@@ -198,8 +198,7 @@ def losses_differ_from_one_process(run: Run, single: Run) -> Said:
     if ended := ending(single):
         yield Seen(f"with one process: {ended.text}", ended.where, ended.detail)
     elif bad is not None:
-        ranks = plural(run.nproc, "process")
-        yield Seen(f"the loss of step {bad + 1} is {together[bad]:.4f} with {ranks} and {alone[bad]:.4f} with one")
+        yield Seen(f"the loss of step {bad + 1} is {together[bad]:.4f}, and {alone[bad]:.4f} with one process")
 
 
 def losses(run: Run) -> list[float]:

@@ -4,18 +4,13 @@ import itertools
 
 from workshop.check.evidence.events import BatchLoaded, DeviceSeen, LayersSeen, SamplesPrepared, ValuesAsked
 from workshop.check.evidence.real import Speeds, last_error
-from workshop.check.evidence.run import Process, Run
+from workshop.check.evidence.run import Run
 from workshop.check.rules.ending import crash
 from workshop.check.rules.rule import NotJudged, Said, Seen, rule
 from workshop.check.rules.words import plural
 from workshop.check.scenarios import SPEED
 
 SLOWER = 1.15  # times the solution's time
-
-
-def _rank_0(run: Run) -> list[Process]:
-    """The first rank of a run that trained to its end; of any other run, no rank."""
-    return [] if run.failed else run.trained[:1]
 
 
 @rule(
@@ -25,16 +20,14 @@ def _rank_0(run: Run) -> list[Process]:
 )
 def data_per_sample(run: Run) -> Said:
     """Samples are still prepared one by one when training has begun, or the steps wait for batches."""
-    for process in _rank_0(run):
+    for process in run.first_rank:
         steps = process.steps
         prepared = [event.count for event in process.of(SamplesPrepared)]
         again = prepared[-1] - prepared[0] if prepared else 0
         waited = sum(event.seconds for seconds, event in process.timed(BatchLoaded) if seconds >= steps[0].seconds)
         whole = steps[-1].seconds - steps[0].seconds
         if again > sum(len(step.keys) for step in steps[1:]) / 2:
-            yield Seen(
-                f"after step 1 {plural(again, 'sample')} went through the transform one by one", process.data_where
-            )
+            yield Seen(f"after step 1 {plural(again, 'sample')} went through the transform again", process.data_where)
         elif whole > 0 and waited > 0.3 * whole:
             yield Seen(f"the steps wait for batches in {waited / whole:.0%} of the time", process.data_where)
 
@@ -46,7 +39,7 @@ def data_per_sample(run: Run) -> Said:
 )
 def host_sync(run: Run) -> Said:
     """Each step asks a tensor for its value."""
-    for process in _rank_0(run):
+    for process in run.first_rank:
         asked = process.of(ValuesAsked)
         per_step = sorted(after.count - before.count for before, after in itertools.pairwise(asked))
         middle = per_step[len(per_step) // 2] if per_step else 0
@@ -61,7 +54,7 @@ def host_sync(run: Run) -> Said:
 )
 def precision(run: Run) -> Said:
     """The layers compute in a 32-bit type on a device that is fast at bfloat16."""
-    for process in _rank_0(run):
+    for process in run.first_rank:
         types = [name.removeprefix("torch.") for layers in process.of(LayersSeen)[-1:] for name in layers.dtypes]
         if not bf16_is_fast(run):
             yield NotJudged("bfloat16: the device that it trains on here is not fast at it")
