@@ -110,9 +110,7 @@ def differs_from_ddp(run: Run, reference: Run) -> Said:
     if bad is not None:
         made = next(run.all(EngineMade), None)
         clips = f"; the norm of the gradients is clipped at {made.clipping:g}" if made and made.clipping else ""
-        seen = (
-            f"the loss of step {bad + 1} is {ours[bad]:.4f}, and {theirs[bad]:.4f} in the solution of stage 02{clips}"
-        )
+        seen = f"the loss of step {bad + 1} is {ours[bad]:.4f}, and {theirs[bad]:.4f} without the engine{clips}"
         yield Seen(seen, run.where(EngineMade))
 
 

@@ -7,7 +7,7 @@ from itertools import pairwise
 from workshop.check.evidence.events import Backward, Collective, LayersSeen, StepBegun, UnevenJoined, Wrapped
 from workshop.check.evidence.run import Process, Run, Step
 from workshop.check.evidence.sketches import CLOSE, difference, different_names, ratio
-from workshop.check.rules.processes import no_group, wrong_group
+from workshop.check.rules.learning import TRAINING
 from workshop.check.rules.rule import NotJudged, Said, Seen, if_first, rule
 from workshop.check.rules.words import listed
 from workshop.check.scenarios import SINGLE, WHOLE
@@ -16,9 +16,7 @@ from workshop.check.scenarios import SINGLE, WHOLE
 @rule(
     why="Without averaged gradients each process trains a different model, and one of them is saved.",
     fix="Wrap the model in DistributedDataParallel and call the wrapper in the forward pass; its backward() averages.",
-    after=(no_group, wrong_group),
-    spoils=True,
-    anywhere=True,
+    **TRAINING,
 )
 def gradients_differ(run: Run) -> Said:
     """The ranks hold different gradients at a step, or equal ones only because they saw the same samples."""
@@ -28,9 +26,7 @@ def gradients_differ(run: Run) -> Said:
 @rule(
     why="The replicas have to hold the same parameters at all times; otherwise they train different models.",
     fix="Let DistributedDataParallel copy rank 0's parameters, load checkpoints on every rank, and use one learning rate.",
-    after=(no_group, wrong_group),
-    spoils=True,
-    anywhere=True,
+    **TRAINING,
 )
 def weights_differ(run: Run) -> Said:
     """The ranks begin with different parameters, or step to different ones."""
@@ -132,9 +128,7 @@ def against_one_process(run: Run, single: Run) -> Iterator[tuple[str, Seen]]:
         ours, theirs = (sum(each.loss or 0 for each in first.backwards) for first in (steps[0], alone[0]))
         if theirs and not abs(ours / theirs - 1) < 0.25:  # NaN too
             kind = "accumulation-scale" if run.accumulate > 1 else "gradient-scale"
-            seen = (
-                f"in step 1 backward() is given {ours / theirs:.2f} times the loss of one process on the same samples"
-            )
+            seen = f"in step 1 backward() is given {ours / theirs:.2f} times the loss that one process has"
             yield kind, Seen(seen, steps[0].before.where)
     elif not any(process.draws for process in run.trained):  # each process draws its own random numbers
         for index, (one, two) in enumerate(zip(steps, alone, strict=False)):

@@ -6,17 +6,18 @@ from workshop.check.evidence.events import Backward, GraphMeasured
 from workshop.check.evidence.run import Run
 from workshop.check.evidence.sketches import difference
 from workshop.check.rules.processes import no_group, wrong_group
-from workshop.check.rules.rule import Said, Seen, rule
+from workshop.check.rules.rule import RuleSettings, Said, Seen, rule
 from workshop.check.rules.words import plural
 from workshop.check.scenarios import WHOLE
+
+# The settings of rules about the training of any program.
+TRAINING: RuleSettings = {"after": (no_group, wrong_group), "spoils": True, "anywhere": True}
 
 
 @rule(
     why="The optimizer changes parameters that the model does not use, so the model stays as it was.",
     fix="Create the optimizer from the parameters of the model that computes the loss, after the last change to that model.",
-    after=(no_group, wrong_group),
-    spoils=True,
-    anywhere=True,
+    **TRAINING,
 )
 def wrong_parameters(run: Run) -> Said:
     """The optimizer holds none of the model's parameters."""
@@ -88,7 +89,5 @@ def graph_kept(run: Run) -> Said:
     for process in run.trained[:1]:
         sizes = [event.nodes for event in process.of(GraphMeasured)]
         if len(sizes) == 2 and sizes[1] >= 1.6 * sizes[0] and sizes[1] - sizes[0] >= 12:
-            seen = (
-                f"the autograd graph of a tensor that is kept has {sizes[0]} nodes at step 4 and {sizes[1]} at step 7"
-            )
+            seen = f"the autograd graph of a kept tensor has {sizes[0]} nodes at step 4 and {sizes[1]} at step 7"
             yield Seen(seen, process.step_where)

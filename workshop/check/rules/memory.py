@@ -12,8 +12,6 @@ from workshop.check.rules.sharding import first_step, losses, unequal
 from workshop.check.rules.words import plural
 from workshop.check.scenarios import OPTIONS
 
-HALF = "with half the batch and --accumulate 2"
-
 
 def _judged(option: str, run: Run, plain: Run, missing: str, where: str = "") -> Said:
     """Whether a run with an option fails, has different losses than the one without, or something is missing in it."""
@@ -100,10 +98,10 @@ def half_batches_scaled(runs: OptionRuns) -> Said:
     bad = unequal(one, other)
     whole, half = _norm(runs.plain), _norm(runs.accumulating)
     if bad is not None:
-        seen = f"{HALF} the loss of step {bad + 1} is {other[bad]:.4f}, and {one[bad]:.4f} with the whole batch"
+        seen = f"with --accumulate 2 the loss of step {bad + 1} is {other[bad]:.4f}, and {one[bad]:.4f} with the whole batch"
         yield Seen(seen, step.before.where)
     elif whole and abs(half / whole - 1) > 0.1:
-        seen = f"{HALF} the gradient of step 1 has a norm of {half:.3f}, and {whole:.3f} with the whole batch"
+        seen = f"with --accumulate 2 the norm of the first gradient is {half:.3f}, and {whole:.3f} with the whole batch"
         yield Seen(seen, step.backwards[0].where)
 
 

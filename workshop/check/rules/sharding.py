@@ -84,8 +84,7 @@ def master_rounded(run: Run) -> Said:
     """The parameters that the optimizer changes are not float32."""
     layout = next(run.all(LayoutSeen), None)
     if layout and bf16_is_fast(run) and layout.dtypes != ["torch.float32"]:
-        kinds = ", ".join(name.removeprefix("torch.") for name in layout.dtypes)
-        yield Seen(f"the parameters that the optimizer changes are {kinds}", run.where(FullySharded))
+        yield Seen(f"the optimizer changes parameters in {', '.join(layout.dtypes)}", run.where(FullySharded))
 
 
 @rule(
@@ -188,9 +187,7 @@ def _unclipped(run: Run) -> Iterator[tuple[str, Seen]]:
             yield "clip-missing", Seen(f"{seen}: it is not clipped to 1", steps[0].before.where)
 
 
-@differs_from_one_process.also(
-    (WHOLE, ONE_PROCESS_TEXT), needs=(FineTuningReported,), after=(not_sharded,), last=True, active=True
-)
+@differs_from_one_process.also((WHOLE, ONE_PROCESS_TEXT), needs=(FineTuningReported,), last=True, active=True)
 def losses_differ_from_one_process(run: Run, single: Run) -> Said:
     """The losses of the first steps are not those of one process with the same global batches."""
     together, alone = losses(run)[:FIRST_STEPS], losses(single)

@@ -79,9 +79,7 @@ def slower(speeds: Speeds) -> Said:
     if not own or not solution:
         yield Seen("by itself it writes no log, so its samples/s are not known")
     elif own * SLOWER < solution:
-        yield Seen(
-            f"{own:,.0f} samples/s; the solution reaches {solution:,.0f} here, {solution / own:.2f} times as many"
-        )
+        yield Seen(f"{own:,.0f} samples/s; the solution reaches {solution:,.0f}, {solution / own:.2f} times as many")
 
 
 @crash.also(SPEED)
