@@ -27,7 +27,7 @@ def accelerator_idle(run: Run) -> Said:
 
 
 @rule(
-    why="A loader that is not prepared moves nothing to the device, gives ranks different batches, and is not checkpointed.",
+    why="Without prepare() a loader moves nothing to the device, gives ranks unequal numbers of batches, and is not saved.",
     fix="Pass a DataLoader with shuffle=True and without a DistributedSampler to accelerator.prepare().",
 )
 def loader_by_hand(run: Run) -> Said:

@@ -19,7 +19,7 @@ from workshop.check.rules.ending import ending
 from workshop.check.rules.learning import no_learning
 from workshop.check.rules.restart import epoch_repeated, epoch_skipped, never_resumes, resume_differs, resume_fails
 from workshop.check.rules.rule import Rule, Said, Seen, if_first, rule
-from workshop.check.rules.sharding import unequal
+from workshop.check.rules.sharding import losses, unequal
 from workshop.check.rules.words import listed, plural
 from workshop.check.scenarios import ENGINE_CHECKPOINT, ENGINE_SPLIT, PLAIN_WEIGHTS, REFERENCE, UNEVEN, WHOLE, Split
 
@@ -73,7 +73,7 @@ def batch_differs(run: Run) -> Said:
 def scaled_twice(run: Run) -> Said:
     """The losses that the engine gets are not those that the program reports."""
     given = [process.of(EngineLoss) for process in run.trained]
-    for number, (loss, events) in enumerate(zip(reported(run), zip(*given, strict=False), strict=False), 1):
+    for number, (loss, events) in enumerate(zip(losses(run, Reported), zip(*given, strict=False), strict=False), 1):
         mean = sum(event.loss for event in events) / len(events)
         if abs(mean - loss) > 1e-3 * max(abs(loss), 1e-3):
             seen = f"in step {number} the mean loss given to the engine's backward() is {mean:.4f}, the reported one {loss:.4f}"
@@ -98,14 +98,14 @@ def optimizer_whole(run: Run) -> Said:
 
 @rule(
     why="How the work is divided over the ranks should not change what is computed.",
-    fix='Set "gradient_clipping" to 0.0 in DeepSpeed\'s configuration (the default is 1.0), "gradient_accumulation_steps" to 1.',
+    fix='Set "gradient_clipping" to 0.0 (the default is 1.0) and "gradient_accumulation_steps" to 1 in the configuration.',
     runs=(WHOLE, REFERENCE),
     needs=(Reported,),
     last=True,
 )
 def differs_from_ddp(run: Run, reference: Run) -> Said:
     """The losses are not those of the same training without the engine."""
-    ours, theirs = reported(run), reported(reference)
+    ours, theirs = losses(run, Reported), losses(reference, Reported)
     bad = unequal(ours, theirs, SAME)
     if bad is not None:
         made = next(run.all(EngineMade), None)
@@ -117,13 +117,8 @@ def differs_from_ddp(run: Run, reference: Run) -> Said:
 @no_learning.also((WHOLE, REFERENCE), needs=(Reported,), last=True)
 def no_losses(run: Run, reference: Run) -> Said:
     """There are no losses to compare."""
-    if reported(reference) and not reported(run):
+    if losses(reference, Reported) and not losses(run, Reported):
         yield Seen("no losses are reported: the program never calls log.write()")
-
-
-def reported(run: Run) -> list[float]:
-    """The losses of the steps, as rank 0 has reported them."""
-    return [loss for event in run.all(Reported) for loss in event.losses]
 
 
 @not_saved.also((WHOLE, ENGINE_CHECKPOINT), active=True)
@@ -160,7 +155,7 @@ def _problems(whole: Run, split: Split) -> Iterator[tuple[Rule, Seen]]:
     if done + rest != total:
         counts = Seen(f"{done} + {rest} steps in two parts, {total} in one", load)
         yield (epoch_repeated if done + rest > total else epoch_skipped), counts
-    one, other = reported(whole)[done:], reported(second)
+    one, other = losses(whole, Reported)[done:], losses(second, Reported)
     bad = unequal(one, other, SAME)
     if bad is not None:
         seen = f"the loss of step {done + bad + 1} is {other[bad]:.4f}, and {one[bad]:.4f} without a restart"

@@ -33,8 +33,7 @@ def evaluation_missed(run: Run) -> Said:
     size = int(str(next(iter(names))[1]))
     trained = any(key[:2] in names for process in run.ranks for epoch in process.epochs for key in epoch)
     if len(counts) < size and not trained:
-        missed = size - len(counts)
-        yield Seen(f"no rank evaluates {missed:,} of the {size:,} test samples", run.where(Evaluated))
+        yield Seen(f"no rank evaluates {size - len(counts):,} of the {size:,} test samples", run.where(Evaluated))
 
 
 @rule(
@@ -52,8 +51,7 @@ def evaluation_repeated(run: Run) -> Said:
     figures = [(event.accuracy, event.truth["accuracy"]) for event in run.all(Reported) if "accuracy" in event.truth]
     exact = figures and all(one is not None and abs(one - true) < EXACT for one, true in figures)
     if twice == len(counts):
-        seen = f"each of the {twice:,} test samples is evaluated by {max(counts.values())} ranks"
-        yield Seen(seen, run.where(Evaluated))
+        yield Seen(f"{max(counts.values())} ranks evaluate each of the {twice:,} test samples", run.where(Evaluated))
     elif not exact:  # a program that removes what was added counts each sample once
         yield Seen(f"{twice:,} of the {len(counts):,} test samples count twice", run.where(Evaluated))
 

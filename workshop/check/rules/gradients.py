@@ -25,7 +25,7 @@ def gradients_differ(run: Run) -> Said:
 
 @rule(
     why="The replicas have to hold the same parameters at all times; otherwise they train different models.",
-    fix="Let DistributedDataParallel copy rank 0's parameters, load checkpoints on every rank, and use one learning rate.",
+    fix="Let DistributedDataParallel copy rank 0's parameters, load checkpoints on every rank, and use the same learning rate.",
     **TRAINING,
 )
 def weights_differ(run: Run) -> Said:

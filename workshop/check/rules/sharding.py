@@ -12,6 +12,7 @@ from workshop.check.evidence.events import (
     FullySharded,
     InnerCollective,
     LayoutSeen,
+    Reported,
     StepBegun,
     WeightsRead,
     Wrapped,
@@ -61,7 +62,7 @@ def one_group(run: Run) -> Said:
 
 @rule(
     why="A model that does not fit on one device cannot be loaded there in full before it is sharded.",
-    fix="Create it on the meta device, shard it, call to_empty(), and read only this rank's rows with safetensors' get_slice().",
+    fix="Create it under torch.device('meta'), shard it, call to_empty(), and read this rank's rows: safe_open(), get_slice().",
     needs=(FullySharded, WeightsRead),
 )
 def whole_model(run: Run) -> Said:
@@ -198,9 +199,9 @@ def losses_differ_from_one_process(run: Run, single: Run) -> Said:
         yield Seen(f"the loss of step {bad + 1} is {together[bad]:.4f}, and {alone[bad]:.4f} with one process")
 
 
-def losses(run: Run) -> list[float]:
+def losses(run: Run, kind: type[FineTuningReported | Reported] = FineTuningReported) -> list[float]:
     """The losses of the steps, as rank 0 has reported them."""
-    return [loss for process in run.ranks[:1] for event in process.of(FineTuningReported) for loss in event.losses]
+    return [loss for process in run.ranks[:1] for event in process.of(kind) for loss in event.losses]
 
 
 def unequal(one: Sequence[float], other: Sequence[float], close: float = CLOSE) -> int | None:

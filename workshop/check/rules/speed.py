@@ -49,7 +49,7 @@ def host_sync(run: Run) -> Said:
 
 @rule(
     why="This device computes several times as fast in bfloat16 as in float32.",
-    fix="Compute output and loss under torch.autocast(device.type, dtype=torch.bfloat16); in Lightning: precision='bf16-mixed'.",
+    fix='Compute under torch.autocast(device.type, dtype=torch.bfloat16); with Lightning: Trainer(precision="bf16-mixed").',
     needs=(LayersSeen, DeviceSeen),
 )
 def precision(run: Run) -> Said:
