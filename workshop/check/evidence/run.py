@@ -202,7 +202,7 @@ class Run:
 
     @property
     def first_rank(self) -> list[Process]:
-        """The first of them, in a run that did not fail; of any other run, none."""
+        """The first rank that took a step, in a list; empty if the run failed or trained nothing."""
         return [] if self.failed else self.trained[:1]
 
     def all(self, kind: type[E]) -> Iterator[E]:

@@ -62,8 +62,8 @@ def state_by_hand(run: Run) -> Said:
 )
 def saved_by_some(run: Run) -> Said:
     """Not every rank calls save_state()."""
-    calls = [(process.rank, event) for process in run.trained for event in process.of(AcceleratorCalled)]
-    saving = {rank: event.where for rank, event in calls if event.name == "save_state"}
+    calls = [(process, event) for process in run.trained for event in process.of(AcceleratorCalled)]
+    saving = {process.pid: (process.rank, event.where) for process, event in calls if event.name == "save_state"}
     if saving and len(saving) < len(run.trained) and not run.failed:
-        ranks = " and ".join(map(str, saving))
-        yield Seen(f"only rank {ranks} calls save_state()", next(iter(saving.values())))
+        ranks = " and ".join(str(rank) for rank, _ in saving.values())
+        yield Seen(f"only rank {ranks} calls save_state()", next(where for _, where in saving.values()))

@@ -81,7 +81,7 @@ def _why_unequal(base: Process, one: Step, two: Step) -> tuple[str, str]:
     if last and last.sync is False:
         return last.where, "the last backward() before the step is under no_sync()"
     if last is None or len(one.backwards) != len(two.backwards):
-        return where, f"it follows {len(one.backwards)} backward passes on one rank, {len(two.backwards)} on the other"
+        return where, f"it has {len(one.backwards)} backward passes on one rank and {len(two.backwards)} on the other"
     return where, "something changes them on one rank after backward(), or they were averaged before they were complete"
 
 

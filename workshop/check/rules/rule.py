@@ -206,7 +206,8 @@ def rule(
     Args:
         why: why it matters.
         fix: what to do.
-        runs: the scenario that the function judges, or up to three of them, in the order of its arguments.
+        runs: the scenario that the function judges, or up to three of them, in the order of its arguments; the whole run
+            unless said otherwise.
     """
 
     def declare(function: Callable[..., Said]) -> Rule:
