@@ -102,7 +102,7 @@ class _Shared:
 
     def __init__(self, hide: Callable[[str], str]) -> None:
         self.known: dict[object, Any] = {}
-        self.text = cache(lambda text: hide(_cut(text)))
+        self.text = cache(lambda text: _cut(hide(text)))  # a path may lie across the cut
 
     def plain(self, value: Any) -> Any:
         """A copy: the fields of dataclasses without cached properties, floats in single precision, texts cut and hidden."""
