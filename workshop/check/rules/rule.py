@@ -3,8 +3,7 @@
     @rule(
         why="Every rank pays for the same work, and the averaged gradient is that of one batch.",
         fix="Give the DataLoader a DistributedSampler, which gives each rank a different part.",
-        runs=WHOLE,
-        needs=(Backward,),
+        runs=WHOLE,  # the scenario that it judges; this one unless said otherwise
         after=(no_group,),
     )
     def same_samples(run: Run) -> Said:
@@ -14,10 +13,13 @@
 The function's name, with hyphens, is the rule's name in ``exercises.toml``. It is pure: nothing but the evidence counts.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import islice
-from typing import Any, TypedDict, TypeVar, Unpack, overload
+from typing import Any, ParamSpec, TypeVar, overload
 
 from workshop.check.evidence.events import Event
 from workshop.check.evidence.run import Run
@@ -25,7 +27,7 @@ from workshop.check.scenarios import WHOLE, Scenario
 
 A = TypeVar("A")
 B = TypeVar("B")
-C = TypeVar("C")
+P = ParamSpec("P")
 
 
 @dataclass(frozen=True)
@@ -46,6 +48,11 @@ class NotJudged:
 
 
 Said = Iterable[Seen | NotJudged]
+Told = Iterable[tuple["Rule", Seen]]
+Tells = Callable[P, Told]
+Pair = tuple[Scenario[A], Scenario[B]]
+Makes = Callable[[Callable[P, Said]], "Rule"]
+Keeps = Callable[[Callable[P, Said]], Callable[P, Said]]
 
 
 def if_first(kind: object, found: Iterable[tuple[object, Seen]]) -> list[Seen]:
@@ -53,171 +60,95 @@ def if_first(kind: object, found: Iterable[tuple[object, Seen]]) -> list[Seen]:
     return [seen for first, seen in islice(found, 1) if first == kind]
 
 
-class Settings(TypedDict, total=False):
-    """The settings of a detector.
-
-    Attributes:
-        needs: the kinds of events that it reads, so that the check installs the probes that write them. Those of probes that
-            are ``always`` installed, or installed for each program that imports their library, may be left out.
-        after: rules that explain more: where one of them has found something, this one is not asked.
-        instead_of: rules that this one explains: where it finds something, they are not asked.
-        last: asked only where no rule has found an error.
-        figures: about figures that the program reports: not asked where a rule that ``spoils`` them has found something.
-    """
-
-    needs: tuple[type[Event], ...]
-    after: "tuple[Rule, ...]"
-    instead_of: "tuple[Rule, ...]"
-    last: bool
-    figures: bool
-
-
-class RuleSettings(Settings, total=False):
-    """The settings of a rule, beside those of its first detector.
-
-    Attributes:
-        blocks: nothing else can be judged where it has found something.
-        spoils: figures that a program reports cannot be right where it has found something.
-        hint: a matter of taste: shown, but no goal depends on it.
-        always: asked of every program, whether or not an exercise lists it.
-        anywhere: asked of programs that are no exercise, too.
-    """
-
-    blocks: bool
-    spoils: bool
-    hint: bool
-    always: bool
-    anywhere: bool
-
-
 @dataclass(eq=False)
 class Detector:
-    """One function of a rule, for one combination of scenarios."""
+    """One function of a rule, for one combination of scenarios; ``rule`` and ``also`` take the settings from ``needs`` on."""
 
-    rule: "Rule"
+    rule: Rule
     function: Callable[..., Said]
     runs: tuple[Scenario[Any], ...]
-    needs: tuple[type[Event], ...] = ()
-    after: "tuple[Rule, ...]" = ()
-    instead_of: "tuple[Rule, ...]" = ()
-    last: bool = False
-    figures: bool = False
+    needs: tuple[type[Event], ...] = ()  # events that it reads, whose probes are not ``always`` there, nor with their library
+    after: tuple[Rule, ...] = ()  # rules that explain more: where one has found something, this one is not asked
+    instead_of: tuple[Rule, ...] = ()  # rules that this one explains: where it finds something, they are not asked
+    last: bool = False  # asked only where no rule has found an error
+    figures: bool = False  # about reported figures: not asked where a rule that ``spoils`` them has found something
     passive: bool = False  # asked where its scenarios are made anyway; does not make the check run them
 
 
 @dataclass(eq=False)
 class Rule:
-    """One thing that can be wrong with a program.
+    """One thing that can be wrong with a program; ``rule`` takes the settings from ``blocks`` on."""
 
-    Attributes:
-        name: as in ``exercises.toml``.
-        family: the name of the module that declares it.
-        why: why it matters, a sentence or two.
-        fix: what to do, with the name of the API.
-        detectors: its functions: the first, and those of ``also``.
-    """
-
-    name: str
-    family: str
-    why: str
-    fix: str
-    blocks: bool = False
-    spoils: bool = False
-    hint: bool = False
-    always: bool = False
-    anywhere: bool = False
+    name: str  # as in ``exercises.toml``
+    family: str  # the module that declares it
+    why: str  # why it matters, a sentence or two
+    fix: str  # what to do, with the name of the API
+    blocks: bool = False  # nothing else can be judged where it has found something
+    spoils: bool = False  # figures that a program reports cannot be right where it has found something
+    hint: bool = False  # a matter of taste: shown, but no goal depends on it
+    always: bool = False  # asked of every program, whether or not an exercise lists it
+    anywhere: bool = False  # asked of programs that are no exercise, too
     detectors: list[Detector] = field(default_factory=list, repr=False)
 
-    def _add(self, function: Callable[..., Said], runs: object, passive: bool, settings: Settings) -> None:
-        scenarios = runs if isinstance(runs, tuple) else (runs,)
-        self.detectors.append(Detector(self, function, scenarios, passive=passive, **settings))
+    def _add(self, function: Callable[..., Said], runs: Any, **settings: Any) -> None:
+        self.detectors.append(Detector(self, function, runs if isinstance(runs, tuple) else (runs,), **settings))
 
     @overload
-    def also(
-        self, runs: Scenario[A], *, active: bool = False, **settings: Unpack[Settings]
-    ) -> Callable[[Callable[[A], Said]], Callable[[A], Said]]: ...
+    def also(self, runs: Scenario[A], **settings: Any) -> Keeps[[A]]: ...
 
     @overload
-    def also(
-        self, runs: tuple[Scenario[A], Scenario[B]], *, active: bool = False, **settings: Unpack[Settings]
-    ) -> Callable[[Callable[[A, B], Said]], Callable[[A, B], Said]]: ...
+    def also(self, runs: Pair[A, B], **settings: Any) -> Keeps[[A, B]]: ...
 
-    @overload
-    def also(
-        self, runs: tuple[Scenario[A], Scenario[B], Scenario[C]], *, active: bool = False, **settings: Unpack[Settings]
-    ) -> Callable[[Callable[[A, B, C], Said]], Callable[[A, B, C], Said]]: ...
-
-    def also(
-        self, runs: object, *, active: bool = False, **settings: Unpack[Settings]
-    ) -> Callable[[Callable[..., Said]], Callable[..., Said]]:
-        """Declare another function of this rule, asked wherever these scenarios are made for another rule's sake.
-
-        Args:
-            runs: as in ``rule``.
-            active: whether an exercise that lists this rule makes the check run these scenarios.
-        """
+    def also(self, runs: Any, *, active: bool = False, **settings: Any) -> Keeps[...]:
+        """Declare another function of this rule; ``active``: an exercise that lists the rule makes the check run ``runs``."""
 
         def declare(function: Callable[..., Said]) -> Callable[..., Said]:
-            self._add(function, runs, not active, settings)
+            self._add(function, runs, passive=not active, **settings)
             return function
 
         return declare
+
+
+def also(*rules: Rule, runs: Any, active: bool = False, **settings: Any) -> Callable[[Tells[P]], Tells[P]]:
+    """Declare another function of several rules, which says of each finding what rule it belongs to."""
+
+    def declare(function: Tells[P]) -> Tells[P]:
+        for each in rules:
+            each._add(partial(_findings, each, function), runs, passive=not active, **settings)
+        return function
+
+    return declare
+
+
+def _findings(asked: Rule, function: Callable[..., Told], *evidence: Any) -> Said:
+    return (seen for about, seen in function(*evidence) if about is asked)
 
 
 RULES: dict[str, Rule] = {}
 
 
 @overload
-def rule(*, why: str, fix: str, **settings: Unpack[RuleSettings]) -> Callable[[Callable[[Run], Said]], Rule]: ...
+def rule(*, why: str, fix: str, **settings: Any) -> Makes[[Run]]: ...
 
 
 @overload
-def rule(
-    *, why: str, fix: str, runs: Scenario[A], **settings: Unpack[RuleSettings]
-) -> Callable[[Callable[[A], Said]], Rule]: ...
+def rule(*, why: str, fix: str, runs: Scenario[A], **settings: Any) -> Makes[[A]]: ...
 
 
 @overload
-def rule(
-    *, why: str, fix: str, runs: tuple[Scenario[A], Scenario[B]], **settings: Unpack[RuleSettings]
-) -> Callable[[Callable[[A, B], Said]], Rule]: ...
+def rule(*, why: str, fix: str, runs: Pair[A, B], **settings: Any) -> Makes[[A, B]]: ...
 
 
-@overload
-def rule(
-    *, why: str, fix: str, runs: tuple[Scenario[A], Scenario[B], Scenario[C]], **settings: Unpack[RuleSettings]
-) -> Callable[[Callable[[A, B, C], Said]], Rule]: ...
-
-
-def rule(
-    *,
-    why: str,
-    fix: str,
-    runs: object = WHOLE,
-    blocks: bool = False,
-    spoils: bool = False,
-    hint: bool = False,
-    always: bool = False,
-    anywhere: bool = False,
-    **settings: Unpack[Settings],
-) -> Callable[[Callable[..., Said]], Rule]:
-    """Declare a function as a rule; see ``RuleSettings`` and ``Settings``.
-
-    Args:
-        why: why it matters.
-        fix: what to do.
-        runs: the scenario that the function judges, or up to three of them, in the order of its arguments; the whole run
-            unless said otherwise.
-    """
+def rule(*, why: str, fix: str, runs: Any = WHOLE, **settings: Any) -> Makes[...]:
+    """Declare a function as a rule; it judges the result of one scenario, or of two together."""
+    flags = {name: settings.pop(name, False) for name in ("blocks", "spoils", "hint", "always", "anywhere")}
 
     def declare(function: Callable[..., Said]) -> Rule:
         name = function.__name__.replace("_", "-")
         if name in RULES:
             raise ValueError(f"two rules have the name {name}")
-        family = function.__module__.rpartition(".")[2]
-        made = Rule(name, family, why, fix, blocks, spoils, hint, always, anywhere)
-        made._add(function, runs, False, settings)
-        RULES[name] = made
+        RULES[name] = made = Rule(name, function.__module__.rpartition(".")[2], why, fix, **flags)
+        made._add(function, runs, **settings)
         return made
 
     return declare
