@@ -23,7 +23,7 @@ class _Printed:
 class RealRun(_Printed):
     """A program that was started for real, in one process or in several."""
 
-    statuses: tuple[int | None, ...]  # of each process that the check started; None: it still ran when the time was over
+    statuses: tuple[int | None, ...]  # of each process that the check started; None: it ran over its time
     text: str  # what all of them printed
     limit: float  # the time that they had, in seconds
     processes: tuple[int, ...]  # how many processes trained, for each epoch in the log
@@ -32,23 +32,16 @@ class RealRun(_Printed):
 
 @dataclass(frozen=True)
 class Killed(_Printed):
-    """A run under torchrun in which one process was killed with kill -9 after the first epoch.
-
-    ``difference`` is the largest one between a tensor of its checkpoint and of an uninterrupted run's; infinity: they hold
-    different tensors; None: there is no checkpoint, or the status is not 0.
-    """
+    """A run under torchrun in which one process was killed with kill -9 after the first epoch."""
 
     reached: bool  # whether it reached the end of the first epoch
     workers: int  # how many processes torchrun had started then
     text: str  # what it printed
     orphans: int = 0  # how many of the workers still ran five seconds after torchrun had been killed
     status: int | None = None  # of the run, or of the next start where torchrun was killed; None: it ran over its time
+    # The largest difference between a tensor of its checkpoint and of an uninterrupted run's; infinity: they hold different
+    # tensors; None: there is no checkpoint, or the status is not 0.
     difference: float | None = None
-
-    @property
-    def begun(self) -> bool:
-        """Whether there was a process to kill: two processes of torchrun had trained for an epoch."""
-        return self.reached and self.workers == 2
 
 
 @dataclass(frozen=True)
@@ -62,13 +55,10 @@ class Kills:
 
 @dataclass(frozen=True)
 class Speeds:
-    """How fast a program and the solution of its exercise are, started in turns.
+    """How fast a program and the solution of its exercise are, started in turns."""
 
-    ``own`` and ``solution`` are the samples per second in the best epoch of each turn; empty: it wrote no log.
-    """
-
-    own: tuple[float, ...]
-    solution: tuple[float, ...]
+    own: tuple[float, ...]  # samples per second in the best epoch of each turn; empty: it wrote no log
+    solution: tuple[float, ...]  # the same
     failed: str = ""  # what was printed by the first of them that ended with an error; "" where none did
 
 

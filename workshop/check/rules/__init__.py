@@ -4,31 +4,12 @@ import importlib
 from pathlib import Path
 
 # Within a goal, findings are shown in this order.
-FAMILIES = (
-    "lightning",
-    "accelerate",
-    "processes",
-    "collectives",
-    "ending",
-    "files",
-    "learning",
-    "gradients",
-    "samples",
-    "accumulation",
-    "evaluation",
-    "speed",
-    "restart",
-    "sharding",
-    "checkpoints",
-    "memory",
-    "deepspeed",
-    "jobs",
-)
+FAMILIES = ("lightning", "accelerate", "processes", "collectives", "ending", "files",
+            "learning", "gradients", "samples", "accumulation", "evaluation", "speed", "restart",
+            "sharding", "checkpoints", "memory", "deepspeed", "jobs")  # fmt: skip
 
 for _family in FAMILIES:
     importlib.import_module(f"{__name__}.{_family}")
 
 _files = {path.stem for path in Path(__file__).parent.glob("*.py")} - {"__init__", "rule", "words"}
-assert _files == set(FAMILIES), (
-    f"FAMILIES and the files beside it differ: {sorted(_files.symmetric_difference(FAMILIES))}"
-)
+assert _files == set(FAMILIES), f"FAMILIES and the files beside it differ: {sorted(_files ^ set(FAMILIES))}"

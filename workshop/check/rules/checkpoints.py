@@ -1,19 +1,18 @@
 """Checkpoints of sharded models: saved by all ranks while the training goes on, resumed on any number of ranks, and exported."""
 
-from functools import partial
-
 from workshop.check.evidence.events import CheckpointCalled, FineTuningReported, Saved, StepBegun, StepTaken
-from workshop.check.evidence.run import Process, Run
+from workshop.check.evidence.run import Run, Step
 from workshop.check.evidence.sketches import difference
 from workshop.check.evidence.text import Checkpoint, Exported, Restarted
 from workshop.check.rules.ending import ending
 from workshop.check.rules.restart import never_resumes, optimizer_lost, resume_differs, resume_fails, schedule_lost
-from workshop.check.rules.rule import Rule, Said, Seen, rule
+from workshop.check.rules.rule import Said, Seen, Told, also, findings, rule
 from workshop.check.rules.sharding import CLOSE, losses, unequal
 from workshop.check.rules.words import plural
 from workshop.check.scenarios import CHECKPOINT, EXPORTED, RESTARTED, WHOLE
 
 SAVES = (CheckpointCalled, Saved)
+STEPS = (StepBegun, StepTaken, CheckpointCalled)
 
 
 def _saves(run: Run) -> list[CheckpointCalled]:
@@ -21,23 +20,18 @@ def _saves(run: Run) -> list[CheckpointCalled]:
     return [event for event in run.all(CheckpointCalled) if event.name in ("save", "async_save") and not event.writer]
 
 
-# ---------------------------------------------------------------- saved
-
-
 @rule(
     why="One rank that gathers and writes the whole state can run out of memory, and the other ranks wait for its disk.",
-    fix="Call torch.distributed.checkpoint.async_save on every rank, with the state as get_state_dict() returns it: "
-    "each rank then writes its own shard.",
+    fix="Call torch.distributed.checkpoint.async_save on every rank with get_state_dict(): each rank then writes its own shard.",
     runs=(WHOLE, CHECKPOINT),
     needs=SAVES,
 )
 def whole_saved(run: Run, checkpoint: Checkpoint) -> Said:
     """One file holds the state, or one rank writes all of it."""
-    saves = _saves(run)
-    if not saves:
-        for event in list(run.all(Saved))[:1]:
-            yield Seen("the state is saved to one file, by one rank", event.where)
-    elif checkpoint.complete and checkpoint.writers < run.nproc:
+    saves, saved = _saves(run), next(run.all(Saved), None)
+    if saved and not saves:
+        yield Seen("the state is saved to one file, by one rank", saved.where)
+    elif saves and checkpoint.complete and checkpoint.writers < run.nproc:
         yield Seen(f"of {run.nproc} ranks only {checkpoint.writers} wrote files of the checkpoint", saves[0].where)
 
 
@@ -52,12 +46,11 @@ def whole_saved(run: Run, checkpoint: Checkpoint) -> Said:
 def not_saved(run: Run, checkpoint: Checkpoint) -> Said:
     """There is no complete checkpoint with parameters."""
     saves = _saves(run)
-    if not saves:
-        if not any(run.all(Saved)):
-            yield Seen("no checkpoint is saved")
-    elif not checkpoint.complete:
+    if not saves and not any(run.all(Saved)):
+        yield Seen("no checkpoint is saved")
+    elif saves and not checkpoint.complete:
         yield Seen("there is no complete checkpoint when the run has ended", saves[0].where)
-    elif not checkpoint.has("embed_tokens"):
+    elif saves and not checkpoint.has("embed_tokens"):
         yield Seen("the checkpoint contains no parameters of the model", saves[0].where)
 
 
@@ -84,78 +77,63 @@ def saves_waiting(run: Run, checkpoint: Checkpoint) -> Said:
         yield Seen("no step is taken while the files of a checkpoint are written", saves[0].where)
 
 
-# ---------------------------------------------------------------- resumed
-
-
 @rule(
     why="Some samples are trained on twice and others never.",
     fix="Skip the batches of the steps that are done: islice(batches, steps_done, None).",
     runs=(WHOLE, RESTARTED),
-    needs=(StepBegun, StepTaken, CheckpointCalled),
+    needs=STEPS,
 )
 def data_repeated(whole: Run, restarted: Restarted) -> Said:
     """After a restart the steps do not get the samples that they would have had."""
-    return _if_first(data_repeated, whole, restarted)
+    return findings(data_repeated, first_problem, whole, restarted)
 
 
-def _if_first(asked: Rule, whole: Run, restarted: Restarted) -> Said:
-    """What is wrong first with the run that was started again, if it is of this rule."""
-    found = _first_problem(whole, restarted.again)
-    if found and found[0] is asked:
-        yield found[1]
-
-
-for _rule in (resume_fails, never_resumes, resume_differs, schedule_lost, optimizer_lost):
-    _rule.also((WHOLE, RESTARTED), needs=(StepBegun, StepTaken, CheckpointCalled))(partial(_if_first, _rule))
-
-
-def _first_problem(whole: Run, again: Run) -> tuple[Rule, Seen] | None:
-    """What is wrong first with a run that was started again, beside the run without a break."""
+@also(resume_fails, never_resumes, resume_differs, schedule_lost, optimizer_lost, runs=(WHOLE, RESTARTED), needs=STEPS)
+def first_problem(whole: Run, restarted: Restarted) -> Told:
+    """What is wrong first with the run that was started again, beside the run without a break."""
+    again = restarted.again
     if ended := ending(again):
-        return resume_fails, Seen(f"started again: {ended.text}", ended.where, ended.detail)
-    base = whole.trained[0]
+        return [(resume_fails, Seen(f"started again: {ended.text}", ended.where, ended.detail))]
     if not again.trained:
-        return resume_fails, Seen("started again, it takes no step")
-    process = again.trained[0]
-    if len(process.steps) >= len(base.steps):
-        where = next((event.where for event in process.of(CheckpointCalled) if event.name == "load"), "")
-        seen = f"started again, it takes {plural(len(process.steps), 'step')}, the same number as without a checkpoint"
-        return never_resumes, Seen(seen, where)
-    return _first_difference(base, process)
+        return [(resume_fails, Seen("started again, it takes no step"))]
+    base, steps = whole.trained[0].steps, again.trained[0].steps
+    if len(steps) < len(base):
+        return _first_difference(base, steps)
+    where = next((event.where for event in again.trained[0].of(CheckpointCalled) if event.name == "load"), "")
+    seen = f"started again, it takes {plural(len(steps), 'step')}, the same number as without a checkpoint"
+    return [(never_resumes, Seen(seen, where))]
 
 
-def _first_difference(base: Process, process: Process) -> tuple[Rule, Seen] | None:
+def _first_difference(base: list[Step], again: list[Step]) -> Told:
     """In what the steps after a restart first differ from the last ones of the run without a break."""
-    done = len(base.steps) - len(process.steps)
-    pairs = list(zip(base.steps[done:], process.steps, strict=True))
+    number = len(base) - len(again) + 1
+    pairs = list(zip(base[number - 1 :], again, strict=True))
     one, other = pairs[0]
-    where, number = other.before.where, done + 1
+    where = other.before.where
     if difference(one.before.weights, other.before.weights) > 1e-6:
-        return resume_differs, Seen(f"before step {number} the parameters are not those that were saved", where)
+        return [(resume_differs, Seen(f"before step {number} the parameters are not those that were saved", where))]
     if one.keys != other.keys:
-        seen = f"step {number} gets different samples than it would have had without the restart"
-        return data_repeated, Seen(seen, where)
+        return [(data_repeated, Seen(f"step {number} gets different samples than without the restart", where))]
     for index, (step, resumed) in enumerate(pairs, number):
-        rates = (step.before.rates[0], resumed.before.rates[0])
-        if abs(rates[0] - rates[1]) > 1e-9:
-            seen = f"in step {index} the learning rate is {rates[1]:.2e}, and {rates[0]:.2e} without the restart"
-            return schedule_lost, Seen(seen, where)
+        due, rate = step.before.rates[0], resumed.before.rates[0]
+        if abs(due - rate) > 1e-9:
+            seen = f"in step {index} the learning rate is {rate:.2e}, and {due:.2e} without the restart"
+            return [(schedule_lost, Seen(seen, where))]
     if one.after and other.after and difference(one.after.weights, other.after.weights) > 1e-6:
         seen = f"after step {number} the parameters differ, though gradients and learning rate are the same"
-        return optimizer_lost, Seen(seen, where)
-    return None
+        return [(optimizer_lost, Seen(seen, where))]
+    return []
 
 
 @rule(
     why="The next job may get a different number of GPUs.",
-    fix="Save with get_state_dict() and load with torch.distributed.checkpoint.load and set_state_dict(): they reshard. "
-    "Save nothing under a rank's number.",
+    fix="Use get_state_dict(), torch.distributed.checkpoint.load and set_state_dict(), which reshard; use no rank in file names.",
     runs=(WHOLE, RESTARTED),
-    needs=(FineTuningReported, StepBegun, StepTaken, CheckpointCalled),
+    needs=(FineTuningReported, *STEPS),
 )
 def reshard_fails(whole: Run, restarted: Restarted) -> Said:
     """A different number of ranks cannot resume, or has different losses."""
-    if not restarted.first.trained or _first_problem(whole, restarted.again):
+    if not restarted.first.trained or any(first_problem(whole, restarted)):
         return
     for run in restarted.others:
         lead = f"started again with {plural(run.nproc, 'process')}"
@@ -170,9 +148,6 @@ def reshard_fails(whole: Run, restarted: Restarted) -> Said:
             seen = f"the loss of step {number} is {resumed[bad]:.4f}, and {rest[bad]:.4f} without the restart"
             yield Seen(f"{lead} {seen}")
             return
-
-
-# ---------------------------------------------------------------- exported
 
 
 @rule(
@@ -207,9 +182,6 @@ def not_exported(exported: Exported) -> Said:
 )
 def export_differs(run: Run, exported: Exported) -> Said:
     """The exported model does not have the validation loss of the trained one."""
-    last = [event.validation_loss for event in run.all(FineTuningReported)][-1:]
-    if exported.loss is None or not last or abs(exported.loss - last[0]) < CLOSE:
-        return
-    yield Seen(
-        f"transformers finds a validation loss of {exported.loss:.4f} with the export; the trained model had {last[0]:.4f}"
-    )
+    loss, last = exported.loss, [event.validation_loss for event in run.all(FineTuningReported)][-1:]
+    if loss is not None and last and not abs(loss - last[0]) < CLOSE:
+        yield Seen(f"the export has a validation loss of {loss:.4f} with transformers, the trained model {last[0]:.4f}")

@@ -52,7 +52,7 @@ def _refused(run: Run, sign: str, seen: str) -> Said:
 
 @rule(
     why="The Trainer calls the methods of the module by their names, so each of them has to exist.",
-    fix="Define LightningModule.training_step, which returns the loss, configure_optimizers, which returns the optimizer, and "
+    fix="Define LightningModule.training_step (it returns the loss), configure_optimizers (it returns the optimizer), and "
     "train_dataloader in the LightningDataModule.",
     runs=WHOLE,
     needs=(Raised,),
@@ -120,7 +120,7 @@ def stem_shrinks(run: Run) -> Said:
 
 @_of_training(
     why="A learning rate that fits the first steps is too high for the last, or the other way round.",
-    fix="Return a schedule from configure_optimizers: OneCycleLR with total_steps=self.trainer.estimated_stepping_batches.",
+    fix="Return a schedule from configure_optimizers, e.g. OneCycleLR with total_steps=self.trainer.estimated_stepping_batches.",
     needs=(StepBegun,),
 )
 def schedule_flat(run: Run) -> Said:
@@ -222,9 +222,6 @@ def not_logged(run: Run) -> Said:
         return
     got = f"the logger receives {', '.join(sorted(names)[:4])}, but no learning rate"
     yield Seen(got if names else "no logger receives any metric")
-
-
-# ---------------------------------------------------------------- several nodes, and sessions that are jobs
 
 
 @rule(

@@ -11,6 +11,7 @@
         yield Seen(f"ranks 0 and 1 saw the same {count} samples in epoch 1", where)
 
 The function's name, with hyphens, is the rule's name in ``exercises.toml``. It is pure: nothing but the evidence counts.
+A further function of a rule is declared with ``Rule.also``, one that serves several rules with ``also``.
 """
 
 from __future__ import annotations
@@ -114,14 +115,15 @@ def also(*rules: Rule, runs: Any, active: bool = False, **settings: Any) -> Call
 
     def declare(function: Tells[P]) -> Tells[P]:
         for each in rules:
-            each._add(partial(_findings, each, function), runs, passive=not active, **settings)
+            each._add(partial(findings, each, function), runs, passive=not active, **settings)
         return function
 
     return declare
 
 
-def _findings(asked: Rule, function: Callable[..., Told], *evidence: Any) -> Said:
-    return (seen for about, seen in function(*evidence) if about is asked)
+def findings(about: Rule, function: Callable[..., Told], *evidence: Any) -> Said:
+    """What a function of several rules has to say of one of them."""
+    return (seen for each, seen in function(*evidence) if each is about)
 
 
 RULES: dict[str, Rule] = {}
