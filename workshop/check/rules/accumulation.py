@@ -5,7 +5,6 @@ from statistics import mode
 from workshop.check.evidence.events import Wrapped
 from workshop.check.evidence.run import Run
 from workshop.check.rules.gradients import against_one_process
-from workshop.check.rules.learning import TRAINING
 from workshop.check.rules.processes import no_group, wrong_group
 from workshop.check.rules.rule import Said, Seen, if_first, rule
 from workshop.check.rules.words import plural
@@ -15,7 +14,9 @@ from workshop.check.scenarios import SINGLE, WHOLE
 @rule(
     why="A step with more or fewer batches than the others has a gradient of a different scale.",
     fix="Step after every N-th batch, counted from 1: `if (batch + 1) % accumulate == 0`; call zero_grad() after the step only.",
-    **TRAINING,
+    after=(no_group, wrong_group),
+    spoils=True,
+    anywhere=True,
 )
 def accumulation_uneven(run: Run) -> Said:
     """The steps have different numbers of batches, or not as many as asked for."""

@@ -7,7 +7,7 @@ from itertools import pairwise
 from workshop.check.evidence.events import Backward, Collective, LayersSeen, StepBegun, UnevenJoined, Wrapped
 from workshop.check.evidence.run import Process, Run, Step
 from workshop.check.evidence.sketches import CLOSE, difference, different_names, ratio
-from workshop.check.rules.learning import TRAINING
+from workshop.check.rules.processes import no_group, wrong_group
 from workshop.check.rules.rule import NotJudged, Said, Seen, if_first, rule
 from workshop.check.rules.words import listed
 from workshop.check.scenarios import SINGLE, WHOLE
@@ -16,7 +16,9 @@ from workshop.check.scenarios import SINGLE, WHOLE
 @rule(
     why="Without averaged gradients each process trains a different model, and one of them is saved.",
     fix="Wrap the model in DistributedDataParallel and call the wrapper in the forward pass; its backward() averages.",
-    **TRAINING,
+    after=(no_group, wrong_group),
+    spoils=True,
+    anywhere=True,
 )
 def gradients_differ(run: Run) -> Said:
     """The ranks hold different gradients at a step, or equal ones only because they saw the same samples."""
@@ -26,7 +28,9 @@ def gradients_differ(run: Run) -> Said:
 @rule(
     why="The replicas have to hold the same parameters at all times; otherwise they train different models.",
     fix="Let DistributedDataParallel copy rank 0's parameters, load checkpoints on every rank, and use the same learning rate.",
-    **TRAINING,
+    after=(no_group, wrong_group),
+    spoils=True,
+    anywhere=True,
 )
 def weights_differ(run: Run) -> Said:
     """The ranks begin with different parameters, or step to different ones."""

@@ -6,18 +6,17 @@ from workshop.check.evidence.events import Backward, GraphMeasured
 from workshop.check.evidence.run import Run
 from workshop.check.evidence.sketches import difference
 from workshop.check.rules.processes import no_group, wrong_group
-from workshop.check.rules.rule import RuleSettings, Said, Seen, rule
+from workshop.check.rules.rule import Said, Seen, rule
 from workshop.check.rules.words import plural
 from workshop.check.scenarios import WHOLE
-
-# The settings of rules about the training of any program.
-TRAINING: RuleSettings = {"after": (no_group, wrong_group), "spoils": True, "anywhere": True}
 
 
 @rule(
     why="The optimizer changes parameters that the model does not use, so the model stays as it was.",
     fix="Create the optimizer from the parameters of the model that computes the loss, after the last change to that model.",
-    **TRAINING,
+    after=(no_group, wrong_group),
+    spoils=True,
+    anywhere=True,
 )
 def wrong_parameters(run: Run) -> Said:
     """The optimizer holds none of the model's parameters."""

@@ -68,7 +68,9 @@ class Detector:
     rule: Rule
     function: Callable[..., Said]
     runs: tuple[Scenario[Any], ...]
-    needs: tuple[type[Event], ...] = ()  # events that it reads, whose probes are not ``always`` there, nor with their library
+    needs: tuple[
+        type[Event], ...
+    ] = ()  # events that it reads, whose probes are not ``always`` there, nor with their library
     after: tuple[Rule, ...] = ()  # rules that explain more: where one has found something, this one is not asked
     instead_of: tuple[Rule, ...] = ()  # rules that this one explains: where it finds something, they are not asked
     last: bool = False  # asked only where no rule has found an error
@@ -130,15 +132,15 @@ RULES: dict[str, Rule] = {}
 
 
 @overload
-def rule(*, why: str, fix: str, **settings: Any) -> Makes[[Run]]: ...
-
-
-@overload
 def rule(*, why: str, fix: str, runs: Scenario[A], **settings: Any) -> Makes[[A]]: ...
 
 
 @overload
 def rule(*, why: str, fix: str, runs: Pair[A, B], **settings: Any) -> Makes[[A, B]]: ...
+
+
+@overload
+def rule(*, why: str, fix: str, **settings: Any) -> Makes[[Run]]: ...
 
 
 def rule(*, why: str, fix: str, runs: Any = WHOLE, **settings: Any) -> Makes[...]:
