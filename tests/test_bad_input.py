@@ -259,6 +259,7 @@ def test_torchrun_script_without_torchrun(tmp_path):
     assert "torchrun has to start this: torchrun --standalone --nproc-per-node=2" in done.stderr
 
 
+@pytest.mark.full
 def test_a_port_in_use_is_in_nobodys_way(tmp_path):
     """No port is hard-coded: with PyTorch's usual ports taken, and named in the environment, two runs train at once."""
     taken = []
@@ -295,6 +296,7 @@ def test_help_of_a_runner(runner, tmp_path):
     assert ("--steps" if "04_" in str(runner) else "--epochs") in done.stdout
 
 
+@pytest.mark.full
 def test_runner_where_names_of_ours_lie_around(tmp_path):
     """Nothing in the folder that a learner stands in is taken for a module: here a "workshop", and a broken "torch"."""
     (tmp_path / "workshop").mkdir()
@@ -312,6 +314,7 @@ def test_runner_without_an_environment_says_so(tmp_path):
     assert "make the environment first" in done.stderr
 
 
+@pytest.mark.full
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to give this machine another name")
 def test_torchrun_where_the_host_name_does_not_resolve(tmp_path):
     renamed = ["unshare", "--uts", "bash", "-c", 'hostname no-such-host.invalid && exec "$@"', "-"]

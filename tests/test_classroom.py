@@ -12,6 +12,7 @@ from workshop.doctor import classroom
 from workshop.doctor.result import OK, PROBLEM, WARNING
 
 
+@pytest.mark.full
 def test_a_course_can_begin_here(tmp_path):
     """In a copy that git knows: a trial in this one must not fail the test."""
     ignored = shutil.ignore_patterns("runs", "__pycache__", ".git", ".venv*", ".jupyter", ".*_cache")

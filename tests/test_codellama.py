@@ -237,6 +237,7 @@ def test_fetched_it_is_a_model_of_its_own(hub, files, tmp_path, monkeypatch):
     assert (again.returncode, again.stdout) == (0, f"codellama is already in {folder}\n")
 
 
+@pytest.mark.full
 def test_after_a_break_it_goes_on_where_it_was(hub, files, tmp_path):
     url, requests = hub("breaks")
     done = fetch(url, tmp_path)

@@ -16,8 +16,7 @@ STEPS = [exercise for exercise in EXERCISES if "find_the_bug" not in exercise.na
 WITH_RUNNER = [exercise for exercise in STEPS if exercise.runner]
 BUGS = [exercise for exercise in EXERCISES if "find_the_bug" in exercise.name]
 LANGUAGE = [exercise for exercise in EXERCISES if exercise.bench == "steps"]
-# Their runners are started every day by the notebook: test_notebooks.py.
-IN_NOTEBOOK_02 = [exercise for exercise in STEPS if exercise.name.endswith(("_torchrun.py", "_global_metrics.py"))]
+RUN_DAILY = ("_fast_single_gpu.py", "_torchrun.py")  # with their runners; the others in the long run
 SLOW = [*LANGUAGE[1:], *(each for each in EXERCISES if each.name.endswith("requeue.sh") or each.bench == "engine")]
 GOALS = [(exercise, goal) for exercise in STEPS for goal in exercise.todos]
 
@@ -140,9 +139,7 @@ def test_the_solution_meets_all_goals(exercise):
 @pytest.mark.parametrize(
     "exercise",
     [
-        pytest.param(
-            each, marks=marks_of(each) + [pytest.mark.full] * (each in (*LANGUAGE[1:], *BUGS, *IN_NOTEBOOK_02))
-        )
+        pytest.param(each, marks=marks_of(each) + [pytest.mark.full] * (not each.name.endswith(RUN_DAILY)))
         for each in [*WITH_RUNNER, *BUGS]
     ],
     ids=lambda each: name(each),

@@ -94,13 +94,10 @@ def test_bfloat16_is_the_same_training_up_to_its_rounding(ddp, data, tmp_path):
     assert losses(log) == pytest.approx(losses(ddp), abs=0.03)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("script", "nproc", "options"),
-    [
-        ("tensor_parallel.py", 2, []),
-        pytest.param("hsdp.py", 4, [], marks=pytest.mark.full),
-        pytest.param("fsdp_tensor_parallel.py", 4, [], marks=pytest.mark.full),
-    ],
+    [("tensor_parallel.py", 2, []), ("hsdp.py", 4, []), ("fsdp_tensor_parallel.py", 4, [])],
 )
 def test_the_extras_prove_that_they_are_one_curve(script, nproc, options, data, tmp_path, record_property):
     done = runs.run([*torchrun(nproc, STAGE / script), *options], tmp_path, WORKSHOP_DATA=data)
@@ -179,10 +176,8 @@ def killed(folder, data):
     running.wait()
 
 
-@pytest.mark.parametrize(
-    ("nproc", "batch_size"),
-    [(2, 4), pytest.param(1, 8, marks=pytest.mark.full), pytest.param(4, 2, marks=pytest.mark.full)],
-)
+@pytest.mark.full  # every day the check kills the solution and starts it again
+@pytest.mark.parametrize(("nproc", "batch_size"), [(2, 4), (1, 8), (4, 2)])
 def test_killed_it_carries_on_with_any_number_of_processes(nproc, batch_size, whole, data, tmp_path):
     killed(tmp_path, data)
     log = finetune(CHECKPOINT, nproc, tmp_path, data, *SAVING, "--batch-size", batch_size)

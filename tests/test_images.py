@@ -143,6 +143,7 @@ def measure(folder, *options):
     return runs.run([sys.executable, FORMATS, "--output", "found", *options], folder, COLUMNS=160)
 
 
+@pytest.mark.full
 @needs_h5py
 def test_formats_are_measured(tmp_path):
     done = measure(tmp_path, "--images", 20)

@@ -42,6 +42,7 @@ def test_two_processes_learn_the_sum(tmp_path):
     assert sorted(said) == ["process 0 of 2 had [1], the sum is 3", "process 1 of 2 had [2], the sum is 3"]
 
 
+@pytest.mark.full
 def test_two_processes_train_what_pytorch_trains(tmp_path):
     losses = train(2, tmp_path, "--epochs", 1)
     assert losses == pytest.approx(json.loads(GOLDEN.read_text())[: 1437 // 128], abs=DISTANCE)

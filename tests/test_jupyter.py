@@ -183,6 +183,7 @@ def run_all_cells(page, address, notebook, seconds, seconds_for_first) -> nbform
             return None
 
 
+@pytest.mark.full
 def test_notebook_01_in_a_browser(lab, copy, record_property):
     from playwright.sync_api import sync_playwright
 
@@ -279,13 +280,15 @@ def test_ranks_end_with_the_kernel():
     assert len(members) == 2
     kernel.send_signal(signal.SIGKILL)
     kernel.wait()
-    _, alive = psutil.wait_procs(members, timeout=5)
-    assert alive == []
+    _, left = psutil.wait_procs(members, timeout=5)
+    # A zombie has ended; when its new parent asks for its status is not ours to say.
+    assert [process for process in left if process.is_running() and process.status() != psutil.STATUS_ZOMBIE] == []
 
 
 # ---------------------------------------------------------------- inside a batch job
 
 
+@pytest.mark.full
 def test_a_runner_does_not_take_over_the_session_s_job(tmp_path):
     """A notebook in a batch job hands its variables on to what a cell starts."""
     job = {

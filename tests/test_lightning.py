@@ -84,7 +84,8 @@ def test_accuracy_is_exact_where_the_test_set_does_not_divide(tmp_path):
     assert entry["accuracy"] == pytest.approx(true_accuracy(tmp_path / "plain.pt", samples=357), abs=1e-6)
 
 
-@pytest.mark.parametrize("script", [MNIST, pytest.param(FSDP2, marks=pytest.mark.full)], ids=["ddp", "fsdp2"])
+@pytest.mark.full  # every day the check of the solutions shows it
+@pytest.mark.parametrize("script", [MNIST, FSDP2], ids=["ddp", "fsdp2"])
 def test_it_carries_on_as_if_it_had_never_stopped(script, two, tmp_path):
     fit(script, tmp_path, "--epochs", 1, "--devices", 2)
     fit(script, tmp_path, "--epochs", 3, "--devices", 2)
@@ -154,6 +155,7 @@ def resnet(tmp_path_factory):
     return folder
 
 
+@pytest.mark.full
 def test_in_a_session_that_is_a_job(resnet):
     epochs = runs.read_log(resnet / "run.ckpt")
     assert [entry["processes"] for entry in epochs] == [2, 2]
@@ -172,7 +174,8 @@ def test_what_it_leaves(resnet):
     assert any("samples_per_sec" in name for name in names)
 
 
-@pytest.mark.parametrize("start", ["torchrun", pytest.param("srun", marks=pytest.mark.full)])
+@pytest.mark.full
+@pytest.mark.parametrize("start", ["torchrun", "srun"])
 def test_the_same_under_every_launcher(start, resnet, tmp_path):
     options = ["--epochs", 2, "--devices", 2]
     if start == "torchrun":

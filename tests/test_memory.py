@@ -73,6 +73,7 @@ def measured(tmp_path_factory, data):
     return json.loads((folder / "memory.json").read_text()), done.stdout
 
 
+@pytest.mark.full
 def test_prediction_against_measurement(measured):
     """In each of two processes on the CPU: within 10 % for weights, gradients and optimizer, 20 % for activations."""
     summary, _ = measured

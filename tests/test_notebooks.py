@@ -194,8 +194,7 @@ JUDGES = {
 
 
 def judged(*daily):
-    """The parameters of a test of each notebook: in the long run, but for those of these stages. (01 is run every day in a
-    browser: test_jupyter.py.)"""
+    """The parameters of a test of each notebook: in the long run, but for those of these stages."""
     cases = [
         pytest.param(stage, judge, id=stage[:2], marks=[] if stage in daily else pytest.mark.full)
         for stage, judge in JUDGES.items()
@@ -207,10 +206,11 @@ def test_every_notebook_has_its_judge():
     assert JUDGES.keys() == {stage for stage in solutions.STAGES if stage != "slurm-multinode"}
 
 
-@judged("02_pytorch_ddp")
+@judged("01_single_gpu")
 def test_as_delivered(stage, judge, copy):
     """Before anybody has solved an exercise of it."""
-    require("pkill")
+    if stage == "02_pytorch_ddp":
+        require("pkill")
     notebook = execute(copy / stage / f"{stage}.ipynb")
     judge(notebook)
     assert goals_left(notebook) == exercises(stage)

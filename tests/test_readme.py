@@ -76,15 +76,15 @@ def parts() -> list:
     """Each README twice: its commands that run on any machine, and those that need a practice cluster."""
     cases = []
     for readme in READMES:
-        full = [] if readme == READMES[0] else [pytest.mark.full]
         for cluster in (False, True):
-            marks = [*full, runs.needs_cluster] if cluster else full
+            marks = [runs.needs_cluster] if cluster else []
             if any(bool(ON_CLUSTER.search(command)) == cluster for command in commands(readme)):
                 name = readme.parent.name if readme != READMES[0] else "README"
                 cases.append(pytest.param(readme, cluster, marks=marks, id=f"{name}-cluster" if cluster else name))
     return cases
 
 
+@pytest.mark.full  # every day .ci/run runs the two commands of the README
 @pytest.mark.parametrize(("readme", "cluster"), parts())
 def test_commands(readme, cluster, copy, short):
     found = [command for command in commands(readme) if bool(ON_CLUSTER.search(command)) == cluster]
@@ -127,6 +127,7 @@ def test_full_is_passed_on(copy):
     assert "test_20_kills_in_a_row" not in done.stdout
 
 
+@pytest.mark.full
 def test_fetch_as_in_the_readme(copy, archives, server, tmp_path):  # noqa: F811
     from workshop.data import mnist
 

@@ -33,6 +33,7 @@ def gone_within(processes, seconds) -> bool:
     return True
 
 
+@pytest.mark.full
 def test_single_process_killed_and_started_again(single, tmp_path):
     run = runs.Running([*runs.command("single"), *options(1)], tmp_path)
     run.wait_for("epoch 2/3")
@@ -43,6 +44,7 @@ def test_single_process_killed_and_started_again(single, tmp_path):
     assert_same_as(single, tmp_path)
 
 
+@pytest.mark.full
 def test_spawn_killed_with_kill_9_leaves_nothing_and_can_be_started_again(spawned, tmp_path):
     run = runs.Running([*runs.command("spawn", 2), *options(2)], tmp_path)
     run.wait_for("epoch 2/3")  # so the snapshot of epoch 1 is there
@@ -77,6 +79,7 @@ def test_torchrun_starts_again_when_a_worker_dies_while_saving(torchrun, tmp_pat
     assert_same_as(torchrun, tmp_path)
 
 
+@pytest.mark.full
 def test_torchrun_itself_killed_ends_its_workers_within_2_seconds_and_can_be_started_again(torchrun, tmp_path):
     run = runs.Running([runs.TORCHRUN_RUNNER, *options(2)], tmp_path, NPROC=2)
     run.wait_for("epoch 2/3")  # so the snapshot of epoch 1 is there

@@ -43,6 +43,7 @@ def train(nproc, folder, *options, **environment) -> tuple[dict, str]:
     return json.loads((folder / "figures" / "run.json").read_text()), done.stdout
 
 
+@pytest.mark.full
 def test_resnet_on_two_processes(tmp_path):
     figures, output = train(2, tmp_path, "--model", "resnet50", "--steps", 10, "--batch-size", 4)
     assert figures["losses"][0] == pytest.approx(math.log(1000), abs=1)  # a thousand classes, nothing learned yet
@@ -100,6 +101,7 @@ def image_folder(folder, classes=2, images=4):
             Image.new("RGB", (80, 70), (200 * number, 20 * index, 90)).save(place / f"{index}.png")
 
 
+@pytest.mark.full
 def test_a_folder_of_images_is_trained_on(tmp_path):
     image_folder(tmp_path)
     figures, _ = train(1, tmp_path, "--data", "images", "--batch-size", 4, "--steps", 3)  # 2 steps an epoch

@@ -52,6 +52,7 @@ def test_accuracy_is_that_of_the_whole_test_set(name, request):
     assert reference.epochs[-1]["accuracy"] == pytest.approx(true_accuracy(reference.snapshot), abs=1e-9)
 
 
+@pytest.mark.full
 def test_accuracy_is_exact_where_the_test_set_does_not_divide_by_the_ranks(tmp_path):
     log = runs.train("torchrun", 2, tmp_path, "--epochs", 1, TEST_PATCH="odd_test_set")
     assert log[-1]["accuracy"] == pytest.approx(true_accuracy(tmp_path / "run.pt", samples=357), abs=1e-9)
