@@ -8,8 +8,8 @@ import pytest
 from check.made import Made
 from workshop.check import launching
 from workshop.check.bench import ProgramBench
-from workshop.check.evidence.events import DeviceChosen
-from workshop.check.probes import PROBES, Probe
+from workshop.check.evidence.events import DeviceChosen, Ended
+from workshop.check.probes import ALWAYS, Probe
 from workshop.check.scenarios import SPLIT, WHOLE, Unavailable
 from workshop.check.subject import Subject
 from workshop.run.stillness import Patience
@@ -61,7 +61,7 @@ def test_a_rank_that_fails_and_one_that_dies(place):
     died = Made(place("dies"), saving, dies=True)
     assert died.run.status == 128 + 9
     assert [len(process.steps) for process in died.run.processes] == [1]
-    assert not died.run.processes[0].ended
+    assert not died.run.processes[0].first(Ended)
 
 
 def test_two_machines_seem_to_have_devices(place):
@@ -129,7 +129,7 @@ def test_the_bench_of_any_program(tmp_path):
     assert bench.has("--never")
     assert not bench.has("--ever")
     assert bench.offers == (WHOLE, SPLIT)
-    assert set(bench.probes) == {probe for probe in PROBES if probe.always}
+    assert set(bench.probes) == set(ALWAYS)
     whole = bench.make(WHOLE, {})
     assert [len(process.steps) for process in whole.trained] == [4]
     split = bench.make(SPLIT, {WHOLE: whole})

@@ -33,7 +33,7 @@ from workshop.check.evidence.events import (
     TrainerFit,
 )
 from workshop.check.evidence.recorded import all_events
-from workshop.check.probes import PROBES, Recorder, probes_for
+from workshop.check.probes import ALWAYS, PROBES, Recorder, probes_for
 from workshop.check.probes.accelerate import Accelerators
 from workshop.check.probes.deepspeed import Engine
 from workshop.check.probes.lightning import Lightning, PytorchLightning
@@ -237,7 +237,7 @@ def test_every_event_is_written_by_a_probe():
 
 
 def test_the_probes_that_rules_need_are_chosen():
-    always = {probe for probe in PROBES if probe.always}
+    always = set(ALWAYS)
     assert set(probes_for(set(), PROBES)) == always
     lightning = set(probes_for({TrainerFit, LayersSeen}, PROBES)) - always
     assert {probe.__name__ for probe in lightning} == {"Lightning", "Layers"}

@@ -257,7 +257,7 @@ def test_what_children_raise_and_how_the_program_exits(starting):
         starting.line('raise ValueError("'),
     )
     assert "in fail" in raised.traceback
-    assert all(process.ended for process in starting.run.processes)
+    assert all(process.first(Ended) for process in starting.run.processes)
     main = starting.run.processes[0]
     assert all(process.first(Started).parent == main.pid for process in starting.run.processes[1:])
 

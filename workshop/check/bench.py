@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -71,17 +70,13 @@ class ProgramBench:
     ) -> Run:
         """Run the program; ``changes`` are further fields of ``Program``, such as another script that is run in the same way."""
         launching.prepare(self.probes, self.on_cpu)
-        program = Program(
-            script=self.script,
-            arguments=tuple(map(str, arguments)),
-            launch=self.launch,
-            nproc=nproc or self.nproc,
-            scratch=scratch or self.folder(),
-            probes=self.probes,
-            on_cpu=self.on_cpu,
-            before=self.before,
-        )
-        run = launching.run_program(replace(program, **changes))
+        own = {name: getattr(self, name) for name in ("script", "launch", "probes", "on_cpu", "before")}
+        own |= {
+            "nproc": nproc or self.nproc,
+            "scratch": scratch or self.folder(),
+            "arguments": tuple(map(str, arguments)),
+        }
+        run = launching.run_program(Program(**(own | changes)))
         # Samples have the same names in all runs: a short run may not show that each rank has a data set of its own.
         self._by_content |= any(process.identity == "rows" for process in run.processes)
         for process in run.processes:

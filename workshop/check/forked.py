@@ -1,7 +1,6 @@
 """The processes of a run: a keeper, and below it a launcher, which is the program's own main process or forks its ranks.
 
-The keeper becomes the parent of each process that loses its own, so everything that a run starts ends with it. A process that
-a real launcher would start as a new interpreter is forked from one that has imported torch already, in a tenth of a second.
+The keeper becomes the parent of each process that loses its own, so everything that a run starts ends with it.
 """
 
 import atexit
@@ -42,7 +41,6 @@ from workshop.run.stillness import Patience
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36  # of Linux' prctl()
 FAILED = 70  # exit status where the check's own code fails
 LAST_WORDS = 3  # seconds that the other ranks have when one has failed
-FAILING_RANK, FAILING_STEP = 1, 2
 # What libraries keep goes where the program may write.
 CACHES = ["TMPDIR", "XDG_CACHE_HOME", "XDG_CONFIG_HOME", "MPLCONFIGDIR", "TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR"]
 
@@ -70,10 +68,7 @@ class Program:
 
 def start(program: Program) -> int:
     """Start a run; return the process id of its keeper, whose exit status is the run's."""
-    keeper = os.fork()
-    if keeper == 0:
-        _child(_keep, program)
-    return keeper
+    return _fork(_keep, program)
 
 
 def end(keeper: int) -> None:
@@ -83,8 +78,10 @@ def end(keeper: int) -> None:
     os.waitpid(keeper, 0)
 
 
-def _child(function: Callable[..., int], *arguments: object) -> None:
-    """What a forked process does: the function, and nothing of its parent's code after it."""
+def _fork(function: Callable[..., int], *arguments: object) -> int:
+    """Fork a process that calls the function, and does nothing of its parent's code after it; return its process id."""
+    if child := os.fork():
+        return child
     gc.freeze()  # a collection would look at the million objects of what is imported, and copy their pages
     status = FAILED
     try:
@@ -107,11 +104,7 @@ def _keep(program: Program) -> int:
     _prctl(PR_SET_PDEATHSIG, signal.SIGTERM)  # sent when the process that checks dies
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, _give_up)
-    launcher = os.fork()
-    if launcher == 0:
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        signal.signal(signal.SIGINT, signal.SIG_DFL)
-        _child(_launch, program)
+    launcher = _fork(_launch, program)
     pid = ended = 0
     while pid != launcher:
         pid, ended = os.wait()
@@ -143,6 +136,8 @@ def _kill_below(pid: int) -> None:
 
 def _launch(program: Program) -> int:
     """The first process of the program; its exit status is the run's."""
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
     _prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # it does not outlive the keeper
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     # pytest, or a notebook, may have redirected the output of this process, and registered calls for its crash or exit.
@@ -168,18 +163,11 @@ def _launch(program: Program) -> int:
 def _ranks(program: Program) -> int:
     """Fork the ranks as torchrun would, and wait for them: the first that fails ends the rest."""
     store: Any = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    children = set()
-    for rank in range(program.nproc):
-        child = os.fork()
-        if child == 0:
-            _child(_rank, program, rank, store.port)
-        children.add(child)
+    children = {_fork(_rank, program, rank, store.port) for rank in range(program.nproc)}
     status = 0
     while children:
         pid, ended = os.wait()
-        if pid not in children:
-            continue
-        children.remove(pid)
+        children.discard(pid)
         code = os.waitstatus_to_exitcode(ended)
         if code != 0 and status == 0:
             status = code if 0 < code < 128 else 1
@@ -214,7 +202,7 @@ def _rank(program: Program, rank: int, port: int) -> int:
     _prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if program.nodes > 1 and program.devices:
         pretend_devices(local)
-    return _run(program, fails=program.fails and rank == FAILING_RANK)
+    return _run(program, fails=program.fails and rank == 1)
 
 
 def pretend_devices(count: int) -> None:
@@ -226,8 +214,7 @@ def pretend_devices(count: int) -> None:
         if index is not None and not 0 <= index < count:
             raise RuntimeError(f"invalid device ordinal: device {index} of {count}")
 
-    def pretend(module: Any, name: str, value: object) -> None:
-        """Tell the program the value, and torch itself the truth."""
+    def pretend(module: Any, name: str, value: object) -> None:  # torch itself is told the truth
         original = getattr(module, name)
 
         def answer(*args: Any, **kwargs: Any) -> Any:
@@ -296,7 +283,7 @@ def _run(program: Program, fails: bool = False) -> int:
     recorder = Recorder(program.folder, program.script, program.scratch)
 
     def at_step() -> None:
-        if fails and recorder.steps == FAILING_STEP:
+        if fails and recorder.steps == 2:
             raise ZeroDivisionError("the check lets this rank fail")
         # DCP writes .metadata last, when a checkpoint is whole.
         if program.dies and (recorder.saved or any(recorder.scratch.rglob(".metadata"))):
@@ -323,7 +310,7 @@ def _run(program: Program, fails: bool = False) -> int:
         status = 1
     with suppress(BaseException):
         atexit._run_exitfuncs()  # the program's own: the process will end without them
-    recorder.end()
+    recorder.call(recorder.at_end)
     with suppress(BaseException):
         sys.stdout.flush()
         sys.stderr.flush()

@@ -22,8 +22,8 @@ from workshop.check import forked
 from workshop.check.evidence.events import Backward, Joining, StoreOpened
 from workshop.check.evidence.run import Run
 from workshop.check.forked import Program
-from workshop.check.probes import PROBES, Probe
-from workshop.check.probes.recorder import read_failures, read_process
+from workshop.check.probes import ALWAYS, PROBES, Probe
+from workshop.check.probes.recorder import read_process
 from workshop.run.processes import family
 from workshop.run.stillness import Patience, Watch
 
@@ -47,7 +47,7 @@ def prepare(probes: Sequence[type[Probe]], on_cpu: bool) -> None:
 
 def run_program(program: Program) -> Run:
     """Run a program once, and return what was seen."""
-    chosen = [probe for probe in PROBES if probe.always or probe in program.probes]
+    chosen = [probe for probe in PROBES if probe in (*ALWAYS, *program.probes)]
     program = replace(program, probes=(*chosen, *(probe for probe in program.probes if probe not in PROBES)))
     run = _run_once(program)
     forming = any(process.first(StoreOpened) or process.first(Joining) for process in run.processes)
@@ -78,7 +78,8 @@ def _run_once(program: Program) -> Run:
                 forked.end(keeper)
     seconds = time.monotonic() - start
     processes = [read_process(folder, pid) for pid in sorted(_pids(folder))]
-    if failures := read_failures(folder):
+    # The tracebacks of errors in the probes' own code.
+    if failures := "".join(path.read_text(errors="replace") for path in sorted(folder.glob("failures-*"))):
         logging.getLogger(__name__).warning("the check failed to record a part of the run:\n%s", failures)
     error_files = {int(path.stem.split("-")[1]) for path in folder.glob("error-*.json")}
     shutil.rmtree(folder, ignore_errors=True)

@@ -120,19 +120,15 @@ def as_json(verdict: Verdict) -> str:
     """The verdict for programs."""
     states = verdict.states()
     findings = [(verdict.goal_of(finding), finding.as_dict()) for finding in verdict.findings]
+    goals: list[dict[str, object]] = []
+    for goal in verdict.subject.goals:
+        own = [finding for number, finding in findings if number == goal.number]
+        goals.append({"number": goal.number, "title": goal.title, "state": states[goal.number], "findings": own})
     content = {
         "file": os.fspath(verdict.subject.file),
         "exercise": verdict.subject.name or None,
         "passed": not verdict.errors,
-        "goals": [
-            {
-                "number": goal.number,
-                "title": goal.title,
-                "state": states[goal.number],
-                "findings": [finding for number, finding in findings if number == goal.number],
-            }
-            for goal in verdict.subject.goals
-        ],
+        "goals": goals,
         "findings": [finding for _, finding in findings],
         "not_checked": verdict.unchecked,
         "seconds": round(verdict.seconds, 2),

@@ -27,15 +27,8 @@ class Finding:
 
     def as_dict(self) -> dict[str, str]:
         """The finding for ``--json``."""
-        return {
-            "kind": self.kind,
-            "seen": self.seen,
-            "why": self.rule.why,
-            "fix": self.rule.fix,
-            "where": self.where,
-            "detail": self.detail,
-            "level": "error" if self.is_error else "hint",
-        }
+        said = {"kind": self.kind, "seen": self.seen, "why": self.rule.why, "fix": self.rule.fix, "where": self.where}
+        return said | {"detail": self.detail, "level": "error" if self.is_error else "hint"}
 
 
 @dataclass
@@ -87,10 +80,10 @@ class Verdict:
 
     def add(self, found: list[Finding]) -> None:
         """Add findings: without repetition, errors before hints; what blocks first, then in the order of the goals."""
-        unique = {(finding.kind, finding.seen): finding for finding in [*self.findings, *found]}
 
         def place(finding: Finding) -> tuple[bool, bool, bool, int]:
             goal = self.goal_of(finding)
             return finding.rule.hint, not finding.rule.blocks, goal == KEPT, goal
 
+        unique = {(finding.kind, finding.seen): finding for finding in [*self.findings, *found]}
         self.findings = sorted(unique.values(), key=place)

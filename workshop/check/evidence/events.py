@@ -1,6 +1,7 @@
 """One frozen dataclass for each kind of event: probes write them, rules read them, nothing else knows them.
 
-An event holds only what some rule reads (a test compares). If a field or an event is new, all evidence is recorded again.
+The comment beside an event says when it is noted. It holds only what some rule reads (a test compares). If a field or an event
+is new, all evidence is recorded again.
 """
 
 from dataclasses import dataclass, field
@@ -24,25 +25,19 @@ class Event:
         dataclass(frozen=True, kw_only=True)(cls)
 
 
-class Started(Event):
-    """A process began to record."""
-
+class Started(Event):  # a process began to record
     parent: int  # the process id of its parent; the rest is what its launcher set
     rank: str | None = None
     local_rank: str | None = None
 
 
-class Raised(Event):
-    """An exception ended the program or one of its processes."""
-
+class Raised(Event):  # an exception ended the program or one of its processes
     type: str
     message: str
     traceback: str
 
 
-class Exited(Event):
-    """The program called ``sys.exit``."""
-
+class Exited(Event):  # the program called ``sys.exit``
     status: int
 
 
@@ -50,9 +45,7 @@ class Ended(Event):
     """The process reached its end (it was not killed)."""
 
 
-class Joining(Event):
-    """``init_process_group`` was called."""
-
+class Joining(Event):  # ``init_process_group`` was called
     init_method: str
     world_size: object
     address: str | None
@@ -61,9 +54,7 @@ class Joining(Event):
     given_port: str | None
 
 
-class Joined(Event):
-    """``init_process_group`` returned."""
-
+class Joined(Event):  # ``init_process_group`` returned
     rank: int
     world_size: int
 
@@ -72,30 +63,22 @@ class GroupDestroyed(Event):
     """``destroy_process_group`` was called."""
 
 
-class StoreOpened(Event):
-    """A ``TCPStore`` was made."""
-
+class StoreOpened(Event):  # a ``TCPStore`` was made
     port: int
     master: bool
 
 
-class DeviceChosen(Event):
-    """The program asked for the device with this index."""
-
+class DeviceChosen(Event):  # the program asked for the device with this index
     index: int | None
 
 
-class Collective(Event):
-    """The program called a collective."""
-
+class Collective(Event):  # the program called a collective
     name: str
     shape: tuple[int, ...] | None  # of the first tensor; None for objects
     dtype: str
 
 
-class InnerCollective(Event):
-    """A library called a collective during the backward pass: FSDP gathers parameters and reduces gradients."""
-
+class InnerCollective(Event):  # a library, such as FSDP, called a collective during the backward pass
     name: str
     dtype: str
 
@@ -108,9 +91,7 @@ class UnevenJoined(Event):
     """``torch.distributed.algorithms.join.Join`` was entered: the ranks may take different numbers of steps."""
 
 
-class Forward(Event):
-    """One forward pass of the whole model; part of ``Backward`` or ``Evaluated``."""
-
+class Forward(Event):  # one forward pass of the whole model; part of ``Backward`` or ``Evaluated``
     wrapped: bool  # it went through ``DistributedDataParallel``
     sync: bool | None  # the backward is to average gradients (False under ``no_sync()``); None: not wrapped
     keys: list[Key]  # its samples
@@ -123,9 +104,7 @@ class Forward(Event):
         return self.rows if identity == "rows" else self.keys
 
 
-class Backward(Event):
-    """One backward pass."""
-
+class Backward(Event):  # one backward pass
     forward: Forward | None  # the forward that it belongs to, if one was seen
     loss: float | None  # the mean
     sync: bool | None  # as in ``Forward``
@@ -133,35 +112,25 @@ class Backward(Event):
     random: int  # a checksum of torch's random state
 
 
-class Evaluated(Event):
-    """A forward pass that no backward pass followed."""
-
+class Evaluated(Event):  # a forward pass that no backward pass followed
     forward: Forward
 
 
-class LoaderStarted(Event):
-    """A ``DataLoader`` began an iteration."""
-
+class LoaderStarted(Event):  # a ``DataLoader`` began an iteration
     loader: int
     iteration: int
     length: int | None  # its number of batches, if it knows
 
 
-class EpochSet(Event):
-    """``DistributedSampler.set_epoch`` was called."""
-
+class EpochSet(Event):  # ``DistributedSampler.set_epoch`` was called
     epoch: int
 
 
-class BatchLoaded(Event):
-    """A ``DataLoader`` returned a batch, after so many seconds."""
-
-    seconds: float
+class BatchLoaded(Event):  # a ``DataLoader`` returned a batch
+    seconds: float  # that it took
 
 
-class StepBegun(Event):
-    """``optimizer.step()`` was called."""
-
+class StepBegun(Event):  # ``optimizer.step()`` was called
     gradients: list[Sketch]  # of each parameter of the optimizer
     weights: list[Sketch]
     names: list[str]  # of these parameters in the model, "" where unknown
@@ -171,59 +140,41 @@ class StepBegun(Event):
     fitting: bool  # Lightning's Trainer takes the step
 
 
-class StepTaken(Event):
-    """``optimizer.step()`` returned."""
-
+class StepTaken(Event):  # ``optimizer.step()`` returned
     weights: list[Sketch]
 
 
-class GraphMeasured(Event):
-    """The size of the largest autograd graph that something still holds, at two of the first steps."""
-
-    nodes: int
+class GraphMeasured(Event):  # at two of the first steps
+    nodes: int  # of the largest autograd graph that something still holds
 
 
-class LayersSeen(Event):
-    """After a step: what the layers have done so far."""
-
+class LayersSeen(Event):  # after a step: what the layers have done so far
     dtypes: list[str]  # of what linear and convolution layers return in training
     convolved: list[tuple[int, ...]]  # height and width of what each convolution returns, in the first step
     batchnorm: bool  # a layer normalizes with the batch
 
 
-class DeviceSeen(Event):
-    """After the first step: whether the model's device computes faster in bfloat16 than in float32."""
-
-    bf16_is_fast: bool
+class DeviceSeen(Event):  # after the first step
+    bf16_is_fast: bool  # the model's device computes faster in bfloat16 than in float32
 
 
-class ValuesAsked(Event):
-    """After a step: how often the program has asked a tensor for its value so far; ``where`` is the last time."""
-
-    count: int
+class ValuesAsked(Event):  # after a step; ``where`` is the last time that the program asked a tensor for its value
+    count: int  # how often it has asked so far
 
 
-class SamplesPrepared(Event):
-    """After a step: how many samples of the workshop's data set have been prepared one by one so far."""
-
-    count: int
+class SamplesPrepared(Event):  # after a step
+    count: int  # samples of the workshop's data set that have been prepared one by one so far
 
 
-class FileWritten(Event):
-    """A file in the run's folder was opened for writing, got its name, or was saved to."""
-
+class FileWritten(Event):  # a file in the run's folder was opened for writing, got its name, or was saved to
     path: str
 
 
-class FileRenamed(Event):
-    """A file or folder was renamed."""
-
+class FileRenamed(Event):  # a file or folder was renamed
     source: str  # its name before
 
 
-class Saved(Event):
-    """``torch.save`` or Lightning's ``save_checkpoint`` was called."""
-
+class Saved(Event):  # ``torch.save`` or Lightning's ``save_checkpoint`` was called
     path: str  # "" if the file has no name
     keys: list[str]  # the names of the model's parameters in it
     whole: bool = False  # the library itself replaces the file only when it is complete (Lightning)
@@ -234,15 +185,11 @@ class Loaded(Event):
     """``torch.load`` was called."""
 
 
-class WroteOutside(Event):
-    """The program tried to write outside of the run's folder."""
-
+class WroteOutside(Event):  # the program tried to write outside of the run's folder
     path: str
 
 
-class Reported(Event):
-    """An epoch's figures were written to the workshop's log."""
-
+class Reported(Event):  # an epoch's figures were written to the workshop's log
     losses: list[float]  # of its steps
     accuracy: float | None
     samples_per_second: float
@@ -256,55 +203,39 @@ class TrainerFit(Event):
     """``Trainer.fit`` was called."""
 
 
-class CallbacksSeen(Event):
-    """Training began with these callbacks: (monitor, mode) of each EarlyStopping and of each ModelCheckpoint."""
-
-    stop: list[tuple[str, str]]
-    best: list[tuple[str, str]]
+class CallbacksSeen(Event):  # Lightning's training began
+    stop: list[tuple[str, str]]  # (monitor, mode) of each EarlyStopping
+    best: list[tuple[str, str]]  # the same of each ModelCheckpoint
 
 
-class MetricsLogged(Event):
-    """A logger of Lightning received metrics with these names."""
-
+class MetricsLogged(Event):  # a logger of Lightning received metrics with these names
     names: list[str]
 
 
-class FullySharded(Event):
-    """``fully_shard`` was called."""
-
+class FullySharded(Event):  # ``fully_shard`` was called
     held: int  # bytes of the module's parameters that this process held in full at that moment
     offload: str  # the type of the offload policy
 
 
-class CheckpointCalled(Event):
-    """A function of ``torch.distributed.checkpoint`` was called."""
-
+class CheckpointCalled(Event):  # a function of ``torch.distributed.checkpoint`` was called
     name: str
     writer: str  # the type of its storage writer, or ""
 
 
-class WeightsRead(Event):
-    """A safetensors file was read in full."""
-
+class WeightsRead(Event):  # a safetensors file was read in full
     bytes: int
 
 
-class GradientsClipped(Event):
-    """``clip_grad_norm_`` was called with gradients of these norms in this process."""
-
+class GradientsClipped(Event):  # ``clip_grad_norm_`` was called with gradients of these norms in this process
     norms: list[float]
 
 
-class FineTuningBegun(Event):
-    """The log of a language model's training began with this validation loss, in nats."""
-
-    validation_loss: float
+class FineTuningBegun(Event):  # the log of a language model's training began
+    validation_loss: float  # in nats
 
 
-class FineTuningReported(Event):
-    """The log of a language model's training got the losses of some steps and a validation loss, in nats."""
-
-    losses: list[float]
+class FineTuningReported(Event):  # a line was written to this log
+    losses: list[float]  # of the steps since the line before, in nats
     validation_loss: float
 
 
@@ -312,15 +243,11 @@ class Compiled(Event):
     """``torch.compile`` or ``Module.compile`` was called (the check compiles nothing)."""
 
 
-class ActivationsKept(Event):
-    """A forward pass in training kept so many bytes for the backward pass."""
-
-    bytes: int
+class ActivationsKept(Event):  # a forward pass in training ended
+    bytes: int  # that it kept for the backward pass
 
 
-class LayoutSeen(Event):
-    """How the model was sharded at the first step."""
-
+class LayoutSeen(Event):  # how the model was sharded at the first step
     own: int  # bytes of the parameters that this process holds
     whole: int  # bytes of all parameters
     whole_here: list[str]  # the names of the parameters that this process holds in full
@@ -331,35 +258,25 @@ class LayoutSeen(Event):
     buffers: list[str]  # the names of rotary buffers with wrong contents
 
 
-class EngineMade(Event):
-    """``deepspeed.initialize`` returned an engine."""
-
+class EngineMade(Event):  # ``deepspeed.initialize`` returned an engine
     stage: int  # of ZeRO
     clipping: float
     batch: int  # per process
 
 
-class EngineCalled(Event):
-    """A method of the DeepSpeed engine was called."""
-
+class EngineCalled(Event):  # a method of the DeepSpeed engine was called
     name: str
 
 
-class EngineLoss(Event):
-    """The engine's ``backward`` was given this loss."""
-
+class EngineLoss(Event):  # the engine's ``backward`` was given this loss
     loss: float
 
 
-class MomentsMeasured(Event):
-    """After a step of the engine: bytes of the optimizer's moments in this process, and of the whole model's."""
-
-    own: int
-    whole: int
+class MomentsMeasured(Event):  # after a step of the engine
+    own: int  # bytes of the optimizer's moments in this process
+    whole: int  # bytes of the moments of the whole model
 
 
-class AcceleratorCalled(Event):
-    """A method of Accelerate's ``Accelerator`` was called."""
-
+class AcceleratorCalled(Event):  # a method of Accelerate's ``Accelerator`` was called
     name: str
     of: list[str] = field(default_factory=list)  # the types of its arguments (of a loader: its sampler's)

@@ -106,14 +106,11 @@ class _Shared:
 
     def plain(self, value: Any) -> Any:
         """A copy: the fields of dataclasses without cached properties, floats in single precision, texts cut and hidden."""
-        if isinstance(value, int | None):
-            return self._one(value)
         if isinstance(value, float):
             with suppress(OverflowError):
                 value = struct.unpack("f", struct.pack("f", value))[0]
-            return self._one(value)
-        if isinstance(value, str):
-            return self._one(self.text(value))
+        if isinstance(value, int | float | str | None):
+            return self._one(self.text(value) if isinstance(value, str) else value)
         if isinstance(value, Process):
             timed = ((self._one(round(seconds * TICKS) / TICKS), self.plain(event)) for seconds, event in value.events)
             return self._instance(value, events=[self._one(pair, pair) for pair in timed])

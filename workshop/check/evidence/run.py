@@ -7,7 +7,6 @@ from typing import TypeVar
 
 from workshop.check.evidence.events import (
     Backward,
-    Ended,
     Evaluated,
     Event,
     Exited,
@@ -94,11 +93,6 @@ class Process:
         """The line of its first step."""
         return self.steps[0].before.where if self.steps else ""
 
-    @property
-    def ended(self) -> bool:
-        """Whether it reached its end."""
-        return self.first(Ended) is not None
-
     @cached_property
     def steps(self) -> list[Step]:
         """The optimizer steps, each with the backward passes before it."""
@@ -116,12 +110,6 @@ class Process:
         while len(steps) > 1 and not steps[0].backwards and steps[1].backwards:
             del steps[0]
         return steps
-
-    @cached_property
-    def unstepped(self) -> int:
-        """Backward passes after the last step."""
-        last = max((index for index, (_, event) in enumerate(self.events) if isinstance(event, StepBegun)), default=0)
-        return sum(isinstance(event, Backward) for _, event in self.events[last:])
 
     @cached_property
     def epochs(self) -> list[list[Key]]:
@@ -155,11 +143,6 @@ class Process:
         """The line of the first forward pass in training: where its data reach the model."""
         backward = self.first(Backward)
         return backward.forward.where if backward and backward.forward else ""
-
-    @property
-    def last_where(self) -> str:
-        """The last line of the program that was noted."""
-        return next((event.where for _, event in reversed(self.events) if event.where), "")
 
     @property
     def draws(self) -> bool:
@@ -217,7 +200,7 @@ class Run:
         """Name samples by their content where each rank has a data set of its own: index 0 is then a different sample on each."""
         if len(self.ranks) < 2:
             return
-        one, other = (_rows_by_key(process) for process in self.ranks[:2])
+        one, other = map(_rows_by_key, self.ranks[:2])
         again = [rows for rows in (*one.values(), *other.values()) if len(rows) > 1]
         # With random augmentation the content changes, so it only counts where it is the same in each epoch.
         steady = sum(len(set(rows)) == 1 for rows in again) > 0.9 * len(again)

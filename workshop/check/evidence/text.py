@@ -26,7 +26,7 @@ class Restarted:
     again: Run  # with the same number of processes
     others: tuple[
         Run, ...
-    ] = ()  # with other numbers of processes and the same global batches, if there is a checkpoint
+    ] = ()  # with other numbers of processes and the same global batches; none without a checkpoint
 
 
 @dataclass(frozen=True)

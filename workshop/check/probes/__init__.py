@@ -20,25 +20,24 @@ from workshop.check.probes.recorder import Recorder
 from workshop.check.probes.samples import Samples
 from workshop.check.probes.steps import Clipping, Steps
 
-__all__ = ["PROBES", "Probe", "Recorder", "probes_for"]
+__all__ = ["ALWAYS", "PROBES", "Probe", "Recorder", "probes_for"]
 
 # In the order in which they are installed: those that always are, those that a rule needs, those of libraries.
-_ALWAYS = (Processes, Devices, Groups, Collectives, Models, Samples, Steps, Files, Compiling)
+ALWAYS: tuple[type[Probe], ...] = (Processes, Devices, Groups, Collectives, Models, Samples, Steps, Files, Compiling)
 _OTHERS = (Layers, HostSync, Sharding, Clipping, Checkpoints, Weights, Activations)
 _LIBRARIES = (Lightning, PytorchLightning, Accelerators, Engine)
-PROBES: tuple[type[Probe], ...] = (*_ALWAYS, *_OTHERS, *_LIBRARIES)
+PROBES: tuple[type[Probe], ...] = (*ALWAYS, *_OTHERS, *_LIBRARIES)
 
 
 def probes_for(needs: set[type[Event]], offered: Sequence[type[Probe]], text: str = "") -> tuple[type[Probe], ...]:
     """The probes to install: those of the offered ones that note what the rules need.
 
-    With the text of the program, a probe of a library is installed only if the program imports the library, and then
-    whether or not a rule needs its events: importing a large library for nothing takes seconds.
+    With the text of a program, the probes of a library are installed exactly if it imports the library, which takes seconds.
     """
 
     def chosen(probe: type[Probe]) -> bool:
         if probe.library and text:
             return re.search(rf"^\s*(?:import|from)\s+{re.escape(probe.library)}\b", text, re.MULTILINE) is not None
-        return probe.always or not needs.isdisjoint(probe.writes)
+        return probe in ALWAYS or not needs.isdisjoint(probe.writes)
 
     return tuple(probe for probe in offered if chosen(probe))

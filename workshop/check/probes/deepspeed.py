@@ -34,9 +34,8 @@ class Engine(Probe):
         finally:
             self.recorder.starting = False
         with self.recorder.guard:
-            stage, clipping = made[0].zero_optimization_stage(), made[0].gradient_clipping()
-            batch = made[0].train_micro_batch_size_per_gpu()
-            self.note_here(EngineMade(stage=stage, clipping=clipping, batch=batch))
+            stage, batch = made[0].zero_optimization_stage(), made[0].train_micro_batch_size_per_gpu()
+            self.note_here(EngineMade(stage=stage, clipping=made[0].gradient_clipping(), batch=batch))
         return made
 
     @around(lambda deepspeed: deepspeed.DeepSpeedEngine, *METHODS, named=True)

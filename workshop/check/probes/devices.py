@@ -1,5 +1,6 @@
 """How a process uses its device: which one it chooses, how often it waits for it, and whether it compiles for it."""
 
+import sys
 from typing import Any
 
 import torch
@@ -12,15 +13,13 @@ from workshop.check.probes.probe import Function, Probe, around, before, on
 
 def device_index(device: Any) -> int | None:
     """The index of a device in the forms that torch takes; None: it has none."""
-    index: int | None = device if isinstance(device, int) else torch.device(device).index
-    return index
+    return device if isinstance(device, int) else torch.device(device).index
 
 
 class Devices(Probe):
     """Notes the device that is set for a process."""
 
     writes = (DeviceChosen,)
-    always = True
 
     @before(torch.accelerator, "set_device_index", "set_device_idx")
     @before(torch.cuda, "set_device")
@@ -38,7 +37,8 @@ class HostSync(Probe):
 
     @before(torch.Tensor, "item", "tolist", "__float__", "__int__", "__bool__", "numpy")
     def _ask(self, *args: Any, **kwargs: Any) -> None:
-        if not self.recorder.quiet and self.recorder.called_by_script():
+        # Frame 1 is what stands for the function, frame 2 what calls it: the program, or a library.
+        if not self.recorder.quiet and sys._getframe(2).f_code.co_filename == self.recorder.script:
             self.count, self.last = self.count + 1, self.recorder.where()
 
     @on("after_step")
@@ -50,7 +50,6 @@ class Compiling(Probe):
     """Notes ``torch.compile`` and ``Module.compile``, and compiles nothing: that would take half a minute."""
 
     writes = (Compiled,)
-    always = True
 
     @around(nn.Module, "compile")
     def _compile_module(self, *args: Any, **kwargs: Any) -> None:

@@ -22,14 +22,12 @@ class Files(Probe):
     """Notes files by Python's audit events, and by ``torch.save``, which opens its file in C++."""
 
     writes = (FileWritten, FileRenamed, Saved, Loaded, WroteOutside)
-    always = True
 
     def __init__(self, recorder: Recorder):
         super().__init__(recorder)
-        scratch = os.path.realpath(recorder.scratch)
-        self.scratch = scratch + os.sep
-        self.caches = os.path.join(scratch, "tmp") + os.sep
-        self.allowed = tuple(os.path.realpath(place) + os.sep for place in (scratch, recorder.folder, "/dev", "/proc"))
+        places = (recorder.scratch, recorder.folder, "/dev", "/proc")
+        self.allowed = tuple(os.path.realpath(place) + os.sep for place in places)
+        self.scratch, self.caches = self.allowed[0], os.path.join(self.allowed[0], "tmp") + os.sep
 
     def install(self) -> None:
         super().install()

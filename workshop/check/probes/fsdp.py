@@ -34,18 +34,17 @@ class Sharding(Probe):
         named = dict(model.named_parameters())
         lists = [list(module) for module in model.modules() if isinstance(module, nn.ModuleList)]
         layers = max(lists, key=len, default=[])
-        self.note_here(
-            LayoutSeen(
-                own=sum(own_part(parameter).nbytes for parameter in named.values()),
-                whole=sum(parameter.numel() * parameter.element_size() for parameter in named.values()),
-                whole_here=[name for name, each in named.items() if own_part(each).numel() == each.numel()],
-                dtypes=sorted({str(parameter.dtype) for parameter in named.values()}),
-                groups=sum(isinstance(each, group) for each in model.modules()),
-                layers=len(layers),
-                layer_groups=sum(isinstance(layer, group) for layer in layers),
-                buffers=[name for name, buffer in model.named_buffers() if not _is_right(name, buffer, model)],
-            )
+        layout = LayoutSeen(
+            own=sum(own_part(parameter).nbytes for parameter in named.values()),
+            whole=sum(parameter.numel() * parameter.element_size() for parameter in named.values()),
+            whole_here=[name for name, each in named.items() if own_part(each).numel() == each.numel()],
+            dtypes=sorted({str(parameter.dtype) for parameter in named.values()}),
+            groups=sum(isinstance(each, group) for each in model.modules()),
+            layers=len(layers),
+            layer_groups=sum(isinstance(layer, group) for layer in layers),
+            buffers=[name for name, buffer in model.named_buffers() if not _is_right(name, buffer, model)],
         )
+        self.note_here(layout)
 
 
 def _is_right(name: str, buffer: torch.Tensor, model: Any) -> bool:

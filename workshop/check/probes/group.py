@@ -24,7 +24,6 @@ class Groups(Probe):
     """Notes ``init_process_group``, ``destroy_process_group`` and the program's own ``TCPStore``."""
 
     writes = (Joining, Joined, GroupDestroyed, StoreOpened)
-    always = True
 
     def install(self) -> None:
         super().install()
@@ -48,16 +47,15 @@ class Groups(Probe):
     def _init(self, original: Function, *args: Any, **kwargs: Any) -> Any:
         with self.recorder.guard:
             size = kwargs.get("world_size", os.environ.get("WORLD_SIZE"))
-            self.note_here(
-                Joining(
-                    init_method=str(kwargs.get("init_method") or (args[1] if len(args) > 1 else None)),
-                    world_size=size if isinstance(size, (int, str, NoneType)) else str(size),
-                    address=os.environ.get("MASTER_ADDR"),
-                    port=os.environ.get("MASTER_PORT"),
-                    given_address=self.recorder.environment.get("MASTER_ADDR"),
-                    given_port=self.recorder.environment.get("MASTER_PORT"),
-                )
+            joining = Joining(
+                init_method=str(kwargs.get("init_method") or (args[1] if len(args) > 1 else None)),
+                world_size=size if isinstance(size, (int, str, NoneType)) else str(size),
+                address=os.environ.get("MASTER_ADDR"),
+                port=os.environ.get("MASTER_PORT"),
+                given_address=self.recorder.environment.get("MASTER_ADDR"),
+                given_port=self.recorder.environment.get("MASTER_PORT"),
             )
+            self.note_here(joining)
         result = original(*args, **kwargs)
         with self.recorder.guard:
             self.note_here(Joined(rank=dist.get_rank(), world_size=dist.get_world_size()))
@@ -73,7 +71,6 @@ class Collectives(Probe):
     """Notes the functions of ``torch.distributed``."""
 
     writes = (Collective, InnerCollective)
-    always = True
     inside = 0  # of a collective that is made of others
 
     @around(dist, *COLLECTIVES.split(), named=True)

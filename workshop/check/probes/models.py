@@ -19,7 +19,6 @@ class Models(Probe):
     """Notes the calls of whole models and of ``backward``, and the use of DDP and ``Join``."""
 
     writes = (Wrapped, UnevenJoined, Backward, Evaluated)
-    always = True
     depth = 0  # of nested module calls
     optimizer: Optimizer | None = None  # the last one that was made
 
@@ -116,12 +115,7 @@ class Models(Probe):
         self._flush()
         groups = self.optimizer.param_groups if self.optimizer else []
         ends = [parameter for group in groups for parameter in (*group["params"][:1], *group["params"][-1:])]
-        self.note_here(
-            Backward(
-                forward=forward,
-                loss=mean(loss),
-                sync=forward.sync if forward else None,
-                leftover=any(not is_zero(parameter.grad) for parameter in ends),
-                random=zlib.crc32(torch.get_rng_state().numpy().tobytes()),
-            )
-        )
+        left = any(not is_zero(parameter.grad) for parameter in ends)
+        random = zlib.crc32(torch.get_rng_state().numpy().tobytes())
+        sync = forward.sync if forward else None
+        self.note_here(Backward(forward=forward, loss=mean(loss), sync=sync, leftover=left, random=random))

@@ -13,12 +13,6 @@ Function = Callable[..., Any]
 class Patches(ExitStack):
     """Replacements that ``close`` takes back, the last one first."""
 
-    def wrap(self, owner: object, name: str, make: Callable[[Function], Function]) -> None:
-        """Replace a function, if it exists, with what ``make`` returns for it."""
-        original = getattr(owner, name, None)
-        if original is not None:
-            self.set(owner, name, wraps(original)(make(original)))
-
     def set(self, owner: object, name: str, value: object) -> None:
         """Replace an attribute with a value."""
         # An attribute that the owner inherits goes away again; getattr() would turn a staticmethod into a function.
@@ -32,6 +26,7 @@ class Patches(ExitStack):
 def replacement(recorder: Recorder, when: str, method: Function, original: Function) -> Function:
     """A function that calls a method of a probe before, after or around the original."""
 
+    @wraps(original)
     def replaced(*args: Any, **kwargs: Any) -> Any:
         if when == "around":
             return method(original, *args, **kwargs)
@@ -48,14 +43,12 @@ def replacement(recorder: Recorder, when: str, method: Function, original: Funct
 
 
 def _hook(when: str, owner: Any = None, *names: str, named: bool = False) -> Callable[[Any], Any]:
-    """Let a method of a probe observe functions, as far as they exist.
+    """Let a method of a probe observe the functions of these names, as far as they exist, in the module or class ``owner``.
 
-    Args:
-        when: "before" the function, with its arguments; "after" it, with its result and its arguments (both in the guard);
-            or "around" it, with the original and its arguments: then the method calls the original.
-        owner: the module or class that has the functions, or a function that takes the probe's package and returns it.
-        names: their names.
-        named: whether the method gets the name of the function too, before all else.
+    It is called "before" a function with its arguments, "after" it with its result and its arguments (both in the guard), or
+    "around" it with the original and its arguments: then it calls the original. With ``named`` the function's name comes first.
+    ``owner`` can be a function that takes the probe's package and returns the owner. Without one, ``when`` is a list of the
+    recorder, such as "after_step", which calls it then.
     """
 
     def mark(method: Any) -> Any:
@@ -65,9 +58,4 @@ def _hook(when: str, owner: Any = None, *names: str, named: bool = False) -> Cal
     return mark
 
 
-before, after, around = partial(_hook, "before"), partial(_hook, "after"), partial(_hook, "around")
-
-
-def on(moment: str) -> Callable[[Any], Any]:
-    """Let the recorder call a method of a probe: ``@on("after_step")`` puts it in the list of this name."""
-    return _hook(moment)
+on, before, after, around = _hook, partial(_hook, "before"), partial(_hook, "after"), partial(_hook, "around")

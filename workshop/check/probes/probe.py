@@ -21,7 +21,6 @@ class Probe:
     """
 
     writes: ClassVar[tuple[type[Event], ...]] = ()  # the kinds of events that it notes
-    always: ClassVar[bool] = False  # whether it is installed even if no rule needs these events
     library: ClassVar[str] = ""  # the package whose programs it observes; "": it observes every program
     package: ClassVar[str] = ""  # what it imports only when it is used; "": the library
     installed = False  # what cannot be removed looks here whether it still is
@@ -55,8 +54,9 @@ class Probe:
                 elif isinstance(owner, FunctionType):
                     owner = owner(package) if package else None  # it may not be installed
                 for name in names if owner else ():
-                    call = partial(method, name) if named else method
-                    self.patches.wrap(owner, name, partial(replacement, self.recorder, when, call))
+                    if original := getattr(owner, name, None):
+                        call = partial(method, name) if named else method
+                        self.patches.set(owner, name, replacement(self.recorder, when, call, original))
 
     def undo(self) -> None:
         """Put everything back that ``install`` has replaced."""

@@ -23,7 +23,6 @@ class Processes(Probe):
     """Notes when a process starts, fails and ends. (``Exited`` is noted where the program is run.)"""
 
     writes = (Started, Raised, Exited, Ended)
-    always = True
 
     def install(self) -> None:
         super().install()
@@ -45,7 +44,7 @@ class Processes(Probe):
         try:
             self._call(original, process)
         finally:
-            self.recorder.end()
+            self.recorder.call(self.recorder.at_end)
             self.recorder.note(Ended())
 
     # (The attribute torch.multiprocessing.spawn is the function that hides this module.)
@@ -54,7 +53,6 @@ class Processes(Probe):
         return original(partial(self._call, function), *args)
 
     def _call(self, function: Function, *args: Any) -> None:
-        """Call a function, and note what it raises."""
         try:
             function(*args)
         except BaseException as error:

@@ -1,7 +1,4 @@
-"""The notes of one process of a checked program, and what its probes share.
-
-Each process appends its events to a file of its own with ``os.write``, so the events before a crash or a hang are kept.
-"""
+"""The notes of one process of a checked program, in files of its own, and what its probes share."""
 
 import faulthandler
 import os
@@ -49,10 +46,12 @@ class Recorder:
         self.starting = False  # whether a library starts, which leaves files of its own
         self.saved = False  # whether this process has saved a checkpoint
         self.fitting = False  # whether Lightning's Trainer is training
-        # Gives the batch of a loader that an input came from.
-        self.take_batch: Callable[[torch.Tensor], Batch | None] = lambda tensor: None
-        # What the check does to the program at the beginning of a step: it can end it there.
-        self.at_step: Callable[[], None] = lambda: None
+        self.take_batch: Callable[[torch.Tensor], Batch | None] = lambda tensor: (
+            None
+        )  # the batch that an input came from
+        self.at_step: Callable[[], None] = lambda: (
+            None
+        )  # what the check does to the program when a step begins: it can end it
         self.before_step: list[Callable[[Optimizer], None]] = []
         self.after_step: list[Callable[[Optimizer], None]] = []
         self.after_module: list[Callable[[nn.Module, object], None]] = []  # each module that was called, and its output
@@ -60,24 +59,19 @@ class Recorder:
         self.at_end: list[Callable[[], None]] = []  # when the process ends
         self.after_fork: list[Callable[[], None]] = []  # in a forked process, when its own files are open
         self._events: int | None = None
-        self._clear()
-
-    def _clear(self) -> None:
-        self.steps = 0  # of optimizers, in this process
-        self.model: nn.Module | None = None  # of the last forward pass
-        self.names: dict[int, str] = {}  # of the parameters of the models so far, by their ids
 
     def open(self) -> None:
         """Begin the files of this process: at the start, and in each process that is forked."""
         self._events = self._file("events")
-        stacks = self._file("stacks")
         for number, name in ((1, "stdout"), (2, "stderr")):
             file = self._file(name)
             os.dup2(file, number)
             os.close(file)
-        faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=False, chain=False)
+        faulthandler.register(signal.SIGUSR1, file=self._file("stacks"), all_threads=False, chain=False)
         self.environment = {name: os.environ.get(name) for name in LAUNCHER}
-        self._clear()
+        self.steps = 0  # of optimizers, in this process
+        self.model: nn.Module | None = None  # of the last forward pass
+        self.names: dict[int, str] = {}  # of the parameters of the models so far, by their ids
         for call in self.after_fork:
             call()
 
@@ -85,7 +79,7 @@ class Recorder:
         return os.open(self.folder / f"{name}-{os.getpid()}", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
 
     def note(self, event: Event) -> None:
-        """Append an event."""
+        """Append an event, with ``os.write``: so the events before a crash or a hang are kept."""
         if self._events is not None:
             # A full disk, and a program that has closed all descriptors, are no errors of the line that is noted.
             with suppress(OSError):
@@ -99,10 +93,6 @@ class Recorder:
                 return f"{Path(self.script).name}:{frame.f_lineno}"
             frame = frame.f_back
         return ""
-
-    def called_by_script(self) -> bool:
-        """Whether the program itself, and not a library, calls the function that the asking method of a probe replaces."""
-        return sys._getframe(3).f_code.co_filename == self.script  # 1: the method, 2: what stands for the function
 
     @property
     @contextmanager
@@ -131,10 +121,6 @@ class Recorder:
             with self.guard:
                 call(*args)
 
-    def end(self) -> None:
-        """Note what was left to note when the process ended."""
-        self.call(self.at_end)
-
 
 def read_process(folder: Path, pid: int) -> Process:
     """The process with this id, from its files in ``folder``."""
@@ -143,14 +129,6 @@ def read_process(folder: Path, pid: int) -> Process:
     with open(folder / f"events-{pid}", "rb") as file, suppress(EOFError, pickle.UnpicklingError):
         while True:
             events.append(pickle.load(file))
-
-    def text(name: str) -> str:
-        path = folder / f"{name}-{pid}"
-        return path.open("rb").read(READ).decode(errors="replace") if path.exists() else ""
-
-    return Process(pid, events, text("stdout"), text("stderr"), text("stacks"))
-
-
-def read_failures(folder: Path) -> str:
-    """The tracebacks of the errors in the probes' own code; "" where there were none."""
-    return "".join(path.read_text(errors="replace") for path in sorted(folder.glob("failures-*")))
+    paths = [folder / f"{name}-{pid}" for name in ("stdout", "stderr", "stacks")]
+    texts = [path.open("rb").read(READ).decode(errors="replace") if path.exists() else "" for path in paths]
+    return Process(pid, events, *texts)

@@ -22,7 +22,6 @@ class Samples(Probe):
     """Notes what a ``DataLoader`` does, and keeps its batches for the forward pass that takes them."""
 
     writes = (LoaderStarted, EpochSet, BatchLoaded)
-    always = True
 
     def __init__(self, recorder: Recorder):
         super().__init__(recorder)

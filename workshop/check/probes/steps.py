@@ -12,7 +12,6 @@ from workshop.check.evidence.events import GradientsClipped, GraphMeasured, Step
 from workshop.check.probes.contents import sketches
 from workshop.check.probes.probe import Function, Probe, around
 
-MEASURED = (3, 6)  # the steps at which the largest autograd graph is measured
 LARGEST = 3000  # nodes of a graph that are counted
 
 
@@ -20,7 +19,6 @@ class Steps(Probe):
     """Notes the steps of all optimizers."""
 
     writes = (StepBegun, StepTaken, GraphMeasured)
-    always = True
 
     def install(self) -> None:
         super().install()
@@ -48,18 +46,17 @@ class Steps(Probe):
         with recorder.guard:
             parameters, model = _parameters(optimizer), recorder.model
             own = {id(parameter) for parameter in parameters}
-            self.note_here(
-                StepBegun(
-                    gradients=sketches(parameter.grad for parameter in parameters),
-                    weights=sketches(parameters),
-                    names=[recorder.names.get(id(parameter), "") for parameter in parameters],
-                    rates=[float(group.get("lr", 0)) for group in optimizer.param_groups],
-                    state=len(optimizer.state),
-                    of_model=model is None or any(id(parameter) in own for parameter in model.parameters()),
-                    fitting=recorder.fitting,
-                )
+            begun = StepBegun(
+                gradients=sketches(parameter.grad for parameter in parameters),
+                weights=sketches(parameters),
+                names=[recorder.names.get(id(parameter), "") for parameter in parameters],
+                rates=[float(group.get("lr", 0)) for group in optimizer.param_groups],
+                state=len(optimizer.state),
+                of_model=model is None or any(id(parameter) in own for parameter in model.parameters()),
+                fitting=recorder.fitting,
             )
-            if recorder.steps in MEASURED:
+            self.note_here(begun)
+            if recorder.steps in (3, 6):
                 recorder.note(GraphMeasured(nodes=largest_graph()))
 
     def _after(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

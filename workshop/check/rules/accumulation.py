@@ -2,7 +2,7 @@
 
 from statistics import mode
 
-from workshop.check.evidence.events import Wrapped
+from workshop.check.evidence.events import Backward, Wrapped
 from workshop.check.evidence.run import Run
 from workshop.check.rules.gradients import against_one_process
 from workshop.check.rules.processes import no_group, wrong_group
@@ -30,9 +30,8 @@ def accumulation_uneven(run: Run) -> Said:
             yield Seen(f"batches per step: {shown}{asked}", process.step_where)
         elif wanted > 1 and len(cleared) > len(sizes) // 2:
             yield Seen("the gradients of all batches but a step's last are cleared before the step", cleared[0].where)
-        elif process.unstepped:
-            calls = plural(process.unstepped, "backward() call")
-            yield Seen(f"no optimizer.step() follows the last {calls}", process.step_where)
+        elif last := len(process.of(Backward)) - sum(sizes):
+            yield Seen(f"no optimizer.step() follows the last {plural(last, 'backward() call')}", process.step_where)
 
 
 @rule(

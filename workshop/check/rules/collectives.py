@@ -40,7 +40,8 @@ def _uneven_steps(ranks: list[Process], calls: list[list[Collective]]) -> Seen |
     counts, word = (steps, "steps") if len(set(steps)) > 1 else (backwards, "backward passes")
     text = ", ".join(f"rank {process.rank} {count}" for process, count in zip(ranks, counts, strict=True))
     shorter = ranks[counts.index(min(counts))]
-    return Seen(f"the ranks take different numbers of {word}: {text}", shorter.last_where)
+    where = next((event.where for _, event in reversed(shorter.events) if event.where), "")
+    return Seen(f"the ranks take different numbers of {word}: {text}", where)
 
 
 def _unequal_calls(ranks: list[Process], calls: list[list[Collective]]) -> Seen | None:

@@ -2,7 +2,7 @@
 
 import re
 
-from workshop.check.evidence.events import Exited, Joined, Joining, Raised, WroteOutside
+from workshop.check.evidence.events import Ended, Exited, Joined, Joining, Raised, WroteOutside
 from workshop.check.evidence.run import Process, Run
 from workshop.check.rules.collectives import collectives_differ
 from workshop.check.rules.processes import address_overwritten, no_group, wrong_group
@@ -212,7 +212,7 @@ def _error(run: Run) -> Seen | None:
                 return Seen(f"it ends with exit status {event.status}" + (f": {said[-1][:300]}" if said else ""))
     if run.status in (0, None):
         return None
-    silent = next((process for process in run.processes if not process.ended), None)
+    silent = next((process for process in run.processes if not process.first(Ended)), None)
     who = f"rank {silent.rank}" if silent and silent.rank is not None else "a process"
     lines = silent.stderr.strip().splitlines() if silent else []
     return Seen(f"{who} died without a traceback (status {run.status})" + (f": {lines[-1][:300]}" if lines else ""))
