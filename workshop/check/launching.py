@@ -111,10 +111,9 @@ def _watch(keeper: int, folder: Path, patience: Patience) -> tuple[int | None, s
         if pid:
             return os.waitstatus_to_exitcode(ended), "", False
         time.sleep(0.01)
-        now = time.monotonic()
-        if now < next_look:
+        if time.monotonic() < next_look:
             continue
-        next_look = now + 0.1
+        next_look = time.monotonic() + 0.1
         if _size(folder, "std*") > OUTPUT_LIMIT:
             return None, "", True
         if hung := watch.look(_size(folder, "events-*")):

@@ -124,13 +124,7 @@ def as_json(verdict: Verdict) -> str:
     for goal in verdict.subject.goals:
         own = [finding for number, finding in findings if number == goal.number]
         goals.append({"number": goal.number, "title": goal.title, "state": states[goal.number], "findings": own})
-    content = {
-        "file": os.fspath(verdict.subject.file),
-        "exercise": verdict.subject.name or None,
-        "passed": not verdict.errors,
-        "goals": goals,
-        "findings": [finding for _, finding in findings],
-        "not_checked": verdict.unchecked,
-        "seconds": round(verdict.seconds, 2),
-    }
+    content: dict[str, object] = {"file": os.fspath(verdict.subject.file), "exercise": verdict.subject.name or None}
+    content |= {"passed": not verdict.errors, "goals": goals, "findings": [finding for _, finding in findings]}
+    content |= {"not_checked": verdict.unchecked, "seconds": round(verdict.seconds, 2)}
     return json.dumps(content, indent=2)

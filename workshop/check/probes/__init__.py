@@ -32,7 +32,7 @@ PROBES: tuple[type[Probe], ...] = (*ALWAYS, *_OTHERS, *_LIBRARIES)
 def probes_for(needs: set[type[Event]], offered: Sequence[type[Probe]], text: str = "") -> tuple[type[Probe], ...]:
     """The probes to install: those of the offered ones that note what the rules need.
 
-    With the text of a program, the probes of a library are installed exactly if it imports the library, which takes seconds.
+    With the text of a program, the probes of a library are installed exactly if the program imports it: that takes seconds.
     """
 
     def chosen(probe: type[Probe]) -> bool:

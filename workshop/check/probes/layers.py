@@ -21,7 +21,7 @@ class Layers(Probe):
     def clear(self) -> None:
         self.dtypes: set[str] = set()
         self.convolved: list[tuple[int, ...]] = []
-        self.batchnorm = self.device_seen = False
+        self.batchnorm = False
 
     @on("after_module")
     def _look(self, module: nn.Module, output: object) -> None:
@@ -33,11 +33,9 @@ class Layers(Probe):
 
     @on("after_step")
     def _note(self, optimizer: Optimizer) -> None:
-        seen = LayersSeen(dtypes=sorted(self.dtypes), convolved=list(self.convolved), batchnorm=self.batchnorm)
-        self.recorder.note(seen)
+        self.recorder.note(LayersSeen(dtypes=sorted(self.dtypes), convolved=self.convolved, batchnorm=self.batchnorm))
         parameters = optimizer.param_groups[0]["params"]
-        if parameters and not self.device_seen:
-            self.device_seen = True
+        if parameters and self.recorder.steps == 1:
             self.recorder.note(DeviceSeen(bf16_is_fast=bf16_is_fast(parameters[0].device)))
 
 

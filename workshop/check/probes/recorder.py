@@ -46,12 +46,8 @@ class Recorder:
         self.starting = False  # whether a library starts, which leaves files of its own
         self.saved = False  # whether this process has saved a checkpoint
         self.fitting = False  # whether Lightning's Trainer is training
-        self.take_batch: Callable[[torch.Tensor], Batch | None] = lambda tensor: (
-            None
-        )  # the batch that an input came from
-        self.at_step: Callable[[], None] = lambda: (
-            None
-        )  # what the check does to the program when a step begins: it can end it
+        self.take_batch: Callable[[torch.Tensor], Batch | None] = lambda tensor: None  # the batch of an input
+        self.at_step: Callable[[], None] = lambda: None  # called when a step begins: it can end the program
         self.before_step: list[Callable[[Optimizer], None]] = []
         self.after_step: list[Callable[[Optimizer], None]] = []
         self.after_module: list[Callable[[nn.Module, object], None]] = []  # each module that was called, and its output

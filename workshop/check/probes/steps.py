@@ -56,7 +56,7 @@ class Steps(Probe):
                 fitting=recorder.fitting,
             )
             self.note_here(begun)
-            if recorder.steps in (3, 6):
+            if recorder.steps in (3, 6):  # two, to see whether it grows
                 recorder.note(GraphMeasured(nodes=largest_graph()))
 
     def _after(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
