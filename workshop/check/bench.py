@@ -71,12 +71,8 @@ class ProgramBench:
         """Run the program; ``changes`` are further fields of ``Program``, such as another script that is run in the same way."""
         launching.prepare(self.probes, self.on_cpu)
         own = {name: getattr(self, name) for name in ("script", "launch", "probes", "on_cpu", "before")}
-        own |= {
-            "nproc": nproc or self.nproc,
-            "scratch": scratch or self.folder(),
-            "arguments": tuple(map(str, arguments)),
-        }
-        run = launching.run_program(Program(**(own | changes)))
+        own |= {"nproc": nproc or self.nproc, "scratch": scratch or self.folder()}
+        run = launching.run_program(Program(arguments=tuple(map(str, arguments)), **(own | changes)))
         # Samples have the same names in all runs: a short run may not show that each rank has a data set of its own.
         self._by_content |= any(process.identity == "rows" for process in run.processes)
         for process in run.processes:

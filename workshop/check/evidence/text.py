@@ -24,9 +24,7 @@ class Restarted:
 
     first: Run
     again: Run  # with the same number of processes
-    others: tuple[
-        Run, ...
-    ] = ()  # with other numbers of processes and the same global batches; none without a checkpoint
+    others: tuple[Run, ...] = ()  # with other numbers of processes and the same global batches
 
 
 @dataclass(frozen=True)
