@@ -3,7 +3,6 @@
 from workshop.check.evidence.events import Backward, Collective, UnevenJoined, Wrapped
 from workshop.check.evidence.run import Process, Run
 from workshop.check.rules.rule import Said, Seen, rule
-from workshop.check.scenarios import WHOLE
 
 POINT_TO_POINT = ("send", "recv", "isend", "irecv")
 
@@ -12,7 +11,6 @@ POINT_TO_POINT = ("send", "recv", "isend", "irecv")
     why="A collective waits for every rank: where one calls a different one, or none, the others wait or fail.",
     fix="All ranks must call the same collectives in the same order. Move the call out of code that only some ranks reach, "
     "and give all ranks the same number of batches (DistributedSampler, drop_last=True).",
-    runs=WHOLE,
     needs=(Collective, Backward, Wrapped, UnevenJoined),
     blocks=True,
     anywhere=True,
@@ -25,19 +23,17 @@ def collectives_differ(run: Run) -> Said:
     if run.hung or (run.failed and not run.ended_by_echo):
         return  # which rank waits where, or fails, says more than that the numbers of steps differ
     calls = [[call for call in process.of(Collective) if call.name not in POINT_TO_POINT] for process in ranks]
-    seen = _uneven_steps(ranks, calls) or _unequal_calls(ranks, calls) or _extra_call(ranks, calls)
-    if seen:
+    if seen := _uneven_steps(ranks, calls) or _unequal_calls(ranks, calls):
         yield seen
 
 
 def _uneven_steps(ranks: list[Process], calls: list[list[Collective]]) -> Seen | None:
     steps = [len(process.steps) for process in ranks]
-    backwards = [sum(1 for each in process.of(Backward) if each.sync is not False) for process in ranks]
-    if len(set(steps)) == 1 and len(set(backwards)) == 1:
-        return None
-    if not any(process.first(Wrapped) for process in ranks) and not any(calls):
-        return None
+    backwards = [sum(each.sync is not False for each in process.of(Backward)) for process in ranks]
     counts, word = (steps, "steps") if len(set(steps)) > 1 else (backwards, "backward passes")
+    wrapped = any(process.first(Wrapped) for process in ranks)
+    if len(set(counts)) == 1 or not (wrapped or any(calls)):
+        return None
     text = ", ".join(f"rank {process.rank} {count}" for process, count in zip(ranks, counts, strict=True))
     shorter = ranks[counts.index(min(counts))]
     where = next((event.where for _, event in reversed(shorter.events) if event.where), "")
@@ -45,20 +41,16 @@ def _uneven_steps(ranks: list[Process], calls: list[list[Collective]]) -> Seen |
 
 
 def _unequal_calls(ranks: list[Process], calls: list[list[Collective]]) -> Seen | None:
-    for index, together in enumerate(zip(*calls, strict=False)):
+    for number, together in enumerate(zip(*calls, strict=False), 1):
         if len({(call.name, call.shape if call.name != "all_gather" else None) for call in together}) > 1:
             text = ", ".join(
                 f"rank {process.rank} calls {call.name}{'' if call.shape is None else list(call.shape)} at {call.where}"
                 for process, call in zip(ranks, together, strict=True)
             )
-            return Seen(f"collective {index + 1}: {text}", together[0].where)
-    return None
-
-
-def _extra_call(ranks: list[Process], calls: list[list[Collective]]) -> Seen | None:
+            return Seen(f"collective {number}: {text}", together[0].where)
     lengths = [len(each) for each in calls]
-    if len(set(lengths)) == 1:
+    longer, shortest = lengths.index(max(lengths)), min(lengths)
+    if shortest == lengths[longer]:
         return None
-    longer = max(range(len(ranks)), key=lengths.__getitem__)
-    extra = calls[longer][min(lengths)]
+    extra = calls[longer][shortest]
     return Seen(f"only rank {ranks[longer].rank} calls {extra.name}", extra.where)

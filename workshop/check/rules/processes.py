@@ -1,5 +1,6 @@
 """Processes, the group that they join, and the device that each takes."""
 
+import itertools
 import re
 
 from workshop.check.evidence.events import (
@@ -12,7 +13,7 @@ from workshop.check.evidence.events import (
     StoreOpened,
     TrainerFit,
 )
-from workshop.check.evidence.run import Process, Run
+from workshop.check.evidence.run import Run
 from workshop.check.rules.rule import Said, Seen, rule
 from workshop.check.rules.words import plural
 from workshop.check.scenarios import SINGLE, SPLIT, TWO_NODES, WHOLE, Split
@@ -23,31 +24,24 @@ LOCAL = ("127.0.0.1", "localhost", "::1")
 @rule(
     why="torchrun has set the address at which its processes meet; with a different one they never find each other.",
     fix="Do not set MASTER_ADDR or MASTER_PORT; call init_process_group without an address, which takes torchrun's.",
-    runs=WHOLE,
     needs=(Joining,),
     blocks=True,
     anywhere=True,
 )
 def address_overwritten(run: Run) -> Said:
     """The program changed the address that torchrun had set."""
-    if run.launch != "torchrun":
-        return
-    for event in run.all(Joining):
-        if event.given_port and event.port != event.given_port:
-            seen = f"MASTER_PORT was {event.given_port} and is {event.port} at init_process_group"
-        elif event.given_address and event.address != event.given_address:
-            seen = f"MASTER_ADDR was {event.given_address} and is {event.address} at init_process_group"
-            seen += ": on a second machine that would be the wrong one" if event.address in LOCAL else ""
-        else:
-            continue
-        yield Seen(seen, event.where)
-        return
+    for event in run.all(Joining) if run.launch == "torchrun" else ():
+        port = ("MASTER_PORT", event.given_port, event.port)
+        for name, given, used in (port, ("MASTER_ADDR", event.given_address, event.address)):
+            if given and used != given:
+                there = ": on a second machine that would be the wrong one" if used in LOCAL else ""
+                yield Seen(f"{name} was {given} and is {used} at init_process_group{there}", event.where)
+                return
 
 
 @rule(
     why="Processes that are in no common group each train a model of their own.",
     fix="Call torch.distributed.init_process_group in every process, with its rank and the number of processes.",
-    runs=WHOLE,
     needs=(Joined, Joining, Backward),
     blocks=True,
     anywhere=True,
@@ -59,7 +53,7 @@ def no_group(run: Run) -> Said:
     trained = [process for process in run.processes if process.first(Backward)]
     if len(trained) > 1:
         yield Seen(f"{len(trained)} processes train, and none has joined a process group")
-    elif any(process.first(Joining) for process in run.processes):
+    elif any(run.all(Joining)):
         return  # it failed or hangs there: other rules say so
     elif trained:
         yield Seen("one process trains, in no process group", trained[0].data_where)
@@ -69,17 +63,14 @@ def no_group(run: Run) -> Said:
 
 def _says_more_than_its_end(run: Run) -> bool:
     """Whether a missing group explains more than how the run ended."""
-    if not run.failed:
-        return True
     found = run.first_exception()
     lightnings = found is not None and "/lightning/" in found[1].traceback  # Lightning itself says what it refuses
-    return run.asked is not None and not (run.hung or run.flooded or lightnings)
+    return not run.failed or (run.asked is not None and not (run.hung or run.flooded or lightnings))
 
 
 @rule(
     why="The group has to contain all processes that were started, each with a rank of its own.",
     fix="Give init_process_group the rank of this process and the number of all processes; under torchrun leave both out.",
-    runs=WHOLE,
     needs=(Joined, Started),
     blocks=True,
     anywhere=True,
@@ -90,27 +81,21 @@ def wrong_group(run: Run) -> Said:
     if run.nproc == 1 or not joined:
         return
     groups = [process.of(Joined)[-1] for process in joined]
-    where = groups[0].where
-    sizes = {group.world_size for group in groups}
+    where, sizes = groups[0].where, {group.world_size for group in groups}
     if len(joined) > run.nproc:
-        started = {event.parent for process in joined for event in process.of(Started)}
-        parents = started & {process.pid for process in run.processes}
-        by = plural(len(parents), "process") if run.launch == "torchrun" and parents else ""
-        more = f"; {by} of those that were started started them" if by else ""
+        parents = {event.parent for process in joined for event in process.of(Started)}
+        by = sum(process.pid in parents for process in run.processes) if run.launch == "torchrun" else 0
+        more = f"; {plural(by, 'process')} of those that were started started them" if by else ""
         yield Seen(f"{len(joined)} processes have joined a group, and {run.nproc} were started to do so{more}", where)
     elif sizes != {run.nproc}:
         yield Seen(f"the group has {plural(min(sizes), 'process')} where {run.nproc} were started", where)
     elif run.launch == "torchrun":
-        yield from _other_ranks(joined, where)
-
-
-def _other_ranks(joined: list[Process], where: str) -> Said:
-    for process in joined:
-        started = process.first(Started)
-        if started and started.rank is not None and int(started.rank) != process.rank:
-            seen = f"the process that torchrun calls rank {started.rank} has joined as rank {process.rank}"
-            yield Seen(seen, where)
-            return
+        for process in joined:
+            started = process.first(Started)
+            if started and started.rank is not None and int(started.rank) != process.rank:
+                text = f"the process that torchrun calls rank {started.rank} has joined as rank {process.rank}"
+                yield Seen(text, where)
+                return
 
 
 @rule(
@@ -122,20 +107,14 @@ def _other_ranks(joined: list[Process], where: str) -> Said:
 )
 def device_index(run: Run) -> Said:
     """On two machines each process has to take the device with its local rank."""
-    local = run.nproc // 2
     for process in run.processes:
-        started = process.first(Started)
-        if started is None or started.local_rank is None:
-            continue
-        for event in process.of(DeviceChosen):
-            if event.index is not None and event.index != int(started.local_rank):
-                yield Seen(
-                    f"on two machines of {local} devices, rank {started.rank} (local rank {started.local_rank}) "
-                    f"asks for device {event.index}",
-                    event.where,
-                )
+        for started, event in itertools.product(process.of(Started), process.of(DeviceChosen)):
+            if started.local_rank is not None and event.index not in (None, int(started.local_rank)):
+                who = f"rank {started.rank} (local rank {started.local_rank})"
+                machines = f"on two machines of {run.nproc // 2} devices"
+                yield Seen(f"{machines}, {who} asks for device {event.index}", event.where)
                 return
-    if run.processes and not any(process.first(DeviceChosen) for process in run.processes):
+    if run.processes and not any(run.all(DeviceChosen)):
         yield Seen("with two devices on each machine, no process asks for one: all would take the first")
 
 
@@ -166,8 +145,7 @@ def _ports(run: Run) -> dict[str, str]:
     """The ports at which a run met, each with the line that named it."""
     found = {str(event.port): "" for event in run.all(StoreOpened) if event.master and event.port}
     for event in run.all(Joining):
-        url = re.search(r"tcp://.*:(\d+)", event.init_method)
-        if url:
+        if url := re.search(r"tcp://.*:(\d+)", event.init_method):
             found[url[1]] = event.where
         elif run.launch != "torchrun" and event.port:
             found[event.port] = event.where
@@ -177,15 +155,13 @@ def _ports(run: Run) -> dict[str, str]:
 @rule(
     why="A group that is not destroyed can hang or warn at the end.",
     fix="Call torch.distributed.destroy_process_group() on the way out, also after an error (try ... finally).",
-    runs=WHOLE,
     needs=(GroupDestroyed, Joined, TrainerFit),
     hint=True,
     anywhere=True,
 )
 def not_destroyed(run: Run) -> Said:
-    """No rank destroyed the group."""
+    """No rank destroyed the group. (Lightning leaves a gloo group to the end of the process.)"""
     ranks = run.trained
-    lightning = any(process.first(TrainerFit) for process in ranks)  # it leaves a gloo group to the end of the process
     kept = all(process.rank is not None and not process.first(GroupDestroyed) for process in ranks)
-    if len(ranks) > 1 and kept and not lightning:
+    if len(ranks) > 1 and kept and not any(process.first(TrainerFit) for process in ranks):
         yield Seen("the process group is never destroyed")

@@ -19,3 +19,8 @@ def rank_of(ranks: Sequence[Process], index: int) -> int:
     """The rank of a process; its place in the order of starting where there is no group."""
     rank = ranks[index].rank
     return index if rank is None else rank
+
+
+def named(process: Process, otherwise: str = "a process") -> str:
+    """ "rank 1"; something else for a process that has joined no group."""
+    return otherwise if process.rank is None else f"rank {process.rank}"
