@@ -16,9 +16,7 @@ class Request:
 
     asked: "Shape | None"  # None: Slurm rejects the script
     wanted: "Shape | None" = None  # what it should ask for; None: any
-    options: dict[str, str] = field(
-        default_factory=dict
-    )  # those that sbatch took from it, such as {"signal": "B:USR1@60"}
+    options: dict[str, str] = field(default_factory=dict)  # that sbatch took from it: {"signal": "B:USR1@60"}
     refused: str = ""  # why Slurm rejects it; "": it does not
     alone: bool = False  # only Slurm's controller was asked, because no job can run on this machine
 
@@ -35,7 +33,7 @@ class Start:
 
 @dataclass
 class Job:
-    """A job and what is known about it. Lists are in the order of time."""
+    """A job and what is known about it; starts and epochs are in the order of time."""
 
     number: str = ""  # its job id; "": it was not submitted
     options: dict[str, str] = field(default_factory=dict)  # those that sbatch took from the script and the command line

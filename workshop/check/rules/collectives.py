@@ -11,7 +11,6 @@ POINT_TO_POINT = ("send", "recv", "isend", "irecv")
     why="A collective waits for every rank: where one calls a different one, or none, the others wait or fail.",
     fix="All ranks must call the same collectives in the same order. Move the call out of code that only some ranks reach, "
     "and give all ranks the same number of batches (DistributedSampler, drop_last=True).",
-    needs=(Collective, Backward, Wrapped, UnevenJoined),
     blocks=True,
     anywhere=True,
 )

@@ -1,68 +1,61 @@
 """How a run ended: hangs, floods of output, endless loops, crashes, and runs that trained nothing."""
 
 import re
+from itertools import islice
 
 from workshop.check.evidence.events import Ended, Exited, Joined, Joining, WroteOutside
 from workshop.check.evidence.run import Process, Run
 from workshop.check.rules.collectives import collectives_differ
 from workshop.check.rules.processes import address_overwritten, no_group, wrong_group
-from workshop.check.rules.rule import Said, Seen, rule
+from workshop.check.rules.rule import Makes, Rule, Said, Seen, rule
 from workshop.check.rules.words import named
 
 
-@rule(
+def _ending(why: str, fix: str, after: tuple[Rule, ...] = ()) -> "Makes[[Run]]":
+    return rule(why=why, fix=fix, after=after, blocks=True, always=True)
+
+
+@_ending(
     why="Output by the megabyte hides the lines that matter and fills the disk.",
     fix="Print one line an epoch, on rank 0 only.",
-    blocks=True,
-    always=True,
 )
 def output_flood(run: Run) -> Said:
     """The run printed so much that the check ended it."""
     return [FLOOD] if run.flooded else []
 
 
-@rule(
+@_ending(
     why="Processes that wait for each other in different calls wait for ever; on a cluster the job uses up its whole time.",
     fix="All ranks must call the same collectives in the same order, and take the same number of steps. Move collectives "
     "(and backward() of a DDP model, which calls them too) out of code that only some ranks reach, such as `if rank == 0`.",
-    blocks=True,
-    always=True,
 )
 def hang(run: Run) -> Said:
     """All processes wait."""
     return [_standing(run)] if run.hung == "idle" else []
 
 
-@rule(
+@_ending(
     why="The program neither moves on nor ends.",
     fix="Look at the line that is named: the condition that should end the loop never holds, or each turn takes too long.",
-    blocks=True,
-    always=True,
 )
 def endless(run: Run) -> Said:
     """A process computes without taking steps, or the time of the check was over."""
     return [_standing(run)] if run.hung in ("busy", "long") else []
 
 
-@rule(
+@_ending(
     why="A run that writes outside of its own folder can overwrite somebody's files.",
     fix="Write only below the folder that the run is started in, or to the path that an option names.",
-    needs=(WroteOutside,),
-    blocks=True,
-    always=True,
 )
 def outside_write(run: Run) -> Said:
     """A file outside of the run's folder was to be written."""
-    if seen := _outside(run):
-        yield seen
+    return _outside(run)
 
 
-@rule(
+@_ending(
     why="The program ended with an error, so nothing after it was done.",
     fix="Read the last line of the error and the line of your program that is named; --verbose shows the traceback.",
     after=(outside_write,),
-    blocks=True,
-    always=True,
 )
 def crash(run: Run) -> Said:
     """An exception, an exit status, or a process that died."""
@@ -72,12 +65,10 @@ def crash(run: Run) -> Said:
         yield seen
 
 
-@rule(
+@_ending(
     why="A run that takes no step has trained nothing, even if it ends without an error.",
     fix="Call optimizer.step() in a loop over the batches, and see that main() is called.",
     after=(address_overwritten, no_group, wrong_group, collectives_differ),
-    blocks=True,
-    always=True,
 )
 def no_training(run: Run) -> Said:
     """The run ended well and took no step."""
@@ -94,13 +85,12 @@ def ending(run: Run) -> Seen | None:
         return FLOOD
     if run.hung:
         return _standing(run)
-    return _outside(run) or _error(run)
+    return next(iter(_outside(run)), None) or _error(run)
 
 
-def _outside(run: Run) -> Seen | None:
-    for event in run.all(WroteOutside):
-        return Seen(f"it writes to {event.path}, outside of the folder that it runs in", event.where)
-    return None
+def _outside(run: Run) -> list[Seen]:
+    first = islice(run.all(WroteOutside), 1)
+    return [Seen(f"it writes to {event.path}, outside of the folder that it runs in", event.where) for event in first]
 
 
 LEADS = {"idle": "it hangs: ", "busy": "it computes, but takes no step: ", "long": "it had not ended after {:.0f} s; "}

@@ -3,7 +3,7 @@
 import re
 from collections import Counter
 
-from workshop.check.evidence.events import FileRenamed, FileWritten, Saved
+from workshop.check.evidence.events import FileRenamed, Saved
 from workshop.check.evidence.run import Process, Run
 from workshop.check.rules.rule import Said, Seen, rule
 from workshop.check.rules.words import named, plural, rank_of
@@ -13,7 +13,6 @@ from workshop.check.scenarios import SPLIT, WHOLE, Split
 @rule(
     why="Two processes that write the same file sooner or later leave a mixture of both.",
     fix="Write only on rank 0 (`if rank == 0:`), or give each rank a file name of its own.",
-    needs=(FileWritten,),
     anywhere=True,
 )
 def two_writers(run: Run) -> Said:
@@ -49,7 +48,6 @@ def _lines(process: Process) -> list[tuple[str, str]]:
 @rule(
     why="A process that dies while it writes in place leaves half a file, and nothing to resume from.",
     fix="Save under a temporary name in the same folder, then move it with os.replace, which is atomic.",
-    needs=(Saved, FileRenamed),
     anywhere=True,
 )
 def snapshot_torn(run: Run) -> Said:
@@ -67,7 +65,6 @@ def snapshot_torn(run: Run) -> Said:
 @rule(
     why="After a crash there is nothing to resume from.",
     fix="Save model, optimizer and epoch at the end of each epoch, on rank 0.",
-    needs=(Saved,),
     after=(snapshot_torn,),
 )
 def no_snapshot(run: Run) -> Said:
@@ -88,7 +85,6 @@ def no_snapshot(run: Run) -> Said:
     why="The checkpoint does not fit the plain model: nobody can load it without the same wrapper.",
     fix="Save the state of the model inside: ddp_model.module.state_dict().",
     runs=(WHOLE, SPLIT),
-    needs=(Saved,),
 )
 def snapshot_keys(_: Run, split: Split) -> Said:
     """The parameters are saved under names that begin with "module.", and the second start fails."""

@@ -1,15 +1,15 @@
 """Job scripts: what they ask Slurm for, what they start, and whether they survive a dead node and their time limit."""
 
-import itertools
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from itertools import chain, islice
 from typing import TYPE_CHECKING
 
 from workshop.check.evidence.job import PROGRAM, Job, Request
 from workshop.check.rules.ending import crash, no_training
 from workshop.check.rules.processes import device_index, no_group, port_fixed, wrong_group
 from workshop.check.rules.restart import epoch_repeated, never_resumes, resume_fails
-from workshop.check.rules.rule import Rule, Said, Seen, rule
+from workshop.check.rules.rule import Rule, Said, Seen, Told, if_first, rule
 from workshop.check.rules.words import plural
 from workshop.check.scenarios import DIRECTIVES, JOB, JOB_ELSEWHERE, NODE_DIES, REAL_JOB, REQUEST, TIME_OVER
 
@@ -62,9 +62,7 @@ def job_shape(request: Request, job: Job | None = None) -> Said:
 job_shape.also((REQUEST, JOB), after=(job_refused,))(job_shape.detectors[0].function)
 
 
-Found = Iterator[tuple[Rule, Seen]]  # what a job shows, with the rule that says it: first what explains the rest
-
-
+# The functions that are Told say what a job shows, each with the rule that is to say so: first what explains the rest.
 def _shape(job: Job) -> "Shape":
     if job.shape is None:
         raise ValueError(f"the shape of job {job.number} is not known")
@@ -76,16 +74,15 @@ def _hosts(job: Job) -> set[str]:
 
 
 def _by_torchrun(job: Job) -> bool:
-    return any((job.launchers or {}).values()) or any(
-        "TORCHELASTIC_RUN_ID" in start.environment for start in job.starts
-    )
+    torchruns = sum((job.launchers or {}).values())
+    return torchruns > 0 or any("TORCHELASTIC_RUN_ID" in start.environment for start in job.starts)
 
 
 def _failed(job: Job, text: str) -> Seen:
     return Seen(f"{text}: {job.last_error}", detail=job.output[-3000:])
 
 
-def _launch(job: Job) -> Found:
+def _launch(job: Job) -> Told:
     """Whether the processes were started, on all nodes, in one group, and with the right numbers."""
     count, shape = len(job.starts), _shape(job)
     waiting = [node for node, torchruns in (job.launchers or {}).items() if torchruns]
@@ -119,8 +116,9 @@ def _launch(job: Job) -> Found:
         yield wrong_group, Seen(f"there are {count} processes for {plural(shape.all_gpus, 'GPU')}")
 
 
-def _training(job: Job) -> Found:
+def _training(job: Job) -> Told:
     """Whether the processes meet and train to the end."""
+    yield from _launch(job)
     completed = job.epochs == list(range(job.epochs_asked)) and job.state == "COMPLETED"
     tasks = next((count for start in job.starts if (count := _number("Tasks=", start.step))), 0)
     nodes = len(_hosts(job))
@@ -133,8 +131,9 @@ def _training(job: Job) -> Found:
         yield crash, _failed(job, f"the job ends as {job.state}")
 
 
-def _local_ranks(job: Job) -> Found:
+def _local_ranks(job: Job) -> Told:
     """Whether the processes of each node have the local ranks from 0 on."""
+    yield from _launch(job)
     for host in sorted(_hosts(job)):
         here = [start.environment for start in job.starts if start.host == host]
         ranks = sorted(each.get("LOCAL_RANK", "none") for each in here)
@@ -142,12 +141,15 @@ def _local_ranks(job: Job) -> Found:
             yield device_index, Seen(f"the processes on {host} have the local ranks {', '.join(ranks)}")
         sizes = {each.get("LOCAL_WORLD_SIZE", "none") for each in here}
         if sizes != {str(len(here))}:
-            text = f"{len(here)} processes on {host} have LOCAL_WORLD_SIZE {', '.join(sorted(sizes))}"
-            yield device_index, Seen(text)
+            yield (
+                device_index,
+                Seen(f"{len(here)} processes on {host} have LOCAL_WORLD_SIZE {', '.join(sorted(sizes))}"),
+            )
 
 
-def _cores(job: Job) -> Found:
+def _cores(job: Job) -> Told:
     """Whether each task has the cores that the job has for it, and its processes compute with them."""
+    yield from _launch(job)
     shape = _shape(job)
     given = next((_cores_per_task(start.step) for start in job.starts if start.step), shape.cores)
     if given < shape.cores:
@@ -155,8 +157,7 @@ def _cores(job: Job) -> Found:
     each = shape.cores / (len(job.starts) // len(_hosts(job)) / shape.tasks)
     threads = {start.environment.get("OMP_NUM_THREADS", "none") for start in job.starts}
     if threads != {f"{each:g}"}:
-        text = f"each process has {each:g} cores, but OMP_NUM_THREADS is {', '.join(sorted(threads))}"
-        yield cores_lost, Seen(text)
+        yield cores_lost, Seen(f"each process has {each:g} cores, but OMP_NUM_THREADS is {', '.join(sorted(threads))}")
 
 
 def _cores_per_task(step: str) -> int:
@@ -170,7 +171,7 @@ def _number(name: str, step: str) -> int:
     return int(found[1]) if found else 0
 
 
-def _second_start(job: Job) -> Found:
+def _second_start(job: Job) -> Told:
     rest = job.epochs[job.before :]
     if job.restarts and not rest:
         yield resume_fails, _failed(job, "the second start trains nothing")
@@ -180,22 +181,17 @@ def _second_start(job: Job) -> Found:
         yield epoch_repeated, Seen(f"the epochs are {[epoch + 1 for epoch in job.epochs]}")
 
 
-def _real_training(job: Job) -> Found:
+def _real_training(job: Job) -> Told:
     gpus = _shape(job).all_gpus
     if job.state != "COMPLETED" or not job.processes:
         yield crash, _failed(job, f"with the real training the job ends as {job.state}")
     elif job.processes != gpus:
-        text = f"the real training has {plural(job.processes, 'process')} for {plural(gpus, 'GPU')}"
-        yield wrong_group, Seen(text)
+        yield wrong_group, Seen(f"the real training has {plural(job.processes, 'process')} for {plural(gpus, 'GPU')}")
 
 
-def _first(job: Job, *looks: Callable[[Job], Found]) -> list[tuple[Rule, Seen]]:
-    return list(itertools.islice((found for look in looks for found in look(job)), 1))
-
-
-def _says(mine: Rule, *looks: Callable[[Job], Found]) -> Callable[[Job], Said]:
-    """A detector: what these see first in a job, if that is for this rule to say."""
-    return lambda job: [seen for rule, seen in _first(job, *looks) if rule is mine]
+def _says(mine: Rule, look: Callable[[Job], Told]) -> Callable[[Job], Said]:
+    """A detector: what is seen first in a job, if that is for this rule to say."""
+    return lambda job: if_first(mine, look(job))
 
 
 @rule(
@@ -225,7 +221,7 @@ AFTER = (job_refused, still_torchrun)
 )
 def one_node_only(job: Job) -> Said:
     """Only some of the nodes do anything."""
-    return _says(one_node_only, _launch)(job)
+    return if_first(one_node_only, _launch(job))
 
 
 @rule(
@@ -239,12 +235,12 @@ def one_node_only(job: Job) -> Said:
 )
 def separate_groups(job: Job) -> Said:
     """The processes do not form one group."""
-    return _says(separate_groups, _launch, _training)(job)
+    return if_first(separate_groups, _training(job))
 
 
 for _rule in (no_training, no_group, wrong_group, crash):
-    _rule.also(JOB, after=AFTER)(_says(_rule, _launch, _training))
-device_index.also(JOB, after=AFTER)(_says(device_index, _launch, _local_ranks))
+    _rule.also(JOB, after=AFTER)(_says(_rule, _training))
+device_index.also(JOB, after=AFTER)(_says(device_index, _local_ranks))
 
 
 @rule(
@@ -257,7 +253,7 @@ device_index.also(JOB, after=AFTER)(_says(device_index, _launch, _local_ranks))
 )
 def cores_lost(job: Job) -> Said:
     """The processes do not compute with all cores that the job has for them."""
-    return _says(cores_lost, _launch, _cores)(job)
+    return if_first(cores_lost, _cores(job))
 
 
 @rule(
@@ -282,7 +278,7 @@ def meeting_place(job: Job) -> Said:
 def shape_fixed(job: Job) -> Said:
     """In another shape the script starts something else than one process for each GPU, as one group."""
     shape = _shape(job)
-    for _, seen in _first(job, _launch, _training, _local_ranks, _cores):
+    for _, seen in islice(chain(_training(job), _local_ranks(job), _cores(job)), 1):
         yield Seen(f"with sbatch --nodes={shape.nodes} --gpus-per-node={shape.gpus}: {seen.text}", detail=seen.detail)
 
 
@@ -299,8 +295,10 @@ def _place(job: Job) -> tuple[str, str]:
     for words in (*(start.launcher for start in job.starts), *job.commands):
         if found := re.search(r"--rdzv[-_]endpoint[= ](\S*):(\S*)", " ".join(words)):
             return found[1], found[2]
-    environments = [start.environment for start in job.starts if "MASTER_ADDR" in start.environment]
-    return (environments[0]["MASTER_ADDR"], environments[0].get("MASTER_PORT", "")) if environments else ("", "")
+    for start in job.starts:
+        if "MASTER_ADDR" in start.environment:
+            return start.environment["MASTER_ADDR"], start.environment.get("MASTER_PORT", "")
+    return "", ""
 
 
 @rule(

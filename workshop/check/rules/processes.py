@@ -24,7 +24,6 @@ LOCAL = ("127.0.0.1", "localhost", "::1")
 @rule(
     why="torchrun has set the address at which its processes meet; with a different one they never find each other.",
     fix="Do not set MASTER_ADDR or MASTER_PORT; call init_process_group without an address, which takes torchrun's.",
-    needs=(Joining,),
     blocks=True,
     anywhere=True,
 )
@@ -42,36 +41,30 @@ def address_overwritten(run: Run) -> Said:
 @rule(
     why="Processes that are in no common group each train a model of their own.",
     fix="Call torch.distributed.init_process_group in every process, with its rank and the number of processes.",
-    needs=(Joined, Joining, Backward),
     blocks=True,
     anywhere=True,
 )
 def no_group(run: Run) -> Said:
     """No process joined a group."""
-    if run.nproc == 1 or any(process.rank is not None for process in run.processes) or not _says_more_than_its_end(run):
+    if run.nproc == 1 or any(process.rank is not None for process in run.processes):
         return
-    trained = [process for process in run.processes if process.first(Backward)]
-    if len(trained) > 1:
-        yield Seen(f"{len(trained)} processes train, and none has joined a process group")
-    elif any(run.all(Joining)):
-        return  # it failed or hangs there: other rules say so
-    elif trained:
-        yield Seen("one process trains, in no process group", trained[0].data_where)
-    else:
-        yield Seen("no process has joined a process group")
-
-
-def _says_more_than_its_end(run: Run) -> bool:
-    """Whether a missing group explains more than how the run ended."""
     found = run.first_exception()
     lightnings = found is not None and "/lightning/" in found[1].traceback  # Lightning itself says what it refuses
-    return not run.failed or (run.asked is not None and not (run.hung or run.flooded or lightnings))
+    if run.failed and (run.asked is None or run.hung or run.flooded or lightnings):
+        return  # how it ended says more
+    trained = [process for process in run.processes if process.first(Backward)]
+    joining = any(run.all(Joining))  # it failed or hangs there: other rules say so
+    if len(trained) > 1:
+        yield Seen(f"{len(trained)} processes train, and none has joined a process group")
+    elif trained and not joining:
+        yield Seen("one process trains, in no process group", trained[0].data_where)
+    elif not joining:
+        yield Seen("no process has joined a process group")
 
 
 @rule(
     why="The group has to contain all processes that were started, each with a rank of its own.",
     fix="Give init_process_group the rank of this process and the number of all processes; under torchrun leave both out.",
-    needs=(Joined, Started),
     blocks=True,
     anywhere=True,
 )
@@ -102,7 +95,6 @@ def wrong_group(run: Run) -> Said:
     why="The rank counts over all machines, but the devices of a machine only over its own: on a second machine this fails.",
     fix="Choose the device by LOCAL_RANK: torch.accelerator.set_device_index(int(os.environ['LOCAL_RANK'])).",
     runs=TWO_NODES,
-    needs=(DeviceChosen, Started),
     anywhere=True,
 )
 def device_index(run: Run) -> Said:
@@ -122,7 +114,6 @@ def device_index(run: Run) -> Said:
     why="Two people on one machine would collide at this port.",
     fix="Let the system choose a free port: a TCPStore with port 0, or torchrun, which chooses one.",
     runs=(WHOLE, SPLIT),
-    needs=(StoreOpened, Joining),
 )
 def port_fixed(run: Run, split: Split) -> Said:
     """Two runs met at the same port."""
@@ -155,7 +146,6 @@ def _ports(run: Run) -> dict[str, str]:
 @rule(
     why="A group that is not destroyed can hang or warn at the end.",
     fix="Call torch.distributed.destroy_process_group() on the way out, also after an error (try ... finally).",
-    needs=(GroupDestroyed, Joined, TrainerFit),
     hint=True,
     anywhere=True,
 )

@@ -1,21 +1,22 @@
 """Which samples each rank trains on, in which order, and whether the model is judged on others."""
 
-import itertools
 from collections.abc import Iterator
+from itertools import combinations
 
 from workshop.check.evidence.events import Backward, BatchLoaded, EpochSet, Evaluated, LoaderStarted
 from workshop.check.evidence.run import Process, Run
 from workshop.check.rules.processes import no_group, wrong_group
-from workshop.check.rules.rule import Said, Seen, rule
+from workshop.check.rules.rule import Makes, Rule, Said, Seen, if_first, rule
 from workshop.check.rules.words import plural, rank_of
 
 
-@rule(
+def _of_samples(why: str, fix: str, after: tuple[Rule, ...] = (), hint: bool = False) -> "Makes[[Run]]":
+    return rule(why=why, fix=fix, after=(no_group, wrong_group, *after), hint=hint, anywhere=True)
+
+
+@_of_samples(
     why="The model is judged on samples that it was trained on, so the figure is too good.",
     fix="Split the data set with the same seed on all ranks: random_split(..., generator=torch.Generator().manual_seed(SEED)).",
-    needs=(Backward, Evaluated),
-    after=(no_group, wrong_group),
-    anywhere=True,
 )
 def leak(run: Run) -> Said:
     """Samples are evaluated that some rank has trained on."""
@@ -27,73 +28,57 @@ def leak(run: Run) -> Said:
         yield Seen(f"{both:,} of the {len(evaluated):,} samples evaluated are trained on by some rank", where)
 
 
-@rule(
+@_of_samples(
     why="Every rank does the same work: the averaged gradient is that of one batch, at the price of several.",
     fix="Give the DataLoader a DistributedSampler (sampler=..., without shuffle=True): it gives each rank a different part.",
-    needs=(Backward, LoaderStarted),
-    after=(no_group, wrong_group),
-    anywhere=True,
 )
 def same_samples(run: Run) -> Said:
     """Two ranks train on the same samples."""
-    return _overlap(run, "same")
+    return if_first("same", _overlaps(run))
 
 
-@rule(
+@_of_samples(
     why="Samples that two ranks train on count twice, and others not at all.",
     fix="Split and shuffle the data set with the same seed on all ranks, and let a DistributedSampler distribute it.",
-    needs=(Backward, LoaderStarted),
-    after=(no_group, wrong_group, same_samples),
-    anywhere=True,
+    after=(same_samples,),
 )
 def shares_overlap(run: Run) -> Said:
     """Two ranks share some of their samples."""
-    return _overlap(run, "some")
+    return if_first("some", _overlaps(run))
 
 
-def _overlap(run: Run, kind: str) -> Said:
-    """The first two ranks that share samples, in an epoch or at the same steps, if they share the "same" or "some"."""
-    by_epoch = all(each.forward and each.forward.loader for process in run.trained for each in process.of(Backward))
-    # Where no loader divides the run into epochs, only steps can be compared.
-    found = next(itertools.chain(_epoch_overlaps(run) if by_epoch else (), _step_overlaps(run)), None)
-    if found and found[0] == kind:
-        yield Seen(found[1], run.trained[0].data_where)
-
-
-def _pairs(run: Run) -> Iterator[tuple[int, int, str]]:
-    """Each two ranks that trained: their places in the list, and their names."""
-    for one, other in itertools.combinations(range(len(run.trained)), 2):
-        yield one, other, f"ranks {rank_of(run.trained, one)} and {rank_of(run.trained, other)}"
-
-
-def _epoch_overlaps(run: Run) -> Iterator[tuple[str, str]]:
-    for number, together in enumerate(zip(*(process.epochs for process in run.trained), strict=False), 1):
+def _overlaps(run: Run) -> Iterator[tuple[str, Seen]]:
+    """Which ranks have the "same" or "some" common samples, in an epoch or, where no loader counts epochs, in their steps."""
+    ranks = run.trained
+    where = ranks[0].data_where if ranks else ""
+    pairs = list(combinations(range(len(ranks)), 2))
+    names = {(one, two): f"ranks {rank_of(ranks, one)} and {rank_of(ranks, two)}" for one, two in pairs}
+    by_epoch = all(each.forward and each.forward.loader for process in ranks for each in process.of(Backward))
+    for number, together in enumerate(zip(*(process.epochs for process in ranks), strict=False) if by_epoch else (), 1):
         sets = [set(keys) for keys in together]
-        for one, other, names in _pairs(run) if min(map(len, sets)) >= 4 else ():
-            both, smaller = len(sets[one] & sets[other]), min(len(sets[one]), len(sets[other]))
+        for one, two in pairs if min(map(len, sets)) >= 4 else ():
+            both, smaller = len(sets[one] & sets[two]), min(len(sets[one]), len(sets[two]))
             if both >= 0.95 * smaller:
-                yield "same", f"{names} saw the same {both:,} samples in epoch {number}"
+                yield "same", Seen(f"{names[one, two]} saw the same {both:,} samples in epoch {number}", where)
             elif both > run.nproc - 1 and both > 0.03 * smaller:
-                yield "some", f"{names} share {both:,} of their {smaller:,} samples in epoch {number}"
-
-
-def _step_overlaps(run: Run) -> Iterator[tuple[str, str]]:
-    for first, second, names in _pairs(run):
-        steps = zip(run.trained[first].steps, run.trained[second].steps, strict=False)
-        pairs = [(set(one.keys), set(other.keys)) for one, other in steps]
-        fractions = [len(one & other) / min(len(one), len(other)) for one, other in pairs if one and other]
-        same = sum(fraction >= 0.95 for fraction in fractions)
-        mean = sum(fractions) / max(len(fractions), 1)
+                text = f"{names[one, two]} share {both:,} of their {smaller:,} samples in epoch {number}"
+                yield "some", Seen(text, where)
+    for one, two in pairs:
+        steps = [
+            (set(here.keys), set(there.keys)) for here, there in zip(ranks[one].steps, ranks[two].steps, strict=False)
+        ]
+        fractions = [len(here & there) / min(len(here), len(there)) for here, there in steps if here and there]
+        same, mean = sum(each >= 0.95 for each in fractions), sum(fractions) / max(len(fractions), 1)
         if same > len(fractions) / 2:
-            yield "same", f"at {same} of {len(fractions)} steps {names} train on the same samples"
+            text = f"at {same} of {len(fractions)} steps {names[one, two]} train on the same samples"
+            yield "same", Seen(text, where)
         elif mean > 0.1:
-            yield "some", f"at each step {names} share {mean:.0%} of their samples"
+            yield "some", Seen(f"at each step {names[one, two]} share {mean:.0%} of their samples", where)
 
 
 @rule(
     why="The model cannot learn from samples that no rank sees.",
     fix="Give DistributedSampler the whole training set, with the number of processes and the rank of the group.",
-    needs=(Backward, LoaderStarted, Evaluated),
     after=(no_group, wrong_group, same_samples, shares_overlap),
 )
 def samples_missed(run: Run) -> Said:
@@ -123,12 +108,10 @@ def _stopped_early(process: Process, number: int, accumulate: int) -> bool:
     return any(loaders.count(loader) < lengths.get(loader, 0) - accumulate for loader in here)
 
 
-@rule(
+@_of_samples(
     why="With the same batches in every epoch the model learns less from the same data.",
     fix="Call sampler.set_epoch(epoch) at the start of each epoch.",
-    needs=(Backward, EpochSet),
-    after=(no_group, wrong_group, same_samples, shares_overlap, samples_missed),
-    anywhere=True,
+    after=(same_samples, shares_overlap, samples_missed),
 )
 def same_order(run: Run) -> Said:
     """Two epochs have the same samples in the same order."""
@@ -141,13 +124,10 @@ def same_order(run: Run) -> Said:
             yield Seen(f"epoch 2 has the same samples in the same order as epoch 1{extra}", process.data_where)
 
 
-@rule(
+@_of_samples(
     why="Loading a batch that is thrown away costs time, and starting workers for it costs more.",
     fix="Use every batch that the loader gives, or take a single sample from the data set itself.",
-    needs=(BatchLoaded, Backward, Evaluated),
-    after=(no_group, wrong_group),
     hint=True,
-    anywhere=True,
 )
 def batch_wasted(run: Run) -> Said:
     """More batches are loaded than used."""
@@ -158,13 +138,10 @@ def batch_wasted(run: Run) -> Said:
             return
 
 
-@rule(
+@_of_samples(
     why="Every rank draws the same random numbers: the same dropout, the same augmentation.",
     fix="Seed each rank differently before the training: torch.manual_seed(SEED + rank).",
-    needs=(Backward,),
-    after=(no_group, wrong_group),
     hint=True,
-    anywhere=True,
 )
 def same_random(run: Run) -> Said:
     """The steps draw random numbers, on all ranks from the same state of the generator."""
