@@ -53,6 +53,13 @@ class Job:
     processes: int = 0  # that the log of its training names; 0: there is no log
 
     @property
+    def known_shape(self) -> "Shape":
+        """The shape that the check ran it in."""
+        if self.shape is None:
+            raise ValueError(f"the shape of job {self.number} is not known")
+        return self.shape
+
+    @property
     def last_error(self) -> str:
         """The line of its output that says most about what went wrong."""
         lines = [line.strip() for line in self.output.splitlines() if line.strip()]

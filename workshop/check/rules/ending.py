@@ -10,6 +10,8 @@ from workshop.check.rules.processes import address_overwritten, no_group, wrong_
 from workshop.check.rules.rule import Makes, Rule, Said, Seen, rule
 from workshop.check.rules.words import named
 
+FLOOD = Seen("it printed more than 20 MB, and the check ended it")
+
 
 def _ending(why: str, fix: str, after: tuple[Rule, ...] = ()) -> "Makes[[Run]]":
     return rule(why=why, fix=fix, after=after, blocks=True, always=True)
@@ -76,9 +78,6 @@ def no_training(run: Run) -> Said:
         yield Seen("the run ended without an error and took no step")
 
 
-FLOOD = Seen("it printed more than 20 MB, and the check ended it")
-
-
 def ending(run: Run) -> Seen | None:
     """How a run ended wrongly; None if it ended well."""
     if run.flooded:
@@ -91,9 +90,6 @@ def ending(run: Run) -> Seen | None:
 def _outside(run: Run) -> list[Seen]:
     first = islice(run.all(WroteOutside), 1)
     return [Seen(f"it writes to {event.path}, outside of the folder that it runs in", event.where) for event in first]
-
-
-LEADS = {"idle": "it hangs: ", "busy": "it computes, but takes no step: ", "long": "it had not ended after {:.0f} s; "}
 
 
 def _standing(run: Run) -> Seen:
@@ -114,7 +110,9 @@ def _standing(run: Run) -> Seen:
         asked = {f"world size {each.world_size}, port {each.port}" for process in alive for each in process.of(Joining)}
         parts.append(f"they never became one group: they asked for {'; '.join(sorted(asked))}")
     detail = "\n".join(f"rank {process.rank}:\n{process.stack[:3000]}" for process in alive)
-    return Seen(LEADS[run.hung].format(run.seconds) + "; ".join(parts), where, detail)
+    long = f"it had not ended after {run.seconds:.0f} s; "
+    lead = {"idle": "it hangs: ", "busy": "it computes, but takes no step: ", "long": long}[run.hung]
+    return Seen(lead + "; ".join(parts), where, detail)
 
 
 def _position(stack: str) -> tuple[str, str]:
@@ -134,8 +132,7 @@ def _position(stack: str) -> tuple[str, str]:
 EXPLAINED = {
     "Weights only load failed": "torch.load(weights_only=True) refuses this file: save only tensors, numbers, lists and dicts",
     "mark a variable ready only once": "a parameter is used twice in one backward (checkpointing, or two forwards)",
-    "finished reduction in the prior iteration": "some parameters are not used in the loss, and DDP waits for their "
-    "gradients: use them, or set find_unused_parameters=True",
+    "finished reduction in": "DDP waits for gradients of unused parameters: use them, or set find_unused_parameters=True",
     "initialize the default process group twice": "init_process_group is called a second time in the same process",
     "Address already in use|EADDRINUSE": "the port is taken, by this program itself or by another one",
     "device_ids and output_device": "on the CPU, DDP takes no device_ids",

@@ -3,18 +3,14 @@
 import re
 from collections.abc import Callable
 from itertools import chain, islice
-from typing import TYPE_CHECKING
 
 from workshop.check.evidence.job import PROGRAM, Job, Request
 from workshop.check.rules.ending import crash, no_training
 from workshop.check.rules.processes import device_index, no_group, port_fixed, wrong_group
 from workshop.check.rules.restart import epoch_repeated, never_resumes, resume_fails
-from workshop.check.rules.rule import Rule, Said, Seen, Told, if_first, rule
+from workshop.check.rules.rule import Makes, Said, Seen, Told, also, if_first, rule
 from workshop.check.rules.words import plural
 from workshop.check.scenarios import DIRECTIVES, JOB, JOB_ELSEWHERE, NODE_DIES, REAL_JOB, REQUEST, TIME_OVER
-
-if TYPE_CHECKING:
-    from workshop.slurm.shape import Shape
 
 
 @rule(
@@ -62,13 +58,6 @@ def job_shape(request: Request, job: Job | None = None) -> Said:
 job_shape.also((REQUEST, JOB), after=(job_refused,))(job_shape.detectors[0].function)
 
 
-# The functions that are Told say what a job shows, each with the rule that is to say so: first what explains the rest.
-def _shape(job: Job) -> "Shape":
-    if job.shape is None:
-        raise ValueError(f"the shape of job {job.number} is not known")
-    return job.shape
-
-
 def _hosts(job: Job) -> set[str]:
     return {start.host for start in job.starts}
 
@@ -82,9 +71,60 @@ def _failed(job: Job, text: str) -> Seen:
     return Seen(f"{text}: {job.last_error}", detail=job.output[-3000:])
 
 
+@rule(
+    why="Slurm starts one process for each GPU already; a torchrun in each task starts further processes.",
+    fix="Let srun start the program itself. Export MASTER_ADDR, MASTER_PORT and WORLD_SIZE before srun, and in each task "
+    "RANK from SLURM_PROCID and LOCAL_RANK from SLURM_LOCALID.",
+    runs=JOB,
+    after=(job_refused,),
+    blocks=True,
+)
+def still_torchrun(job: Job) -> Said:
+    """torchrun starts the processes, where Slurm is to do it."""
+    if _by_torchrun(job):
+        yield Seen("torchrun starts the processes; in this exercise Slurm starts them, one task for each")
+
+
+AFTER = (job_refused, still_torchrun)
+
+
+def _of_start(why: str, fix: str, blocks: bool = True) -> "Makes[[Job]]":
+    return rule(why=why, fix=fix, runs=JOB, after=AFTER, blocks=blocks, anywhere=True)
+
+
+@_of_start(
+    why="Slurm runs the commands of a script only on the first node; you pay for the other nodes, but they do nothing.",
+    fix="Start the processes with srun, which runs a command once for each task, on all nodes of the job.",
+)
+def one_node_only(job: Job) -> Said:
+    """Only some of the nodes do anything."""
+    return if_first(one_node_only, _launch(job))
+
+
+@_of_start(
+    why="Processes that do not meet in one group each train a model of their own, or wait until they time out.",
+    fix="Give all nodes the same meeting place: the first node of the job and a port computed from SLURM_JOB_ID. For torchrun "
+    "these are --rdzv-backend=c10d, --rdzv-id and --rdzv-endpoint; without torchrun, MASTER_ADDR and MASTER_PORT.",
+)
+def separate_groups(job: Job) -> Said:
+    """The processes do not form one group."""
+    return if_first(separate_groups, _training(job))
+
+
+@_of_start(
+    why="The GPU waits for batches that one core has to prepare, while other cores of the job are idle.",
+    fix="Export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK before srun, because srun ignores the script's --cpus-per-task, and "
+    "set OMP_NUM_THREADS to the number of cores per process.",
+    blocks=False,
+)
+def cores_lost(job: Job) -> Said:
+    """The processes do not compute with all cores that the job has for them."""
+    return if_first(cores_lost, _cores(job))
+
+
 def _launch(job: Job) -> Told:
     """Whether the processes were started, on all nodes, in one group, and with the right numbers."""
-    count, shape = len(job.starts), _shape(job)
+    count, shape = len(job.starts), job.known_shape
     waiting = [node for node, torchruns in (job.launchers or {}).items() if torchruns]
     busy = _hosts(job) or set(waiting)
     if busy and len(busy) < shape.nodes:
@@ -116,6 +156,13 @@ def _launch(job: Job) -> Told:
         yield wrong_group, Seen(f"there are {count} processes for {plural(shape.all_gpus, 'GPU')}")
 
 
+def _first(look: Callable[[Job], Told]) -> Callable[[Job], Told]:
+    """Only what is seen first, because that explains the rest."""
+    return lambda job: islice(look(job), 1)
+
+
+@also(no_training, no_group, wrong_group, crash, runs=JOB, after=AFTER)
+@_first
 def _training(job: Job) -> Told:
     """Whether the processes meet and train to the end."""
     yield from _launch(job)
@@ -131,6 +178,8 @@ def _training(job: Job) -> Told:
         yield crash, _failed(job, f"the job ends as {job.state}")
 
 
+@also(device_index, runs=JOB, after=AFTER)
+@_first
 def _local_ranks(job: Job) -> Told:
     """Whether the processes of each node have the local ranks from 0 on."""
     yield from _launch(job)
@@ -141,16 +190,14 @@ def _local_ranks(job: Job) -> Told:
             yield device_index, Seen(f"the processes on {host} have the local ranks {', '.join(ranks)}")
         sizes = {each.get("LOCAL_WORLD_SIZE", "none") for each in here}
         if sizes != {str(len(here))}:
-            yield (
-                device_index,
-                Seen(f"{len(here)} processes on {host} have LOCAL_WORLD_SIZE {', '.join(sorted(sizes))}"),
-            )
+            text = f"{len(here)} processes on {host} have LOCAL_WORLD_SIZE {', '.join(sorted(sizes))}"
+            yield device_index, Seen(text)
 
 
 def _cores(job: Job) -> Told:
     """Whether each task has the cores that the job has for it, and its processes compute with them."""
     yield from _launch(job)
-    shape = _shape(job)
+    shape = job.known_shape
     given = next((_cores_per_task(start.step) for start in job.starts if start.step), shape.cores)
     if given < shape.cores:
         yield cores_lost, Seen(f"srun gives each task {given} of the {shape.cores} cores that the job has for it")
@@ -169,91 +216,6 @@ def _cores_per_task(step: str) -> int:
 def _number(name: str, step: str) -> int:
     found = re.search(rf"{name}(\d+)", step)
     return int(found[1]) if found else 0
-
-
-def _second_start(job: Job) -> Told:
-    rest = job.epochs[job.before :]
-    if job.restarts and not rest:
-        yield resume_fails, _failed(job, "the second start trains nothing")
-    elif job.restarts and rest[0] == 0:
-        yield never_resumes, Seen(f"after {job.before} epochs the second start begins with epoch 1 again")
-    elif job.restarts and job.epochs != list(range(len(job.epochs))):
-        yield epoch_repeated, Seen(f"the epochs are {[epoch + 1 for epoch in job.epochs]}")
-
-
-def _real_training(job: Job) -> Told:
-    gpus = _shape(job).all_gpus
-    if job.state != "COMPLETED" or not job.processes:
-        yield crash, _failed(job, f"with the real training the job ends as {job.state}")
-    elif job.processes != gpus:
-        yield wrong_group, Seen(f"the real training has {plural(job.processes, 'process')} for {plural(gpus, 'GPU')}")
-
-
-def _says(mine: Rule, look: Callable[[Job], Told]) -> Callable[[Job], Said]:
-    """A detector: what is seen first in a job, if that is for this rule to say."""
-    return lambda job: if_first(mine, look(job))
-
-
-@rule(
-    why="Slurm starts one process for each GPU already; a torchrun in each task starts further processes.",
-    fix="Let srun start the program itself. Export MASTER_ADDR, MASTER_PORT and WORLD_SIZE before srun, and in each task "
-    "RANK from SLURM_PROCID and LOCAL_RANK from SLURM_LOCALID.",
-    runs=JOB,
-    after=(job_refused,),
-    blocks=True,
-)
-def still_torchrun(job: Job) -> Said:
-    """torchrun starts the processes, where Slurm is to do it."""
-    if _by_torchrun(job):
-        yield Seen("torchrun starts the processes; in this exercise Slurm starts them, one task for each")
-
-
-AFTER = (job_refused, still_torchrun)
-
-
-@rule(
-    why="Slurm runs the commands of a script only on the first node; you pay for the other nodes, but they do nothing.",
-    fix="Start the processes with srun, which runs a command once for each task, on all nodes of the job.",
-    runs=JOB,
-    after=AFTER,
-    blocks=True,
-    anywhere=True,
-)
-def one_node_only(job: Job) -> Said:
-    """Only some of the nodes do anything."""
-    return if_first(one_node_only, _launch(job))
-
-
-@rule(
-    why="Processes that do not meet in one group each train a model of their own, or wait until they time out.",
-    fix="Give all nodes the same meeting place: the first node of the job and a port computed from SLURM_JOB_ID. For torchrun "
-    "these are --rdzv-backend=c10d, --rdzv-id and --rdzv-endpoint; without torchrun, MASTER_ADDR and MASTER_PORT.",
-    runs=JOB,
-    after=AFTER,
-    blocks=True,
-    anywhere=True,
-)
-def separate_groups(job: Job) -> Said:
-    """The processes do not form one group."""
-    return if_first(separate_groups, _training(job))
-
-
-for _rule in (no_training, no_group, wrong_group, crash):
-    _rule.also(JOB, after=AFTER)(_says(_rule, _training))
-device_index.also(JOB, after=AFTER)(_says(device_index, _local_ranks))
-
-
-@rule(
-    why="The GPU waits for batches that one core has to prepare, while other cores of the job are idle.",
-    fix="Export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK before srun, because srun ignores the script's --cpus-per-task, and "
-    "set OMP_NUM_THREADS to the number of cores per process.",
-    runs=JOB,
-    after=AFTER,
-    anywhere=True,
-)
-def cores_lost(job: Job) -> Said:
-    """The processes do not compute with all cores that the job has for them."""
-    return if_first(cores_lost, _cores(job))
 
 
 @rule(
@@ -277,7 +239,7 @@ def meeting_place(job: Job) -> Said:
 )
 def shape_fixed(job: Job) -> Said:
     """In another shape the script starts something else than one process for each GPU, as one group."""
-    shape = _shape(job)
+    shape = job.known_shape
     for _, seen in islice(chain(_training(job), _local_ranks(job), _cores(job)), 1):
         yield Seen(f"with sbatch --nodes={shape.nodes} --gpus-per-node={shape.gpus}: {seen.text}", detail=seen.detail)
 
@@ -358,9 +320,16 @@ def crash_in_the_first_epochs(job: Job) -> Said:
         yield _failed(job, f"the job ends as {job.state}, in its first epochs")
 
 
-for _rule in (resume_fails, never_resumes, epoch_repeated):
-    for _scenario in (NODE_DIES, TIME_OVER):
-        _rule.also(_scenario)(_says(_rule, _second_start))
+@also(resume_fails, never_resumes, epoch_repeated, runs=NODE_DIES)
+@also(resume_fails, never_resumes, epoch_repeated, runs=TIME_OVER)
+def second_start(job: Job) -> Told:
+    rest = job.epochs[job.before :]
+    if job.restarts and not rest:
+        yield resume_fails, _failed(job, "the second start trains nothing")
+    elif job.restarts and rest[0] == 0:
+        yield never_resumes, Seen(f"after {job.before} epochs the second start begins with epoch 1 again")
+    elif job.restarts and job.epochs != list(range(len(job.epochs))):
+        yield epoch_repeated, Seen(f"the epochs are {[epoch + 1 for epoch in job.epochs]}")
 
 
 @rule(
@@ -375,5 +344,11 @@ def log_overwritten(job: Job) -> Said:
         yield Seen("the second start writes over the log of the first")
 
 
-crash.also(REAL_JOB, after=(job_refused,), active=True)(_says(crash, _real_training))
-wrong_group.also(REAL_JOB)(_says(wrong_group, _real_training))
+@also(crash, runs=REAL_JOB, after=(job_refused,), active=True)
+@also(wrong_group, runs=REAL_JOB)
+def real_training(job: Job) -> Told:
+    gpus = job.known_shape.all_gpus
+    if job.state != "COMPLETED" or not job.processes:
+        yield crash, _failed(job, f"with the real training the job ends as {job.state}")
+    elif job.processes != gpus:
+        yield wrong_group, Seen(f"the real training has {plural(job.processes, 'process')} for {plural(gpus, 'GPU')}")

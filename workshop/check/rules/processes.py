@@ -3,16 +3,7 @@
 import itertools
 import re
 
-from workshop.check.evidence.events import (
-    Backward,
-    DeviceChosen,
-    GroupDestroyed,
-    Joined,
-    Joining,
-    Started,
-    StoreOpened,
-    TrainerFit,
-)
+from workshop.check.evidence.events import Backward, DeviceChosen, GroupDestroyed, Joined, Joining, Started, StoreOpened
 from workshop.check.evidence.run import Run
 from workshop.check.rules.rule import Said, Seen, rule
 from workshop.check.rules.words import plural
@@ -31,7 +22,8 @@ def address_overwritten(run: Run) -> Said:
     """The program changed the address that torchrun had set."""
     for event in run.all(Joining) if run.launch == "torchrun" else ():
         port = ("MASTER_PORT", event.given_port, event.port)
-        for name, given, used in (port, ("MASTER_ADDR", event.given_address, event.address)):
+        address = ("MASTER_ADDR", event.given_address, event.address)
+        for name, given, used in (port, address):
             if given and used != given:
                 there = ": on a second machine that would be the wrong one" if used in LOCAL else ""
                 yield Seen(f"{name} was {given} and is {used} at init_process_group{there}", event.where)
@@ -51,9 +43,9 @@ def no_group(run: Run) -> Said:
     found = run.first_exception()
     lightnings = found is not None and "/lightning/" in found[1].traceback  # Lightning itself says what it refuses
     if run.failed and (run.asked is None or run.hung or run.flooded or lightnings):
-        return  # how it ended says more
+        return  # how it ended explains more
     trained = [process for process in run.processes if process.first(Backward)]
-    joining = any(run.all(Joining))  # it failed or hangs there: other rules say so
+    joining = any(run.all(Joining))  # that failed or hangs: other rules say so
     if len(trained) > 1:
         yield Seen(f"{len(trained)} processes train, and none has joined a process group")
     elif trained and not joining:
@@ -153,5 +145,5 @@ def not_destroyed(run: Run) -> Said:
     """No rank destroyed the group. (Lightning leaves a gloo group to the end of the process.)"""
     ranks = run.trained
     kept = all(process.rank is not None and not process.first(GroupDestroyed) for process in ranks)
-    if len(ranks) > 1 and kept and not any(process.first(TrainerFit) for process in ranks):
+    if len(ranks) > 1 and kept and not any(process.steps[-1].before.fitting for process in ranks):
         yield Seen("the process group is never destroyed")

@@ -64,10 +64,9 @@ def _overlaps(run: Run) -> Iterator[tuple[str, Seen]]:
                 text = f"{names[one, two]} share {both:,} of their {smaller:,} samples in epoch {number}"
                 yield "some", Seen(text, where)
     for one, two in pairs:
-        steps = [
-            (set(here.keys), set(there.keys)) for here, there in zip(ranks[one].steps, ranks[two].steps, strict=False)
-        ]
-        fractions = [len(here & there) / min(len(here), len(there)) for here, there in steps if here and there]
+        steps = zip(ranks[one].steps, ranks[two].steps, strict=False)
+        keys = [(set(here.keys), set(there.keys)) for here, there in steps]
+        fractions = [len(here & there) / min(len(here), len(there)) for here, there in keys if here and there]
         same, mean = sum(each >= 0.95 for each in fractions), sum(fractions) / max(len(fractions), 1)
         if same > len(fractions) / 2:
             text = f"at {same} of {len(fractions)} steps {names[one, two]} train on the same samples"
@@ -92,7 +91,7 @@ def samples_missed(run: Run) -> Said:
         data_sets = {key[:2] for key in trained}
         kind, length = next(iter(data_sets)) if len(data_sets) == 1 else ("content", 0)
         if kind == "content":
-            continue
+            continue  # the samples are not those of one data set
         size = int(str(length))
         left = size - len(trained | {key for key in evaluated if key[:2] in data_sets})
         if left >= max(step, run.nproc) + run.nproc and not _stopped_early(ranks[0], number, run.accumulate):
@@ -148,5 +147,4 @@ def same_random(run: Run) -> Said:
     ranks = run.trained
     states = [[each.random for each in process.of(Backward)] for process in ranks]
     if len(ranks) > 1 and ranks[0].draws and all(each == states[0] for each in states[1:]):
-        text = "random numbers are drawn in the steps, and at each step all ranks draw the same"
-        yield Seen(text, ranks[0].data_where)
+        yield Seen("random numbers are drawn, and at each step all ranks draw the same", ranks[0].data_where)
