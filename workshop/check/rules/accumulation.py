@@ -4,19 +4,16 @@ from statistics import mode
 
 from workshop.check.evidence.events import Backward, Wrapped
 from workshop.check.evidence.run import Run
-from workshop.check.rules.gradients import against_one_process
+from workshop.check.rules.gradients import against_one_process, beside_one_process
+from workshop.check.rules.learning import of_steps
 from workshop.check.rules.processes import no_group, wrong_group
-from workshop.check.rules.rule import Said, Seen, if_first, rule
+from workshop.check.rules.rule import Said, Seen, findings, rule
 from workshop.check.rules.words import plural
-from workshop.check.scenarios import SINGLE, WHOLE
 
 
-@rule(
+@of_steps(
     why="A step with more or fewer batches than the others has a gradient of a different scale.",
     fix="Step after every N-th batch, counted from 1: `if (batch + 1) % accumulate == 0`; call zero_grad() after the step only.",
-    after=(no_group, wrong_group),
-    spoils=True,
-    anywhere=True,
 )
 def accumulation_uneven(run: Run) -> Said:
     """The steps have different numbers of batches, or not as many as asked for."""
@@ -34,15 +31,13 @@ def accumulation_uneven(run: Run) -> Said:
             yield Seen(f"no optimizer.step() follows the last {plural(last, 'backward() call')}", process.step_where)
 
 
-@rule(
+@beside_one_process(
     why="The gradient of a step has to be the mean over its batches; their sum changes the effective learning rate.",
     fix="Divide each batch's loss by the number of batches a step: (loss / accumulate).backward().",
-    runs=(WHOLE, SINGLE),
-    spoils=True,
 )
 def accumulation_scale(run: Run, single: Run) -> Said:
     """The gradient is the sum over the step's batches."""
-    return if_first("accumulation-scale", against_one_process(run, single))
+    return findings(accumulation_scale, against_one_process, run, single)
 
 
 @rule(

@@ -1,18 +1,20 @@
 """Checkpoints of sharded models: saved by all ranks while the training goes on, resumed on any number of ranks, and exported."""
 
-from workshop.check.evidence.events import CheckpointCalled, FineTuningReported, Saved, StepBegun, StepTaken
+from functools import partial
+
+from workshop.check.evidence.events import CheckpointCalled, FineTuningReported, Saved
 from workshop.check.evidence.run import Run, Step
 from workshop.check.evidence.sketches import difference
 from workshop.check.evidence.text import Checkpoint, Exported, Restarted
 from workshop.check.rules.ending import ending
 from workshop.check.rules.restart import never_resumes, optimizer_lost, resume_differs, resume_fails, schedule_lost
-from workshop.check.rules.rule import Said, Seen, Told, also, findings, rule
+from workshop.check.rules.rule import Makes, Said, Seen, Told, also, findings, rule
 from workshop.check.rules.sharding import CLOSE, losses, unequal
 from workshop.check.rules.words import plural
 from workshop.check.scenarios import CHECKPOINT, EXPORTED, RESTARTED, WHOLE
 
-SAVES = (CheckpointCalled, Saved)
-STEPS = (StepBegun, StepTaken, CheckpointCalled)
+SAVES = (CheckpointCalled,)
+_of_checkpoint: "partial[Makes[[Run, Checkpoint]]]" = partial(rule, runs=(WHOLE, CHECKPOINT), needs=SAVES)
 
 
 def _saves(run: Run) -> list[CheckpointCalled]:
@@ -20,11 +22,9 @@ def _saves(run: Run) -> list[CheckpointCalled]:
     return [event for event in run.all(CheckpointCalled) if event.name in ("save", "async_save") and not event.writer]
 
 
-@rule(
+@_of_checkpoint(
     why="One rank that gathers and writes the whole state can run out of memory, and the other ranks wait for its disk.",
     fix="Call torch.distributed.checkpoint.async_save on every rank with get_state_dict(): each rank then writes its own shard.",
-    runs=(WHOLE, CHECKPOINT),
-    needs=SAVES,
 )
 def whole_saved(run: Run, checkpoint: Checkpoint) -> Said:
     """One file holds the state, or one rank writes all of it."""
@@ -35,12 +35,9 @@ def whole_saved(run: Run, checkpoint: Checkpoint) -> Said:
         yield Seen(f"of {run.nproc} ranks only {checkpoint.writers} wrote files of the checkpoint", saves[0].where)
 
 
-@rule(
+@_of_checkpoint(
     why="After a crash there is nothing to resume from.",
-    fix="Save model, optimizer, schedule and step on every rank: with torch.distributed.checkpoint (wait for the last "
-    "async_save before the program ends), or with save_checkpoint() of DeepSpeed's engine.",
-    runs=(WHOLE, CHECKPOINT),
-    needs=SAVES,
+    fix="On every rank call torch.distributed.checkpoint.async_save and wait for the last, or DeepSpeed's save_checkpoint().",
     blocks=True,
 )
 def not_saved(run: Run, checkpoint: Checkpoint) -> Said:
@@ -62,12 +59,9 @@ def optimizer_not_saved(run: Run, checkpoint: Checkpoint) -> Said:
         yield Seen("the checkpoint does not contain the state of the optimizer", saves[0].where)
 
 
-@rule(
+@_of_checkpoint(
     why="All GPUs wait while the files are written: minutes for each checkpoint of a large model.",
-    fix="Call torch.distributed.checkpoint.async_save, with a gloo group of its own (dist.new_group), and wait for the "
-    "checkpoint before the next one starts.",
-    runs=(WHOLE, CHECKPOINT),
-    needs=SAVES,
+    fix="Call torch.distributed.checkpoint.async_save with a gloo group (dist.new_group); wait for it before the next one.",
     after=(not_saved, whole_saved),
 )
 def saves_waiting(run: Run, checkpoint: Checkpoint) -> Said:
@@ -81,14 +75,14 @@ def saves_waiting(run: Run, checkpoint: Checkpoint) -> Said:
     why="Some samples are trained on twice and others never.",
     fix="Skip the batches of the steps that are done: islice(batches, steps_done, None).",
     runs=(WHOLE, RESTARTED),
-    needs=STEPS,
+    needs=SAVES,
 )
 def data_repeated(whole: Run, restarted: Restarted) -> Said:
     """After a restart the steps do not get the samples that they would have had."""
     return findings(data_repeated, first_problem, whole, restarted)
 
 
-@also(resume_fails, never_resumes, resume_differs, schedule_lost, optimizer_lost, runs=(WHOLE, RESTARTED), needs=STEPS)
+@also(resume_fails, never_resumes, resume_differs, schedule_lost, optimizer_lost, runs=(WHOLE, RESTARTED), needs=SAVES)
 def first_problem(whole: Run, restarted: Restarted) -> Told:
     """What is wrong first with the run that was started again, beside the run without a break."""
     again = restarted.again
@@ -129,7 +123,7 @@ def _first_difference(base: list[Step], again: list[Step]) -> Told:
     why="The next job may get a different number of GPUs.",
     fix="Use get_state_dict(), torch.distributed.checkpoint.load and set_state_dict(), which reshard; use no rank in file names.",
     runs=(WHOLE, RESTARTED),
-    needs=(FineTuningReported, *STEPS),
+    needs=(FineTuningReported,),
 )
 def reshard_fails(whole: Run, restarted: Restarted) -> Said:
     """A different number of ranks cannot resume, or has different losses."""
@@ -142,18 +136,14 @@ def reshard_fails(whole: Run, restarted: Restarted) -> Said:
             return
         resumed, together = losses(run), losses(whole)
         rest = together[-len(resumed) :]
-        bad = unequal(rest, resumed)
-        if bad is not None:
-            number = len(together) - len(rest) + bad + 1
-            seen = f"the loss of step {number} is {resumed[bad]:.4f}, and {rest[bad]:.4f} without the restart"
-            yield Seen(f"{lead} {seen}")
+        if seen := unequal(resumed, rest, first=len(together) - len(rest) + 1):
+            yield Seen(f"{lead} {seen} without the restart")
             return
 
 
 @rule(
     why="Nobody else can use a model that only this program can read.",
-    fix="Write what a plain loader expects: for transformers config.json, safetensors files with their index, and the "
-    "tokenizer; for PyTorch the state_dict that get_fp32_state_dict_from_zero_checkpoint returns.",
+    fix="Write config.json, safetensors and tokenizer for transformers; with ZeRO call get_fp32_state_dict_from_zero_checkpoint.",
     runs=EXPORTED,
 )
 def not_exported(exported: Exported) -> Said:

@@ -1,7 +1,6 @@
 """Training with DeepSpeed's engine: it does the work, ZeRO partitions the optimizer, and the training is that of plain DDP."""
 
-from collections.abc import Iterator, Sequence
-from functools import partial
+from collections.abc import Sequence
 
 from workshop.check.evidence.engine import EngineCheckpoint, PlainWeights
 from workshop.check.evidence.events import (
@@ -18,7 +17,7 @@ from workshop.check.rules.checkpoints import export_differs, not_exported, not_s
 from workshop.check.rules.ending import ending
 from workshop.check.rules.learning import no_learning
 from workshop.check.rules.restart import epoch_repeated, epoch_skipped, never_resumes, resume_differs, resume_fails
-from workshop.check.rules.rule import Rule, Said, Seen, if_first, rule
+from workshop.check.rules.rule import Said, Seen, Told, also, rule
 from workshop.check.rules.sharding import losses, unequal
 from workshop.check.rules.words import listed, plural
 from workshop.check.scenarios import ENGINE_CHECKPOINT, ENGINE_SPLIT, PLAIN_WEIGHTS, REFERENCE, UNEVEN, WHOLE, Split
@@ -105,13 +104,10 @@ def optimizer_whole(run: Run) -> Said:
 )
 def differs_from_ddp(run: Run, reference: Run) -> Said:
     """The losses are not those of the same training without the engine."""
-    ours, theirs = losses(run, Reported), losses(reference, Reported)
-    bad = unequal(ours, theirs, SAME)
-    if bad is not None:
-        made = next(run.all(EngineMade), None)
-        clips = f"; the norm of the gradients is clipped at {made.clipping:g}" if made and made.clipping else ""
-        seen = f"the loss of step {bad + 1} is {ours[bad]:.4f}, and {theirs[bad]:.4f} without the engine{clips}"
-        yield Seen(seen, run.where(EngineMade))
+    made = next(run.all(EngineMade), None)
+    clips = f"; the norm of the gradients is clipped at {made.clipping:g}" if made and made.clipping else ""
+    if seen := unequal(losses(run, Reported), losses(reference, Reported), SAME):
+        yield Seen(f"{seen} without the engine{clips}", run.where(EngineMade))
 
 
 @no_learning.also((WHOLE, REFERENCE), needs=(Reported,), last=True)
@@ -134,32 +130,25 @@ def engine_not_saved(run: Run, checkpoint: EngineCheckpoint) -> Said:
         yield Seen(f"when the run has ended, the checkpoint does not contain every rank's part, but {files}", saved)
 
 
-def _if_first(asked: Rule, whole: Run, split: Split) -> Said:
-    return if_first(asked, _problems(whole, split))
+RESUMING = (resume_fails, never_resumes, epoch_repeated, epoch_skipped, resume_differs)
 
 
-for _rule in (resume_fails, never_resumes, epoch_repeated, epoch_skipped, resume_differs):
-    _rule.also((WHOLE, ENGINE_SPLIT), needs=(Reported,), active=True)(partial(_if_first, _rule))
-
-
-def _problems(whole: Run, split: Split) -> Iterator[tuple[Rule, Seen]]:
-    """What is wrong with a second start from the engine's checkpoint, each with its rule."""
+@also(*RESUMING, runs=(WHOLE, ENGINE_SPLIT), needs=(Reported,), active=True)
+def engine_second_start(whole: Run, split: Split) -> Told:
+    """What is wrong first with a second start from the engine's checkpoint."""
     second = split.second
     load = _line_of(second.trained, "load_checkpoint") or ""
     if ended := ending(second):
-        yield resume_fails, Seen(f"the second start fails: {ended.text}", ended.where, ended.detail)
+        return [(resume_fails, Seen(f"the second start fails: {ended.text}", ended.where, ended.detail))]
     total, done, rest = (len(run.trained[0].steps) if run.trained else 0 for run in (whole, split.first, second))
     if rest >= total:
         again = Seen(f"the second start takes all {plural(rest, 'step')} again", load)
-        yield (epoch_repeated if load else never_resumes), again
+        return [(epoch_repeated if load else never_resumes, again)]
     if done + rest != total:
         counts = Seen(f"{done} + {rest} steps in two parts, {total} in one", load)
-        yield (epoch_repeated if done + rest > total else epoch_skipped), counts
-    one, other = losses(whole, Reported)[done:], losses(second, Reported)
-    bad = unequal(one, other, SAME)
-    if bad is not None:
-        seen = f"the loss of step {done + bad + 1} is {other[bad]:.4f}, and {one[bad]:.4f} without a restart"
-        yield resume_differs, Seen(f"after the second start {seen}", load)
+        return [(epoch_repeated if done + rest > total else epoch_skipped, counts)]
+    seen = unequal(losses(second, Reported), losses(whole, Reported)[done:], SAME, first=done + 1)
+    return [(resume_differs, Seen(f"after the second start {seen} without a restart", load))] if seen else []
 
 
 @not_exported.also((ENGINE_SPLIT, PLAIN_WEIGHTS), after=(resume_fails,), active=True)

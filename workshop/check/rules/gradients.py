@@ -1,57 +1,55 @@
 """Whether all ranks hold the same gradients and parameters, and those that one process would have."""
 
 from collections import Counter
-from collections.abc import Iterator
+from functools import partial
 from itertools import pairwise
 
 from workshop.check.evidence.events import Backward, Collective, LayersSeen, StepBegun, UnevenJoined, Wrapped
 from workshop.check.evidence.run import Process, Run, Step
 from workshop.check.evidence.sketches import CLOSE, difference, different_names, ratio
-from workshop.check.rules.processes import no_group, wrong_group
-from workshop.check.rules.rule import NotJudged, Said, Seen, if_first, rule
+from workshop.check.rules.learning import of_steps
+from workshop.check.rules.rule import RULES, Makes, NotJudged, Rule, Said, Seen, Told, findings, rule
 from workshop.check.rules.words import listed
 from workshop.check.scenarios import SINGLE, WHOLE
 
+beside_one_process: "partial[Makes[[Run, Run]]]" = partial(rule, runs=(WHOLE, SINGLE), needs=(LayersSeen,), spoils=True)
 
-@rule(
+
+@of_steps(
     why="Without averaged gradients each process trains a different model, and one of them is saved.",
     fix="Wrap the model in DistributedDataParallel and call the wrapper in the forward pass; its backward() averages.",
-    after=(no_group, wrong_group),
-    spoils=True,
-    anywhere=True,
 )
 def gradients_differ(run: Run) -> Said:
     """The ranks hold different gradients at a step, or equal ones only because they saw the same samples."""
-    return if_first("gradients-differ", _apart(run))
+    return findings(gradients_differ, _apart, run)
 
 
-@rule(
+@of_steps(
     why="The replicas have to hold the same parameters at all times; otherwise they train different models.",
     fix="Let DistributedDataParallel copy rank 0's parameters, load checkpoints on every rank, and use the same learning rate.",
-    after=(no_group, wrong_group),
-    spoils=True,
-    anywhere=True,
 )
 def weights_differ(run: Run) -> Said:
     """The ranks begin with different parameters, or step to different ones."""
-    return if_first("weights-differ", _apart(run))
+    return findings(weights_differ, _apart, run)
 
 
-def _apart(run: Run) -> Iterator[tuple[str, Seen]]:
-    """Where two ranks hold different gradients or parameters, step by step, each with its rule."""
+def _apart(run: Run) -> Told:
+    """Where two ranks first hold different gradients or parameters."""
     ranks = run.trained
     joined = any(process.first(UnevenJoined) for process in ranks)
     for process in ranks[1:]:
         for number, (one, two) in enumerate(zip(ranks[0].steps, process.steps, strict=False), 1):
-            yield from _apart_at(number, one, two, ranks[0], joined)
+            if found := _apart_at(number, one, two, ranks[0], joined):
+                return [found]
     together = list(zip(*(process.steps for process in ranks), strict=False))
     same = together and all(step.rows and step.rows == steps[0].rows for steps in together for step in steps)
     if len(ranks) > 1 and same and not ranks[0].first(Wrapped) and not _averages_by_hand(ranks[0]):
         seen = "the gradients agree only because all ranks train on the same samples: nothing averages them"
-        yield "gradients-differ", Seen(seen, ranks[0].step_where)
+        return [(gradients_differ, Seen(seen, ranks[0].step_where))]
+    return []
 
 
-def _apart_at(number: int, one: Step, two: Step, base: Process, joined: bool) -> Iterator[tuple[str, Seen]]:
+def _apart_at(number: int, one: Step, two: Step, base: Process, joined: bool) -> tuple[Rule, Seen] | None:
     """How the same step differs on two ranks; ``base`` is the first of them."""
     before, other = one.before, two.before
     begun = number == 1 and difference(before.weights, other.weights) > CLOSE
@@ -61,15 +59,16 @@ def _apart_at(number: int, one: Step, two: Step, base: Process, joined: bool) ->
         also = ", and they began with different parameters" if begun else ""
         where, reason = _why_unequal(base, one, two)
         seen = f"before step {number} the ranks hold different gradients{of}{also}; {reason}"
-        yield "gradients-differ", Seen(seen, where)
-    elif begun:
+        return gradients_differ, Seen(seen, where)
+    if begun:
         which = different_names(before.weights, other.weights, before.names)
-        yield "weights-differ", Seen(f"the ranks begin with different parameters ({listed(which)})", before.where)
-    elif not joined and one.after and two.after and difference(one.after.weights, two.after.weights) > CLOSE:
+        return weights_differ, Seen(f"the ranks begin with different parameters ({listed(which)})", before.where)
+    if not joined and one.after and two.after and difference(one.after.weights, two.after.weights) > CLOSE:
         which = different_names(one.after.weights, two.after.weights, before.names)
         rates = f"; their learning rates are {before.rates} and {other.rates}" if before.rates != other.rates else ""
         seen = f"the gradients agree, but after step {number} the parameters do not ({listed(which)}){rates}"
-        yield "weights-differ", Seen(seen, before.where)
+        return weights_differ, Seen(seen, before.where)
+    return None
 
 
 def _why_unequal(base: Process, one: Step, two: Step) -> tuple[str, str]:
@@ -95,24 +94,18 @@ def _averages_by_hand(process: Process) -> bool:
     return (Backward, Collective) in pairwise(kinds)
 
 
-@rule(
+@beside_one_process(
     why="A multiple of the averaged gradient changes the effective learning rate.",
     fix="Do not multiply or divide the loss by the number of processes: DistributedDataParallel already averages.",
-    runs=(WHOLE, SINGLE),
-    needs=(LayersSeen,),
-    spoils=True,
 )
 def gradient_scale(run: Run, single: Run) -> Said:
     """The gradient is a multiple of that of one process on the same samples."""
-    return if_first("gradient-scale", against_one_process(run, single))
+    return findings(gradient_scale, against_one_process, run, single)
 
 
-@rule(
+@beside_one_process(
     why="N processes that see the batches of one process should compute the same training.",
     fix="Compare with one process on the same global batches: the mean over all samples, the learning rate, the parameters.",
-    runs=(WHOLE, SINGLE),
-    needs=(LayersSeen,),
-    spoils=True,
 )
 def differs_from_one_process(run: Run, single: Run) -> Said:
     """Gradient, learning rate or parameters are not those of one process on the same samples."""
@@ -120,37 +113,42 @@ def differs_from_one_process(run: Run, single: Run) -> Said:
         yield NotJudged("whether one process computes the same: BatchNorm uses each process's own batch", goal=False)
     elif run.trained and not single.trained:
         yield NotJudged("whether one process computes the same: with one process it does not train", goal=False)
-    yield from if_first("differs-from-one-process", against_one_process(run, single))
+    yield from findings(differs_from_one_process, against_one_process, run, single)
 
 
-def against_one_process(run: Run, single: Run) -> Iterator[tuple[str, Seen]]:
-    """How the steps differ from those of one process with the same global batches, each with its rule."""
+def against_one_process(run: Run, single: Run) -> Told:
+    """How the steps first differ from those of one process with the same global batches."""
     if not run.trained or not single.trained:
-        return
+        return []
     steps, alone = run.trained[0].steps, single.trained[0].steps
     if any(event.batchnorm for event in run.all(LayersSeen)):  # then two processes rightly differ from one, a little
         ours, theirs = (sum(each.loss or 0 for each in first.backwards) for first in (steps[0], alone[0]))
         if theirs and not abs(ours / theirs - 1) < 0.25:  # NaN too
-            kind = "accumulation-scale" if run.accumulate > 1 else "gradient-scale"
+            about = (
+                RULES["accumulation-scale"] if run.accumulate > 1 else gradient_scale
+            )  # whose module imports this one
             seen = f"in step 1 backward() is given {ours / theirs:.2f} times the loss that one process has"
-            yield kind, Seen(seen, steps[0].before.where)
+            return [(about, Seen(seen, steps[0].before.where))]
     elif not any(process.draws for process in run.trained):  # each process draws its own random numbers
         for index, (one, two) in enumerate(zip(steps, alone, strict=False)):
             here = Counter(row for each in run.trained for step in each.steps[index : index + 1] for row in step.rows)
             begun = index == 0 and difference(one.before.weights, two.before.weights) > CLOSE
             if begun or not here or here != Counter(two.rows):
-                return
-            yield from _other_step(run, index + 1, one, two)
+                break
+            about, seen = _other_step(run, index + 1, one, two)
+            if seen:
+                return [(about, Seen(seen, one.before.where))]
+    return []
 
 
-def _other_step(run: Run, number: int, step: Step, alone: Step) -> Iterator[tuple[str, Seen]]:
+def _other_step(run: Run, number: int, step: Step, alone: Step) -> tuple[Rule, str]:
     """How a step differs from that of one process on the same samples."""
     one, two = step.before, alone.before
-    seen, kind = "", "differs-from-one-process"
+    seen, about = "", differs_from_one_process
     factor = ratio(one.gradients, two.gradients)
     if factor is not None and abs(factor - 1) > 0.03:
         accumulated = run.accumulate > 1 and abs(factor - run.accumulate) < 0.1 * run.accumulate
-        kind = "accumulation-scale" if accumulated else "gradient-scale"
+        about = RULES["accumulation-scale"] if accumulated else gradient_scale
         seen = f"the gradient of step {number} is {factor:.2f} times that of one process on the same samples"
     elif number == 1 and factor is None and difference(one.gradients, two.gradients) > 0.02:
         which = listed(different_names(one.gradients, two.gradients, one.names))
@@ -159,5 +157,4 @@ def _other_step(run: Run, number: int, step: Step, alone: Step) -> Iterator[tupl
         seen = f"the learning rate is {one.rates} with {run.nproc} processes and {two.rates} with one"
     elif step.after and alone.after and difference(step.after.weights, alone.after.weights) > 0.05:
         seen = f"on the same samples the parameters after step {number} are not those of one process"
-    if seen:
-        yield kind, Seen(seen, one.where)
+    return about, seen

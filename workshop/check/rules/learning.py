@@ -1,6 +1,7 @@
 """Whether the steps train the model."""
 
 import math
+from functools import partial
 
 from workshop.check.evidence.events import Backward, GraphMeasured
 from workshop.check.evidence.run import Run
@@ -10,13 +11,13 @@ from workshop.check.rules.rule import Said, Seen, rule
 from workshop.check.rules.words import plural
 from workshop.check.scenarios import WHOLE
 
+# A rule about the steps of one process: where it finds something, reported figures cannot be right.
+of_steps = partial(rule, after=(no_group, wrong_group), spoils=True, anywhere=True)
 
-@rule(
+
+@of_steps(
     why="The optimizer changes parameters that the model does not use, so the model stays as it was.",
     fix="Create the optimizer from the parameters of the model that computes the loss, after the last change to that model.",
-    after=(no_group, wrong_group),
-    spoils=True,
-    anywhere=True,
 )
 def wrong_parameters(run: Run) -> Said:
     """The optimizer holds none of the model's parameters."""
@@ -25,23 +26,20 @@ def wrong_parameters(run: Run) -> Said:
             yield Seen("the optimizer holds none of the parameters that the forward pass uses", process.step_where)
 
 
-@rule(
+@of_steps(
     why="Parameters that do not change, or a loss that does not fall, mean that nothing is learned.",
     fix="Call backward() before step(); avoid detach(), .data and no_grad() in the loss; check the learning rate and the labels.",
     after=(no_group, wrong_group, wrong_parameters),
-    spoils=True,
-    anywhere=True,
 )
 def no_learning(run: Run) -> Said:
     """There is no gradient, or the parameters do not move."""
     for process in run.trained[:1]:
         steps = process.steps
         gradients = [gradient for step in steps for gradient in step.before.gradients]
-        last = steps[-1].after or steps[-1].before
         if all(gradient is None or gradient[0] == 0 for gradient in gradients):
             seen = "the gradient is zero at every step" if any(gradients) else "there is no gradient at any step"
             yield Seen(seen, process.step_where)
-        elif difference(steps[0].before.weights, last.weights) == 0:
+        elif difference(steps[0].before.weights, (steps[-1].after or steps[-1].before).weights) == 0:
             yield Seen(f"after {plural(len(steps), 'step')} the parameters are what they were", process.step_where)
 
 
@@ -60,18 +58,15 @@ def loss_does_not_fall(run: Run) -> Said:
             yield Seen(seen, backwards[0].where)
 
 
-@rule(
+@of_steps(
     why="The gradients of earlier steps are added to those of the new batch, so each step also repeats the old ones.",
     fix="Call optimizer.zero_grad() once before the first backward() of each step.",
     after=(no_group, wrong_group, wrong_parameters, no_learning),
-    spoils=True,
-    anywhere=True,
 )
 def gradients_pile_up(run: Run) -> Said:
     """A step's first backward finds gradients of the step before."""
     for process in run.trained[:1]:
-        first = [backward for step in process.steps[1:] for backward in step.backwards[:1]]
-        piled = [backward for backward in first if backward.leftover]
+        piled = [each for step in process.steps[1:] for each in step.backwards[:1] if each.leftover]
         if len(piled) > len(process.steps) // 3:
             seen = "when a step's first backward() begins, the gradients of the step before are still there"
             yield Seen(seen, piled[0].where)

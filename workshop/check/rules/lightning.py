@@ -2,44 +2,29 @@
 
 import re
 from functools import partial
-from typing import Any
 
-from workshop.check.evidence.events import (
-    Backward,
-    CallbacksSeen,
-    LayersSeen,
-    MetricsLogged,
-    Raised,
-    Saved,
-    StepBegun,
-    TrainerFit,
-)
+from workshop.check.evidence.events import CallbacksSeen, LayersSeen, MetricsLogged, Saved, TrainerFit
 from workshop.check.evidence.real import RealRun
-from workshop.check.evidence.run import Process, Run
+from workshop.check.evidence.run import Run
 from workshop.check.rules.collectives import collectives_differ
 from workshop.check.rules.ending import crash, ending, hang, no_training
 from workshop.check.rules.processes import address_overwritten, no_group, wrong_group
-from workshop.check.rules.rule import Makes, Rule, Said, Seen, rule
+from workshop.check.rules.rule import Said, Seen, rule
 from workshop.check.rules.words import plural
 from workshop.check.scenarios import ALONE, NODES_OPTION, SESSION, TASKS, WHOLE
 
 
 @rule(
     why="What the Trainer does not run, it neither distributes, nor saves, nor moves to the device.",
-    fix="Put the loss into LightningModule.training_step and the optimizer into configure_optimizers, and let "
-    "Trainer.fit(model, datamodule=...) replace the loop.",
-    runs=WHOLE,
-    needs=(StepBegun, TrainerFit),
+    fix="Move the loop to LightningModule.training_step and configure_optimizers; call Trainer.fit(model, datamodule=...).",
     blocks=True,
 )
 def trainer_idle(run: Run) -> Said:
     """The program's own loop takes the steps, or nothing does."""
     steps = [step.before for process in run.processes for step in process.steps]
-    if any(step.fitting for step in steps):
-        return
-    if steps:
+    if steps and not any(step.fitting for step in steps):
         yield Seen("a loop of the program takes the steps, not a Trainer", steps[0].where)
-    elif not any(run.all(TrainerFit)):
+    elif not steps and not any(run.all(TrainerFit)):
         yield Seen("Trainer.fit() is never called")
 
 
@@ -52,10 +37,7 @@ def _refused(run: Run, sign: str, seen: str) -> Said:
 
 @rule(
     why="The Trainer calls the methods of the module by their names, so each of them has to exist.",
-    fix="Define LightningModule.training_step (it returns the loss), configure_optimizers (it returns the optimizer), and "
-    "train_dataloader in the LightningDataModule.",
-    runs=WHOLE,
-    needs=(Raised,),
+    fix="Define LightningModule.training_step and .configure_optimizers, and LightningDataModule.train_dataloader.",
     instead_of=(crash, no_group),
     blocks=True,
 )
@@ -65,7 +47,7 @@ def step_missing(run: Run) -> Said:
     return _refused(run, sign, r"the Trainer finds no \1()")
 
 
-@wrong_group.also(WHOLE, needs=(Raised,), instead_of=(crash, no_group))
+@wrong_group.also(WHOLE, instead_of=(crash, no_group))
 def other_number_than_devices(run: Run) -> Said:
     """Lightning itself refuses the number of processes."""
     sign = r"You set `devices=(\d+)` and `num_nodes=(\d+)` in Lightning.* match the world size \((\d+)\)"
@@ -75,25 +57,17 @@ def other_number_than_devices(run: Run) -> Said:
 # Where one of these has found something, the run is not the training that the exercise asks for.
 NOT_TRAINED = (trainer_idle, step_missing, no_group, wrong_group, address_overwritten, collectives_differ, no_training)
 
-
-def _of_training(*, after: tuple[Rule, ...] = (), **settings: Any) -> "Makes[[Run]]":
-    return rule(runs=WHOLE, after=(*NOT_TRAINED, *after), **settings)
-
-
-def _rank_0(run: Run) -> list[Process]:
-    """The first rank of a run that trained to its end; of any other run, no rank."""
-    return [] if run.failed else run.trained[:1]
+_of_training = partial(rule, after=NOT_TRAINED)
 
 
 @_of_training(
     why="The model is made for images of a different shape.",
     fix='In the transform, convert each image to RGB and resize it: image.convert("RGB").resize((32, 32)).',
-    needs=(Backward, StepBegun),
 )
 def wrong_images(run: Run) -> Said:
     """The model is given images of another shape than asked for."""
     wanted = run.asked.images if run.asked else None
-    for process in _rank_0(run) if wanted else ():
+    for process in run.first_rank if wanted else ():
         shape = next((each.forward.shape for each in process.steps[0].backwards[:1] if each.forward), None)
         if shape != wanted:
             given, asked = (" x ".join(map(str, each or ())) for each in (shape, wanted))
@@ -103,15 +77,14 @@ def wrong_images(run: Run) -> Said:
 @_of_training(
     why="No later layer sees what the stem discards, and of small images too little is left.",
     fix="Replace the stem by a convolution with kernel size 3, stride 1 and padding 1, without pooling.",
-    needs=(LayersSeen, StepBegun, Backward),
-    after=(wrong_images,),
+    needs=(LayersSeen,),
+    after=(*NOT_TRAINED, wrong_images),
 )
 def stem_shrinks(run: Run) -> Said:
     """The first layers do not keep the pixels of the image."""
     size: tuple[int, ...] = run.asked.images[1:] if run.asked and run.asked.images else ()
-    for process in _rank_0(run) if size else ():
-        layers = process.first(LayersSeen)
-        convolved = layers.convolved if layers else []
+    for process in run.first_rank if size else ():
+        convolved = [each for layers in process.of(LayersSeen)[:1] for each in layers.convolved]
         if convolved.count(size) < 3:
             later = convolved[:2][-1] if convolved else (0, 0)
             whole, left = (" x ".join(map(str, each)) for each in (size, later))
@@ -121,28 +94,24 @@ def stem_shrinks(run: Run) -> Said:
 @_of_training(
     why="A learning rate that fits the first steps is too high for the last, or the other way round.",
     fix="Return a schedule from configure_optimizers, e.g. OneCycleLR with total_steps=self.trainer.estimated_stepping_batches.",
-    needs=(StepBegun,),
 )
 def schedule_flat(run: Run) -> Said:
     """The learning rate never changes."""
-    for process in _rank_0(run):
+    for process in run.first_rank:
         rates = [step.before.rates[0] for step in process.steps]
         if len(set(rates)) == 1:
-            seen = f"the learning rate is {rates[0]:.1e} at all {plural(len(rates), 'step')}"
-            yield Seen(seen, process.steps[0].before.where)
+            yield Seen(f"the learning rate is {rates[0]:.1e} at all {plural(len(rates), 'step')}", process.step_where)
 
 
 @_of_training(
     why="A schedule of a different length than the run ends too early, or never reaches its end.",
-    fix='Return {"optimizer": ..., "lr_scheduler": {"scheduler": ..., "interval": "step"}}, with '
-    "total_steps=self.trainer.estimated_stepping_batches: Lightning then advances it once per step.",
-    needs=(StepBegun,),
-    after=(schedule_flat,),
+    fix='Return "lr_scheduler": {"scheduler": ..., "interval": "step"}; total_steps=self.trainer.estimated_stepping_batches.',
+    after=(*NOT_TRAINED, schedule_flat),
 )
 def schedule_uneven(run: Run) -> Said:
     """The learning rate does not rise and fall once over the steps of the run."""
-    for process in _rank_0(run):
-        rates, where = [step.before.rates[0] for step in process.steps], process.steps[0].before.where
+    for process in run.first_rank:
+        rates, where = [step.before.rates[0] for step in process.steps], process.step_where
         shown = ", ".join(f"{rate:.1e}" for rate in rates[:8]) + (", ..." if len(rates) > 8 else "")
         top = rates.index(max(rates))
         rises_and_falls = sorted(rates[:top]) + sorted(rates[top:], reverse=True)
@@ -152,7 +121,7 @@ def schedule_uneven(run: Run) -> Said:
             yield Seen(f"the learning rate does not fall to its end by the last step: {shown}", where)
 
 
-@schedule_uneven.also(WHOLE, needs=(Raised,), instead_of=(crash,))
+@schedule_uneven.also(WHOLE, instead_of=(crash,))
 def schedule_over(run: Run) -> Said:
     """The schedule itself refuses further steps."""
     sign = r"Tried to step (\d+) times. The specified number of total steps is (\d+)"
@@ -167,7 +136,6 @@ def _watched(run: Run, which: str) -> list[tuple[str, str]]:
 @_of_training(
     why="The last epoch is not always the best, and a model that is not kept is gone.",
     fix='Add ModelCheckpoint(folder, name, monitor="accuracy", mode="max") beside the checkpoint to resume from.',
-    needs=(Saved, CallbacksSeen),
 )
 def best_lost(run: Run) -> Said:
     """The checkpoint with the best accuracy is not kept."""
@@ -190,7 +158,6 @@ def best_lost(run: Run) -> Said:
 @_of_training(
     why="You pay for epochs in which the model learns nothing any more.",
     fix='Add EarlyStopping("accuracy", mode="max", patience=5) to the callbacks.',
-    needs=(CallbacksSeen,),
 )
 def never_stops(run: Run) -> Said:
     """Nothing watches the accuracy."""
@@ -201,7 +168,6 @@ def never_stops(run: Run) -> Said:
 @_of_training(
     why="The training ends while the model still learns.",
     fix='Give EarlyStopping mode="max" for an accuracy; its default, "min", is for a loss.',
-    needs=(CallbacksSeen,),
 )
 def stops_too_early(run: Run) -> Said:
     """It stops as soon as the accuracy rises."""
@@ -213,7 +179,6 @@ def stops_too_early(run: Run) -> Said:
 @_of_training(
     why="Without a log nobody can see afterwards why a run went as it did.",
     fix='Give the Trainer a logger, such as CSVLogger, and LearningRateMonitor("step") as a callback.',
-    needs=(MetricsLogged,),
 )
 def not_logged(run: Run) -> Said:
     """No logger receives the learning rate."""

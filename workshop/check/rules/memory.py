@@ -1,6 +1,7 @@
 """Options that trade memory for speed: each has an effect, and none of them changes what is computed."""
 
 import math
+from functools import partial
 
 from workshop.check.evidence.events import ActivationsKept, Compiled, FineTuningReported, FullySharded, GradientsClipped
 from workshop.check.evidence.run import Run
@@ -12,25 +13,24 @@ from workshop.check.rules.sharding import first_step, losses, unequal
 from workshop.check.rules.words import plural
 from workshop.check.scenarios import OPTIONS
 
+_of_options = partial(rule, runs=OPTIONS, needs=(FineTuningReported,))
+
 
 def _judged(option: str, run: Run, plain: Run, missing: str, where: str = "") -> Said:
     """Whether a run with an option fails, has different losses than the one without, or something is missing in it."""
-    with_it, without = losses(run), losses(plain)
-    bad = unequal(without, with_it)
     if ended := ending(run):
         yield Seen(f"with {option}: {ended.text}", ended.where, ended.detail)
     elif not run.trained:
         yield Seen(f"with {option} it takes no step")
-    elif bad is not None:
-        yield Seen(f"with {option} the loss of step {bad + 1} is {with_it[bad]:.4f}, and {without[bad]:.4f} without it")
+    elif seen := unequal(losses(run), losses(plain)):
+        yield Seen(f"with {option} {seen} without it")
     elif missing:
         yield Seen(f"with {option} {missing}", where)
 
 
-@rule(
+@_of_options(
     why="The activations that a forward pass keeps grow with batch size and sequence length, and exceed the memory first.",
     fix="Before fully_shard, let each layer's forward go through torch.utils.checkpoint.checkpoint(use_reentrant=False).",
-    runs=OPTIONS,
     needs=(ActivationsKept, FineTuningReported),
 )
 def activations_kept(runs: OptionRuns) -> Said:
@@ -41,11 +41,9 @@ def activations_kept(runs: OptionRuns) -> Said:
     return _judged("--activation-checkpointing", pair[1], pair[0], kept if after >= 0.75 * before else "")
 
 
-@rule(
+@_of_options(
     why="Parameters that are freed after the forward pass are gathered a second time for the backward pass.",
     fix="Pass reshard_after_forward=False to fully_shard.",
-    runs=OPTIONS,
-    needs=(FineTuningReported,),
 )
 def gathers_again(runs: OptionRuns) -> Said:
     """With --keep-gathered the backward pass gathers again."""
@@ -54,10 +52,9 @@ def gathers_again(runs: OptionRuns) -> Said:
     return _judged("--keep-gathered", runs.keeping, runs.plain, again)
 
 
-@rule(
+@_of_options(
     why="The device keeps parameters, gradients and optimizer state that the CPU's memory could hold.",
     fix="Pass offload_policy=CPUOffloadPolicy() to every call of fully_shard.",
-    runs=OPTIONS,
     needs=(FullySharded, FineTuningReported),
 )
 def not_offloaded(runs: OptionRuns) -> Said:
@@ -68,11 +65,9 @@ def not_offloaded(runs: OptionRuns) -> Said:
     return _judged("--offload", runs.offloading, runs.plain, kept, left[0].where if left else "")
 
 
-@rule(
+@_of_options(
     why="Each of the many small kernels reads and writes memory that one fused kernel would not touch.",
     fix="Call layer.compile() on each layer before fully_shard.",
-    runs=OPTIONS,
-    needs=(FineTuningReported,),
 )
 def not_compiled(runs: OptionRuns) -> Said:
     """With --compile nothing is compiled."""
@@ -94,12 +89,9 @@ def half_batches_uneven(runs: OptionRuns) -> Said:
 def half_batches_scaled(runs: OptionRuns) -> Said:
     """Loss and gradient have to be those of the whole batch."""
     step = runs.accumulating.trained[0].steps[0]
-    one, other = losses(runs.plain), losses(runs.accumulating)
-    bad = unequal(one, other)
     whole, half = _norm(runs.plain), _norm(runs.accumulating)
-    if bad is not None:
-        seen = f"with --accumulate 2 the loss of step {bad + 1} is {other[bad]:.4f}, and {one[bad]:.4f} with the whole batch"
-        yield Seen(seen, step.before.where)
+    if seen := unequal(losses(runs.accumulating), losses(runs.plain)):
+        yield Seen(f"with --accumulate 2 {seen} with the whole batch", step.before.where)
     elif whole and abs(half / whole - 1) > 0.1:
         seen = f"with --accumulate 2 the norm of the first gradient is {half:.3f}, and {whole:.3f} with the whole batch"
         yield Seen(seen, step.backwards[0].where)

@@ -2,8 +2,9 @@
 
 import math
 from collections.abc import Iterator
+from functools import partial
 
-from workshop.check.evidence.events import Backward, Loaded, Raised, StepBegun, StepTaken, UnevenJoined
+from workshop.check.evidence.events import Loaded, UnevenJoined
 from workshop.check.evidence.real import Kills, RealRun
 from workshop.check.evidence.run import Run, Step
 from workshop.check.evidence.sketches import CLOSE, difference
@@ -16,86 +17,72 @@ from workshop.check.rules.rule import Makes, Rule, Said, Seen, Told, also, findi
 from workshop.check.rules.words import plural
 from workshop.check.scenarios import FAILING_RANK, KILLS, SPAWNED, SPLIT, WHOLE, Split
 
-NEEDS = (Backward, StepBegun, StepTaken, Loaded, UnevenJoined)
 SAME = 1e-6  # relative difference between the parameters of two runs up to which they count as the same
 
+# A rule that ``second_start`` judges: it names no more than one of them.
+_of_restart: "partial[Makes[[Run, Split]]]" = partial(
+    rule, runs=(WHOLE, SPLIT), after=(snapshot_keys, weights_differ), anywhere=True
+)
 
-def _compares(why: str, fix: str, after: tuple[Rule, ...], hint: bool = False) -> "Makes[[Run, Split]]":
-    return rule(why=why, fix=fix, runs=(WHOLE, SPLIT), needs=NEEDS, after=after, hint=hint, anywhere=True)
 
-
-@_compares(
+@_of_restart(
     why="The second start begins again with epoch 1: the work of the first run is lost.",
-    fix="Where the checkpoint exists, load it before the first epoch (torch.load, load_state_dict) and continue with the epoch "
-    "after the one that it was saved in. With Lightning: Trainer.fit(ckpt_path=...).",
-    after=(collectives_differ, snapshot_keys),
+    fix="Load the checkpoint (torch.load, load_state_dict), begin at the next epoch; with Lightning: Trainer.fit(ckpt_path=...).",
+    after=(snapshot_keys,),
 )
 def never_resumes(whole: Run, split: Split) -> Said:
     """The second start begins with fresh parameters and takes all steps again."""
     return findings(never_resumes, second_start, whole, split)
 
 
-RANKS = (collectives_differ, snapshot_keys, never_resumes, weights_differ)
-
-
-@_compares(
+@_of_restart(
     why="An epoch that is trained twice leads to different parameters than a run that was never stopped.",
     fix="Save the number of the epoch that has ended, and continue with that number plus one.",
-    after=RANKS,
 )
 def epoch_repeated(whole: Run, split: Split) -> Said:
     """Both parts together have more steps than the run without a break."""
     return findings(epoch_repeated, second_start, whole, split)
 
 
-@_compares(
+@_of_restart(
     why="An epoch that is left out leads to different parameters than a run that was never stopped.",
     fix="Save the checkpoint after the epoch whose number it contains, and continue with that number plus one, up to --epochs.",
-    after=RANKS,
 )
 def epoch_skipped(whole: Run, split: Split) -> Said:
     """Both parts together have fewer steps than the run without a break."""
     return findings(epoch_skipped, second_start, whole, split)
 
 
-COUNTED = (*RANKS, epoch_repeated, epoch_skipped)
-
-
-@_compares(
+@_of_restart(
     why="The run cannot resume from what it has saved.",
-    fix="Save model.state_dict(), optimizer.state_dict() and the epoch in one dict, and load them with "
-    'torch.load(path, map_location="cpu", weights_only=True) into the same kinds of objects.',
-    after=COUNTED,
+    fix="Save only the epoch and state_dict() of model and optimizer; use torch.load(map_location='cpu', weights_only=True).",
 )
 def resume_fails(whole: Run, split: Split) -> Said:
     """The second start ends with an error."""
     return findings(resume_fails, second_start, whole, split)
 
 
-@_compares(
+@_of_restart(
     why="An optimizer without its state (AdamW's averages, momentum) starts cold, so the run diverges from an uninterrupted one.",
     fix="Save optimizer.state_dict() at the moment of the checkpoint, and load it with load_state_dict() on every rank.",
-    after=(*COUNTED, resume_fails),
 )
 def optimizer_lost(whole: Run, split: Split) -> Said:
     """The optimizer's state is not restored."""
     return findings(optimizer_lost, second_start, whole, split)
 
 
-@_compares(
+@_of_restart(
     why="The learning rate starts again from the beginning of its schedule.",
     fix="Save scheduler.state_dict() in the checkpoint and load it with scheduler.load_state_dict().",
-    after=(*COUNTED, resume_fails, optimizer_lost),
 )
 def schedule_lost(whole: Run, split: Split) -> Said:
     """The learning rate after the second start is not the one that was due."""
     return findings(schedule_lost, second_start, whole, split)
 
 
-@_compares(
+@_of_restart(
     why="Dropout and augmentation draw different numbers after a restart: the run is as good, but not the same.",
     fix="Seed torch at the start of each epoch from (seed, epoch, rank); then a checkpoint needs no random state.",
-    after=(*COUNTED, resume_fails, optimizer_lost, schedule_lost),
     hint=True,
 )
 def random_lost(whole: Run, split: Split) -> Said:
@@ -103,22 +90,19 @@ def random_lost(whole: Run, split: Split) -> Said:
     return findings(random_lost, second_start, whole, split)
 
 
-@_compares(
+@_of_restart(
     why="A run that was interrupted should end with the same parameters as one that was not.",
-    fix="Save and load the model, the optimizer, the schedule and the epoch, on every rank, and seed each epoch from its number: "
-    "torch.manual_seed(seed + epoch), sampler.set_epoch(epoch).",
-    after=(*COUNTED, resume_fails, optimizer_lost, schedule_lost),
+    fix="Load model, optimizer, schedule and epoch on all ranks; call torch.manual_seed(seed + epoch), sampler.set_epoch(epoch).",
 )
 def resume_differs(whole: Run, split: Split) -> Said:
     """The second start begins elsewhere, or ends elsewhere, than a run without a break."""
     return findings(resume_differs, second_start, whole, split)
 
 
-@also(collectives_differ, weights_differ, runs=(WHOLE, SPLIT), needs=NEEDS)
+@also(collectives_differ, weights_differ, runs=(WHOLE, SPLIT))
 def second_start(whole: Run, split: Split) -> Told:
     """What is wrong with the second start, beside the run without a break: what explains the most comes first."""
-    second, ended = split.second, ending(split.second)
-    load = next((event.where for event in second.all(Loaded)), "")
+    second, ended, load = split.second, ending(split.second), split.second.where(Loaded)
     if second.trained and second.ended_by_echo:
         parts = ", ".join(f"rank {each.rank} takes {plural(len(each.steps), 'step')}" for each in second.trained)
         seen = f"after the second start {parts}, and one rank loses the connection to the other"
@@ -141,9 +125,8 @@ def second_start(whole: Run, split: Split) -> Told:
     if len(counts) > 1 and not any(process.first(UnevenJoined) for process in second.trained):
         seen = f"after the second start the ranks take {' and '.join(map(str, counts))} steps"
         return [(collectives_differ, Seen(seen, load))]
-    if len(done) + len(rest) != len(base):
-        twice = len(done) + len(rest) > len(base)
-        about, work = (epoch_repeated, "done twice") if twice else (epoch_skipped, "left out")
+    if left := len(base) - len(done) - len(rest):
+        about, work = (epoch_skipped, "left out") if left > 0 else (epoch_repeated, "done twice")
         seen = f"{len(done)} + {len(rest)} steps in two parts, {len(base)} in one: work is {work}"
         return [(about, Seen(seen, load))]
     if ended:
@@ -153,41 +136,35 @@ def second_start(whole: Run, split: Split) -> Told:
 
 def _not_restored(base: list[Step], done: list[Step], rest: list[Step], draws: bool) -> Iterator[tuple[Rule, str]]:
     """What the second start (``rest``) has not restored, by its first step and its end; ``draws``: random numbers."""
-    begin, expected = rest[0], base[len(done)]
-    reproducible, samples = _reproducible(base, done), set(begin.keys)
-    before = (
-        expected if reproducible else done[-1]
-    )  # unseeded, no two runs are alike: only the first part shows what was due
+    begin, expected, reproducible, samples = rest[0], base[len(done)], _reproducible(base, done), set(rest[0].keys)
+    # Without a seed no two runs are alike: only the first part then shows what was due.
+    due = expected if reproducible else done[-1]
     if not reproducible and not _resumed(done, begin):
         yield resume_differs, "the second start begins with parameters that the first run never had"
     elif reproducible and samples and samples != set(expected.keys) and samples == set(base[0].keys):
         yield resume_differs, "the second start sees the samples in the order of the first epoch again"
     elif reproducible and _gap(begin, expected) > SAME:
         yield resume_differs, "the second start does not begin with the parameters that the first run ended with"
-    elif begin.before.state == 0 and before.before.state > 0:
+    elif begin.before.state == 0 and due.before.state > 0:
         yield optimizer_lost, "the optimizer's state is empty at the first step after the second start"
     elif not reproducible:
         return
     elif begin.before.rates != expected.before.rates:
-        here, there = begin.before.rates[0], expected.before.rates[0]
-        seen = f"the learning rate is {there:.3g} in a run without a break, and {here:.3g} after the second start"
-        yield schedule_lost, seen
+        rates = f"{expected.before.rates[0]:.3g} in a run without a break, and {begin.before.rates[0]:.3g}"
+        yield schedule_lost, f"the learning rate is {rates} after the second start"
     elif draws and begin.random != expected.random:
-        seen = "the steps draw random numbers, and after the second start not those of a run without a break"
-        yield random_lost, seen
+        yield random_lost, "the steps draw other random numbers after the second start than in a run without a break"
     elif not _lead_apart(base[-1], rest[-1]):
         return
     elif samples != set(expected.keys):
         yield resume_differs, "the second start trains on different samples than a run without a break"
     elif _lead_apart(begin, expected):
-        seen = "from the same parameters and samples, the first step differs: the optimizer's state was not restored"
-        yield optimizer_lost, seen
+        yield optimizer_lost, "from the same parameters the first step differs: the optimizer's state is not restored"
     else:
         yield resume_differs, "the parameters at the end differ from those of a run without a break"
 
 
 def _gap(one: Step, other: Step) -> float:
-    """The relative difference between the parameters before two steps."""
     return difference(one.before.weights, other.before.weights)
 
 
@@ -212,7 +189,6 @@ def _resumed(done: list[Step], begin: Step) -> bool:
     why="torchrun reports only the exit code of the rank that failed, not the reason.",
     fix="Decorate main() with @record (torch.distributed.elastic.multiprocessing.errors): torchrun then shows the traceback.",
     runs=FAILING_RANK,
-    needs=(Raised,),
 )
 def traceback_hidden(run: Run) -> Said:
     """The rank that was made to fail has left torchrun no traceback."""
@@ -240,10 +216,9 @@ def _ends(status: int | None) -> str:
 )
 def orphans(kills: Kills) -> Said:
     """Workers outlive torchrun."""
-    count = kills.torchrun.orphans if kills.torchrun else 0
-    if count:
-        workers = f"{plural(count, 'worker')} {'is' if count == 1 else 'are'}"
-        yield Seen(f"5 s after kill -9 on torchrun {workers} still training")
+    if kills.torchrun and (count := kills.torchrun.orphans):
+        verb = "is" if count == 1 else "are"
+        yield Seen(f"5 s after kill -9 on torchrun {plural(count, 'worker')} {verb} still training")
 
 
 @also(crash, no_group, resume_fails, resume_differs, runs=KILLS)
@@ -251,8 +226,8 @@ def wrong_under_torchrun(kills: Kills) -> Told:
     """It fails without any kill, or does not resume after one."""
     if kills.uninterrupted != 0:
         yield crash, Seen(f"with all of the digits it {_ends(kills.uninterrupted)}")
-    worker = (kills.worker, "one worker and torchrun's restart", False)
-    for killed, what, anew in (worker, (kills.torchrun, "torchrun and a new start", True)):
+    kinds = ("one worker and torchrun's restart", "torchrun and a new start")
+    for killed, what in zip((kills.worker, kills.torchrun), kinds, strict=True):
         if killed and not killed.reached:
             seen = f"with the real torchrun it does not reach the end of epoch 1: {killed.error}"
             yield crash, Seen(seen, detail=killed.end)
@@ -261,7 +236,7 @@ def wrong_under_torchrun(kills: Kills) -> Told:
             yield no_group, Seen(seen, detail=killed.end)
         elif killed and killed.status == 0 and (problem := _unlike_uninterrupted(killed.difference)):
             yield resume_differs, Seen(f"after kill -9 on {what} {problem}")
-        elif killed and killed.status != 0 and anew and not killed.orphans:
+        elif killed and killed.status != 0 and killed is kills.torchrun and not killed.orphans:
             seen = f"after kill -9 on torchrun the next start fails: {killed.error}"
             yield resume_fails, Seen(seen, detail=killed.end)
 

@@ -19,7 +19,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import islice
 from typing import Any, ParamSpec, TypeVar, overload
 
 from workshop.check.evidence.events import Event
@@ -54,11 +53,6 @@ Tells = Callable[P, Told]
 Pair = tuple[Scenario[A], Scenario[B]]
 Makes = Callable[[Callable[P, Said]], "Rule"]
 Keeps = Callable[[Callable[P, Said]], Callable[P, Said]]
-
-
-def if_first(kind: object, found: Iterable[tuple[object, Seen]]) -> list[Seen]:
-    """What was found first, if it is of this kind: for rules that share one search."""
-    return [seen for first, seen in islice(found, 1) if first == kind]
 
 
 @dataclass(eq=False)

@@ -1,7 +1,7 @@
 """Models that are sharded over the ranks: groups, precision, the parameters to begin with, and clipping."""
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 from workshop.check.evidence.events import (
     Collective,
@@ -20,7 +20,7 @@ from workshop.check.evidence.events import (
 from workshop.check.evidence.run import Run
 from workshop.check.rules.ending import ending
 from workshop.check.rules.gradients import differs_from_one_process
-from workshop.check.rules.rule import Said, Seen, if_first, rule
+from workshop.check.rules.rule import Said, Seen, Told, findings, rule
 from workshop.check.rules.speed import bf16_is_fast, precision
 from workshop.check.rules.words import listed, plural
 from workshop.check.scenarios import ONE_PROCESS_TEXT, WHOLE
@@ -163,7 +163,7 @@ def weights_not_loaded(run: Run) -> Said:
 )
 def clip_local(run: Run) -> Said:
     """Each rank has clipped its own shard."""
-    return if_first("clip-local", _unclipped(run))
+    return findings(clip_local, _unclipped, run)
 
 
 @rule(
@@ -173,30 +173,29 @@ def clip_local(run: Run) -> Said:
 )
 def clip_missing(run: Run) -> Said:
     """The gradients are not clipped."""
-    return if_first("clip-missing", _unclipped(run))
+    return findings(clip_missing, _unclipped, run)
 
 
-def _unclipped(run: Run) -> Iterator[tuple[str, Seen]]:
-    """The steps whose gradient has a norm above 1, each with the rule that it breaks."""
+def _unclipped(run: Run) -> Told:
+    """The first step whose gradient has a norm above 1, with the rule that it breaks."""
     for number, steps in enumerate(zip(*(process.steps for process in run.trained), strict=False), 1):
         norms = [math.hypot(*(sketch[0] for sketch in step.before.gradients if sketch)) for step in steps]
         each = " and ".join(f"{norm:.2f}" for norm in norms)
         seen = f"in step {number} the norm of the gradient is {math.hypot(*norms):.2f} ({each} on the ranks)"
         if len(norms) > 1 and math.hypot(*norms) > 1.01 > max(norms):
-            yield "clip-local", Seen(f"{seen}: each rank has clipped its own shard", steps[0].before.where)
-        elif math.hypot(*norms) > 1.01:
-            yield "clip-missing", Seen(f"{seen}: it is not clipped to 1", steps[0].before.where)
+            return [(clip_local, Seen(f"{seen}: each rank has clipped its own shard", steps[0].before.where))]
+        if math.hypot(*norms) > 1.01:
+            return [(clip_missing, Seen(f"{seen}: it is not clipped to 1", steps[0].before.where))]
+    return []
 
 
 @differs_from_one_process.also((WHOLE, ONE_PROCESS_TEXT), needs=(FineTuningReported,), last=True, active=True)
 def losses_differ_from_one_process(run: Run, single: Run) -> Said:
     """The losses of the first steps are not those of one process with the same global batches."""
-    together, alone = losses(run)[:FIRST_STEPS], losses(single)
-    bad = unequal(together, alone)
     if ended := ending(single):
         yield Seen(f"with one process: {ended.text}", ended.where, ended.detail)
-    elif bad is not None:
-        yield Seen(f"the loss of step {bad + 1} is {together[bad]:.4f}, and {alone[bad]:.4f} with one process")
+    elif seen := unequal(losses(run)[:FIRST_STEPS], losses(single)):
+        yield Seen(f"{seen} with one process")
 
 
 def losses(run: Run, kind: type[FineTuningReported | Reported] = FineTuningReported) -> list[float]:
@@ -204,7 +203,9 @@ def losses(run: Run, kind: type[FineTuningReported | Reported] = FineTuningRepor
     return [loss for process in run.ranks[:1] for event in process.of(kind) for loss in event.losses]
 
 
-def unequal(one: Sequence[float], other: Sequence[float], close: float = CLOSE) -> int | None:
-    """The index of the first pair of losses that differ by more than rounding, or None."""
-    pairs = enumerate(zip(one, other, strict=False))
-    return next((index for index, (a, b) in pairs if not abs(a - b) < close), None)
+def unequal(ours: Sequence[float], theirs: Sequence[float], close: float = CLOSE, first: int = 1) -> str:
+    """Which losses differ by more than rounding, as "the loss of step 2 is ..., and ..."; ``first``: the first step."""
+    for number, (our, their) in enumerate(zip(ours, theirs, strict=False), first):
+        if not abs(our - their) < close:  # NaN too
+            return f"the loss of step {number} is {our:.4f}, and {their:.4f}"
+    return ""
