@@ -94,8 +94,7 @@ def first_problem(whole: Run, restarted: Restarted) -> Told:
     if len(steps) < len(base):
         return _first_difference(base, steps)
     where = next((event.where for event in again.trained[0].of(CheckpointCalled) if event.name == "load"), "")
-    seen = f"started again, it takes {plural(len(steps), 'step')}, the same number as without a checkpoint"
-    return [(never_resumes, Seen(seen, where))]
+    return [(never_resumes, Seen(f"started again, it takes all {len(steps)} steps again", where))]
 
 
 def _first_difference(base: list[Step], again: list[Step]) -> Told:
@@ -111,8 +110,7 @@ def _first_difference(base: list[Step], again: list[Step]) -> Told:
     for index, (step, resumed) in enumerate(pairs, number):
         due, rate = step.before.rates[0], resumed.before.rates[0]
         if abs(due - rate) > 1e-9:
-            seen = f"in step {index} the learning rate is {rate:.2e}, and {due:.2e} without the restart"
-            return [(schedule_lost, Seen(seen, where))]
+            return [(schedule_lost, Seen(f"the learning rate of step {index} is {rate:.2e}, not {due:.2e}", where))]
     if one.after and other.after and difference(one.after.weights, other.after.weights) > 1e-6:
         seen = f"after step {number} the parameters differ, though gradients and learning rate are the same"
         return [(optimizer_lost, Seen(seen, where))]
@@ -134,9 +132,8 @@ def reshard_fails(whole: Run, restarted: Restarted) -> Said:
         if ended := ending(run):
             yield Seen(f"{lead}: {ended.text}", ended.where, ended.detail)
             return
-        resumed, together = losses(run), losses(whole)
-        rest = together[-len(resumed) :]
-        if seen := unequal(resumed, rest, first=len(together) - len(rest) + 1):
+        done = max(0, len(losses(whole)) - len(losses(run)))
+        if seen := unequal(losses(run), losses(whole)[done:], first=done + 1):
             yield Seen(f"{lead} {seen} without the restart")
             return
 
@@ -148,13 +145,11 @@ def reshard_fails(whole: Run, restarted: Restarted) -> Said:
 )
 def not_exported(exported: Exported) -> Said:
     """Plain transformers has nothing that it could load."""
-    name, run, files = exported.program, exported.run, exported.files
+    name, run, files = exported.program, exported.run, exported.files or ()
     if run is None:
         yield Seen(f"{name}, which is to export the model, is not beside the program")
     elif ended := ending(run):
         yield Seen(f"{name}: {ended.text}", ended.where, ended.detail)
-    elif files is None:
-        yield Seen(f"{name} creates no folder for the exported model")
     elif "config.json" not in files or not any(file.endswith(".safetensors") for file in files):
         yield Seen(f"{name} leaves no model that transformers could load ({', '.join(files) or 'no files'})")
     elif "tokenizer.json" not in files:

@@ -19,7 +19,7 @@ from workshop.check.rules.learning import no_learning
 from workshop.check.rules.restart import epoch_repeated, epoch_skipped, never_resumes, resume_differs, resume_fails
 from workshop.check.rules.rule import Said, Seen, Told, also, rule
 from workshop.check.rules.sharding import losses, unequal
-from workshop.check.rules.words import listed, plural
+from workshop.check.rules.words import listed
 from workshop.check.scenarios import ENGINE_CHECKPOINT, ENGINE_SPLIT, PLAIN_WEIGHTS, REFERENCE, UNEVEN, WHOLE, Split
 
 SAME = 1e-4  # nats: how far a different order of sums may move a loss
@@ -35,8 +35,7 @@ def engine_idle(run: Run) -> Said:
     """There is no engine, or the program calls backward() and step() of something else."""
     missing = [(process, name) for process in run.trained for name in INSTEAD if _line_of([process], name) is None]
     if run.trained and not any(run.all(EngineMade)):
-        seen = "no engine is created: DDP averages the gradients, and every rank holds the whole optimizer state"
-        yield Seen(seen, run.where(Wrapped))
+        yield Seen("no engine is created: every rank holds the whole optimizer state", run.where(Wrapped))
     elif missing:
         process, name = missing[0]
         yield Seen(f"the engine's {name}() is never called; {INSTEAD[name]} is called instead", process.step_where)
@@ -142,8 +141,8 @@ def engine_second_start(whole: Run, split: Split) -> Told:
         return [(resume_fails, Seen(f"the second start fails: {ended.text}", ended.where, ended.detail))]
     total, done, rest = (len(run.trained[0].steps) if run.trained else 0 for run in (whole, split.first, second))
     if rest >= total:
-        again = Seen(f"the second start takes all {plural(rest, 'step')} again", load)
-        return [(epoch_repeated if load else never_resumes, again)]
+        about = epoch_repeated if load else never_resumes
+        return [(about, Seen(f"the second start takes all {rest} steps again", load))]
     if done + rest != total:
         counts = Seen(f"{done} + {rest} steps in two parts, {total} in one", load)
         return [(epoch_repeated if done + rest > total else epoch_skipped, counts)]

@@ -106,9 +106,8 @@ def _losses(run: Run, reports: list[Reported]) -> str:
     true = []
     for together in zip(*(process.steps for process in run.trained), strict=False):
         per_rank = [[each.loss for each in step.backwards if each.loss is not None] for step in together]
-        if not all(per_rank):
-            return ""
-        true.append(sum(map(sum, per_rank)) / len(per_rank))
+        if all(per_rank):
+            true.append(sum(map(sum, per_rank)) / len(per_rank))
     reported = [loss for each in reports for loss in each.losses]
     if len(true) != len(reported):
         return ""

@@ -135,13 +135,12 @@ def against_one_process(run: Run, single: Run) -> Told:
             begun = index == 0 and difference(one.before.weights, two.before.weights) > CLOSE
             if begun or not here or here != Counter(two.rows):
                 break
-            about, seen = _other_step(run, index + 1, one, two)
-            if seen:
-                return [(about, Seen(seen, one.before.where))]
+            if found := _other_step(run, index + 1, one, two):
+                return found
     return []
 
 
-def _other_step(run: Run, number: int, step: Step, alone: Step) -> tuple[Rule, str]:
+def _other_step(run: Run, number: int, step: Step, alone: Step) -> list[tuple[Rule, Seen]]:
     """How a step differs from that of one process on the same samples."""
     one, two = step.before, alone.before
     seen, about = "", differs_from_one_process
@@ -157,4 +156,4 @@ def _other_step(run: Run, number: int, step: Step, alone: Step) -> tuple[Rule, s
         seen = f"the learning rate is {one.rates} with {run.nproc} processes and {two.rates} with one"
     elif step.after and alone.after and difference(step.after.weights, alone.after.weights) > 0.05:
         seen = f"on the same samples the parameters after step {number} are not those of one process"
-    return about, seen
+    return [(about, Seen(seen, one.where))] if seen else []

@@ -54,8 +54,9 @@ def loss_does_not_fall(run: Run) -> Said:
         third = len(losses) // 3
         first, last = sum(losses[:third]) / third, sum(losses[-third:]) / third
         if not math.isfinite(last) or last > first + 0.1 * abs(first) or max(losses) == min(losses):
-            seen = f"the loss goes from {first:.3f} to {last:.3f} over {plural(len(process.steps), 'step')}"
-            yield Seen(seen, backwards[0].where)
+            yield Seen(
+                f"the loss goes from {first:.3f} to {last:.3f} in {len(process.steps)} steps", backwards[0].where
+            )
 
 
 @of_steps(
@@ -68,8 +69,7 @@ def gradients_pile_up(run: Run) -> Said:
     for process in run.trained[:1]:
         piled = [each for step in process.steps[1:] for each in step.backwards[:1] if each.leftover]
         if len(piled) > len(process.steps) // 3:
-            seen = "when a step's first backward() begins, the gradients of the step before are still there"
-            yield Seen(seen, piled[0].where)
+            yield Seen("a step's first backward() finds the gradients of the step before", piled[0].where)
 
 
 @rule(
@@ -83,5 +83,4 @@ def graph_kept(run: Run) -> Said:
     for process in run.trained[:1]:
         sizes = [event.nodes for event in process.of(GraphMeasured)]
         if len(sizes) == 2 and sizes[1] >= 1.6 * sizes[0] and sizes[1] - sizes[0] >= 12:
-            seen = f"the autograd graph of a kept tensor has {sizes[0]} nodes at step 4 and {sizes[1]} at step 7"
-            yield Seen(seen, process.step_where)
+            yield Seen(f"a kept graph has {sizes[0]} nodes at step 4 and {sizes[1]} at step 7", process.step_where)

@@ -9,7 +9,7 @@ from workshop.check.evidence.run import Run
 from workshop.check.rules.collectives import collectives_differ
 from workshop.check.rules.ending import crash, ending, hang, no_training
 from workshop.check.rules.processes import address_overwritten, no_group, wrong_group
-from workshop.check.rules.rule import Said, Seen, rule
+from workshop.check.rules.rule import Rule, Said, Seen, Told, also, findings, rule
 from workshop.check.rules.words import plural
 from workshop.check.scenarios import ALONE, NODES_OPTION, SESSION, TASKS, WHOLE
 
@@ -215,29 +215,26 @@ HOW = {SESSION: "inside a Slurm job of one task", ALONE: "started by itself", TA
 )
 def job_mistaken(run: RealRun) -> Said:
     """Inside a job of one task it does not start its second process."""
-    return _not_two(HOW[SESSION], run)
+    return findings(job_mistaken, _not_two, job_mistaken, HOW[SESSION], run)
 
 
-def _not_two(how: str, run: RealRun) -> Said:
+def _not_two(about: Rule, how: str, run: RealRun) -> Told:
     """Why it did not come to a training by two processes."""
     if None in run.statuses:
-        return  # it hangs
-    if any(run.statuses):
-        yield Seen(f"{how} it fails: {run.error}", detail=run.end)
+        yield hang, Seen(f"{how} it had not ended after {run.limit:.0f} s", detail=run.end)
+    elif any(run.statuses):
+        yield about, Seen(f"{how} it fails: {run.error}", detail=run.end)
     elif run.text.count("training on ") > 1:
-        yield Seen(f"{how}, each process trains for itself", detail=run.end)
+        yield about, Seen(f"{how}, each process trains for itself", detail=run.end)
     elif run.processes != (2,):
         count = run.processes[0] if run.processes else 0
-        trains = f"{plural(count, 'process')} {'trains' if count == 1 else 'train'}"
-        yield Seen(f"{how}, with --devices 2, {trains}", detail=run.end)
+        yield (
+            about,
+            Seen(f"{how}, it trains with {plural(count, 'process')}, not with the 2 of --devices", detail=run.end),
+        )
 
 
-def _hangs(how: str, run: RealRun) -> Said:
-    if None in run.statuses:
-        yield Seen(f"{how} it had not ended after {run.limit:.0f} s", detail=run.end)
-
-
-for _scenario, _how in HOW.items():
-    hang.also(_scenario)(partial(_hangs, _how))
-    if _scenario is not SESSION:
-        wrong_group.also(_scenario, active=True)(partial(_not_two, _how))
+also(hang, runs=SESSION)(partial(_not_two, job_mistaken, HOW[SESSION]))
+for _scenario in (ALONE, TASKS):
+    also(hang, runs=_scenario)(partial(_not_two, wrong_group, HOW[_scenario]))
+    also(wrong_group, runs=_scenario, active=True)(partial(_not_two, wrong_group, HOW[_scenario]))

@@ -105,8 +105,7 @@ def second_start(whole: Run, split: Split) -> Told:
     second, ended, load = split.second, ending(split.second), split.second.where(Loaded)
     if second.trained and second.ended_by_echo:
         parts = ", ".join(f"rank {each.rank} takes {plural(len(each.steps), 'step')}" for each in second.trained)
-        seen = f"after the second start {parts}, and one rank loses the connection to the other"
-        return [(collectives_differ, Seen(seen, load))]
+        return [(collectives_differ, Seen(f"after the second start {parts}, and one rank loses the connection", load))]
     if ended and not second.trained:
         return [(resume_fails, Seen(f"the second start fails: {ended.text}", ended.where, ended.detail))]
     if not whole.trained or not split.first.trained:
@@ -126,9 +125,8 @@ def second_start(whole: Run, split: Split) -> Told:
         seen = f"after the second start the ranks take {' and '.join(map(str, counts))} steps"
         return [(collectives_differ, Seen(seen, load))]
     if left := len(base) - len(done) - len(rest):
-        about, work = (epoch_skipped, "left out") if left > 0 else (epoch_repeated, "done twice")
-        seen = f"{len(done)} + {len(rest)} steps in two parts, {len(base)} in one: work is {work}"
-        return [(about, Seen(seen, load))]
+        about, work = (epoch_skipped, "work is left out") if left > 0 else (epoch_repeated, "work is done twice")
+        return [(about, Seen(f"{len(done)} + {len(rest)} steps in two parts, {len(base)} in one: {work}", load))]
     if ended:
         return [(resume_fails, Seen(f"the second start ends with: {ended.text}", ended.where, ended.detail))]
     return [(about, Seen(seen, load)) for about, seen in _not_restored(base, done, rest, whole.trained[0].draws)]
@@ -139,6 +137,7 @@ def _not_restored(base: list[Step], done: list[Step], rest: list[Step], draws: b
     begin, expected, reproducible, samples = rest[0], base[len(done)], _reproducible(base, done), set(rest[0].keys)
     # Without a seed no two runs are alike: only the first part then shows what was due.
     due = expected if reproducible else done[-1]
+    apart = reproducible and _lead_apart(base[-1], rest[-1])
     if not reproducible and not _resumed(done, begin):
         yield resume_differs, "the second start begins with parameters that the first run never had"
     elif reproducible and samples and samples != set(expected.keys) and samples == set(base[0].keys):
@@ -147,20 +146,16 @@ def _not_restored(base: list[Step], done: list[Step], rest: list[Step], draws: b
         yield resume_differs, "the second start does not begin with the parameters that the first run ended with"
     elif begin.before.state == 0 and due.before.state > 0:
         yield optimizer_lost, "the optimizer's state is empty at the first step after the second start"
-    elif not reproducible:
-        return
-    elif begin.before.rates != expected.before.rates:
+    elif reproducible and begin.before.rates != expected.before.rates:
         rates = f"{expected.before.rates[0]:.3g} in a run without a break, and {begin.before.rates[0]:.3g}"
         yield schedule_lost, f"the learning rate is {rates} after the second start"
-    elif draws and begin.random != expected.random:
+    elif reproducible and draws and begin.random != expected.random:
         yield random_lost, "the steps draw other random numbers after the second start than in a run without a break"
-    elif not _lead_apart(base[-1], rest[-1]):
-        return
-    elif samples != set(expected.keys):
+    elif apart and samples != set(expected.keys):
         yield resume_differs, "the second start trains on different samples than a run without a break"
-    elif _lead_apart(begin, expected):
+    elif apart and _lead_apart(begin, expected):
         yield optimizer_lost, "from the same parameters the first step differs: the optimizer's state is not restored"
-    else:
+    elif apart:
         yield resume_differs, "the parameters at the end differ from those of a run without a break"
 
 
@@ -201,8 +196,7 @@ def not_restarted(kills: Kills) -> Said:
     """After the death of a worker the run does not come to its end."""
     killed = kills.worker
     if killed and killed.reached and killed.workers == 2 and killed.status != 0:
-        seen = f"after kill -9 on one worker the run {_ends(killed.status)}: nothing starts the processes again"
-        yield Seen(seen, detail=killed.end)
+        yield Seen(f"after kill -9 on a worker the run {_ends(killed.status)}: nothing restarts it", detail=killed.end)
 
 
 def _ends(status: int | None) -> str:
@@ -217,8 +211,7 @@ def _ends(status: int | None) -> str:
 def orphans(kills: Kills) -> Said:
     """Workers outlive torchrun."""
     if kills.torchrun and (count := kills.torchrun.orphans):
-        verb = "is" if count == 1 else "are"
-        yield Seen(f"5 s after kill -9 on torchrun {plural(count, 'worker')} {verb} still training")
+        yield Seen(f"5 s after kill -9, torchrun has left {plural(count, 'worker')} training")
 
 
 @also(crash, no_group, resume_fails, resume_differs, runs=KILLS)
@@ -229,16 +222,13 @@ def wrong_under_torchrun(kills: Kills) -> Told:
     kinds = ("one worker and torchrun's restart", "torchrun and a new start")
     for killed, what in zip((kills.worker, kills.torchrun), kinds, strict=True):
         if killed and not killed.reached:
-            seen = f"with the real torchrun it does not reach the end of epoch 1: {killed.error}"
-            yield crash, Seen(seen, detail=killed.end)
+            yield crash, Seen(f"with torchrun it does not reach the end of epoch 1: {killed.error}", detail=killed.end)
         elif killed and killed.workers != 2:
-            seen = f"2 processes were asked for, but torchrun started {killed.workers or 'none'}"
-            yield no_group, Seen(seen, detail=killed.end)
+            yield no_group, Seen(f"torchrun started {plural(killed.workers, 'process')}, not 2", detail=killed.end)
         elif killed and killed.status == 0 and (problem := _unlike_uninterrupted(killed.difference)):
             yield resume_differs, Seen(f"after kill -9 on {what} {problem}")
         elif killed and killed.status != 0 and killed is kills.torchrun and not killed.orphans:
-            seen = f"after kill -9 on torchrun the next start fails: {killed.error}"
-            yield resume_fails, Seen(seen, detail=killed.end)
+            yield resume_fails, Seen(f"after kill -9 on torchrun a new start fails: {killed.error}", detail=killed.end)
 
 
 def _unlike_uninterrupted(gap: float | None) -> str:
@@ -263,5 +253,4 @@ def wrong_under_spawn(run: RealRun) -> Told:
     if any(run.statuses):
         yield crash, Seen(f"{lead}: {run.error}{meaning}", detail=run.end)
     if set(run.statuses) == {0} and not run.processes and not run.checkpoint:
-        seen = f"{lead} it ends without an error, and leaves neither log nor checkpoint"
-        yield no_training, Seen(seen, detail=run.end)
+        yield no_training, Seen(f"{lead} it ends without error, and leaves neither log nor checkpoint", detail=run.end)

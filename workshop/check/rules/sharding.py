@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Sequence
+from functools import partial
 
 from workshop.check.evidence.events import (
     Collective,
@@ -47,11 +48,12 @@ def not_sharded(run: Run) -> Said:
         yield Seen(f"each of {run.nproc} ranks holds {share}", run.where(FullySharded))
 
 
-@rule(
+_of_shards = partial(rule, needs=(DeviceSeen, FineTuningBegun, FullySharded, LayoutSeen), after=(not_sharded,))
+
+
+@_of_shards(
     why="A layer that is its own group is freed before the next is gathered; with one group each rank holds the whole model.",
     fix="Call fully_shard(layer) for every layer in model.model.layers, and then fully_shard(model).",
-    needs=(FullySharded, LayoutSeen),
-    after=(not_sharded,),
 )
 def one_group(run: Run) -> Said:
     """Not each layer is a group."""
@@ -75,11 +77,9 @@ def whole_model(run: Run) -> Said:
         yield Seen(f"each rank reads all {read.bytes / 1e6:.2f} MB of the parameters to keep its shard", read.where)
 
 
-@rule(
+@_of_shards(
     why="AdamW changes a parameter by a thousandth of its value or less. In bfloat16 most of these updates round to zero.",
     fix="Create the model in float32, and let MixedPrecisionPolicy(param_dtype=torch.bfloat16) choose what it computes in.",
-    needs=(LayoutSeen, FullySharded, DeviceSeen),
-    after=(not_sharded,),
 )
 def master_rounded(run: Run) -> Said:
     """The parameters that the optimizer changes are not float32."""
@@ -88,50 +88,44 @@ def master_rounded(run: Run) -> Said:
         yield Seen(f"the optimizer changes parameters in {', '.join(layout.dtypes)}", run.where(FullySharded))
 
 
-@rule(
+@_of_shards(
     why="Parameters in float32 take twice the bytes to communicate, before the forward and the backward of every layer.",
     fix="Set param_dtype=torch.bfloat16 in the MixedPrecisionPolicy, so FSDP converts before it gathers; remove torch.autocast.",
-    needs=(FineTuningBegun, DeviceSeen, FullySharded),
     after=(not_sharded, precision, master_rounded),
 )
 def gathers_float32(run: Run) -> Said:
     """The layers compute in bfloat16, and the parameters are gathered in float32."""
-    dtypes = {event.dtype for event in first_step(run, "all_gather")}
+    dtypes = first_step(run, "all_gather")
     if bf16_is_fast(run) and "torch.float32" in dtypes and "torch.bfloat16" not in dtypes:
         yield Seen("the layers compute in bfloat16, but gather their parameters in float32", run.where(FullySharded))
 
 
-@rule(
+@_of_shards(
     why="Summing gradients of many ranks in bfloat16 loses the small ones.",
     fix="Set reduce_dtype=torch.float32 in the MixedPrecisionPolicy (before torch 2.15 the default is param_dtype).",
-    needs=(FineTuningBegun, DeviceSeen, FullySharded),
-    after=(not_sharded,),
 )
 def reduce_rounded(run: Run) -> Said:
     """The gradients are reduced in bfloat16."""
-    dtypes = {event.dtype for event in first_step(run, "reduce_scatter")}
-    if bf16_is_fast(run) and "torch.bfloat16" in dtypes:
+    if bf16_is_fast(run) and "torch.bfloat16" in first_step(run, "reduce_scatter"):
         yield Seen("the gradients of all ranks are summed in bfloat16", run.where(FullySharded))
 
 
-def first_step(run: Run, name: str) -> list[Collective | InnerCollective]:
-    """The collectives whose name begins so, in the first training step of rank 0."""
-    found: list[Collective | InnerCollective] = []
+def first_step(run: Run, name: str) -> list[str]:
+    """The types of the tensors of each collective whose name begins so, in the first training step of rank 0."""
+    found: list[str] = []
     for _, event in run.trained[0].events if run.trained else ():
         if isinstance(event, StepBegun):
             break
         if isinstance(event, Evaluated | FineTuningBegun):
             found = []
         elif isinstance(event, Collective | InnerCollective) and event.name.startswith(name):
-            found.append(event)
+            found.append(event.dtype)
     return found
 
 
-@rule(
+@_of_shards(
     why="to_empty() leaves the rotary buffers uninitialized, no checkpoint contains them, and the model confuses positions.",
     fix="Create the rotary embedding again after to_empty(), with the model's configuration, and move it to the device.",
-    needs=(LayoutSeen,),
-    after=(not_sharded,),
 )
 def buffers_empty(run: Run) -> Said:
     """A rotary buffer has wrong contents."""
@@ -140,10 +134,9 @@ def buffers_empty(run: Run) -> Said:
         yield Seen(f"{listed(layout.buffers)}: the contents are not the frequencies of the positions", layout.where)
 
 
-@rule(
+@_of_shards(
     why="The training starts from a different model than the checkpoint, and no error says so.",
     fix="After to_empty(), copy this rank's rows of every parameter from the checkpoint into parameter.to_local().",
-    needs=(FineTuningBegun,),
     after=(not_sharded, buffers_empty),
 )
 def weights_not_loaded(run: Run) -> Said:
@@ -156,20 +149,18 @@ def weights_not_loaded(run: Run) -> Said:
             return
 
 
-@rule(
+@_of_shards(
     why="Each rank scales its shard by a different factor: the gradient changes its direction, and its norm exceeds the limit.",
     fix="Call torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0): with DTensors it computes the norm over all ranks.",
-    after=(not_sharded,),
 )
 def clip_local(run: Run) -> Said:
     """Each rank has clipped its own shard."""
     return findings(clip_local, _unclipped, run)
 
 
-@rule(
+@_of_shards(
     why="One bad batch can change the parameters so much that the training does not recover.",
     fix="Call torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm=1.0) after backward() and before the step.",
-    after=(not_sharded,),
 )
 def clip_missing(run: Run) -> Said:
     """The gradients are not clipped."""
