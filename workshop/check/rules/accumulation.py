@@ -28,7 +28,7 @@ def accumulation_uneven(run: Run) -> Said:
         elif wanted > 1 and len(cleared) > len(sizes) // 2:
             yield Seen("the gradients of all batches but a step's last are cleared before the step", cleared[0].where)
         elif last := len(process.of(Backward)) - sum(sizes):
-            yield Seen(f"no optimizer.step() follows the last {plural(last, 'backward() call')}", process.step_where)
+            yield Seen(f"no step() follows the last {plural(last, 'backward() call')}", process.step_where)
 
 
 @beside_one_process(

@@ -64,13 +64,9 @@ def evaluation_repeated(run: Run) -> Said:
 )
 def metric_wrong(run: Run) -> Said:
     """The metric that the exercise asks for is not reported at all."""
-    if run.asked and run.asked.metric and run.trained and not _reports_metric(run):
-        yield Seen(f"no {run.asked.metric} is given to log.write()", run.where(Reported))
-
-
-def _reports_metric(run: Run) -> bool:
     name = run.asked.metric if run.asked else ""
-    return any(name in _figures(event) for event in run.all(Reported))
+    if name and run.trained and not any(name in _figures(event) for event in run.all(Reported)):
+        yield Seen(f"no {name} is given to log.write()", run.where(Reported))
 
 
 def _figures(report: Reported) -> dict[str, float]:
@@ -82,9 +78,7 @@ def _figures(report: Reported) -> dict[str, float]:
 def figure_is_not_the_true_one(run: Run) -> Said:
     """A reported figure is not that of all samples and all ranks."""
     reports = list(run.all(Reported))
-    if not reports or not _reports_metric(run):
-        return
-    if reports[0].failed:
+    if reports and reports[0].failed:
         yield NotJudged(f"the reported figures ({reports[0].failed})", goal=False)
     if seen := _metric(reports) or _losses(run, reports) or _throughput(run, reports):
         yield Seen(seen, reports[0].where)

@@ -37,8 +37,7 @@ def no_learning(run: Run) -> Said:
         steps = process.steps
         gradients = [gradient for step in steps for gradient in step.before.gradients]
         if all(gradient is None or gradient[0] == 0 for gradient in gradients):
-            seen = "the gradient is zero at every step" if any(gradients) else "there is no gradient at any step"
-            yield Seen(seen, process.step_where)
+            yield Seen("every gradient is zero" if any(gradients) else "there is no gradient", process.step_where)
         elif difference(steps[0].before.weights, (steps[-1].after or steps[-1].before).weights) == 0:
             yield Seen(f"after {plural(len(steps), 'step')} the parameters are what they were", process.step_where)
 

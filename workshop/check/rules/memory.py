@@ -13,7 +13,7 @@ from workshop.check.rules.sharding import first_step, losses, unequal
 from workshop.check.rules.words import plural
 from workshop.check.scenarios import OPTIONS
 
-_of_options = partial(rule, runs=OPTIONS, needs=(FineTuningReported,))
+_of_options = partial(rule, runs=OPTIONS, needs=(ActivationsKept, FineTuningReported, FullySharded))
 
 
 def _judged(option: str, run: Run, plain: Run, missing: str, where: str = "") -> Said:
@@ -31,7 +31,6 @@ def _judged(option: str, run: Run, plain: Run, missing: str, where: str = "") ->
 @_of_options(
     why="The activations that a forward pass keeps grow with batch size and sequence length, and exceed the memory first.",
     fix="Before fully_shard, let each layer's forward go through torch.utils.checkpoint.checkpoint(use_reentrant=False).",
-    needs=(ActivationsKept, FineTuningReported),
 )
 def activations_kept(runs: OptionRuns) -> Said:
     """With activation checkpointing the forward pass keeps as much."""
@@ -55,7 +54,6 @@ def gathers_again(runs: OptionRuns) -> Said:
 @_of_options(
     why="The device keeps parameters, gradients and optimizer state that the CPU's memory could hold.",
     fix="Pass offload_policy=CPUOffloadPolicy() to every call of fully_shard.",
-    needs=(FullySharded, FineTuningReported),
 )
 def not_offloaded(runs: OptionRuns) -> Said:
     """With --offload some groups stay on the device."""
