@@ -19,6 +19,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import islice
 from typing import Any, ParamSpec, TypeVar, overload
 
 from workshop.check.evidence.events import Event
@@ -120,6 +121,11 @@ def also(*rules: Rule, runs: Any, active: bool = False, **settings: Any) -> Call
 def findings(about: Rule, function: Callable[..., Told], *evidence: Any) -> Said:
     """What a function of several rules has to say of one of them."""
     return (seen for each, seen in function(*evidence) if each is about)
+
+
+def if_first(kind: object, found: Iterable[tuple[object, Seen]]) -> list[Seen]:
+    """What was found first, if it is of this kind: for rules that share one search."""
+    return [seen for first, seen in islice(found, 1) if first == kind]
 
 
 RULES: dict[str, Rule] = {}
