@@ -143,6 +143,7 @@ def test_a_folder_that_cannot_be_made(script, place, tmp_path, monkeypatch, capf
     if "deepspeed" in script:
         pytest.importorskip("deepspeed")
         require(*DEEPSPEED)
+        capfd.readouterr()  # what DeepSpeed says when it is imported first
         options += ["--config", str((runs.ROOT / script).with_name("ds_config.json"))]
     said = refused_as_rank_0(runs.ROOT / script, options, tmp_path, monkeypatch, capfd)
     assert said.startswith(f"{Path(script).name}: --folder {place}: ")

@@ -4,8 +4,6 @@ import os
 import threading
 import time
 
-_PARENT = os.getppid()
-
 
 def exit_with_launcher() -> None:
     """End this process as soon as the torchrun that started it has died. Does nothing in a process that torchrun did not start.
@@ -16,9 +14,10 @@ def exit_with_launcher() -> None:
     """
     if "TORCHELASTIC_RUN_ID" not in os.environ:
         return
+    parent = os.getppid()  # not when imported: a process that has imported this may be forked
 
     def watch():
-        while os.getppid() == _PARENT:
+        while os.getppid() == parent:
             time.sleep(0.2)
         os._exit(1)
 
