@@ -13,13 +13,12 @@ from workshop.errors import UserError
 from workshop.files import write_atomically
 from workshop.repository import require_stages
 
+IMPORT_OF_RUN = "from workshop.check.evidence.run import Run"
 RULE = '''
 
 @rule(
     why="TODO: why it matters, in one sentence.",
     fix="TODO: what to do, with the name of the API.",
-    runs=WHOLE,
-    needs=(),  # TODO: the kinds of events that it reads
     anywhere=True,
 )
 def {function}(run: Run) -> Said:
@@ -28,8 +27,6 @@ def {function}(run: Run) -> Said:
         if not process.steps:
             yield Seen("TODO: what was seen, with figures", process.data_where)
 '''
-# ruff check --fix sorts them in.
-RULE_IMPORTS = ("from workshop.check.evidence.run import Run", "from workshop.check.scenarios import WHOLE")
 ENTRY = """
 [[exercise]]
 file = "{file}"
@@ -108,10 +105,8 @@ def new_rule(name: str) -> list[Path]:
         raise UserError(f"there is no family {family}; the families are {', '.join(FAMILIES)}")
     path = require_stages() / "workshop" / "check" / "rules" / f"{family}.py"
     text = path.read_text()
-    for line in RULE_IMPORTS:
-        module, _, name = line.partition(" import ")
-        if not re.search(rf"^{module} import .*\b{name}\b", text, re.MULTILINE):
-            text = text.replace("from workshop.check.rules.rule ", f"{line}\nfrom workshop.check.rules.rule ", 1)
+    if not re.search(r"^from workshop.check.evidence.run import .*\bRun\b", text, re.MULTILINE):  # rules/jobs.py
+        text = text.replace("from workshop.check.rules", f"{IMPORT_OF_RUN}\nfrom workshop.check.rules", 1)
     write_atomically(path, text + RULE.format(function=rule.replace("-", "_")))
     test = require_stages() / "tests" / "check" / "rules" / f"test_{family}.py"
     return [path, test]
