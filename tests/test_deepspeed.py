@@ -40,14 +40,15 @@ def with_config(name) -> list:
     return ["--config", folder / name]
 
 
-@pytest.mark.full  # every day with ZeRO-3: the next test
+@pytest.mark.full
 @pytest.mark.parametrize("config", ["ds_config.json", "zero2.json", "zero3.json", "zero3_offload.json"])
 def test_zero_trains_what_ddp_trains(config, torchrun, tmp_path):
     """Bit for bit, whatever is spread over the processes: the sums of two processes have one order."""
     assert trained(SOLUTIONS / ZERO, tmp_path, *with_config(config)) == runs.losses(torchrun.epochs)
 
 
-@pytest.mark.parametrize("config", ["zero3.json", pytest.param("ds_config.json", marks=pytest.mark.full)])
+@pytest.mark.full  # every day the check of the solution shows it
+@pytest.mark.parametrize("config", ["zero3.json", "ds_config.json"])
 def test_zero_carries_on_exactly_and_exports(config, torchrun, tmp_path):
     options = with_config(config)
     trained(SOLUTIONS / ZERO, tmp_path, *options, epochs=1)
@@ -90,6 +91,7 @@ def test_other_launchers(start, torchrun, tmp_path):
     assert runs.losses(read_log(tmp_path / "run" / "log")) == runs.losses(torchrun.epochs)
 
 
+@pytest.mark.full
 def test_accelerate_trains_the_same_and_carries_on_exactly(torchrun, tmp_path):
     trained(SOLUTIONS / ACCELERATE, tmp_path, epochs=1)
     losses = trained(SOLUTIONS / ACCELERATE, tmp_path)

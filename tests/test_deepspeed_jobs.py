@@ -38,6 +38,7 @@ def trial(cluster, tmp_path):
     return trial
 
 
+@pytest.mark.full
 def test_a_job_on_two_nodes(trial, torchrun):
     job = trial.submit([], ["--epochs", "3", "--batch-size", "32", "--config", "zero3.json"])
     trial.follow(job, stall=60)

@@ -17,7 +17,10 @@ WITH_RUNNER = [exercise for exercise in STEPS if exercise.runner]
 BUGS = [exercise for exercise in EXERCISES if "find_the_bug" in exercise.name]
 LANGUAGE = [exercise for exercise in EXERCISES if exercise.bench == "steps"]
 RUN_DAILY = ("_fast_single_gpu.py", "_torchrun.py")  # with their runners; the others in the long run
-SLOW = [*LANGUAGE[1:], *(each for each in EXERCISES if each.name.endswith("requeue.sh") or each.bench == "engine")]
+SLOW = [
+    *LANGUAGE[1:],
+    *(each for each in EXERCISES if each.name.endswith(("requeue.sh", "srun.sh")) or each.bench == "engine"),
+]
 GOALS = [(exercise, goal) for exercise in STEPS for goal in exercise.todos]
 
 
@@ -106,7 +109,7 @@ def test_with_only_this_todo_open_the_check_names_its_goal(exercise, goal, tmp_p
 
 @pytest.mark.parametrize(
     ("exercise", "goal"),
-    params(GOALS, lambda exercise, goal: not exercise.name.startswith("02_")),  # those of other stages: in the long run
+    params(GOALS, lambda exercise, goal: exercise.launch != "spawn"),  # the others: in the long run
     ids=name,
 )
 def test_it_runs_after_each_todo_and_the_goals_so_far_are_met(exercise, goal, tmp_path):
@@ -120,7 +123,7 @@ def test_it_runs_after_each_todo_and_the_goals_so_far_are_met(exercise, goal, tm
         assert not verdict.errors, seen(verdict)
 
 
-@pytest.mark.parametrize("exercise", params(EXERCISES, lambda exercise: "requeue" in exercise.name), ids=name)
+@pytest.mark.parametrize("exercise", params(EXERCISES, lambda exercise: exercise in SLOW), ids=name)
 def test_as_delivered_the_check_names_goal_1(exercise):
     verdict = verdict_of(exercise.path)
     assert verdict.first_open == 1, seen(verdict)

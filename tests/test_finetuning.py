@@ -72,10 +72,8 @@ SPREADS = {
 }
 
 
-@pytest.mark.parametrize(
-    "spread", [pytest.param(name, marks=[] if name == "FSDP" else pytest.mark.full)
-               for name in SPREADS]
-)  # fmt: skip
+@pytest.mark.full
+@pytest.mark.parametrize("spread", SPREADS)
 def test_one_curve_however_the_model_is_spread(spread, ddp, data, tmp_path, record_property):
     script, nproc, options = SPREADS[spread]
     if "--compile" in options:
@@ -188,6 +186,7 @@ def test_killed_it_carries_on_with_any_number_of_processes(nproc, batch_size, wh
     assert again[-3:] == pytest.approx(uninterrupted[-3:], abs=tolerance)
 
 
+@pytest.mark.full
 def test_plain_transformers_loads_the_export(whole, data):
     """Its loss on the validation sequences is the one that the sharded model had."""
     from transformers import AutoModelForCausalLM, AutoTokenizer

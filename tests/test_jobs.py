@@ -51,7 +51,7 @@ def one_node(cluster, tmp_path_factory):
         ("launch_ddp_2N4G", 2, 4),
         pytest.param("launch_ddp_4N4G", 4, 4, marks=pytest.mark.full),
         pytest.param("launch_ddp_2N8G", 2, 8, marks=pytest.mark.full),
-        ("exercise2_srun", 2, 4),
+        pytest.param("exercise2_srun", 2, 4, marks=pytest.mark.full),
         pytest.param("exercise3_requeue", 2, 4, marks=pytest.mark.full),
     ],
 )
@@ -100,7 +100,7 @@ main()
 """
 
 
-@pytest.mark.parametrize("script", ["exercise1_launch_ddp", "exercise2_srun"])
+@pytest.mark.parametrize("script", ["exercise1_launch_ddp", pytest.param("exercise2_srun", marks=pytest.mark.full)])
 def test_the_first_error_comes_last_and_ends_the_job(script, cluster, tmp_path):
     program = tmp_path / "program.py"
     program.write_text(FAILING)

@@ -48,6 +48,7 @@ def two(tmp_path_factory):
     return folder
 
 
+@pytest.mark.full
 def test_it_is_the_training_of_stage_02(two, torchrun):
     """The same losses in every step, the same accuracy, and the weights of the same parameters."""
     epochs = runs.read_log(two / "run.ckpt")
@@ -162,6 +163,7 @@ def test_in_a_session_that_is_a_job(resnet):
     assert epochs[1]["losses"][-1] < epochs[0]["losses"][0] / 4, "it learns"
 
 
+@pytest.mark.full
 def test_what_it_leaves(resnet):
     """The last checkpoint and the best, the log, and a table of rate and speed from rank 0."""
     assert {"run.ckpt", "run-best.ckpt", "run.jsonl", "run-metrics"} <= {path.name for path in resnet.iterdir()}
@@ -324,6 +326,7 @@ def trial(cluster, tmp_path):
     return trial
 
 
+@pytest.mark.full
 def test_a_job_on_two_nodes(trial):
     job = trial.submit([], ["--epochs", "1", "--batch-size", "32"])
     trial.follow(job)

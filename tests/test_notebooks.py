@@ -193,37 +193,30 @@ JUDGES = {
 }  # of slurm-multinode: in test_slurm_notebook.py
 
 
-def judged(*daily):
-    """The parameters of a test of each notebook: in the long run, but for those of these stages."""
-    cases = [
-        pytest.param(stage, judge, id=stage[:2], marks=[] if stage in daily else pytest.mark.full)
-        for stage, judge in JUDGES.items()
-    ]
-    return pytest.mark.parametrize(("stage", "judge"), cases)
-
-
 def test_every_notebook_has_its_judge():
     assert JUDGES.keys() == {stage for stage in solutions.STAGES if stage != "slurm-multinode"}
 
 
-@judged("01_single_gpu")
-def test_as_delivered(stage, judge, copy):
+@pytest.mark.full  # every day .ci/run runs that of stage 01
+@pytest.mark.parametrize("stage", JUDGES)
+def test_as_delivered(stage, copy):
     """Before anybody has solved an exercise of it."""
     if stage == "02_pytorch_ddp":
         require("pkill")
     notebook = execute(copy / stage / f"{stage}.ipynb")
-    judge(notebook)
+    JUDGES[stage](notebook)
     assert goals_left(notebook) == exercises(stage)
     # The exercises are as they were: nothing writes to them.
     for name in exercises(stage):
         assert (copy / stage / name).read_text() == (runs.ROOT / stage / name).read_text()
 
 
-@judged()
-def test_solved(stage, judge, copy):
+@pytest.mark.full
+@pytest.mark.parametrize("stage", JUDGES)
+def test_solved(stage, copy):
     solve(copy)
     notebook = execute(copy / stage / f"{stage}.ipynb")
-    judge(notebook)
+    JUDGES[stage](notebook)
     assert checks(notebook).keys() == exercises(stage)
     assert goals_left(notebook) == set()
     if stage == "02_pytorch_ddp":

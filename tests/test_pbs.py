@@ -157,7 +157,7 @@ def witnesses(pbs):
     ("script", "mpiexec"),
     [
         pytest.param("launch_ddp_1N4G", "openmpi", marks=pytest.mark.full),
-        ("launch_ddp_2N4G", "openmpi"),
+        pytest.param("launch_ddp_2N4G", "openmpi", marks=pytest.mark.full),
         pytest.param("launch_ddp_4N4G", "mpich", marks=pytest.mark.full),
         pytest.param("launch_mpi_2N4G", "openmpi", marks=pytest.mark.full),
         pytest.param("launch_mpi_2N4G", "mpich", marks=pytest.mark.full),
@@ -225,7 +225,7 @@ def test_a_job_fine_tunes(pbs, data):
     [
         ("launch_mpi_2N4G", "openmpi", "wait"),
         # MPICH's mpiexec does not end the other processes: they end when they miss the one that has failed.
-        ("launch_ddp_2N4G", "mpich", "exchange"),
+        pytest.param("launch_ddp_2N4G", "mpich", "exchange", marks=pytest.mark.full),
     ],
 )
 def test_a_failing_rank(script, mpiexec, others, pbs):
@@ -284,6 +284,7 @@ def test_a_job_survives_a_dead_node_and_its_time_limit(cluster, pbs):
     assert [path.name for path in (pbs.folder / "runs").glob("*.pt")] == ["requeue-17.pt"]
 
 
+@pytest.mark.full
 def test_a_job_that_gets_no_further_ends(pbs):
     """A program that fails before its first new snapshot would fail in each next job too."""
     pbs = pbs("openmpi", "raise ValueError('no such pixel')\n")

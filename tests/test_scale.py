@@ -236,6 +236,7 @@ def test_the_interface_that_gloo_takes(monkeypatch):
     assert gloo_interface({}) == loopback()
 
 
+@pytest.mark.full
 def test_collectives(tmp_path):
     program = tmp_path / "short.py"
     program.write_text(

@@ -18,9 +18,10 @@ from workshop.training.models import SmallCNN
 # 2.15.0 held to AVX2 instructions by 1.3e-4 at most, or 0.1 %: a loss that is 2 % off comes from another computation.
 GOLDEN = Path(__file__).with_name("golden_losses.json")
 TOLERANCE = 0.02
+KINDS = ["single", pytest.param("spawned", marks=pytest.mark.full), "torchrun"]
 
 
-@pytest.mark.parametrize("name", ["single", "spawned", "torchrun"])
+@pytest.mark.parametrize("name", KINDS)
 def test_losses_are_the_golden_ones(name, request):
     golden = json.loads(GOLDEN.read_text())
     losses = runs.losses(request.getfixturevalue(name).epochs)
@@ -29,7 +30,7 @@ def test_losses_are_the_golden_ones(name, request):
     assert losses[0] == pytest.approx(math.log(10), abs=0.1)  # ten classes, nothing learned yet
 
 
-@pytest.mark.parametrize("name", ["single", "spawned", "torchrun"])
+@pytest.mark.parametrize("name", KINDS)
 def test_digits_are_learned(name, request):
     assert request.getfixturevalue(name).epochs[-1]["accuracy"] >= 0.95
 
@@ -46,7 +47,7 @@ def true_accuracy(snapshot, samples=None) -> float:
         return (model(torch.stack(images)).argmax(dim=1) == torch.tensor(labels)).double().mean().item()
 
 
-@pytest.mark.parametrize("name", ["single", "spawned", "torchrun"])
+@pytest.mark.parametrize("name", KINDS)
 def test_accuracy_is_that_of_the_whole_test_set(name, request):
     reference = request.getfixturevalue(name)
     assert reference.epochs[-1]["accuracy"] == pytest.approx(true_accuracy(reference.snapshot), abs=1e-9)
@@ -58,7 +59,7 @@ def test_accuracy_is_exact_where_the_test_set_does_not_divide_by_the_ranks(tmp_p
     assert log[-1]["accuracy"] == pytest.approx(true_accuracy(tmp_path / "run.pt", samples=357), abs=1e-9)
 
 
-@pytest.mark.parametrize("name", ["single", "spawned", "torchrun"])
+@pytest.mark.parametrize("name", KINDS)
 def test_rank_0_prints_one_line_an_epoch_and_no_bar(name, request):
     lines = request.getfixturevalue(name).output.splitlines()
     # Up to torch 2.9 gloo itself greets on standard output, both ranks at once: one's end of line may stand alone.
@@ -99,8 +100,9 @@ def test_one_curve_for_any_number_of_processes(kind, nproc, exact_single, tmp_pa
     assert runs.largest_difference(tmp_path / "run.pt", folder / "run.pt") < 1e-6
 
 
-def test_float32_curves_lie_on_each_other(single, spawned, torchrun):
-    curves = [runs.losses(run.epochs) for run in (single, spawned, torchrun)]
+@pytest.mark.parametrize("name", KINDS[1:])
+def test_float32_curves_lie_on_each_other(name, single, request):
+    curves = [runs.losses(run.epochs) for run in (single, request.getfixturevalue(name))]
     assert max(max(step) - min(step) for step in zip(*curves, strict=True)) < 1e-3
 
 

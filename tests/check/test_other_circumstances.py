@@ -9,7 +9,7 @@ from workshop.course.exercises import find_exercise
 from workshop.course.real import settled
 
 
-@pytest.mark.parametrize("base", [ddp.SPAWN, ddp.METRICS])
+@pytest.mark.parametrize("base", [pytest.param(ddp.SPAWN, marks=pytest.mark.full), ddp.METRICS])
 @pytest.mark.parametrize("nproc", [1, 3, pytest.param(8, marks=pytest.mark.full)])
 def test_with_other_numbers_of_processes(nproc, base):
     """Also where they do not divide the samples, and with several batches a step."""
