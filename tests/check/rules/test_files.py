@@ -26,6 +26,12 @@ def save_snapshot(path, model, optimizer, epoch):
     path.with_name(f"{path.stem}-epoch{epoch - 2}{path.suffix}").unlink(missing_ok=True)  # the last two are enough
 """
 
+STEP = "        losses[step] = loss.item()\n"
+SAVE_LATEST = """\
+        if {when}:
+            save_snapshot("runs/latest.pt", model, optimizer, 0)
+"""
+
 MISTAKES = (
     # ---- two-writers
     mistake(
@@ -168,6 +174,14 @@ MISTAKES = (
         'The keys of the saved parameters start with "module.", so the plain model cannot load them.',
         (ddp.SAVE_CALL, ddp.SAVE_CALL.replace("model", "ddp_model")),
     ),
+    # ---- saves-every-step
+    mistake(
+        "saves-after-each-step",
+        ddp.SPAWN,
+        "saves-every-step",
+        "Rank 0 saves a checkpoint after each step.",
+        (STEP, STEP + SAVE_LATEST.format(when="dist.get_rank() == 0")),
+    ),
 )
 
 STYLES = (
@@ -251,6 +265,12 @@ STYLES = (
         zero.ACCELERATE,
         "The program keeps two checkpoints.",
         ("saved_epochs(folder)[:-1]", "saved_epochs(folder)[:-2]"),
+    ),
+    style(
+        "saves-in-the-middle-of-an-epoch",
+        ddp.SPAWN,
+        "Rank 0 also saves once in the middle of each epoch.",
+        (STEP, STEP + SAVE_LATEST.format(when="dist.get_rank() == 0 and step == len(loader) // 2")),
     ),
 )
 

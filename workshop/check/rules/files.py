@@ -3,7 +3,7 @@
 import re
 from collections import Counter
 
-from workshop.check.evidence.events import FileRenamed, FileWritten, Saved
+from workshop.check.evidence.events import FileRenamed, FileWritten, Saved, StepTaken
 from workshop.check.evidence.run import Process, Run
 from workshop.check.rules.rule import Said, Seen, rule
 from workshop.check.rules.words import plural
@@ -124,3 +124,21 @@ def prefixed(run: Run) -> str:
         if event.keys and all(key.startswith("module.") for key in event.keys):
             return event.where or "?"
     return ""
+
+
+@rule(
+    why="Writing a checkpoint takes far longer than a step, and the devices wait for it.",
+    fix="Save at the end of each epoch, or when some minutes have passed since the last checkpoint.",
+    runs=WHOLE,
+    needs=(Saved, StepTaken),
+    hint=True,
+    anywhere=True,
+)
+def saves_every_step(run: Run) -> Said:
+    """A checkpoint is saved after nearly every step."""
+    for process in run.trained[:1]:
+        saves = [(seconds, event) for seconds, event in process.timed(Saved) if event.path]
+        saved_after = {sum(step.seconds <= seconds for step in process.steps) for seconds, _ in saves}
+        if len(process.steps) > 4 and len(saved_after) > 0.8 * len(process.steps):
+            seen = f"{plural(len(saves), 'checkpoint')} in {plural(len(process.steps), 'step')}"
+            yield Seen(seen, saves[0][1].where)
