@@ -184,12 +184,17 @@ def judge_05(notebook):
     assert len(pictures(notebook)) == 4
 
 
+def judge_07(notebook):
+    assert "epoch 2/2 |" in text(notebook, "run")
+
+
 JUDGES = {
     "01_single_gpu": judge_01,
     "02_pytorch_ddp": judge_02,
     "03_pytorch_lightning": judge_03,
     "04_model_parallel_with_fsdp": judge_04,
     "05_deepspeed": judge_05,
+    "07_waiting": judge_07,
 }  # of slurm-multinode: in test_slurm_notebook.py
 
 

@@ -1,0 +1,127 @@
+"""Train a small CNN on one device, and let no step wait for a value from the device.
+
+One process:  python 07_waiting/exercise1_waiting.py --epochs 2
+
+The check: ./workshop.sh check 07_waiting/exercise1_waiting.py
+"""
+
+import os
+import time
+
+import torch
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, RandomSampler
+from torchvision import transforms
+from tqdm import tqdm
+
+from workshop.data import load_dataset
+from workshop.training.arguments import ArgumentParser, check_arguments, positive_int
+from workshop.training.logs import EpochLog
+from workshop.training.models import SmallCNN
+
+SEED = 42
+
+
+def main():
+    args = parse_arguments()
+    device = choose_device()
+    train(device, args)
+
+
+def parse_arguments():
+    parser = ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--epochs", type=positive_int, default=5, help="passes over the training set")
+    parser.add_argument("--batch-size", type=positive_int, default=64, help="samples a step, on each process")
+    parser.add_argument("--save-every", type=positive_int, default=1, help="epochs from one snapshot to the next")
+    parser.add_argument("--snapshot", default="runs/waiting.pt", help="file to save to and to carry on from")
+    parser.add_argument("--dataset", default="digits", help="digits, or mnist once it has been fetched")
+    args = parser.parse_args()
+    check_arguments(parser, args, SmallCNN(), world_size=1)
+    return args
+
+
+def choose_device():
+    # Without is_available() the CUDA build names "cuda" on a machine that has no GPU.
+    if torch.accelerator.is_available():
+        return torch.accelerator.current_accelerator()
+    return torch.device("cpu")
+
+
+def train(device, args):
+    torch.manual_seed(SEED)  # the same first weights in every run
+    model = SmallCNN().to(device)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    first_epoch = load_snapshot(args.snapshot, model, optimizer, device)
+    log = EpochLog(args.snapshot, args.epochs, device, processes=1)
+    print(f"training on {device} from epoch {first_epoch + 1}")
+
+    transform = transforms.Compose([transforms.ToTensor(), transforms.Normalize((0.5,), (0.5,))])
+    train_set, test_set = load_dataset(args.dataset, transform)
+    sampler = RandomSampler(train_set, generator=torch.Generator())
+    train_loader = DataLoader(train_set, args.batch_size, sampler=sampler, drop_last=True)
+    test_loader = DataLoader(test_set, args.batch_size)
+
+    for epoch in range(first_epoch, args.epochs):
+        # Each epoch is seeded anew, so a resumed run needs no random state from the snapshot.
+        torch.manual_seed(SEED + 1000 * epoch)
+        sampler.generator.manual_seed(SEED + epoch)
+        start = time.perf_counter()
+        losses = train_one_epoch(model, train_loader, optimizer, device)
+        seconds = time.perf_counter() - start
+        samples_per_second = len(losses) * args.batch_size / seconds
+
+        accuracy = evaluate(model, test_loader, device)
+        log.write(epoch, losses, accuracy, samples_per_second)
+        if (epoch + 1) % args.save_every == 0 or epoch + 1 == args.epochs:
+            save_snapshot(args.snapshot, model, optimizer, epoch)
+
+
+def train_one_epoch(model, loader, optimizer, device):
+    """Take a step with each batch and return the losses of the steps."""
+    model.train()
+    losses = torch.zeros(len(loader), device=device)
+    # disable=None: a progress bar on a terminal, none in a log file
+    for step, (images, labels) in enumerate(tqdm(loader, leave=False, disable=None)):
+        images, labels = images.to(device), labels.to(device)
+        optimizer.zero_grad()
+        loss = F.cross_entropy(model(images), labels)
+        loss.backward()
+        optimizer.step()
+        # TODO 1: keep the loss without waiting for the device. Look up: Tensor.detach
+        losses[step] = loss.item()
+    return losses.tolist()
+
+
+@torch.inference_mode()
+def evaluate(model, loader, device):
+    """Return the accuracy over the whole test set, between 0 and 1."""
+    model.eval()
+    correct_and_total = torch.zeros(2, device=device)
+    for images, labels in loader:
+        predictions = model(images.to(device)).argmax(dim=1)
+        correct_and_total[0] += (predictions == labels.to(device)).sum()
+        correct_and_total[1] += len(labels)
+    correct, total = correct_and_total.tolist()
+    return correct / total
+
+
+def save_snapshot(path, model, optimizer, epoch):
+    os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
+    snapshot = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "epoch": epoch}
+    # os.replace is atomic: whoever reads finds the old snapshot or the new one, never half of one.
+    torch.save(snapshot, path + ".tmp")
+    os.replace(path + ".tmp", path)
+
+
+def load_snapshot(path, model, optimizer, device):
+    """Fill model and optimizer from the snapshot, if there is one, and return the epoch to start with."""
+    if not os.path.exists(path):
+        return 0
+    snapshot = torch.load(path, map_location=device, weights_only=True)
+    model.load_state_dict(snapshot["model"])
+    optimizer.load_state_dict(snapshot["optimizer"])
+    return snapshot["epoch"] + 1
+
+
+if __name__ == "__main__":
+    main()
