@@ -21,6 +21,7 @@ SLOW = [
     *LANGUAGE[1:],
     *(each for each in EXERCISES if each.name.endswith(("requeue.sh", "srun.sh")) or each.bench == "engine"),
 ]
+LONG = [each for each in EXERCISES if each.launch == "slurm" or each.images]  # jobs, and a ResNet
 GOALS = [(exercise, goal) for exercise in STEPS for goal in exercise.todos]
 
 
@@ -96,7 +97,7 @@ def test_a_bug_is_a_few_lines(exercise):
 
 @pytest.mark.parametrize(
     ("exercise", "goal"),
-    params(GOALS, lambda exercise, goal: exercise in SLOW or (exercise, goal) not in GOALS[1::3]),
+    params(GOALS, lambda exercise, goal: exercise in (*SLOW, *LONG) or (exercise, goal) not in GOALS[1::3]),
     ids=name,
 )
 def test_with_only_this_todo_open_the_check_names_its_goal(exercise, goal, tmp_path):

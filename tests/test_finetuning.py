@@ -381,6 +381,7 @@ def test_a_full_gpu_is_one_line(monkeypatch, capsys):
     assert "ValueError: another" in capsys.readouterr().err
 
 
+@pytest.mark.full
 def test_checkpoints_that_do_not_fit_are_one_line(whole, data, tmp_path, monkeypatch, capfd):
     run = str(whole[0] / "run")
     refused(

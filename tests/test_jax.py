@@ -35,6 +35,7 @@ def train(nproc, folder, *options, timeout=600, **environment) -> list[float]:
     return runs.losses(read_log(folder / "log.jsonl"))
 
 
+@pytest.mark.full
 def test_two_processes_learn_the_sum(tmp_path):
     done = runs.run([RUNNER, "psum.py"], tmp_path, timeout=300)
     assert done.returncode == 0, done.stderr

@@ -65,7 +65,7 @@ def test_only_what_an_earlier_run_skipped(tmp_path):
         (tmp_path / "tests" / name).symlink_to(runs.ROOT / "tests" / name)
     (tmp_path / "pytest.ini").write_text("[pytest]\ntestpaths = tests\nmarkers = machine\njunit_family = xunit1\n")
     script = tmp_path / "tests" / "test_two.py"
-    command = [sys.executable, "-m", "pytest", "-v", "-n2", "-p", "no:cacheprovider"]
+    command = [sys.executable, "-m", "pytest", "-v", "-n0", "-p", "no:cacheprovider"]
     script.write_text(TWO.format('pytest.skip("needs ruby")'))
     first = runs.run([*command, "--junit-xml=first.xml"], tmp_path)
     assert "2 passed, 2 skipped" in first.stdout, first.stdout
