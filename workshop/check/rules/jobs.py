@@ -185,7 +185,7 @@ def _local_ranks(job: Job) -> Told:
     yield from _launch(job)
     for host in sorted(_hosts(job)):
         here = [start.environment for start in job.starts if start.host == host]
-        ranks = sorted(each.get("LOCAL_RANK", "none") for each in here)
+        ranks = sorted((each.get("LOCAL_RANK", "none") for each in here), key=lambda rank: (len(rank), rank))
         if ranks != [str(number) for number in range(len(here))]:
             yield device_index, Seen(f"the processes on {host} have the local ranks {', '.join(ranks)}")
         sizes = {each.get("LOCAL_WORLD_SIZE", "none") for each in here}
