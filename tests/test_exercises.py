@@ -16,7 +16,7 @@ STEPS = [exercise for exercise in EXERCISES if "find_the_bug" not in exercise.na
 WITH_RUNNER = [exercise for exercise in STEPS if exercise.runner]
 BUGS = [exercise for exercise in EXERCISES if "find_the_bug" in exercise.name]
 LANGUAGE = [exercise for exercise in EXERCISES if exercise.bench == "steps"]
-RUN_DAILY = ("_fast_single_gpu.py", "_torchrun.py")  # with their runners; the others in the long run
+RUN_DAILY = "_fast_single_gpu.py"  # with its runner; the others in the long run
 SLOW = [
     *LANGUAGE[1:],
     *(each for each in EXERCISES if each.name.endswith(("requeue.sh", "srun.sh")) or each.bench == "engine"),

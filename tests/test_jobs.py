@@ -45,14 +45,15 @@ def one_node(cluster, tmp_path_factory):
     return runs.losses(read_log(trial.folder / f"runs/launch_ddp_1N4G-{job.number}.pt"))
 
 
+@pytest.mark.full  # every day the check of a solution runs a job
 @pytest.mark.parametrize(
     ("script", "nodes", "processes"),
     [
         ("launch_ddp_2N4G", 2, 4),
-        pytest.param("launch_ddp_4N4G", 4, 4, marks=pytest.mark.full),
-        pytest.param("launch_ddp_2N8G", 2, 8, marks=pytest.mark.full),
-        pytest.param("exercise2_srun", 2, 4, marks=pytest.mark.full),
-        pytest.param("exercise3_requeue", 2, 4, marks=pytest.mark.full),
+        ("launch_ddp_4N4G", 4, 4),
+        ("launch_ddp_2N8G", 2, 8),
+        ("exercise2_srun", 2, 4),
+        ("exercise3_requeue", 2, 4),
     ],
 )
 def test_a_job_trains_what_one_node_trains(script, nodes, processes, one_node, cluster, tmp_path):

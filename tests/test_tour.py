@@ -80,7 +80,8 @@ def test_table_and_picture(toured):
             assert len(picture.convert("RGB").getcolors(1 << 20)) > 20, "the picture is empty"
 
 
-@pytest.mark.parametrize("name", [pytest.param("mp.spawn", marks=pytest.mark.full), "torchrun"])
+@pytest.mark.full
+@pytest.mark.parametrize("name", ["mp.spawn", "torchrun"])
 def test_a_run_that_fails_shows_the_traceback_of_the_rank_that_failed_first(name, tmp_path, monkeypatch):
     for key, value in runs.environment(TEST_PATCH="fail_on_rank_1").items():
         monkeypatch.setenv(key, value)
