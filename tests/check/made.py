@@ -20,7 +20,7 @@ class Made:
         self.text = textwrap.dedent(text)
         self.script.write_text(self.text)
         self.scratch.mkdir(exist_ok=True)
-        launching.prepare(probes, on_cpu=True, text="")
+        launching.prepare(probes, on_cpu=True)
         log = logging.getLogger(launching.__name__)
         self.warnings = logging.handlers.BufferingHandler(100)
         log.addHandler(self.warnings)

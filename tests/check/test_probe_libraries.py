@@ -271,7 +271,7 @@ def _differ(before, after):
 
 def test_undo_leaves_everything_as_it_was(tmp_path):
     probes = (*(probe for probe in PROBES if not probe.library or probe is Lightning), *COURSE_PROBES)
-    launching.prepare([probe for probe in probes if probe is not FineTuning], on_cpu=True, text="")
+    launching.prepare([probe for probe in probes if probe is not FineTuning], on_cpu=True)
     recorder = Recorder(tmp_path, tmp_path / "program.py", tmp_path)
     before, hooks = _state()
     installed = [probe(recorder) for probe in probes]

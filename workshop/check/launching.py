@@ -22,7 +22,7 @@ from workshop.check import forked
 from workshop.check.evidence.events import Backward, Joining, StoreOpened
 from workshop.check.evidence.run import Run
 from workshop.check.forked import Program
-from workshop.check.probes import ALWAYS, PROBES, Probe, imports
+from workshop.check.probes import ALWAYS, PROBES, Probe
 from workshop.check.probes.recorder import read_process
 from workshop.run.processes import family
 from workshop.run.stillness import Patience, Watch
@@ -31,16 +31,16 @@ OUTPUT_LIMIT = 20_000_000  # bytes
 SHORT = 5  # seconds of patience for a second run that may hang
 
 
-def prepare(probes: Sequence[type[Probe]], on_cpu: bool, text: str) -> None:
-    """Import what the probes need, and of the program with this text what takes long: the forked processes have it then."""
+def prepare(probes: Sequence[type[Probe]], on_cpu: bool) -> None:
+    """Import what the probes need and what most programs import: the forked processes have it then."""
     collecting = gc.isenabled()
     gc.disable()  # collections take a tenth of the time of these imports, and find nothing
     torch.set_num_threads(1)
     for probe in probes:
         probe.prepare(on_cpu)
-    for package, module in (("tqdm", "tqdm"), ("torchvision", "torchvision.transforms")):
-        if imports(text, package) and importlib.util.find_spec(package):
-            importlib.import_module(module)
+    for name in ("tqdm", "torchvision.transforms"):  # which brings torch._dynamo along: every optimizer imports that
+        if importlib.util.find_spec(name.partition(".")[0]):
+            importlib.import_module(name)
     if collecting:
         gc.enable()
 

@@ -20,18 +20,13 @@ from workshop.check.probes.recorder import Recorder
 from workshop.check.probes.samples import Samples
 from workshop.check.probes.steps import Clipping, Steps
 
-__all__ = ["ALWAYS", "PROBES", "Probe", "Recorder", "imports", "probes_for"]
+__all__ = ["ALWAYS", "PROBES", "Probe", "Recorder", "probes_for"]
 
 # In the order in which they are installed: those that always are, those that a rule needs, those of libraries.
 ALWAYS: tuple[type[Probe], ...] = (Processes, Devices, Groups, Collectives, Models, Samples, Steps, Files, Compiling)
 _OTHERS = (Layers, HostSync, Sharding, Clipping, Checkpoints, Weights, Activations)
 _LIBRARIES = (Lightning, PytorchLightning, Accelerators, Engine)
 PROBES: tuple[type[Probe], ...] = (*ALWAYS, *_OTHERS, *_LIBRARIES)
-
-
-def imports(text: str, package: str) -> bool:
-    """Whether a program's text imports a package."""
-    return re.search(rf"^\s*(?:import|from)\s+{re.escape(package)}\b", text, re.MULTILINE) is not None
 
 
 def probes_for(needs: set[type[Event]], offered: Sequence[type[Probe]], text: str = "") -> tuple[type[Probe], ...]:
@@ -42,7 +37,7 @@ def probes_for(needs: set[type[Event]], offered: Sequence[type[Probe]], text: st
 
     def chosen(probe: type[Probe]) -> bool:
         if probe.library and text:
-            return imports(text, probe.library)
+            return re.search(rf"^\s*(?:import|from)\s+{re.escape(probe.library)}\b", text, re.MULTILINE) is not None
         return probe in ALWAYS or not needs.isdisjoint(probe.writes)
 
     return tuple(probe for probe in offered if chosen(probe))
