@@ -38,7 +38,8 @@ def prepare(probes: Sequence[type[Probe]], on_cpu: bool) -> None:
     torch.set_num_threads(1)
     for probe in probes:
         probe.prepare(on_cpu)
-    for name in ("tqdm", "torchvision.transforms"):  # which brings torch._dynamo along: every optimizer imports that
+    # torchvision brings torch._dynamo along, which every optimizer imports.
+    for name in ("tqdm", "torchvision.transforms", "torch.distributed.elastic.multiprocessing"):
         if importlib.util.find_spec(name.partition(".")[0]):
             importlib.import_module(name)
     if collecting:
