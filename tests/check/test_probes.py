@@ -396,6 +396,33 @@ def test_tensors_without_contents_are_no_error_of_the_program(place):
     assert third.before.weights[0][0] > 0
 
 
+# ---------------------------------------------------------------- a loader for each epoch
+
+ANEW = """
+    import builtins
+    import torch
+    from torch import nn
+    from torch.utils.data import DataLoader, TensorDataset
+
+    identity = id
+    builtins.id = lambda thing: 1 if isinstance(thing, DataLoader) else identity(thing)  # by chance, without this line
+    data = TensorDataset(torch.arange(8.0).unsqueeze(1))
+    model = nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    for half in ([0, 1, 2, 3], [4, 5, 6, 7], [3, 2, 1, 0]):
+        for (inputs,) in DataLoader(data, batch_size=2, sampler=half):
+            optimizer.zero_grad()
+            model(inputs).square().mean().backward()
+            optimizer.step()
+"""
+
+
+def test_epochs_of_loaders_that_are_made_anew(place):
+    """Python may give a new loader the id() of the one before, which no longer exists."""
+    (process,) = Made(place("anew"), ANEW).well().run.processes
+    assert [[number for *_, number in epoch] for epoch in process.epochs] == [[0, 1, 2, 3], [4, 5, 6, 7], [3, 2, 1, 0]]
+
+
 # ---------------------------------------------------------------- sharded models
 
 SHARDED = """

@@ -4,6 +4,7 @@ import time
 from collections import deque
 from collections.abc import Iterable
 from contextlib import suppress
+from itertools import count
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -25,10 +26,13 @@ class Samples(Probe):
 
     def __init__(self, recorder: Recorder):
         super().__init__(recorder)
-        # The indices that an iterator has asked for, and not yet returned; its loader, and the number of the iteration.
+        # The indices that an iterator has asked for, and not yet returned; its loader, and the number of the iteration. Loaders
+        # are numbered, because a loader that is made anew in each epoch may get the id() of the one before.
         self.asked: WeakKeyDictionary[Any, deque[Any]] = WeakKeyDictionary()
         self.loaders: WeakKeyDictionary[Any, Loader] = WeakKeyDictionary()
         self.iterations: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
+        self.numbers: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
+        self.loaders_seen = count(1)
 
     def clear(self) -> None:
         self.pending: deque[Batch] = deque(maxlen=PENDING)  # that no forward pass has taken
@@ -59,11 +63,12 @@ class Samples(Probe):
     @after(DataLoader, "__iter__")
     def _iter(self, iterator: Any, loader: DataLoader[Any]) -> None:
         iteration = self.iterations[loader] = self.iterations.get(loader, 0) + 1
-        self.loaders[iterator] = (id(loader), iteration)
+        number = self.numbers[loader] = self.numbers.get(loader) or next(self.loaders_seen)
+        self.loaders[iterator] = (number, iteration)
         length = None
         with suppress(TypeError):
             length = len(loader)
-        self.note_here(LoaderStarted(loader=id(loader), iteration=iteration, length=length))
+        self.note_here(LoaderStarted(loader=number, iteration=iteration, length=length))
 
     @before(DistributedSampler, "set_epoch")
     def _set_epoch(self, sampler: Any, epoch: int) -> None:
