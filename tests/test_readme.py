@@ -15,7 +15,7 @@ from test_data import archives, server  # noqa: F401 - fixtures
 
 OTHERS = [runs.ROOT / folder / "README.md" for folder in ("slurm-multinode", "bonus_jax")]
 STAGE_READMES = [*sorted(runs.ROOT.glob("0*/README.md")), *OTHERS]
-READMES = [runs.ROOT / "README.md", *STAGE_READMES]
+READMES = [runs.ROOT / "README.md", runs.ROOT / "docs" / "your-script.md", *STAGE_READMES]
 
 # Commands that run elsewhere, and the text there that proves it.
 ELSEWHERE = {
@@ -79,7 +79,7 @@ def parts() -> list:
         for cluster in (False, True):
             marks = [runs.needs_cluster] if cluster else []
             if any(bool(ON_CLUSTER.search(command)) == cluster for command in commands(readme)):
-                name = readme.parent.name if readme != READMES[0] else "README"
+                name = readme.stem if readme in READMES[:2] else readme.parent.name
                 cases.append(pytest.param(readme, cluster, marks=marks, id=f"{name}-cluster" if cluster else name))
     return cases
 
@@ -88,7 +88,7 @@ def parts() -> list:
 @pytest.mark.parametrize(("readme", "cluster"), parts())
 def test_commands(readme, cluster, copy, short):
     found = [command for command in commands(readme) if bool(ON_CLUSTER.search(command)) == cluster]
-    folder = copy / readme.parent.relative_to(runs.ROOT)
+    folder = copy if readme in READMES[:2] else copy / readme.parent.relative_to(runs.ROOT)
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
     for command in found:
         if command in ELSEWHERE:

@@ -12,6 +12,7 @@ from workshop.check.rules.rule import RULES
 from workshop.course import todo
 from workshop.course.checking import check_file
 from workshop.course.exercises import Exercise, exercises, find_exercise
+from workshop.dev.documents import wrong_links
 from workshop.repository import require_stages
 
 SHORTEST = 12  # characters from which on a line of the solution counts as given away
@@ -132,6 +133,7 @@ LOOKS: tuple[Callable[[], Iterator[str]], ...] = (
     unlisted,
     untested_rules,
     notebooks_with_outputs,
+    wrong_links,
 )
 
 

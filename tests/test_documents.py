@@ -1,0 +1,92 @@
+"""The documents: links, glossary, figures, and the page "Your script in ten edits"."""
+
+import re
+import subprocess
+import sys
+
+import pytest
+
+import runs
+from workshop.course.checking import check_file
+from workshop.dev import documents
+
+DOCS = runs.ROOT / "docs"
+SCRIPT = DOCS / "your_script" / "many_gpus.py"
+
+
+def test_links_and_pictures():
+    assert list(documents.wrong_links()) == []
+
+
+def test_what_is_wrong_is_named_with_its_line(tmp_path, monkeypatch):
+    (tmp_path / "docs").mkdir()
+    (tmp_path / "docs" / "glossary.md").write_text(
+        "# Glossary\n\n### all-reduce\n\nA sum.\n\n### MASTER_ADDR and `x`\n"
+    )
+    (tmp_path / "README.md").write_text(
+        "[good](docs/glossary.md#all-reduce), [good](docs/glossary.md#master_addr-and-x), [web](https://a.org/b#c)\n"
+        "[bad](docs/glossary.md#all-gather)\n"
+        "```\n[code](nowhere.md)\n```\n"
+        "![](docs/none.svg)\n"
+    )
+    monkeypatch.setattr(documents, "require_stages", lambda: tmp_path)
+    assert list(documents.wrong_links()) == [
+        "README.md:2: docs/glossary.md has no heading #all-gather",
+        "README.md:6: the picture docs/none.svg has no alternative text",
+        "README.md:6: docs/none.svg is not there",
+    ]
+
+
+# ---------------------------------------------------------------- the glossary
+
+
+def entries() -> dict[str, str]:
+    """The definition of each term, without the line of links below it."""
+    parts = re.split(r"^### (.+)$", (DOCS / "glossary.md").read_text(), flags=re.MULTILINE)
+    return {term: text.partition("\nSee:")[0].strip() for term, text in zip(parts[1::2], parts[2::2], strict=True)}
+
+
+def test_the_glossary_is_in_order_and_short():
+    terms = list(entries())
+    assert len(terms) >= 60
+    assert terms == sorted(terms, key=lambda term: term.lower().replace("-", " "))
+    for term, definition in entries().items():
+        plain = re.sub(r"\[([^]]+)\]\([^)]*\)|`[^`]*`", r"\1", definition)
+        assert len(re.findall(r"[.!?](?= |$)", plain)) in (1, 2), f"{term}: {definition}"
+
+
+# ---------------------------------------------------------------- the figures
+
+
+def test_the_figures_are_what_the_script_draws(tmp_path):
+    subprocess.run([sys.executable, DOCS / "figures" / "draw.py", "--folder", tmp_path], check=True, timeout=300)
+    drawn, there = (
+        {path.name: path.read_text() for path in folder.glob("*.svg")} for folder in (tmp_path, DOCS / "figures")
+    )
+    assert len(drawn) >= 14
+    assert drawn.keys() == there.keys()
+    assert [name for name, text in drawn.items() if text != there[name]] == []
+    assert all(
+        re.search(r"<title\b[^>]*>.+</title>.*<desc\b[^>]*>.{40,}</desc>", text, re.DOTALL) for text in drawn.values()
+    )
+
+
+# ---------------------------------------------------------------- your script in ten edits
+
+
+def test_the_edits_are_those_of_the_script():
+    blocks = re.findall(r"```python\n(.*?)```", (DOCS / "your-script.md").read_text(), re.DOTALL)
+    assert len(blocks) > 10
+    assert [block for block in blocks if block not in SCRIPT.read_text()] == []
+
+
+def test_the_check_finds_nothing_in_the_script():
+    *_, verdict = check_file(SCRIPT, launch="torchrun", quick=True)
+    assert [finding.seen for finding in verdict.findings] == []
+    assert verdict.subject.file == SCRIPT
+
+
+@pytest.mark.full
+def test_before_the_edits_the_check_finds_what_the_page_repairs():
+    *_, verdict = check_file(SCRIPT.with_name("one_gpu.py"), launch="torchrun", quick=True)
+    assert {finding.kind for finding in verdict.errors} >= {"no-group", "two-writers", "several-print"}
