@@ -1,4 +1,4 @@
-"""Pictures for results/: the solved notebooks in JupyterLab, one in the dark theme, and the card of an Open OnDemand session.
+"""Pictures for results/: the solved notebooks in JupyterLab, two in the dark theme, and the card of an Open OnDemand session.
 
 python tests/screenshots.py; look at each of them.
 """

@@ -37,7 +37,9 @@ def twin(stage: str) -> nbformat.NotebookNode:
     notebook.cells = [cell for cell in notebook.cells if cell["id"] not in ONLY_IN_THE_STAGE]
     for cell in notebook.cells:
         if cell.cell_type == "markdown":
-            cell.source = re.sub(r"\]\(([^):#]+)\)", lambda link: f"]({_link(link[1], source, target)})", cell.source)
+            cell.source = re.sub(
+                r"\]\(([^):#]+)(?=[)#])", lambda link: f"]({_link(link[1], source, target)}", cell.source
+            )
         elif rung := RUNG.fullmatch(cell["id"]):
             cell.source = _rung(int(rung[1]))
         cell.source = cell.source.replace(f'start("{stage}"', f'start("solutions/{stage}"')
