@@ -41,3 +41,8 @@ def test_figures_that_cannot_be_compared_are_not_passed_over():
 )
 def test_what_the_runner_shows_belongs_to_a_goal(name, goal):
     assert verdict_of(name).first_open == goal
+
+
+def test_a_lost_connection_is_said_in_plain_words():
+    said = [finding.seen for finding in verdict_of("sharded-only-rank-0-writes").findings]
+    assert "rank 0 lost its connection to rank 1, which had already ended (RuntimeError)" in said

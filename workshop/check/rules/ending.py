@@ -3,12 +3,13 @@
 import re
 from itertools import islice
 
-from workshop.check.evidence.events import Ended, Exited, Joined, Joining, WroteOutside
+from workshop.check.evidence.events import Ended, Exited, Joined, Joining, Raised, WroteOutside
 from workshop.check.evidence.run import Process, Run
 from workshop.check.rules.collectives import collectives_differ
 from workshop.check.rules.processes import address_overwritten, no_group, wrong_group
 from workshop.check.rules.rule import Makes, Rule, Said, Seen, rule
 from workshop.check.rules.words import named
+from workshop.run.failures import is_echo
 
 FLOOD = Seen("it printed more than 20 MB, and the check ended it")
 
@@ -148,6 +149,8 @@ def _error(run: Run) -> Seen | None:
     """What ended the run with an error."""
     if found := run.first_exception():
         process, event = found
+        if is_echo(event.message):
+            return Seen(_lost(run, process, event), event.where, event.traceback)
         who = f"{named(process)}: " if process.rank is not None and run.nproc > 1 else ""
         message = event.message[:300] + ("..." if len(event.message) > 300 else "")
         meaning = next((f" ({text})" for sign, text in EXPLAINED.items() if re.search(sign, event.message)), "")
@@ -161,6 +164,15 @@ def _error(run: Run) -> Seen | None:
     silent = next((process for process in run.processes if not process.first(Ended)), None)
     who, line = (named(silent), _last_line(silent)) if silent else ("a process", "")
     return Seen(f"{who} died without a traceback (status {run.status}){line}")
+
+
+def _lost(run: Run, process: Process, event: Raised) -> str:
+    """What a library means by "connection reset by peer": another rank has gone."""
+    failed = next(seconds for seconds, each in process.timed(Raised) if each is event)
+    others = [each for each in run.ranks if each is not process]
+    gone = [named(each) for each in others if any(seconds < failed for seconds, _ in each.timed(Ended))]
+    who = f"{' and '.join(gone)}, which had already ended" if gone else "another rank, which ended or died"
+    return f"{named(process)} lost its connection to {who} ({event.type})"
 
 
 def _last_line(process: Process) -> str:
