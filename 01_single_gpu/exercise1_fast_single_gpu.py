@@ -1,5 +1,6 @@
-"""Exercise 1: the same training on one device, as fast as it can.
-It is single_gpu.py, and works. Measure first, then do the TODOs in order; look at samples/s, and check, after each.
+"""Exercise 1: make the training on one device as fast as possible.
+This program is single_gpu.py with three TODOs, and it works as delivered. Run it once to measure its samples/s.
+Then do the TODOs in order. After each TODO, run the program again, compare the samples/s, and check it.
 
 Run it:    01_single_gpu/exercise1_run_fast_single_gpu.sh --epochs 3
 Check it:  ./workshop.sh check 01_single_gpu/exercise1_fast_single_gpu.py
@@ -50,7 +51,8 @@ def choose_device():
 
 def train(device, args):
     torch.manual_seed(SEED)  # the same first weights in every run
-    # TODO 3: the memory layout in which 16-bit convolutions are fast
+    # TODO 3, step a: convolutions in 16-bit formats are faster on most devices if the values of all channels of a pixel
+    # are next to each other in memory. Convert the model to this memory layout.
     # Look up: torch.channels_last, the argument memory_format of Module.to
     model = SmallCNN().to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
@@ -59,15 +61,16 @@ def train(device, args):
     print(f"training on {device} from epoch {first_epoch + 1}")
 
     transform = transforms.Compose([transforms.ToTensor(), transforms.Normalize((0.5,), (0.5,))])
-    # TODO 1: every epoch puts every image through PIL and the transform again, one at a time, while the device waits. Do it once,
-    # before the first epoch, and keep all samples in the device's memory.
+    # TODO 1, step a: in every epoch, the loader transforms each image again, one after the other, and the device waits.
+    # Transform all samples once, before the first epoch, and keep them in the memory of the device.
     # Look up: torch.utils.data.TensorDataset, default_collate
     train_set, test_set = load_dataset(args.dataset, transform)
     sampler = RandomSampler(train_set, generator=torch.Generator())
-    # TODO 1: take a batch out of the tensors in one piece, not sample by sample
-    # Look up: DataLoader's batch_size=None ("Disable automatic batching"), torch.utils.data.BatchSampler
+    # TODO 1, step b: take a whole batch from the tensors at once, instead of one sample after the other.
+    # Look up: batch_size=None of DataLoader ("Disable automatic batching"), torch.utils.data.BatchSampler
     train_loader = DataLoader(train_set, args.batch_size, sampler=sampler, drop_last=True)
-    # TODO 1: in order, with the last, smaller batch
+    # TODO 1, step c: do the same for the test set. Do not shuffle it, and keep its last, smaller batch.
+    # Look up: torch.utils.data.SequentialSampler
     test_loader = DataLoader(test_set, args.batch_size)
 
     for epoch in range(first_epoch, args.epochs):
@@ -85,7 +88,7 @@ def train(device, args):
             save_snapshot(args.snapshot, model, optimizer, epoch)
 
 
-# TODO 1: a function that makes a TensorDataset on the device of a data set may stand here
+# TODO 1, step a: you can write a function here that turns a data set into a TensorDataset on the device.
 
 
 def train_one_epoch(model, loader, optimizer, device):
@@ -96,13 +99,14 @@ def train_one_epoch(model, loader, optimizer, device):
     for step, (images, labels) in enumerate(tqdm(loader, leave=False, disable=None)):
         images, labels = images.to(device), labels.to(device)
         optimizer.zero_grad()
-        # TODO 3: compute in bfloat16 where bf16_is_fast(device) says that it pays; the weights stay in float32
+        # TODO 3, step b: compute the output and the loss in bfloat16, but only if bf16_is_fast(device) is true. The
+        # parameters stay in float32, because small optimizer updates would round to zero in bfloat16.
         # Look up: torch.autocast
         loss = F.cross_entropy(model(images), labels)
         loss.backward()
         optimizer.step()
-        # TODO 2: item() waits until the device has computed the loss, and the device then waits for the next step. Ask for no
-        # value before the end of the epoch.
+        # TODO 2: item() waits until the device has computed the loss. Python starts the next step only afterwards, so the
+        # device then waits for Python. Store the loss here without reading its value; read all values after the epoch.
         # Look up: torch.Tensor.detach
         losses[step] = loss.item()
     return losses.tolist()

@@ -1,5 +1,6 @@
-"""Exercise 1: from one device to all devices of one machine, with mp.spawn and DistributedDataParallel.
-It is single_gpu.py, and works. Do the TODOs in order, and run and check it after each: it stays a working program.
+"""Exercise 1: train on all devices of one machine instead of one, with mp.spawn and DistributedDataParallel.
+This program is single_gpu.py with four TODOs, and it works as delivered and after each TODO.
+Do the TODOs in order, and the steps of each TODO in the order of their letters. Run and check the program after each TODO.
 
 Run it:    02_pytorch_ddp/exercise1_run_multigpu.sh --epochs 3
 Check it:  ./workshop.sh check 02_pytorch_ddp/exercise1_multigpu.py
@@ -13,7 +14,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel as DDP
-from torch.utils.data import DataLoader, DistributedSampler, RandomSampler, Subset  # TODO 3: RandomSampler goes
+from torch.utils.data import DataLoader, DistributedSampler, RandomSampler, Subset  # TODO 3, step c: drop RandomSampler
 from torchvision import transforms
 from tqdm import tqdm
 
@@ -27,10 +28,18 @@ SEED = 42
 
 def main():
     args = parse_arguments()
-    # TODO 1: start args.nproc processes on this machine, each with a device of its own. Each joins one process group with the
-    # others, trains, and leaves the group, also after an error. One thread a process is enough (OMP_NUM_THREADS).
-    # Look up: torch.multiprocessing.spawn, torch.distributed.TCPStore (port 0: the system picks a free one),
-    # init_process_group(backend, store=..., rank=..., world_size=...), get_default_backend_for_device, destroy_process_group
+    # TODO 1, steps a to d: start several processes that train one model together. Part 3 of the notebook has a complete
+    # example with mp.spawn; copy its lines and adapt them.
+    # Step a: start args.nproc processes. Each of them calls a new function, worker(), which contains the two lines below.
+    # Look up: torch.multiprocessing.spawn
+    # Step b: before it trains, worker() joins the process group. The processes find each other through a store: main()
+    # opens it on a free port, and each process connects to this port. The backend depends on the device.
+    # Look up: torch.distributed.TCPStore, init_process_group, get_default_backend_for_device
+    # Step c: after the training, worker() leaves the group, also if an error has occurred, so that no connection remains.
+    # Look up: destroy_process_group
+    # Step d: each process uses one thread per core, so several processes compete for the cores. Before you start them,
+    # set OMP_NUM_THREADS to 1, unless the user has set it.
+    # Look up: os.environ.setdefault
     device = choose_device()
     train(device, args)
 
@@ -48,53 +57,59 @@ def parse_arguments():
     return args
 
 
-# TODO 1: process local_rank of the local_world_size on this machine takes the device with its number; with fewer devices than
-# processes, all take the CPU.
-# Look up: torch.accelerator.device_count, torch.accelerator.set_device_index
+# TODO 1, step e: each process needs a device of its own. Pass two numbers to choose_device(): the index of the process on
+# this machine (local_rank) and the number of processes on this machine (local_world_size).
 def choose_device():
     # Without is_available() the CUDA build names "cuda" on a machine that has no GPU.
-    # TODO 1
+    # TODO 1, step f: each process selects the device whose index is its local rank. If this machine has fewer devices
+    # than processes, all processes use the CPU.
+    # Look up: torch.accelerator.device_count, torch.accelerator.set_device_index
     if torch.accelerator.is_available():
         return torch.accelerator.current_accelerator()
     return torch.device("cpu")
 
 
-# TODO 1: train() has to know which process it is (rank), and how many there are (world_size).
+# TODO 1, step g: steps h and i depend on the rank and the world size. Pass both to train().
 def train(device, args):
     torch.manual_seed(SEED)  # the same first weights in every run
     model = SmallCNN().to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     first_epoch = load_snapshot(args.snapshot, model, optimizer, device)
-    # TODO 1: one process, rank 0, prints and writes; the others keep quiet. The log tells the number of processes.
+    # TODO 1, step h: give the log the number of processes. Let only rank 0 print the line, so that it appears once.
     log = EpochLog(args.snapshot, args.epochs, device, processes=1)
     print(f"training on {device} from epoch {first_epoch + 1}")
 
-    # TODO 2: let backward() average the gradients over all processes. Train the wrapped model; save and evaluate the plain one.
+    # TODO 2, step a: when the processes train on different samples (TODO 3), each of them computes different gradients.
+    # Wrap the model, so that backward() averages the gradients over all processes. Keep the plain model too.
     # Look up: torch.nn.parallel.DistributedDataParallel
     transform = transforms.Compose([transforms.ToTensor(), transforms.Normalize((0.5,), (0.5,))])
     train_set, test_set = load_dataset(args.dataset, transform)
-    # TODO 3: each process trains on a share of its own, in the order of single_gpu.py: seed SEED, and every epoch another order.
-    # Look up: torch.utils.data.DistributedSampler, its seed, drop_last and set_epoch
+    # TODO 3, step a: let each process train on different samples. With the seed SEED on all ranks, the processes together
+    # use the same global batches as single_gpu.py. All ranks need the same number of samples.
+    # Look up: torch.utils.data.DistributedSampler, its arguments seed and drop_last
     sampler = RandomSampler(train_set, generator=torch.Generator())
     train_loader = DataLoader(train_set, args.batch_size, sampler=sampler, drop_last=True)
-    # TODO 4: share the test set out too, so that each sample counts once, also where it does not divide by the processes.
-    # Look up: torch.utils.data.Subset (DistributedSampler counts some samples twice to give each process as many)
+    # TODO 4, step a: let each process evaluate a different part of the test set. Each sample must count exactly once, so
+    # do not use DistributedSampler: it repeats some samples to make all parts equally large.
+    # Look up: torch.utils.data.Subset
     test_loader = DataLoader(test_set, args.batch_size)
 
     for epoch in range(first_epoch, args.epochs):
         # Each epoch is seeded anew, so a resumed run needs no random state from the snapshot.
-        # TODO 3: random numbers of its own for each process, an order of its own for each epoch
+        # TODO 3, step b: use a different seed on each rank, so that random numbers differ (for example those of data
+        # augmentation). Tell the sampler the number of the epoch, so that each epoch has a new order.
+        # Look up: DistributedSampler.set_epoch
         torch.manual_seed(SEED + 1000 * epoch)
         sampler.generator.manual_seed(SEED + epoch)
         start = time.perf_counter()
-        # TODO 2: train the wrapped model
+        # TODO 2, step b: train the wrapped model. Evaluate and save the plain model, as before.
         losses = train_one_epoch(model, train_loader, optimizer, device)
         seconds = time.perf_counter() - start
-        # TODO 4: of all processes together
+        # TODO 4, step b: report the samples per second of all processes together.
         samples_per_second = len(losses) * args.batch_size / seconds
 
         accuracy = evaluate(model, test_loader, device)
-        # TODO 1: rank 0 alone
+        # TODO 1, step i: let only rank 0 write the log and the checkpoint, because two writers can damage a file.
         log.write(epoch, losses, accuracy, samples_per_second)
         if (epoch + 1) % args.save_every == 0 or epoch + 1 == args.epochs:
             save_snapshot(args.snapshot, model, optimizer, epoch)
@@ -105,7 +120,8 @@ def train_one_epoch(model, loader, optimizer, device):
     model.train()
     losses = torch.zeros(len(loader), device=device)
     # disable=None: a progress bar on a terminal, none in a log file
-    # TODO 1: one bar, on rank 0 (disable=True is none at all)
+    # TODO 1, step j: show only the progress bar of rank 0. The value True switches a bar off.
+    # Look up: torch.distributed.get_rank
     for step, (images, labels) in enumerate(tqdm(loader, leave=False, disable=None)):
         images, labels = images.to(device), labels.to(device)
         optimizer.zero_grad()
@@ -113,7 +129,7 @@ def train_one_epoch(model, loader, optimizer, device):
         loss.backward()
         optimizer.step()
         losses[step] = loss.item()
-    # TODO 4: the loss of a step is the mean over the global batch, not the one of this process
+    # TODO 4, step c: average the losses over all processes, so that each is the mean over a global batch.
     # Look up: torch.distributed.all_reduce, ReduceOp.AVG
     return losses.tolist()
 
@@ -127,7 +143,7 @@ def evaluate(model, loader, device):
         predictions = model(images.to(device)).argmax(dim=1)
         correct_and_total[0] += (predictions == labels.to(device)).sum()
         correct_and_total[1] += len(labels)
-    # TODO 4: the counts of all processes
+    # TODO 4, step d: sum the two counts over all processes, so that the accuracy covers the whole test set.
     # Look up: torch.distributed.all_reduce
     correct, total = correct_and_total.tolist()
     return correct / total

@@ -1,5 +1,6 @@
-"""Exercise 2: let torchrun start the processes, on this machine or on many, and start them again when one has died.
-It is the solution of exercise 1, and works. Do the TODOs in order, in the runner too, and run and check it after each.
+"""Exercise 2: let torchrun start the processes, on one machine or on many, and restart them when one has died.
+This program is the solution of exercise 1, and it works as delivered. Some TODOs are in exercise2_run_multigpu_torchrun.sh.
+Do the TODOs in order, and the steps of each TODO in the order of their letters. Run and check the program after each TODO.
 
 Run it:    02_pytorch_ddp/exercise2_run_multigpu_torchrun.sh --epochs 3
 Check it:  ./workshop.sh check 02_pytorch_ddp/exercise2_multigpu_torchrun.py
@@ -8,12 +9,13 @@ Check it:  ./workshop.sh check 02_pytorch_ddp/exercise2_multigpu_torchrun.py
 import os
 import time
 
-# TODO 3: kill -9 on torchrun leaves its workers training, and saving. They have to end with it; before the slow imports.
+# TODO 3, step a: after kill -9 on torchrun, its workers continue to train and to save checkpoints. Let each process end
+# when its torchrun ends. Do this before torch is imported, because the import takes long and torchrun can end meanwhile.
 # Look up: exit_with_launcher in workshop/training/launcher.py
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp  # TODO 1: not needed any more, then
+import torch.multiprocessing as mp  # TODO 1, step e: remove this import
 from torch.distributed.elastic.multiprocessing.errors import record
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel as DDP
@@ -29,13 +31,14 @@ from workshop.training.models import SmallCNN
 SEED = 42
 
 
-# TODO 3: torchrun shows the traceback of the rank that failed first where main is told to record it.
+# TODO 3, step b: when a rank fails, torchrun reports only its exit code. Record the error of main(), so that torchrun also
+# shows the traceback of the rank that failed first.
 # Look up: torch.distributed.elastic.multiprocessing.errors.record
 def main():
     args = parse_arguments()
-    # TODO 1: torchrun has started this process, and all the others. Read from the environment which one it is and join the group.
-    # main() then does what worker() did. The runner has a TODO 1 as well.
-    # Look up: "Environment Variables" in the documentation of torchrun: RANK, WORLD_SIZE; init_process_group(backend)
+    # TODO 1, step a: torchrun starts this program once per process, so main() starts no processes and opens no store.
+    # Read the rank and the world size from the environment. Then do in main() what worker() did. Step f is in the runner.
+    # Look up: "Environment Variables" in the documentation of torchrun: RANK, WORLD_SIZE
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # else each process starts a thread on every core
     # The store is where the processes find each other. Port 0: the system picks a free one, nobody collides.
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
@@ -46,11 +49,14 @@ def worker(rank, world_size, port, args):
     """What each process runs: join the group, train, leave the group."""
     store = dist.TCPStore("127.0.0.1", port, is_master=False)
     # Each process drives a device of its own.
-    # TODO 2: rank counts over all machines. The device is the one with this process's number on its own machine.
-    # Look up: LOCAL_RANK, LOCAL_WORLD_SIZE
+    # TODO 2: the rank counts the processes of all machines, but each machine numbers its GPUs from 0. Choose the device
+    # by the index of the process on its own machine.
+    # Look up: "Environment Variables" in the documentation of torchrun: LOCAL_RANK, LOCAL_WORLD_SIZE
     device = choose_device(rank, world_size)
     backend = dist.get_default_backend_for_device(device)  # "nccl" on NVIDIA and AMD GPUs, "gloo" on the CPU
-    # TODO 1: torchrun has a store already
+    # TODO 1, step b: join the group with the backend only. torchrun has set the address of the store (MASTER_ADDR and
+    # MASTER_PORT), the rank and the world size in the environment, and init_process_group reads them there.
+    # Look up: "Environment variable initialization" in the documentation of torch.distributed
     dist.init_process_group(backend, store=store, rank=rank, world_size=world_size)
     try:
         train(rank, world_size, device, args)
@@ -65,10 +71,10 @@ def parse_arguments():
     parser.add_argument("--save-every", type=positive_int, default=1, help="epochs from one snapshot to the next")
     parser.add_argument("--snapshot", default="runs/multigpu_torchrun.pt", help="file to save to and to carry on from")
     parser.add_argument("--dataset", default="digits", help="digits, or mnist once it has been fetched")
-    # TODO 1: torchrun decides how many processes there are (WORLD_SIZE; 0 where torchrun is missing)
+    # TODO 1, step c: remove the option --nproc, because torchrun decides how many processes there are.
     parser.add_argument("--nproc", type=positive_int, default=torch.accelerator.device_count() or 2, help="processes")
     args = parser.parse_args()
-    # TODO 1
+    # TODO 1, step d: read the number of processes from WORLD_SIZE. Without torchrun it is not set; then pass 0.
     check_arguments(parser, args, SmallCNN(), world_size=args.nproc)
     return args
 

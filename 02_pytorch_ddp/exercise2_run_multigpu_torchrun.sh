@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# shellcheck disable=SC2034  # TODO 1 uses nproc and max_restarts; take this line out then
+# shellcheck disable=SC2034  # TODO 1, step f: remove this line when you use nproc and max_restarts below
 # Train with torchrun: one process on each GPU of this machine, or two on the CPU where there is none.
 # Options go on to the script; NPROC sets another number of processes:  NPROC=4 exercise2_run_multigpu_torchrun.sh --epochs 3
 set -euo pipefail
@@ -12,12 +12,12 @@ case " $* " in *" --help "* | *" -h "*) exec "$PYTHON" "$here/exercise2_multigpu
 nproc=$("$PYTHON" -P -m workshop.training.preflight "$here/exercise2_multigpu_torchrun.py" "$@")
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
 
-# TODO 3: when a process dies, torchrun is to start all of them again, up to three times, each time with a rendezvous store of its
-# own: in a shared one, gloo finds the addresses of the dead processes and often fails to connect.
+# TODO 3, step c: when a process dies, torchrun should restart all processes, up to three times. Each restart needs a new
+# store, because in a shared store gloo finds the addresses of the dead processes, and then it often fails to connect.
 # Look up: torchrun --max-restarts; the variable TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
 max_restarts=0
 
-# TODO 1: let torchrun start $nproc processes, on this machine alone, at a port that nobody else uses.
-# Look up: torchrun --help: --standalone, --local-addr (127.0.0.1), --nproc-per-node, --max-restarts ("$max_restarts").
-# "$PYTHON" -P -m torch.distributed.run is torchrun, of this Python for certain.
+# TODO 1, step f: let torchrun start $nproc processes on this machine only, with a port that no other program uses. Write
+# "$PYTHON" -P -m torch.distributed.run instead of torchrun, so that it runs with the Python of this course.
+# Look up: torchrun --help: --standalone, --local-addr (127.0.0.1), --nproc-per-node, --max-restarts ("$max_restarts")
 exec "$PYTHON" "$here/exercise2_multigpu_torchrun.py" "$@"

@@ -1,5 +1,6 @@
-"""Exercise 3: metrics over all processes, and steps of several batches (gradient accumulation).
-It is the solution of exercise 2, and works. Do the TODOs in order, and run and check it after each.
+"""Exercise 3: compute a metric over all processes, and take steps of several batches (gradient accumulation).
+This program is the solution of exercise 2, and it works as delivered and after each TODO.
+Do the TODOs in order, and the steps of each TODO in the order of their letters. Run and check the program after each TODO.
 
 Run it:    02_pytorch_ddp/exercise3_run_global_metrics.sh --epochs 3 --batch-size 32 --accumulate 2
 Check it:  ./workshop.sh check 02_pytorch_ddp/exercise3_global_metrics.py
@@ -91,34 +92,36 @@ def train(rank, world_size, device, args):
         torch.manual_seed(SEED + 1000 * epoch + rank)
         sampler.set_epoch(epoch)
         start = time.perf_counter()
-        # TODO 2: with args.accumulate
+        # TODO 2, step e (step a is at train_one_epoch): pass args.accumulate.
         losses = train_one_epoch(ddp_model, train_loader, optimizer, device)
         seconds = time.perf_counter() - start
-        # TODO 2: there are fewer steps than batches now
+        # TODO 2, step f: one step now uses several batches. Count the samples of all of them.
         samples_per_second = len(losses) * args.batch_size * world_size / seconds
 
-        # TODO 1
+        # TODO 1, step d (step a is in evaluate): evaluate() now returns two numbers. Use both.
         accuracy = evaluate(model, test_loader, device)
         if rank == 0:
-            # TODO 1: with macro_f1=...
+            # TODO 1, step e: write the macro F1 score to the log too, under the name macro_f1.
             log.write(epoch, losses, accuracy, samples_per_second)
         if rank == 0 and ((epoch + 1) % args.save_every == 0 or epoch + 1 == args.epochs):
             save_snapshot(args.snapshot, model, optimizer, epoch)
 
 
-# TODO 2: take a step with each `accumulate` batches together: the same losses and weights as with one batch of that size. The
-# gradients travel once a step. Leave out the batches at the end of an epoch that make no whole step.
-# Look up: the no_sync method of DistributedDataParallel; contextlib.nullcontext, itertools.islice
+# TODO 2, step a: let one optimizer step use `accumulate` batches, because one batch of their total size may not fit on the
+# device. The losses and the parameters must be the same as with this large batch. Pass accumulate to this function.
 def train_one_epoch(model, loader, optimizer, device):
     """Take a step with each batch and return the losses of the steps."""
     model.train()
-    # TODO 2: as many losses as steps
+    # TODO 2, step b: return one loss per step. Leave out the batches at the end of an epoch that do not fill a step.
+    # Look up: itertools.islice
     losses = torch.zeros(len(loader), device=device)
     # disable=None: a progress bar on a terminal, none in a log file
-    # TODO 2
+    # TODO 2, step c: loop over the batches that remain. The loop now counts batches; compute the number of the step.
     for step, (images, labels) in enumerate(tqdm(loader, leave=False, disable=dist.get_rank() > 0 or None)):
         images, labels = images.to(device), labels.to(device)
-        # TODO 2: no communication but in the last backward() of a step; then step
+        # TODO 2, step d, in three parts: (1) The loss of a step is the mean over its batches. (2) Call step() and then
+        # zero_grad() only after the last batch of a step. (3) Communicate the gradients only in backward() of this batch.
+        # Look up: the no_sync method of DistributedDataParallel, contextlib.nullcontext
         optimizer.zero_grad()
         loss = F.cross_entropy(model(images), labels)
         loss.backward()
@@ -130,16 +133,18 @@ def train_one_epoch(model, loader, optimizer, device):
 
 @torch.inference_mode()
 def evaluate(model, loader, device):
-    # TODO 1: return the macro F1 score over the whole test set too: F1 = 2 TP / (2 TP + FP + FN) of each class, then their mean.
-    # The ranks' scores cannot be averaged (try it: they differ from the score of all samples). What can be added up?
-    # Look up: confusion matrix; torch.bincount
+    # TODO 1, step a: return the macro F1 score over the whole test set too. It is the mean of the F1 scores of all classes,
+    # and F1 = 2 TP / (2 TP + FP + FN). The mean of the scores of the ranks is wrong. Which counts can you sum instead?
+    # Look up: confusion matrix
     """Return the accuracy over the whole test set, between 0 and 1."""
     model.eval()
-    # TODO 1
+    # TODO 1, step b: count in a confusion matrix, with one row per true class and one column per predicted class.
     correct_and_total = torch.zeros(2, device=device)
     for images, labels in loader:
         predictions = model(images.to(device)).argmax(dim=1)
-        # TODO 1
+        # TODO 1, step c: add the samples of this batch to the matrix. After the loop, sum the matrix over all ranks,
+        # compute the accuracy and the F1 score of each class from it, and return the accuracy and the mean F1 score.
+        # Look up: torch.bincount
         correct_and_total[0] += (predictions == labels.to(device)).sum()
         correct_and_total[1] += len(labels)
     dist.all_reduce(correct_and_total)

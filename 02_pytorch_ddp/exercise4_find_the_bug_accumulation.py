@@ -1,7 +1,7 @@
 """Train with steps of several batches (gradient accumulation), on any number of devices.
 
-TODO 1: it should do exactly what one large batch does (--batch-size 64 --accumulate 1), and does not.
-Find two reasons, and repair them.
+TODO 1: four batches of 16 per step (the default) should train the same model as one batch of 64 per step
+(--batch-size 64 --accumulate 1), but they do not. Find the two causes and repair them.
 
 Run it:    02_pytorch_ddp/exercise4_run_find_the_bug_accumulation.sh
 Check it:  ./workshop.sh check 02_pytorch_ddp/exercise4_find_the_bug_accumulation.py

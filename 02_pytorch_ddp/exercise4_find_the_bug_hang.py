@@ -1,6 +1,7 @@
 """Train until the loss of a batch is low enough, on any number of devices.
 
-TODO 1: it starts well and then stands still, until the process group gives up after 30 seconds. Find out why, and repair it.
+TODO 1: the program trains for some steps, then it hangs, until the process group gives up after 30 seconds.
+Find the cause and repair it.
 
 Run it:    02_pytorch_ddp/exercise4_run_find_the_bug_hang.sh
 Check it:  ./workshop.sh check 02_pytorch_ddp/exercise4_find_the_bug_hang.py

@@ -1,6 +1,7 @@
-"""Train with noise on the images, and validate on a fifth of the data that is kept aside, on any number of devices.
+"""Train with noise on the images, and validate on a fifth of the data, on any number of devices.
 
-TODO 1: its validation accuracy is better than the model deserves. Find out why, and repair it.
+TODO 1: the validation accuracy is too good: on samples that no rank has seen, the model is worse.
+Find the cause and repair it.
 
 Run it:    02_pytorch_ddp/exercise4_run_find_the_bug_leak.sh
 Check it:  ./workshop.sh check 02_pytorch_ddp/exercise4_find_the_bug_leak.py

@@ -1,6 +1,7 @@
 """Learn to tell odd digits from even ones, on any number of devices.
 
-TODO 1: the loss is as low as can be, and the model guesses. Find out why, and repair it.
+TODO 1: the loss is 0, the lowest possible value, from the first step on, but the model only guesses.
+Find the cause and repair it.
 
 Run it:    02_pytorch_ddp/exercise4_run_find_the_bug_no_learning.sh
 Check it:  ./workshop.sh check 02_pytorch_ddp/exercise4_find_the_bug_no_learning.py

@@ -1,6 +1,7 @@
-"""Train with a snapshot after each epoch, to carry on from, on any number of devices.
+"""Save a checkpoint after each epoch and resume from it, on any number of devices.
 
-TODO 1: stopped and started again, it does not end with the weights that it would have had. Find two reasons, and repair them.
+TODO 1: a run that was stopped and resumed does not end with the parameters of an uninterrupted run.
+Find the two causes and repair them.
 
 Run it:    02_pytorch_ddp/exercise4_run_find_the_bug_restart.sh
 Check it:  ./workshop.sh check 02_pytorch_ddp/exercise4_find_the_bug_restart.py

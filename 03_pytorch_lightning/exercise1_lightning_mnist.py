@@ -1,10 +1,11 @@
-"""Train a small CNN on handwritten digits on any number of devices: Lightning's Trainer runs the loop, and the processes.
-It saves a checkpoint after each epoch and, started again, carries on from it as if it had never stopped.
+"""Train a small CNN on handwritten digits on any number of devices: Lightning's Trainer starts the processes and runs the loop.
+It saves a checkpoint after each epoch. If you start it again, it resumes from the checkpoint as if it had never stopped.
 
-Delivered is 01_single_gpu/single_gpu.py in other clothes: the model is a LightningModule, the loaders are those of a
-LightningDataModule, and a loop written by hand trains with them on one device. Four steps make it Lightning's.
+As delivered, this is 01_single_gpu/single_gpu.py, divided into the classes that Lightning expects: the model is a
+LightningModule, the loaders belong to a LightningDataModule, and a loop that was written by hand trains on one device. It
+works as delivered. Do the TODOs in order, and the steps of each TODO in the order of their letters.
 
-Runs:         ./exercise1_run_lightning_mnist.sh --epochs 3
+Run:          ./exercise1_run_lightning_mnist.sh --epochs 3
 Check:        ./workshop.sh check 03_pytorch_lightning/exercise1_lightning_mnist.py
 """
 
@@ -57,18 +58,23 @@ class Classifier(L.LightningModule):
     def __init__(self):
         super().__init__()
         self.model = SmallCNN()
-        # TODO 3: a metric that counts hits and samples, and that adds up the counts of all processes at the end of an epoch.
-        # Look up: torchmetrics.classification.MulticlassAccuracy (its average="micro" is hits / samples)
+        # TODO 3, step a: create a metric that counts hits and samples. At the end of an epoch, it sums the counts over all
+        # ranks before it divides, so the accuracy is that of the whole test set.
+        # Look up: torchmetrics.classification.MulticlassAccuracy; with average="micro" it computes hits / samples
 
-    # TODO 1: what the loop below does with a batch: return the loss. And which optimizer it takes: return it. The Trainer moves
-    # the batch to its device, and calls zero_grad(), backward() and step() itself.
-    # Look up: LightningModule.training_step(batch, batch_index), LightningModule.configure_optimizers()
+    # TODO 1, steps a and b: the Trainer needs two methods from you. It does the rest of a step itself: it moves the batch to the
+    # device, and calls zero_grad(), backward() and step().
+    # Step a: return the loss of one batch, computed as in the loop below.
+    # Look up: LightningModule.training_step(batch, batch_index)
+    # Step b: return the same optimizer as in the loop below, with the parameters of this module.
+    # Look up: LightningModule.configure_optimizers()
 
     def forward(self, images):
         return self.model(images)
 
-    # TODO 3: what a batch of the test set is for: to update the metric, and to log it as "accuracy" (the metric itself, not its
-    # value: only then Lightning knows when to add up). Look up: LightningModule.validation_step, self.log
+    # TODO 3, step b: update the metric with each batch of the test set, and log it as "accuracy". Log the metric object, not
+    # its value, because only the object can sum the counts over all ranks.
+    # Look up: LightningModule.validation_step(batch, batch_index), self.log
 
 
 class Data(L.LightningDataModule):
@@ -83,44 +89,51 @@ class Data(L.LightningDataModule):
         self.train_set, self.test_set = load_dataset(self.dataset, transform)
 
     def train_dataloader(self):
-        # TODO 3: the share of this process, dealt out as in stage 02, because Lightning will not do it any more (see below).
+        # TODO 3, step c: give each rank different samples, with the sampler of stage 02. After step e, Lightning adds none.
         # Look up: self.trainer.global_rank, self.trainer.world_size; DistributedSampler(..., seed=SEED, drop_last=True)
         return DataLoader(self.train_set, self.batch_size, shuffle=True, drop_last=True)
 
     def val_dataloader(self):
-        # TODO 3: each sample of the test set on one process, and on one only. Look up: Subset, range(first, end, step)
+        # TODO 3, step d: let each rank evaluate a different part of the test set, so that each sample counts exactly once.
+        # Look up: Subset, range(start, stop, step)
         return DataLoader(self.test_set, self.batch_size)
 
 
 def train(args):
     L.seed_everything(SEED, verbose=False)  # the same first weights in every process and every run
-    # TODO 4: the folder and the name of the checkpoint: ModelCheckpoint adds ".ckpt" itself. Look up: os.path.split, splitext
+    # TODO 4, step a: ModelCheckpoint needs the folder and the name of the checkpoint separately, and adds ".ckpt" itself.
+    # Divide the path args.snapshot accordingly.
+    # Look up: os.path.splitext, os.path.split
     trainer = L.Trainer(
         max_epochs=args.epochs,
-        # TODO 2: args.devices processes, each with a device of its own, or all on the CPU where there are fewer GPUs; gradients
-        # averaged by DistributedDataParallel. Look up: choose_accelerator above; Trainer(accelerator=, devices=, strategy=)
+        # TODO 2: train with args.devices processes: each on its own GPU, or all on the CPU if there are fewer GPUs than
+        # processes. Let DistributedDataParallel average the gradients.
+        # Look up: choose_accelerator above; Trainer(accelerator=, devices=, strategy=)
         accelerator="cpu",
         devices=1,
         enable_model_summary=False,
-        # TODO 3: Lightning gives each loader a DistributedSampler, which counts some test samples twice to give each process as
-        # many. Tell it that Data deals out the samples itself. Look up: Trainer(use_distributed_sampler=)
+        # TODO 3, step e: by default, Lightning gives each loader a DistributedSampler, which repeats test samples until all
+        # ranks have the same number. Switch this off, because Data distributes the samples itself.
+        # Look up: Trainer(use_distributed_sampler=)
         enable_progress_bar=False,
-        # TODO 4: at the end of each epoch a checkpoint, in that folder, of that name. Look up: ModelCheckpoint(dirpath, filename,
-        # save_on_train_epoch_end=True), as one more callback
+        # TODO 4, step b: save a checkpoint at the end of each epoch, in this folder and with this name. Add a callback for
+        # it, and remove the argument that forbids checkpoints.
+        # Look up: ModelCheckpoint(dirpath, filename, save_on_train_epoch_end=True)
         callbacks=[EpochReport(args.snapshot)],
         enable_checkpointing=False,
         logger=False,
         num_sanity_val_steps=0,
     )
     snapshot = None
-    # TODO 4: carry on from the checkpoint, if there is one.
+    # TODO 4, step c: resume from the checkpoint if its file exists. None means that the training starts from the beginning.
+    # Look up: os.path.exists
     data = Data(args.dataset, args.batch_size)
-    # TODO 1: let the Trainer do it, from the checkpoint `snapshot`, and remove the loop by hand below.
+    # TODO 1, step c: let the Trainer train the model with this data, and resume from `snapshot` (None until TODO 4).
     # Look up: Trainer.fit(model, datamodule=, ckpt_path=)
     train_by_hand(Classifier(), data, args)
 
 
-def train_by_hand(module, data, args):  # TODO 1: the Trainer does all of this
+def train_by_hand(module, data, args):  # TODO 1, step d: remove this function; the Trainer does its work
     import time
 
     from workshop.training.logs import EpochLog

@@ -1,9 +1,10 @@
 """Train a ResNet-18 with Lightning: in bfloat16, with one cycle of the learning rate, on any number of nodes, under any launcher.
-It saves a checkpoint after each epoch and, started again, carries on from it as if it had never stopped.
+It saves a checkpoint after each epoch. If you start it again, it resumes from the checkpoint as if it had never stopped.
 
-Delivered is exercise 1's solution with two options more, which nothing uses yet: --accumulate and --nodes.
+As delivered, this is the solution of exercise 1 with two more options that it does not use yet: --accumulate and --nodes.
+It works as delivered. Do the TODOs in order, and the steps of each TODO in the order of their letters.
 
-Runs:         ./exercise2_run_lightning_cifar10.sh --epochs 3
+Run:          ./exercise2_run_lightning_cifar10.sh --epochs 3
 Check:        ./workshop.sh check 03_pytorch_lightning/exercise2_lightning_cifar10.py
 """
 
@@ -68,10 +69,11 @@ def choose_accelerator(devices):
 
 
 def choose_environment():
-    # TODO 5: return who starts the processes: torchrun (TORCHELASTIC_RUN_ID is set then), srun, or Lightning itself. Left alone,
-    # Lightning takes any Slurm job for srun's work, and a Jupyter session often is a job, of one task. What srun has started
-    # together with others has a SLURM_STEP_NUM_TASKS above 1.
-    # Look up: LightningEnvironment, SLURMEnvironment, TorchElasticEnvironment
+    # TODO 5, step a: return an object that tells Lightning which launcher has started this process. There are three cases:
+    # torchrun, which sets TORCHELASTIC_RUN_ID; srun with several tasks, if SLURM_STEP_NUM_TASKS is greater than 1; otherwise
+    # Lightning itself. Without this object, Lightning assumes in every Slurm job that srun starts the processes. A Jupyter
+    # session is often a job with one task: there, Lightning would wait for processes that srun never starts.
+    # Look up: TorchElasticEnvironment, SLURMEnvironment, LightningEnvironment
     return None
 
 
@@ -80,9 +82,10 @@ class Classifier(L.LightningModule):
 
     def __init__(self, dataset):
         super().__init__()
-        # TODO 1: a ResNet-18, of width 64 for cifar10 and of width 16 for the digits. Its stem is made for 224 x 224 pixels, and
-        # leaves 8 x 8 of 32 x 32. Give it one that keeps them all: a convolution of 3 x 3 to `width` channels without bias,
-        # BatchNorm, ReLU, and no pooling. Look up: models.ResNet18, its attribute stem; nn.Sequential
+        # TODO 1, step a: use a ResNet-18, with width 64 for cifar10 and width 16 for the digits. Its stem, the first layers, is
+        # made for 224 x 224 pixels: of 32 x 32 pixels it leaves 8 x 8. Replace the stem by one that keeps all pixels: a 3 x 3
+        # convolution to `width` channels without bias, a BatchNorm and a ReLU, without pooling.
+        # Look up: models.ResNet18 and its attribute stem; nn.Sequential
         self.model = models.SmallCNN()
         # Counts hits and samples; at the end of an epoch it adds up the counts of all processes.
         self.accuracy = MulticlassAccuracy(num_classes=10, average="micro")
@@ -92,9 +95,10 @@ class Classifier(L.LightningModule):
         return F.cross_entropy(self(images), labels)
 
     def configure_optimizers(self):
-        # TODO 3: one cycle of the learning rate over all steps of the run: up to 4e-3, and down to next to nothing with the last.
-        # Look up: torch.optim.lr_scheduler.OneCycleLR, Trainer.estimated_stepping_batches; in Lightning's documentation under
-        # configure_optimizers how to return both, and how often the schedule takes a step if you do not say.
+        # TODO 3, step a: return the optimizer and a learning-rate schedule: one cycle over all steps of the run, up to 4e-3 and
+        # down to almost zero at the last step. By default, Lightning steps a schedule once per epoch; this one needs every step.
+        # Look up: torch.optim.lr_scheduler.OneCycleLR, Trainer.estimated_stepping_batches; in Lightning's documentation
+        # under configure_optimizers: "lr_scheduler", "interval"
         return torch.optim.AdamW(self.parameters(), lr=1e-3)
 
     def forward(self, images):
@@ -114,8 +118,9 @@ class Data(L.LightningDataModule):
         self.dataset, self.batch_size = dataset, batch_size
 
     def setup(self, stage):
-        # TODO 1: images of three channels and of 32 x 32 pixels, as cifar10 has them. Look up: transforms.Lambda; convert("RGB")
-        # and resize of a PIL image; Normalize takes a mean and a deviation for each channel.
+        # TODO 1, step b: convert each image to three channels and 32 x 32 pixels, as in cifar10. Normalize needs one mean and
+        # one standard deviation per channel.
+        # Look up: transforms.Lambda; convert("RGB") and resize of a PIL image
         transform = transforms.Compose([transforms.ToTensor(), transforms.Normalize((0.5,), (0.5,))])
         self.train_set, self.test_set = load_dataset(self.dataset, transform)
 
@@ -134,22 +139,27 @@ def train(args):
     L.seed_everything(SEED, verbose=False)  # the same first weights in every process and every run
     folder, name = os.path.split(os.path.splitext(args.snapshot)[0])
     accelerator = choose_accelerator(args.devices)
-    # TODO 2: "bf16-mixed" where the device computes in bfloat16 faster than in float32. The device is the machine's accelerator
-    # if `accelerator` is "auto", else the CPU. Look up: bf16_is_fast(device), torch.accelerator.current_accelerator()
+    # TODO 2: compute in bfloat16 ("bf16-mixed") if the device is faster in it than in float32. The device is the accelerator
+    # of this machine if `accelerator` is "auto", and the CPU otherwise.
+    # Look up: bf16_is_fast(device), torch.accelerator.current_accelerator()
     precision = "32-true"
     trainer = L.Trainer(
         max_epochs=args.epochs,
         accelerator=accelerator,
         devices=args.devices,
-        # TODO 5: how many nodes there are, and who starts the processes. Look up: Trainer(num_nodes=, plugins=)
+        # TODO 5, step b: tell the Trainer the number of nodes, and which launcher has started the processes (step a).
+        # Look up: Trainer(num_nodes=, plugins=)
         strategy="ddp",
         precision=precision,
-        # TODO 3: a step is to belong to args.accumulate batches. Look up: Trainer(accumulate_grad_batches=)
+        # TODO 3, step b: take one optimizer step per args.accumulate batches. Look up: Trainer(accumulate_grad_batches=)
         use_distributed_sampler=False,  # Data deals out the samples itself
-        # TODO 4: beside the checkpoint after each epoch the best one, named f"{name}-best"; an end once the accuracy has not
-        # risen for 5 epochs; learning rate, speed and the state of the device in a table beside the snapshot, in the folder
-        # f"{name}-metrics". Look up: ModelCheckpoint(monitor=, mode=), EarlyStopping, LearningRateMonitor,
-        # ThroughputMonitor(batch_size_fn=, window_size=), DeviceStatsMonitor; CSVLogger(save_dir, name=)
+        # TODO 4, step a: keep a second checkpoint, f"{name}-best", of the epoch with the highest accuracy.
+        # Look up: ModelCheckpoint(monitor=, mode=)
+        # Step b: end the training when the accuracy has not risen for 5 epochs. Look up: EarlyStopping(patience=)
+        # Step c: measure the learning rate of each step, the speed and the state of the device.
+        # Look up: LearningRateMonitor, ThroughputMonitor(batch_size_fn=, window_size=), DeviceStatsMonitor
+        # Step d: log these values to a table, in the folder f"{name}-metrics" beside the checkpoint.
+        # Look up: CSVLogger(save_dir, name=)
         callbacks=[EpochReport(args.snapshot), ModelCheckpoint(folder or ".", name, save_on_train_epoch_end=True)],
         logger=False,
         log_every_n_steps=1 if args.dataset == "digits" else 50,

@@ -1,5 +1,6 @@
-"""Exercise 1: from DDP to FSDP. Each process holds a part of the model, and gathers a layer when its turn comes.
-It is finetune_ddp.py, and works. Do the TODOs in order, and run and check it after each.
+"""Exercise 1: from DDP to FSDP. Each rank stores a shard of the model, and gathers a layer only to compute it.
+This program is finetune_ddp.py with three TODOs, and it works as delivered and after each TODO.
+Do the TODOs in order, and the steps of each TODO in the order of their letters. Run and check it after each TODO.
 
 Run it:    04_model_parallel_with_fsdp/exercise1_run_fsdp_codellama.sh --steps 40
 Check it:  ./workshop.sh check 04_model_parallel_with_fsdp/exercise1_fsdp_codellama.py
@@ -19,7 +20,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.elastic.multiprocessing.errors import record
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.nn.parallel import DistributedDataParallel as DDP  # TODO 1: not needed any more, then
+from torch.nn.parallel import DistributedDataParallel as DDP  # TODO 1, step e: delete this import.
 from torch.optim.lr_scheduler import OneCycleLR
 from torch.utils.data import DataLoader, DistributedSampler, Subset
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
@@ -94,7 +95,7 @@ def train(device, args):
     for step, batch in zip(range(1, args.steps + 1), batches(train_loader, sampler), strict=False):
         batch = batch.to(device)
         model.train()
-        # TODO 2: FSDP's policy does what autocast did
+        # TODO 2, step b (step a is in precision): the policy replaces autocast, so compute the loss without the with statement.
         with autocast(device):
             loss = model(input_ids=batch, labels=batch, use_cache=False).loss  # it shifts the labels itself
         loss.backward()
@@ -116,32 +117,40 @@ def train(device, args):
 
 def load_model(args, device):
     """The weights in float32, whatever they were stored as: AdamW's small steps would vanish in bfloat16."""
-    # TODO 3: every process reads the whole model into its memory. Make it on the "meta" device: shapes, and no memory.
-    # Look up: torch.device("meta") as a context; AutoConfig.from_pretrained, AutoModelForCausalLM.from_config
+    # TODO 3, step a: from_pretrained() puts the whole model into the memory of every process: 27 GB for CodeLlama-7b in
+    # float32. Create the model on the meta device instead, from its configuration, in float32. It then has no memory yet.
+    # Look up: torch.device("meta") as a context manager; AutoConfig.from_pretrained, AutoModelForCausalLM.from_config
     model = AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.float32, local_files_only=True).to(device)
     model = distribute(model, device)
-    # TODO 3: give this process's part memory, fill it from the files with load_weights(), and make the buffers that are in no
-    # file anew: to_empty() has emptied them, and nothing complains.
-    # Look up: Module.to_empty; model.model.rotary_emb, which is made of the configuration alone
+    # TODO 3, step b: allocate memory for the shards of this rank, on the device. It contains arbitrary values.
+    # Look up: torch.nn.Module.to_empty
+    # Step c: the buffers of the rotary embedding also contain arbitrary values now, and no file contains the right ones. Create
+    # this module again from the configuration. If you forget it, the model confuses the positions, and you see no error.
+    # Look up: model.model.rotary_emb
+    # Step d: call load_weights(), which fills the shards. Step e is in that function.
     return model
 
 
 def distribute(model, device):
-    # TODO 1: cut the model instead. Make a mesh of all processes, each layer a group of its own, and the whole model, for what is
-    # in no layer, the last one; all with the policy of precision().
-    # Look up: init_device_mesh; fully_shard; model.model.layers
+    # TODO 1, step a: FSDP needs to know which ranks share the model. Create a mesh of all ranks, with one dimension.
+    # Look up: torch.distributed.device_mesh.init_device_mesh
+    # Step b: make each layer a communication group of its own, so that a rank gathers only one layer at a time. Use the mesh
+    # and the policy of precision().
+    # Look up: torch.distributed.fsdp.fully_shard, its arguments mesh and mp_policy; model.model.layers
+    # Step c: make the rest of the model the last group, in the same way: embedding, last norm and output layer. Return the model.
     """Spread the training over the processes: the same weights in each, and backward() averages the gradients."""
     return DDP(model)
 
 
 def precision(device):
     """What it computes with. Each process's own part of the weights is float32 in any case."""
-    # TODO 2: gather the weights in bfloat16 where the device is fast at it, and compute with those; sum the gradients in float32.
-    # Look up: param_dtype and reduce_dtype of MixedPrecisionPolicy; bf16_is_fast
+    # TODO 2, step a: let FSDP gather the parameters and compute in bfloat16 if the device is fast in it. The all-gathers then
+    # communicate half the bytes. Always sum the gradients in float32, because a sum in bfloat16 loses small gradients.
+    # Look up: MixedPrecisionPolicy, its arguments param_dtype and reduce_dtype; bf16_is_fast in workshop/tensors.py
     return MixedPrecisionPolicy()
 
 
-# TODO 2: not needed any more, then
+# TODO 2, step d: delete this function.
 def autocast(device):
     return torch.autocast(device.type, torch.bfloat16, enabled=bf16_is_fast(device))
 
@@ -151,8 +160,9 @@ def load_weights(model, folder):
     """Read this process's rows of each weight, and nothing else."""
     files = weight_files(folder)
     for name, weight in model.named_parameters():
-        # TODO 3: fully_shard has cut each weight along its rows, as torch.chunk does. Read this process's rows into its part.
-        # Look up: safe_open of safetensors, get_slice; weight.to_local()
+        # TODO 3, step e: fully_shard has divided the rows of each parameter among the ranks, as torch.chunk would. Read only
+        # the rows of this rank from the file, and copy them into its shard.
+        # Look up: torch.chunk; safe_open and get_slice of safetensors; to_local of a DTensor
         pass
 
 
@@ -172,7 +182,7 @@ def evaluate(model, loader, device):
     losses = torch.zeros(2, device=device)
     for batch in loader:
         batch = batch.to(device)
-        # TODO 2: the same here
+        # TODO 2, step c: do the same here.
         with autocast(device):
             loss = model(input_ids=batch, labels=batch, use_cache=False).loss
         losses += torch.stack([loss * len(batch), torch.full_like(loss, len(batch))])
@@ -186,7 +196,7 @@ def complete(model, tokenizer, device):
     """Return what the model writes after the prompt."""
     model.eval()
     prompt = tokenizer(PROMPT, return_tensors="pt").to(device)
-    # TODO 1: fully_shard changes the model itself; nothing is wrapped around it
+    # TODO 1, step d: fully_shard puts no wrapper around the model, so call generate() of the model itself.
     tokens = model.module.generate(**prompt, max_new_tokens=40, do_sample=False, pad_token_id=tokenizer.eos_token_id)
     return tokenizer.decode(tokens[0])
 

@@ -1,5 +1,5 @@
-"""Exercise 2, TODO 4: what the training has saved in parts becomes a model that plain transformers loads.
-One process does it, on any machine; it reads the newest checkpoint, and never holds more than one layer.
+"""Exercise 2, TODO 4: turn a sharded checkpoint into a model that plain transformers loads.
+One process is enough, on any machine. It reads the newest checkpoint, one layer at a time.
 
 Run it:    python 04_model_parallel_with_fsdp/exercise2_export.py --folder runs/sharded_checkpoint
 Check it:  ./workshop.sh check 04_model_parallel_with_fsdp/exercise2_sharded_checkpoint.py
@@ -45,10 +45,14 @@ def parse_arguments():
 
 def export(model, tokenizer, checkpoint, folder):
     """Put one layer after the other together, write it, and note which weight is in which file."""
-    # TODO 4: write the model in Hugging Face's format. model.state_dict() has names and shapes of the weights, layer by layer.
-    # Make room for a layer, let DCP fill it from the checkpoint, write it to a file, take the next. An index,
-    # model.safetensors.index.json, says which weight is in which file; configuration and tokenizer belong there too.
-    # Look up: torch.distributed.checkpoint.load with no_dist; groupby in itertools; save_file; save_pretrained
+    # TODO 4, step a: write one file per layer, because the whole model may not fit into memory. model.state_dict() has the names
+    # and shapes of all parameters, layer by layer. Divide the names into one group per layer.
+    # Look up: itertools.groupby
+    # Step b: for each group, create empty tensors, let DCP fill them from the checkpoint, and save them to a file.
+    # Look up: torch.distributed.checkpoint.load, its argument no_dist; safetensors.torch.save_file
+    # Step c: write the index, model.safetensors.index.json. Its "weight_map" says which parameter is in which file.
+    # Step d: transformers also needs the configuration, the generation configuration and the tokenizer. Save them to the folder.
+    # Look up: save_pretrained
 
 
 if __name__ == "__main__":

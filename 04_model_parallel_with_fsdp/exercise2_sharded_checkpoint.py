@@ -1,5 +1,7 @@
-"""Exercise 2: checkpoints of a model that no process holds, and, in exercise2_export.py, its way back to plain transformers.
-It is the solution of exercise 1, and works. Do the TODOs in order, and run and check it after each; TODO 4 is the other file.
+"""Exercise 2: save a checkpoint of a model that no rank stores in full, resume from it, and export the model.
+This program is the solution of exercise 1 with three TODOs, and it works as delivered and after each TODO.
+Do the TODOs in order, and the steps of each TODO in the order of their letters. Run and check it after each TODO.
+TODO 4 is in exercise2_export.py.
 
 Run it:    04_model_parallel_with_fsdp/exercise2_run_sharded_checkpoint.sh --steps 40
 Check it:  ./workshop.sh check 04_model_parallel_with_fsdp/exercise2_sharded_checkpoint.py
@@ -85,7 +87,7 @@ def train(device, args):
     # Up during the first 15 % of the steps, then down, both along a cosine.
     schedule = OneCycleLR(optimizer, args.learning_rate, args.steps, pct_start=0.15, cycle_momentum=False)
     state = TrainingState(model, optimizer, schedule)
-    # TODO 2: if there is a checkpoint, let DCP fill that object from it
+    # TODO 2, step a: if the folder contains a checkpoint, let DCP load the newest one into this object. All ranks must call it.
     # Look up: newest_checkpoint in workshop/training/finetuning.py; torch.distributed.checkpoint.load
     log = TrainingLog(args, device)
 
@@ -96,10 +98,11 @@ def train(device, args):
     validation_loader = DataLoader(Subset(validation_set, range(rank, count, world_size)), args.batch_size)
 
     validation_loss = evaluate(model, validation_loader, device)
-    log.begin(validation_loss, complete(model, tokenizer, device))  # TODO 2: a third argument: the steps that are done
+    log.begin(validation_loss, complete(model, tokenizer, device))  # TODO 2, step c: also pass the completed steps.
     losses, start = [], time.perf_counter()
-    # TODO 2: go on after the steps that are done, and leave their batches out: they are drawn in the same order again
-    # Look up: islice in itertools
+    # TODO 2, step d: continue after the last completed step. batches() yields the batches of the completed steps again, in the
+    # same order, so skip them: otherwise the run trains on them twice.
+    # Look up: itertools.islice
     for step, batch in zip(range(1, args.steps + 1), batches(train_loader, sampler), strict=False):
         batch = batch.to(device)
         model.train()
@@ -119,8 +122,8 @@ def train(device, args):
             log.write(step, losses, evaluate(model, validation_loader, device), seconds)
             losses, start = [], time.perf_counter()
         if step % args.save_every == 0 or step == args.steps:
-            pass  # TODO 1: save the state as it is after this step
-    # TODO 1: make sure that the last checkpoint is whole
+            pass  # TODO 1, step b (step a is in TrainingState): set the step of the state, and call save() on all ranks.
+    # TODO 1, step c: call finish_saving(), so that the program does not end before the last checkpoint is complete.
     log.end(complete(model, tokenizer, device))
 
 
@@ -133,28 +136,32 @@ class TrainingState(Stateful):
         self.saving = None
 
     def state_dict(self):
-        # TODO 1: what a run needs to go on: weights, optimizer, schedule, how many steps are done. Of weights and optimizer this
-        # process's parts, by the names of the weights, so that any number of processes can find theirs.
-        # Look up: get_state_dict in torch.distributed.checkpoint.state_dict
+        # TODO 1, step a: return what a run needs to resume: the states of model, optimizer and schedule, and the number of
+        # completed steps. The states of model and optimizer contain the shards of this rank, under the names of the parameters.
+        # With these names, a different number of ranks can find its shards in the checkpoint.
+        # Look up: torch.distributed.checkpoint.state_dict.get_state_dict; state_dict of the schedule
         return {}
 
     def load_state_dict(self, state):
-        # TODO 2: the way back; DCP has filled the tensors of state_dict() with what was saved, and hands them over
-        # Look up: set_state_dict
+        # TODO 2, step b: DCP has filled the dictionary of state_dict() with the values of the checkpoint, and passes it to this
+        # method. Restore the states of model, optimizer and schedule, and the number of completed steps.
+        # Look up: torch.distributed.checkpoint.state_dict.set_state_dict; load_state_dict of the schedule
         pass
 
 
 def save(state, run):
     """Write the state to the folder of its step, each process its part."""
-    # TODO 3: the GPUs wait while files are written. Let DCP copy the parts, and write the copies while the next steps are taken;
-    # one checkpoint at a time.
-    # Look up: async_save; its process_group, of backend "gloo", so that it does not get in the way of the training
+    # TODO 3, step a: the training waits here until the files are written. Save asynchronously instead: DCP copies the shards,
+    # and a thread writes the copies while the training continues. The ranks communicate about the checkpoint during the next
+    # steps, so pass the process group of the state. Store what the call returns in the state, because step b needs it.
+    # Look up: torch.distributed.checkpoint.async_save, its argument process_group
+    # Step c: only one checkpoint can be written at a time. Before you start one, wait for the one before it.
     dcp.save({"state": state}, checkpoint_id=f"{run}/step-{state.step}")
 
 
 def finish_saving(state, run):
     """Wait until the last checkpoint is whole, then delete the one before."""
-    # TODO 3: it may still be being written
+    # TODO 3, step b: if a thread is still writing the last checkpoint, wait for it. Look up: result of a Future
     keep_newest(run)
 
 

@@ -1,5 +1,6 @@
-"""Exercise 3: the largest batch that fits, and the fastest. Each option trades speed for memory, or the other way round.
-It is the solution of exercise 1, and works. Do the TODOs in any order, and run and check it after each.
+"""Exercise 3: find the largest batch that fits and the fastest training, with options that trade memory for speed.
+This program is the solution of exercise 1 with five TODOs, and it works as delivered and after each TODO.
+Do the TODOs in any order, and the steps of each TODO in the order of their letters. Run and check it after each TODO.
 
 Run it:    04_model_parallel_with_fsdp/exercise3_run_fit_the_model.sh --steps 40
 Check it:  ./workshop.sh check 04_model_parallel_with_fsdp/exercise3_fit_the_model.py
@@ -101,11 +102,17 @@ def train(device, args):
     validation_loss = evaluate(model, validation_loader, device)
     log.begin(validation_loss, complete(model, tokenizer, device))
     losses, start = [], time.perf_counter()
-    # TODO 2: a step of args.accumulate batches has the gradient of one large batch. Until the last of them nothing need be sent.
-    # Look up: set_requires_gradient_sync
+    # TODO 2, step a: let one optimizer step use args.accumulate batches, because one batch of their total size may not fit into
+    # memory. zip() provides only one batch per step. Loop over the steps only, and create the iterator of batches before it.
     for step, batch in zip(range(1, args.steps + 1), batches(train_loader, sampler), strict=False):
         model.train()
-        # TODO 2: the loss of a step is the mean over its batches
+        # TODO 2, step b: in each step, take args.accumulate batches, and run forward and backward pass for each of them.
+        # Look up: next
+        # Step c: the gradient of a step is the mean over its batches, so divide each loss before its backward pass.
+        # Step d: the loss of a step is the mean too. Add up the divided losses, without their graphs.
+        # Look up: torch.Tensor.detach
+        # Step e: communicate the gradients only in the backward pass of the last batch of a step.
+        # Look up: set_requires_gradient_sync of FSDPModule
         batch = batch.to(device)
         loss = model(input_ids=batch, labels=batch, use_cache=False).loss  # it shifts the labels itself
         loss.backward()
@@ -113,7 +120,7 @@ def train(device, args):
         optimizer.step()
         schedule.step()
         optimizer.zero_grad()
-        losses.append(loss.detach())  # TODO 2: it is already, then
+        losses.append(loss.detach())  # TODO 2, step f: append the loss of the step.
 
         if step % REPORT_EVERY == 0 or step == args.steps:
             losses = torch.stack(losses)
@@ -131,7 +138,7 @@ def load_model(args, device):
     with torch.device("meta"):  # shapes without memory: no process ever holds the whole model
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     model = distribute(model, device, args)
-    # TODO 4: with args.offload the parts lie in the CPU's memory
+    # TODO 4, step b (step a is in distribute): with args.offload, allocate the memory for the shards on the CPU.
     model.to_empty(device=device)  # memory for this process's part, with anything in it
     load_weights(model, args.model)
     # to_empty() has also emptied the buffers, and those of the rotary embedding are in no checkpoint.
@@ -143,18 +150,22 @@ def distribute(model, device, args):
     """Spread the model over the processes: each holds a part of all weights, and of their gradients and optimizer."""
     mesh = init_device_mesh(device.type, (dist.get_world_size(),))
     options = {"mesh": mesh, "mp_policy": precision(device)}
-    # TODO 4: with args.offload each process keeps its parts in the CPU's memory, and copies them to the device when it needs them
-    # Look up: CPUOffloadPolicy; its pin_memory needs a GPU
+    # TODO 4, step a: with args.offload, keep the shards in CPU memory, so that a larger model fits. FSDP copies them to the
+    # device when it needs them. All groups need this setting, so add it to the options.
+    # Look up: offload_policy of fully_shard; CPUOffloadPolicy, whose pin_memory needs a GPU
     for layer in model.model.layers:
         # Its activations:
-        # TODO 1: with args.activation_checkpointing keep the input of each layer only, and compute the rest again going back
-        # Look up: torch.utils.checkpoint.checkpoint, its use_reentrant=False; functools.partial
+        # TODO 1: with args.activation_checkpointing, keep only the input of the layer in the forward pass. The backward pass then
+        # computes the layer again. Replace the forward method of the layer with a function that does this.
+        # Look up: torch.utils.checkpoint.checkpoint, its argument use_reentrant; functools.partial
         # Its operations:
-        # TODO 5: with args.compile, layer by layer: all are alike, so that one compilation serves all of them
-        # Look up: Module.compile
+        # TODO 5: with args.compile, compile the layer, so that its operations access memory less often. All layers have the same
+        # shapes, so PyTorch can use the compiled code of the first layer for all of them.
+        # Look up: torch.nn.Module.compile
         # Its weights: a group, gathered for its forward and for its backward, freed when they are done.
-        # TODO 3: with args.keep_gathered it is not freed after the forward, and not gathered again for the backward
-        # Look up: reshard_after_forward
+        # TODO 3: with args.keep_gathered, do not free the parameters of the layer after its forward pass. The backward pass then
+        # needs no second all-gather, but the complete layers need memory until then.
+        # Look up: reshard_after_forward of fully_shard
         fully_shard(layer, **options)
     return fully_shard(model, **options)  # the rest: embedding, last norm, scores
 

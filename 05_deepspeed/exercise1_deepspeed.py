@@ -1,5 +1,6 @@
-"""Exercise 1: the training of stage 02 with DeepSpeed, whose configuration says what ZeRO spreads over the processes.
-It is stage 02's solution, and works. Do the TODOs in order, and run and check it after each.
+"""Exercise 1: the training of stage 02 with DeepSpeed. Its configuration decides what ZeRO shards over the ranks.
+This program is the solution of stage 02 with four TODOs, and it works as delivered and after each TODO.
+Do the TODOs in order, and the steps of each TODO in the order of their letters. Run and check it after each TODO.
 
 Run it:    05_deepspeed/exercise1_run_deepspeed.sh --epochs 2
 Check it:  ./workshop.sh check 05_deepspeed/exercise1_deepspeed.py
@@ -21,7 +22,7 @@ import torch.distributed as dist
 from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 from torch.distributed.elastic.multiprocessing.errors import record
 from torch.nn import functional as F
-from torch.nn.parallel import DistributedDataParallel as DDP  # TODO 1: goes
+from torch.nn.parallel import DistributedDataParallel as DDP  # TODO 1, step d: delete this import.
 from torch.utils.data import DataLoader, DistributedSampler, Subset
 from torchvision import transforms
 from tqdm import tqdm
@@ -77,14 +78,15 @@ def train(rank, world_size, device, args):
     torch.manual_seed(SEED)  # the same first weights in every run
     model = SmallCNN().to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    # TODO 1: let DeepSpeed make an engine of model, optimizer and args.config; it takes over what DDP does.
+    # TODO 1, step a: with ZeRO, no rank has the whole optimizer. Let DeepSpeed create an engine from the model, the optimizer and
+    # args.config. It controls the steps and averages the gradients, so it replaces DDP.
     # Look up: deepspeed.initialize
-    # (TODO 2 is in ds_config.json beside this file, which can hold no comments. Let ZeRO spread the optimizer, and compare the
-    # losses with stage 02's: one default of DeepSpeed's changes the training. Which? Look up: "zero_optimization" and
-    # "gradient_clipping" on https://www.deepspeed.ai/docs/config-json/)
+    # (TODO 2 is in ds_config.json, because a JSON file has no comments. Step a: let ZeRO shard the optimizer state. Step b: one
+    # default of DeepSpeed changes the losses. Compare them with those of stage 02, and switch this default off.
+    # Look up: "zero_optimization" and "gradient_clipping" on https://www.deepspeed.ai/docs/config-json/)
     engine = DDP(model)  # the same weights, but its backward() averages the gradients over all processes
     log = EpochLog(f"{args.folder}/log", args.epochs, device, processes=world_size)
-    first_epoch = load_checkpoint(engine, optimizer, args.folder, device)  # TODO 3: the engine has the optimizer
+    first_epoch = load_checkpoint(engine, optimizer, args.folder, device)  # TODO 3, step d: pass engine and folder.
     if rank == 0:
         gpus = torch.accelerator.device_count()
         print(f"training on {device} from epoch {first_epoch + 1}: {world_size} processes, {gpus} GPUs here")
@@ -95,8 +97,8 @@ def train(rank, world_size, device, args):
     sampler = DistributedSampler(train_set, seed=SEED, drop_last=True)
     train_loader = DataLoader(train_set, args.batch_size, sampler=sampler, drop_last=True)
     # Dealt out too, but by hand: DistributedSampler would count some samples twice to give each rank as many.
-    # TODO 4: with ZeRO-3 a forward gathers the weights, and all processes have to take part in each. Give all of them as many
-    # samples, and let evaluate() count each sample once all the same.
+    # TODO 4, step a: with ZeRO-3, each forward pass gathers parameters from all ranks, so all ranks must evaluate the same number
+    # of batches. If a rank has one sample fewer than the others, give it an extra sample, which evaluate() must not count.
     test_loader = DataLoader(Subset(test_set, range(rank, len(test_set), world_size)), args.batch_size)
 
     for epoch in range(first_epoch, args.epochs):
@@ -104,21 +106,22 @@ def train(rank, world_size, device, args):
         torch.manual_seed(SEED + 1000 * epoch + rank)
         sampler.set_epoch(epoch)
         start = time.perf_counter()
-        losses = train_one_epoch(engine, train_loader, optimizer, device)  # TODO 1: the engine has the optimizer
+        losses = train_one_epoch(engine, train_loader, optimizer, device)  # TODO 1, step c: remove the optimizer.
         seconds = time.perf_counter() - start
         samples_per_second = len(losses) * args.batch_size * world_size / seconds
 
-        accuracy = evaluate(engine, test_loader, device)  # TODO 4: how many samples count?
+        accuracy = evaluate(engine, test_loader, device)  # TODO 4, step b: also pass how many samples count.
         if rank == 0:
             log.write(epoch, losses, accuracy, samples_per_second)
         if (epoch + 1) % args.save_every == 0 or epoch + 1 == args.epochs:
-            save_checkpoint(engine, optimizer, args.folder, epoch)  # TODO 3: the engine has the optimizer
+            save_checkpoint(engine, optimizer, args.folder, epoch)  # TODO 3, step b: remove the optimizer.
 
-    # TODO 4: if args.export names a file, write the whole weights to it, so that a plain SmallCNN loads them.
-    # Look up: get_fp32_state_dict_from_zero_checkpoint
+    # TODO 4, step d: if args.export names a file, combine the shards of the checkpoint and write the parameters to this file, on
+    # rank 0. A plain SmallCNN must be able to load them.
+    # Look up: get_fp32_state_dict_from_zero_checkpoint, torch.save
 
 
-def train_one_epoch(engine, loader, optimizer, device):  # TODO 1
+def train_one_epoch(engine, loader, optimizer, device):  # TODO 1, step c: remove the optimizer.
     """Take a step with each batch and return the losses of the steps."""
     engine.train()
     losses = torch.zeros(len(loader), device=device)
@@ -126,7 +129,8 @@ def train_one_epoch(engine, loader, optimizer, device):  # TODO 1
     for step, (images, labels) in enumerate(tqdm(loader, leave=False, disable=dist.get_rank() > 0 or None)):
         images, labels = images.to(device), labels.to(device)
         loss = F.cross_entropy(engine(images), labels)
-        # TODO 1: backward and step are the engine's. It sets the gradients to zero itself.
+        # TODO 1, step b: the engine does the backward pass and the optimizer step. Its step also sets the gradients to zero.
+        # Look up: backward and step of the engine
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -136,20 +140,20 @@ def train_one_epoch(engine, loader, optimizer, device):  # TODO 1
 
 
 @torch.no_grad()
-def evaluate(engine, loader, device):  # TODO 4
+def evaluate(engine, loader, device):  # TODO 4, step c: add the number of samples that count.
     """Return the accuracy over the whole test set, between 0 and 1."""
     engine.eval()
     right = torch.cat([engine(images.to(device)).argmax(dim=1) == labels.to(device) for images, labels in loader])
-    correct_and_total = torch.tensor([right.sum(), len(right)], device=device)  # TODO 4
+    correct_and_total = torch.tensor([right.sum(), len(right)], device=device)  # TODO 4, step c: count only these.
     dist.all_reduce(correct_and_total)
     correct, total = correct_and_total.tolist()
     return correct / total
 
 
 def save_checkpoint(engine, optimizer, folder, epoch):
-    # TODO 3: the engine's own checkpoint, in which each process writes its part: a tag for the epoch, and the epoch in the
-    # client_state. Delete the one before it.
-    # Look up: save_checkpoint of the engine. Who has to call it?
+    # TODO 3, step a: each rank has moments that no other rank has, so a file of rank 0 is not enough. Let the engine save the
+    # shards of all ranks. Name the epoch in the tag, and store it in client_state. Then rank 0 deletes the checkpoint before.
+    # Look up: save_checkpoint of the engine. Which ranks must call it?
     if dist.get_rank() == 0:
         os.makedirs(folder, exist_ok=True)
         snapshot = {"model": engine.module.state_dict(), "optimizer": optimizer.state_dict(), "epoch": epoch}
@@ -157,13 +161,14 @@ def save_checkpoint(engine, optimizer, folder, epoch):
         os.replace(f"{folder}/snapshot.pt.tmp", f"{folder}/snapshot.pt")
 
 
-def load_checkpoint(engine, optimizer, folder, device):  # TODO 3
+def load_checkpoint(engine, optimizer, folder, device):  # TODO 3, step d: keep engine and folder.
     """Fill the engine from the checkpoint, if there is one, and return the epoch to start with."""
-    # TODO 3: the way back; the file "latest" in the folder names the newest checkpoint
+    # TODO 3, step c: the file "latest" contains the name of the newest checkpoint. If it does not exist, begin with epoch 0.
+    # Otherwise let the engine load this checkpoint.
     # Look up: load_checkpoint of the engine, and what it returns
     if not os.path.exists(f"{folder}/snapshot.pt"):
         return 0
-    # TODO 3: from the engine's checkpoint
+    # TODO 3, step c: load it here. The number of the last completed epoch is in its client_state.
     snapshot = torch.load(f"{folder}/snapshot.pt", map_location=device, weights_only=True)
     engine.module.load_state_dict(snapshot["model"])
     optimizer.load_state_dict(snapshot["optimizer"])

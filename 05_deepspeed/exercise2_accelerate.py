@@ -1,5 +1,6 @@
-"""Exercise 2: the training of stage 02 with Accelerate, which finds devices and processes by itself.
-It is stage 02's solution, and works. Do the TODOs in order, and run and check it after each.
+"""Exercise 2: the training of stage 02 with Accelerate, which finds the rank and the device by itself.
+This program is the solution of stage 02 with four TODOs, and it works as delivered and after each TODO.
+Do the TODOs in order, and the steps of each TODO in the order of their letters. Run and check it after each TODO.
 
 Run it:    05_deepspeed/exercise2_run_accelerate.sh --epochs 2
 Check it:  ./workshop.sh check 05_deepspeed/exercise2_accelerate.py
@@ -18,11 +19,11 @@ import torch.distributed as dist
 from accelerate import Accelerator, DataLoaderConfiguration
 from torch.distributed.elastic.multiprocessing.errors import record
 from torch.nn import functional as F
-from torch.nn.parallel import DistributedDataParallel as DDP  # TODO 1: goes
+from torch.nn.parallel import DistributedDataParallel as DDP  # TODO 1, step i: delete this import.
 from torch.utils.data import DataLoader
-from torch.utils.data import DistributedSampler  # TODO 2: goes
+from torch.utils.data import DistributedSampler  # TODO 2, step d: delete this import.
 from torchvision import transforms
-from torch.utils.data import Subset  # TODO 3: goes
+from torch.utils.data import Subset  # TODO 3, step e: delete this import.
 from tqdm import tqdm
 
 from workshop.data import load_dataset
@@ -31,24 +32,24 @@ from workshop.training.logs import EpochLog
 from workshop.training.models import SmallCNN
 
 SEED = 42
-# TODO 2: the order of the samples is to follow from SEED and the number of the epoch
-# Look up: DataLoaderConfiguration, use_seedable_sampler, data_seed
+# TODO 2, step a: make the order of the samples depend only on SEED and the epoch, so that all ranks use the same order.
+# Look up: DataLoaderConfiguration, its arguments use_seedable_sampler and data_seed
 ORDER = None
 
 
 @record  # torchrun then shows the traceback of the rank that failed first
 def main():
     args = parse_arguments()
-    # TODO 1: an Accelerator, with the dataloader_config ORDER, finds all of this out by itself. cpu=True where this machine has
-    # fewer GPUs than processes. train() gets it instead of what it knows, and in the end it has an end_training().
-    # Look up: Accelerator
+    # TODO 1, step a: create an Accelerator instead. It finds rank and device, and creates the process group. Pass ORDER as its
+    # dataloader_config. Its argument cpu must be True if this machine has fewer GPUs than processes.
+    # Look up: Accelerator; torch.accelerator.device_count; the environment variable LOCAL_WORLD_SIZE
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])  # torchrun sets all of these
     device = choose_device(int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"]))
     dist.init_process_group(dist.get_default_backend_for_device(device))
     try:
-        train(rank, world_size, device, args)  # TODO 1
+        train(rank, world_size, device, args)  # TODO 1, step b: pass the Accelerator and args.
     finally:
-        dist.destroy_process_group()  # TODO 1
+        dist.destroy_process_group()  # TODO 1, step c: call end_training() of the Accelerator.
 
 
 def parse_arguments():
@@ -63,7 +64,7 @@ def parse_arguments():
     return args
 
 
-def choose_device(local_rank, local_world_size):  # TODO 1: goes, with all of its lines
+def choose_device(local_rank, local_world_size):  # TODO 1, step h: delete this function.
     # Without is_available() the CUDA build names "cuda" on a machine that has no GPU.
     if torch.accelerator.is_available() and torch.accelerator.device_count() >= local_world_size:
         torch.accelerator.set_device_index(local_rank)
@@ -72,27 +73,28 @@ def choose_device(local_rank, local_world_size):  # TODO 1: goes, with all of it
 
 
 def train(rank, world_size, device, args):
-    # TODO 1: rank, world_size and device are the Accelerator's process_index, num_processes and device
+    # TODO 1, step d: take these three values from the Accelerator. Look up: process_index, num_processes, device
     torch.manual_seed(SEED)  # the same first weights in every run
-    model = SmallCNN().to(device)  # TODO 1: the Accelerator does that
+    model = SmallCNN().to(device)  # TODO 1, step e: remove .to(device). prepare() moves the model.
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    # TODO 1: the Accelerator prepares model and optimizer
-    # Look up: prepare
+    # TODO 1, step f: let the Accelerator prepare model and optimizer. It moves the model to the device, and puts DDP around it.
+    # Look up: prepare of the Accelerator
     model = DDP(model)  # the same weights, but its backward() averages the gradients over all processes
 
     transform = transforms.Compose([transforms.ToTensor(), transforms.Normalize((0.5,), (0.5,))])
     train_set, test_set = load_dataset(args.dataset, transform)
-    # TODO 2: the Accelerator prepares a plain loader that shuffles, with the batch size of a process, and deals out whole batches
+    # TODO 2, step b: let the Accelerator prepare a loader that shuffles, with the per-rank batch size and without a sampler of
+    # your own. It distributes whole batches over the ranks. Drop the last, smaller batch, as this program does now.
     # The order of single_gpu.py, dealt out like cards: together the processes see the same global batches.
     sampler = DistributedSampler(train_set, seed=SEED, drop_last=True)
     train_loader = DataLoader(train_set, args.batch_size, sampler=sampler, drop_last=True)
 
-    # TODO 3: it prepares this one as well; every process then gets as many samples, and so some come twice
+    # TODO 3, step a: prepare a loader of the whole test set too. It repeats samples, so that all ranks get the same number.
     # Dealt out too, but by hand: DistributedSampler would count some samples twice to give each rank as many.
     test_loader = DataLoader(Subset(test_set, range(rank, len(test_set), world_size)), args.batch_size)
 
     log = EpochLog(f"{args.folder}/log", args.epochs, device, processes=world_size)
-    # TODO 4: the Accelerator has all that it has prepared
+    # TODO 4, step d: pass only the Accelerator and the folder.
     first_epoch = load_checkpoint(model, optimizer, args.folder, device)
     if rank == 0:
         gpus = torch.accelerator.device_count()
@@ -100,20 +102,20 @@ def train(rank, world_size, device, args):
     for epoch in range(first_epoch, args.epochs):
         # Each epoch is seeded anew, so a resumed run needs no random state from the checkpoint.
         torch.manual_seed(SEED + 1000 * epoch + rank)
-        sampler.set_epoch(epoch)  # TODO 2: of the prepared loader
+        sampler.set_epoch(epoch)  # TODO 2, step c: call set_epoch() of the prepared loader.
         start = time.perf_counter()
-        losses = train_one_epoch(model, train_loader, optimizer, device)  # TODO 1: needs the Accelerator
+        losses = train_one_epoch(model, train_loader, optimizer, device)  # TODO 1, step g: add the Accelerator.
         seconds = time.perf_counter() - start
         samples_per_second = len(losses) * args.batch_size * world_size / seconds
 
-        accuracy = evaluate(model, test_loader, device)  # TODO 3: needs the Accelerator
+        accuracy = evaluate(model, test_loader, device)  # TODO 3, step b: add the Accelerator.
         if rank == 0:
             log.write(epoch, losses, accuracy, samples_per_second)
         if (epoch + 1) % args.save_every == 0 or epoch + 1 == args.epochs:
-            save_checkpoint(model, optimizer, args.folder, epoch)  # TODO 4: as above
+            save_checkpoint(model, optimizer, args.folder, epoch)  # TODO 4, step b: accelerator, folder and epoch.
 
 
-def train_one_epoch(model, loader, optimizer, device):  # TODO 1
+def train_one_epoch(model, loader, optimizer, device):  # TODO 1, step g: add the Accelerator.
     """Take a step with each batch and return the losses of the steps."""
     model.train()
     losses = torch.zeros(len(loader), device=device)
@@ -122,7 +124,7 @@ def train_one_epoch(model, loader, optimizer, device):  # TODO 1
         images, labels = images.to(device), labels.to(device)
         optimizer.zero_grad()
         loss = F.cross_entropy(model(images), labels)
-        loss.backward()  # TODO 1: is the Accelerator's
+        loss.backward()  # TODO 1, step g: call backward() of the Accelerator with the loss.
         optimizer.step()
         losses[step] = loss.item()
     dist.all_reduce(losses, dist.ReduceOp.AVG)
@@ -130,15 +132,15 @@ def train_one_epoch(model, loader, optimizer, device):  # TODO 1
 
 
 @torch.inference_mode()
-def evaluate(model, loader, device):  # TODO 3
+def evaluate(model, loader, device):  # TODO 3, step b: add the Accelerator.
     """Return the accuracy over the whole test set, between 0 and 1."""
     model.eval()
     right = []
     for images, labels in loader:
         hits = model(images.to(device)).argmax(dim=1) == labels.to(device)
-        right.append(hits)  # TODO 3: those of all processes, without the samples that came twice
-        # Look up: gather_for_metrics
-    # TODO 3: which is then all there is to it
+        right.append(hits)  # TODO 3, step c: append the hits of all ranks, without those of the repeated samples.
+        # Look up: gather_for_metrics of the Accelerator
+    # TODO 3, step d: each rank now has all hits. Return their mean, without an all_reduce.
     correct_and_total = torch.tensor([torch.cat(right).sum(), len(torch.cat(right))], device=device)
     dist.all_reduce(correct_and_total)
     correct, total = correct_and_total.tolist()
@@ -146,9 +148,9 @@ def evaluate(model, loader, device):  # TODO 3
 
 
 def save_checkpoint(model, optimizer, folder, epoch):
-    # TODO 4: let the Accelerator save all that it has prepared, to a folder that has its name once it is whole: epoch-3, say.
-    # Delete the one before it.
-    # Look up: save_state. Who has to call it?
+    # TODO 4, step a: let the Accelerator save everything that it has prepared, to a folder with a temporary name. If the run is
+    # killed meanwhile, no run resumes from an incomplete checkpoint. When all ranks have saved, rank 0 renames the folder, for
+    # example to epoch-3, and deletes the one before. Look up: save_state, wait_for_everyone, is_main_process; os.rename
     if dist.get_rank() == 0:
         os.makedirs(folder, exist_ok=True)
         snapshot = {
@@ -160,13 +162,13 @@ def save_checkpoint(model, optimizer, folder, epoch):
         os.replace(f"{folder}/snapshot.pt.tmp", f"{folder}/snapshot.pt")
 
 
-def load_checkpoint(model, optimizer, folder, device):  # TODO 4
+def load_checkpoint(model, optimizer, folder, device):  # TODO 4, step d: take the Accelerator and the folder.
     """Fill model and optimizer from the checkpoint, if there is one, and return the epoch to start with."""
-    # TODO 4: the way back, from the newest of them
-    # Look up: load_state
+    # TODO 4, step c: find the folder with the largest number. If there is none, begin with epoch 0. Otherwise let the Accelerator
+    # load everything that it has prepared from this folder. Look up: load_state
     if not os.path.exists(f"{folder}/snapshot.pt"):
         return 0
-    # TODO 4: of all that was prepared
+    # TODO 4, step c: load it here, and return the number of the next epoch.
     snapshot = torch.load(f"{folder}/snapshot.pt", map_location=device, weights_only=True)
     getattr(model, "module", model).load_state_dict(snapshot["model"])
     optimizer.load_state_dict(snapshot["optimizer"])

@@ -1,10 +1,12 @@
 #!/usr/bin/env bash
 # Train on 4 GPUs, 2 on each of two nodes:  sbatch exercise2_srun.sh --epochs 5
-# Have it checked:  ./workshop.sh check slurm-multinode/exercise2_srun.sh
+# Check it:  ./workshop.sh check slurm-multinode/exercise2_srun.sh
+# As delivered, this is the solution of exercise 1: torchrun starts the processes. After the TODOs, Slurm starts them.
 #SBATCH --job-name=exercise2_srun
 #SBATCH --nodes=2
 #SBATCH --gpus-per-node=2
-# TODO 2: let Slurm start one task for each GPU, with 2 cores each (man sbatch: --ntasks-per-node, --cpus-per-task)
+# TODO 2: after TODO 1, each training process is a task of its own. Request one task per GPU of a node, and 2 cores per task.
+#         Look up: man sbatch: --ntasks-per-node, --cpus-per-task
 #SBATCH --cpus-per-task=4            # for all processes of a node together
 #SBATCH --ntasks-per-node=1          # one torchrun on a node; it starts a process for each GPU there
 #SBATCH --time=00:10:00
@@ -16,8 +18,11 @@ export HF_HUB_OFFLINE=1 TRANSFORMERS_OFFLINE=1 HF_DATASETS_OFFLINE=1 # a node ma
 run=runs/$SLURM_JOB_NAME-$SLURM_JOB_ID # what its snapshot, the log of its epochs and its errors are called
 
 # The processes meet on the first node of this job, at a port that no other job there has.
-# TODO 1: start the program itself, without torchrun. Here: tell all processes what torchrun would, in MASTER_ADDR, MASTER_PORT,
-#         WORLD_SIZE and LOCAL_WORLD_SIZE, from what Slurm knows (man srun: OUTPUT ENVIRONMENT VARIABLES)
+# TODO 1, step a: the program reads variables that torchrun has set until now. Set those that have the same value in all
+#         processes, and export them, because srun passes exported variables to the tasks:
+#         MASTER_ADDR and MASTER_PORT (the host and the port below), WORLD_SIZE (the number of tasks of the job) and
+#         LOCAL_WORLD_SIZE (the number of tasks per node). The options for torchrun are no longer needed.
+#         Look up: man sbatch: OUTPUT ENVIRONMENT VARIABLES: SLURM_NTASKS, SLURM_NTASKS_PER_NODE
 head=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
 port=$((20000 + SLURM_JOB_ID % 10000))
 while (: <"/dev/tcp/$head/$port") 2>/dev/null; do port=$((port + 1)); done # somebody listens there: take the next
@@ -25,7 +30,8 @@ srun getent hosts "$head" >/dev/null || { echo "a node of this job does not know
 rendezvous=(--nnodes="$SLURM_NNODES" --rdzv-id="$SLURM_JOB_ID" --rdzv-backend=c10d --rdzv-endpoint="$head:$port")
 echo "rendezvous at $head:$port"
 
-# TODO 3: a task is one process now: let it compute with all the cores of its task
+# TODO 3: after TODO 2, a task is one process, and SLURM_CPUS_PER_TASK counts the cores of this process. Let it use all of them.
+#         Look up: man sbatch: SLURM_CPUS_PER_TASK
 export OMP_NUM_THREADS=$((SLURM_CPUS_PER_TASK / SLURM_GPUS_ON_NODE))
 export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK # srun does not take it from above, and would give each task one core
 
@@ -35,8 +41,10 @@ env | grep -E '^(NCCL|RCCL|FI|GLOO)_' || true # what steers the network: often n
 # Should a rank fail: the error of the first one that did comes last in the log.
 trap '${PYTHON:-python} first_failure.py "$run.logs"' ERR
 
-# TODO 1: and here each process its own rank, in RANK and LOCAL_RANK. What has to be different in each task, a shell in the task
-#         has to set: srun bash -c '...' bash
+# TODO 1, step b: let srun start the program itself, without torchrun, and give each process its own RANK and LOCAL_RANK.
+#         These values differ between the tasks, so this script cannot set them. A shell inside each task must set them, and
+#         then become the program: srun bash -c '...' bash PROGRAM OPTIONS
+#         Look up: man srun: OUTPUT ENVIRONMENT VARIABLES: SLURM_PROCID, SLURM_LOCALID; help exec
 # shellcheck disable=SC2086 # $PYTHON may be several words: a container, and the Python in it
 # srun starts torchrun on each node. --kill-on-bad-exit: when one gives up, the others do not wait for it.
 srun --kill-on-bad-exit=1 ${PYTHON:-python} -m torch.distributed.run "${rendezvous[@]}" \

@@ -1,16 +1,20 @@
 #!/usr/bin/env bash
 # Train on 4 GPUs, 2 on each of two nodes:  sbatch exercise3_requeue.sh --epochs 5
-# Have it checked:  ./workshop.sh check slurm-multinode/exercise3_requeue.sh
+# Check it:  ./workshop.sh check slurm-multinode/exercise3_requeue.sh
+# As delivered, this is the solution of exercise 1. After the TODOs, the job survives a dead node and its time limit.
 #SBATCH --job-name=exercise3_requeue
 #SBATCH --nodes=2
 #SBATCH --gpus-per-node=2
 #SBATCH --cpus-per-task=4            # for all processes of a node together
 #SBATCH --ntasks-per-node=1          # one torchrun on a node; it starts a process for each GPU there
 #SBATCH --time=00:10:00
-# TODO 2: let this script be told a minute before the time is over, and then put its job back into the queue: here another
-#         #SBATCH line, and below what to do (man sbatch: --signal; help trap; man scontrol: requeue)
+# TODO 2, step a: at the time limit, Slurm kills the job. Request a signal to this script one minute before the limit, so that
+#         the script has time to react. Step b is below.
+#         Look up: man sbatch: --signal, and the meaning of B: there
 #SBATCH --output=%x-%j.log           # name and number of the job
-# TODO 1: when a node has died, let the job start again, and write on in the same log (man sbatch: --requeue, --open-mode)
+# TODO 1, step a: allow Slurm to requeue the job when one of its nodes has died. The second start must append to the log,
+#         because the log of the first start says why that start ended. Step b is below.
+#         Look up: man sbatch: --requeue, --open-mode
 
 set -euo pipefail
 source "${WORKSHOP_SITE:-/dev/null}" # modules, network and Python of this site: "workshop submit" names the file
@@ -35,14 +39,19 @@ env | grep -E '^(NCCL|RCCL|FI|GLOO)_' || true # what steers the network: often n
 # Should a rank fail: the error of the first one that did comes last in the log.
 trap '${PYTHON:-python} first_failure.py "$run.logs"' ERR
 
-# TODO 2: and here
+# TODO 2, step b: when the signal arrives, put this job back into the queue. The next start resumes from the checkpoint of the
+#         last epoch.
+#         Look up: help trap; man scontrol: requeue
 
 # shellcheck disable=SC2086 # $PYTHON may be several words: a container, and the Python in it
-# TODO 1: and let srun wait for a node that does not answer until Slurm knows that it is dead: --kill-on-bad-exit gives it up
-#         sooner, and the job counts as one that has failed
+# TODO 1, step b: when a node dies, the torchrun on the other node fails. With --kill-on-bad-exit, srun then ends before Slurm
+#         knows that the node is dead, and Slurm does not requeue a job that has failed. Let srun wait until then.
+#         Look up: man srun: --kill-on-bad-exit
 # srun starts torchrun on each node. --kill-on-bad-exit: when one gives up, the others do not wait for it.
 srun --kill-on-bad-exit=1 ${PYTHON:-python} -m torch.distributed.run "${rendezvous[@]}" \
     --nproc-per-node="$SLURM_GPUS_ON_NODE" --log-dir="$run.logs" \
     multigpu_torchrun.py --snapshot "$run.pt" "$@"
-# TODO 3: a shell acts on a signal only when the command that it runs has ended: let srun run in the background, and wait for it
-#         (help wait)
+# TODO 3: bash runs a trap only when the command that it waits for has ended, here srun. At the time limit that is too late.
+#         Start srun in the background, and wait for it with a builtin that a signal interrupts. Wait for this one process, so
+#         that the script ends with the exit status of srun.
+#         Look up: help wait; man bash: SIGNALS, and the special parameter for the last background process

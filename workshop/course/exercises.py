@@ -4,6 +4,7 @@ A stage is a folder of the repository that has such a file; nothing else lists t
 of the classes below are the keys of the file.
 """
 
+import inspect
 import os
 import tomllib
 from collections import Counter
@@ -41,7 +42,7 @@ class Goal(Table):
         number: that of its TODO; 0: what holds already, and has to stay so.
         title: what is reached with it.
         rules: the rules that keep it from being met. "@samples": all rules of this family that no goal of the exercise names.
-        hints: three, each of which tells more than the one before; none for goal 0.
+        hints: three texts in Markdown, each of which tells more than the one before; none for goal 0.
     """
 
     number: int = Field(ge=0, le=9)
@@ -51,8 +52,8 @@ class Goal(Table):
 
     @field_validator("hints")
     @classmethod
-    def _one_line(cls, hints: tuple[str, ...]) -> tuple[str, ...]:
-        return tuple(" ".join(hint.split()) for hint in hints)
+    def _dedented(cls, hints: tuple[str, ...]) -> tuple[str, ...]:
+        return tuple(map(inspect.cleandoc, hints))
 
 
 class JobShape(Table):

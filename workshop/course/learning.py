@@ -53,6 +53,7 @@ def run_hint(file: str | os.PathLike[str], goal: int | None = None) -> int:
     Raises:
         UserError: there is no such exercise, or no hint for that goal.
     """
+    from rich.markdown import Markdown
     from rich.text import Text
 
     exercise = resolve_exercise(file)
@@ -67,7 +68,8 @@ def run_hint(file: str | os.PathLike[str], goal: int | None = None) -> int:
     console = _console()
     console.print(Text(f"{exercise.name}, goal {goal}: {exercise.goal(goal).title}", "bold"))
     console.print()
-    console.print(Text.assemble((f"Hint {number} of {HINTS_PER_GOAL}: ", "bold cyan"), text))
+    console.print(Text(f"Hint {number} of {HINTS_PER_GOAL}", "bold cyan"))
+    console.print(Markdown(text))
     console.print()
     if left:
         command, what = f"hint {exercise.name} {goal}", f"{left} {'hint' if left == 1 else 'hints'} left. The next one:"
