@@ -29,7 +29,7 @@ from workshop.check.scenarios import (
 )
 from workshop.check.subject import Subject
 from workshop.course.exercises import Exercise
-from workshop.course.trial import STAND_IN, Refused, Trial
+from workshop.course.trial import MEETING, STAND_IN, Refused, Trial
 from workshop.errors import UserError
 from workshop.slurm import cluster as practice
 from workshop.slurm.model import model
@@ -276,7 +276,8 @@ class JobBench:
         """Let a job that is back in the queue train for three epochs more."""
         job.before = len(job.epochs)
         trial.start_again(job)
-        trial.follow(job, until=lambda job: len(job.epochs) >= job.before + 3)
+        enough = job.before + 3
+        trial.follow(job, until=lambda job: len(job.epochs) >= enough, stall=MEETING)  # its nodes have to meet again
         trial.cancel(job)
         return job
 
