@@ -356,7 +356,9 @@ def test_without_the_stages(command, tmp_path, monkeypatch):
 
 
 def test_diff_waits_until_all_goals_are_met(capsys):
-    with pytest.raises(UserError, match=r"open goals.*1 \(the processes.*4 \(the metrics.*0 \(the model learns.*--solution"):
+    with pytest.raises(
+        UserError, match=r"open goals.*1 \(the processes.*4 \(the metrics.*0 \(the model learns.*--solution"
+    ):
         learning.run_diff(SPAWN)
     progress.record_check(SPAWN, {1: True, 2: False, 3: True, 4: True, KEPT: True})
     with pytest.raises(UserError, match=r"open goals: 2 \([^()]*\); have it checked, or add --solution"):
