@@ -155,7 +155,7 @@ def save(state, run):
     # and a thread writes the copies while the training continues. The ranks communicate about the checkpoint during the next
     # steps, so pass the process group of the state. Store what the call returns in the state, because step b needs it.
     # Look up: torch.distributed.checkpoint.async_save, its argument process_group
-    # Step c: only one checkpoint can be written at a time. Before you start one, wait for the one before it.
+    # Step c: only one checkpoint can be written at a time. Before you start one, wait for the previous one.
     dcp.save({"state": state}, checkpoint_id=f"{run}/step-{state.step}")
 
 

@@ -152,7 +152,7 @@ def evaluate(engine, loader, device):  # TODO 4, step c: add the number of sampl
 
 def save_checkpoint(engine, optimizer, folder, epoch):
     # TODO 3, step a: each rank has moments that no other rank has, so a file of rank 0 is not enough. Let the engine save the
-    # shards of all ranks. Name the epoch in the tag, and store it in client_state. Then rank 0 deletes the checkpoint before.
+    # shards of all ranks. Name the epoch in the tag, and store it in client_state. Then rank 0 deletes the previous one.
     # Look up: save_checkpoint of the engine. Which ranks must call it?
     if dist.get_rank() == 0:
         os.makedirs(folder, exist_ok=True)

@@ -150,7 +150,7 @@ def evaluate(model, loader, device):  # TODO 3, step b: add the Accelerator.
 def save_checkpoint(model, optimizer, folder, epoch):
     # TODO 4, step a: let the Accelerator save everything that it has prepared, to a folder with a temporary name. If the run is
     # killed meanwhile, no run resumes from an incomplete checkpoint. When all ranks have saved, rank 0 renames the folder, for
-    # example to epoch-3, and deletes the one before. Look up: save_state, wait_for_everyone, is_main_process; os.rename
+    # example to epoch-3, and deletes the previous one. Look up: save_state, wait_for_everyone, is_main_process; os.rename
     if dist.get_rank() == 0:
         os.makedirs(folder, exist_ok=True)
         snapshot = {
