@@ -31,15 +31,16 @@ OUTPUT_LIMIT = 20_000_000  # bytes
 SHORT = 5  # seconds of patience for a second run that may hang
 
 
-def prepare(probes: Sequence[type[Probe]], on_cpu: bool) -> None:
-    """Import what the probes need and what most programs import: the forked processes have it then."""
+def prepare(probes: Sequence[type[Probe]], on_cpu: bool, text: str = "") -> None:
+    """Import what the probes, and a program with this text, need: the forked processes have it then."""
     torch.set_num_threads(1)
     with no_collections():
         for probe in probes:
             probe.prepare(on_cpu)
-        # torchvision brings torch._dynamo along, which every optimizer imports.
+        importlib.import_module("torch._dynamo")  # every optimizer imports it, which takes most of a second
         for name in ("tqdm", "torchvision.transforms", "torch.distributed.elastic.multiprocessing"):
-            if importlib.util.find_spec(name.partition(".")[0]):
+            library = name.partition(".")[0]
+            if library in text and importlib.util.find_spec(library):
                 importlib.import_module(name)
 
 
