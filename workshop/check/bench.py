@@ -69,7 +69,7 @@ class ProgramBench:
         self, arguments: Sequence[str], *, nproc: int | None = None, scratch: Path | None = None, **changes: Any
     ) -> Run:
         """Run the program; ``changes`` are further fields of ``Program``, such as another script that is run in the same way."""
-        launching.prepare(self.probes, self.on_cpu)
+        launching.prepare(self.probes, self.on_cpu, self.text)
         own = {name: getattr(self, name) for name in ("script", "launch", "probes", "on_cpu", "before")}
         own |= {"nproc": nproc or self.nproc, "scratch": scratch or self.folder()}
         run = launching.run_program(Program(arguments=tuple(map(str, arguments)), **(own | changes)))

@@ -1,6 +1,5 @@
 """Running a program in the processes of ``forked.py``, and watching it until it ends."""
 
-import gc
 import importlib.util
 import logging
 import os
@@ -24,6 +23,7 @@ from workshop.check.evidence.run import Run
 from workshop.check.forked import Program
 from workshop.check.probes import ALWAYS, PROBES, Probe
 from workshop.check.probes.recorder import read_process
+from workshop.run.imports import no_collections
 from workshop.run.processes import family
 from workshop.run.stillness import Patience, Watch
 
@@ -31,19 +31,17 @@ OUTPUT_LIMIT = 20_000_000  # bytes
 SHORT = 5  # seconds of patience for a second run that may hang
 
 
-def prepare(probes: Sequence[type[Probe]], on_cpu: bool) -> None:
-    """Import what the probes need and what most programs import: the forked processes have it then."""
-    collecting = gc.isenabled()
-    gc.disable()  # collections take a tenth of the time of these imports, and find nothing
+def prepare(probes: Sequence[type[Probe]], on_cpu: bool, text: str = "") -> None:
+    """Import what the probes, and a program with this text, need: the forked processes have it then."""
     torch.set_num_threads(1)
-    for probe in probes:
-        probe.prepare(on_cpu)
-    # torchvision brings torch._dynamo along, which every optimizer imports.
-    for name in ("tqdm", "torchvision.transforms", "torch.distributed.elastic.multiprocessing"):
-        if importlib.util.find_spec(name.partition(".")[0]):
-            importlib.import_module(name)
-    if collecting:
-        gc.enable()
+    with no_collections():
+        for probe in probes:
+            probe.prepare(on_cpu)
+        importlib.import_module("torch._dynamo")  # every optimizer imports it, which takes most of a second
+        for name in ("tqdm", "torchvision.transforms", "torch.distributed.elastic.multiprocessing"):
+            library = name.partition(".")[0]
+            if library in text and importlib.util.find_spec(library):
+                importlib.import_module(name)
 
 
 def run_program(program: Program) -> Run:

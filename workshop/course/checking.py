@@ -12,7 +12,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Protocol, runtime_checkable
 
@@ -21,6 +21,7 @@ from workshop.check.subject import Subject
 from workshop.check.verdict import Verdict
 from workshop.course.exercises import Exercise, find_exercise, foreign_subject
 from workshop.errors import UserError
+from workshop.run.imports import no_collections
 from workshop.slurm.script import script_text
 
 
@@ -57,7 +58,7 @@ def check_file(
     with ExitStack() as stack:
         place = Path(tempfile.mkdtemp(prefix="workshop-check-"))
         stack.callback(shutil.rmtree, place, ignore_errors=True)
-        with _no_collections():
+        with no_collections():
             bench = _bench(subject, exercise, launch, nproc, on_cpu, place, arguments or ())
         if isinstance(bench, Closing):
             stack.callback(bench.close)
@@ -75,16 +76,6 @@ class Closing(Protocol):
 
     def close(self) -> None:
         """End it."""
-
-
-@contextmanager
-def _no_collections() -> Iterator[None]:
-    """Import without the garbage collector: it takes a tenth of the time of torch's import, and finds nothing."""
-    gc.disable()
-    try:
-        yield
-    finally:
-        gc.enable()
 
 
 def _bench(

@@ -126,7 +126,7 @@ class StepsBench(ProgramBench):
 
     @cached_property
     def _task(self) -> Task:
-        prepare(self.probes, self.on_cpu)  # before torch computes here, and transformers shows what it loads
+        prepare(self.probes, self.on_cpu, self.text)  # before torch computes here, and transformers shows what it loads
         return make_task(self.place / "data")
 
     @cached_property

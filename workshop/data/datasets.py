@@ -2,6 +2,7 @@
 
 import importlib.util
 import os
+from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -32,9 +33,7 @@ class Digits(Dataset):
     """
 
     def __init__(self, train: bool, transform=None):
-        # The file that sklearn.datasets.load_digits() reads. Importing sklearn for it would add over a second to each process.
-        package = Path(importlib.util.find_spec("sklearn").submodule_search_locations[0])
-        table = np.loadtxt(package / "datasets" / "data" / "digits.csv.gz", delimiter=",")
+        table = _digits_table()
         # RandomState's stream is frozen (NumPy's NEP 19), so this split never changes.
         order = np.random.RandomState(0).permutation(len(table))
         rows = table[order[:1437] if train else order[1437:]]
@@ -52,6 +51,13 @@ class Digits(Dataset):
         else:
             image = self.transform(Image.fromarray(self.images[index]))
         return image, self.labels[index]
+
+
+@cache
+def _digits_table() -> np.ndarray:
+    """The file that sklearn.datasets.load_digits() reads. Importing sklearn for it would add over a second to each process."""
+    package = Path(importlib.util.find_spec("sklearn").submodule_search_locations[0])
+    return np.loadtxt(package / "datasets" / "data" / "digits.csv.gz", delimiter=",")
 
 
 def _digits(transform):
