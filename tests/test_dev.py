@@ -9,7 +9,7 @@ import pytest
 
 import runs
 
-IGNORED = shutil.ignore_patterns(".git", ".venv*", "runs", "*.png", "*.svg", "__pycache__", ".*_cache", "results")
+IGNORED = shutil.ignore_patterns(".git", ".venv*", "runs", "__pycache__", ".*_cache")
 
 
 @pytest.fixture
@@ -80,7 +80,8 @@ def test_what_a_change_has_forgotten(copy):
     notebook.write_text(json.dumps(content))
     toml = stage / "exercises.toml"
     line = "sampler = DistributedSampler(train_set, seed=SEED, drop_last=True)"
-    toml.write_text(toml.read_text().replace('"""Imagine this program', f'"""Write {line} and imagine this program', 1))
+    toml.write_text(toml.read_text().replace('hints = [\n    """', f'hints = [\n    """Write {line}. ', 1))
+    (copy / "SECURITY.md").write_text("# Security\n\n[A page](docs/nowhere.md)\n")
     solution = copy / "solutions" / "02_pytorch_ddp" / "exercise1_multigpu.py"
     solution.write_text(solution.read_text().replace("ddp_model = DDP(model)", "ddp_model = model  # TODO"))
     said = dev(copy, "check", status=1)
@@ -90,6 +91,7 @@ def test_what_a_change_has_forgotten(copy):
         f"a hint of goal 1 holds a line of the solution: {line}",
         "solutions/02_pytorch_ddp/exercise1_multigpu.py: a TODO is left in the solution",
         "the check of the solution finds gradients-differ",
+        "SECURITY.md:3: docs/nowhere.md is not there",
     ):
         assert problem in said, said
 

@@ -154,7 +154,9 @@ def test_a_node_that_does_not_know_the_first_by_name(cluster, tmp_path):
 )
 def test_a_script_is_short_and_has_no_ignored_directive(script):
     lines = script.read_text().splitlines()
-    assert len(lines) <= 50
+    assert (
+        len([line for line in lines if not re.match(r"\s*# ", line)]) <= 40
+    )  # comments of TODOs are as long as they must be
     assert max(map(len, lines)) <= 130
     assert ignored_directives(script.read_text()) == []
     assert script.stat().st_mode & 0o111

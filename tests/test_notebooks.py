@@ -217,7 +217,7 @@ def test_solved(stage, copy):
     solve(copy)
     notebook = execute(copy / stage / f"{stage}.ipynb")
     JUDGES[stage](notebook)
-    assert checks(notebook).keys() >= exercises(stage)
+    assert checks(notebook).keys() == exercises(stage)
     assert goals_left(notebook) == set()
     if stage == "02_pytorch_ddp":
         for name in ("one", "two"), ("large", "accumulated"):
@@ -252,7 +252,7 @@ def test_the_twin_has_the_same_cells_and_the_outputs_of_a_solved_run(stage):
     if stage in JUDGES:
         JUDGES[stage](there)
     assert goals_left(there) == set()
-    assert checks(there).keys() >= exercises(stage)
+    assert checks(there).keys() == exercises(stage)
     assert re.search(r"Python [\d.]+, torch [\d.]+\S*, \d+ CPU cores, ", text(there, "start"))  # where it was run
     assert "/home" not in path.read_text()
     assert path.stat().st_size < 1_000_000
