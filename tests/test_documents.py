@@ -1,12 +1,15 @@
 """The documents: links, glossary, figures, and the page "Your script in ten edits"."""
 
+import io
 import re
 import subprocess
 import sys
 
 import pytest
+from rich.console import Console
 
 import runs
+from workshop.check.report import show
 from workshop.course.checking import check_file
 from workshop.dev import documents
 
@@ -35,6 +38,15 @@ def test_what_is_wrong_is_named_with_its_line(tmp_path, monkeypatch):
         "README.md:6: the picture docs/none.svg has no alternative text",
         "README.md:6: docs/none.svg is not there",
     ]
+
+
+def test_the_readme_shows_what_the_check_says():
+    (quoted,) = re.findall(r"```text\n(01_single_gpu/.*?)\.\.\.\n", (runs.ROOT / "README.md").read_text(), re.DOTALL)
+    console = Console(file=io.StringIO(), width=200, color_system=None)
+    *_, verdict = check_file(runs.ROOT / "01_single_gpu" / "exercise1_fast_single_gpu.py", quick=True)
+    show(verdict, console)
+    said = [" ".join(line.split()) for line in console.file.getvalue().splitlines()]
+    assert [line for line in quoted.splitlines() if " ".join(line.split()) not in said] == []
 
 
 # ---------------------------------------------------------------- the glossary
