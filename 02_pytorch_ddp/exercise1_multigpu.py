@@ -85,7 +85,8 @@ def train(device, args):
     transform = transforms.Compose([transforms.ToTensor(), transforms.Normalize((0.5,), (0.5,))])
     train_set, test_set = load_dataset(args.dataset, transform)
     # TODO 3, step a: let each process train on different samples. With the seed SEED on all ranks, the processes together
-    # use the same global batches as single_gpu.py. All ranks need the same number of samples.
+    # use the same global batches as single_gpu.py does with a batch size as large as all of theirs together. All ranks need
+    # the same number of samples.
     # Look up: torch.utils.data.DistributedSampler, its arguments seed and drop_last
     sampler = RandomSampler(train_set, generator=torch.Generator())
     train_loader = DataLoader(train_set, args.batch_size, sampler=sampler, drop_last=True)
@@ -120,7 +121,7 @@ def train_one_epoch(model, loader, optimizer, device):
     model.train()
     losses = torch.zeros(len(loader), device=device)
     # disable=None: a progress bar on a terminal, none in a log file
-    # TODO 1, step j: show only the progress bar of rank 0. The value True switches a bar off.
+    # TODO 1, step j: show only the progress bar of rank 0. Pass True on the other ranks; keep None on rank 0.
     # Look up: torch.distributed.get_rank
     for step, (images, labels) in enumerate(tqdm(loader, leave=False, disable=None)):
         images, labels = images.to(device), labels.to(device)

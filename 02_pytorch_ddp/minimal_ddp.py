@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 torch.manual_seed(0)
 device = torch.device("cpu")
-if torch.accelerator.device_count() >= int(os.environ["LOCAL_WORLD_SIZE"]):  # one GPU for each process on this node
+if torch.accelerator.device_count() >= int(os.environ["LOCAL_WORLD_SIZE"]):  # else the CPU
     torch.accelerator.set_device_index(int(os.environ["LOCAL_RANK"]))
     device = torch.accelerator.current_accelerator()
 backend = dist.get_default_backend_for_device(device)  # "nccl" for GPUs, "gloo" for the CPU
