@@ -16,7 +16,7 @@ from workshop.repository import ROOT
 MISTAKES = (
     "no-sampler",
     "rank-0-first-around-ddp",
-    "optimizer-not-saved",
+    "optimizer-not-loaded",
 )  # the same samples, a hang, a lost optimizer state
 
 
