@@ -34,8 +34,8 @@ def parse_arguments():
     parser = ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--epochs", type=positive_int, default=5, help="passes over the training set")
     parser.add_argument("--batch-size", type=positive_int, default=64, help="samples a step, on all GPUs together")
-    parser.add_argument("--save-every", type=positive_int, default=1, help="epochs from one snapshot to the next")
-    parser.add_argument("--snapshot", default="runs/data_parallel.pt", help="file to save to and to carry on from")
+    parser.add_argument("--save-every", type=positive_int, default=1, help="epochs from one checkpoint to the next")
+    parser.add_argument("--checkpoint", default="runs/data_parallel.pt", help="file to save to and to carry on from")
     parser.add_argument("--dataset", default="digits", help="digits, or mnist once it has been fetched")
     args = parser.parse_args()
     check_arguments(parser, args, SmallCNN(), world_size=1)
@@ -53,8 +53,8 @@ def train(device, args):
     torch.manual_seed(SEED)  # the same first weights in every run
     model = SmallCNN().to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    first_epoch = load_snapshot(args.snapshot, model, optimizer, device)
-    log = EpochLog(args.snapshot, args.epochs, device, processes=1)
+    first_epoch = load_checkpoint(args.checkpoint, model, optimizer, device)
+    log = EpochLog(args.checkpoint, args.epochs, device, processes=1)
     gpus = torch.accelerator.device_count()
     print(f"training on {device} from epoch {first_epoch + 1}: one process, {gpus} GPUs here")
 
@@ -68,7 +68,7 @@ def train(device, args):
     test_loader = DataLoader(test_set, args.batch_size)
 
     for epoch in range(first_epoch, args.epochs):
-        # Each epoch is seeded anew, so a resumed run needs no random state from the snapshot.
+        # Each epoch is seeded anew, so a resumed run needs no random state from the checkpoint.
         torch.manual_seed(SEED + 1000 * epoch)
         sampler.generator.manual_seed(SEED + epoch)
         start = time.perf_counter()
@@ -79,7 +79,7 @@ def train(device, args):
         accuracy = evaluate(model, test_loader, device)
         log.write(epoch, losses, accuracy, samples_per_second)
         if (epoch + 1) % args.save_every == 0 or epoch + 1 == args.epochs:
-            save_snapshot(args.snapshot, model, optimizer, epoch)
+            save_checkpoint(args.checkpoint, model, optimizer, epoch)
 
 
 def train_one_epoch(model, loader, optimizer, device):
@@ -110,22 +110,22 @@ def evaluate(model, loader, device):
     return correct / total
 
 
-def save_snapshot(path, model, optimizer, epoch):
+def save_checkpoint(path, model, optimizer, epoch):
     os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
-    snapshot = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "epoch": epoch}
-    # os.replace is atomic: whoever reads finds the old snapshot or the new one, never half of one.
-    torch.save(snapshot, path + ".tmp")
+    checkpoint = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "epoch": epoch}
+    # os.replace is atomic: whoever reads finds the old checkpoint or the new one, never half of one.
+    torch.save(checkpoint, path + ".tmp")
     os.replace(path + ".tmp", path)
 
 
-def load_snapshot(path, model, optimizer, device):
-    """Fill model and optimizer from the snapshot, if there is one, and return the epoch to start with."""
+def load_checkpoint(path, model, optimizer, device):
+    """Fill model and optimizer from the checkpoint, if there is one, and return the epoch to start with."""
     if not os.path.exists(path):
         return 0
-    snapshot = torch.load(path, map_location=device, weights_only=True)
-    model.load_state_dict(snapshot["model"])
-    optimizer.load_state_dict(snapshot["optimizer"])
-    return snapshot["epoch"] + 1
+    checkpoint = torch.load(path, map_location=device, weights_only=True)
+    model.load_state_dict(checkpoint["model"])
+    optimizer.load_state_dict(checkpoint["optimizer"])
+    return checkpoint["epoch"] + 1
 
 
 if __name__ == "__main__":

@@ -38,7 +38,7 @@ def main():
 def parse_arguments():
     parser = ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--epochs", type=positive_int, default=3, help="passes over the training set")
-    parser.add_argument("--snapshot", default="runs/restart.pt", help="file to save to and to carry on from")
+    parser.add_argument("--checkpoint", default="runs/restart.pt", help="file to save to and to carry on from")
     parser.add_argument("--batch-size", type=positive_int, default=32, help="samples a step, on each process")
     args = parser.parse_args()
     check_arguments(parser, args, world_size=int(os.environ.get("WORLD_SIZE", 0)))
@@ -57,10 +57,10 @@ def train(rank, world_size, device, args):
     model = SmallCNN().to(device)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     first_epoch = 0
-    if os.path.exists(args.snapshot):
-        snapshot = torch.load(args.snapshot, map_location=device, weights_only=True)
-        model.load_state_dict(snapshot["model"])
-        first_epoch = snapshot["epoch"]
+    if os.path.exists(args.checkpoint):
+        checkpoint = torch.load(args.checkpoint, map_location=device, weights_only=True)
+        model.load_state_dict(checkpoint["model"])
+        first_epoch = checkpoint["epoch"]
     ddp_model = DDP(model)
     train_set, _ = load_dataset("digits")
     sampler = DistributedSampler(train_set, seed=SEED, drop_last=True)
@@ -70,7 +70,7 @@ def train(rank, world_size, device, args):
         loss = train_one_epoch(ddp_model, loader, optimizer, device)
         if rank == 0:
             print(f"epoch {epoch + 1}/{args.epochs} | loss {loss:.4f}", flush=True)
-            save_snapshot(args.snapshot, model, optimizer, epoch)
+            save_checkpoint(args.checkpoint, model, optimizer, epoch)
 
 
 def train_one_epoch(model, loader, optimizer, device):
@@ -87,7 +87,7 @@ def train_one_epoch(model, loader, optimizer, device):
     return total.item()
 
 
-def save_snapshot(path, model, optimizer, epoch):
+def save_checkpoint(path, model, optimizer, epoch):
     os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
     torch.save({"model": model.state_dict(), "epoch": epoch}, path + ".tmp")
     os.replace(path + ".tmp", path)

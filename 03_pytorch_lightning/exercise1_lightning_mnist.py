@@ -37,7 +37,9 @@ def parse_arguments():
     parser.add_argument("--epochs", type=positive_int, default=5, help="passes over the training set")
     parser.add_argument("--batch-size", type=positive_int, default=64, help="samples a step, on each process")
     parser.add_argument("--devices", type=positive_int, default=torch.accelerator.device_count() or 2, help="processes")
-    parser.add_argument("--snapshot", default="runs/lightning_mnist.ckpt", help="file to save to and to carry on from")
+    parser.add_argument(
+        "--checkpoint", default="runs/lightning_mnist.ckpt", help="file to save to and to carry on from"
+    )
     parser.add_argument("--dataset", default="digits", help="digits, or mnist once it has been fetched")
     args = parser.parse_args()
     check_launcher(parser, args.devices)
@@ -102,7 +104,7 @@ class Data(L.LightningDataModule):
 def train(args):
     L.seed_everything(SEED, verbose=False)  # the same first weights in every process and every run
     # TODO 4, step a: ModelCheckpoint needs the folder and the name of the checkpoint separately, and adds ".ckpt" itself.
-    # Divide the path args.snapshot accordingly.
+    # Divide the path args.checkpoint accordingly.
     # Look up: os.path.splitext, os.path.split
     trainer = L.Trainer(
         max_epochs=args.epochs,
@@ -119,16 +121,16 @@ def train(args):
         # TODO 4, step b: save a checkpoint at the end of each epoch, in this folder and with this name. Add a callback for
         # it, and remove the argument that forbids checkpoints.
         # Look up: ModelCheckpoint(dirpath, filename, save_on_train_epoch_end=True)
-        callbacks=[EpochReport(args.snapshot)],
+        callbacks=[EpochReport(args.checkpoint)],
         enable_checkpointing=False,
         logger=False,
         num_sanity_val_steps=0,
     )
-    snapshot = None
+    checkpoint = None
     # TODO 4, step c: resume from the checkpoint if its file exists. None means that the training starts from the beginning.
     # Look up: os.path.exists
     data = Data(args.dataset, args.batch_size)
-    # TODO 1, step c: let the Trainer train the model with this data, and resume from `snapshot` (None until TODO 4).
+    # TODO 1, step c: let the Trainer train the model with this data, and resume from `checkpoint` (None until TODO 4).
     # Look up: Trainer.fit(model, datamodule=, ckpt_path=)
     train_by_hand(Classifier(), data, args)
 
@@ -141,7 +143,7 @@ def train_by_hand(module, data, args):  # TODO 1, step d: remove this function; 
     data.setup("fit")
     train_loader, test_loader = data.train_dataloader(), data.val_dataloader()
     optimizer = torch.optim.AdamW(module.parameters(), lr=1e-3)
-    log = EpochLog(args.snapshot, args.epochs, "cpu", processes=1)
+    log = EpochLog(args.checkpoint, args.epochs, "cpu", processes=1)
     print("training on cpu, by hand")
     for epoch in range(args.epochs):
         start, losses = time.perf_counter(), []

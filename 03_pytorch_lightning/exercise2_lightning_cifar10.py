@@ -51,7 +51,7 @@ def parse_arguments():
     )
     parser.add_argument("--nodes", type=positive_int, default=1)
     parser.add_argument(
-        "--snapshot", default="runs/lightning_cifar10.ckpt", help="file to save to and to carry on from"
+        "--checkpoint", default="runs/lightning_cifar10.ckpt", help="file to save to and to carry on from"
     )
     parser.add_argument("--dataset", default="digits", help="digits, or cifar10 once it has been fetched")
     args = parser.parse_args()
@@ -137,7 +137,7 @@ class Data(L.LightningDataModule):
 
 def train(args):
     L.seed_everything(SEED, verbose=False)  # the same first weights in every process and every run
-    folder, name = os.path.split(os.path.splitext(args.snapshot)[0])
+    folder, name = os.path.split(os.path.splitext(args.checkpoint)[0])
     accelerator = choose_accelerator(args.devices)
     # TODO 2: compute in bfloat16 ("bf16-mixed") if the device is faster in it than in float32. The device is the accelerator
     # of this machine if `accelerator` is "auto", and the CPU otherwise.
@@ -160,16 +160,16 @@ def train(args):
         # Look up: LearningRateMonitor, ThroughputMonitor(batch_size_fn=, window_size=), DeviceStatsMonitor
         # Step d: log these values to a table, in the folder f"{name}-metrics" beside the checkpoint.
         # Look up: CSVLogger(save_dir, name=)
-        callbacks=[EpochReport(args.snapshot), ModelCheckpoint(folder or ".", name, save_on_train_epoch_end=True)],
+        callbacks=[EpochReport(args.checkpoint), ModelCheckpoint(folder or ".", name, save_on_train_epoch_end=True)],
         logger=False,
         log_every_n_steps=1 if args.dataset == "digits" else 50,
         enable_progress_bar=False,
         enable_model_summary=False,
         num_sanity_val_steps=0,
     )
-    snapshot = args.snapshot if os.path.exists(args.snapshot) else None
+    checkpoint = args.checkpoint if os.path.exists(args.checkpoint) else None
     data = Data(args.dataset, args.batch_size)
-    trainer.fit(Classifier(args.dataset), data, ckpt_path=snapshot)
+    trainer.fit(Classifier(args.dataset), data, ckpt_path=checkpoint)
 
 
 if __name__ == "__main__":

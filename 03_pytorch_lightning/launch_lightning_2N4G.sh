@@ -25,4 +25,4 @@ env | grep -E '^(NCCL|RCCL|FI|GLOO)_' || true # what steers the network: often n
 # shellcheck disable=SC2086 # $PYTHON may be several words: a container, and the Python in it
 # srun starts all processes. Lightning reads Slurm's variables for their ranks, their number and where they meet.
 srun ${PYTHON:-python} exercise2_lightning_cifar10.py --nodes "$SLURM_NNODES" --devices "$SLURM_NTASKS_PER_NODE" \
-    --snapshot "$run.ckpt" "$@"
+    --checkpoint "$run.ckpt" "$@"

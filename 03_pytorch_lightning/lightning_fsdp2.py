@@ -36,7 +36,9 @@ def parse_arguments():
     parser.add_argument("--epochs", type=positive_int, default=5, help="passes over the training set")
     parser.add_argument("--batch-size", type=positive_int, default=64, help="samples a step, on each process")
     parser.add_argument("--devices", type=positive_int, default=torch.accelerator.device_count() or 2, help="processes")
-    parser.add_argument("--snapshot", default="runs/lightning_fsdp2.ckpt", help="file to save to and to carry on from")
+    parser.add_argument(
+        "--checkpoint", default="runs/lightning_fsdp2.ckpt", help="file to save to and to carry on from"
+    )
     parser.add_argument("--dataset", default="digits", help="digits, or mnist once it has been fetched")
     args = parser.parse_args()
     check_launcher(parser, args.devices)
@@ -109,7 +111,7 @@ class Data(L.LightningDataModule):
 
 def train(args):
     L.seed_everything(SEED, verbose=False)  # the same first weights in every process and every run
-    folder, name = os.path.split(os.path.splitext(args.snapshot)[0])
+    folder, name = os.path.split(os.path.splitext(args.checkpoint)[0])
     trainer = L.Trainer(
         max_epochs=args.epochs,
         accelerator=choose_accelerator(args.devices),
@@ -123,13 +125,13 @@ def train(args):
         enable_model_summary=False,
         use_distributed_sampler=False,  # Data deals out the samples itself
         enable_progress_bar=False,
-        callbacks=[EpochReport(args.snapshot), ModelCheckpoint(folder or ".", name, save_on_train_epoch_end=True)],
+        callbacks=[EpochReport(args.checkpoint), ModelCheckpoint(folder or ".", name, save_on_train_epoch_end=True)],
         logger=False,
         num_sanity_val_steps=0,
     )
-    snapshot = args.snapshot if os.path.exists(args.snapshot) else None
+    checkpoint = args.checkpoint if os.path.exists(args.checkpoint) else None
     data = Data(args.dataset, args.batch_size)
-    trainer.fit(Classifier(), data, ckpt_path=snapshot)
+    trainer.fit(Classifier(), data, ckpt_path=checkpoint)
 
 
 if __name__ == "__main__":

@@ -156,9 +156,9 @@ def save_checkpoint(engine, optimizer, folder, epoch):
     # Look up: save_checkpoint of the engine. Which ranks must call it?
     if dist.get_rank() == 0:
         os.makedirs(folder, exist_ok=True)
-        snapshot = {"model": engine.module.state_dict(), "optimizer": optimizer.state_dict(), "epoch": epoch}
-        torch.save(snapshot, f"{folder}/snapshot.pt.tmp")
-        os.replace(f"{folder}/snapshot.pt.tmp", f"{folder}/snapshot.pt")
+        checkpoint = {"model": engine.module.state_dict(), "optimizer": optimizer.state_dict(), "epoch": epoch}
+        torch.save(checkpoint, f"{folder}/checkpoint.pt.tmp")
+        os.replace(f"{folder}/checkpoint.pt.tmp", f"{folder}/checkpoint.pt")
 
 
 def load_checkpoint(engine, optimizer, folder, device):  # TODO 3, step d: keep engine and folder.
@@ -166,13 +166,13 @@ def load_checkpoint(engine, optimizer, folder, device):  # TODO 3, step d: keep 
     # TODO 3, step c: the file "latest" contains the name of the newest checkpoint. If it does not exist, begin with epoch 0.
     # Otherwise let the engine load this checkpoint.
     # Look up: load_checkpoint of the engine, and what it returns
-    if not os.path.exists(f"{folder}/snapshot.pt"):
+    if not os.path.exists(f"{folder}/checkpoint.pt"):
         return 0
     # TODO 3, step c: load it here. The number of the last completed epoch is in its client_state.
-    snapshot = torch.load(f"{folder}/snapshot.pt", map_location=device, weights_only=True)
-    engine.module.load_state_dict(snapshot["model"])
-    optimizer.load_state_dict(snapshot["optimizer"])
-    return snapshot["epoch"] + 1
+    checkpoint = torch.load(f"{folder}/checkpoint.pt", map_location=device, weights_only=True)
+    engine.module.load_state_dict(checkpoint["model"])
+    optimizer.load_state_dict(checkpoint["optimizer"])
+    return checkpoint["epoch"] + 1
 
 
 if __name__ == "__main__":

@@ -153,26 +153,26 @@ def save_checkpoint(model, optimizer, folder, epoch):
     # example to epoch-3, and deletes the previous one. Look up: save_state, wait_for_everyone, is_main_process; os.rename
     if dist.get_rank() == 0:
         os.makedirs(folder, exist_ok=True)
-        snapshot = {
+        checkpoint = {
             "model": getattr(model, "module", model).state_dict(),
             "optimizer": optimizer.state_dict(),
             "epoch": epoch,
         }
-        torch.save(snapshot, f"{folder}/snapshot.pt.tmp")
-        os.replace(f"{folder}/snapshot.pt.tmp", f"{folder}/snapshot.pt")
+        torch.save(checkpoint, f"{folder}/checkpoint.pt.tmp")
+        os.replace(f"{folder}/checkpoint.pt.tmp", f"{folder}/checkpoint.pt")
 
 
 def load_checkpoint(model, optimizer, folder, device):  # TODO 4, step d: take the Accelerator and the folder.
     """Fill model and optimizer from the checkpoint, if there is one, and return the epoch to start with."""
     # TODO 4, step c: find the folder with the largest number. If there is none, begin with epoch 0. Otherwise let the Accelerator
     # load everything that it has prepared from this folder. Look up: load_state
-    if not os.path.exists(f"{folder}/snapshot.pt"):
+    if not os.path.exists(f"{folder}/checkpoint.pt"):
         return 0
     # TODO 4, step c: load it here, and return the number of the next epoch.
-    snapshot = torch.load(f"{folder}/snapshot.pt", map_location=device, weights_only=True)
-    getattr(model, "module", model).load_state_dict(snapshot["model"])
-    optimizer.load_state_dict(snapshot["optimizer"])
-    return snapshot["epoch"] + 1
+    checkpoint = torch.load(f"{folder}/checkpoint.pt", map_location=device, weights_only=True)
+    getattr(model, "module", model).load_state_dict(checkpoint["model"])
+    optimizer.load_state_dict(checkpoint["optimizer"])
+    return checkpoint["epoch"] + 1
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@
 set -euo pipefail
 source "${WORKSHOP_SITE:-/dev/null}" # modules, network and Python of this site: "workshop submit" names the file
 export HF_HUB_OFFLINE=1 TRANSFORMERS_OFFLINE=1 HF_DATASETS_OFFLINE=1 # a node may have no internet: nobody waits for it
-run=runs/$SLURM_JOB_NAME-$SLURM_JOB_ID # what its snapshot, the log of its epochs and its errors are called
+run=runs/$SLURM_JOB_NAME-$SLURM_JOB_ID # what its checkpoint, the log of its epochs and its errors are called
 
 # TODO 3: with --standalone, each torchrun forms a group of its own. All of them must meet in one place: on the first node of
 #         the job, at a port that no other job uses. The script must also work with a different number of nodes or GPUs, as in
@@ -41,4 +41,4 @@ trap '${PYTHON:-python} first_failure.py "$run.logs"' ERR
 #         srun must end the others, so that they do not wait for it.
 #         Look up: man srun: --kill-on-bad-exit
 ${PYTHON:-python} -m torch.distributed.run "${rendezvous[@]}" --nproc-per-node="$SLURM_GPUS_ON_NODE" --log-dir="$run.logs" \
-    multigpu_torchrun.py --snapshot "$run.pt" "$@"
+    multigpu_torchrun.py --checkpoint "$run.pt" "$@"

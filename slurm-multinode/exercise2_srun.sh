@@ -15,7 +15,7 @@
 set -euo pipefail
 source "${WORKSHOP_SITE:-/dev/null}" # modules, network and Python of this site: "workshop submit" names the file
 export HF_HUB_OFFLINE=1 TRANSFORMERS_OFFLINE=1 HF_DATASETS_OFFLINE=1 # a node may have no internet: nobody waits for it
-run=runs/$SLURM_JOB_NAME-$SLURM_JOB_ID # what its snapshot, the log of its epochs and its errors are called
+run=runs/$SLURM_JOB_NAME-$SLURM_JOB_ID # what its checkpoint, the log of its epochs and its errors are called
 
 # The processes meet on the first node of this job, at a port that no other job there has.
 # TODO 1, step a: the program reads variables that torchrun has set until now. Set those that have the same value in all
@@ -49,4 +49,4 @@ trap '${PYTHON:-python} first_failure.py "$run.logs"' ERR
 # srun starts torchrun on each node. --kill-on-bad-exit: when one gives up, the others do not wait for it.
 srun --kill-on-bad-exit=1 ${PYTHON:-python} -m torch.distributed.run "${rendezvous[@]}" \
     --nproc-per-node="$SLURM_GPUS_ON_NODE" --log-dir="$run.logs" \
-    multigpu_torchrun.py --snapshot "$run.pt" "$@"
+    multigpu_torchrun.py --checkpoint "$run.pt" "$@"

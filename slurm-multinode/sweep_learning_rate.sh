@@ -27,4 +27,4 @@ trap '${PYTHON:-python} first_failure.py "$run.logs"' ERR
 
 # shellcheck disable=SC2086 # $PYTHON may be several words: a container, and the Python in it
 ${PYTHON:-python} -m torch.distributed.run --standalone --nproc-per-node="$SLURM_GPUS_ON_NODE" --log-dir="$run.logs" \
-    multigpu_torchrun.py --snapshot "$run.pt" --learning-rate "$learning_rate" "$@"
+    multigpu_torchrun.py --checkpoint "$run.pt" --learning-rate "$learning_rate" "$@"

@@ -24,17 +24,25 @@ GLOBAL_BATCH = 128
 
 
 class Reference(NamedTuple):
-    """An uninterrupted run: its folder, its snapshot, its log, what it printed."""
+    """An uninterrupted run: its folder, its checkpoint, its log, what it printed."""
 
     folder: Path
-    snapshot: Path
+    checkpoint: Path
     epochs: list
     output: str
 
 
 def _reference(kind, nproc, folder) -> Reference:
     done = runs.run(
-        [*runs.command(kind, nproc), "--epochs", EPOCHS, "--batch-size", GLOBAL_BATCH // nproc, "--snapshot", "run.pt"],
+        [
+            *runs.command(kind, nproc),
+            "--epochs",
+            EPOCHS,
+            "--batch-size",
+            GLOBAL_BATCH // nproc,
+            "--checkpoint",
+            "run.pt",
+        ],
         folder,
     )
     assert done.returncode == 0, done.stdout + done.stderr

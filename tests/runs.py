@@ -61,13 +61,13 @@ def run(arguments, cwd, timeout=180, **env) -> subprocess.CompletedProcess:
     )
 
 
-def train(kind, nproc, cwd, *options, snapshot="run.pt", **env) -> list[dict]:
+def train(kind, nproc, cwd, *options, checkpoint="run.pt", **env) -> list[dict]:
     """Train in ``cwd`` and return the epochs of the log. Fails unless the run ended well and really trained."""
-    done = run([*command(kind, nproc), *options, "--snapshot", snapshot], cwd, **env)
+    done = run([*command(kind, nproc), *options, "--checkpoint", checkpoint], cwd, **env)
     assert done.returncode == 0, done.stdout + done.stderr
-    epochs = read_log(Path(cwd) / snapshot)
+    epochs = read_log(Path(cwd) / checkpoint)
     assert epochs, "the run trained nothing"
-    assert (Path(cwd) / snapshot).exists()
+    assert (Path(cwd) / checkpoint).exists()
     assert f"epoch {len(epochs)}/{len(epochs)}" in done.stdout
     assert all(entry["losses"] for entry in epochs)
     return epochs
@@ -79,12 +79,12 @@ def losses(epochs: list[dict]) -> list[float]:
 
 
 def load(path) -> dict:
-    """A snapshot, on the CPU."""
+    """A checkpoint, on the CPU."""
     return torch.load(path, map_location="cpu", weights_only=True)
 
 
 def largest_difference(first, second) -> float:
-    """The largest difference between the weights of two snapshots (paths); 0.0 if they are equal bit for bit."""
+    """The largest difference between the weights of two checkpoints (paths); 0.0 if they are equal bit for bit."""
     a, b = load(first)["model"], load(second)["model"]
     assert a.keys() == b.keys()
     return max((a[name] - b[name]).abs().max().item() for name in a)

@@ -27,24 +27,24 @@ def link_to_nothing(folder):
     (folder / "link").symlink_to(folder / "gone")
 
 
-def truncated_snapshot(folder):
+def truncated_checkpoint(folder):
     torch.save({"model": {"weight": torch.zeros(100)}, "optimizer": {}, "epoch": 0}, folder / "cut.pt")
     os.truncate(folder / "cut.pt", 300)
 
 
-def empty_snapshot(folder):
+def empty_checkpoint(folder):
     (folder / "empty.pt").touch()
 
 
-def other_snapshot(folder):
+def other_checkpoint(folder):
     torch.save({"model": torch.nn.Linear(2, 2).state_dict(), "optimizer": {}, "epoch": 0}, folder / "other.pt")
 
 
-def not_a_snapshot(folder):
+def not_a_checkpoint(folder):
     torch.save([1, 2, 3], folder / "list.pt")
 
 
-def finished_snapshot(folder):
+def finished_checkpoint(folder):
     from workshop.training.models import SmallCNN
 
     torch.save({"model": SmallCNN().state_dict(), "optimizer": {}, "epoch": 2}, folder / "done.pt")
@@ -59,25 +59,37 @@ MISTAKES = {
     "unknown option": (None, ["--epoch", "3"], "unrecognized arguments: --epoch 3"),
     "unknown data set": (None, ["--dataset", "imagenet"], "unknown data set 'imagenet'; choose from: digits, mnist"),
     "data not fetched": (None, ["--dataset", "mnist"], "fetch it once with: ./workshop.sh fetch mnist"),
-    "snapshot beneath a file": (
+    "checkpoint beneath a file": (
         file_above,
-        ["--snapshot", "file/run.pt"],
+        ["--checkpoint", "file/run.pt"],
         "file is a file, so nothing can be written beneath it",
     ),
-    "snapshot in a folder that cannot be made": (None, ["--snapshot", f"{'long' * 80}/run.pt"], "File name too long"),
-    "snapshot in a folder of the system": (None, ["--snapshot", "/proc/none/run.pt"], "--snapshot /proc/none/run.pt: "),
-    "snapshot beneath a link to nothing": (
+    "checkpoint in a folder that cannot be made": (
+        None,
+        ["--checkpoint", f"{'long' * 80}/run.pt"],
+        "File name too long",
+    ),
+    "checkpoint in a folder of the system": (
+        None,
+        ["--checkpoint", "/proc/none/run.pt"],
+        "--checkpoint /proc/none/run.pt: ",
+    ),
+    "checkpoint beneath a link to nothing": (
         link_to_nothing,
-        ["--snapshot", "link/run.pt"],
+        ["--checkpoint", "link/run.pt"],
         "link is a link to a place that does not exist",
     ),
-    "snapshot with the name of the log": (None, ["--snapshot", "run.jsonl"], "the run's log will have that name"),
-    "snapshot is a folder": (None, ["--snapshot", "."], "--snapshot . is a folder"),
-    "truncated snapshot": (truncated_snapshot, ["--snapshot", "cut.pt"], "cut.pt cannot be read"),
-    "empty snapshot": (empty_snapshot, ["--snapshot", "empty.pt"], "empty.pt cannot be read"),
-    "snapshot of another model": (other_snapshot, ["--snapshot", "other.pt"], "other.pt does not fit this model"),
-    "not a snapshot": (not_a_snapshot, ["--snapshot", "list.pt"], "list.pt does not fit this model"),
-    "nothing left to train": (finished_snapshot, ["--snapshot", "done.pt", "--epochs", "3"], "nothing left to train"),
+    "checkpoint with the name of the log": (None, ["--checkpoint", "run.jsonl"], "the run's log will have that name"),
+    "checkpoint is a folder": (None, ["--checkpoint", "."], "--checkpoint . is a folder"),
+    "truncated checkpoint": (truncated_checkpoint, ["--checkpoint", "cut.pt"], "cut.pt cannot be read"),
+    "empty checkpoint": (empty_checkpoint, ["--checkpoint", "empty.pt"], "empty.pt cannot be read"),
+    "checkpoint of another model": (other_checkpoint, ["--checkpoint", "other.pt"], "other.pt does not fit this model"),
+    "not a checkpoint": (not_a_checkpoint, ["--checkpoint", "list.pt"], "list.pt does not fit this model"),
+    "nothing left to train": (
+        finished_checkpoint,
+        ["--checkpoint", "done.pt", "--epochs", "3"],
+        "nothing left to train",
+    ),
 }
 
 
@@ -182,7 +194,7 @@ def test_no_permission_to_write(tmp_path):
         require("setpriv")  # root may write everywhere
     locked = tmp_path / "locked"
     locked.mkdir()
-    command = [*runs.command("single"), "--snapshot", locked / "run.pt"]
+    command = [*runs.command("single"), "--checkpoint", locked / "run.pt"]
     if os.geteuid() == 0:
         command = ["setpriv", "--bounding-set=-all", "--inh-caps=-all", *command]
     # From Python 3.14 on pathlib answers "is it there?" with no, where nobody may look: the first sentence then fits both.
@@ -207,12 +219,12 @@ def test_no_permission_to_write(tmp_path):
 def test_who_is_restarted_after_the_last_epoch_has_nothing_to_do(restarted, message, tmp_path, monkeypatch, capfd):
     from workshop.training.models import SmallCNN
 
-    finished_snapshot(tmp_path)
+    finished_checkpoint(tmp_path)
     for name in [name for name in os.environ if name.startswith(("SLURM", "TORCHELASTIC"))]:
         monkeypatch.delenv(name)
     for name, value in restarted.items():
         monkeypatch.setenv(name, value)
-    args = argparse.Namespace(batch_size=64, epochs=3, snapshot=tmp_path / "done.pt")
+    args = argparse.Namespace(batch_size=64, epochs=3, checkpoint=tmp_path / "done.pt")
     if message is None:
         check_arguments(ArgumentParser(), args, SmallCNN(), world_size=1)
         return
@@ -271,7 +283,7 @@ def test_a_port_in_use_is_in_nobodys_way(tmp_path):
             taken[-1].listen()
         except OSError:
             continue  # somebody else has it: taken all the same
-    common = ["--epochs", 1, "--snapshot"]
+    common = ["--epochs", 1, "--checkpoint"]
     environment = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 29500}
     background = runs.Running([runs.TORCHRUN_RUNNER, *common, "first.pt"], tmp_path, NPROC=2, **environment)
     second = runs.run([*runs.command("spawn", 2), *common, "second.pt"], tmp_path, **environment)

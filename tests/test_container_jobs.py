@@ -420,6 +420,6 @@ def test_jobs_train_in_the_image(train, run_job, short):
     assert len(list((folder / "step-4").glob("*.distcp"))) == 4
 
     failing = Path(short) / by_srun.name
-    failing.write_text(by_srun.read_text().replace('--snapshot "$run.pt"', "--no-such-option"))
+    failing.write_text(by_srun.read_text().replace('--checkpoint "$run.pt"', "--no-such-option"))
     job, _ = run_job(failing, *digits)
     assert job.state == "FAILED", "an exit status comes out of the container"

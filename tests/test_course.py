@@ -153,7 +153,7 @@ def test_a_family_stands_for_the_rules_that_no_goal_names():
     subject = exercise.subject(exercise.path)
     by_goal = {goal.number: {rule.name for rule in goal.rules} for goal in subject.goals}
     assert "two-writers" in by_goal[1]
-    assert "no-snapshot" in by_goal[KEPT]
+    assert "no-checkpoint" in by_goal[KEPT]
     assert "@files" in exercise.goal(KEPT).rules
     named = [name for names in by_goal.values() for name in names]
     assert len(named) == len(set(named))

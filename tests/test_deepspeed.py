@@ -58,7 +58,7 @@ def test_zero_carries_on_exactly_and_exports(config, torchrun, tmp_path):
     assert len(parts) == 2
     model = SmallCNN()
     model.load_state_dict(torch.load(tmp_path / "whole.pt", weights_only=True))
-    theirs = runs.load(torchrun.snapshot)["model"]
+    theirs = runs.load(torchrun.checkpoint)["model"]
     assert all(torch.equal(weights, theirs[name]) for name, weights in model.state_dict().items())
 
 
@@ -68,8 +68,8 @@ def test_the_figures_are_those_of_the_whole_test_set_on_any_number_of_processes(
     trained(SOLUTIONS / ZERO, tmp_path, "--config", STAGE / "zero3.json", "--export", "whole.pt", epochs=1, nproc=7)
     assert len(load_dataset("digits", lambda image: image)[1]) % 7
     (entry,) = read_log(tmp_path / "run" / "log")
-    torch.save({"model": torch.load(tmp_path / "whole.pt", weights_only=True)}, tmp_path / "snapshot.pt")
-    assert entry["accuracy"] == pytest.approx(true_accuracy(tmp_path / "snapshot.pt"), abs=1e-9)
+    torch.save({"model": torch.load(tmp_path / "whole.pt", weights_only=True)}, tmp_path / "checkpoint.pt")
+    assert entry["accuracy"] == pytest.approx(true_accuracy(tmp_path / "checkpoint.pt"), abs=1e-9)
 
 
 @pytest.mark.full

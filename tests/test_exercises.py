@@ -168,7 +168,7 @@ def test_the_script_that_hangs_hangs_until_its_group_gives_up(tmp_path):
 def test_accumulated_steps_equal_large_batches(tmp_path):
     """--accumulate 2 with half the batch: the curve of exercise 2, up to rounding."""
     script = runs.ROOT / "solutions/02_pytorch_ddp/exercise3_global_metrics.py"
-    command = [*runs.command("torchrun", 2)[:-1], script, "--epochs", 1, "--snapshot", "run.pt"]
+    command = [*runs.command("torchrun", 2)[:-1], script, "--epochs", 1, "--checkpoint", "run.pt"]
     curves = []
     for batch, accumulate in ((64, 1), (16, 4)):
         folder = tmp_path / str(accumulate)

@@ -237,7 +237,7 @@ def killed_and_finished(cluster, folder, victim, epoch, reference):
     """Run the requeue script, kill a node of its job, and compare with a run that was left in peace."""
     trial = Trial(SOLUTIONS / "exercise3_requeue.sh", folder, cluster, None)
     shape = ["--nodes=2", "--gpus-per-node=1", "--cpus-per-task=2"]  # two processes: equal bit for bit
-    job = trial.submit(shape, ["--epochs", "6", "--batch-size", "64", "--snapshot", "run.pt"])
+    job = trial.submit(shape, ["--epochs", "6", "--batch-size", "64", "--checkpoint", "run.pt"])
     assert trial.follow(job, until=lambda job: f"epoch {epoch}/6" in job.output), job.output
     node = job.nodes[victim]
     cluster.fault("kill", node)
@@ -254,10 +254,10 @@ def killed_and_finished(cluster, folder, victim, epoch, reference):
 
 @pytest.fixture(scope="module")
 def left_in_peace(cluster, tmp_path_factory):
-    """The snapshot of the requeue script's training on two nodes with one process each."""
+    """The checkpoint of the requeue script's training on two nodes with one process each."""
     trial = Trial(SOLUTIONS / "exercise3_requeue.sh", tmp_path_factory.mktemp("peace"), cluster, None)
     shape = ["--nodes=2", "--gpus-per-node=1", "--cpus-per-task=2"]
-    job = done(trial, "--epochs", 6, "--batch-size", 64, "--snapshot", "run.pt", options=shape)
+    job = done(trial, "--epochs", 6, "--batch-size", 64, "--checkpoint", "run.pt", options=shape)
     assert job.state == "COMPLETED", job.output
     return trial.folder / "run.pt"
 

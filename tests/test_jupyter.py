@@ -306,7 +306,7 @@ def test_a_runner_does_not_take_over_the_session_s_job(tmp_path):
         **{name: str(value) for name, value in job.items()},
     }
     done = subprocess.run(
-        [runs.TORCHRUN_RUNNER, "--epochs", "1", "--snapshot", "run.pt"],
+        [runs.TORCHRUN_RUNNER, "--epochs", "1", "--checkpoint", "run.pt"],
         cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr

@@ -25,12 +25,12 @@ FSDP2 = STAGE / "lightning_fsdp2.py"
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
 
 
-def fit(script, folder, *options, launcher=(sys.executable,), snapshot="run.ckpt", **env) -> list[dict]:
+def fit(script, folder, *options, launcher=(sys.executable,), checkpoint="run.ckpt", **env) -> list[dict]:
     """Train in ``folder`` and return the epochs of the log. Fails unless the run ended well and really trained."""
-    done = runs.run([*launcher, script, *options, "--snapshot", snapshot], folder, **env)
+    done = runs.run([*launcher, script, *options, "--checkpoint", checkpoint], folder, **env)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert (folder / snapshot).exists()
-    return runs.read_log(folder / snapshot)
+    assert (folder / checkpoint).exists()
+    return runs.read_log(folder / checkpoint)
 
 
 def difference(first, second) -> float:
@@ -58,7 +58,7 @@ def test_it_is_the_training_of_stage_02(two, torchrun):
     assert [entry["accuracy"] for entry in epochs] == pytest.approx(
         expected, abs=1e-6
     )  # torchmetrics counts in float32
-    ours, theirs = runs.load(two / "run.ckpt")["state_dict"], runs.load(torchrun.snapshot)["model"]
+    ours, theirs = runs.load(two / "run.ckpt")["state_dict"], runs.load(torchrun.checkpoint)["model"]
     assert ours.keys() == {f"model.{name}" for name in theirs}
     assert max((ours[f"model.{name}"] - theirs[name]).abs().max().item() for name in theirs) < 1e-4
 
@@ -140,7 +140,7 @@ def test_the_log_has_the_loss_of_each_step(tmp_path, monkeypatch):
 def start_tasks(folder, *options, tasks=2, **env):
     """Start the solution of exercise 2 as srun would, on this machine; the outputs of the tasks."""
     number = {"SLURM_JOB_ID": str(os.getpid()), "SLURM_NTASKS": str(tasks), "SLURM_STEP_NUM_TASKS": str(tasks)}
-    command = [sys.executable, CIFAR10, "--snapshot", "run.ckpt", *options]
+    command = [sys.executable, CIFAR10, "--checkpoint", "run.ckpt", *options]
     started = [
         runs.Running(command, folder, **{**TASKS, **number, "SLURM_PROCID": rank, "SLURM_LOCALID": rank, **env})
         for rank in range(tasks)
@@ -280,12 +280,22 @@ OWN_MISTAKES = {
     "devices above the samples": (MNIST, None, ["--devices", "2048"], "2,048 processes are more than the 360 samples"),
     "devices 0": (CIFAR10, None, ["--devices", "0"], "--devices: '0' is not a whole number of at least 1"),
     "nodes 0": (CIFAR10, None, ["--nodes", "0"], "--nodes: '0' is not a whole number of at least 1"),
-    "another ending": (MNIST, None, ["--snapshot", "run.pt"], "Lightning's checkpoints end in .ckpt"),
-    "a checkpoint of another model": (CIFAR10, another_model, ["--snapshot", "other.ckpt"], "does not fit this model"),
-    "a checkpoint cut short": (MNIST, cut_short, ["--snapshot", "other.ckpt"], "other.ckpt cannot be read"),
-    "a snapshot of stage 02": (MNIST, checkpoint_of_stage_02, ["--snapshot", "other.ckpt"], "does not fit this model"),
+    "another ending": (MNIST, None, ["--checkpoint", "run.pt"], "Lightning's checkpoints end in .ckpt"),
+    "a checkpoint of another model": (
+        CIFAR10,
+        another_model,
+        ["--checkpoint", "other.ckpt"],
+        "does not fit this model",
+    ),
+    "a checkpoint cut short": (MNIST, cut_short, ["--checkpoint", "other.ckpt"], "other.ckpt cannot be read"),
+    "a checkpoint of stage 02": (
+        MNIST,
+        checkpoint_of_stage_02,
+        ["--checkpoint", "other.ckpt"],
+        "does not fit this model",
+    ),
 }
-SHARED = ("epochs 0", "huge batch", "unknown option", "snapshot is a folder")
+SHARED = ("epochs 0", "huge batch", "unknown option", "checkpoint is a folder")
 CASES = OWN_MISTAKES | {f"{name}, {path.stem}": (path, *MISTAKES[name]) for name in SHARED for path in (MNIST, CIFAR10)}
 
 
@@ -357,7 +367,7 @@ def test_both_folders_hold_the_same_job_script():
     assert (STAGE / name).read_text() == (SOLUTIONS / name).read_text()
 
 
-RUN = ["--epochs", "4", "--snapshot", "run.ckpt"]
+RUN = ["--epochs", "4", "--checkpoint", "run.ckpt"]
 TWO = ["--gpus-per-node=1", "--ntasks-per-node=1"]  # two processes: equal bit for bit
 
 

@@ -239,9 +239,9 @@ def test_a_failing_rank(script, mpiexec, others, pbs):
     assert last.rstrip().endswith("ValueError: rank 3 has had enough")
 
 
-def wait_for_epochs(snapshot, number, process):
+def wait_for_epochs(checkpoint, number, process):
     """Wait until a run has logged so many epochs."""
-    while len(read_log(snapshot)) < number:
+    while len(read_log(checkpoint)) < number:
         assert process.poll() is None, "it ended before"
         time.sleep(0.1)
 
@@ -254,39 +254,39 @@ def test_a_job_survives_a_dead_node_and_its_time_limit(cluster, pbs):
     slow = '        time.sleep(0 if os.environ["TORCHELASTIC_RUN_ID"] == "19.server" else 0.5)\n'
     pbs = pbs("openmpi", TRAINING.replace(line, line + slow))
     first = submit(pbs, "requeue", "--epochs", 12, options=["-l", "select=2:ncpus=1:mpiprocs=1:ngpus=1"])
-    snapshot = pbs.folder / "runs/requeue-17.pt"
+    checkpoint = pbs.folder / "runs/requeue-17.pt"
 
     running = pbs.start(first, ["node1", "node2"])
-    wait_for_epochs(snapshot, 2, running)
+    wait_for_epochs(checkpoint, 2, running)
     cluster.fault("kill", "node2")
     assert running.wait(60) not in (0, 124)
     log = pbs.log(first).read_text()
-    assert log.endswith("job 18.server carries on from the new snapshot\n"), log
+    assert log.endswith("job 18.server carries on from the new checkpoint\n"), log
 
     second = pbs.submitted_by(first)
     assert (second.select, second.walltime) == (first.select, "00:10:00")
     assert second.variables["ARGUMENTS"] == "--epochs 12"
-    done = torch.load(snapshot, weights_only=True)["epoch"] + 1  # the log may be an epoch ahead of it
+    done = torch.load(checkpoint, weights_only=True)["epoch"] + 1  # the log may be an epoch ahead of it
     running = pbs.start(second, ["node3", "node1"])
-    wait_for_epochs(snapshot, done + 3, running)
+    wait_for_epochs(checkpoint, done + 3, running)
     (clock,) = [process for process in family(running.pid) if process.name() == "timeout"]
     assert 530 <= int(clock.cmdline()[2]) <= 540  # seconds: a minute before the end
     clock.send_signal(signal.SIGALRM)  # what its timer sends it then
     assert running.wait(60) == 124
     log = pbs.log(second).read_text()
     assert f"from epoch {done + 1}: 2 processes" in log
-    assert log.endswith("the time is nearly over: stopped\njob 19.server carries on from the new snapshot\n"), log
+    assert log.endswith("the time is nearly over: stopped\njob 19.server carries on from the new checkpoint\n"), log
 
     third = pbs.submitted_by(second)
     assert pbs.run(third, ["node3", "node4"]) == 0
     assert pbs.submitted_by(third) is None
-    assert [each["epoch"] for each in read_log(snapshot)] == list(range(12))
+    assert [each["epoch"] for each in read_log(checkpoint)] == list(range(12))
     assert [path.name for path in (pbs.folder / "runs").glob("*.pt")] == ["requeue-17.pt"]
 
 
 @pytest.mark.full
 def test_a_job_that_gets_no_further_ends(pbs):
-    """A program that fails before its first new snapshot would fail in each next job too."""
+    """A program that fails before its first new checkpoint would fail in each next job too."""
     pbs = pbs("openmpi", "raise ValueError('no such pixel')\n")
     job = submit(pbs, "requeue", options=["-l", "select=2:ncpus=1:mpiprocs=1:ngpus=1"])
     assert pbs.run(job, ["node1", "node3"]) == 1

@@ -11,14 +11,14 @@ import runs
 from conftest import EPOCHS, GLOBAL_BATCH
 
 
-def options(nproc, snapshot="run.pt"):
-    return ["--epochs", EPOCHS, "--batch-size", GLOBAL_BATCH // nproc, "--snapshot", snapshot]
+def options(nproc, checkpoint="run.pt"):
+    return ["--epochs", EPOCHS, "--batch-size", GLOBAL_BATCH // nproc, "--checkpoint", checkpoint]
 
 
-def assert_same_as(reference, folder, snapshot="run.pt"):
+def assert_same_as(reference, folder, checkpoint="run.pt"):
     """The weights are equal bit for bit, and the log holds each epoch once, with the same losses."""
-    assert runs.largest_difference(folder / snapshot, reference.snapshot) == 0.0
-    log = runs.read_log(folder / snapshot)
+    assert runs.largest_difference(folder / checkpoint, reference.checkpoint) == 0.0
+    log = runs.read_log(folder / checkpoint)
     assert [entry["epoch"] for entry in log] == list(range(EPOCHS))
     assert runs.losses(log) == runs.losses(reference.epochs)
 
@@ -47,7 +47,7 @@ def test_single_process_killed_and_started_again(single, tmp_path):
 @pytest.mark.full
 def test_spawn_killed_with_kill_9_leaves_nothing_and_can_be_started_again(spawned, tmp_path):
     run = runs.Running([*runs.command("spawn", 2), *options(2)], tmp_path)
-    run.wait_for("epoch 2/3")  # so the snapshot of epoch 1 is there
+    run.wait_for("epoch 2/3")  # so the checkpoint of epoch 1 is there
     family = psutil.Process(run.process.pid).children(recursive=True)
     assert len(family) >= 2
     run.process.kill()
@@ -75,14 +75,14 @@ def test_torchrun_starts_again_when_a_worker_dies_while_saving(torchrun, tmp_pat
     done = runs.run([runs.TORCHRUN_RUNNER, *options(2)], tmp_path, NPROC=2, TEST_PATCH="die_while_saving")
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "run.pt.tmp.died").exists()
-    assert done.stdout.count("epoch 2/3") == 2, "epoch 2 is trained again: its snapshot was cut short"
+    assert done.stdout.count("epoch 2/3") == 2, "epoch 2 is trained again: its checkpoint was cut short"
     assert_same_as(torchrun, tmp_path)
 
 
 @pytest.mark.full
 def test_torchrun_itself_killed_ends_its_workers_within_2_seconds_and_can_be_started_again(torchrun, tmp_path):
     run = runs.Running([runs.TORCHRUN_RUNNER, *options(2)], tmp_path, NPROC=2)
-    run.wait_for("epoch 2/3")  # so the snapshot of epoch 1 is there
+    run.wait_for("epoch 2/3")  # so the checkpoint of epoch 1 is there
     workers = run.workers()
     assert len(workers) == 2
     run.process.kill()
@@ -90,7 +90,7 @@ def test_torchrun_itself_killed_ends_its_workers_within_2_seconds_and_can_be_sta
     again = runs.Running([runs.TORCHRUN_RUNNER, *options(2)], tmp_path, NPROC=2)
     assert gone_within(workers, 2)
     assert again.wait() == 0, again.text()
-    assert "epoch 1/3" not in again.text(), "it did not carry on from the snapshot"
+    assert "epoch 1/3" not in again.text(), "it did not carry on from the checkpoint"
     assert_same_as(torchrun, tmp_path)
 
 
@@ -112,12 +112,12 @@ def test_20_kills_in_a_row(tmp_path, record_property):
     chance = random.Random(0)
     epochs = 6
     common = ["--epochs", epochs, "--batch-size", GLOBAL_BATCH // 2]
-    reference = runs.train("torchrun", 2, tmp_path, *common, snapshot="reference.pt")
+    reference = runs.train("torchrun", 2, tmp_path, *common, checkpoint="reference.pt")
     epoch_seconds = (1437 // GLOBAL_BATCH * GLOBAL_BATCH) / reference[-1]["samples_per_second"]
     table = []
     for number in range(20):
-        snapshot = f"run{number}.pt"
-        run = runs.Running([runs.TORCHRUN_RUNNER, *common, "--snapshot", snapshot], tmp_path, NPROC=2)
+        checkpoint = f"run{number}.pt"
+        run = runs.Running([runs.TORCHRUN_RUNNER, *common, "--checkpoint", checkpoint], tmp_path, NPROC=2)
         epoch = 0 if number % 4 == 0 else chance.randint(1, epochs - 2)
         if epoch == 0:
             while len(run.workers()) < 2:
@@ -130,8 +130,8 @@ def test_20_kills_in_a_row(tmp_path, record_property):
         chance.choice(run.workers()).kill()
         killed = time.monotonic()
         status = run.wait(timeout=120)
-        same = status == 0 and runs.largest_difference(tmp_path / snapshot, tmp_path / "reference.pt") == 0.0
-        same = same and runs.losses(runs.read_log(tmp_path / snapshot)) == runs.losses(reference)
+        same = status == 0 and runs.largest_difference(tmp_path / checkpoint, tmp_path / "reference.pt") == 0.0
+        same = same and runs.losses(runs.read_log(tmp_path / checkpoint)) == runs.losses(reference)
         row = {"kill": number + 1, "after_epoch": epoch, "status": status, "same_weights_and_losses": same}
         table.append({**row, "seconds_to_the_end": round(time.monotonic() - killed, 1)})
         print(json.dumps(table[-1]), flush=True)

@@ -372,7 +372,7 @@ BAD = {
     "one number": (["fast.py", [], "2"], "a study takes two numbers of processes or more"),
     "does not divide": (["fast.py", ["--batch-size=10"], "1,4"], "shares a global batch of 10 among 4 processes"),
     "batch size": (["fast.py", ["--batch-size", "x"], "1,2"], "'x' is not a whole number of at least 1"),
-    "takes no --output": (["plain.py", [], "1,2"], "plain.py takes neither --snapshot nor --output"),
+    "takes no --output": (["plain.py", [], "1,2"], "plain.py takes neither --checkpoint nor --output"),
     "fails": (["fails.py", [], "1,2"], "fails.py failed with 1 processes: ValueError: nothing works"),
     "not distributed": (["alone.py", [], "1,2"], "alone.py trained with 1 processes where torchrun started 2"),
     "leaves nothing": (["silent.py", [], "1,2"], "run.json: No such file or directory"),

@@ -35,10 +35,10 @@ def test_digits_are_learned(name, request):
     assert request.getfixturevalue(name).epochs[-1]["accuracy"] >= 0.95
 
 
-def true_accuracy(snapshot, samples=None) -> float:
-    """The accuracy of a snapshot's weights, computed here on the first ``samples`` of the test set in one go."""
+def true_accuracy(checkpoint, samples=None) -> float:
+    """The accuracy of a checkpoint's weights, computed here on the first ``samples`` of the test set in one go."""
     model = SmallCNN()
-    model.load_state_dict(runs.load(snapshot)["model"])
+    model.load_state_dict(runs.load(checkpoint)["model"])
     _, test_set = load_dataset(
         "digits", transforms.Compose([transforms.ToTensor(), transforms.Normalize((0.5,), (0.5,))])
     )
@@ -50,7 +50,7 @@ def true_accuracy(snapshot, samples=None) -> float:
 @pytest.mark.parametrize("name", KINDS)
 def test_accuracy_is_that_of_the_whole_test_set(name, request):
     reference = request.getfixturevalue(name)
-    assert reference.epochs[-1]["accuracy"] == pytest.approx(true_accuracy(reference.snapshot), abs=1e-9)
+    assert reference.epochs[-1]["accuracy"] == pytest.approx(true_accuracy(reference.checkpoint), abs=1e-9)
 
 
 @pytest.mark.full
@@ -70,10 +70,10 @@ def test_rank_0_prints_one_line_an_epoch_and_no_bar(name, request):
     assert lines[0].startswith("training on ")
 
 
-def test_snapshot_holds_the_plain_model(torchrun):
-    snapshot = runs.load(torchrun.snapshot)
-    assert snapshot.keys() == {"model", "optimizer", "epoch"}
-    assert snapshot["model"].keys() == SmallCNN().state_dict().keys()  # no "module." in front of the names
+def test_checkpoint_holds_the_plain_model(torchrun):
+    checkpoint = runs.load(torchrun.checkpoint)
+    assert checkpoint.keys() == {"model", "optimizer", "epoch"}
+    assert checkpoint["model"].keys() == SmallCNN().state_dict().keys()  # no "module." in front of the names
     assert {path.name for path in torchrun.folder.iterdir()} == {"run.pt", "run.jsonl"}
 
 

@@ -16,7 +16,7 @@ source "${WORKSHOP_SITE:-/dev/null}" # modules, network and Python of this site:
 export HF_HUB_OFFLINE=1 TRANSFORMERS_OFFLINE=1 HF_DATASETS_OFFLINE=1 # a node may have no internet: nobody waits for it
 read -ra arguments <<<"${ARGUMENTS:-}" # PBS hands no arguments to a script: qsub -v does
 job=${PBS_JOBID%%.*} # 17 of 17.server
-run=runs/$PBS_JOBNAME-$job # what its snapshot, the log of its epochs and its errors are called
+run=runs/$PBS_JOBNAME-$job # what its checkpoint, the log of its epochs and its errors are called
 
 # The node file names each node once for each of its mpiprocs, and first the node that this script runs on.
 head=$(head -n 1 "$PBS_NODEFILE")
@@ -50,4 +50,4 @@ mapfile -t variables < <(env | grep -E "^($settings)=")
 # mpiexec starts torchrun on each node.
 mpiexec -n "$nodes" "${placement[@]}" env --chdir="$PWD" "${variables[@]}" \
     ${PYTHON:-python} -m torch.distributed.run "${rendezvous[@]}" --nproc-per-node="$gpus" --log-dir="$run.logs" \
-    multigpu_torchrun.py --snapshot "$run.pt" "${arguments[@]}"
+    multigpu_torchrun.py --checkpoint "$run.pt" "${arguments[@]}"

@@ -16,7 +16,7 @@ source "${WORKSHOP_SITE:-/dev/null}" # modules, network and Python of this site:
 export HF_HUB_OFFLINE=1 TRANSFORMERS_OFFLINE=1 HF_DATASETS_OFFLINE=1 # a node may have no internet: nobody waits for it
 read -ra arguments <<<"${ARGUMENTS:-}" # PBS hands no arguments to a script: qsub -v does
 job=${PBS_JOBID%%.*} # 17 of 17.server
-run=runs/$PBS_JOBNAME-$job # what its snapshot, the log of its epochs and its errors are called
+run=runs/$PBS_JOBNAME-$job # what its checkpoint, the log of its epochs and its errors are called
 
 # The node file names each node once for each of its mpiprocs, and first the node that this script runs on.
 head=$(head -n 1 "$PBS_NODEFILE")
@@ -54,4 +54,4 @@ mpiexec -n "$((nodes * gpus))" "${placement[@]}" env --chdir="$PWD" "${variables
     export LOCAL_RANK=${OMPI_COMM_WORLD_LOCAL_RANK:-${MPI_LOCALRANKID:-${PMI_LOCAL_RANK:-$PALS_LOCAL_RANKID}}}
     export TORCHELASTIC_ERROR_FILE=$1/error-$RANK.json
     exec ${PYTHON:-python} "${@:2}"' bash "$run.logs" \
-    multigpu_torchrun.py --snapshot "$run.pt" "${arguments[@]}"
+    multigpu_torchrun.py --checkpoint "$run.pt" "${arguments[@]}"

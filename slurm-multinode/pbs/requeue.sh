@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Train on 4 GPUs, 2 on each of two nodes:  qsub -v ARGUMENTS="--epochs 5" pbs/requeue.sh
-# It survives its time limit and a dead node: a next job carries on from the snapshot of the last epoch.
+# It survives its time limit and a dead node: a next job carries on from the checkpoint of the last epoch.
 #PBS -N requeue
 # Two chunks of this size. mpiprocs is the number of GPUs again: ngpus appears in no variable, mpiprocs in the node file.
 #PBS -l select=2:ncpus=4:mpiprocs=2:ngpus=2
@@ -19,7 +19,7 @@ source "${WORKSHOP_SITE:-/dev/null}" # modules, network and Python of this site:
 export HF_HUB_OFFLINE=1 TRANSFORMERS_OFFLINE=1 HF_DATASETS_OFFLINE=1 # a node may have no internet: nobody waits for it
 read -ra arguments <<<"${ARGUMENTS:-}" # PBS hands no arguments to a script: qsub -v does
 job=${PBS_JOBID%%.*} # 17 of 17.server
-run=${RUN:-runs/$PBS_JOBNAME-$job} # what its snapshot, the log of its epochs and its errors are called, in the next job too
+run=${RUN:-runs/$PBS_JOBNAME-$job} # what its checkpoint, the log of its epochs and its errors are called, in the next job too
 rm -rf "$run.logs" # the errors of the job before
 
 # The node file names each node once for each of its mpiprocs, and first the node that this script runs on.
@@ -51,15 +51,15 @@ mapfile -t variables < <(env | grep -E "^($settings)=")
 this_job() { qstat -f -F dsv "$PBS_JOBID" | tr '|' '\n' | sed -n "s/^$1=//p"; }
 IFS=: read -r hours minutes seconds <<<"$(this_job Resource_List.walltime)"
 limit=$((10#$hours * 3600 + 10#$minutes * 60 + 10#$seconds - SECONDS - 60))
-snapshot_time() { stat --format=%y "$run.pt" 2>/dev/null || true; }
-before=$(snapshot_time)
+checkpoint_time() { stat --format=%y "$run.pt" 2>/dev/null || true; }
+before=$(checkpoint_time)
 
 # mpiexec starts torchrun on each node.
 status=0
 # shellcheck disable=SC2086 # $PYTHON may be several words: a container, and the Python in it
 timeout --kill-after=20 "$limit" mpiexec -n "$nodes" "${placement[@]}" env --chdir="$PWD" "${variables[@]}" \
     ${PYTHON:-python} -m torch.distributed.run "${rendezvous[@]}" --nproc-per-node="$gpus" --log-dir="$run.logs" \
-    multigpu_torchrun.py --snapshot "$run.pt" "${arguments[@]}" || status=$?
+    multigpu_torchrun.py --checkpoint "$run.pt" "${arguments[@]}" || status=$?
 if ((status == 0)); then exit; fi
 if ((status == 124)); then
     echo "the time is nearly over: stopped" # 124 is what timeout says
@@ -69,13 +69,13 @@ else
     ${PYTHON:-python} first_failure.py "$run.logs"
 fi
 
-# Without a new snapshot a next job would get no further than this one.
-if [[ $(snapshot_time) == "$before" ]]; then exit "$status"; fi
+# Without a new checkpoint a next job would get no further than this one.
+if [[ $(checkpoint_time) == "$before" ]]; then exit "$status"; fi
 
 # qrerun is for the operators of PBS, so this submits itself again, with what qsub was told. It begins when this job has ended:
-# two never write the same snapshot.
+# two never write the same checkpoint.
 next=$(qsub ${PBS_ACCOUNT:+-A "$PBS_ACCOUNT"} -q "$PBS_O_QUEUE" -W depend=afterany:"$PBS_JOBID" \
     -l select="$(this_job Resource_List.select)" -l place=scatter -l walltime="$hours:$minutes:$seconds" \
     -v "RUN=$run,WORKSHOP_SITE=${WORKSHOP_SITE:-},ARGUMENTS='${ARGUMENTS:-}'" "$0")
-echo "job $next carries on from the new snapshot"
+echo "job $next carries on from the new checkpoint"
 exit "$status"

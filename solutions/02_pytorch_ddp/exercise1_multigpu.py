@@ -1,5 +1,5 @@
 """Train a small CNN on handwritten digits on all devices of one machine: mp.spawn starts a process for each.
-It saves a snapshot after each epoch and, started again, carries on from it as if it had never stopped.
+It saves a checkpoint after each epoch and, started again, carries on from it as if it had never stopped.
 
 One process:  python solutions/02_pytorch_ddp/exercise1_multigpu.py --nproc 1
 N processes:  python solutions/02_pytorch_ddp/exercise1_multigpu.py --nproc 2
@@ -51,8 +51,8 @@ def parse_arguments():
     parser = ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--epochs", type=positive_int, default=5, help="passes over the training set")
     parser.add_argument("--batch-size", type=positive_int, default=64, help="samples a step, on each process")
-    parser.add_argument("--save-every", type=positive_int, default=1, help="epochs from one snapshot to the next")
-    parser.add_argument("--snapshot", default="runs/multigpu.pt", help="file to save to and to carry on from")
+    parser.add_argument("--save-every", type=positive_int, default=1, help="epochs from one checkpoint to the next")
+    parser.add_argument("--checkpoint", default="runs/multigpu.pt", help="file to save to and to carry on from")
     parser.add_argument("--dataset", default="digits", help="digits, or mnist once it has been fetched")
     parser.add_argument("--nproc", type=positive_int, default=torch.accelerator.device_count() or 2, help="processes")
     args = parser.parse_args()
@@ -72,8 +72,8 @@ def train(rank, world_size, device, args):
     torch.manual_seed(SEED)  # the same first weights in every run
     model = SmallCNN().to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    first_epoch = load_snapshot(args.snapshot, model, optimizer, device)
-    log = EpochLog(args.snapshot, args.epochs, device, processes=world_size)
+    first_epoch = load_checkpoint(args.checkpoint, model, optimizer, device)
+    log = EpochLog(args.checkpoint, args.epochs, device, processes=world_size)
     if rank == 0:
         gpus = torch.accelerator.device_count()
         print(f"training on {device} from epoch {first_epoch + 1}: {world_size} processes, {gpus} GPUs here")
@@ -88,7 +88,7 @@ def train(rank, world_size, device, args):
     test_loader = DataLoader(Subset(test_set, range(rank, len(test_set), world_size)), args.batch_size)
 
     for epoch in range(first_epoch, args.epochs):
-        # Each epoch is seeded anew, so a resumed run needs no random state from the snapshot.
+        # Each epoch is seeded anew, so a resumed run needs no random state from the checkpoint.
         torch.manual_seed(SEED + 1000 * epoch + rank)
         sampler.set_epoch(epoch)
         start = time.perf_counter()
@@ -100,7 +100,7 @@ def train(rank, world_size, device, args):
         if rank == 0:
             log.write(epoch, losses, accuracy, samples_per_second)
         if rank == 0 and ((epoch + 1) % args.save_every == 0 or epoch + 1 == args.epochs):
-            save_snapshot(args.snapshot, model, optimizer, epoch)
+            save_checkpoint(args.checkpoint, model, optimizer, epoch)
 
 
 def train_one_epoch(model, loader, optimizer, device):
@@ -133,22 +133,22 @@ def evaluate(model, loader, device):
     return correct / total
 
 
-def save_snapshot(path, model, optimizer, epoch):
+def save_checkpoint(path, model, optimizer, epoch):
     os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
-    snapshot = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "epoch": epoch}
-    # os.replace is atomic: whoever reads finds the old snapshot or the new one, never half of one.
-    torch.save(snapshot, path + ".tmp")
+    checkpoint = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "epoch": epoch}
+    # os.replace is atomic: whoever reads finds the old checkpoint or the new one, never half of one.
+    torch.save(checkpoint, path + ".tmp")
     os.replace(path + ".tmp", path)
 
 
-def load_snapshot(path, model, optimizer, device):
-    """Fill model and optimizer from the snapshot, if there is one, and return the epoch to start with."""
+def load_checkpoint(path, model, optimizer, device):
+    """Fill model and optimizer from the checkpoint, if there is one, and return the epoch to start with."""
     if not os.path.exists(path):
         return 0
-    snapshot = torch.load(path, map_location=device, weights_only=True)
-    model.load_state_dict(snapshot["model"])
-    optimizer.load_state_dict(snapshot["optimizer"])
-    return snapshot["epoch"] + 1
+    checkpoint = torch.load(path, map_location=device, weights_only=True)
+    model.load_state_dict(checkpoint["model"])
+    optimizer.load_state_dict(checkpoint["optimizer"])
+    return checkpoint["epoch"] + 1
 
 
 if __name__ == "__main__":

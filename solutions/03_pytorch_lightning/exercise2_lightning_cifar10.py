@@ -49,7 +49,7 @@ def parse_arguments():
     )
     parser.add_argument("--nodes", type=positive_int, default=1)
     parser.add_argument(
-        "--snapshot", default="runs/lightning_cifar10.ckpt", help="file to save to and to carry on from"
+        "--checkpoint", default="runs/lightning_cifar10.ckpt", help="file to save to and to carry on from"
     )
     parser.add_argument("--dataset", default="digits", help="digits, or cifar10 once it has been fetched")
     args = parser.parse_args()
@@ -133,7 +133,7 @@ class Data(L.LightningDataModule):
 
 def train(args):
     L.seed_everything(SEED, verbose=False)  # the same first weights in every process and every run
-    folder, name = os.path.split(os.path.splitext(args.snapshot)[0])
+    folder, name = os.path.split(os.path.splitext(args.checkpoint)[0])
     accelerator = choose_accelerator(args.devices)
     device = torch.accelerator.current_accelerator() if accelerator == "auto" else torch.device("cpu")
     precision = "bf16-mixed" if bf16_is_fast(device) else "32-true"
@@ -148,7 +148,7 @@ def train(args):
         accumulate_grad_batches=args.accumulate,
         use_distributed_sampler=False,  # Data deals out the samples itself
         callbacks=[
-            EpochReport(args.snapshot),
+            EpochReport(args.checkpoint),
             EarlyStopping("accuracy", mode="max", patience=5),
             LearningRateMonitor("step"),
             ThroughputMonitor(batch_size_fn=lambda batch: len(batch[1]), window_size=10),
@@ -162,9 +162,9 @@ def train(args):
         enable_model_summary=False,
         num_sanity_val_steps=0,
     )
-    snapshot = args.snapshot if os.path.exists(args.snapshot) else None
+    checkpoint = args.checkpoint if os.path.exists(args.checkpoint) else None
     data = Data(args.dataset, args.batch_size)
-    trainer.fit(Classifier(args.dataset), data, ckpt_path=snapshot)
+    trainer.fit(Classifier(args.dataset), data, ckpt_path=checkpoint)
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@
 set -euo pipefail
 source "${WORKSHOP_SITE:-/dev/null}" # modules, network and Python of this site: "workshop submit" names the file
 export HF_HUB_OFFLINE=1 TRANSFORMERS_OFFLINE=1 HF_DATASETS_OFFLINE=1 # a node may have no internet: nobody waits for it
-run=runs/$SLURM_JOB_NAME-$SLURM_JOB_ID # what its snapshot, the log of its epochs and its errors are called
+run=runs/$SLURM_JOB_NAME-$SLURM_JOB_ID # what its checkpoint, the log of its epochs and its errors are called
 
 # The processes meet on the first node of this job, at a port that no other job there has.
 MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
@@ -38,4 +38,4 @@ mkdir -p "$run.logs"
 srun --kill-on-bad-exit=1 bash -c '
     export RANK=$SLURM_PROCID LOCAL_RANK=$SLURM_LOCALID TORCHELASTIC_ERROR_FILE=$run.logs/error-$SLURM_PROCID.json
     exec ${PYTHON:-python} "$@"' bash \
-    multigpu_torchrun.py --snapshot "$run.pt" "$@"
+    multigpu_torchrun.py --checkpoint "$run.pt" "$@"

@@ -14,7 +14,7 @@
 set -euo pipefail
 source "${WORKSHOP_SITE:-/dev/null}" # modules, network and Python of this site: "workshop submit" names the file
 export HF_HUB_OFFLINE=1 TRANSFORMERS_OFFLINE=1 HF_DATASETS_OFFLINE=1 # a node may have no internet: nobody waits for it
-run=runs/$SLURM_JOB_NAME-$SLURM_JOB_ID # what its snapshot, the log of its epochs and its errors are called
+run=runs/$SLURM_JOB_NAME-$SLURM_JOB_ID # what its checkpoint, the log of its epochs and its errors are called
 rm -rf "$run.logs" # the errors of an earlier start
 
 # The processes meet on the first node of this job, at a port that no other job there has.
@@ -34,7 +34,7 @@ env | grep -E '^(NCCL|RCCL|FI|GLOO)_' || true # what steers the network: often n
 # Should a rank fail: the error of the first one that did comes last in the log.
 trap '${PYTHON:-python} first_failure.py "$run.logs"' ERR
 
-# The next start carries on from the snapshot of the last epoch.
+# The next start carries on from the checkpoint of the last epoch.
 trap 'echo "the time is nearly over: back into the queue"; scontrol requeue "$SLURM_JOB_ID"' USR1
 
 # shellcheck disable=SC2086 # $PYTHON may be several words: a container, and the Python in it
@@ -42,5 +42,5 @@ trap 'echo "the time is nearly over: back into the queue"; scontrol requeue "$SL
 # node is dead, and the job would count as one that has failed, not as one to start again.
 srun ${PYTHON:-python} -m torch.distributed.run "${rendezvous[@]}" \
     --nproc-per-node="$SLURM_GPUS_ON_NODE" --log-dir="$run.logs" \
-    multigpu_torchrun.py --snapshot "$run.pt" "$@" &
+    multigpu_torchrun.py --checkpoint "$run.pt" "$@" &
 wait $! # a shell acts on a signal when the command that it runs has ended; only wait is interrupted

@@ -37,7 +37,7 @@ def test_an_unseeded_program_may_differ_at_every_start(tmp_path):
     script = tmp_path / "mine.py"
     for forgotten, kinds in (("", []), (ddp.LOAD_OPTIMIZER, ["optimizer-lost"])):
         script.write_text(text.replace(forgotten, "") if forgotten else text)
-        *_, verdict = check_file(script, launch="torchrun", arguments=["--epochs", "2", "--snapshot", "run.pt"])
+        *_, verdict = check_file(script, launch="torchrun", arguments=["--epochs", "2", "--checkpoint", "run.pt"])
         assert [finding.kind for finding in verdict.errors] == kinds, verdict.findings
 
 

@@ -61,15 +61,15 @@ def fail_on_rank_1():
 
 
 def die_while_saving():
-    """The first time that a snapshot is saved at the end of epoch 2, half of the file is written and the process killed."""
+    """The first time that a checkpoint is saved at the end of epoch 2, half of the file is written and the process killed."""
     import torch
 
     save = torch.save
 
-    def half(snapshot, path):
-        save(snapshot, path)
+    def half(checkpoint, path):
+        save(checkpoint, path)
         marker = str(path) + ".died"
-        if snapshot["epoch"] == 1 and not os.path.exists(marker):
+        if checkpoint["epoch"] == 1 and not os.path.exists(marker):
             open(marker, "w").close()
             os.truncate(path, os.path.getsize(path) // 2)
             os.kill(os.getpid(), signal.SIGKILL)

@@ -38,7 +38,7 @@ from workshop.course.probes import COURSE_PROBES
 
 BATCH = 8  # samples a step on each process
 EPOCHS = 2
-CHECKPOINT_OPTIONS = ("--snapshot", "--folder")
+CHECKPOINT_OPTIONS = ("--checkpoint", "--snapshot", "--folder")
 
 
 class EpochsBench(ProgramBench):
@@ -134,11 +134,13 @@ class EpochsBench(ProgramBench):
     ) -> Run:
         """Run the program with these options, as far as it has them."""
         nproc = nproc or self.nproc
+        checkpoint = "run.ckpt" if self._lightning else "run.pt"
         given = {
             "--epochs": epochs,
             "--batch-size": batch,
             "--accumulate": accumulate,
-            "--snapshot": "run.ckpt" if self._lightning else "run.pt",
+            "--checkpoint": checkpoint,
+            "--snapshot": checkpoint,  # the name in 0.1
             "--folder": "run",
             "--devices": nproc // nodes,
             "--nodes": nodes,
@@ -164,7 +166,7 @@ class EpochsBench(ProgramBench):
             Unavailable: the program has no option for its checkpoint.
         """
         if not any(map(self.has, CHECKPOINT_OPTIONS)):
-            raise Unavailable("whether it resumes from a checkpoint: it has no option --snapshot")
+            raise Unavailable("whether it resumes from a checkpoint: it has no option --checkpoint")
         scratch = self.folder()
         run = partial(self._run, accumulate=self.accumulate, scratch=scratch)
         # A run of fewer epochs has a shorter schedule: then the first run is killed after its first checkpoint.

@@ -40,7 +40,7 @@ from workshop.training.deepspeed import missing_tools, take_own_ninja
 from workshop.training.models import SmallCNN
 
 EXPORT = "whole.pt"
-SNAPSHOT = "run.pt"  # of the training without the engine
+CHECKPOINT = "run.pt"  # of the training without the engine
 CLOSE = 1e-4  # between parameters of the two trainings
 
 
@@ -91,7 +91,7 @@ class EngineBench(ProgramBench):
     def _reference(self) -> tuple[Run, Path]:
         """The same training without the engine, and its folder."""
         scratch = self.folder()
-        arguments = ["--epochs", str(EPOCHS), "--batch-size", str(BATCH), "--snapshot", SNAPSHOT]
+        arguments = ["--epochs", str(EPOCHS), "--batch-size", str(BATCH), "--checkpoint", CHECKPOINT]
         run = self.launch_program(
             arguments, script=ROOT / self.exercise.reference, scratch=scratch, asked=Asked(EPOCHS)
         )
@@ -124,7 +124,7 @@ class EngineBench(ProgramBench):
         """What the second run has exported, beside what the training without the engine ends with."""
         if not partitions(made[WHOLE]):
             raise Unavailable("the exported parameters: DeepSpeed puts them together from ZeRO stage 1 on")
-        return read_weights(self._second_folder / EXPORT, self._reference[1] / SNAPSHOT)
+        return read_weights(self._second_folder / EXPORT, self._reference[1] / CHECKPOINT)
 
     def _uneven(self) -> Run:
         """Evaluate with one batch more on some processes than on others."""
@@ -145,7 +145,7 @@ def read_checkpoint(folder: Path) -> EngineCheckpoint:
 
 
 def read_weights(path: Path, reference: Path) -> PlainWeights:
-    """Load an exported file into a plain model, and compare it with a snapshot of the training without the engine."""
+    """Load an exported file into a plain model, and compare it with a checkpoint of the training without the engine."""
     if not path.is_file():
         return PlainWeights(found=False)
     model = SmallCNN()

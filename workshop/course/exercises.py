@@ -221,7 +221,7 @@ class Step(Table):
 class TourRow(Table):
     """A program that ``workshop tour`` runs, with --batch-size for each process.
 
-    One that trains images takes --epochs and --snapshot and writes an ``EpochLog``; one that trains the language model takes
+    One that trains images takes --epochs and --checkpoint and writes an ``EpochLog``; one that trains the language model takes
     --steps and --folder and writes a ``TrainingLog``.
 
     Attributes:

@@ -1,8 +1,8 @@
 """What runs in the place of multigpu_torchrun.py while a job script is checked.
 
 It notes on which node it runs and what its launcher has set for it, connects to the other ranks, and pretends to train: each
-epoch takes some time, and rank 0 counts it in a snapshot. It does not import torch, so that a check takes seconds. It writes its
-notes to a folder beside it.
+epoch takes some time, and rank 0 counts it in a checkpoint. It does not import torch, so that a check takes seconds. It writes
+its notes to a folder beside it.
 """
 
 import argparse
@@ -25,7 +25,7 @@ NOTED = (
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--epochs", type=int, default=5)
-    parser.add_argument("--snapshot", type=Path, default=Path("runs/multigpu_torchrun.pt"))
+    parser.add_argument("--checkpoint", "--snapshot", type=Path, default=Path("runs/multigpu_torchrun.pt"))
     args = parser.parse_known_args()[0]
     notes = Path(__file__).parent / "notes"
     notes.mkdir(exist_ok=True)
@@ -46,15 +46,15 @@ def main() -> None:
     )
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     others = meet(rank, world_size, notes)
-    first = json.loads(args.snapshot.read_text())["epoch"] + 1 if args.snapshot.exists() else 0
+    first = json.loads(args.checkpoint.read_text())["epoch"] + 1 if args.checkpoint.exists() else 0
     for epoch in range(first, args.epochs):
         time.sleep(SECONDS_PER_EPOCH)
         agree(rank, others)
         if rank == 0:
-            args.snapshot.parent.mkdir(parents=True, exist_ok=True)
-            temporary = args.snapshot.with_suffix(".tmp")
+            args.checkpoint.parent.mkdir(parents=True, exist_ok=True)
+            temporary = args.checkpoint.with_suffix(".tmp")
             temporary.write_text(json.dumps({"epoch": epoch}))
-            os.replace(temporary, args.snapshot)
+            os.replace(temporary, args.checkpoint)
             note("epoch", epoch=epoch)
             print(f"epoch {epoch + 1}/{args.epochs}", flush=True)
 

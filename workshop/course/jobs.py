@@ -212,7 +212,7 @@ class JobBench:
     def _real(self) -> Job:
         """The script as it is, with the real training."""
         trial = self._trial(program=None)
-        arguments = ["--epochs", "1", "--batch-size", "32", "--snapshot", "real.pt"]
+        arguments = ["--epochs", "1", "--batch-size", "32", "--checkpoint", "real.pt"]
         job = self._submit(trial, None, [], arguments)
         if not job.refused:
             trial.follow(job)

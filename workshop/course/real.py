@@ -69,7 +69,7 @@ def _observed(
 
 def spawned(script: Path, place: Path) -> RealRun:
     """Run it with fresh interpreters, as mp.spawn starts them."""
-    command = [sys.executable, script, "--nproc", 2, "--epochs", 1, "--snapshot", CHECKPOINT]
+    command = [sys.executable, script, "--nproc", 2, "--epochs", 1, "--checkpoint", CHECKPOINT]
     return _observed(command, place / "spawned", CHECKPOINT)
 
 
@@ -84,7 +84,7 @@ TASKS = {**SESSION, "SLURM_JOB_NAME": "train", "SLURM_NTASKS": "2", "SLURM_NTASK
 
 
 def _lightning(script: Path, folder: Path, environments: Sequence[Mapping[str, str]]) -> RealRun:
-    command = [sys.executable, script, "--devices", 2, "--epochs", 1, "--batch-size", 32, "--snapshot", "run.ckpt"]
+    command = [sys.executable, script, "--devices", 2, "--epochs", 1, "--batch-size", 32, "--checkpoint", "run.ckpt"]
     return _observed(command, folder, "run.ckpt", [{"OMP_NUM_THREADS": "1", **changes} for changes in environments])
 
 
@@ -110,7 +110,7 @@ def as_tasks(script: Path, place: Path) -> RealRun:
 
 def kills(script: Path, exercise: Exercise, place: Path) -> Kills:
     """Kill a worker of one run and the torchrun of another after the first epoch, and let both train to the end."""
-    options = ["--epochs", "2", "--snapshot", CHECKPOINT]
+    options = ["--epochs", "2", "--checkpoint", CHECKPOINT]
     # What an uninterrupted run ends with: forked ranks compute the same, bit for bit, and start at once.
     whole = place / "uninterrupted"
     whole.mkdir()
@@ -210,7 +210,7 @@ def speeds(script: Path, solution: Path, place: Path, gpus: bool) -> Speeds:
     turns: dict[Path, list[float]] = {script: [], solution: []}
     while not all(settled(best) for best in turns.values()):
         for name, (program, best) in zip(("own", "solution"), turns.items(), strict=True):
-            command = [sys.executable, program, "--epochs", 3, "--snapshot", CHECKPOINT]
+            command = [sys.executable, program, "--epochs", 3, "--checkpoint", CHECKPOINT]
             run = _Real(command, place / f"{name}-{len(best)}", {}, gpus)
             if run.to_end() != 0:
                 return Speeds((), (), run.text() or "no output")

@@ -90,7 +90,7 @@ def run_tour(stages: str = "", epochs: int = 3, output: str | None = None) -> in
     Args:
         stages: the stages' numbers, separated by commas; "" for all. Stage 05 is one training under every strategy.
         epochs: passes over the training set in each run.
-        output: the folder for tour.json, tour.png and the runs' snapshots and logs; None for runs/tour in the repository. What
+        output: the folder for tour.json, tour.png and the runs' checkpoints and logs; None for runs/tour in the repository. What
             belongs to stage 05 goes into its folder strategies.
 
     Raises:
@@ -222,12 +222,12 @@ def _label(name: str, processes: int) -> str:
 
 def _run(entry: Entry, processes: int, batch: int, epochs: int, root: Path, folder: Path, on_line) -> dict:
     place = folder / f"{entry.stage}-{entry.name.replace(' ', '-').replace('.', '-')}-{processes}"
-    shutil.rmtree(place, ignore_errors=True)  # what an earlier tour left: its snapshot would be carried on from
+    shutil.rmtree(place, ignore_errors=True)  # what an earlier tour left: its checkpoint would be carried on from
     place.mkdir()
-    snapshot = place / "snapshot.ckpt"  # the ending that Lightning gives
+    checkpoint = place / "checkpoint.ckpt"  # the ending that Lightning gives
     length = [f"--steps={STEPS * epochs}", f"--folder={place}"]
     if not entry.language:
-        length = [f"--epochs={epochs}", f"--snapshot={snapshot}"]
+        length = [f"--epochs={epochs}", f"--checkpoint={checkpoint}"]
     command = [*entry.command(processes), *length, f"--batch-size={batch // processes}"]
     # One thread a process: on a CPU a process then stands for a device, and more processes for more devices.
     # The temporary folder is not under the run's own: the name of a socket that processes make there may have 107 bytes.
@@ -253,8 +253,8 @@ def _run(entry: Entry, processes: int, batch: int, epochs: int, root: Path, fold
         result |= {"device": run.device, "losses": run.losses}
         result |= {"validation_loss": run.validation[-1] if run.entries else None}
     else:
-        log = read_log(snapshot)
-        if not failure and (len(log) != epochs or not snapshot.exists()):
+        log = read_log(checkpoint)
+        if not failure and (len(log) != epochs or not checkpoint.exists()):
             failure = f"it ended well, but trained {len(log)} of {epochs} epochs\n{outcome.output}"
         rates = [epoch["samples_per_second"] for epoch in log]
         result |= {"device": log[0]["device"] if log else "", "accuracy": log[-1]["accuracy"] if log else None}

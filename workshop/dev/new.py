@@ -45,7 +45,7 @@ hints = [
 [[exercise.goals]]
 number = 0
 title = "it learns, and resumes from its checkpoint"
-rules = ["no-learning", "no-snapshot", "never-resumes", "resume-fails"]
+rules = ["no-learning", "no-checkpoint", "never-resumes", "resume-fails"]
 """
 RUNNER = """#!/usr/bin/env bash
 # TODO: what it starts, in one line.

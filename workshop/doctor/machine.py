@@ -278,7 +278,7 @@ def check_disk() -> Result:
         )
     if free < 2 * GIB:
         return Result(
-            "disk", WARNING, seen, "snapshots and data need up to 2 GiB; set WORKSHOP_DATA to a larger file system"
+            "disk", WARNING, seen, "checkpoints and data need up to 2 GiB; set WORKSHOP_DATA to a larger file system"
         )
     return Result("disk", OK, seen)
 

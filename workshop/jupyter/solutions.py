@@ -61,13 +61,13 @@ def _rung(number: int) -> str:
 %%bash
 # As delivered.
 rm -f runs/rung0.*
-"$ROOT"/01_single_gpu/exercise1_run_fast_single_gpu.sh --epochs 3 --snapshot runs/rung0.pt"""
+"$ROOT"/01_single_gpu/exercise1_run_fast_single_gpu.sh --epochs 3 --checkpoint runs/rung0.pt"""
     done = ",".join(map(str, range(1, number + 1)))
     return f"""\
 %%bash
 rm -f runs/rung{number}.*
 "$PYTHON" -m workshop.course.todo exercise1_fast_single_gpu {done} runs/rung{number}.py  # as you had it then
-"$PYTHON" runs/rung{number}.py --epochs 3 --snapshot runs/rung{number}.pt"""
+"$PYTHON" runs/rung{number}.py --epochs 3 --checkpoint runs/rung{number}.pt"""
 
 
 def execute(notebook: nbformat.NotebookNode, folder: Path, timeout: float = 400) -> None:

@@ -74,7 +74,7 @@ def run_bench(
     """Measure a script with several numbers of processes on this machine; print a table, and write CSV, JSON and a plot.
 
     Args:
-        script: one that torchrun starts, which takes ``--batch-size`` (on each process), and ``--snapshot`` (it then writes an
+        script: one that torchrun starts, which takes ``--batch-size`` (on each process), and ``--checkpoint`` (it then writes an
             EpochLog beside it) or ``--output`` (JSON with ``samples_per_second``).
         arguments: its further options. The batch size among them is that of one process.
         processes: the numbers, separated by commas; "": 1, 2, 4, ... up to the GPUs, or the cores, of this machine.
@@ -217,16 +217,16 @@ def _check_counts(counts: list[int], modes: list[str], batch: int) -> None:
 
 
 def result_option(script: Path) -> str:
-    """The option that tells a script where to leave its figures: "--snapshot" or "--output".
+    """The option that tells a script where to leave its figures: "--checkpoint" or "--output".
 
     Raises:
         UserError: it has neither.
     """
     text = script.read_text(errors="replace")
-    for option in ("--snapshot", "--output"):
+    for option in ("--checkpoint", "--output"):
         if f'"{option}"' in text:
             return option
-    raise UserError(f"{script.name} takes neither --snapshot nor --output, so bench cannot find its samples/s")
+    raise UserError(f"{script.name} takes neither --checkpoint nor --output, so bench cannot find its samples/s")
 
 
 def _check_options(study: Study) -> None:
@@ -280,9 +280,9 @@ def _measure_rounds(study: Study, repeats: int, place: Path, console: "Console")
 
 def _measure(study: Study, mode: str, count: int, place: Path) -> tuple[float, str]:
     """Run the script once, and return its samples/s and the device that it ran on."""
-    shutil.rmtree(place, ignore_errors=True)  # a snapshot of the run before would be carried on from
+    shutil.rmtree(place, ignore_errors=True)  # a checkpoint of the run before would be carried on from
     place.mkdir(parents=True)
-    result = place / ("run.pt" if study.result_option == "--snapshot" else "run.json")
+    result = place / ("run.pt" if study.result_option == "--checkpoint" else "run.json")
     options = [*study.options, f"--batch-size={study.batch_size(mode, count)}", f"{study.result_option}={result}"]
     variables = environment(OMP_NUM_THREADS=study.threads, PET_LOG_DIR=place / "torchrun")
     outcome = launch([*torchrun(count), str(study.script), *options], variables, Path.cwd(), lambda line: None)

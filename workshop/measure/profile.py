@@ -64,7 +64,7 @@ def profile(script: Path, options: list[str]) -> None:
     module.train_one_epoch = one_epoch
     os.makedirs("runs", exist_ok=True)
     Path("runs/profile.pt").unlink(missing_ok=True)
-    sys.argv = [str(script), *options, "--epochs", "3", "--snapshot", "runs/profile.pt"]
+    sys.argv = [str(script), *options, "--epochs", "3", "--checkpoint", "runs/profile.pt"]
     module.main()
     print_lines(by_line, train)
     print_operations(found["operations"])

@@ -15,11 +15,22 @@ from workshop.training.container import closed_to_gpus
 PREFLIGHT = "WORKSHOP_PREFLIGHT"  # set by workshop.training.preflight: check the options, train nothing
 
 
+# "--snapshot" was the name in 0.1. Learners may have programs and job scripts that still use it, so it works in 0.2 too.
+RENAMED = {"--checkpoint": "--snapshot", "--snapshot": "--checkpoint"}
+
+
 class ArgumentParser(argparse.ArgumentParser):
     """argparse's parser, with one line in place of the usage text. Under torchrun that line appears once, from rank 0."""
 
     def __init__(self, **kwargs):
         super().__init__(formatter_class=argparse.ArgumentDefaultsHelpFormatter, allow_abbrev=False, **kwargs)
+
+    def add_argument(self, *names, **options):
+        """As argparse's. A program that declares an option under its old or its new name accepts both names."""
+        action = super().add_argument(*names, **options)
+        for other in (RENAMED[name] for name in names if name in RENAMED):
+            super().add_argument(other, dest=action.dest, default=argparse.SUPPRESS, help=argparse.SUPPRESS)
+        return action
 
     def parse_args(self, args=None, namespace=None):
         """As argparse's. A container that hides the node's GPUs ends the run, which would else go on on the CPU."""
@@ -83,9 +94,9 @@ def check_arguments(
     Args:
         parser: the script's parser; its ``error`` is how the run ends.
         args: the option ``batch_size`` (samples a step on each process), and as far as the script has them ``epochs``,
-            ``accumulate`` (batches a step), ``dataset``, ``snapshot`` (a file) and ``folder`` (of checkpoints).
-        model: a model as the script makes it, on the CPU, if its snapshot is to be checked against it. It is loaded with the
-            snapshot, so make one for this purpose.
+            ``accumulate`` (batches a step), ``dataset``, ``checkpoint`` (a file) and ``folder`` (of checkpoints).
+        model: a model as the script makes it, on the CPU, if its checkpoint is to be checked against it. It is loaded with the
+            checkpoint, so make one for this purpose.
         world_size: the number of processes; 0 if the launcher that sets it is missing.
         datasets: the data sets whose images the model takes.
     """
@@ -93,8 +104,8 @@ def check_arguments(
         if world_size < 1:
             raise UserError("torchrun has to start this: torchrun --standalone --nproc-per-node=2 " + sys.argv[0])
         _check_data(args, world_size, datasets)
-        if hasattr(args, "snapshot"):
-            _check_snapshot(args, model)
+        if checkpoint := getattr(args, "checkpoint", getattr(args, "snapshot", None)):
+            _check_checkpoint(Path(checkpoint), args.epochs, model)
         if hasattr(args, "folder"):
             _check_folder(args)
     except UserError as error:
@@ -201,27 +212,28 @@ def _check_data(args, world_size, datasets):
         )
 
 
-def _check_snapshot(args, model):
+def _check_checkpoint(path, epochs, model):
     import torch
 
-    path = Path(args.snapshot)
     if path.suffix == ".jsonl":
-        raise UserError(f"--snapshot {path}: the run's log will have that name; give the snapshot another, run.pt say")
+        raise UserError(
+            f"--checkpoint {path}: the run's log will have that name; give the checkpoint another, run.pt say"
+        )
     if path.is_dir():
-        raise UserError(f"--snapshot {path} is a folder; name a file in it")
+        raise UserError(f"--checkpoint {path} is a folder; name a file in it")
     lightning = hasattr(model, "training_step")
     if lightning and path.suffix != ".ckpt":
         raise UserError(
-            f"--snapshot {path}: Lightning's checkpoints end in .ckpt, so it would write another file; try run.ckpt"
+            f"--checkpoint {path}: Lightning's checkpoints end in .ckpt, so it would write another file; try run.ckpt"
         )
-    require_writable(f"--snapshot {path}", path.absolute().parent)
+    require_writable(f"--checkpoint {path}", path.absolute().parent)
     if not path.exists():
         return
     try:
-        snapshot = torch.load(path, map_location="cpu", weights_only=True)
+        checkpoint = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # what torch.load raises on a damaged file differs from version to version
         raise UserError(
-            f"--snapshot {path} cannot be read ({type(error).__name__}: damaged, cut short, or no snapshot at all); "
+            f"--checkpoint {path} cannot be read ({type(error).__name__}: damaged, cut short, or no checkpoint at all); "
             "delete it or name another"
         ) from error
     if model is None:
@@ -229,14 +241,14 @@ def _check_snapshot(args, model):
     # Lightning has names of its own for the same things.
     weights, optimizer = ("state_dict", "optimizer_states") if lightning else ("model", "optimizer")
     try:
-        model.load_state_dict(snapshot[weights])
-        done = snapshot["epoch"] + 1
-        snapshot[optimizer]
+        model.load_state_dict(checkpoint[weights])
+        done = checkpoint["epoch"] + 1
+        checkpoint[optimizer]
     except (KeyError, TypeError, AttributeError, RuntimeError) as error:
         raise UserError(
-            f"--snapshot {path} does not fit this model (it was written by another program); delete it or name another"
+            f"--checkpoint {path} does not fit this model (it was written by another program); delete it or name another"
         ) from error
-    _require_epochs_left(f"--snapshot {path}", done, args.epochs)
+    _require_epochs_left(f"--checkpoint {path}", done, epochs)
 
 
 def _check_folder(args):
@@ -280,7 +292,7 @@ def require_writable(option: str, folder: Path) -> None:
 
 
 def is_restarted() -> bool:
-    """Whether this process was started again by its launcher: even after the last snapshot, so that there may be nothing to do.
+    """Whether this process was started again by its launcher: even after the last checkpoint, so that there may be nothing to do.
 
     torchrun starts all ranks again when one has died, and Slurm a job whose node has. (Outside a step of srun's it may be a
     Jupyter session that Slurm has started again.)

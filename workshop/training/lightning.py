@@ -31,15 +31,15 @@ class EpochReport(Callback):
     logged as "accuracy".
 
     Args:
-        snapshot: the path of the run's checkpoint, which the log lies beside.
+        checkpoint: the path of the run's checkpoint, which the log lies beside.
     """
 
-    def __init__(self, snapshot):
-        self.snapshot, self.log = snapshot, None
+    def __init__(self, checkpoint):
+        self.checkpoint, self.log = checkpoint, None
 
     def on_train_start(self, trainer, module):
         device, processes = trainer.strategy.root_device, trainer.world_size
-        self.log = EpochLog(self.snapshot, trainer.max_epochs, device, processes)
+        self.log = EpochLog(self.checkpoint, trainer.max_epochs, device, processes)
         if trainer.is_global_zero:
             epoch, gpus = trainer.current_epoch + 1, torch.accelerator.device_count()
             print(f"training on {device.type} from epoch {epoch}: {processes} processes, {gpus} GPUs here", flush=True)

@@ -1,4 +1,4 @@
-"""The log of a training run: a line an epoch on standard output, and the same as JSON beside the snapshot."""
+"""The log of a training run: a line an epoch on standard output, and the same as JSON beside the checkpoint."""
 
 import json
 import os
@@ -7,14 +7,14 @@ from pathlib import Path
 from workshop.files import write_atomically
 
 
-def log_path(snapshot: str | os.PathLike) -> Path:
-    """The log that belongs to a snapshot: ``runs/name.pt`` has ``runs/name.jsonl``."""
-    return Path(snapshot).with_suffix(".jsonl")
+def log_path(checkpoint: str | os.PathLike) -> Path:
+    """The log that belongs to a checkpoint: ``runs/name.pt`` has ``runs/name.jsonl``."""
+    return Path(checkpoint).with_suffix(".jsonl")
 
 
-def read_log(snapshot: str | os.PathLike) -> list[dict]:
+def read_log(checkpoint: str | os.PathLike) -> list[dict]:
     """The epochs of a run in order, as ``EpochLog.write`` put them; a line cut short by a kill is left out."""
-    path = log_path(snapshot)
+    path = log_path(checkpoint)
     epochs = []
     for line in path.read_text().splitlines() if path.exists() else []:
         try:
@@ -25,20 +25,20 @@ def read_log(snapshot: str | os.PathLike) -> list[dict]:
 
 
 class EpochLog:
-    """Prints one line an epoch and writes it, with the loss of every step, to ``log_path(snapshot)`` as one line of JSON.
+    """Prints one line an epoch and writes it, with the loss of every step, to ``log_path(checkpoint)`` as one line of JSON.
 
-    Nothing is written before the first epoch has ended. A run that carries on from a snapshot trains the epochs after it again:
+    Nothing is written before the first epoch has ended. A run that carries on from a checkpoint trains the epochs after it again:
     their lines from before are dropped.
 
     Args:
-        snapshot: the path of the run's snapshot.
+        checkpoint: the path of the run's checkpoint.
         epochs: how many epochs the run will have.
         device: the device (type) that it trains on.
         processes: the number of processes.
     """
 
-    def __init__(self, snapshot: str | os.PathLike, epochs: int, device, processes: int):
-        self.snapshot, self.epochs = snapshot, epochs
+    def __init__(self, checkpoint: str | os.PathLike, epochs: int, device, processes: int):
+        self.checkpoint, self.epochs = checkpoint, epochs
         self.run = {"device": getattr(device, "type", str(device)), "processes": processes}
         self.started = False
 
@@ -69,11 +69,11 @@ class EpochLog:
             **self.run,
             "losses": losses,
         }
-        path = log_path(self.snapshot)
+        path = log_path(self.checkpoint)
         if not self.started:
             self.started = True
             path.parent.mkdir(parents=True, exist_ok=True)
-            kept = [json.dumps(earlier) + "\n" for earlier in read_log(self.snapshot) if earlier["epoch"] < epoch]
+            kept = [json.dumps(earlier) + "\n" for earlier in read_log(self.checkpoint) if earlier["epoch"] < epoch]
             write_atomically(path, "".join(kept))
         with open(path, "a") as file:
             file.write(json.dumps(entry) + "\n")

@@ -10,7 +10,7 @@ METRICS = "solutions/02_pytorch_ddp/exercise3_global_metrics.py"
 
 # Parts of their text.
 OPTIMIZER = "    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)\n"
-LOAD_CALL = "first_epoch = load_snapshot(args.snapshot, model, optimizer, device)"
+LOAD_CALL = "first_epoch = load_checkpoint(args.checkpoint, model, optimizer, device)"
 WRAPPED = "ddp_model = DDP(model)  # the same weights, but its backward() averages the gradients over all processes"
 DATA_IMPORTS = "from torch.utils.data import DataLoader, DistributedSampler, Subset"
 SAMPLER = "    sampler = DistributedSampler(train_set, seed=SEED, drop_last=True)\n"
@@ -27,9 +27,9 @@ SEED = "torch.manual_seed(SEED + 1000 * epoch + rank)"
 PARSED = "    args = parse_arguments()\n"
 BACKWARD = "        loss.backward()\n"
 SAVE_IF = "        if rank == 0 and ((epoch + 1) % args.save_every == 0 or epoch + 1 == args.epochs):\n"
-SAVE_CALL = "            save_snapshot(args.snapshot, model, optimizer, epoch)\n"
-LOAD_OPTIMIZER = '    optimizer.load_state_dict(snapshot["optimizer"])\n'
-NEXT_EPOCH = '    return snapshot["epoch"] + 1\n'
+SAVE_CALL = "            save_checkpoint(args.checkpoint, model, optimizer, epoch)\n"
+LOAD_OPTIMIZER = '    optimizer.load_state_dict(checkpoint["optimizer"])\n'
+NEXT_EPOCH = '    return checkpoint["epoch"] + 1\n'
 REDUCE_LOSSES = "    dist.all_reduce(losses, dist.ReduceOp.AVG)\n"
 NO_SYNC = "        with nullcontext() if is_last else model.no_sync():\n"
 ACCUMULATED_LOSS = (
@@ -45,8 +45,8 @@ REDUCE_CONFUSION = "    dist.all_reduce(confusion)\n"
 F1 = "    f1 = 2 * correct / (confusion.sum(dim=0) + confusion.sum(dim=1)).clamp(min=1)  # of each class\n"
 SCORES = "    return (correct.sum() / confusion.sum()).item(), f1.mean().item()\n"
 STEP = "        optimizer.step()\n"
-LOAD = "    first_epoch = load_snapshot(args.snapshot, model, optimizer, device)\n"
-WRITE = '    torch.save(snapshot, path + ".tmp")\n'
+LOAD = "    first_epoch = load_checkpoint(args.checkpoint, model, optimizer, device)\n"
+WRITE = '    torch.save(checkpoint, path + ".tmp")\n'
 SAVE_BLOCK = SAVE_IF + SAVE_CALL
 IMPORTS = "import os\nimport time\n"
 MAIN = part(SPAWN, "    # The store is where", "\n\ndef worker")
@@ -69,12 +69,12 @@ BATCH = part(SPAWN, "        images, labels = images.to(device)", "    dist.all_
 FORWARD = "        loss = F.cross_entropy(model(images), labels)\n"
 ITEM = "        losses[step] = loss.item()\n"
 COUNTED = "    dist.all_reduce(correct_and_total)\n"
-SAVE_FUNCTION = part(SPAWN, "def save_snapshot(path", "\n\ndef load_snapshot")
-LOAD_SNAPSHOT = part(SPAWN, "def load_snapshot(path", '\n\nif __name__ == "__main__"')
+SAVE_FUNCTION = part(SPAWN, "def save_checkpoint(path", "\n\ndef load_checkpoint")
+LOAD_CHECKPOINT = part(SPAWN, "def load_checkpoint(path", '\n\nif __name__ == "__main__"')
 SAVED = '"optimizer": optimizer.state_dict(), "epoch": epoch}\n'
 ACCUMULATED = part(METRICS, "def train_one_epoch(", "@torch.inference_mode()")
 WITHOUT_SYNC = part(METRICS, "        with nullcontext()", "        losses[step] +=")
-EVALUATE_FUNCTION = part(METRICS, "@torch.inference_mode()", "\n\ndef save_snapshot")
+EVALUATE_FUNCTION = part(METRICS, "@torch.inference_mode()", "\n\ndef save_checkpoint")
 SINGLE_TRAIN_ONE = part(SINGLE, "def train_one_epoch(", "@torch.inference_mode()")
 SINGLE_DATA = part(SINGLE, "    sampler = RandomSampler(", "    test_loader =")
 ORDER = """\

@@ -15,10 +15,10 @@ SHUFFLED = "        return DataLoader(self.train_set, self.batch_size, shuffle=T
 TEST_LOADER = "        return DataLoader(Subset(self.test_set, share), self.batch_size)\n"
 OWN_SAMPLERS = "        use_distributed_sampler=False,  # Data deals out the samples itself\n"
 CHECKPOINT = 'ModelCheckpoint(folder or ".", name, save_on_train_epoch_end=True)'
-RESUME = "    snapshot = args.snapshot if os.path.exists(args.snapshot) else None\n"
+RESUME = "    checkpoint = args.checkpoint if os.path.exists(args.checkpoint) else None\n"
 STRATEGY = '        strategy="ddp",\n'
 DEVICES = "        devices=args.devices,\n"
-FIT = "    trainer.fit(Classifier(), data, ckpt_path=snapshot)\n"
+FIT = "    trainer.fit(Classifier(), data, ckpt_path=checkpoint)\n"
 FORWARD = "    def forward(self, images):\n"
 STEM = "nn.Sequential(nn.Conv2d(3, width, 3, padding=1, bias=False), nn.BatchNorm2d(width), nn.ReLU())"
 STEPS = "        steps = self.trainer.estimated_stepping_batches\n"

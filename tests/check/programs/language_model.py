@@ -31,8 +31,8 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--batch-size", type=int, default=8, help="windows a step, on each process")
-    parser.add_argument("--snapshot", default="run.pt")
-    parser.add_argument("--save-every", type=int, default=5, help="steps from one snapshot to the next")
+    parser.add_argument("--checkpoint", default="run.pt")
+    parser.add_argument("--save-every", type=int, default=5, help="steps from one checkpoint to the next")
     args = parser.parse_args()
     device = torch.device("cpu")
     if torch.accelerator.is_available() and torch.accelerator.device_count() >= int(os.environ["LOCAL_WORLD_SIZE"]):
@@ -52,7 +52,7 @@ def train(rank, world_size, device, args):
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     # It must not depend on --steps: a run that is made longer later has to take the same way.
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1, (step + 1) / WARM_UP))
-    steps_done = load_snapshot(args.snapshot, model, optimizer, schedule, device)
+    steps_done = load_checkpoint(args.checkpoint, model, optimizer, schedule, device)
     ddp_model = nn.parallel.DistributedDataParallel(model)
     for step in range(steps_done + 1, args.steps + 1):
         inputs, targets = get_batch(tokens, step, args.batch_size, rank, world_size)
@@ -68,7 +68,7 @@ def train(rank, world_size, device, args):
             if rank == 0:
                 print(f"step {step} | loss {mean_loss.item():.2f}", flush=True)
         if rank == 0 and (step % args.save_every == 0 or step == args.steps):
-            save_snapshot(args.snapshot, model, optimizer, schedule, step)
+            save_checkpoint(args.checkpoint, model, optimizer, schedule, step)
 
 
 def read_tokens():
@@ -87,21 +87,21 @@ def get_batch(tokens, step, batch_size, rank, world_size):
     return tokens[positions], tokens[positions + 1]
 
 
-def save_snapshot(path, model, optimizer, schedule, step):
-    snapshot = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "schedule": schedule.state_dict()}
-    torch.save({**snapshot, "step": step}, path + ".tmp")
-    os.replace(path + ".tmp", path)  # atomic: whoever reads never finds half a snapshot
+def save_checkpoint(path, model, optimizer, schedule, step):
+    checkpoint = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "schedule": schedule.state_dict()}
+    torch.save({**checkpoint, "step": step}, path + ".tmp")
+    os.replace(path + ".tmp", path)  # atomic: whoever reads never finds half a checkpoint
 
 
-def load_snapshot(path, model, optimizer, schedule, device):
-    """Fill all three from the snapshot, if there is one, and return how many steps it has behind it."""
+def load_checkpoint(path, model, optimizer, schedule, device):
+    """Fill all three from the checkpoint, if there is one, and return how many steps it has behind it."""
     if not os.path.exists(path):
         return 0
-    snapshot = torch.load(path, map_location=device, weights_only=True)
-    model.load_state_dict(snapshot["model"])
-    optimizer.load_state_dict(snapshot["optimizer"])
-    schedule.load_state_dict(snapshot["schedule"])
-    return snapshot["step"]
+    checkpoint = torch.load(path, map_location=device, weights_only=True)
+    model.load_state_dict(checkpoint["model"])
+    optimizer.load_state_dict(checkpoint["optimizer"])
+    schedule.load_state_dict(checkpoint["schedule"])
+    return checkpoint["step"]
 
 
 if __name__ == "__main__":

@@ -29,7 +29,7 @@ EVALUATED_BY_RANK_0 = """\
             accuracy = evaluate(model, test_loader, device)
             log.write(epoch, losses, accuracy, samples_per_second)
             if (epoch + 1) % args.save_every == 0 or epoch + 1 == args.epochs:
-                save_snapshot(args.snapshot, model, optimizer, epoch)
+                save_checkpoint(args.checkpoint, model, optimizer, epoch)
         dist.barrier()  # the others wait here, not in the next epoch's first step
 """
 
@@ -42,7 +42,7 @@ MISTAKES = (
         "Rank 0 has fewer batches than the other ranks, which then wait for its gradients.",
         (
             ddp.SAMPLER + ddp.LOADER,
-            "    # Rank 0 writes the log and the snapshots too: give it less to train on.\n"
+            "    # Rank 0 writes the log and the checkpoints too: give it less to train on.\n"
             "    cut = int(0.4 * len(train_set))\n"
             "    train_set = Subset(train_set, range(cut) if rank == 0 else range(cut, len(train_set)))\n"
             "    sampler = DistributedSampler(train_set, num_replicas=1, rank=0, seed=SEED)\n" + ddp.LOADER,
@@ -98,7 +98,7 @@ MISTAKES = (
         "held-out-barrier-while-saving",
         ddp.SPAWN,
         ("collectives-differ", "hang"),
-        "The barrier in save_snapshot() is called by rank 0 only.",
+        "The barrier in save_checkpoint() is called by rank 0 only.",
         (ddp.WRITE, ddp.WRITE + "    dist.barrier()  # nobody reads it before it is whole\n"),
         held_out=True,
     ),

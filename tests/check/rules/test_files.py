@@ -5,7 +5,7 @@ from check.bank.case import mistake, style
 from check.bank.cases import bank_tests
 
 MOVED = """\
-def save_snapshot(path, model, optimizer, epoch):
+def save_checkpoint(path, model, optimizer, epoch):
     folder = os.path.dirname(path) or "."
     os.makedirs(folder, exist_ok=True)
     with tempfile.NamedTemporaryFile(dir=folder, prefix="saving-", delete=False) as file:
@@ -16,7 +16,7 @@ def save_snapshot(path, model, optimizer, epoch):
 """
 
 KEPT = """\
-def save_snapshot(path, model, optimizer, epoch):
+def save_checkpoint(path, model, optimizer, epoch):
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(path.name + ".tmp")
@@ -45,7 +45,7 @@ MISTAKES = (
     mistake(
         "lightning-every-rank-saves",
         lightning.MNIST,
-        ("two-writers", "snapshot-torn"),
+        ("two-writers", "checkpoint-torn"),
         "on_train_epoch_end() runs on each process.",
         (
             lightning.FORWARD,
@@ -88,11 +88,11 @@ MISTAKES = (
             '    def on_train_epoch_end(self):\n        print("this epoch is done")\n\n' + lightning.FORWARD,
         ),
     ),
-    # ---- no-snapshot
+    # ---- no-checkpoint
     mistake(
         "rank-as-a-string",
         ddp.TORCHRUN,
-        "no-snapshot",
+        "no-checkpoint",
         'The rank is "0", which never equals 0, so no rank prints or saves.',
         (
             'rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])',
@@ -102,24 +102,27 @@ MISTAKES = (
         ("SEED + 1000 * epoch + rank", "SEED + 1000 * epoch + dist.get_rank()"),
     ),
     mistake(
-        "snapshot-only-at-the-end",
+        "checkpoint-only-at-the-end",
         ddp.TORCHRUN,
-        "no-snapshot",
+        "no-checkpoint",
         "The only checkpoint comes at the end of the run, so there is nothing to resume from after a crash.",
         (ddp.SAVE_IF, "        if rank == 0 and epoch + 1 == args.epochs:\n"),
     ),
     mistake(
-        "snapshot-path-per-rank",
+        "checkpoint-path-per-rank",
         ddp.TORCHRUN,
-        ("no-snapshot", "collectives-differ", "hang"),
+        ("no-checkpoint", "collectives-differ", "hang"),
         "The name of the checkpoint has the rank in it: the other ranks find no file and start again.",
-        (ddp.LOAD_CALL, 'path = f"{args.snapshot}.rank{rank}"\n    ' + ddp.LOAD_CALL.replace("args.snapshot", "path")),
-        (ddp.SAVE_CALL, ddp.SAVE_CALL.replace("args.snapshot", "path")),
+        (
+            ddp.LOAD_CALL,
+            'path = f"{args.checkpoint}.rank{rank}"\n    ' + ddp.LOAD_CALL.replace("args.checkpoint", "path"),
+        ),
+        (ddp.SAVE_CALL, ddp.SAVE_CALL.replace("args.checkpoint", "path")),
     ),
     mistake(
         "held-out-nobody-saves",
         ddp.SPAWN,
-        "no-snapshot",
+        "no-checkpoint",
         "Only the main process saves, but it trains nothing: all workers have a parent.",
         (ddp.SAVE_BLOCK, ddp.SAVE_BLOCK.replace("rank == 0", "mp.parent_process() is None")),
         held_out=True,
@@ -127,25 +130,25 @@ MISTAKES = (
     mistake(
         "lightning-checkpoint-at-the-end-only",
         lightning.MNIST,
-        "no-snapshot",
+        "no-checkpoint",
         "An interrupted run has no checkpoint.",
         (lightning.CHECKPOINT, lightning.CHECKPOINT.replace("name,", "name, every_n_epochs=args.epochs,")),
     ),
-    # ---- snapshot-torn
+    # ---- checkpoint-torn
     mistake(
-        "snapshot-written-in-place",
+        "checkpoint-written-in-place",
         ddp.TORCHRUN,
-        "snapshot-torn",
+        "checkpoint-torn",
         "A process that dies while it saves leaves half a checkpoint in place of the last good one.",
         (
-            '    torch.save(snapshot, path + ".tmp")\n    os.replace(path + ".tmp", path)\n',
-            "    torch.save(snapshot, path)\n",
+            '    torch.save(checkpoint, path + ".tmp")\n    os.replace(path + ".tmp", path)\n',
+            "    torch.save(checkpoint, path)\n",
         ),
     ),
     mistake(
-        "held-out-snapshot-copied",
+        "held-out-checkpoint-copied",
         ddp.TORCHRUN,
-        "snapshot-torn",
+        "checkpoint-torn",
         "The temporary file is copied over the checkpoint, which is incomplete during the copy.",
         ("import os\nimport time\n", "import os\nimport shutil\nimport time\n"),
         ('    os.replace(path + ".tmp", path)\n', '    shutil.copyfile(path + ".tmp", path)\n'),
@@ -154,17 +157,17 @@ MISTAKES = (
     mistake(
         "accelerate-in-place",
         zero.ACCELERATE,
-        "snapshot-torn",
+        "checkpoint-torn",
         "The new checkpoint overwrites the last good one in place.",
         (zero.STATE, '    accelerator.save_state(f"{folder}/epoch-0")\n'),
         ('        os.rename(f"{folder}/unfinished", f"{folder}/epoch-{epoch}")\n', ""),
         ("    return epochs[-1] + 1\n", "    return 1 + epochs[-1]\n"),
     ),
-    # ---- snapshot-keys
+    # ---- checkpoint-keys
     mistake(
         "saves-the-wrapped-model",
         ddp.SPAWN,
-        "snapshot-keys",
+        "checkpoint-keys",
         'The keys of the saved parameters start with "module.", so the plain model cannot load them.',
         (ddp.SAVE_CALL, ddp.SAVE_CALL.replace("model", "ddp_model")),
     ),
@@ -179,8 +182,8 @@ STYLES = (
         (ddp.LOAD, "    ddp_model = DDP(model)\n" + ddp.LOAD.replace(" model,", " ddp_model,")),
         (ddp.WRAP, ""),
         (
-            "save_snapshot(args.snapshot, model, optimizer, epoch)",
-            "save_snapshot(args.snapshot, ddp_model, optimizer, epoch)",
+            "save_checkpoint(args.checkpoint, model, optimizer, epoch)",
+            "save_checkpoint(args.checkpoint, ddp_model, optimizer, epoch)",
         ),
     ),
     style(
@@ -188,13 +191,13 @@ STYLES = (
         ddp.SPAWN,
         "The prefix 'module.' of the wrapped model's keys is removed, so the file fits the plain model.",
         (
-            "save_snapshot(args.snapshot, model, optimizer, epoch)",
-            "save_snapshot(args.snapshot, ddp_model, optimizer, epoch)",
+            "save_checkpoint(args.checkpoint, model, optimizer, epoch)",
+            "save_checkpoint(args.checkpoint, ddp_model, optimizer, epoch)",
         ),
         (
-            '    snapshot = {"model": model.state_dict(), ',
+            '    checkpoint = {"model": model.state_dict(), ',
             '    weights = {name.removeprefix("module."): weight for name, weight in model.state_dict().items()}\n'
-            '    snapshot = {"model": weights, ',
+            '    checkpoint = {"model": weights, ',
         ),
     ),
     style(
@@ -228,7 +231,7 @@ STYLES = (
         (ddp.SAVE_FUNCTION, MOVED),
     ),
     style(
-        "last-two-snapshots-kept",
+        "last-two-checkpoints-kept",
         ddp.TORCHRUN,
         "Path.replace writes the checkpoint, and those of the last two epochs are kept beside it.",
         ("import os\nimport time\n", "import os\nimport shutil\nimport time\nfrom pathlib import Path\n"),
@@ -241,10 +244,13 @@ STYLES = (
         (f", {lightning.CHECKPOINT}]", "]"),
         (
             lightning.FORWARD,
-            "    def on_train_epoch_end(self):\n        self.trainer.save_checkpoint(self.snapshot)\n\n"
+            "    def on_train_epoch_end(self):\n        self.trainer.save_checkpoint(self.checkpoint)\n\n"
             + lightning.FORWARD,
         ),
-        (lightning.FIT, lightning.FIT.replace("    trainer", "    Classifier.snapshot = args.snapshot\n    trainer")),
+        (
+            lightning.FIT,
+            lightning.FIT.replace("    trainer", "    Classifier.checkpoint = args.checkpoint\n    trainer"),
+        ),
     ),
     style(
         "accelerate-keeps-two",

@@ -23,10 +23,10 @@ class Trainer:
         torch.manual_seed(SEED)
         plain_model = SmallCNN().to(device)
         self.optimizer = torch.optim.AdamW(plain_model.parameters(), lr=1e-3)
-        self.first_epoch = load_snapshot(args.snapshot, plain_model, self.optimizer, device)
+        self.first_epoch = load_checkpoint(args.checkpoint, plain_model, self.optimizer, device)
         self.model = wrap(plain_model)
         self.train_loader, self.test_loader = prepare_data(rank, world_size, args)
-        self.log = EpochLog(args.snapshot, args.epochs, device, processes=world_size)
+        self.log = EpochLog(args.checkpoint, args.epochs, device, processes=world_size)
 
     def fit(self):
         for epoch in range(self.first_epoch, self.args.epochs):
@@ -40,7 +40,7 @@ class Trainer:
                 speed = len(losses) * self.args.batch_size * self.world_size / seconds
                 self.log.write(epoch, losses, accuracy, speed)
                 if (epoch + 1) % self.args.save_every == 0 or epoch + 1 == self.args.epochs:
-                    save_snapshot(self.args.snapshot, self.model.module, self.optimizer, epoch)
+                    save_checkpoint(self.args.checkpoint, self.model.module, self.optimizer, epoch)
 
     def _run_epoch(self):
         self.model.train()
@@ -224,7 +224,7 @@ MISTAKES = (
         (
             ddp.LOAD,
             "    # One reader is enough: DDP hands rank 0's weights to all.\n"
-            "    first_epoch = load_snapshot(args.snapshot, model, optimizer, device) if rank == 0 else 0\n"
+            "    first_epoch = load_checkpoint(args.checkpoint, model, optimizer, device) if rank == 0 else 0\n"
             "    first_epoch = torch.tensor(first_epoch, device=device)\n"
             "    dist.broadcast(first_epoch, src=0)\n"
             "    first_epoch = first_epoch.item()\n",
@@ -298,8 +298,8 @@ STYLES = (
         (ddp.TRAIN_EPOCH, ddp.TRAIN_EPOCH.replace("ddp_model", "model")),
         ("evaluate(model, test_loader, device)", "evaluate(model.module, test_loader, device)"),
         (
-            "save_snapshot(args.snapshot, model, optimizer, epoch)",
-            "save_snapshot(args.snapshot, model.module, optimizer, epoch)",
+            "save_checkpoint(args.checkpoint, model, optimizer, epoch)",
+            "save_checkpoint(args.checkpoint, model.module, optimizer, epoch)",
         ),
     ),
     style(

@@ -171,7 +171,7 @@ MISTAKES = (
         REQUEUE,
         "never-resumes",
         "The name of the checkpoint changes with each start.",
-        ('--snapshot "$run.pt"', '--snapshot "$run-${SLURM_RESTART_COUNT:-0}.pt"'),
+        ('--checkpoint "$run.pt"', '--checkpoint "$run-${SLURM_RESTART_COUNT:-0}.pt"'),
     ),
     mistake(
         "job-log-overwritten",

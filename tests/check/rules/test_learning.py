@@ -40,7 +40,7 @@ MISTAKES = (
         ddp.TORCHRUN,
         ("wrong-parameters", "no-learning", "resume-differs"),
         "With assign=True a resumed model gets new parameters, while the optimizer holds the old ones.",
-        ('load_state_dict(snapshot["model"])', 'load_state_dict(snapshot["model"], assign=True)'),
+        ('load_state_dict(checkpoint["model"])', 'load_state_dict(checkpoint["model"], assign=True)'),
         held_out=True,
     ),
     mistake(

@@ -253,7 +253,7 @@ STYLES = (
         ),
         (
             "    folder, name =",
-            "    ModelCheckpoint.CHECKPOINT_NAME_LAST = args.snapshot.removesuffix('.ckpt')\n    folder, name =",
+            "    ModelCheckpoint.CHECKPOINT_NAME_LAST = args.checkpoint.removesuffix('.ckpt')\n    folder, name =",
         ),
     ),
     style(

@@ -5,21 +5,21 @@ from check.bank.case import mistake, part, style
 from check.bank.cases import bank_tests
 
 DCP_SAVE = """\
-def save_snapshot(path, model, optimizer, epoch):
+def save_checkpoint(path, model, optimizer, epoch):
     os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
     weights, state = get_state_dict(model, optimizer)
     dcp.save({"model": weights, "optimizer": state}, checkpoint_id=f"{path}.dcp{epoch}")  # all ranks, a file each
     if dist.get_rank() == 0:
         # It names the folder to carry on from, and appears once that is complete.
-        snapshot = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "epoch": epoch}
-        torch.save(snapshot, path + ".tmp")
+        checkpoint = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "epoch": epoch}
+        torch.save(checkpoint, path + ".tmp")
         os.replace(path + ".tmp", path)
         for earlier in range(epoch):
             shutil.rmtree(f"{path}.dcp{earlier}", ignore_errors=True)
 """
 
 DCP_LOAD = """\
-def load_snapshot(path, model, optimizer, device):
+def load_checkpoint(path, model, optimizer, device):
     if not os.path.exists(path):
         return 0
     epoch = torch.load(path, map_location=device, weights_only=True)["epoch"]
@@ -34,14 +34,14 @@ RANDOM_STATE_SAVED = """\
         if rank == 0:
             log.write(epoch, losses, accuracy, samples_per_second)
         if (epoch + 1) % args.save_every == 0 or epoch + 1 == args.epochs:
-            # Each rank has a file of its own for its random state. All lie there before the snapshot that needs them.
-            own = f"{args.snapshot}.rank{rank}"
+            # Each rank has a file of its own for its random state. All lie there before the checkpoint that needs them.
+            own = f"{args.checkpoint}.rank{rank}"
             os.makedirs(os.path.dirname(own) or ".", exist_ok=True)
             torch.save(torch.get_rng_state(), f"{own}.tmp")
             os.replace(f"{own}.tmp", f"{own}.epoch{epoch}")
             dist.barrier()
             if rank == 0:
-                save_snapshot(args.snapshot, model, optimizer, epoch)
+                save_checkpoint(args.checkpoint, model, optimizer, epoch)
             dist.barrier()
             for earlier in range(epoch):
                 if os.path.exists(f"{own}.epoch{earlier}"):
@@ -50,7 +50,7 @@ RANDOM_STATE_SAVED = """\
 
 RANDOM_STATE_LOADED = """
     torch.manual_seed(SEED + rank)
-    if os.path.exists(own := f"{args.snapshot}.rank{rank}.epoch{first_epoch - 1}"):
+    if os.path.exists(own := f"{args.checkpoint}.rank{rank}.epoch{first_epoch - 1}"):
         torch.set_rng_state(torch.load(own, weights_only=True))
     for epoch in range(first_epoch, args.epochs):
         # The rest of the random state comes from the file of this rank.
@@ -59,14 +59,14 @@ RANDOM_STATE_LOADED = """
 MISTAKES = (
     # ---- resume-fails
     mistake(
-        "options-in-the-snapshot",
+        "options-in-the-checkpoint",
         ddp.TORCHRUN,
         "resume-fails",
         "The checkpoint contains a Namespace, which torch.load(weights_only=True) refuses.",
         (ddp.SAVE_CALL, ddp.SAVE_CALL.replace("epoch)", "epoch, args)")),
         (
-            "def save_snapshot(path, model, optimizer, epoch):",
-            "def save_snapshot(path, model, optimizer, epoch, args):",
+            "def save_checkpoint(path, model, optimizer, epoch):",
+            "def save_checkpoint(path, model, optimizer, epoch, args):",
         ),
         ('"epoch": epoch}', '"epoch": epoch, "args": args}'),
     ),
@@ -90,7 +90,7 @@ MISTAKES = (
         lightning.MNIST,
         "never-resumes",
         "The checkpoint exists but is not loaded.",
-        (lightning.RESUME, "    snapshot = None\n"),
+        (lightning.RESUME, "    checkpoint = None\n"),
     ),
     mistake(
         "lightning-nothing-fits-strict-off",
@@ -99,7 +99,7 @@ MISTAKES = (
         "All names begin with 'model.', and strict=False ignores that none fits.",
         (
             lightning.FIT,
-            "    model = Classifier()\n    if snapshot:\n        weights = torch.load(snapshot, weights_only=True)\n"
+            "    model = Classifier()\n    if checkpoint:\n        weights = torch.load(checkpoint, weights_only=True)\n"
             '        model.model.load_state_dict(weights["state_dict"], strict=False)\n    trainer.fit(model, data)\n',
         ),
     ),
@@ -130,7 +130,7 @@ MISTAKES = (
         ddp.TORCHRUN,
         "epoch-repeated",
         "The saved epoch is complete, but the program trains it once more.",
-        (ddp.NEXT_EPOCH, '    return snapshot["epoch"]\n'),
+        (ddp.NEXT_EPOCH, '    return checkpoint["epoch"]\n'),
     ),
     mistake(
         "second-step-repeated",
@@ -146,7 +146,8 @@ MISTAKES = (
         "load_from_checkpoint() loads only the parameters: epochs and optimizer start again.",
         (
             lightning.FIT,
-            "    model = Classifier.load_from_checkpoint(snapshot) if snapshot else Classifier()\n    trainer.fit(model, data)\n",
+            "    model = Classifier.load_from_checkpoint(checkpoint) if checkpoint else Classifier()\n"
+            "    trainer.fit(model, data)\n",
         ),
     ),
     mistake(
@@ -164,7 +165,7 @@ MISTAKES = (
         "The saved number is already that of the next epoch: adding 1 skips an epoch.",
         (
             ddp.NEXT_EPOCH,
-            '    epochs_done = snapshot["epoch"] + 1\n    return epochs_done + 1  # carry on with the next one\n',
+            '    epochs_done = checkpoint["epoch"] + 1\n    return epochs_done + 1  # carry on with the next one\n',
         ),
     ),
     mistake(
@@ -200,21 +201,21 @@ MISTAKES = (
         (ddp.WRAPPED, ddp.WRAPPED + "\n    optimizer = torch.optim.AdamW(ddp_model.parameters(), lr=1e-3)"),
     ),
     mistake(
-        "held-out-snapshot-made-once",
+        "held-out-checkpoint-made-once",
         ddp.SINGLE,
         ("optimizer-lost", "resume-differs"),
         "The state dicts are taken before the first step: the parameters stay current, the optimizer's state is empty.",
         (
             "    for epoch in range(first_epoch, args.epochs):\n",
             "    # These refer to the live tensors, so once is enough.\n"
-            '    snapshot = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}\n'
+            '    checkpoint = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}\n'
             "    for epoch in range(first_epoch, args.epochs):\n",
         ),
-        ("(args.snapshot, model, optimizer, epoch)\n", "(args.snapshot, snapshot, epoch)\n"),
-        ("def save_snapshot(path, model, optimizer, epoch):\n", "def save_snapshot(path, snapshot, epoch):\n"),
+        ("(args.checkpoint, model, optimizer, epoch)\n", "(args.checkpoint, checkpoint, epoch)\n"),
+        ("def save_checkpoint(path, model, optimizer, epoch):\n", "def save_checkpoint(path, checkpoint, epoch):\n"),
         (
-            '    snapshot = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "epoch": epoch}\n',
-            '    snapshot = {**snapshot, "epoch": epoch}\n',
+            '    checkpoint = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "epoch": epoch}\n',
+            '    checkpoint = {**checkpoint, "epoch": epoch}\n',
         ),
         held_out=True,
     ),
@@ -223,7 +224,7 @@ MISTAKES = (
         second.PROGRAM,
         ("optimizer-lost", "resume-differs"),
         "The optimizer is saved but not restored: a resumed run has lost AdamW's averages.",
-        ('    optimizer.load_state_dict(snapshot["optimizer"])\n', ""),
+        ('    optimizer.load_state_dict(checkpoint["optimizer"])\n', ""),
     ),
     mistake(
         "sharded-without-the-optimizer",
@@ -250,7 +251,7 @@ MISTAKES = (
         second.PROGRAM,
         ("schedule-lost", "resume-differs"),
         "The schedule is saved but not restored: a resumed run warms up again.",
-        ('    schedule.load_state_dict(snapshot["schedule"])\n', ""),
+        ('    schedule.load_state_dict(checkpoint["schedule"])\n', ""),
     ),
     mistake(
         "sharded-without-the-schedule",
@@ -272,7 +273,7 @@ MISTAKES = (
         ddp.SINGLE,
         "resume-differs",
         "The second start takes the optimizer and the epoch from the checkpoint, but not the parameters.",
-        ('    model.load_state_dict(snapshot["model"])\n', ""),
+        ('    model.load_state_dict(checkpoint["model"])\n', ""),
     ),
     mistake(
         "sharded-loads-into-nothing",
@@ -349,30 +350,30 @@ STYLES = (
         (ddp.TRAIN_EPOCH, ddp.TRAIN_EPOCH + "        schedule.step()\n"),
         (ddp.STEP, "        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)\n" + ddp.STEP),
         (
-            "save_snapshot(args.snapshot, model, optimizer, epoch)",
-            "save_snapshot(args.snapshot, model, optimizer, schedule, epoch)",
+            "save_checkpoint(args.checkpoint, model, optimizer, epoch)",
+            "save_checkpoint(args.checkpoint, model, optimizer, schedule, epoch)",
         ),
         (
-            "def save_snapshot(path, model, optimizer, epoch):",
-            "def save_snapshot(path, model, optimizer, schedule, epoch):",
+            "def save_checkpoint(path, model, optimizer, epoch):",
+            "def save_checkpoint(path, model, optimizer, schedule, epoch):",
         ),
         (
             ddp.SAVED,
-            ddp.SAVED + '    snapshot["schedule"] = schedule.state_dict()\n',
+            ddp.SAVED + '    checkpoint["schedule"] = schedule.state_dict()\n',
         ),
         (
-            "def load_snapshot(path, model, optimizer, device):",
-            "def load_snapshot(path, model, optimizer, schedule, device):",
+            "def load_checkpoint(path, model, optimizer, device):",
+            "def load_checkpoint(path, model, optimizer, schedule, device):",
         ),
-        (ddp.LOAD_OPTIMIZER, ddp.LOAD_OPTIMIZER + '    schedule.load_state_dict(snapshot["schedule"])\n'),
+        (ddp.LOAD_OPTIMIZER, ddp.LOAD_OPTIMIZER + '    schedule.load_state_dict(checkpoint["schedule"])\n'),
     ),
     style(
         "loaded-on-the-cpu-as-any-object",
         ddp.TORCHRUN,
         "weights_only=False, a lambda as map_location, and an extra entry in the checkpoint.",
         (
-            "    snapshot = torch.load(path, map_location=device, weights_only=True)\n",
-            "    snapshot = torch.load(path, map_location=lambda storage, location: storage, weights_only=False)\n",
+            "    checkpoint = torch.load(path, map_location=device, weights_only=True)\n",
+            "    checkpoint = torch.load(path, map_location=lambda storage, location: storage, weights_only=False)\n",
         ),
         (ddp.SAVED, ddp.SAVED.replace('"epoch": epoch}', '"epoch": epoch, "seed": SEED}')),
     ),
@@ -401,7 +402,7 @@ STYLES = (
             "        if (epoch + 1) % args.save_every == 0 or epoch + 1 == args.epochs:\n",
         ),
         (ddp.SAVE_FUNCTION, DCP_SAVE),
-        (ddp.LOAD_SNAPSHOT, DCP_LOAD),
+        (ddp.LOAD_CHECKPOINT, DCP_LOAD),
     ),
     style(
         "single-warm-up-in-steps",
@@ -428,8 +429,8 @@ STYLES = (
             + "        schedule.step()\n",
         ),
         (
-            "save_snapshot(args.snapshot, model, optimizer, epoch)",
-            "save_snapshot(args.snapshot, model, (optimizer, schedule), epoch)",
+            "save_checkpoint(args.checkpoint, model, optimizer, epoch)",
+            "save_checkpoint(args.checkpoint, model, (optimizer, schedule), epoch)",
         ),
         (
             ddp.SAVED,
@@ -437,7 +438,7 @@ STYLES = (
         ),
         (
             ddp.LOAD_OPTIMIZER,
-            '    for part, state in zip(optimizer, snapshot["optimizer"], strict=True):\n'
+            '    for part, state in zip(optimizer, checkpoint["optimizer"], strict=True):\n'
             "        part.load_state_dict(state)\n",
         ),
     ),

@@ -50,7 +50,7 @@ def _lines(process: Process) -> list[tuple[str, str]]:
     fix="Save under a temporary name in the same folder, then move it with os.replace, which is atomic.",
     anywhere=True,
 )
-def snapshot_torn(run: Run) -> Said:
+def checkpoint_torn(run: Run) -> Said:
     """A checkpoint is written over the one before."""
     moved = tuple(f"{event.source}/" for event in run.all(FileRenamed))  # files, and folders that were complete then
     saves = [(process.pid, event) for process in run.processes for event in process.of(Saved) if event.path]
@@ -65,9 +65,9 @@ def snapshot_torn(run: Run) -> Said:
 @rule(
     why="After a crash there is nothing to resume from.",
     fix="Save model, optimizer and epoch at the end of each epoch, on rank 0.",
-    after=(snapshot_torn,),
+    after=(checkpoint_torn,),
 )
-def no_snapshot(run: Run) -> Said:
+def no_checkpoint(run: Run) -> Said:
     """Nothing is saved, or only at the end."""
     if not run.trained or run.asked is None or not run.asked.epochs:
         return
@@ -86,7 +86,7 @@ def no_snapshot(run: Run) -> Said:
     fix="Save the state of the model inside: ddp_model.module.state_dict().",
     runs=(WHOLE, SPLIT),
 )
-def snapshot_keys(_: Run, split: Split) -> Said:
+def checkpoint_keys(_: Run, split: Split) -> Said:
     """The parameters are saved under names that begin with "module.", and the second start fails."""
     saved = [event for event in split.first.all(Saved) if event.keys]
     wrapped = [event for event in saved if all(key.startswith("module.") for key in event.keys)]

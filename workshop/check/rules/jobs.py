@@ -143,7 +143,10 @@ def _launch(job: Job) -> Told:
     groups = {tuple(each.get(name) for name in names) for each in environments}
     if len(groups) > 1:
         text = f"{count} processes are in {len(groups)} groups of {count // len(groups)}"
-        yield separate_groups, Seen(f"{text}: each group trains a model of its own, and all write to the same snapshot")
+        yield (
+            separate_groups,
+            Seen(f"{text}: each group trains a model of its own, and all write to the same checkpoint"),
+        )
     missing = [[name for name in ("RANK", "WORLD_SIZE") if name not in each] for each in environments]
     if lost := [names for names in missing if names]:
         yield no_group, Seen(f"{len(lost)} of {count} processes have no {' and no '.join(lost[0])}")

@@ -10,7 +10,7 @@ from workshop.check.evidence.run import Run, Step
 from workshop.check.evidence.sketches import CLOSE, difference
 from workshop.check.rules.collectives import collectives_differ
 from workshop.check.rules.ending import crash, ending, hang, no_training
-from workshop.check.rules.files import snapshot_keys
+from workshop.check.rules.files import checkpoint_keys
 from workshop.check.rules.gradients import weights_differ
 from workshop.check.rules.processes import no_group
 from workshop.check.rules.rule import Makes, Rule, Said, Seen, Told, also, findings, rule
@@ -21,14 +21,14 @@ SAME = 1e-6  # relative difference between the parameters of two runs up to whic
 
 # A rule that ``second_start`` judges: it names no more than one of them.
 _of_restart: "partial[Makes[[Run, Split]]]" = partial(
-    rule, runs=(WHOLE, SPLIT), after=(snapshot_keys, weights_differ), anywhere=True
+    rule, runs=(WHOLE, SPLIT), after=(checkpoint_keys, weights_differ), anywhere=True
 )
 
 
 @_of_restart(
     why="The second start begins again with epoch 1: the work of the first run is lost.",
     fix="Load the checkpoint (torch.load, load_state_dict), begin at the next epoch; with Lightning: Trainer.fit(ckpt_path=...).",
-    after=(snapshot_keys,),
+    after=(checkpoint_keys,),
 )
 def never_resumes(whole: Run, split: Split) -> Said:
     """The second start begins with fresh parameters and takes all steps again."""
