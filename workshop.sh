@@ -29,7 +29,7 @@ import sys
 import tomllib
 from importlib.util import find_spec
 
-modules = {"pillow": "PIL", "scikit-learn": "sklearn"}  # packages whose module has another name
+modules = {"pillow": "PIL", "scikit-learn": "sklearn"}  # packages whose module has a different name
 with open(sys.argv[1], "rb") as file:
     lines = tomllib.load(file)["project"]["dependencies"]
 names = [re.match(r"[\w-]+", line)[0] for line in lines]
@@ -54,8 +54,8 @@ find_python() {
 
 is_pack() { [ -f "$root/pack.json" ] || [ -d "$root/wheels" ]; }
 
-# Which torch the environment has: "cpu" has no CUDA, "cuda" is what requirements.lock holds. The choice is kept in .venv.lock,
-# so it has to be made once.
+# Choose the torch of the environment: "cpu" has no CUDA, "cuda" is the one in requirements.lock. The choice is stored in
+# .venv.lock, so you make it only once.
 choose_torch() {
     torch=${WORKSHOP_TORCH:-$(cat "$root/.venv.lock" 2>/dev/null || true)}
     case ${torch:=cuda} in
@@ -66,7 +66,7 @@ choose_torch() {
     if is_pack || [[ $OSTYPE != linux* ]]; then torch=cuda; fi
 }
 
-# What the complete environment has to match: the place (a venv cannot be moved), the kind of torch, and the locks.
+# What the complete environment must match: its path (a venv cannot be moved), the kind of torch, and the locks.
 wanted() {
     echo "$root"
     echo "torch: $torch"
@@ -76,7 +76,7 @@ wanted() {
 
 is_complete() { [ -x "$venv/bin/python" ] && [ "$(wanted)" = "$(cat "$venv/complete" 2>/dev/null)" ]; }
 
-# The entries of requirements.lock whose names fit the pattern, with their hashes; with "!" before it, all others.
+# The entries of requirements.lock whose names match the pattern, with their hashes; with "!" before it, all others.
 entries() {
     awk -v names="^(${1#!})==" -v others="${1%%[^!]*}" \
         '/^[a-z]/ { keep = ($0 ~ names) != (others == "!") } /^#/ { next } keep' "$root/requirements.lock"
@@ -103,14 +103,14 @@ draw_bar() {
     done
 }
 
-# quietly WHAT BYTES COMMAND...: run an installer, and print what it says only if it fails. On a terminal there is a bar.
+# quietly WHAT BYTES COMMAND...: run an installer, and print its output only if it fails. A terminal shows a bar.
 quietly() {
     local what=$1 bytes=$2 output status=0 bar=
     shift 2
     if [ -t 2 ]; then
         draw_bar "$what" "$bytes" 9>&- &
         bar=$!
-        trap 'kill "$bar" 2>/dev/null; echo >&2; exit 130' INT # Ctrl-C does not reach what runs in the background
+        trap 'kill "$bar" 2>/dev/null; echo >&2; exit 130' INT # Ctrl-C does not reach background processes
     fi
     output=$(exec "$@" 2>&1) || status=$?
     if [ -n "$bar" ]; then
@@ -136,7 +136,7 @@ import sys
 NAMES = {"index-url": "UV_DEFAULT_INDEX", "extra-index-url": "UV_INDEX", "find-links": "UV_FIND_LINKS", "cert": "SSL_CERT_FILE"}
 listed = subprocess.run([sys.executable, "-m", "pip", "config", "list"], capture_output=True, text=True).stdout
 pairs = [line.split("=", 1) for line in listed.splitlines() if "=" in line]
-sections = ["global.", "install.", ":env:."]  # a later one counts more
+sections = ["global.", "install.", ":env:."]  # later ones override earlier ones
 for section in sections:
     for key, value in pairs:
         if key.startswith(section) and (name := NAMES.get(key.removeprefix(section))):
@@ -144,11 +144,11 @@ for section in sections:
             print(f"{name}={(',' if name == 'UV_FIND_LINKS' else ' ').join(words)}")
 PY
     )
-    # pip takes the best version of all indexes. (Where uv takes that of the first one, an index with few packages hides others.)
+    # pip takes the best version from all indexes. uv by default takes versions only from the first index that has the package.
     if [ -n "${UV_INDEX:-}" ] && [ -z "${UV_INDEX_STRATEGY:-}" ]; then export UV_INDEX_STRATEGY=unsafe-best-match; fi
 }
 
-# install BYTES ARGUMENTS...: "pip install" by uv, if there is one, or by pip, which writes each wheel before it unpacks it.
+# install BYTES ARGUMENTS...: "pip install" with uv if available, else with pip, which writes each wheel before it unpacks it.
 install() {
     local bytes=$1
     shift
@@ -168,28 +168,44 @@ install_everything() {
             source=(--index-url "$index")
         fi
         install 700000000 --no-deps "${source[@]+"${source[@]}"}" -r "$root/requirements-cpu.lock" || {
-            say "WORKSHOP_TORCH=cpu: the wheels of requirements-cpu.lock cannot be had. Set WORKSHOP_TORCH_INDEX to an index, or to" \
-                "a folder, that has them; or take the wheels with CUDA: WORKSHOP_TORCH=cuda ./workshop.sh"
+            say "WORKSHOP_TORCH=cpu: the wheels of requirements-cpu.lock are not available. Set WORKSHOP_TORCH_INDEX to" \
+                "an index or a folder that has them, or use the wheels with CUDA: WORKSHOP_TORCH=cuda ./workshop.sh"
             return 1
         }
-        # The lock is complete, so nothing has to be resolved; resolving would bring the torch with CUDA.
+        # The lock is complete, so nothing must be resolved; resolving would install the torch with CUDA.
         entries '!torch|torchvision|triton|nvidia-.*|cuda-.*' >"$venv/requirements.txt"
         install 1300000000 --no-deps --require-hashes -r "$venv/requirements.txt" || return
     else
         install 6800000000 --require-hashes -r "$root/requirements.lock" || return
     fi
     install 1000000 --no-deps --no-build-isolation -e "$root" || return
-    # pip compiles what it installs. What is left out here is seldom imported, and Python compiles it then.
+    # pip compiles what it installs, uv does not. The folders left out here are seldom imported; Python compiles them then.
     [ -z "$uv" ] || quietly bytecode 270000000 "$venv/bin/python" -m compileall -q -j 0 \
-        -x '/(tests?|testing|transformers/models)/' "$venv/lib" || true # a package may hold a file for another Python
+        -x '/(tests?|testing|transformers/models)/' "$venv/lib" || true # a package may contain a file for a different Python
 }
+
+# The help needs click only, so nobody has to install the environment to read it.
+asks_for_help() { [ $# = 0 ] || [[ ${*: -1} =~ ^(-h|--help)$ && " $* " != *" -- "* ]]; }
+
+show_help() {
+    scratch=$(mktemp -d)
+    trap 'rm -rf "$scratch"' EXIT
+    entries click >"$scratch/click.txt"
+    if "$python" -m venv "$scratch/venv" && "$scratch/venv/bin/python" -m pip install --quiet --disable-pip-version-check \
+        --no-input --require-hashes -r "$scratch/click.txt"; then
+        PYTHONPATH=$root PYTHONDONTWRITEBYTECODE=1 "$scratch/venv/bin/python" -P -m workshop "$@" >&3
+    else
+        sed -n '2,/^set /{s/^# \{0,1\}//p;}' "$root/workshop.sh" >&3
+        echo "When the environment exists, --help lists all commands. README.md describes them." >&3
+    fi
+} 3>&1 >/dev/null 2>&1
 
 make_environment() {
     local began=$SECONDS size="7 GB of disk" uv
-    # Anew each time: what an interrupted install or an older lock left behind cannot be trusted.
+    # Begin with an empty folder, because the remains of an interrupted install or of an older lock may be broken.
     rm -rf "$venv"
     if is_pack; then
-        "$python" -I "$root/workshop/ship/unpack.py" "$root" || exit # it has said why
+        "$python" -I "$root/workshop/ship/unpack.py" "$root" || exit # it has printed the reason
         wanted >"$venv/complete"
         return
     fi
@@ -208,11 +224,11 @@ make_environment() {
             uv=$venv/bin/uv
             give_uv_the_settings_of_pip
             install_everything || {
-                say "uv did not succeed; trying pip, which takes several minutes"
+                say "the installation with uv failed; trying pip, which takes several minutes"
                 uv='' && install_everything || return
             }
         else
-            say "uv cannot be had here; pip takes several minutes"
+            say "uv is not available here; pip takes several minutes"
             install_everything || return
         fi
     fi
@@ -227,30 +243,29 @@ if [ -z "${WORKSHOP_PYTHON:-}" ] && [ -r "$root/.workshop_origin" ]; then
 fi
 [ -z "${WORKSHOP_PYTHON:-}" ] || use_existing "$@"
 
-unset PYTHONPATH PYTHONHOME # a site's modules set these, and would put other versions before those of .venv
+unset PYTHONPATH PYTHONHOME # environment modules set these, and their versions would come before those of .venv
 choose_torch
 if ! is_complete; then
-    if [[ ${1:-} =~ ^(-h|--help)$ ]] && ! is_pack; then # nobody downloads the environment to read this
-        sed -n '2,/^set /{s/^# \{0,1\}//p;}' "$root/workshop.sh"
-        echo "When the environment exists, --help lists all commands. README.md describes them."
+    python=$(find_python)
+    if asks_for_help "$@" && ! is_pack; then
+        show_help "$@"
         exit
     fi
-    python=$(find_python)
-    [ -w "$root" ] || die "cannot write to $root, where the environment .venv has to be made"
-    # One at a time, also from two machines that share this folder. The lock is the open file's: it goes when its holder dies,
-    # and outlives this script only in an installer that still runs. (flock(1) is not everywhere; Python is.)
+    [ -w "$root" ] || die "cannot write to $root, where the environment .venv must be created"
+    # Only one at a time, also on two machines that share this folder. The lock belongs to the open file: it ends with this
+    # script, or with an installer that still runs. (Not every system has flock(1), but each has Python.)
     exec 9>>"$root/.venv.lock"
     if ! "$python" -c 'import fcntl; fcntl.flock(9, fcntl.LOCK_EX | fcntl.LOCK_NB)' 2>/dev/null; then
-        say "somebody else is making the environment; waiting for them"
+        say "another process is creating the environment; waiting for it"
         "$python" -c 'import fcntl; fcntl.flock(9, fcntl.LOCK_EX)' 2>/dev/null ||
-            say "this file system has no file locks: do not start two at once before the first is ready"
+            say "this file system has no file locks: do not start workshop.sh twice until the environment is ready"
     fi
-    choose_torch # what we waited for counts
+    choose_torch # the process that we waited for may have chosen
     if ! is_complete; then
         echo "$torch" >"$root/.venv.lock"
-        make_environment || die "the environment could not be made, the reason is above; started again, it is made anew"
+        make_environment || die "the environment could not be created, for the reason above; start workshop.sh again to retry"
     fi
     exec 9>&-
 fi
-# -P: a folder "workshop" or a file "torch.py" where the learner stands must not be taken for ours.
+# -P: Python must not import a folder "workshop" or a file "torch.py" from the current folder of the learner.
 exec "$venv/bin/python" -P -m workshop "$@"

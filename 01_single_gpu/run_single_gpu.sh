@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Train in one process, on the GPU where there is one, else on the CPU.
-# Options go on to the script:  run_single_gpu.sh --epochs 3
+# Train in one process, on the GPU if the machine has one, otherwise on the CPU.
+# Options are passed to the script:  run_single_gpu.sh --epochs 3
 set -euo pipefail
 here=$(cd "$(dirname "$0")" && pwd)
 source "$here/../workshop/runner.sh"         # sets $PYTHON

@@ -1,8 +1,8 @@
-"""Train a small CNN on handwritten digits on one device: the GPU where there is one, else the CPU.
-It saves a checkpoint after each epoch and, started again, carries on from it as if it had never stopped.
+"""Train a small CNN on handwritten digits on one device: the GPU if there is one, otherwise the CPU.
+It saves a checkpoint after each epoch. Started again, it resumes from it, with the result of an uninterrupted run.
 
 One process:  python 01_single_gpu/single_gpu.py --epochs 5
-N processes:  python solutions/02_pytorch_ddp/exercise1_multigpu.py --epochs 5     (the next step)
+N processes:  python solutions/02_pytorch_ddp/exercise1_multigpu.py --epochs 5     (the next stage)
 Slurm:        srun --ntasks=1 --gpus=1 --cpus-per-task=4 python 01_single_gpu/single_gpu.py --epochs 5
 """
 
@@ -32,24 +32,24 @@ def main():
 def parse_arguments():
     parser = ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--epochs", type=positive_int, default=5, help="passes over the training set")
-    parser.add_argument("--batch-size", type=positive_int, default=64, help="samples a step, on each process")
-    parser.add_argument("--save-every", type=positive_int, default=1, help="epochs from one checkpoint to the next")
-    parser.add_argument("--checkpoint", default="runs/single_gpu.pt", help="file to save to and to carry on from")
-    parser.add_argument("--dataset", default="digits", help="digits, or mnist once it has been fetched")
+    parser.add_argument("--batch-size", type=positive_int, default=64, help="samples per batch and process")
+    parser.add_argument("--save-every", type=positive_int, default=1, help="epochs between two checkpoints")
+    parser.add_argument("--checkpoint", default="runs/single_gpu.pt", help="file to save to and to resume from")
+    parser.add_argument("--dataset", default="digits", help="digits, or mnist after ./workshop.sh fetch mnist")
     args = parser.parse_args()
     check_arguments(parser, args, SmallCNN(), world_size=1)
     return args
 
 
 def choose_device():
-    # Without is_available() the CUDA build names "cuda" on a machine that has no GPU.
+    # In a CUDA build, current_accelerator() returns "cuda" even without a GPU, so ask is_available() first.
     if torch.accelerator.is_available():
         return torch.accelerator.current_accelerator()
     return torch.device("cpu")
 
 
 def train(device, args):
-    torch.manual_seed(SEED)  # the same first weights in every run
+    torch.manual_seed(SEED)  # the same initial parameters in every run
     model = SmallCNN().to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     first_epoch = load_checkpoint(args.checkpoint, model, optimizer, device)
@@ -63,7 +63,7 @@ def train(device, args):
     test_loader = DataLoader(test_set, args.batch_size)
 
     for epoch in range(first_epoch, args.epochs):
-        # Each epoch is seeded anew, so a resumed run needs no random state from the checkpoint.
+        # Each epoch sets its own seed, so a resumed run does not need the random state of the interrupted one.
         torch.manual_seed(SEED + 1000 * epoch)
         sampler.generator.manual_seed(SEED + epoch)
         start = time.perf_counter()
@@ -78,10 +78,10 @@ def train(device, args):
 
 
 def train_one_epoch(model, loader, optimizer, device):
-    """Take a step with each batch and return the losses of the steps."""
+    """Take one optimizer step per batch and return the loss of each step."""
     model.train()
     losses = torch.zeros(len(loader), device=device)
-    # disable=None: a progress bar on a terminal, none in a log file
+    # disable=None shows the progress bar on a terminal, but not in a log file.
     for step, (images, labels) in enumerate(tqdm(loader, leave=False, disable=None)):
         images, labels = images.to(device), labels.to(device)
         optimizer.zero_grad()
@@ -108,13 +108,13 @@ def evaluate(model, loader, device):
 def save_checkpoint(path, model, optimizer, epoch):
     os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
     checkpoint = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "epoch": epoch}
-    # os.replace is atomic: whoever reads finds the old checkpoint or the new one, never half of one.
+    # os.replace is atomic: a reader finds the old checkpoint or the new one, never an incomplete file.
     torch.save(checkpoint, path + ".tmp")
     os.replace(path + ".tmp", path)
 
 
 def load_checkpoint(path, model, optimizer, device):
-    """Fill model and optimizer from the checkpoint, if there is one, and return the epoch to start with."""
+    """Load the model and the optimizer from the checkpoint if it exists, and return the first epoch to train."""
     if not os.path.exists(path):
         return 0
     checkpoint = torch.load(path, map_location=device, weights_only=True)

@@ -1,8 +1,9 @@
-"""Train a small CNN on handwritten digits with nn.DataParallel: one process, whose threads drive all GPUs of this machine.
-It is here for comparison: PyTorch itself recommends DistributedDataParallel. With fewer than two GPUs it trains as single_gpu.py.
+"""Train a small CNN on handwritten digits with nn.DataParallel: one process with one thread per GPU.
+This program is only for comparison, because PyTorch recommends DistributedDataParallel. With fewer than two GPUs, it trains
+like single_gpu.py.
 
-One process:  python 02_pytorch_ddp/data_parallel.py --epochs 5 --batch-size 128     (samples a step, on all GPUs together)
-N processes:  not this one; solutions/02_pytorch_ddp/exercise1_multigpu.py
+One process:  python 02_pytorch_ddp/data_parallel.py --epochs 5 --batch-size 128     (samples per step, over all GPUs)
+N processes:  not with this program, but with solutions/02_pytorch_ddp/exercise1_multigpu.py
 Slurm:        srun --ntasks=1 --gpus=2 --cpus-per-task=8 python 02_pytorch_ddp/data_parallel.py --epochs 5 --batch-size 128
 """
 
@@ -33,24 +34,24 @@ def main():
 def parse_arguments():
     parser = ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--epochs", type=positive_int, default=5, help="passes over the training set")
-    parser.add_argument("--batch-size", type=positive_int, default=64, help="samples a step, on all GPUs together")
-    parser.add_argument("--save-every", type=positive_int, default=1, help="epochs from one checkpoint to the next")
-    parser.add_argument("--checkpoint", default="runs/data_parallel.pt", help="file to save to and to carry on from")
-    parser.add_argument("--dataset", default="digits", help="digits, or mnist once it has been fetched")
+    parser.add_argument("--batch-size", type=positive_int, default=64, help="samples per step, over all GPUs together")
+    parser.add_argument("--save-every", type=positive_int, default=1, help="epochs between two checkpoints")
+    parser.add_argument("--checkpoint", default="runs/data_parallel.pt", help="file to save to and to resume from")
+    parser.add_argument("--dataset", default="digits", help="digits, or mnist after ./workshop.sh fetch mnist")
     args = parser.parse_args()
     check_arguments(parser, args, SmallCNN(), world_size=1)
     return args
 
 
 def choose_device():
-    # Without is_available() the CUDA build names "cuda" on a machine that has no GPU.
+    # In a CUDA build, current_accelerator() returns "cuda" even without a GPU, so ask is_available() first.
     if torch.accelerator.is_available():
         return torch.accelerator.current_accelerator()
     return torch.device("cpu")
 
 
 def train(device, args):
-    torch.manual_seed(SEED)  # the same first weights in every run
+    torch.manual_seed(SEED)  # the same initial parameters in every run
     model = SmallCNN().to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     first_epoch = load_checkpoint(args.checkpoint, model, optimizer, device)
@@ -58,7 +59,8 @@ def train(device, args):
     gpus = torch.accelerator.device_count()
     print(f"training on {device} from epoch {first_epoch + 1}: one process, {gpus} GPUs here")
 
-    # In each step it copies the weights to all GPUs, deals the batch out to a thread for each, and adds the gradients up on one.
+    # In each step, DataParallel copies the parameters to all GPUs, gives each GPU a part of the batch in a thread of its own,
+    # and sums the gradients on the first GPU.
     parallel_model = nn.DataParallel(model)
 
     transform = transforms.Compose([transforms.ToTensor(), transforms.Normalize((0.5,), (0.5,))])
@@ -68,7 +70,7 @@ def train(device, args):
     test_loader = DataLoader(test_set, args.batch_size)
 
     for epoch in range(first_epoch, args.epochs):
-        # Each epoch is seeded anew, so a resumed run needs no random state from the checkpoint.
+        # Each epoch sets its own seed, so a resumed run does not need the random state of the interrupted one.
         torch.manual_seed(SEED + 1000 * epoch)
         sampler.generator.manual_seed(SEED + epoch)
         start = time.perf_counter()
@@ -83,10 +85,10 @@ def train(device, args):
 
 
 def train_one_epoch(model, loader, optimizer, device):
-    """Take a step with each batch and return the losses of the steps."""
+    """Take one optimizer step per batch and return the loss of each step."""
     model.train()
     losses = torch.zeros(len(loader), device=device)
-    # disable=None: a progress bar on a terminal, none in a log file
+    # disable=None shows the progress bar on a terminal, but not in a log file.
     for step, (images, labels) in enumerate(tqdm(loader, leave=False, disable=None)):
         images, labels = images.to(device), labels.to(device)
         optimizer.zero_grad()
@@ -113,13 +115,13 @@ def evaluate(model, loader, device):
 def save_checkpoint(path, model, optimizer, epoch):
     os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
     checkpoint = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "epoch": epoch}
-    # os.replace is atomic: whoever reads finds the old checkpoint or the new one, never half of one.
+    # os.replace is atomic: a reader finds the old checkpoint or the new one, never an incomplete file.
     torch.save(checkpoint, path + ".tmp")
     os.replace(path + ".tmp", path)
 
 
 def load_checkpoint(path, model, optimizer, device):
-    """Fill model and optimizer from the checkpoint, if there is one, and return the epoch to start with."""
+    """Load the model and the optimizer from the checkpoint if it exists, and return the first epoch to train."""
     if not os.path.exists(path):
         return 0
     checkpoint = torch.load(path, map_location=device, weights_only=True)

@@ -1,5 +1,6 @@
 """Exercise 1: train on all devices of one machine instead of one, with mp.spawn and DistributedDataParallel.
-This program is single_gpu.py with four TODOs, and it works as delivered and after each TODO.
+This program is single_gpu.py with six TODOs, and it works as delivered and after each TODO. Its functions already take the
+rank of the process and the world size, which is the number of processes: as delivered, it is rank 0 of 1.
 Do the TODOs in order, and the steps of each TODO in the order of their letters. Run and check the program after each TODO.
 
 Run it:    02_pytorch_ddp/exercise1_run_multigpu.sh --epochs 3
@@ -14,7 +15,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel as DDP
-from torch.utils.data import DataLoader, DistributedSampler, RandomSampler, Subset  # TODO 3, step c: drop RandomSampler
+from torch.utils.data import DataLoader, DistributedSampler, RandomSampler, Subset  # TODO 5, step c: drop RandomSampler
 from torchvision import transforms
 from tqdm import tqdm
 
@@ -28,9 +29,10 @@ SEED = 42
 
 def main():
     args = parse_arguments()
-    # TODO 1, steps a to d: start several processes that train one model together. Part 3 of the notebook has a complete
-    # example with mp.spawn; copy its lines and adapt them.
-    # Step a: start args.nproc processes. Each of them calls a new function, worker(), which contains the two lines below.
+    # TODO 1: start several processes and let them join one process group. Part 3 of the notebook has a complete example with
+    # mp.spawn; copy its lines and adapt them.
+    # Step a: start args.nproc processes. Each of them calls a new function, worker(), which contains the two lines below,
+    # with its own rank and world size.
     # Look up: torch.multiprocessing.spawn
     # Step b: before it trains, worker() joins the process group. The processes find each other through a store: main()
     # opens it on a free port, and each process connects to this port. The backend depends on the device.
@@ -40,88 +42,86 @@ def main():
     # Step d: each process uses one thread per core, so several processes compete for the cores. Before you start them,
     # set OMP_NUM_THREADS to 1, unless the user has set it.
     # Look up: os.environ.setdefault
-    device = choose_device()
-    train(device, args)
+    device = choose_device(0, 1)
+    train(0, 1, device, args)
 
 
 def parse_arguments():
     parser = ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--epochs", type=positive_int, default=5, help="passes over the training set")
-    parser.add_argument("--batch-size", type=positive_int, default=64, help="samples a step, on each process")
-    parser.add_argument("--save-every", type=positive_int, default=1, help="epochs from one checkpoint to the next")
-    parser.add_argument("--checkpoint", default="runs/multigpu.pt", help="file to save to and to carry on from")
-    parser.add_argument("--dataset", default="digits", help="digits, or mnist once it has been fetched")
+    parser.add_argument("--batch-size", type=positive_int, default=64, help="samples per batch and process")
+    parser.add_argument("--save-every", type=positive_int, default=1, help="epochs between two checkpoints")
+    parser.add_argument("--checkpoint", default="runs/multigpu.pt", help="file to save to and to resume from")
+    parser.add_argument("--dataset", default="digits", help="digits, or mnist after ./workshop.sh fetch mnist")
     parser.add_argument("--nproc", type=positive_int, default=torch.accelerator.device_count() or 2, help="processes")
     args = parser.parse_args()
     check_arguments(parser, args, SmallCNN(), world_size=args.nproc)
     return args
 
 
-# TODO 1, step e: each process needs a device of its own. Pass two numbers to choose_device(): the index of the process on
-# this machine (local_rank) and the number of processes on this machine (local_world_size).
-def choose_device():
-    # Without is_available() the CUDA build names "cuda" on a machine that has no GPU.
-    # TODO 1, step f: each process selects the device whose index is its local rank. If this machine has fewer devices
-    # than processes, all processes use the CPU.
+def choose_device(local_rank, local_world_size):
+    # In a CUDA build, current_accelerator() returns "cuda" even without a GPU, so ask is_available() first.
+    # TODO 2: let each process use its own device: the one whose index is its local rank, the index of the process on this
+    # machine. If this machine has fewer devices than processes, all processes use the CPU.
     # Look up: torch.accelerator.device_count, torch.accelerator.set_device_index
     if torch.accelerator.is_available():
         return torch.accelerator.current_accelerator()
     return torch.device("cpu")
 
 
-# TODO 1, step g: steps h and i depend on the rank and the world size. Pass both to train().
-def train(device, args):
-    torch.manual_seed(SEED)  # the same first weights in every run
+def train(rank, world_size, device, args):
+    torch.manual_seed(SEED)  # the same initial parameters in every run
     model = SmallCNN().to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     first_epoch = load_checkpoint(args.checkpoint, model, optimizer, device)
-    # TODO 1, step h: give the log the number of processes. Let only rank 0 print the line, so that it appears once.
+    # TODO 3, step a: tell the log the number of processes. Let only rank 0 print the line below, so that it appears once.
     log = EpochLog(args.checkpoint, args.epochs, device, processes=1)
     print(f"training on {device} from epoch {first_epoch + 1}")
 
-    # TODO 2, step a: when the processes train on different samples (TODO 3), each of them computes different gradients.
+    # TODO 4, step a: when the processes train on different samples (TODO 5), each of them computes different gradients.
     # Wrap the model, so that backward() averages the gradients over all processes. Keep the plain model too.
     # Look up: torch.nn.parallel.DistributedDataParallel
     transform = transforms.Compose([transforms.ToTensor(), transforms.Normalize((0.5,), (0.5,))])
     train_set, test_set = load_dataset(args.dataset, transform)
-    # TODO 3, step a: let each process train on different samples. With the seed SEED on all ranks, the processes together
+    # TODO 5, step a: let each process train on different samples. With the seed SEED on all ranks, the processes together
     # use the same global batches as single_gpu.py does with a batch size as large as all of theirs together. All ranks need
     # the same number of samples.
     # Look up: torch.utils.data.DistributedSampler, its arguments seed and drop_last
     sampler = RandomSampler(train_set, generator=torch.Generator())
     train_loader = DataLoader(train_set, args.batch_size, sampler=sampler, drop_last=True)
-    # TODO 4, step a: let each process evaluate a different part of the test set. Each sample must count exactly once, so
+    # TODO 6, step a: let each process evaluate a different part of the test set. Each sample must count exactly once, so
     # do not use DistributedSampler: it repeats some samples to make all parts equally large.
     # Look up: torch.utils.data.Subset
     test_loader = DataLoader(test_set, args.batch_size)
 
     for epoch in range(first_epoch, args.epochs):
-        # Each epoch is seeded anew, so a resumed run needs no random state from the checkpoint.
-        # TODO 3, step b: use a different seed on each rank, so that random numbers differ (for example those of data
+        # Each epoch sets its own seed, so a resumed run does not need the random state of the interrupted one.
+        # TODO 5, step b: use a different seed on each rank, so that random numbers differ (for example those of data
         # augmentation). Tell the sampler the number of the epoch, so that each epoch has a new order.
         # Look up: DistributedSampler.set_epoch
         torch.manual_seed(SEED + 1000 * epoch)
         sampler.generator.manual_seed(SEED + epoch)
         start = time.perf_counter()
-        # TODO 2, step b: train the wrapped model. Evaluate and save the plain model, as before.
+        # TODO 4, step b: train the wrapped model. Evaluate and save the plain model, as before.
         losses = train_one_epoch(model, train_loader, optimizer, device)
         seconds = time.perf_counter() - start
-        # TODO 4, step b: report the samples per second of all processes together.
+        # TODO 6, step b: report the samples per second of all processes together.
         samples_per_second = len(losses) * args.batch_size / seconds
 
         accuracy = evaluate(model, test_loader, device)
-        # TODO 1, step i: let only rank 0 write the log and the checkpoint, because two writers can damage a file.
+        # TODO 3, step b: let only rank 0 write the log, because two writers can damage a file. The checkpoint is saved by
+        # rank 0 only already.
         log.write(epoch, losses, accuracy, samples_per_second)
-        if (epoch + 1) % args.save_every == 0 or epoch + 1 == args.epochs:
+        if rank == 0 and ((epoch + 1) % args.save_every == 0 or epoch + 1 == args.epochs):
             save_checkpoint(args.checkpoint, model, optimizer, epoch)
 
 
 def train_one_epoch(model, loader, optimizer, device):
-    """Take a step with each batch and return the losses of the steps."""
+    """Take one optimizer step per batch and return the loss of each step."""
     model.train()
     losses = torch.zeros(len(loader), device=device)
-    # disable=None: a progress bar on a terminal, none in a log file
-    # TODO 1, step j: show only the progress bar of rank 0. Pass True on the other ranks; keep None on rank 0.
+    # disable=None shows the progress bar on a terminal, but not in a log file.
+    # TODO 3, step c: show only the progress bar of rank 0. Pass True on the other ranks; keep None on rank 0.
     # Look up: torch.distributed.get_rank
     for step, (images, labels) in enumerate(tqdm(loader, leave=False, disable=None)):
         images, labels = images.to(device), labels.to(device)
@@ -130,7 +130,7 @@ def train_one_epoch(model, loader, optimizer, device):
         loss.backward()
         optimizer.step()
         losses[step] = loss.item()
-    # TODO 4, step c: average the losses over all processes, so that each is the mean over a global batch.
+    # TODO 6, step c: average the losses over all processes, so that each is the mean over a global batch.
     # Look up: torch.distributed.all_reduce, ReduceOp.AVG
     return losses.tolist()
 
@@ -144,7 +144,7 @@ def evaluate(model, loader, device):
         predictions = model(images.to(device)).argmax(dim=1)
         correct_and_total[0] += (predictions == labels.to(device)).sum()
         correct_and_total[1] += len(labels)
-    # TODO 4, step d: sum the two counts over all processes, so that the accuracy covers the whole test set.
+    # TODO 6, step d: sum the two counts over all processes, so that the accuracy covers the whole test set.
     # Look up: torch.distributed.all_reduce
     correct, total = correct_and_total.tolist()
     return correct / total
@@ -153,13 +153,13 @@ def evaluate(model, loader, device):
 def save_checkpoint(path, model, optimizer, epoch):
     os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
     checkpoint = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "epoch": epoch}
-    # os.replace is atomic: whoever reads finds the old checkpoint or the new one, never half of one.
+    # os.replace is atomic: a reader finds the old checkpoint or the new one, never an incomplete file.
     torch.save(checkpoint, path + ".tmp")
     os.replace(path + ".tmp", path)
 
 
 def load_checkpoint(path, model, optimizer, device):
-    """Fill model and optimizer from the checkpoint, if there is one, and return the epoch to start with."""
+    """Load the model and the optimizer from the checkpoint if it exists, and return the first epoch to train."""
     if not os.path.exists(path):
         return 0
     checkpoint = torch.load(path, map_location=device, weights_only=True)

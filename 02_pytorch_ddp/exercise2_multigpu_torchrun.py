@@ -1,4 +1,4 @@
-"""Exercise 2: let torchrun start the processes, on one machine or on many, and restart them when one has died.
+"""Exercise 2: let torchrun start the processes, on one machine or several, and restart them when one of them dies.
 This program is the solution of exercise 1, and it works as delivered. Some TODOs are in exercise2_run_multigpu_torchrun.sh.
 Do the TODOs in order, and the steps of each TODO in the order of their letters. Run and check the program after each TODO.
 
@@ -39,16 +39,16 @@ def main():
     # TODO 1, step a: torchrun starts this program once per process, so main() starts no processes and opens no store.
     # Read the rank and the world size from the environment. Then do in main() what worker() did. Step f is in the runner.
     # Look up: "Environment Variables" in the documentation of torchrun: RANK, WORLD_SIZE
-    os.environ.setdefault("OMP_NUM_THREADS", "1")  # else each process starts a thread on every core
-    # The store is where the processes find each other. Port 0: the system picks a free one, nobody collides.
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # otherwise each process starts one thread per core
+    # The processes find each other through this store. With port 0, the operating system chooses a free port.
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     mp.spawn(worker, args=(args.nproc, store.port, args), nprocs=args.nproc)  # calls worker(rank, *args)
 
 
 def worker(rank, world_size, port, args):
-    """What each process runs: join the group, train, leave the group."""
+    """Join the process group, train, and leave the group. mp.spawn runs this function in each process."""
     store = dist.TCPStore("127.0.0.1", port, is_master=False)
-    # Each process drives a device of its own.
+    # Each process uses its own GPU, or the CPU if this machine has fewer GPUs than processes.
     # TODO 2: the rank counts the processes of all machines, but each machine numbers its GPUs from 0. Choose the device
     # by the index of the process on its own machine.
     # Look up: "Environment Variables" in the documentation of torchrun: LOCAL_RANK, LOCAL_WORLD_SIZE
@@ -67,12 +67,10 @@ def worker(rank, world_size, port, args):
 def parse_arguments():
     parser = ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--epochs", type=positive_int, default=5, help="passes over the training set")
-    parser.add_argument("--batch-size", type=positive_int, default=64, help="samples a step, on each process")
-    parser.add_argument("--save-every", type=positive_int, default=1, help="epochs from one checkpoint to the next")
-    parser.add_argument(
-        "--checkpoint", default="runs/multigpu_torchrun.pt", help="file to save to and to carry on from"
-    )
-    parser.add_argument("--dataset", default="digits", help="digits, or mnist once it has been fetched")
+    parser.add_argument("--batch-size", type=positive_int, default=64, help="samples per batch and process")
+    parser.add_argument("--save-every", type=positive_int, default=1, help="epochs between two checkpoints")
+    parser.add_argument("--checkpoint", default="runs/multigpu_torchrun.pt", help="file to save to and to resume from")
+    parser.add_argument("--dataset", default="digits", help="digits, or mnist after ./workshop.sh fetch mnist")
     # TODO 1, step c: remove the option --nproc, because torchrun decides how many processes there are.
     parser.add_argument("--nproc", type=positive_int, default=torch.accelerator.device_count() or 2, help="processes")
     args = parser.parse_args()
@@ -82,7 +80,7 @@ def parse_arguments():
 
 
 def choose_device(local_rank, local_world_size):
-    # Without is_available() the CUDA build names "cuda" on a machine that has no GPU.
+    # In a CUDA build, current_accelerator() returns "cuda" even without a GPU, so ask is_available() first.
     if torch.accelerator.is_available() and torch.accelerator.device_count() >= local_world_size:
         torch.accelerator.set_device_index(local_rank)
         return torch.accelerator.current_accelerator()
@@ -90,7 +88,7 @@ def choose_device(local_rank, local_world_size):
 
 
 def train(rank, world_size, device, args):
-    torch.manual_seed(SEED)  # the same first weights in every run
+    torch.manual_seed(SEED)  # the same initial parameters in every run
     model = SmallCNN().to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     first_epoch = load_checkpoint(args.checkpoint, model, optimizer, device)
@@ -99,17 +97,17 @@ def train(rank, world_size, device, args):
         gpus = torch.accelerator.device_count()
         print(f"training on {device} from epoch {first_epoch + 1}: {world_size} processes, {gpus} GPUs here")
 
-    ddp_model = DDP(model)  # the same weights, but its backward() averages the gradients over all processes
+    ddp_model = DDP(model)  # the same parameters, but backward() averages the gradients over all processes
     transform = transforms.Compose([transforms.ToTensor(), transforms.Normalize((0.5,), (0.5,))])
     train_set, test_set = load_dataset(args.dataset, transform)
-    # The order of single_gpu.py, dealt out like cards: together the processes see the same global batches.
+    # The same permutation as in single_gpu.py, dealt to the ranks in turn: together they use the same global batches.
     sampler = DistributedSampler(train_set, seed=SEED, drop_last=True)
     train_loader = DataLoader(train_set, args.batch_size, sampler=sampler, drop_last=True)
-    # Dealt out too, but by hand: DistributedSampler would count some samples twice to give each rank as many.
+    # Distribute the test samples by hand: DistributedSampler repeats some of them, and they would count twice.
     test_loader = DataLoader(Subset(test_set, range(rank, len(test_set), world_size)), args.batch_size)
 
     for epoch in range(first_epoch, args.epochs):
-        # Each epoch is seeded anew, so a resumed run needs no random state from the checkpoint.
+        # Each epoch sets its own seed, so a resumed run does not need the random state of the interrupted one.
         torch.manual_seed(SEED + 1000 * epoch + rank)
         sampler.set_epoch(epoch)
         start = time.perf_counter()
@@ -125,10 +123,10 @@ def train(rank, world_size, device, args):
 
 
 def train_one_epoch(model, loader, optimizer, device):
-    """Take a step with each batch and return the losses of the steps."""
+    """Take one optimizer step per batch and return the loss of each step."""
     model.train()
     losses = torch.zeros(len(loader), device=device)
-    # disable=None: a progress bar on a terminal, none in a log file
+    # disable=None shows the progress bar on a terminal, but not in a log file.
     for step, (images, labels) in enumerate(tqdm(loader, leave=False, disable=dist.get_rank() > 0 or None)):
         images, labels = images.to(device), labels.to(device)
         optimizer.zero_grad()
@@ -157,13 +155,13 @@ def evaluate(model, loader, device):
 def save_checkpoint(path, model, optimizer, epoch):
     os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
     checkpoint = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "epoch": epoch}
-    # os.replace is atomic: whoever reads finds the old checkpoint or the new one, never half of one.
+    # os.replace is atomic: a reader finds the old checkpoint or the new one, never an incomplete file.
     torch.save(checkpoint, path + ".tmp")
     os.replace(path + ".tmp", path)
 
 
 def load_checkpoint(path, model, optimizer, device):
-    """Fill model and optimizer from the checkpoint, if there is one, and return the epoch to start with."""
+    """Load the model and the optimizer from the checkpoint if it exists, and return the first epoch to train."""
     if not os.path.exists(path):
         return 0
     checkpoint = torch.load(path, map_location=device, weights_only=True)

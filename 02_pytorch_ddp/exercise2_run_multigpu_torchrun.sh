@@ -1,14 +1,16 @@
 #!/usr/bin/env bash
 # shellcheck disable=SC2034  # TODO 1, step f: remove this line when you use nproc and max_restarts below
-# Train with torchrun: one process on each GPU of this machine, or two on the CPU where there is none.
-# Options go on to the script; NPROC sets another number of processes:  NPROC=4 exercise2_run_multigpu_torchrun.sh --epochs 3
+# Train with torchrun: one process per GPU of this machine, or two processes on the CPU if it has no GPU.
+# Options are passed to the script. NPROC sets a different number of processes.
+# Example:  NPROC=4 exercise2_run_multigpu_torchrun.sh --epochs 3
 set -euo pipefail
 here=$(cd "$(dirname "$0")" && pwd)
 source "$here/../workshop/runner.sh"      # sets $PYTHON
 
 case " $* " in *" --help "* | *" -h "*) exec "$PYTHON" "$here/exercise2_multigpu_torchrun.py" --help ;; esac
 
-# How many processes? A mistake in the options ends here, in one line, before anything is launched.
+# Find the number of processes, and check the options. A mistake in the options ends the runner here, with one line, before
+# anything is launched.
 nproc=$("$PYTHON" -P -m workshop.training.preflight "$here/exercise2_multigpu_torchrun.py" "$@")
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
 

@@ -1,4 +1,4 @@
-"""Exercise 3: compute a metric over all processes, and take steps of several batches (gradient accumulation).
+"""Exercise 3: compute a metric over all processes, and accumulate the gradients of several batches per step.
 This program is the solution of exercise 2, and it works as delivered and after each TODO.
 Do the TODOs in order, and the steps of each TODO in the order of their letters. Run and check the program after each TODO.
 
@@ -13,7 +13,7 @@ from itertools import islice
 
 from workshop.training.launcher import exit_with_launcher
 
-exit_with_launcher()  # kill -9 on torchrun would leave this process training, and saving; before the slow imports
+exit_with_launcher()  # this process must end if torchrun is killed (kill -9); before the slow imports
 
 import torch
 import torch.distributed as dist
@@ -36,8 +36,8 @@ CLASSES = 10
 @record  # torchrun then shows the traceback of the rank that failed first
 def main():
     args = parse_arguments()
-    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])  # torchrun sets all of these
-    # Each process drives a device of its own.
+    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])  # torchrun sets these variables
+    # Each process uses its own GPU, or the CPU if this machine has fewer GPUs than processes.
     device = choose_device(int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"]))
     backend = dist.get_default_backend_for_device(device)  # "nccl" on NVIDIA and AMD GPUs, "gloo" on the CPU
     dist.init_process_group(backend)
@@ -50,18 +50,18 @@ def main():
 def parse_arguments():
     parser = ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--epochs", type=positive_int, default=5, help="passes over the training set")
-    parser.add_argument("--batch-size", type=positive_int, default=64, help="samples a step, on each process")
-    parser.add_argument("--save-every", type=positive_int, default=1, help="epochs from one checkpoint to the next")
-    parser.add_argument("--checkpoint", default="runs/global_metrics.pt", help="file to save to and to carry on from")
-    parser.add_argument("--dataset", default="digits", help="digits, or mnist once it has been fetched")
-    parser.add_argument("--accumulate", type=positive_int, default=1, help="batches a step")
+    parser.add_argument("--batch-size", type=positive_int, default=64, help="samples per batch and process")
+    parser.add_argument("--save-every", type=positive_int, default=1, help="epochs between two checkpoints")
+    parser.add_argument("--checkpoint", default="runs/global_metrics.pt", help="file to save to and to resume from")
+    parser.add_argument("--dataset", default="digits", help="digits, or mnist after ./workshop.sh fetch mnist")
+    parser.add_argument("--accumulate", type=positive_int, default=1, help="batches per step")
     args = parser.parse_args()
     check_arguments(parser, args, SmallCNN(), world_size=int(os.environ.get("WORLD_SIZE", 0)))
     return args
 
 
 def choose_device(local_rank, local_world_size):
-    # Without is_available() the CUDA build names "cuda" on a machine that has no GPU.
+    # In a CUDA build, current_accelerator() returns "cuda" even without a GPU, so ask is_available() first.
     if torch.accelerator.is_available() and torch.accelerator.device_count() >= local_world_size:
         torch.accelerator.set_device_index(local_rank)
         return torch.accelerator.current_accelerator()
@@ -69,7 +69,7 @@ def choose_device(local_rank, local_world_size):
 
 
 def train(rank, world_size, device, args):
-    torch.manual_seed(SEED)  # the same first weights in every run
+    torch.manual_seed(SEED)  # the same initial parameters in every run
     model = SmallCNN().to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     first_epoch = load_checkpoint(args.checkpoint, model, optimizer, device)
@@ -78,17 +78,17 @@ def train(rank, world_size, device, args):
         gpus = torch.accelerator.device_count()
         print(f"training on {device} from epoch {first_epoch + 1}: {world_size} processes, {gpus} GPUs here")
 
-    ddp_model = DDP(model)  # the same weights, but its backward() averages the gradients over all processes
+    ddp_model = DDP(model)  # the same parameters, but backward() averages the gradients over all processes
     transform = transforms.Compose([transforms.ToTensor(), transforms.Normalize((0.5,), (0.5,))])
     train_set, test_set = load_dataset(args.dataset, transform)
-    # The order of single_gpu.py, dealt out like cards: together the processes see the same global batches.
+    # The same permutation as in single_gpu.py, dealt to the ranks in turn: together they use the same global batches.
     sampler = DistributedSampler(train_set, seed=SEED, drop_last=True)
     train_loader = DataLoader(train_set, args.batch_size, sampler=sampler, drop_last=True)
-    # Dealt out too, but by hand: DistributedSampler would count some samples twice to give each rank as many.
+    # Distribute the test samples by hand: DistributedSampler repeats some of them, and they would count twice.
     test_loader = DataLoader(Subset(test_set, range(rank, len(test_set), world_size)), args.batch_size)
 
     for epoch in range(first_epoch, args.epochs):
-        # Each epoch is seeded anew, so a resumed run needs no random state from the checkpoint.
+        # Each epoch sets its own seed, so a resumed run does not need the random state of the interrupted one.
         torch.manual_seed(SEED + 1000 * epoch + rank)
         sampler.set_epoch(epoch)
         start = time.perf_counter()
@@ -110,12 +110,12 @@ def train(rank, world_size, device, args):
 # TODO 2, step a: let one optimizer step use `accumulate` batches, because one batch of their total size may not fit on the
 # device. The losses and the parameters must be the same as with this large batch. Pass accumulate to this function.
 def train_one_epoch(model, loader, optimizer, device):
-    """Take a step with each batch and return the losses of the steps."""
+    """Take one optimizer step per batch and return the loss of each step."""
     model.train()
     # TODO 2, step b: return one loss per step. Leave out the batches at the end of an epoch that do not fill a step.
     # Look up: itertools.islice
     losses = torch.zeros(len(loader), device=device)
-    # disable=None: a progress bar on a terminal, none in a log file
+    # disable=None shows the progress bar on a terminal, but not in a log file.
     # TODO 2, step c: loop over the batches that remain. The loop now counts batches; compute the number of the step.
     for step, (images, labels) in enumerate(tqdm(loader, leave=False, disable=dist.get_rank() > 0 or None)):
         images, labels = images.to(device), labels.to(device)
@@ -155,13 +155,13 @@ def evaluate(model, loader, device):
 def save_checkpoint(path, model, optimizer, epoch):
     os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
     checkpoint = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "epoch": epoch}
-    # os.replace is atomic: whoever reads finds the old checkpoint or the new one, never half of one.
+    # os.replace is atomic: a reader finds the old checkpoint or the new one, never an incomplete file.
     torch.save(checkpoint, path + ".tmp")
     os.replace(path + ".tmp", path)
 
 
 def load_checkpoint(path, model, optimizer, device):
-    """Fill model and optimizer from the checkpoint, if there is one, and return the epoch to start with."""
+    """Load the model and the optimizer from the checkpoint if it exists, and return the first epoch to train."""
     if not os.path.exists(path):
         return 0
     checkpoint = torch.load(path, map_location=device, weights_only=True)

@@ -1,4 +1,4 @@
-"""Train with steps of several batches (gradient accumulation), on any number of devices.
+"""Train with gradient accumulation (several batches per step) on any number of devices.
 
 TODO 1: four batches of 16 per step (the default) should train the same model as one batch of 64 per step
 (--batch-size 64 --accumulate 1), but they do not. Find the two causes and repair them.
@@ -38,8 +38,8 @@ def main():
 def parse_arguments():
     parser = ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--epochs", type=positive_int, default=3, help="passes over the training set")
-    parser.add_argument("--accumulate", type=positive_int, default=4, help="batches a step")
-    parser.add_argument("--batch-size", type=positive_int, default=16, help="samples a step, on each process")
+    parser.add_argument("--accumulate", type=positive_int, default=4, help="batches per step")
+    parser.add_argument("--batch-size", type=positive_int, default=16, help="samples per batch and process")
     args = parser.parse_args()
     check_arguments(parser, args, world_size=int(os.environ.get("WORLD_SIZE", 0)))
     return args
@@ -67,12 +67,12 @@ def train(rank, world_size, device, args):
 
 
 def train_one_epoch(model, loader, optimizer, device, accumulate):
-    """Take a step with each `accumulate` batches together, and return the mean loss of the batches."""
+    """Take one optimizer step per `accumulate` batches and return the mean loss of the batches."""
     total = torch.zeros((), device=device)
-    batches = len(loader) // accumulate * accumulate  # what is left over makes no whole step
+    batches = len(loader) // accumulate * accumulate  # drop the last batches if they do not fill a step
     for step, (images, labels) in zip(range(batches), loader, strict=False):
         is_last = step % accumulate == 0
-        model.require_backward_grad_sync = is_last  # what model.no_sync() sets: the gradients travel once a step
+        model.require_backward_grad_sync = is_last  # as no_sync() does: communicate the gradients once per step
         loss = F.cross_entropy(model(images.to(device)), labels.to(device))
         loss.backward()
         total += loss.detach()

@@ -1,6 +1,6 @@
-"""Train until the loss of a batch is low enough, on any number of devices.
+"""Train on any number of devices until the loss of a batch is low enough.
 
-TODO 1: the program trains for some steps, then it hangs, until the process group gives up after 30 seconds.
+TODO 1: the program trains for some steps and then hangs, until the process group times out after 30 seconds.
 Find the cause and repair it.
 
 Run it:    02_pytorch_ddp/exercise4_run_find_the_bug_hang.sh
@@ -39,8 +39,10 @@ def main():
 def parse_arguments():
     parser = ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--epochs", type=positive_int, default=3, help="passes over the training set")
-    parser.add_argument("--target", type=float, default=0.5, help="stop as soon as a batch has a lower loss")
-    parser.add_argument("--batch-size", type=positive_int, default=32, help="samples a step, on each process")
+    parser.add_argument(
+        "--target", type=float, default=0.5, help="stop as soon as the loss of a batch is below this value"
+    )
+    parser.add_argument("--batch-size", type=positive_int, default=32, help="samples per batch and process")
     args = parser.parse_args()
     check_arguments(parser, args, world_size=int(os.environ.get("WORLD_SIZE", 0)))
     return args
@@ -67,11 +69,11 @@ def train(rank, world_size, device, args):
             print(f"epoch {epoch + 1}/{args.epochs} | last loss {loss:.4f} | {steps} steps", flush=True)
         if loss < args.target:
             break
-    dist.barrier()  # nobody leaves before all have finished
+    dist.barrier()  # wait until all ranks have finished
 
 
 def train_until(target, model, loader, optimizer, device):
-    """Take a step with each batch until the loss is below the target; return the last loss and the number of steps."""
+    """Take one optimizer step per batch until the loss is below the target; return the last loss and the number of steps."""
     steps = 0
     for images, labels in loader:
         optimizer.zero_grad()

@@ -1,4 +1,4 @@
-"""Learn to tell odd digits from even ones, on any number of devices.
+"""Train a model to tell odd digits from even digits, on any number of devices.
 
 TODO 1: the loss is 0, the lowest possible value, from the first step on, but the model only guesses.
 Find the cause and repair it.
@@ -38,7 +38,7 @@ def main():
 def parse_arguments():
     parser = ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--epochs", type=positive_int, default=3, help="passes over the training set")
-    parser.add_argument("--batch-size", type=positive_int, default=32, help="samples a step, on each process")
+    parser.add_argument("--batch-size", type=positive_int, default=32, help="samples per batch and process")
     args = parser.parse_args()
     check_arguments(parser, args, world_size=int(os.environ.get("WORLD_SIZE", 0)))
     return args
@@ -67,12 +67,12 @@ def train(rank, world_size, device, args):
 
 
 def train_one_epoch(model, loader, optimizer, device):
-    """Learn to tell odd digits from even ones; return the mean loss and the accuracy on the samples of the epoch."""
+    """Take one optimizer step per batch and return the mean loss and the accuracy over the samples of the epoch."""
     loss_correct_total = torch.zeros(3, device=device)
     for images, digits in loader:
         images, is_odd = images.to(device), (digits % 2).to(device, torch.float32)
         optimizer.zero_grad()
-        outputs = model(images).squeeze(1)  # one number a sample: above 0 for odd
+        outputs = model(images).squeeze(1)  # one number per sample; above 0 means odd
         loss = F.cross_entropy(outputs.unsqueeze(1), is_odd.unsqueeze(1))
         loss.backward()
         optimizer.step()

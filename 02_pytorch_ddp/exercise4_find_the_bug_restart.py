@@ -38,8 +38,8 @@ def main():
 def parse_arguments():
     parser = ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--epochs", type=positive_int, default=3, help="passes over the training set")
-    parser.add_argument("--checkpoint", default="runs/restart.pt", help="file to save to and to carry on from")
-    parser.add_argument("--batch-size", type=positive_int, default=32, help="samples a step, on each process")
+    parser.add_argument("--checkpoint", default="runs/restart.pt", help="file to save to and to resume from")
+    parser.add_argument("--batch-size", type=positive_int, default=32, help="samples per batch and process")
     args = parser.parse_args()
     check_arguments(parser, args, world_size=int(os.environ.get("WORLD_SIZE", 0)))
     return args
@@ -74,7 +74,7 @@ def train(rank, world_size, device, args):
 
 
 def train_one_epoch(model, loader, optimizer, device):
-    """Take a step with each batch, and return the mean loss."""
+    """Take one optimizer step per batch and return the mean loss."""
     total = torch.zeros((), device=device)
     for images, labels in loader:
         optimizer.zero_grad()

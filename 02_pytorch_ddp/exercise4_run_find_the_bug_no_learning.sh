@@ -1,13 +1,14 @@
 #!/usr/bin/env bash
-# Train with torchrun: one process on each GPU of this machine, or two on the CPU where there is none.
-# Options go on to the script; NPROC sets another number of processes.
+# Train with torchrun: one process per GPU of this machine, or two processes on the CPU if it has no GPU.
+# Options are passed to the script. NPROC sets a different number of processes.
 set -euo pipefail
 here=$(cd "$(dirname "$0")" && pwd)
 source "$here/../workshop/runner.sh"      # sets $PYTHON
 
 case " $* " in *" --help "* | *" -h "*) exec "$PYTHON" "$here/exercise4_find_the_bug_no_learning.py" --help ;; esac
 
-# How many processes? A mistake in the options ends here, in one line, before anything is launched.
+# Find the number of processes, and check the options. A mistake in the options ends the runner here, with one line, before
+# anything is launched.
 nproc=$("$PYTHON" -P -m workshop.training.preflight "$here/exercise4_find_the_bug_no_learning.py" "$@")
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
 

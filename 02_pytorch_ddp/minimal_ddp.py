@@ -1,4 +1,4 @@
-"""The smallest complete program with DistributedDataParallel: its processes fit y = 3x together.
+"""Fit y = 3x with several processes: this is the smallest complete program with DistributedDataParallel.
 
 Run it:    torchrun --nproc-per-node=2 02_pytorch_ddp/minimal_ddp.py
 Check it:  ./workshop.sh check 02_pytorch_ddp/minimal_ddp.py
@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 torch.manual_seed(0)
 device = torch.device("cpu")
-if torch.accelerator.device_count() >= int(os.environ["LOCAL_WORLD_SIZE"]):  # else the CPU
+if torch.accelerator.device_count() >= int(os.environ["LOCAL_WORLD_SIZE"]):  # otherwise use the CPU
     torch.accelerator.set_device_index(int(os.environ["LOCAL_RANK"]))
     device = torch.accelerator.current_accelerator()
 backend = dist.get_default_backend_for_device(device)  # "nccl" for GPUs, "gloo" for the CPU

@@ -1,9 +1,10 @@
-"""Train a small CNN on handwritten digits on any number of devices: Lightning's Trainer starts the processes and runs the loop.
-It saves a checkpoint after each epoch. If you start it again, it resumes from the checkpoint as if it had never stopped.
+"""Exercise 1: train a small CNN with Lightning, whose Trainer starts the processes and runs the loop, on any number of devices.
 
-As delivered, this is 01_single_gpu/single_gpu.py, divided into the classes that Lightning expects: the model is a
-LightningModule, the loaders belong to a LightningDataModule, and a loop that was written by hand trains on one device. It
-works as delivered. Do the TODOs in order, and the steps of each TODO in the order of their letters.
+As delivered, this is 01_single_gpu/single_gpu.py without checkpoints, divided into the classes that Lightning expects: the
+model is a LightningModule, the loaders belong to a LightningDataModule, and a loop that was written by hand trains on one
+device. After TODO 4, it saves a checkpoint after each epoch. Started again, it resumes from the checkpoint and ends with the
+same result as an uninterrupted run.
+It works as delivered. Do the TODOs in order, and the steps of each TODO in the order of their letters.
 
 Run:          ./exercise1_run_lightning_mnist.sh --epochs 3
 Check:        ./workshop.sh check 03_pytorch_lightning/exercise1_lightning_mnist.py
@@ -35,12 +36,12 @@ def main():
 def parse_arguments():
     parser = ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--epochs", type=positive_int, default=5, help="passes over the training set")
-    parser.add_argument("--batch-size", type=positive_int, default=64, help="samples a step, on each process")
-    parser.add_argument("--devices", type=positive_int, default=torch.accelerator.device_count() or 2, help="processes")
+    parser.add_argument("--batch-size", type=positive_int, default=64, help="samples per batch and process")
     parser.add_argument(
-        "--checkpoint", default="runs/lightning_mnist.ckpt", help="file to save to and to carry on from"
+        "--devices", type=positive_int, default=torch.accelerator.device_count() or 2, help="number of processes"
     )
-    parser.add_argument("--dataset", default="digits", help="digits, or mnist once it has been fetched")
+    parser.add_argument("--checkpoint", default="runs/lightning_mnist.ckpt", help="file to save to and to resume from")
+    parser.add_argument("--dataset", default="digits", help="digits, or mnist after ./workshop.sh fetch mnist")
     args = parser.parse_args()
     check_launcher(parser, args.devices)
     check_arguments(parser, args, Classifier(), world_size=args.devices)
@@ -48,14 +49,14 @@ def parse_arguments():
 
 
 def choose_accelerator(devices):
-    # Lightning's "auto" takes the GPU wherever there is one, and fails where there are fewer than devices.
+    # Lightning's "auto" chooses the GPU if there is one, and fails if there are fewer GPUs than processes.
     if torch.accelerator.is_available() and torch.accelerator.device_count() >= devices:
         return "auto"
     return "cpu"
 
 
 class Classifier(L.LightningModule):
-    """The model, and what one step of its training and of its evaluation is."""
+    """The model, and one step of its training and of its evaluation."""
 
     def __init__(self):
         super().__init__()
@@ -80,7 +81,7 @@ class Classifier(L.LightningModule):
 
 
 class Data(L.LightningDataModule):
-    """The data sets, and the loader of each process."""
+    """The data sets, and the loaders of each process."""
 
     def __init__(self, dataset, batch_size):
         super().__init__()
@@ -102,7 +103,7 @@ class Data(L.LightningDataModule):
 
 
 def train(args):
-    L.seed_everything(SEED, verbose=False)  # the same first weights in every process and every run
+    L.seed_everything(SEED, verbose=False)  # the same initial parameters in every process and every run
     # TODO 4, step a: ModelCheckpoint needs the folder and the name of the checkpoint separately, and adds ".ckpt" itself.
     # Divide the path args.checkpoint accordingly.
     # Look up: os.path.splitext, os.path.split

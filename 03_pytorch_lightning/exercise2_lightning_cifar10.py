@@ -1,5 +1,5 @@
-"""Train a ResNet-18 with Lightning: in bfloat16, with one cycle of the learning rate, on any number of nodes, under any launcher.
-It saves a checkpoint after each epoch. If you start it again, it resumes from the checkpoint as if it had never stopped.
+"""Exercise 2: train a ResNet-18 with Lightning in bfloat16, with a one-cycle learning rate, on many nodes, under any launcher.
+It saves a checkpoint after each epoch. Started again, it resumes from it, with the result of an uninterrupted run.
 
 As delivered, this is the solution of exercise 1 with two more options that it does not use yet: --accumulate and --nodes.
 It works as delivered. Do the TODOs in order, and the steps of each TODO in the order of their letters.
@@ -44,14 +44,14 @@ def main():
 def parse_arguments():
     parser = ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--epochs", type=positive_int, default=5, help="passes over the training set")
-    parser.add_argument("--batch-size", type=positive_int, default=64, help="samples a batch, on each process")
-    parser.add_argument("--accumulate", type=positive_int, default=1, help="batches a step")
+    parser.add_argument("--batch-size", type=positive_int, default=64, help="samples per batch and process")
+    parser.add_argument("--accumulate", type=positive_int, default=1, help="batches per step")
     parser.add_argument(
-        "--devices", type=positive_int, default=torch.accelerator.device_count() or 2, help="processes a node"
+        "--devices", type=positive_int, default=torch.accelerator.device_count() or 2, help="processes per node"
     )
     parser.add_argument("--nodes", type=positive_int, default=1)
     parser.add_argument(
-        "--checkpoint", default="runs/lightning_cifar10.ckpt", help="file to save to and to carry on from"
+        "--checkpoint", default="runs/lightning_cifar10.ckpt", help="file to save to and to resume from"
     )
     parser.add_argument("--dataset", default="digits", help="digits, or cifar10 once it has been fetched")
     args = parser.parse_args()
@@ -62,7 +62,7 @@ def parse_arguments():
 
 
 def choose_accelerator(devices):
-    # Lightning's "auto" takes the GPU wherever there is one, and fails where there are fewer than devices.
+    # Lightning's "auto" chooses the GPU if there is one, and fails if there are fewer GPUs than processes.
     if torch.accelerator.is_available() and torch.accelerator.device_count() >= devices:
         return "auto"
     return "cpu"
@@ -78,7 +78,7 @@ def choose_environment():
 
 
 class Classifier(L.LightningModule):
-    """The model, and what one step of its training and of its evaluation is."""
+    """The model, and one step of its training and of its evaluation."""
 
     def __init__(self, dataset):
         super().__init__()
@@ -87,7 +87,7 @@ class Classifier(L.LightningModule):
         # convolution to `width` channels without bias, a BatchNorm and a ReLU, without pooling.
         # Look up: models.ResNet18 and its attribute stem; nn.Sequential
         self.model = models.SmallCNN()
-        # Counts hits and samples; at the end of an epoch it adds up the counts of all processes.
+        # Counts correct predictions and samples. At the end of an epoch, it adds up the counts of all processes.
         self.accuracy = MulticlassAccuracy(num_classes=10, average="micro")
 
     def training_step(self, batch, batch_index):
@@ -111,7 +111,7 @@ class Classifier(L.LightningModule):
 
 
 class Data(L.LightningDataModule):
-    """The data sets, and the loader of each process."""
+    """The data sets, and the loaders of each process."""
 
     def __init__(self, dataset, batch_size):
         super().__init__()
@@ -130,13 +130,13 @@ class Data(L.LightningDataModule):
         return DataLoader(self.train_set, self.batch_size, sampler=sampler, drop_last=True)
 
     def val_dataloader(self):
-        # Dealt out by hand: DistributedSampler would count some samples twice to give each rank as many.
+        # Distribute the samples by hand, because DistributedSampler repeats some of them to give each rank the same number.
         share = range(self.trainer.global_rank, len(self.test_set), self.trainer.world_size)
         return DataLoader(Subset(self.test_set, share), self.batch_size)
 
 
 def train(args):
-    L.seed_everything(SEED, verbose=False)  # the same first weights in every process and every run
+    L.seed_everything(SEED, verbose=False)  # the same initial parameters in every process and every run
     folder, name = os.path.split(os.path.splitext(args.checkpoint)[0])
     accelerator = choose_accelerator(args.devices)
     # TODO 2: compute in bfloat16 ("bf16-mixed") if the device is faster in it than in float32. The device is the accelerator
@@ -152,7 +152,7 @@ def train(args):
         strategy="ddp",
         precision=precision,
         # TODO 3, step b: take one optimizer step per args.accumulate batches. Look up: Trainer(accumulate_grad_batches=)
-        use_distributed_sampler=False,  # Data deals out the samples itself
+        use_distributed_sampler=False,  # Data distributes the samples itself
         # TODO 4, step a: keep a second checkpoint, f"{name}-best", of the epoch with the highest accuracy.
         # Look up: ModelCheckpoint(monitor=, mode=)
         # Step b: end the training when the accuracy has not risen for 5 epochs. Look up: EarlyStopping(patience=)

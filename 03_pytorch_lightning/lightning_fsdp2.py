@@ -1,9 +1,9 @@
-"""Train a small CNN on handwritten digits on any number of devices, with FSDP2: each process keeps a part of every weight.
-It saves a checkpoint after each epoch and, started again, carries on from it as if it had never stopped.
+"""Train a small CNN on handwritten digits on any number of devices with FSDP2: each process stores a shard of each parameter.
+It saves a checkpoint after each epoch. Started again, it resumes from it, with the result of an uninterrupted run.
 
 One process:  python 03_pytorch_lightning/lightning_fsdp2.py --devices 1
 N processes:  python 03_pytorch_lightning/lightning_fsdp2.py --devices 2
-Slurm:        srun --ntasks-per-node=4 --gpus-per-node=4 --cpus-per-task=2 python ... --devices 4     (one task a GPU)
+Slurm:        srun --ntasks-per-node=4 --gpus-per-node=4 --cpus-per-task=2 python ... --devices 4     (one task per GPU)
 """
 
 import os
@@ -34,12 +34,12 @@ def main():
 def parse_arguments():
     parser = ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--epochs", type=positive_int, default=5, help="passes over the training set")
-    parser.add_argument("--batch-size", type=positive_int, default=64, help="samples a step, on each process")
-    parser.add_argument("--devices", type=positive_int, default=torch.accelerator.device_count() or 2, help="processes")
+    parser.add_argument("--batch-size", type=positive_int, default=64, help="samples per batch and process")
     parser.add_argument(
-        "--checkpoint", default="runs/lightning_fsdp2.ckpt", help="file to save to and to carry on from"
+        "--devices", type=positive_int, default=torch.accelerator.device_count() or 2, help="number of processes"
     )
-    parser.add_argument("--dataset", default="digits", help="digits, or mnist once it has been fetched")
+    parser.add_argument("--checkpoint", default="runs/lightning_fsdp2.ckpt", help="file to save to and to resume from")
+    parser.add_argument("--dataset", default="digits", help="digits, or mnist after ./workshop.sh fetch mnist")
     args = parser.parse_args()
     check_launcher(parser, args.devices)
     check_averaging(parser, args.devices)
@@ -48,24 +48,24 @@ def parse_arguments():
 
 
 def choose_accelerator(devices):
-    # Lightning's "auto" takes the GPU wherever there is one, and fails where there are fewer than devices.
+    # Lightning's "auto" chooses the GPU if there is one, and fails if there are fewer GPUs than processes.
     if torch.accelerator.is_available() and torch.accelerator.device_count() >= devices:
         return "auto"
     return "cpu"
 
 
 class Classifier(L.LightningModule):
-    """The model, and what one step of its training and of its evaluation is."""
+    """The model, and one step of its training and of its evaluation."""
 
     def __init__(self):
         super().__init__()
         self.model = SmallCNN()
-        # Counts hits and samples; at the end of an epoch it adds up the counts of all processes.
+        # Counts correct predictions and samples. At the end of an epoch, it adds up the counts of all processes.
         self.accuracy = MulticlassAccuracy(num_classes=10, average="micro")
 
     def configure_model(self):
-        # The Trainer calls it in each process, once they have met. A layer's weights are whole only while it computes; stage 04
-        # does this by hand.
+        # The Trainer calls this method in each process after the process group exists. The parameters of a layer are gathered
+        # only while the layer computes. Stage 04 does the same without Lightning.
         mesh = self.device_mesh["data_parallel"]
         for layer in self.model.children():
             fully_shard(layer, mesh=mesh)
@@ -88,7 +88,7 @@ class Classifier(L.LightningModule):
 
 
 class Data(L.LightningDataModule):
-    """The data sets, and the loader of each process."""
+    """The data sets, and the loaders of each process."""
 
     def __init__(self, dataset, batch_size):
         super().__init__()
@@ -104,26 +104,26 @@ class Data(L.LightningDataModule):
         return DataLoader(self.train_set, self.batch_size, sampler=sampler, drop_last=True)
 
     def val_dataloader(self):
-        # Dealt out by hand: DistributedSampler would count some samples twice to give each rank as many.
+        # Distribute the samples by hand, because DistributedSampler repeats some of them to give each rank the same number.
         share = range(self.trainer.global_rank, len(self.test_set), self.trainer.world_size)
         return DataLoader(Subset(self.test_set, share), self.batch_size)
 
 
 def train(args):
-    L.seed_everything(SEED, verbose=False)  # the same first weights in every process and every run
+    L.seed_everything(SEED, verbose=False)  # the same initial parameters in every process and every run
     folder, name = os.path.split(os.path.splitext(args.checkpoint)[0])
     trainer = L.Trainer(
         max_epochs=args.epochs,
         accelerator=choose_accelerator(args.devices),
         devices=args.devices,
         strategy=ModelParallelStrategy(
-            # By default the devices of a node are tensor-parallel, and nobody averages their gradients.
+            # By default, the devices of a node are used for tensor parallelism, and their gradients are not averaged.
             data_parallel_size=args.devices,
             tensor_parallel_size=1,
-            save_distributed_checkpoint=False,  # one file with the whole weights, as before
+            save_distributed_checkpoint=False,  # one file with all parameters in full, as in exercise 1
         ),
         enable_model_summary=False,
-        use_distributed_sampler=False,  # Data deals out the samples itself
+        use_distributed_sampler=False,  # Data distributes the samples itself
         enable_progress_bar=False,
         callbacks=[EpochReport(args.checkpoint), ModelCheckpoint(folder or ".", name, save_on_train_epoch_end=True)],
         logger=False,

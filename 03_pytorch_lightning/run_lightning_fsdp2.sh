@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Train with Lightning and FSDP2: one process on each GPU of this machine, or two on the CPU where there is none.
-# Options go on to the script:  run_lightning_fsdp2.sh --epochs 3 --devices 4
+# Train with Lightning and FSDP2: one process per GPU of this machine, or two processes on the CPU if it has no GPU.
+# Options are passed to the script:  run_lightning_fsdp2.sh --epochs 3 --devices 4
 set -euo pipefail
 here=$(cd "$(dirname "$0")" && pwd)
 source "$here/../workshop/runner.sh"      # sets $PYTHON

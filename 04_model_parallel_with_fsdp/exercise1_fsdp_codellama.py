@@ -11,7 +11,7 @@ import time
 
 from workshop.training.launcher import exit_with_launcher
 
-exit_with_launcher()  # kill -9 on torchrun would leave this process training; before the slow imports
+exit_with_launcher()  # this process must end if torchrun is killed (kill -9); before the slow imports
 
 import torch
 import torch.distributed as dist
@@ -49,23 +49,23 @@ def main():
 
 def parse_arguments():
     parser = ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--model", default="tiny-codellama", help="or codellama once it has been fetched, or a folder")
-    parser.add_argument("--data", default="stdlib", help='Python\'s own source, or a file of JSON lines with a "text"')
-    parser.add_argument("--skip-broken", action="store_true", help="leave out lines of the file that are no such JSON")
-    parser.add_argument("--steps", type=positive_int, default=150)
-    parser.add_argument("--batch-size", type=positive_int, default=4, help="sequences a step, on each process")
-    parser.add_argument("--sequence-length", type=positive_int, default=128, help="tokens of a sequence")
+    parser.add_argument("--model", default="tiny-codellama", help="or codellama (fetch it first), or a folder")
     parser.add_argument(
-        "--learning-rate", type=positive_float, default=3e-3, help="its peak; for codellama rather 2e-5"
+        "--data", default="stdlib", help='or chess (fetch it first), or a file of JSON lines with a "text"'
     )
-    parser.add_argument("--folder", default="runs/fsdp_codellama", help="folder for what the run leaves")
+    parser.add_argument("--skip-broken", action="store_true", help='skip lines that are not JSON with a "text"')
+    parser.add_argument("--steps", type=positive_int, default=150)
+    parser.add_argument("--batch-size", type=positive_int, default=4, help="sequences per batch and process")
+    parser.add_argument("--sequence-length", type=positive_int, default=128, help="tokens per sequence")
+    parser.add_argument("--learning-rate", type=positive_float, default=3e-3, help="the peak; use 2e-5 for codellama")
+    parser.add_argument("--folder", default="runs/fsdp_codellama", help="folder for the results of the run")
     args = parser.parse_args()
     check_finetuning(parser, args, "fsdp")
     return args
 
 
 def choose_device(local_rank, local_world_size):
-    # Without is_available() the CUDA build names "cuda" on a machine that has no GPU.
+    # In a CUDA build, current_accelerator() returns "cuda" even without a GPU, so ask is_available() first.
     if torch.accelerator.is_available() and torch.accelerator.device_count() >= local_world_size:
         torch.accelerator.set_device_index(local_rank)
         return torch.accelerator.current_accelerator()
@@ -77,16 +77,16 @@ def train(device, args):
     rank, world_size = dist.get_rank(), dist.get_world_size()
     tokenizer = AutoTokenizer.from_pretrained(args.model, local_files_only=True)
     model = load_model(args, device)
-    # PyTorch's default, a decay of 0.01, is small; the betas are those of most language models.
+    # The weight decay is PyTorch's default, 0.01, which is small. Most language models are trained with these betas.
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.learning_rate, betas=(0.9, 0.95))
-    # Up during the first 15 % of the steps, then down, both along a cosine.
+    # The learning rate rises during the first 15 % of the steps and then falls, both along a cosine.
     schedule = OneCycleLR(optimizer, args.learning_rate, args.steps, pct_start=0.15, cycle_momentum=False)
     log = TrainingLog(args, device)
 
     train_set, validation_set = load_blocks(args.data, tokenizer, args.sequence_length, args.skip_broken)
     sampler = DistributedSampler(train_set, seed=SEED, drop_last=True)
     train_loader = DataLoader(train_set, args.batch_size, sampler=sampler, drop_last=True)
-    count = max(1, min(len(validation_set), 64) // world_size) * world_size  # as many for each process
+    count = max(1, min(len(validation_set), 64) // world_size) * world_size  # the same number for each process
     validation_loader = DataLoader(Subset(validation_set, range(rank, count, world_size)), args.batch_size)
 
     validation_loss = evaluate(model, validation_loader, device)
@@ -97,7 +97,7 @@ def train(device, args):
         model.train()
         # TODO 2, step b (step a is in precision): the policy replaces autocast, so compute the loss without the with statement.
         with autocast(device):
-            loss = model(input_ids=batch, labels=batch, use_cache=False).loss  # it shifts the labels itself
+            loss = model(input_ids=batch, labels=batch, use_cache=False).loss  # the model shifts the labels itself
         loss.backward()
         nn.utils.clip_grad_norm_(model.parameters(), max_norm=1.0)
         optimizer.step()
@@ -116,7 +116,7 @@ def train(device, args):
 
 
 def load_model(args, device):
-    """The weights in float32, whatever they were stored as: AdamW's small steps would vanish in bfloat16."""
+    """Return the model in float32, whatever the data type of its files: AdamW's small updates would round to zero in bfloat16."""
     # TODO 3, step a: from_pretrained() puts the whole model into the memory of every process: 27 GB for CodeLlama-7b in
     # float32. Create the model on the meta device instead, from its configuration, in float32. It then has no memory yet.
     # Look up: torch.device("meta") as a context manager; AutoConfig.from_pretrained, AutoModelForCausalLM.from_config
@@ -138,12 +138,12 @@ def distribute(model, device):
     # and the policy of precision().
     # Look up: torch.distributed.fsdp.fully_shard, its arguments mesh and mp_policy; model.model.layers
     # Step c: make the rest of the model the last group, in the same way: embedding, last norm and output layer. Return the model.
-    """Spread the training over the processes: the same weights in each, and backward() averages the gradients."""
+    """Wrap the model in DDP: each process has the same parameters, and backward() averages the gradients."""
     return DDP(model)
 
 
 def precision(device):
-    """What it computes with. Each process's own part of the weights is float32 in any case."""
+    """Return the data types for computation and communication. The shards themselves stay in float32."""
     # TODO 2, step a: let FSDP gather the parameters and compute in bfloat16 if the device is fast in it. The all-gathers then
     # communicate half the bytes. Always sum the gradients in float32, because a sum in bfloat16 loses small gradients.
     # Look up: MixedPrecisionPolicy, its arguments param_dtype and reduce_dtype; bf16_is_fast in workshop/tensors.py
@@ -157,7 +157,7 @@ def autocast(device):
 
 @torch.no_grad()
 def load_weights(model, folder):
-    """Read this process's rows of each weight, and nothing else."""
+    """Read only this process's rows of each parameter."""
     files = weight_files(folder)
     for name, weight in model.named_parameters():
         # TODO 3, step e: fully_shard has divided the rows of each parameter among the ranks, as torch.chunk would. Read only
@@ -167,7 +167,7 @@ def load_weights(model, folder):
 
 
 def batches(loader, sampler):
-    """Yield the batches of one epoch after the other, for ever."""
+    """Yield batches without end: the batches of one epoch after those of the previous one."""
     epoch = 0
     while True:
         sampler.set_epoch(epoch)
@@ -177,7 +177,7 @@ def batches(loader, sampler):
 
 @torch.no_grad()
 def evaluate(model, loader, device):
-    """Return the mean loss of a token, over the sequences of all processes."""
+    """Return the mean loss per token over the sequences of all processes."""
     model.eval()
     losses = torch.zeros(2, device=device)
     for batch in loader:
@@ -193,7 +193,7 @@ def evaluate(model, loader, device):
 
 @torch.no_grad()
 def complete(model, tokenizer, device):
-    """Return what the model writes after the prompt."""
+    """Return the prompt and the text with which the model completes it."""
     model.eval()
     prompt = tokenizer(PROMPT, return_tensors="pt").to(device)
     # TODO 1, step d: fully_shard puts no wrapper around the model, so call generate() of the model itself.

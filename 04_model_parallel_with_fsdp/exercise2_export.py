@@ -18,14 +18,14 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from workshop.training.arguments import ArgumentParser
 from workshop.training.finetuning import check_export, newest_checkpoint
 
-# DCP warns that torch.distributed is not in use: one process is what is meant here.
+# DCP warns that torch.distributed is not initialized. This is intended, because the export runs in one process.
 warnings.filterwarnings("ignore", message="torch.distributed is")
 
 
 def main():
     args = parse_arguments()
     config = AutoConfig.from_pretrained(args.model, local_files_only=True)
-    with torch.device("meta"):  # names and shapes, without memory
+    with torch.device("meta"):  # names and shapes, but no memory
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     tokenizer = AutoTokenizer.from_pretrained(args.model, local_files_only=True)
     export(model, tokenizer, newest_checkpoint(args.folder), args.export)
@@ -34,9 +34,13 @@ def main():
 def parse_arguments():
     parser = ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument(
-        "--model", default="tiny-codellama", help="that the training began with: its configuration and tokenizer"
+        "--model",
+        default="tiny-codellama",
+        help="model that the training started from: its configuration and tokenizer are used",
     )
-    parser.add_argument("--folder", default="runs/sharded_checkpoint", help="that the training has saved to")
+    parser.add_argument(
+        "--folder", default="runs/sharded_checkpoint", help="folder with the checkpoints of the training"
+    )
     parser.add_argument("--export", default="runs/exported", help="folder for the trained model")
     args = parser.parse_args()
     check_export(parser, args)
@@ -44,7 +48,7 @@ def parse_arguments():
 
 
 def export(model, tokenizer, checkpoint, folder):
-    """Put one layer after the other together, write it, and note which weight is in which file."""
+    """Assemble and write one layer at a time, and record which parameter is in which file."""
     # TODO 4, step a: write one file per layer, because the whole model may not fit into memory. model.state_dict() has the names
     # and shapes of all parameters, layer by layer. Divide the names into one group per layer.
     # Look up: itertools.groupby

@@ -12,7 +12,7 @@ from functools import partial
 
 from workshop.training.launcher import exit_with_launcher
 
-exit_with_launcher()  # kill -9 on torchrun would leave this process training; before the slow imports
+exit_with_launcher()  # this process must end if torchrun is killed (kill -9); before the slow imports
 
 import torch
 import torch.distributed as dist
@@ -42,7 +42,7 @@ def main():
     args = parse_arguments()
     device = choose_device(int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"]))
     backend = dist.get_default_backend_for_device(device)
-    # With --offload gradients lie in the memory of the CPU, and their norm is summed there.
+    # With --offload, the gradients are in CPU memory, so the all-reduce of their norm needs a backend for CPU tensors.
     dist.init_process_group(f"cpu:gloo,{device.type}:{backend}" if device.type != "cpu" else backend)
     try:
         train(device, args)
@@ -52,22 +52,24 @@ def main():
 
 def parse_arguments():
     parser = ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--model", default="tiny-codellama", help="or codellama once it has been fetched, or a folder")
-    parser.add_argument("--data", default="stdlib", help='Python\'s own source, or a file of JSON lines with a "text"')
-    parser.add_argument("--skip-broken", action="store_true", help="leave out lines of the file that are no such JSON")
+    parser.add_argument("--model", default="tiny-codellama", help="or codellama (fetch it first), or a folder")
+    parser.add_argument(
+        "--data", default="stdlib", help='or chess (fetch it first), or a file of JSON lines with a "text"'
+    )
+    parser.add_argument("--skip-broken", action="store_true", help='skip lines that are not JSON with a "text"')
     parser.add_argument("--steps", type=positive_int, default=150)
-    parser.add_argument("--batch-size", type=positive_int, default=4, help="sequences a step, on each process")
-    parser.add_argument("--sequence-length", type=positive_int, default=128, help="tokens of a sequence")
+    parser.add_argument("--batch-size", type=positive_int, default=4, help="sequences per batch and process")
+    parser.add_argument("--sequence-length", type=positive_int, default=128, help="tokens per sequence")
+    parser.add_argument("--learning-rate", type=positive_float, default=3e-3, help="the peak; use 2e-5 for codellama")
+    parser.add_argument("--folder", default="runs/fit_the_model", help="folder for the results of the run")
+    parser.add_argument("--activation-checkpointing", action="store_true", help="recompute activations")
+    parser.add_argument("--accumulate", type=positive_int, default=1, help="batches per step")
     parser.add_argument(
-        "--learning-rate", type=positive_float, default=3e-3, help="its peak; for codellama rather 2e-5"
+        "--keep-gathered", action="store_true", help="do not free the parameters of a layer after its forward pass"
     )
-    parser.add_argument("--folder", default="runs/fit_the_model", help="folder for what the run leaves")
     parser.add_argument(
-        "--activation-checkpointing", action="store_true", help="compute them twice instead of keeping them"
+        "--offload", action="store_true", help="keep parameters, gradients and optimizer state in CPU memory"
     )
-    parser.add_argument("--accumulate", type=positive_int, default=1, help="batches a step")
-    parser.add_argument("--keep-gathered", action="store_true", help="do not free a layer's weights after its forward")
-    parser.add_argument("--offload", action="store_true", help="weights, gradients and optimizer in the CPU's memory")
     parser.add_argument("--compile", action="store_true", help="compile each layer; the first step takes a minute")
     args = parser.parse_args()
     check_finetuning(parser, args, "fsdp")
@@ -75,7 +77,7 @@ def parse_arguments():
 
 
 def choose_device(local_rank, local_world_size):
-    # Without is_available() the CUDA build names "cuda" on a machine that has no GPU.
+    # In a CUDA build, current_accelerator() returns "cuda" even without a GPU, so ask is_available() first.
     if torch.accelerator.is_available() and torch.accelerator.device_count() >= local_world_size:
         torch.accelerator.set_device_index(local_rank)
         return torch.accelerator.current_accelerator()
@@ -87,16 +89,16 @@ def train(device, args):
     rank, world_size = dist.get_rank(), dist.get_world_size()
     tokenizer = AutoTokenizer.from_pretrained(args.model, local_files_only=True)
     model = load_model(args, device)
-    # PyTorch's default, a decay of 0.01, is small; the betas are those of most language models.
+    # The weight decay is PyTorch's default, 0.01, which is small. Most language models are trained with these betas.
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.learning_rate, betas=(0.9, 0.95))
-    # Up during the first 15 % of the steps, then down, both along a cosine.
+    # The learning rate rises during the first 15 % of the steps and then falls, both along a cosine.
     schedule = OneCycleLR(optimizer, args.learning_rate, args.steps, pct_start=0.15, cycle_momentum=False)
     log = TrainingLog(args, device)
 
     train_set, validation_set = load_blocks(args.data, tokenizer, args.sequence_length, args.skip_broken)
     sampler = DistributedSampler(train_set, seed=SEED, drop_last=True)
     train_loader = DataLoader(train_set, args.batch_size, sampler=sampler, drop_last=True)
-    count = max(1, min(len(validation_set), 64) // world_size) * world_size  # as many for each process
+    count = max(1, min(len(validation_set), 64) // world_size) * world_size  # the same number for each process
     validation_loader = DataLoader(Subset(validation_set, range(rank, count, world_size)), args.batch_size)
 
     validation_loss = evaluate(model, validation_loader, device)
@@ -114,7 +116,7 @@ def train(device, args):
         # Step e: communicate the gradients only in the backward pass of the last batch of a step.
         # Look up: set_requires_gradient_sync of FSDPModule
         batch = batch.to(device)
-        loss = model(input_ids=batch, labels=batch, use_cache=False).loss  # it shifts the labels itself
+        loss = model(input_ids=batch, labels=batch, use_cache=False).loss  # the model shifts the labels itself
         loss.backward()
         nn.utils.clip_grad_norm_(model.parameters(), max_norm=1.0)
         optimizer.step()
@@ -133,55 +135,55 @@ def train(device, args):
 
 
 def load_model(args, device):
-    """The weights in float32, whatever they were stored as: AdamW's small steps would vanish in bfloat16."""
+    """Return the model in float32, whatever the data type of its files: AdamW's small updates would round to zero in bfloat16."""
     config = AutoConfig.from_pretrained(args.model, local_files_only=True)
     with torch.device("meta"):  # shapes without memory: no process ever holds the whole model
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     model = distribute(model, device, args)
     # TODO 4, step b (step a is in distribute): with args.offload, allocate the memory for the shards on the CPU.
-    model.to_empty(device=device)  # memory for this process's part, with anything in it
+    model.to_empty(device=device)  # memory for this process's shards, not yet initialized
     load_weights(model, args.model)
-    # to_empty() has also emptied the buffers, and those of the rotary embedding are in no checkpoint.
+    # to_empty() also discards the buffers, and no checkpoint contains those of the rotary embedding, so compute them again.
     model.model.rotary_emb = type(model.model.rotary_emb)(config).to(device)
     return model
 
 
 def distribute(model, device, args):
-    """Spread the model over the processes: each holds a part of all weights, and of their gradients and optimizer."""
+    """Shard the model: each process stores a shard of each parameter, its gradient and its optimizer state."""
     mesh = init_device_mesh(device.type, (dist.get_world_size(),))
     options = {"mesh": mesh, "mp_policy": precision(device)}
     # TODO 4, step a: with args.offload, keep the shards in CPU memory, so that a larger model fits. FSDP copies them to the
     # device when it needs them. All groups need this setting, so add it to the options.
     # Look up: offload_policy of fully_shard; CPUOffloadPolicy, whose pin_memory needs a GPU
     for layer in model.model.layers:
-        # Its activations:
+        # Activations of the layer:
         # TODO 1: with args.activation_checkpointing, keep only the input of the layer in the forward pass. The backward pass then
         # computes the layer again. Replace the forward method of the layer with a function that does this.
         # Look up: torch.utils.checkpoint.checkpoint, its argument use_reentrant; functools.partial
-        # Its operations:
+        # Operations of the layer:
         # TODO 5: with args.compile, compile the layer, so that its operations access memory less often. All layers have the same
         # shapes, so PyTorch can use the compiled code of the first layer for all of them.
         # Look up: torch.nn.Module.compile
-        # Its weights: a group, gathered for its forward and for its backward, freed when they are done.
+        # Parameters of the layer: one communication group, gathered for the forward and the backward pass.
         # TODO 3: with args.keep_gathered, do not free the parameters of the layer after its forward pass. The backward pass then
         # needs no second all-gather, but the complete layers need memory until then.
         # Look up: reshard_after_forward of fully_shard
         fully_shard(layer, **options)
-    return fully_shard(model, **options)  # the rest: embedding, last norm, scores
+    return fully_shard(model, **options)  # the rest: embedding, final norm, output layer
 
 
 def precision(device):
-    """What it computes with. Each process's own part of the weights is float32 in any case."""
+    """Return the data types for computation and communication. The shards themselves stay in float32."""
     dtype = torch.bfloat16 if bf16_is_fast(device) else torch.float32
     return MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
 
 
 @torch.no_grad()
 def load_weights(model, folder):
-    """Read this process's rows of each weight, and nothing else."""
+    """Read only this process's rows of each parameter."""
     files = weight_files(folder)
     for name, weight in model.named_parameters():
-        # As fully_shard cuts it: rounded up, so that the last part may be shorter, or empty.
+        # Divide the rows as fully_shard does: the size is rounded up, so the last shard may be smaller, or empty.
         rows = -(-len(weight) // dist.get_world_size())
         first = rows * dist.get_rank()
         with safe_open(files[name], framework="pt") as file:
@@ -189,7 +191,7 @@ def load_weights(model, folder):
 
 
 def batches(loader, sampler):
-    """Yield the batches of one epoch after the other, for ever."""
+    """Yield batches without end: the batches of one epoch after those of the previous one."""
     epoch = 0
     while True:
         sampler.set_epoch(epoch)
@@ -199,7 +201,7 @@ def batches(loader, sampler):
 
 @torch.no_grad()
 def evaluate(model, loader, device):
-    """Return the mean loss of a token, over the sequences of all processes."""
+    """Return the mean loss per token over the sequences of all processes."""
     model.eval()
     losses = torch.zeros(2, device=device)
     for batch in loader:
@@ -213,7 +215,7 @@ def evaluate(model, loader, device):
 
 @torch.no_grad()
 def complete(model, tokenizer, device):
-    """Return what the model writes after the prompt."""
+    """Return the prompt and the text with which the model completes it."""
     model.eval()
     prompt = tokenizer(PROMPT, return_tensors="pt").to(device)
     tokens = model.generate(**prompt, max_new_tokens=40, do_sample=False, pad_token_id=tokenizer.eos_token_id)

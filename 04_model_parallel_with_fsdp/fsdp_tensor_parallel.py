@@ -1,4 +1,4 @@
-"""FSDP and tensor parallelism on a 2-D mesh: within a node each matrix is cut, and across nodes FSDP shards what that leaves.
+"""Train with FSDP and tensor parallelism on a 2-D mesh: tensor parallelism within a node, FSDP across nodes.
 Then it trains the same model in one process, on the same global batches, and compares the losses.
 
 4 processes as 2 nodes of 2:  torchrun --standalone --nproc-per-node=4 04_model_parallel_with_fsdp/fsdp_tensor_parallel.py
@@ -9,7 +9,7 @@ import os
 
 from workshop.training.launcher import exit_with_launcher
 
-exit_with_launcher()  # kill -9 on torchrun would leave this process training; before the slow imports
+exit_with_launcher()  # this process must end if torchrun is killed (kill -9); before the slow imports
 
 import torch
 import torch.distributed as dist
@@ -22,8 +22,9 @@ from transformers import AutoModelForCausalLM
 from workshop.data.codellama import model_folder
 from workshop.training.finetuning import compare_losses, first_batches, parse_extra
 
-# First by columns, then by rows: what lies between the two cuts is a part as well, and only at the end of each pair the processes
-# add up their results. Attention is cut between its heads.
+# In attention and in the MLP, the first matrices are split by columns and the last one by rows. The activations between them
+# are sharded too, so in the forward pass each of these blocks communicates only once: it adds up the results of the last
+# matrix. Attention is split between heads.
 PLAN = {
     "self_attn.q_proj": ColwiseParallel(),
     "self_attn.k_proj": ColwiseParallel(),
@@ -41,7 +42,8 @@ def main():
     device = choose_device(int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"]))
     dist.init_process_group(dist.get_default_backend_for_device(device))
     try:
-        # Neighbours in the last dimension are neighbours in rank: torchrun numbers the GPUs of a node one after the other.
+        # The last dimension contains consecutive ranks, and torchrun numbers the processes of a node consecutively. So the
+        # processes that communicate most are on the same node.
         shape = (dist.get_world_size() // args.cuts, args.cuts)
         mesh = init_device_mesh(device.type, shape, mesh_dim_names=("data", "tensor"))
         model = load_model(device)
@@ -49,8 +51,8 @@ def main():
             parallelize_module(layer, mesh["tensor"], PLAN)
         for part in (*model.model.layers, model):
             fully_shard(part, mesh=mesh["data"])
-        batches = first_batches(args, device)  # of all processes
-        # Who shares a matrix computes with the same samples.
+        batches = first_batches(args, device)  # global batches, the same on every rank
+        # Processes that share a matrix need the same samples, so only the data dimension divides the batch.
         losses = train(model, batches, mesh["data"].get_local_rank(), mesh["data"].size())
         compare_losses("FSDP and tensor parallel", losses, train(load_model(device), batches, 0, 1))
     finally:
@@ -58,7 +60,7 @@ def main():
 
 
 def choose_device(local_rank, local_world_size):
-    # Without is_available() the CUDA build names "cuda" on a machine that has no GPU.
+    # In a CUDA build, current_accelerator() returns "cuda" even without a GPU, so ask is_available() first.
     if torch.accelerator.is_available() and torch.accelerator.device_count() >= local_world_size:
         torch.accelerator.set_device_index(local_rank)
         return torch.accelerator.current_accelerator()
@@ -66,7 +68,7 @@ def choose_device(local_rank, local_world_size):
 
 
 def load_model(device):
-    """In float32, so that the losses differ by nothing but rounding."""
+    """Return the model in float32, so that the losses differ only by rounding."""
     model = AutoModelForCausalLM.from_pretrained(
         model_folder("tiny-codellama"), dtype=torch.float32, local_files_only=True
     )
@@ -74,7 +76,7 @@ def load_model(device):
 
 
 def train(model, batches, share, shares):
-    """Take a step with this process's share of each batch, and return the losses over the whole batches."""
+    """Take one optimizer step per batch, with this process's share of it, and return the loss of each whole batch."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     losses = []
     for batch in batches:

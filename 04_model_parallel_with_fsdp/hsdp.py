@@ -1,15 +1,17 @@
-"""FSDP on two levels (HSDP): the model is sharded over the GPUs of a node, whose network is fast, and each node holds all of it.
-Then it trains the same model in one process, on the same global batches, and compares the losses.
+"""Train with HSDP (Hybrid Sharded Data Parallel): each node has a full copy of the model, sharded over the GPUs of the node.
+So the parameters are gathered over the fast network within a node, and only gradients are communicated between nodes. Then it
+trains the same model in one process, on the same global batches, and compares the losses.
 
 4 processes as 2 nodes of 2:  torchrun --standalone --nproc-per-node=4 04_model_parallel_with_fsdp/hsdp.py
-Slurm:                        srun --nodes=2 --ntasks-per-node=1 ... torchrun --nnodes=2 --nproc-per-node=4 ... hsdp.py --shards 4
+Slurm:                        srun --nodes=2 --ntasks-per-node=1 ... torchrun --nnodes=2 --nproc-per-node=4 ... hsdp.py --shards
+4
 """
 
 import os
 
 from workshop.training.launcher import exit_with_launcher
 
-exit_with_launcher()  # kill -9 on torchrun would leave this process training; before the slow imports
+exit_with_launcher()  # this process must end if torchrun is killed (kill -9); before the slow imports
 
 import torch
 import torch.distributed as dist
@@ -28,13 +30,14 @@ def main():
     device = choose_device(int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"]))
     dist.init_process_group(dist.get_default_backend_for_device(device))
     try:
-        # Neighbours in the last dimension are neighbours in rank: torchrun numbers the GPUs of a node one after the other.
+        # The last dimension contains consecutive ranks, and torchrun numbers the processes of a node consecutively. So the
+        # processes that communicate most are on the same node.
         shape = (dist.get_world_size() // args.shards, args.shards)
         mesh = init_device_mesh(device.type, shape, mesh_dim_names=("replicate", "shard"))
         model = load_model(device)
         for part in (*model.model.layers, model):
-            fully_shard(part, mesh=mesh)  # sums gradients over the shards first, then over the copies
-        batches = first_batches(args, device)  # of all processes
+            fully_shard(part, mesh=mesh)  # gradients: reduce-scatter within a copy, then all-reduce across the copies
+        batches = first_batches(args, device)  # global batches, the same on every rank
         losses = train(model, batches, dist.get_rank(), dist.get_world_size())
         compare_losses("HSDP", losses, train(load_model(device), batches, 0, 1))
     finally:
@@ -42,7 +45,7 @@ def main():
 
 
 def choose_device(local_rank, local_world_size):
-    # Without is_available() the CUDA build names "cuda" on a machine that has no GPU.
+    # In a CUDA build, current_accelerator() returns "cuda" even without a GPU, so ask is_available() first.
     if torch.accelerator.is_available() and torch.accelerator.device_count() >= local_world_size:
         torch.accelerator.set_device_index(local_rank)
         return torch.accelerator.current_accelerator()
@@ -50,7 +53,7 @@ def choose_device(local_rank, local_world_size):
 
 
 def load_model(device):
-    """In float32, so that the losses differ by nothing but rounding."""
+    """Return the model in float32, so that the losses differ only by rounding."""
     model = AutoModelForCausalLM.from_pretrained(
         model_folder("tiny-codellama"), dtype=torch.float32, local_files_only=True
     )
@@ -58,7 +61,7 @@ def load_model(device):
 
 
 def train(model, batches, share, shares):
-    """Take a step with this process's share of each batch, and return the losses over the whole batches."""
+    """Take one optimizer step per batch, with this process's share of it, and return the loss of each whole batch."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     losses = []
     for batch in batches:

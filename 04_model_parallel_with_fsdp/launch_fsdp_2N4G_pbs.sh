@@ -1,48 +1,50 @@
 #!/usr/bin/env bash
 # Fine-tune on 4 GPUs, 2 on each of two nodes:  qsub -v ARGUMENTS="--model codellama" launch_fsdp_2N4G_pbs.sh
 #PBS -N launch_fsdp_2N4G
-# Two chunks of this size. mpiprocs is the number of GPUs again: ngpus appears in no variable, mpiprocs in the node file.
+# Two chunks of this size. mpiprocs repeats the number of GPUs, because the script can read mpiprocs from the node file, but no
+# variable contains ngpus.
 #PBS -l select=2:ncpus=4:mpiprocs=2:ngpus=2
-# Each chunk on a node of its own: PBS may else put two small ones on one.
+# Each chunk gets its own node. Otherwise, PBS may put two small chunks on one node.
 #PBS -l place=scatter
 #PBS -l walltime=00:10:00
-# One log for output and errors, written while the job runs: NAME.oNUMBER, in the folder that qsub is called in.
+# Write output and errors to one log while the job runs: NAME.oNUMBER, in the folder where you call qsub.
 #PBS -j oe
 #PBS -k oed
 
 set -euo pipefail
 cd "$PBS_O_WORKDIR" # where qsub was called; PBS starts a script in $HOME
-source "${WORKSHOP_SITE:-/dev/null}" # modules, network and Python of this site: "workshop submit" names the file
-export HF_HUB_OFFLINE=1 TRANSFORMERS_OFFLINE=1 HF_DATASETS_OFFLINE=1 # a node may have no internet: nobody waits for it
-read -ra arguments <<<"${ARGUMENTS:-}" # PBS hands no arguments to a script: qsub -v does
-job=${PBS_JOBID%%.*} # 17 of 17.server
-run=runs/$PBS_JOBNAME-$job # what the folder of its checkpoints and its errors are called
+source "${WORKSHOP_SITE:-/dev/null}" # settings of this site (modules, network, Python); "workshop submit" sets the variable
+export HF_HUB_OFFLINE=1 TRANSFORMERS_OFFLINE=1 HF_DATASETS_OFFLINE=1 # no downloads: a node may have no internet access
+read -ra arguments <<<"${ARGUMENTS:-}" # PBS passes no arguments to a script, but qsub -v passes this variable
+job=${PBS_JOBID%%.*} # 17 from 17.server
+run=runs/$PBS_JOBNAME-$job # the common name of its checkpoint folder and its error files
 
-# The node file names each node once for each of its mpiprocs, and first the node that this script runs on.
+# The node file lists each node mpiprocs times, and starts with the node that runs this script.
 head=$(head -n 1 "$PBS_NODEFILE")
 nodes=$(sort -u "$PBS_NODEFILE" | wc -l)
 gpus=$(grep -cxF "$head" "$PBS_NODEFILE")
 
-# The processes meet on the first node of this job, at a port that no other job there has.
+# The processes meet on the first node of this job, at a port that no other job on that node uses.
 port=$((20000 + job % 10000))
 rendezvous=(--nnodes="$nodes" --rdzv-id="$PBS_JOBID" --rdzv-backend=c10d --rdzv-endpoint="$head:$port")
 echo "rendezvous at $head:$port"
 
-export OMP_NUM_THREADS=$((NCPUS > gpus ? NCPUS / gpus : 1)) # PBS sets it to ncpus, for each process
+export OMP_NUM_THREADS=$((NCPUS > gpus ? NCPUS / gpus : 1)) # PBS sets it to ncpus, but several processes share these cores
 
 echo "job $PBS_JOBID on $(sort -u "$PBS_NODEFILE" | xargs): $gpus GPUs on a node, $OMP_NUM_THREADS cores for each"
-env | grep -E '^(NCCL|RCCL|FI|GLOO)_' || true # what steers the network: often nothing does
+env | grep -E '^(NCCL|RCCL|FI|GLOO)_' || true # print the network settings; often there are none
 
-# Should a rank fail: the error of the first one that did comes last in the log. (In the solutions it lies one folder further up.)
+# If a rank fails, print the error of the rank that failed first at the end of the log. (In the solutions, first_failure.py is
+# one folder further up.)
 trap '${PYTHON:-python} "$(ls ../{,../}slurm-multinode/first_failure.py 2>/dev/null | head -n 1)" "$run.logs"' ERR
 
-# One process on each node, with all the cores there: each kind of mpiexec has other words for that.
+# One process per node, with all cores of the node. Each implementation of mpiexec has different options for this.
 case $(mpiexec --version 2>&1) in
     *Open*) placement=(--map-by ppr:1:node --bind-to none) ;; # Open MPI
     *HYDRA* | *Intel*) placement=(-ppn 1) ;;                  # MPICH, Intel MPI
     *) placement=(-ppn 1 --cpu-bind none) ;;                  # PALS, on Cray machines
 esac
-# Not every one hands variables over to the other nodes, or starts there in this folder: env does both.
+# Some implementations of mpiexec do not pass variables to the other nodes, or start in a different folder there. env sets both.
 settings='PATH|LD_LIBRARY_PATH|PYTHON\w*|OMP_NUM_THREADS|WORKSHOP_\w+|(NCCL|RCCL|FI|GLOO)_\w+|\w+_OFFLINE'
 mapfile -t variables < <(env | grep -E "^($settings)=")
 

@@ -1,5 +1,5 @@
-"""Fine-tune a language model with LoRA: its weights stay as they are, and small matrices beside them learn the difference.
-Gradients and optimizer shrink to those of the small matrices, so that often no sharding is needed at all.
+"""Fine-tune a language model with LoRA: its parameters stay frozen, and small additional matrices learn the difference.
+Only the small matrices need gradients and optimizer state, so a model often needs no sharding at all.
 
 One process:  torchrun --standalone --nproc-per-node=1 04_model_parallel_with_fsdp/lora.py
 N processes:  torchrun --standalone --nproc-per-node=2 04_model_parallel_with_fsdp/lora.py
@@ -11,7 +11,7 @@ import time
 
 from workshop.training.launcher import exit_with_launcher
 
-exit_with_launcher()  # kill -9 on torchrun would leave this process training; before the slow imports
+exit_with_launcher()  # this process must end if torchrun is killed (kill -9); before the slow imports
 
 import torch
 import torch.distributed as dist
@@ -46,23 +46,23 @@ def main():
 
 def parse_arguments():
     parser = ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--model", default="tiny-codellama", help="or codellama once it has been fetched, or a folder")
-    parser.add_argument("--data", default="stdlib", help='Python\'s own source, or a file of JSON lines with a "text"')
-    parser.add_argument("--skip-broken", action="store_true", help="leave out lines of the file that are no such JSON")
-    parser.add_argument("--steps", type=positive_int, default=150)
-    parser.add_argument("--batch-size", type=positive_int, default=4, help="sequences a step, on each process")
-    parser.add_argument("--sequence-length", type=positive_int, default=128, help="tokens of a sequence")
+    parser.add_argument("--model", default="tiny-codellama", help="or codellama (fetch it first), or a folder")
     parser.add_argument(
-        "--learning-rate", type=positive_float, default=3e-3, help="its peak; for codellama rather 2e-5"
+        "--data", default="stdlib", help='or chess (fetch it first), or a file of JSON lines with a "text"'
     )
-    parser.add_argument("--folder", default="runs/lora", help="folder for what the run leaves")
+    parser.add_argument("--skip-broken", action="store_true", help='skip lines that are not JSON with a "text"')
+    parser.add_argument("--steps", type=positive_int, default=150)
+    parser.add_argument("--batch-size", type=positive_int, default=4, help="sequences per batch and process")
+    parser.add_argument("--sequence-length", type=positive_int, default=128, help="tokens per sequence")
+    parser.add_argument("--learning-rate", type=positive_float, default=3e-3, help="the peak; use 2e-5 for codellama")
+    parser.add_argument("--folder", default="runs/lora", help="folder for the results of the run")
     args = parser.parse_args()
     check_finetuning(parser, args, "lora")
     return args
 
 
 def choose_device(local_rank, local_world_size):
-    # Without is_available() the CUDA build names "cuda" on a machine that has no GPU.
+    # In a CUDA build, current_accelerator() returns "cuda" even without a GPU, so ask is_available() first.
     if torch.accelerator.is_available() and torch.accelerator.device_count() >= local_world_size:
         torch.accelerator.set_device_index(local_rank)
         return torch.accelerator.current_accelerator()
@@ -74,16 +74,16 @@ def train(device, args):
     rank, world_size = dist.get_rank(), dist.get_world_size()
     tokenizer = AutoTokenizer.from_pretrained(args.model, local_files_only=True)
     model = load_model(args, device)
-    # PyTorch's default, a decay of 0.01, is small; the betas are those of most language models.
+    # The weight decay is PyTorch's default, 0.01, which is small. Most language models are trained with these betas.
     optimizer = torch.optim.AdamW(trained_parameters(model), lr=args.learning_rate, betas=(0.9, 0.95))
-    # Up during the first 15 % of the steps, then down, both along a cosine.
+    # The learning rate rises during the first 15 % of the steps and then falls, both along a cosine.
     schedule = OneCycleLR(optimizer, args.learning_rate, args.steps, pct_start=0.15, cycle_momentum=False)
     log = TrainingLog(args, device)
 
     train_set, validation_set = load_blocks(args.data, tokenizer, args.sequence_length, args.skip_broken)
     sampler = DistributedSampler(train_set, seed=SEED, drop_last=True)
     train_loader = DataLoader(train_set, args.batch_size, sampler=sampler, drop_last=True)
-    count = max(1, min(len(validation_set), 64) // world_size) * world_size  # as many for each process
+    count = max(1, min(len(validation_set), 64) // world_size) * world_size  # the same number for each process
     validation_loader = DataLoader(Subset(validation_set, range(rank, count, world_size)), args.batch_size)
 
     validation_loss = evaluate(model, validation_loader, device)
@@ -93,7 +93,7 @@ def train(device, args):
         batch = batch.to(device)
         model.train()
         with autocast(device):
-            loss = model(input_ids=batch, labels=batch, use_cache=False).loss  # it shifts the labels itself
+            loss = model(input_ids=batch, labels=batch, use_cache=False).loss  # the model shifts the labels itself
         loss.backward()
         nn.utils.clip_grad_norm_(trained_parameters(model), max_norm=1.0)
         optimizer.step()
@@ -110,23 +110,26 @@ def train(device, args):
             losses, start = [], time.perf_counter()
     log.end(complete(model, tokenizer, device))
     if rank == 0:
-        model.module.save_pretrained(
-            os.path.join(args.folder, "adapter")
-        )  # a few megabytes, of use with the same model only
+        # The adapter has a few megabytes and works only with the same model.
+        model.module.save_pretrained(os.path.join(args.folder, "adapter"))
 
 
 def load_model(args, device):
-    """The model in bfloat16 where the device is fast at it: nobody adds small steps to it. What is trained is float32."""
+    """Return the model with LoRA adapters. The model is in bfloat16 if the device is fast at it, the adapters are in float32.
+
+    bfloat16 would round small updates to zero. The model is frozen and gets no updates, but the adapters are trained.
+    """
     dtype = torch.bfloat16 if bf16_is_fast(device) else torch.float32
     model = AutoModelForCausalLM.from_pretrained(args.model, dtype=dtype, local_files_only=True)
-    # Beside each matrix W of the layers: W x + 2 B (A x), with A of 8 rows and B of 8 columns. B is zero at first.
+    # LoRA changes each matrix product W x of the layers to W x + 2 B (A x). A has 8 rows, B has 8 columns, and 2 is lora_alpha
+    # / r. B is zero at first, so the model starts unchanged.
     model = get_peft_model(model, LoraConfig(r=8, lora_alpha=16, target_modules="all-linear", task_type="CAUSAL_LM"))
     model = distribute(model.to(device), device)
     return model
 
 
 def distribute(model, device):
-    """Spread the training over the processes: the same weights in each, and backward() averages the gradients."""
+    """Wrap the model in DDP: each process has the same parameters, and backward() averages the gradients."""
     return DDP(model)
 
 
@@ -139,7 +142,7 @@ def autocast(device):
 
 
 def batches(loader, sampler):
-    """Yield the batches of one epoch after the other, for ever."""
+    """Yield batches without end: the batches of one epoch after those of the previous one."""
     epoch = 0
     while True:
         sampler.set_epoch(epoch)
@@ -149,7 +152,7 @@ def batches(loader, sampler):
 
 @torch.no_grad()
 def evaluate(model, loader, device):
-    """Return the mean loss of a token, over the sequences of all processes."""
+    """Return the mean loss per token over the sequences of all processes."""
     model.eval()
     losses = torch.zeros(2, device=device)
     for batch in loader:
@@ -164,10 +167,10 @@ def evaluate(model, loader, device):
 
 @torch.no_grad()
 def complete(model, tokenizer, device):
-    """Return what the model writes after the prompt."""
+    """Return the prompt and the text with which the model completes it."""
     model.eval()
     prompt = tokenizer(PROMPT, return_tensors="pt").to(device)
-    with autocast(device):  # the adapters are float32
+    with autocast(device):  # the adapters are float32, the model may be bfloat16
         tokens = model.module.generate(
             **prompt, max_new_tokens=40, do_sample=False, pad_token_id=tokenizer.eos_token_id
         )

@@ -1,4 +1,4 @@
-"""Tensor parallelism: each matrix is cut, every process computes its part of every layer, for the same samples.
+"""Train with tensor parallelism: each process stores a part of each matrix, and all processes compute the same samples.
 Then it trains the same model in one process, on the same batches, and compares the losses.
 
 2 processes:  torchrun --standalone --nproc-per-node=2 04_model_parallel_with_fsdp/tensor_parallel.py
@@ -8,7 +8,7 @@ import os
 
 from workshop.training.launcher import exit_with_launcher
 
-exit_with_launcher()  # kill -9 on torchrun would leave this process training; before the slow imports
+exit_with_launcher()  # this process must end if torchrun is killed (kill -9); before the slow imports
 
 import torch
 import torch.distributed as dist
@@ -20,8 +20,9 @@ from transformers import AutoModelForCausalLM
 from workshop.data.codellama import model_folder
 from workshop.training.finetuning import compare_losses, first_batches, parse_extra
 
-# First by columns, then by rows: what lies between the two cuts is a part as well, and only at the end of each pair the processes
-# add up their results. Attention is cut between its heads.
+# In attention and in the MLP, the first matrices are split by columns and the last one by rows. The activations between them
+# are sharded too, so in the forward pass each of these blocks communicates only once: it adds up the results of the last
+# matrix. Attention is split between heads.
 PLAN = {
     "self_attn.q_proj": ColwiseParallel(),
     "self_attn.k_proj": ColwiseParallel(),
@@ -51,7 +52,7 @@ def main():
 
 
 def choose_device(local_rank, local_world_size):
-    # Without is_available() the CUDA build names "cuda" on a machine that has no GPU.
+    # In a CUDA build, current_accelerator() returns "cuda" even without a GPU, so ask is_available() first.
     if torch.accelerator.is_available() and torch.accelerator.device_count() >= local_world_size:
         torch.accelerator.set_device_index(local_rank)
         return torch.accelerator.current_accelerator()
@@ -59,7 +60,7 @@ def choose_device(local_rank, local_world_size):
 
 
 def load_model(device):
-    """In float32, so that the losses differ by nothing but rounding."""
+    """Return the model in float32, so that the losses differ only by rounding."""
     model = AutoModelForCausalLM.from_pretrained(
         model_folder("tiny-codellama"), dtype=torch.float32, local_files_only=True
     )
@@ -67,7 +68,7 @@ def load_model(device):
 
 
 def train(model, batches):
-    """Take a step with each batch, and return the losses."""
+    """Take one optimizer step per batch and return the loss of each step."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     losses = []
     for batch in batches:

@@ -13,8 +13,8 @@ import time
 from workshop.training.deepspeed import require_deepspeed
 from workshop.training.launcher import exit_with_launcher
 
-exit_with_launcher()  # kill -9 on torchrun would leave this process training, and saving; before the slow imports
-require_deepspeed()  # one line where it is missing; and it is to take the CPU where there are fewer GPUs than processes
+exit_with_launcher()  # this process must end if torchrun is killed (kill -9); before the slow imports
+require_deepspeed()  # ends with one line if DeepSpeed is missing; selects the CPU if there are fewer GPUs than processes
 
 import deepspeed
 import torch
@@ -40,8 +40,8 @@ CONFIG = os.path.join(os.path.dirname(os.path.abspath(__file__)), "ds_config.jso
 @record  # torchrun then shows the traceback of the rank that failed first
 def main():
     args = parse_arguments()
-    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])  # any launcher sets these
-    # Each process drives a device of its own. DeepSpeed's own launcher has another name for how many there are here.
+    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])  # every launcher sets these
+    # Each process uses its own device. DeepSpeed's launcher calls the number of processes on this node LOCAL_SIZE.
     local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ["LOCAL_SIZE"])
     device = choose_device(int(os.environ["LOCAL_RANK"]), local_world_size)
     backend = dist.get_default_backend_for_device(device)  # "nccl" on NVIDIA and AMD GPUs, "gloo" on the CPU
@@ -55,19 +55,19 @@ def main():
 def parse_arguments():
     parser = ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--epochs", type=positive_int, default=5, help="passes over the training set")
-    parser.add_argument("--batch-size", type=positive_int, default=64, help="samples a step, on each process")
-    parser.add_argument("--save-every", type=positive_int, default=1, help="epochs from one checkpoint to the next")
-    parser.add_argument("--folder", default="runs/deepspeed", help="folder to save to and to carry on from")
-    parser.add_argument("--export", help="file for the trained weights, as plain PyTorch loads them")
-    parser.add_argument("--dataset", default="digits", help="digits, or mnist once it has been fetched")
-    parser.add_argument("--config", default=CONFIG, help="DeepSpeed's configuration")
+    parser.add_argument("--batch-size", type=positive_int, default=64, help="samples per batch and process")
+    parser.add_argument("--save-every", type=positive_int, default=1, help="epochs between two checkpoints")
+    parser.add_argument("--folder", default="runs/deepspeed", help="folder to save to and to resume from")
+    parser.add_argument("--export", help="file for the trained parameters, which plain PyTorch can load")
+    parser.add_argument("--dataset", default="digits", help="digits, or mnist after ./workshop.sh fetch mnist")
+    parser.add_argument("--config", default=CONFIG, help="JSON file with the configuration of DeepSpeed")
     args = parser.parse_args()
-    args.config = check_zero(parser, args)  # what the file says, with this --batch-size
+    args.config = check_zero(parser, args)  # the content of the file, with this --batch-size
     return args
 
 
 def choose_device(local_rank, local_world_size):
-    # Without is_available() the CUDA build names "cuda" on a machine that has no GPU.
+    # In a CUDA build, current_accelerator() returns "cuda" even without a GPU, so ask is_available() first.
     if torch.accelerator.is_available() and torch.accelerator.device_count() >= local_world_size:
         torch.accelerator.set_device_index(local_rank)
         return torch.accelerator.current_accelerator()
@@ -75,7 +75,7 @@ def choose_device(local_rank, local_world_size):
 
 
 def train(rank, world_size, device, args):
-    torch.manual_seed(SEED)  # the same first weights in every run
+    torch.manual_seed(SEED)  # the same initial parameters in every run
     model = SmallCNN().to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     # TODO 1, step a: with ZeRO, no rank has the whole optimizer. Let DeepSpeed create an engine from the model, the optimizer and
@@ -84,7 +84,7 @@ def train(rank, world_size, device, args):
     # (TODO 2 is in ds_config.json, because a JSON file has no comments. Step a: let ZeRO shard the optimizer state. Step b: one
     # default of DeepSpeed changes the losses. Compare them with those of stage 02, and switch this default off.
     # Look up: "zero_optimization" and "gradient_clipping" on https://www.deepspeed.ai/docs/config-json/)
-    engine = DDP(model)  # the same weights, but its backward() averages the gradients over all processes
+    engine = DDP(model)  # the same parameters, but backward() averages the gradients over all processes
     log = EpochLog(f"{args.folder}/log", args.epochs, device, processes=world_size)
     first_epoch = load_checkpoint(engine, optimizer, args.folder, device)  # TODO 3, step d: pass engine and folder.
     if rank == 0:
@@ -93,16 +93,16 @@ def train(rank, world_size, device, args):
 
     transform = transforms.Compose([transforms.ToTensor(), transforms.Normalize((0.5,), (0.5,))])
     train_set, test_set = load_dataset(args.dataset, transform)
-    # The order of single_gpu.py, dealt out like cards: together the processes see the same global batches.
+    # The same permutation as in single_gpu.py, dealt to the ranks in turn: together they use the same global batches.
     sampler = DistributedSampler(train_set, seed=SEED, drop_last=True)
     train_loader = DataLoader(train_set, args.batch_size, sampler=sampler, drop_last=True)
-    # Dealt out too, but by hand: DistributedSampler would count some samples twice to give each rank as many.
+    # Distribute the test samples by hand: DistributedSampler repeats some of them, and they would count twice.
     # TODO 4, step a: with ZeRO-3, each forward pass gathers parameters from all ranks, so all ranks must evaluate the same number
     # of batches. If a rank has one sample fewer than the others, give it an extra sample, which evaluate() must not count.
     test_loader = DataLoader(Subset(test_set, range(rank, len(test_set), world_size)), args.batch_size)
 
     for epoch in range(first_epoch, args.epochs):
-        # Each epoch is seeded anew, so a resumed run needs no random state from the checkpoint.
+        # Each epoch sets its own seed, so a resumed run does not need the random state of the interrupted one.
         torch.manual_seed(SEED + 1000 * epoch + rank)
         sampler.set_epoch(epoch)
         start = time.perf_counter()
@@ -122,10 +122,10 @@ def train(rank, world_size, device, args):
 
 
 def train_one_epoch(engine, loader, optimizer, device):  # TODO 1, step c: remove the optimizer.
-    """Take a step with each batch and return the losses of the steps."""
+    """Take one optimizer step per batch and return the loss of each step."""
     engine.train()
     losses = torch.zeros(len(loader), device=device)
-    # disable=None: a progress bar on a terminal, none in a log file
+    # disable=None shows the progress bar on a terminal, but not in a log file.
     for step, (images, labels) in enumerate(tqdm(loader, leave=False, disable=dist.get_rank() > 0 or None)):
         images, labels = images.to(device), labels.to(device)
         loss = F.cross_entropy(engine(images), labels)
@@ -162,7 +162,7 @@ def save_checkpoint(engine, optimizer, folder, epoch):
 
 
 def load_checkpoint(engine, optimizer, folder, device):  # TODO 3, step d: keep engine and folder.
-    """Fill the engine from the checkpoint, if there is one, and return the epoch to start with."""
+    """Load the engine from the checkpoint if it exists, and return the first epoch to train."""
     # TODO 3, step c: the file "latest" contains the name of the newest checkpoint. If it does not exist, begin with epoch 0.
     # Otherwise let the engine load this checkpoint.
     # Look up: load_checkpoint of the engine, and what it returns

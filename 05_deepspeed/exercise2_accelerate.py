@@ -12,7 +12,7 @@ import time
 
 from workshop.training.launcher import exit_with_launcher
 
-exit_with_launcher()  # kill -9 on torchrun would leave this process training, and saving; before the slow imports
+exit_with_launcher()  # this process must end if torchrun is killed (kill -9); before the slow imports
 
 import torch
 import torch.distributed as dist
@@ -43,7 +43,7 @@ def main():
     # TODO 1, step a: create an Accelerator instead. It finds rank and device, and creates the process group. Pass ORDER as its
     # dataloader_config. Its argument cpu must be True if this machine has fewer GPUs than processes.
     # Look up: Accelerator; torch.accelerator.device_count; the environment variable LOCAL_WORLD_SIZE
-    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])  # torchrun sets all of these
+    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])  # torchrun sets these variables
     device = choose_device(int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"]))
     dist.init_process_group(dist.get_default_backend_for_device(device))
     try:
@@ -55,17 +55,17 @@ def main():
 def parse_arguments():
     parser = ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--epochs", type=positive_int, default=5, help="passes over the training set")
-    parser.add_argument("--batch-size", type=positive_int, default=64, help="samples a step, on each process")
-    parser.add_argument("--save-every", type=positive_int, default=1, help="epochs from one checkpoint to the next")
-    parser.add_argument("--folder", default="runs/accelerate", help="folder to save to and to carry on from")
-    parser.add_argument("--dataset", default="digits", help="digits, or mnist once it has been fetched")
+    parser.add_argument("--batch-size", type=positive_int, default=64, help="samples per batch and process")
+    parser.add_argument("--save-every", type=positive_int, default=1, help="epochs between two checkpoints")
+    parser.add_argument("--folder", default="runs/accelerate", help="folder to save to and to resume from")
+    parser.add_argument("--dataset", default="digits", help="digits, or mnist after ./workshop.sh fetch mnist")
     args = parser.parse_args()
     check_arguments(parser, args, world_size=int(os.environ.get("WORLD_SIZE", 0)))
     return args
 
 
 def choose_device(local_rank, local_world_size):  # TODO 1, step h: delete this function.
-    # Without is_available() the CUDA build names "cuda" on a machine that has no GPU.
+    # In a CUDA build, current_accelerator() returns "cuda" even without a GPU, so ask is_available() first.
     if torch.accelerator.is_available() and torch.accelerator.device_count() >= local_world_size:
         torch.accelerator.set_device_index(local_rank)
         return torch.accelerator.current_accelerator()
@@ -74,23 +74,23 @@ def choose_device(local_rank, local_world_size):  # TODO 1, step h: delete this 
 
 def train(rank, world_size, device, args):
     # TODO 1, step d: take these three values from the Accelerator. Look up: process_index, num_processes, device
-    torch.manual_seed(SEED)  # the same first weights in every run
+    torch.manual_seed(SEED)  # the same initial parameters in every run
     model = SmallCNN().to(device)  # TODO 1, step e: remove .to(device). prepare() moves the model.
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     # TODO 1, step f: let the Accelerator prepare model and optimizer. It moves the model to the device, and puts DDP around it.
     # Look up: prepare of the Accelerator
-    model = DDP(model)  # the same weights, but its backward() averages the gradients over all processes
+    model = DDP(model)  # the same parameters, but backward() averages the gradients over all processes
 
     transform = transforms.Compose([transforms.ToTensor(), transforms.Normalize((0.5,), (0.5,))])
     train_set, test_set = load_dataset(args.dataset, transform)
     # TODO 2, step b: let the Accelerator prepare a loader that shuffles, with the per-rank batch size and without a sampler of
     # your own. It distributes whole batches over the ranks. Drop the last, smaller batch, as this program does now.
-    # The order of single_gpu.py, dealt out like cards: together the processes see the same global batches.
+    # The same permutation as in single_gpu.py, dealt to the ranks in turn: together they use the same global batches.
     sampler = DistributedSampler(train_set, seed=SEED, drop_last=True)
     train_loader = DataLoader(train_set, args.batch_size, sampler=sampler, drop_last=True)
 
     # TODO 3, step a: prepare a loader of the whole test set too. It repeats samples, so that all ranks get the same number.
-    # Dealt out too, but by hand: DistributedSampler would count some samples twice to give each rank as many.
+    # Distribute the test samples by hand: DistributedSampler repeats some of them, and they would count twice.
     test_loader = DataLoader(Subset(test_set, range(rank, len(test_set), world_size)), args.batch_size)
 
     log = EpochLog(f"{args.folder}/log", args.epochs, device, processes=world_size)
@@ -100,7 +100,7 @@ def train(rank, world_size, device, args):
         gpus = torch.accelerator.device_count()
         print(f"training on {device} from epoch {first_epoch + 1}: {world_size} processes, {gpus} GPUs here")
     for epoch in range(first_epoch, args.epochs):
-        # Each epoch is seeded anew, so a resumed run needs no random state from the checkpoint.
+        # Each epoch sets its own seed, so a resumed run does not need the random state of the interrupted one.
         torch.manual_seed(SEED + 1000 * epoch + rank)
         sampler.set_epoch(epoch)  # TODO 2, step c: call set_epoch() of the prepared loader.
         start = time.perf_counter()
@@ -112,14 +112,15 @@ def train(rank, world_size, device, args):
         if rank == 0:
             log.write(epoch, losses, accuracy, samples_per_second)
         if (epoch + 1) % args.save_every == 0 or epoch + 1 == args.epochs:
-            save_checkpoint(model, optimizer, args.folder, epoch)  # TODO 4, step b: accelerator, folder and epoch.
+            # TODO 4, step b: pass the Accelerator, the folder and the epoch.
+            save_checkpoint(model, optimizer, args.folder, epoch)
 
 
 def train_one_epoch(model, loader, optimizer, device):  # TODO 1, step g: add the Accelerator.
-    """Take a step with each batch and return the losses of the steps."""
+    """Take one optimizer step per batch and return the loss of each step."""
     model.train()
     losses = torch.zeros(len(loader), device=device)
-    # disable=None: a progress bar on a terminal, none in a log file
+    # disable=None shows the progress bar on a terminal, but not in a log file.
     for step, (images, labels) in enumerate(tqdm(loader, leave=False, disable=dist.get_rank() > 0 or None)):
         images, labels = images.to(device), labels.to(device)
         optimizer.zero_grad()
@@ -163,7 +164,7 @@ def save_checkpoint(model, optimizer, folder, epoch):
 
 
 def load_checkpoint(model, optimizer, folder, device):  # TODO 4, step d: take the Accelerator and the folder.
-    """Fill model and optimizer from the checkpoint, if there is one, and return the epoch to start with."""
+    """Load the model and the optimizer from the checkpoint if it exists, and return the first epoch to train."""
     # TODO 4, step c: find the folder with the largest number. If there is none, begin with epoch 0. Otherwise let the Accelerator
     # load everything that it has prepared from this folder. Look up: load_state
     if not os.path.exists(f"{folder}/checkpoint.pt"):

@@ -4,19 +4,19 @@
 #SBATCH --nodes=2
 #SBATCH --gpus-per-node=2
 #SBATCH --cpus-per-task=2            # for each process
-#SBATCH --ntasks-per-node=2          # one task for each GPU: Slurm starts the processes, and DeepSpeed needs no ssh
+#SBATCH --ntasks-per-node=2          # one task per GPU: Slurm starts the processes, and DeepSpeed needs no ssh
 #SBATCH --time=00:10:00
 #SBATCH --output=%x-%j.log           # name and number of the job
 
 set -euo pipefail
-source "${WORKSHOP_SITE:-/dev/null}" # modules, network and Python of this site: "workshop submit" names the file
-export HF_HUB_OFFLINE=1 TRANSFORMERS_OFFLINE=1 HF_DATASETS_OFFLINE=1 # a node may have no internet: nobody waits for it
-run=runs/$SLURM_JOB_NAME-$SLURM_JOB_ID # what the folder of its checkpoints is called
+source "${WORKSHOP_SITE:-/dev/null}" # settings of this site (modules, network, Python); "workshop submit" sets the variable
+export HF_HUB_OFFLINE=1 TRANSFORMERS_OFFLINE=1 HF_DATASETS_OFFLINE=1 # no downloads: a node may have no internet access
+run=runs/$SLURM_JOB_NAME-$SLURM_JOB_ID # the common name of its checkpoint folder and its error files
 
-# The processes meet on the first node of this job, at a port that no other job there has.
+# The processes meet on the first node of this job, at a port that no other job on that node uses.
 MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
 MASTER_PORT=$((20000 + SLURM_JOB_ID % 10000))
-while (: <"/dev/tcp/$MASTER_ADDR/$MASTER_PORT") 2>/dev/null; do MASTER_PORT=$((MASTER_PORT + 1)); done # taken: the next
+while (: <"/dev/tcp/$MASTER_ADDR/$MASTER_PORT") 2>/dev/null; do MASTER_PORT=$((MASTER_PORT + 1)); done # in use: try the next
 srun getent hosts "$MASTER_ADDR" >/dev/null || { echo "a node of this job does not know $MASTER_ADDR by name" >&2 && exit 1; }
 WORLD_SIZE=$SLURM_NTASKS
 LOCAL_WORLD_SIZE=$SLURM_NTASKS_PER_NODE
@@ -24,15 +24,17 @@ export MASTER_ADDR MASTER_PORT WORLD_SIZE LOCAL_WORLD_SIZE run
 echo "rendezvous at $MASTER_ADDR:$MASTER_PORT"
 
 export OMP_NUM_THREADS=$SLURM_CPUS_PER_TASK
-export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK # srun does not take it from above, and would give each task one core
+export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK # srun does not inherit --cpus-per-task, and would give each task one core
 
 echo "job $SLURM_JOB_ID on $SLURM_JOB_NODELIST: $SLURM_GPUS_ON_NODE GPUs on a node, $OMP_NUM_THREADS cores for each"
-env | grep -E '^(NCCL|RCCL|FI|GLOO)_' || true # what steers the network: often nothing does
+env | grep -E '^(NCCL|RCCL|FI|GLOO)_' || true # print the network settings; often there are none
 
-# Should a rank fail: the error of the first one that did comes last in the log. (In the solutions it lies one folder further up.)
+# If a rank fails, print the error of the rank that failed first at the end of the log. (In the solutions, first_failure.py is
+# one folder further up.)
 trap '${PYTHON:-python} "$(ls ../{,../}slurm-multinode/first_failure.py 2>/dev/null | head -n 1)" "$run.logs"' ERR
 
-# Each task knows its own number, which is its rank. --kill-on-bad-exit: when one gives up, the others do not wait for it.
+# Each task knows its number, which becomes its rank. With --kill-on-bad-exit, srun ends all tasks when one of them fails, so
+# the others do not wait for it.
 mkdir -p "$run.logs"
 # shellcheck disable=SC2016 # the variables in '' are those of the task
 srun --kill-on-bad-exit=1 bash -c '

@@ -1,5 +1,5 @@
-"""Fine-tune a language model for code on many devices with ZeRO-3: each process holds a part of model, gradients and optimizer.
-It is stage 04's finetune_ddp.py with DeepSpeed's engine; compare with FSDP in exercise1_fsdp_codellama.py there.
+"""Fine-tune a language model for code with ZeRO-3: each process stores a shard of parameters, gradients and optimizer state.
+It is finetune_ddp.py of stage 04 with DeepSpeed's engine. Compare it with FSDP in exercise1_fsdp_codellama.py of stage 04.
 
 One process:  torchrun --standalone --nproc-per-node=1 05_deepspeed/zero_codellama.py
 N processes:  torchrun --standalone --nproc-per-node=2 05_deepspeed/zero_codellama.py --steps 40
@@ -12,8 +12,8 @@ import time
 from workshop.training.deepspeed import require_deepspeed
 from workshop.training.launcher import exit_with_launcher
 
-exit_with_launcher()  # kill -9 on torchrun would leave this process training; before the slow imports
-require_deepspeed()  # one line where it is missing; and it is to take the CPU where there are fewer GPUs than processes
+exit_with_launcher()  # this process must end if torchrun is killed (kill -9); before the slow imports
+require_deepspeed()  # ends with one line if DeepSpeed is missing; selects the CPU if there are fewer GPUs than processes
 
 import deepspeed
 import torch
@@ -47,23 +47,23 @@ def main():
 
 def parse_arguments():
     parser = ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--model", default="tiny-codellama", help="or codellama once it has been fetched, or a folder")
-    parser.add_argument("--data", default="stdlib", help='Python\'s own source, or a file of JSON lines with a "text"')
-    parser.add_argument("--skip-broken", action="store_true", help="leave out lines of the file that are no such JSON")
-    parser.add_argument("--steps", type=positive_int, default=150)
-    parser.add_argument("--batch-size", type=positive_int, default=4, help="sequences a step, on each process")
-    parser.add_argument("--sequence-length", type=positive_int, default=128, help="tokens of a sequence")
+    parser.add_argument("--model", default="tiny-codellama", help="or codellama (fetch it first), or a folder")
     parser.add_argument(
-        "--learning-rate", type=positive_float, default=3e-3, help="its peak; for codellama rather 2e-5"
+        "--data", default="stdlib", help='or chess (fetch it first), or a file of JSON lines with a "text"'
     )
-    parser.add_argument("--folder", default="runs/zero_codellama", help="folder for what the run leaves")
+    parser.add_argument("--skip-broken", action="store_true", help='skip lines that are not JSON with a "text"')
+    parser.add_argument("--steps", type=positive_int, default=150)
+    parser.add_argument("--batch-size", type=positive_int, default=4, help="sequences per batch and process")
+    parser.add_argument("--sequence-length", type=positive_int, default=128, help="tokens per sequence")
+    parser.add_argument("--learning-rate", type=positive_float, default=3e-3, help="the peak; use 2e-5 for codellama")
+    parser.add_argument("--folder", default="runs/zero_codellama", help="folder for the results of the run")
     args = parser.parse_args()
     check_finetuning(parser, args, "zero3")
     return args
 
 
 def choose_device(local_rank, local_world_size):
-    # Without is_available() the CUDA build names "cuda" on a machine that has no GPU.
+    # In a CUDA build, current_accelerator() returns "cuda" even without a GPU, so ask is_available() first.
     if torch.accelerator.is_available() and torch.accelerator.device_count() >= local_world_size:
         torch.accelerator.set_device_index(local_rank)
         return torch.accelerator.current_accelerator()
@@ -75,12 +75,12 @@ def train(device, args):
     rank, world_size = dist.get_rank(), dist.get_world_size()
     tokenizer = AutoTokenizer.from_pretrained(args.model, local_files_only=True)
     config = configuration(device, args)
-    # While this lives, from_pretrained() gives each process its part of each weight.
+    # While this object exists, from_pretrained() shards each parameter over the processes.
     for_transformers = HfDeepSpeedConfig(config)  # noqa: F841
     model = AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.float32, local_files_only=True)
-    # PyTorch's default, a decay of 0.01, is small; the betas are those of most language models.
+    # The weight decay is PyTorch's default, 0.01, which is small. Most language models are trained with these betas.
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.learning_rate, betas=(0.9, 0.95))
-    # Up during the first 15 % of the steps, then down, both along a cosine.
+    # The learning rate rises during the first 15 % of the steps and then falls, both along a cosine.
     schedule = OneCycleLR(optimizer, args.learning_rate, args.steps, pct_start=0.15, cycle_momentum=False)
     engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, lr_scheduler=schedule, config=config)
     log = TrainingLog(args, device)
@@ -88,7 +88,7 @@ def train(device, args):
     train_set, validation_set = load_blocks(args.data, tokenizer, args.sequence_length, args.skip_broken)
     sampler = DistributedSampler(train_set, seed=SEED, drop_last=True)
     train_loader = DataLoader(train_set, args.batch_size, sampler=sampler, drop_last=True)
-    count = max(1, min(len(validation_set), 64) // world_size) * world_size  # as many for each process
+    count = max(1, min(len(validation_set), 64) // world_size) * world_size  # the same number for each process
     validation_loader = DataLoader(Subset(validation_set, range(rank, count, world_size)), args.batch_size)
 
     validation_loss = evaluate(engine, validation_loader, device)
@@ -97,9 +97,9 @@ def train(device, args):
     for step, batch in zip(range(1, args.steps + 1), batches(train_loader, sampler), strict=False):
         batch = batch.to(device)
         engine.train()
-        loss = engine(input_ids=batch, labels=batch, use_cache=False).loss  # it shifts the labels itself
+        loss = engine(input_ids=batch, labels=batch, use_cache=False).loss  # the model shifts the labels itself
         engine.backward(loss)
-        engine.step()  # clips, takes the optimizer's step and the schedule's, and sets the gradients to zero
+        engine.step()  # clips the gradients, updates parameters and learning rate, and sets the gradients to zero
         losses.append(loss.detach())
 
         if step % REPORT_EVERY == 0 or step == args.steps:
@@ -113,7 +113,7 @@ def train(device, args):
 
 
 def configuration(device, args):
-    """DeepSpeed's, as a dictionary: what it says of precision and clipping, finetune_ddp.py says in its loop."""
+    """Return the configuration of DeepSpeed, with the precision and the clipping that finetune_ddp.py has in its loop."""
     return {
         "train_micro_batch_size_per_gpu": args.batch_size,
         "gradient_clipping": 1.0,
@@ -123,7 +123,7 @@ def configuration(device, args):
 
 
 def batches(loader, sampler):
-    """Yield the batches of one epoch after the other, for ever."""
+    """Yield batches without end: the batches of one epoch after those of the previous one."""
     epoch = 0
     while True:
         sampler.set_epoch(epoch)
@@ -133,7 +133,7 @@ def batches(loader, sampler):
 
 @torch.no_grad()
 def evaluate(engine, loader, device):
-    """Return the mean loss of a token, over the sequences of all processes."""
+    """Return the mean loss per token over the sequences of all processes."""
     engine.eval()
     losses = torch.zeros(2, device=device)
     for batch in loader:
@@ -147,7 +147,7 @@ def evaluate(engine, loader, device):
 
 @torch.no_grad()
 def complete(engine, tokenizer, device):
-    """Return what the model writes after the prompt."""
+    """Return the prompt and the text with which the model completes it."""
     engine.eval()
     prompt = tokenizer(PROMPT, return_tensors="pt").to(device)
     tokens = engine.module.generate(**prompt, max_new_tokens=40, do_sample=False, pad_token_id=tokenizer.eos_token_id)

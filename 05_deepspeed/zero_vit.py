@@ -1,5 +1,5 @@
-"""Train ViT-B/16 with DeepSpeed on images of ImageNet's shape: made on the device, or from a folder.
-It is the training of slurm-multinode/train_at_scale.py --model vit_b_16, without its measurements.
+"""Train ViT-B/16 with DeepSpeed on ImageNet-sized images, generated on the device or read from a folder.
+It is the training of slurm-multinode/train_at_scale.py --model vit_b_16, without the measurements.
 
 One process:  torchrun --standalone --nproc-per-node=1 05_deepspeed/zero_vit.py
 N processes:  torchrun --standalone --nproc-per-node=4 05_deepspeed/zero_vit.py --config 05_deepspeed/zero2.json
@@ -14,8 +14,8 @@ from pathlib import Path
 from workshop.training.deepspeed import load_config, require_deepspeed
 from workshop.training.launcher import exit_with_launcher
 
-exit_with_launcher()  # kill -9 on torchrun would leave this process training; before the slow imports
-require_deepspeed()  # one line where it is missing; and it is to take the CPU where there are fewer GPUs than processes
+exit_with_launcher()  # this process must end if torchrun is killed (kill -9); before the slow imports
+require_deepspeed()  # ends with one line if DeepSpeed is missing; selects the CPU if there are fewer GPUs than processes
 
 import deepspeed
 import torch
@@ -48,17 +48,22 @@ def parse_arguments():
     parser = ArgumentParser(description=__doc__.splitlines()[0])
     # On a CPU a step with 64 images of ImageNet's size would take a minute.
     batch_size, steps, size = (64, 100, 224) if torch.accelerator.is_available() else (4, 10, 64)
-    parser.add_argument("--config", default=CONFIG, help="DeepSpeed's configuration")
-    parser.add_argument("--data", help="images in train/CLASS/ of a folder, a .zip or a .h5; None: made on the device")
-    parser.add_argument("--batch-size", type=positive_int, default=batch_size, help="images a step, on each process")
+    parser.add_argument("--config", default=CONFIG, help="JSON file with the configuration of DeepSpeed")
+    parser.add_argument(
+        "--data",
+        help="folder, .zip or .h5 file with images in train/CLASS/; without it, images are generated on the device",
+    )
+    parser.add_argument("--batch-size", type=positive_int, default=batch_size, help="images per step and process")
     parser.add_argument("--steps", type=positive_int, default=steps)
-    parser.add_argument("--image-size", type=int, choices=[64, 128, 224], default=size, help="pixels of an edge")
+    parser.add_argument(
+        "--image-size", type=int, choices=[64, 128, 224], default=size, help="height and width of the images in pixels"
+    )
     parser.add_argument("--output", default="runs/zero_vit.json", help="JSON file for the losses")
     args = parser.parse_args()
     world_size = int(os.environ.get("WORLD_SIZE", 0))
     try:
         if world_size < 1:
-            raise UserError("torchrun has to start this: torchrun --standalone --nproc-per-node=2 zero_vit.py")
+            raise UserError("start this program with torchrun: torchrun --standalone --nproc-per-node=2 zero_vit.py")
         args.config = load_config(args.config, args.batch_size, world_size)
         args.images = open_images(args.data, args.image_size, args.batch_size * world_size) if args.data else None
         require_writable(f"--output {args.output}", Path(args.output).absolute().parent)
@@ -68,7 +73,7 @@ def parse_arguments():
 
 
 def choose_device(local_rank, local_world_size):
-    # Without is_available() the CUDA build names "cuda" on a machine that has no GPU.
+    # In a CUDA build, current_accelerator() returns "cuda" even without a GPU, so ask is_available() first.
     if torch.accelerator.is_available() and torch.accelerator.device_count() >= local_world_size:
         torch.accelerator.set_device_index(local_rank)
         return torch.accelerator.current_accelerator()
@@ -76,8 +81,8 @@ def choose_device(local_rank, local_world_size):
 
 
 def train(device, args):
-    torch.manual_seed(SEED)  # the same first weights in every run
-    # (For a model that no process can hold: make it under deepspeed.zero.Init(), which gives each its part at once.)
+    torch.manual_seed(SEED)  # the same initial parameters in every run
+    # (If a model does not fit into one process, create it under deepspeed.zero.Init(), which shards each parameter at once.)
     model = get_model("vit_b_16", image_size=args.image_size).to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
     precision = {"torch_autocast": {"enabled": bf16_is_fast(device), "dtype": "bfloat16"}}

@@ -4,29 +4,31 @@
 #SBATCH --nodes=2
 #SBATCH --gpus-per-node=2
 #SBATCH --cpus-per-task=2            # for each process
-#SBATCH --ntasks-per-node=2          # one task for each GPU: Slurm starts the processes
+#SBATCH --ntasks-per-node=2          # one task per GPU: Slurm starts the processes
 #SBATCH --time=00:10:00
 #SBATCH --output=%x-%j.log           # name and number of the job
 
 set -euo pipefail
-source "${WORKSHOP_SITE:-/dev/null}" # modules, network and Python of this site: "workshop submit" names the file
-export HF_HUB_OFFLINE=1 TRANSFORMERS_OFFLINE=1 HF_DATASETS_OFFLINE=1 # a compute node may have no internet: nothing is to wait for one
-run=runs/$SLURM_JOB_NAME-$SLURM_JOB_ID # what the log of its epochs is called
+source "${WORKSHOP_SITE:-/dev/null}" # settings of this site (modules, network, Python); "workshop submit" sets the variable
+export HF_HUB_OFFLINE=1 TRANSFORMERS_OFFLINE=1 HF_DATASETS_OFFLINE=1 # no downloads: a node may have no internet access
+run=runs/$SLURM_JOB_NAME-$SLURM_JOB_ID # the name of its epoch log
 
-# The processes meet on the first node of this job, which JAX finds itself, at a port that no other job there has.
+# The processes meet on the first node of this job, at a port that no other job on that node uses. JAX finds the node itself,
+# and reads the port from JAX_COORDINATOR_PORT.
 head=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
 port=$((20000 + SLURM_JOB_ID % 10000))
-while (: <"/dev/tcp/$head/$port") 2>/dev/null; do port=$((port + 1)); done # somebody listens there: take the next
+while (: <"/dev/tcp/$head/$port") 2>/dev/null; do port=$((port + 1)); done # port in use: try the next one
 srun getent hosts "$head" >/dev/null || { echo "a node of this job does not know $head by name" >&2 && exit 1; }
 export JAX_COORDINATOR_PORT=$port
 echo "rendezvous at $head:$port"
 
 export OMP_NUM_THREADS=$SLURM_CPUS_PER_TASK
-export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK # srun does not take it from above, and would give each task one core
+export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK # srun does not inherit --cpus-per-task, and would give each task one core
 
 echo "job $SLURM_JOB_ID on $SLURM_JOB_NODELIST: $SLURM_GPUS_ON_NODE GPUs on a node, $OMP_NUM_THREADS cores for each"
-env | grep -E '^(NCCL|RCCL|FI)_' || true # what steers the network: often nothing does
+env | grep -E '^(NCCL|RCCL|FI)_' || true # print the network settings; often there are none
 
 # shellcheck disable=SC2086 # $PYTHON may be several words: a container, and the Python in it
-# Each task is told its number by Slurm. --kill-on-bad-exit: when one gives up, the others do not wait for it.
+# Slurm tells each task its number, which becomes its rank. With --kill-on-bad-exit, srun ends all tasks when one of them fails,
+# so the others do not wait for it.
 srun --kill-on-bad-exit=1 ${PYTHON:-python} train_digits.py --output "$run.jsonl" "$@"

@@ -1,7 +1,8 @@
-"""How the processes of a JAX program find each other: ``meet()``, before JAX is asked for its devices.
+"""Connect the processes of a JAX program: call ``meet()`` before you ask JAX for its devices.
 
-JAX needs an address at which process 0 listens, the number of processes, and each one's own number. torchrun tells them by the
-names that PyTorch has for them; in a step of srun's JAX finds them itself; without a launcher one process has nobody to meet.
+JAX needs an address at which process 0 listens, the number of processes, and the number (rank) of each process. torchrun passes
+them in the environment variables of PyTorch, which ``meet()`` hands to JAX. In a job step of srun, JAX finds them itself.
+Without a launcher there is only one process, so there is nothing to connect.
 """
 
 import importlib.util
@@ -20,20 +21,22 @@ if not all(importlib.util.find_spec(name) for name in ("jax", "optax")):
     sys.exit(2)
 import jax
 
-# JAX catches SIGTERM, for programs that save before their job's end. A launcher's SIGTERM would then end nobody.
+# By default, JAX catches SIGTERM, so that a program can save before its job ends. Then the SIGTERM of a launcher would not end
+# the processes.
 jax.config.update("jax_enable_preemption_service", False)
 
 
 def meet() -> None:
-    """Wait until all processes are there, and take a device for each: a GPU where there are enough, else the CPU.
+    """Wait until all processes have connected, and choose the device: GPUs if there is one per process, otherwise the CPU.
 
-    ``$MEETING_SECONDS`` (60) is how long a process waits for the others: then it says so in one sentence, and ends with status 1.
+    A process waits ``$MEETING_SECONDS`` (default: 60) for the others. Then it prints one sentence and ends with exit status 1.
     """
-    if os.environ.get(PREFLIGHT):  # the runner wants to know whether the options are right, and nothing else
+    if os.environ.get(PREFLIGHT):  # the runner only checks the options
         sys.exit(0)
-    # torchrun's number of processes on this machine, or srun's: "2(x3)" is 2 on each of 3 nodes.
+    # The number of processes on this machine, from torchrun or from srun. With srun, "2(x3)" means 2 on each of 3 nodes.
     here = os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("SLURM_STEP_TASKS_PER_NODE", "1")
-    # A PyTorch for CPUs says nothing about GPUs. Where there are none JAX is not to look: its part for CUDA can crash then.
+    # A CPU build of PyTorch cannot count GPUs, so JAX then chooses the device itself. If there are too few GPUs, JAX must not
+    # look for them, because without a GPU its CUDA plugin can crash.
     built_for_gpus = torch.accelerator.current_accelerator() is not None
     if built_for_gpus and torch.accelerator.device_count() < int(here.split("(")[0].split(",")[0]):
         jax.config.update("jax_platforms", "cpu")
@@ -45,10 +48,10 @@ def meet() -> None:
             "coordinator_address": f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}",
             "num_processes": int(os.environ["WORLD_SIZE"]),
             "process_id": int(os.environ["RANK"]),
-            "local_device_ids": int(os.environ["LOCAL_RANK"]),  # of this machine's GPUs one for each process
+            "local_device_ids": int(os.environ["LOCAL_RANK"]),  # one GPU of this machine per process
         }
     elif int(os.environ.get("SLURM_STEP_NUM_TASKS", 1)) > 1:
-        place = {}  # JAX reads Slurm's variables
+        place = {}  # JAX reads the variables of Slurm
     else:
         return
     seconds = int(os.environ.get("MEETING_SECONDS", 60))
@@ -57,15 +60,16 @@ def meet() -> None:
     watch.start()
     jax.distributed.initialize(
         **place,
-        initialization_timeout=10 * seconds,  # at its end JAX would abort, with its own stack instead of a sentence
-        heartbeat_timeout_seconds=10,  # a process that has died is missed after 10 s; by default after 100
+        initialization_timeout=10
+        * seconds,  # longer than the timer, because JAX aborts with a stack trace at this timeout
+        heartbeat_timeout_seconds=10,  # JAX notices a dead process after 10 s; the default is 100 s
     )
     watch.cancel()
     sys.excepthook = end_at_once
 
 
 def require_free_port(port: int) -> None:
-    """End the program with one sentence if somebody listens at the port already. (JAX would crash.)"""
+    """End the program with one sentence if the port is already in use, because JAX would crash."""
     try:
         socket.create_server(("", port)).close()
     except OSError:
@@ -77,13 +81,16 @@ def require_free_port(port: int) -> None:
 
 
 def give_up(seconds: int) -> None:
-    """Say that not all processes have come, and end this one, which hangs in JAX."""
+    """Report that not all processes have connected, and end this process, which is waiting inside JAX."""
     print(f"not all processes have come to the meeting within {seconds} s", file=sys.stderr, flush=True)
     os._exit(1)
 
 
 def end_at_once(*error) -> None:
-    """Show the error that ends this process. On a usual way out JAX would wait for the others, which wait for this one."""
+    """Print the error and end this process at once.
+
+    In a normal exit, JAX would wait for the other processes, which wait for this one.
+    """
     traceback.print_exception(*error)
     sys.stderr.flush()
     os._exit(1)

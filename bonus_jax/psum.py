@@ -1,5 +1,5 @@
-"""The smallest program of many processes in JAX: each device has a number, and all of them learn the sum.
-It is what torch.distributed.all_reduce does.
+"""Sum one number per device over all processes with JAX, so that every device has the sum.
+This is what torch.distributed.all_reduce does.
 
 One process:  python bonus_jax/psum.py
 N processes:  NPROC=2 bonus_jax/run_jax.sh psum.py
@@ -10,9 +10,9 @@ from functools import partial
 
 from workshop.training.launcher import exit_with_launcher
 
-exit_with_launcher()  # kill -9 on torchrun would leave this process waiting; before the slow imports
+exit_with_launcher()  # this process must end if torchrun is killed (kill -9); before the slow imports
 
-from meeting import meet  # isort: skip - it says in one sentence that JAX is missing
+from meeting import meet  # isort: skip - prints one sentence if JAX is not installed
 import jax
 import numpy as np
 from jax.sharding import NamedSharding
@@ -24,14 +24,16 @@ from workshop.training.arguments import ArgumentParser
 def main():
     ArgumentParser(description=__doc__.splitlines()[0]).parse_args()
     meet()
-    # All devices of all processes, in one row. "data" is the row's name.
+    # The mesh has one dimension, "data", which contains all devices of all processes.
     mesh = jax.make_mesh((jax.device_count(),), ("data",))
 
-    # One array that lies in pieces: P("data") cuts its first dimension, and each process brings what its own devices get.
+    # One sharded array: P("data") shards the first dimension over the devices, and each process provides the shards of its own
+    # devices.
     mine = np.full(jax.local_device_count(), jax.process_index() + 1)
     numbers = jax.make_array_from_process_local_data(NamedSharding(mesh, P("data")), mine)
 
-    # shard_map runs a function once on each device, with its piece; psum adds over the row. P(): the result is whole on each.
+    # shard_map runs the function on each device with its shard. psum sums over the dimension "data". P() means that each device
+    # has the whole result.
     @partial(jax.shard_map, mesh=mesh, in_specs=P("data"), out_specs=P())
     def add(piece):
         return jax.lax.psum(piece, "data")

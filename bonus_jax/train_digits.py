@@ -1,5 +1,5 @@
-"""Train the small CNN of stages 01 and 02 with JAX, data parallel on any number of devices: the same weights, batches and losses.
-The comments say what each thing is called in solutions/02_pytorch_ddp/exercise2_multigpu_torchrun.py.
+"""Train the small CNN of stages 01 and 02 with JAX on any number of devices, with the same parameters, batches and losses.
+The comments name the corresponding code of solutions/02_pytorch_ddp/exercise2_multigpu_torchrun.py.
 
 One process:  python bonus_jax/train_digits.py --epochs 5
 N processes:  NPROC=2 bonus_jax/run_jax.sh train_digits.py --epochs 5
@@ -13,9 +13,9 @@ from pathlib import Path
 
 from workshop.training.launcher import exit_with_launcher
 
-exit_with_launcher()  # kill -9 on torchrun would leave this process training; before the slow imports
+exit_with_launcher()  # this process must end if torchrun is killed (kill -9); before the slow imports
 
-from meeting import meet  # isort: skip - it says in one sentence that JAX is missing
+from meeting import meet  # isort: skip - prints one sentence if JAX is not installed
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -35,7 +35,7 @@ from workshop.training.logs import EpochLog
 from workshop.training.models import SmallCNN
 
 SEED = 42
-OPTIMIZER = optax.adamw(1e-3, weight_decay=1e-2)  # torch.optim.AdamW's default; optax's own is 1e-4
+OPTIMIZER = optax.adamw(1e-3, weight_decay=1e-2)  # the default of torch.optim.AdamW; the default of optax is 1e-4
 
 
 def main():
@@ -47,9 +47,9 @@ def main():
 def parse_arguments():
     parser = ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--epochs", type=positive_int, default=5, help="passes over the training set")
-    parser.add_argument("--batch-size", type=positive_int, default=64, help="samples a step, on each process")
+    parser.add_argument("--batch-size", type=positive_int, default=64, help="samples per batch and process")
     parser.add_argument("--output", default="runs/train_digits.jsonl", help="file for the losses of all steps")
-    parser.add_argument("--dataset", default="digits", help="digits, or mnist once it has been fetched")
+    parser.add_argument("--dataset", default="digits", help="digits, or mnist after ./workshop.sh fetch mnist")
     args = parser.parse_args()
     try:
         if not args.output.endswith(".jsonl"):
@@ -68,20 +68,23 @@ def train(args):
     if args.batch_size % jax.local_device_count():
         devices = jax.local_device_count()
         ArgumentParser().error(f"--batch-size {args.batch_size} does not divide among the process's {devices} devices")
-    # All devices of all processes in one row, called "data": a DeviceMesh. Auto: the compiler may choose who exchanges what.
+    # The mesh is what PyTorch calls a DeviceMesh. It has one dimension, "data", which contains all devices of all processes.
+    # With AxisType.Auto, the compiler chooses the communication.
     mesh = jax.make_mesh((jax.device_count(),), ("data",), axis_types=(AxisType.Auto,))
     split, whole = NamedSharding(mesh, P("data")), NamedSharding(mesh, P())  # DTensor's Shard(0) and Replicate()
 
-    # The first weights of single_gpu.py. A model is a dictionary of arrays, and functions of it.
+    # The initial parameters are those of single_gpu.py. In JAX, a model is a dictionary of arrays, and functions that take it
+    # as an argument.
     torch.manual_seed(SEED)
     params = {name: weight.numpy() for name, weight in SmallCNN().state_dict().items()}
-    params = jax.device_put(params, whole)  # the whole model on each device: DDP(model)
+    params = jax.device_put(params, whole)  # the whole model on each device, as with DDP(model)
     state = jax.jit(OPTIMIZER.init, out_shardings=whole)(params)
     log = EpochLog(args.output, args.epochs, jax.default_backend(), processes=world_size)
     if rank == 0:
         print(f"training on {jax.default_backend()}: {world_size} processes, {jax.device_count()} devices", flush=True)
 
-    # JAX reads no data: these are PyTorch's loaders, and the order of single_gpu.py, dealt out like cards.
+    # JAX has no data loaders, so this program uses PyTorch's. The sampler uses the same permutation as single_gpu.py and deals
+    # it to the ranks in turn.
     transform = transforms.Compose([transforms.ToTensor(), transforms.Normalize((0.5,), (0.5,))])
     train_set, test_set = load_dataset(args.dataset, transform)
     sampler = DistributedSampler(train_set, world_size, rank, seed=SEED, drop_last=True)
@@ -93,10 +96,10 @@ def train(args):
         start = time.perf_counter()
         losses = []
         for batch in tqdm(train_loader, leave=False, disable=rank > 0 or None):
-            # The global batch, one array that lies in pieces: each process brings its own.
+            # The global batch is one sharded array, and each process provides its own part.
             images, labels = (jax.make_array_from_process_local_data(split, part.numpy()) for part in batch)
             params, state, loss = train_step(params, state, images, labels)
-            losses.append(loss)  # not float(loss), which would wait for the device, as item() does
+            losses.append(loss)  # not float(loss), which would wait for the device, like item()
         losses = [float(loss) for loss in losses]
         seconds = time.perf_counter() - start
         accuracy = evaluate(params, test_loader)
@@ -105,7 +108,7 @@ def train(args):
 
 
 def forward(params, images):
-    """SmallCNN.forward, with the weights as an argument."""
+    """Compute the forward pass of SmallCNN, with the parameters as an argument."""
     x = images
     for layer in ("conv1", "conv2"):
         x = jax.lax.conv(x, params[f"{layer}.weight"], window_strides=(1, 1), padding="VALID")
@@ -119,11 +122,12 @@ def loss_of(params, images, labels):
     return optax.softmax_cross_entropy_with_integer_labels(forward(params, images), labels).mean()
 
 
-# Written for the whole batch, as if there were one device. The mean over a batch that lies in pieces needs all of them, so the
-# compiler puts the all-reduce in, where DDP has it in backward(). donate: the new weights may take the memory of the old.
+# This function is written for the global batch, as if there were one device. The mean over a sharded batch needs all shards, so
+# the compiler inserts the all-reduce that DDP does in backward(). donate_argnums: the new parameters and optimizer state may
+# reuse the memory of the old ones.
 @partial(jax.jit, donate_argnums=(0, 1))
 def train_step(params, state, images, labels):
-    """Return new weights and a new state of the optimizer, and the loss over the global batch: nothing is changed in place."""
+    """Return the new parameters, the new optimizer state, and the loss over the global batch. Nothing is changed in place."""
     loss, gradients = jax.value_and_grad(loss_of)(params, images, labels)  # loss.backward()
     updates, state = OPTIMIZER.update(gradients, state, params)
     return optax.apply_updates(params, updates), state, loss  # optimizer.step()
@@ -136,7 +140,7 @@ def count_correct(params, images, labels):
 
 def evaluate(params, loader):
     """Return the accuracy over the whole test set, between 0 and 1."""
-    # This process's own copy: it counts alone, and nobody waits for anybody before the end.
+    # Use the local copy of the parameters, so that each process counts on its own and waits for the others only at the end.
     params = jax.tree.map(lambda weight: weight.addressable_data(0), params)
     counts = np.zeros(2, dtype=int)
     for images, labels in loader:

@@ -1,18 +1,18 @@
 #!/usr/bin/env bash
-# What is installed in every image, once for all: the recipes for Apptainer, the Dockerfile and the tests run this, as root, in the
-# image. Around it, in /opt/workshop, lie requirements.lock, pyproject.toml, README.md and the package workshop.
-#   install.sh cuda      torch with the CUDA libraries that its wheels bring along, in a venv
-#   install.sh rocm      everything but torch, into the Python of an image that has a torch for ROCm
-#   install.sh jax       as cuda, and JAX for CUDA
+# Install the packages of an image. The recipes for Apptainer, the Dockerfile and the tests run this script as root in the image,
+# where /opt/workshop contains requirements.lock, pyproject.toml, README.md and the package workshop.
+#   install.sh cuda      torch, with the CUDA libraries from its wheels, in a venv
+#   install.sh rocm      everything except torch, into the Python of an image that has torch for ROCm
+#   install.sh jax       like cuda, and JAX for CUDA
 set -euo pipefail
 image=${1:-}
 case $image in
     cuda | rocm | jax) ;;
-    *) echo "install.sh: say which image: cuda, rocm or jax" >&2 && exit 2 ;;
+    *) echo "install.sh: name an image: cuda, rocm or jax" >&2 && exit 2 ;;
 esac
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
-# The entries of the lock but those for packages whose names fit: a line with name and version, and below it its hashes.
+# Print the lock without the packages whose names match. An entry is a line with name and version, followed by its hashes.
 entries_without() { awk -v names="^($1)==" '/^[a-z]/ { keep = $0 !~ names } keep' requirements.lock; }
 case $image in
     cuda) cat requirements.lock ;;
@@ -21,12 +21,12 @@ case $image in
 esac >image.lock
 
 apt-get update --quiet
-apt-get install --yes --quiet --no-install-recommends g++ # DeepSpeed compiles a part of itself when it trains on CPUs
+apt-get install --yes --quiet --no-install-recommends g++ # DeepSpeed compiles an extension when it trains on CPUs
 rm -rf /var/lib/apt/lists/*
 
 if [ "$image" = rocm ]; then
     python=$(command -v python3)
-    chosen=(--no-deps) # the lock is complete without pip's help, which would bring a second torch
+    chosen=(--no-deps) # pip would install a second torch as a dependency; the lock lists all other packages
 else
     python3 -m venv venv
     python=venv/bin/python

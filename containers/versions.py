@@ -1,4 +1,4 @@
-"""Whether an image holds what its lock says, and its framework can be imported:  python versions.py image.lock torch"""
+"""Check that an image has the versions of its lock and can import its framework:  python versions.py image.lock torch"""
 
 import importlib
 import sys
@@ -20,5 +20,5 @@ lines = [line.rstrip(" \\") for line in Path(lock).read_text().splitlines() if l
 pins = [pin for pin in map(Requirement, lines) if pin.marker is None or pin.marker.evaluate()]
 wrong = [f"{pin.name}{pin.specifier}: {found(pin.name)}" for pin in pins if not pin.specifier.contains(found(pin.name))]
 if wrong or not pins:
-    sys.exit(f"not what {lock} says: {', '.join(wrong) or 'it says nothing'}")
+    sys.exit(f"the packages differ from {lock}: {', '.join(wrong) or 'the lock is empty'}")
 print(f"{framework} {importlib.import_module(framework).__version__}, and {len(pins)} packages as in {lock}")

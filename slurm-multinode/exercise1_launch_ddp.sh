@@ -9,14 +9,14 @@
 #SBATCH --nodes=1
 #SBATCH --gpus-per-node=4
 #SBATCH --cpus-per-task=8            # for all processes of a node together
-#SBATCH --ntasks-per-node=1          # one torchrun on a node; it starts a process for each GPU there
+#SBATCH --ntasks-per-node=1          # one torchrun per node, which starts one process per GPU
 #SBATCH --time=00:10:00
 #SBATCH --output=%x-%j.log           # name and number of the job
 
 set -euo pipefail
-source "${WORKSHOP_SITE:-/dev/null}" # modules, network and Python of this site: "workshop submit" names the file
-export HF_HUB_OFFLINE=1 TRANSFORMERS_OFFLINE=1 HF_DATASETS_OFFLINE=1 # a node may have no internet: nobody waits for it
-run=runs/$SLURM_JOB_NAME-$SLURM_JOB_ID # what its checkpoint, the log of its epochs and its errors are called
+source "${WORKSHOP_SITE:-/dev/null}" # settings of this site (modules, network, Python); "workshop submit" sets the variable
+export HF_HUB_OFFLINE=1 TRANSFORMERS_OFFLINE=1 HF_DATASETS_OFFLINE=1 # no downloads: a node may have no internet access
+run=runs/$SLURM_JOB_NAME-$SLURM_JOB_ID # the common name of its checkpoint, its epoch log and its error files
 
 # TODO 3: with --standalone, each torchrun forms a group of its own. All of them must meet in one place: on the first node of
 #         the job, at a port that no other job uses. The script must also work with a different number of nodes or GPUs, as in
@@ -31,9 +31,9 @@ export OMP_NUM_THREADS=$((SLURM_CPUS_PER_TASK / SLURM_GPUS_ON_NODE))
 #         Look up: man srun: --cpus-per-task, and the variable for this option under INPUT ENVIRONMENT VARIABLES
 
 echo "job $SLURM_JOB_ID on $SLURM_JOB_NODELIST: $SLURM_GPUS_ON_NODE GPUs on a node, $OMP_NUM_THREADS cores for each"
-env | grep -E '^(NCCL|RCCL|FI|GLOO)_' || true # what steers the network: often nothing does
+env | grep -E '^(NCCL|RCCL|FI|GLOO)_' || true # print the network settings; often there are none
 
-# Should a rank fail: the error of the first one that did comes last in the log.
+# If a rank fails, print the error of the rank that failed first at the end of the log.
 trap '${PYTHON:-python} first_failure.py "$run.logs"' ERR
 
 # shellcheck disable=SC2086 # $PYTHON may be several words: a container, and the Python in it

@@ -1,6 +1,6 @@
-"""Show the error of the rank that failed first: those of the other ranks often only say that they lost the connection to it.
+"""Show the error of the rank that failed first; the errors of other ranks often only report a lost connection.
 
-Slurm:  python first_failure.py runs/NAME-JOB.logs     (the job scripts call it when the training has failed)
+Slurm:  python first_failure.py runs/NAME-JOB.logs     (the job scripts call this when the training fails)
 """
 
 import json
@@ -8,12 +8,13 @@ import re
 import sys
 from pathlib import Path
 
-# A rank whose main() is decorated with @record leaves its error in a file; torchrun puts these below its --log-dir.
+# If main() is decorated with @record, a rank that fails writes its error to a file, and torchrun keeps these files below
+# --log-dir.
 errors = []
 for file in Path(sys.argv[1]).rglob("*error*.json"):
     message = json.loads(file.read_text())["message"]
     error = message["extraInfo"]["py_callstack"] if isinstance(message, dict) else message
-    # All ranks fail within moments. A lost connection is the echo of another rank's error.
+    # When one rank fails, the others fail at almost the same time. An error about a lost connection is only a consequence.
     is_echo = re.search(r"by peer|remote (worker|process)|NCCL", error) is not None
     errors.append((is_echo, file.stat().st_mtime_ns, error))
 if errors:

@@ -1,10 +1,10 @@
 """Measure how fast images are read from many small files, from one zip, and from one HDF5 file.
-A parallel file system is made for few large files. For each file that is opened it asks a metadata server, which all jobs of the
-machine share: a million small files make it slow for everybody, and mostly there is a limit on how many you may have. Images in
-one file cost each process one open. On a disk of one's own that matters less: measure where you train.
+A parallel file system is designed for a few large files. Opening a file needs a request to a metadata server, which all jobs of
+the cluster share, so a million small files slow down the jobs of all users. Most sites also limit the number of files per user.
+If all images are in one file, each process opens only this file. On a local disk this matters less, so measure where you train.
 
-Images made here:  python slurm-multinode/image_formats.py --images 400
-Images of yours:   python slurm-multinode/image_formats.py --data FOLDER --images 10000 --output /scratch/me/image-formats
+Generated images:  python slurm-multinode/image_formats.py --images 400
+Your own images:   python slurm-multinode/image_formats.py --data FOLDER --images 10000 --output /scratch/me/image-formats
 """
 
 import importlib.util
@@ -31,15 +31,19 @@ from workshop.run.machine import machine
 from workshop.training.arguments import ArgumentParser, positive_int, require_writable
 
 SEED, ROUNDS = 42, 3
-TRANSFORM = Compose([RandomResizedCrop(224), RandomHorizontalFlip(), ToTensor()])  # as ImageNet models are trained
+TRANSFORM = Compose([RandomResizedCrop(224), RandomHorizontalFlip(), ToTensor()])  # as usual for ImageNet
 
 
 def main():
     parser = ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--images", type=positive_int, default=400, help="how many; those made here have 100 kB each")
-    parser.add_argument("--data", help="folder with images in train/CLASS/ to take them from; None: they are made")
-    parser.add_argument("--workers", type=positive_int, default=2, help="processes that read and decode")
-    parser.add_argument("--output", default="runs/image-formats", help="folder for images, figures and picture")
+    parser.add_argument(
+        "--images", type=positive_int, default=400, help="number of images; generated images have about 100 kB each"
+    )
+    parser.add_argument("--data", help="folder with images in train/CLASS/; without it, images are generated")
+    parser.add_argument("--workers", type=positive_int, default=2, help="processes that read and decode the images")
+    parser.add_argument(
+        "--output", default="runs/image-formats", help="folder for the images, the figures and the picture"
+    )
     args = parser.parse_args()
     try:
         require_writable(f"--output {args.output}", Path(args.output))
@@ -52,13 +56,15 @@ def main():
 
 
 def measure(samples, args):
-    """Write the images in each format, read them, and leave a table, a picture and the figures."""
+    """Write the images in each format, read them, and report the figures as a table, a picture and a JSON file."""
     formats = {"folder": packed.write_folder, "images.zip": packed.write_zip, "images.h5": packed.write_hdf5}
     if not importlib.util.find_spec("h5py"):
         print("HDF5 is left out, because h5py is not installed here, an extra: pip install -e '.[hdf5]'", flush=True)
         del formats["images.h5"]
     rows = {name: store(samples, write, Path(args.output) / name) for name, write in formats.items()}
-    for number in range(ROUNDS):  # in turn, so that what else runs on this machine strikes all of them
+    for number in range(
+        ROUNDS
+    ):  # measure the formats in turn, so that other programs on this machine disturb all of them
         for name in tqdm(rows, f"round {number + 1} of {ROUNDS}", leave=False, disable=None):
             for figure, rate in read(Path(args.output) / name, args.workers).items():
                 rows[name].setdefault(figure, []).append(rate)
@@ -66,7 +72,10 @@ def measure(samples, args):
 
 
 def store(samples, write, path):
-    """Write the images in one format, under another name until they are whole; return files, bytes, and images/s."""
+    """Write the images in one format, and return the number of files and folders, the bytes, and the images per second.
+
+    Until the file or folder is complete, it has a temporary name.
+    """
     making = path.with_name(f"making-{path.name}")
     for old in (path, making):
         shutil.rmtree(old) if old.is_dir() else old.unlink(missing_ok=True)
@@ -74,7 +83,7 @@ def store(samples, write, path):
     os.sync()
     start = time.perf_counter()
     write(samples, making)
-    os.sync()  # until they are on the disk. What is not there yet could not be dropped from memory either.
+    os.sync()  # wait for the disk, because drop_from_memory() drops only what is on the disk
     seconds = time.perf_counter() - start
     os.replace(making, path)
     inodes = [path, *path.rglob("*")]  # files and folders
@@ -83,7 +92,11 @@ def store(samples, write, path):
 
 
 def read(path, workers):
-    """Return images/s: the bytes alone by this process, samples by a DataLoader; at first from the disk, then from memory."""
+    """Return the images per second, from the disk and from memory.
+
+    For ``bytes``, this process only reads the bytes of the images. For ``samples``, the workers of a DataLoader also decode and
+    transform the images. ``opens``, only for a folder, is the number of files opened and closed per second.
+    """
     rates = {}
     order = torch.randperm(len(open_images(path)), generator=torch.Generator().manual_seed(SEED)).tolist()
     for what, loader in (("bytes", len), ("samples", packed.decode)):
@@ -105,7 +118,7 @@ def read(path, workers):
 
 
 def open_images(path, loader=len, transform=None):
-    """Open the images of one format; ``loader`` makes something of an image's bytes."""
+    """Open the images of one format; ``loader`` converts the bytes of an image."""
     if path.is_dir():
         return ImageFolder(path / "train", transform, loader=partial(load_file, loader))
     return {".zip": packed.ZippedImages, ".h5": packed.Hdf5Images}[path.suffix](path, transform, loader)
@@ -116,7 +129,10 @@ def load_file(loader, path):
 
 
 def drop_from_memory(path):
-    """Let the system forget what it has in memory of these files. It needs no root; a file server's own memory stays as it is."""
+    """Drop these files from the page cache of this machine.
+
+    This needs no root rights, and does not affect the cache of a file server.
+    """
     for place in [path, *path.rglob("*")]:
         if place.is_file():
             with open(place, "rb") as file:

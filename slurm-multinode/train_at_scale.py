@@ -1,5 +1,5 @@
-"""Train ResNet-50 or ViT-B/16 on any number of nodes, and measure what exchanging the gradients costs.
-Without --data it makes images of ImageNet's size on the device: ten patterns under noise, which a model can learn to tell apart.
+"""Train ResNet-50 or ViT-B/16 on any number of nodes, and measure the cost of communicating the gradients.
+Without --data, the images are generated on the device: ten patterns with added noise, which a model can learn to distinguish.
 
 One process:  torchrun --standalone --nproc-per-node=1 slurm-multinode/train_at_scale.py
 N processes:  torchrun --standalone --nproc-per-node=4 slurm-multinode/train_at_scale.py --model vit_b_16 --compile
@@ -15,7 +15,7 @@ from functools import partial
 
 from workshop.training.launcher import exit_with_launcher
 
-exit_with_launcher()  # kill -9 on torchrun would leave this process training; before the slow imports
+exit_with_launcher()  # this process must end if torchrun is killed (kill -9); before the slow imports
 
 import torch
 import torch.distributed as dist
@@ -42,9 +42,9 @@ SEED = 42
 @record  # torchrun then shows the traceback of the rank that failed first
 def main():
     args = parse_arguments()
-    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])  # torchrun sets all of these
+    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])  # torchrun sets these variables
     device = choose_device(int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"]))
-    enable_network_report()  # the backend says over which network it connects, and network_report() repeats it
+    enable_network_report()  # lets NCCL log its connections, which network_report() evaluates
     dist.init_process_group(dist.get_default_backend_for_device(device))
     try:
         train(rank, world_size, device, args)
@@ -56,21 +56,36 @@ def parse_arguments():
     parser = ArgumentParser(description=__doc__.splitlines()[0])
     # On a CPU a step with 64 images of ImageNet's size would take a minute.
     batch_size, steps, size = (64, 100, 224) if torch.accelerator.is_available() else (8, 20, 64)
-    parser.add_argument("--model", choices=["resnet50", "vit_b_16"], default="resnet50", help="from torchvision")
-    parser.add_argument("--strategy", choices=["ddp", "fsdp"], default="ddp", help="how the model is spread")
-    parser.add_argument("--data", help="images in train/CLASS/ of a folder, a .zip or a .h5; None: made on the device")
-    parser.add_argument("--batch-size", type=positive_int, default=batch_size, help="images a batch, on each process")
-    parser.add_argument("--accumulate", type=positive_int, default=1, help="batches a step")
+    parser.add_argument("--model", choices=["resnet50", "vit_b_16"], default="resnet50", help="model from torchvision")
     parser.add_argument(
-        "--steps", type=positive_int, default=steps, help="to train; with DDP as many then measure the exchange"
+        "--strategy",
+        choices=["ddp", "fsdp"],
+        default="ddp",
+        help="each process keeps a full copy of the model (ddp) or a shard (fsdp)",
     )
-    parser.add_argument("--compile", action="store_true", help="compile the model; the first step takes a minute")
-    parser.add_argument("--image-size", type=int, choices=[64, 128, 224], default=size, help="pixels of an edge")
+    parser.add_argument(
+        "--data",
+        help="folder, .zip or .h5 file with images in train/CLASS/; without it, images are generated on the device",
+    )
+    parser.add_argument("--batch-size", type=positive_int, default=batch_size, help="images per batch and process")
+    parser.add_argument("--accumulate", type=positive_int, default=1, help="batches per step")
+    parser.add_argument(
+        "--steps",
+        type=positive_int,
+        default=steps,
+        help="training steps; with DDP, about the same number of steps then follow, which measure the communication",
+    )
+    parser.add_argument(
+        "--compile", action="store_true", help="compile the model; the first step then takes about a minute"
+    )
+    parser.add_argument(
+        "--image-size", type=int, choices=[64, 128, 224], default=size, help="height and width of the images in pixels"
+    )
     parser.add_argument("--output", help="JSON file for the figures; None: runs/scale-PROCESSES.json")
     args = parser.parse_args()
     world_size = int(os.environ.get("WORLD_SIZE", 0))
     if world_size < 1:
-        parser.error("torchrun has to start this: torchrun --standalone --nproc-per-node=2 " + sys.argv[0])
+        parser.error("start this program with torchrun: torchrun --standalone --nproc-per-node=2 " + sys.argv[0])
     if args.strategy == "fsdp":
         check_averaging(parser)
     try:
@@ -88,7 +103,7 @@ def parse_arguments():
 
 
 def choose_device(local_rank, local_world_size):
-    # Without is_available() the CUDA build names "cuda" on a machine that has no GPU.
+    # In a CUDA build, current_accelerator() returns "cuda" even without a GPU, so ask is_available() first.
     if torch.accelerator.is_available() and torch.accelerator.device_count() >= local_world_size:
         torch.accelerator.set_device_index(local_rank)
         return torch.accelerator.current_accelerator()
@@ -96,10 +111,11 @@ def choose_device(local_rank, local_world_size):
 
 
 def train(rank, world_size, device, args):
-    torch.manual_seed(SEED)  # the same first weights in every run
+    torch.manual_seed(SEED)  # the same initial parameters in every run
     options = {"image_size": args.image_size} if args.model == "vit_b_16" else {}
-    # ResNet-50's BatchNorm computes with the batch of one process: its losses depend on how many there are, ViT-B/16's do not.
-    # Convolutions are fastest on images that are stored pixel by pixel: channels_last.
+    # BatchNorm in ResNet-50 normalizes over the batch of one process, so the losses depend on the number of processes. The
+    # losses of ViT-B/16, which has no BatchNorm, do not.
+    # Convolutions are faster with channels_last, which stores the channels of a pixel next to each other.
     model = get_model(args.model, **options).to(device, memory_format=torch.channels_last)
     model = distribute(model, args)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
@@ -131,11 +147,12 @@ def train(rank, world_size, device, args):
     memory = torch.tensor(peak_memory(device), device=device)
     dist.all_reduce(memory, dist.ReduceOp.MAX)
 
-    # Without exchange each replica has gradients of its own, and they would drift apart: from here on a step changes no weight.
+    # The measurement also takes steps without communication, in which each copy of the model has different gradients. With a
+    # learning rate of 0 no parameter changes, so the copies stay equal.
     for group in optimizer.param_groups:
         group["lr"] = 0.0
     cost = {}
-    if world_size > 1 and args.strategy == "ddp":  # without gradients from the others FSDP's parts could take no step
+    if world_size > 1 and args.strategy == "ddp":  # FSDP cannot take a step without communicating gradients
         step = partial(train_step, model, batches, optimizer, args)
         cost = measure_exchange(step, args.batch_size * args.accumulate, max(1, args.steps // 10), device)
     if rank == 0:
@@ -146,7 +163,8 @@ def train(rank, world_size, device, args):
             "network": network,
             "nodes": world_size // int(os.environ["LOCAL_WORLD_SIZE"]),
             "processes": world_size,
-            "samples_per_second": statistics.median(rates[1:] or rates),  # the first steps warm up, or compile
+            # without the first steps (warm-up, compilation)
+            "samples_per_second": statistics.median(rates[1:] or rates),
             "peak_memory": memory.item(),
             **cost,
             "losses": losses.tolist(),
@@ -155,24 +173,22 @@ def train(rank, world_size, device, args):
 
 
 def distribute(model, args):
-    """Spread the training over the processes: the whole model in each, or a part."""
+    """Prepare the model for several processes: DDP keeps a full copy in each process, FSDP only a shard."""
     if args.strategy == "ddp":
-        model = DDP(model)  # the same weights, but its backward() averages the gradients over all processes
+        model = DDP(model)  # the same parameters, but backward() averages the gradients over all processes
         if args.compile:
-            model.compile()  # after DDP: cut where DDP's buckets end, the graph lets the exchange overlap with backward()
+            model.compile()  # after DDP, so that the graph is split at DDP's buckets and communication overlaps with backward()
         return model
-    model = model.to(
-        memory_format=torch.contiguous_format
-    )  # FSDP cuts along the first dimension of what lies in one piece
+    model = model.to(memory_format=torch.contiguous_format)  # FSDP needs contiguous parameters
     for block in [module for module in model.modules() if isinstance(module, (Bottleneck, EncoderBlock))]:
         if args.compile:
             block.compile()
-        fully_shard(block)  # a group: gathered for its forward and for its backward, freed when they are done
-    return fully_shard(model)  # the rest: the first layers and the last
+        fully_shard(block)  # one communication group: gathered for the forward and the backward pass, freed after each
+    return fully_shard(model)  # the rest: the first and the last layers
 
 
 def keeps_to_itself(model):
-    """A context in which gradients add up in each process, and nothing is exchanged."""
+    """Return a context in which each process accumulates its gradients without communicating them."""
     if isinstance(model, DDP):
         return model.no_sync()
     model.set_requires_gradient_sync(False)
@@ -180,18 +196,18 @@ def keeps_to_itself(model):
 
 
 def train_step(model, batches, optimizer, args, exchange=True):
-    """Take a step with the next `accumulate` batches and return its loss."""
+    """Take one optimizer step with the next `accumulate` batches and return its loss."""
     step_loss = 0
     for number in range(args.accumulate):
         images, labels = next(batches)
         images = images.to(memory_format=torch.channels_last)
-        # Gradients add up until zero_grad(). All processes need them at the last batch of a step, and only there.
+        # Gradients add up until zero_grad(), so communicate them only in the backward pass of the last batch of a step.
         last = exchange and number + 1 == args.accumulate
         if last and args.strategy == "fsdp":
             model.set_requires_gradient_sync(True)
         with nullcontext() if last else keeps_to_itself(model):
             with torch.autocast(images.device.type, torch.bfloat16, enabled=args.bf16):
-                loss = F.cross_entropy(model(images), labels) / args.accumulate  # the mean of the batches' means
+                loss = F.cross_entropy(model(images), labels) / args.accumulate  # the mean over all batches of the step
             loss.backward()
         step_loss += loss.detach()
     optimizer.step()

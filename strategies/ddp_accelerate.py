@@ -1,4 +1,4 @@
-"""The training of one_process.py by Accelerate, which finds device and processes by itself, and takes DDP.
+"""Train with Accelerate, which finds the rank and the device by itself and wraps the model in DDP.
 
 Run it:  torchrun --standalone --nproc-per-node=2 strategies/ddp_accelerate.py --steps 20
 """

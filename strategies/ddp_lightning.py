@@ -1,4 +1,4 @@
-"""The training of one_process.py by Lightning, whose Trainer has the loop, the devices and DDP.
+"""Train with Lightning, whose Trainer runs the loop, moves model and batches to the device, and wraps the model in DDP.
 
 Run it:  torchrun --standalone --nproc-per-node=2 strategies/ddp_lightning.py --steps 20
 """
@@ -22,7 +22,7 @@ def main():
         devices=int(os.environ["LOCAL_WORLD_SIZE"]),
         num_nodes=world_size // int(os.environ["LOCAL_WORLD_SIZE"]),
         max_epochs=1,
-        use_distributed_sampler=False,  # the batches have been shared out
+        use_distributed_sampler=False,  # load_batches() has already divided the batches among the ranks
         logger=False,
         enable_checkpointing=False,
         enable_progress_bar=False,

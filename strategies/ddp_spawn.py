@@ -1,4 +1,4 @@
-"""The training of one_process.py by DDP, with mp.spawn: the program starts the processes itself, and says who each of them is.
+"""Train with DDP, started by mp.spawn: the program starts the processes itself and passes each process its rank.
 
 Run it:  python strategies/ddp_spawn.py --nproc 2 --steps 20
 """
@@ -22,7 +22,7 @@ def main():
 
 
 def options(parser):
-    parser.add_argument("--nproc", type=positive_int, default=2, help="processes")
+    parser.add_argument("--nproc", type=positive_int, default=2, help="number of processes")
 
 
 def start(rank, args, store):

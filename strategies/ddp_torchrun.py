@@ -1,4 +1,4 @@
-"""The training of one_process.py by DDP, with torchrun: each process has a whole model, and a part of each batch.
+"""Train with DDP, started by torchrun: each process stores the whole model and processes a part of each global batch.
 
 Run it:  torchrun --standalone --nproc-per-node=2 strategies/ddp_torchrun.py --steps 20
 """

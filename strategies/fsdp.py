@@ -1,4 +1,4 @@
-"""The training of one_process.py by FSDP2: each process has a part of each layer's weights, gradients and moments.
+"""Train with FSDP2: each process stores a shard of the parameters, the gradients and the optimizer state.
 
 Run it:  torchrun --standalone --nproc-per-node=2 strategies/fsdp.py --steps 20
 """

@@ -1,4 +1,4 @@
-"""The training that this folder repeats in every way, here in one process: the tiny CodeLlama, and batches of 8 sequences.
+"""Train the tiny CodeLlama in one process. The other programs in this folder are this training with different strategies.
 
 Run it:  python strategies/one_process.py --steps 20
 """

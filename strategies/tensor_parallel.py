@@ -1,4 +1,4 @@
-"""The training of one_process.py by tensor parallelism: each matrix is cut, and all processes see the whole batch.
+"""Train with tensor parallelism: each process stores a part of each matrix, and all processes compute the same samples.
 
 Run it:  torchrun --standalone --nproc-per-node=2 strategies/tensor_parallel.py --steps 20
 """
@@ -11,7 +11,8 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 from workshop.training.strategies import Report, choose_device, load_batches, load_model, loss_of, parse_arguments
 
-# By columns, then by rows: only at the end of each pair the processes add up their results. See stage 04's tensor_parallel.py.
+# In attention and in the MLP, the first matrices are split by columns and the last one by rows, so in the forward pass each of
+# these blocks communicates only once, to add up the results of the last matrix. tensor_parallel.py of stage 04 explains this.
 PLAN = {
     "self_attn.q_proj": ColwiseParallel(),
     "self_attn.k_proj": ColwiseParallel(),

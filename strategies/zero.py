@@ -1,4 +1,4 @@
-"""The training of one_process.py by DeepSpeed's ZeRO: stage 1 spreads the moments, 2 the gradients too, 3 the weights as well.
+"""Train with ZeRO of DeepSpeed: stage 1 shards the optimizer state, stage 2 also the gradients, and stage 3 also the parameters.
 
 Run it:  torchrun --standalone --nproc-per-node=2 strategies/zero.py --stage 1 --steps 20
 """
@@ -31,7 +31,7 @@ def main():
 
 
 def options(parser):
-    parser.add_argument("--stage", type=int, choices=[1, 2, 3], default=1, help="of ZeRO")
+    parser.add_argument("--stage", type=int, choices=[1, 2, 3], default=1, help="stage of ZeRO")
 
 
 def train(device, args):
@@ -39,11 +39,11 @@ def train(device, args):
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     config = {
         "train_micro_batch_size_per_gpu": SEQUENCES // dist.get_world_size(),
-        "gradient_clipping": 0.0,  # DeepSpeed's default is 1
+        "gradient_clipping": 0.0,  # switch off gradient clipping; the default is 1.0
         "zero_optimization": {
             "stage": args.stage,
-            "reduce_bucket_size": 2**20,  # gradients in a message; the default makes room for 500 million of them
-            "stage3_max_live_parameters": 0,  # each layer's weights are freed at once, as those of a large model are
+            "reduce_bucket_size": 2**20,  # gradients per message; the default, 500 million, needs a much larger buffer
+            "stage3_max_live_parameters": 0,  # free the parameters of each layer after its use, as in a large model
             "stage3_max_reuse_distance": 0,
         },
     }

@@ -1,4 +1,4 @@
-"""Runs that several tests look at: each is made once."""
+"""Fixtures that several tests share, such as the reference runs: each run trains only once per session."""
 
 import os
 import signal
@@ -9,14 +9,14 @@ from typing import NamedTuple
 
 import pytest
 
-# uv, shellcheck and ninja come with the environment. Tests that start them by name find them where it is not activated, too.
+# uv, shellcheck and ninja are installed in the environment. Tests start them by name even if it is not activated.
 os.environ["PATH"] = os.pathsep.join([os.environ.get("PATH", os.defpath), os.path.dirname(sys.executable)])
 
 import needs
 import runs
 from workshop.data import codellama
 
-# A shell that starts the tests in the background lets them, and all that they start, ignore Ctrl-C; some tests press it.
+# A process that a shell started in the background ignores Ctrl-C, and so do its children; some tests send Ctrl-C.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 EPOCHS = 3
@@ -24,7 +24,7 @@ GLOBAL_BATCH = 128
 
 
 class Reference(NamedTuple):
-    """An uninterrupted run: its folder, its checkpoint, its log, what it printed."""
+    """An uninterrupted run: its folder, checkpoint, log and standard output."""
 
     folder: Path
     checkpoint: Path
@@ -51,25 +51,25 @@ def _reference(kind, nproc, folder) -> Reference:
 
 @pytest.fixture(scope="session")
 def single(tmp_path_factory) -> Reference:
-    """single_gpu.py, 3 epochs of the digits."""
+    """A run of single_gpu.py: 3 epochs of the digits."""
     return _reference("single", 1, tmp_path_factory.mktemp("single"))
 
 
 @pytest.fixture(scope="session")
 def spawned(tmp_path_factory) -> Reference:
-    """exercise1_multigpu.py with 2 processes, on the global batches of ``single``."""
+    """A run of exercise1_multigpu.py with 2 processes and the global batches of ``single``."""
     return _reference("spawn", 2, tmp_path_factory.mktemp("spawned"))
 
 
 @pytest.fixture(scope="session")
 def torchrun(tmp_path_factory) -> Reference:
-    """exercise2_multigpu_torchrun.py with 2 processes, on the global batches of ``single``."""
+    """A run of exercise2_multigpu_torchrun.py with 2 processes and the global batches of ``single``."""
     return _reference("torchrun", 2, tmp_path_factory.mktemp("torchrun"))
 
 
 @pytest.fixture(scope="session")
 def data(tmp_path_factory):
-    """A data folder with a model that is smaller than the tiny one, under its name: what the scripts load by default."""
+    """A data folder whose default model has the name of the tiny model but is even smaller."""
     folder = tmp_path_factory.mktemp("data")
     codellama.make_tiny(folder / "models" / codellama.TINY, layers=2, width=64, vocabulary=512)
     return folder
@@ -79,7 +79,7 @@ def pytest_addoption(parser):
     parser.addoption(
         "--skipped-in",
         metavar="FILE",
-        help="only the tests that this report (--junit-xml) lists as skipped, and those marked `machine`",
+        help="run only the tests that this report (--junit-xml) lists as skipped, and those marked `machine`",
     )
 
 
@@ -98,7 +98,7 @@ def pytest_collection_modifyitems(config, items):
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_terminal_summary(terminalreporter):
-    """The last lines of a run: what was not tried on this machine, and how to try it."""
+    """Print at the end of a run which tests this machine skipped, and what to install."""
     yield
     reports = terminalreporter.stats.get("skipped", [])
     reasons = [

@@ -1,4 +1,4 @@
-"""How far the losses of each way of spreading a model are from each other, as JSON from a report of pytest --junit-xml:
+"""Print, as JSON, how far the losses of each variant of the fine-tuning differ from the reference, from a junit-xml report:
 
 python tests/equality.py REPORT.xml
 """

@@ -1,5 +1,5 @@
-"""What a test needs that not every machine has. A test is skipped with the reason "needs ruby, chromium", and the last lines of a
-run list what was not tried and the ``apt-get`` line that changes it (conftest.py).
+"""Programs that some tests need and that not every machine has. A test without them is skipped ("needs ruby, chromium"), and a
+run ends with a list of what was skipped and the ``apt-get`` line that installs it (conftest.py).
 
     @needs("ruby")                # on a test
     require("chromium")           # in a fixture or in a test
@@ -16,7 +16,7 @@ import pytest
 
 from workshop.slurm.cluster import PROGRAMS, SEARCH_PATH
 
-# Each program and the Debian package that brings it. "" stands for a package of the environment, so nothing is to be installed.
+# Each program and the Debian package that contains it; "" if the program is already in the Python environment.
 PACKAGES = {
     "shellcheck": "",
     "uv": "",
@@ -35,34 +35,34 @@ PACKAGES = {
     "scontrol": "slurm-client",
     "debootstrap": "debootstrap",
 } | {program: debian for program, (debian, _) in PROGRAMS.items()}
-SLURM = tuple(PROGRAMS)  # of a practice cluster
-DEEPSPEED = ("g++", "ninja", "Python.h")  # it compiles a part of itself at the first start on CPUs
-# One row of the table for what is only installed together.
+SLURM = tuple(PROGRAMS)  # for a practice cluster
+DEEPSPEED = ("g++", "ninja", "Python.h")  # DeepSpeed compiles an extension at its first start on CPUs
+# The table has one row for programs that are always installed together.
 ROWS = dict.fromkeys(("slurmctld", "slurmd", "sbatch", "scontrol", "munged"), "Slurm")
 GPU = "a GPU"
 DAEMONS = ("slurmctld", "slurmd", "munged")  # in /usr/sbin, which an ordinary user does not have on the PATH
-# Programs of the environment lie beside its Python. They are found there also where the environment is not activated.
+# The programs of the environment are beside its Python. Search there too, because the environment may not be activated.
 PATH = os.pathsep.join([os.environ.get("PATH", os.defpath), os.path.dirname(sys.executable)])
 
 
 def missing(*programs: str) -> list[str]:
-    """Those of the programs that are not here."""
-    assert set(programs) <= PACKAGES.keys(), "name the package of each"
+    """Return the programs that are not installed."""
+    assert set(programs) <= PACKAGES.keys(), "add each program and its package to PACKAGES"
     places = {program: SEARCH_PATH if program in DAEMONS else PATH for program in programs}
     found = {program for program, path in places.items() if shutil.which(program, path=path)}
-    # A system's Python may come without its headers.
+    # The Python of a Linux distribution may lack its headers.
     if os.path.exists(os.path.join(sysconfig.get_path("include"), "Python.h")):
         found.add("Python.h")
     return [program for program in programs if program not in found]
 
 
 def reason(*programs: str) -> str:
-    """Why a test that needs these programs is skipped; "": nothing is missing."""
+    """Return why a test that needs these programs is skipped, or "" if nothing is missing."""
     return f"needs {', '.join(found)}" if (found := missing(*programs)) else ""
 
 
 def needs(*programs: str) -> pytest.MarkDecorator:
-    """The mark of a test that needs these programs."""
+    """Return a mark that skips the test if one of these programs is missing."""
     return pytest.mark.skipif(bool(why := reason(*programs)), reason=why)
 
 
@@ -73,7 +73,7 @@ def require(*programs: str) -> None:
 
 
 def table(reasons: list[str]) -> list[str]:
-    """The lines that say what was not tried, from the reasons of all skipped tests."""
+    """Return the lines that say what was skipped and how to install it, from the reasons of all skipped tests."""
     counts, packages = Counter(), set()
     for why in reasons:
         found = re.match("needs (.*)", why)
@@ -82,7 +82,7 @@ def table(reasons: list[str]) -> list[str]:
             counts.update({ROWS.get(name, name) for name in names})
             packages.update(PACKAGES.get(name, "") for name in names)
         else:
-            counts[why] += 1  # a reason of its own
+            counts[why] += 1  # a reason other than missing programs
     width = max(map(len, counts), default=0)
     lines = [f"{name:{width}}  {count:4d} test{'s' * (count > 1)}" for name, count in counts.most_common()]
     if packages := packages - {""}:

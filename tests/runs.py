@@ -1,4 +1,4 @@
-"""Starting the workshop's scripts in tests, watching them, killing them, and comparing what they leave."""
+"""Helpers for tests: start the scripts of the workshop, watch and kill them, and compare their logs and checkpoints."""
 
 import os
 import subprocess
@@ -23,25 +23,25 @@ SINGLE = ROOT / "01_single_gpu" / "single_gpu.py"
 SPAWN = ROOT / "solutions" / "02_pytorch_ddp" / "exercise1_multigpu.py"
 TORCHRUN = ROOT / "solutions" / "02_pytorch_ddp" / "exercise2_multigpu_torchrun.py"
 METRICS = ROOT / "solutions" / "02_pytorch_ddp" / "exercise3_global_metrics.py"
-PATCHES = ROOT / "tests" / "patches"  # what TEST_PATCH=... switches on: see sitecustomize.py there
+PATCHES = ROOT / "tests" / "patches"  # its sitecustomize.py applies the changes that TEST_PATCH names
 TORCHRUN_RUNNER = TORCHRUN.with_name("exercise2_run_multigpu_torchrun.sh")
 
 
 def environment(**changes) -> dict:
-    """The environment of a run: one thread a process, this Python, no launcher's variables from outside; None drops one."""
+    """Return the environment of a run: one thread per process, this Python, no variables of a launcher; None drops a variable."""
     outer = {name: None for name in os.environ if name.startswith("WORKSHOP_")}
     fixed = {"OMP_NUM_THREADS": 1, "WORKSHOP_PYTHON": sys.executable, "PYTHONPATH": f"{PATCHES}{os.pathsep}{ROOT}"}
-    # What the CPU computes is the same everywhere: GPUs are hidden from all tests but those marked gpu.
+    # Only tests marked gpu see GPUs, so the other tests compute on the CPU on every machine.
     return run_environment(gpus=False, **outer | fixed | changes)
 
 
 def with_gpus() -> dict:
-    """Changes to ``environment`` that let a run see the GPUs that this process sees."""
+    """Return changes for ``environment`` that make the GPUs of this process visible to the run."""
     return {name: os.environ.get(name) for name in ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES")}
 
 
 def command(kind: str, nproc: int = 1) -> list[str]:
-    """The command that starts a script: kind is "single", "spawn" or "torchrun"."""
+    """Return the command that starts a script; kind is "single", "spawn" or "torchrun"."""
     if kind == "single":
         return [sys.executable, str(SINGLE)]
     if kind == "spawn":
@@ -50,7 +50,7 @@ def command(kind: str, nproc: int = 1) -> list[str]:
 
 
 def run(arguments, cwd, timeout=180, **env) -> subprocess.CompletedProcess:
-    """Run a command to its end, with its output captured as text."""
+    """Run a command to its end and capture its output as text."""
     return subprocess.run(
         [str(argument) for argument in arguments],
         cwd=cwd,
@@ -62,7 +62,7 @@ def run(arguments, cwd, timeout=180, **env) -> subprocess.CompletedProcess:
 
 
 def train(kind, nproc, cwd, *options, checkpoint="run.pt", **env) -> list[dict]:
-    """Train in ``cwd`` and return the epochs of the log. Fails unless the run ended well and really trained."""
+    """Train in ``cwd`` and return the epochs of the log. Fail unless the run succeeds and trains at least one epoch."""
     done = run([*command(kind, nproc), *options, "--checkpoint", checkpoint], cwd, **env)
     assert done.returncode == 0, done.stdout + done.stderr
     epochs = read_log(Path(cwd) / checkpoint)
@@ -74,24 +74,24 @@ def train(kind, nproc, cwd, *options, checkpoint="run.pt", **env) -> list[dict]:
 
 
 def losses(epochs: list[dict]) -> list[float]:
-    """The losses of all steps of a log."""
+    """Return the losses of all steps of a log."""
     return [loss for entry in epochs for loss in entry["losses"]]
 
 
 def load(path) -> dict:
-    """A checkpoint, on the CPU."""
+    """Load a checkpoint onto the CPU."""
     return torch.load(path, map_location="cpu", weights_only=True)
 
 
 def largest_difference(first, second) -> float:
-    """The largest difference between the weights of two checkpoints (paths); 0.0 if they are equal bit for bit."""
+    """Return the largest difference between the parameters of two checkpoints (paths); 0.0 if all are equal bit for bit."""
     a, b = load(first)["model"], load(second)["model"]
     assert a.keys() == b.keys()
     return max((a[name] - b[name]).abs().max().item() for name in a)
 
 
 def command_lines(processes) -> str:
-    """What everybody on the machine can read of these processes; those that have ended show nothing any more."""
+    """Return the command lines of these processes, which all users can read; processes that have ended are skipped."""
     lines = []
     for process in processes:
         with suppress(psutil.NoSuchProcess):
@@ -109,13 +109,13 @@ def _without_cluster() -> str:
     return ""
 
 
-# Why no practice cluster can be started on this machine; "": one can.
+# Why this machine cannot start a practice cluster, or "" if it can.
 NO_CLUSTER = _without_cluster()
 needs_cluster = pytest.mark.skipif(bool(NO_CLUSTER), reason=NO_CLUSTER)
 
 
 def practice_cluster(nodes: int, name: str):
-    """What a fixture yields from: a practice cluster of its own, gone afterwards."""
+    """Start a practice cluster for a fixture, and end it afterwards."""
     if NO_CLUSTER:
         pytest.skip(NO_CLUSTER)
     up = cluster.up(nodes, name=f"{name}{os.getpid()}", mine=True)
@@ -124,14 +124,14 @@ def practice_cluster(nodes: int, name: str):
 
 
 class Running(Background):
-    """A run in the background; that it does not come where it should fails the test."""
+    """A run in the background; the test fails if an expected line does not appear or the run does not end."""
 
     def __init__(self, arguments, cwd, **env):
         super().__init__(arguments, cwd, environment(**env))
 
     def wait_for(self, line: str, timeout: float = 120) -> None:
         found = super().wait_for(line, timeout)
-        assert found, f"no '{line}' (status {self.process.poll()}, within {timeout} s):\n{self.text()}"
+        assert found, f"'{line}' was not printed within {timeout} s (status {self.process.poll()}):\n{self.text()}"
 
     def wait(self, timeout: float = 180) -> int:
         status = super().wait(timeout)

@@ -1,11 +1,12 @@
-"""Pictures for results/: the solved notebooks in JupyterLab, two in the dark theme, and the card of an Open OnDemand session.
+"""Take pictures for results/: solved notebooks in JupyterLab, the web book, and the card of an Open OnDemand session.
 
-python tests/screenshots.py; look at each of them.
+Run python tests/screenshots.py [card] [book] [notebooks], then look at each picture.
 """
 
 import json
 import shutil
 import subprocess
+import sys
 import tempfile
 from pathlib import Path
 
@@ -41,7 +42,7 @@ def notebooks(playwright) -> None:
                     page.get_by_role("menuitem", name="Settings", exact=True).click()
                     page.get_by_text("Theme", exact=True).hover()
                     page.get_by_role("menuitem", name="JupyterLab Dark", exact=True).click()
-                page.keyboard.press("Control+b")  # the notebook alone
+                page.keyboard.press("Control+b")  # the notebook without the side bars
                 page.get_by_role("heading", name=heading).evaluate(
                     "heading => heading.scrollIntoView({block: 'start'})"
                 )
@@ -58,7 +59,7 @@ def notebooks(playwright) -> None:
 
 
 def card(playwright) -> None:
-    """The session's card as the dashboard frames it: its info text, and the button of view.html.erb."""
+    """Return the card of a session as the dashboard shows it: its info text and the button of view.html.erb."""
     with tempfile.TemporaryDirectory() as session:
         asked = {
             "connection": {
@@ -86,7 +87,31 @@ def card(playwright) -> None:
     page.context.browser.close()
 
 
+BOOK = {  # the page and the text to show, by the name of the picture, the theme and the width in pixels
+    ("book-light", "light", 1300): ("solutions/02_pytorch_ddp/02_pytorch_ddp.html", "all_gather"),
+    ("book-dark", "dark", 1300): ("solutions/02_pytorch_ddp/02_pytorch_ddp.html", "all_gather"),
+    ("book-phone", "dark", 390): ("02_pytorch_ddp/exercises.html", "Goal 2"),
+}
+
+
+def book(playwright) -> None:
+    """Show a page with a figure and an output in both themes, and the hints of an exercise on a phone."""
+    chromium = playwright.chromium.launch(executable_path=shutil.which("chromium"), args=["--no-sandbox"])
+    with tempfile.TemporaryDirectory() as site:
+        subprocess.run([sys.executable, "-m", "workshop", "book", "--output", site], cwd=runs.ROOT, check=True)
+        for (name, theme, width), (path, text) in BOOK.items():
+            page = chromium.new_page(viewport={"width": width, "height": 1000}, color_scheme=theme)
+            page.goto(f"file://{site}/{path}")
+            page.get_by_text(text).last.evaluate("it => window.scrollTo(0, it.getBoundingClientRect().top - 500)")
+            if width < 500:
+                page.locator("details.sd-dropdown summary").nth(5).click()
+            page.wait_for_timeout(500)
+            page.screenshot(path=RESULTS / f"{name}.png")
+    chromium.close()
+
+
 if __name__ == "__main__":
     with sync_playwright() as playwright:
-        card(playwright)
-        notebooks(playwright)
+        for picture in (card, book, notebooks):
+            if picture.__name__ in (sys.argv[1:] or ("card", "book", "notebooks")):
+                picture(playwright)

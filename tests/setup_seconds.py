@@ -1,8 +1,8 @@
-"""Measure a learner's start on a bare machine: from a fresh clone to the first trained model. Prints JSON.
+"""Measure how long a learner on a bare machine needs from a fresh clone to the first trained model. Print JSON.
 
     python tests/setup_seconds.py --rounds 3 > results/setup-2-cores.json
 
-Each round has an empty home, so no cache of uv or pip is warm, and a PATH of Debian's essential packages, Python and git.
+Each round has an empty home, so the caches of uv and pip are empty, and only Debian's essential packages, Python and git on PATH.
 """
 
 import argparse
@@ -27,13 +27,13 @@ TRAIN = "OMP_NUM_THREADS=1 01_single_gpu/run_single_gpu.sh --epochs 1"
 
 
 def busy() -> float:
-    """The seconds that all processors of this machine have worked."""
+    """Return the seconds that all processors of this machine have been busy."""
     times = psutil.cpu_times()
     return sum(times) - times.idle - getattr(times, "iowait", 0)
 
 
 def ours() -> float:
-    """The processor seconds of this process's children."""
+    """Return the processor time, in seconds, of the children of this process."""
     used = resource.getrusage(resource.RUSAGE_CHILDREN)
     return used.ru_utime + used.ru_stime
 

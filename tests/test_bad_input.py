@@ -1,4 +1,4 @@
-"""A user's mistake: one line on standard error, exit status 2, nothing launched, nothing written."""
+"""A mistake of the user gives one line on standard error and exit status 2; nothing is launched and nothing is written."""
 
 import argparse
 import os
@@ -64,26 +64,30 @@ MISTAKES = {
         ["--checkpoint", "file/run.pt"],
         "file is a file, so nothing can be written beneath it",
     ),
-    "checkpoint in a folder that cannot be made": (
+    "checkpoint in a folder that cannot be created": (
         None,
         ["--checkpoint", f"{'long' * 80}/run.pt"],
         "File name too long",
     ),
-    "checkpoint in a folder of the system": (
+    "checkpoint in a system folder": (
         None,
         ["--checkpoint", "/proc/none/run.pt"],
         "--checkpoint /proc/none/run.pt: ",
     ),
-    "checkpoint beneath a link to nothing": (
+    "checkpoint beneath a broken link": (
         link_to_nothing,
         ["--checkpoint", "link/run.pt"],
         "link is a link to a place that does not exist",
     ),
-    "checkpoint with the name of the log": (None, ["--checkpoint", "run.jsonl"], "the run's log will have that name"),
+    "checkpoint with the name of the log": (None, ["--checkpoint", "run.jsonl"], "the log of the run will have this"),
     "checkpoint is a folder": (None, ["--checkpoint", "."], "--checkpoint . is a folder"),
     "truncated checkpoint": (truncated_checkpoint, ["--checkpoint", "cut.pt"], "cut.pt cannot be read"),
     "empty checkpoint": (empty_checkpoint, ["--checkpoint", "empty.pt"], "empty.pt cannot be read"),
-    "checkpoint of another model": (other_checkpoint, ["--checkpoint", "other.pt"], "other.pt does not fit this model"),
+    "checkpoint of a different model": (
+        other_checkpoint,
+        ["--checkpoint", "other.pt"],
+        "other.pt does not fit this model",
+    ),
     "not a checkpoint": (not_a_checkpoint, ["--checkpoint", "list.pt"], "list.pt does not fit this model"),
     "nothing left to train": (
         finished_checkpoint,
@@ -98,7 +102,7 @@ def files(folder: Path) -> dict:
 
 
 def refused_as_rank_0(script: Path, options: list, folder: Path, monkeypatch, capfd) -> str:
-    """What a script says when it is run in this process, as rank 0 of two. Fails unless it ends with 2, and leaves nothing."""
+    """Run a script in this process as rank 0 of 2 and return its message. Fail unless it exits with 2 and leaves no files."""
     monkeypatch.chdir(folder)
     for name, value in {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2}.items():
         monkeypatch.setenv(name, str(value))
@@ -115,7 +119,7 @@ def refused_as_rank_0(script: Path, options: list, folder: Path, monkeypatch, ca
 
 @pytest.mark.parametrize("mistake", MISTAKES)
 @pytest.mark.parametrize("kind", SCRIPTS)
-def test_script_says_so_in_one_line(kind, mistake, tmp_path, monkeypatch, capfd):
+def test_a_script_reports_a_mistake_in_one_line(kind, mistake, tmp_path, monkeypatch, capfd):
     prepare, options, message = MISTAKES[mistake]
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("WORKSHOP_DATA", str(tmp_path / "data"))
@@ -149,20 +153,20 @@ def test_script_says_so_in_one_line(kind, mistake, tmp_path, monkeypatch, capfd)
     ],
 )
 @pytest.mark.parametrize("place", ["/proc/none", "file/runs", "new/" + "long" * 80])
-def test_a_folder_that_cannot_be_made(script, place, tmp_path, monkeypatch, capfd):
+def test_a_folder_that_cannot_be_created_is_reported_in_one_line(script, place, tmp_path, monkeypatch, capfd):
     file_above(tmp_path)
     options = ["--folder", place]
     if "deepspeed" in script:
         pytest.importorskip("deepspeed")
         require(*DEEPSPEED)
-        capfd.readouterr()  # what DeepSpeed says when it is imported first
+        capfd.readouterr()  # discard what DeepSpeed prints at its first import
         options += ["--config", str((runs.ROOT / script).with_name("ds_config.json"))]
     said = refused_as_rank_0(runs.ROOT / script, options, tmp_path, monkeypatch, capfd)
     assert said.startswith(f"{Path(script).name}: --folder {place}: ")
     assert said.count("\n") == 1
 
 
-def test_a_trial_leaves_nothing_behind(tmp_path, monkeypatch):
+def test_checking_that_a_folder_is_writable_leaves_nothing_behind(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "runs").mkdir()
     for place in ("runs", "runs/new/deeper", "new", "new/../../other"):
@@ -181,15 +185,15 @@ def test_a_trial_leaves_nothing_behind(tmp_path, monkeypatch):
         "strategies/fsdp.py",
     ],
 )
-def test_fsdp_with_a_torch_that_adds_up(script, tmp_path, monkeypatch, capfd):
+def test_fsdp_on_cpus_refuses_a_torch_that_sums_gradients(script, tmp_path, monkeypatch, capfd):
     monkeypatch.setattr(torch, "__version__", "2.8.0+cu128")
     script, *options = script.split()
     said = refused_as_rank_0(runs.ROOT / script, options, tmp_path, monkeypatch, capfd)
-    assert said.startswith(f"{Path(script).name}: torch 2.8.0+cu128: on CPUs its FSDP adds up the gradients")
+    assert said.startswith(f"{Path(script).name}: torch 2.8.0+cu128: on CPUs, FSDP adds up the gradients")
     assert said.count("\n") == 1
 
 
-def test_no_permission_to_write(tmp_path):
+def test_a_folder_without_write_permission_is_reported_in_one_line(tmp_path):
     if os.geteuid() == 0:
         require("setpriv")  # root may write everywhere
     locked = tmp_path / "locked"
@@ -197,7 +201,7 @@ def test_no_permission_to_write(tmp_path):
     command = [*runs.command("single"), "--checkpoint", locked / "run.pt"]
     if os.geteuid() == 0:
         command = ["setpriv", "--bounding-set=-all", "--inh-caps=-all", *command]
-    # From Python 3.14 on pathlib answers "is it there?" with no, where nobody may look: the first sentence then fits both.
+    # Since Python 3.14, Path.exists() returns False in a folder without permissions, so both modes give the same message.
     unseen = "Permission denied" if sys.version_info < (3, 14) else "no permission to write in"
     for mode, message in ((0o555, "no permission to write in"), (0o000, unseen)):
         locked.chmod(mode)
@@ -214,9 +218,9 @@ def test_no_permission_to_write(tmp_path):
         ({"SLURM_RESTART_COUNT": "1"}, "nothing left to train"),
         ({"SLURM_RESTART_COUNT": "0", "SLURM_STEP_ID": "0"}, "nothing left to train"),
     ],
-    ids=["by srun", "by torchrun", "a session that is a job", "first start"],
+    ids=["by srun", "by torchrun", "session that is a job", "first start"],
 )
-def test_who_is_restarted_after_the_last_epoch_has_nothing_to_do(restarted, message, tmp_path, monkeypatch, capfd):
+def test_only_a_restarted_run_may_have_no_epochs_left(restarted, message, tmp_path, monkeypatch, capfd):
     from workshop.training.models import SmallCNN
 
     finished_checkpoint(tmp_path)
@@ -234,7 +238,7 @@ def test_who_is_restarted_after_the_last_epoch_has_nothing_to_do(restarted, mess
     assert message in capfd.readouterr().err
 
 
-def test_more_processes_than_samples(tmp_path):
+def test_more_processes_than_samples_are_refused(tmp_path):
     done = runs.run([*runs.command("spawn", 2048), "--batch-size", 1], tmp_path)
     assert (done.returncode, done.stderr.count("\n")) == (2, 1), done.stderr
     assert "2,048 processes are more than the 360 samples" in done.stderr
@@ -249,7 +253,7 @@ def test_more_processes_than_samples(tmp_path):
         ([], {"NPROC": "two"}, "NPROC: 'two' is not a whole number of at least 1"),
     ],
 )
-def test_torchrun_runner_ends_before_it_launches(options, environment, message, tmp_path):
+def test_the_torchrun_runner_reports_mistakes_before_it_launches(options, environment, message, tmp_path):
     done = runs.run([runs.TORCHRUN_RUNNER, *options], tmp_path, **environment)
     assert (done.returncode, done.stdout) == (2, "")
     assert message in done.stderr
@@ -257,7 +261,7 @@ def test_torchrun_runner_ends_before_it_launches(options, environment, message, 
     assert files(tmp_path) == {}
 
 
-def test_bare_torchrun_shows_the_line_once(tmp_path):
+def test_torchrun_without_the_runner_shows_the_message_once(tmp_path):
     done = runs.run([*runs.command("torchrun", 2), "--dataset", "imagenet"], tmp_path)
     assert done.returncode == 1
     assert done.stderr.count("unknown data set 'imagenet'") == 1
@@ -266,15 +270,15 @@ def test_bare_torchrun_shows_the_line_once(tmp_path):
     assert done.stderr.count("Traceback (most recent call last)") == 1
 
 
-def test_torchrun_script_without_torchrun(tmp_path):
+def test_a_torchrun_script_without_torchrun_says_how_to_start_it(tmp_path):
     done = runs.run([sys.executable, runs.TORCHRUN], tmp_path)
     assert (done.returncode, done.stderr.count("\n")) == (2, 1)
-    assert "torchrun has to start this: torchrun --standalone --nproc-per-node=2" in done.stderr
+    assert "start this program with torchrun: torchrun --standalone --nproc-per-node=2" in done.stderr
 
 
 @pytest.mark.full
-def test_a_port_in_use_is_in_nobodys_way(tmp_path):
-    """No port is hard-coded: with PyTorch's usual ports taken, and named in the environment, two runs train at once."""
+def test_two_runs_train_while_the_usual_ports_are_taken(tmp_path):
+    """No port is hard-coded: two runs train at once although the usual ports are taken and MASTER_PORT names one of them."""
     taken = []
     for port in (29400, 29500, 12355):
         taken.append(socket.socket())
@@ -282,7 +286,7 @@ def test_a_port_in_use_is_in_nobodys_way(tmp_path):
             taken[-1].bind(("0.0.0.0", port))
             taken[-1].listen()
         except OSError:
-            continue  # somebody else has it: taken all the same
+            continue  # a different program already uses it
     common = ["--epochs", 1, "--checkpoint"]
     environment = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 29500}
     background = runs.Running([runs.TORCHRUN_RUNNER, *common, "first.pt"], tmp_path, NPROC=2, **environment)
@@ -303,15 +307,15 @@ RUNNERS = [runs.ROOT / "01_single_gpu" / "run_single_gpu.sh", *runs.ROOT.glob("s
     [pytest.param(runner, marks=[] if number % 6 == 0 else pytest.mark.full) for number, runner in enumerate(RUNNERS)],
     ids=lambda path: path.stem,
 )
-def test_help_of_a_runner(runner, tmp_path):
+def test_a_runner_shows_the_help_of_its_script(runner, tmp_path):
     done = runs.run([runner, "--help"], tmp_path)
     assert (done.returncode, done.stderr) == (0, "")
     assert ("--steps" if "04_" in str(runner) else "--epochs") in done.stdout
 
 
 @pytest.mark.full
-def test_runner_where_names_of_ours_lie_around(tmp_path):
-    """Nothing in the folder that a learner stands in is taken for a module: here a "workshop", and a broken "torch"."""
+def test_a_runner_imports_no_module_from_the_current_folder(tmp_path):
+    """A folder "workshop" and a broken torch.py in the current folder are not imported."""
     (tmp_path / "workshop").mkdir()
     (tmp_path / "torch.py").write_text("raise ImportError('not the real one')")
     done = runs.run([runs.TORCHRUN_RUNNER, "--epochs", 0], tmp_path, PYTHONPATH=runs.ROOT)
@@ -320,16 +324,16 @@ def test_runner_where_names_of_ours_lie_around(tmp_path):
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-def test_runner_without_an_environment_says_so(tmp_path):
+def test_a_runner_without_an_environment_says_how_to_create_it(tmp_path):
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", tmp_path / "bare"], check=True)
     done = runs.run([runs.TORCHRUN_RUNNER], tmp_path, WORKSHOP_PYTHON=tmp_path / "bare" / "bin" / "python")
     assert (done.returncode, done.stderr.count("\n")) == (2, 1)
-    assert "make the environment first" in done.stderr
+    assert "create the environment first" in done.stderr
 
 
 @pytest.mark.full
-@pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to give this machine another name")
-def test_torchrun_where_the_host_name_does_not_resolve(tmp_path):
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root to change the host name")
+def test_torchrun_trains_where_the_host_name_does_not_resolve(tmp_path):
     renamed = ["unshare", "--uts", "bash", "-c", 'hostname no-such-host.invalid && exec "$@"', "-"]
     done = runs.run([*renamed, runs.TORCHRUN_RUNNER, "--epochs", 1], tmp_path, NPROC=2)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -1,4 +1,4 @@
-"""``workshop doctor --class``: each check, where all is well and where it is not."""
+"""``workshop doctor --class``: each check passes on a good machine and reports what is wrong on others."""
 
 import os
 import shutil
@@ -13,8 +13,8 @@ from workshop.doctor.result import OK, PROBLEM, WARNING
 
 
 @pytest.mark.full
-def test_a_course_can_begin_here(tmp_path):
-    """In a copy that git knows: a trial in this one must not fail the test."""
+def test_a_course_can_begin_on_this_machine(tmp_path):
+    """Use a committed copy, because changes in this working tree must not fail the test."""
     ignored = shutil.ignore_patterns("runs", "__pycache__", ".git", ".venv*", ".jupyter", ".*_cache")
     copy = shutil.copytree(runs.ROOT, tmp_path / "copy", ignore=ignored)
     for words in (["init", "--quiet"], ["add", "."], ["commit", "--quiet", "--message=as delivered"]):
@@ -32,18 +32,18 @@ def test_a_course_can_begin_here(tmp_path):
     assert done.returncode == 1
 
 
-def test_a_class_of_nobody(tmp_path):
+def test_a_class_of_0_people_is_refused(tmp_path):
     done = runs.run([sys.executable, "-P", "-m", "workshop", "doctor", "--class", 0], tmp_path)
     assert done.returncode == 2
     assert done.stderr.count("\n") == 1
 
 
 @pytest.mark.parametrize(("people", "status"), [(1, OK), (10**9, PROBLEM)])
-def test_room(people, status):
+def test_a_machine_too_small_for_the_class_is_a_problem(people, status):
     assert classroom.check_room(people).status == status
 
 
-def test_a_kernel_that_does_not_start(monkeypatch):
+def test_a_kernel_that_does_not_start_is_a_problem(monkeypatch):
     from nbclient import NotebookClient
 
     def broken(self, *_, **__):
@@ -57,7 +57,7 @@ def test_a_kernel_that_does_not_start(monkeypatch):
 
 @pytest.fixture
 def settings(tmp_path, monkeypatch):
-    """Sets values of the app's settings, in a copy of the file."""
+    """A function that changes values in a copy of the settings of the app."""
 
     def use(**changes):
         values = classroom.read_settings() | changes
@@ -66,22 +66,22 @@ def settings(tmp_path, monkeypatch):
     return use
 
 
-def test_the_app_s_settings(settings, tmp_path):
-    assert classroom.check_app().status == OK  # not filled in
+def test_wrong_settings_of_the_app_are_a_problem(settings, tmp_path):
+    assert classroom.check_app().status == OK  # the settings are not filled in
     settings(cluster="c1", workshop="/nowhere", python="")
     assert classroom.check_app().status == PROBLEM
-    assert "/nowhere is not there" in classroom.check_app().seen
+    assert "/nowhere does not exist" in classroom.check_app().seen
     settings(workshop=str(runs.ROOT), python=str(tmp_path / "python"))
     assert f"{tmp_path}/python: " in classroom.check_app().seen
     settings(python=sys.executable, modules="export NOTHING=1")
     assert classroom.check_app().status == OK
 
 
-def test_the_reservation(settings, tmp_path, monkeypatch):
+def test_the_scheduler_is_asked_for_the_reservation(settings, tmp_path, monkeypatch):
     assert classroom.check_reservation().status == OK
     monkeypatch.setenv("PATH", str(tmp_path))
     settings(reservation="day_1")
-    assert classroom.check_reservation().status == WARNING  # no scheduler answers here
+    assert classroom.check_reservation().status == WARNING  # no scheduler answers
     for name, setting in (("scontrol", "slurm"), ("pbs_rstat", "pbs")):
         settings(scheduler=setting)
         program = tmp_path / name
@@ -98,16 +98,16 @@ def test_the_reservation(settings, tmp_path, monkeypatch):
         assert "empty reservation:" in classroom.check_reservation().advice
 
 
-def test_a_folder_that_nobody_else_can_enter(tmp_path, monkeypatch):
+def test_a_folder_that_other_users_cannot_read_is_a_warning(tmp_path, monkeypatch):
     monkeypatch.setattr(classroom, "ROOT", tmp_path)
     tmp_path.chmod(0o700)
     finding = classroom.check_readable()
     assert finding.status == WARNING
-    assert f"others cannot read {tmp_path}" in finding.seen
+    assert f"other users cannot read {tmp_path}" in finding.seen
     tmp_path.chmod(0o755)
 
 
-def test_notebooks_with_outputs(tmp_path, monkeypatch):
+def test_notebooks_with_outputs_are_a_warning(tmp_path, monkeypatch):
     import nbformat
 
     notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell("1", execution_count=1)])

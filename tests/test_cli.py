@@ -1,4 +1,4 @@
-"""The command ``workshop``: quick help, mistakes in one line."""
+"""The command ``workshop`` shows its help quickly and reports mistakes in one line."""
 
 import subprocess
 import sys
@@ -53,20 +53,20 @@ def test_without_a_command_it_shows_the_help():
         ["check", "nowhere.sh"],
     ],
 )
-def test_mistakes_are_one_line(arguments, tmp_path):
+def test_mistakes_are_reported_in_one_line(arguments, tmp_path):
     done = workshop(*arguments, cwd=tmp_path)
     assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1), done.stderr
     assert done.stderr.startswith("workshop: ")
 
 
-def test_tour_cannot_write(tmp_path):
+def test_a_tour_that_cannot_write_says_so_in_one_line(tmp_path):
     (tmp_path / "file").touch()
     done = workshop("tour", "--output", "file/tour", cwd=tmp_path)
     assert (done.returncode, done.stderr.count("\n")) == (2, 1), done.stderr
     assert "cannot write into" in done.stderr
 
 
-def test_tests_without_their_packages(tmp_path):
+def test_the_test_command_names_the_packages_that_are_missing(tmp_path):
     program = (
         "import importlib.metadata as m, sys; version = m.version\n"
         "def gone(name):\n    if name == 'pytest': raise m.PackageNotFoundError(name)\n    return version(name)\n"
@@ -78,8 +78,8 @@ def test_tests_without_their_packages(tmp_path):
     assert "the tests need pytest" in done.stderr
 
 
-def test_installed_without_the_stages(tmp_path):
-    """A copy of the package alone, as a wheel would install it: tour and test say what is missing."""
+def test_without_the_stages_the_commands_say_what_is_missing(tmp_path):
+    """With only the package, as a wheel installs it, tour and test say what is missing."""
     (tmp_path / "workshop").symlink_to(runs.ROOT / "workshop")
     program = (
         "import workshop.repository as r, pathlib; r.ROOT = pathlib.Path('.'); from workshop.cli import main; main()"

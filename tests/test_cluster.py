@@ -1,4 +1,4 @@
-"""The practice cluster: a real Slurm whose nodes behave like machines, and of which nothing is left."""
+"""The practice cluster: a real Slurm whose nodes behave like separate machines, and which leaves nothing behind."""
 
 import json
 import multiprocessing
@@ -28,7 +28,7 @@ def cluster():
 
 @pytest.fixture
 def name():
-    """A name for a cluster, and nothing of that name afterwards."""
+    """A name for a cluster; the cluster must leave nothing behind after the test."""
     if runs.NO_CLUSTER:
         pytest.skip(runs.NO_CLUSTER)
     name = f"other{os.getpid()}"
@@ -39,7 +39,7 @@ def name():
 
 
 def traces(name: str) -> list[str]:
-    """What there is of a cluster on this machine: processes, files, mounts, network devices."""
+    """Return what exists of a cluster on this machine: processes, files, mounts, network devices."""
     folder = str(practice._folder(name))
     found = []
     for process in psutil.process_iter():
@@ -58,7 +58,7 @@ def traces(name: str) -> list[str]:
 def wait_until(condition, seconds=30):
     end = time.monotonic() + seconds
     while not condition():
-        assert time.monotonic() < end, f"not within {seconds} s"
+        assert time.monotonic() < end, f"the condition was not met within {seconds} s"
         time.sleep(0.1)
 
 
@@ -67,7 +67,7 @@ def states(cluster) -> dict[str, str]:
     return dict(line.split() for line in lines)
 
 
-def test_nodes_are_machines_of_their_own(cluster):
+def test_each_node_behaves_like_a_separate_machine(cluster):
     script = (
         'echo $(hostname) $(hostname -i) $CUDA_VISIBLE_DEVICES $(ls /proc | grep -c "^[0-9]") $(ls -A /dev/shm | wc -l)'
     )
@@ -82,18 +82,18 @@ def test_nodes_are_machines_of_their_own(cluster):
     assert cluster.run("hostname", node="node3").strip() == "node3"
 
 
-def test_gpus_and_cores_are_counted(cluster):
+def test_slurm_counts_gpus_and_cores(cluster):
     assert cluster.run("sinfo", "--noheader", "--format=%D %c %G").split() == ["4", "8", "gpu:4"]
     with pytest.raises(UserError, match="Requested node configuration is not available"):
         cluster.run("srun", "--gpus-per-node=5", "true")
 
 
-def test_a_program_sees_no_gpu_and_finds_the_other_nodes(cluster):
+def test_a_program_finds_the_other_nodes_by_name(cluster):
     code = "import socket, os; print(socket.gethostbyname('node2'), os.path.exists('/dev/nvidia0'))"
     assert cluster.run("srun", "--nodes=1", sys.executable, "-c", code).split()[0] == "10.77.0.3"
 
 
-def test_a_killed_node_goes_down_and_comes_back(cluster):
+def test_a_killed_node_runs_nothing_until_it_is_healed(cluster):
     cluster.fault("kill", "node4")
     with pytest.raises(UserError, match="node4 has been killed; bring it back with"):
         cluster.run("hostname", node="node4")
@@ -104,7 +104,7 @@ def test_a_killed_node_goes_down_and_comes_back(cluster):
     assert cluster.run("srun", "--nodelist=node4", "hostname").strip() == "node4"
 
 
-def test_a_node_that_is_cut_off_runs_on_and_comes_back(cluster):
+def test_a_node_that_is_cut_off_keeps_running_until_it_is_healed(cluster):
     cluster.fault("cut", "node3")
     assert cluster.run("hostname", node="node3").strip() == "node3"
     ping = ["bash", "-c", "exec 3<>/dev/tcp/node3/6818"]
@@ -115,7 +115,7 @@ def test_a_node_that_is_cut_off_runs_on_and_comes_back(cluster):
     assert cluster.run("srun", "--nodelist=node3", "hostname").strip() == "node3"
 
 
-@pytest.mark.full  # an idle one takes it half a minute; that it notices one at work is seen with exercise 3
+@pytest.mark.full  # takes half a minute for an idle node; exercise 3 tests a node at work
 def test_slurm_notices_a_dead_node(cluster):
     cluster.fault("kill", "node4")
     wait_until(lambda: states(cluster)["node4"].startswith("down"), 60)
@@ -124,26 +124,26 @@ def test_slurm_notices_a_dead_node(cluster):
 
 
 @pytest.mark.parametrize("action", ["kill", "cut", "heal"])
-def test_a_node_that_is_not_there(cluster, action):
+def test_a_node_that_does_not_exist_is_refused(cluster, action):
     with pytest.raises(UserError, match="there is no node5; this cluster has node1 to node4"):
         cluster.fault(action, "node5")
 
 
-def test_two_side_by_side_and_nothing_is_left(cluster, name):
+def test_two_clusters_run_side_by_side_and_leave_nothing_behind(cluster, name):
     other = practice.up(2, gpus=1, cores=2, name=name)
     assert other.run("sinfo", "--noheader", "--format=%D %c %G").split() == ["2", "2", "gpu:1"]
     assert sorted(other.run("srun", "--nodes=2", "hostname").split()) == ["node1", "node2"]
-    with pytest.raises(UserError, match="it is up already; end it with"):
+    with pytest.raises(UserError, match="the cluster is up already; end it with"):
         practice.up(1, name=name)
     assert traces(name)
     children = set(psutil.Process().children())
     other.end()
     assert traces(name) == []
-    assert len(children - set(psutil.Process().children())) == 1, "its process is no zombie"
+    assert len(children - set(psutil.Process().children())) == 1, "the process of the ended cluster is a zombie"
     assert cluster.run("srun", "--nodes=4", "hostname").split()
 
 
-def test_after_a_crash_nothing_runs_on_and_it_can_be_started_again(name):
+def test_a_crashed_cluster_leaves_no_process_and_can_be_started_again(name):
     first = practice.up(2, name=name)
     members = psutil.Process(first.first).children(recursive=True)
     assert len(members) > 6
@@ -157,7 +157,7 @@ def test_after_a_crash_nothing_runs_on_and_it_can_be_started_again(name):
     assert again.run("squeue", "--noheader") == ""
 
 
-def test_it_ends_with_the_program_that_it_belongs_to(name):
+def test_a_cluster_ends_with_the_program_that_owns_it(name):
     code = f"from workshop.slurm.cluster import up; up(2, name={name!r}, mine=True); print('up', flush=True); input()"
     keep = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
     process = subprocess.Popen([sys.executable, "-c", code], env=runs.environment(), **keep)
@@ -170,7 +170,7 @@ def test_it_ends_with_the_program_that_it_belongs_to(name):
 
 @pytest.mark.parametrize("blow", [signal.SIGINT, signal.SIGKILL], ids=lambda blow: blow.name)
 @pytest.mark.parametrize("delay", [0.25, 0.4])
-def test_interrupted_on_the_way_up_it_leaves_nothing(name, blow, delay):
+def test_an_interrupted_start_of_a_cluster_leaves_nothing_running(name, blow, delay):
     process = subprocess.Popen(
         [*COMMAND, "up", "16", "--name", name], env=runs.environment(), stderr=subprocess.DEVNULL
     )
@@ -178,7 +178,7 @@ def test_interrupted_on_the_way_up_it_leaves_nothing(name, blow, delay):
     time.sleep(delay - 0.2)
     process.send_signal(blow)
     process.wait(10)
-    if blow == signal.SIGKILL:  # its folder stays, for the next start to clear away
+    if blow == signal.SIGKILL:  # the folder stays; the next start removes it
         wait_until(lambda: not any(trace.startswith(("process", "mount")) for trace in traces(name)), 10)
         shutil.rmtree(practice._folder(name), ignore_errors=True)
     else:
@@ -186,8 +186,8 @@ def test_interrupted_on_the_way_up_it_leaves_nothing(name, blow, delay):
 
 
 @runs.needs_cluster
-def test_an_ordinary_user_can_start_one(tmp_path, monkeypatch):
-    """In a process that has become somebody else; Python and the program for the nodes lie where everybody can read them."""
+def test_an_ordinary_user_can_start_a_cluster(tmp_path, monkeypatch):
+    """Start it in a process that became a different user; put the program for the nodes where every user can read it."""
     tmp_path.chmod(0o755)
     place = Path("/tmp") / f"workshop-test-{os.getpid()}"
     place.mkdir(mode=0o755)
@@ -209,7 +209,7 @@ def test_an_ordinary_user_can_start_one(tmp_path, monkeypatch):
 
 
 def as_an_ordinary_user(sender):
-    user = pwd.getpwnam("daemon")  # not nobody: Slurm 26.05 refuses to run as that
+    user = pwd.getpwnam("daemon")  # not the user "nobody": Slurm 26.05 refuses to run as nobody
     os.setgroups([])
     os.setgid(user.pw_gid)
     os.setuid(user.pw_uid)
@@ -230,7 +230,7 @@ def as_an_ordinary_user(sender):
             left.end()
 
 
-def test_why_slurm_does_not_start_is_said(name, tmp_path, monkeypatch):
+def test_the_error_says_why_slurm_did_not_start(name, tmp_path, monkeypatch):
     broken = tmp_path / "node.py"
     broken.write_text(practice.NODE.read_text().replace("SelectType=select/cons_tres", "SelectType=select/nothing"))
     monkeypatch.setattr(practice, "NODE", broken)
@@ -241,7 +241,7 @@ def test_why_slurm_does_not_start_is_said(name, tmp_path, monkeypatch):
     assert not traces(name)
 
 
-def test_the_commands(name):
+def test_the_commands_start_show_and_end_a_cluster(name):
     def workshop(*arguments):
         return subprocess.run(
             [*COMMAND, *arguments, "--name", name], env=runs.environment(), capture_output=True, text=True
@@ -252,7 +252,7 @@ def test_the_commands(name):
     assert done.stderr.startswith("workshop: no practice cluster is up; start one with: ")
     done = workshop("up", "2")
     assert done.returncode == 0, done.stderr
-    assert "2 nodes of 8 cores and 4 GPUs are up" in done.stdout
+    assert "2 nodes with 8 cores and 4 GPUs each are up" in done.stdout
     done = workshop("status")
     assert "node2    idle" in done.stdout
     assert "JOBID" in done.stdout
@@ -268,10 +268,10 @@ def test_the_commands(name):
     assert done.stdout.startswith("node2 is dead.")
     done = workshop("heal", "node2")
     assert done.stdout.startswith("node2 is back")
-    assert workshop("down").stdout == "The cluster is gone, with all that ran on it.\n"
+    assert workshop("down").stdout == "The cluster and all its processes have ended.\n"
 
 
-def test_it_says_what_is_missing(monkeypatch, tmp_path):
+def test_missing_programs_are_named_with_the_command_that_installs_them(monkeypatch, tmp_path):
     monkeypatch.setattr(practice, "SEARCH_PATH", str(tmp_path))
     with pytest.raises(
         UserError, match=r"needs programs .*: sudo apt-get install .*slurmctld slurmd slurm-client munge"
@@ -283,8 +283,8 @@ def test_it_says_what_is_missing(monkeypatch, tmp_path):
         practice.up(2, name="missing")
 
 
-@pytest.mark.parametrize(("user", "words"), [(0, "start it with --privileged"), (1000, "only root make namespaces")])
-def test_it_says_when_the_kernel_forbids_it(monkeypatch, tmp_path, user, words):
+@pytest.mark.parametrize(("user", "words"), [(0, "start it with --privileged"), (1000, "only root create namespaces")])
+def test_a_kernel_that_forbids_namespaces_is_reported_with_the_remedy(monkeypatch, tmp_path, user, words):
     for program in practice.PROGRAMS:
         (tmp_path / program).write_text(
             "#!/bin/sh\necho 'unshare: unshare failed: Operation not permitted' >&2\nexit 1\n"
@@ -298,23 +298,23 @@ def test_it_says_when_the_kernel_forbids_it(monkeypatch, tmp_path, user, words):
 
 
 @runs.needs_cluster
-def test_a_path_that_is_too_long_for_sockets(monkeypatch, tmp_path):
+def test_a_path_that_is_too_long_for_sockets_is_refused(monkeypatch, tmp_path):
     monkeypatch.setattr(practice.tempfile, "gettempdir", lambda: str(tmp_path / ("long" * 10)))
     with pytest.raises(UserError, match="too long for sockets; set TMPDIR"):
         practice.up(1, name="long")
 
 
 @runs.needs_cluster
-def test_a_folder_of_somebody_else_is_not_used(monkeypatch, tmp_path):
+def test_a_folder_of_a_different_user_is_not_used(monkeypatch, tmp_path):
     (tmp_path / "t").mkdir()
     monkeypatch.chdir(tmp_path)
     (tmp_path / "t" / f"workshop-{os.geteuid()}").symlink_to(tmp_path)
     monkeypatch.setattr(practice.tempfile, "gettempdir", lambda: "t")
-    with pytest.raises(UserError, match="belongs to somebody else"):
+    with pytest.raises(UserError, match="belongs to a different user"):
         practice.up(1, name="stranger")
 
 
-def test_a_stale_record_is_no_cluster(monkeypatch, tmp_path):
+def test_a_stale_record_is_not_taken_for_a_cluster(monkeypatch, tmp_path):
     monkeypatch.setattr(practice.tempfile, "gettempdir", lambda: str(tmp_path))
     folder = tmp_path / f"workshop-{os.geteuid()}" / "old"
     folder.mkdir(parents=True)

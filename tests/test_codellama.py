@@ -1,4 +1,4 @@
-"""The model and the text of stage 04: made here, or fetched from a hub of our own: verified, resumed, and refused in one line."""
+"""The model and the text of stage 04: created here or fetched from a test server, verified, resumed, or refused in one line."""
 
 import hashlib
 import http.server
@@ -16,10 +16,10 @@ from workshop.data import codellama
 from workshop.data.code import load_blocks, read_documents
 from workshop.errors import UserError
 
-# ---------------------------------------------------------------- made here
+# ---------------------------------------------------------------- created on this machine
 
 
-def test_the_tiny_model_is_codellama_but_for_its_size(data):
+def test_the_tiny_model_differs_from_codellama_only_in_size(data):
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     folder = data / "models" / codellama.TINY
@@ -32,7 +32,7 @@ def test_the_tiny_model_is_codellama_but_for_its_size(data):
 
 
 @pytest.mark.full
-def test_it_is_made_the_same_each_time_and_once_when_two_ask(tmp_path):
+def test_the_tiny_model_is_reproducible_and_two_processes_create_it_once(tmp_path):
     program = "from workshop.data.codellama import model_folder; print(model_folder('tiny-codellama'))"
     started = [
         subprocess.Popen(
@@ -51,8 +51,8 @@ def test_it_is_made_the_same_each_time_and_once_when_two_ask(tmp_path):
         assert hashlib.sha256(first.read_bytes()).digest() == hashlib.sha256(second.read_bytes()).digest(), name
 
 
-def test_whichever_rank_makes_it_makes_all_of_it(tmp_path):
-    """transformers' own save_pretrained writes on rank 0 only, once the processes have a group."""
+def test_any_rank_creates_the_complete_tiny_model(tmp_path):
+    """In a process group, save_pretrained of transformers writes only on rank 0."""
     import torch.distributed as dist
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -72,7 +72,7 @@ def tokenizer(data, monkeypatch):
     return AutoTokenizer.from_pretrained(data / "models" / codellama.TINY)
 
 
-def test_every_document_is_in_one_part_and_each_token_once(tokenizer, tmp_path):
+def test_each_document_is_in_one_part_and_each_token_is_used_once(tokenizer, tmp_path):
     path = tmp_path / "text.jsonl"
     documents = [f"document {number}: " + "x = 1\n" * 40 for number in range(50)]
     path.write_text("\n".join(json.dumps({"text": text, "more": 1}) for text in documents) + "\n\n")
@@ -85,7 +85,7 @@ def test_every_document_is_in_one_part_and_each_token_once(tokenizer, tmp_path):
         {int(piece.split(":")[0].split()[1]) for piece in part if piece.startswith("document ")} for part in pieces
     ]
     assert numbers[0] & numbers[1] == set()
-    assert len(numbers[0] | numbers[1]) >= 49  # what is left over after the last block is in none
+    assert len(numbers[0] | numbers[1]) >= 49  # the tokens after the last full block are dropped
     assert all(piece in documents for part in pieces for piece in part[:-1])
     assert train_set[0].shape == (16,)
     assert train_set[0].dtype == torch.int64
@@ -100,7 +100,7 @@ def test_a_changed_file_is_read_again(tokenizer, tmp_path):
     assert not torch.equal(before[0], after[0])
 
 
-def test_broken_lines_are_named_and_left_out_only_on_request(tmp_path):
+def test_broken_lines_are_named_and_skipped_only_on_request(tmp_path):
     path = tmp_path / "text.jsonl"
     lines = ['{"text": "good"}', "not json", "", '{"prompt": "no text"}', '["text"]', '{"text": 5}', '{"text": "also"}']
     path.write_text("\n".join(lines))
@@ -109,21 +109,21 @@ def test_broken_lines_are_named_and_left_out_only_on_request(tmp_path):
     assert read_documents(path, skip_broken=True) == ["good", "also"]
 
 
-# ---------------------------------------------------------------- fetched
+# ---------------------------------------------------------------- fetched from a hub
 
 NAME = f"/{codellama.REPOSITORY}/resolve/main/"
 BIG = "model-00001-of-00002.safetensors"
 
 
 class Hub(http.server.ThreadingHTTPServer):
-    """A hub that serves these files as CodeLlama.
+    """A server that offers these files as CodeLlama, as the Hugging Face hub does.
 
     Args:
-        files: the content of each file by its name.
+        files: the content of each file, by name.
         behaviour: "good", "breaks" (it sends half of the big file), "corrupt" (its last bytes are wrong) or "gated".
 
     Attributes:
-        requests: of each request its method, path and Range header.
+        requests: the method, path and Range header of each request.
     """
 
     def __init__(self, files: dict[str, bytes], behaviour: str):
@@ -132,7 +132,7 @@ class Hub(http.server.ThreadingHTTPServer):
         threading.Thread(target=self.serve_forever, daemon=True).start()
 
     def content(self, path: str) -> bytes | None:
-        """What is at this path: the list of files, or a file; None: nothing."""
+        """Return what is at this path: the list of files, one file, or None."""
         if path.startswith("/api/models/"):
             siblings = []
             for name, content in self.files.items():
@@ -187,7 +187,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
 
 @pytest.fixture
 def files(data) -> dict[str, bytes]:
-    """The small model in CodeLlama's files."""
+    """The small model in files with the names of CodeLlama."""
     folder = data / "models" / codellama.TINY
     weights = (folder / "model.safetensors").read_bytes()
     index = {"metadata": {}, "weight_map": dict.fromkeys(codellama.weight_files(folder), BIG)}
@@ -203,7 +203,7 @@ def files(data) -> dict[str, bytes]:
 
 @pytest.fixture
 def hub(files):
-    """A function that starts a hub, and returns its address and its requests."""
+    """A function that starts a hub and returns its address and its requests."""
     started = []
 
     def serve(behaviour="good"):
@@ -225,7 +225,7 @@ def fetch(url, folder):
     return runs.run(command, folder, WORKSHOP_DATA=folder, HF_HOME=folder / "hf", HF_HUB_OFFLINE=None, HF_TOKEN=None)
 
 
-def test_fetched_it_is_a_model_of_its_own(hub, files, tmp_path, monkeypatch):
+def test_the_fetched_model_is_complete_and_is_not_fetched_again(hub, files, tmp_path, monkeypatch):
     url, _ = hub()
     done = fetch(url, tmp_path)
     assert done.returncode == 0, done.stderr
@@ -238,7 +238,7 @@ def test_fetched_it_is_a_model_of_its_own(hub, files, tmp_path, monkeypatch):
 
 
 @pytest.mark.full
-def test_after_a_break_it_goes_on_where_it_was(hub, files, tmp_path):
+def test_an_interrupted_download_of_the_model_resumes(hub, files, tmp_path):
     url, requests = hub("breaks")
     done = fetch(url, tmp_path)
     assert done.returncode == 2
@@ -247,20 +247,22 @@ def test_after_a_break_it_goes_on_where_it_was(hub, files, tmp_path):
     assert not (tmp_path / "models" / "CodeLlama-7b-hf").exists()
     done = fetch(url, tmp_path)
     assert done.returncode == 0, done.stderr
-    assert [which for method, path, which in requests if method == "GET" and BIG in path and which], "it began anew"
+    assert [which for method, path, which in requests if method == "GET" and BIG in path and which], (
+        "the download started again instead of resuming"
+    )
     assert (tmp_path / "models" / "CodeLlama-7b-hf" / BIG).read_bytes() == files[BIG]
 
 
 @pytest.mark.parametrize(
     ("behaviour", "message"),
     [
-        ("corrupt", f"{BIG}: what came is not the file expected (size or SHA-256 differs)"),
-        ("gated", "is handed out to those who have accepted its licence"),
-        ("nobody", "could not fetch codellama/CodeLlama-7b-hf"),
+        ("corrupt", f"{BIG}: the downloaded file is not the expected one (size or SHA-256 differs)"),
+        ("gated", "is only available after you accept its licence"),
+        ("unreachable", "could not fetch codellama/CodeLlama-7b-hf"),
     ],
 )
-def test_what_goes_wrong_is_one_line(behaviour, message, hub, tmp_path):
-    url = hub(behaviour)[0] if behaviour != "nobody" else "http://127.0.0.1:9"
+def test_a_failed_download_of_the_model_is_reported_in_one_line(behaviour, message, hub, tmp_path):
+    url = hub(behaviour)[0] if behaviour != "unreachable" else "http://127.0.0.1:9"
     done = fetch(url, tmp_path)
     assert done.returncode == 2, done.stderr
     assert message in done.stderr

@@ -1,7 +1,7 @@
-"""Jobs that run in an image: what ``submit --container`` writes, and training in an image for real.
+"""Jobs that run in an image: what ``submit --container`` writes, and real training in an image.
 
-containers/apptainer stands for Apptainer, which is not everywhere. The full test installs an image as %post does, in a Debian of
-its own; where Apptainer has built containers/pytorch-cuda.sif (make build_pytorch), the same jobs run in that, too.
+containers/apptainer stands in for Apptainer, which is not installed everywhere. The full test installs an image as %post does, in
+a separate Debian. If Apptainer has built containers/pytorch-cuda.sif (make build_pytorch), the same jobs also run in that image.
 """
 
 import os
@@ -34,7 +34,7 @@ SOLUTIONS = runs.ROOT / "solutions"
 
 
 def image(path: Path, root="", architecture="02") -> Path:
-    """A file that begins like an image, and ends with what the stand-in looks for."""
+    """Write a file that begins like an image and ends with what the stand-in looks for."""
     header = b"#!/usr/bin/env run-singularity\n\0SIF_MAGIC\x0001\0" + architecture.encode() + b"\0"
     path.write_bytes(header + f"\n{root}\n".encode())
     return path
@@ -44,7 +44,7 @@ def image(path: Path, root="", architecture="02") -> Path:
 
 
 def settings_with(site, folder, name="torch.sif", **environment):
-    """What a job in an image of its own sources."""
+    """Return the settings that a job in an image sources."""
     options = {"account": "a", "container": str(image(folder / name, architecture="04" if site == "roihu" else "02"))}
     path = script(folder)
     if find_site(site).scheduler == "pbs":
@@ -56,8 +56,8 @@ def settings_with(site, folder, name="torch.sif", **environment):
 
 
 def sourced(settings, folder, path, expression='echo "$PYTHON"', **environment):
-    """What a job script that sources these settings says, where there are the programs of ``path`` and the system's, but neither
-    Apptainer nor Singularity of the machine that tests this."""
+    """Run a job script that sources these settings, with the programs of ``path`` and of the system, but without
+    the Apptainer or Singularity of this machine."""
     (folder / "settings.sh").write_text(settings)
     (folder / "system").mkdir(exist_ok=True)
     for name in ("bash", "hostname", "mkdir"):
@@ -75,20 +75,20 @@ def sourced(settings, folder, path, expression='echo "$PYTHON"', **environment):
     ("site", "flag"),
     [("local", ""), ("roihu", "--nv "), ("della", "--nv "), ("marenostrum5", "--nv ")],
 )
-def test_a_job_s_python_is_the_one_in_the_image(site, flag, tmp_path):
+def test_the_python_of_a_job_runs_in_the_image(site, flag, tmp_path):
     text = settings_with(site, tmp_path)
     done = sourced(text, tmp_path, STAND_IN.parent)
     assert done.returncode == 0, done.stderr
     binds = f"{runs.ROOT},{tmp_path}"
     assert done.stdout == f"{STAND_IN} exec {flag}--bind {binds} {tmp_path}/torch.sif python\n"
     loaded = [line for line in done.stderr.splitlines() if line.startswith("module")]
-    assert loaded == ["module load singularity"] * (site == "marenostrum5"), "nothing that brings a Python"
+    assert loaded == ["module load singularity"] * (site == "marenostrum5"), "the job must load no module with a Python"
     (tmp_path / "settings.sh").write_text(text)
     subprocess.run(["shellcheck", tmp_path / "settings.sh"], check=True)
 
 
-def test_amd_gpus_and_folders_of_the_site(tmp_path, monkeypatch):
-    """No site that is known has AMD GPUs and no image of its own: LUMI's profile without its image stands for one."""
+def test_a_container_gets_amd_gpus_and_the_folders_of_the_site(tmp_path, monkeypatch):
+    """Use the profile of LUMI without its own image, because no known site has AMD GPUs and lacks an image."""
     own = find_site("lumi")
     site = own.model_copy(
         update={
@@ -105,21 +105,21 @@ def test_amd_gpus_and_folders_of_the_site(tmp_path, monkeypatch):
     ), done.stderr
 
 
-def test_what_the_environment_is_in_the_job(tmp_path):
+def test_a_job_in_a_container_imports_no_modules_of_the_host(tmp_path):
     show = 'echo "$PYTHONPATH $PYTHONNOUSERSITE"; bash -c "echo \\"\\$PYTHON\\""'
     done = sourced(settings_with("local", tmp_path), tmp_path, STAND_IN.parent, show)
     path, python = done.stdout.splitlines()
-    assert path == f"{runs.ROOT} 1", "nothing of the host's modules"
-    assert python.endswith("torch.sif python"), "the shells that srun starts have it, too"
+    assert path == f"{runs.ROOT} 1", "the job sees Python modules of the host"
+    assert python.endswith("torch.sif python"), "PYTHON is not set in the shells that srun starts"
 
 
-def test_on_pbs_a_container_needs_its_own_modules(tmp_path):
+def test_a_job_on_pbs_loads_the_modules_that_the_container_needs(tmp_path):
     done = sourced(settings_with("derecho", tmp_path), tmp_path, STAND_IN.parent)
     assert " exec --nv --bind " in done.stdout
     assert "module load cuda apptainer" in done.stderr
 
 
-def test_singularity_where_there_is_no_apptainer_and_a_sentence_where_there_is_neither(tmp_path):
+def test_a_job_uses_singularity_without_apptainer_and_says_if_both_are_missing(tmp_path):
     text = settings_with("della", tmp_path)
     (tmp_path / "bin").mkdir()
     (tmp_path / "bin" / "singularity").symlink_to("/bin/true")
@@ -127,16 +127,16 @@ def test_singularity_where_there_is_no_apptainer_and_a_sentence_where_there_is_n
     done = sourced(text, tmp_path, tmp_path / "nowhere")
     assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
     assert (
-        "neither apptainer nor singularity is here; see container_prologue in slurm-multinode/sites/della"
+        "there is neither apptainer nor singularity; see container_prologue in slurm-multinode/sites/della"
         in done.stderr
     )
     (tmp_path / "torch.sif").unlink()
     done = sourced(text, tmp_path, STAND_IN.parent)
     assert (done.returncode, done.stderr.count("\n")) == (2, 1)
-    assert "torch.sif cannot be seen from here" in done.stderr
+    assert "torch.sif is not visible on this node" in done.stderr
 
 
-def test_jobs_in_two_images_have_settings_of_their_own():
+def test_each_image_has_its_own_settings_file():
     names = {settings_name("della", Path(place)) for place in ("/a/torch.sif", "/b/torch.sif", "/a/jax.sif")}
     assert len(names) == 3
 
@@ -145,16 +145,16 @@ def test_jobs_in_two_images_have_settings_of_their_own():
     ("site", "name", "words"),
     [
         ("della", "nowhere.sif", "nowhere.sif: No such file or directory"),
-        ("della", "notes.txt", "notes.txt is no image of Apptainer; containers/README.md says how to make one"),
-        ("della", "empty.sif", "empty.sif is no image of Apptainer"),
-        ("della", "folder", "folder is a folder, and no sandbox of Apptainer"),
-        ("della", "two words.sif", "two words.sif: no spaces, commas or signs of the shell"),
-        ("della", "arm.sif", "arm.sif is for aarch64, and the nodes of Della (Princeton) are x86_64: build it there"),
-        ("roihu", "good.sif", "good.sif is for x86_64, and the nodes of Roihu-GPU (CSC) are aarch64: build it there"),
-        ("lumi", "good.sif", "LUMI-G has a container of its own, which fits its network: leave out --container"),
+        ("della", "notes.txt", "notes.txt is not an Apptainer image; containers/README.md says how to build one"),
+        ("della", "empty.sif", "empty.sif is not an Apptainer image"),
+        ("della", "folder", "folder is a folder, but not an Apptainer sandbox"),
+        ("della", "two words.sif", "two words.sif: a path in a container must not have spaces"),
+        ("della", "arm.sif", "arm.sif is for aarch64, but the nodes of Della (Princeton) are x86_64: build it there"),
+        ("roihu", "good.sif", "good.sif is for x86_64, but the nodes of Roihu-GPU (CSC) are aarch64: build it there"),
+        ("lumi", "good.sif", "LUMI-G has its own container, which is built for its network: leave out --container"),
     ],
 )
-def test_refusals(site, name, words, tmp_path):
+def test_a_wrong_image_is_refused_in_one_sentence(site, name, words, tmp_path):
     for each in ("good.sif", "two words.sif"):
         image(tmp_path / each)
     image(tmp_path / "arm.sif", architecture="04")
@@ -169,7 +169,7 @@ def test_refusals(site, name, words, tmp_path):
     assert "\n" not in str(refusal.value)
 
 
-def test_a_sandbox_and_any_machine_on_the_practice_cluster(tmp_path):
+def test_the_practice_cluster_accepts_sandboxes_and_images_of_any_architecture(tmp_path):
     (tmp_path / "sandbox" / ".singularity.d").mkdir(parents=True)
     for name in ("sandbox", "arm.sif"):
         image(tmp_path / "arm.sif", architecture="04")
@@ -203,14 +203,14 @@ def stand_in(*words, **environment):
     ],
 )
 @needs_root
-def test_the_stand_in_is_strict(words, status, says, small_image):
+def test_the_stand_in_for_apptainer_refuses_wrong_arguments(words, status, says, small_image):
     done = stand_in(*[small_image if word == "IMAGE" else word for word in words])
     assert (done.returncode, says in done.stderr) == (status, True), done.stderr
 
 
 @pytest.fixture
 def small_image(tmp_path):
-    """An image with nothing but this machine's /bin and libraries, by links into folders that have to be bound."""
+    """An image with only links to /bin and the libraries of this machine, whose folders must be bound."""
     root = tmp_path / "root"
     (root / ".singularity.d" / "env").mkdir(parents=True)
     (root / ".singularity.d" / "env" / "90-environment.sh").write_text('export PATH="/opt/x:$PATH" MADE_BY=image\n')
@@ -230,7 +230,7 @@ def small_image(tmp_path):
 
 
 @needs_root
-def test_what_the_stand_in_lets_in(small_image, tmp_path):
+def test_the_stand_in_for_apptainer_isolates_the_container(small_image, tmp_path):
     (tmp_path / "data").mkdir()
     (tmp_path / "data" / "here").write_text("read")
     see = 'echo "$PATH $MADE_BY $APPTAINER_NAME ${LD_LIBRARY_PATH-none} $GREETING"; cat /data/here; touch /data/there /bin/x'
@@ -245,14 +245,14 @@ def test_what_the_stand_in_lets_in(small_image, tmp_path):
     assert "Read-only file system" in done.stderr
     assert stand_in("run", small_image, "a", "b").stdout == "ran a b\n"
     mounts = Path("/proc/self/mounts").read_text()
-    assert str(tmp_path) not in mounts, "nothing of it is left"
+    assert str(tmp_path) not in mounts, "the stand-in left something behind"
 
 
-# ---------------------------------------------------------------- an image, for real
+# ---------------------------------------------------------------- training in an image
 
 
 def in_folder(root: Path, command: str, **environment) -> subprocess.CompletedProcess:
-    """Run a section of a recipe in a folder as if that were the machine, as apptainer build does."""
+    """Run a section of a recipe with this folder as its root, as apptainer build does."""
     mounts = " && ".join(f"mount --rbind {folder} {root}{folder}" for folder in ("/proc", "/dev"))
     enter = f"{mounts} && exec chroot {root} /bin/sh -ec {shlex.quote(command)}"
     environment |= {"PATH": "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin", "HOME": "/root"}
@@ -261,7 +261,7 @@ def in_folder(root: Path, command: str, **environment) -> subprocess.CompletedPr
 
 
 def to_reach_the_indexes(root: Path) -> dict[str, str]:
-    """Let apt and pip in a folder reach what they reach here; the variables that are needed for it."""
+    """Let apt and pip in a folder reach the same indexes as on this machine; return the variables that they need."""
     (root / "etc/apt/sources.list").unlink(missing_ok=True)
     shutil.copytree("/etc/apt", root / "etc/apt", dirs_exist_ok=True)
     for name in ("resolv.conf", "hosts", "ssl/certs/ca-certificates.crt"):
@@ -274,7 +274,7 @@ def to_reach_the_indexes(root: Path) -> dict[str, str]:
 
 @pytest.fixture(scope="module")
 def built(tmp_path_factory):
-    """pytorch-cuda.def on a Debian 12 of its own, whose Python is 3.11 as well; it has 6 GB and is gone afterwards."""
+    """Build pytorch-cuda.def in a separate Debian 12 with Python 3.11; it takes 6 GB and is deleted afterwards."""
     if os.geteuid() != 0:
         pytest.skip("needs root")
     require("debootstrap", "unshare")
@@ -284,10 +284,10 @@ def built(tmp_path_factory):
     listed = subprocess.run(targets, capture_output=True, text=True).stdout
     mirror = re.search(r"^bookworm (\S+)", listed, re.MULTILINE)
     if not mirror:
-        pytest.skip("apt knows no mirror of Debian 12")
+        pytest.skip("apt has no mirror of Debian 12")
     try:
-        packages = "--include=python3-dev,python3-venv,ca-certificates"  # the recipe's Python brings its headers, too
-        # It mounts /proc and /sys in there: in a namespace they are gone with it, however it ends.
+        packages = "--include=python3-dev,python3-venv,ca-certificates"  # the Python of the recipe includes its headers
+        # debootstrap mounts /proc and /sys in the folder; in a namespace the mounts end with the process.
         command = [
             "nice",
             "unshare",
@@ -308,7 +308,7 @@ def built(tmp_path_factory):
         sections = recipe("pytorch-cuda.def")[1]
         done = in_folder(root, sections["post"], DEBIAN_FRONTEND="noninteractive", **to_reach_the_indexes(root))
         assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
-        # As apptainer keeps them in an image.
+        # Store them as apptainer stores them in an image.
         (root / ".singularity.d" / "env").mkdir(parents=True)
         (root / ".singularity.d" / "env" / "90-environment.sh").write_text(sections["environment"])
         (root / ".singularity.d" / "runscript").write_text("#!/bin/sh\n" + sections["runscript"])
@@ -319,7 +319,7 @@ def built(tmp_path_factory):
 
 
 @pytest.mark.full
-def test_the_image_holds_what_its_lock_says(built):
+def test_the_image_has_the_versions_of_its_lock(built):
     done = in_folder(built.root, built.sections["test"])
     assert done.returncode == 0, done.stderr
     locked = {line.split(" ")[0] for line in LOCK}
@@ -333,28 +333,28 @@ def test_the_image_holds_what_its_lock_says(built):
 
 @pytest.fixture
 def short():
-    """A folder with a short name: a practice cluster's sockets lie in it."""
+    """A folder with a short path, because the sockets of a practice cluster are in it."""
     with tempfile.TemporaryDirectory(prefix="c", dir="/tmp") as folder:
         yield folder
 
 
 @pytest.fixture(params=["stand-in", "apptainer"])
 def file(request, monkeypatch):
-    """An image, and what runs it: the stand-in, or Apptainer with the file that it has built."""
+    """An image and the program that runs it: the stand-in, or Apptainer with an image that it built."""
     if request.param == "stand-in":
         monkeypatch.setattr(practice, "SEARCH_PATH", f"{STAND_IN.parent}{os.pathsep}{practice.SEARCH_PATH}")
         return request.getfixturevalue("built").file
     file = CONTAINERS / "pytorch-cuda.sif"
     if not shutil.which("apptainer") or not file.exists():
-        pytest.skip("needs Apptainer, and the image that `make build_pytorch` makes with it")
+        pytest.skip("needs Apptainer and the image that `make build_pytorch` builds")
     return file
 
 
 @pytest.fixture
 def run_job(file, short, monkeypatch, capsys):
-    """A function that runs a job script to its end on a practice cluster; it returns the job and the folder of its results."""
+    """A function that runs a job script to its end on a practice cluster and returns the job and the path of its results."""
     monkeypatch.setattr(tempfile, "tempdir", short)
-    # Each Python of the image says so when it starts: in place of a file that setuptools puts into each environment.
+    # Let each Python of the image record its start, through a file that setuptools puts into every environment.
     (Path(short) / "say_so.pth").write_text("import sys; print('a Python in', sys.prefix, file=sys.stderr)\n")
     packages = "/opt/workshop/venv/lib/python3.11/site-packages"
     monkeypatch.setenv("APPTAINER_BIND", f"{short}/say_so.pth:{packages}/distutils-precedence.pth")
@@ -364,11 +364,11 @@ def run_job(file, short, monkeypatch, capsys):
         trial = Trial(script, Path(short), up, None)
         for path in beside:
             shutil.copy(path, trial.folder)
-        trial.limit = 900  # nothing of the image has been read before
+        trial.limit = 900  # the first read of the image is slow
         monkeypatch.chdir(trial.folder)
         run_submit(script.name, "local", container=str(file), arguments=list(arguments))
         job = Job(re.match(r"job (\d+):", capsys.readouterr().out)[1])
-        trial.follow(job, stall=200)  # what compiles for DeepSpeed is no Python
+        trial.follow(job, stall=200)  # the compiler of DeepSpeed is not a Python process
         return job, trial.folder / "runs" / f"{script.stem}-{job.number}"
 
     yield run_job
@@ -377,7 +377,7 @@ def run_job(file, short, monkeypatch, capsys):
 
 @pytest.fixture
 def train(run_job):
-    """``run_job`` for a job that has to train with four processes, all of them in the image."""
+    """Like ``run_job``, but fail unless the job trains with four processes that all run in the image."""
 
     def train(script: Path, *arguments: str, beside=()) -> tuple[Job, Path]:
         job, folder = run_job(script, *arguments, beside=beside)
@@ -392,8 +392,8 @@ def train(run_job):
 @pytest.mark.full
 @runs.needs_cluster
 def test_jobs_train_in_the_image(train, run_job, short):
-    """Slurm and the job script are outside, Python inside: on one node, on two by torchrun, on two by srun alone; then on two
-    DeepSpeed, which compiles a part of itself in there, and FSDP."""
+    """Slurm and the job script run outside, Python inside: on one node, on two with torchrun, on two with only srun; then on two
+    DeepSpeed, which compiles an extension in the image, and FSDP."""
     digits = ["--epochs", "2", "--batch-size", "32"]
     by_srun = SOLUTIONS / "slurm-multinode" / "exercise2_srun.sh"
     last_epochs = set()
@@ -404,7 +404,7 @@ def test_jobs_train_in_the_image(train, run_job, short):
     ):
         job, _ = train(each, *digits)
         last_epochs.add(re.search(r"^epoch 2/2 .* accuracy \S+", job.output, re.MULTILINE)[0])
-    assert len(last_epochs) == 1, "the same global batches: the same loss"
+    assert len(last_epochs) == 1, "the same global batches must give the same loss"
 
     zero = SOLUTIONS / "05_deepspeed"
     beside = [zero / "exercise1_deepspeed.py", zero / "ds_config.json"]
@@ -422,4 +422,4 @@ def test_jobs_train_in_the_image(train, run_job, short):
     failing = Path(short) / by_srun.name
     failing.write_text(by_srun.read_text().replace('--checkpoint "$run.pt"', "--no-such-option"))
     job, _ = run_job(failing, *digits)
-    assert job.state == "FAILED", "an exit status comes out of the container"
+    assert job.state == "FAILED", "the exit status is lost in the container"

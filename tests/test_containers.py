@@ -1,4 +1,4 @@
-"""The recipes of images, and what is said in a container that hides the GPUs."""
+"""The recipes of the images, and the message in a container that hides the GPUs."""
 
 import re
 import shutil
@@ -20,7 +20,7 @@ RECIPES = {"cuda": "pytorch-cuda.def", "rocm": "pytorch-rocm.def", "jax": "jax.d
 
 
 def recipe(name: str) -> tuple[dict[str, str], dict[str, str]]:
-    """The header and the sections of a definition file."""
+    """Return the header and the sections of a definition file."""
     lines = [line for line in (CONTAINERS / name).read_text().splitlines() if not line.startswith("#")]
     head, *parts = re.split(r"^%(\w+)\n", "\n".join(lines) + "\n", flags=re.MULTILINE)
     header = dict(line.split(": ", 1) for line in head.split("\n") if line)
@@ -28,12 +28,12 @@ def recipe(name: str) -> tuple[dict[str, str], dict[str, str]]:
 
 
 def copied(name: str) -> dict[str, str]:
-    """What a definition file copies: {"requirements.lock": "/opt/workshop/requirements.lock"}."""
+    """Return what a definition file copies, such as {"requirements.lock": "/opt/workshop/requirements.lock"}."""
     return dict(line.split() for line in recipe(name)[1]["files"].splitlines() if line.strip())
 
 
 def entries(lock: str) -> dict[str, set[str]]:
-    """The lines of a lock with name, version and for which Python, and the hashes of each."""
+    """Return the hashes for each line of a lock (name, version and Python marker)."""
     blocks = re.split(r"\n(?=\w)", "\n".join(line for line in lock.splitlines() if not line.startswith("#")))
     return {block.split("\\")[0].strip(): set(re.findall("sha256:[0-9a-f]{64}", block)) for block in blocks if block}
 
@@ -49,7 +49,7 @@ def test_a_recipe_is_well_formed(kind, name):
     header, sections = recipe(name)
     assert header.keys() == {"Bootstrap", "From"}
     assert header["Bootstrap"] == "docker"
-    assert re.fullmatch(r"[\w./-]+:(?!latest)[\w.-]+", header["From"]), "an image and its tag"
+    assert re.fullmatch(r"[\w./-]+:(?!latest)[\w.-]+", header["From"]), "From must name an image and its tag"
     assert list(sections) == ["labels", "files", "post", "environment", "test", "runscript"]
     for source, target in copied(name).items():
         assert (runs.ROOT / source).exists()
@@ -57,11 +57,11 @@ def test_a_recipe_is_well_formed(kind, name):
     for section in ("post", "environment", "test", "runscript"):
         subprocess.run(["sh", "-n", "-c", sections[section]], check=True)
     assert f"bash /opt/workshop/containers/install.sh {kind}\n" in sections["post"]
-    assert "pip" not in sections["post"], "the steps are those of install.sh"
+    assert "pip" not in sections["post"], "the installation belongs in install.sh"
     assert "versions.py /opt/workshop/image.lock" in sections["test"]
 
 
-def test_the_dockerfile_makes_the_image_of_the_recipe():
+def test_the_dockerfile_builds_the_same_image_as_the_recipe():
     text = (CONTAINERS / "Dockerfile").read_text()
     header, sections = recipe("pytorch-cuda.def")
     assert re.findall("^FROM (.*)", text, re.MULTILINE) == [header["From"]]
@@ -84,12 +84,12 @@ def test_the_dockerfile_makes_the_image_of_the_recipe():
         (["docker"], "build_docker", "docker build --file containers/Dockerfile"),
         (["podman"], "build_docker", "podman build --file containers/Dockerfile"),
         ([], "help", "make build_pytorch_rocm"),
-        ([], "build_jax", "neither apptainer nor singularity here; build where one of them is, and copy the .sif file"),
+        ([], "build_jax", "neither apptainer nor singularity here; build on a machine that has one of them, and copy the"),
         ([], "build_docker", "neither docker nor podman here"),
     ],
 )  # fmt: skip
 @needs("make")
-def test_make(programs, target, says, tmp_path):
+def test_make_prefers_apptainer_to_singularity(programs, target, says, tmp_path):
     for name in (*programs, "sh", "make"):
         (tmp_path / name).symlink_to(shutil.which(name) or "/bin/true")
     command = ["make", "-n", target]
@@ -103,7 +103,7 @@ def test_make(programs, target, says, tmp_path):
 
 @pytest.fixture
 def installed(tmp_path):
-    """A function that runs install.sh in a copy, with programs that only write down how they are called, and returns that."""
+    """A function that runs install.sh in a copy with programs that only record their calls, and returns these calls."""
 
     def install(kind: str) -> list[str]:
         (tmp_path / "containers").mkdir()
@@ -123,14 +123,14 @@ def installed(tmp_path):
     return install
 
 
-def test_what_is_installed_for_cuda(installed):
+def test_the_cuda_image_installs_the_whole_lock(installed):
     calls = installed("cuda")
     assert (installed.folder / "image.lock").read_text() == (runs.ROOT / "requirements.lock").read_text()
     assert "python3 -m venv venv" in calls
     assert "python -m pip install --no-cache-dir --require-hashes -r image.lock" in calls
 
 
-def test_for_rocm_the_torch_of_the_image_stays(installed):
+def test_the_rocm_image_keeps_its_own_torch(installed):
     calls = installed("rocm")
     assert "python3 -m pip install --no-cache-dir --require-hashes --no-deps -r image.lock" in calls
     kept = entries((installed.folder / "image.lock").read_text())
@@ -140,15 +140,17 @@ def test_for_rocm_the_torch_of_the_image_stays(installed):
     assert kept.items() <= LOCK.items()
 
 
-def test_for_jax_there_is_all_of_the_lock_and_jax_s_part_for_cuda(installed):
+def test_the_jax_image_adds_jax_for_cuda_to_the_lock(installed):
     calls = installed("jax")
     assert "python -m pip install --no-cache-dir --require-hashes -r image.lock" in calls
     kept = entries((installed.folder / "image.lock").read_text())
     extra = entries((CONTAINERS / "jax-cuda.lock").read_text())
-    assert all(extra.values()), "each has its hashes"
+    assert all(extra.values()), "an entry has no hashes"
     assert not {line.split("==")[0] for line in extra} & {line.split("==")[0] for line in LOCK}
     assert kept == LOCK | extra
-    assert "python -m pip install --no-cache-dir --no-deps --no-build-isolation ." in calls, "the package workshop"
+    assert "python -m pip install --no-cache-dir --no-deps --no-build-isolation ." in calls, (
+        "the package workshop is not installed"
+    )
     pins = [
         pin
         for pin in map(Requirement, kept)
@@ -158,9 +160,9 @@ def test_for_jax_there_is_all_of_the_lock_and_jax_s_part_for_cuda(installed):
     assert versions["jax"] == versions["jaxlib"] == versions["jax-cuda13-plugin"] == versions["jax-cuda13-pjrt"]
 
 
-def test_install_asks_for_an_image(tmp_path):
+def test_install_names_the_images_that_it_knows(tmp_path):
     done = subprocess.run(["bash", CONTAINERS / "install.sh", "tpu"], capture_output=True, text=True)
-    assert (done.returncode, done.stderr) == (2, "install.sh: say which image: cuda, rocm or jax\n")
+    assert (done.returncode, done.stderr) == (2, "install.sh: name an image: cuda, rocm or jax\n")
 
 
 @pytest.mark.parametrize(
@@ -169,28 +171,28 @@ def test_install_asks_for_an_image(tmp_path):
         (f"pytest=={pytest.__version__} \\\n    --hash=sha256:0\nnone==1 ; sys_platform == 'win32'\n", 0, "and 1 packages"),
         ("pytest==1.0 \\\n    --hash=sha256:0\n", 1, "pytest==1.0: " + pytest.__version__),
         ("nowhere==1.0\n", 1, "nowhere==1.0: none"),
-        ("", 1, "it says nothing"),
+        ("", 1, "the lock is empty"),
     ],
 )  # fmt: skip
-def test_an_image_that_does_not_hold_what_its_lock_says(lock, status, says, tmp_path):
+def test_versions_that_differ_from_the_lock_are_named(lock, status, says, tmp_path):
     (tmp_path / "image.lock").write_text(lock)
     done = runs.run([sys.executable, CONTAINERS / "versions.py", "image.lock", "pytest"], tmp_path)
     assert done.returncode == status
     assert says in done.stdout + done.stderr
 
 
-# ---------------------------------------------------------------- closed to the GPUs
+# ---------------------------------------------------------------- containers that hide the GPUs
 
 
 @pytest.fixture
 def inside(monkeypatch):
-    """A container of Apptainer on a node with NVIDIA's GPUs, without their driver; the arguments of ``change`` say otherwise."""
+    """A container of Apptainer on a node with NVIDIA GPUs but without their driver; ``change`` sets other circumstances."""
     null = Path("/dev/null")
     for name in (*container.HIDDEN_BY, "SLURM_GPUS_ON_NODE", "SLURM_CLUSTER_NAME", "SINGULARITY_CONTAINER"):
         monkeypatch.delenv(name, raising=False)
 
     def change(device=True, driver=False, cuda="13.0", hip=None, available=False, **environment):
-        # Any device does, but for /dev/null, which hides one on the practice cluster.
+        # Any device file works except /dev/null, which hides a GPU on the practice cluster.
         devices = {
             "cuda": Path("/dev/zero") if device and cuda else null,
             "rocm": Path("/dev/zero") if device and hip else null,
@@ -212,8 +214,8 @@ def inside(monkeypatch):
     return change
 
 
-def test_a_container_without_the_door_to_its_gpus(inside, capsys):
-    words = "this container was started without --nv, so the node's GPUs are closed to it; start it with apptainer exec --nv ..."
+def test_a_container_started_without_nv_is_refused_with_the_remedy(inside, capsys):
+    words = "this container was started without --nv, so it cannot use the GPUs of the node; start it with apptainer exec --nv"
     assert container.closed_to_gpus().startswith(words)
     with pytest.raises(SystemExit) as end:
         arguments.ArgumentParser(prog="train.py").parse_args([])
@@ -232,7 +234,7 @@ def test_a_container_without_the_door_to_its_gpus(inside, capsys):
         ({"device": False, "CUDA_VISIBLE_DEVICES": "0"}, "apptainer exec --nv "),
     ],
 )
-def test_which_flag(changes, flag, inside):
+def test_the_remedy_names_the_program_and_the_flag(changes, flag, inside):
     inside(**changes)
     assert f"start it with {flag}" in container.closed_to_gpus()
 
@@ -251,14 +253,14 @@ def test_which_flag(changes, flag, inside):
         {"cuda": None, "hip": "7.2", "available": True},
     ],
 )
-def test_where_nothing_is_wrong(changes, inside, monkeypatch):
-    monkeypatch.setattr(container.Path, "exists", lambda path: False)  # these tests may run in a container of Docker's
+def test_a_process_without_hidden_gpus_is_not_refused(changes, inside, monkeypatch):
+    monkeypatch.setattr(container.Path, "exists", lambda path: False)  # these tests may run in a Docker container
     inside(**changes)
     assert container.closed_to_gpus() == ""
     arguments.ArgumentParser().parse_args([])
 
 
-def test_it_costs_nothing():
+def test_the_check_for_hidden_gpus_imports_nothing_heavy():
     program = "import sys; from workshop.training.arguments import ArgumentParser; ArgumentParser().parse_args([])\n"
     program += "print({'torch', 'ctypes'} & set(sys.modules))"
     done = runs.run([sys.executable, "-c", program], runs.ROOT, APPTAINER_CONTAINER="x.sif")

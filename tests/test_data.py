@@ -1,4 +1,4 @@
-"""The data sets, and fetching MNIST from a server that also misbehaves."""
+"""The data sets, and downloads from a test server that can misbehave."""
 
 import functools
 import gzip
@@ -24,7 +24,7 @@ from workshop.data import chess, cifar10, load_dataset, mnist
 from workshop.errors import UserError
 
 
-def test_digits_are_scikit_learns():
+def test_the_digits_are_those_of_scikit_learn():
     train_set, test_set = load_dataset("digits")
     assert (len(train_set), len(test_set)) == (1437, 360)
     image, label = train_set[0]
@@ -34,7 +34,7 @@ def test_digits_are_scikit_learns():
     assert isinstance(label, int)
     labels = sorted(train_set.labels + test_set.labels)
     assert labels == sorted(load_digits().target.tolist())
-    # Enlarging 8x8 to 28x28 keeps the mean brightness: each original finds its image.
+    # Enlarging 8x8 to 28x28 keeps the mean brightness, so the sorted means match those of the originals.
     means = sorted(image.mean() / 255 for part in (train_set, test_set) for image in part.images)
     np.testing.assert_allclose(means, sorted(load_digits().images.mean(axis=(1, 2)) / 16), atol=0.02)
 
@@ -50,7 +50,7 @@ def test_the_split_of_the_digits_is_fixed_and_disjoint():
     assert set(test_set.labels) == set(range(10))
 
 
-def test_a_transform_gets_the_grey_pil_image():
+def test_a_transform_receives_a_grey_pil_image():
     train_set, _ = load_dataset(
         "digits", transforms.Compose([transforms.ToTensor(), transforms.Normalize((0.5,), (0.5,))])
     )
@@ -60,13 +60,13 @@ def test_a_transform_gets_the_grey_pil_image():
     assert sizes[0][0] == ("L", (28, 28))
 
 
-def test_unknown_data_set():
+def test_an_unknown_data_set_is_refused():
     with pytest.raises(UserError, match="unknown data set 'cifar'; choose from: digits, mnist, cifar10"):
         load_dataset("cifar")
 
 
 def idx(array: np.ndarray) -> bytes:
-    """An array of unsigned bytes in the IDX format of MNIST's files: http://yann.lecun.com/exdb/mnist/"""
+    """Return an array of unsigned bytes in the IDX format of MNIST: http://yann.lecun.com/exdb/mnist/"""
     return (
         bytes([0, 0, 8, array.ndim])
         + b"".join(size.to_bytes(4, "big") for size in array.shape)
@@ -76,7 +76,7 @@ def idx(array: np.ndarray) -> bytes:
 
 @pytest.fixture
 def archives(monkeypatch):
-    """Four small files in MNIST's format, and the table that describes them in place of the real one."""
+    """Four small files in the format of MNIST; the table of MNIST describes these files instead."""
     random = np.random.RandomState(0)
     contents = {}
     for part, count in (("train", 50), ("t10k", 20)):
@@ -92,7 +92,7 @@ def archives(monkeypatch):
 
 @pytest.fixture
 def server():
-    """A function that serves a folder, with a way of misbehaving, and returns its address and the list of requests."""
+    """A function that starts a server with a given misbehaviour and returns its address and the list of requests."""
     started, resumed = [], []
 
     def serve(files: dict[str, bytes], behaviour="good"):
@@ -138,7 +138,7 @@ def left_in(folder: Path) -> list[str]:
     return sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
 
 
-def test_fetch_once_then_never_again(archives, server, tmp_path, monkeypatch):
+def test_a_data_set_is_fetched_only_once(archives, server, tmp_path, monkeypatch):
     url, requests = server(archives)
     assert mnist.fetch(tmp_path, [url]) == 4
     assert left_in(tmp_path) == sorted(f"MNIST/raw/{name.removesuffix('.gz')}" for name in archives)
@@ -157,20 +157,20 @@ def test_fetch_once_then_never_again(archives, server, tmp_path, monkeypatch):
         ("missing", "HTTP status 404"),
     ],
 )
-def test_fetch_leaves_nothing_of_a_bad_file(behaviour, message, archives, server, tmp_path):
+def test_a_wrong_file_is_deleted_and_the_next_mirror_is_tried(behaviour, message, archives, server, tmp_path):
     bad, _ = server(archives, behaviour)
     with pytest.raises(UserError, match=f"could not fetch train-images-idx3-ubyte.gz.*({message})"):
         mnist.fetch(tmp_path, [bad])
     assert left_in(tmp_path) == []
     good, _ = server(archives)
-    assert mnist.fetch(tmp_path, [bad, good]) == 4, "the next mirror takes over"
+    assert mnist.fetch(tmp_path, [bad, good]) == 4, "the next mirror was not used"
 
 
 @pytest.mark.parametrize("next_time", ["good", "no ranges"])
-def test_an_interrupted_download_goes_on_where_it_was(next_time, archives, server, tmp_path):
+def test_an_interrupted_download_resumes(next_time, archives, server, tmp_path):
     name, content = next(iter(archives.items()))
     url, _ = server(archives, "truncated")
-    with pytest.raises(UserError, match=f"could not fetch {name}.*; what has come stays in .*{name}.part"):
+    with pytest.raises(UserError, match=f"could not fetch {name}.*; the downloaded part stays in .*{name}.part"):
         mnist.fetch(tmp_path, [url])
     kept = (tmp_path / f".{name}.part").stat().st_size
     assert len(content) // 4 < kept
@@ -180,7 +180,7 @@ def test_an_interrupted_download_goes_on_where_it_was(next_time, archives, serve
     assert left_in(tmp_path) == sorted(f"MNIST/raw/{name.removesuffix('.gz')}" for name in archives)
 
 
-def test_a_download_that_only_was_not_unpacked_is_not_repeated(archives, server, tmp_path):
+def test_a_complete_download_is_unpacked_without_a_second_download(archives, server, tmp_path):
     name, content = next(iter(archives.items()))
     (tmp_path / f".{name}.part").write_bytes(content)
     url, _ = server(archives)
@@ -188,7 +188,7 @@ def test_a_download_that_only_was_not_unpacked_is_not_repeated(archives, server,
     assert server.resumed == [len(content), 0, 0, 0]
 
 
-def test_what_another_file_has_left_is_begun_anew(archives, server, tmp_path):
+def test_a_partial_download_of_a_different_file_starts_again(archives, server, tmp_path):
     name = next(iter(archives))
     (tmp_path / f".{name}.part").write_bytes(bytes(100))
     url, _ = server(archives)
@@ -196,7 +196,7 @@ def test_what_another_file_has_left_is_begun_anew(archives, server, tmp_path):
     assert server.resumed == [100, 0, 0, 0, 0]
 
 
-def test_fetch_replaces_a_file_that_was_cut_short(archives, server, tmp_path):
+def test_a_truncated_file_is_fetched_again(archives, server, tmp_path):
     url, requests = server(archives)
     mnist.fetch(tmp_path, [url])
     victim = tmp_path / "MNIST" / "raw" / "t10k-images-idx3-ubyte"
@@ -207,7 +207,7 @@ def test_fetch_replaces_a_file_that_was_cut_short(archives, server, tmp_path):
     assert mnist.missing_files(tmp_path) == []
 
 
-def test_two_fetch_at_once(archives, server, tmp_path):
+def test_several_fetches_at_once_succeed(archives, server, tmp_path):
     url, _ = server(archives)
     problems = []
 
@@ -231,7 +231,7 @@ workshop = functools.partial(subprocess.run, capture_output=True, text=True, tim
 
 
 @pytest.mark.parametrize("behaviour", ["truncated", "corrupt", "missing"])
-def test_fetch_command_says_so_in_one_line(behaviour, archives, server, tmp_path):
+def test_the_fetch_command_reports_a_failed_download_in_one_line(behaviour, archives, server, tmp_path):
     url, _ = server(archives, behaviour)
     done = workshop(
         [sys.executable, "-m", "workshop", "fetch", "mnist", "--mirror", url],
@@ -253,7 +253,7 @@ def test_fetch_command_says_so_in_one_line(behaviour, archives, server, tmp_path
         ),
     ],
 )
-def test_fetch_command_with_a_mistake(arguments, message, tmp_path):
+def test_the_fetch_command_refuses_wrong_arguments(arguments, message, tmp_path):
     done = workshop(
         [sys.executable, "-m", "workshop", "fetch", *arguments], env=runs.environment(WORKSHOP_DATA=tmp_path / "data")
     )
@@ -262,7 +262,7 @@ def test_fetch_command_with_a_mistake(arguments, message, tmp_path):
     assert "Traceback" not in done.stderr
 
 
-def test_fetch_command_where_nothing_can_be_written(tmp_path):
+def test_the_fetch_command_reports_a_folder_that_is_not_writable(tmp_path):
     (tmp_path / "file").touch()
     done = workshop(
         [sys.executable, "-m", "workshop", "fetch", "mnist"], env=runs.environment(WORKSHOP_DATA=tmp_path / "file")
@@ -272,7 +272,7 @@ def test_fetch_command_where_nothing_can_be_written(tmp_path):
     assert "Traceback" not in done.stderr
 
 
-def test_an_unverified_file_in_the_data_folder_is_not_trained_on(tmp_path, monkeypatch):
+def test_truncated_files_in_the_data_folder_are_not_used_for_training(tmp_path, monkeypatch):
     raw = tmp_path / "MNIST" / "raw"
     raw.mkdir(parents=True)
     for archive in mnist.ARCHIVES:
@@ -283,8 +283,8 @@ def test_an_unverified_file_in_the_data_folder_is_not_trained_on(tmp_path, monke
 
 
 @pytest.mark.full
-def test_training_on_files_of_mnists_shape(tmp_path):
-    """In place of MNIST itself: files of its format and sizes, filled with the digits over and over."""
+def test_training_works_with_files_of_the_size_of_mnist(tmp_path):
+    """Train on files with the format and sizes of MNIST that repeat the digits."""
     raw = tmp_path / "data" / "MNIST" / "raw"
     raw.mkdir(parents=True)
     for part, count, digits in zip(("train", "t10k"), (60_000, 10_000), load_dataset("digits"), strict=True):
@@ -299,7 +299,7 @@ def test_training_on_files_of_mnists_shape(tmp_path):
 
 @pytest.fixture
 def cifar(monkeypatch):
-    """A small archive in CIFAR-10's format, and what describes it in place of the real one."""
+    """A small archive in the format of CIFAR-10; the description of CIFAR-10 describes this archive instead."""
     from torchvision.datasets import CIFAR10
 
     random = np.random.RandomState(0)
@@ -319,12 +319,12 @@ def cifar(monkeypatch):
     return {cifar10.ARCHIVE: packed.getvalue()}
 
 
-def test_cifar10(cifar, server, tmp_path, monkeypatch):
+def test_cifar10_is_fetched_and_verified(cifar, server, tmp_path, monkeypatch):
     monkeypatch.setenv("WORKSHOP_DATA", str(tmp_path))
     with pytest.raises(UserError, match=r"CIFAR-10 is not in .* \(7 of 7 files missing\); .*workshop.sh fetch cifar10"):
         load_dataset("cifar10")
     bad, _ = server(cifar, "corrupt")
-    with pytest.raises(UserError, match="what came is not the file expected"):
+    with pytest.raises(UserError, match="the downloaded file is not the expected one"):
         cifar10.fetch(tmp_path, [bad])
     assert left_in(tmp_path) == []
     good, requests = server(cifar)
@@ -341,13 +341,13 @@ def test_cifar10(cifar, server, tmp_path, monkeypatch):
     with pytest.raises(UserError, match="is damaged; delete cifar-10-batches-py there and fetch it again"):
         load_dataset("cifar10")
     (tmp_path / cifar10.FOLDER / "data_batch_3").unlink()
-    assert cifar10.fetch(tmp_path, [good]) == 7, "what is left of an attempt is replaced as a whole"
+    assert cifar10.fetch(tmp_path, [good]) == 7, "the remains of an interrupted attempt were not replaced"
 
 
 GAMES = b"".join(b'{"text": "%d. e4 e5"}\n' % number for number in range(1, 4000))
 
 
-def test_chess_goes_on_where_it_was_and_is_checked(server, tmp_path, monkeypatch):
+def test_a_download_of_chess_resumes_and_is_verified(server, tmp_path, monkeypatch):
     monkeypatch.setenv("WORKSHOP_DATA", str(tmp_path))
     with pytest.raises(
         UserError, match=r"--data chess: it is not in .* fetch it once with: \./workshop.sh fetch chess --from"
@@ -355,7 +355,7 @@ def test_chess_goes_on_where_it_was_and_is_checked(server, tmp_path, monkeypatch
         chess.fetched_file()
     sha256 = hashlib.sha256(GAMES).hexdigest().upper()
     url, _ = server({"games.jsonl": GAMES}, "truncated")
-    with pytest.raises(UserError, match=r"could not fetch games\.jsonl.*what has come stays"):
+    with pytest.raises(UserError, match=r"could not fetch games\.jsonl.*the downloaded part stays"):
         chess.fetch(url + "games.jsonl", sha256)
     kept = (tmp_path / ".games.jsonl.part").stat().st_size
     url, _ = server({"games.jsonl": GAMES})
@@ -368,13 +368,13 @@ def test_chess_goes_on_where_it_was_and_is_checked(server, tmp_path, monkeypatch
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (GAMES + b'{"game": "1. e4"}\n', 'line 4,000 of .* is no JSON object with a "text"'),
+        (GAMES + b'{"game": "1. e4"}\n', 'line 4,000 of .* is not a JSON object with a "text"'),
         (b'\n["text"]\n', "line 2 of .*"),
         (b"<html>moved</html>", "line 1 of .*"),
         (b"\n\n", "there is no document in"),
     ],
 )
-def test_chess_with_a_broken_line_is_not_kept(content, message, server, tmp_path, monkeypatch):
+def test_a_chess_file_with_a_broken_line_is_not_kept(content, message, server, tmp_path, monkeypatch):
     monkeypatch.setenv("WORKSHOP_DATA", str(tmp_path / "data"))
     url, _ = server({"games.jsonl": content})
     (tmp_path / "file").write_bytes(content)
@@ -383,19 +383,19 @@ def test_chess_with_a_broken_line_is_not_kept(content, message, server, tmp_path
             chess.fetch(source)
     assert left_in(tmp_path / "data") in ([], [".games.jsonl.part"])
     url, _ = server({"games.jsonl": GAMES})
-    assert chess.fetch(url + "games.jsonl") == 3999, "nothing of the broken one is left"
+    assert chess.fetch(url + "games.jsonl") == 3999, "the broken file was not replaced"
 
 
 @pytest.mark.parametrize(
     ("source", "sha256", "message"),
     [
-        ("", "", "no public address of chess is known: say where your file of JSON lines is: .* --from URL-or-file"),
+        ("", "", "chess has no public address; give the address or the path of your file .* --from URL-or-file"),
         ("nowhere.jsonl", "", "nowhere.jsonl.*No such file"),
         (__file__, "12", "--sha256 12: a SHA-256 has 64 hexadecimal digits"),
-        (__file__, 64 * "0", "is not the file expected"),
+        (__file__, 64 * "0", "is not the expected file"),
     ],
 )
-def test_chess_with_a_mistake(source, sha256, message, tmp_path, monkeypatch):
+def test_wrong_arguments_for_chess_are_refused(source, sha256, message, tmp_path, monkeypatch):
     monkeypatch.setenv("WORKSHOP_DATA", str(tmp_path))
     with pytest.raises(UserError, match=message):
         chess.fetch(source, sha256)

@@ -1,4 +1,4 @@
-"""Stage 05: DeepSpeed and Accelerate train what stage 02 trains, carry on exactly, and leave weights that plain PyTorch loads."""
+"""Stage 05: DeepSpeed and Accelerate train like stage 02, resume exactly, and export parameters that plain PyTorch loads."""
 
 import importlib.metadata
 import importlib.util
@@ -26,7 +26,7 @@ pytestmark = pytest.mark.skipif(not importlib.util.find_spec("deepspeed"), reaso
 
 
 def trained(script, folder, *options, epochs=3, nproc=2) -> list[float]:
-    """The losses of a run in ``folder``, with global batches of 128."""
+    """Train in ``folder`` with global batches of 128 and return the losses."""
     if script.name == ZERO:
         require(*DEEPSPEED)
     command = [*launcher(nproc), script, "--epochs", epochs, "--batch-size", 128 // nproc, "--folder", "run", *options]
@@ -36,20 +36,20 @@ def trained(script, folder, *options, epochs=3, nproc=2) -> list[float]:
 
 
 def with_config(name) -> list:
-    folder = SOLUTIONS if name == "ds_config.json" else STAGE  # the solution has one of its own
+    folder = SOLUTIONS if name == "ds_config.json" else STAGE  # the solution has its own copy of this file
     return ["--config", folder / name]
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("config", ["ds_config.json", "zero2.json", "zero3.json", "zero3_offload.json"])
-def test_zero_trains_what_ddp_trains(config, torchrun, tmp_path):
-    """Bit for bit, whatever is spread over the processes: the sums of two processes have one order."""
+def test_zero_has_the_losses_of_ddp(config, torchrun, tmp_path):
+    """The losses are equal bit for bit in every ZeRO stage, because a sum over two processes has only one order."""
     assert trained(SOLUTIONS / ZERO, tmp_path, *with_config(config)) == runs.losses(torchrun.epochs)
 
 
-@pytest.mark.full  # every day the check of the solution shows it
+@pytest.mark.full  # the daily check of the solution covers it
 @pytest.mark.parametrize("config", ["zero3.json", "ds_config.json"])
-def test_zero_carries_on_exactly_and_exports(config, torchrun, tmp_path):
+def test_zero_resumes_exactly_and_exports_the_parameters(config, torchrun, tmp_path):
     options = with_config(config)
     trained(SOLUTIONS / ZERO, tmp_path, *options, epochs=1)
     assert trained(SOLUTIONS / ZERO, tmp_path, *options, "--export", "whole.pt") == runs.losses(torchrun.epochs)
@@ -63,8 +63,8 @@ def test_zero_carries_on_exactly_and_exports(config, torchrun, tmp_path):
 
 
 @pytest.mark.full
-def test_the_figures_are_those_of_the_whole_test_set_on_any_number_of_processes(tmp_path):
-    """360 samples, on 7 processes in batches of 18: two have a sample less, and with ZeRO-3 all need as many forwards."""
+def test_the_accuracy_on_7_processes_is_that_of_the_whole_test_set(tmp_path):
+    """360 samples do not divide evenly among 7 processes, but with ZeRO-3 all need the same number of forward passes."""
     trained(SOLUTIONS / ZERO, tmp_path, "--config", STAGE / "zero3.json", "--export", "whole.pt", epochs=1, nproc=7)
     assert len(load_dataset("digits", lambda image: image)[1]) % 7
     (entry,) = read_log(tmp_path / "run" / "log")
@@ -74,7 +74,7 @@ def test_the_figures_are_those_of_the_whole_test_set_on_any_number_of_processes(
 
 @pytest.mark.full
 @pytest.mark.parametrize("start", ["deepspeed", "mpirun"])
-def test_other_launchers(start, torchrun, tmp_path):
+def test_the_deepspeed_launcher_and_mpirun_have_the_losses_of_torchrun(start, torchrun, tmp_path):
     options = ["--epochs", 3, "--batch-size", 64, "--folder", "run"]
     command = [
         os.path.join(os.path.dirname(sys.executable), "deepspeed"),
@@ -92,10 +92,10 @@ def test_other_launchers(start, torchrun, tmp_path):
 
 
 @pytest.mark.full
-def test_accelerate_trains_the_same_and_carries_on_exactly(torchrun, tmp_path):
+def test_accelerate_has_the_losses_of_ddp_and_resumes(torchrun, tmp_path):
     trained(SOLUTIONS / ACCELERATE, tmp_path, epochs=1)
     losses = trained(SOLUTIONS / ACCELERATE, tmp_path)
-    # The same batches, each summed in another order: 1e-5 apart, a little more or less by the processor.
+    # The batches are the same but their sums have a different order, so losses differ by about 1e-5, depending on the processor.
     assert losses == pytest.approx(runs.losses(torchrun.epochs), abs=5e-5)
     entries = read_log(tmp_path / "run" / "log")
     assert [entry["accuracy"] for entry in entries] == [entry["accuracy"] for entry in torchrun.epochs]
@@ -103,7 +103,7 @@ def test_accelerate_trains_the_same_and_carries_on_exactly(torchrun, tmp_path):
 
 
 @pytest.mark.full
-def test_accelerate_carries_on_bit_for_bit(tmp_path):
+def test_accelerate_resumes_bit_for_bit(tmp_path):
     for name in ("whole", "broken"):
         (tmp_path / name).mkdir()
     trained(SOLUTIONS / ACCELERATE, tmp_path / "broken", epochs=1)
@@ -111,7 +111,7 @@ def test_accelerate_carries_on_bit_for_bit(tmp_path):
 
 
 @pytest.mark.full
-def test_a_language_model_is_on_the_curve_of_stage_04(data, tmp_path):
+def test_the_language_model_has_the_losses_of_stage_04(data, tmp_path):
     for script in (runs.ROOT / "04_model_parallel_with_fsdp" / "finetune_ddp.py", STAGE / "zero_codellama.py"):
         options = ["--steps", 10, "--sequence-length", 64, "--folder", script.stem]
         done = runs.run([*launcher(2), script, *options], tmp_path, WORKSHOP_DATA=data, TEST_PATCH="float32")
@@ -123,7 +123,7 @@ def test_a_language_model_is_on_the_curve_of_stage_04(data, tmp_path):
 
 
 @pytest.mark.full
-def test_a_vision_transformer_is_on_the_curve_of_train_at_scale(tmp_path):
+def test_the_vision_transformer_has_the_losses_of_train_at_scale(tmp_path):
     options = ["--steps", 4, "--batch-size", 2, "--image-size", 64, "--output", "figures.json"]
     curves = []
     for program in (
@@ -140,7 +140,7 @@ def test_a_vision_transformer_is_on_the_curve_of_train_at_scale(tmp_path):
 
 @pytest.mark.full
 @pytest.mark.parametrize("script", [ZERO, ACCELERATE])
-def test_as_delivered_it_is_stage_02(script, torchrun, tmp_path):
+def test_the_unsolved_exercise_has_the_losses_of_stage_02(script, torchrun, tmp_path):
     trained(STAGE / script, tmp_path, epochs=1)
     assert trained(STAGE / script, tmp_path) == runs.losses(torchrun.epochs)
 
@@ -150,31 +150,31 @@ def config(**changes) -> dict:
 
 
 MISTAKES = {
-    "unknown key": (config(zero_optimisation={}), "DeepSpeed knows no key 'zero_optimisation'"),
+    "unknown key": (config(zero_optimisation={}), "DeepSpeed has no key 'zero_optimisation' and would ignore it"),
     "unknown key of ZeRO": (config(zero_optimization={"level": 3}), "\"zero_optimization\" has no key 'level'"),
-    "no such stage": (config(zero_optimization={"stage": 4}), '"stage" of "zero_optimization" is 0, 1, 2 or 3, not 4'),
+    "no such stage": (config(zero_optimization={"stage": 4}), '"zero_optimization" must be 0, 1, 2 or 3, not 4'),
     "batches": (
         config(train_batch_size=100),
         '"train_batch_size" is 100, but 64 samples x 1 batches x 2 processes are 128',
     ),
-    "accumulation": (config(gradient_accumulation_steps="auto"), 'is a whole number of at least 1, not "auto"'),
-    "no block": (config(fp16=True), '"fp16" is a JSON object, {...}, not true'),
+    "accumulation": (config(gradient_accumulation_steps="auto"), 'must be a whole number of at least 1, not "auto"'),
+    "not a block": (config(fp16=True), '"fp16" must be a JSON object, {...}, not true'),
     "float16": (config(fp16={"enabled": True}), '"fp16" needs a GPU'),
-    "a list": ([], "is a JSON object"),
-    "no JSON": ("{", "is no JSON"),
-    "no file": (None, "No such file or directory"),
+    "a list": ([], "must be a JSON object"),
+    "not JSON": ("{", "is not valid JSON"),
+    "missing file": (None, "No such file or directory"),
 }
 
 
 def refused(options, message, folder, monkeypatch, capfd, script=ZERO):
     monkeypatch.setenv("DS_ACCELERATOR", "cpu")
     said = refused_as_rank_0(SOLUTIONS / script, options, folder, monkeypatch, capfd)
-    assert message in said.splitlines()[-1]  # (importing DeepSpeed may say something before)
+    assert message in said.splitlines()[-1]  # the import of DeepSpeed may print lines first
     assert "Traceback" not in said
 
 
 @pytest.mark.parametrize("case", MISTAKES)
-def test_mistakes_in_the_configuration_are_one_line(case, tmp_path, monkeypatch, capfd):
+def test_mistakes_in_the_configuration_are_reported_in_one_line(case, tmp_path, monkeypatch, capfd):
     text, message = MISTAKES[case]
     if text is not None:
         (tmp_path / "ds.json").write_text(text if isinstance(text, str) else json.dumps(text))
@@ -190,16 +190,16 @@ def test_mistakes_in_the_configuration_are_one_line(case, tmp_path, monkeypatch,
     ],
     ids=lambda value: value.stem if isinstance(value, os.PathLike) else "",
 )
-def test_an_older_deepspeed_that_does_not_wait_is_refused(script, options, data, tmp_path, monkeypatch, capfd):
+def test_zero_3_on_cpus_refuses_a_deepspeed_that_does_not_wait(script, options, data, tmp_path, monkeypatch, capfd):
     installed = importlib.metadata.version
     monkeypatch.setattr("importlib.metadata.version", lambda name: "0.19.7" if name == "deepspeed" else installed(name))
     monkeypatch.setenv("WORKSHOP_DATA", str(data))
-    message = "DeepSpeed 0.19.7: on CPUs its ZeRO-3 does not wait for all weights"
+    message = "DeepSpeed 0.19.7: on CPUs, ZeRO-3 does not wait until all parameters are gathered"
     refused(options, message, tmp_path, monkeypatch, capfd, script)
 
 
-def test_all_keys_that_deepspeed_reads_are_let_through(tmp_path):
-    """Those of its own constants, and of its documentation: a sample of each kind."""
+def test_every_key_that_deepspeed_reads_is_accepted(tmp_path):
+    """Try a sample of the keys in the constants and in the documentation of DeepSpeed."""
     from workshop.training.deepspeed import check_config
 
     valid = ["bfloat16", "dump_state", "communication_data_type", "vocabulary_size", "optimizer", "scheduler", "wandb"]
@@ -207,17 +207,17 @@ def test_all_keys_that_deepspeed_reads_are_let_through(tmp_path):
 
 
 CHECKPOINTS = {
-    "another number of processes": (
+    "a different number of processes": (
         "zero_pp_rank_{}_mp_rank_00_optim_states.pt",
         4,
         "of 4 processes, which 2 cannot load",
     ),
-    "another stage": ("zero_pp_rank_{}_mp_rank_00_model_states.pt", 2, "stage 3, which stage 1 cannot load"),
+    "a different stage": ("zero_pp_rank_{}_mp_rank_00_model_states.pt", 2, "stage 3, which stage 1 cannot load"),
 }
 
 
 @pytest.mark.parametrize("case", CHECKPOINTS)
-def test_a_checkpoint_that_does_not_fit_is_one_line(case, tmp_path, monkeypatch, capfd):
+def test_a_checkpoint_that_does_not_fit_is_reported_in_one_line(case, tmp_path, monkeypatch, capfd):
     require(*DEEPSPEED)
     name, number, message = CHECKPOINTS[case]
     place = tmp_path / "run" / "epoch-0"
@@ -230,7 +230,7 @@ def test_a_checkpoint_that_does_not_fit_is_one_line(case, tmp_path, monkeypatch,
 
 
 @pytest.mark.parametrize("script", [ZERO, ACCELERATE])
-def test_a_folder_that_cannot_be_used_is_one_line(script, tmp_path, monkeypatch, capfd):
+def test_a_folder_that_cannot_be_used_is_reported_in_one_line(script, tmp_path, monkeypatch, capfd):
     if script == ZERO:
         require(*DEEPSPEED)
     (tmp_path / "file").touch()
@@ -240,20 +240,20 @@ def test_a_folder_that_cannot_be_used_is_one_line(script, tmp_path, monkeypatch,
     refused(options, "already holds 4 epochs of the 4 asked for", tmp_path, monkeypatch, capfd, script)
 
 
-def test_no_compiler_is_one_line(tmp_path, monkeypatch, capfd):
+def test_a_missing_compiler_is_reported_in_one_line(tmp_path, monkeypatch, capfd):
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path / "nothing built"))
     monkeypatch.setenv("CXX", "no-such-compiler")
     refused([], "there is no no-such-compiler here", tmp_path, monkeypatch, capfd)
 
 
 @needs("g++", "ninja")
-def test_a_system_python_without_its_headers_is_one_line(tmp_path, monkeypatch, capfd):
+def test_missing_python_headers_are_reported_in_one_line(tmp_path, monkeypatch, capfd):
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path / "nothing built"))
     monkeypatch.setattr("sysconfig.get_path", lambda name: str(tmp_path / name))
-    refused([], "there is no Python.h here; on Debian: apt install", tmp_path, monkeypatch, capfd)
+    refused([], "this machine has no Python.h; on Debian: apt install", tmp_path, monkeypatch, capfd)
 
 
-def test_without_deepspeed_the_stage_says_how_to_get_it(tmp_path):
+def test_without_deepspeed_the_stage_says_how_to_install_it(tmp_path):
     hidden = tmp_path / "deepspeed_is_hidden"
     hidden.mkdir()
     (hidden / "sitecustomize.py").write_text(

@@ -1,4 +1,4 @@
-"""Stage 05 as jobs: on two nodes of a practice cluster, by four launchers, and its job script for PBS."""
+"""Stage 05 as jobs: on two nodes of a practice cluster, with four launchers, and with the job script for PBS."""
 
 import importlib.util
 import json
@@ -28,18 +28,18 @@ def cluster():
 
 @pytest.fixture
 def trial(cluster, tmp_path):
-    """The job script, the solution and its configurations in a folder from which jobs are submitted."""
+    """A folder with the job script, the solution and its configurations, from which a test submits jobs."""
     trial = Trial(SOLUTIONS / "launch_deepspeed_2N4G.sh", tmp_path, cluster, None)
     for path in (ZERO, SOLUTIONS / "ds_config.json", STAGE / "zero3.json"):
         shutil.copy(path, trial.folder)
-    helper = tmp_path / "slurm-multinode" / "first_failure.py"  # where the job script looks for it
+    helper = tmp_path / "slurm-multinode" / "first_failure.py"  # the job script looks for it here
     helper.parent.mkdir()
     shutil.copy(runs.ROOT / "slurm-multinode" / helper.name, helper)
     return trial
 
 
 @pytest.mark.full
-def test_a_job_on_two_nodes(trial, torchrun):
+def test_a_job_trains_on_two_nodes(trial, torchrun):
     job = trial.submit([], ["--epochs", "3", "--batch-size", "32", "--config", "zero3.json"])
     trial.follow(job, stall=60)
     assert job.state == "COMPLETED", job.output
@@ -50,7 +50,7 @@ def test_a_job_on_two_nodes(trial, torchrun):
 
 
 @pytest.mark.full
-def test_a_rank_that_fails_is_the_last_thing_in_the_log(trial):
+def test_the_log_ends_with_the_error_of_the_rank_that_failed(trial):
     program = trial.folder / ZERO.name
     text = program.read_text()
     broken = (
@@ -64,7 +64,7 @@ def test_a_rank_that_fails_is_the_last_thing_in_the_log(trial):
     assert "ValueError: broken on purpose" in job.output.rstrip().splitlines()[-1]
 
 
-# Two processes on one node or two; what sbatch is asked for, and what the job then does.
+# For two processes on one node or on two: the options of sbatch, and the command of the job.
 LAUNCHERS = {
     "torchrun": (["--nodes=1", "--ntasks=1"], f"NPROC=2 {RUNNER}"),
     "deepspeed": (
@@ -78,7 +78,7 @@ LAUNCHERS = {
 
 @pytest.mark.full
 @pytest.mark.parametrize("launcher", LAUNCHERS)
-def test_launchers_in_a_job(launcher, trial, torchrun):
+def test_each_launcher_trains_in_a_job(launcher, trial, torchrun):
     if launcher == "mpirun":
         require("mpiexec.openmpi")
     options, command = LAUNCHERS[launcher]
@@ -97,7 +97,7 @@ def test_launchers_in_a_job(launcher, trial, torchrun):
 
 
 @pytest.mark.full
-def test_a_job_on_pbs(pbs, torchrun):  # noqa: F811 - the fixture
+def test_a_job_trains_on_pbs(pbs, torchrun):  # noqa: F811 - the fixture
     pbs = pbs("openmpi")
     for path in (SOLUTIONS / "launch_deepspeed_2N4G_pbs.sh", ZERO, SOLUTIONS / "ds_config.json"):
         shutil.copy(path, pbs.folder / ("pbs" if path.suffix == ".sh" else ""))
@@ -109,5 +109,5 @@ def test_a_job_on_pbs(pbs, torchrun):  # noqa: F811 - the fixture
 
 
 @pytest.mark.parametrize("name", ["launch_deepspeed_2N4G.sh", "launch_deepspeed_2N4G_pbs.sh"])
-def test_both_folders_hold_the_same_job_script(name):
+def test_the_stage_and_the_solutions_have_the_same_job_script(name):
     assert (STAGE / name).read_text() == (SOLUTIONS / name).read_text()

@@ -1,4 +1,4 @@
-"""``workshop dev``: skeletons, and what a change has forgotten. Each test works in a copy of the repository."""
+"""``workshop dev`` creates skeletons and names what a change forgot. Each test uses a copy of the repository."""
 
 import json
 import shutil
@@ -14,7 +14,7 @@ IGNORED = shutil.ignore_patterns(".git", ".venv*", "runs", "__pycache__", ".*_ca
 
 @pytest.fixture
 def copy(tmp_path):
-    """A copy of the repository, with what is in it committed."""
+    """A copy of the repository in which everything is committed."""
     root = tmp_path / "copy"
     shutil.copytree(runs.ROOT, root, ignore=IGNORED, symlinks=True)
     identity = ["-c", "user.name=a", "-c", "user.email=a@example.org"]
@@ -24,23 +24,23 @@ def copy(tmp_path):
 
 
 def dev(root, *words, status=0):
-    """Run ``workshop dev`` of a copy; return what it prints."""
+    """Run ``workshop dev`` in a copy and return its output."""
     done = runs.run([sys.executable, "-P", "-m", "workshop", "dev", *words], root, PYTHONPATH=root)
     assert done.returncode == status, done.stdout + done.stderr
     return done.stdout + done.stderr
 
 
-def test_nothing_is_missing():
+def test_dev_check_finds_nothing_missing():
     done = runs.run([sys.executable, "-P", "-m", "workshop", "dev", "check", "01_single_gpu"], runs.ROOT)
     assert done.stdout.endswith("nothing is missing\n"), done.stdout + done.stderr
 
 
-def test_a_new_exercise_until_the_check_is_content(copy):
+def test_dev_check_says_what_a_new_exercise_still_needs(copy):
     said = dev(copy, "new", "exercise", "02_pytorch_ddp/exercise5_norm", "--launch", "torchrun")
     assert "solutions/02_pytorch_ddp/exercise5_norm.py" in said
     said = dev(copy, "check", status=1)
-    assert "02_pytorch_ddp/exercise5_norm.py: it passes the check unsolved" in said
-    # The idea of the exercise: without the sampler all ranks see the same samples.
+    assert "02_pytorch_ddp/exercise5_norm.py: the unsolved exercise passes the check" in said
+    # The mistake of the exercise: with num_replicas=1 all ranks see the same samples.
     exercise = copy / "02_pytorch_ddp" / "exercise5_norm.py"
     text = exercise.read_text()
     assert text.count("sampler = DistributedSampler(") == 1
@@ -60,18 +60,18 @@ def test_a_new_stage_is_discovered(copy):
     assert changed.splitlines() == ["?? 07_inference/", "?? solutions/07_inference/"]
     done = runs.run([sys.executable, "-P", "-m", "workshop", "progress"], copy, PYTHONPATH=copy)
     assert "07_inference/exercise1_inference.py" in done.stdout
-    assert "it passes the check unsolved" in dev(copy, "check", status=1)
+    assert "the unsolved exercise passes the check" in dev(copy, "check", status=1)
 
 
-def test_a_new_rule_and_a_new_site(copy):
-    for family in ("samples", "jobs", "files"):  # they import different things
+def test_new_creates_the_files_of_a_rule_and_of_a_site(copy):
+    for family in ("samples", "jobs", "files"):  # the rules of these families have different imports
         assert f"tests/check/rules/test_{family}.py" in dev(copy, "new", "rule", f"{family}/late-{family}")
-    assert "rule late-jobs: no mistake in tests/check/rules/test_jobs.py" in dev(copy, "check", status=1)
+    assert "late-jobs: add a mistake of this kind to tests/check/rules/test_jobs.py" in dev(copy, "check", status=1)
     dev(copy, "new", "site", "elsewhere")
     assert (copy / "slurm-multinode" / "sites" / "elsewhere.toml").exists()
 
 
-def test_what_a_change_has_forgotten(copy):
+def test_dev_check_names_everything_that_a_change_forgot(copy):
     stage = copy / "02_pytorch_ddp"
     (stage / "exercise9_stray.py").write_text("")
     notebook = stage / "02_pytorch_ddp.ipynb"
@@ -86,12 +86,12 @@ def test_what_a_change_has_forgotten(copy):
     solution.write_text(solution.read_text().replace("ddp_model = DDP(model)", "ddp_model = model  # TODO"))
     said = dev(copy, "check", status=1)
     for problem in (
-        "02_pytorch_ddp/exercise9_stray.py: no entry of 02_pytorch_ddp/exercises.toml names it",
+        "02_pytorch_ddp/exercise9_stray.py: 02_pytorch_ddp/exercises.toml has no entry for it",
         "02_pytorch_ddp/02_pytorch_ddp.ipynb: it has outputs",
-        f"a hint of goal 1 holds a line of the solution: {line}",
+        f"a hint of goal 1 contains a line of the solution: {line}",
         "solutions/02_pytorch_ddp/exercise1_multigpu.py: a TODO is left in the solution",
         "the check of the solution finds gradients-differ",
-        "SECURITY.md:3: docs/nowhere.md is not there",
+        "SECURITY.md:3: docs/nowhere.md does not exist",
     ):
         assert problem in said, said
 
@@ -100,17 +100,17 @@ def test_what_a_change_has_forgotten(copy):
     ("words", "message"),
     [
         (["rule", "late"], "a rule is named FAMILY/rule-name"),
-        (["rule", "samples/leak"], "there is a rule leak already"),
+        (["rule", "samples/leak"], "rule leak already exists"),
         (["rule", "weather/late"], "there is no family weather"),
         (["exercise", "02_pytorch_ddp/five"], "an exercise is named STAGE/exerciseK_topic"),
-        (["exercise", "09_no/exercise1_topic"], "make the stage with: workshop dev new stage 09_no"),
+        (["exercise", "09_no/exercise1_topic"], "create the stage with: workshop dev new stage 09_no"),
         (["stage", "seven"], "a stage is named NN_topic"),
-        (["stage", "01_single_gpu"], "there is a folder 01_single_gpu already"),
-        (["site", "lumi"], "exists already"),
-        (["site", "My Site"], "small letters and digits only"),
+        (["stage", "01_single_gpu"], "folder 01_single_gpu already exists"),
+        (["site", "lumi"], "already exists"),
+        (["site", "My Site"], "only lowercase letters and digits"),
     ],
 )
-def test_what_cannot_be_made_is_one_line_and_status_2(words, message):
+def test_a_wrong_name_for_something_new_is_refused_in_one_line(words, message):
     done = runs.run([sys.executable, "-P", "-m", "workshop", "dev", "new", *words], runs.ROOT)
     assert (done.returncode, done.stderr.count("\n")) == (2, 1), done.stderr
     assert message in done.stderr

@@ -1,4 +1,4 @@
-"""``workshop doctor``: what each check says when something is wrong, and the exit status."""
+"""``workshop doctor``: the finding of each check when something is wrong, and the exit status."""
 
 import shutil
 import socket
@@ -71,25 +71,25 @@ def test_a_warning_alone_gives_exit_status_0(monkeypatch, capsys):
 
 
 @pytest.mark.parametrize(("available", "status"), [(0.5, PROBLEM), (2, WARNING), (8, OK)])
-def test_memory(available, status, monkeypatch):
+def test_little_memory_is_a_warning_or_a_problem(available, status, monkeypatch):
     monkeypatch.setattr(psutil, "virtual_memory", lambda: namedtuple("Memory", "available")(available * GIB))
     assert doctor.check_memory().status == status
 
 
 @pytest.mark.parametrize(("free", "status"), [(0.01, PROBLEM), (1, WARNING), (50, OK)])
-def test_disk(free, status, monkeypatch):
+def test_a_nearly_full_disk_is_a_warning_or_a_problem(free, status, monkeypatch):
     monkeypatch.setattr(shutil, "disk_usage", lambda _: Usage(100 * GIB, 0, free * GIB))
     assert doctor.check_disk().status == status
 
 
-def test_small_shared_memory_as_in_a_container(monkeypatch):
+def test_small_shared_memory_is_a_warning(monkeypatch):
     monkeypatch.setattr(shutil, "disk_usage", lambda _: Usage(64 * 2**20, 0, 64 * 2**20))
     finding = doctor.check_shared_memory()
     assert finding.status == WARNING
     assert "--shm-size" in finding.advice
 
 
-def test_host_name_that_does_not_resolve(monkeypatch):
+def test_a_host_name_that_does_not_resolve_is_a_warning(monkeypatch):
     def fails(*_):
         raise socket.gaierror("Name or service not known")
 
@@ -100,7 +100,7 @@ def test_host_name_that_does_not_resolve(monkeypatch):
     assert "127.0.1.1 node17" in finding.advice
 
 
-def test_few_ports(monkeypatch):
+def test_few_ports_are_a_warning(monkeypatch):
     read = Path.read_text
     monkeypatch.setattr(
         Path,
@@ -110,20 +110,20 @@ def test_few_ports(monkeypatch):
     assert doctor.check_ports().status == WARNING
 
 
-def test_one_core(monkeypatch):
+def test_a_single_core_is_a_warning(monkeypatch):
     monkeypatch.setattr(doctor.os, "sched_getaffinity", lambda _: {0}, raising=False)
     finding = doctor.check_cores()
     assert finding.status == WARNING
     assert "--cpus-per-task" in finding.advice
 
 
-def test_quota_of_a_container(monkeypatch):
+def test_a_quota_of_half_a_core_is_a_warning(monkeypatch):
     monkeypatch.setattr(doctor, "_cgroup_cores", lambda: 0.5)
     assert doctor.check_cores().status == WARNING
 
 
-@pytest.mark.skipif(torch.accelerator.is_available(), reason="stands for a machine whose torch cannot use its GPU")
-def test_gpu_that_torch_cannot_use(monkeypatch):
+@pytest.mark.skipif(torch.accelerator.is_available(), reason="torch can use the GPU of this machine")
+def test_a_gpu_that_torch_cannot_use_is_a_warning(monkeypatch):
     monkeypatch.setattr(doctor, "_gpu_hardware", lambda: "an NVIDIA GPU")
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     finding = doctor.check_devices()
@@ -133,8 +133,8 @@ def test_gpu_that_torch_cannot_use(monkeypatch):
     assert "unset" in doctor.check_devices().advice
 
 
-def test_torch_missing(tmp_path):
-    """With a torch that cannot be imported, the doctor still gives its whole report, and exit status 1."""
+def test_a_torch_that_cannot_be_imported_is_a_problem(tmp_path):
+    """If torch cannot be imported, the doctor still gives its whole report, and exit status 1."""
     (tmp_path / "torch").mkdir()
     (tmp_path / "torch" / "__init__.py").write_text(
         "raise ImportError('libcudart.so.12: cannot open shared object file')"
@@ -152,7 +152,7 @@ def test_torch_missing(tmp_path):
     assert "Traceback" not in done.stderr
 
 
-def test_process_group_that_cannot_start(monkeypatch, capsys):
+def test_a_process_group_that_cannot_start_is_a_problem(monkeypatch, capsys):
     import torch.distributed as dist
 
     def refused(*_, **__):
@@ -166,7 +166,7 @@ def test_process_group_that_cannot_start(monkeypatch, capsys):
     assert "loopback" in seen
 
 
-def test_a_device_that_cannot_take_a_step(monkeypatch):
+def test_a_training_step_that_fails_is_a_problem(monkeypatch):
     from workshop.training.models import SmallCNN
 
     def no_kernel(*_):
@@ -178,14 +178,14 @@ def test_a_device_that_cannot_take_a_step(monkeypatch):
     assert finding.seen == "fails: CUDA error: no kernel image is available for execution on the device"
 
 
-def test_memory_of_a_job_in_its_own_cgroup(monkeypatch, tmp_path):
+def test_the_memory_limit_of_a_job_counts(monkeypatch, tmp_path):
     (tmp_path / "memory.max").write_text(str(4 * GIB))
     (tmp_path / "memory.current").write_text(str(int(3.5 * GIB)))
     monkeypatch.setattr(doctor, "_cgroup_files", lambda *_: [tmp_path / "memory.max"])
     assert doctor.check_memory().status == PROBLEM
 
 
-def test_scheduler_and_job(monkeypatch):
+def test_the_doctor_names_the_scheduler_and_the_job(monkeypatch):
     monkeypatch.setattr(shutil, "which", lambda name: "/usr/bin/sbatch" if name == "sbatch" else None)
     monkeypatch.setenv("SLURM_JOB_ID", "4711")
-    assert doctor.check_scheduler().seen == "Slurm; this is inside job 4711"
+    assert doctor.check_scheduler().seen == "Slurm; you are inside job 4711"

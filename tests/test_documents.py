@@ -1,6 +1,7 @@
 """The documents: links, glossary, figures, and the page "Your script in ten edits"."""
 
 import io
+import json
 import re
 import subprocess
 import sys
@@ -11,21 +12,19 @@ from rich.console import Console
 import runs
 from workshop.check.report import show
 from workshop.course.checking import check_file
-from workshop.dev import documents
+from workshop.dev import documents, wording
 
 DOCS = runs.ROOT / "docs"
 SCRIPT = DOCS / "your_script" / "many_gpus.py"
 
 
-def test_links_and_pictures():
+def test_the_documents_have_no_wrong_links():
     assert list(documents.wrong_links()) == []
 
 
-def test_what_is_wrong_is_named_with_its_line(tmp_path, monkeypatch):
+def test_a_wrong_link_is_named_with_its_line(tmp_path, monkeypatch):
     (tmp_path / "docs").mkdir()
-    (tmp_path / "docs" / "glossary.md").write_text(
-        "# Glossary\n\n### all-reduce\n\nA sum.\n\n### MASTER_ADDR and `x`\n"
-    )
+    (tmp_path / "docs" / "glossary.md").write_text("# Glossary\n\n## all-reduce\n\nA sum.\n\n## MASTER_ADDR and `x`\n")
     (tmp_path / "README.md").write_text(
         "[good](docs/glossary.md#all-reduce), [good](docs/glossary.md#master_addr-and-x), [web](https://a.org/b#c)\n"
         "[bad](docs/glossary.md#all-gather)\n"
@@ -36,7 +35,46 @@ def test_what_is_wrong_is_named_with_its_line(tmp_path, monkeypatch):
     assert list(documents.wrong_links()) == [
         "README.md:2: docs/glossary.md has no heading #all-gather",
         "README.md:6: the picture docs/none.svg has no alternative text",
-        "README.md:6: docs/none.svg is not there",
+        "README.md:6: docs/none.svg does not exist",
+    ]
+
+
+def test_each_term_is_linked_or_defined_at_its_first_use_in_a_notebook():
+    assert list(wording.unexplained_terms()) == []
+
+
+def test_each_measured_speed_is_in_a_result_file_to_which_its_paragraph_links():
+    assert list(wording.unmeasured_figures()) == []
+
+
+def test_a_term_without_a_link_is_named_with_its_line(tmp_path, monkeypatch):
+    (tmp_path / "docs").mkdir()
+    (tmp_path / "docs/glossary.md").write_text("# Glossary\n\n## DDP\n\n## all-reduce\n\n## rank\n\n## store\n")
+    cell = {
+        "cell_type": "markdown",
+        "source": ["Store it with `DDP`.\n", "**all_reduce** adds.\n", "Each rank, in DDP.\n"],
+    }
+    stage = tmp_path / "02_pytorch_ddp"
+    stage.mkdir()
+    (stage / "02_pytorch_ddp.ipynb").write_text(json.dumps({"cells": [cell, cell]}))
+    monkeypatch.setattr(wording, "require_stages", lambda: tmp_path)
+    assert list(wording.unexplained_terms()) == [
+        "02_pytorch_ddp/02_pytorch_ddp.ipynb:cell 1, line 3: the first use of DDP has no link to the glossary",
+        "02_pytorch_ddp/02_pytorch_ddp.ipynb:cell 1, line 3: the first use of rank has no link to the glossary",
+    ]
+
+
+def test_a_figure_that_was_not_measured_is_named_with_its_line(tmp_path, monkeypatch):
+    (tmp_path / "results").mkdir()
+    (tmp_path / "results/speed.json").write_text('{"ratio": 0.8819, "speedup": 1.4537, "rate": 1234.4}')
+    text = "reaches 88 % of the throughput,\n1.45 times as fast, 1,234 samples/s ([speeds](results/speed.json))"
+    (tmp_path / "README.md").write_text(
+        f"It {text}.\n\n- It {text.replace('1.45', '1.5').replace('1,234', '1,300')}.\n"
+    )
+    for module in (wording, documents):
+        monkeypatch.setattr(module, "require_stages", lambda: tmp_path)
+    assert list(wording.unmeasured_figures()) == [
+        "README.md:4: 1,300 is in no result file that this paragraph links to",
     ]
 
 
@@ -53,12 +91,12 @@ def test_the_readme_shows_what_the_check_says():
 
 
 def entries() -> dict[str, str]:
-    """The definition of each term, without the line of links below it."""
-    parts = re.split(r"^### (.+)$", (DOCS / "glossary.md").read_text(), flags=re.MULTILINE)
+    """Return the definition of each term, without the line of links below it."""
+    parts = re.split(r"^## (.+)$", (DOCS / "glossary.md").read_text(), flags=re.MULTILINE)
     return {term: text.partition("\nSee:")[0].strip() for term, text in zip(parts[1::2], parts[2::2], strict=True)}
 
 
-def test_the_glossary_is_in_order_and_short():
+def test_the_glossary_is_sorted_and_short():
     terms = list(entries())
     assert len(terms) >= 60
     assert terms == sorted(terms, key=lambda term: term.lower().replace("-", " "))
@@ -86,7 +124,7 @@ def test_the_figures_are_what_the_script_draws(tmp_path):
 # ---------------------------------------------------------------- your script in ten edits
 
 
-def test_the_edits_are_those_of_the_script():
+def test_the_edits_on_the_page_are_those_of_the_script():
     blocks = re.findall(r"```python\n(.*?)```", (DOCS / "your-script.md").read_text(), re.DOTALL)
     assert len(blocks) > 10
     assert [block for block in blocks if block not in SCRIPT.read_text()] == []

@@ -1,4 +1,4 @@
-"""workshop.sh, the lock and the other descriptions of the environment."""
+"""workshop.sh, the lock, and the other files that describe the environment."""
 
 import os
 import re
@@ -10,7 +10,10 @@ import sysconfig
 import tempfile
 import time
 import tomllib
+import zipfile
 from contextlib import suppress
+from hashlib import sha256
+from importlib.metadata import distribution
 from pathlib import Path
 
 import pytest
@@ -35,7 +38,7 @@ def direct() -> list[Requirement]:
     return [Requirement(line) for line in project()["dependencies"] + extras]
 
 
-def test_lock_pins_everything_with_hashes_and_names_no_index():
+def test_the_lock_pins_everything_with_hashes_and_names_no_index():
     entries = re.split(
         r"\n(?=[a-z])", "\n" + "\n".join(line for line in LOCK.splitlines() if not line.startswith("#"))
     )[1:]
@@ -45,23 +48,23 @@ def test_lock_pins_everything_with_hashes_and_names_no_index():
 
 
 @pytest.mark.parametrize("requirement", direct(), ids=lambda requirement: requirement.name)
-def test_lock_holds_a_version_that_pyproject_admits(requirement):
+def test_the_lock_has_a_version_that_pyproject_allows(requirement):
     versions = [version for name, version in PINS if name == canonicalize_name(requirement.name)]
     assert versions, f"{requirement.name} is not in requirements.lock"
     assert all(requirement.specifier.contains(version) for version in versions)
 
 
-def test_this_environment_is_the_lock_s():
-    """CI and learners test the same versions: what runs here is what the lock says (unless WORKSHOP_PYTHON chose another)."""
+def test_this_environment_has_the_versions_of_the_lock():
+    """CI and learners use the same versions: this environment has those of the lock, unless WORKSHOP_PYTHON names another."""
     if Path(sys.prefix) != ROOT / ".venv":
-        pytest.skip("not the environment that workshop.sh makes")
+        pytest.skip("not the environment that workshop.sh creates")
     import torch
     import torchvision
 
     assert ("torch", torch.__version__.split("+")[0]) in PINS
     assert ("torchvision", torchvision.__version__.split("+")[0]) in PINS
     assert torch.__version__.partition("+")[2] == torchvision.__version__.partition("+")[2], (
-        "built for different CUDA versions"
+        "torch and torchvision are built for different CUDA versions"
     )
 
 
@@ -71,7 +74,7 @@ def test_the_cpu_lock_has_the_versions_of_the_lock():
     assert pins == {f"{name}=={version}+cpu" for name, version in PINS if name in ("torch", "torchvision")}
 
 
-def test_conda_environment_is_the_lock():
+def test_the_conda_environment_installs_the_lock():
     conda = yaml.safe_load((ROOT / "environment.yml").read_text())
     python = next(line for line in conda["dependencies"] if isinstance(line, str) and line.startswith("python="))
     assert Requirement("python" + project()["requires-python"]).specifier.contains(python.removeprefix("python="))
@@ -80,10 +83,10 @@ def test_conda_environment_is_the_lock():
     others = [
         line for line in conda["dependencies"] if isinstance(line, str) and not line.startswith(("python=", "pip"))
     ]
-    assert others == [], "a package from conda would not have the lock's version"
+    assert others == [], "a package from conda may not have the version of the lock"
 
 
-# workshop.sh, with a stand-in for uv: it "installs" an interpreter that prints its arguments, slowly enough to be interrupted.
+# A stand-in for uv: it "installs" an interpreter that prints its arguments, slowly enough for a test to interrupt it.
 
 FAKE_UV = """#!/bin/bash
 if [ "$1" = venv ]; then echo venv; else echo "$*"; fi >> "$UV_CALLS"
@@ -101,7 +104,7 @@ fi
 
 @pytest.fixture
 def clone(tmp_path):
-    """A copy of what workshop.sh needs, a stand-in for uv, and a function that starts workshop.sh with them."""
+    """A function that starts workshop.sh in a copy of the files that it needs, with the stand-in for uv."""
     folder = tmp_path / "clone with a space"
     folder.mkdir()
     for name in ("workshop.sh", "requirements.lock", "requirements-cpu.lock", "pyproject.toml"):
@@ -128,12 +131,23 @@ def clone(tmp_path):
     return start
 
 
+def wheel_of(name: str, folder: Path) -> Path:
+    """Make a wheel of an installed package, so that a test needs no index."""
+    found = distribution(name)
+    wheel = folder / f"{name}-{found.version}-py3-none-any.whl"
+    with zipfile.ZipFile(wheel, "w") as archive:
+        for file in found.files:
+            if file.suffix != ".pyc" and file.name not in ("INSTALLER", "REQUESTED"):
+                archive.write(found.locate_file(file), str(file))
+    return wheel
+
+
 def installs(clone) -> int:
-    """How often the environment was made."""
+    """Return how often the environment was created."""
     return clone.calls.read_text().splitlines().count("venv") if clone.calls.exists() else 0
 
 
-def test_made_once_then_handed_over(clone):
+def test_the_environment_is_created_once(clone):
     for _ in range(2):
         out, err = clone("tour", "--stages", "01").communicate(timeout=20)
         assert out == "workshop -P -m workshop tour --stages 01\n"
@@ -141,16 +155,16 @@ def test_made_once_then_handed_over(clone):
     assert err == ""
 
 
-def test_made_again_when_the_lock_changes(clone):
-    clone().communicate(timeout=20)
+def test_the_environment_is_created_again_when_the_lock_changes(clone):
+    clone("doctor").communicate(timeout=20)
     with open(clone.folder / "requirements.lock", "a") as lock:
         lock.write("# one line more\n")
-    clone().communicate(timeout=20)
+    clone("doctor").communicate(timeout=20)
     assert installs(clone) == 2
 
 
-def test_made_again_after_an_interrupted_install(clone):
-    first = clone(UV_SLEEP="30")
+def test_the_environment_is_created_again_after_an_interrupted_install(clone):
+    first = clone("doctor", UV_SLEEP="30")
     while installs(clone) == 0:
         time.sleep(0.05)
     time.sleep(0.3)
@@ -162,26 +176,25 @@ def test_made_again_after_an_interrupted_install(clone):
     assert installs(clone) == 2
 
 
-def test_two_at_once_make_it_once(clone):
+def test_two_commands_at_once_create_the_environment_once(clone):
     both = [clone("tour", UV_SLEEP="1.5") for _ in range(2)]
     results = [process.communicate(timeout=30) for process in both]
     assert [out for out, _ in results] == ["workshop -P -m workshop tour\n"] * 2
     assert installs(clone) == 1
-    assert sum("somebody else is making the environment" in err for _, err in results) == 1
+    assert sum("another process is creating the environment" in err for _, err in results) == 1
 
 
-def test_an_install_that_fails_says_so_and_is_tried_again(clone):
-    failed = clone(UV_FAILS="1")
+def test_an_install_that_fails_is_reported_and_tried_again(clone):
+    failed = clone("doctor", UV_FAILS="1")
     _, err = failed.communicate(timeout=20)
     assert failed.returncode == 2
-    assert err.splitlines()[-1].startswith("workshop.sh: the environment could not be made")
-    again = clone()
-    out, _ = again.communicate(timeout=20)
-    assert out == "workshop -P -m workshop\n"
+    assert err.splitlines()[-1].startswith("workshop.sh: the environment could not be created")
+    out, _ = clone("doctor").communicate(timeout=20)
+    assert out == "workshop -P -m workshop doctor\n"
 
 
-def test_torch_without_cuda(clone):
-    """WORKSHOP_TORCH=cpu installs torch from the second lock, and from the first one all but torch and CUDA. The choice stays."""
+def test_workshop_torch_cpu_installs_torch_without_cuda(clone):
+    """WORKSHOP_TORCH=cpu takes torch from the second lock and the rest, without CUDA, from the first; later calls keep it."""
     clone("doctor", WORKSHOP_TORCH="cpu", WORKSHOP_TORCH_INDEX="some-index").communicate(timeout=20)
     first, second, _ = (line for line in clone.calls.read_text().splitlines() if "install" in line)
     assert "--index-url some-index" in first
@@ -197,29 +210,43 @@ def test_torch_without_cuda(clone):
         "triton",
         "cuda",
     }
-    assert installed.count("--hash") > len(names), "each entry keeps its hashes"
+    assert installed.count("--hash") > len(names), "an entry lost its hashes"
     clone("doctor").communicate(timeout=20)
-    assert installs(clone) == 1, "it need not be said twice"
+    assert installs(clone) == 1, "the choice was not remembered"
     clone("doctor", WORKSHOP_TORCH="cuda").communicate(timeout=20)
     clone("doctor").communicate(timeout=20)
     assert installs(clone) == 2
     assert "requirements.lock" in clone.calls.read_text().splitlines()[-2]
 
 
-def test_an_unknown_torch_is_one_line(clone):
+def test_an_unknown_workshop_torch_is_refused_in_one_line(clone):
     wrong = clone("doctor", WORKSHOP_TORCH="rocm")
     _, err = wrong.communicate(timeout=20)
     assert (wrong.returncode, err) == (2, "workshop.sh: WORKSHOP_TORCH=rocm: choose cpu or cuda\n")
 
 
-def test_help_needs_no_environment(clone):
-    out, err = clone("--help").communicate(timeout=20)
+def test_help_installs_only_click(clone, tmp_path):
+    shutil.copytree(ROOT / "workshop", clone.folder / "workshop", ignore=shutil.ignore_patterns("__pycache__"))
+    wheel = wheel_of("click", tmp_path)
+    lock = clone.folder / "requirements.lock"
+    lock.write_text(
+        f"{wheel.stem.split('-py3')[0].replace('-', '==')} \\\n    --hash=sha256:{sha256(wheel.read_bytes()).hexdigest()}\n"
+    )
+    index = {"PIP_NO_INDEX": "1", "PIP_FIND_LINKS": str(tmp_path)}
+    for arguments, usage in (([], "workshop "), (["--help"], "workshop "), (["check", "--help"], "workshop check ")):
+        out, err = clone(*arguments, **index).communicate(timeout=60)
+        assert out.startswith(f"Usage: {usage}[OPTIONS]"), out + err
+        assert (err, installs(clone)) == ("", 0)
+
+
+def test_help_without_an_index_describes_workshop_sh(clone):
+    out, err = clone("--help", PIP_NO_INDEX="1").communicate(timeout=60)
     assert "./workshop.sh tour" in out
     assert "WORKSHOP_TORCH=cpu" in out
     assert (err, installs(clone)) == ("", 0)
 
 
-def test_a_terminal_gets_a_bar_and_a_pipe_does_not(clone):
+def test_a_terminal_shows_a_progress_bar_and_a_pipe_does_not(clone):
     import pty
 
     parent, child = pty.openpty()
@@ -253,12 +280,12 @@ def run_script(path: str, tmp_path, **environment) -> subprocess.CompletedProces
     )
 
 
-def test_no_python_is_one_line(clone, tmp_path):
+def test_a_missing_python_is_reported_in_one_line(clone, tmp_path):
     tools = tmp_path / "tools"
     tools.mkdir()
     for name in ("bash", "dirname", "cat", "cksum", "env"):
         (tools / name).symlink_to(shutil.which(name))
-    (tools / "python3").write_text("#!/bin/bash\nexit 1\n")  # as an old Python would answer
+    (tools / "python3").write_text("#!/bin/bash\nexit 1\n")  # what a too old Python returns
     (tools / "python3").chmod(0o755)
     done = subprocess.run([clone.folder / "workshop.sh"], env={"PATH": str(tools)}, capture_output=True, text=True)
     assert done.returncode == 2
@@ -267,7 +294,7 @@ def test_no_python_is_one_line(clone, tmp_path):
     assert "python3-venv" in done.stderr
 
 
-def test_existing_environment_is_used(tmp_path):
+def test_an_existing_environment_is_used(tmp_path):
     done = run_script("/usr/bin:/bin", tmp_path, WORKSHOP_PYTHON=sys.executable)
     assert done.returncode == 0, done.stderr
     assert "Usage: workshop" in done.stdout
@@ -280,13 +307,13 @@ def test_existing_environment_is_used(tmp_path):
         ("/bin/false", "Python 3.11 or newer is needed"),
     ],
 )
-def test_existing_environment_that_does_not_do(program, message, tmp_path):
+def test_an_unsuitable_existing_environment_is_refused(program, message, tmp_path):
     done = run_script("/usr/bin:/bin", tmp_path, WORKSHOP_PYTHON=program)
     assert (done.returncode, done.stderr.count("\n")) == (2, 1)
     assert message in done.stderr
 
 
-def test_existing_environment_without_torch(tmp_path):
+def test_the_packages_missing_in_an_existing_environment_are_named(tmp_path):
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", tmp_path / "bare"], check=True)
     done = run_script("/usr/bin:/bin", tmp_path, WORKSHOP_PYTHON=str(tmp_path / "bare" / "bin" / "python"))
     assert (done.returncode, done.stderr.count("\n")) == (2, 1)
@@ -300,8 +327,8 @@ SITE_RUNS = ["runner", pytest.param("job", marks=[pytest.mark.full, runs.needs_c
 
 
 def trains_with(python: Path, what: str, tmp_path: Path, monkeypatch) -> None:
-    """A runner, or a job that ``workshop submit`` sends, trains with the Python that WORKSHOP_PYTHON names, all ranks of it."""
-    # Each process of this Python, and of no other, leaves its number and its command line.
+    """Fail unless all ranks of a runner, or of a job of ``workshop submit``, use the Python that WORKSHOP_PYTHON names."""
+    # Each process of this Python, and only of this Python, records its process ID and its command line.
     packages = runs.run([python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"], tmp_path).stdout
     witness, seen = Path(packages.strip()) / "witness.pth", tmp_path / "seen"
     witness.write_text(
@@ -317,13 +344,15 @@ def trains_with(python: Path, what: str, tmp_path: Path, monkeypatch) -> None:
         script, expected = "multigpu_torchrun.py", 4
         _submit_and_wait(monkeypatch, site)
     witness.unlink()
-    # A start shows twice where a venv's lib64 is its lib.
+    # A start is recorded twice if lib64 of the venv is a link to lib.
     workers = [line for line in set(seen.read_text().splitlines()) if f"{script}'" in line and "'-m'" not in line]
     assert len(workers) == expected, seen.read_text()
 
 
 def _submit_and_wait(monkeypatch, site: dict) -> None:
-    place = Path(tempfile.mkdtemp(prefix="site-", dir="/tmp"))  # a short path, for the cluster's sockets
+    place = Path(
+        tempfile.mkdtemp(prefix="site-", dir="/tmp")
+    )  # a short path, because the sockets of the cluster are in it
     monkeypatch.setattr(tempfile, "tempdir", str(place))
     for name in ("launch_ddp_1N4G.sh", "multigpu_torchrun.py", "first_failure.py"):
         shutil.copy(ROOT / "slurm-multinode" / name, place)
@@ -343,8 +372,8 @@ def _submit_and_wait(monkeypatch, site: dict) -> None:
 
 
 @pytest.mark.parametrize("what", SITE_RUNS)
-def test_a_site_s_own_environment_trains(what, tmp_path, monkeypatch):
-    """One that is not .venv: a new one, which borrows this one's packages."""
+def test_training_runs_in_the_environment_of_a_site(what, tmp_path, monkeypatch):
+    """Use a new environment other than .venv, which borrows the packages of this environment."""
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", tmp_path / "site"], check=True)
     (packages,) = (tmp_path / "site").glob("lib/python*/site-packages")
     (packages / "borrowed.pth").write_text(f"{sysconfig.get_path('purelib')}\n")
@@ -353,8 +382,8 @@ def test_a_site_s_own_environment_trains(what, tmp_path, monkeypatch):
 
 @pytest.mark.full
 @pytest.mark.parametrize("installer", ["uv", "pip"])
-def test_where_there_is_no_uv(installer, tmp_path):
-    """For real: pip brings uv, or, where there is no uv on the index, installs everything; and it trains."""
+def test_the_environment_is_created_where_uv_is_not_installed(installer, tmp_path):
+    """Pip really installs uv, or installs everything if the index has no uv; then the training works."""
     clone = tmp_path / "clone"
     subprocess.run(["git", "clone", "--quiet", ROOT, clone], check=True)
     if installer == "pip":
@@ -379,7 +408,7 @@ def test_where_there_is_no_uv(installer, tmp_path):
     assert done.returncode == 0, done.stdout + done.stderr
     assert ("pip takes several minutes" in done.stderr) == (installer == "pip")
     assert all(line.startswith("workshop.sh: ") for line in done.stderr.splitlines()[:2]), done.stderr
-    # A site that has its own environment installs the package into it.
+    # A site with its own environment installs the package into it.
     done = subprocess.run(
         [clone / ".venv" / "bin" / "python", "-m", "pip", "install", "-e", "."],
         cwd=clone,
@@ -398,7 +427,7 @@ def test_where_there_is_no_uv(installer, tmp_path):
 
 @pytest.mark.full
 def test_the_locked_frameworks_work_together(tmp_path):
-    """Lightning trains and transformers computes, in one process, with this torch and torchvision."""
+    """Lightning and transformers train in one process with this torch and torchvision."""
     program = """
 import torch, torchvision, transformers
 from lightning.pytorch import Trainer

@@ -1,4 +1,4 @@
-"""The exercises: each is its solution but for marked places, and runs after each TODO; the check names what is open."""
+"""Each exercise differs from its solution only at TODOs and runs after each TODO; the check names the open goal."""
 
 import re
 from pathlib import Path
@@ -16,24 +16,24 @@ STEPS = [exercise for exercise in EXERCISES if "find_the_bug" not in exercise.na
 WITH_RUNNER = [exercise for exercise in STEPS if exercise.runner]
 BUGS = [exercise for exercise in EXERCISES if "find_the_bug" in exercise.name]
 LANGUAGE = [exercise for exercise in EXERCISES if exercise.bench == "steps"]
-RUN_DAILY = "_fast_single_gpu.py"  # with its runner; the others in the long run
+RUN_DAILY = "_fast_single_gpu.py"  # run daily with its runner; the others only with --full
 SLOW = [
     *LANGUAGE[1:],
     *(each for each in EXERCISES if each.name.endswith(("requeue.sh", "srun.sh")) or each.bench == "engine"),
 ]
-LONG = [each for each in EXERCISES if each.launch == "slurm" or each.images]  # jobs, and a ResNet
+LONG = [each for each in EXERCISES if each.launch == "slurm" or each.images]  # jobs and a ResNet
 GOALS = [(exercise, goal) for exercise in STEPS for goal in exercise.todos]
 
 
 def marks_of(exercise) -> list:
-    """What running an exercise needs."""
+    """Return the marks for what an exercise needs to run."""
     if exercise.launch == "slurm":
         return [runs.needs_cluster]
     return [needs(*DEEPSPEED)] if exercise.name.endswith("_deepspeed.py") else []
 
 
 def params(cases, for_the_long_run=lambda exercise, *goal: False) -> list:
-    """The parameters of a test that checks scripts: those of jobs need a cluster, and take longer than forked processes."""
+    """Return the parameters of a test that checks scripts: job scripts need a cluster and take longer than forked processes."""
     found = []
     for case in cases:
         case = case if isinstance(case, tuple) else (case,)
@@ -48,7 +48,7 @@ def name(value):
 
 
 def verdict_of(script):
-    """The verdict on the quick goals."""
+    """Return the verdict on the quick goals."""
     *_, verdict = check_file(script, quick=True)
     return verdict
 
@@ -60,19 +60,19 @@ def seen(verdict):
 
 
 @pytest.mark.parametrize("exercise", EXERCISES, ids=name)
-def test_every_part_is_there(exercise):
+def test_every_exercise_is_complete_and_short(exercise):
     for path, solution in exercise.pairs:
         assert path.exists()
         assert solution.exists()
     for path, _ in exercise.pairs:
         assert path.suffix in (".py", ".json") or path.stat().st_mode & 0o111
-    # (a language model brings a tokenizer, a schedule, clipping and its completions along)
+    # (a language model also needs a tokenizer, a schedule, clipping and completions)
     assert len(exercise.path.read_text().splitlines()) <= (255 if exercise in LANGUAGE else 180)
     assert "./workshop.sh check " + exercise.name in exercise.path.read_text()
 
 
 @pytest.mark.parametrize("exercise", STEPS, ids=name)
-def test_every_difference_has_its_todo(exercise):
+def test_every_difference_from_the_solution_has_its_todo(exercise):
     numbers = set()
     for path, solution in exercise.pairs:
         for found, before, after in todo.hunks(path, solution):
@@ -86,7 +86,7 @@ def test_every_difference_has_its_todo(exercise):
 
 
 @pytest.mark.parametrize("exercise", BUGS, ids=name)
-def test_a_bug_is_a_few_lines(exercise):
+def test_a_bug_changes_only_a_few_lines(exercise):
     changed = 0
     for path, solution in exercise.pairs:
         differences = [(before, after) for _, before, after in todo.hunks(path, solution) if before != after]
@@ -110,10 +110,10 @@ def test_with_only_this_todo_open_the_check_names_its_goal(exercise, goal, tmp_p
 
 @pytest.mark.parametrize(
     ("exercise", "goal"),
-    params(GOALS, lambda exercise, goal: exercise.launch != "spawn"),  # the others: in the long run
+    params(GOALS, lambda exercise, goal: exercise.launch != "spawn"),  # the others only with --full
     ids=name,
 )
-def test_it_runs_after_each_todo_and_the_goals_so_far_are_met(exercise, goal, tmp_path):
+def test_an_exercise_runs_after_each_todo_and_meets_the_goals_so_far(exercise, goal, tmp_path):
     done = set(range(1, goal + 1))
     script = todo.write_version(exercise, done, tmp_path)
     verdict = verdict_of(script)
@@ -136,7 +136,7 @@ def test_as_delivered_the_check_names_goal_1(exercise):
 def test_the_solution_meets_all_goals(exercise):
     verdict = verdict_of(exercise.solution)
     assert verdict.findings == [], seen(verdict)
-    # (Waiting: a goal that a real launcher shows.)
+    # "waiting": only a real launcher can show whether the goal is met
     assert set(verdict.states().values()) <= {"met", "unjudged", "waiting"}
 
 
@@ -148,7 +148,7 @@ def test_the_solution_meets_all_goals(exercise):
     ],
     ids=lambda each: name(each),
 )
-def test_it_runs_as_delivered_with_its_runner(exercise, data, tmp_path):
+def test_a_delivered_exercise_runs_with_its_runner(exercise, data, tmp_path):
     options = ["--steps", "1"] if exercise in LANGUAGE else ["--epochs", "1"]
     options += ["--target", "0.0"] if "hang" in exercise.name else []
     done = runs.run([exercise.runner, *options], tmp_path, NPROC=2, WORKSHOP_DATA=data)
@@ -157,7 +157,7 @@ def test_it_runs_as_delivered_with_its_runner(exercise, data, tmp_path):
 
 
 @pytest.mark.full
-def test_the_script_that_hangs_hangs_until_its_group_gives_up(tmp_path):
+def test_the_exercise_that_hangs_ends_when_its_group_times_out(tmp_path):
     exercise = next(exercise for exercise in BUGS if "hang" in exercise.name)
     done = runs.run([exercise.runner], tmp_path, NPROC=2)
     assert done.returncode != 0
@@ -165,8 +165,8 @@ def test_the_script_that_hangs_hangs_until_its_group_gives_up(tmp_path):
 
 
 @pytest.mark.full
-def test_accumulated_steps_equal_large_batches(tmp_path):
-    """--accumulate 2 with half the batch: the curve of exercise 2, up to rounding."""
+def test_accumulated_steps_have_the_losses_of_large_batches(tmp_path):
+    """With a quarter of the batch and --accumulate 4, the losses are the same up to rounding."""
     script = runs.ROOT / "solutions/02_pytorch_ddp/exercise3_global_metrics.py"
     command = [*runs.command("torchrun", 2)[:-1], script, "--epochs", 1, "--checkpoint", "run.pt"]
     curves = []

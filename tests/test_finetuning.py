@@ -1,4 +1,4 @@
-"""Stage 04: it learns, is one curve however the model is spread, carries on exactly, and exports to plain transformers."""
+"""Stage 04: the training learns, has the same losses in every variant, resumes exactly, and exports to plain transformers."""
 
 import json
 import os
@@ -31,7 +31,7 @@ SHORT = ["--steps", 12, "--sequence-length", 64, "--learning-rate", 3e-3]
 
 
 def finetune(script, nproc, folder, data, *options, patch="float32", run="run") -> dict:
-    """Run a script of this stage in ``folder`` and return its log. Fails unless it ended well and really trained."""
+    """Run a script of this stage in ``folder`` and return its log. Fail unless it succeeds and trains at least one step."""
     env = {"WORKSHOP_DATA": data, "TEST_PATCH": patch or None}
     done = runs.run([*torchrun(nproc, script), *options, "--folder", run], folder, **env)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -48,7 +48,7 @@ def validation(log) -> list[float]:
     return [entry["validation_loss"] for entry in log["entries"]]
 
 
-# ---------------------------------------------------------------- one curve
+# ---------------------------------------------------------------- equal losses
 
 
 @pytest.fixture(scope="module")
@@ -74,7 +74,7 @@ SPREADS = {
 
 @pytest.mark.full
 @pytest.mark.parametrize("spread", SPREADS)
-def test_one_curve_however_the_model_is_spread(spread, ddp, data, tmp_path, record_property):
+def test_every_variant_has_the_losses_of_ddp(spread, ddp, data, tmp_path, record_property):
     script, nproc, options = SPREADS[spread]
     if "--compile" in options:
         require("g++", "Python.h")
@@ -87,7 +87,7 @@ def test_one_curve_however_the_model_is_spread(spread, ddp, data, tmp_path, reco
 
 
 @pytest.mark.full
-def test_bfloat16_is_the_same_training_up_to_its_rounding(ddp, data, tmp_path):
+def test_bfloat16_changes_the_losses_only_by_rounding(ddp, data, tmp_path):
     log = finetune(FSDP, 2, tmp_path, data, *SHORT, patch="")
     assert losses(log) == pytest.approx(losses(ddp), abs=0.03)
 
@@ -97,7 +97,7 @@ def test_bfloat16_is_the_same_training_up_to_its_rounding(ddp, data, tmp_path):
     ("script", "nproc", "options"),
     [("tensor_parallel.py", 2, []), ("hsdp.py", 4, []), ("fsdp_tensor_parallel.py", 4, [])],
 )
-def test_the_extras_prove_that_they_are_one_curve(script, nproc, options, data, tmp_path, record_property):
+def test_the_extra_programs_have_the_losses_of_one_process(script, nproc, options, data, tmp_path, record_property):
     done = runs.run([*torchrun(nproc, STAGE / script), *options], tmp_path, WORKSHOP_DATA=data)
     assert done.returncode == 0, done.stdout + done.stderr
     rows = [line.split("|") for line in done.stdout.splitlines() if line.count("|") == 2][1:]
@@ -111,8 +111,8 @@ def test_the_extras_prove_that_they_are_one_curve(script, nproc, options, data, 
 
 
 @pytest.mark.full
-def test_it_learns_and_writes_otherwise_than_before(tmp_path):
-    """The tiny model itself; on two cores this takes less than a minute."""
+def test_the_tiny_model_learns_and_then_completes_text_differently(tmp_path):
+    """Train the real tiny model; on two cores this takes less than a minute."""
     log = finetune(DDP, 2, tmp_path, tmp_path / "data", "--steps", 200, "--batch-size", 8, patch="")
     assert validation(log)[-1] < validation(log)[0] - 1.5
     before, after = (entry["text"] for entry in log["completions"])
@@ -120,7 +120,7 @@ def test_it_learns_and_writes_otherwise_than_before(tmp_path):
 
 
 @pytest.mark.full
-def test_lora_trains_little_and_leaves_the_model_as_it_was(data, tmp_path):
+def test_lora_trains_few_parameters_and_leaves_the_model_unchanged(data, tmp_path):
     from peft import PeftModel
     from transformers import AutoModelForCausalLM
 
@@ -135,8 +135,8 @@ def test_lora_trains_little_and_leaves_the_model_as_it_was(data, tmp_path):
     assert names == set(codellama.weight_files(whole.parent))
 
 
-def test_the_schedule_takes_any_number_of_steps():
-    """OneCycleLR divides by pct_start * steps - 1: with a tenth that is zero for ten steps."""
+def test_the_schedule_accepts_any_number_of_steps():
+    """OneCycleLR divides by pct_start * steps - 1, which is zero for ten steps if pct_start is 0.1."""
     (options,) = re.findall(r"OneCycleLR\(optimizer, args.learning_rate, args.steps, (.*)\)", DDP.read_text())
     for steps in range(1, 60):
         optimizer = torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))])
@@ -156,13 +156,13 @@ SAVING = [*SHORT, "--save-every", 3]
 
 @pytest.fixture(scope="module")
 def whole(data, tmp_path_factory):
-    """The folder and the log of a run of exercise 2's solution that nobody stopped."""
+    """The folder and the log of an uninterrupted run of the solution of exercise 2."""
     folder = tmp_path_factory.mktemp("whole")
     return folder, finetune(CHECKPOINT, 2, folder, data, *SAVING)
 
 
 def killed(folder, data):
-    """Start the same run and kill all its processes once a checkpoint of step 6 is there."""
+    """Start the same run and kill all its processes when the checkpoint of step 6 exists."""
     env = {"WORKSHOP_DATA": data, "TEST_PATCH": "float32"}
     running = runs.Running([*torchrun(2, CHECKPOINT), *SAVING, "--folder", "run"], folder, **env)
     deadline = time.monotonic() + 120
@@ -174,9 +174,9 @@ def killed(folder, data):
     running.wait()
 
 
-@pytest.mark.full  # every day the check kills the solution and starts it again
+@pytest.mark.full  # the daily check kills the solution and starts it again
 @pytest.mark.parametrize(("nproc", "batch_size"), [(2, 4), (1, 8), (4, 2)])
-def test_killed_it_carries_on_with_any_number_of_processes(nproc, batch_size, whole, data, tmp_path):
+def test_a_killed_run_resumes_on_any_number_of_processes(nproc, batch_size, whole, data, tmp_path):
     killed(tmp_path, data)
     log = finetune(CHECKPOINT, nproc, tmp_path, data, *SAVING, "--batch-size", batch_size)
     assert [path.name for path in (tmp_path / "run").glob("step-*")] == ["step-12"]
@@ -188,7 +188,7 @@ def test_killed_it_carries_on_with_any_number_of_processes(nproc, batch_size, wh
 
 @pytest.mark.full
 def test_plain_transformers_loads_the_export(whole, data):
-    """Its loss on the validation sequences is the one that the sharded model had."""
+    """The exported model has the validation loss of the sharded model."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     folder, log = whole
@@ -227,14 +227,14 @@ def cluster():
 
 @pytest.fixture
 def trial(cluster, tmp_path):
-    """The job script and the solution of exercise 2 in a folder from which jobs are submitted."""
+    """A folder with the job script and the solution of exercise 2, from which a test submits jobs."""
     trial = Trial(SOLUTIONS / "launch_fsdp_2N4G.sh", tmp_path, cluster, None)
     shutil.copy(CHECKPOINT, trial.folder)
     return trial
 
 
 @pytest.mark.full
-def test_a_job_on_two_nodes(trial, data):
+def test_a_job_trains_on_two_nodes(trial, data):
     settings = f"--export=ALL,WORKSHOP_DATA={data}"
     job = trial.submit([settings], ["--steps", "4", "--batch-size", "2", "--sequence-length", "64"])
     trial.follow(job, stall=60)
@@ -246,14 +246,14 @@ def test_a_job_on_two_nodes(trial, data):
 
 
 @pytest.mark.full
-def test_a_job_whose_time_is_nearly_over_carries_on_after_its_checkpoint(trial, data):
+def test_a_job_near_its_time_limit_is_requeued_and_resumes(trial, data):
     settings = f"--export=ALL,WORKSHOP_DATA={data}"
     job = trial.submit(
         [settings], ["--steps", "60", "--save-every", "5", "--batch-size", "2", "--sequence-length", "64"]
     )
     folder = trial.folder / f"runs/launch_fsdp_2N4G-{job.number}"
     assert trial.follow(job, until=lambda job: list(folder.glob("step-*/.metadata")), stall=60), job.output
-    trial.on_login("scancel", "--batch", "--signal=USR1", job.number)  # what --signal=B:USR1@60 brings
+    trial.on_login("scancel", "--batch", "--signal=USR1", job.number)  # as --signal=B:USR1@60 does
     assert trial.follow(job, until=lambda job: job.restarts > 0, stall=60), job.output
     trial.start_again(job)
     trial.follow(job, stall=60)
@@ -264,7 +264,7 @@ def test_a_job_whose_time_is_nearly_over_carries_on_after_its_checkpoint(trial, 
 
 
 @pytest.mark.parametrize("name", ["launch_fsdp_2N4G.sh", "launch_fsdp_2N4G_pbs.sh"])
-def test_both_folders_hold_the_same_job_script(name):
+def test_the_stage_and_the_solutions_have_the_same_job_script(name):
     assert (STAGE / name).read_text() == (SOLUTIONS / name).read_text()
 
 
@@ -323,7 +323,7 @@ MISTAKES = {
         "has no weights (model.safetensors or model.safetensors.index.json)",
     ),
     "no tokenizer": (no_tokenizer, ["--model", "model"], "has no tokenizer (tokenizer.json or tokenizer.model)"),
-    "a part missing": (
+    "missing part": (
         part_missing,
         ["--model", "model"],
         "lacks a part of its weights (model-00002-of-00002.safetensors)",
@@ -337,16 +337,16 @@ MISTAKES = {
     "too much memory": (
         None,
         ["--batch-size", "3000", "--sequence-length", "512"],
-        "for weights, gradients and optimizer",
+        "for parameters, gradients and optimizer state",
     ),
     "huge batch": (
         twenty_documents,
         ["--data", "text.jsonl", "--batch-size", "900"],
-        "needs 1,800 sequences a step; text.jsonl has",
+        "needs 1,800 sequences per step; text.jsonl has",
     ),
     "steps 0": (None, ["--steps", "0"], "--steps: '0' is not a whole number of at least 1"),
     "learning rate 0": (None, ["--learning-rate", "0"], "--learning-rate: '0' is not a number above 0"),
-    "run beneath a file": (
+    "folder beneath a file": (
         log_is_a_file,
         ["--folder", "file/run"],
         "file is a file, so nothing can be written beneath it",
@@ -362,27 +362,27 @@ def refused(script, options, message, folder, data, monkeypatch, capfd):
 
 
 @pytest.mark.parametrize("case", MISTAKES)
-def test_script_says_so_in_one_line(case, data, tmp_path, monkeypatch, capfd):
+def test_a_script_reports_a_mistake_in_one_line(case, data, tmp_path, monkeypatch, capfd):
     prepare, options, message = MISTAKES[case]
     if prepare:
         prepare(tmp_path)
     refused(DDP, options, message, tmp_path, data, monkeypatch, capfd)
 
 
-def test_a_full_gpu_is_one_line(monkeypatch, capsys):
+def test_an_out_of_memory_error_is_reported_in_one_line(monkeypatch, capsys):
     monkeypatch.setattr(sys, "excepthook", sys.__excepthook__)
     explain_out_of_memory(SimpleNamespace(model="codellama", batch_size=8, sequence_length=2048))
     message = "CUDA out of memory. Tried to allocate 2.50 GiB. GPU 0 has a total capacity of 79.11 GiB of which 1.00 GiB is free."
     sys.excepthook(torch.OutOfMemoryError, torch.OutOfMemoryError(message), None)
     seen = capsys.readouterr().err
-    assert seen.startswith("out of memory when 2.50 GiB more were asked for, with --batch-size 8 of 2,048 tokens.")
+    assert seen.startswith("out of memory when allocating 2.50 GiB more, with --batch-size 8 of 2,048 tokens.")
     assert seen.count("\n") == 1
     sys.excepthook(ValueError, ValueError("another"), None)
     assert "ValueError: another" in capsys.readouterr().err
 
 
 @pytest.mark.full
-def test_checkpoints_that_do_not_fit_are_one_line(whole, data, tmp_path, monkeypatch, capfd):
+def test_checkpoints_that_do_not_fit_are_reported_in_one_line(whole, data, tmp_path, monkeypatch, capfd):
     run = str(whole[0] / "run")
     refused(
         CHECKPOINT,
@@ -394,14 +394,14 @@ def test_checkpoints_that_do_not_fit_are_one_line(whole, data, tmp_path, monkeyp
         capfd,
     )
     other = codellama.make_tiny(tmp_path / "other", layers=3, width=64, vocabulary=512)
-    message = "is one of 12 steps, and its learning rate comes to its end there"
+    message = "has 12 steps, and its learning rate reaches its final value there"
     refused(CHECKPOINT, ["--folder", run, "--steps", "20"], message, tmp_path, data, monkeypatch, capfd)
     options = ["--folder", run, "--steps", "20", "--model", str(other)]
-    refused(CHECKPOINT, options, "is of a model of another size", tmp_path, data, monkeypatch, capfd)
+    refused(CHECKPOINT, options, "belongs to a model of a different size", tmp_path, data, monkeypatch, capfd)
     refused(
-        EXPORT, [*options[:2], *options[4:]], f"another size than {other}; name", tmp_path, data, monkeypatch, capfd
+        EXPORT, [*options[:2], *options[4:]], f"a different size than {other}; name", tmp_path, data, monkeypatch, capfd
     )
-    message = "--folder none: no whole checkpoint is there; train first"
+    message = "--folder none: there is no complete checkpoint; train first"
     refused(EXPORT, ["--folder", "none"], message, tmp_path, data, monkeypatch, capfd)
     (tmp_path / "file").touch()
     message = "file is a file, so nothing can be written beneath it"
@@ -416,5 +416,5 @@ def test_checkpoints_that_do_not_fit_are_one_line(whole, data, tmp_path, monkeyp
         ("tensor_parallel.py", ["--steps", "2000"], "--steps 2,000: at most 1,000"),
     ],
 )
-def test_the_extras_say_so_in_one_line(script, options, message, data, tmp_path, monkeypatch, capfd):
+def test_the_extra_programs_report_a_mistake_in_one_line(script, options, message, data, tmp_path, monkeypatch, capfd):
     refused(STAGE / script, options, message, tmp_path, data, monkeypatch, capfd)

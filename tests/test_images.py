@@ -1,4 +1,4 @@
-"""Images in a folder, a zip and an HDF5 file: the same samples, the same mistakes in one sentence, and how fast each is read."""
+"""Images in a folder, a zip or an HDF5 file: equal samples, mistakes reported in one sentence, and the speed of each format."""
 
 import importlib.util
 import json
@@ -28,7 +28,7 @@ needs_h5py = pytest.mark.skipif(not importlib.util.find_spec("h5py"), reason="ne
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory):
-    """A folder with images in every format; a palette, a grey one, one in a folder further down, and a text are among them."""
+    """Images in every format, among them one with a palette, a grey one, one in a subfolder, and a text file."""
     folder = tmp_path_factory.mktemp("formats")
     packed.write_folder(packed.make_images(24), folder / "images")
     odd = folder / "images" / "train" / "class1"
@@ -38,7 +38,7 @@ def place(tmp_path_factory):
     (odd / "notes.txt").write_text("no image")
     files = sorted(path for path in (folder / "images").rglob("*") if path.is_file())
     with zipfile.ZipFile(folder / "images.zip", "w") as archive:
-        for path in reversed(files):  # in whatever order they come
+        for path in reversed(files):  # the order in the zip must not matter
             archive.write(path, path.relative_to(folder / "images"))
     with zipfile.ZipFile(folder / "with_folder.zip", "w") as archive:
         for path in files:
@@ -51,20 +51,22 @@ def place(tmp_path_factory):
 
 
 @pytest.mark.parametrize("name", ["images.zip", "with_folder.zip", pytest.param("images.h5", marks=needs_h5py)])
-def test_the_samples_are_those_of_the_folder(name, place):
+def test_a_packed_file_has_the_samples_of_the_folder(name, place):
     folder = ImageFolder(place / "images" / "train", ToTensor())
     kind = packed.Hdf5Images if name.endswith("h5") else packed.ZippedImages
     images = kind(place / name, ToTensor())
     assert len(images) == len(folder) == 26
     assert images.classes == folder.classes
-    assert torch.equal(images[3][0], folder[3][0])  # read here, so that the workers inherit an open file
+    assert torch.equal(images[3][0], folder[3][0])  # opens the file here, so that the workers inherit an open file
     order = torch.randperm(26).tolist()
     for workers in (0, 2):
         seen = DataLoader(images, batch_size=None, sampler=order, num_workers=workers)
         for index, (image, label) in zip(order, seen, strict=True):
             assert label == folder[index][1]
             assert torch.equal(image, folder[index][0])
-    assert torch.equal(pickle.loads(pickle.dumps(images))[3][0], folder[3][0])  # for workers that are not forked
+    assert torch.equal(
+        pickle.loads(pickle.dumps(images))[3][0], folder[3][0]
+    )  # workers that are not forked need it pickled
 
 
 def cut_short(place, folder):
@@ -97,17 +99,17 @@ def other_hdf5(place, folder):
 
 BAD = {
     "images": (None, r"needs images in train/CLASS/ \(No such file or directory\)"),
-    "cut_short.zip": (cut_short, "images.zip is no zip, or was cut short"),
-    "compressed.zip": (compressed, "images.zip is compressed, which gains nothing on images; make it with: zip -0 -r"),
-    "no_images.zip": (no_images, "images.zip needs images in train/CLASS/, and has none there"),
-    "classes.zip": (too_many_classes, "images.zip has 1,001 classes; the models tell 1,000 apart"),
-    "no_hdf5.h5": (no_hdf5, "images.h5 is no HDF5 file, or was cut short"),
+    "cut_short.zip": (cut_short, "images.zip is not a zip file, or is incomplete"),
+    "compressed.zip": (compressed, "zip is compressed, which does not make images smaller; create it with: zip -0"),
+    "no_images.zip": (no_images, "images.zip has no images in train/CLASS/"),
+    "classes.zip": (too_many_classes, "images.zip has 1,001 classes, but the models have only 1,000"),
+    "no_hdf5.h5": (no_hdf5, "images.h5 is not an HDF5 file, or is incomplete"),
     "other_hdf5.h5": (other_hdf5, "images.h5 needs the datasets train/images, train/labels and train/classes"),
 }
 
 
 @pytest.mark.parametrize("case", [pytest.param(case, marks=needs_h5py) if "hdf5" in case else case for case in BAD])
-def test_mistakes_are_one_sentence(case, place, tmp_path):
+def test_a_wrong_file_of_images_is_reported_in_one_sentence(case, place, tmp_path):
     make, message = BAD[case]
     if make:
         make(place, tmp_path)
@@ -116,21 +118,21 @@ def test_mistakes_are_one_sentence(case, place, tmp_path):
     assert "\n" not in str(error.value)
 
 
-def test_what_else_may_be_wrong(place, tmp_path, monkeypatch):
-    with pytest.raises(UserError, match=r"images.zip has 26 images to train on, and one step takes 128"):
+def test_too_few_images_and_missing_packages_are_reported(place, tmp_path, monkeypatch):
+    with pytest.raises(UserError, match=r"images.zip has 26 images to train on, but one step needs 128"):
         open_images(place / "images.zip", 64, smallest=128)
     (tmp_path / "images.sqsh").touch()
     with pytest.raises(UserError, match="has to be mounted; name the folder"):
         open_images(tmp_path / "images.sqsh", 64, smallest=1)
     (tmp_path / "images.h5").touch()
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(UserError, match=r"needs h5py, which is an extra: pip install -e '.\[hdf5\]'"):
+    with pytest.raises(UserError, match=r"needs h5py; run pip install -e '.\[hdf5\]'"):
         open_images(tmp_path / "images.h5", 64, smallest=1)
 
 
 @pytest.mark.full
 @needs_h5py
-def test_a_training_is_the_same_from_each(place, tmp_path):
+def test_every_format_gives_the_same_losses(place, tmp_path):
     losses = {}
     for name in ("images", "images.zip", "images.h5"):
         options = ["--data", place / name, "--batch-size", 4, "--steps", 2]
@@ -145,7 +147,7 @@ def measure(folder, *options):
 
 @pytest.mark.full
 @needs_h5py
-def test_formats_are_measured(tmp_path):
+def test_the_formats_are_measured(tmp_path):
     done = measure(tmp_path, "--images", 20)
     assert done.returncode == 0, done.stderr
     found = json.loads((tmp_path / "found" / "formats.json").read_text())
@@ -163,10 +165,10 @@ def test_formats_are_measured(tmp_path):
         "formats.json",
         "formats.png",
     }
-    assert len(open_images(tmp_path / "found" / "images.zip", 64, smallest=20)) == 20  # it can be trained on
+    assert len(open_images(tmp_path / "found" / "images.zip", 64, smallest=20)) == 20  # the file works for training
 
 
-def test_images_of_all_classes_are_taken(place):
+def test_a_selection_has_images_of_all_classes(place):
     for count in (10, 12, 23):
         taken = packed.take_images(place / "images", count)
         assert len(taken) == count
@@ -175,7 +177,7 @@ def test_images_of_all_classes_are_taken(place):
 
 
 @pytest.mark.full
-def test_formats_of_a_folder_of_ones_own(place, tmp_path):
+def test_the_formats_of_a_given_folder_are_measured(place, tmp_path):
     done = measure(tmp_path, "--data", place / "images", "--images", 12)
     assert done.returncode == 0, done.stderr
     found = packed.ZippedImages(tmp_path / "found" / "images.zip")
@@ -191,7 +193,7 @@ def test_formats_of_a_folder_of_ones_own(place, tmp_path):
         (["--output", "file/x"], "file is a file, so nothing can be written beneath it"),
     ],
 )
-def test_mistakes_of_the_measurement_are_one_line(options, message, tmp_path, monkeypatch, capfd):
+def test_wrong_options_of_the_measurement_are_reported_in_one_line(options, message, tmp_path, monkeypatch, capfd):
     (tmp_path / "file").touch()
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "argv", [str(FORMATS), *options])

@@ -1,4 +1,4 @@
-"""The bonus in JAX: its processes meet, train what PyTorch trains, and end together."""
+"""The bonus in JAX: its processes find each other, have the losses of PyTorch, and end together."""
 
 import importlib.util
 import json
@@ -20,14 +20,14 @@ from workshop.training.logs import read_log
 
 STAGE = runs.ROOT / "bonus_jax"
 RUNNER, PSUM, TRAIN = STAGE / "run_jax.sh", STAGE / "psum.py", STAGE / "train_digits.py"
-# From PyTorch's, in float32 over 33 steps: 1.4e-4 was measured, and 2e-5 between one process of JAX and several.
+# Over 33 steps in float32, the losses differ from those of PyTorch by 1.4e-4, and between numbers of JAX processes by 2e-5.
 DISTANCE = 5e-4
 
 pytestmark = pytest.mark.skipif(not importlib.util.find_spec("jax"), reason="needs JAX, an extra")
 
 
 def train(nproc, folder, *options, timeout=600, **environment) -> list[float]:
-    """The losses of a run: of one process without a launcher, or of several."""
+    """Train with one process without a launcher, or with several, and return the losses."""
     command = [sys.executable, TRAIN] if nproc == 1 else [RUNNER, TRAIN.name]
     done = runs.run([*command, *options, "--output", "log.jsonl"], folder, timeout, NPROC=nproc, **environment)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -36,15 +36,17 @@ def train(nproc, folder, *options, timeout=600, **environment) -> list[float]:
 
 
 @pytest.mark.full
-def test_two_processes_learn_the_sum(tmp_path):
+def test_two_processes_compute_their_sum(tmp_path):
     done = runs.run([RUNNER, "psum.py"], tmp_path, timeout=300)
     assert done.returncode == 0, done.stderr
-    said = re.findall(r"process .*? the sum is \d", done.stdout)  # their lines may run together
+    said = re.findall(
+        r"process .*? the sum is \d", done.stdout
+    )  # the lines of the processes may be printed without a line break between them
     assert sorted(said) == ["process 0 of 2 had [1], the sum is 3", "process 1 of 2 had [2], the sum is 3"]
 
 
 @pytest.mark.full
-def test_two_processes_train_what_pytorch_trains(tmp_path):
+def test_two_processes_have_the_losses_of_pytorch(tmp_path):
     losses = train(2, tmp_path, "--epochs", 1)
     assert losses == pytest.approx(json.loads(GOLDEN.read_text())[: 1437 // 128], abs=DISTANCE)
     (epoch,) = read_log(tmp_path / "log.jsonl")
@@ -52,11 +54,11 @@ def test_two_processes_train_what_pytorch_trains(tmp_path):
 
 
 @pytest.mark.full
-def test_one_curve_for_any_number_of_processes_and_devices(single, tmp_path):
+def test_losses_are_the_same_for_any_number_of_processes_and_devices(single, tmp_path):
     one = train(1, tmp_path, "--epochs", 3, "--batch-size", 128)
     assert one == pytest.approx(runs.losses(single.epochs), abs=DISTANCE)
     accuracy = [epoch["accuracy"] for epoch in read_log(tmp_path / "log.jsonl")]
-    assert accuracy == pytest.approx([epoch["accuracy"] for epoch in single.epochs], abs=0.003)  # one digit
+    assert accuracy == pytest.approx([epoch["accuracy"] for epoch in single.epochs], abs=0.003)  # one of 360 samples
     for nproc in (2, 4):
         assert train(nproc, tmp_path, "--epochs", 3, "--batch-size", 128 // nproc) == pytest.approx(one, abs=1e-4)
     devices = {"JAX_NUM_CPU_DEVICES": 4}
@@ -64,18 +66,18 @@ def test_one_curve_for_any_number_of_processes_and_devices(single, tmp_path):
 
 
 @pytest.mark.full
-def test_in_float64_it_is_the_same_to_the_last_digits(tmp_path):
+def test_in_float64_the_losses_of_jax_and_pytorch_coincide(tmp_path):
     common = ["--epochs", 1, "--batch-size"]
     torchs = runs.losses(runs.train("single", 1, tmp_path, *common, 16, timeout=600, TEST_PATCH="float64"))
     ours = train(2, tmp_path, *common, 8, TEST_PATCH="float64", JAX_ENABLE_X64=1)
     assert len(ours) == 89
-    assert ours[-1] < 0.5 * ours[0], "it learns"
+    assert ours[-1] < 0.5 * ours[0], "the training does not learn"
     assert ours == pytest.approx(torchs, abs=1e-10)
 
 
 @pytest.mark.full
-def test_the_compiler_puts_the_all_reduce_in(tmp_path):
-    """In a step that never calls one; on one device there is none."""
+def test_the_compiler_adds_the_all_reduce(tmp_path):
+    """The step itself never calls an all-reduce; on one device, none is compiled."""
     program = tmp_path / "step.py"
     program.write_text(
         f"import sys; sys.path.insert(0, {str(STAGE)!r}); import train_digits\n"
@@ -96,17 +98,17 @@ def test_the_compiler_puts_the_all_reduce_in(tmp_path):
     ("options", "message"),
     [
         (["--epochs", "0"], "'0' is not a whole number of at least 1"),
-        (["--batch-size", "2000"], "--batch-size 2,000 on 1 process needs 2,000 samples a step; digits has 1,437"),
+        (["--batch-size", "2000"], "--batch-size 2,000 on 1 process needs 2,000 samples per step; digits has 1,437"),
         (["--dataset", "cifar10"], "its images do not fit this program's model"),
         (["--output", "losses.txt"], "--output losses.txt: its name has to end in .jsonl"),
         (["--output", "file/log.jsonl"], "file is a file, so nothing can be written beneath it"),
         (None, "JAX is not installed here, an extra: pip install -e '.[jax]'"),
     ],
 )
-def test_mistakes_are_one_line(options, message, tmp_path, monkeypatch, capfd):
+def test_mistakes_are_reported_in_one_line(options, message, tmp_path, monkeypatch, capfd):
     (tmp_path / "file").touch()
     monkeypatch.chdir(tmp_path)
-    monkeypatch.syspath_prepend(STAGE)  # where Python looks first when it starts the script
+    monkeypatch.syspath_prepend(STAGE)  # Python puts the folder of a script first on the path
     monkeypatch.delitem(sys.modules, "meeting", raising=False)
     if options is None:
         monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
@@ -123,14 +125,14 @@ def test_mistakes_are_one_line(options, message, tmp_path, monkeypatch, capfd):
     ("arguments", "message"),
     [(["train_digits.py", "--epochs", "none"], "'none' is not a whole number"), ([], "which program?")],
 )
-def test_runner_ends_before_it_launches(arguments, message, tmp_path):
+def test_the_runner_reports_mistakes_before_it_launches(arguments, message, tmp_path):
     done = runs.run([RUNNER, *arguments], tmp_path)
     assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1), done.stderr
     assert message in done.stderr
 
 
 @pytest.mark.parametrize("case", ["alone", "taken"])
-def test_a_meeting_that_fails_is_one_line(case, tmp_path):
+def test_processes_that_cannot_meet_are_reported_in_one_line(case, tmp_path):
     with socket.create_server(("", 0)) as server:
         port = server.getsockname()[1]
         if case == "alone":
@@ -148,7 +150,7 @@ def test_a_meeting_that_fails_is_one_line(case, tmp_path):
 
 @pytest.mark.full
 @pytest.mark.parametrize("victim", [0, 1, "launcher"])
-def test_when_one_dies_all_end(victim, tmp_path):
+def test_all_processes_end_when_one_is_killed(victim, tmp_path):
     running = runs.Running([RUNNER, TRAIN.name, "--epochs", 1000, "--output", "log.jsonl"], tmp_path)
     try:
         running.wait_for("epoch 1/1000", timeout=600)
@@ -157,14 +159,14 @@ def test_when_one_dies_all_end(victim, tmp_path):
         start = time.monotonic()
         assert running.wait(60) != 0
         while [process for process in everybody if process.is_running()]:
-            assert time.monotonic() - start < 60, "somebody is left behind"
+            assert time.monotonic() - start < 60, "a process is still running"
             time.sleep(0.1)
     finally:
         running.end()
 
 
 @pytest.mark.full
-def test_when_one_fails_all_end_and_its_error_is_shown(tmp_path):
+def test_all_processes_end_when_one_fails_and_its_error_is_shown(tmp_path):
     program = tmp_path / "fail.py"
     program.write_text(
         f"import sys; sys.path.insert(0, {str(STAGE)!r}); import train_digits, jax\n"
@@ -179,7 +181,7 @@ def test_when_one_fails_all_end_and_its_error_is_shown(tmp_path):
     done = runs.run(command, tmp_path, timeout=600, TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1)
     assert done.returncode == 1
     assert "ZeroDivisionError: on purpose" in done.stderr
-    assert "Check failure stack trace" not in done.stderr, "JAX waited at its end for the other process"
+    assert "Check failure stack trace" not in done.stderr, "at its end JAX waited for the other process"
 
 
 @pytest.fixture(scope="module")
@@ -188,7 +190,7 @@ def cluster():
 
 
 @pytest.mark.full
-def test_a_job_on_two_nodes(cluster, tmp_path):
+def test_a_job_trains_on_two_nodes(cluster, tmp_path):
     trial = Trial(STAGE / "launch_jax_2N4G.sh", tmp_path, cluster, None)
     for path in STAGE.glob("*.py"):
         shutil.copy(path, trial.folder)
@@ -201,7 +203,7 @@ def test_a_job_on_two_nodes(cluster, tmp_path):
 
 
 @pytest.mark.full
-def test_a_process_killed_ends_the_job(cluster, tmp_path):
+def test_a_killed_process_ends_the_job(cluster, tmp_path):
     trial = Trial(STAGE / "launch_jax_2N4G.sh", tmp_path, cluster, None)
     for path in STAGE.glob("*.py"):
         shutil.copy(path, trial.folder)

@@ -1,4 +1,4 @@
-"""The job scripts, on a real Slurm: what they start, what they do when something fails, and what the check says of mistakes."""
+"""The job scripts on a real Slurm: what they start, what they do after a failure, and how the check judges them."""
 
 import json
 import random
@@ -29,7 +29,7 @@ def cluster():
 
 
 def done(trial, *arguments, options=()):
-    """Run the trial's script with the real training, to its end."""
+    """Run the job script with the real training to its end."""
     job = trial.submit(list(options), [str(argument) for argument in arguments])
     trial.follow(job)
     return job
@@ -37,7 +37,7 @@ def done(trial, *arguments, options=()):
 
 @pytest.fixture(scope="module")
 def one_node(cluster, tmp_path_factory):
-    """The losses of a training on 4 GPUs of one node."""
+    """The losses of a training with 4 processes on one node."""
     trial = Trial(STAGE / "launch_ddp_1N4G.sh", tmp_path_factory.mktemp("one"), cluster, None)
     job = done(trial, "--epochs", 2, "--batch-size", 32)
     assert job.state == "COMPLETED", job.output
@@ -45,7 +45,7 @@ def one_node(cluster, tmp_path_factory):
     return runs.losses(read_log(trial.folder / f"runs/launch_ddp_1N4G-{job.number}.pt"))
 
 
-@pytest.mark.full  # every day the check of a solution runs a job
+@pytest.mark.full  # the daily check of a solution runs a job
 @pytest.mark.parametrize(
     ("script", "nodes", "processes"),
     [
@@ -56,8 +56,8 @@ def one_node(cluster, tmp_path_factory):
         ("exercise3_requeue", 2, 4),
     ],
 )
-def test_a_job_trains_what_one_node_trains(script, nodes, processes, one_node, cluster, tmp_path):
-    """The same global batches: the same losses, whoever starts the processes, wherever they run."""
+def test_a_job_has_the_losses_of_one_node(script, nodes, processes, one_node, cluster, tmp_path):
+    """The same global batches give the same losses with every launcher and on any number of nodes."""
     trial = Trial(SOLUTIONS / f"{script}.sh", tmp_path, cluster, None)
     job = done(trial, "--epochs", 2, "--batch-size", 128 // processes)
     assert job.state == "COMPLETED", job.output
@@ -67,11 +67,11 @@ def test_a_job_trains_what_one_node_trains(script, nodes, processes, one_node, c
     epochs = read_log(trial.folder / f"runs/{script}-{job.number}.pt")
     assert [entry["epoch"] for entry in epochs] == [0, 1]
     assert runs.losses(epochs) == pytest.approx(one_node, abs=1e-4)
-    assert one_node[-1] < one_node[0] / 2, "it learns"
+    assert one_node[-1] < one_node[0] / 2, "the training does not learn"
 
 
 @pytest.mark.full
-def test_a_job_spreads_a_resnet(cluster, tmp_path):
+def test_a_job_trains_a_resnet_with_fsdp(cluster, tmp_path):
     trial = Trial(STAGE / "launch_scale_2N4G.sh", tmp_path, cluster, None)
     shutil.copy(STAGE / "train_at_scale.py", trial.folder)
     job = done(trial, "--strategy", "fsdp", "--steps", 3, "--batch-size", 2, "--image-size", 64)
@@ -94,7 +94,7 @@ def main():
     dist.init_process_group("gloo")
     if dist.get_rank() == 3:
         raise ValueError("rank 3 has had enough")
-    time.sleep(60)  # a rank that does nothing wrong, and waits
+    time.sleep(60)  # the other ranks have no error and wait
 
 
 main()
@@ -102,14 +102,14 @@ main()
 
 
 @pytest.mark.parametrize("script", ["exercise1_launch_ddp", pytest.param("exercise2_srun", marks=pytest.mark.full)])
-def test_the_first_error_comes_last_and_ends_the_job(script, cluster, tmp_path):
+def test_a_failing_rank_ends_the_job_and_its_error_ends_the_log(script, cluster, tmp_path):
     program = tmp_path / "program.py"
     program.write_text(FAILING)
     trial = Trial(SOLUTIONS / f"{script}.sh", tmp_path, cluster, program)
     start = time.monotonic()
     job = done(trial)
     assert job.state == "FAILED"
-    assert time.monotonic() - start < 45, "the ranks without an error did not wait to their end"
+    assert time.monotonic() - start < 45, "the other ranks waited to the end of their sleep"
     end = job.output[job.output.rindex("the first rank that failed says:") :]
     assert end.rstrip().endswith("ValueError: rank 3 has had enough")
     assert "in main" in end
@@ -123,7 +123,7 @@ time.sleep(100)
 """
 
 
-def test_a_port_that_somebody_uses_is_left_to_them(cluster, tmp_path):
+def test_a_job_avoids_a_port_that_is_taken(cluster, tmp_path):
     trial = Trial(LAUNCH, tmp_path, cluster, STAND_IN)
     job = trial.submit(["--hold"], ["--epochs", "1"])
     port = 20000 + int(job.number) % 10000
@@ -139,8 +139,8 @@ def test_a_port_that_somebody_uses_is_left_to_them(cluster, tmp_path):
     assert f"rendezvous at node1:{port + 1}" in job.output
 
 
-def test_a_node_that_does_not_know_the_first_by_name(cluster, tmp_path):
-    """Slurm itself goes by addresses; the name is what the processes need."""
+def test_a_node_that_cannot_resolve_the_first_node_fails_the_job(cluster, tmp_path):
+    """Slurm uses addresses, but the processes need the name."""
     script = tmp_path / LAUNCH.name
     script.write_text(LAUNCH.read_text().replace("| head -n 1)", "| head -n 1).elsewhere"))
     trial = Trial(script, tmp_path, cluster, STAND_IN)
@@ -152,18 +152,16 @@ def test_a_node_that_does_not_know_the_first_by_name(cluster, tmp_path):
 @pytest.mark.parametrize(
     "script", SCRIPTS, ids=lambda path: path.stem + ("_solved" if "solutions" in path.parts else "")
 )
-def test_a_script_is_short_and_has_no_ignored_directive(script):
+def test_a_job_script_is_short_and_has_no_ignored_directive(script):
     lines = script.read_text().splitlines()
-    assert (
-        len([line for line in lines if not re.match(r"\s*# ", line)]) <= 40
-    )  # comments of TODOs are as long as they must be
+    assert len([line for line in lines if not re.match(r"\s*# ", line)]) <= 40  # the comments of TODOs do not count
     assert max(map(len, lines)) <= 130
     assert ignored_directives(script.read_text()) == []
     assert script.stat().st_mode & 0o111
 
 
-def test_no_job_waits_for_an_internet_that_is_not_there():
-    """Every job script says so to Hugging Face's libraries: after the site's settings, before it starts anything."""
+def test_every_job_script_switches_hugging_face_to_offline():
+    """Compute nodes may have no internet, so each script sets the variables after the settings of the site."""
     scripts = [path for path in runs.ROOT.glob("[0s]*/**/*.sh") if re.search("(?m)^#(SBATCH|PBS) ", path.read_text())]
     assert len(scripts) > 25
     line = "export HF_HUB_OFFLINE=1 TRANSFORMERS_OFFLINE=1 HF_DATASETS_OFFLINE=1 #"
@@ -171,33 +169,33 @@ def test_no_job_waits_for_an_internet_that_is_not_there():
     assert wrong == []
 
 
-def test_one_script_for_any_number_of_nodes():
-    """The scripts of several nodes differ in what they ask for, and in nothing that they do."""
+def test_job_scripts_for_several_nodes_differ_only_in_their_directives():
+    """The commands are the same; only the request for nodes and GPUs differs."""
     scripts = [LAUNCH, *(SOLUTIONS / f"launch_ddp_{shape}.sh" for shape in ("2N4G", "4N4G", "2N8G"))]
     assert len({path.read_text().partition("\nset -euo pipefail\n")[2] for path in scripts}) == 1
 
 
-def test_the_program_is_the_one_of_stage_02():
-    """Whoever has not solved stage 02 loses nothing: but for its head and one option more, it is exercise 2's solution."""
+def test_the_program_is_the_solution_of_stage_02():
+    """Except for its docstring and one more option it is the solution of exercise 2, so stage 02 need not be solved first."""
     ours, theirs = ((path.read_text().split('"""\n', 1)[1]) for path in (STAGE / "multigpu_torchrun.py", runs.TORCHRUN))
     ours = ours.replace("positive_float, ", "").replace("lr=args.learning_rate", "lr=1e-3")
     ours = "\n".join(line for line in ours.splitlines() if "--learning-rate" not in line)
     assert ours == theirs.rstrip("\n")
 
 
-# -- the check: its mistakes and other styles are in check/rules/test_jobs.py
+# -- the check: its mistakes and correct styles are in check/rules/test_jobs.py
 
 
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("echo hello\n", "has to begin with #!"),
-        ("#!/bin/bash\r\necho hello\r\n", "line ends of Windows"),
-        ("#!/bin/bash\nif true; then\n", "bash cannot read it"),
+        ("echo hello\n", "must begin with #!"),
+        ("#!/bin/bash\r\necho hello\r\n", "Windows line endings"),
+        ("#!/bin/bash\nif true; then\n", "bash cannot read the script"),
         ("#!/bin/bash\n#PBS -l select=1\n", "is for PBS"),
     ],
 )
-def test_what_cannot_be_a_job_script(text, words, tmp_path):
+def test_a_file_that_is_not_a_job_script_is_refused(text, words, tmp_path):
     script = tmp_path / "job.sh"
     script.write_bytes(text.encode())
     with pytest.raises(UserError, match=words):
@@ -207,26 +205,26 @@ def test_what_cannot_be_a_job_script(text, words, tmp_path):
 
 
 @runs.needs_cluster
-def test_where_only_a_controller_is_possible_the_request_is_judged(monkeypatch):
+def test_without_namespaces_the_check_still_judges_the_request(monkeypatch):
     def no_namespaces(*_, **__):
-        raise UserError("this system lets only root make namespaces")
+        raise UserError("this system lets only root create namespaces")
 
     monkeypatch.setattr(practice, "up", no_namespaces)
     *_, verdict = check_file(LAUNCH)
     assert verdict.findings == []
-    assert "only root make namespaces" in verdict.unchecked[0]
+    assert "only root create namespaces" in verdict.unchecked[0]
     assert [goal for goal, state in verdict.states().items() if state == "met"] == [1]
     *_, verdict = check_file(STAGE / LAUNCH.name)
     assert [finding.kind for finding in verdict.findings] == ["job-shape"]
-    assert "1 node with 4 GPUs and 1 task each, 8 cores a task" in verdict.findings[0].seen
+    assert "1 node with 4 GPUs and 1 task each, 8 cores per task" in verdict.findings[0].seen
 
 
-def test_without_slurm_the_check_says_what_it_could_not_do(monkeypatch):
+def test_without_slurm_the_check_says_what_it_could_not_check(monkeypatch):
     monkeypatch.setattr(practice, "SEARCH_PATH", "/nowhere")
     monkeypatch.setattr("workshop.slurm.model.SEARCH_PATH", "/nowhere")
     *_, verdict = check_file(LAUNCH)
     assert verdict.findings == []
-    assert "needs programs that are not here" in verdict.unchecked[0]
+    assert "needs programs that are not installed" in verdict.unchecked[0]
     assert set(verdict.states().values()) == {"unjudged"}
 
 
@@ -234,9 +232,13 @@ def test_without_slurm_the_check_says_what_it_could_not_do(monkeypatch):
 
 
 def killed_and_finished(cluster, folder, victim, epoch, reference):
-    """Run the requeue script, kill a node of its job, and compare with a run that was left in peace."""
+    """Run the requeue script, kill a node of its job, and compare the result with that of an uninterrupted job."""
     trial = Trial(SOLUTIONS / "exercise3_requeue.sh", folder, cluster, None)
-    shape = ["--nodes=2", "--gpus-per-node=1", "--cpus-per-task=2"]  # two processes: equal bit for bit
+    shape = [
+        "--nodes=2",
+        "--gpus-per-node=1",
+        "--cpus-per-task=2",
+    ]  # two processes, so that the results are equal bit for bit
     job = trial.submit(shape, ["--epochs", "6", "--batch-size", "64", "--checkpoint", "run.pt"])
     assert trial.follow(job, until=lambda job: f"epoch {epoch}/6" in job.output), job.output
     node = job.nodes[victim]
@@ -247,14 +249,16 @@ def killed_and_finished(cluster, folder, victim, epoch, reference):
     cluster.fault("heal", node)
     assert job.state == "COMPLETED", job.output
     assert job.restarts == 1
-    assert [entry["epoch"] for entry in read_log(trial.folder / "run.pt")] == list(range(6)), "each epoch once"
+    assert [entry["epoch"] for entry in read_log(trial.folder / "run.pt")] == list(range(6)), (
+        "the log must have each epoch once"
+    )
     assert job.output.count("training on cpu from epoch") == 2
     assert runs.largest_difference(trial.folder / "run.pt", reference) == 0.0
 
 
 @pytest.fixture(scope="module")
 def left_in_peace(cluster, tmp_path_factory):
-    """The checkpoint of the requeue script's training on two nodes with one process each."""
+    """The checkpoint of an uninterrupted job of the requeue script, on two nodes with one process each."""
     trial = Trial(SOLUTIONS / "exercise3_requeue.sh", tmp_path_factory.mktemp("peace"), cluster, None)
     shape = ["--nodes=2", "--gpus-per-node=1", "--cpus-per-task=2"]
     job = done(trial, "--epochs", 6, "--batch-size", 64, "--checkpoint", "run.pt", options=shape)
@@ -263,13 +267,13 @@ def left_in_peace(cluster, tmp_path_factory):
 
 
 @pytest.mark.full
-def test_a_dead_node_costs_an_epoch_and_nothing_else(cluster, tmp_path, left_in_peace):
+def test_a_dead_node_costs_only_the_interrupted_epoch(cluster, tmp_path, left_in_peace):
     killed_and_finished(cluster, tmp_path, victim=1, epoch=2, reference=left_in_peace)
 
 
 @pytest.mark.full
-def test_10_nodes_killed_in_a_row(cluster, tmp_path, left_in_peace, record_property):
-    """Now the node with the batch script, now the other one, in any epoch."""
+def test_a_job_recovers_from_10_nodes_killed_in_a_row(cluster, tmp_path, left_in_peace, record_property):
+    """Kill in turn the node of the batch script and the other node, in a random epoch."""
     chance = random.Random(0)
     table = []
     for number in range(10):

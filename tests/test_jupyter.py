@@ -1,4 +1,4 @@
-"""JupyterLab in a browser, cells in several processes, and the runners inside a batch job."""
+"""JupyterLab in a browser, cells that run in several processes, and runners inside a batch job."""
 
 import json
 import re
@@ -25,14 +25,14 @@ LAB = [sys.executable, "-P", "-m", "workshop", "lab", "--no-browser"]
 
 @pytest.fixture
 def copy(tmp_path):
-    """The workshop in a folder of its own."""
+    """A copy of the workshop in a separate folder."""
     ignored = shutil.ignore_patterns("runs", "__pycache__", ".git", ".venv*", ".jupyter", "tests", ".*_cache")
     return shutil.copytree(runs.ROOT, tmp_path / "workshop", ignore=ignored)
 
 
 @pytest.fixture
 def lab(copy):
-    """Starts ``workshop lab`` in the copy; what it started has ended after the test."""
+    """A function that starts ``workshop lab`` in the copy; all its processes end with the test."""
     started = []
 
     def start(*options, **env):
@@ -53,7 +53,7 @@ def lab(copy):
 
 
 def address(running) -> tuple[str, str]:
-    """Where a lab listens, and its token, as soon as it answers."""
+    """Wait until a lab answers; return its address and its token."""
     running.wait_for("token=", timeout=20)
     url, token = re.search(r"(http://[^/]+)/lab/\S*\?token=(\w+)", running.text()).groups()
     deadline = time.monotonic() + 120
@@ -76,7 +76,7 @@ def status(url) -> int:
 # ---------------------------------------------------------------- workshop lab
 
 
-def test_lab_wants_its_token_whatever_the_home_folder_says(lab, copy):
+def test_lab_requires_its_token_despite_settings_in_the_home_folder(lab, copy):
     settings = copy.parent / "home" / ".jupyter"
     settings.mkdir(parents=True)
     (settings / "jupyter_server_config.py").write_text(
@@ -92,7 +92,7 @@ def test_lab_wants_its_token_whatever_the_home_folder_says(lab, copy):
     assert kernel["spec"]["display_name"] == "Workshop"
     assert kernel["spec"]["argv"][0] == sys.executable
     assert kernel["spec"]["env"]["PYTHONPATH"] == str(copy)
-    # Nobody else on the machine can read the token: not in the list of processes, not in a file.
+    # Other users of the machine cannot read the token in the list of processes or in a file.
     family = [psutil.Process(running.process.pid), *psutil.Process(running.process.pid).children(recursive=True)]
     assert token not in runs.command_lines(family)
     assert (copy / ".jupyter").stat().st_mode & 0o077 == 0
@@ -100,14 +100,14 @@ def test_lab_wants_its_token_whatever_the_home_folder_says(lab, copy):
     assert listening == {"127.0.0.1"}
 
 
-def test_lab_at_a_port_that_is_taken(lab):
+def test_lab_refuses_a_taken_port_and_by_default_finds_a_free_one(lab):
     url, _ = address(lab())
     port = url.rpartition(":")[2]
     second = lab("--port", port)
     assert second.wait(20) == 2
     assert second.text().count("\n") == 1
     assert f"port {port} is taken" in second.text()
-    other, _ = address(lab())  # without a wish it takes the next one
+    other, _ = address(lab())  # without --port it uses the next free port
     assert other != url
 
 
@@ -119,14 +119,14 @@ def test_lab_at_a_port_that_is_taken(lab):
         (["--port", "0"], "0"),
     ],
 )
-def test_lab_with_options_that_cannot_be(options, words, lab):
+def test_lab_reports_impossible_options_in_one_line(options, words, lab):
     running = lab(*options)
     assert running.wait(20) == 2
     assert words in running.text()
     assert running.text().count("\n") == 1
 
 
-def test_lab_without_the_notebooks_packages(monkeypatch):
+def test_lab_names_the_packages_that_are_missing(monkeypatch):
     from workshop.errors import UserError
     from workshop.jupyter import lab
 
@@ -135,7 +135,7 @@ def test_lab_without_the_notebooks_packages(monkeypatch):
         lab.run_lab(None, "127.0.0.1", browser=False)
 
 
-def test_lab_on_a_full_disk(lab, copy):
+def test_lab_reports_a_full_disk(lab, copy):
     (copy / "sitecustomize.py").write_text(
         "import shutil\nusage = shutil.disk_usage\nshutil.disk_usage = lambda path: usage(path)._replace(free=1000)\n"
     )
@@ -145,7 +145,7 @@ def test_lab_on_a_full_disk(lab, copy):
 
 
 def browser():
-    """Debian's Chromium, which Playwright drives."""
+    """Return the path of Chrome, or of the Chromium of Debian, for Playwright."""
     if path := shutil.which("google-chrome"):
         return path
     require("chromium")
@@ -153,7 +153,7 @@ def browser():
 
 
 def run_all_cells(page, address, notebook, seconds, seconds_for_first) -> nbformat.NotebookNode | None:
-    """Opens a notebook and runs all cells: what JupyterLab saved then, or None if no cell has run after ``seconds_for_first``."""
+    """Run all cells of a notebook; return what JupyterLab saved, or None if no cell has run after ``seconds_for_first``."""
     page.goto(address)
     kernel = page.locator(".jp-NotebookPanel-toolbar .jp-Notebook-ExecutionIndicator")
     page.get_by_role("heading", name="01 One device").wait_for(timeout=60_000)
@@ -164,7 +164,7 @@ def run_all_cells(page, address, notebook, seconds, seconds_for_first) -> nbform
     while True:
         page.keyboard.press("Control+s")
         time.sleep(2)
-        # A cell that has run shows its number; the notebook is saved when all have.
+        # A cell that has run has an execution count; the notebook is complete when all cells have one.
         saved = nbformat.read(notebook, as_version=4)
         cells = [cell for cell in saved.cells if cell.cell_type == "code"]
         if all(cell.execution_count for cell in cells) and cells[-1].outputs:
@@ -184,7 +184,7 @@ def run_all_cells(page, address, notebook, seconds, seconds_for_first) -> nbform
 
 
 @pytest.mark.full
-def test_notebook_01_in_a_browser(lab, copy, record_property):
+def test_notebook_01_runs_in_a_browser(lab, copy, record_property):
     from playwright.sync_api import sync_playwright
 
     path = browser()
@@ -192,7 +192,7 @@ def test_notebook_01_in_a_browser(lab, copy, record_property):
     count = sum(cell.cell_type == "code" for cell in nbformat.read(notebook, as_version=4).cells)
     with sync_playwright() as playwright:
         chromium = playwright.chromium.launch(executable_path=path, args=["--no-sandbox"])
-        # On a machine that starved it, JupyterLab once ran no cell at all: a user would start it again.
+        # On an overloaded machine JupyterLab once ran no cell at all. A user would start it again, so try twice.
         for _ in range(2):
             begun = time.monotonic()
             running = lab()
@@ -206,12 +206,12 @@ def test_notebook_01_in_a_browser(lab, copy, record_property):
                 break
             page.close()
             running.end()
-        assert saved is not None, "no cell ran, twice"
+        assert saved is not None, "no cell ran in two attempts"
         record_property("seconds", round(time.monotonic() - begun))
         pictures = page.locator("img[alt^='Bars']")
         pictures.last.scroll_into_view_if_needed()
         assert pictures.last.evaluate("picture => picture.naturalWidth") > 300
-        screenshots = runs.ROOT / "runs" / "screenshots"  # to look at
+        screenshots = runs.ROOT / "runs" / "screenshots"  # for a person to look at
         screenshots.mkdir(parents=True, exist_ok=True)
         page.screenshot(path=screenshots / "notebook-01.png")
         chromium.close()
@@ -232,7 +232,7 @@ def ranks():
     started.end()
 
 
-def test_variables_stay_and_ranks_meet(ranks):
+def test_ranks_keep_their_variables_and_communicate(ranks):
     first = ranks.run("x = torch.ones(2) * rank\nprint(world_size)")
     assert [result["output"] for result in first] == ["3\n"] * 3
     second = ranks.run("dist.all_reduce(x)\nshow('sum', x)")
@@ -249,7 +249,7 @@ def test_variables_stay_and_ranks_meet(ranks):
         ("if rank:\n    dist.barrier()", ["", "line 2: RuntimeError: ", "line 2: RuntimeError: "]),
     ],
 )
-def test_an_error_is_told_and_the_next_cell_runs(cell, errors, ranks):
+def test_an_error_is_reported_and_the_next_cell_runs(cell, errors, ranks):
     start = time.monotonic()
     for result, error in zip(ranks.run(cell), errors, strict=True):
         assert result["error"].startswith(error)
@@ -259,7 +259,7 @@ def test_an_error_is_told_and_the_next_cell_runs(cell, errors, ranks):
     assert [result["output"] for result in after] == ["3\n"] * 3
 
 
-def test_a_dead_rank_is_told(ranks):
+def test_a_rank_that_died_is_reported(ranks):
     with pytest.raises(RuntimeError, match="the process of rank 1 has died"):
         ranks.run("import os\nif rank == 1:\n    os._exit(1)")
 
@@ -281,7 +281,7 @@ def test_ranks_end_with_the_kernel():
     kernel.send_signal(signal.SIGKILL)
     kernel.wait()
     _, left = psutil.wait_procs(members, timeout=5)
-    # A zombie has ended; when its new parent asks for its status is not ours to say.
+    # A zombie has ended; the test cannot control when its new parent collects its status.
     assert [process for process in left if process.is_running() and process.status() != psutil.STATUS_ZOMBIE] == []
 
 
@@ -289,8 +289,8 @@ def test_ranks_end_with_the_kernel():
 
 
 @pytest.mark.full
-def test_a_runner_does_not_take_over_the_session_s_job(tmp_path):
-    """A notebook in a batch job hands its variables on to what a cell starts."""
+def test_a_runner_ignores_the_job_variables_of_the_session(tmp_path):
+    """Programs that a cell starts inherit the variables of the batch job in which the notebook runs."""
     job = {
         "SLURM_JOB_ID": 1, "SLURM_NTASKS": 1, "SLURM_PROCID": 0, "SLURM_EXPORT_ENV": "NONE", "SLURM_MEM_PER_NODE": 100,
         "SBATCH_ACCOUNT": "a", "PBS_JOBID": 1, "PBS_NODEFILE": "/nowhere", "PALS_RANKID": 0, "PMI_RANK": 0, "PMI_SIZE": 1,

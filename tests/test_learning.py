@@ -1,4 +1,4 @@
-"""Hints, progress, ``workshop diff`` and ``workshop reset``: nothing given away, nothing lost, nobody stopped."""
+"""Hints, progress, ``workshop diff`` and ``workshop reset``: hints do not reveal the solution, and no work is lost."""
 
 import io
 import json
@@ -26,16 +26,16 @@ each_exercise = pytest.mark.parametrize("exercise", EXERCISES, ids=lambda exerci
 
 @pytest.fixture(autouse=True)
 def record(tmp_path, monkeypatch) -> Path:
-    """The progress of a test: never the one of whoever runs it."""
+    """A progress file for the test, so that the progress of the user does not change."""
     path = tmp_path / "progress.json"
     monkeypatch.setenv("WORKSHOP_PROGRESS", str(path))
-    monkeypatch.setenv("COLUMNS", "80")  # a console is as wide as this says
+    monkeypatch.setenv("COLUMNS", "80")  # the width of the console
     return path
 
 
 @pytest.fixture
 def course(tmp_path, monkeypatch) -> Path:
-    """A folder that takes the repository's place, with two exercises and their solutions."""
+    """A folder with two exercises and their solutions that replaces the repository."""
     root = tmp_path / "course"
     for name in (SPAWN, TORCHRUN, RUNNER):
         for path in (Path(name), Path("solutions", name)):
@@ -49,7 +49,7 @@ def course(tmp_path, monkeypatch) -> Path:
 
 
 def git(folder, *arguments) -> str:
-    """git in a test's folder, whatever the surroundings (a hook, say) tell it about another one."""
+    """Run git in the folder of a test, without variables that, for example, a git hook sets for a different repository."""
     env = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}
     env |= {"GIT_CONFIG_GLOBAL": os.devnull, "GIT_CONFIG_NOSYSTEM": "1", "GIT_CEILING_DIRECTORIES": str(folder.parent)}
     who = ("-c", "user.name=Test", "-c", "user.email=test@example.org")
@@ -59,7 +59,7 @@ def git(folder, *arguments) -> str:
 
 @pytest.fixture
 def clone(course) -> Path:
-    """The course as one commit in git."""
+    """The course in a git repository with one commit."""
     git(course, "init", "--quiet", "--initial-branch=main")
     git(course, "add", ".")
     git(course, "commit", "--quiet", "--message=delivered")
@@ -74,7 +74,7 @@ def all_met(exercise) -> dict[int, bool]:
 
 
 def given_away(hints: list[str], solution: str, exercise: str = "") -> list[str]:
-    """The lines of a solution that stand in hints, and not in the exercise already."""
+    """Return the lines of a solution that hints contain and that are not in the exercise."""
     lines = {line.strip() for line in solution.splitlines()} - {line.strip() for line in exercise.splitlines()}
     return [line for line in lines if len(line) >= 12 and any(line in hint for hint in hints)]
 
@@ -89,17 +89,17 @@ def test_every_goal_has_three_hints():
 
 
 @each_exercise
-def test_hints_hold_no_line_of_the_solution(exercise):
+def test_hints_contain_no_line_of_the_solution(exercise):
     given, solution = ("".join(path.read_text() for path in paths) for paths in zip(*exercise.pairs, strict=True))
     hints = [text for three in exercise.hints.values() for text in three]
     assert given_away(hints, solution, given) == []
 
 
-def test_a_hint_that_gives_a_line_away_is_found():
+def test_a_hint_that_contains_a_line_of_the_solution_is_found():
     assert given_away(["then call optimizer.step() once"], "    optimizer.step()\n") == ["optimizer.step()"]
 
 
-def test_hints_lead_on_and_stay_at_the_third(record):
+def test_each_call_shows_the_next_hint_up_to_the_third(record):
     three = of_spawn.hints[2]
     shown = [progress.next_hint(of_spawn, 2) for _ in range(5)]
     assert shown == [(1, three[0]), (2, three[1]), (3, three[2]), (3, three[2]), (3, three[2])]
@@ -107,7 +107,7 @@ def test_hints_lead_on_and_stay_at_the_third(record):
     assert json.loads(record.read_text())[SPAWN]["hints"] == {"2": 3, "1": 1}
 
 
-def test_hint_is_for_the_first_open_goal(capsys):
+def test_hint_without_a_goal_is_for_the_first_open_goal(capsys):
     assert learning.run_hint(SPAWN) == 0
     assert "goal 1: the processes form one process" in capsys.readouterr().out
     progress.record_check(SPAWN, {1: True, 2: False, 3: True, 4: False, KEPT: False})
@@ -118,7 +118,7 @@ def test_hint_is_for_the_first_open_goal(capsys):
     assert "goal 1: " in capsys.readouterr().out
 
 
-def test_hint_says_what_comes_next(capsys):
+def test_a_hint_says_how_to_see_the_next_one(capsys):
     said = []
     for _ in range(3):
         learning.run_hint("exercise1_multigpu", 3)
@@ -127,8 +127,8 @@ def test_hint_says_what_comes_next(capsys):
     assert "Hint 1 of 3\n" in said[0]
     assert f"2 hints left. {again}" in said[0]
     assert f"1 hint left. {again}" in said[1]
-    assert f"No hints left. Try it, and then: ./workshop.sh check {SPAWN}\n" in said[2]
-    # The console wraps the hints, and shows no marks of Markdown.
+    assert f"No hints left. Change your program, then run: ./workshop.sh check {SPAWN}\n" in said[2]
+    # The console wraps the hints and does not show Markdown syntax.
     for text, out in zip(of_spawn.hints[3], said, strict=True):
         assert words(re.sub(r"```\w*", "", text)) in words(out)
 
@@ -138,30 +138,30 @@ def words(text: str) -> str:
 
 
 @pytest.mark.parametrize("goal", [KEPT, 5, -1])
-def test_no_hint_for_such_a_goal(goal, record):
+def test_a_goal_without_hints_is_refused(goal, record):
     with pytest.raises(UserError, match=r"has hints for 1 \(the processes.*4 \(the metrics.*not for goal"):
         learning.run_hint(SPAWN, goal)
     assert not record.exists()
 
 
-def test_hint_where_nothing_can_be_written(tmp_path, monkeypatch, capsys):
+def test_a_hint_is_shown_even_if_progress_cannot_be_written(tmp_path, monkeypatch, capsys):
     (tmp_path / "file").touch()
     monkeypatch.setenv("WORKSHOP_PROGRESS", str(tmp_path / "file" / "progress.json"))
     assert learning.run_hint(SPAWN, 1) == 0
     out = capsys.readouterr().out
     assert "Hint 1 of 3" in out
-    assert "Set WORKSHOP_PROGRESS to a file that can." in out
+    assert "Set WORKSHOP_PROGRESS to a writable file." in out
 
 
 # -- progress
 
 
-def test_progress_lies_in_the_repository_by_default(monkeypatch):
+def test_progress_is_stored_in_the_repository_by_default(monkeypatch):
     monkeypatch.delenv("WORKSHOP_PROGRESS")
     assert progress.progress_path() == ROOT / ".progress.json"
 
 
-def test_progress_survives(record):
+def test_progress_keeps_earlier_checks_and_hints(record):
     assert progress.read_progress() == {}
     progress.record_check(SPAWN, {1: True, 2: False})
     first = progress.read_progress()[SPAWN]
@@ -180,19 +180,19 @@ def test_progress_survives(record):
     assert last[SPAWN]["last_checked"] >= first["last_checked"]
 
 
-def test_the_folder_of_the_progress_is_made(tmp_path, monkeypatch):
+def test_the_folder_of_the_progress_file_is_created(tmp_path, monkeypatch):
     monkeypatch.setenv("WORKSHOP_PROGRESS", str(tmp_path / "new" / "folder" / "progress.json"))
     progress.record_check(SPAWN, {1: True})
     assert progress.read_progress()[SPAWN]["goals"] == {1: True}
 
 
-def test_progress_is_written_at_once_or_not_at_all(record, monkeypatch):
+def test_progress_is_written_atomically(record, monkeypatch):
     progress.record_check(SPAWN, {1: True})
     before = record.read_text()
     seen = []
 
     def replace(source, target):
-        # At this moment a kill leaves the old file; what takes its place is whole.
+        # If the process is killed here, the old file remains. The new file is already complete.
         seen.append((record.read_text() == before, Path(source).parent == record.parent, Path(target) == record))
         assert json.loads(Path(source).read_text())[SPAWN]["goals"] == {"1": False}
         raise PermissionError(13, "Permission denied")
@@ -221,7 +221,7 @@ def test_progress_is_written_at_once_or_not_at_all(record, monkeypatch):
         b'{"x": {"goals": {}, "hints": {}, "first_checked": null, "last_checked": "yesterday"}}',
     ],
 )
-def test_a_damaged_file_stops_nobody(content, record, capsys):
+def test_a_damaged_progress_file_is_renamed_and_replaced(content, record, capsys):
     record.write_bytes(content)
     assert progress.read_progress() == {}
     assert record.with_name("progress.json.damaged").read_bytes() == content
@@ -231,7 +231,7 @@ def test_a_damaged_file_stops_nobody(content, record, capsys):
     assert capsys.readouterr().err == ""
 
 
-def test_a_damaged_file_that_cannot_be_moved(record, monkeypatch):
+def test_a_damaged_progress_file_that_cannot_be_renamed_is_left_alone(record, monkeypatch):
     def replace(source, target):
         raise PermissionError(13, "Permission denied")
 
@@ -243,7 +243,7 @@ def test_a_damaged_file_that_cannot_be_moved(record, monkeypatch):
     assert os.listdir(record.parent) == [record.name]
 
 
-def test_a_folder_in_place_of_the_file_is_left_alone(record):
+def test_a_folder_at_the_path_of_the_progress_file_is_left_alone(record):
     record.mkdir()
     (record / "mine").touch()
     progress.record_check(SPAWN, {1: True})
@@ -271,7 +271,7 @@ def test_next_exercise_is_the_first_not_done():
     assert not progress.is_done("another.py")
 
 
-def test_the_table_of_the_progress():
+def test_the_progress_table_shows_goals_hints_and_times():
     progress.record_check(SPAWN, {1: True, 2: True, 3: False, 4: True, KEPT: False})
     for goal in (3, 3, 1):
         progress.next_hint(of_spawn, goal)
@@ -279,9 +279,9 @@ def test_the_table_of_the_progress():
     progress.show_progress(console)
     lines = console.file.getvalue().splitlines()
     rows = {name: figures for name, *figures in (line.strip().split(maxsplit=3) for line in lines[2:])}
-    assert [*rows] == [exercise.name for exercise in EXERCISES]  # not cut off on a narrow terminal
+    assert [*rows] == [exercise.name for exercise in EXERCISES]  # a narrow terminal does not truncate the names
     assert rows[SPAWN][:2] == ["3/5", "3"]
-    assert re.fullmatch(r"\d\d:\d\d|\d\d \w+", rows[SPAWN][2])  # (a day at midnight)
+    assert re.fullmatch(r"\d\d:\d\d|\d\d \w+", rows[SPAWN][2])  # the date, if midnight passes during the test
     assert rows[TORCHRUN] == ["0/4", "0", "not yet"]
 
 
@@ -295,7 +295,7 @@ def test_the_table_of_the_progress():
         (str(ROOT / SPAWN), SPAWN),
         (f"solutions/{SPAWN}", SPAWN),
         (RUNNER, TORCHRUN),
-        ("exercise1_multigpu", SPAWN),  # the whole name of one, and no part of another
+        ("exercise1_multigpu", SPAWN),  # the full name of one exercise, and part of no other name
         ("exercise1_multigpu.py", SPAWN),
         ("torchrun", TORCHRUN),
         ("global", "02_pytorch_ddp/exercise3_global_metrics.py"),
@@ -304,12 +304,12 @@ def test_the_table_of_the_progress():
         ("01_single_gpu/exercise1_fast_single_gpu.py", "01_single_gpu/exercise1_fast_single_gpu.py"),
     ],
 )
-def test_what_names_an_exercise(text, name, tmp_path, monkeypatch):
+def test_an_exercise_is_found_by_path_or_by_name(text, name, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert learning.resolve_exercise(text).name == name
 
 
-def test_a_path_from_the_current_folder(monkeypatch):
+def test_a_path_is_relative_to_the_current_folder(monkeypatch):
     monkeypatch.chdir(ROOT / "solutions")
     assert learning.resolve_exercise(Path("..", SPAWN)).name == SPAWN
     monkeypatch.chdir(ROOT / "02_pytorch_ddp")
@@ -325,28 +325,28 @@ def test_a_path_from_the_current_folder(monkeypatch):
         ("", [SPAWN, TORCHRUN], "nothing"),
     ],
 )
-def test_ambiguous_names(text, some, other):
-    with pytest.raises(UserError, match="say which") as error:
+def test_an_ambiguous_name_lists_the_exercises_that_match(text, some, other):
+    with pytest.raises(UserError, match="give the full name") as error:
         learning.resolve_exercise(text)
     assert all(name in str(error.value) for name in some)
     assert other not in str(error.value)
 
 
 @pytest.mark.parametrize("text", ["exercise9", "01_single_gpu/single_gpu.py", "README.md", "x" * 5000])
-def test_no_exercise(text):
+def test_an_unknown_name_lists_all_exercises(text):
     with pytest.raises(UserError, match="the exercises are: ") as error:
         learning.resolve_exercise(text)
     assert all(exercise.name in str(error.value) for exercise in EXERCISES)
 
 
-def test_another_program_is_no_part_of_a_name(monkeypatch):
+def test_the_name_of_a_different_program_matches_no_exercise(monkeypatch):
     monkeypatch.chdir(ROOT / "01_single_gpu")
     with pytest.raises(UserError, match=r"single_gpu\.py is not an exercise"):
         learning.resolve_exercise("single_gpu.py")
 
 
 @pytest.mark.parametrize("command", [learning.run_hint, learning.run_diff, learning.run_reset])
-def test_without_the_stages(command, tmp_path, monkeypatch):
+def test_hint_diff_and_reset_need_the_stages(command, tmp_path, monkeypatch):
     monkeypatch.setattr("workshop.repository.ROOT", tmp_path)
     with pytest.raises(UserError, match="the stages are not beside the installed package"):
         command(SPAWN)
@@ -355,26 +355,26 @@ def test_without_the_stages(command, tmp_path, monkeypatch):
 # -- diff
 
 
-def test_diff_waits_until_all_goals_are_met(capsys):
+def test_diff_is_refused_until_all_goals_are_met(capsys):
     with pytest.raises(
         UserError, match=r"open goals.*1 \(the processes.*4 \(the metrics.*0 \(the model learns.*--solution"
     ):
         learning.run_diff(SPAWN)
     progress.record_check(SPAWN, {1: True, 2: False, 3: True, 4: True, KEPT: True})
-    with pytest.raises(UserError, match=r"open goals: 2 \([^()]*\); have it checked, or add --solution"):
+    with pytest.raises(UserError, match=r"open goals: 2 \([^()]*\); check it, or add --solution"):
         learning.run_diff(SPAWN)
     assert capsys.readouterr().out == ""
 
 
 @pytest.mark.parametrize("force", [False, True])
-def test_diff_to_the_solution(force, capsys):
+def test_diff_compares_with_the_solution(force, capsys):
     if not force:
         progress.record_check(SPAWN, {1: True, 2: True, 3: True, 4: True, KEPT: True})
     assert learning.run_diff(SPAWN, force) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[:2] == [f"--- {SPAWN}", f"+++ solutions/{SPAWN}"]
     mine, solution = (ROOT / SPAWN).read_text().splitlines(), (ROOT / "solutions" / SPAWN).read_text().splitlines()
-    # Unwrapped, unchanged: what is in the diff is in the files.
+    # The diff shows the lines of the files, not wrapped and not changed.
     assert {line[1:] for line in lines[2:] if line.startswith("-")} <= set(mine)
     assert {line[1:] for line in lines[2:] if line.startswith("+")} <= set(solution)
     assert {line[1:] for line in lines[2:] if line.startswith("+")} >= set(solution) - set(mine)
@@ -390,13 +390,13 @@ def test_diff_shows_the_runner_only_if_it_differs(capsys):
     assert "../../workshop" not in out
 
 
-def test_diff_of_the_solution_itself(course, capsys):
+def test_diff_says_when_the_file_is_identical_to_the_solution(course, capsys):
     shutil.copy(course / "solutions" / SPAWN, course / SPAWN)
     learning.run_diff(SPAWN, force=True)
-    assert capsys.readouterr().out == f"{SPAWN} is the solution, line for line\n"
+    assert capsys.readouterr().out == f"{SPAWN} is identical to the solution\n"
 
 
-def test_diff_is_coloured_on_a_terminal_and_takes_nothing_for_markup(course, monkeypatch):
+def test_diff_is_coloured_on_a_terminal_and_interprets_no_markup(course, monkeypatch):
     console = Console(file=io.StringIO(), force_terminal=True, color_system="standard", highlight=False, width=40)
     monkeypatch.setattr(learning, "_console", lambda: console)
     (course / SPAWN).write_text("a[bold]b :smile: \xe4\n" + (course / "solutions" / SPAWN).read_text())
@@ -404,12 +404,12 @@ def test_diff_is_coloured_on_a_terminal_and_takes_nothing_for_markup(course, mon
     assert "\x1b[31m-a[bold]b :smile: \xe4\x1b[0m\n" in console.file.getvalue()
 
 
-def test_diff_without_a_file(course):
+def test_diff_reports_a_missing_file(course):
     (course / "solutions" / SPAWN).unlink()
     with pytest.raises(UserError, match=r"cannot read .*solutions/.*exercise1_multigpu.py"):
         learning.run_diff(SPAWN, force=True)
     (course / SPAWN).unlink()
-    with pytest.raises(UserError, match=r"is not there; put it back with: \./workshop\.sh reset"):
+    with pytest.raises(UserError, match=r"does not exist; restore it with: \./workshop\.sh reset"):
         learning.run_diff(SPAWN, force=True)
 
 
@@ -435,16 +435,16 @@ def test_reset_keeps_what_the_learner_wrote(clone, capsys):
     assert not exercise.with_name("exercise2_multigpu_torchrun.mine-3.py").exists()
     assert (exercise.read_bytes(), runner.read_bytes()) == delivered
     assert not list(clone.rglob("*.tmp"))
-    assert git(clone, "diff", "--stat") == ""  # the runner is executable again, too
+    assert git(clone, "diff", "--stat") == ""  # the runner is executable again
 
 
-def test_reset_of_what_has_not_been_changed(clone, capsys):
+def test_reset_of_an_unchanged_exercise_does_nothing(clone, capsys):
     learning.run_reset(SPAWN)
-    assert "nothing to put back" in capsys.readouterr().out
+    assert "nothing to restore" in capsys.readouterr().out
     assert git(clone, "status", "--short") == ""
 
 
-def test_reset_brings_a_deleted_exercise_back(clone, capsys):
+def test_reset_restores_a_deleted_exercise(clone, capsys):
     (clone / TORCHRUN).unlink()
     (clone / RUNNER).unlink()
     learning.run_reset(TORCHRUN)
@@ -452,14 +452,14 @@ def test_reset_brings_a_deleted_exercise_back(clone, capsys):
     assert "kept" not in capsys.readouterr().out
 
 
-def test_reset_looks_past_the_learners_own_commits(clone, tmp_path, monkeypatch, capsys):
+def test_reset_restores_the_delivered_version_despite_commits_of_the_learner(clone, tmp_path, monkeypatch, capsys):
     origin = tmp_path / "origin"
     clone.rename(origin)
     git(tmp_path, "clone", "--quiet", str(origin), str(clone))
     delivered = (clone / SPAWN).read_text()
     (clone / SPAWN).write_text("mine\n")
     git(clone, "commit", "--quiet", "--all", "--message=mine")
-    # What the course has published since, and this clone has not merged, is not what was delivered here.
+    # A newer version that the clone has fetched but not merged is not the version that was delivered.
     (origin / SPAWN).write_text("newer\n")
     git(origin, "commit", "--quiet", "--all", "--message=newer")
     git(clone, "fetch", "--quiet")
@@ -470,19 +470,19 @@ def test_reset_looks_past_the_learners_own_commits(clone, tmp_path, monkeypatch,
     assert git(clone, "rev-parse", "--short", "HEAD~1") in capsys.readouterr().out
 
 
-def test_reset_where_git_knows_nothing(course, monkeypatch):
+def test_reset_outside_of_a_git_repository_is_refused(course, monkeypatch):
     monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(course.parent))
     (course / SPAWN).write_text("mine\n")
-    with pytest.raises(UserError, match=r"git cannot tell .*not a git repository.*a fresh clone of the course"):
+    with pytest.raises(UserError, match=r"git does not have .*not a git repository.*a fresh clone of the course"):
         learning.run_reset(SPAWN)
     monkeypatch.setenv("PATH", str(course))
-    with pytest.raises(UserError, match=r"git does not run: No such file or directory.*a fresh clone of the course"):
+    with pytest.raises(UserError, match=r"git cannot be started: No such file or directory.*a fresh clone"):
         learning.run_reset(SPAWN)
     assert (course / SPAWN).read_text() == "mine\n"
 
 
-def test_reset_of_a_file_that_git_has_not(clone):
-    with pytest.raises(UserError, match="git cannot tell what 02_pytorch_ddp/exercise3_global_metrics"):
+def test_reset_of_a_file_unknown_to_git_is_refused(clone):
+    with pytest.raises(UserError, match="git does not have the original 02_pytorch_ddp/exercise3_global_metrics"):
         learning.run_reset("exercise3_global")
 
 
@@ -492,6 +492,6 @@ def test_reset_that_cannot_write_changes_nothing(clone, monkeypatch):
 
     (clone / SPAWN).write_text("mine\n")
     monkeypatch.setattr(learning.shutil, "copy2", copy2)
-    with pytest.raises(UserError, match=r"cannot put .* back: .*Permission denied"):
+    with pytest.raises(UserError, match=r"cannot restore .*: .*Permission denied"):
         learning.run_reset(SPAWN)
     assert (clone / SPAWN).read_text() == "mine\n"

@@ -1,4 +1,4 @@
-"""Stage 03: Lightning trains what stage 02 trains, carries on exactly, and works under every launcher and on a real Slurm."""
+"""Stage 03: Lightning trains like stage 02, resumes exactly, and works under every launcher and on a real Slurm."""
 
 import json
 import os
@@ -26,7 +26,7 @@ TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--np
 
 
 def fit(script, folder, *options, launcher=(sys.executable,), checkpoint="run.ckpt", **env) -> list[dict]:
-    """Train in ``folder`` and return the epochs of the log. Fails unless the run ended well and really trained."""
+    """Train in ``folder`` and return the epochs of the log. Fail unless the run succeeds and trains at least one epoch."""
     done = runs.run([*launcher, script, *options, "--checkpoint", checkpoint], folder, **env)
     assert done.returncode == 0, done.stdout + done.stderr
     assert (folder / checkpoint).exists()
@@ -34,7 +34,7 @@ def fit(script, folder, *options, launcher=(sys.executable,), checkpoint="run.ck
 
 
 def difference(first, second) -> float:
-    """The largest difference between the weights of two checkpoints."""
+    """Return the largest difference between the parameters of two checkpoints."""
     a, b = (runs.load(path)["state_dict"] for path in (first, second))
     assert a.keys() == b.keys()
     return max((a[name] - b[name]).abs().max().item() for name in a)
@@ -42,15 +42,15 @@ def difference(first, second) -> float:
 
 @pytest.fixture(scope="module")
 def two(tmp_path_factory):
-    """The folder of exercise 1's solution on two devices, three epochs of the digits."""
+    """The folder of a run of the solution of exercise 1: two devices, three epochs of the digits."""
     folder = tmp_path_factory.mktemp("two")
     fit(MNIST, folder, "--epochs", 3, "--devices", 2)
     return folder
 
 
 @pytest.mark.full
-def test_it_is_the_training_of_stage_02(two, torchrun):
-    """The same losses in every step, the same accuracy, and the weights of the same parameters."""
+def test_lightning_trains_like_stage_02(two, torchrun):
+    """Both have the same losses in every step, the same accuracy, and the same parameters at the end."""
     epochs = runs.read_log(two / "run.ckpt")
     assert [entry["processes"] for entry in epochs] == [2, 2, 2]
     assert runs.losses(epochs) == pytest.approx(runs.losses(torchrun.epochs), abs=1e-4)
@@ -71,13 +71,13 @@ def test_it_is_the_training_of_stage_02(two, torchrun):
     ],
 )
 @pytest.mark.full
-def test_one_curve_whoever_starts_it(options, launcher, two, tmp_path):
+def test_losses_are_the_same_with_one_device_and_with_torchrun(options, launcher, two, tmp_path):
     epochs = fit(MNIST, tmp_path, "--epochs", 2, *options, launcher=launcher)
     assert runs.losses(epochs) == pytest.approx(runs.losses(runs.read_log(two / "run.ckpt"))[: 2 * 11], abs=1e-4)
 
 
 @pytest.mark.full
-def test_accuracy_is_exact_where_the_test_set_does_not_divide(tmp_path):
+def test_accuracy_is_exact_when_the_test_set_does_not_divide_evenly(tmp_path):
     (entry,) = fit(MNIST, tmp_path, "--epochs", 1, "--devices", 2, TEST_PATCH="odd_test_set")
     weights = runs.load(tmp_path / "run.ckpt")["state_dict"]
     plain = {name.removeprefix("model."): weight for name, weight in weights.items()}
@@ -85,31 +85,31 @@ def test_accuracy_is_exact_where_the_test_set_does_not_divide(tmp_path):
     assert entry["accuracy"] == pytest.approx(true_accuracy(tmp_path / "plain.pt", samples=357), abs=1e-6)
 
 
-@pytest.mark.full  # every day the check of the solutions shows it
+@pytest.mark.full  # the daily check of the solutions covers it
 @pytest.mark.parametrize("script", [MNIST, FSDP2], ids=["ddp", "fsdp2"])
-def test_it_carries_on_as_if_it_had_never_stopped(script, two, tmp_path):
+def test_a_resumed_run_ends_like_an_uninterrupted_one(script, two, tmp_path):
     fit(script, tmp_path, "--epochs", 1, "--devices", 2)
     fit(script, tmp_path, "--epochs", 3, "--devices", 2)
     epochs, whole = runs.read_log(tmp_path / "run.ckpt"), runs.read_log(two / "run.ckpt")
     assert [entry["epoch"] for entry in epochs] == [0, 1, 2]
-    # FSDP2 sums in another order than DDP: its checkpoint holds the same weights but for rounding.
+    # FSDP2 sums in a different order than DDP, so its parameters differ by rounding.
     assert difference(tmp_path / "run.ckpt", two / "run.ckpt") <= (0.0 if script == MNIST else 1e-4)
     assert runs.losses(epochs) == pytest.approx(runs.losses(whole), abs=1e-4)
 
 
 @pytest.mark.full
-def test_fsdp2_shards_and_its_checkpoint_is_whole(tmp_path):
-    """A checkpoint of two processes goes on with one, and holds plain tensors."""
+def test_one_process_resumes_the_whole_checkpoint_of_fsdp2(tmp_path):
+    """A checkpoint of two processes contains plain tensors, and one process resumes from it."""
     fit(FSDP2, tmp_path, "--epochs", 1, "--devices", 2)
     weights = runs.load(tmp_path / "run.ckpt")["state_dict"]
     assert all(type(weight) is torch.Tensor for weight in weights.values())
     epochs = fit(FSDP2, tmp_path, "--epochs", 2, "--devices", 1, "--batch-size", 128)
     assert [entry["processes"] for entry in epochs] == [2, 1]
-    assert epochs[1]["losses"][0] < epochs[0]["losses"][0] / 2, "it goes on from what was learned"
+    assert epochs[1]["losses"][0] < epochs[0]["losses"][0] / 2, "the run did not resume from the checkpoint"
 
 
 def test_the_log_has_the_loss_of_each_step(tmp_path, monkeypatch):
-    """Seven batches whose losses are 0 to 6, three to a step: the log has their means."""
+    """The losses of seven batches are 0 to 6, and a step has three batches: the log has the mean of each step."""
     from workshop.training.lightning import EpochReport
 
     class Counting(lightning.LightningModule):
@@ -134,11 +134,11 @@ def test_the_log_has_the_loss_of_each_step(tmp_path, monkeypatch):
     assert runs.losses(runs.read_log(tmp_path / "run.ckpt")) == pytest.approx([1.0, 4.0, 6.0])
 
 
-# ---------------------------------------------------------------- exercise 2, and who starts its processes
+# ---------------------------------------------------------------- exercise 2 and its launchers
 
 
 def start_tasks(folder, *options, tasks=2, **env):
-    """Start the solution of exercise 2 as srun would, on this machine; the outputs of the tasks."""
+    """Start the solution of exercise 2 on this machine as srun would; return the status and output of each task."""
     number = {"SLURM_JOB_ID": str(os.getpid()), "SLURM_NTASKS": str(tasks), "SLURM_STEP_NUM_TASKS": str(tasks)}
     command = [sys.executable, CIFAR10, "--checkpoint", "run.ckpt", *options]
     started = [
@@ -150,22 +150,22 @@ def start_tasks(folder, *options, tasks=2, **env):
 
 @pytest.fixture(scope="module")
 def resnet(tmp_path_factory):
-    """The folder of exercise 2's solution in a session that is a Slurm job of one task, two epochs on two devices."""
+    """The folder of a run of the solution of exercise 2 in a session that is a Slurm job of one task: two epochs, two devices."""
     folder = tmp_path_factory.mktemp("resnet")
     fit(CIFAR10, folder, "--epochs", 2, "--devices", 2, **SESSION)
     return folder
 
 
 @pytest.mark.full
-def test_in_a_session_that_is_a_job(resnet):
+def test_lightning_trains_in_a_session_that_is_a_job(resnet):
     epochs = runs.read_log(resnet / "run.ckpt")
     assert [entry["processes"] for entry in epochs] == [2, 2]
-    assert epochs[1]["losses"][-1] < epochs[0]["losses"][0] / 4, "it learns"
+    assert epochs[1]["losses"][-1] < epochs[0]["losses"][0] / 4, "the training does not learn"
 
 
 @pytest.mark.full
-def test_what_it_leaves(resnet):
-    """The last checkpoint and the best, the log, and a table of rate and speed from rank 0."""
+def test_a_run_writes_checkpoints_a_log_and_metrics(resnet):
+    """A run writes the last and the best checkpoint, the log, and a table of learning rate and speed from rank 0."""
     assert {"run.ckpt", "run-best.ckpt", "run.jsonl", "run-metrics"} <= {path.name for path in resnet.iterdir()}
     (table,) = resnet.rglob("metrics.csv")
     names, *rows = (line.split(",") for line in table.read_text().splitlines())
@@ -178,7 +178,7 @@ def test_what_it_leaves(resnet):
 
 @pytest.mark.full
 @pytest.mark.parametrize("start", ["torchrun", "srun"])
-def test_the_same_under_every_launcher(start, resnet, tmp_path):
+def test_losses_are_the_same_under_every_launcher(start, resnet, tmp_path):
     options = ["--epochs", 2, "--devices", 2]
     if start == "torchrun":
         fit(CIFAR10, tmp_path, *options, launcher=TORCHRUN)
@@ -192,48 +192,48 @@ def test_the_same_under_every_launcher(start, resnet, tmp_path):
 # ---------------------------------------------------------------- bad input
 
 WRONG_LAUNCHER = {
-    "torchrun of another number": (
+    "torchrun with a different number": (
         {"TORCHELASTIC_RUN_ID": "x", "WORLD_SIZE": "3"},
         (2, 1),
-        "torchrun has started 3 processes, where --nodes 1 --devices 2 says 2; change these options, "
-        "or start it with torchrun --standalone --nproc-per-node=2",
+        "torchrun started 3 processes, but --nodes 1 --devices 2 asks for 2; change these options, "
+        "or start the program with torchrun --standalone --nproc-per-node=2",
     ),
     "torchrun on one node of two": (
         {"TORCHELASTIC_RUN_ID": "x", "WORLD_SIZE": "2"},
         (2, 2),
-        "or start it with torchrun --nnodes=2 --nproc-per-node=2",
+        "or start the program with torchrun --nnodes=2 --nproc-per-node=2",
     ),
     "tasks that disagree with devices": (
         TASKS,
         (4, 1),
-        "srun has started 2 tasks on 1 node, where --nodes 1 --devices 4 says 4 on 1; change these options, or start it with "
-        "srun --nodes=1 --ntasks-per-node=4",
+        "srun started 2 tasks on 1 node, but --nodes 1 --devices 4 asks for 4 on 1; change these options, or start the "
+        "program with srun --nodes=1 --ntasks-per-node=4",
     ),
     "nodes that disagree with the allocation": (
         TASKS | {"SLURM_STEP_NUM_NODES": "2"},
         (2, 1),
-        "srun has started 2 tasks on 2 nodes, where --nodes 1 --devices 2 says 2 on 1",
+        "srun started 2 tasks on 2 nodes, but --nodes 1 --devices 2 asks for 2 on 1",
     ),
-    "tasks of a node not said": (
+    "tasks per node missing": (
         {name: value for name, value in TASKS.items() if name != "SLURM_NTASKS_PER_NODE"},
         (2, 1),
-        "Lightning wants to hear from srun how many tasks a node has: --ntasks-per-node=2, not --ntasks",
+        "Lightning needs the number of tasks per node from srun: use --ntasks-per-node=2 instead of --ntasks",
     ),
-    "nodes that nobody has started": (
+    "nodes without a launcher": (
         {},
         (2, 2),
-        "--nodes 2 --devices 2: nobody has started the processes of the other nodes; let srun or torchrun",
+        "--nodes 2 --devices 2: no launcher started the processes on the other nodes; start this program with srun",
     ),
-    "a session that is a job, and a program that does not know": (
+    "session that is a job, program unaware of it": (
         SESSION,
         (2, None),
-        "this shell is a Slurm job itself, and Lightning would take the program for its only task",
+        "this shell belongs to a Slurm job, so Lightning would take the program for the only task of that job",
     ),
 }
 
 
 @pytest.mark.parametrize("case", WRONG_LAUNCHER)
-def test_a_launcher_that_does_not_fit_is_one_line(case, monkeypatch, capsys):
+def test_a_launcher_that_does_not_fit_is_reported_in_one_line(case, monkeypatch, capsys):
     environment, (devices, nodes), message = WRONG_LAUNCHER[case]
     for name in [name for name in os.environ if name.startswith(("SLURM", "TORCHELASTIC", "WORLD_SIZE", "RANK"))]:
         monkeypatch.delenv(name)
@@ -252,7 +252,7 @@ def test_a_launcher_that_does_not_fit_is_one_line(case, monkeypatch, capsys):
 def test_tasks_that_disagree_with_devices_end_at_once(tmp_path):
     outputs = start_tasks(tmp_path, "--devices", 4)
     assert [status for status, _ in outputs] == [2, 2]
-    assert "srun has started 2 tasks on 1 node" in outputs[0][1]
+    assert "srun started 2 tasks on 1 node" in outputs[0][1]
     assert [path.name for path in tmp_path.iterdir() if not path.name.startswith("output")] == []
 
 
@@ -275,20 +275,20 @@ def checkpoint_of_stage_02(folder):
 
 OWN_MISTAKES = {
     "cifar10 not fetched": (CIFAR10, None, ["--dataset", "cifar10"], "fetch it once with: ./workshop.sh fetch cifar10"),
-    "mnist for colours": (CIFAR10, None, ["--dataset", "mnist"], "its images do not fit this program's model"),
-    "cifar10 for grey": (MNIST, None, ["--dataset", "cifar10"], "its images do not fit this program's model"),
-    "devices above the samples": (MNIST, None, ["--devices", "2048"], "2,048 processes are more than the 360 samples"),
+    "mnist for a colour model": (CIFAR10, None, ["--dataset", "mnist"], "its images do not fit this program's model"),
+    "cifar10 for a grey model": (MNIST, None, ["--dataset", "cifar10"], "its images do not fit this program's model"),
+    "more devices than samples": (MNIST, None, ["--devices", "2048"], "2,048 processes are more than the 360 samples"),
     "devices 0": (CIFAR10, None, ["--devices", "0"], "--devices: '0' is not a whole number of at least 1"),
     "nodes 0": (CIFAR10, None, ["--nodes", "0"], "--nodes: '0' is not a whole number of at least 1"),
-    "another ending": (MNIST, None, ["--checkpoint", "run.pt"], "Lightning's checkpoints end in .ckpt"),
-    "a checkpoint of another model": (
+    "wrong suffix": (MNIST, None, ["--checkpoint", "run.pt"], "Lightning checkpoints end in .ckpt"),
+    "checkpoint of a different model": (
         CIFAR10,
         another_model,
         ["--checkpoint", "other.ckpt"],
         "does not fit this model",
     ),
-    "a checkpoint cut short": (MNIST, cut_short, ["--checkpoint", "other.ckpt"], "other.ckpt cannot be read"),
-    "a checkpoint of stage 02": (
+    "truncated checkpoint": (MNIST, cut_short, ["--checkpoint", "other.ckpt"], "other.ckpt cannot be read"),
+    "checkpoint of stage 02": (
         MNIST,
         checkpoint_of_stage_02,
         ["--checkpoint", "other.ckpt"],
@@ -300,7 +300,7 @@ CASES = OWN_MISTAKES | {f"{name}, {path.stem}": (path, *MISTAKES[name]) for name
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_script_says_so_in_one_line(case, tmp_path, monkeypatch, capfd):
+def test_a_script_reports_a_mistake_in_one_line(case, tmp_path, monkeypatch, capfd):
     script, prepare, options, message = CASES[case]
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("WORKSHOP_DATA", str(tmp_path / "data"))
@@ -330,14 +330,14 @@ def cluster():
 
 @pytest.fixture
 def trial(cluster, tmp_path):
-    """The job script and the solution of exercise 2 in a folder from which jobs are submitted."""
+    """A folder with the job script and the solution of exercise 2, from which a test submits jobs."""
     trial = Trial(SOLUTIONS / "launch_lightning_2N4G.sh", tmp_path, cluster, None)
     shutil.copy(CIFAR10, trial.folder)
     return trial
 
 
 @pytest.mark.full
-def test_a_job_on_two_nodes(trial):
+def test_a_job_trains_on_two_nodes(trial):
     job = trial.submit([], ["--epochs", "1", "--batch-size", "32"])
     trial.follow(job)
     assert job.state == "COMPLETED", job.output
@@ -362,18 +362,18 @@ def test_a_task_that_fails_ends_the_job(trial):
     assert "ValueError: broken on purpose" in job.output
 
 
-def test_both_folders_hold_the_same_job_script():
+def test_the_stage_and_the_solutions_have_the_same_job_script():
     name = "launch_lightning_2N4G.sh"
     assert (STAGE / name).read_text() == (SOLUTIONS / name).read_text()
 
 
 RUN = ["--epochs", "4", "--checkpoint", "run.ckpt"]
-TWO = ["--gpus-per-node=1", "--ntasks-per-node=1"]  # two processes: equal bit for bit
+TWO = ["--gpus-per-node=1", "--ntasks-per-node=1"]  # two processes, so that the results are equal bit for bit
 
 
 @pytest.fixture(scope="module")
 def left_in_peace(cluster, tmp_path_factory):
-    """The checkpoint of a job on two nodes with one process each."""
+    """The checkpoint of an uninterrupted job on two nodes with one process each."""
     trial = Trial(SOLUTIONS / "launch_lightning_2N4G.sh", tmp_path_factory.mktemp("peace"), cluster, None)
     shutil.copy(CIFAR10, trial.folder)
     job = trial.submit(TWO, RUN)
@@ -383,7 +383,7 @@ def left_in_peace(cluster, tmp_path_factory):
 
 
 def finished(trial, job, reference):
-    """Let a job that is back in the queue run to its end: each epoch once, and the weights of one that was left in peace."""
+    """Let a requeued job run to its end; fail unless it has each epoch once and the parameters of an uninterrupted job."""
     trial.start_again(job)
     trial.follow(job)
     assert job.state == "COMPLETED", job.output
@@ -394,12 +394,12 @@ def finished(trial, job, reference):
 
 @pytest.mark.full
 @pytest.mark.parametrize("attempt", range(10))
-def test_lightning_puts_the_job_back_when_its_time_is_nearly_over(attempt, trial, left_in_peace, record_property):
+def test_lightning_requeues_a_job_whose_time_is_nearly_over(attempt, trial, left_in_peace, record_property):
     job = trial.submit(TWO, RUN)
     assert trial.follow(job, until=lambda job: "epoch 1/4" in job.output), job.output
-    time.sleep(random.Random(attempt).uniform(0, 3))  # anywhere in an epoch
+    time.sleep(random.Random(attempt).uniform(0, 3))  # at a random moment of an epoch
     start = time.monotonic()
-    trial.on_login("scancel", "--signal=USR1", job.number)  # what --signal=USR1@60 brings
+    trial.on_login("scancel", "--signal=USR1", job.number)  # as --signal=USR1@60 does
     assert trial.follow(job, until=lambda job: job.restarts > 0, stall=60), job.output
     record = {"back in the queue after s": round(time.monotonic() - start, 1)}
     finished(trial, job, left_in_peace)
@@ -408,7 +408,7 @@ def test_lightning_puts_the_job_back_when_its_time_is_nearly_over(attempt, trial
 
 
 @pytest.mark.full
-def test_a_dead_node_costs_an_epoch_and_nothing_else(cluster, trial, left_in_peace):
+def test_a_dead_node_costs_only_the_interrupted_epoch(cluster, trial, left_in_peace):
     job = trial.submit(TWO, RUN)
     assert trial.follow(job, until=lambda job: "epoch 2/4" in job.output), job.output
     node = job.nodes[1]

@@ -1,4 +1,4 @@
-"""``workshop memory``: predictions against the bytes that PyTorch holds, the table, and its mistakes."""
+"""``workshop memory``: predictions compared with the bytes that PyTorch allocates, the table, and wrong arguments."""
 
 import json
 import subprocess
@@ -22,8 +22,8 @@ def workshop(*arguments, cwd, **env):
     return runs.run([sys.executable, "-P", "-m", "workshop", *arguments], cwd, **env)
 
 
-def test_sizes_are_those_of_the_models():
-    """The formula counts what transformers makes; CodeLlama-7b has 6,738,546,688 parameters, as its card says."""
+def test_predicted_parameters_are_those_of_the_models():
+    """The formula agrees with the models of transformers, and for CodeLlama-7b with its model card (6,738,546,688)."""
     from workshop.measure.language_model import make_model
 
     assert MODELS["codellama-7b"].parameters == 6_738_546_688
@@ -31,8 +31,8 @@ def test_sizes_are_those_of_the_models():
         assert sizes.parameters == sum(parameter.numel() for parameter in make_model(sizes).parameters())
 
 
-def test_operations_are_those_that_a_profiler_counts():
-    """Three matrix products for each weight, and those of the attention, as torch counts them."""
+def test_predicted_operations_are_those_that_torch_counts():
+    """Count three matrix products for each parameter matrix, and those of the attention, as torch does."""
     from torch.utils.flop_counter import FlopCounterMode
 
     from workshop.measure.language_model import fill, make_model
@@ -45,10 +45,10 @@ def test_operations_are_those_that_a_profiler_counts():
     assert SMALL.flops_per_token(128) * 256 == pytest.approx(counter.get_total_flops(), rel=0.06)
 
 
-@pytest.mark.parametrize("sizes", [SMALL, GROUPED], ids=["one head for each", "grouped heads"])
+@pytest.mark.parametrize("sizes", [SMALL, GROUPED], ids=["multi-head", "grouped-query"])
 @pytest.mark.parametrize("how", ["float32", "bfloat16", "autocast"])
-def test_activations_are_what_autograd_keeps(how, sizes):
-    """With the weights in the type that is computed with (as FSDP's policy gathers them), and with autocast (as DDP)."""
+def test_predicted_activations_are_those_that_autograd_keeps(how, sizes):
+    """Test parameters in the compute type (as the policy of FSDP gathers them), and autocast (as with DDP)."""
     from workshop.measure.language_model import fill, make_model
     from workshop.tensors import kept_for_backward
 
@@ -74,8 +74,8 @@ def measured(tmp_path_factory, data):
 
 
 @pytest.mark.full
-def test_prediction_against_measurement(measured):
-    """In each of two processes on the CPU: within 10 % for weights, gradients and optimizer, 20 % for activations."""
+def test_predicted_memory_agrees_with_measured_memory(measured):
+    """On two CPU processes, the difference is at most 10 % for parameters, gradients and optimizer, and 20 % for activations."""
     summary, _ = measured
     assert [row["strategy"] for row in summary["measured"]] == [
         "DDP", "DDP, recompute", "FSDP", "FSDP, recompute",
@@ -88,7 +88,7 @@ def test_prediction_against_measurement(measured):
 
 
 @pytest.mark.full
-def test_the_speed_of_each_way(tmp_path, data):
+def test_the_speed_of_each_way_is_measured(tmp_path, data):
     ways = ["ddp", "fsdp+checkpointing+gathered"]
     options = ["--ways", *ways, "--batch-sizes", 1, 2, "--sequence-length", 32, "--steps", 2, "--output", "figures"]
     done = runs.run([*torchrun(2), "-m", "workshop.measure.language_model", *options], tmp_path, WORKSHOP_DATA=data)
@@ -97,14 +97,14 @@ def test_the_speed_of_each_way(tmp_path, data):
     assert [(row["way"], row["batch_size"]) for row in rows] == [(way, size) for size in (1, 2) for way in ways]
     for row in rows:
         assert row["tokens_per_second"] > 0
-        assert 0.01 < row["communication"] < 1  # gloo's threads send, in each trace
+        assert 0.01 < row["communication"] < 1  # every trace contains the sends of the threads of gloo
         assert row["exposed"] is None
     assert rows[2]["activations"] > rows[3]["activations"]
     assert done.stdout.count(" tokens/s, communication ") == 4
     assert (tmp_path / "figures" / "language_model.png").stat().st_size > 20_000
 
 
-def test_time_that_several_events_cover_counts_once():
+def test_overlapping_events_count_once():
     from workshop.measure.language_model import covered
 
     assert covered([(0, 2), (5, 6), (1, 3), (1.5, 1.8), (6, 7)]) == 5
@@ -120,7 +120,7 @@ def test_time_that_several_events_cover_counts_once():
         (["--model", "codellama-7b", "--sequence-length", "20000"], "takes sequences of up to 16,384 tokens"),
     ],
 )
-def test_mistakes_of_the_speeds_options(options, message, monkeypatch, capsys):
+def test_wrong_options_of_the_speed_measurement_are_refused(options, message, monkeypatch, capsys):
     from workshop.measure import language_model
 
     monkeypatch.setattr(sys, "argv", ["language_model.py", *options])
@@ -130,7 +130,7 @@ def test_mistakes_of_the_speeds_options(options, message, monkeypatch, capsys):
     assert message in capsys.readouterr().err
 
 
-def test_it_names_the_smallest_card(tmp_path):
+def test_the_table_names_the_smallest_gpu(tmp_path):
     done = workshop("memory", "codellama-7b", "--gpus", "1,4", "--output", tmp_path, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     rows = {
@@ -145,13 +145,13 @@ def test_it_names_the_smallest_card(tmp_path):
     assert max(map(len, done.stdout.splitlines()[:-1])) <= 90
 
 
-def test_lora_takes_the_weights_and_little_else():
+def test_lora_needs_little_memory_beyond_the_parameters():
     whole = estimate(MODELS["codellama-7b"], "lora", 1, batch_size=1, sequence_length=2048)
     assert whole.parameters == pytest.approx(2 * MODELS["codellama-7b"].parameters, rel=0.02)
     assert whole.gradients + whole.optimizer < 0.02 * whole.parameters
 
 
-def test_mfu_needs_a_card_that_is_known(monkeypatch):
+def test_mfu_is_computed_only_for_known_gpus(monkeypatch):
     assert transformer.peak_flops(torch.device("cpu")) is None
     for name, peak in {
         "NVIDIA H200": 989e12,
@@ -174,10 +174,10 @@ def test_mfu_needs_a_card_that_is_known(monkeypatch):
         (["codellama-7b", "--sequence-length", "100000"], "takes sequences of up to 16,384 tokens, not 100,000"),
         (["codellama-7b", "--batch-size", "0"], "--batch-size"),
         (["."], "config.json: No such file or directory"),
-        (["bert"], "only Llama's architecture is known here"),
+        (["bert"], "only the Llama architecture is supported"),
     ],
 )
-def test_mistakes_are_one_line(arguments, message, tmp_path):
+def test_mistakes_are_reported_in_one_line(arguments, message, tmp_path):
     (tmp_path / "bert").mkdir()
     (tmp_path / "bert" / "config.json").write_text('{"model_type": "bert"}')
     done = workshop("memory", *arguments, cwd=tmp_path)
@@ -189,8 +189,8 @@ def test_mistakes_are_one_line(arguments, message, tmp_path):
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.accelerator.is_available(), reason="needs a GPU")
-def test_prediction_against_the_allocator_of_a_gpu(tmp_path):
-    """A model of about 300 million parameters, DDP and FSDP, with and without activation checkpointing."""
+def test_predicted_memory_agrees_with_the_allocator_of_a_gpu(tmp_path):
+    """Measure a model of about 300 million parameters with DDP and FSDP, with and without activation checkpointing."""
     sizes = {"model_type": "llama", "num_hidden_layers": 12, "hidden_size": 1024, "intermediate_size": 2816,
              "num_attention_heads": 16, "vocab_size": 32016, "max_position_embeddings": 4096}  # fmt: skip
     (tmp_path / "config.json").write_text(json.dumps(sizes))

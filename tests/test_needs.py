@@ -1,4 +1,4 @@
-"""What a run says of the tests that it skipped, and how the complete run of .ci/run finds them."""
+"""The report on skipped tests at the end of a run, and the second run of .ci/run that takes only these tests."""
 
 import os
 import sys
@@ -28,7 +28,7 @@ def test_the_table_counts_tests_and_names_the_packages(monkeypatch):
     assert command.endswith("sudo apt-get install -y --no-install-recommends iproute2 ruby slurmctld slurmd")
 
 
-def test_gpus_have_no_command():
+def test_the_table_has_no_install_command_for_gpus():
     assert needs.table(["needs a GPU"] * 6) == ["a GPU     6 tests"]
     assert needs.table([]) == []
 
@@ -58,8 +58,8 @@ def test_machine():
 """
 
 
-def test_only_what_an_earlier_run_skipped(tmp_path):
-    """The tests that a bare machine skips, and those marked "machine", are the tests of the second run."""
+def test_a_second_run_takes_only_what_the_first_skipped(tmp_path):
+    """The second run takes the tests that the first run skipped and those marked "machine"."""
     (tmp_path / "tests").mkdir()
     for name in ("conftest.py", "needs.py", "runs.py"):
         (tmp_path / "tests" / name).symlink_to(runs.ROOT / "tests" / name)

@@ -1,4 +1,4 @@
-"""The Open OnDemand app: rendered with Ruby as its dashboard does, and its job run as a plain process."""
+"""The Open OnDemand app: rendered with Ruby as the dashboard does, and its job started as a plain process."""
 
 import http.cookiejar
 import json
@@ -58,25 +58,25 @@ def app(tmp_path):
 # ---------------------------------------------------------------- what is rendered
 
 
-def test_the_files_of_an_app_are_there():
+def test_the_app_has_the_files_that_open_ondemand_needs():
     manifest = yaml.safe_load((APP / "manifest.yml").read_text())
     assert manifest["role"] == "batch_connect"
     assert manifest["category"] == "Interactive Apps"
     for name in ("form.yml.erb", "submit.yml.erb", "view.html.erb", "info.md.erb", "completed.md.erb", "settings.yml"):
         assert (APP / name).is_file()
     assert (APP / "template/script.sh.erb").stat().st_mode & stat.S_IXUSR
-    # Keys of the server before version 2 are warned of, and will go.
+    # Jupyter Server 2 warns about NotebookApp keys and will remove them.
     assert not [path for path in APP.rglob("*") if path.is_file() and "NotebookApp" in path.read_text()]
 
 
-def test_the_form(app):
+def test_the_form_has_all_its_attributes(app):
     form = app.render(values=ENTERED)["form"]
     assert form["cluster"] == "my_cluster"
     assert set(form["form"]) == set(form["attributes"])
     assert form["attributes"]["gpus"]["value"] == 0
 
 
-def test_submit_on_slurm(app):
+def test_the_app_submits_to_slurm(app):
     script = app.render(values=ENTERED)["submit"]["script"]
     assert script == {
         "wall_time": 7200,
@@ -91,38 +91,38 @@ def test_submit_on_slurm(app):
     assert script["native"][-1] == "--gres=gpu:a100:1"
 
 
-def test_submit_on_pbs(app):
+def test_the_app_submits_to_pbs(app):
     app.set(scheduler="pbs", partition="develop")
     script = app.render(values=ENTERED | {"gpus": "1"})["submit"]["script"]
     assert script["native"] == ["-l", "select=1:ncpus=2:mem=8gb:ngpus=1"]
     assert script["queue_name"] == "develop"
     script = app.render(values=ENTERED | {"reservation": "R123"})["submit"]["script"]
-    assert script["queue_name"] == "R123"  # a reservation is a queue there
+    assert script["queue_name"] == "R123"  # PBS has a queue for each reservation
     assert "reservation_id" not in script
 
 
-def test_values_from_outside_stay_values(app):
-    """What somebody types must not become another key, or an option."""
+def test_entered_values_cannot_add_keys_or_options(app):
+    """Text that a user enters must not become an additional key or option."""
     nasty = 'x"\naccounting_id: other'
     script = app.render(values=ENTERED | {"reservation": nasty})["submit"]["script"]
     assert script["accounting_id"] == "project_1"
     assert script["reservation_id"] == nasty
 
 
-def test_the_preset_starts_by_one_click(app):
+def test_the_preset_starts_with_one_click(app):
     app.set(account="course")
     assert app.render(values=ENTERED)["preset"] is False
     rendered = app.render(sub_app="preset")
-    assert rendered["preset"] is True  # every attribute is a bare value
+    assert rendered["preset"] is True  # all attributes have fixed values
     assert rendered["submit"]["script"]["accounting_id"] == "course"
     assert rendered["submit"]["script"]["wall_time"] == 4 * 3600
-    # Where there are sub-apps, the dashboard lists these alone: the form has to be one of them.
+    # If an app has sub-apps, the dashboard lists only these, so the form must be one of them.
     assert app.render(sub_app="choose")["preset"] is False
     assert app.render(sub_app="choose")["form"]["form"] == app.render()["form"]["form"]
 
 
 class Form(HTMLParser):
-    """The form of a page: its action, method, and hidden fields."""
+    """The form of a page: its action, its method and its hidden fields."""
 
     def __init__(self, page):
         super().__init__()
@@ -152,10 +152,10 @@ def test_the_button_logs_in_and_opens_the_notebook(app):
 
 @pytest.fixture
 def shared(tmp_path):
-    """The workshop as it lies in the course's folder, without an environment of its own."""
+    """The workshop as in the shared folder of a course, without its own environment."""
     ignored = shutil.ignore_patterns("runs", "__pycache__", ".git", ".venv*", ".jupyter", ".*_cache")
 
-    def left_out(folder, names):  # with the data that this machine has, but not workshop/data
+    def left_out(folder, names):  # leave out the data sets of this machine, but copy workshop/data
         return {*ignored(folder, names), *(["data"] if Path(folder) == runs.ROOT else [])}
 
     return shutil.copytree(runs.ROOT, tmp_path / "shared", ignore=left_out)
@@ -163,7 +163,7 @@ def shared(tmp_path):
 
 @pytest.fixture
 def job(app, shared, tmp_path):
-    """Starts the app's job as a plain process; it has ended after the test."""
+    """A function that starts the job of the app as a plain process, which ends with the test."""
     started = []
     app.set(workshop=shared, python=sys.executable, folder=tmp_path / "learner")
 
@@ -173,7 +173,7 @@ def job(app, shared, tmp_path):
         subprocess.run(["bash", "-n", app.session / "job.sh"], check=True)
         home = tmp_path / "home"
         home.mkdir(exist_ok=True)
-        # The umask of the job is not for the files with secrets to rely on.
+        # The files with secrets must not depend on the umask of the job.
         started.append(
             runs.Running(
                 ["bash", "-c", "umask 022; exec bash job.sh"], app.session, HOME=home, PYTHONPATH=None, SLURM_JOB_ID=1
@@ -187,7 +187,7 @@ def job(app, shared, tmp_path):
 
 
 def request(url, opener=None, **fields) -> tuple[int, str, str]:
-    """Status, address and text of what comes back; redirects are followed."""
+    """Send a request, follow redirects, and return the status, address and text of the answer."""
     data = urllib.parse.urlencode(fields).encode() if fields else None
     try:
         answer = (opener or urllib.request.build_opener()).open(url, data, timeout=10)
@@ -196,7 +196,7 @@ def request(url, opener=None, **fields) -> tuple[int, str, str]:
         return error.code, error.url, error.read().decode()
 
 
-def test_a_session_from_its_start_to_its_end(app, job, tmp_path, record_property):
+def test_a_session_starts_serves_the_notebook_and_ends(app, job, tmp_path, record_property):
     begun = time.monotonic()
     running = job()
     connection = app.session / "connection.yml"
@@ -211,7 +211,7 @@ def test_a_session_from_its_start_to_its_end(app, job, tmp_path, record_property
     base = f"http://127.0.0.1:{values['port']}"
     root = f"{base}/node/{socket.gethostname()}/{values['port']}"
 
-    # Secrets: in files for the owner alone, hashed in the settings, and on no command line.
+    # The password is only in files that only the owner can read; the settings have its hash, and no command line has it.
     assert connection.stat().st_mode & 0o077 == 0
     settings = app.session / "jupyter" / "jupyter_server_config.py"
     assert settings.stat().st_mode & 0o077 == 0
@@ -219,7 +219,7 @@ def test_a_session_from_its_start_to_its_end(app, job, tmp_path, record_property
     assert values["password"] not in settings.read_text() + running.text()
     assert values["password"] not in runs.command_lines(members)
 
-    assert request(f"{base}/lab")[0] == 404  # it answers below the proxy's path alone
+    assert request(f"{base}/lab")[0] == 404  # it answers only below the path of the proxy
     assert "/login?next=" in request(f"{root}/lab")[1]
     assert request(f"{root}/api/kernelspecs")[0] == 403
     assert request(f"{base}{form.action}", password="wrong")[0] == 401
@@ -254,12 +254,12 @@ def test_a_session_from_its_start_to_its_end(app, job, tmp_path, record_property
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        ({"workshop": "/nowhere"}, "The folder of the workshop, /nowhere, is not there"),
+        ({"workshop": "/nowhere"}, "The folder of the workshop, /nowhere, does not exist"),
         ({"python": "/nowhere/python"}, "There is no /nowhere/python"),
         ({"folder": "/proc/nowhere"}, "cannot be written"),
     ],
 )
-def test_what_keeps_a_session_from_starting_is_on_its_card(settings, words, app, job):
+def test_the_card_says_why_a_session_did_not_start(settings, words, app, job):
     running = job(**settings)
     assert running.wait(30) == 1
     assert words in running.text()
@@ -273,7 +273,7 @@ def test_what_keeps_a_session_from_starting_is_on_its_card(settings, words, app,
 
 
 def copied(shared, target) -> str:
-    """What the copying says, from the shared workshop's own package."""
+    """Copy with the package of the shared workshop and return its message."""
     done = runs.run(
         [
             *(sys.executable, "-P", "-c"),
@@ -288,7 +288,7 @@ def copied(shared, target) -> str:
     return done.stdout.strip()
 
 
-def test_a_second_start_overwrites_nothing(shared, tmp_path):
+def test_a_second_start_overwrites_no_work(shared, tmp_path):
     learner = tmp_path / "learner"
     assert re.search(r"\d+ files copied, 0 renewed, 0 of yours", copied(shared, learner))
     exercise = Path("02_pytorch_ddp/exercise1_multigpu.py")
@@ -296,7 +296,7 @@ def test_a_second_start_overwrites_nothing(shared, tmp_path):
     (learner / "notes.txt").write_text("mine")
     (learner / "LICENSE").unlink()
     assert "0 files copied, 0 renewed, 1 of yours kept" in copied(shared, learner)
-    # The course repairs a file that the learner has not touched, and one that they have.
+    # The course repairs one file that the learner has not changed, and one that the learner has changed.
     (shared / "workshop/training/launcher.py").write_text("# repaired\n")
     (shared / exercise).write_text("# another exercise\n")
     assert "0 files copied, 1 renewed, 1 of yours kept" in copied(shared, learner)
@@ -304,12 +304,12 @@ def test_a_second_start_overwrites_nothing(shared, tmp_path):
     assert (learner / exercise).read_text() == "# my work\n"
     assert (learner / "notes.txt").read_text() == "mine"
     assert not (learner / "LICENSE").exists()
-    (learner / ".copied.json").write_text("{broken")  # then all that differs counts as theirs
+    (learner / ".copied.json").write_text("{broken")  # then each file that differs counts as changed by the learner
     (shared / "workshop/training/launcher.py").write_text("# again\n")
     assert "2 of yours kept" in copied(shared, learner)
 
 
-def test_what_is_copied(shared, tmp_path):
+def test_the_copy_has_the_programs_without_runs_and_data(shared, tmp_path):
     learner = tmp_path / "learner"
     (shared / "01_single_gpu/runs").mkdir()
     (shared / "01_single_gpu/runs/run.pt").write_text("x")
@@ -320,7 +320,7 @@ def test_what_is_copied(shared, tmp_path):
     assert os.access(learner / "workshop.sh", os.X_OK)
     assert not (learner / "01_single_gpu/runs").exists()
     assert not (learner / "data").exists()
-    assert not [path for path in learner.rglob("*") if re.search(r"\.\d+$", path.name)]  # files half way in
+    assert not [path for path in learner.rglob("*") if re.search(r"\.\d+$", path.name)]  # no partly copied files
 
 
 def test_the_workshop_is_not_copied_onto_itself():

@@ -1,4 +1,4 @@
-"""workshop pack, and what workshop.sh makes of a pack: a small one each day, the real one in the full run. No network at all."""
+"""``workshop pack``, and workshop.sh in a pack, without network: daily with a small pack, with --full with the real one."""
 
 import base64
 import hashlib
@@ -24,16 +24,16 @@ from workshop.ship import pack
 from workshop.ship.pack import Package, Target, read_lock
 
 PYTHON = "{}.{}".format(*sys.version_info[:2])
-# A network of its own with nothing in it but 127.0.0.1, and mounts that go with the process.
+# A separate network with only 127.0.0.1, and mounts that end with the process.
 ALONE = ["unshare", "--map-root-user", "--net", "--mount", "bash", "-c", 'ip link set lo up && exec "$@"', "bash"]
 NO_NAMESPACES = needs.reason("unshare", "ip")
 if not NO_NAMESPACES and subprocess.run([*ALONE, "true"], capture_output=True).returncode != 0:
-    NO_NAMESPACES = "this system lets nobody make namespaces"
+    NO_NAMESPACES = "this system does not allow user namespaces"
 needs_namespaces = pytest.mark.skipif(bool(NO_NAMESPACES), reason=NO_NAMESPACES)
 
 
 def wheel_of(name: str, folder: Path) -> tuple[str, str]:
-    """Make a wheel of an installed package; return its line of a lock, and the wheel's name."""
+    """Make a wheel of an installed package in ``folder``; return its line for a lock."""
     distribution = importlib.metadata.distribution(name)
     pure = "Root-Is-Purelib: true" in distribution.read_text("WHEEL")
     tag = "py3-none-any" if pure else f"py3-none-manylinux_2_17_{platform.machine()}"
@@ -45,7 +45,7 @@ def wheel_of(name: str, folder: Path) -> tuple[str, str]:
             continue
         if ".." not in file.parts:
             members[str(file)] = path.read_bytes()
-        elif path.read_bytes()[:2] != b"#!":  # the program; a script is made when the wheel is installed
+        elif path.read_bytes()[:2] != b"#!":  # only the binary; scripts are generated when the wheel is installed
             members[f"{stem}.data/scripts/{path.name}"] = path.read_bytes()
     info = next(member.split("/")[0] for member in members if member.endswith(".dist-info/METADATA"))
     digests = {name: base64.urlsafe_b64encode(hashlib.sha256(content).digest()) for name, content in members.items()}
@@ -60,7 +60,7 @@ def wheel_of(name: str, folder: Path) -> tuple[str, str]:
 
 @pytest.fixture(scope="module")
 def small(tmp_path_factory):
-    """A repository with three packages in its lock, whose wheels lie in a folder: enough for ``workshop --help``."""
+    """A repository whose lock has three packages, enough for ``workshop --help``, and the folder with their wheels."""
     folder = tmp_path_factory.mktemp("small")
     wheels, repository = folder / "index", folder / "repository"
     wheels.mkdir()
@@ -78,7 +78,7 @@ def small(tmp_path_factory):
 
 
 def make_pack(small, folder, *, index=None, **options) -> None:
-    """``workshop pack`` of the small repository, with a folder of wheels in place of the package index."""
+    """Run ``workshop pack`` in the small repository, with a folder of wheels instead of the package index."""
     repository, wheels = small
     settings = {"PIP_NO_INDEX": "1", "PIP_FIND_LINKS": str(index or wheels), "PIP_CONFIG_FILE": os.devnull}
     with pytest.MonkeyPatch.context() as patch:
@@ -90,7 +90,7 @@ def make_pack(small, folder, *, index=None, **options) -> None:
 
 @pytest.fixture(scope="module")
 def packed(small, tmp_path_factory) -> Path:
-    """A small pack; with data, in the learner's own folder for them."""
+    """A small pack with data from the data folder of the learner."""
     folder = tmp_path_factory.mktemp("packed")
     (folder / "chess.jsonl").write_text('{"text": "1. e4 e5"}\n')
     with pytest.MonkeyPatch.context() as patch:
@@ -101,12 +101,12 @@ def packed(small, tmp_path_factory) -> Path:
 
 @pytest.fixture
 def carried(packed, tmp_path) -> Path:
-    """A copy of the small pack, as on a machine without internet."""
+    """A copy of the small pack, as on the machine without internet."""
     return Path(shutil.copytree(packed, tmp_path / "carried"))
 
 
 def alone(command, folder, path=None, **env) -> subprocess.CompletedProcess:
-    """Run a command without network, settings or a home."""
+    """Run a command without network, settings and home folder."""
     path = path or f"{Path(sys.executable).resolve().parent}:/usr/bin:/bin:/usr/sbin:/sbin"
     return subprocess.run(
         [*ALONE, *command],
@@ -119,12 +119,12 @@ def alone(command, folder, path=None, **env) -> subprocess.CompletedProcess:
 
 
 def start(folder, *arguments, **env) -> subprocess.CompletedProcess:
-    """workshop.sh of a pack, without network."""
+    """Start workshop.sh of a pack without network."""
     return alone([folder / "workshop.sh", *arguments], folder, **env)
 
 
 def one_line(done) -> str:
-    """The sentence in which a run ended with status 2."""
+    """Return the message of a run that ended with status 2; fail if it has more than one line."""
     assert done.returncode == 2, done.stdout + done.stderr
     said = [
         line for line in done.stderr.splitlines() if not re.search("checking the pack|making the env|^packing", line)
@@ -146,11 +146,11 @@ def test_a_pack_is_set_up_once_without_network(carried, tmp_path):
     assert done.returncode == 0, done.stderr
     assert "Usage: workshop" in done.stdout
     assert "3 packages" in done.stderr
-    assert os.access(carried / "workshop.sh", os.X_OK), "an upload by browser takes that away"
+    assert os.access(carried / "workshop.sh", os.X_OK), "an upload with a browser takes that away"
     assert not list(carried.glob(".venv.work*"))
     again = start(carried, "--help")
     assert (again.returncode, again.stderr) == (0, "")
-    # Moved, and with an exercise that the learner has edited: set up anew.
+    # The pack is moved and the learner has edited an exercise: set it up again.
     moved = carried.rename(tmp_path / "moved here")
     (moved / "README.md").write_text("mine\n")
     done = start(moved, "--help")
@@ -159,8 +159,8 @@ def test_a_pack_is_set_up_once_without_network(carried, tmp_path):
 
 
 @needs_namespaces
-def test_an_incomplete_copy_is_named_file_by_file(carried):
-    """Missing, cut short and changed, in the repository and among the wheels; copied again, it works."""
+def test_each_missing_or_damaged_file_of_a_pack_is_named(carried):
+    """Files of the repository and wheels are missing, truncated or changed. After a second copy the pack works."""
     wheel = next((carried / "wheels").glob("click-*"))
     kept = {path: path.read_bytes() for path in (wheel, carried / "LICENSE", carried / "README.md")}
     (carried / "LICENSE").unlink()
@@ -169,19 +169,19 @@ def test_an_incomplete_copy_is_named_file_by_file(carried):
     said = one_line(start(carried))
     assert "LICENSE (missing)" in said
     assert f"{wheel.name} (100 of {len(kept[wheel]):,} bytes)" in said
-    assert "README.md (other content)" in said
-    assert said.count("(") == 4, "these, the advice on rsync, and no other"
+    assert "README.md (different content)" in said
+    assert said.count("(") == 4, "the message must name these three files and the advice on rsync, and no other file"
     for path, content in kept.items():
         path.write_bytes(content)
     wheel.write_bytes(kept[wheel][:-1] + b"?")
-    assert f"{wheel.name} (other content)" in one_line(start(carried))
+    assert f"{wheel.name} (different content)" in one_line(start(carried))
     assert not (carried / ".venv").exists()
     wheel.write_bytes(kept[wheel])
     manifest = (carried / "pack.json").read_text()
     (carried / "pack.json").write_text(manifest[:1000])
-    assert "pack.json is not whole" in one_line(start(carried))
+    assert "pack.json is incomplete" in one_line(start(carried))
     (carried / "pack.json").unlink()
-    assert "pack.json is not whole" in one_line(start(carried))
+    assert "pack.json is incomplete" in one_line(start(carried))
     (carried / "pack.json").write_text(manifest)
     assert start(carried, "--help").returncode == 0
 
@@ -191,26 +191,26 @@ def test_an_incomplete_copy_is_named_file_by_file(carried):
     [
         (
             {"platform": "sparc"},
-            rf"this pack is for sparc and Python {PYTHON}, here is \w+ and Python {PYTHON} on linux: ",
+            rf"this pack is for sparc and Python {PYTHON} on Linux, but this machine has \w+ and Python {PYTHON} on linux: ",
         ),
         (
             {"python": "3.99"},
-            rf"is for \w+ and Python 3.99, here is \w+ and Python {PYTHON}: put python3.99 on the PATH",
+            rf"is for \w+ and Python 3.99, but this machine has \w+ and Python {PYTHON}: put python3.99 on the PATH",
         ),
-        ({"glibc": "99.0"}, r"on Linux with glibc 99.0 or newer, here is glibc 2\.\d+"),
-        ({"installed_size": 10**18}, r"needs 1000000000.0 GB in .*, where .* GB are free"),
+        ({"glibc": "99.0"}, r"on Linux with glibc 99.0 or newer, this machine has glibc 2\.\d+"),
+        ({"installed_size": 10**18}, r"needs 1000000000.0 GB in .*, but only .* GB are free"),
     ],
 )
 @needs_namespaces
-def test_another_machine_is_one_sentence(change, message, carried):
+def test_a_pack_for_a_different_machine_is_refused_in_one_sentence(change, message, carried):
     manifest = json.loads((carried / "pack.json").read_text())
     (carried / "pack.json").write_text(json.dumps({**manifest, **change}))
     assert re.search(message, one_line(start(carried)))
 
 
 @needs_namespaces
-def test_another_python_on_the_path_is_found(carried, tmp_path):
-    """The first that workshop.sh finds says that it is another version; the one of the pack's version comes later on the PATH."""
+def test_a_later_python_on_the_path_is_found(carried, tmp_path):
+    """The first Python that workshop.sh finds has a different version; the Python of the pack comes later on the PATH."""
     real = Path(sys.executable).resolve()
     programs = tmp_path / "bin"
     programs.mkdir()
@@ -218,7 +218,7 @@ def test_another_python_on_the_path_is_found(carried, tmp_path):
     (programs / "python3.13").write_text(
         f'#!/bin/bash\n[[ "$*" != *"print(sys.implementation"* ]] || exec echo cpython 3 12\nexec {real} "$@"\n'
     )
-    (programs / "python3.12").write_text("#!/bin/bash\nexit 127\n")  # as pyenv's, of a version that is not switched on
+    (programs / "python3.12").write_text("#!/bin/bash\nexit 127\n")  # as pyenv does for a version that is not active
     for program in programs.iterdir():
         program.chmod(0o755)
     (programs / f"python{manifest['python']}").unlink(missing_ok=True)
@@ -229,10 +229,10 @@ def test_another_python_on_the_path_is_found(carried, tmp_path):
 
 
 @needs_namespaces
-def test_a_full_disk_half_way_and_started_again(carried, tmp_path):
-    """A disk of its own that is just too small, then larger: the environment is made anew."""
+def test_the_setup_of_a_pack_recovers_from_a_full_disk(carried, tmp_path):
+    """On a disk that is slightly too small the setup fails; after the disk grows, the environment is created again."""
     manifest = json.loads((carried / "pack.json").read_text())
-    (carried / "pack.json").write_text(json.dumps({**manifest, "installed_size": 0}))  # as where a quota is hidden
+    (carried / "pack.json").write_text(json.dumps({**manifest, "installed_size": 0}))  # as with a hidden quota
     size = sum(path.stat().st_size for path in carried.rglob("*")) // 2**20
     disk = tmp_path / "disk"
     disk.mkdir()
@@ -251,10 +251,10 @@ def test_a_full_disk_half_way_and_started_again(carried, tmp_path):
 # ---------------------------------------------------------------- on the machine with internet
 
 
-def test_a_pack_is_a_copy_of_what_git_knows(packed, small):
+def test_a_pack_contains_the_files_that_git_tracks(packed, small):
     manifest = json.loads((packed / "pack.json").read_text())
     assert (manifest["platform"], manifest["python"]) == (platform.machine(), PYTHON)
-    assert set(manifest["versions"]) == {"click", "setuptools", "uv"}, "what is for Windows stays away"
+    assert set(manifest["versions"]) == {"click", "setuptools", "uv"}, "the pack has a package that only Windows needs"
     there = {str(path.relative_to(packed)) for path in packed.rglob("*") if path.is_file()}
     assert there == {*manifest["files"], "pack.json"}
     for name, entry in manifest["files"].items():
@@ -262,13 +262,13 @@ def test_a_pack_is_a_copy_of_what_git_knows(packed, small):
     assert not packed.with_name("pack.part").exists()
 
 
-def test_an_interrupted_pack_goes_on_and_a_pack_is_brought_up_to_date(small, tmp_path):
-    """What is whole stays; a wheel that was cut short comes again; what is no longer in the repository goes."""
+def test_an_interrupted_pack_resumes_and_an_old_pack_is_updated(small, tmp_path):
+    """Complete wheels stay, truncated wheels are downloaded again, and files that left the repository are deleted."""
     wheels, folder, part = small[1], tmp_path / "pack", tmp_path / "pack.part"
     with pytest.raises(UserError, match="there is no wheel of click=="):
         make_pack(small, folder, index=tmp_path)
     assert not folder.exists()
-    (part / "wheels" / "click-0.1-py3-none-any.whl").write_text("of another lock")
+    (part / "wheels" / "click-0.1-py3-none-any.whl").write_text("of a different lock")
     setuptools = next(wheels.glob("setuptools-*"))
     (part / "wheels" / setuptools.name).write_bytes(setuptools.read_bytes()[:1000])
     make_pack(small, folder)
@@ -278,7 +278,7 @@ def test_an_interrupted_pack_goes_on_and_a_pack_is_brought_up_to_date(small, tmp
     (folder / "pack.json").write_text(json.dumps(manifest))
     (folder / "old.py").touch()
     (folder / "mine.py").touch()
-    make_pack(small, folder, index=tmp_path)  # nothing has to be downloaded
+    make_pack(small, folder, index=tmp_path)  # no download is needed
     assert not (folder / "old.py").exists()
     assert (folder / "mine.py").exists()
     (folder / ".venv").mkdir()
@@ -293,10 +293,10 @@ def test_an_interrupted_pack_goes_on_and_a_pack_is_brought_up_to_date(small, tmp
         (["--model", "gpt"], "--model gpt: choose from: tiny-codellama, codellama"),
         (["--data", "chess"], "fetch it once with: ./workshop.sh fetch chess --from"),
         (["--platform", "sparc"], "'sparc' is not one of 'x86_64', 'aarch64'"),
-        (["--python", "3.10"], "--python 3.10: the workshop is for Python >=3.11"),
+        (["--python", "3.10"], "--python 3.10: the workshop needs Python >=3.11"),
     ],
 )
-def test_a_mistake_is_one_sentence(options, message, monkeypatch, capsys, tmp_path):
+def test_a_wrong_option_of_pack_is_reported_in_one_sentence(options, message, monkeypatch, capsys, tmp_path):
     monkeypatch.setenv("WORKSHOP_DATA", str(tmp_path))
     monkeypatch.setattr(sys, "argv", ["workshop", "pack", str(tmp_path / "pack"), *options])
     with pytest.raises(SystemExit) as end:
@@ -307,16 +307,16 @@ def test_a_mistake_is_one_sentence(options, message, monkeypatch, capsys, tmp_pa
     assert os.listdir(tmp_path) == []
 
 
-def test_a_folder_that_is_no_pack_is_left_alone(tmp_path):
+def test_a_folder_that_is_not_a_pack_is_left_alone(tmp_path):
     (tmp_path / "mine.txt").touch()
-    with pytest.raises(UserError, match=f"{tmp_path} is there and is not a pack"):
+    with pytest.raises(UserError, match=f"{tmp_path} exists and is not a pack"):
         pack.run_pack(tmp_path)
     assert os.listdir(tmp_path) == ["mine.txt"]
 
 
-def test_without_pip_or_room(monkeypatch, tmp_path):
+def test_pack_needs_pip_and_disk_space(monkeypatch, tmp_path):
     monkeypatch.setattr(pack, "PACKAGE_SIZE", 1e15)
-    with pytest.raises(UserError, match=r"about \d+.0 GB more are needed in .*pack.part, where"):
+    with pytest.raises(UserError, match=r"pack.part needs about \d+.0 GB more, but only"):
         pack.run_pack(tmp_path / "pack")
     monkeypatch.setattr(pack, "find_spec", lambda name: None)
     with pytest.raises(UserError, match=r"has no pip, .*: pip install 'distributed-pytorch-workshop\[pack\]'"):
@@ -324,8 +324,8 @@ def test_without_pip_or_room(monkeypatch, tmp_path):
 
 
 @needs_namespaces
-def test_a_full_disk_while_packing_and_started_again(small, tmp_path):
-    """The check up front is switched off, as where a quota is hidden."""
+def test_packing_recovers_from_a_full_disk(small, tmp_path):
+    """The check of the free space is switched off, as with a quota that it cannot see."""
     disk = tmp_path / "disk"
     disk.mkdir()
     program = f"""
@@ -353,13 +353,13 @@ sys.exit((pack_on("size=8m"), pack_on("remount,size=300m")) != (2, 0))
 
 
 @pytest.mark.parametrize("machine", ["x86_64", "aarch64"])
-def test_markers_are_judged_for_the_target(machine, tmp_path):
+def test_markers_are_evaluated_for_the_target(machine, tmp_path):
     target = Target(machine, "3.11")
     packages = [package for package in read_lock(runs.ROOT / "requirements.lock") if target.needs(package)]
     names = [package.name for package in packages]
     assert {"torch", "deepspeed", "nvidia-nccl-cu13", "hf-xet", "uv", "pip", "setuptools"} <= set(names)
     assert not {"colorama", "pywinpty", "appnope"} & set(names)
-    # 3.11.4 needs the one, 3.11.5 the other: which one the target has, nobody knows yet.
+    # Python 3.11.4 and 3.11.5 need different versions, and the patch version of the target is unknown.
     assert names.count("soupsieve") == 2
     assert names.count("numpy") == names.count("jax") == 1
     assert all(len(package.hashes) and re.fullmatch("[0-9a-f]{64}", package.hashes[0]) for package in packages)
@@ -367,13 +367,13 @@ def test_markers_are_judged_for_the_target(machine, tmp_path):
     assert not target.needs(Package("a", "1", "python_full_version >= '3.12'", ()))
 
 
-# ---------------------------------------------------------------- the real one
+# ---------------------------------------------------------------- the real pack
 
 
 @pytest.mark.full
 @needs_namespaces
 def test_the_whole_workshop_without_network(tmp_path, record_property):
-    """Packed, set up in a network of its own that has nothing, and trained there: two stages of the tour, and FSDP."""
+    """Pack the workshop, set it up in a network without any host, and train there: two stages of the tour, and FSDP."""
     folder = tmp_path / "pack"
     try:
         began = time.monotonic()
@@ -382,7 +382,7 @@ def test_the_whole_workshop_without_network(tmp_path, record_property):
         record_property("pack_seconds", round(time.monotonic() - began, 1))
 
         links = subprocess.run([*ALONE, "ip", "-brief", "link"], capture_output=True, text=True)
-        assert [line.split()[0] for line in links.stdout.splitlines()] == ["lo"], "there is no network"
+        assert [line.split()[0] for line in links.stdout.splitlines()] == ["lo"], "the test has a network"
         began = time.monotonic()
         done = start(folder, "tour", "--stages", "01,02")
         total = time.monotonic() - began
@@ -393,7 +393,7 @@ def test_the_whole_workshop_without_network(tmp_path, record_property):
         record_property("tour_seconds", round(total - float(checked) - float(installed), 1))
         record_property("total_seconds", round(total, 1))
         print(f"check {checked} s, install {installed} s, all with the tour {total:.1f} s")
-        assert total < 300, "the target is 120 s, on 2 cores that nobody else uses"
+        assert total < 300, "the target is 120 s on 2 otherwise idle cores"
 
         runner = folder / "solutions" / "04_model_parallel_with_fsdp" / "exercise1_run_fsdp_codellama.sh"
         done = alone([runner, "--steps", "4", "--folder", tmp_path / "run"], tmp_path)

@@ -1,6 +1,6 @@
-"""The job scripts for PBS, on the nodes of a practice cluster: with a real mpiexec, and a stand-in for PBS (pbs/stand_in.py).
+"""The job scripts for PBS, on the nodes of a practice cluster, with a real mpiexec and a stand-in for PBS (pbs/stand_in.py).
 
-There is no PBS server here: what it does with ``place``, queues, cores and time limits, these tests cannot show.
+There is no PBS server, so these tests do not cover ``place``, queues, cores and time limits.
 """
 
 import json
@@ -26,7 +26,7 @@ from workshop.training.logs import read_log
 STAGE = runs.ROOT / "slurm-multinode"
 FINE_TUNING = runs.ROOT / "solutions" / "04_model_parallel_with_fsdp"
 SCRIPTS = sorted((STAGE / "pbs").glob("*.sh"))
-SHAPES = {  # nodes, and GPUs on each
+SHAPES = {  # nodes and GPUs per node
     "launch_ddp_1N4G": (1, 4),
     "launch_ddp_2N4G": (2, 2),
     "launch_ddp_4N4G": (4, 1),
@@ -36,7 +36,7 @@ SHAPES = {  # nodes, and GPUs on each
     "requeue": (2, 2),
 }
 
-# Each process leaves word of itself, then trains.
+# Each process records its environment in a file, then trains.
 LAST = 'if __name__ == "__main__":\n'
 WITNESS = """
     import json, socket
@@ -67,19 +67,19 @@ main()
 OTHERS = {"wait": "import time; time.sleep(60)", "exchange": "dist.all_reduce(torch.ones(1))"}
 
 
-# ---------------------------------------------------------------- what they ask for
+# ---------------------------------------------------------------- what they request
 
 
-def test_there_is_a_test_for_each_script():
+def test_each_job_script_has_an_expected_shape():
     assert {path.stem for path in SCRIPTS} == SHAPES.keys()
 
 
 @pytest.mark.parametrize("path", SCRIPTS, ids=lambda path: path.stem)
-def test_directives(path):
+def test_the_directives_request_the_expected_shape(path):
     nodes, gpus = SHAPES[path.stem]
     options = read_script(path, "pbs").options
     assert options["-N"] == path.stem
-    # The script counts the GPUs of a node by mpiprocs. Two cores for each, as in the scripts for Slurm.
+    # The script derives the GPUs per node from mpiprocs. Each GPU has two cores, as in the scripts for Slurm.
     assert options["select"] == f"{nodes}:ncpus={2 * gpus}:mpiprocs={gpus}:ngpus={gpus}"
     assert options.get("place") == ("scatter" if nodes > 1 else None)
     assert options["walltime"] == "00:10:00"
@@ -87,12 +87,12 @@ def test_directives(path):
     assert options.get("-r") == ("y" if path.stem == "requeue" else None)
     assert all(
         "#" not in line[4:] for line in path.read_text().splitlines() if line.startswith("#PBS")
-    )  # PBS knows none
+    )  # PBS has no comments in directives
 
 
 @pytest.mark.parametrize("path", SCRIPTS, ids=lambda path: path.stem)
 @pytest.mark.parametrize("site", [name for name in known_sites() if find_site(name).scheduler == "pbs"])
-def test_the_sites_take_them(site, path):
+def test_each_pbs_site_accepts_each_job_script(site, path):
     nodes, gpus = SHAPES[path.stem]
     profile = find_site(site)
     job = submission(path, site, profile, account="a", arguments=["--epochs", "2"])
@@ -102,8 +102,8 @@ def test_the_sites_take_them(site, path):
     assert job.folder == STAGE
 
 
-def test_one_script_for_any_number_of_nodes():
-    """The scripts of several nodes differ in what they ask for, and in nothing that they do."""
+def test_job_scripts_for_several_nodes_differ_only_in_their_directives():
+    """The commands are the same; only the request for nodes and GPUs differs."""
     bodies = {
         path.read_text().partition("\nset -euo pipefail\n")[2]
         for path in SCRIPTS
@@ -127,7 +127,7 @@ def cluster():
 
 @pytest.fixture
 def pbs(cluster, tmp_path):
-    """Makes the stand-in: in a folder of its own with the scripts, the site's settings and a program to train with."""
+    """A function that creates the stand-in, in a folder with the scripts, the settings of the site and a training program."""
 
     def make(mpiexec, program=TRAINING):
         shutil.copytree(STAGE / "pbs", tmp_path / "pbs")
@@ -143,13 +143,13 @@ def pbs(cluster, tmp_path):
 
 
 def submit(pbs, script, *arguments, options=()):
-    """qsub as ``workshop submit`` calls it."""
+    """Call qsub as ``workshop submit`` does."""
     variables = f"WORKSHOP_SITE={pbs.folder / 'site.sh'},ARGUMENTS='{' '.join(map(str, arguments))}'"
     return pbs.qsub(*options, "-v", variables, f"pbs/{script}.sh")
 
 
 def witnesses(pbs):
-    """What each process left, by rank."""
+    """Return what each process recorded, by rank."""
     return [json.loads(path.read_text()) for path in sorted(pbs.folder.glob("seen-*.json"))]
 
 
@@ -167,7 +167,7 @@ def test_a_job_trains_on_all_its_nodes(script, mpiexec, pbs):
     nodes, gpus = SHAPES[script]
     pbs = pbs(mpiexec)
     job = submit(pbs, script, "--epochs", 2, "--batch-size", 32)
-    # Not in the order of their names: the first is where the script runs, wherever it stands in `sort`.
+    # The script runs on the first node of the list, which is not the first by name.
     order = ["node3", "node1", "node4", "node2"]
     status = pbs.run(job, order)
     log = pbs.log(job).read_text()
@@ -181,20 +181,20 @@ def test_a_job_trains_on_all_its_nodes(script, mpiexec, pbs):
     assert [each["RANK"] for each in seen] == ["0", "1", "2", "3"]
     shares = {node: sorted(each["LOCAL_RANK"] for each in seen if each["node"] == node) for node in order[:nodes]}
     assert shares == {node: [str(number) for number in range(gpus)] for node in order[:nodes]}
-    # On every node alike: the folder, the variables, and all cores of the machine.
+    # All nodes have the same folder, the same variables and all cores of the machine.
     common = {"OMP_NUM_THREADS": "2", "NCCL_DEBUG": "not set", "HF_HUB_OFFLINE": "1"}
     common |= {"cores": len(os.sched_getaffinity(0)), "folder": str(pbs.folder)}
     assert all(common.items() <= each.items() for each in seen), seen
 
     epochs = read_log(pbs.folder / f"runs/{script}-17.pt")
     assert [each["epoch"] for each in epochs] == [0, 1]
-    golden = json.loads((runs.ROOT / "tests" / "golden_losses.json").read_text())  # of global batches of 128 as well
+    golden = json.loads((runs.ROOT / "tests" / "golden_losses.json").read_text())  # also with global batches of 128
     losses = runs.losses(epochs)
     assert losses == pytest.approx(golden[: len(losses)], abs=0.01)
 
 
 @pytest.mark.full
-def test_a_job_spreads_a_resnet(pbs):
+def test_a_job_trains_a_resnet_with_fsdp(pbs):
     pbs = pbs("openmpi")
     shutil.copy(STAGE / "train_at_scale.py", pbs.folder)
     options = ["--strategy", "fsdp", "--steps", 3, "--batch-size", 2, "--image-size", 64]
@@ -206,7 +206,7 @@ def test_a_job_spreads_a_resnet(pbs):
 
 
 @pytest.mark.full
-def test_a_job_fine_tunes(pbs, data):
+def test_a_job_fine_tunes_a_language_model(pbs, data):
     pbs = pbs("mpich")
     for path in (FINE_TUNING / "launch_fsdp_2N4G_pbs.sh", FINE_TUNING / "exercise2_sharded_checkpoint.py"):
         shutil.copy(path, pbs.folder / ("pbs" if path.suffix == ".sh" else ""))
@@ -224,12 +224,12 @@ def test_a_job_fine_tunes(pbs, data):
     ("script", "mpiexec", "others"),
     [
         ("launch_mpi_2N4G", "openmpi", "wait"),
-        # MPICH's mpiexec does not end the other processes: they end when they miss the one that has failed.
+        # The mpiexec of MPICH does not end the other processes; they end when their connection to the failed rank is lost.
         pytest.param("launch_ddp_2N4G", "mpich", "exchange", marks=pytest.mark.full),
     ],
 )
-def test_a_failing_rank(script, mpiexec, others, pbs):
-    """The job fails, soon, and the last thing in its log is the error of the rank that failed first."""
+def test_a_failing_rank_ends_the_job_and_the_log(script, mpiexec, others, pbs):
+    """The job fails within 40 s, and its log ends with the error of the rank that failed first."""
     pbs = pbs(mpiexec, FAILING.format(others=OTHERS[others]))
     job = submit(pbs, script)
     status = pbs.run(job, ["node2", "node1"], seconds=40)
@@ -240,15 +240,15 @@ def test_a_failing_rank(script, mpiexec, others, pbs):
 
 
 def wait_for_epochs(checkpoint, number, process):
-    """Wait until a run has logged so many epochs."""
+    """Wait until a run has logged this number of epochs."""
     while len(read_log(checkpoint)) < number:
-        assert process.poll() is None, "it ended before"
+        assert process.poll() is None, "the run ended before"
         time.sleep(0.1)
 
 
 @pytest.mark.full
-def test_a_job_survives_a_dead_node_and_its_time_limit(cluster, pbs):
-    """Three jobs, one run: the first loses a node, the second its time, the third ends it. Each epoch counts once."""
+def test_a_run_survives_a_dead_node_and_its_time_limit(cluster, pbs):
+    """One run needs three jobs: the first loses a node, the second reaches its time limit, and the third completes all epochs."""
     line = "        start = time.perf_counter()\n"
     assert line in TRAINING
     slow = '        time.sleep(0 if os.environ["TORCHELASTIC_RUN_ID"] == "19.server" else 0.5)\n'
@@ -266,12 +266,12 @@ def test_a_job_survives_a_dead_node_and_its_time_limit(cluster, pbs):
     second = pbs.submitted_by(first)
     assert (second.select, second.walltime) == (first.select, "00:10:00")
     assert second.variables["ARGUMENTS"] == "--epochs 12"
-    done = torch.load(checkpoint, weights_only=True)["epoch"] + 1  # the log may be an epoch ahead of it
+    done = torch.load(checkpoint, weights_only=True)["epoch"] + 1  # the log may be one epoch ahead of the checkpoint
     running = pbs.start(second, ["node3", "node1"])
     wait_for_epochs(checkpoint, done + 3, running)
     (clock,) = [process for process in family(running.pid) if process.name() == "timeout"]
-    assert 530 <= int(clock.cmdline()[2]) <= 540  # seconds: a minute before the end
-    clock.send_signal(signal.SIGALRM)  # what its timer sends it then
+    assert 530 <= int(clock.cmdline()[2]) <= 540  # the seconds until one minute before the time limit
+    clock.send_signal(signal.SIGALRM)  # the timer of `timeout` sends this signal
     assert running.wait(60) == 124
     log = pbs.log(second).read_text()
     assert f"from epoch {done + 1}: 2 processes" in log
@@ -285,8 +285,8 @@ def test_a_job_survives_a_dead_node_and_its_time_limit(cluster, pbs):
 
 
 @pytest.mark.full
-def test_a_job_that_gets_no_further_ends(pbs):
-    """A program that fails before its first new checkpoint would fail in each next job too."""
+def test_a_job_that_makes_no_progress_is_not_resubmitted(pbs):
+    """A program that fails before it writes a new checkpoint would fail again in every later job."""
     pbs = pbs("openmpi", "raise ValueError('no such pixel')\n")
     job = submit(pbs, "requeue", options=["-l", "select=2:ncpus=1:mpiprocs=1:ngpus=1"])
     assert pbs.run(job, ["node1", "node3"]) == 1

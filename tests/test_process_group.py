@@ -1,4 +1,4 @@
-"""The end of a process whose gloo threads are late: made late here, as on a machine where they wait for a core."""
+"""The end of a process whose gloo threads are late, as on a busy machine; here a library delays them."""
 
 import subprocess
 import sys
@@ -8,7 +8,7 @@ import pytest
 from needs import require
 from runs import run
 
-# gloo's threads compute for a while after they have said that a collective has ended, before they let go of its tensors.
+# The threads of gloo report that a collective has ended, then compute for 60 ms before they release its tensors.
 LATE = r"""
 #define _GNU_SOURCE
 #include <dlfcn.h>
@@ -37,7 +37,7 @@ import atexit
 import sys
 import time
 
-# The last thing before Python ends: it has Python's lock all the time, and the thread has to wait.
+# Runs last, just before Python ends, and holds the global interpreter lock all the time, so the thread must wait.
 atexit.register(sum, range(10**7))
 
 import torch
@@ -46,7 +46,7 @@ import torch.distributed as dist
 
 class Slow:
     def __del__(self, sleep=time.sleep):
-        sleep(0.5)  # while Python ends: the thread gets the lock
+        sleep(0.5)  # while Python ends, releases the lock to the thread
 
 def train():
     dist.init_process_group("gloo", init_method="file://" + sys.argv[1], rank=0, world_size=1)
@@ -59,7 +59,7 @@ train()
 
 @pytest.fixture(scope="module")
 def late_threads(tmp_path_factory):
-    """A library that, loaded first, makes gloo's threads late."""
+    """A library that delays the threads of gloo if it is loaded first."""
     require("cc")
     folder = tmp_path_factory.mktemp("late")
     (folder / "late.c").write_text(LATE)
@@ -68,13 +68,13 @@ def late_threads(tmp_path_factory):
     return library
 
 
-# From Python 3.14 on such a thread is made to wait, not stopped: there the first row ends well, too.
+# Python 3.14 lets such a thread wait instead of stopping it, so there the first case also ends normally.
 FORCED = -6 if sys.version_info < (3, 14) else 0
 
 
 @pytest.mark.parametrize(("workshop", "status"), [("", FORCED), ("import workshop.data", 0)])
-def test_a_process_ends_well_though_gloos_threads_are_late(workshop, status, late_threads, tmp_path):
-    """Without the wait Python's end stops the thread by force, and it the process: the first row shows that the test can fail."""
+def test_a_process_ends_normally_although_the_threads_of_gloo_are_late(workshop, status, late_threads, tmp_path):
+    """Without the workshop's wait, Python stops the thread by force, which aborts the process: the first case shows this."""
     (tmp_path / "script.py").write_text(SCRIPT.format(workshop=workshop))
     ended = run(
         [sys.executable, tmp_path / "script.py", tmp_path / "store"], tmp_path, timeout=60, LD_PRELOAD=late_threads

@@ -1,4 +1,4 @@
-"""Every command in the READMEs is run: here in a copy of the repository, or where the table below says."""
+"""Every command in the READMEs is tested: here in a copy of the repository, or at the place in the table below."""
 
 import os
 import re
@@ -17,34 +17,34 @@ OTHERS = [runs.ROOT / folder / "README.md" for folder in ("slurm-multinode", "bo
 STAGE_READMES = [*sorted(runs.ROOT.glob("0*/README.md")), *OTHERS]
 READMES = [runs.ROOT / "README.md", runs.ROOT / "docs" / "your-script.md", *STAGE_READMES]
 
-# Commands that run elsewhere, and the text there that proves it.
+# Commands that are tested elsewhere, with a file and a text that this file must contain.
 ELSEWHERE = {
     "git clone ADDRESS-OF-THIS-REPOSITORY workshop && cd workshop": (".ci/run", "git clone"),
     "./workshop.sh tour": (".ci/run", "./workshop.sh tour"),
     "./workshop.sh test": (".ci/run", "./workshop.sh test"),
-    "./workshop.sh test --full": ("tests/test_readme.py", "def test_full_is_passed_on"),
-    "./workshop.sh fetch mnist": ("tests/test_readme.py", "def test_fetch_as_in_the_readme"),
-    "./workshop.sh fetch cifar10": ("tests/test_data.py", "def test_cifar10"),
+    "./workshop.sh test --full": ("tests/test_readme.py", "def test_workshop_test_passes_on_the_option_full"),
+    "./workshop.sh fetch mnist": ("tests/test_readme.py", "def test_the_fetch_command_of_the_readme_works"),
+    "./workshop.sh fetch cifar10": ("tests/test_data.py", "def test_cifar10_is_fetched_and_verified"),
     "./workshop.sh pack /tmp/workshop-pack --data mnist --model tiny-codellama": (
         "tests/test_pack.py",
         "def test_the_whole_workshop_without_network",
     ),
     "./workshop.sh submit slurm-multinode/launch_ddp_1N4G.sh --site della --container pytorch-cuda.sif --dry-run": (
         "tests/test_container_jobs.py",
-        "def test_a_job_s_python_is_the_one_in_the_image",
+        "def test_the_python_of_a_job_runs_in_the_image",
     ),
-    "./workshop.sh versions oldest lock newest": ("tests/test_versions.py", "def test_each_set_holds_what_it_says"),
-    "./workshop.sh lab": ("tests/test_jupyter.py", "def test_notebook_01_in_a_browser"),
+    "./workshop.sh versions oldest lock newest": ("tests/test_versions.py", "def test_each_set_installs_its_versions"),
+    "./workshop.sh lab": ("tests/test_jupyter.py", "def test_notebook_01_runs_in_a_browser"),
     "./workshop.sh doctor --class 30": ("tests/test_classroom.py", '"--class", 30'),
     "./run_single_gpu.sh --epochs 4": ("01_single_gpu/01_single_gpu.ipynb", "run_single_gpu.sh --epochs 4"),
     "./run_single_gpu.sh --epochs 6": ("01_single_gpu/01_single_gpu.ipynb", "run_single_gpu.sh --epochs 6"),
-    # pip itself is tried without the extra, which is in the lock
+    # pip is tested without the extra, whose packages are in the lock
     "python -m pip install -e '.[notebooks]'": ("tests/test_environment.py", '"-m", "pip", "install", "-e", "."'),
 }
 
 
 def commands(readme: Path) -> list[str]:
-    """The commands in a README's bash blocks, without their comments."""
+    """Return the commands in the bash blocks of a README, without comments."""
     blocks = re.findall(r"```bash\n(.*?)```", readme.read_text(), re.DOTALL)
     return [line.split("  #")[0].strip() for block in blocks for line in block.splitlines() if line.strip()]
 
@@ -63,17 +63,17 @@ def copy(tmp_path_factory) -> Path:
 
 @pytest.fixture
 def short():
-    """A folder with a short name: a practice cluster's sockets lie in it."""
+    """A folder with a short path, because the sockets of a practice cluster are in it."""
     with tempfile.TemporaryDirectory(prefix="r", dir="/tmp") as folder:
         yield folder
 
 
-# A command that needs the practice cluster of the commands before it, or starts one.
+# A command that starts a practice cluster, or needs the one that an earlier command started.
 ON_CLUSTER = re.compile(r"workshop\.sh (cluster |check \S+\.sh|submit (?!.*--dry-run))")
 
 
 def parts() -> list:
-    """Each README twice: its commands that run on any machine, and those that need a practice cluster."""
+    """Return two cases for each README: the commands for any machine, and those that need a practice cluster."""
     cases = []
     for readme in READMES:
         for cluster in (False, True):
@@ -84,9 +84,9 @@ def parts() -> list:
     return cases
 
 
-@pytest.mark.full  # every day .ci/run runs the two commands of the README
+@pytest.mark.full  # .ci/run runs the first commands of the README daily
 @pytest.mark.parametrize(("readme", "cluster"), parts())
-def test_commands(readme, cluster, copy, short):
+def test_the_commands_of_the_readmes_work(readme, cluster, copy, short):
     found = [command for command in commands(readme) if bool(ON_CLUSTER.search(command)) == cluster]
     folder = copy if readme in READMES[:2] else copy / readme.parent.relative_to(runs.ROOT)
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
@@ -98,18 +98,18 @@ def test_commands(readme, cluster, copy, short):
         done = subprocess.run(
             ["bash", "-c", command],
             cwd=folder,
-            env=runs.environment(PATH=path, PYTHONPATH=copy, TMPDIR=short),  # a practice cluster of its own lies there
+            env=runs.environment(PATH=path, PYTHONPATH=copy, TMPDIR=short),  # for the sockets of its practice cluster
             capture_output=True,
             text=True,
         )
-        # diff: they differ; check: an exercise as delivered has goals open
+        # 1 from diff: the files differ; from check: a delivered exercise has open goals
         expected = 1 if command.startswith("diff ") or re.search(r"workshop\.sh check .*exercise", command) else 0
         assert done.returncode == expected, f"{command}\n{done.stdout}{done.stderr}"
         if re.search("--(epochs|steps)", command) and not re.search("submit|check", command):
             assert re.search(r"(epoch|step) (\d+)/\2 ", done.stdout), done.stdout
 
 
-def test_full_is_passed_on(copy):
+def test_workshop_test_passes_on_the_option_full(copy):
     done = subprocess.run(
         [copy / "workshop.sh", "test", "--full", "--collect-only", "-q", "tests/test_restart.py"],
         capture_output=True,
@@ -117,18 +117,18 @@ def test_full_is_passed_on(copy):
         env=runs.environment(PYTHONPATH=copy),
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "test_20_kills_in_a_row" in done.stdout
+    assert "test_torchrun_recovers_from_20_kills_in_a_row" in done.stdout
     done = subprocess.run(
         [copy / "workshop.sh", "test", "--collect-only", "-q", "tests/test_restart.py"],
         capture_output=True,
         text=True,
         env=runs.environment(PYTHONPATH=copy),
     )
-    assert "test_20_kills_in_a_row" not in done.stdout
+    assert "test_torchrun_recovers_from_20_kills_in_a_row" not in done.stdout
 
 
 @pytest.mark.full
-def test_fetch_as_in_the_readme(copy, archives, server, tmp_path):  # noqa: F811
+def test_the_fetch_command_of_the_readme_works(copy, archives, server, tmp_path):  # noqa: F811
     from workshop.data import mnist
 
     url, _ = server(archives)

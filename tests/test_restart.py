@@ -1,4 +1,4 @@
-"""kill -9 and start again: the run ends with exactly the weights that it would have had."""
+"""A run that is killed with kill -9 and started again ends with exactly the parameters of an uninterrupted run."""
 
 import json
 import random
@@ -16,7 +16,7 @@ def options(nproc, checkpoint="run.pt"):
 
 
 def assert_same_as(reference, folder, checkpoint="run.pt"):
-    """The weights are equal bit for bit, and the log holds each epoch once, with the same losses."""
+    """Fail unless the parameters are equal bit for bit and the log has each epoch once, with the same losses."""
     assert runs.largest_difference(folder / checkpoint, reference.checkpoint) == 0.0
     log = runs.read_log(folder / checkpoint)
     assert [entry["epoch"] for entry in log] == list(range(EPOCHS))
@@ -24,7 +24,7 @@ def assert_same_as(reference, folder, checkpoint="run.pt"):
 
 
 def gone_within(processes, seconds) -> bool:
-    """Whether all the processes have ended within so many seconds. (An orphan that nobody reaps yet, a zombie, has ended.)"""
+    """Return whether all processes end within this number of seconds. (A zombie, which its parent has not reaped, has ended.)"""
     end = time.monotonic() + seconds
     while any(process.is_running() and process.status() != psutil.STATUS_ZOMBIE for process in processes):
         if time.monotonic() > end:
@@ -34,31 +34,31 @@ def gone_within(processes, seconds) -> bool:
 
 
 @pytest.mark.full
-def test_single_process_killed_and_started_again(single, tmp_path):
+def test_a_killed_single_process_resumes_exactly(single, tmp_path):
     run = runs.Running([*runs.command("single"), *options(1)], tmp_path)
     run.wait_for("epoch 2/3")
     run.process.kill()
     run.wait()
-    assert runs.load(tmp_path / "run.pt")["epoch"] < EPOCHS - 1, "it was killed too late for the test to show anything"
+    assert runs.load(tmp_path / "run.pt")["epoch"] < EPOCHS - 1, "the run was killed too late, after its last epoch"
     runs.train("single", 1, tmp_path, *options(1))
     assert_same_as(single, tmp_path)
 
 
 @pytest.mark.full
-def test_spawn_killed_with_kill_9_leaves_nothing_and_can_be_started_again(spawned, tmp_path):
+def test_a_killed_spawn_leaves_no_process_and_resumes_exactly(spawned, tmp_path):
     run = runs.Running([*runs.command("spawn", 2), *options(2)], tmp_path)
-    run.wait_for("epoch 2/3")  # so the checkpoint of epoch 1 is there
+    run.wait_for("epoch 2/3")  # so the checkpoint of epoch 1 exists
     family = psutil.Process(run.process.pid).children(recursive=True)
     assert len(family) >= 2
     run.process.kill()
-    assert gone_within(family, 20)  # two seconds on a quiet machine
+    assert gone_within(family, 20)  # two seconds on an idle machine
     assert runs.load(tmp_path / "run.pt")["epoch"] < EPOCHS - 1
     runs.train("spawn", 2, tmp_path, *options(2))
     assert_same_as(spawned, tmp_path)
 
 
 @pytest.mark.parametrize("victims", ["one worker", pytest.param("all workers", marks=pytest.mark.full)])
-def test_torchrun_starts_again_when_workers_are_killed(victims, torchrun, tmp_path):
+def test_torchrun_restarts_killed_workers(victims, torchrun, tmp_path):
     run = runs.Running([runs.TORCHRUN_RUNNER, *options(2)], tmp_path, NPROC=2)
     run.wait_for("epoch 1/3")
     workers = run.workers()
@@ -71,26 +71,26 @@ def test_torchrun_starts_again_when_workers_are_killed(victims, torchrun, tmp_pa
 
 
 @pytest.mark.full
-def test_torchrun_starts_again_when_a_worker_dies_while_saving(torchrun, tmp_path):
+def test_torchrun_restarts_a_worker_that_dies_while_saving(torchrun, tmp_path):
     done = runs.run([runs.TORCHRUN_RUNNER, *options(2)], tmp_path, NPROC=2, TEST_PATCH="die_while_saving")
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "run.pt.tmp.died").exists()
-    assert done.stdout.count("epoch 2/3") == 2, "epoch 2 is trained again: its checkpoint was cut short"
+    assert done.stdout.count("epoch 2/3") == 2, "epoch 2 must be trained again, because its checkpoint was truncated"
     assert_same_as(torchrun, tmp_path)
 
 
 @pytest.mark.full
-def test_torchrun_itself_killed_ends_its_workers_within_2_seconds_and_can_be_started_again(torchrun, tmp_path):
+def test_workers_end_within_2_seconds_of_a_killed_torchrun_and_the_next_start_resumes(torchrun, tmp_path):
     run = runs.Running([runs.TORCHRUN_RUNNER, *options(2)], tmp_path, NPROC=2)
-    run.wait_for("epoch 2/3")  # so the checkpoint of epoch 1 is there
+    run.wait_for("epoch 2/3")  # so the checkpoint of epoch 1 exists
     workers = run.workers()
     assert len(workers) == 2
     run.process.kill()
-    # At once, while the workers may still be dying: the next start has to be the only writer when it first saves.
+    # Start again at once, while old workers may still run; they must have ended before the new run saves.
     again = runs.Running([runs.TORCHRUN_RUNNER, *options(2)], tmp_path, NPROC=2)
     assert gone_within(workers, 2)
     assert again.wait() == 0, again.text()
-    assert "epoch 1/3" not in again.text(), "it did not carry on from the checkpoint"
+    assert "epoch 1/3" not in again.text(), "the run did not resume from the checkpoint"
     assert_same_as(torchrun, tmp_path)
 
 
@@ -104,10 +104,10 @@ def test_stopping_the_runner_leaves_no_process(tmp_path):
 
 
 @pytest.mark.full
-def test_20_kills_in_a_row(tmp_path, record_property):
-    """Every one of 20 runs recovers from a kill -9 of a worker at a random moment, and ends with the same weights.
+def test_torchrun_recovers_from_20_kills_in_a_row(tmp_path, record_property):
+    """Each of 20 runs recovers from a kill -9 of a worker at a random moment and ends with the same parameters.
 
-    One kill in four comes while the workers start and find each other, the others while they train or save.
+    One kill in four hits workers while they start and form their group, the others while they train or save.
     """
     chance = random.Random(0)
     epochs = 6

@@ -1,4 +1,4 @@
-"""Starting programs, watching them, and what they leave: the environment, files, failures, runs that stand still."""
+"""Starting and watching programs: their environment, atomic writes, failures, and runs that make no progress."""
 
 import importlib.metadata
 import importlib.util
@@ -19,7 +19,7 @@ from workshop.run.stillness import Patience, Watch
 from workshop.slurm.shape import Shape
 
 
-def test_the_environment_of_a_program(monkeypatch):
+def test_a_program_gets_no_variables_of_a_launcher(monkeypatch):
     monkeypatch.setenv("SLURM_JOB_ID", "7")
     monkeypatch.setenv("MASTER_PORT", "29500")
     monkeypatch.setenv("UNWANTED", "here")
@@ -32,13 +32,13 @@ def test_the_environment_of_a_program(monkeypatch):
     assert environment(gpus=False)["CUDA_VISIBLE_DEVICES"] == ""
 
 
-def test_cores_and_gpus(monkeypatch):
+def test_cores_and_gpus_are_those_that_this_process_may_use(monkeypatch):
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(3), raising=False)
     assert cores() == 3
     assert gpus_unopened() == gpus()
 
 
-def test_a_file_is_written_whole_and_keeps_its_mode(tmp_path):
+def test_a_file_is_written_atomically_and_keeps_its_mode(tmp_path):
     path = tmp_path / "figures.json"
     write_atomically(path, "{}")
     path.chmod(0o640)
@@ -63,7 +63,7 @@ def test_a_failed_write_leaves_the_old_file_and_nothing_else(tmp_path, monkeypat
 
 
 def watched(program: str, patience: Patience, moves: bool = False) -> tuple[str, float]:
-    """What a watch says of a program in the end, and after how many seconds; ``moves``: it makes progress at each look."""
+    """Watch a program; return the verdict and the seconds until it. With ``moves`` it makes progress at each look."""
     child = subprocess.Popen([sys.executable, "-S", "-c", program])
     try:
         start, looks = time.monotonic(), 0
@@ -77,19 +77,19 @@ def watched(program: str, patience: Patience, moves: bool = False) -> tuple[str,
         child.wait()
 
 
-def test_a_sleeping_program_stands_still_as_idle():
+def test_a_sleeping_program_is_reported_as_idle():
     verdict, seconds = watched("import time; time.sleep(60)", Patience(idle=1, busy=20, total=30))
     assert verdict == "idle"
     assert seconds < 5
 
 
-def test_a_computing_program_stands_still_as_busy_only_later():
+def test_a_computing_program_is_reported_as_busy_only_later():
     verdict, seconds = watched("while True: pass", Patience(idle=0.5, busy=2, total=30))
     assert verdict == "busy"
     assert seconds >= 2
 
 
-def test_a_program_that_moves_may_take_its_time_but_not_for_ever():
+def test_a_program_that_makes_progress_still_has_a_time_limit():
     verdict, seconds = watched("import time; time.sleep(60)", Patience(idle=0.3, busy=0.3, total=1.5), moves=True)
     assert verdict == "long"
     assert seconds >= 1.5
@@ -111,15 +111,15 @@ def test_a_program_that_moves_may_take_its_time_but_not_for_ever():
         ("rank 1 divides by zero", "ZeroDivisionError", False),
     ],
 )
-def test_the_echo_of_another_ranks_failure(text, type_name, echo):
+def test_an_error_caused_by_a_different_rank_is_recognized(text, type_name, echo):
     assert is_echo(text, type_name) == echo
 
 
-def test_a_shape_says_what_a_job_asks_for():
+def test_a_shape_describes_what_a_job_requests():
     one, two = Shape(1, 4, 1, seconds=600), Shape(nodes=2, gpus=1, tasks=1, cores=4)
     assert (str(one), str(two)) == (
         "1 node with 4 GPUs for 00:10:00",
-        "2 nodes with 1 GPU and 1 task each, 4 cores a task",
+        "2 nodes with 1 GPU and 1 task each, 4 cores per task",
     )
     assert two.all_gpus == 2
     assert two.options(gres=True) == ["--nodes=2", "--gres=gpu:1", "--ntasks-per-node=1", "--cpus-per-task=4"]

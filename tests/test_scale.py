@@ -1,4 +1,4 @@
-"""Training at scale, the network that it uses, and scaling studies."""
+"""Training at scale, the report on the network, and scaling studies."""
 
 import csv
 import json
@@ -25,7 +25,7 @@ RUNNER = SCRIPT.with_name("run_train_at_scale.sh")
 
 @pytest.fixture(scope="module")
 def float32(tmp_path_factory) -> dict:
-    """Changes to the environment: the script trains in float32, on CPUs with bfloat16 too; 1 round measures the exchange."""
+    """Changes to the environment: train in float32 even on CPUs with bfloat16, and measure the exchange in 1 round."""
     folder = tmp_path_factory.mktemp("float32")
     (folder / "sitecustomize.py").write_text(
         "from workshop import tensors\nfrom workshop.measure import exchange\n"
@@ -36,7 +36,7 @@ def float32(tmp_path_factory) -> dict:
 
 
 def train(nproc, folder, *options, **environment) -> tuple[dict, str]:
-    """The figures of a run, and what it printed."""
+    """Run the script; return its figures and its output."""
     command = torchrun(nproc, SCRIPT, "--image-size", 64, "--output", "figures/run.json", *options)
     done = runs.run(command, folder, **environment)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -44,15 +44,15 @@ def train(nproc, folder, *options, **environment) -> tuple[dict, str]:
 
 
 @pytest.mark.full
-def test_resnet_on_two_processes(tmp_path):
+def test_resnet_trains_on_two_processes(tmp_path):
     figures, output = train(2, tmp_path, "--model", "resnet50", "--steps", 10, "--batch-size", 4)
-    assert figures["losses"][0] == pytest.approx(math.log(1000), abs=1)  # a thousand classes, nothing learned yet
+    assert figures["losses"][0] == pytest.approx(math.log(1000), abs=1)  # a thousand classes before any training
     assert figures["losses"][-1] < figures["losses"][0] - 1
     assert (figures["processes"], figures["nodes"], figures["device"]) == (2, 1, "cpu")
-    assert figures["peak_memory"] > 100e6  # its 25.6 million parameters in float32
+    assert figures["peak_memory"] > 100e6  # 25.6 million parameters in float32
     assert 0 < figures["efficiency"] < 1.5
     assert figures["communication"] == pytest.approx(1 - figures["efficiency"])
-    # Gloo of torch 2.9 says how it connected, and the ranks' pieces of that run into each other.
+    # Gloo in torch 2.9 prints how it connected, and the lines of the ranks mix.
     lines = [line for line in output.splitlines() if line and "[Gloo]" not in line and "peer ranks" not in line]
     assert lines[0].startswith("training resnet50 on cpu: ")
     assert lines[0].endswith("channels_last, compiled: False, 2 processes, 0 GPUs here")
@@ -62,8 +62,8 @@ def test_resnet_on_two_processes(tmp_path):
 
 
 @pytest.mark.full
-def test_vit_learns_the_same_on_one_process_and_on_two(float32, tmp_path):
-    """No BatchNorm: its losses follow from the global batches alone."""
+def test_vit_has_the_same_losses_on_one_process_and_on_two(float32, tmp_path):
+    """Without BatchNorm the losses depend only on the global batches."""
     common = ["--model", "vit_b_16", "--steps", 5]
     one, output = train(1, tmp_path, *common, "--batch-size", 4, **float32)
     two, _ = train(2, tmp_path, *common, "--batch-size", 1, "--accumulate", 2, **float32)
@@ -77,7 +77,7 @@ def test_vit_learns_the_same_on_one_process_and_on_two(float32, tmp_path):
 
 @pytest.mark.full
 @pytest.mark.parametrize("options", [[], ["--batch-size", 1, "--accumulate", 2]], ids=["whole", "accumulated"])
-def test_fsdp_learns_what_ddp_learns(options, float32, tmp_path):
+def test_fsdp_has_the_losses_of_ddp(options, float32, tmp_path):
     common = ["--model", "vit_b_16", "--steps", 4, "--batch-size", 2]
     ddp, _ = train(2, tmp_path, *common, **float32)
     fsdp, output = train(2, tmp_path, *common, "--strategy", "fsdp", *options, **float32)
@@ -86,7 +86,7 @@ def test_fsdp_learns_what_ddp_learns(options, float32, tmp_path):
 
 
 @pytest.mark.full
-def test_resnet_with_fsdp(tmp_path):
+def test_resnet_trains_with_fsdp(tmp_path):
     figures, output = train(2, tmp_path, "--strategy", "fsdp", "--steps", 4, "--batch-size", 2)
     assert figures["strategy"] == "fsdp"
     assert figures["losses"][-1] < figures["losses"][0]
@@ -102,9 +102,9 @@ def image_folder(folder, classes=2, images=4):
 
 
 @pytest.mark.full
-def test_a_folder_of_images_is_trained_on(tmp_path):
+def test_training_reads_a_folder_of_images(tmp_path):
     image_folder(tmp_path)
-    figures, _ = train(1, tmp_path, "--data", "images", "--batch-size", 4, "--steps", 3)  # 2 steps an epoch
+    figures, _ = train(1, tmp_path, "--data", "images", "--batch-size", 4, "--steps", 3)  # 2 steps per epoch
     assert len(figures["losses"]) == 3
     assert all(math.isfinite(loss) for loss in figures["losses"])
     assert figures["data"] == "images"
@@ -119,10 +119,10 @@ def test_a_folder_of_images_is_trained_on(tmp_path):
         (["--data", "nowhere"], "--data nowhere needs images in train/CLASS/ (No such file or directory)"),
         (["--data", "."], "--data . needs images in train/CLASS/"),
         (["--output", "images/train/class0/0.png/x.json"], "x.json: File exists"),
-        (["--data", "images", "--batch-size", "64"], "--data images has 8 images to train on, and one step takes 128"),
+        (["--data", "images", "--batch-size", "64"], "--data images has 8 images to train on, but one step needs 128"),
     ],
 )
-def test_mistakes_are_one_line(options, message, tmp_path, monkeypatch, capfd):
+def test_mistakes_are_reported_in_one_line(options, message, tmp_path, monkeypatch, capfd):
     image_folder(tmp_path)
     monkeypatch.chdir(tmp_path)
     for name, value in {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2}.items():
@@ -136,13 +136,13 @@ def test_mistakes_are_one_line(options, message, tmp_path, monkeypatch, capfd):
     assert not (tmp_path / "runs").exists()
 
 
-def test_runner_ends_before_it_launches(tmp_path):
+def test_the_runner_reports_mistakes_before_it_launches(tmp_path):
     done = runs.run([RUNNER, "--data", "nowhere"], tmp_path)
     assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1), done.stderr
     assert "--data nowhere needs images" in done.stderr
 
 
-# What NCCL 2.30 and RCCL write with NCCL_DEBUG=INFO and NCCL_DEBUG_SUBSYS=INIT,NET, in short.
+# Shortened logs of NCCL 2.30 and RCCL with NCCL_DEBUG=INFO and NCCL_DEBUG_SUBSYS=INIT,NET.
 LOGS = {
     "InfiniBand": """
 node1:71:71 [0] NCCL INFO NET/IB : Using [0]mlx5_0:1/IB [1]mlx5_1:1/IB [RO]; OOB ib0:10.1.0.1<0>
@@ -176,7 +176,7 @@ node1:71:80 [0] NCCL INFO Channel 00 : 0[0] -> 1[1] via SHM/direct/direct
 }
 
 
-def test_the_network_that_nccl_uses():
+def test_the_network_is_read_from_the_log_of_nccl():
     from workshop.measure.collectives import Network, nccl_network
 
     networks = {name: nccl_network(text) for name, text in LOGS.items()}
@@ -199,36 +199,36 @@ def test_the_network_that_nccl_uses():
         ("Slingshot", 2, "AWS Libfabric with provider cxi; within a node P2P/IPC. This is the fast network"),
         ("libfabric over TCP", 2, "FELL BACK TO SOCKETS"),
         ("sockets", 4, "NCCL between 4 nodes: Socket. It FELL BACK TO SOCKETS"),
-        ("host memory", 1, "NCCL on one node: within a node SHM/direct (through the host's memory"),
+        ("host memory", 1, "NCCL on one node: within a node SHM/direct (through CPU memory"),
     ],
 )
-def test_the_verdict_on_the_network(name, nodes, expected):
+def test_the_report_says_whether_nccl_uses_the_fast_network(name, nodes, expected):
     from workshop.measure.collectives import nccl_network, network_sentence
 
     assert expected in network_sentence([nccl_network(LOGS[name])] * nodes, nodes)
 
 
-def test_a_network_that_says_nothing():
+def test_a_log_without_a_network_is_reported():
     from workshop.measure.collectives import nccl_network, network_sentence
 
-    assert "NCCL did not say" in network_sentence([nccl_network("")], 2)
+    assert "NCCL did not report" in network_sentence([nccl_network("")], 2)
 
 
-def test_where_nccl_is_let_speak(monkeypatch, tmp_path):
+def test_the_log_of_nccl_goes_to_a_file_unless_the_user_wants_it(monkeypatch, tmp_path):
     from workshop.measure.collectives import enable_network_report
 
     for name in ("NCCL_DEBUG", "NCCL_DEBUG_SUBSYS", "NCCL_DEBUG_FILE"):
         monkeypatch.setenv(name, "")
     monkeypatch.setenv("NCCL_DEBUG", "INFO")
     enable_network_report()
-    assert os.environ["NCCL_DEBUG_FILE"] == ""  # its lines are wanted where they are
+    assert os.environ["NCCL_DEBUG_FILE"] == ""  # the user wants the lines on the terminal
     monkeypatch.setenv("NCCL_DEBUG", "WARN")
     enable_network_report()
     assert (os.environ["NCCL_DEBUG"], os.environ["NCCL_DEBUG_SUBSYS"]) == ("INFO", "INIT,NET")
     assert Path(os.environ["NCCL_DEBUG_FILE"]).is_file()
 
 
-def test_the_interface_that_gloo_takes(monkeypatch):
+def test_the_network_interface_of_gloo_is_named(monkeypatch):
     from workshop.measure.collectives import gloo_interface
 
     assert gloo_interface({"GLOO_SOCKET_IFNAME": "hsn0"}) == "hsn0"
@@ -237,7 +237,7 @@ def test_the_interface_that_gloo_takes(monkeypatch):
 
 
 @pytest.mark.full
-def test_collectives(tmp_path):
+def test_collectives_are_measured(tmp_path):
     program = tmp_path / "short.py"
     program.write_text(
         "from workshop.measure import collectives\ncollectives.SIZES = [1024, 2**20]\ncollectives.main()\n"
@@ -255,12 +255,12 @@ def test_collectives(tmp_path):
         assert row["algorithm_bandwidth"] == pytest.approx(row["bytes"] / row["seconds"])
         assert row["bus_bandwidth"] == pytest.approx(factor * row["algorithm_bandwidth"])
     done = runs.run(torchrun(1, program), tmp_path, **environment)
-    assert "torchrun has to start 2 processes or more" in done.stderr
+    assert "this program needs at least 2 processes" in done.stderr
 
 
 @pytest.fixture
 def here(monkeypatch, tmp_path):
-    """An empty folder, and the environment of a run."""
+    """An empty current folder, and the environment of a run."""
     for name, value in runs.environment(COLUMNS=80).items():
         monkeypatch.setenv(name, value)
     monkeypatch.chdir(tmp_path)
@@ -268,7 +268,7 @@ def here(monkeypatch, tmp_path):
 
 
 @pytest.mark.full
-def test_bench_of_an_exercise(here, capfd):
+def test_bench_measures_an_exercise(here, capfd):
     assert bench.run_bench(str(runs.TORCHRUN), ["--epochs", "1"], "1,2", "both", 1, "found") == 0
     found = json.loads((here / "found" / "bench.json").read_text())
     assert list(found["series"]) == ["strong", "weak"]
@@ -296,18 +296,18 @@ def test_bench_of_an_exercise(here, capfd):
     assert "efficiency" in header
 
 
-def test_bench_of_the_collectives(here, monkeypatch, capfd):
+def test_bench_measures_the_collectives(here, monkeypatch, capfd):
     program = "import os, sys; print(sys.argv[1:], os.environ['OMP_NUM_THREADS']); sys.exit(3)"
     monkeypatch.setattr(bench, "torchrun", lambda count: [sys.executable, "-c", program, str(count)])
     monkeypatch.setattr(bench, "gpus", lambda: 4)
     assert bench.run_collectives("", "found") == 3
     expected = ["4", "-m", "workshop.measure.collectives", f"--output={here / 'found' / 'collectives.json'}"]
     assert capfd.readouterr().out == f"{expected} 1\n"
-    with pytest.raises(UserError, match="--collectives takes two processes or more"):
+    with pytest.raises(UserError, match="--collectives needs at least two processes"):
         bench.run_collectives("1")
 
 
-# Stands in for a training: N processes reach 80 % of N times one; it notes in which order it was run.
+# A stand-in for a training: N processes have 80 % of N times the throughput of one. It records the order of the runs.
 STAND_IN = """
 import json, os, sys
 world_size = int(os.environ["WORLD_SIZE"])
@@ -322,7 +322,7 @@ json.dump(figures, open(options["--output"], "w"))  # "--output"
 
 @pytest.fixture
 def stand_in(here, monkeypatch):
-    """A script that takes no time, started without torchrun."""
+    """A script that ends at once and is started without torchrun."""
     (here / "fast.py").write_text(STAND_IN)
     monkeypatch.setattr(bench, "torchrun", lambda count: ["env", f"WORLD_SIZE={count}", sys.executable])
     monkeypatch.setattr(bench, "cores", lambda: 8)
@@ -336,7 +336,7 @@ def test_bench_runs_all_counts_in_each_round_with_the_same_threads(stand_in, mon
     assert order == ["1 64 2", "2 32 2", "4 16 2", "2 64 2", "4 64 2"] * 2
     rows = json.loads((stand_in / "found" / "bench.json").read_text())["series"]["weak"]
     assert [(row["processes"], row["efficiency"]) for row in rows] == [(1, 1), (2, 0.8), (4, 0.8)]
-    assert "This measures one node." in capfd.readouterr().out
+    assert "This measures only one node." in capfd.readouterr().out
 
 
 def test_bench_draws_the_logs_of_jobs(here, capfd):
@@ -369,18 +369,18 @@ BAD = {
     "unknown script": (["nowhere.py", []], "nowhere.py: no such file"),
     "no processes": (["fast.py", [], "0,1"], "give whole numbers of at least 1"),
     "no numbers": (["fast.py", [], "two"], "give whole numbers of at least 1"),
-    "one number": (["fast.py", [], "2"], "a study takes two numbers of processes or more"),
-    "does not divide": (["fast.py", ["--batch-size=10"], "1,4"], "shares a global batch of 10 among 4 processes"),
+    "one number": (["fast.py", [], "2"], "a study needs at least two numbers of processes"),
+    "does not divide": (["fast.py", ["--batch-size=10"], "1,4"], "divides a global batch of 10 among 4 processes"),
     "batch size": (["fast.py", ["--batch-size", "x"], "1,2"], "'x' is not a whole number of at least 1"),
     "takes no --output": (["plain.py", [], "1,2"], "plain.py takes neither --checkpoint nor --output"),
     "fails": (["fails.py", [], "1,2"], "fails.py failed with 1 processes: ValueError: nothing works"),
-    "not distributed": (["alone.py", [], "1,2"], "alone.py trained with 1 processes where torchrun started 2"),
+    "not distributed": (["alone.py", [], "1,2"], "alone.py trained with 1 processes, although torchrun started 2"),
     "leaves nothing": (["silent.py", [], "1,2"], "run.json: No such file or directory"),
 }
 
 
 @pytest.mark.parametrize("mistake", BAD)
-def test_mistakes_of_bench_are_one_sentence(mistake, stand_in):
+def test_mistakes_with_bench_are_reported_in_one_sentence(mistake, stand_in):
     (stand_in / "plain.py").touch()
     (stand_in / "silent.py").write_text("# takes '--output' and '--batch-size'\n".replace("'", '"'))
     (stand_in / "fails.py").write_text(STAND_IN + "raise ValueError('nothing works')\n")
@@ -391,30 +391,34 @@ def test_mistakes_of_bench_are_one_sentence(mistake, stand_in):
     assert not (stand_in / "found" / "bench.json").exists()
 
 
-def test_bench_asks_the_script_before_it_runs(here):
+def test_bench_lets_the_script_check_its_options_first(here):
     with pytest.raises(UserError, match=r"with 2048 processes: .*2,048 processes are more than the 360 samples"):
         bench.run_bench(str(runs.TORCHRUN), ["--batch-size", "2048"], "1,2048", "strong", output="found")
 
 
 @pytest.mark.parametrize(
     ("text", "message"),
-    [(None, "No such file or directory"), ("{", "holds no samples/s"), ('{"processes": 1}', "holds no samples/s")],
+    [
+        (None, "No such file or directory"),
+        ("{", "contains no samples/s"),
+        ('{"processes": 1}', "contains no samples/s"),
+    ],
 )
-def test_logs_that_are_none(text, message, here):
+def test_a_file_that_is_not_a_log_is_refused(text, message, here):
     if text is not None:
         (here / "log.json").write_text(text)
     with pytest.raises(UserError, match=message):
         scaling.run_logs(["log.json"])
 
 
-def test_default_numbers_of_processes(monkeypatch):
+def test_the_default_process_counts_follow_the_machine(monkeypatch):
     monkeypatch.setattr(bench, "gpus", lambda: 0)
     for cores, counts in ((1, [1]), (2, [1, 2]), (6, [1, 2, 4, 6]), (8, [1, 2, 4, 8])):
         monkeypatch.setattr(bench, "cores", lambda cores=cores: cores)
         assert bench.process_counts("") == counts
     monkeypatch.setattr(bench, "gpus", lambda: 4)
     assert bench.process_counts("") == [1, 2, 4]
-    with pytest.raises(UserError, match="8 processes would not fit on the 4 GPUs"):
+    with pytest.raises(UserError, match="8 processes do not fit on 4 GPUs"):
         bench.process_counts("4,8")
 
 

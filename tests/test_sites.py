@@ -1,4 +1,4 @@
-"""The sites' profiles: they are complete, and Slurm's own controller, on a model of the site, accepts what they lead to."""
+"""The profiles of the sites are complete, and a real Slurm controller that models the site accepts their jobs."""
 
 import json
 import re
@@ -28,14 +28,14 @@ TEMPLATE = SITES / "template.toml"
 # ---------------------------------------------------------------- profiles
 
 
-def test_the_sites_that_people_come_from_are_there():
+def test_the_list_of_known_sites_is_complete():
     expected = "adroit casper della derecho hipergator local lumi mahti marenostrum5 puhti roihu"
     assert " ".join(known_sites()) == expected
     assert [name for name in known_sites() if name not in LIVE] == ["mahti", "puhti"]
 
 
 @pytest.mark.parametrize("name", known_sites())
-def test_a_profile_fits_together(name):
+def test_the_values_of_a_profile_are_consistent(name):
     site = find_site(name)
     assert site.cores_per_gpu * site.gpus_per_node <= site.usable_cores_per_node
     assert site.launcher == {"slurm": "srun", "pbs": "mpiexec"}[site.scheduler]
@@ -45,13 +45,13 @@ def test_a_profile_fits_together(name):
     if site.scheduler == "pbs":
         assert not any(queue.partition or queue.qos for queue in site.queues)
     for queue in site.queues:
-        assert not queue.time or seconds(queue.time) >= 600  # our job scripts ask for ten minutes
+        assert not queue.time or seconds(queue.time) >= 600  # our job scripts request ten minutes
     if site.internet is not True and name != "local":
         assert site.offline or site.status == "retired"
 
 
 def uncommented() -> str:
-    """The template with the keys that can be left out."""
+    """Return the template with its optional keys, without the comment signs."""
     return re.sub(r'^# (?=\[\w+\]|[\w"-]+ = )', "", TEMPLATE.read_text(), flags=re.MULTILINE)
 
 
@@ -75,13 +75,13 @@ def test_the_template_names_and_explains_every_key(tmp_path):
     ("old", "new", "words"),
     [
         ("gpus_per_node = 4\n", "", "new.toml: gpus_per_node is missing"),
-        ("gpus_per_node = 4\n", "gpus_per_node = 4\ngpus = 4\n", "new.toml: gpus is no key of a profile"),
+        ("gpus_per_node = 4\n", "gpus_per_node = 4\ngpus = 4\n", "new.toml: gpus is not a key of a profile"),
         (
             "gpus_per_node = 4\n",
             'gpus_per_node = "4"\n',
             "new.toml: gpus_per_node is wrong: Input should be a valid integer",
         ),
-        ('time = "00:15:00", max_nodes', 'time = "00:15:00", nodes', "new.toml: queues.0.nodes is no key"),
+        ('time = "00:15:00", max_nodes', 'time = "00:15:00", nodes', "new.toml: queues.0.nodes is not a key"),
         (
             'kind = "module"',
             'kind = "modul"',
@@ -92,7 +92,7 @@ def test_the_template_names_and_explains_every_key(tmp_path):
         ("name = ", "name ", "new.toml is not TOML"),
     ],
 )
-def test_a_mistake_in_a_profile_is_one_sentence(old, new, words, tmp_path):
+def test_a_mistake_in_a_profile_is_reported_in_one_sentence(old, new, words, tmp_path):
     text = TEMPLATE.read_text()
     assert old in text
     (tmp_path / "new.toml").write_text(text.replace(old, new, 1))
@@ -106,7 +106,7 @@ def test_a_mistake_in_a_profile_is_one_sentence(old, new, words, tmp_path):
     ("host", "name"),
     [
         ("roihu-gpu2", "roihu"),
-        ("roihu-cpu1", ""),  # x86: what is submitted from there does not fit the Arm nodes
+        ("roihu-cpu1", ""),  # an x86 login node, from which jobs do not fit the Arm nodes
         ("uan03", "lumi"),
         ("derecho6", "derecho"),
         ("casper-login1", "casper"),
@@ -118,13 +118,13 @@ def test_a_mistake_in_a_profile_is_one_sentence(old, new, words, tmp_path):
         ("laptop", ""),
     ],
 )
-def test_a_site_is_known_by_its_hosts(host, name):
+def test_a_site_is_recognized_by_its_host_names(host, name):
     assert detect_site(host) == name
 
 
 @pytest.mark.parametrize("name", LIVE)
-def test_the_settings_of_a_job_are_shell(name, tmp_path):
-    """Sourced by a script that stops at errors, with stand-ins for what only the site has, they set what the profile says."""
+def test_a_job_script_can_source_its_settings(name, tmp_path):
+    """A script that stops at errors sources the settings, with stand-ins for the commands of the site, and gets its values."""
     site = find_site(name)
     data = "/data with 'quotes'"
     settings = tmp_path / "site.sh"
@@ -199,26 +199,26 @@ def test_submit_refuses_before_the_site_does(variant, tmp_path):
 
 @pytest.mark.parametrize("site", table.SITES)
 @pytest.mark.parametrize("asks", ["--gpus-per-node=2", "--gpus-per-node=v100:2", "--gres=gpu:2", "--gres=gpu:v100:2"])
-def test_exactly_the_gpus_that_were_asked_for(site, asks, models, tmp_path):
-    """However the script asks for GPUs, the job has one request, with the site's type, and the site's share of cores."""
+def test_a_job_gets_exactly_the_gpus_that_it_requests(site, asks, models, tmp_path):
+    """For any form of request in the script, the job has one request, with the GPU type and the cores per GPU of the site."""
     path = table.script(tmp_path)
     path.write_text(path.read_text().replace("--gpus-per-node=4", asks))
     profile = find_site(site)
     command = submission(path, site, profile, account="project_1", environment={"WORKSHOP_IMAGE": "x"}).command
     request = models[site].request(command)
     kind = {"roihu": "gh200:", "hipergator": "b200:"}.get(site, "")
-    assert request["TresPerNode"].replace("/", ":") == f"gres:gpu:{kind}2", "newer releases of Slurm write gres/gpu"
+    assert request["TresPerNode"].replace("/", ":") == f"gres:gpu:{kind}2", "the request for GPUs is wrong"
     assert request["CPUs/Task"] == str(2 * profile.cores_per_gpu)
     assert request["NumNodes"] in ("2", "2-2")
     assert request["WorkDir"] == str(runs.Path.cwd())
 
 
-def test_slurm_keeps_both_kinds_of_request(models, tmp_path):
-    """Why ``submit`` repeats the script's own option: --gres on the line does not replace --gpus-per-node in the script."""
+def test_slurm_does_not_replace_one_kind_of_gpu_request_by_the_other(models, tmp_path):
+    """--gres on the line does not replace --gpus-per-node in the script, so ``submit`` repeats the option of the script."""
     command = table.changed(table.build("lumi", tmp_path).command, {"--gpus-per-node": None, "--gres": "gpu:2"})
     try:
         kept = models["lumi"].request(command)["TresPerNode"].replace("/", ":")
-    except UserError as error:  # Slurm 26.05 takes one of the two only
+    except UserError as error:  # Slurm 26.05 accepts only one of the two
         kept = str(error)
     assert kept in ("gres:gpu:4,gres:gpu:2", "sbatch: fatal: --gpus-per-node and --gres=gpu are mutually exclusive.")
 
@@ -227,7 +227,7 @@ SCRIPTS = sorted(path for folder in ("", "solutions") for path in (runs.ROOT / f
 
 
 @pytest.mark.parametrize("site", table.SITES)
-def test_every_job_script_is_accepted(site, models):
+def test_the_site_accepts_every_job_script(site, models):
     scripts = [path for path in SCRIPTS if "#SBATCH" in path.read_text()]
     assert len(scripts) >= 4
     for path in scripts:
@@ -238,8 +238,8 @@ def test_every_job_script_is_accepted(site, models):
         assert f"--chdir={runs.ROOT / 'slurm-multinode'}" in job.command
 
 
-def test_nothing_is_left_of_a_model(tmp_path, models):
-    """Two more beside those of the other tests, one of which ends by an error."""
+def test_a_model_of_a_site_leaves_no_process(tmp_path, models):
+    """Start two more models beside those of the other tests; one of them ends with an error."""
 
     class Trouble(Exception):
         pass
@@ -290,7 +290,7 @@ def test_the_settings_of_the_app_come_from_the_profile(name):
 
 
 @pytest.mark.parametrize("name", ["roihu", "lumi"])
-def test_the_files_of_jupyter_for_courses(name, tmp_path):
+def test_the_files_of_a_course_for_open_ondemand_are_written(name, tmp_path):
     command = [
         "-m",
         "workshop.slurm.ondemand",
@@ -306,7 +306,7 @@ def test_the_files_of_jupyter_for_courses(name, tmp_path):
     assert (tmp_path / "settings.yml").exists()
     folder = tmp_path / f"www_{name}_modules"
     module = (folder / "distributed-pytorch-workshop.lua").read_text()
-    assert "Jupyter" in module  # the app looks for this word
+    assert "Jupyter" in module  # the app searches for this word
     values = dict(re.findall(r'^setenv\("(\w+)", "([^"]*)"\)$', module, re.MULTILINE))
     assert values.keys() == {
         *("_COURSE_BASE_NAME", "_COURSE_NOTEBOOK", "_COURSE_GIT_REPO", "_COURSE_GIT_REF", "_COURSE_NOTEBOOK_TYPE"),
@@ -324,12 +324,12 @@ def test_the_files_of_jupyter_for_courses(name, tmp_path):
     ("arguments", "words"),
     [
         (["marenostrum5"], "has no Open OnDemand"),
-        (["roihu"], "add --account PROJECT and --repository URL"),
+        (["roihu"], "needs --account PROJECT and --repository URL"),
         (["roihu", "--account", 'x")', "--repository", "y"], "letters, digits"),
         (["nowhere"], "there is no site 'nowhere'"),
     ],
 )
-def test_files_that_cannot_be_made(arguments, words, tmp_path):
+def test_a_mistake_writes_no_files_for_open_ondemand(arguments, words, tmp_path):
     done = runs.run(
         [runs.sys.executable, "-m", "workshop.slurm.ondemand", arguments[0], tmp_path, *arguments[1:]], runs.ROOT
     )
@@ -338,8 +338,8 @@ def test_files_that_cannot_be_made(arguments, words, tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-def test_the_app_takes_the_settings_of_a_site(tmp_path):
-    """The app, rendered with Ruby as the dashboard does, asks for what the profile says."""
+def test_the_app_uses_the_settings_of_a_site(tmp_path):
+    """The app, rendered with Ruby as the dashboard does, requests the values of the profile."""
     require("ruby")
     app = shutil.copytree(runs.ROOT / "ondemand", tmp_path / "app")
     (app / "settings.yml").write_text(ondemand.settings(find_site("hipergator"), "group"))

@@ -1,4 +1,4 @@
-"""The notebook of slurm-multinode: submits, follows and shows jobs on a practice cluster, which ends with its kernel."""
+"""The notebook of slurm-multinode submits, follows and shows jobs on a practice cluster that ends with its kernel."""
 
 import os
 import re
@@ -21,10 +21,10 @@ STAGE = "slurm-multinode"
 
 @pytest.fixture
 def notebook(copy, monkeypatch):  # noqa: F811
-    """The stage's notebook in the copy; its clusters are the test's own, and gone afterwards."""
+    """The notebook in a copy of the stage; its clusters belong to the test and must end with it."""
     ignored = shutil.ignore_patterns("runs", "*.log", "__pycache__")
     shutil.copytree(runs.ROOT / STAGE, copy / STAGE, ignore=ignored, dirs_exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix="ws-") as place:  # short: the path of a socket has room for 107 letters
+    with tempfile.TemporaryDirectory(prefix="ws-") as place:  # a socket path has at most 107 characters
         monkeypatch.setenv("TMPDIR", place)
         yield copy / STAGE / f"{STAGE}.ipynb"
         end = time.monotonic() + 10
@@ -34,25 +34,25 @@ def notebook(copy, monkeypatch):  # noqa: F811
 
 
 def on_clusters(place) -> list[list[str]]:
-    """The processes of clusters whose files are in a folder."""
+    """Return the command lines of the processes of clusters whose files are in a folder."""
     lines = [process.info["cmdline"] or [] for process in psutil.process_iter(["cmdline"])]
     return [line for line in lines if any(word.startswith(f"{place}/workshop-") for word in line)]
 
 
 def table(said: str) -> list[list[str]]:
-    """The rows of the first table of processes that a cell has printed."""
+    """Return the rows of the first table of processes in the output of a cell."""
     lines = said[said.index("HOST ") :].splitlines()[1:]
     return [line.split() for line in lines if re.match(r"node\d ", line)]
 
 
 def judge(there):
-    """What every run of it shows, as delivered or solved."""
+    """Check the outputs that every run shows, as delivered or solved."""
     said = text(there)
     assert "Traceback" not in said
     assert "not done" not in said
     assert text(there, "sinfo").count("idle") == 4
     assert "1 node with 4 GPUs" in text(there, "run-first")
-    assert "launch_d" in text(there, "run-first")  # squeue
+    assert "launch_d" in text(there, "run-first")  # from squeue
     assert "training on cpu from epoch 1: 4 processes" in text(there, "log-first")
     assert "epoch 3/3" in text(there, "log-first")
     assert len(table(text(there, "run-2n4g"))) == 4
@@ -70,7 +70,7 @@ def judge(there):
     assert "--qos=acc_debug" in sites
     assert "qsub" in sites
     assert "module" in text(there, "run-settings")
-    assert "The cluster is gone" in text(there, "leave-site")
+    assert "The cluster and all its processes have ended" in text(there, "leave-site")
     shown = pictures(there)
     assert len(shown) == 6
     for number, picture in enumerate(
@@ -81,7 +81,7 @@ def judge(there):
 
 
 def judge_solved(there):
-    """What a run with all goals met shows."""
+    """Check the outputs of a run in which all goals are met."""
     judge(there)
     assert [row[:4] for row in table(text(there, "run-2n4g"))] == [
         ["node1", "0", "0", "4"],
@@ -91,7 +91,7 @@ def judge_solved(there):
     ]
     assert [row[:4] for row in table(text(there, "run-4n4g"))] == [[f"node{n + 1}", f"{n}", "0", "4"] for n in range(4)]
     assert [row[4:] for row in table(text(there, "run-2n4g"))] == [["0", "0", "2"]] * 2 + [["1", "0", "2"]] * 2
-    # Without torchrun PyTorch's three numbers are Slurm's.
+    # Without torchrun the rank, local rank and world size are those of Slurm.
     assert [row[1:4] for row in table(text(there, "run-srun"))] == [row[4:] for row in table(text(there, "run-srun"))]
     assert [row[1] for row in table(text(there, "run-srun"))] == ["0", "1", "2", "3"]
     losses = re.findall(r"from ([\d.]+) to ([\d.]+) in 15 steps", pictures(there)[0])
@@ -108,7 +108,7 @@ def judge_solved(there):
 
 @pytest.mark.full
 @runs.needs_cluster
-def test_as_delivered(notebook):
+def test_a_notebook_runs_as_delivered(notebook):
     there = execute(notebook)
     judge(there)
     assert goals_left(there) == exercises(STAGE)
@@ -118,18 +118,18 @@ def test_as_delivered(notebook):
 
 @pytest.mark.full
 @runs.needs_cluster
-def test_solved(notebook):
+def test_a_notebook_runs_with_the_solutions(notebook):
     solve(notebook.parent.parent)
     judge_solved(execute(notebook))
 
 
-def test_the_twin_shows_a_solved_run():
+def test_the_solution_notebook_shows_a_solved_run():
     _, path = solutions.paths(STAGE)
     judge_solved(nbformat.read(path, as_version=4))
 
 
 def cells(path, *names) -> list[str]:
-    """The source of some cells."""
+    """Return the source of the cells with these names."""
     return [cell.source for cell in nbformat.read(path, as_version=4).cells if cell["id"] in names]
 
 
@@ -142,18 +142,18 @@ def test_the_cluster_ends_with_the_kernel(notebook):
         assert on_clusters(os.environ["TMPDIR"])
     finally:
         client.stop_channels()
-        os.kill(kernel.provisioner.pid, signal.SIGKILL)  # the fixture sees that the cluster goes
+        os.kill(kernel.provisioner.pid, signal.SIGKILL)  # the fixture checks that the cluster ends
         kernel.cleanup_resources()
 
 
-def test_where_no_cluster_can_be_started(notebook):
+def test_without_a_cluster_the_notebook_says_what_is_missing(notebook):
     (notebook.parent.parent / "sitecustomize.py").write_text(
         "import shutil\nwhich = shutil.which\n"
         "shutil.which = lambda name, *rest, **more: None if name == 'slurmctld' else which(name, *rest, **more)\n"
     )
     there = execute(notebook)
     said = text(there, "use-site")
-    assert re.search(r"a practice cluster needs programs that are not here: sudo .* slurmctld\b", said)
+    assert re.search(r"a practice cluster needs programs that are not installed: sudo .* slurmctld\b", said)
     assert "Traceback" not in text(there)
     for name in ("sinfo", "run-first", "run-2n4g", "run-array", "run-kill", "run-scale", "plot-scale"):
         assert set(text(there, name).splitlines()) <= {
@@ -161,18 +161,18 @@ def test_where_no_cluster_can_be_started(notebook):
         }, name
     for exercise in checks(there).values():
         assert "not checked: what the script does: a practice cluster needs programs" in " ".join(exercise.split())
-    assert "qsub" in text(there, "run-sites")  # what needs no cluster runs
+    assert "qsub" in text(there, "run-sites")  # cells that need no cluster still run
 
 
 @pytest.mark.parametrize(
     ("name", "why"),
     [
-        ("nowhere", "there is no site 'nowhere'; known are adroit, "),
-        ("derecho", "Derecho (NCAR) has PBS, and this notebook shows Slurm"),
+        ("nowhere", "there is no site 'nowhere'; choose from adroit, "),
+        ("derecho", "Derecho (NCAR) uses PBS, and this notebook shows Slurm"),
         ("lumi", "there is no sbatch here: open the notebook at LUMI-G, or write site = "),
     ],
 )
-def test_sites_that_are_not_here(name, why, monkeypatch, capsys):
+def test_a_site_without_slurm_on_this_machine_is_refused(name, why, monkeypatch, capsys):
     monkeypatch.setenv("PATH", "")
     jobs.use_site(name)
     assert capsys.readouterr().out.startswith(why)
@@ -180,8 +180,8 @@ def test_sites_that_are_not_here(name, why, monkeypatch, capsys):
     assert "not done" in capsys.readouterr().out
 
 
-def test_a_site_with_slurm(monkeypatch, capsys, tmp_path):
-    """Commands go to this machine's Slurm, without the session's own job; options of the site come with each submission."""
+def test_commands_go_to_the_slurm_of_the_site(monkeypatch, capsys, tmp_path):
+    """Commands use the Slurm of this machine without the job variables of the session; each submission has the site's options."""
     for name, commands in {
         "sbatch": 'echo "$@" > sbatch.txt; echo "Submitted batch job 7"',
         "scontrol": "echo JobId=7 JobName=launch_ddp_1N4G StdOut=$PWD/log WorkDir=$PWD",

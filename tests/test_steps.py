@@ -1,4 +1,4 @@
-"""One step is one idea: how many lines change from each script to the next, and how long each is."""
+"""Each step adds one idea: few lines change from one script to the next, and no script is long."""
 
 import ast
 from pathlib import Path
@@ -12,7 +12,7 @@ from workshop.demo.strategies import changed_lines
 FILES = stage_files()
 STEPS = [step for file in FILES.values() for step in file.step]
 SCRIPTS = sorted({script for step in STEPS for script in (step.before, step.after)})
-# Those that train a language model, or with a library, need a group of CPUs beside the accelerators', or begin anew.
+# The other steps train a language model or use a library. They need a second group for CPUs, or start from new code.
 PLAIN_STEPS = [step for step in STEPS if step.keeps_comments]
 PLAIN = sorted({script for step in PLAIN_STEPS for script in (step.before, step.after)})
 
@@ -22,7 +22,7 @@ def name(step):
 
 
 @pytest.mark.parametrize("step", STEPS, ids=name)
-def test_changed_lines(step, record_property):
+def test_each_step_changes_only_a_few_lines(step, record_property):
     changed = changed_lines(runs.ROOT / step.before, runs.ROOT / step.after)
     record_property("changed_lines", changed)
     print(f"\n{step.before} -> {step.after}: {changed} changed lines")
@@ -30,7 +30,7 @@ def test_changed_lines(step, record_property):
 
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: Path(script).stem)
-def test_length(script):
+def test_a_script_is_short(script):
     stage = FILES[Path(script).parent.name]
     lines = (runs.ROOT / script).read_text().splitlines()
     assert len(lines) <= stage.lines
@@ -38,23 +38,23 @@ def test_length(script):
 
 
 @pytest.mark.parametrize("step", PLAIN_STEPS, ids=name)
-def test_comments_of_the_earlier_step_stay(step):
+def test_each_step_keeps_the_earlier_comments(step):
     earlier = [
         line.strip() for line in (runs.ROOT / step.before).read_text().splitlines() if line.strip().startswith("#")
     ]
     later = (runs.ROOT / step.after).read_text()
     gone = [line for line in earlier if line not in later]
-    # The store and its port are what torchrun takes over.
-    assert [line for line in gone if "The store is where" not in line] == []
+    # torchrun creates the store, so this comment disappears.
+    assert [line for line in gone if "find each other through this store" not in line] == []
 
 
 @pytest.mark.parametrize("script", [*PLAIN, "slurm-multinode/train_at_scale.py"], ids=lambda script: Path(script).stem)
-def test_nothing_names_one_kind_of_device(script):
-    """Device and backend come from the machine: no literal of one of them in the code (a comment may name them)."""
+def test_a_script_names_no_device_and_no_backend(script):
+    """The machine determines device and backend, so the code has no literal for them (comments may name them)."""
     nodes = list(ast.walk(ast.parse((runs.ROOT / script).read_text())))
     words = [
         node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)
-    ]  # f-strings' too
+    ]  # also the constant parts of f-strings
     words += [node.attr for node in nodes if isinstance(node, ast.Attribute)]
     assert not [
         word for word in words if any(kind in word.lower() for kind in ("cuda", "nccl", "gloo", "rocm", "rccl"))

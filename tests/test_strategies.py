@@ -1,4 +1,4 @@
-"""One training under every strategy: the same losses and weights, costs that are what theory says, and the page on them."""
+"""One training with every strategy: equal losses and parameters, costs as predicted, and the page about them."""
 
 import importlib.util
 import json
@@ -10,18 +10,18 @@ from PIL import Image
 
 import runs
 from test_bad_input import refused_as_rank_0
-from workshop.demo.strategies import FOLDER, STRATEGIES, draw, page, run_one
+from workshop.demo.strategies import FOLDER, STRATEGIES, draw, page, run_one, with_round
 from workshop.demo.tour import run_tour
 
 NAMES = [strategy.name for strategy in STRATEGIES]
-# Nats, and weights: over 50 steps where all is computed in float64; over 20 where it is not.
+# Largest differences of losses (in nats) and of parameters: over 50 steps in float64, or over 20 steps in float32.
 IN_FLOAT64, IN_FLOAT32 = 1e-6, 1e-4
 WEIGHTS_IN_FLOAT64, WEIGHTS_IN_FLOAT32 = 1e-6, 1e-3
 
 
 @pytest.fixture(scope="module")
 def train(tmp_path_factory, data):
-    """Runs a strategy, once with each type, and returns its row."""
+    """A function that runs a strategy, once per type, and returns its row."""
     folders, rows = {}, {}
 
     def row(name, dtype):
@@ -41,9 +41,9 @@ def train(tmp_path_factory, data):
         yield row
 
 
-@pytest.mark.full  # every day .ci/run starts the tour, of which these are the last part
+@pytest.mark.full  # .ci/run starts the tour daily, and its last part runs the strategies
 @pytest.mark.parametrize("name", NAMES)
-def test_in_float32(name, train):
+def test_each_strategy_has_the_losses_of_one_process_in_float32(name, train):
     row = train(name, "float32")
     assert row["failure"] == row["missing"] == ""
     assert len(row["losses"]) == 20
@@ -56,8 +56,8 @@ def test_in_float32(name, train):
 
 @pytest.mark.full
 @pytest.mark.parametrize("name", NAMES)
-def test_in_float64(name, train, record_property):
-    """(ZeRO keeps the weights that it changes in float32, whatever the model computes in.)"""
+def test_each_strategy_has_the_losses_of_one_process_in_float64(name, train, record_property):
+    """ZeRO is compared with the tolerance of float32, because it keeps the parameters that it updates in float32."""
     strategy = next(each for each in STRATEGIES if each.name == name)
     row = train(name, "float64")
     assert row["failure"] == row["missing"] == ""
@@ -69,8 +69,8 @@ def test_in_float64(name, train, record_property):
 
 
 @pytest.mark.full
-def test_what_they_hold_and_send_is_what_theory_says(train, data):
-    """On two processes, in bytes of float32; the formulas for messages are those of nccl-tests."""
+def test_memory_and_communication_are_as_predicted(train, data):
+    """Compare the bytes of float32 values on two processes; the formulas for communication are those of nccl-tests."""
     from transformers import AutoModelForCausalLM
 
     from workshop.data.codellama import TINY
@@ -79,18 +79,18 @@ def test_what_they_hold_and_send_is_what_theory_says(train, data):
     whole = sum(parameter.nbytes for parameter in model.parameters())
     layers = sum(parameter.nbytes for parameter in model.model.layers.parameters())
     rows = {name: train(name, "float32") for name in NAMES}
-    # Weights, gradients and two moments; DDP's buckets beside them; FSDP has half of all.
+    # Parameters, gradients and two moments; DDP also has buckets, and FSDP has half of everything.
     assert rows["one process"]["memory"] == pytest.approx(4 * whole, rel=0.05)
     for name in ("DDP, mp.spawn", "DDP, torchrun", "Lightning (DDP)", "Accelerate (DDP)"):
         assert rows[name]["memory"] == pytest.approx(5 * whole, rel=0.05)
         assert rows[name]["sent"] == pytest.approx(whole, rel=0.02)  # each gradient: 2 (N-1)/N
     assert rows["FSDP2"]["memory"] == pytest.approx(2 * whole, rel=0.1)
-    # Half of each layer is gathered twice, of what is around them once; and half of the gradients goes out.
+    # Each rank gathers half of each layer twice and half of the other parameters once, and sends half of the gradients.
     assert rows["FSDP2"]["sent"] == pytest.approx((2 * layers + (whole - layers) + whole) / 2, rel=0.02)
-    # Weights whole; of the moments, of the gradients and of DeepSpeed's own copy of the weights a half.
+    # The whole parameters, and half of the moments, of the gradients and of the copy of the parameters in DeepSpeed.
     assert rows["ZeRO-1"]["memory"] == pytest.approx(3 * whole, rel=0.1)
     assert rows["one process"]["sent"] == 0
-    # Two sums over the batch's activations in each layer's forward; in the backward one for each matrix cut by columns.
+    # Each layer sums activations twice in the forward pass, and in the backward pass once per matrix sharded by columns.
     activations = 8 * 64 * model.config.hidden_size * 4
     assert rows["tensor parallel"]["sent"] == pytest.approx(7 * len(model.model.layers) * activations, rel=0.02)
 
@@ -98,8 +98,8 @@ def test_what_they_hold_and_send_is_what_theory_says(train, data):
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("name", ["DDP, torchrun", "Accelerate (DDP)", "ZeRO-3", "FSDP2"])
-def test_on_one_gpu_each_is_one_process(name, data, tmp_path, monkeypatch):
-    """One process on a GPU by each strategy; memory is the allocator's, and nobody sends anything."""
+def test_each_strategy_trains_with_one_process_on_a_gpu(name, data, tmp_path, monkeypatch):
+    """Train one process on a GPU with each strategy; the allocator reports the memory, and nothing is communicated."""
     for key, value in runs.environment(WORKSHOP_DATA=data, **runs.with_gpus()).items():
         monkeypatch.setenv(key, value)
     strategy = next(each for each in STRATEGIES if each.name == name)
@@ -109,7 +109,7 @@ def test_on_one_gpu_each_is_one_process(name, data, tmp_path, monkeypatch):
     found = run_one(strategy, tmp_path, 20, "float32", 1, lambda line: None)
     assert alone["failure"] == found["failure"] == ""
     assert alone["device"] == found["device"] == "cuda"
-    assert found["loss_difference"] < 1e-3  # a GPU sums in another order each time
+    assert found["loss_difference"] < 1e-3  # a GPU sums in a different order each time
     assert found["sent"] == 0
 
 
@@ -118,7 +118,14 @@ def row(name, **figures):
 
 
 def trained(name, rate, held, sent, **more):
-    figures = {"tokens_per_second": rate, "memory": held * 2**20, "sent": sent * 2**20, "processes": 2, "device": "cpu"}
+    figures = {
+        "tokens_per_second": rate,
+        "rounds": [rate],
+        "memory": held * 2**20,
+        "sent": sent * 2**20,
+        "processes": 2,
+        "device": "cpu",
+    }
     return row(name, losses=[7.0, 6.5], **figures, **more)
 
 
@@ -137,17 +144,32 @@ def summary():
     return {"machine": machine, "command": command, "steps": 2, "dtype": "float32", "processes": 2, "runs": rows}
 
 
-def test_the_page_says_what_was_measured(summary):
+def test_the_page_shows_what_was_measured(summary):
     text = page(summary)
     assert "| FSDP2 | 900 | 32 | 24 | 12 | 3e-07 | 2e-05 |" in text
     assert "| ZeRO-3 | deepspeed is not installed |" in text
     assert "DDP with 2 processes is 1.80 times as fast" in text
-    assert "FSDP2 holds 0.50 times as much, sends 1.50 times what DDP sends, and is 0.50 times as fast" in text
+    assert "holds 0.50 times as much as one process alone, sends 1.50 times as much as with DDP" in text
+    assert "FSDP2 is 0.50 times as fast as DDP" in text
     assert "## The questions, in this order" in text
-    assert "](../" not in text  # links of RULES.md lead nowhere from the page's folder
+    assert "](../" not in text  # relative links of RULES.md would be wrong in the folder of the page
 
 
-def test_the_picture_is_drawn_without_those_that_failed(summary, tmp_path):
+def test_several_rounds_are_shown_as_their_median_and_their_spread(summary):
+    speeds = {"one process": (1000, 1100, 800), "DDP, torchrun": (1800, 1760, 1840)}
+    merged = []
+    for each in summary["runs"]:
+        total = None
+        for speed in speeds.get(each["name"], (900, 900, 900)):
+            total = with_round(total, each if each["missing"] else each | {"tokens_per_second": speed})
+        merged.append(total)
+    text = page(summary | {"runs": merged})
+    assert "| one process | 1,000 (800 to 1,100) |" in text
+    assert "DDP with 2 processes is 1.80 (1.60 to 2.30) times as fast as one process" in text
+    assert "medians of 3 rounds" in text
+
+
+def test_the_picture_leaves_out_runs_that_failed(summary, tmp_path):
     summary["runs"].append(row("broken", failure="rank 1 failed first"))
     draw(tmp_path / "all.png", summary)
     with Image.open(tmp_path / "all.png") as picture:
@@ -155,7 +177,7 @@ def test_the_picture_is_drawn_without_those_that_failed(summary, tmp_path):
         assert len(picture.convert("RGB").getcolors(1 << 20)) > 20, "the picture is empty"
 
 
-def test_a_package_that_is_missing_is_said_and_a_failure_shown(tmp_path, monkeypatch):
+def test_a_missing_package_and_a_failure_are_reported(tmp_path, monkeypatch):
     from dataclasses import replace
 
     from workshop.demo import strategies
@@ -166,7 +188,7 @@ def test_a_package_that_is_missing_is_said_and_a_failure_shown(tmp_path, monkeyp
     assert "ZeroDivisionError" in run_one(STRATEGIES[2], tmp_path, 4, "float32", 2, lambda line: None)["failure"]
 
 
-def test_a_tour_of_stage_05_is_this(tmp_path, monkeypatch):
+def test_a_tour_of_stage_05_runs_the_strategies(tmp_path, monkeypatch):
     from workshop.demo import tour
 
     calls = []
@@ -175,7 +197,7 @@ def test_a_tour_of_stage_05_is_this(tmp_path, monkeypatch):
     assert calls == [{"processes": 2, "output": str(tmp_path / "strategies")}]
 
 
-def test_mistakes_are_one_line(tmp_path, monkeypatch, capfd):
+def test_mistakes_are_reported_in_one_line(tmp_path, monkeypatch, capfd):
     monkeypatch.setenv("WORLD_SIZE", "3")
     (tmp_path / "file").touch()
     script = runs.ROOT / FOLDER / "ddp_torchrun.py"

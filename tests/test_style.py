@@ -1,4 +1,4 @@
-"""The code's style: ruff, import-linter, mypy and shellcheck find nothing, and functions and files are short."""
+"""The style of the code: ruff, import-linter, mypy and shellcheck find nothing, and functions and files are short."""
 
 import ast
 import os
@@ -11,7 +11,7 @@ import pytest
 
 import runs
 
-# The programs of this environment, which need not be activated.
+# The programs of this environment, which may not be activated.
 PATH = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
 LONGEST_FUNCTION, LONGEST_FILE = 60, 500  # lines
 
@@ -25,28 +25,28 @@ def finds_nothing(program: str, *arguments: str | Path) -> None:
 
 
 @pytest.mark.parametrize("arguments", [["check"], ["format", "--check"]], ids=" ".join)
-def test_ruff(arguments):
+def test_ruff_finds_nothing(arguments):
     finds_nothing("ruff", *arguments)
 
 
-def test_imports_between_packages():
+def test_import_linter_finds_nothing():
     finds_nothing("lint-imports")
 
 
-def test_types():
+def test_mypy_finds_nothing():
     finds_nothing("mypy")
 
 
-def test_shell_scripts():
+def test_shellcheck_finds_nothing():
     scripts = [runs.ROOT / ".ci" / "run", runs.ROOT / "tests" / "containers" / "apptainer", *runs.ROOT.glob("*.sh")]
     for folder in runs.ROOT.glob("[!.]*/"):
-        if folder.name not in ("data", "runs"):  # what runs have written
+        if folder.name not in ("data", "runs"):  # these folders have the output of runs
             scripts += folder.rglob("*.sh")
     finds_nothing("shellcheck", *scripts)
 
 
 def too_long(path: Path) -> list[str]:
-    """The file, and the functions in it, that have too many lines."""
+    """Return messages about the file and its functions that have too many lines."""
     text, place = path.read_text(), path.relative_to(runs.ROOT)
     lines = len(text.splitlines())
     found = [f"{place}: {lines} lines, at most {LONGEST_FILE}"] if lines > LONGEST_FILE else []

@@ -1,4 +1,4 @@
-"""workshop submit: the exact line for a site, what it refuses, and the environment in which it runs sbatch and qsub."""
+"""``workshop submit``: the exact command for a site, what it refuses, and the environment of sbatch and qsub."""
 
 import json
 import os
@@ -27,14 +27,14 @@ PBS_LINES = ["-N launch", "-l select=2:ncpus=64:mpiprocs=1:ngpus=4:mem=480GB", "
 
 
 def pbs_script(folder, *lines) -> Path:
-    """A job script for PBS, with these directives or the usual ones."""
+    """Write a job script for PBS, with these directives or the usual ones."""
     path = folder / "launch.sh"
     path.write_text("\n".join(["#!/bin/bash", *(f"#PBS {line}" for line in lines or PBS_LINES), "", BODY]))
     return path
 
 
 def build(path, site, **options):
-    """A submission from an environment of our own."""
+    """Build a submission without the variables of the session."""
     return submission(path, site, find_site(site), environment={"WORKSHOP_IMAGE": "/images/torch.sif"}, **options)
 
 
@@ -100,7 +100,7 @@ def build(path, site, **options):
         ),
     ],
 )
-def test_the_exact_line(site, options, line, tmp_path):
+def test_submit_builds_the_exact_command_of_a_site(site, options, line, tmp_path):
     path = pbs_script(tmp_path) if find_site(site).scheduler == "pbs" else script(tmp_path)
     job = build(path, site, **options)
     assert " ".join(job.command) == line.format(settings=SETTINGS / f"{site}.sh", script=path)
@@ -116,22 +116,22 @@ def test_a_directive_can_be_written_in_several_ways(text, tmp_path):
     site = find_site("della")
     shape = find_shape(read_script(path, "slurm"), site, None, None, None)
     assert (shape.nodes, shape.gpus, shape.seconds) == (2, 1, 600)
-    assert "--gres=gpu:1,nvme:100" in build(path, "della").command  # what else it asks for stays
+    assert "--gres=gpu:1,nvme:100" in build(path, "della").command  # the other resources stay
 
 
-def test_one_task_a_gpu_stays_one_task_a_gpu(tmp_path):
+def test_one_task_per_gpu_stays_one_task_per_gpu(tmp_path):
     path = script(tmp_path)
     path.write_text(path.read_text().replace("--ntasks-per-node=1", "--ntasks-per-node=4"))
     line = build(path, "lumi", account="p", gpus_per_node=8).command
     assert {"--ntasks-per-node=8", "--cpus-per-task=7"} <= set(line)
 
 
-def test_a_script_names_its_own_queue_account_and_memory(tmp_path):
+def test_queue_account_and_memory_of_the_script_take_precedence(tmp_path):
     path = script(tmp_path, "--partition=small-g", "--account=mine", "--mem=100G")
     line = build(path, "lumi").command
     assert {"--partition=small-g", "--account=mine"} <= set(line)
-    assert not [word for word in line if word.startswith("--mem")]  # two kinds of memory exclude each other
-    path = script(tmp_path, "--partition=gpu")  # of another site
+    assert not [word for word in line if word.startswith("--mem")]  # Slurm refuses two kinds of memory options
+    path = script(tmp_path, "--partition=gpu")  # a partition of a different site
     assert "--partition=dev-g" in build(path, "lumi", account="p").command
 
 
@@ -149,7 +149,7 @@ def test_a_script_names_its_own_queue_account_and_memory(tmp_path):
         ("12:00:00", "pbs", 43200),
     ],
 )
-def test_times(text, scheduler, expected):
+def test_a_time_limit_is_read_as_the_scheduler_reads_it(text, scheduler, expected):
     assert seconds(text, scheduler) == expected
 
 
@@ -166,41 +166,41 @@ GOOD = ["#SBATCH --nodes=2", "#SBATCH --gpus-per-node=4", "#SBATCH --time=00:10:
 @pytest.mark.parametrize(
     ("site", "text", "options", "words"),
     [
-        ("nowhere", text_of(*GOOD), {}, "there is no site 'nowhere'; known are adroit, casper, "),
+        ("nowhere", text_of(*GOOD), {}, "there is no site 'nowhere'; choose from adroit, casper, "),
         ("puhti", text_of(*GOOD), {}, "is retired"),
         ("mahti", text_of(*GOOD), {}, "is retired"),
         ("lumi", text_of(*GOOD), {}, "needs to know which account pays; add --account ACCOUNT"),
         ("lumi", text_of("# SBATCH --nodes=2", *GOOD), {}, "line 2 of job.sh: a space after #"),
         ("lumi", text_of(*GOOD, "set -e", "#SBATCH --nodes=3"), {}, "line 6 of job.sh: #SBATCH after the first command"),
-        ("lumi", text_of(*GOOD).replace("\n", "\r\n"), {}, "line ends of Windows"),
+        ("lumi", text_of(*GOOD).replace("\n", "\r\n"), {}, "Windows line endings"),
         ("lumi", text_of('#SBATCH --job-name="x'), {}, "line 2 of job.sh: No closing quotation"),
         ("lumi", text_of("echo hello"), {}, "has no #SBATCH lines"),
         ("lumi", text_of("#PBS -l select=1:ngpus=4"), {}, "reads #SBATCH lines, job.sh has #PBS"),
-        ("derecho", text_of(*GOOD), {}, "reads #PBS lines, job.sh has #SBATCH; take one of slurm-multinode/pbs"),
+        ("derecho", text_of(*GOOD), {}, "reads #PBS lines, but job.sh has #SBATCH; use a script in slurm-multinode/pbs"),
         ("della", text_of(*GOOD[:2]), {}, "has no time limit; add --time"),
-        ("della", text_of(GOOD[0], GOOD[2]), {}, "asks for no GPUs; say how many on each node"),
-        ("della", text_of(*GOOD), {"time": "soon"}, "'soon' is no time limit"),
-        ("della", text_of(*GOOD), {"time": "0"}, "a time limit of 0 is none"),
-        ("della", text_of(*GOOD, "#SBATCH --nodes=2-4"), {}, "nodes=2-4: one whole number"),
-        ("della", text_of(*GOOD, "#SBATCH --ntasks=8"), {}, "write --ntasks-per-node in place of --ntasks"),
-        ("della", text_of(*GOOD, "#SBATCH -G 8"), {}, "write --gpus-per-node in place of --gpus"),
-        ("della", text_of(*GOOD, "#SBATCH --gres=gpu:4"), {}, "asks for GPUs twice"),
+        ("della", text_of(GOOD[0], GOOD[2]), {}, "requests no GPUs; give the number per node"),
+        ("della", text_of(*GOOD), {"time": "soon"}, "'soon' is not a time limit"),
+        ("della", text_of(*GOOD), {"time": "0"}, "a job cannot have a time limit of 0"),
+        ("della", text_of(*GOOD, "#SBATCH --nodes=2-4"), {}, "nodes=2-4: write a whole number"),
+        ("della", text_of(*GOOD, "#SBATCH --ntasks=8"), {}, "write --ntasks-per-node instead of --ntasks"),
+        ("della", text_of(*GOOD, "#SBATCH -G 8"), {}, "write --gpus-per-node instead of --gpus"),
+        ("della", text_of(*GOOD, "#SBATCH --gres=gpu:4"), {}, "requests GPUs twice"),
         ("della", text_of(*GOOD, "#SBATCH --qos=gpu-test"), {}, "refuses --qos, which job.sh has: it follows from --time"),
         ("della", text_of(*GOOD, "#SBATCH -q gpu-test"), {}, "refuses --qos"),
         ("marenostrum5", text_of(*GOOD, "#SBATCH --mem=100G"), {}, "refuses --mem, which job.sh has: memory comes with"),
         ("della", text_of(*GOOD), {"gpus_per_node": 8}, "a node of Della (Princeton) has 4 GPUs, not 8"),
         ("adroit", text_of(*GOOD), {}, "a job at Adroit (Princeton) cannot have 2 nodes; the most is 1"),
         ("adroit", text_of(*GOOD), {"nodes": 1, "time": "5:00:00"}, "short: at most 04:00:00; gpu-medium: at most 2 GPUs"),
-        ("roihu", text_of(*GOOD), {"account": "p", "time": "1:00:00"}, "gpumedium: at most 4 GPUs a job); with --queue, needs"),
-        ("roihu", text_of(*GOOD), {"account": "p", "queue": "gputest", "time": "16"}, "gputest at Roihu-GPU (CSC) does not take"),
-        ("roihu", text_of(*GOOD), {"account": "p", "queue": "gpu"}, "has no queue 'gpu'; known are gputest"),
+        ("roihu", text_of(*GOOD), {"account": "p", "time": "1:00:00"}, "gpumedium: at most 4 GPUs per job); only with --queue"),
+        ("roihu", text_of(*GOOD), {"account": "p", "queue": "gputest", "time": "16"}, "gputest at Roihu-GPU (CSC) does not"),
+        ("roihu", text_of(*GOOD), {"account": "p", "queue": "gpu"}, "has no queue 'gpu'; choose from gputest"),
         ("marenostrum5", text_of(*GOOD), {"account": "p"}, "needs WORKSHOP_IMAGE, the path of the .sif file"),
     ],
 )  # fmt: skip
-def test_refusals(site, text, options, words, tmp_path, monkeypatch):
+def test_a_job_that_does_not_fit_the_site_is_refused_in_one_sentence(site, text, options, words, tmp_path, monkeypatch):
     monkeypatch.delenv("WORKSHOP_IMAGE", raising=False)
     monkeypatch.delenv("SBATCH_ACCOUNT", raising=False)
-    monkeypatch.setattr("subprocess.run", lambda *_, **__: pytest.fail("it was handed to the scheduler"))
+    monkeypatch.setattr("subprocess.run", lambda *_, **__: pytest.fail("the job was submitted"))
     (tmp_path / "job.sh").write_bytes(text.encode())
     with pytest.raises(UserError) as refusal:
         run_submit(str(tmp_path / "job.sh"), site, **options)
@@ -214,22 +214,22 @@ def test_refusals(site, text, options, words, tmp_path, monkeypatch):
         (["-l select=2:ncpus=64:ngpus=8", "-l walltime=10"], {}, "a node of Derecho (NCAR) has 4 GPUs, not 8"),
         (PBS_LINES, {"nodes": 83}, "cannot have 83 nodes"),
         (PBS_LINES, {"time": "13:00:00"}, "(develop: at most 06:00:00; main: at most 12:00:00)"),
-        (PBS_LINES, {"queue": "develop", "nodes": 3}, "at most 8 GPUs a job"),
+        (PBS_LINES, {"queue": "develop", "nodes": 3}, "at most 8 GPUs per job"),
         (["-l select=1:ngpus=4+1:ngpus=2", "-l walltime=10"], {}, "one chunk in select=, without +"),
-        (["-l walltime=1-00", "-l select=1:ngpus=4"], {}, "'1-00' is no time limit"),
-        (PBS_LINES, {"arguments": ["a b"]}, "qsub cannot hand over the argument 'a b'"),
-        (PBS_LINES, {"arguments": ["it's"]}, "qsub cannot hand over"),
-        (PBS_LINES, {"arguments": ["$HOME"]}, "qsub cannot hand over"),
-        (PBS_LINES, {"arguments": [""]}, "qsub cannot hand over"),
+        (["-l walltime=1-00", "-l select=1:ngpus=4"], {}, "'1-00' is not a time limit"),
+        (PBS_LINES, {"arguments": ["a b"]}, "qsub cannot pass on the argument 'a b'"),
+        (PBS_LINES, {"arguments": ["it's"]}, "qsub cannot pass on"),
+        (PBS_LINES, {"arguments": ["$HOME"]}, "qsub cannot pass on"),
+        (PBS_LINES, {"arguments": [""]}, "qsub cannot pass on"),
     ],
 )
-def test_refusals_on_pbs(lines, options, words, tmp_path):
+def test_a_job_that_does_not_fit_a_pbs_site_is_refused(lines, options, words, tmp_path):
     with pytest.raises(UserError) as refusal:
         run_submit(str(pbs_script(tmp_path, *lines)), "derecho", account="a", **options)
     assert words in str(refusal.value)
 
 
-def test_no_script_and_no_scheduler(tmp_path, monkeypatch):
+def test_a_missing_script_or_scheduler_is_reported(tmp_path, monkeypatch):
     with pytest.raises(UserError, match=r"/no[.]sh: No such file"):
         run_submit(str(tmp_path / "no.sh"), "della")
     monkeypatch.setenv("PATH", str(tmp_path))
@@ -237,15 +237,15 @@ def test_no_script_and_no_scheduler(tmp_path, monkeypatch):
         run_submit(str(script(tmp_path)), "della")
 
 
-def test_a_folder_whose_name_is_a_list(tmp_path, monkeypatch):
+def test_a_folder_with_a_comma_in_its_name_is_refused(tmp_path, monkeypatch):
     monkeypatch.setattr("workshop.slurm.submission.ROOT", tmp_path / "a,b")
     with pytest.raises(UserError, match="move the workshop"):
         build(script(tmp_path), "della")
 
 
-# ---------------------------------------------------------------- what the scheduler sees
+# ---------------------------------------------------------------- what the scheduler receives
 
-# A job's variables, as Slurm and PBS set them in a session of Open OnDemand, and what its kernel adds.
+# The variables of a job, as Slurm and PBS set them in a session of Open OnDemand, and those that its kernel adds.
 SESSION = {
     "SLURM_JOB_ID": "77",
     "SLURM_EXPORT_ENV": "NONE",
@@ -282,7 +282,7 @@ sys.exit({status})
 
 @pytest.fixture
 def session(tmp_path, monkeypatch):
-    """A session of Open OnDemand on a node of the cluster, with a scheduler that writes down what it is given."""
+    """A session of Open OnDemand on a node of the cluster, with a scheduler that records its arguments and environment."""
     monkeypatch.setattr("workshop.slurm.submission.ROOT", tmp_path)
     monkeypatch.chdir(tmp_path)
     for name, value in (SESSION | KEPT).items():
@@ -306,7 +306,7 @@ def session(tmp_path, monkeypatch):
     return Session()
 
 
-def test_sbatch_sees_nothing_of_the_session(session, capsys):
+def test_sbatch_gets_no_job_variables_of_the_session(session, capsys):
     session.scheduler("sbatch", "Submitted batch job 4711 on cluster x")
     path = script(session.folder, "--output=logs/%x-%j.log", "--job-name=launch")
     assert run_submit(str(path), "lumi", arguments=["--epochs", "5", "a b"]) == 0
@@ -321,25 +321,25 @@ def test_sbatch_sees_nothing_of_the_session(session, capsys):
     assert environment["WORKSHOP_SITE"] == str(settings)
     assert "export WORKSHOP_DATA=/data\n" in settings.read_text()
     assert [path.name for path in settings.parent.iterdir()] == ["lumi.sh"]
-    assert (session.folder / "logs").is_dir()  # without it Slurm would end the job without a word
+    assert (session.folder / "logs").is_dir()  # without it Slurm would end the job without a message
     shown = capsys.readouterr()
     assert shown.err == ""
     assert shown.out.splitlines() == [
         "job 4711: 2 nodes with 4 GPUs for 00:10:00, in dev-g at LUMI-G",
-        f"its output, once it has begun: {session.folder}/logs/launch-4711.log",
-        "how it stands: squeue --job=4711",
-        "whether its GPUs are busy: srun --interactive --pty --jobid=4711 rocm-smi",
+        f"output, after the job has started: {session.folder}/logs/launch-4711.log",
+        "state of the job: squeue --job=4711",
+        "use of its GPUs: srun --interactive --pty --jobid=4711 rocm-smi",
     ]
 
 
-def test_qsub_gets_arguments_whole(session, capsys):
+def test_qsub_gets_arguments_unchanged(session, capsys):
     session.scheduler("qsub", "4711.desched1")
     path = pbs_script(session.folder)
     run_submit(str(path), "derecho", account="UABC0001", arguments=["--rates", "0.1,0.2"])
     arguments, environment, _ = session.seen()
     assert not SESSION.keys() & environment.keys()
     assert arguments[-1] == str(path)
-    # qsub takes what stands in '' as one value, commas too.
+    # qsub takes text within '' as one value, including commas.
     assert arguments[-2] == f"WORKSHOP_SITE={session.folder}/runs/sites/derecho.sh,ARGUMENTS='--rates 0.1,0.2'"
     out = capsys.readouterr().out
     assert "job 4711.desched1: 2 nodes with 4 GPUs for 00:10:00, in develop at Derecho (NCAR)" in out
@@ -347,7 +347,7 @@ def test_qsub_gets_arguments_whole(session, capsys):
     assert "qstat 4711.desched1" in out
 
 
-def test_what_sbatch_refuses_is_one_sentence(session):
+def test_a_refusal_by_sbatch_is_reported_in_one_sentence(session):
     words = "sbatch: error: Invalid account\nsbatch: error: Batch job submission failed: Unspecified error"
     session.scheduler("sbatch", words, status=1)
     with pytest.raises(UserError) as refusal:
@@ -357,7 +357,7 @@ def test_what_sbatch_refuses_is_one_sentence(session):
     )
 
 
-def test_a_script_without_the_settings_is_told(session, capsys):
+def test_a_script_that_ignores_the_settings_gets_a_warning(session, capsys):
     session.scheduler("sbatch", "Submitted batch job 1")
     path = script(session.folder)
     path.write_text(path.read_text().replace("source", "# source"))
@@ -368,8 +368,8 @@ def test_a_script_without_the_settings_is_told(session, capsys):
 
 
 @pytest.mark.parametrize("site", ["lumi", "derecho"])
-def test_a_dry_run_can_be_copied(site, session, capsys):
-    """It submits nothing; pasted into a shell, its line gives the scheduler what ``submit`` would have given it."""
+def test_the_line_of_a_dry_run_submits_the_same_job(site, session, capsys):
+    """It submits nothing; its line, pasted into a shell, gives the scheduler the same input as ``submit``."""
     program = {"lumi": "sbatch", "derecho": "qsub"}[site]
     session.scheduler(program, "Submitted batch job 1" if program == "sbatch" else "1.server")
     path = script(session.folder) if site == "lumi" else pbs_script(session.folder)
@@ -385,7 +385,7 @@ def test_a_dry_run_can_be_copied(site, session, capsys):
     assert pasted == session.seen()[0]
 
 
-def test_our_own_scripts_start_where_their_programs_are(tmp_path):
+def test_scripts_of_the_workshop_start_in_their_own_folder(tmp_path):
     path = runs.ROOT / "slurm-multinode" / "launch_ddp_1N4G.sh"
     job = build(path, "lumi", account="p")
     assert f"--chdir={path.parent}" in job.command
@@ -393,19 +393,19 @@ def test_our_own_scripts_start_where_their_programs_are(tmp_path):
     assert not [word for word in build(script(tmp_path), "lumi", account="p").command if word.startswith("--chdir")]
 
 
-def test_the_site_is_found(monkeypatch):
+def test_submit_recognizes_the_site(monkeypatch):
     monkeypatch.setattr("socket.gethostname", lambda: "uan02")
     assert choose_site(None) == "lumi"
     assert choose_site("della") == "della"
     monkeypatch.setattr("socket.gethostname", lambda: "laptop")
     monkeypatch.setattr(cluster, "find_cluster", lambda: None)
-    with pytest.raises(UserError, match="belongs to no site that is known; say which with --site, one of: adroit, "):
+    with pytest.raises(UserError, match="belongs to no known site; name one with --site: adroit, "):
         choose_site(None)
     monkeypatch.setattr(cluster, "find_cluster", lambda: "a cluster")
     assert choose_site(None) == "local"
 
 
-def test_the_first_queue_that_takes_the_job():
+def test_submit_chooses_the_first_queue_that_accepts_the_job():
     site = find_site("roihu")
 
     def queue(nodes, gpus, hours):
@@ -419,9 +419,9 @@ def test_the_first_queue_that_takes_the_job():
 
 
 @runs.needs_cluster
-def test_a_job_on_the_practice_cluster(monkeypatch, capsys):
-    """From the line to the job's own output, on a real Slurm of two nodes."""
-    # Beside a cluster that somebody may have up; a short path, for its sockets.
+def test_submit_runs_a_job_on_the_practice_cluster(monkeypatch, capsys):
+    """Submit a job to a real Slurm with two nodes and read its output."""
+    # A separate folder, in case the user has a cluster; its path is short, for the sockets.
     place = tempfile.mkdtemp(prefix="submit-", dir="/tmp")
     monkeypatch.setattr(tempfile, "tempdir", place)
     monkeypatch.setattr("socket.gethostname", lambda: "laptop")
@@ -445,18 +445,18 @@ def test_a_job_on_the_practice_cluster(monkeypatch, capsys):
         assert log.read_text().split() == ["21", "21"]
         with pytest.raises(UserError, match=r"^sbatch refused the job: .*reservation"):
             run_submit(str(path), reservation="gone")
-        # In a shell on the cluster, which sees neither its own processes from outside nor the way in.
+        # From a shell on the cluster, which cannot see the processes outside or enter the cluster again.
         program = f"from workshop.slurm.submit import run_submit; run_submit({str(path)!r}, time='1')"
         said = up.run("env", f"PYTHONPATH={runs.ROOT}", sys.executable, "-c", program)
         start = f"job {number + 2}: 2 nodes with 4 GPUs for 00:01:00, in normal at the practice cluster"
         assert said.startswith(start)
-        assert f"how it stands: squeue --job={number + 2}" in said
+        assert f"state of the job: squeue --job={number + 2}" in said
     finally:
         up.end()
         shutil.rmtree(place, ignore_errors=True)
 
 
-def test_a_line_is_quoted_for_the_shell():
+def test_a_command_is_quoted_for_the_shell():
     words = ["printf", "%s\\n", "--comment=it's", "a b", "x" * 150, "--last"]
     line = shell_line(words)
     assert line.count("\n") == 2

@@ -1,4 +1,4 @@
-"""``workshop tour``: the main job, whole; and runs that fail."""
+"""``workshop tour``: a whole tour, and runs that fail."""
 
 import json
 import os
@@ -18,7 +18,7 @@ from workshop.run.processes import Outcome
 
 @pytest.fixture(scope="module")
 def toured(tmp_path_factory):
-    """The tour as the README has it, in a folder of its own."""
+    """The tour of the README, in a separate folder."""
     folder = tmp_path_factory.mktemp("tour")
     done = subprocess.run(
         [sys.executable, "-m", "workshop", "tour", "--output", str(folder)],
@@ -30,8 +30,8 @@ def toured(tmp_path_factory):
     return folder, done
 
 
-@pytest.mark.full  # every day .ci/run starts the tour itself
-def test_every_run_trains_the_same(toured):
+@pytest.mark.full  # .ci/run starts the tour daily
+def test_all_runs_of_the_tour_train_the_same(toured):
     folder, done = toured
     assert done.returncode == 0, done.stdout + done.stderr
     summary = json.loads((folder / "tour.json").read_text())
@@ -61,12 +61,12 @@ def test_every_run_trains_the_same(toured):
         assert len(run["losses"]) == summary["epochs"] * (1437 // summary["global_batch"])
         assert run["losses"][-1] < 0.3 * run["losses"][0]
     assert summary["largest_difference_between_loss_curves"] < 1e-3
-    assert summary["largest_difference_between_loss_curves_of_the_language_model"] < 0.05  # it computes in bfloat16
+    assert summary["largest_difference_between_loss_curves_of_the_language_model"] < 0.05  # one is in bfloat16
     assert summary["runs"][0]["speedup"] == 1
 
 
-@pytest.mark.full  # every day .ci/run starts the tour itself
-def test_table_and_picture(toured):
+@pytest.mark.full  # .ci/run starts the tour daily
+def test_the_tour_prints_a_table_and_draws_pictures(toured):
     folder, done = toured
     lines = done.stdout.splitlines()
     header = next(line for line in lines if line.lstrip().startswith("stage"))
@@ -87,24 +87,24 @@ def test_a_run_that_fails_shows_the_traceback_of_the_rank_that_failed_first(name
         monkeypatch.setenv(key, value)
     entry = next(entry for entry in tour.entries() if entry.name == name)
     result = tour._run(entry, 2, 128, 1, runs.ROOT, tmp_path, lambda line: None)
-    # On a machine so busy that both ranks had ended when mp.spawn looked, it prints that of rank 0.
-    said = ("rank 1 failed first:\n", *(["another rank than 0 failed first:\n"] if name == "mp.spawn" else []))
+    # On a busy machine both ranks may have ended before mp.spawn looks; then it prints the traceback of rank 0.
+    said = ("rank 1 failed first:\n", *(["a rank other than 0 failed first:\n"] if name == "mp.spawn" else []))
     assert result["failure"].startswith(tuple(first + "Traceback (most recent call last)" for first in said))
     assert "ZeroDivisionError: rank 1 divides by zero" in result["failure"]
     assert "optimizer.step()" in result["failure"]
 
 
-def test_where_mp_spawn_prints_the_echo_the_error_itself_is_shown(tmp_path):
+def test_the_original_error_is_shown_when_mp_spawn_prints_its_consequence(tmp_path):
     error = "Traceback (most recent call last):\nZeroDivisionError: rank 1 divides by zero\n"
     echo = "Traceback (most recent call last):\nRuntimeError: [gloo] Connection closed by peer [127.0.0.1]:29\n"
     for name, traceback in (("a", echo), ("b", error)):
         (tmp_path / f"pytorch-errorfile-{name}.pickle").write_bytes(pickle.dumps(traceback))
     printed = f"torch.ProcessRaisedException: \n\n-- Process 0 terminated with the following error:\n{echo}\n"
     outcome = Outcome(status=1, output=printed, seconds=1, peak_memory=1)
-    assert first_failure(outcome, tmp_path, tmp_path) == f"another rank than 0 failed first:\n{error.strip()}"
+    assert first_failure(outcome, tmp_path, tmp_path) == f"a rank other than 0 failed first:\n{error.strip()}"
 
 
-def test_of_a_program_that_records_no_error_torchruns_own_traceback_is_not_shown(tmp_path):
+def test_the_traceback_of_torchrun_itself_is_not_shown(tmp_path):
     program = tmp_path / "program.py"
     program.write_text("import os\nif os.environ['RANK'] == '1':\n    print('it ends', flush=True)\n    os.abort()\n")
     outcome = tour.launch(tour.torchrun(2, program), runs.environment(), tmp_path, lambda line: None)
@@ -116,7 +116,7 @@ def test_of_a_program_that_records_no_error_torchruns_own_traceback_is_not_shown
 
 
 @pytest.mark.full
-def test_a_tour_with_failing_runs_is_shown_and_has_exit_status_1(tmp_path):
+def test_a_tour_with_failing_runs_shows_them_and_has_exit_status_1(tmp_path):
     done = subprocess.run(
         [sys.executable, "-m", "workshop", "tour", "--stages", "02", "--epochs", "1", "--output", str(tmp_path)],
         cwd=tmp_path,
@@ -136,8 +136,8 @@ def test_a_run_that_trains_nothing_is_a_failure(tmp_path):
     assert "trained 0 of 1 epochs" in result["failure"]
 
 
-def test_a_tour_inside_a_slurm_job_starts_its_runs_outside_of_it(tmp_path, monkeypatch):
-    """JupyterLab's terminal in a session that is a Slurm job: with the job's variables, Lightning would wait for srun."""
+def test_the_runs_of_a_tour_get_no_variables_of_a_slurm_job(tmp_path, monkeypatch):
+    """In a terminal of JupyterLab in a Slurm job, the variables of the job would make Lightning wait for srun."""
     for name, value in {"SLURM_NTASKS": "1", "SLURM_JOB_NAME": "jupyter", "SLURM_JOB_ID": "7", "RANK": "0"}.items():
         monkeypatch.setenv(name, value)
     look = (
@@ -154,7 +154,7 @@ def test_a_run_that_hangs_is_ended_with_all_its_processes(tmp_path, monkeypatch)
     program = f"import subprocess, sys; subprocess.Popen([sys.executable, '-c', '{child}']); {child}"
     outcome = tour.launch([sys.executable, "-c", program], dict(os.environ), tmp_path, lambda line: None, stall=1)
     assert outcome.status is None
-    assert "stood still" in first_failure(outcome, tmp_path)
+    assert "made no progress" in first_failure(outcome, tmp_path)
     assert not [
         process for process in psutil.process_iter(["cmdline"]) if mark in " ".join(process.info["cmdline"] or [])
     ]

@@ -1,4 +1,4 @@
-"""What the stage scripts compute: golden losses, one curve for any number of processes, exact accuracy, one line an epoch."""
+"""What the stage scripts compute: golden losses, equal for any number of processes, exact accuracy, one line per epoch."""
 
 import json
 import math
@@ -14,20 +14,20 @@ from conftest import EPOCHS
 from workshop.data import load_dataset
 from workshop.training.models import SmallCNN
 
-# Losses of each step with torch 2.15.0 on an AMD EPYC (AVX-512). With torch 2.9.0 they differ by less than 1e-5 there, with
-# 2.15.0 held to AVX2 instructions by 1.3e-4 at most, or 0.1 %: a loss that is 2 % off comes from another computation.
+# Losses of each step with torch 2.15.0 on an AMD EPYC (AVX-512). Torch 2.9.0 differs there by less than 1e-5, and
+# 2.15.0 limited to AVX2 by at most 1.3e-4, or 0.1 %, so a difference of 2 % means a different computation.
 GOLDEN = Path(__file__).with_name("golden_losses.json")
 TOLERANCE = 0.02
 KINDS = ["single", pytest.param("spawned", marks=pytest.mark.full), "torchrun"]
 
 
 @pytest.mark.parametrize("name", KINDS)
-def test_losses_are_the_golden_ones(name, request):
+def test_losses_match_the_golden_losses(name, request):
     golden = json.loads(GOLDEN.read_text())
     losses = runs.losses(request.getfixturevalue(name).epochs)
     assert len(losses) == len(golden) == EPOCHS * (1437 // 128)
     assert losses == pytest.approx(golden, rel=TOLERANCE, abs=2e-3)
-    assert losses[0] == pytest.approx(math.log(10), abs=0.1)  # ten classes, nothing learned yet
+    assert losses[0] == pytest.approx(math.log(10), abs=0.1)  # ten classes before any training
 
 
 @pytest.mark.parametrize("name", KINDS)
@@ -36,7 +36,7 @@ def test_digits_are_learned(name, request):
 
 
 def true_accuracy(checkpoint, samples=None) -> float:
-    """The accuracy of a checkpoint's weights, computed here on the first ``samples`` of the test set in one go."""
+    """Return the accuracy of a checkpoint, computed in this process on the first ``samples`` of the test set in one batch."""
     model = SmallCNN()
     model.load_state_dict(runs.load(checkpoint)["model"])
     _, test_set = load_dataset(
@@ -54,15 +54,15 @@ def test_accuracy_is_that_of_the_whole_test_set(name, request):
 
 
 @pytest.mark.full
-def test_accuracy_is_exact_where_the_test_set_does_not_divide_by_the_ranks(tmp_path):
+def test_accuracy_is_exact_when_the_ranks_do_not_divide_the_test_set(tmp_path):
     log = runs.train("torchrun", 2, tmp_path, "--epochs", 1, TEST_PATCH="odd_test_set")
     assert log[-1]["accuracy"] == pytest.approx(true_accuracy(tmp_path / "run.pt", samples=357), abs=1e-9)
 
 
 @pytest.mark.parametrize("name", KINDS)
-def test_rank_0_prints_one_line_an_epoch_and_no_bar(name, request):
+def test_rank_0_prints_one_line_per_epoch_and_no_progress_bar(name, request):
     lines = request.getfixturevalue(name).output.splitlines()
-    # Up to torch 2.9 gloo itself greets on standard output, both ranks at once: one's end of line may stand alone.
+    # Up to torch 2.9 gloo prints a line per rank to standard output; the ranks write at once, so a line may be empty.
     lines = [line for line in lines if line and "[Gloo]" not in line and "peer ranks" not in line]
     pattern = r"epoch (\d)/3 \| loss \d+\.\d{4} \| accuracy \d+\.\d\d% \| [\d,]+ samples/s"
     assert [re.fullmatch(pattern, line)[1] for line in lines if line.startswith("epoch")] == ["1", "2", "3"]
@@ -70,16 +70,16 @@ def test_rank_0_prints_one_line_an_epoch_and_no_bar(name, request):
     assert lines[0].startswith("training on ")
 
 
-def test_checkpoint_holds_the_plain_model(torchrun):
+def test_a_checkpoint_contains_the_plain_model(torchrun):
     checkpoint = runs.load(torchrun.checkpoint)
     assert checkpoint.keys() == {"model", "optimizer", "epoch"}
-    assert checkpoint["model"].keys() == SmallCNN().state_dict().keys()  # no "module." in front of the names
+    assert checkpoint["model"].keys() == SmallCNN().state_dict().keys()  # the names have no prefix "module."
     assert {path.name for path in torchrun.folder.iterdir()} == {"run.pt", "run.jsonl"}
 
 
 @pytest.fixture(scope="session")
 def exact_single(tmp_path_factory):
-    """One process in float64 with SGD: 89 steps of 16 samples."""
+    """A run of one process in float64 with SGD: 89 steps of 16 samples."""
     folder = tmp_path_factory.mktemp("exact")
     return folder, runs.losses(
         runs.train("single", 1, folder, "--epochs", 1, "--batch-size", 16, TEST_PATCH="float64,sgd")
@@ -88,20 +88,20 @@ def exact_single(tmp_path_factory):
 
 @pytest.mark.full
 @pytest.mark.parametrize(("kind", "nproc"), [("spawn", 2), ("torchrun", 4)])
-def test_one_curve_for_any_number_of_processes(kind, nproc, exact_single, tmp_path):
+def test_losses_are_the_same_for_any_number_of_processes(kind, nproc, exact_single, tmp_path):
     folder, expected = exact_single
     losses = runs.losses(
         runs.train(kind, nproc, tmp_path, "--epochs", 1, "--batch-size", 16 // nproc, TEST_PATCH="float64,sgd")
     )
     assert len(losses) >= 50
-    assert expected[-1] < 0.5 * expected[0], "nothing was learned, so agreement would mean nothing"
+    assert expected[-1] < 0.5 * expected[0], "nothing was learned, so equal losses would prove nothing"
     assert max(abs(a - b) for a, b in zip(losses, expected, strict=True)) < 1e-6
     assert runs.load(tmp_path / "run.pt")["model"]["fc1.weight"].dtype == torch.float64
     assert runs.largest_difference(tmp_path / "run.pt", folder / "run.pt") < 1e-6
 
 
 @pytest.mark.parametrize("name", KINDS[1:])
-def test_float32_curves_lie_on_each_other(name, single, request):
+def test_float32_loss_curves_coincide(name, single, request):
     curves = [runs.losses(run.epochs) for run in (single, request.getfixturevalue(name))]
     assert max(max(step) - min(step) for step in zip(*curves, strict=True)) < 1e-3
 
@@ -114,7 +114,7 @@ needs_2_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs a
 @needs_gpus
 @pytest.mark.parametrize("kind", ["single", "spawn", "torchrun"])
 def test_one_process_on_the_gpu_gives_the_golden_losses(kind, tmp_path):
-    """Its convolutions round to TF32 on newer GPUs: the tolerance is wider."""
+    """The tolerance is wider, because newer GPUs round convolutions to TF32."""
     log = runs.train(kind, 1, tmp_path, "--epochs", EPOCHS, "--batch-size", 128, **runs.with_gpus())
     assert log[0]["device"] == "cuda"
     assert runs.losses(log) == pytest.approx(json.loads(GOLDEN.read_text()), rel=0.1, abs=2e-2)

@@ -1,4 +1,4 @@
-"""``workshop versions``: daily with small packages that break a test; in the long run the stages with the oldest versions."""
+"""``workshop versions``: daily with small packages that break a test; with --full, the stages with the oldest versions."""
 
 import base64
 import hashlib
@@ -33,7 +33,7 @@ needs_uv = needs("uv")
 
 
 def wheel(folder: Path, name: str, version: str, files: dict[str, str], *requires: str) -> str:
-    """Make a wheel, and return its line in a lock."""
+    """Make a wheel and return its line for a lock."""
     about = [
         f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}",
         *(f"Requires-Dist: {each}" for each in requires),
@@ -56,11 +56,11 @@ def wheel(folder: Path, name: str, version: str, files: dict[str, str], *require
 
 @pytest.fixture
 def repository(tmp_path, monkeypatch):
-    """A repository whose lock holds hammer 1.0, its handle 1.0 and saw 1.0; there is a 2.0 of each. It has one stage, "01"."""
+    """A repository with one stage, "01", whose lock has hammer, its dependency handle, and saw, all 1.0; each has a 2.0."""
     place, root = tmp_path / "wheels", tmp_path / "repository"
     place.mkdir()
     (root / "tests").mkdir(parents=True)
-    # This environment's pytest, by links, without all that is beside it.
+    # Links to the pytest of this environment, without the other packages.
     (tmp_path / "pytest").mkdir()
     for module in ("pytest", "_pytest", "py", "pluggy", "iniconfig", "packaging", "pygments"):
         file = Path(importlib.util.find_spec(module).origin)
@@ -69,7 +69,7 @@ def repository(tmp_path, monkeypatch):
     below = ("pluggy", "iniconfig", "packaging", "pygments")
     lock = wheel(place, "pytest", pytest.__version__, {"links.pth": f"{tmp_path / 'pytest'}\n"}, *below)
     lock += "".join(wheel(place, name, importlib.metadata.version(name), {}) for name in below)
-    for version in ("2.0", "1.0"):  # the last one's lines go into the lock
+    for version in ("2.0", "1.0"):  # the lines of the last version go into the lock
         code = f"def work(expected):\n    if {version[0]} not in expected:\n        raise ValueError('{version}')\n"
         lines = wheel(place, "handle", version, {"handle.py": code})
         lines += wheel(place, "hammer", version, {"hammer.py": code}, f"handle=={version}")
@@ -90,22 +90,22 @@ def repository(tmp_path, monkeypatch):
     monkeypatch.setattr(versions, "require_stages", lambda: root)
     monkeypatch.setattr(versions, "STAGES", {"01": ("tests/test_shed.py",)})
     monkeypatch.setattr(versions, "SHOWN", ("hammer", "saw"))
-    monkeypatch.setattr(versions, "EACH", 1e6)  # bytes: pytest is linked, and torch is not there
+    monkeypatch.setattr(versions, "EACH", 1e6)  # few bytes, because pytest is linked and torch is missing
     return root
 
 
 def run(repository, program: str, *sets, **options) -> tuple[int, dict]:
-    """Run the command where the stage's test is ``program``; return its exit status and what it wrote."""
+    """Run the command with ``program`` as the test of the stage; return its exit status and its results."""
     (repository / "tests" / "test_shed.py").write_text(
         f"import hammer, handle, os, saw\n\n\ndef test_shed():\n{program}"
     )
     status = versions.run_versions(sets, output=str(repository / "out"), **options)
-    assert list((repository.parent / "tmp").iterdir()) == [], "a temporary folder was left"
+    assert list((repository.parent / "tmp").iterdir()) == [], "a temporary folder was left behind"
     return status, json.loads((repository / "out" / "versions.json").read_text())["sets"]
 
 
 @needs_uv
-def test_each_set_holds_what_it_says(repository, capsys):
+def test_each_set_installs_its_versions(repository, capsys):
     status, sets = run(repository, "    saw.work([1, 2])\n", "newest", "oldest", "lock")
     assert status == 0
     assert {name: result["versions"]["saw"] for name, result in sets.items()} == {
@@ -123,24 +123,24 @@ def test_each_set_holds_what_it_says(repository, capsys):
 
 FINDINGS = {
     "one package": ("    saw.work([1])\n", "saw 2.0 broke stage 01 (with 1.0 it passes)"),
-    "and one that belongs to it": (
+    "a package with its dependency": (
         "    hammer.work([1])\n",
         "hammer 2.0 broke stage 01 (with 1.0, and handle 1.0 with it, it passes)",
     ),
-    "two": (
+    "two packages": (
         "    hammer.work([1])\n    saw.work([1])\n",
-        "stage 01: no single package breaks it, of hammer, saw, handle",
+        "stage 01: no single package breaks it (tried: hammer, saw, handle)",
     ),
-    "none": ("    saw.work([3])\n", "stage 01 fails with the lock too"),
-    "chance": (
+    "lock fails too": ("    saw.work([3])\n", "stage 01 fails with the lock too"),
+    "flaky test": (
         "    first = not os.path.exists('seen')\n    open('seen', 'w').close()\n    assert not first\n",
-        "stage 01 passed when it was repeated: its tests are not steady",
+        "stage 01 passed when it was repeated: its tests are flaky",
     ),
 }
 
 
 def in_the_cache_since_the_same_second(repository: Path) -> None:
-    """Let uv unpack both versions of all packages, their files written at the same time."""
+    """Let uv unpack both versions of all packages, and give their files the same modification time."""
     folder = repository.parent
     for version in ("1.0", "2.0"):
         target = ["--require-hashes", "--target", folder / version, "-r", folder / f"{version}.txt"]
@@ -153,10 +153,10 @@ def in_the_cache_since_the_same_second(repository: Path) -> None:
 
 @needs_uv
 @pytest.mark.parametrize("case", FINDINGS)
-def test_the_package_that_broke_a_stage(case, repository):
+def test_the_package_that_broke_a_stage_is_named(case, repository):
     program, sentence = FINDINGS[case]
     in_the_cache_since_the_same_second(repository)
-    status, sets = run(repository, program)  # "newest" alone: the lock's environment is made when it is needed
+    status, sets = run(repository, program)  # creates the environment of the lock when needed
     assert status == 1
     (finding,) = sets["newest"]["findings"]
     assert finding["sentence"] == sentence
@@ -165,7 +165,7 @@ def test_the_package_that_broke_a_stage(case, repository):
 
 
 @needs_uv
-def test_a_file_that_cannot_be_imported_and_a_lock_that_has_run(repository, monkeypatch):
+def test_a_package_that_breaks_the_import_of_a_test_is_named(repository, monkeypatch):
     (repository / "tests" / "conftest.py").write_text("import saw\n")
     (repository / "tests" / "test_early.py").write_text("import saw\nsaw.work([1])\n\n\ndef test_it():\n    pass\n")
     monkeypatch.setattr(versions, "STAGES", {"01": ("tests/test_shed.py",), "02": ("tests/test_early.py",)})
@@ -176,11 +176,11 @@ def test_a_file_that_cannot_be_imported_and_a_lock_that_has_run(repository, monk
 
 
 @needs_uv
-def test_a_stage_that_hangs_or_does_not_run(repository, monkeypatch):
+def test_a_stage_that_hangs_or_runs_nothing_fails(repository, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(versions, "STAGE", 3)
         status, sets = run(repository, "    __import__('time').sleep(300)\n", "lock")
-    assert (status, sets["lock"]["stages"]["01"]["failure"]) == (1, "not done after 3 s")
+    assert (status, sets["lock"]["stages"]["01"]["failure"]) == (1, "not finished after 3 s")
     program = (
         "    import subprocess\n    stray = subprocess.Popen(['sleep', '303'], start_new_session=True)\n"
         "    open('pid', 'w').write(str(stray.pid))\n"
@@ -192,12 +192,12 @@ def test_a_stage_that_hangs_or_does_not_run(repository, monkeypatch):
 
 
 @needs_uv
-def test_an_environment_that_cannot_be_made(repository, monkeypatch):
+def test_an_environment_that_cannot_be_created_is_reported(repository, monkeypatch):
     project = (repository / "pyproject.toml").read_text()
     (repository / "pyproject.toml").write_text(project.replace("saw>=1.0", "saw>=3.0"))
     status, sets = run(repository, "    saw.work([1])\n", "newest", "lock")
     assert (status, sets["lock"]["failure"], sets["lock"]["stages"]["01"]["passed"]) == (1, "", 1)
-    assert sets["newest"]["failure"].startswith("uv cannot make the environment of newest: ")
+    assert sets["newest"]["failure"].startswith("uv cannot create the environment of newest: ")
     assert "saw>=3.0" in sets["newest"]["failure"]
 
 
@@ -221,7 +221,7 @@ def test_ctrl_c_leaves_no_process_and_no_folder(repository):
         while not (pid.exists() and pid.read_text()) and command.process.poll() is None and time.monotonic() < end:
             time.sleep(0.05)
         assert pid.exists(), command.text()
-        for _ in range(2):  # somebody is impatient
+        for _ in range(2):  # an impatient user presses Ctrl-C twice
             os.kill(command.process.pid, signal.SIGINT)
             time.sleep(0.2)
         assert command.wait(30) == 130, command.text()
@@ -236,33 +236,33 @@ def test_ctrl_c_leaves_no_process_and_no_folder(repository):
 # ---------------------------------------------------------------- mistakes
 
 
-def test_unknown_names():
+def test_unknown_sets_and_stages_are_refused():
     with pytest.raises(UserError, match=r"the set 'latest' is unknown; choose from: oldest, lock, newest$"):
         versions.run_versions(["latest"])
     with pytest.raises(UserError, match=r"--stage '99' is unknown; choose from: 01, 02, 03, 04, 05, slurm-multinode, "):
         versions.run_versions(stages="01,99")
 
 
-def test_what_is_not_there(monkeypatch, tmp_path):
+def test_missing_disk_space_and_a_missing_uv_are_reported(monkeypatch, tmp_path):
     monkeypatch.setattr(shutil, "disk_usage", lambda place: shutil._ntuple_diskusage(10**12, 10**12 - 10**10, 10**10))
-    with pytest.raises(UserError, match=r"^12 GB of disk are needed, 6 for each environment, and .* has 10.0 free"):
+    with pytest.raises(UserError, match=r"needs 12 GB, 6 for each environment, but only 10.0 GB are free"):
         versions.run_versions(["newest"])
     (tmp_path / "file").touch()
     with pytest.raises(UserError, match="cannot write into"):
         versions.run_versions(["lock"], output=str(tmp_path / "file" / "out"))
     monkeypatch.setattr(shutil, "which", lambda program, path=None: None)
-    with pytest.raises(UserError, match=r"uv makes the environments, and it is not here: .* -m pip install uv"):
+    with pytest.raises(UserError, match=r"uv, which creates the environments, is not installed: .* -m pip install uv"):
         versions.run_versions()
 
 
 @needs_uv
-def test_an_environment_without_pytest(repository):
+def test_an_environment_without_pytest_is_reported(repository):
     lock = (repository / "requirements.lock").read_text()
     (repository / "requirements.lock").write_text(
         "".join(line for line in lock.splitlines(True) if "pytest" not in line)
     )
     status, sets = run(repository, "    pass\n", "lock")
-    assert (status, sets["lock"]["failure"].partition(":")[0]) == (1, "lock holds no pytest")
+    assert (status, sets["lock"]["failure"].partition(":")[0]) == (1, "lock has no pytest")
 
 
 def test_every_stage_has_its_tests():
@@ -275,7 +275,7 @@ def test_every_stage_has_its_tests():
     assert set(versions.SHOWN) - {"python"} <= set(version_sets.direct_dependencies(runs.ROOT))
 
 
-# ---------------------------------------------------------------- the oldest versions, for real
+# ---------------------------------------------------------------- the oldest versions in real environments
 
 
 @pytest.fixture(scope="module")
@@ -304,7 +304,7 @@ OTHERS = {
 @needs_uv
 @pytest.mark.full
 @pytest.mark.parametrize("stage", [*(stage for stage in versions.STAGES if stage != "check"), *OTHERS])
-def test_with_the_oldest_versions(stage, oldest):
+def test_a_stage_passes_with_the_oldest_versions(stage, oldest):
     row = versions.run_tests(oldest, (versions.STAGES | OTHERS)[stage], seconds=3600)
     assert row["failure"] == "", "\n".join(row["failed"].values())
     assert set(row["skipped"].values()) <= {"needs a GPU"}
@@ -313,33 +313,33 @@ def test_with_the_oldest_versions(stage, oldest):
 @needs_uv
 @pytest.mark.full
 @pytest.mark.parametrize("what", SITE_RUNS)
-def test_a_site_with_the_oldest_versions_trains(what, oldest, tmp_path, monkeypatch):
+def test_training_at_a_site_works_with_the_oldest_versions(what, oldest, tmp_path, monkeypatch):
     trains_with(oldest.python, what, tmp_path, monkeypatch)
 
 
-# ---------------------------------------------------------------- a site's own torch 2.8
+# ---------------------------------------------------------------- torch 2.8, which sites still have
 
 
 @pytest.fixture(scope="module")
 def torch_2_8():
-    """The oldest versions with torch 2.8, which is older than pyproject.toml asks for: sites' modules still have it."""
+    """The oldest versions but with torch 2.8, which pyproject.toml does not allow but modules at sites still have."""
     with version_sets.made("oldest", runs.ROOT) as environment:
         packages = ["torch==2.8.0", "torchvision==0.23.0"]
         subprocess.run(["uv", "pip", "install", "--quiet", "--python", environment.python, *packages], check=True)
         yield version_sets.look(environment.root, environment.folder)
 
 
-REFUSED = {"04": 5}  # the daily tests that use FSDP
+REFUSED = {"04": 5}  # the number of daily tests that use FSDP
 
 
 @needs_uv
 @pytest.mark.full
 @pytest.mark.parametrize("stage", [stage for stage in versions.STAGES if stage != "check"])
-def test_with_torch_2_8(stage, torch_2_8):
-    """All trains, but for FSDP on CPUs: that is refused, because it would add up what it should average."""
+def test_a_stage_passes_with_torch_2_8(stage, torch_2_8):
+    """Everything trains except FSDP on CPUs, which is refused because torch 2.8 sums gradients instead of averaging them."""
     assert torch_2_8.versions["torch"].startswith("2.8.0")
     row = versions.run_tests(torch_2_8, versions.STAGES[stage], seconds=3600)
-    refused = [test for test, report in row["failed"].items() if "on CPUs its FSDP adds up the gradients" in report]
+    refused = [test for test, report in row["failed"].items() if "on CPUs, FSDP adds up the gradients" in report]
     assert [*row["failed"]] == refused, "\n".join(row["failed"].values())
     assert len(refused) == REFUSED.get(stage, 0)
     assert row["passed"] > len(refused)

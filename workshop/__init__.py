@@ -1,4 +1,4 @@
-"""What the stage scripts need and what is not the lesson: data sets, the small model, checking options, measuring, plotting.
+"""The supporting code of the course: data sets, models, the check, measurements, plots.
 
-Nothing is imported here: ``workshop --help`` answers at once, and a script pays only for what it uses.
+This file imports nothing, so ``workshop --help`` answers at once, and a script imports only what it uses.
 """

@@ -1,4 +1,4 @@
-"""The command ``workshop``: each command is a few lines that call one module. Heavy imports wait until a command needs them."""
+"""Define the command ``workshop``. Each command imports its module only when it runs, so ``--help`` stays fast."""
 
 import os
 import sys
@@ -11,48 +11,58 @@ from workshop.errors import UserError
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
 def app() -> None:
-    """Learn multi-GPU and multi-node PyTorch training by doing it."""
+    """Learn multi-GPU and multi-node PyTorch training, hands on."""
 
 
 @app.command()
-@click.option("--stages", default="", metavar="01,02", help="Only these stages.  [default: all]")
+@click.option("--stages", default="", metavar="01,02", help="Run only these stages.  [default: all]")
 @click.option(
     "--epochs",
     type=click.IntRange(min=1),
     default=3,
     show_default=True,
-    help="Passes over the training set in each run.",
+    help="Passes over the training set per run.",
 )
-@click.option("--output", metavar="FOLDER", help="Where tour.json, tour.png and the logs go.  [default: runs/tour]")
+@click.option("--output", metavar="FOLDER", help="Folder for tour.json, tour.png and the logs.  [default: runs/tour]")
 def tour(stages, epochs, output) -> None:
-    """Train every stage's solution on this machine and compare."""
+    """Train the solutions of all stages here, and compare them."""
     from workshop.demo.tour import run_tour
 
     sys.exit(run_tour(stages, epochs, output))
 
 
 @app.command()
-@click.option("--steps", type=click.IntRange(min=4), default=20, show_default=True, help="Of each training.")
+@click.option("--steps", type=click.IntRange(min=4), default=20, show_default=True, help="Steps per training.")
 @click.option("--dtype", type=click.Choice(["float32", "float64"]), default="float32", show_default=True)
 @click.option("--processes", type=click.Choice(["2", "4", "8"]), default="2", show_default=True)
-@click.option("--output", metavar="FOLDER", help="Where picture, figures and page go.  [default: runs/strategies]")
-def strategies(steps, dtype, processes, output) -> None:
-    """One training under every strategy: the same losses, what each costs, and which to use."""
+@click.option(
+    "--rounds",
+    type=click.IntRange(min=1),
+    default=1,
+    show_default=True,
+    help="Runs of each strategy; the table then has the median, the lowest and the highest speed.",
+)
+@click.option("--output", metavar="FOLDER", help="Folder for the results.  [default: runs/strategies]")
+def strategies(steps, dtype, processes, rounds, output) -> None:
+    """Train one model with every strategy, and compare the costs.
+
+    The losses agree; speed, memory and communication differ. The results say which strategy to use.
+    """
     from workshop.demo.strategies import run_strategies
 
-    sys.exit(run_strategies(steps, dtype, int(processes), output))
+    sys.exit(run_strategies(steps, dtype, int(processes), output, rounds))
 
 
 @app.command()
 @click.option(
-    "--port", type=click.IntRange(min=1, max=65535), help="Where it listens.  [default: 8888, or the next free one]"
+    "--port", type=click.IntRange(min=1, max=65535), help="Port of the server.  [default: 8888, or the next free port]"
 )
 @click.option(
-    "--ip", default="127.0.0.1", show_default=True, help="The address that it listens on; 0.0.0.0: all of them."
+    "--ip", default="127.0.0.1", show_default=True, help="Address that the server listens on; 0.0.0.0: all addresses."
 )
-@click.option("--no-browser", is_flag=True, help="Open no browser.")
+@click.option("--no-browser", is_flag=True, help="Do not open a browser.")
 def lab(port, ip, no_browser) -> None:
-    """Start JupyterLab here, with a kernel of this environment."""
+    """Start JupyterLab with the Python environment of the course."""
     from workshop.jupyter.lab import run_lab
 
     run_lab(port, ip, browser=not no_browser)
@@ -60,10 +70,10 @@ def lab(port, ip, no_browser) -> None:
 
 @app.command()
 @click.option(
-    "--class", "people", type=click.IntRange(min=1), metavar="PEOPLE", help="Also whether a course can begin here."
+    "--class", "people", type=click.IntRange(min=1), metavar="PEOPLE", help="Also check if a course can begin here."
 )
 def doctor(people) -> None:
-    """Look at this machine, and say what to do about each problem."""
+    """Check this machine, and say how to solve each problem."""
     from workshop.doctor.machine import run_doctor
 
     sys.exit(run_doctor(people))
@@ -73,7 +83,10 @@ def doctor(people) -> None:
 @click.argument("script")
 @click.argument("options", nargs=-1, type=click.UNPROCESSED)
 def profile(script, options) -> None:
-    """Say where the time of a training SCRIPT goes, by line and by operation; OPTIONS go on to it."""
+    """Show which lines and operations of SCRIPT take the time.
+
+    SCRIPT must define main() and train_one_epoch(). OPTIONS are passed to SCRIPT.
+    """
     from pathlib import Path
 
     from workshop.measure.profile import profile
@@ -83,14 +96,14 @@ def profile(script, options) -> None:
 
 @app.command()
 @click.argument("name")
-@click.option("--mirror", metavar="URL", help="A folder to fetch from in place of the known ones.")
-@click.option("--from", "source", default="", metavar="URL-or-file", help="Where chess is: a file of JSON lines.")
-@click.option("--sha256", default="", metavar="HEX", help="What that file has to have.")
+@click.option("--mirror", metavar="URL", help="Base URL of a different server with the same files.")
+@click.option("--from", "source", default="", metavar="URL-or-file", help="Where to get chess, a file of JSON lines.")
+@click.option("--sha256", default="", metavar="HEX", help="The expected SHA-256 of that file.")
 def fetch(name, mirror, source, sha256) -> None:
-    """Download a data set (mnist, cifar10, chess) or a model (codellama; tiny-codellama is made) once, verified, into
-    $WORKSHOP_DATA.
+    """Download a data set or a model once, and verify it.
 
-    Without WORKSHOP_DATA it goes into data/ in the repository.
+    NAME is mnist, cifar10, chess, codellama, or tiny-codellama (which is not downloaded, but generated). The files go into
+    $WORKSHOP_DATA or, if this variable is not set, into data/ in the repository.
     """
     from workshop.data.fetch import fetch_dataset
 
@@ -99,14 +112,17 @@ def fetch(name, mirror, source, sha256) -> None:
 
 @app.command()
 @click.argument("folder", metavar="DIR")
-@click.option("--data", default="", metavar="mnist,cifar10,chess", help="Data sets to take along.")
-@click.option("--model", default="", metavar="codellama,tiny-codellama", help="Models to take along.")
+@click.option("--data", default="", metavar="mnist,cifar10,chess", help="Data sets to include.")
+@click.option("--model", default="", metavar="codellama,tiny-codellama", help="Models to include.")
 @click.option(
-    "--platform", type=click.Choice(["x86_64", "aarch64"]), help="The processors it is for.  [default: this machine's]"
+    "--platform", type=click.Choice(["x86_64", "aarch64"]), help="Processor of the other machine.  [default: as here]"
 )
-@click.option("--python", metavar="3.11", help="The Python it is for.  [default: this one]")
+@click.option("--python", metavar="3.11", help="Python version of the other machine.  [default: as here]")
 def pack(folder, data, model, platform, python) -> None:
-    """Collect everything in one folder DIR, for a machine without internet: this repository, its packages, data."""
+    """Pack the course into a folder, for use without internet.
+
+    DIR will contain this repository, its Python packages, and the data sets and models that you name.
+    """
     from workshop.ship.pack import run_pack
 
     run_pack(folder, data, model, platform, python)
@@ -118,24 +134,24 @@ def pack(folder, data, model, platform, python) -> None:
 @click.option("--watch", is_flag=True, help="Check again at every save.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 @click.option("--verbose", is_flag=True, help="Print tracebacks, and the stacks of processes that hang.")
-@click.option("--nproc", type=click.IntRange(min=2, max=8), default=2, show_default=True, help="Processes.")
+@click.option("--nproc", type=click.IntRange(min=2, max=8), default=2, show_default=True, help="Number of processes.")
 @click.option(
     "--device",
     type=click.Choice(["auto", "cpu"]),
     default="auto",
-    help="auto: GPUs where there are as many as processes.  [default: auto]",
+    help="auto: use GPUs if there is one per process.  [default: auto]",
 )
 @click.option(
     "--launch",
     type=click.Choice(["torchrun", "spawn", "single"]),
-    help="How a FILE that is no exercise is started; its options follow after --.",
+    help="How to start a FILE that is not an exercise. Write its own options after --.",
 )
 def check(file, arguments, watch, as_json, verbose, nproc, device, launch) -> None:
-    """Run FILE, and say what it really does.
+    """Run FILE, and report what its processes really do.
 
-    Without FILE: the next exercise that is not done.
+    Without FILE, check the first exercise that is not done.
 
-    Any training script: workshop check my_train.py --launch torchrun -- --epochs 1
+    To check any training script: workshop check my_train.py --launch torchrun -- --epochs 1
     """
     from workshop.course.command import run_check
 
@@ -143,14 +159,14 @@ def check(file, arguments, watch, as_json, verbose, nproc, device, launch) -> No
     status = run_check(file, json=as_json, watch=watch, verbose=verbose, **options)
     with suppress(BrokenPipeError):
         sys.stdout.flush()
-    os._exit(status)  # Python takes most of a second to take down all that torch has imported
+    os._exit(status)  # a normal exit takes most of a second after torch was imported
 
 
 @app.command()
 @click.argument("file")
 @click.argument("goal", type=int, required=False)
 def hint(file, goal) -> None:
-    """The next of three hints for a GOAL of the exercise FILE."""
+    """Show the next hint for a GOAL (default: the first open one)."""
     from workshop.course.learning import run_hint
 
     sys.exit(run_hint(file, goal))
@@ -158,9 +174,9 @@ def hint(file, goal) -> None:
 
 @app.command()
 @click.argument("file")
-@click.option("--solution", is_flag=True, help="Also while goals are open.")
+@click.option("--solution", is_flag=True, help="Show the solution even if some goals are not met yet.")
 def diff(file, solution) -> None:
-    """Compare the exercise FILE with its solution."""
+    """Compare your exercise FILE with its solution."""
     from workshop.course.learning import run_diff
 
     sys.exit(run_diff(file, force=solution))
@@ -169,7 +185,7 @@ def diff(file, solution) -> None:
 @app.command()
 @click.argument("file")
 def reset(file) -> None:
-    """Put the exercise FILE back to its start; your version is kept beside it."""
+    """Restore the exercise FILE; your version is kept beside it."""
     from workshop.course.learning import run_reset
 
     sys.exit(run_reset(file))
@@ -177,7 +193,7 @@ def reset(file) -> None:
 
 @app.command()
 def progress() -> None:
-    """Show which goals are met."""
+    """Show how many goals of each exercise you have met."""
     from rich.console import Console
 
     from workshop.course.progress import show_progress
@@ -189,23 +205,23 @@ def progress() -> None:
 @click.argument("script", required=False)
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
 @click.option(
-    "--processes", default="", metavar="1,2,4", help="How many.  [default: 1, 2, 4, ... up to the GPUs or cores]"
+    "--processes", default="", metavar="1,2,4", help="Process counts.  [default: 1, 2, 4, ... up to the GPUs or cores]"
 )
 @click.option(
     "--mode",
     type=click.Choice(["strong", "weak", "both"]),
     default="both",
     show_default=True,
-    help="What stays: the global batch, or that of each process.",
+    help="strong: constant global batch; weak: constant batch per process.",
 )
-@click.option("--repeats", type=click.IntRange(min=1), default=3, show_default=True, help="Runs of each.")
-@click.option("--output", default="", metavar="FOLDER", help="Where table, picture and figures go.")
-@click.option("--collectives", is_flag=True, help="Measure how fast the processes exchange data.")
-@click.option("--logs", is_flag=True, help="Compare the logs of jobs (the arguments); run nothing.")
+@click.option("--repeats", type=click.IntRange(min=1), default=3, show_default=True, help="Runs per measurement.")
+@click.option("--output", default="", metavar="FOLDER", help="Folder for the table, the picture and the data.")
+@click.option("--collectives", is_flag=True, help="Measure how fast the processes communicate, without a SCRIPT.")
+@click.option("--logs", is_flag=True, help="Run nothing: compare the logs of jobs, which are the arguments.")
 def bench(script, arguments, processes, mode, repeats, output, collectives, logs) -> None:
-    """How much faster a training SCRIPT gets with more processes.
+    """Measure how much faster SCRIPT trains with more processes.
 
-    Its ARGUMENTS follow after --. Several nodes: submit the job script with 1, 2 and 4 nodes, then:
+    Write the ARGUMENTS of SCRIPT after --. To measure several nodes, submit the job script with 1, 2 and 4 nodes, then run:
     workshop bench --logs runs/scale-*.json
     """
     from workshop.measure.bench import run_bench, run_collectives
@@ -220,15 +236,18 @@ def bench(script, arguments, processes, mode, repeats, output, collectives, logs
 
 @app.command()
 @click.argument("model", metavar="MODEL")
-@click.option("--batch-size", type=click.IntRange(min=1), default=1, show_default=True, help="Sequences, on each GPU.")
+@click.option("--batch-size", type=click.IntRange(min=1), default=1, show_default=True, help="Sequences per GPU.")
 @click.option(
-    "--sequence-length", type=click.IntRange(min=2), help="Tokens of each.  [default: 2048, or the model's most]"
+    "--sequence-length", type=click.IntRange(min=2), help="Tokens per sequence.  [default: 2048 or the model's maximum]"
 )
-@click.option("--gpus", default="1,2,4,8,16", show_default=True, metavar="N,N", help="How many share the work.")
-@click.option("--measure", is_flag=True, help="Take steps with it on this machine, and compare.")
-@click.option("--output", default="", metavar="FOLDER", help="Where picture and figures go.")
+@click.option("--gpus", default="1,2,4,8,16", show_default=True, metavar="N,N", help="Numbers of GPUs to compare.")
+@click.option("--measure", is_flag=True, help="Also train MODEL for some steps here, and compare the memory.")
+@click.option("--output", default="", metavar="FOLDER", help="Folder for the picture and the data.")
 def memory(model, batch_size, sequence_length, gpus, measure, output) -> None:
-    """What DDP, FSDP and ZeRO need on each GPU to train MODEL (codellama-7b, -13b, -34b, -70b, tiny-codellama, or a folder)."""
+    """Estimate the memory per GPU that DDP, FSDP and ZeRO need.
+
+    MODEL is codellama-7b, -13b, -34b, -70b, tiny-codellama, or the folder of a model.
+    """
     from workshop.measure.memory import run_memory
 
     sys.exit(run_memory(model, batch_size, sequence_length, gpus, measure, output))
@@ -237,17 +256,17 @@ def memory(model, batch_size, sequence_length, gpus, measure, output) -> None:
 @app.command()
 @click.argument("script")
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
-@click.option("--site", metavar="SITE", help="Where to.  [default: this host's site, or the practice cluster]")
-@click.option("--account", metavar="ACCOUNT", help="The project that pays.")
-@click.option("--queue", metavar="QUEUE", help="Partition, QOS or queue.  [default: the first that takes the job]")
-@click.option("--nodes", type=click.IntRange(min=1), help="In place of the script's.")
-@click.option("--gpus-per-node", type=click.IntRange(min=1), help="In place of the script's.")
-@click.option("--time", metavar="HH:MM:SS", help="In place of the script's.")
-@click.option("--reservation", metavar="NAME", help="Of a course, say.")
-@click.option("--container", metavar="FILE.sif", help="An image of Apptainer in which Python runs.")
-@click.option("--dry-run", is_flag=True, help="Show the line and the site's settings; submit nothing.")
+@click.option("--site", metavar="SITE", help="Name of the site.  [default: the site of this host, or local]")
+@click.option("--account", metavar="ACCOUNT", help="Project that is charged for the job.")
+@click.option("--queue", metavar="QUEUE", help="Partition, QOS or queue.  [default: the first that accepts the job]")
+@click.option("--nodes", type=click.IntRange(min=1), help="Nodes, instead of the number in SCRIPT.")
+@click.option("--gpus-per-node", type=click.IntRange(min=1), help="GPUs per node, instead of the number in SCRIPT.")
+@click.option("--time", metavar="HH:MM:SS", help="Time limit, instead of the one in SCRIPT.")
+@click.option("--reservation", metavar="NAME", help="Reservation, for example the one of a course.")
+@click.option("--container", metavar="FILE.sif", help="Apptainer image in which Python runs.")
+@click.option("--dry-run", is_flag=True, help="Print the command and the site's settings; submit nothing.")
 def submit(script, site, arguments, **options) -> None:
-    """Submit the job SCRIPT with the options of a site; ARGUMENTS for the script follow after --."""
+    """Submit the job SCRIPT to a site; write its ARGUMENTS after --."""
     from workshop.slurm.submit import run_submit
 
     sys.exit(run_submit(script, site, arguments=arguments, **options))
@@ -255,18 +274,18 @@ def submit(script, site, arguments, **options) -> None:
 
 @app.group()
 def cluster() -> None:
-    """A real Slurm of several nodes on this machine, to practise on."""
+    """Practise on a real Slurm cluster on this machine."""
 
 
-cluster_name = click.option("--name", default="local", show_default=True, help="Several can be up side by side.")
+cluster_name = click.option("--name", default="local", show_default=True, help="Name; several clusters can be up.")
 
 
 @cluster.command("up")
 @click.argument("nodes", type=click.IntRange(1, 16))
 @click.option(
-    "--gpus", type=click.IntRange(1, 8), default=4, show_default=True, help="On each node, for counting only."
+    "--gpus", type=click.IntRange(1, 8), default=4, show_default=True, help="GPUs per node; programs cannot use them."
 )
-@click.option("--cores", type=click.IntRange(1, 256), default=8, show_default=True, help="That each node says it has.")
+@click.option("--cores", type=click.IntRange(1, 256), default=8, show_default=True, help="Cores that a node reports.")
 @cluster_name
 def cluster_up(nodes, gpus, cores, name) -> None:
     """Start a cluster of NODES compute nodes."""
@@ -278,18 +297,18 @@ def cluster_up(nodes, gpus, cores, name) -> None:
 @cluster.command("status")
 @cluster_name
 def cluster_status(name) -> None:
-    """Show its nodes and jobs."""
+    """Show the nodes and jobs of the cluster."""
     from workshop.slurm.cluster import run_status
 
     run_status(name)
 
 
 @cluster.command("exec", context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
-@click.option("--node", default="", metavar="NODE", help="On this compute node.  [default: the login node]")
+@click.option("--node", default="", metavar="NODE", help="Run on this compute node.  [default: the login node]")
 @cluster_name
 @click.argument("command", nargs=-1, type=click.UNPROCESSED)
 def cluster_exec(command, node, name) -> None:
-    """Run COMMAND on its login node; without COMMAND a shell."""
+    """Run COMMAND on the login node; without COMMAND, open a shell."""
     from workshop.slurm.cluster import run_exec
 
     run_exec(command, node, name)
@@ -305,33 +324,42 @@ def _fault(action: str, text: str) -> None:
         run_fault(action, node, name)
 
 
-_fault("kill", "Kill a NODE, as if its power failed.")
-_fault("cut", "Cut the network of a NODE, which runs on.")
-_fault("heal", "Bring a NODE back that was killed or cut.")
+_fault("kill", "Kill a NODE, as if its power had failed.")
+_fault("cut", "Cut the network of a NODE; its processes keep running.")
+_fault("heal", "Bring back a NODE that was killed or cut.")
 
 
 @cluster.command("down")
 @cluster_name
 def cluster_down(name) -> None:
-    """End it, and all that runs on it."""
+    """Stop the cluster and everything that runs on it."""
     from workshop.slurm.cluster import run_down
 
     run_down(name)
 
 
 @app.command(context_settings={"ignore_unknown_options": True})
-@click.option("--full", is_flag=True, help="The long runs too: kills in a row, the oldest versions.")
+@click.option("--full", is_flag=True, help="Also run the long tests: repeated kills, the oldest versions.")
 @click.argument("pytest_options", nargs=-1, type=click.UNPROCESSED)
 def test(full, pytest_options) -> None:
-    """Run the test-suite; further options go on to pytest."""
+    """Run the tests; other options are passed to pytest."""
     from workshop.dev.testing import run_tests
 
     sys.exit(run_tests(full, list(pytest_options)))
 
 
+@app.command()
+@click.option("--output", metavar="FOLDER", help="The folder of the web site.  [default: runs/book]")
+def book(output) -> None:
+    """Build the course as a web site, with the outputs of all notebooks."""
+    from workshop.dev.book import run_book
+
+    sys.exit(run_book(output))
+
+
 @app.group()
 def dev() -> None:
-    """For those who change the course: see CONTRIBUTING.md."""
+    """Commands for contributors: see CONTRIBUTING.md."""
 
 
 @dev.command("new")
@@ -342,10 +370,13 @@ def dev() -> None:
     type=click.Choice(["single", "spawn", "torchrun"]),
     default="single",
     show_default=True,
-    help="Of an exercise.",
+    help="How an exercise starts its processes.",
 )
 def dev_new(kind, name, launch) -> None:
-    """Write the skeleton of a rule (FAMILY/NAME), an exercise (STAGE/exerciseK_TOPIC), a stage (NN_TOPIC) or a site."""
+    """Write the skeleton of a rule, exercise, stage or site.
+
+    NAME is FAMILY/NAME for a rule, STAGE/exerciseK_TOPIC for an exercise, NN_TOPIC for a stage.
+    """
     from workshop.dev.new import run_dev_new
 
     sys.exit(run_dev_new(kind, name, launch))
@@ -357,7 +388,10 @@ def dev_new(kind, name, launch) -> None:
     "--all", "everything", is_flag=True, help="Run all exercises, not only those that differ from the last commit."
 )
 def dev_check(files, everything) -> None:
-    """Say what a change has forgotten; FILES of exercises are run as well, unsolved and solved."""
+    """Report what is missing after a change to the course.
+
+    Also run the exercises that FILES belong to, unsolved and solved. Without FILES, run those that differ from the last commit.
+    """
     from workshop.dev.check import run_dev_check
 
     sys.exit(run_dev_check(files, everything))
@@ -365,13 +399,14 @@ def dev_check(files, everything) -> None:
 
 @app.command()
 @click.argument("sets", nargs=-1, metavar="[oldest] [lock] [newest]")
-@click.option("--stage", default="", metavar="01,02", help="Only these stages.  [default: all]")
-@click.option("--output", metavar="FOLDER", help="Where tables and reports go.  [default: runs/versions]")
+@click.option("--stage", default="", metavar="01,02", help="Test only these stages.  [default: all]")
+@click.option("--output", metavar="FOLDER", help="Folder for the tables and reports.  [default: runs/versions]")
 def versions(sets, stage, output) -> None:
-    """Run the stages' tests with other versions of the packages, and name the package that broke one.
+    """Test the stages with other versions of the packages.
 
-    newest (the default): the newest that pyproject.toml admits. lock: those of requirements.lock. oldest: the lower bounds.
-    Environments are made with uv in a temporary folder, and removed.
+    If a test fails, the command names the package that caused it. newest (the default): the newest versions that
+    pyproject.toml allows. lock: the versions of requirements.lock. oldest: the lower bounds in pyproject.toml. uv creates each
+    environment in a temporary folder, which is removed afterwards.
     """
     from workshop.ship.versions import run_versions, tidy_up_when_stopped
 
@@ -380,7 +415,7 @@ def versions(sets, stage, output) -> None:
 
 
 def main() -> None:
-    """Entry point: a user's mistake is one line on standard error and exit status 2."""
+    """Run the command line. A mistake of the user ends it with one line on standard error and exit status 2."""
     try:
         app.main(args=sys.argv[1:] or ["--help"], prog_name="workshop", standalone_mode=False)
         sys.exit(0)

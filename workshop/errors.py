@@ -1,4 +1,4 @@
-"""The one exception for a user's mistake."""
+"""The exception for a mistake of the user."""
 
 
 class UserError(Exception):

@@ -1,4 +1,4 @@
-"""Writing files."""
+"""Write files."""
 
 import os
 import stat
@@ -6,13 +6,13 @@ from pathlib import Path
 
 
 def write_atomically(path: str | os.PathLike, content: str | bytes) -> None:
-    """Write a file so that every reader sees the old content or the new one, and never a part of it.
+    """Write a file so that every reader sees either the old content or the new content, never a part of it.
 
     The content goes into a temporary file in the same folder, which ``os.replace`` then moves into place. A file that exists
     keeps its mode. After a failure the old file is unchanged, and no temporary file is left.
 
     Args:
-        path: the file; its folder has to exist.
+        path: the file; its folder must exist.
         content: text (written in UTF-8) or bytes.
     """
     path = Path(path)

@@ -1,4 +1,4 @@
-"""Where the repository lies, and what it needs."""
+"""Find the repository, and the packages that it requires."""
 
 import importlib.metadata
 import os
@@ -10,7 +10,7 @@ from pathlib import Path
 from workshop.errors import UserError
 
 ROOT = Path(__file__).resolve().parent.parent
-# In a copy that an Open OnDemand session made: the Python of the shared workshop, and its folder, a line each.
+# In a copy that an Open OnDemand session made: the Python of the shared workshop, and its folder, one per line.
 ORIGIN = ".workshop_origin"
 DISTRIBUTION = "distributed-pytorch-workshop"
 # Packages whose module has a different name, apart from a hyphen in place of an underscore.
@@ -37,14 +37,14 @@ def require_stages() -> Path:
 
 
 def open_folder(name: str | os.PathLike, without: str | None = None) -> Path:
-    """Make a folder for results, if it is not there.
+    """Create a folder for results if it does not exist, and return it.
 
     Args:
-        name: its path.
-        without: a file that an earlier run may have left in it, and that goes.
+        name: the path of the folder.
+        without: a file that an earlier run may have left in it; it is deleted.
 
     Raises:
-        UserError: it cannot be made, or written into.
+        UserError: the folder cannot be created or written into.
     """
     folder = Path(name).absolute()
     try:
@@ -57,7 +57,7 @@ def open_folder(name: str | os.PathLike, without: str | None = None) -> Path:
 
 
 def workshop_command() -> str:
-    """How ``workshop.sh`` is called from the current folder: from one in the repository by a relative path."""
+    """Return the command that calls ``workshop.sh`` from the current folder: in the repository, a relative path."""
     here = Path.cwd()
     if here == ROOT or not here.is_relative_to(ROOT):
         return "./workshop.sh"
@@ -65,10 +65,10 @@ def workshop_command() -> str:
 
 
 def python_path(root: Path = ROOT) -> str:
-    """``PYTHONPATH`` for what we start: the workshop in ``root`` first, then what a site's modules have put there.
+    """Return ``PYTHONPATH`` for programs that we start: ``root`` first, then what environment modules have added to it.
 
-    In the environment that ``workshop.sh`` made only folders of the repository count: a module's packages would be of other
-    versions.
+    In the environment that ``workshop.sh`` created, only folders of the repository count, because the packages of environment
+    modules have different versions.
     """
     own = Path(sys.prefix) == ROOT / ".venv"
     inherited = filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))
@@ -81,10 +81,10 @@ def python_path(root: Path = ROOT) -> str:
 
 
 def packages(extra: str = "") -> dict[str, str]:
-    """The packages that the workshop requires on this system, as pyproject.toml lists them, and the module of each.
+    """Return the packages that the workshop requires on this system, as pyproject.toml lists them, with their modules.
 
     Args:
-        extra: list those of an optional group instead, without the ones that are always required.
+        extra: return only the packages of this optional group instead.
     """
     if (file := ROOT / "pyproject.toml").is_file():
         project = tomllib.loads(file.read_text(encoding="utf-8"))["project"]
@@ -96,12 +96,12 @@ def packages(extra: str = "") -> dict[str, str]:
 
 
 def requirements(extra: str = "") -> list[str]:
-    """The modules of ``packages(extra)``, by the names under which they are imported."""
+    """Return the modules of ``packages(extra)``, by the names under which they are imported."""
     return list(packages(extra).values())
 
 
 def _extra(line: str) -> str:
-    """The optional group that a line of the metadata belongs to; "": none."""
+    """Return the optional group that a line of the metadata belongs to; "": none."""
     found = re.search(r"""extra == ['"]([\w-]+)['"]""", line)
     return found[1] if found else ""
 

@@ -1,4 +1,4 @@
-"""Tensors: this process's part of a sharded one, the bytes that autograd keeps, and whether bfloat16 is fast."""
+"""Inspect tensors: the local shard of a DTensor, the bytes that autograd keeps, and whether bfloat16 is fast."""
 
 import re
 from contextlib import contextmanager
@@ -9,18 +9,18 @@ import torch
 
 
 def own_part(tensor: Any) -> Any:
-    """This process's part of a tensor that is spread over several (a DTensor); else the tensor itself.
+    """Return the local shard of a DTensor, or the tensor itself if it is not a DTensor.
 
-    Whatever is asked of a DTensor itself may be a collective, which all ranks would have to call.
+    An operation on the DTensor itself may be a collective, which all ranks would have to call.
     """
     return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
 class Kept:
-    """What a forward pass has kept so far.
+    """Count what a forward pass has kept so far.
 
     Attributes:
-        bytes: in all, each memory counted once; without weights, FSDP's gathered ones too.
+        bytes: of all tensors, with shared memory counted once; parameters do not count, also those that FSDP has gathered.
     """
 
     def __init__(self):
@@ -31,7 +31,7 @@ class Kept:
         base = tensor if tensor._base is None else tensor._base
         if not isinstance(base, torch.nn.Parameter):
             storage = tensor.untyped_storage()
-            # The tensor is held, so that nobody else gets its address meanwhile.
+            # Keep the tensor, so that no other tensor gets the same address.
             self._found.setdefault(storage.data_ptr(), (storage.nbytes(), tensor))
         return tensor
 
@@ -42,16 +42,16 @@ class Kept:
 
 @contextmanager
 def kept_for_backward():
-    """Count, in a with-block, what autograd keeps for the backward pass; gives a ``Kept``. Let go of it before the backward."""
+    """Count what autograd keeps in a with-block; yield a ``Kept``, which you must delete before the backward pass."""
     kept = Kept()
     with torch.autograd.graph.saved_tensors_hooks(kept.note, lambda tensor: tensor):
         yield kept
 
 
 def bf16_is_fast(device) -> bool:
-    """Whether a ``torch.device`` computes in bfloat16 faster than in float32, for all that it says of itself.
+    """Return whether a ``torch.device`` computes faster in bfloat16 than in float32, according to what it reports.
 
-    On a CPU the instructions have to be there (avx512_bf16, amx_bf16, ARM's bf16); without them bfloat16 is emulated, and slower.
+    A CPU needs special instructions (avx512_bf16, amx_bf16, ARM's bf16); without them, bfloat16 is emulated and slower.
     """
     if device.type == "cuda":  # ROCm too
         return torch.cuda.is_bf16_supported(including_emulation=False)

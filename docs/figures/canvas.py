@@ -1,4 +1,4 @@
-"""What the figures are drawn with: a light panel with boxes, arrows and labels, and the registry of all figures.
+"""Draw figures on a light panel with boxes, arrows and labels, and keep the registry of all figures.
 
 Lengths are pixels at a width of 800, and y grows downwards. The panel has its own background and dark text, so a figure
 is readable in light and dark themes. The colours are those of Okabe and Ito, which colour-blind readers can distinguish.
@@ -25,7 +25,7 @@ from overlaps import Label, Line, Rect, find_problems
 WIDTH = 800
 PIXELS_PER_INCH = 96
 
-# Sizes of text in points. 9 points are the smallest that reads well at this width.
+# Sizes of text in points. Text below 9 points is hard to read at this width.
 SMALL, NORMAL, TITLE = 9.0, 10.0, 12.5
 
 INK, GREY, LINE, PANEL, WHITE = "#1c1c1c", "#4d4d4d", "#8a8f98", "#fcfcfa", "#ffffff"
@@ -53,7 +53,7 @@ def shade(colour: str, strength: float = 0.25) -> str:
     return "#" + "".join(f"{round(part * (1 - strength)):02x}" for part in parts)
 
 
-# How the parts of a whole look that belong to different ranks: a colour and a hatch.
+# The colour and the hatch for the part of each rank.
 PARTS = (
     (tint(SKY), ""),
     (tint(ORANGE), "////"),
@@ -145,7 +145,7 @@ class Canvas:
         ground: str = "",
         inside: Rect | None = None,
     ) -> None:
-        """Write lines of text, vertically centred at y. ``backed``: on the panel's colour, so that it may lie on a line."""
+        """Write lines of text, vertically centred at y. ``backed``: on the panel's colour, so that it may be on a line."""
         if size < SMALL:
             raise ValueError(f"{text!r} has {size} points; {SMALL} are the smallest that reads well")
         lines = text.split("\n")
@@ -281,7 +281,7 @@ class Canvas:
         return Rect(place.x0, self.height - place.y1, place.x1, self.height - place.y0)
 
     def problems(self) -> Iterator[str]:
-        """Name each text that is cut off, leaves its box, or lies on another text, a border or a line."""
+        """Name each text that is cut off, leaves its box, or overlaps a different text, a border or a line."""
         texts = []
         for text in self.texts:
             left, top, right, bottom = self.extent(text.artist)

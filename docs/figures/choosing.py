@@ -21,7 +21,7 @@ QUESTIONS = (
     ),
 )
 
-# What to look at whatever the answer was: a symptom, and the lines that say what to do.
+# What to check after any answer: a symptom, and the lines that say what to do.
 CHECKS = (
     (
         "Activations do not fit",
@@ -98,7 +98,7 @@ def draw_which_strategy(canvas: Canvas) -> None:
 
 
 def draw_checks(canvas: Canvas) -> None:
-    """What to look at whatever the chart has answered."""
+    """What to check after any answer of the chart."""
     canvas.text(20, 412, "Then check, whatever the answer was:", align="left", size=NORMAL, bold=True)
     for place, (symptom, *remedy) in enumerate(CHECKS):
         x = 20 + 258 * place

@@ -103,7 +103,7 @@ def ring(chunks: Chunks, first: int, adds: bool) -> list[tuple[Chunks, set[tuple
     "sends 2(N-1)/N times the size of the tensor: 1.5 times for N = 4.",
 )
 def draw_ring_all_reduce(canvas: Canvas) -> None:
-    """Every step of a ring all-reduce, computed by doing it, and what it costs."""
+    """Every step of a ring all-reduce, which the code really executes, and what it costs."""
     draw_ring(canvas)
     start: Chunks = [[letter] * RANKS for letter in "abcd"]
     scattered = ring(start, first=0, adds=True)

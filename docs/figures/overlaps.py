@@ -22,7 +22,7 @@ class Rect(NamedTuple):
         return self.right - self.left
 
     def contains(self, other: "Rect", margin: float = 0) -> bool:
-        """Whether the other one lies inside, with a margin to each side."""
+        """Whether the other rectangle is inside, with a margin on each side."""
         across = self.left + margin <= other.left and other.right <= self.right - margin
         return across and self.top + margin <= other.top and other.bottom <= self.bottom - margin
 
@@ -90,7 +90,7 @@ def too_much(place: Rect, box: Rect) -> str:
 
 
 def crossed(label: Label, boxes: list[Rect], lines: list[Line]) -> Iterator[str]:
-    """Name the borders and lines that a text lies on."""
+    """Name the borders and lines that a text overlaps."""
     for box in boxes:
         if not label.backed and label.place.meets(box) and not box.contains(label.place):
             yield f"{label.text!r} lies on the border of a box at ({box.left:.0f}, {box.top:.0f})"

@@ -96,7 +96,7 @@ def draw_fsdp(canvas: Canvas) -> None:
 
 
 def draw_residency(canvas: Canvas, gathered: dict[int, list[Span]]) -> None:
-    """For each layer: the own shard all the time, and the whole layer while it is gathered."""
+    """For each layer: its own shard all the time, and the whole layer while it is gathered."""
     canvas.text(20, 216, "Parameters in the memory of one rank", align="left", bold=True)
     for layer, spans in gathered.items():
         y = 232 + 32 * (layer - 1)
@@ -123,7 +123,7 @@ ROWS = 8  # of the tensor in "reshard"
     "first two files and rank 1 reads rows 4 to 7 from the last two files.",
 )
 def draw_reshard(canvas: Canvas) -> None:
-    """Who writes which rows into which file, and who reads them with another number of ranks."""
+    """Who writes which rows into which file, and who reads them with a different number of ranks."""
     canvas.text(96, 62, "4 ranks save", size=NORMAL, bold=True)
     canvas.text(96, 82, "dcp.save(state, …)", mono=True)
     canvas.text(400, 62, "folder step-20", size=NORMAL, bold=True)
@@ -153,7 +153,7 @@ def draw_rows(canvas: Canvas, x: float, y: float, rows: tuple[int, ...], colours
 
 
 def draw_reshard_notes(canvas: Canvas) -> None:
-    """What the metadata is for, and other numbers of ranks."""
+    """The purpose of the metadata, and how other numbers of ranks read it."""
     canvas.text(84, 345, "one rank writes it", align="left")
     canvas.arrow((196, 345), (320, 345))
     canvas.arrow((478, 345), (608, 345))

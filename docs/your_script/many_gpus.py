@@ -1,6 +1,6 @@
 """The training script one_gpu.py after the ten edits of docs/your-script.md, for any number of GPUs.
 
-torchrun --nproc-per-node=2 docs/your_script/many_gpus.py
+Run it:  torchrun --standalone --nproc-per-node=2 docs/your_script/many_gpus.py
 """
 
 import os
@@ -16,12 +16,12 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.data import DataLoader, DistributedSampler, Subset, TensorDataset, random_split
 
 EPOCHS, GLOBAL_BATCH_SIZE, LEARNING_RATE, CHECKPOINT = 6, 64, 1e-3, "runs/many_gpus.pt"
-WORKERS = 2  # of each rank's DataLoader
+WORKERS = 2  # processes per rank that load samples
 
 
 @record  # torchrun then shows the traceback of the rank that failed first
 def main():
-    # Edit 1: a device for each process.
+    # Edit 1: one device per process.
     device = choose_device(int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"]))
     # Edit 2: the process group.
     dist.init_process_group(dist.get_default_backend_for_device(device))
@@ -41,15 +41,15 @@ def choose_device(local_rank, local_world_size):
 
 
 def train(rank, world_size, device):
-    torch.manual_seed(0)  # the same first parameters, and the same split of the data, on all ranks
+    torch.manual_seed(0)  # the same initial parameters in every run
     digits = load_digits()
     data = TensorDataset(torch.tensor(digits.images, dtype=torch.float32) / 16, torch.tensor(digits.target))
     train_set, validation_set = random_split(data, [0.8, 0.2], torch.Generator().manual_seed(0))
     # Edit 3: each rank trains on a different part of the data.
     sampler = DistributedSampler(train_set, seed=0, drop_last=True)
-    # Edit 4: the batch of each rank, such that the global batch and the learning rate stay the same.
+    # Edit 4: the batch size per rank. The global batch stays the same, so the learning rate does not change.
     batch_size = GLOBAL_BATCH_SIZE // world_size
-    # Edit 5: the workers of each rank; pinned memory makes the copies to a GPU fast.
+    # Edit 5: the workers of each rank. Pinned memory makes the copies to a GPU faster.
     loading = {"num_workers": WORKERS, "pin_memory": device.type != "cpu"}
     train_loader = DataLoader(train_set, batch_size, sampler=sampler, drop_last=True, **loading)
     own = Subset(validation_set, range(rank, len(validation_set), world_size))  # each sample once, for any world size
@@ -74,7 +74,7 @@ def train(rank, world_size, device):
         train_one_epoch(ddp_model, train_loader, optimizer, device)
         schedule.step()
         loss, accuracy = evaluate(model, validation_loader, device)
-        improved, best = loss < best, min(best, loss)  # the same on all ranks, because the loss is
+        improved, best = loss < best, min(best, loss)  # the same on all ranks, because the loss is the same
         if rank == 0:  # edit 8: one rank prints and writes
             print(f"epoch {epoch + 1}: loss {loss:.3f}, accuracy {accuracy:.3f}, {time.perf_counter() - start:.1f} s")
             parts = {"model": model, "optimizer": optimizer, "schedule": schedule}
@@ -85,7 +85,7 @@ def train(rank, world_size, device):
 
 
 def save(state, path):
-    """Write the file under a temporary name first: a kill at any moment leaves the old checkpoint or the new one."""
+    """Write to a temporary name, then rename the file, so that a kill at any moment leaves a complete checkpoint."""
     os.makedirs(os.path.dirname(path), exist_ok=True)
     torch.save(state, path + ".tmp")
     os.replace(path + ".tmp", path)

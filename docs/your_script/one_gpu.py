@@ -1,4 +1,7 @@
-"""A training script for one GPU, before the ten edits of docs/your-script.md: python docs/your_script/one_gpu.py"""
+"""The training script before the ten edits of docs/your-script.md, for one GPU.
+
+Run it:  python docs/your_script/one_gpu.py
+"""
 
 import os
 import time

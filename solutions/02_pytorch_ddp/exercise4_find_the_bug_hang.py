@@ -1,6 +1,6 @@
-"""Train until the loss of a batch is low enough, on any number of devices.
+"""Train on any number of devices until the loss of a batch is low enough.
 
-Early stopping is a decision, and all ranks have to make the same one.
+All ranks compare the same averaged loss with the target, so all of them stop after the same step.
 
 N processes:  torchrun --standalone --nproc-per-node=2 solutions/02_pytorch_ddp/exercise4_find_the_bug_hang.py
 """
@@ -37,8 +37,10 @@ def main():
 def parse_arguments():
     parser = ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--epochs", type=positive_int, default=3, help="passes over the training set")
-    parser.add_argument("--target", type=float, default=0.5, help="stop as soon as a batch has a lower loss")
-    parser.add_argument("--batch-size", type=positive_int, default=32, help="samples a step, on each process")
+    parser.add_argument(
+        "--target", type=float, default=0.5, help="stop as soon as the loss of a batch is below this value"
+    )
+    parser.add_argument("--batch-size", type=positive_int, default=32, help="samples per batch and process")
     args = parser.parse_args()
     check_arguments(parser, args, world_size=int(os.environ.get("WORLD_SIZE", 0)))
     return args
@@ -65,11 +67,11 @@ def train(rank, world_size, device, args):
             print(f"epoch {epoch + 1}/{args.epochs} | last loss {loss:.4f} | {steps} steps", flush=True)
         if loss < args.target:
             break
-    dist.barrier()  # nobody leaves before all have finished
+    dist.barrier()  # wait until all ranks have finished
 
 
 def train_until(target, model, loader, optimizer, device):
-    """Take a step with each batch until the loss is below the target; return the last loss and the number of steps."""
+    """Take one optimizer step per batch until the loss is below the target; return the last loss and the number of steps."""
     steps = 0
     for images, labels in loader:
         optimizer.zero_grad()
@@ -77,7 +79,7 @@ def train_until(target, model, loader, optimizer, device):
         loss.backward()
         optimizer.step()
         steps += 1
-        # All ranks have to come to the same decision: one that stops alone leaves the others waiting in backward().
+        # Average the loss, so that all ranks make the same decision. If one rank stops alone, the others hang in backward().
         loss = loss.detach()
         dist.all_reduce(loss, dist.ReduceOp.AVG)
         if loss.item() < target:

@@ -1,6 +1,6 @@
-"""Train with noise on the images, and validate on a fifth of the data that is kept aside, on any number of devices.
+"""Train on images with added noise, and validate on a fifth of the data, on any number of devices.
 
-What is kept aside has to be the same samples on every rank.
+The validation set contains the same samples on every rank, so no rank trains on a validation sample.
 
 N processes:  torchrun --standalone --nproc-per-node=2 solutions/02_pytorch_ddp/exercise4_find_the_bug_leak.py
 """
@@ -36,7 +36,7 @@ def main():
 def parse_arguments():
     parser = ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--epochs", type=positive_int, default=3, help="passes over the training set")
-    parser.add_argument("--batch-size", type=positive_int, default=32, help="samples a step, on each process")
+    parser.add_argument("--batch-size", type=positive_int, default=32, help="samples per batch and process")
     args = parser.parse_args()
     check_arguments(parser, args, world_size=int(os.environ.get("WORLD_SIZE", 0)))
     return args
@@ -50,12 +50,12 @@ def choose_device(local_rank, local_world_size):
 
 
 def train(rank, world_size, device, args):
-    torch.manual_seed(SEED + rank)  # each rank draws noise of its own; DDP gives all the first weights of rank 0
+    torch.manual_seed(SEED + rank)  # different noise on each rank; DDP broadcasts the initial parameters of rank 0
     model = DDP(SmallCNN().to(device))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     data, _ = load_dataset("digits")
-    # Four fifths to train on; the rest is kept aside, to choose between models.
-    # With a generator of its own the split is the same on every rank.
+    # Train on four fifths of the data. The rest is the validation set, for choosing between models.
+    # The generator has the same seed on every rank, so every rank gets the same split.
     train_set, validation_set = random_split(data, [0.8, 0.2], torch.Generator().manual_seed(SEED))
     sampler = DistributedSampler(train_set, seed=SEED, drop_last=True)
     train_loader = DataLoader(train_set, args.batch_size, sampler=sampler, drop_last=True)
@@ -70,7 +70,7 @@ def train(rank, world_size, device, args):
 
 
 def train_one_epoch(model, loader, optimizer, device):
-    """Take a step with each batch, with noise on its images."""
+    """Take one optimizer step per batch, with noise added to its images."""
     model.train()
     for images, labels in loader:
         images = images.to(device)

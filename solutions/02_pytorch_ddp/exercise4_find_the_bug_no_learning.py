@@ -1,6 +1,6 @@
-"""Learn to tell odd digits from even ones, on any number of devices.
+"""Train a model to tell odd digits from even digits, on any number of devices.
 
-The loss has to depend on the weights in a way that helps.
+The model has one output per sample, so the loss is the binary cross-entropy.
 
 N processes:  torchrun --standalone --nproc-per-node=2 solutions/02_pytorch_ddp/exercise4_find_the_bug_no_learning.py
 """
@@ -36,7 +36,7 @@ def main():
 def parse_arguments():
     parser = ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--epochs", type=positive_int, default=3, help="passes over the training set")
-    parser.add_argument("--batch-size", type=positive_int, default=32, help="samples a step, on each process")
+    parser.add_argument("--batch-size", type=positive_int, default=32, help="samples per batch and process")
     args = parser.parse_args()
     check_arguments(parser, args, world_size=int(os.environ.get("WORLD_SIZE", 0)))
     return args
@@ -65,13 +65,14 @@ def train(rank, world_size, device, args):
 
 
 def train_one_epoch(model, loader, optimizer, device):
-    """Learn to tell odd digits from even ones; return the mean loss and the accuracy on the samples of the epoch."""
+    """Take one optimizer step per batch and return the mean loss and the accuracy over the samples of the epoch."""
     loss_correct_total = torch.zeros(3, device=device)
     for images, digits in loader:
         images, is_odd = images.to(device), (digits % 2).to(device, torch.float32)
         optimizer.zero_grad()
-        outputs = model(images).squeeze(1)  # one number a sample: above 0 for odd
-        # One output is one yes or no. cross_entropy takes it for the only class: its probability is 1, the loss 0.
+        outputs = model(images).squeeze(1)  # one number per sample; above 0 means odd
+        # With one output, use a loss for yes-or-no questions. cross_entropy would treat the output as the only class: its
+        # probability is always 1, so the loss and all gradients are 0.
         loss = F.binary_cross_entropy_with_logits(outputs, is_odd)
         loss.backward()
         optimizer.step()

@@ -1,6 +1,6 @@
-"""Train with a checkpoint after each epoch, to carry on from, on any number of devices.
+"""Save a checkpoint after each epoch and resume from it, on any number of devices.
 
-A run that was interrupted ends with the weights of one that was not.
+A run that was stopped and resumed ends with the parameters of an uninterrupted run.
 
 N processes:  torchrun --standalone --nproc-per-node=2 solutions/02_pytorch_ddp/exercise4_find_the_bug_restart.py
 """
@@ -36,8 +36,8 @@ def main():
 def parse_arguments():
     parser = ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--epochs", type=positive_int, default=3, help="passes over the training set")
-    parser.add_argument("--checkpoint", default="runs/restart.pt", help="file to save to and to carry on from")
-    parser.add_argument("--batch-size", type=positive_int, default=32, help="samples a step, on each process")
+    parser.add_argument("--checkpoint", default="runs/restart.pt", help="file to save to and to resume from")
+    parser.add_argument("--batch-size", type=positive_int, default=32, help="samples per batch and process")
     args = parser.parse_args()
     check_arguments(parser, args, world_size=int(os.environ.get("WORLD_SIZE", 0)))
     return args
@@ -73,7 +73,7 @@ def train(rank, world_size, device, args):
 
 
 def train_one_epoch(model, loader, optimizer, device):
-    """Take a step with each batch, and return the mean loss."""
+    """Take one optimizer step per batch and return the mean loss."""
     total = torch.zeros((), device=device)
     for images, labels in loader:
         optimizer.zero_grad()
@@ -88,7 +88,7 @@ def train_one_epoch(model, loader, optimizer, device):
 
 def save_checkpoint(path, model, optimizer, epoch):
     os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
-    # All that the next step depends on: the optimizer's momentum as well.
+    # Save everything that the next step depends on, including the momentum in the optimizer state.
     torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict(), "epoch": epoch}, path + ".tmp")
     os.replace(path + ".tmp", path)
 

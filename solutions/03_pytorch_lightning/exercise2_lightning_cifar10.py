@@ -1,5 +1,5 @@
-"""Train a ResNet-18 with Lightning: in bfloat16, with one cycle of the learning rate, on any number of nodes, under any launcher.
-It saves a checkpoint after each epoch and, started again, carries on from it as if it had never stopped.
+"""Train a ResNet-18 with Lightning in bfloat16, with a one-cycle learning rate, on any number of nodes, under any launcher.
+It saves a checkpoint after each epoch. Started again, it resumes from it, with the result of an uninterrupted run.
 
 One process:  python solutions/03_pytorch_lightning/exercise2_lightning_cifar10.py --devices 1
 N processes:  python solutions/03_pytorch_lightning/exercise2_lightning_cifar10.py --devices 2      (or torchrun starts them)
@@ -42,14 +42,14 @@ def main():
 def parse_arguments():
     parser = ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--epochs", type=positive_int, default=5, help="passes over the training set")
-    parser.add_argument("--batch-size", type=positive_int, default=64, help="samples a batch, on each process")
-    parser.add_argument("--accumulate", type=positive_int, default=1, help="batches a step")
+    parser.add_argument("--batch-size", type=positive_int, default=64, help="samples per batch and process")
+    parser.add_argument("--accumulate", type=positive_int, default=1, help="batches per step")
     parser.add_argument(
-        "--devices", type=positive_int, default=torch.accelerator.device_count() or 2, help="processes a node"
+        "--devices", type=positive_int, default=torch.accelerator.device_count() or 2, help="processes per node"
     )
     parser.add_argument("--nodes", type=positive_int, default=1)
     parser.add_argument(
-        "--checkpoint", default="runs/lightning_cifar10.ckpt", help="file to save to and to carry on from"
+        "--checkpoint", default="runs/lightning_cifar10.ckpt", help="file to save to and to resume from"
     )
     parser.add_argument("--dataset", default="digits", help="digits, or cifar10 once it has been fetched")
     args = parser.parse_args()
@@ -60,32 +60,33 @@ def parse_arguments():
 
 
 def choose_accelerator(devices):
-    # Lightning's "auto" takes the GPU wherever there is one, and fails where there are fewer than devices.
+    # Lightning's "auto" chooses the GPU if there is one, and fails if there are fewer GPUs than processes.
     if torch.accelerator.is_available() and torch.accelerator.device_count() >= devices:
         return "auto"
     return "cpu"
 
 
 def choose_environment():
-    """Who starts the processes: torchrun or srun, if they have started this one, or else Lightning itself."""
+    """Return the environment of the launcher: torchrun or srun if one of them started this process, else Lightning itself."""
     if "TORCHELASTIC_RUN_ID" in os.environ:
         return TorchElasticEnvironment()
-    # Not whether this is a Slurm job: a Jupyter session may be one, and hands on its variables, SLURM_NTASKS=1 among them.
+    # Do not test whether this is a Slurm job: a Jupyter session may be one, and passes on its variables, such as
+    # SLURM_NTASKS=1.
     if int(os.environ.get("SLURM_STEP_NUM_TASKS", 1)) > 1:
         return SLURMEnvironment()
     return LightningEnvironment()
 
 
 class Classifier(L.LightningModule):
-    """The model, and what one step of its training and of its evaluation is."""
+    """The model, and one step of its training and of its evaluation."""
 
     def __init__(self, dataset):
         super().__init__()
         width = 64 if dataset == "cifar10" else 16
         self.model = models.ResNet18(width)
-        # The stem of the paper leaves 8 x 8 of 32 x 32 pixels. This one keeps them all.
+        # The stem of the ResNet paper reduces 32 x 32 pixels to 8 x 8. This one keeps the full resolution.
         self.model.stem = nn.Sequential(nn.Conv2d(3, width, 3, padding=1, bias=False), nn.BatchNorm2d(width), nn.ReLU())
-        # Counts hits and samples; at the end of an epoch it adds up the counts of all processes.
+        # Counts correct predictions and samples. At the end of an epoch, it adds up the counts of all processes.
         self.accuracy = MulticlassAccuracy(num_classes=10, average="micro")
 
     def training_step(self, batch, batch_index):
@@ -94,7 +95,7 @@ class Classifier(L.LightningModule):
 
     def configure_optimizers(self):
         optimizer = torch.optim.AdamW(self.parameters(), lr=1e-3)
-        # All steps of the run: its epochs, processes and accumulation are in it.
+        # The number of optimizer steps of the whole run. It depends on the epochs, the processes and the accumulation.
         steps = self.trainer.estimated_stepping_batches
         schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=4e-3, total_steps=steps)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
@@ -109,7 +110,7 @@ class Classifier(L.LightningModule):
 
 
 class Data(L.LightningDataModule):
-    """The data sets, and the loader of each process."""
+    """The data sets, and the loaders of each process."""
 
     def __init__(self, dataset, batch_size):
         super().__init__()
@@ -126,13 +127,13 @@ class Data(L.LightningDataModule):
         return DataLoader(self.train_set, self.batch_size, sampler=sampler, drop_last=True)
 
     def val_dataloader(self):
-        # Dealt out by hand: DistributedSampler would count some samples twice to give each rank as many.
+        # Distribute the samples by hand, because DistributedSampler repeats some of them to give each rank the same number.
         share = range(self.trainer.global_rank, len(self.test_set), self.trainer.world_size)
         return DataLoader(Subset(self.test_set, share), self.batch_size)
 
 
 def train(args):
-    L.seed_everything(SEED, verbose=False)  # the same first weights in every process and every run
+    L.seed_everything(SEED, verbose=False)  # the same initial parameters in every process and every run
     folder, name = os.path.split(os.path.splitext(args.checkpoint)[0])
     accelerator = choose_accelerator(args.devices)
     device = torch.accelerator.current_accelerator() if accelerator == "auto" else torch.device("cpu")
@@ -146,7 +147,7 @@ def train(args):
         strategy="ddp",
         precision=precision,
         accumulate_grad_batches=args.accumulate,
-        use_distributed_sampler=False,  # Data deals out the samples itself
+        use_distributed_sampler=False,  # Data distributes the samples itself
         callbacks=[
             EpochReport(args.checkpoint),
             EarlyStopping("accuracy", mode="max", patience=5),

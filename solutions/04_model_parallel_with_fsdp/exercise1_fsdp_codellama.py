@@ -1,5 +1,6 @@
-"""Fine-tune a language model for code on many devices with FSDP: each process holds a part of model, gradients and optimizer.
-It computes in bfloat16 where the device is fast at it, clips the gradients, warms up, and writes a completion before and after.
+"""Fine-tune a language model for code with FSDP: each process stores a shard of parameters, gradients and optimizer state.
+It computes in bfloat16 if the device is fast at it, clips the gradients, warms up the learning rate, and writes a completion of
+a prompt before and after the training.
 
 One process:  torchrun --standalone --nproc-per-node=1 solutions/04_model_parallel_with_fsdp/exercise1_fsdp_codellama.py
 N processes:  torchrun --standalone --nproc-per-node=2 solutions/04_model_parallel_with_fsdp/exercise1_fsdp_codellama.py
@@ -11,7 +12,7 @@ import time
 
 from workshop.training.launcher import exit_with_launcher
 
-exit_with_launcher()  # kill -9 on torchrun would leave this process training; before the slow imports
+exit_with_launcher()  # this process must end if torchrun is killed (kill -9); before the slow imports
 
 import torch
 import torch.distributed as dist
@@ -48,23 +49,23 @@ def main():
 
 def parse_arguments():
     parser = ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--model", default="tiny-codellama", help="or codellama once it has been fetched, or a folder")
-    parser.add_argument("--data", default="stdlib", help='Python\'s own source, or a file of JSON lines with a "text"')
-    parser.add_argument("--skip-broken", action="store_true", help="leave out lines of the file that are no such JSON")
-    parser.add_argument("--steps", type=positive_int, default=150)
-    parser.add_argument("--batch-size", type=positive_int, default=4, help="sequences a step, on each process")
-    parser.add_argument("--sequence-length", type=positive_int, default=128, help="tokens of a sequence")
+    parser.add_argument("--model", default="tiny-codellama", help="or codellama (fetch it first), or a folder")
     parser.add_argument(
-        "--learning-rate", type=positive_float, default=3e-3, help="its peak; for codellama rather 2e-5"
+        "--data", default="stdlib", help='or chess (fetch it first), or a file of JSON lines with a "text"'
     )
-    parser.add_argument("--folder", default="runs/fsdp_codellama", help="folder for what the run leaves")
+    parser.add_argument("--skip-broken", action="store_true", help='skip lines that are not JSON with a "text"')
+    parser.add_argument("--steps", type=positive_int, default=150)
+    parser.add_argument("--batch-size", type=positive_int, default=4, help="sequences per batch and process")
+    parser.add_argument("--sequence-length", type=positive_int, default=128, help="tokens per sequence")
+    parser.add_argument("--learning-rate", type=positive_float, default=3e-3, help="the peak; use 2e-5 for codellama")
+    parser.add_argument("--folder", default="runs/fsdp_codellama", help="folder for the results of the run")
     args = parser.parse_args()
     check_finetuning(parser, args, "fsdp")
     return args
 
 
 def choose_device(local_rank, local_world_size):
-    # Without is_available() the CUDA build names "cuda" on a machine that has no GPU.
+    # In a CUDA build, current_accelerator() returns "cuda" even without a GPU, so ask is_available() first.
     if torch.accelerator.is_available() and torch.accelerator.device_count() >= local_world_size:
         torch.accelerator.set_device_index(local_rank)
         return torch.accelerator.current_accelerator()
@@ -76,16 +77,16 @@ def train(device, args):
     rank, world_size = dist.get_rank(), dist.get_world_size()
     tokenizer = AutoTokenizer.from_pretrained(args.model, local_files_only=True)
     model = load_model(args, device)
-    # PyTorch's default, a decay of 0.01, is small; the betas are those of most language models.
+    # The weight decay is PyTorch's default, 0.01, which is small. Most language models are trained with these betas.
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.learning_rate, betas=(0.9, 0.95))
-    # Up during the first 15 % of the steps, then down, both along a cosine.
+    # The learning rate rises during the first 15 % of the steps and then falls, both along a cosine.
     schedule = OneCycleLR(optimizer, args.learning_rate, args.steps, pct_start=0.15, cycle_momentum=False)
     log = TrainingLog(args, device)
 
     train_set, validation_set = load_blocks(args.data, tokenizer, args.sequence_length, args.skip_broken)
     sampler = DistributedSampler(train_set, seed=SEED, drop_last=True)
     train_loader = DataLoader(train_set, args.batch_size, sampler=sampler, drop_last=True)
-    count = max(1, min(len(validation_set), 64) // world_size) * world_size  # as many for each process
+    count = max(1, min(len(validation_set), 64) // world_size) * world_size  # the same number for each process
     validation_loader = DataLoader(Subset(validation_set, range(rank, count, world_size)), args.batch_size)
 
     validation_loss = evaluate(model, validation_loader, device)
@@ -94,7 +95,7 @@ def train(device, args):
     for step, batch in zip(range(1, args.steps + 1), batches(train_loader, sampler), strict=False):
         batch = batch.to(device)
         model.train()
-        loss = model(input_ids=batch, labels=batch, use_cache=False).loss  # it shifts the labels itself
+        loss = model(input_ids=batch, labels=batch, use_cache=False).loss  # the model shifts the labels itself
         loss.backward()
         nn.utils.clip_grad_norm_(model.parameters(), max_norm=1.0)
         optimizer.step()
@@ -113,39 +114,39 @@ def train(device, args):
 
 
 def load_model(args, device):
-    """The weights in float32, whatever they were stored as: AdamW's small steps would vanish in bfloat16."""
+    """Return the model in float32, whatever the data type of its files: AdamW's small updates would round to zero in bfloat16."""
     config = AutoConfig.from_pretrained(args.model, local_files_only=True)
     with torch.device("meta"):  # shapes without memory: no process ever holds the whole model
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     model = distribute(model, device)
-    model.to_empty(device=device)  # memory for this process's part, with anything in it
+    model.to_empty(device=device)  # memory for this process's shards, not yet initialized
     load_weights(model, args.model)
-    # to_empty() has also emptied the buffers, and those of the rotary embedding are in no checkpoint.
+    # to_empty() also discards the buffers, and no checkpoint contains those of the rotary embedding, so compute them again.
     model.model.rotary_emb = type(model.model.rotary_emb)(config).to(device)
     return model
 
 
 def distribute(model, device):
-    """Spread the model over the processes: each holds a part of all weights, and of their gradients and optimizer."""
+    """Shard the model: each process stores a shard of each parameter, its gradient and its optimizer state."""
     mesh = init_device_mesh(device.type, (dist.get_world_size(),))
     for layer in model.model.layers:
-        # A group: gathered for its forward and for its backward, freed when they are done.
+        # One communication group: gathered for the forward and the backward pass of the layer, and freed after each of them.
         fully_shard(layer, mesh=mesh, mp_policy=precision(device))
-    return fully_shard(model, mesh=mesh, mp_policy=precision(device))  # the rest: embedding, last norm, scores
+    return fully_shard(model, mesh=mesh, mp_policy=precision(device))  # the rest: embedding, final norm, output layer
 
 
 def precision(device):
-    """What it computes with. Each process's own part of the weights is float32 in any case."""
+    """Return the data types for computation and communication. The shards themselves stay in float32."""
     dtype = torch.bfloat16 if bf16_is_fast(device) else torch.float32
     return MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
 
 
 @torch.no_grad()
 def load_weights(model, folder):
-    """Read this process's rows of each weight, and nothing else."""
+    """Read only this process's rows of each parameter."""
     files = weight_files(folder)
     for name, weight in model.named_parameters():
-        # As fully_shard cuts it: rounded up, so that the last part may be shorter, or empty.
+        # Divide the rows as fully_shard does: the size is rounded up, so the last shard may be smaller, or empty.
         rows = -(-len(weight) // dist.get_world_size())
         first = rows * dist.get_rank()
         with safe_open(files[name], framework="pt") as file:
@@ -153,7 +154,7 @@ def load_weights(model, folder):
 
 
 def batches(loader, sampler):
-    """Yield the batches of one epoch after the other, for ever."""
+    """Yield batches without end: the batches of one epoch after those of the previous one."""
     epoch = 0
     while True:
         sampler.set_epoch(epoch)
@@ -163,7 +164,7 @@ def batches(loader, sampler):
 
 @torch.no_grad()
 def evaluate(model, loader, device):
-    """Return the mean loss of a token, over the sequences of all processes."""
+    """Return the mean loss per token over the sequences of all processes."""
     model.eval()
     losses = torch.zeros(2, device=device)
     for batch in loader:
@@ -177,7 +178,7 @@ def evaluate(model, loader, device):
 
 @torch.no_grad()
 def complete(model, tokenizer, device):
-    """Return what the model writes after the prompt."""
+    """Return the prompt and the text with which the model completes it."""
     model.eval()
     prompt = tokenizer(PROMPT, return_tensors="pt").to(device)
     tokens = model.generate(**prompt, max_new_tokens=40, do_sample=False, pad_token_id=tokenizer.eos_token_id)

@@ -1,5 +1,5 @@
-"""Write what a training has saved in parts as a model that plain transformers loads, a file of safetensors for each layer.
-One process does it, on any machine; it reads the newest checkpoint, and never holds more than one layer.
+"""Export a sharded checkpoint as a model that plain transformers loads, with one safetensors file per layer.
+One process is enough, on any machine. It reads the newest checkpoint, one layer at a time.
 
 Run it:  python solutions/04_model_parallel_with_fsdp/exercise2_export.py --folder runs/sharded_checkpoint
 """
@@ -17,14 +17,14 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from workshop.training.arguments import ArgumentParser
 from workshop.training.finetuning import check_export, newest_checkpoint
 
-# DCP warns that torch.distributed is not in use: one process is what is meant here.
+# DCP warns that torch.distributed is not initialized. This is intended, because the export runs in one process.
 warnings.filterwarnings("ignore", message="torch.distributed is")
 
 
 def main():
     args = parse_arguments()
     config = AutoConfig.from_pretrained(args.model, local_files_only=True)
-    with torch.device("meta"):  # names and shapes, without memory
+    with torch.device("meta"):  # names and shapes, but no memory
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     tokenizer = AutoTokenizer.from_pretrained(args.model, local_files_only=True)
     export(model, tokenizer, newest_checkpoint(args.folder), args.export)
@@ -33,9 +33,13 @@ def main():
 def parse_arguments():
     parser = ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument(
-        "--model", default="tiny-codellama", help="that the training began with: its configuration and tokenizer"
+        "--model",
+        default="tiny-codellama",
+        help="model that the training started from: its configuration and tokenizer are used",
     )
-    parser.add_argument("--folder", default="runs/sharded_checkpoint", help="that the training has saved to")
+    parser.add_argument(
+        "--folder", default="runs/sharded_checkpoint", help="folder with the checkpoints of the training"
+    )
     parser.add_argument("--export", default="runs/exported", help="folder for the trained model")
     args = parser.parse_args()
     check_export(parser, args)
@@ -43,12 +47,13 @@ def parse_arguments():
 
 
 def export(model, tokenizer, checkpoint, folder):
-    """Put one layer after the other together, write it, and note which weight is in which file."""
+    """Assemble and write one layer at a time, and record which parameter is in which file."""
     os.makedirs(folder, exist_ok=True)
     shapes, files = model.state_dict(), {}
     for layer, names in groupby(shapes, lambda name: ".".join(name.split(".")[:3])):
         weights = {name: torch.empty(shapes[name].shape) for name in names}
-        # What it is asked for, and no more, is read from the parts, however many there are. Names as in the training's save().
+        # dcp.load reads only the requested tensors, whatever the number of shards. The keys are those of TrainingState in the
+        # training program.
         dcp.load({"state": {"model": weights}}, checkpoint_id=checkpoint, no_dist=True)
         save_file(weights, f"{folder}/{layer}.safetensors", metadata={"format": "pt"})
         files |= dict.fromkeys(weights, f"{layer}.safetensors")

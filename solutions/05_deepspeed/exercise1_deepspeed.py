@@ -1,5 +1,5 @@
-"""Train a small CNN on handwritten digits on any number of devices with DeepSpeed, whose configuration says what ZeRO spreads.
-It saves a checkpoint after each epoch, each process its part, and, started again, carries on from it as if it had never stopped.
+"""Train a small CNN on handwritten digits with DeepSpeed, whose configuration decides what ZeRO shards over the processes.
+It saves a checkpoint after each epoch. Started again, it resumes from it, with the result of an uninterrupted run.
 
 One process:  torchrun --standalone --nproc-per-node=1 solutions/05_deepspeed/exercise1_deepspeed.py
 N processes:  torchrun --standalone --nproc-per-node=2 solutions/05_deepspeed/exercise1_deepspeed.py --config zero3.json
@@ -13,8 +13,8 @@ import time
 from workshop.training.deepspeed import require_deepspeed
 from workshop.training.launcher import exit_with_launcher
 
-exit_with_launcher()  # kill -9 on torchrun would leave this process training, and saving; before the slow imports
-require_deepspeed()  # one line where it is missing; and it is to take the CPU where there are fewer GPUs than processes
+exit_with_launcher()  # this process must end if torchrun is killed (kill -9); before the slow imports
+require_deepspeed()  # ends with one line if DeepSpeed is missing; selects the CPU if there are fewer GPUs than processes
 
 import deepspeed
 import torch
@@ -39,8 +39,8 @@ CONFIG = os.path.join(os.path.dirname(os.path.abspath(__file__)), "ds_config.jso
 @record  # torchrun then shows the traceback of the rank that failed first
 def main():
     args = parse_arguments()
-    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])  # any launcher sets these
-    # Each process drives a device of its own. DeepSpeed's own launcher has another name for how many there are here.
+    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])  # every launcher sets these
+    # Each process uses its own device. DeepSpeed's launcher calls the number of processes on this node LOCAL_SIZE.
     local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ["LOCAL_SIZE"])
     device = choose_device(int(os.environ["LOCAL_RANK"]), local_world_size)
     backend = dist.get_default_backend_for_device(device)  # "nccl" on NVIDIA and AMD GPUs, "gloo" on the CPU
@@ -54,19 +54,19 @@ def main():
 def parse_arguments():
     parser = ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--epochs", type=positive_int, default=5, help="passes over the training set")
-    parser.add_argument("--batch-size", type=positive_int, default=64, help="samples a step, on each process")
-    parser.add_argument("--save-every", type=positive_int, default=1, help="epochs from one checkpoint to the next")
-    parser.add_argument("--folder", default="runs/deepspeed", help="folder to save to and to carry on from")
-    parser.add_argument("--export", help="file for the trained weights, as plain PyTorch loads them")
-    parser.add_argument("--dataset", default="digits", help="digits, or mnist once it has been fetched")
-    parser.add_argument("--config", default=CONFIG, help="DeepSpeed's configuration")
+    parser.add_argument("--batch-size", type=positive_int, default=64, help="samples per batch and process")
+    parser.add_argument("--save-every", type=positive_int, default=1, help="epochs between two checkpoints")
+    parser.add_argument("--folder", default="runs/deepspeed", help="folder to save to and to resume from")
+    parser.add_argument("--export", help="file for the trained parameters, which plain PyTorch can load")
+    parser.add_argument("--dataset", default="digits", help="digits, or mnist after ./workshop.sh fetch mnist")
+    parser.add_argument("--config", default=CONFIG, help="JSON file with the configuration of DeepSpeed")
     args = parser.parse_args()
-    args.config = check_zero(parser, args)  # what the file says, with this --batch-size
+    args.config = check_zero(parser, args)  # the content of the file, with this --batch-size
     return args
 
 
 def choose_device(local_rank, local_world_size):
-    # Without is_available() the CUDA build names "cuda" on a machine that has no GPU.
+    # In a CUDA build, current_accelerator() returns "cuda" even without a GPU, so ask is_available() first.
     if torch.accelerator.is_available() and torch.accelerator.device_count() >= local_world_size:
         torch.accelerator.set_device_index(local_rank)
         return torch.accelerator.current_accelerator()
@@ -74,10 +74,10 @@ def choose_device(local_rank, local_world_size):
 
 
 def train(rank, world_size, device, args):
-    torch.manual_seed(SEED)  # the same first weights in every run
+    torch.manual_seed(SEED)  # the same initial parameters in every run
     model = SmallCNN().to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    # The engine takes over the averaging of the gradients, the steps of the optimizer, and the checkpoints.
+    # The engine averages the gradients, takes the optimizer steps, and saves the checkpoints.
     engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=args.config)
     log = EpochLog(f"{args.folder}/log", args.epochs, device, processes=world_size)
     first_epoch = load_checkpoint(engine, args.folder)
@@ -87,17 +87,17 @@ def train(rank, world_size, device, args):
 
     transform = transforms.Compose([transforms.ToTensor(), transforms.Normalize((0.5,), (0.5,))])
     train_set, test_set = load_dataset(args.dataset, transform)
-    # The order of single_gpu.py, dealt out like cards: together the processes see the same global batches.
+    # The same permutation as in single_gpu.py, dealt to the ranks in turn: together they use the same global batches.
     sampler = DistributedSampler(train_set, seed=SEED, drop_last=True)
     train_loader = DataLoader(train_set, args.batch_size, sampler=sampler, drop_last=True)
-    # Dealt out too, but by hand. With ZeRO-3 each forward gathers the weights, so all processes need as many batches: whoever has
-    # a sample less takes the first once more, and evaluate() does not count it.
+    # With ZeRO-3, each forward pass gathers parameters, so all ranks must evaluate the same number of batches. A rank with one
+    # sample fewer also evaluates sample 0, which evaluate() does not count there.
     own = range(rank, len(test_set), world_size)
     as_many = [*own, 0][: -(-len(test_set) // world_size)]
     test_loader = DataLoader(Subset(test_set, as_many), args.batch_size)
 
     for epoch in range(first_epoch, args.epochs):
-        # Each epoch is seeded anew, so a resumed run needs no random state from the checkpoint.
+        # Each epoch sets its own seed, so a resumed run does not need the random state of the interrupted one.
         torch.manual_seed(SEED + 1000 * epoch + rank)
         sampler.set_epoch(epoch)
         start = time.perf_counter()
@@ -112,20 +112,20 @@ def train(rank, world_size, device, args):
             save_checkpoint(engine, args.folder, epoch)
 
     if args.export and rank == 0:
-        weights = get_fp32_state_dict_from_zero_checkpoint(args.folder)  # puts the parts of all processes together
+        weights = get_fp32_state_dict_from_zero_checkpoint(args.folder)  # combines the shards of all processes
         torch.save(weights, args.export)
 
 
 def train_one_epoch(engine, loader, device):
-    """Take a step with each batch and return the losses of the steps."""
+    """Take one optimizer step per batch and return the loss of each step."""
     engine.train()
     losses = torch.zeros(len(loader), device=device)
-    # disable=None: a progress bar on a terminal, none in a log file
+    # disable=None shows the progress bar on a terminal, but not in a log file.
     for step, (images, labels) in enumerate(tqdm(loader, leave=False, disable=dist.get_rank() > 0 or None)):
         images, labels = images.to(device), labels.to(device)
         loss = F.cross_entropy(engine(images), labels)
-        engine.backward(loss)  # averages the gradients over all processes; from ZeRO-2 on each keeps its part of them
-        engine.step()  # of its part of the weights; then all get all of them again, and the gradients are zero
+        engine.backward(loss)  # averages the gradients over all processes; from ZeRO-2 on, each keeps only its shard
+        engine.step()  # updates this process's shard, gathers the parameters (not with ZeRO-3), zeroes the gradients
         losses[step] = loss.item()
     dist.all_reduce(losses, dist.ReduceOp.AVG)
     return losses.tolist()
@@ -133,7 +133,7 @@ def train_one_epoch(engine, loader, device):
 
 @torch.no_grad()
 def evaluate(engine, loader, counted, device):
-    """Return the accuracy over the whole test set, between 0 and 1; of this process's samples the first ``counted`` count."""
+    """Return the accuracy over the test set, between 0 and 1, from the first ``counted`` samples of each process."""
     engine.eval()
     right = torch.cat([engine(images.to(device)).argmax(dim=1) == labels.to(device) for images, labels in loader])
     correct_and_total = torch.tensor([right[:counted].sum(), counted], device=device)
@@ -143,7 +143,7 @@ def evaluate(engine, loader, counted, device):
 
 
 def save_checkpoint(engine, folder, epoch):
-    """Write a checkpoint, each process its part; the file "latest" names it once it is whole. Then delete the one before."""
+    """Save a checkpoint, then delete the previous one. The file "latest" names the checkpoint once it is complete."""
     engine.save_checkpoint(folder, tag=f"epoch-{epoch}", client_state={"epoch": epoch})
     for other in os.listdir(folder) if dist.get_rank() == 0 else []:
         if other.startswith("epoch-") and other != f"epoch-{epoch}":
@@ -151,7 +151,7 @@ def save_checkpoint(engine, folder, epoch):
 
 
 def load_checkpoint(engine, folder):
-    """Fill the engine from the checkpoint, if there is one, and return the epoch to start with."""
+    """Load the engine from the checkpoint if it exists, and return the first epoch to train."""
     if not os.path.exists(os.path.join(folder, "latest")):
         return 0
     _, state = engine.load_checkpoint(folder)

@@ -1,5 +1,5 @@
-"""Train a small CNN on handwritten digits on any number of devices with Accelerate, which finds devices and processes by itself.
-It saves a checkpoint after each epoch and, started again, carries on from it as if it had never stopped.
+"""Train a small CNN on handwritten digits on any number of devices with Accelerate, which finds rank and device by itself.
+It saves a checkpoint after each epoch. Started again, it resumes from it, with the result of an uninterrupted run.
 
 One process:  torchrun --standalone --nproc-per-node=1 solutions/05_deepspeed/exercise2_accelerate.py
 N processes:  torchrun --standalone --nproc-per-node=2 solutions/05_deepspeed/exercise2_accelerate.py
@@ -12,7 +12,7 @@ import time
 
 from workshop.training.launcher import exit_with_launcher
 
-exit_with_launcher()  # kill -9 on torchrun would leave this process training, and saving; before the slow imports
+exit_with_launcher()  # this process must end if torchrun is killed (kill -9); before the slow imports
 
 import torch
 import torch.distributed as dist
@@ -29,14 +29,14 @@ from workshop.training.logs import EpochLog
 from workshop.training.models import SmallCNN
 
 SEED = 42
-# The order of the samples follows from this seed and the number of the epoch, for any number of processes.
+# This seed and the number of the epoch determine the order of the samples, for any number of processes.
 ORDER = DataLoaderConfiguration(use_seedable_sampler=True, data_seed=SEED)
 
 
 @record  # torchrun then shows the traceback of the rank that failed first
 def main():
     args = parse_arguments()
-    # It finds out who has started it, makes the group, and takes the device and the backend.
+    # The Accelerator detects the launcher, creates the process group, and chooses device and backend.
     too_few = torch.accelerator.device_count() < int(os.environ["LOCAL_WORLD_SIZE"])
     accelerator = Accelerator(cpu=too_few, dataloader_config=ORDER)
     try:
@@ -48,10 +48,10 @@ def main():
 def parse_arguments():
     parser = ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--epochs", type=positive_int, default=5, help="passes over the training set")
-    parser.add_argument("--batch-size", type=positive_int, default=64, help="samples a step, on each process")
-    parser.add_argument("--save-every", type=positive_int, default=1, help="epochs from one checkpoint to the next")
-    parser.add_argument("--folder", default="runs/accelerate", help="folder to save to and to carry on from")
-    parser.add_argument("--dataset", default="digits", help="digits, or mnist once it has been fetched")
+    parser.add_argument("--batch-size", type=positive_int, default=64, help="samples per batch and process")
+    parser.add_argument("--save-every", type=positive_int, default=1, help="epochs between two checkpoints")
+    parser.add_argument("--folder", default="runs/accelerate", help="folder to save to and to resume from")
+    parser.add_argument("--dataset", default="digits", help="digits, or mnist after ./workshop.sh fetch mnist")
     args = parser.parse_args()
     check_arguments(parser, args, world_size=int(os.environ.get("WORLD_SIZE", 0)))
     return args
@@ -59,17 +59,18 @@ def parse_arguments():
 
 def train(accelerator, args):
     rank, world_size, device = accelerator.process_index, accelerator.num_processes, accelerator.device
-    torch.manual_seed(SEED)  # the same first weights in every run
+    torch.manual_seed(SEED)  # the same initial parameters in every run
     model = SmallCNN()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    model, optimizer = accelerator.prepare(model, optimizer)  # on the device, and in DDP
+    model, optimizer = accelerator.prepare(model, optimizer)  # moves the model to the device, wraps it in DDP
 
     transform = transforms.Compose([transforms.ToTensor(), transforms.Normalize((0.5,), (0.5,))])
     train_set, test_set = load_dataset(args.dataset, transform)
-    # It deals out whole batches, so that together the processes see the global batches of single_gpu.py.
+    # The prepared loader gives the processes whole batches in turn, so together they process the global batches of
+    # single_gpu.py.
     train_loader = accelerator.prepare(DataLoader(train_set, args.batch_size, shuffle=True, drop_last=True))
 
-    # Dealt out too: every process gets as many, and so some samples come twice.
+    # Every process gets the same number of test samples, so some samples are repeated.
     test_loader = accelerator.prepare(DataLoader(test_set, args.batch_size))
 
     log = EpochLog(f"{args.folder}/log", args.epochs, device, processes=world_size)
@@ -78,7 +79,7 @@ def train(accelerator, args):
         gpus = torch.accelerator.device_count()
         print(f"training on {device} from epoch {first_epoch + 1}: {world_size} processes, {gpus} GPUs here")
     for epoch in range(first_epoch, args.epochs):
-        # Each epoch is seeded anew, so a resumed run needs no random state from the checkpoint.
+        # Each epoch sets its own seed, so a resumed run does not need the random state of the interrupted one.
         torch.manual_seed(SEED + 1000 * epoch + rank)
         train_loader.set_epoch(epoch)
         start = time.perf_counter()
@@ -94,15 +95,15 @@ def train(accelerator, args):
 
 
 def train_one_epoch(accelerator, model, loader, optimizer, device):
-    """Take a step with each batch and return the losses of the steps."""
+    """Take one optimizer step per batch and return the loss of each step."""
     model.train()
     losses = torch.zeros(len(loader), device=device)
-    # disable=None: a progress bar on a terminal, none in a log file
+    # disable=None shows the progress bar on a terminal, but not in a log file.
     for step, (images, labels) in enumerate(tqdm(loader, leave=False, disable=dist.get_rank() > 0 or None)):
         images, labels = images.to(device), labels.to(device)
         optimizer.zero_grad()
         loss = F.cross_entropy(model(images), labels)
-        accelerator.backward(loss)  # would also scale it, for float16, or divide it, for accumulated batches
+        accelerator.backward(loss)  # would also scale the loss for float16, or divide it for accumulated batches
         optimizer.step()
         losses[step] = loss.item()
     dist.all_reduce(losses, dist.ReduceOp.AVG)
@@ -116,23 +117,23 @@ def evaluate(accelerator, model, loader, device):
     right = []
     for images, labels in loader:
         hits = model(images.to(device)).argmax(dim=1) == labels.to(device)
-        right.append(accelerator.gather_for_metrics(hits))  # of all processes, without the samples that came twice
+        right.append(accelerator.gather_for_metrics(hits))  # of all processes, without the repeated samples
     return torch.cat(right).double().mean().item()
 
 
 def save_checkpoint(accelerator, folder, epoch):
-    """Write a checkpoint, by all processes: each its random state, and rank 0 the rest. Then delete the one before."""
+    """Save a checkpoint, and delete the previous one. Each process writes its random state, and rank 0 writes the rest."""
     accelerator.save_state(f"{folder}/unfinished")
     accelerator.wait_for_everyone()
     if accelerator.is_main_process:
-        # A rename is atomic: whoever reads finds a whole checkpoint, or none of this name.
+        # A rename is atomic: a reader finds a complete checkpoint, or none with this name.
         os.rename(f"{folder}/unfinished", f"{folder}/epoch-{epoch}")
         for other in saved_epochs(folder)[:-1]:
             shutil.rmtree(f"{folder}/epoch-{other}")
 
 
 def load_checkpoint(accelerator, folder):
-    """Fill all that was prepared from the newest checkpoint, if there is one, and return the epoch to start with."""
+    """Load everything that was prepared from the newest checkpoint if it exists, and return the first epoch to train."""
     epochs = saved_epochs(folder)
     if not epochs:
         return 0
@@ -141,7 +142,7 @@ def load_checkpoint(accelerator, folder):
 
 
 def saved_epochs(folder):
-    """Return the epochs of which there is a checkpoint, in order."""
+    """Return the epochs that have a checkpoint, in ascending order."""
     names = os.listdir(folder) if os.path.isdir(folder) else []
     return sorted(int(name.removeprefix("epoch-")) for name in names if name.startswith("epoch-"))
 

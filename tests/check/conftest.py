@@ -1,21 +1,22 @@
-"""Recording the evidence of the bank: ``./workshop.sh test --full tests/check/rules --record``."""
+"""Record the evidence of the bank: ``./workshop.sh test --full tests/check/rules --record``."""
 
 import pytest
 
 
 def pytest_addoption(parser):
     parser.addoption(
-        "--record", action="store_true", help="keep what the bank's real runs make, for the daily tests by replay"
+        "--record", action="store_true", help="save the evidence of the real runs for the daily tests by replay"
     )
 
 
 @pytest.fixture(scope="module")
 def recording(request):
-    """Takes the evidence of each case of a module by its name, and with --record writes it to the family's file."""
+    """A dictionary for the evidence of the cases of a module; with --record it is written to the file of the family."""
     records = {}
     yield records
     if records and request.config.getoption("--record", False):
-        from check.bank.cases import family_of  # only here: this file is read for all tests below it
+        # Imported only here, because pytest loads this file for every test of the check.
+        from check.bank.cases import family_of
         from check.bank.replay import save
 
         cases = (*request.module.MISTAKES, *request.module.STYLES)

@@ -1,4 +1,4 @@
-"""Running a tiny program of a test under the probes."""
+"""Run a tiny program of a test under the probes."""
 
 import logging
 import logging.handlers
@@ -13,7 +13,7 @@ CORE = tuple(probe for probe in PROBES if not probe.library)
 
 
 class Made:
-    """A run, and the program that it is of."""
+    """A run and its program."""
 
     def __init__(self, folder, text, launch="single", nproc=1, probes=CORE, **settings):
         self.script, self.scratch = folder / "program.py", folder / "run"
@@ -32,14 +32,14 @@ class Made:
         self.ranks = self.run.ranks
 
     def well(self):
-        """The run itself, which has ended well, and no probe has had an error of its own."""
+        """Return this run; fail unless it ended normally and no probe raised an error."""
         assert self.run.status == 0, "\n".join(process.stderr for process in self.run.processes)
         assert not self.run.hung
         assert [record.getMessage() for record in self.warnings.buffer] == []
         return self
 
     def line(self, part):
-        """Where in the program a text stands, which it has once."""
+        """Return the file and line of a text that occurs once in the program."""
         (number,) = (number for number, line in enumerate(self.text.splitlines(), 1) if part in line)
         return f"program.py:{number}"
 

@@ -1,4 +1,4 @@
-"""The bank as a whole: what it must hold of each rule, of each exercise, and of the evidence."""
+"""The bank as a whole: the cases that each rule must have, and the recorded evidence."""
 
 import ast
 import dataclasses
@@ -17,10 +17,10 @@ from workshop.check.rules.rule import RULES
 from workshop.course.exercises import programs
 from workshop.repository import ROOT
 
-NOT_RULES = {"solutions"}  # files of the bank that are not about one family
+NOT_RULES = {"solutions"}  # files of the bank that do not belong to one family
 
 
-def test_the_bank_is_as_large_as_it_says():
+def test_case_names_are_unique_and_the_bank_does_not_shrink():
     mistakes, styles = all_mistakes(), all_styles()
     names = Counter(case.name for case in (*mistakes, *styles))
     assert [name for name, count in names.items() if count > 1] == []
@@ -38,7 +38,7 @@ def test_the_edits_fit_and_the_kinds_exist(family):
         assert set(case.kinds) <= set(RULES), case.name
 
 
-def test_a_mistake_stands_in_the_file_of_its_first_kind():
+def test_a_mistake_is_in_the_file_of_its_first_kind():
     assert set(families()) - NOT_RULES == set(FAMILIES)
     for family, (mistakes, _) in families().items():
         for case in mistakes:
@@ -72,7 +72,7 @@ CHECK, COURSE = ROOT / "workshop" / "check", ROOT / "workshop" / "course"
 
 @cache
 def _nodes(*folders: Path) -> list[ast.AST]:
-    """The syntax of the Python files in some folders."""
+    """Return the syntax nodes of the Python files in these folders."""
     files = [file for folder in folders for file in sorted(folder.glob("*.py"))]
     return [node for file in files for node in ast.walk(ast.parse(file.read_text()))]
 
@@ -89,7 +89,7 @@ def test_each_event_is_written_and_read(name):
     read = {node.attr for node in readers if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load)}
     read |= {
         node.value for node in readers if isinstance(node, ast.Constant) and isinstance(node.value, str)
-    }  # getattr()
+    }  # names for getattr()
     assert [part.name for part in dataclasses.fields(all_events()[name]) if part.name not in read] == []
 
 
@@ -102,7 +102,7 @@ def test_the_evidence_is_small():
     assert sum(sizes.values()) < 6_000_000
 
 
-def test_the_evidence_is_that_of_the_bank():
+def test_the_evidence_has_exactly_the_cases_of_the_bank():
     for family, (mistakes, styles) in families().items():
         assert set(evidence(family)) == {case.name for case in (*mistakes, *styles)}
 

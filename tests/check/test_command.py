@@ -1,4 +1,4 @@
-"""The command ``workshop check``: bad input, words, JSON, progress, programs that are no exercise, watching, Ctrl-C."""
+"""The command ``workshop check``: bad input, text, JSON, progress, programs that are not exercises, --watch, Ctrl-C."""
 
 import json
 import os
@@ -32,7 +32,7 @@ def workshop(*arguments, cwd=runs.ROOT, timeout=120, **env):
         ("other.py", "print()", "--launch torchrun"),
     ],
 )
-def test_what_cannot_be_checked_is_one_line_and_status_2(name, content, words, tmp_path):
+def test_a_file_that_cannot_be_checked_is_refused_in_one_line(name, content, words, tmp_path):
     path = tmp_path / name
     if name.endswith("/"):
         path.mkdir()
@@ -44,7 +44,7 @@ def test_what_cannot_be_checked_is_one_line_and_status_2(name, content, words, t
     assert words in done.stderr
 
 
-def test_the_words_the_json_and_the_progress(tmp_path):
+def test_the_check_writes_text_json_and_progress(tmp_path):
     progress = tmp_path / "progress.json"
     done = workshop("check", SPAWN.path, "--device", "cpu", WORKSHOP_PROGRESS=progress)
     assert done.returncode == 1, done.stderr
@@ -68,7 +68,7 @@ def test_the_words_the_json_and_the_progress(tmp_path):
     assert json.loads(progress.read_text())
 
 
-def test_a_program_that_is_no_exercise_with_its_options(tmp_path):
+def test_a_program_that_is_not_an_exercise_gets_its_options(tmp_path):
     done = workshop("check", LANGUAGE_MODEL, "--launch", "torchrun", "--", "--steps", 12, cwd=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "nothing wrong was seen" in done.stdout
@@ -98,9 +98,10 @@ def test_ctrl_c_at_the_moment_of_a_fork_ends_the_check(tmp_path):
     )
     done = runs.run([sys.executable, "-c", program], tmp_path, TMPDIR=tmp_path)
     assert (done.returncode, done.stderr.strip()) == (130, "workshop: stopped"), done.stdout + done.stderr
-    assert [path.name for path in tmp_path.iterdir() if "torchinductor" not in path.name] == []  # that is PyTorch's
+    # PyTorch creates a folder with "torchinductor" in its name.
+    assert [path.name for path in tmp_path.iterdir() if "torchinductor" not in path.name] == []
 
 
-def test_in_a_notebook(capsys):
+def test_check_shows_its_findings_in_a_notebook(capsys):
     check("02_pytorch_ddp/exercise1_multigpu.py", "--device", "cpu")
     assert "one process trains" in capsys.readouterr().out

@@ -1,4 +1,4 @@
-"""Each launcher and each stage once, for real. (The solutions: test_exercises.py. The whole bank: with ``--full``.)"""
+"""Check one mistake for each launcher and stage with real runs (solutions: test_exercises.py; whole bank: ``--full``)."""
 
 import pytest
 
@@ -18,12 +18,12 @@ CASES = {
     "DeepSpeed": "zero-stage-0",
     "Accelerate": "accelerate-gathers-all",
     "a job": "job-rank-of-the-batch-script",
-    "another program": "second-same-windows",
+    "a program that is not an exercise": "second-same-windows",
 }
 
 
 @pytest.mark.parametrize("name", CASES.values(), ids=CASES.keys())
-def test_a_mistake_is_named(name, tmp_path):
+def test_the_check_names_the_mistake(name, tmp_path):
     case = case_of(name)
     if case.base.endswith(".sh") and runs.NO_CLUSTER:
         pytest.skip(runs.NO_CLUSTER)
@@ -33,7 +33,7 @@ def test_a_mistake_is_named(name, tmp_path):
     assert_right(case, verdict)
 
 
-def test_the_program_that_is_no_exercise_is_right(tmp_path):
+def test_a_correct_program_that_is_not_an_exercise_gets_no_finding(tmp_path):
     verdict, _ = check_for_real(case_of("solution-language-model"), tmp_path)
     assert verdict.findings == []
     assert verdict.complete

@@ -1,4 +1,4 @@
-"""Programs that end in every way: each is a verdict, leaves no process, and harms nothing outside of the run's folder."""
+"""However a program ends, the check gives a verdict, leaves no process, and protects files outside the folder of the run."""
 
 import os
 import sys
@@ -20,10 +20,10 @@ ENDINGS = {
     "killed": ("import os\nos.kill(os.getpid(), 9)", "crash"),
     "a segmentation fault": ("import ctypes\nctypes.string_at(0)", "crash"),
     "an endless loop": ("while True: pass", "endless"),
-    "a wait for ever": ("import time\ntime.sleep(1000)", "hang"),
-    "output by the megabyte": ("while True: print('x' * 1000)", "output-flood"),
-    "nothing": ("pass", "no-group"),
-    "processes of processes": (
+    "an endless wait": ("import time\ntime.sleep(1000)", "hang"),
+    "endless output": ("while True: print('x' * 1000)", "output-flood"),
+    "an empty program": ("pass", "no-group"),
+    "nested processes": (
         "import os, time\nfor _ in range(6): os.fork()\nif os.fork() == 0: os.setsid(); time.sleep(1000)\ntime.sleep(1000)",
         "hang",
     ),
@@ -31,8 +31,8 @@ ENDINGS = {
         "import os, time\nif os.fork() == 0:\n    os.setsid()\n    os.fork() or time.sleep(1000)\n    os._exit(0)\nos.wait()",
         "no-group",
     ),
-    "a word that is no option": ("import argparse\nargparse.ArgumentParser().parse_args(['--nonsense'])", "crash"),
-    "writing where it must not": ("open('/var/tmp/workshop-check-test', 'w')", "outside-write"),
+    "an unknown option": ("import argparse\nargparse.ArgumentParser().parse_args(['--nonsense'])", "crash"),
+    "a write outside of the run": ("open('/var/tmp/workshop-check-test', 'w')", "outside-write"),
 }
 
 
@@ -41,7 +41,7 @@ def kinds(verdict):
 
 
 @pytest.mark.parametrize(("program", "kind"), ENDINGS.values(), ids=ENDINGS.keys())
-def test_every_ending_is_a_verdict_and_leaves_no_process(program, kind, tmp_path, monkeypatch):
+def test_every_way_to_end_gives_a_verdict_and_leaves_no_process(program, kind, tmp_path, monkeypatch):
     monkeypatch.setattr(bench, "UNKNOWN", Patience(idle=2, busy=4, total=30))
     script = tmp_path / "program.py"
     script.write_text(program)
@@ -62,14 +62,14 @@ def test_a_folder_outside_of_the_run_cannot_be_removed(tmp_path):
     kept.mkdir()
     (kept / "thesis.txt").write_text("three years")
     script = tmp_path / "program.py"
-    # rmtree() goes into the folder, and names what it removes there.
+    # rmtree() changes to the folder and removes its files by relative names.
     script.write_text(f"import shutil\nshutil.rmtree({str(kept)!r})")
     *_, verdict = check_file(script, launch="torchrun")
     assert kinds(verdict)[:1] == ["outside-write"], verdict.findings
     assert (kept / "thesis.txt").read_text() == "three years"
 
 
-def test_temporary_files_with_the_same_name_belong_to_each_rank(tmp_path):
+def test_each_rank_may_use_temporary_files_of_the_same_name(tmp_path):
     solution = runs.ROOT / ddp.TORCHRUN
     temporary = """
     import tempfile

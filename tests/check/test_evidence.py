@@ -1,4 +1,4 @@
-"""Evidence: comparing sketches of tensors, and writing and reading it."""
+"""Evidence: the comparison of sketches of tensors, and files that are written and read."""
 
 import lzma
 import pickle
@@ -41,9 +41,9 @@ def run(text="", steps=4, seed=1.0):
     return Run(2, processes, 0, "", False, 3.0, "torchrun", error_files={1})
 
 
-def test_evidence_comes_back_as_it_was(tmp_path):
+def test_evidence_is_read_back_unchanged(tmp_path):
     made = run("/secret/folder/program.py\n" + "x" * 100_000 + "\nthe end")
-    assert len(made.trained) == 2  # now it has cached properties
+    assert len(made.trained) == 2  # fills the cached properties
     failed = Raised(type="ValueError", message="no", traceback="", where="program.py:3")
     split = Split(made, Run(2, [Process(7, [(0.0, failed)])], 1, "", False, 1.0, "torchrun"))
     first = Recorded("first", ("whole", "split"), {"whole": made}, {"split": "it saves nothing"})
@@ -69,14 +69,14 @@ def test_evidence_comes_back_as_it_was(tmp_path):
     assert len(text) < 2.1 * LONGEST
 
 
-def test_writing_again_what_was_read_changes_nothing(tmp_path):
+def test_rewriting_evidence_changes_nothing(tmp_path):
     write(tmp_path / "one.xz", [Recorded("a", ("whole",), {"whole": run("y" * 50_000)})])
     write(tmp_path / "two.xz", read(tmp_path / "one.xz", "").values())
     assert (tmp_path / "two.xz").read_bytes() == (tmp_path / "one.xz").read_bytes()
 
 
-def test_equal_parts_take_no_room(tmp_path):
-    """A hundred versions of a program that agree in their numbers take hardly more than one; each that differs takes its own."""
+def test_equal_parts_are_stored_once(tmp_path):
+    """100 versions with equal numbers take less than 6 times the space of one; 100 different ones more than 20 times."""
     sizes = []
     for seeds in ([1.0], [1.0] * 100, range(1, 101)):
         cases = [
@@ -89,16 +89,16 @@ def test_equal_parts_take_no_room(tmp_path):
     assert sizes[2] > 20 * sizes[0]
 
 
-def test_evidence_of_another_version_must_be_recorded_again(tmp_path, monkeypatch):
+def test_evidence_of_a_different_version_must_be_recorded_again(tmp_path, monkeypatch):
     path = tmp_path / "family.xz"
     write(path, [Recorded("a")])
     assert list(read(path, "")) == ["a"]
     monkeypatch.setattr(recorded, "SCHEMA", recorded.SCHEMA + 1)
-    with pytest.raises(UserError, match=r"another version of the check; record again: ./workshop.sh test"):
+    with pytest.raises(UserError, match=r"a different version of the check; record again: ./workshop.sh test"):
         read(path, "./workshop.sh test")
 
 
-def test_a_file_that_is_missing_or_damaged_is_said(tmp_path):
+def test_a_missing_or_damaged_file_is_reported(tmp_path):
     with pytest.raises(UserError, match="no evidence was recorded; record it: this"):
         read(tmp_path / "family.xz", "this")
     path = tmp_path / "family.xz"

@@ -1,4 +1,4 @@
-"""How programs are launched, watched and ended; and the bench of any program."""
+"""How programs are launched, watched and ended, and the bench for any program."""
 
 import textwrap
 from pathlib import Path
@@ -21,7 +21,7 @@ def place(tmp_path_factory):
 
 
 class Broken(Probe):
-    """A probe with an error of its own."""
+    """A probe that raises errors."""
 
     def install(self):
         self.recorder.after_step.append(lambda optimizer: 1 / 0)
@@ -51,7 +51,7 @@ def test_an_error_in_a_probe_does_not_reach_the_program(place):
 # ---------------------------------------------------------------- launching
 
 
-def test_a_rank_that_fails_and_one_that_dies(place):
+def test_a_failing_process_and_a_killed_process_are_told_apart(place):
     failed = Made(place("fails"), STEP.replace("STEPS", "4"), "torchrun", 2, fails=True)
     _, raised = failed.run.first_exception()
     assert raised.type == "ZeroDivisionError"
@@ -64,7 +64,7 @@ def test_a_rank_that_fails_and_one_that_dies(place):
     assert not died.run.processes[0].first(Ended)
 
 
-def test_two_machines_seem_to_have_devices(place):
+def test_two_simulated_nodes_have_two_devices_each(place):
     text = """
         import os
         import torch
@@ -83,7 +83,7 @@ def test_two_machines_seem_to_have_devices(place):
     ]
 
 
-def test_a_run_that_waits_is_ended_with_the_stacks(place):
+def test_a_run_that_hangs_is_ended_and_its_stacks_are_kept(place):
     text = """
         import os, time
         if os.fork() == 0:
@@ -120,7 +120,7 @@ RESUMING = """
 """
 
 
-def test_the_bench_of_any_program(tmp_path):
+def test_the_bench_runs_a_program_that_is_not_an_exercise(tmp_path):
     script = tmp_path / "program.py"
     script.write_text(textwrap.dedent(RESUMING))
     (tmp_path / "place").mkdir()

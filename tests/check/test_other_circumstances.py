@@ -1,4 +1,4 @@
-"""Other numbers of processes, and programs that are no exercise."""
+"""Other numbers of processes, unseeded programs, and speeds that vary."""
 
 import pytest
 
@@ -11,8 +11,8 @@ from workshop.course.real import settled
 
 @pytest.mark.parametrize("base", [pytest.param(ddp.SPAWN, marks=pytest.mark.full), ddp.METRICS])
 @pytest.mark.parametrize("nproc", [1, 3, pytest.param(8, marks=pytest.mark.full)])
-def test_with_other_numbers_of_processes(nproc, base):
-    """Also where they do not divide the samples, and with several batches a step."""
+def test_solutions_pass_with_other_numbers_of_processes(nproc, base):
+    """Test also numbers that do not divide the samples evenly, and several batches per step."""
     *_, verdict = check_file(find_exercise(runs.ROOT / base).solution, nproc=nproc, quick=True)
     assert verdict.errors == []
     assert set(verdict.states().values()) <= {"met", "waiting"}
@@ -21,7 +21,7 @@ def test_with_other_numbers_of_processes(nproc, base):
 @pytest.mark.full
 def test_an_unseeded_program_may_differ_at_every_start(tmp_path):
     edits = [
-        ("torch.manual_seed(SEED)  # the same first weights in every run", "torch.seed()"),
+        ("torch.manual_seed(SEED)  # the same initial parameters in every run", "torch.seed()"),
         ("sampler.set_epoch(epoch)", "sampler.set_epoch(epoch + 100 * int(agreed(device)))"),
         (
             "def train_one_epoch(",
@@ -51,5 +51,5 @@ def test_an_unseeded_program_may_differ_at_every_start(tmp_path):
         ([1, 2, 4, 8, 16], True),
     ],
 )
-def test_a_speed_counts_once_it_has_come_twice(speeds, enough):
+def test_a_speed_counts_once_two_runs_agree(speeds, enough):
     assert settled(speeds) == enough

@@ -1,4 +1,4 @@
-"""The probes of libraries and of the workshop's own modules, by contract; and how probes are chosen and removed."""
+"""The events that the probes of libraries and of the workshop's modules record, and how probes are chosen and removed."""
 
 import importlib.util
 import sys
@@ -87,7 +87,7 @@ LIGHTNING = """
 
 
 @needs("lightning")
-def test_lightning(place):
+def test_events_of_lightning_are_recorded(place):
     made = Made(place("lightning"), LIGHTNING, probes=(*CORE, Lightning)).well()
     (process,) = made.run.processes
     assert process.first(TrainerFit).where == made.line("trainer.fit")
@@ -98,7 +98,7 @@ def test_lightning(place):
     assert saved.path.endswith(".ckpt")
     assert saved.accuracy is not None
     assert [step.before.fitting for step in process.steps] == [True, True]
-    assert len(process.evaluations) == 1  # and none in the sanity check
+    assert len(process.evaluations) == 1  # none in the sanity check
     assert len(process.of(Evaluated)) == 2
 
 
@@ -119,7 +119,7 @@ ACCELERATE = """
 
 
 @needs("accelerate")
-def test_accelerate(place):
+def test_events_of_accelerate_are_recorded(place):
     made = Made(place("accelerate"), ACCELERATE, probes=(*CORE, Accelerators)).well()
     (process,) = made.run.processes
     prepared, *backwards = process.of(AcceleratorCalled)
@@ -149,7 +149,7 @@ DEEPSPEED = """
 
 
 @needs("deepspeed")
-def test_deepspeed(place):
+def test_events_of_deepspeed_are_recorded(place):
     from workshop.course.engine import load_extension
     from workshop.training.deepspeed import missing_tools
 
@@ -196,7 +196,7 @@ COURSE = """
 
 
 @needs("transformers")
-def test_the_workshops_own_modules(place):
+def test_events_of_the_workshop_modules_are_recorded(place):
     prepare_digits()
     made = Made(place("course"), COURSE, probes=(*CORE, *COURSE_PROBES), before=small_digits(20)).well()
     (process,) = made.run.processes
@@ -207,7 +207,7 @@ def test_the_workshops_own_modules(place):
     assert (reported.samples, reported.failed) == (TEST_SAMPLES, "")
     assert reported.truth.keys() == {"accuracy", "macro_f1"}
     assert 0 <= reported.truth["accuracy"] * TEST_SAMPLES <= TEST_SAMPLES
-    assert len(process.of(Evaluated)) == 0  # the check's own evaluation is none of the program's
+    assert len(process.of(Evaluated)) == 0  # the evaluation by the check itself does not count
     assert [event.count for event in process.of(SamplesPrepared)] == [8, 16, 20]
     (begun,), (written,) = process.of(FineTuningBegun), process.of(FineTuningReported)
     assert (begun.validation_loss, begun.where) == (5.0, made.line("text.begin"))
@@ -227,12 +227,12 @@ def test_a_report_without_a_test_set_says_so(place):
     assert reported.failed
 
 
-# ---------------------------------------------------------------- probes as such
+# ---------------------------------------------------------------- all probes
 
 
 def test_every_event_is_written_by_a_probe():
     written = {kind for probe in (*PROBES, *COURSE_PROBES) for kind in probe.writes}
-    parts = {events.Forward}  # of other events
+    parts = {events.Forward}  # part of other events
     assert written == set(all_events().values()) - parts
 
 
@@ -241,7 +241,7 @@ def test_the_probes_that_rules_need_are_chosen():
     assert set(probes_for(set(), PROBES)) == always
     lightning = set(probes_for({TrainerFit, LayersSeen}, PROBES)) - always
     assert {probe.__name__ for probe in lightning} == {"Lightning", "Layers"}
-    # Of a text it is known whether it can use a library.
+    # The text of a program shows whether it can use a library.
     assert Lightning not in probes_for({TrainerFit}, PROBES, "import torch")
     assert Lightning in probes_for(set(), PROBES, "import torch\nfrom lightning import Trainer")
     old = probes_for({TrainerFit}, PROBES, "if True:\n    import pytorch_lightning as pl")
@@ -250,7 +250,7 @@ def test_the_probes_that_rules_need_are_chosen():
 
 
 def _state():
-    """What probes replace: the attributes of modules and classes."""
+    """Return what probes replace, such as the attributes of modules and classes."""
     owners = [torch, torch.Tensor, torch.autograd, torch.accelerator, torch.cuda, dist, c10d, Join, torch.nn.Module]
     owners += [torch.nn.utils, torch.nn.utils.clip_grad, DistributedDataParallel, torch.optim.Optimizer, DataLoader]
     owners += [dataloader._BaseDataLoaderIter, DistributedSampler, sys.modules["torch.multiprocessing.spawn"]]
@@ -269,7 +269,7 @@ def _differ(before, after):
     return [name for one, other in zip(before, after, strict=True) for name in one if one[name] is not other.get(name)]
 
 
-def test_undo_leaves_everything_as_it_was(tmp_path):
+def test_undo_restores_everything(tmp_path):
     probes = (*(probe for probe in PROBES if not probe.library or probe is Lightning), *COURSE_PROBES)
     launching.prepare([probe for probe in probes if probe is not FineTuning], on_cpu=True)
     recorder = Recorder(tmp_path, tmp_path / "program.py", tmp_path)

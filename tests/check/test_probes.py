@@ -1,4 +1,4 @@
-"""The probes, by contract: tiny programs, and the events that must come of them."""
+"""The events that the probes must record for tiny programs."""
 
 import json
 import os
@@ -103,7 +103,7 @@ def training(place):
     return Made(place("training"), TRAINING, "torchrun", 2, asked=Asked(epochs=2)).well()
 
 
-def test_a_process_and_its_group(training):
+def test_a_process_and_its_group_are_recorded(training):
     assert [rank.rank for rank in training.ranks] == [0, 1]
     assert training.run.asked == Asked(epochs=2)
     for number, rank in enumerate(training.ranks):
@@ -118,14 +118,14 @@ def test_a_process_and_its_group(training):
         assert isinstance(rank.events[-1][1], Ended)
 
 
-def test_collectives(training):
+def test_collectives_are_recorded(training):
     for rank in training.ranks:
         (reduced,) = (each for each in rank.of(Collective) if each.where == training.line("dist.all_reduce"))
         assert (reduced.name, reduced.shape, reduced.dtype) == ("all_reduce", (2,), "torch.float32")
         assert len(rank.of(UnevenJoined)) == 1
 
 
-def test_forward_and_backward_passes(training):
+def test_forward_and_backward_passes_are_recorded(training):
     rank = training.ranks[0]
     assert rank.first(Wrapped).where == training.line("ddp = Dist")
     backwards = rank.of(Backward)
@@ -140,12 +140,12 @@ def test_forward_and_backward_passes(training):
         assert not backward.leftover
         assert len(backward.forward.keys) == len(backward.forward.rows) == 4
     trained = {key for each in training.ranks for epoch in each.epochs[:1] for key in epoch}
-    assert trained == {("TensorDataset", 20, index) for index in range(2, 18)}  # the indices under the subset
+    assert trained == {("TensorDataset", 20, index) for index in range(2, 18)}  # indices without the Subset
     assert rank.evaluations == [[("TensorDataset", 20, 18), ("TensorDataset", 20, 19)]]
     assert rank.first(Evaluated).where == training.line("# evaluation")
 
 
-def test_loaders(training):
+def test_loaders_are_recorded(training):
     rank = training.ranks[0]
     started = rank.of(LoaderStarted)
     assert [(each.iteration, each.length) for each in started] == [(1, 2), (2, 2), (1, 1)]
@@ -156,7 +156,7 @@ def test_loaders(training):
     assert rank.of(Backward)[2].forward.loader == (started[1].loader, 2)
 
 
-def test_steps(training):
+def test_steps_are_recorded(training):
     one, other = training.ranks
     assert len(one.steps) == 4
     before, after = one.steps[0].before, one.steps[0].after
@@ -171,19 +171,19 @@ def test_steps(training):
     assert 0 < measured.nodes < 30
 
 
-def test_layers_and_values(training):
+def test_layers_and_values_are_recorded(training):
     rank = training.ranks[0]
     seen = rank.of(LayersSeen)
     assert len(seen) == 4
     assert (seen[-1].dtypes, seen[-1].convolved, seen[-1].batchnorm) == (["torch.float32"], [(2, 2)], True)
     assert len(rank.of(DeviceSeen)) == 1
     values = rank.of(ValuesAsked)
-    assert [each.count for each in values] == [1, 2, 3, 4]  # the first one is drawn before the training
+    assert [each.count for each in values] == [1, 2, 3, 4]  # the first value is drawn before the training
     assert values[-1].where == training.line("loss.item()")
 
 
-def test_every_rank_that_saves_to_one_path_writes_a_file(training):
-    """torch.save opens the file in C++, where no audit event of Python tells of it."""
+def test_each_rank_that_saves_to_the_same_path_is_recorded(training):
+    """torch.save opens the file in C++, for which Python has no audit event."""
     for rank in training.ranks:
         (written,) = (each for each in rank.of(FileWritten) if each.path == training.path("shared.tmp"))
         assert written.where == training.line("torch.save")
@@ -196,7 +196,7 @@ def test_every_rank_that_saves_to_one_path_writes_a_file(training):
     assert not saved.whole
 
 
-def test_each_rank_has_a_random_state_of_its_own(training):
+def test_each_rank_has_its_own_random_state(training):
     one, other = (json.loads((training.scratch / f"drawn-{rank}.json").read_text()) for rank in range(2))
     assert all(here != there for here, there in zip(one, other, strict=True))
 
@@ -246,7 +246,7 @@ def starting(place):
     return Made(place("starting"), STARTING, "spawn", 2)
 
 
-def test_what_children_raise_and_how_the_program_exits(starting):
+def test_exceptions_of_children_and_the_exit_status_are_recorded(starting):
     assert starting.run.status == 3
     (exited,) = starting.run.all(Exited)
     assert exited.status == 3
@@ -262,15 +262,15 @@ def test_what_children_raise_and_how_the_program_exits(starting):
     assert all(process.first(Started).parent == main.pid for process in starting.run.processes[1:])
 
 
-def test_stores(starting):
+def test_stores_are_recorded(starting):
     opened = list(starting.run.all(StoreOpened))
     assert [(each.port == 0, each.master) for each in opened] == [(True, True), (False, False), (False, False)]
     assert [rank.rank for rank in starting.ranks] == [0, 1]
 
 
 @pytest.mark.skipif(sys.platform == "darwin", reason="the start method is not fork")
-def test_only_processes_that_a_launcher_starts_have_a_random_state_of_their_own(starting):
-    """What the program itself forks (workers of a DataLoader, say) inherits its state of torch and NumPy, as in a real run."""
+def test_only_launched_processes_have_their_own_random_state(starting):
+    """Processes that the program forks, such as DataLoader workers, inherit the state of torch and NumPy, as in a real run."""
     names = ["main", "spawned-0", "spawned-1", "spawn", "forkserver", "fork", "chosen"]
     seeds, numbers, others = zip(
         *(json.loads((starting.scratch / f"drawn-{name}.json").read_text()) for name in names), strict=True
@@ -328,7 +328,7 @@ def alone(place):
     return made
 
 
-def test_files_of_a_run_and_outside_of_it(alone):
+def test_files_inside_and_outside_of_the_run_are_recorded(alone):
     (process,) = alone.run.processes
     assert not os.path.exists(alone.outside)
     assert [event.path for event in process.of(WroteOutside)] == [os.path.realpath(alone.outside)]
@@ -340,7 +340,7 @@ def test_files_of_a_run_and_outside_of_it(alone):
     assert process.first(Loaded).where == alone.line('torch.load("')
 
 
-def test_devices_weights_clipping_and_compilation(alone):
+def test_devices_weights_clipping_and_compilation_are_recorded(alone):
     (process,) = alone.run.processes
     (chosen,) = process.of(DeviceChosen)
     assert (chosen.index, chosen.where) == (3, alone.line("set_device_index"))
@@ -354,7 +354,7 @@ def test_devices_weights_clipping_and_compilation(alone):
 def test_a_step_with_a_closure_has_the_gradients_of_the_closure(alone):
     (process,) = alone.run.processes
     (step,) = process.steps
-    assert step.before.gradients[1] == (pytest.approx(3 + 3**-0.5), [pytest.approx(3 + 3**-0.5)])  # 3 of the closure
+    assert step.before.gradients[1] == (pytest.approx(3 + 3**-0.5), [pytest.approx(3 + 3**-0.5)])  # the closure adds 3
     assert step.before.rates == [0.5]
     assert [backward.leftover for backward in process.of(Backward)] == [False, True]
     (first, second) = (event.bytes for event in process.of(ActivationsKept))
@@ -383,7 +383,7 @@ META = """
 """
 
 
-def test_tensors_without_contents_are_no_error_of_the_program(place):
+def test_tensors_without_data_cause_no_error_in_the_program(place):
     made = Made(place("meta"), META).well()
     (process,) = made.run.processes
     assert process.stderr == ""
@@ -396,7 +396,7 @@ def test_tensors_without_contents_are_no_error_of_the_program(place):
     assert third.before.weights[0][0] > 0
 
 
-# ---------------------------------------------------------------- a loader for each epoch
+# ---------------------------------------------------------------- a new loader in each epoch
 
 ANEW = """
     import builtins
@@ -417,8 +417,8 @@ ANEW = """
 """
 
 
-def test_epochs_of_loaders_that_are_made_anew(place):
-    """Python may give a new loader the id() of the one before, which no longer exists."""
+def test_epochs_are_told_apart_when_each_has_a_new_loader(place):
+    """Python may give a new loader the id() of an earlier loader that no longer exists."""
     (process,) = Made(place("anew"), ANEW).well().run.processes
     assert [[number for *_, number in epoch] for epoch in process.epochs] == [[0, 1, 2, 3], [4, 5, 6, 7], [3, 2, 1, 0]]
 
@@ -458,7 +458,7 @@ SHARDED = """
 """
 
 
-def test_sharded_models(place):
+def test_sharded_models_are_recorded(place):
     made = Made(place("sharded"), SHARDED, "torchrun", 2).well()
     for rank in made.ranks:
         *layers, rest = rank.of(FullySharded)
@@ -472,5 +472,5 @@ def test_sharded_models(place):
         assert any(event.name.startswith("reduce_scatter") for event in rank.of(InnerCollective))
         (saved,) = rank.of(CheckpointCalled)
         assert (saved.name, saved.writer, saved.where) == ("save", "", made.line("dcp.save"))
-        assert not [event for event in rank.of(Collective) if event.where == saved.where]  # the library's own
+        assert not [event for event in rank.of(Collective) if event.where == saved.where]  # calls of the library itself
         assert len(rank.of(ActivationsKept)) == 1

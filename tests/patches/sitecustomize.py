@@ -1,6 +1,6 @@
-"""Python imports this at start where a test puts the folder on PYTHONPATH: it changes what the scripts run on, not them.
+"""Change what the scripts run on without changing the scripts: Python imports this file at its start from PYTHONPATH.
 
-TEST_PATCH names the changes, separated by commas; they reach every process that a run starts, spawned ones too.
+TEST_PATCH names the changes, separated by commas. They apply to every process of a run, including spawned ones.
 """
 
 import os
@@ -8,28 +8,28 @@ import signal
 
 
 def float64():
-    """Double precision, to see that two runs compute the same up to rounding."""
+    """Compute in float64, where the rounding of two equal runs differs by very little."""
     import torch
 
     torch.set_default_dtype(torch.float64)
 
 
 def sgd():
-    """Plain SGD in place of AdamW: a wrong gradient then shows in proportion."""
+    """Replace AdamW by SGD, whose step is proportional to the gradient, so a wrong scale of the gradient shows."""
     import torch
 
     torch.optim.AdamW = lambda parameters, lr: torch.optim.SGD(parameters, lr=0.05)
 
 
 def float32():
-    """No bfloat16, also where the device is fast at it: two runs then differ by little."""
+    """Compute in float32 even where bfloat16 is faster, so that equal runs differ little."""
     from workshop import tensors
 
     tensors.bf16_is_fast = lambda device: False
 
 
 def odd_test_set():
-    """A test set of 357 samples: it does not divide by 2."""
+    """Use a test set of 357 samples, which 2 ranks do not divide evenly."""
     from workshop.data import datasets
 
     whole = datasets.Digits.__init__
@@ -43,7 +43,7 @@ def odd_test_set():
 
 
 def fail_on_rank_1():
-    """Rank 1 raises in its third step; rank 0 then fails too, because its peer has gone."""
+    """Let rank 1 raise in its third step; rank 0 then fails too, because its connection is lost."""
     import torch
 
     step = torch.optim.AdamW.step
@@ -61,7 +61,7 @@ def fail_on_rank_1():
 
 
 def die_while_saving():
-    """The first time that a checkpoint is saved at the end of epoch 2, half of the file is written and the process killed."""
+    """Kill the process halfway through the file, the first time that it saves a checkpoint at the end of epoch 2."""
     import torch
 
     save = torch.save
@@ -78,7 +78,7 @@ def die_while_saving():
 
 
 def large_disk():
-    """100 GB of free disk, whatever this machine has."""
+    """Report 100 GB of free disk space on any machine."""
     import shutil
 
     usage = shutil.disk_usage
@@ -86,7 +86,7 @@ def large_disk():
 
 
 def small_mnist():
-    """Other files in place of MNIST's, described in TEST_MNIST, to be had from TEST_MNIST_URL."""
+    """Replace the files of MNIST by those that TEST_MNIST describes, and its mirror by TEST_MNIST_URL."""
     from workshop.data import mnist
 
     rows = [row.split(",") for row in os.environ["TEST_MNIST"].split(";")]

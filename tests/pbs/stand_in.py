@@ -1,7 +1,7 @@
-"""What PBS does for a job script, without PBS: the variables, the node file, the start on the first node, the exit status.
+"""Do what PBS does for a job script, without PBS: set variables, write the node file, start on the first node, return the status.
 
-The nodes are those of a practice cluster, with a real mpiexec between them. ``enter.sh``, ``qsub.sh`` and ``qstat.sh`` beside
-this file are what a script and its mpiexec find in place of PBS's own. A script is given what OpenPBS 23.06 was seen to give.
+The nodes are those of a practice cluster, and mpiexec is real. ``enter.sh``, ``qsub.sh`` and ``qstat.sh`` beside
+this file replace the commands of PBS. A script gets the variables that OpenPBS 23.06 was observed to set.
 """
 
 import os
@@ -16,12 +16,12 @@ from workshop.slurm.script import read_script
 
 HERE = Path(__file__).parent
 MPIEXEC = {"openmpi": "/usr/bin/mpiexec.openmpi", "mpich": "/usr/bin/mpiexec.mpich"}
-# Where a site's MPI has been built for its PBS, it reads the node file and starts processes by PBS's daemons.
+# Sites build MPI with support for PBS, which starts processes through the daemons of PBS. These variables replace it.
 BUILT_FOR_PBS = {
     "OMPI_ALLOW_RUN_AS_ROOT": "1",
     "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
-    "OMPI_MCA_plm_rsh_agent": str(HERE / "enter.sh"),  # of Open MPI 4
-    "PRTE_MCA_plm_ssh_agent": str(HERE / "enter.sh"),  # and 5
+    "OMPI_MCA_plm_rsh_agent": str(HERE / "enter.sh"),  # Open MPI 4
+    "PRTE_MCA_plm_ssh_agent": str(HERE / "enter.sh"),  # Open MPI 5
     "HYDRA_LAUNCHER": "rsh",
     "HYDRA_LAUNCHER_EXEC": str(HERE / "enter.sh"),
 }
@@ -29,7 +29,7 @@ BUILT_FOR_PBS = {
 
 @dataclass(frozen=True)
 class Job:
-    """A job that qsub has taken: its number, its script's copy, its name, what it asks for and the variables of -v."""
+    """A job that qsub has accepted: its number, a copy of its script, its name, its request and the variables of -v."""
 
     number: int
     script: Path
@@ -40,11 +40,11 @@ class Job:
 
 
 class StandIn:
-    """A PBS whose jobs run one at a time, when they are told to.
+    """A stand-in for PBS whose jobs run one at a time, when a test starts them.
 
     Args:
         cluster: the nodes.
-        folder: where qsub is called; the jobs' logs come there.
+        folder: the folder in which qsub is called and in which the logs of the jobs are written.
         mpiexec: "openmpi" or "mpich".
     """
 
@@ -62,7 +62,7 @@ class StandIn:
         self.last = 16
 
     def qsub(self, *words: str) -> Job:
-        """Take a job: options -l, -v and those that make no difference here, then a script."""
+        """Accept a job: the options -l and -v, options that have no effect here, then a script."""
         *options, script = words
         read = read_script(self.folder / script, "pbs").options
         variables = {}
@@ -83,14 +83,14 @@ class StandIn:
         return job
 
     def submitted_by(self, job: Job) -> Job | None:
-        """The job that a job has submitted, if it has."""
+        """Return the job that this job has submitted, or None."""
         request = self.spool / "jobs" / f"{job.number + 1}.options"
         if not request.exists():
             return None
         return self.qsub(*request.read_text().split("\0")[:-1], str(request.with_suffix(".again")))
 
     def start(self, job: Job, nodes: list[str]) -> subprocess.Popen:
-        """Start a job on the nodes of these names; its log is ``log(job)``."""
+        """Start a job on the nodes with these names; its output goes to ``log(job)``."""
         count, *resources = job.select.split(":")
         chunk = {name: int(value) for name, value in (each.split("=") for each in resources)}
         node_file = self.spool / "jobs" / f"{job.number}.server.nodes"
@@ -106,7 +106,7 @@ class StandIn:
             "OMP_WAIT_POLICY": "passive",
         } | BUILT_FOR_PBS | job.variables  # fmt: skip
         words = [f"{name}={value}" for name, value in variables.items()]
-        # On the first node, but among the processes of the login node: from there enter.sh can see the way to the others.
+        # Start on the first node but with the processes of the login node, so that enter.sh can reach the other nodes.
         on_first = (
             'exec nsenter --target="$(cat "$0")" --net --uts --ipc env --ignore-environment --chdir="$1" "${@:2}"'
         )
@@ -118,7 +118,7 @@ class StandIn:
             )
 
     def run(self, job: Job, nodes: list[str], seconds: float = 120) -> int:
-        """Run a job to its end, or end it after some seconds, and return its exit status."""
+        """Run a job to its end and return its exit status, or end it and raise after ``seconds``."""
         process = self.start(job, nodes)
         try:
             return process.wait(seconds)
@@ -126,12 +126,12 @@ class StandIn:
             end_family(process, grace=0)
 
     def log(self, job: Job) -> Path:
-        """Where the output of a job goes."""
+        """Return the path of the output of a job."""
         return self.folder / f"{job.name}.o{job.number}"
 
 
 def split_at_commas(text: str) -> list[str]:
-    """Split the value of -v at its commas, but for those within ''; the quotes go."""
+    """Split the value of -v at commas that are not within '', and remove the quotes."""
     lexer = shlex.shlex(text, posix=True)
     lexer.whitespace, lexer.whitespace_split, lexer.commenters = ",", True, ""
     return list(lexer)

@@ -1,7 +1,7 @@
-"""The sites' profiles against models of the sites: what is accepted, and which wrong variants are refused, in whose words.
+"""Compare the profiles of the sites with models of the sites: which jobs they accept, which they refuse, and with what message.
 
-python tests/site_models/table.py prints the table. A model is Slurm's own controller on nodes and limits that were written from
-what is known of a site, not from its profile (the .conf and .lua files here, which also say what they do not know).
+python tests/site_models/table.py prints the table. A model is a real Slurm controller whose nodes and limits were written from
+what is known about the site, not from its profile (the .conf and .lua files here, which also say what they do not cover).
 """
 
 import subprocess
@@ -25,10 +25,10 @@ class Variant:
 
     Attributes:
         site: the name of a profile.
-        title: what is special in it.
-        asked: options of ``submission`` that make it; None: it cannot be made with them.
-        directives: further ones in the script.
-        line: what is changed in the sbatch line that is right, past ``submission``; None as a value removes an option.
+        title: what is special about it.
+        asked: options of ``submission`` that produce it; None if no options can.
+        directives: additional directives of the script.
+        line: changes to the correct sbatch line, made without ``submission``; None as a value removes an option.
     """
 
     site: str
@@ -113,7 +113,7 @@ WRONG = [
 
 
 def script(folder: Path, *directives: str) -> Path:
-    """A job script with further directives."""
+    """Write a job script with additional directives."""
     path = folder / "launch.sh"
     lines = ["--nodes=2", "--ntasks-per-node=1", "--gpus-per-node=4", "--cpus-per-task=8", "--time=00:10:00"]
     path.write_text("\n".join(["#!/bin/bash", *(f"#SBATCH {each}" for each in (*lines, *directives)), "", BODY]))
@@ -121,7 +121,7 @@ def script(folder: Path, *directives: str) -> Path:
 
 
 def build(site: str, folder: Path, directives: tuple[str, ...] = (), **asked) -> Submission:
-    """What ``workshop submit`` makes of a script, for whole nodes of a site unless something else is asked."""
+    """Return the submission that ``workshop submit`` builds, by default for whole nodes of the site."""
     profile = find_site(site)
     options = {"account": "project_1", "gpus_per_node": profile.gpus_per_node} | asked
     environment = {"WORKSHOP_IMAGE": "/images/torch.sif"}
@@ -129,20 +129,20 @@ def build(site: str, folder: Path, directives: tuple[str, ...] = (), **asked) ->
 
 
 def changed(command: list[str], changes: dict) -> list[str]:
-    """A line with other values of options; new ones come first, and None removes one."""
+    """Return a command with changed options; new values come first, and None removes an option."""
     rest = [word for word in command[1:] if word.partition("=")[0] not in changes]
     return [command[0], *(f"{name}={value}" for name, value in changes.items() if value is not None), *rest]
 
 
 def ask_model(running: Model, variant: Variant, folder: Path) -> tuple[bool, str]:
-    """Whether the model accepts a variant, and its words."""
+    """Return whether the model accepts a variant, and its message."""
     if variant.line is None:
         return running.test(build(variant.site, folder, variant.directives, **variant.asked).command)
     return running.test(changed(build(variant.site, folder).command, variant.line))
 
 
 def ask_submit(variant: Variant, folder: Path) -> str:
-    """The words in which ``workshop submit`` refuses a variant; "": it accepts it."""
+    """Return the message with which ``workshop submit`` refuses a variant, or "" if it accepts it."""
     try:
         build(variant.site, folder, variant.directives, **variant.asked)
     except UserError as refusal:

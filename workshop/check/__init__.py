@@ -1,1 +1,1 @@
-"""What a program really does: it runs with probes inside, and rules judge what they record. Begin with ``judge.py``."""
+"""Check what a program really does: probes record what its processes do, and rules judge it. Begin with ``judge.py``."""

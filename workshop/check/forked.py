@@ -1,6 +1,6 @@
-"""The processes of a run: a keeper, and below it a launcher, which is the program's own main process or forks its ranks.
+"""The processes of a run: a keeper, and below it a launcher, which is the main process of the program or forks its ranks.
 
-The keeper becomes the parent of each process that loses its own, so everything that a run starts ends with it.
+The keeper becomes the parent of each process that loses its parent, so it can end everything that a run starts.
 """
 
 import atexit
@@ -38,51 +38,51 @@ from workshop.run.environment import loopback, without_launcher
 from workshop.run.processes import family
 from workshop.run.stillness import Patience
 
-PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36  # of Linux' prctl()
-FAILED = 70  # exit status where the check's own code fails
-LAST_WORDS = 3  # seconds that the other ranks have when one has failed
-# What libraries keep goes where the program may write.
+PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36  # of prctl() on Linux
+FAILED = 70  # exit status if code of the check fails
+LAST_WORDS = 3  # seconds that the other ranks may continue after one has failed
+# Libraries must put their caches where the program may write.
 CACHES = ["TMPDIR", "XDG_CACHE_HOME", "XDG_CONFIG_HOME", "MPLCONFIGDIR", "TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Program:
-    """A program, and how it is to be run."""
+    """A program, and how to run it."""
 
     script: Path
     launch: str  # "single", "spawn" (the program starts ``nproc`` processes) or "torchrun" (they are forked here)
     nproc: int
-    scratch: Path  # the folder that it runs in and may write to; it may hold checkpoints of an earlier run
-    folder: Path = Path()  # where the evidence goes; ``run_program`` makes it
+    scratch: Path  # the folder in which it runs and may write; it may contain checkpoints of an earlier run
+    folder: Path = Path()  # the folder of the evidence; ``run_program`` creates it
     arguments: tuple[str, ...] = ()
-    probes: tuple[type[Probe], ...] = ()  # what is observed, beside what always is
+    probes: tuple[type[Probe], ...] = ()  # the probes to install in addition to those that are always installed
     nodes: int = 1  # simulated machines
-    devices: bool = True  # each of several machines seems to have one for each of its processes
+    devices: bool = False  # each simulated machine seems to have one device per process
     on_cpu: bool = True  # hide the GPUs
     fails: bool = False  # rank 1 raises an exception in its third step
-    dies: bool = False  # the rank that saves dies in the step after its first checkpoint
+    dies: bool = False  # the rank that saves is killed in the step after its first checkpoint
     before: Callable[[Recorder], None] | None = None  # called in each of its processes, before the probes are installed
-    patience: Patience = field(default_factory=Patience)  # when it counts as hanging
-    asked: Asked | None = None  # what it was asked for, for the rules
+    patience: Patience = field(default_factory=Patience)  # after how many seconds it counts as hanging
+    asked: Asked | None = None  # what the exercise asked for; the rules read it
 
 
 def start(program: Program) -> int:
-    """Start a run; return the process id of its keeper, whose exit status is the run's."""
+    """Start a run; return the process id of its keeper, whose exit status is that of the run."""
     return _fork(_keep, program)
 
 
 def end(keeper: int) -> None:
-    """End a run with all that it has started."""
+    """End a run and all processes that it has started."""
     _kill_below(keeper)
-    os.kill(keeper, signal.SIGKILL)  # last: while it lives, it is the parent of what its children leave behind
+    os.kill(keeper, signal.SIGKILL)  # last, because it becomes the parent of orphaned processes
     os.waitpid(keeper, 0)
 
 
 def _fork(function: Callable[..., int], *arguments: object) -> int:
-    """Fork a process that calls the function, and does nothing of its parent's code after it; return its process id."""
+    """Fork a process that calls the function and then exits without returning to this code; return its process id."""
     if child := os.fork():
         return child
-    gc.freeze()  # a collection would look at the million objects of what is imported, and copy their pages
+    gc.freeze()  # a garbage collection would visit a million imported objects, and copy their pages
     status = FAILED
     try:
         status = function(*arguments)
@@ -98,10 +98,10 @@ def _prctl(option: int, value: int) -> None:
 
 
 def _keep(program: Program) -> int:
-    """The keeper: runs the launcher to its end, then ends what is left; its exit status is the launcher's."""
+    """Keeper: wait for the launcher, then end what is left; the exit status is that of the launcher."""
     os.setsid()
     _prctl(PR_SET_CHILD_SUBREAPER, 1)  # a process that loses its parent becomes a child of this one
-    _prctl(PR_SET_PDEATHSIG, signal.SIGTERM)  # sent when the process that checks dies
+    _prctl(PR_SET_PDEATHSIG, signal.SIGTERM)  # sent when the process of the check dies
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, _give_up)
     launcher = _fork(_launch, program)
@@ -119,7 +119,7 @@ def _give_up(*_: object) -> None:
 
 
 def _kill_below(pid: int) -> None:
-    """Kill all that a process has started, and what that starts meanwhile, until nothing is left."""
+    """Kill all descendants of a process, including those started meanwhile, until none is left."""
     for _ in range(500):
         members = family(pid)[1:]
         if not members:
@@ -135,12 +135,12 @@ def _kill_below(pid: int) -> None:
 
 
 def _launch(program: Program) -> int:
-    """The first process of the program; its exit status is the run's."""
+    """Run the first process of the program; its exit status is that of the run."""
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     _prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # it does not outlive the keeper
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-    # pytest, or a notebook, may have redirected the output of this process, and registered calls for its crash or exit.
+    # pytest or a notebook may have redirected the output of this process, and registered handlers for a crash or exit.
     sys.stdout, sys.stderr = (os.fdopen(number, "w", buffering=1, closefd=False) for number in (1, 2))
     sys.stdin = os.fdopen(0, closefd=False)
     faulthandler.disable()
@@ -152,16 +152,18 @@ def _launch(program: Program) -> int:
     os.environ |= dict.fromkeys(CACHES, str(program.scratch / "tmp"))
     if program.on_cpu:
         os.environ.update(CUDA_VISIBLE_DEVICES="", HIP_VISIBLE_DEVICES="", DS_ACCELERATOR="cpu")
-    random.seed()  # with the parent's state the temporary files of all runs would have the same names
+    random.seed()  # otherwise the temporary files of all runs would have the same names
     tempfile.tempdir = None
     sys.dont_write_bytecode = True
     torch.set_num_threads(1)
     _fork_in_place_of_spawn()
+    if program.devices:
+        pretend_devices(program.nproc // program.nodes)
     return _ranks(program) if program.launch == "torchrun" else _run(program)
 
 
 def _ranks(program: Program) -> int:
-    """Fork the ranks as torchrun would, and wait for them: the first that fails ends the rest."""
+    """Fork the ranks as torchrun would, and wait for them; when one fails, end the others."""
     store: Any = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     children = {_fork(_rank, program, rank, store.port) for rank in range(program.nproc)}
     status = 0
@@ -176,7 +178,7 @@ def _ranks(program: Program) -> int:
 
 
 def _end_soon(children: set[int]) -> None:
-    """End ranks whose peer has failed: they fail too in a moment, and say how they noticed, or they wait for ever."""
+    """End the ranks after one has failed; give them a moment to fail and report it, because some would wait forever."""
     deadline = time.monotonic() + LAST_WORDS
     while children and time.monotonic() < deadline:
         pid, _ = os.waitpid(-1, os.WNOHANG)
@@ -200,21 +202,22 @@ def _rank(program: Program, rank: int, port: int) -> int:
         "TORCHELASTIC_ERROR_FILE": str(program.folder / f"error-{rank}.json"),
     }  # fmt: skip
     _prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if program.nodes > 1 and program.devices:
-        pretend_devices(local)
     return _run(program, fails=program.fails and rank == 1)
 
 
 def pretend_devices(count: int) -> None:
-    """Let this machine seem to have so many accelerators, which are the CPU: what matters is which one a process asks for."""
+    """Pretend that this machine has ``count`` accelerators (in fact the CPU), to see which one a process asks for."""
     library = os.path.dirname(torch.__file__)
+    current = 0
 
-    def check(device: object) -> None:
+    def choose(device: object) -> None:
+        nonlocal current
         index = device_index(device)
         if index is not None and not 0 <= index < count:
             raise RuntimeError(f"invalid device ordinal: device {index} of {count}")
+        current = current if index is None else index
 
-    def pretend(module: Any, name: str, value: object) -> None:  # torch itself is told the truth
+    def pretend(module: Any, name: str, value: object) -> None:  # torch itself gets the true value
         original = getattr(module, name)
 
         def answer(*args: Any, **kwargs: Any) -> Any:
@@ -228,9 +231,9 @@ def pretend_devices(count: int) -> None:
         pretend(module, "is_available", True)
         pretend(module, "device_count", count)
     pretend(accelerator, "current_accelerator", torch.device("cpu"))
-    accelerator.set_device_index = accelerator.set_device_idx = cuda.set_device = check
+    accelerator.set_device_index = accelerator.set_device_idx = cuda.set_device = choose
     accelerator.synchronize = cuda.synchronize = lambda *_: None
-    accelerator.current_device_index = cuda.current_device = lambda: int(os.environ["LOCAL_RANK"])
+    accelerator.current_device_index = cuda.current_device = lambda: current
 
 
 def renew_random_state() -> None:
@@ -242,9 +245,9 @@ def renew_random_state() -> None:
 
 
 class SpawnedProcess(multiprocessing.context.ForkProcess):
-    """A process that is to start as a new interpreter: it is forked, and gets a random state of its own."""
+    """A forked process in place of a new interpreter, with its own random state."""
 
-    @staticmethod  # multiprocessing calls it with a process that is not of this class
+    @staticmethod  # multiprocessing calls it with a process of a different class
     def _Popen(process: Any) -> Popen:
         bootstrap = process._bootstrap
 
@@ -260,32 +263,32 @@ class SpawnedProcess(multiprocessing.context.ForkProcess):
 
 
 class SpawnContext(multiprocessing.context.ForkContext):
-    """The start method "spawn" or "forkserver", with forked processes."""
+    """The start methods "spawn" and "forkserver", with forked processes."""
 
     Process = SpawnedProcess
 
 
 def _fork_in_place_of_spawn() -> None:
-    """Let the start methods "spawn" and "forkserver" fork; the default one stays that of this system."""
+    """Let the start methods "spawn" and "forkserver" fork; keep the default of this system."""
     contexts: dict[str, Any] = multiprocessing.context._concrete_contexts  # type: ignore[attr-defined]
     default: Any = multiprocessing.context._default_context
     for name in ("spawn", "forkserver"):
         contexts[name] = SpawnContext()
         contexts[name]._name = name
     default._default_context = contexts[default._default_context._name]
-    default._actual_context = None  # what the process that checks has chosen
+    default._actual_context = None  # forget the choice of the process of the check
 
 
 def _run(program: Program, fails: bool = False) -> int:
     """Run the program as ``__main__`` in this process, to its end; return its exit status."""
-    torch.set_num_threads(1)  # makes torch's thread pool anew after the fork; else autograd's threads do, and collide
+    torch.set_num_threads(1)  # after the fork, creates the thread pool before threads of autograd do, which collide
     renew_random_state()
     recorder = Recorder(program.folder, program.script, program.scratch)
 
     def at_step() -> None:
         if fails and recorder.steps == 2:
             raise ZeroDivisionError("the check lets this rank fail")
-        # DCP writes .metadata last, when a checkpoint is whole.
+        # DCP writes .metadata last, when a checkpoint is complete.
         if program.dies and (recorder.saved or any(recorder.scratch.rglob(".metadata"))):
             os.kill(os.getpid(), signal.SIGKILL)
 
@@ -305,11 +308,11 @@ def _run(program: Program, fails: bool = False) -> int:
         if status and not isinstance(exit_.code, int):
             print(exit_.code, file=sys.stderr)
         recorder.note(Exited(status=status))
-    except BaseException as error:  # KeyboardInterrupt too: all that ends a program
+    except BaseException as error:  # everything that ends a program, also KeyboardInterrupt
         note_exception(recorder, error)
         status = 1
     with suppress(BaseException):
-        atexit._run_exitfuncs()  # the program's own: the process will end without them
+        atexit._run_exitfuncs()  # those of the program, because os._exit() skips them
     recorder.call(recorder.at_end)
     with suppress(BaseException):
         sys.stdout.flush()

@@ -1,4 +1,4 @@
-"""From a program to a verdict: one loop over the scenarios of its rules.
+"""Judge a program: one loop over the scenarios that its rules need.
 
 The judge asks a bench to make a scenario (to run the program, with ``probes`` inside each of its processes), and then asks
 the ``rules`` that judge it; ``report`` shows the verdict.
@@ -21,14 +21,14 @@ class Bench(Protocol):
 
     @property
     def offers(self) -> tuple[Scenario[Any], ...]:
-        """The scenarios that it can make of this program, in the order in which they are made."""
+        """The scenarios that it can make of this program, in the order in which it makes them."""
 
     def make(self, scenario: Scenario[Any], made: Mapping[Scenario[Any], Any]) -> Any:
         """Make one of them, given what has been made before; raises Unavailable if it cannot be made here."""
 
 
 def plan(subject: Subject, offers: tuple[Scenario[Any], ...]) -> tuple[list[Scenario[Any]], list[Detector]]:
-    """The scenarios on offer that the rules of a subject need, and the detectors to ask, in the order of asking."""
+    """Return the offered scenarios that the rules of a subject need, and the detectors in the order of asking."""
     detectors = [detector for rule in subject.rules for detector in rule.detectors]
     counting = [each for each in detectors if _counts(subject, each) and set(offers).issuperset(each.runs)]
     needed = {scenario for detector in counting for scenario in detector.runs}
@@ -37,13 +37,13 @@ def plan(subject: Subject, offers: tuple[Scenario[Any], ...]) -> tuple[list[Scen
 
 
 def _counts(subject: Subject, detector: Detector) -> bool:
-    """Whether the check makes scenarios for it: not for a hint, nor for a rule that is always asked and that no goal lists."""
+    """Whether the check makes scenarios for a detector: not for hints, nor for always-asked rules that no goal lists."""
     listed = any(detector.rule in goal.rules for goal in subject.goals)
     return not detector.passive and not detector.rule.hint and (listed or not detector.rule.always)
 
 
 def in_order(detectors: list[Detector]) -> list[Detector]:
-    """Detectors after those that explain more, else in the order given."""
+    """Order detectors so that those that explain more come first; otherwise keep the given order."""
     done: dict[Detector, None] = {}
     below: set[Detector] = set()
 
@@ -67,7 +67,7 @@ def in_order(detectors: list[Detector]) -> list[Detector]:
 
 
 def judge(subject: Subject, bench: Bench, quick: bool = False) -> Iterator[Verdict]:
-    """Check a program; yield the verdict when the quick scenarios have been judged, and without ``quick`` when all are."""
+    """Check a program; yield the verdict after the quick scenarios and, without ``quick``, again after the slow ones."""
     start = time.monotonic()
     scenarios, detectors = plan(subject, bench.offers)
     verdict = Verdict(subject, planned=set(detectors), unchecked=list(subject.unchecked))
@@ -79,7 +79,7 @@ def judge(subject: Subject, bench: Bench, quick: bool = False) -> Iterator[Verdi
             if any(slow or finding.rule.blocks for finding in verdict.errors):
                 break
         if slow_ones and not slow and verdict.errors:
-            verdict.unchecked.append("what needs a real launcher: first the findings above")
+            verdict.unchecked.append("the parts that need a real launcher: first fix the findings above")
         verdict.seconds = time.monotonic() - start
         verdict.complete = slow or not slow_ones or bool(verdict.errors)
         yield verdict
@@ -102,7 +102,7 @@ def _judge_by(scenario: Scenario[Any], bench: Bench, detectors: list[Detector], 
 
 
 def ask(verdict: Verdict, detectors: list[Detector], made: Mapping[Scenario[Any], Any]) -> None:
-    """Ask detectors, in order, about what has been made."""
+    """Ask detectors, in order, about the scenarios that were made."""
     explained: set[Rule] = set()
     found: list[Finding] = []
     for detector in detectors:

@@ -1,4 +1,4 @@
-"""Running a program in the processes of ``forked.py``, and watching it until it ends."""
+"""Run a program in the processes of ``forked.py``, and watch it until it ends."""
 
 import importlib.util
 import logging
@@ -32,7 +32,7 @@ SHORT = 5  # seconds of patience for a second run that may hang
 
 
 def prepare(probes: Sequence[type[Probe]], on_cpu: bool, text: str = "") -> None:
-    """Import what the probes, and a program with this text, need: the forked processes have it then."""
+    """Import what the probes and a program with this text need, so that the forked processes already have it."""
     torch.set_num_threads(1)
     with no_collections():
         for probe in probes:
@@ -45,14 +45,14 @@ def prepare(probes: Sequence[type[Probe]], on_cpu: bool, text: str = "") -> None
 
 
 def run_program(program: Program) -> Run:
-    """Run a program once, and return what was seen."""
+    """Run a program, and return the evidence."""
     chosen = [probe for probe in PROBES if probe in (*ALWAYS, *program.probes)]
     program = replace(program, probes=(*chosen, *(probe for probe in program.probes if probe not in PROBES)))
     run = _run_once(program)
     forming = any(process.first(StoreOpened) or process.first(Joining) for process in run.processes)
     if run.hung == "idle" and forming and not any(process.first(Backward) for process in run.processes):
-        # A thread of a store runs in the process that forks here. A fork at the wrong moment copies what it has locked, so in
-        # some hundred runs one rank waits for ever. New interpreters have no such locks: a real hang happens again.
+        # The forking process runs a thread of a store. A fork at the wrong moment copies a held lock, so in one of some
+        # hundred runs a rank waits forever. Run again: new interpreters have no such locks, and a real hang repeats.
         patience = replace(program.patience, idle=min(program.patience.idle, SHORT))
         run = _run_once(replace(program, patience=patience))
     run.settle_identity()
@@ -77,7 +77,6 @@ def _run_once(program: Program) -> Run:
                 forked.end(keeper)
     seconds = time.monotonic() - start
     processes = [read_process(folder, pid) for pid in sorted(_pids(folder))]
-    # The tracebacks of errors in the probes' own code.
     if failures := "".join(path.read_text(errors="replace") for path in sorted(folder.glob("failures-*"))):
         logging.getLogger(__name__).warning("the check failed to record a part of the run:\n%s", failures)
     error_files = {int(path.stem.split("-")[1]) for path in folder.glob("error-*.json")}
@@ -87,9 +86,9 @@ def _run_once(program: Program) -> Run:
 
 @contextmanager
 def _interrupts_later() -> Iterator[None]:
-    """Put Ctrl-C off to the end of this block: Python ignores what its libraries raise around a fork, so it would be lost."""
+    """Delay Ctrl-C to the end of this block, because Python ignores exceptions around a fork and would lose it."""
     if threading.current_thread() is not threading.main_thread():
-        yield  # only the main thread gets interrupts
+        yield  # only the main thread receives interrupts
         return
     came: list[int] = []
     before = signal.signal(signal.SIGINT, lambda number, _: came.append(number))
@@ -102,7 +101,7 @@ def _interrupts_later() -> Iterator[None]:
 
 
 def _watch(keeper: int, folder: Path, patience: Patience) -> tuple[int | None, str, bool]:
-    """Look at a run until it ends, hangs, takes too long or prints too much: its ``Run.status``, ``hung`` and ``flooded``."""
+    """Watch a run until it ends, hangs, takes too long or prints too much; return ``status``, ``hung`` and ``flooded``."""
     watch = Watch(lambda: family(keeper), patience)
     next_look = time.monotonic() + 0.5
     while True:

@@ -1,4 +1,4 @@
-"""A verdict in words, and as JSON."""
+"""Show a verdict as text or JSON."""
 
 import json
 import os
@@ -14,7 +14,7 @@ from workshop.check.subject import KEPT, Goal
 from workshop.check.verdict import Finding, Verdict
 from workshop.repository import ROOT, workshop_command
 
-# By the state of a goal: its sign, its style, and what follows the title.
+# For each state of a goal: its sign, its style, and the words after the title.
 SIGNS = {
     "met": ("✓", "green", ""),
     "open": ("✗", "red", ""),
@@ -22,24 +22,24 @@ SIGNS = {
     "waiting": ("·", "dim", ", not checked yet"),
     "unjudged": ("·", "dim", ", cannot be judged here"),
 }
-SHOWN = 2  # findings of a goal, without --verbose
+SHOWN = 2  # findings per goal without --verbose
 
 
 def short(path: Path) -> str:
-    """The path as a learner would type it: from the current folder if it is in it, else from the repository's root."""
+    """Return the path as a learner would type it: relative to the current folder if possible, else to the repository."""
     base = next((base for base in (Path.cwd(), ROOT) if path.is_relative_to(base)), None)
     return str(path.relative_to(base) if base else path)
 
 
 class Shown(NamedTuple):
-    """What has been printed of a verdict."""
+    """The parts of a verdict that have been printed."""
 
     states: dict[int, str]  # of the goals
     lines: set[str]  # hints, and what was not checked
 
 
 def show(verdict: Verdict, console: Console, verbose: bool = False, before: Shown | None = None) -> Shown:
-    """Print a verdict, or what is new in it after an earlier one of the same check; return what has been printed so far."""
+    """Print a verdict, or only what is new since ``before``; return what has been printed so far."""
     if before is None:
         console.print(f"[bold]{escape(short(verdict.subject.file))}[/]", highlight=False)
     states, lines = verdict.states(), set(before.lines if before else ())
@@ -95,7 +95,7 @@ def _goal(verdict: Verdict, goal: Goal, state: str, console: Console, verbose: b
 
 
 def _table(*widths: int) -> Table:
-    """A table with columns of these widths and a last one, in which a long text goes on below itself."""
+    """A table with columns of these widths, and a last column in which long text wraps."""
     table = Table.grid(padding=(0, 1))
     for width in widths:
         table.add_column(width=width)
@@ -106,10 +106,12 @@ def _table(*widths: int) -> Table:
 def _finding(finding: Finding, console: Console, sign: str, verbose: bool) -> None:
     table = _table(5, 6)
     table.add_row(sign, "[yellow]seen[/]", escape(finding.seen))
-    for name, text in (("why", finding.rule.why), ("fix", finding.rule.fix), ("where", finding.where)):
-        if text:
-            table.add_row("", f"[yellow]{name}[/]", escape(text))
+    for name, text in (("why", finding.rule.why), ("fix", finding.rule.fix)):
+        table.add_row("", f"[yellow]{name}[/]", escape(text))
     console.print(table)
+    for name, text in (("read", finding.rule.read), ("where", finding.where)):
+        if text:  # soft_wrap: an address on two lines would not work as a link in a terminal or in JupyterLab
+            console.print(f"      [yellow]{name:6}[/] {escape(text)}", highlight=False, soft_wrap=True)
     if finding.detail and verbose:
         console.print(escape(finding.detail.rstrip()), style="dim", highlight=False)
     elif finding.detail:
@@ -117,7 +119,7 @@ def _finding(finding: Finding, console: Console, sign: str, verbose: bool) -> No
 
 
 def as_json(verdict: Verdict) -> str:
-    """The verdict for programs."""
+    """Return the verdict as JSON."""
     states = verdict.states()
     findings = [(verdict.goal_of(finding), finding.as_dict()) for finding in verdict.findings]
     goals: list[dict[str, object]] = []

@@ -1,11 +1,11 @@
-"""What is checked: a program, and the goals that the rules belong to."""
+"""The subject of a check: a program, and the goals to which the rules belong."""
 
 from dataclasses import dataclass
 from pathlib import Path
 
 from workshop.check.rules.rule import Rule
 
-KEPT = 0  # the number of the goal without a TODO: what the step before had reached still holds
+KEPT = 0  # the number of the goal without a TODO: everything that worked before still works
 
 
 @dataclass(frozen=True)
@@ -14,18 +14,18 @@ class Goal:
 
     number: int
     title: str
-    rules: tuple[Rule, ...]  # that keep it from being met
+    rules: tuple[Rule, ...]  # each of which must find nothing
 
 
 @dataclass(frozen=True)
 class Subject:
-    """A program and what is asked of it."""
+    """A program and its goals."""
 
     file: Path  # the program, or job script
-    name: str  # of the exercise that it is, or ""
+    name: str  # of the exercise; "" if it is not an exercise
     goals: tuple[Goal, ...]  # of the exercise, in the order in which they are shown
     rules: tuple[Rule, ...]  # all rules to ask
-    unchecked: tuple[str, ...] = ()  # what the check cannot say of this program, whatever it sees
+    unchecked: tuple[str, ...] = ()  # what the check can never judge for this program
 
     def goal_of(self, rule: Rule) -> int:
         """The number of the goal that a rule belongs to."""

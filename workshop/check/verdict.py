@@ -1,4 +1,4 @@
-"""What is known about a program: findings, and the state of each goal."""
+"""The verdict on a program: findings, and the state of each goal."""
 
 from dataclasses import dataclass, field
 
@@ -8,12 +8,12 @@ from workshop.check.subject import KEPT, Subject
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing that was observed."""
+    """One thing that is wrong with a program, or a hint."""
 
     rule: Rule  # that found it
     seen: str  # one sentence with figures
     where: str = ""  # "file.py:12", the line of the cause
-    detail: str = ""  # a traceback or stacks, for ``--verbose``; may have several lines
+    detail: str = ""  # a traceback or stacks for ``--verbose``, in one or more lines
 
     @property
     def kind(self) -> str:
@@ -22,27 +22,28 @@ class Finding:
 
     @property
     def is_error(self) -> bool:
-        """Whether it keeps a goal from being met: a hint does not."""
+        """Whether its goal cannot be met; a hint affects no goal."""
         return not self.rule.hint
 
     def as_dict(self) -> dict[str, str]:
         """The finding for ``--json``."""
-        said = {"kind": self.kind, "seen": self.seen, "why": self.rule.why, "fix": self.rule.fix, "where": self.where}
-        return said | {"detail": self.detail, "level": "error" if self.is_error else "hint"}
+        said = {"kind": self.kind, "seen": self.seen, "why": self.rule.why, "fix": self.rule.fix}
+        said |= {"read": self.rule.read, "where": self.where, "detail": self.detail}
+        return said | {"level": "error" if self.is_error else "hint"}
 
 
 @dataclass
 class Verdict:
-    """What is known about a program."""
+    """What the check knows so far about a program."""
 
     subject: Subject
-    planned: set[Detector] = field(default_factory=set)  # those that the check is to ask
+    planned: set[Detector] = field(default_factory=set)  # those that the check will ask
     asked: set[Detector] = field(default_factory=set)  # those that it has asked
-    findings: list[Finding] = field(default_factory=list)  # in the order of what explains the most
+    findings: list[Finding] = field(default_factory=list)  # those that explain others come first
     unchecked: list[str] = field(default_factory=list)  # what could not be checked, and why
-    unjudged: set[int] = field(default_factory=set)  # the goals that nothing on this machine can show
+    unjudged: set[int] = field(default_factory=set)  # the goals that cannot be judged on this machine
     seconds: float = 0.0  # how long the checking took so far
-    complete: bool = False  # all parts of the check have been done
+    complete: bool = False  # the check is finished
 
     @property
     def errors(self) -> list[Finding]:
@@ -72,14 +73,14 @@ class Verdict:
         if number in self.unjudged:
             return "unjudged"
         for each in self.planned - self.asked:
-            # A goal waits for no hint, and for nothing that only looks at a slow scenario which another goal's rule asks for.
+            # A goal does not wait for hints, nor for a rule that only uses a slow scenario made for a rule of a different goal.
             looks = each.passive and any(scenario.slow for scenario in each.runs)
             if self.subject.goal_of(each.rule) == number and not each.rule.hint and not looks:
                 return "blocked" if self.errors else "waiting"
         return "met"
 
     def add(self, found: list[Finding]) -> None:
-        """Add findings: without repetition, errors before hints; what blocks first, then in the order of the goals."""
+        """Add findings without repetition: errors before hints, blocking errors first, then in the order of the goals."""
 
         def place(finding: Finding) -> tuple[bool, bool, bool, int]:
             goal = self.goal_of(finding)

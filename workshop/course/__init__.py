@@ -1,1 +1,1 @@
-"""The workshop's own exercises: what the check has to know about them beside what it knows of any program."""
+"""The exercises of the course: what the check must know about them in addition to what it knows about any program."""

@@ -1,6 +1,6 @@
-"""The runs that the check makes of a program that trains on images for a number of epochs: stages 01 to 03, and Accelerate's.
+"""Run a program that trains on images for a number of epochs, as the check needs it: stages 01 to 03, and Accelerate.
 
-The programs get a small part of the digits, and short options: a run takes about a second.
+The programs train for few epochs on a small part of the digits, so a run takes about a second.
 """
 
 import re
@@ -15,6 +15,7 @@ from workshop.check.judge import Made
 from workshop.check.probes import PROBES
 from workshop.check.scenarios import (
     ALONE,
+    DEVICES,
     FAILING_RANK,
     KILLS,
     NODES_OPTION,
@@ -36,7 +37,7 @@ from workshop.course.digits import prepare_digits, small_digits
 from workshop.course.exercises import Exercise
 from workshop.course.probes import COURSE_PROBES
 
-BATCH = 8  # samples a step on each process
+BATCH = 8  # samples per step and process
 EPOCHS = 2
 CHECKPOINT_OPTIONS = ("--checkpoint", "--snapshot", "--folder")
 
@@ -46,7 +47,7 @@ class EpochsBench(ProgramBench):
 
     Args:
         subject: the program.
-        exercise: the exercise that it is.
+        exercise: the exercise that the program belongs to.
         nproc: the number of processes.
         on_cpu: hide the GPUs.
         place: an empty folder for all runs.
@@ -63,40 +64,41 @@ class EpochsBench(ProgramBench):
         self._lightning = (
             re.search(r"^\s*(?:import|from)\s+(?:pytorch_)?lightning\b", self.text, re.MULTILINE) is not None
         )
-        # Some exercises save nothing, and nobody asks them to resume.
+        # Some exercises save no checkpoint, so the check does not ask whether they resume.
         original = exercise.solution if exercise.solution.exists() else exercise.path
         self._saves = any(f'"{option}"' in original.read_text() for option in CHECKPOINT_OPTIONS)
 
     @property
     def offers(self) -> tuple[Scenario[Any], ...]:
-        """The scenarios that it can make, in the order in which they are made."""
+        """The scenarios that this bench can make, in the order in which it makes them."""
         offers: list[Scenario[Any]] = [WHOLE, *([SPLIT] if self._saves else [])]
         if self.launch != "single":
             offers.append(SINGLE)
         if self.launch == "torchrun":
             offers += [TWO_NODES, FAILING_RANK, NODES_OPTION, KILLS]
         if self.launch == "spawn":
-            offers.append(SPAWNED)
-        if self.script != self.exercise.solution.resolve():  # which is not compared with itself
+            offers += [DEVICES, SPAWNED]
+        if self.script != self.exercise.solution.resolve():  # the speed is compared with the solution's
             offers.append(SPEED)
         if self._lightning:
-            # A start inside a session shows what a start by itself shows.
+            # A start inside a Slurm session shows everything that a start outside of one shows.
             offers += [SESSION, TASKS] if self._asks_for(SESSION) else [ALONE]
         return tuple(offers)
 
     def _asks_for(self, scenario: Scenario[Any]) -> bool:
-        """Whether a rule that a goal lists judges a scenario."""
+        """Return whether a goal lists a rule that judges this scenario."""
         rules = (rule for goal in self.subject.goals for rule in goal.rules)
         return any(scenario in each.runs and not each.passive for rule in rules for each in rule.detectors)
 
     def makers(self) -> dict[Scenario[Any], Callable[[Made], object]]:
-        """The function that makes each scenario."""
-        two_nodes = partial(self._run, nproc=4, nodes=2, epochs=1, batch=4)
+        """Return the function that makes each scenario."""
+        two_nodes = partial(self._run, nproc=4, nodes=2, epochs=1, batch=4, devices=True)
         script, place = self.script, self.place
         return {
             WHOLE: lambda made: self._run(accumulate=self.accumulate),
             SPLIT: lambda made: self._in_two_parts(),
             SINGLE: lambda made: self._run(nproc=1, epochs=1, batch=BATCH * self.nproc * self.accumulate),
+            DEVICES: lambda made: self._run(epochs=1, devices=True),
             TWO_NODES: lambda made: two_nodes(),
             NODES_OPTION: lambda made: two_nodes(devices=False),
             FAILING_RANK: lambda made: self._run(epochs=1, fails=True),
@@ -116,7 +118,7 @@ class EpochsBench(ProgramBench):
         """
         whole = made.get(WHOLE)
         if whole and whole.failed:
-            raise Unavailable("")  # how the whole run ended says enough
+            raise Unavailable("")  # the finding about the whole run says enough
         return super().make(scenario, made)
 
     def _run(
@@ -128,11 +130,11 @@ class EpochsBench(ProgramBench):
         accumulate: int = 1,
         scratch: Path | None = None,
         nodes: int = 1,
-        devices: bool = True,
+        devices: bool = False,
         fails: bool = False,
         dies: bool = False,
     ) -> Run:
-        """Run the program with these options, as far as it has them."""
+        """Run the program with those of these options that it has."""
         nproc = nproc or self.nproc
         checkpoint = "run.ckpt" if self._lightning else "run.pt"
         given = {
@@ -140,7 +142,7 @@ class EpochsBench(ProgramBench):
             "--batch-size": batch,
             "--accumulate": accumulate,
             "--checkpoint": checkpoint,
-            "--snapshot": checkpoint,  # the name in 0.1
+            "--snapshot": checkpoint,  # the name in version 0.1
             "--folder": "run",
             "--devices": nproc // nodes,
             "--nodes": nodes,
@@ -160,15 +162,15 @@ class EpochsBench(ProgramBench):
         )
 
     def _in_two_parts(self) -> Split:
-        """Stop a run after an epoch, and start it again in the same folder.
+        """Stop a run after one epoch, and start it again in the same folder.
 
         Raises:
             Unavailable: the program has no option for its checkpoint.
         """
         if not any(map(self.has, CHECKPOINT_OPTIONS)):
-            raise Unavailable("whether it resumes from a checkpoint: it has no option --checkpoint")
+            raise Unavailable("whether it resumes from a checkpoint: the program has no option --checkpoint")
         scratch = self.folder()
         run = partial(self._run, accumulate=self.accumulate, scratch=scratch)
-        # A run of fewer epochs has a shorter schedule: then the first run is killed after its first checkpoint.
+        # With a learning-rate schedule, a run of fewer epochs would train differently. Such an exercise is killed instead.
         first = run(dies=True) if self.exercise.interrupted == "killed" else run(epochs=1)
         return Split(first, run())

@@ -1,7 +1,7 @@
-"""From a file to a verdict: which exercise it is, what makes its runs, and the judge.
+"""Check a file: find the exercise that it belongs to and the bench that runs it, and let the judge decide.
 
-The ``bench`` of an exercise names what makes its runs: "epochs" for programs that train images for epochs, "steps" for the
-language model of stage 04, "engine" for DeepSpeed's, "job" for job scripts.
+The key ``bench`` of an exercise says which bench runs it: "epochs" for programs that train on images, "steps" for the
+language model of stage 04, "engine" for DeepSpeed, "job" for job scripts.
 """
 
 import gc
@@ -34,15 +34,15 @@ def check_file(
     arguments: Sequence[str] | None = None,
     quick: bool = False,
 ) -> Iterator[Verdict]:
-    """Check a program or a job script; yield the verdict after the quick goals, and again when all is done.
+    """Check a program or a job script; yield the verdict after the quick goals, and again at the end.
 
     Args:
         path: the file.
-        launch: for a program that is no exercise: "torchrun", "spawn" or "single".
+        launch: "torchrun", "spawn" or "single", for a program that is not an exercise.
         nproc: the number of processes.
         on_cpu: hide the GPUs.
-        arguments: options for a program that is no exercise.
-        quick: leave out what needs a real launcher.
+        arguments: options for a program that is not an exercise.
+        quick: leave out the goals that need a real launcher.
 
     Raises:
         UserError: the file cannot be checked.
@@ -51,7 +51,7 @@ def check_file(
     exercise = find_exercise(file)
     if exercise is None and file.suffix != ".sh" and not launch:
         raise UserError(
-            f"{path} is no exercise; say how it is started: workshop check {path} --launch torchrun -- OPTIONS"
+            f"{path} is not an exercise; say how to start it: workshop check {path} --launch torchrun -- OPTIONS"
         )
     subject = exercise.subject(file) if exercise else foreign_subject(file)
     start = time.monotonic()
@@ -67,15 +67,15 @@ def check_file(
             verdict.seconds += before
             yield verdict
     if "transformers" in sys.modules:
-        gc.collect()  # the models that were made here are in cycles
+        gc.collect()  # frees the models: they are in reference cycles
 
 
 @runtime_checkable
 class Closing(Protocol):
-    """A bench with something to end: the practice cluster of jobs."""
+    """A bench that must be closed: the one for jobs, which starts a practice cluster."""
 
     def close(self) -> None:
-        """End it."""
+        """Stop what the bench has started."""
 
 
 def _bench(
@@ -87,7 +87,7 @@ def _bench(
     place: Path,
     arguments: Sequence[str],
 ) -> Bench:
-    """What makes the runs of a program. Each module imports torch: only the one that is needed is imported."""
+    """Return the bench that runs a program. The modules import torch, so only the one that is needed is imported."""
     if subject.file.suffix == ".sh":
         from workshop.course.jobs import JobBench
 
@@ -110,17 +110,17 @@ def _bench(
 
 
 def readable_program(path: Path) -> Path:
-    """The program's full path.
+    """Return the full path of a program that the check can run.
 
     Raises:
-        UserError: it is missing, a folder, a notebook, no Python, or does not parse.
+        UserError: the file is missing, a folder, a notebook, not a Python program, or has a syntax error.
     """
     if not path.exists():
         raise UserError(f"{path}: no such file")
     if path.is_dir():
         raise UserError(f"{path} is a folder; name a file in it")
     if path.suffix == ".ipynb":
-        raise UserError(f"{path} is a notebook; the check is for the scripts that it works on")
+        raise UserError(f"{path} is a notebook; check the program (.py) or the job script (.sh) that it works on")
     if path.suffix != ".py":
         raise UserError(f"{path} is neither a Python program nor a job script (.sh)")
     try:
@@ -132,23 +132,23 @@ def readable_program(path: Path) -> Path:
     except (SyntaxError, ValueError) as error:
         line = getattr(error, "lineno", None)
         raise UserError(
-            f"{path}{f', line {line}' if line else ''}: {getattr(error, 'msg', error)}; Python cannot read it"
+            f"{path}{f', line {line}' if line else ''}: {getattr(error, 'msg', error)}; correct this error first"
         ) from error
     return path.resolve()
 
 
 def readable_job(path: Path) -> Path:
-    """The job script's full path.
+    """Return the full path of a job script that the check can run.
 
     Raises:
-        UserError: it is missing, has the line ends of Windows, is no script, is for PBS, or bash cannot read it.
+        UserError: the file is missing, has Windows line endings, is not a script, is for PBS, or bash cannot read it.
     """
     text = script_text(path)
     if not text.startswith("#!"):
-        raise UserError(f"{path} has to begin with #! and the name of its shell, such as #!/usr/bin/env bash")
+        raise UserError(f"{path} must begin with #! and its shell, for example #!/usr/bin/env bash")
     if re.search(r"^#PBS", text, re.MULTILINE):
         raise UserError(f"{path} is for PBS; the check runs scripts for Slurm")
     done = subprocess.run(["bash", "-n", str(path)], capture_output=True, text=True)
     if done.returncode != 0:
-        raise UserError(f"bash cannot read it: {done.stderr.strip().splitlines()[0]}")
+        raise UserError(f"bash cannot read the script: {done.stderr.strip().splitlines()[0]}")
     return path.resolve()

@@ -1,4 +1,4 @@
-"""The command ``workshop check``: one check, or one at every save."""
+"""Run ``workshop check``: check a file once, or again whenever it is saved."""
 
 import os
 import subprocess
@@ -43,12 +43,12 @@ def run_check(
     """Check a program and return the exit status: 0 if no error was found, 1 otherwise.
 
     Args:
-        file: the program; None: the next exercise that is not done.
-        launch: how a program that is no exercise is started.
+        file: the program; None: the first exercise that is not done.
+        launch: how to start a program that is not an exercise.
         nproc: the number of processes.
-        device: "cpu", or "auto": GPUs where there are as many as processes.
-        arguments: options for a program that is no exercise.
-        json: print JSON in place of words.
+        device: "cpu", or "auto": use GPUs if there is one per process.
+        arguments: options for a program that is not an exercise.
+        json: print JSON instead of text.
         watch: check again whenever the file is saved, until interrupted.
         verbose: print tracebacks and stacks.
 
@@ -79,7 +79,7 @@ def run_check(
 
 
 def _find(file: str | None) -> Path:
-    """The program or job script that is meant: of an exercise also where another file of it is named."""
+    """Return the program or job script to check, also if ``file`` names a different file of the same exercise."""
     if file is None:
         require_stages()
         exercise = next_exercise()
@@ -88,7 +88,7 @@ def _find(file: str | None) -> Path:
         return exercise.path
     path = Path(file).expanduser()
     if not path.exists() and (ROOT / path).exists():
-        path = ROOT / path  # as the README writes it, from another folder
+        path = ROOT / path  # a path as in the README, but from a different current folder
     if not (path.exists() or path.suffix or os.sep in file):
         return resolve_exercise(file).path
     exercise = find_exercise(path)
@@ -96,14 +96,14 @@ def _find(file: str | None) -> Path:
 
 
 def _record(verdict: Verdict) -> None:
-    """Remember which goals are met, if it is the learner's own file that was checked."""
+    """Record which goals are met, if the file that was checked is the learner's own."""
     if verdict.subject.name and verdict.subject.file == (ROOT / verdict.subject.name).resolve():
         states = verdict.states()
         record_check(verdict.subject.name, {goal: state in ("met", "unjudged") for goal, state in states.items()})
 
 
 def _devices() -> int:
-    """How many GPUs there are; asked in another process, because one that has asked cannot fork programs that use them."""
+    """Return the number of GPUs. A subprocess counts them: after this process had used CUDA, its forks could not."""
     if not any(os.path.exists(place) for place in ("/dev/nvidia0", "/dev/kfd", "/dev/dxg")):
         return 0
     code = "import torch; print(torch.accelerator.device_count() if torch.accelerator.is_available() else 0)"
@@ -112,7 +112,7 @@ def _devices() -> int:
 
 
 def _watch(path: Path, options: Options, console: Console, verbose: bool) -> NoReturn:
-    """Check at every save, until interrupted; what needs a real launcher is left to a check without --watch."""
+    """Check the quick goals at every save, until interrupted."""
     seen = None
     while True:
         stamp = _stamp(path)
@@ -123,15 +123,15 @@ def _watch(path: Path, options: Options, console: Console, verbose: bool) -> NoR
                 for verdict in check_file(path, quick=True, **options):
                     show(verdict, console, verbose)
                     if "waiting" in verdict.states().values():
-                        console.print("[dim]for the goals that are not checked yet: check once without --watch[/]")
+                        console.print("[dim]to check the remaining goals, run the check once without --watch[/]")
             except UserError as error:
                 console.print(f"[red]{error}[/]", markup=True)
-            console.print("[dim]watching; Ctrl-C ends it[/]")
+            console.print("[dim]waiting for the next save; press Ctrl-C to stop[/]")
         time.sleep(0.2)
 
 
 def _stamp(path: Path) -> list[tuple[int, int] | None]:
-    """What changes when the file, or another one of its exercise, is saved."""
+    """Return a value that changes when a file of the exercise is saved."""
     exercise = find_exercise(path)
     files = [path, *(path.with_name(own.name) for own, _ in exercise.pairs[1:])] if exercise else [path]
     return [(file.stat().st_mtime_ns, file.stat().st_size) if file.exists() else None for file in files]

@@ -1,4 +1,4 @@
-"""A small part of the digits, which the check's runs train on: large enough to judge, and quick."""
+"""Give the check's runs a small part of the digits: large enough to judge the program, and quick to train on."""
 
 import importlib
 from collections.abc import Callable
@@ -9,14 +9,14 @@ import numpy as np
 from workshop.check.probes.recorder import Recorder
 from workshop.data import datasets
 
-TEST_SAMPLES = 47  # a prime number: it divides by no number of processes
+TEST_SAMPLES = 47  # a prime number, so no number of processes divides it
 USUAL = ("workshop.training.arguments", "workshop.training.models")  # what the exercises import
 
 _read: dict[bool, tuple[np.ndarray, list[int]]] = {}  # for training, for testing: images and labels
 
 
 def prepare_digits() -> None:
-    """Read the digits, and import what the exercises import, once; the forked processes have it then."""
+    """Read the digits and import the modules of the exercises once, before the processes are forked."""
     for train in (True, False):
         if train not in _read:
             part = datasets.Digits(train)
@@ -26,10 +26,10 @@ def prepare_digits() -> None:
 
 
 def small_digits(samples: int) -> Callable[[Recorder], None]:
-    """What gives ``Digits`` only a part of its samples, for ``Program.before``.
+    """Return a function for ``Program.before`` that reduces the data set ``Digits``.
 
     Args:
-        samples: how many to train on; there are ``TEST_SAMPLES`` to test on.
+        samples: the number of training samples; the test set has ``TEST_SAMPLES``.
     """
 
     def before(recorder: Recorder) -> None:
@@ -40,7 +40,7 @@ def small_digits(samples: int) -> Callable[[Recorder], None]:
             count = samples if train else TEST_SAMPLES
             self.images, self.labels, self.transform = images[:count], labels[:count], transform
 
-        # For good: the process runs nothing but the program, and ends with it.
+        # It is not restored, because the process runs only the program.
         digits: Any = datasets.Digits
         digits.__init__ = __init__
 

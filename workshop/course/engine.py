@@ -1,4 +1,4 @@
-"""The runs that the check makes of a program that trains with DeepSpeed's engine, and of the same training without it."""
+"""Run a program that trains with the DeepSpeed engine, and the same training without it, as the check needs them."""
 
 import importlib
 import importlib.util
@@ -45,7 +45,7 @@ CLOSE = 1e-4  # between parameters of the two trainings
 
 
 class EngineBench(ProgramBench):
-    """Makes the scenarios of a program with DeepSpeed's engine, which trains images for epochs."""
+    """Makes the scenarios of a program that trains on images with the DeepSpeed engine."""
 
     offered_probes = (*PROBES, *COURSE_PROBES)
 
@@ -57,11 +57,11 @@ class EngineBench(ProgramBench):
 
     @property
     def offers(self) -> tuple[Scenario[Any], ...]:
-        """The scenarios that it can make, in the order in which they are made."""
+        """The scenarios that this bench can make, in the order in which it makes them."""
         return (WHOLE, REFERENCE, ENGINE_CHECKPOINT, ENGINE_SPLIT, PLAIN_WEIGHTS, UNEVEN)
 
     def makers(self) -> dict[Scenario[Any], Callable[[Made], object]]:
-        """The function that makes each scenario."""
+        """Return the function that makes each scenario."""
         return {
             WHOLE: lambda made: self._run(scratch=self._whole_folder),
             REFERENCE: lambda made: self._reference[0],
@@ -79,17 +79,17 @@ class EngineBench(ProgramBench):
 
     @cached_property
     def _whole_folder(self) -> Path:
-        """Where the whole run leaves its checkpoint."""
+        """The folder in which the whole run saves its checkpoint."""
         return self.folder()
 
     @cached_property
     def _second_folder(self) -> Path:
-        """Where the run that is started again leaves its export."""
+        """The folder in which the second run of the split saves its export."""
         return self.folder()
 
     @cached_property
     def _reference(self) -> tuple[Run, Path]:
-        """The same training without the engine, and its folder."""
+        """The run of the same training without the engine, and its folder."""
         scratch = self.folder()
         arguments = ["--epochs", str(EPOCHS), "--batch-size", str(BATCH), "--checkpoint", CHECKPOINT]
         run = self.launch_program(
@@ -106,7 +106,7 @@ class EngineBench(ProgramBench):
         scratch: Path | None = None,
         options: Sequence[str] = (),
     ) -> Run:
-        """Run the program with these options, as far as it has them."""
+        """Run the program with those of these options that it has."""
         given = {"--epochs": epochs, "--batch-size": batch, "--folder": "run"}
         arguments = [str(part) for name, value in given.items() if self.has(name) for part in (name, value)]
         return self.launch_program(
@@ -114,31 +114,31 @@ class EngineBench(ProgramBench):
         )
 
     def _in_two_parts(self, made: Made) -> Split:
-        """Stop a run after an epoch, and start it again in the same folder; the second run exports its parameters."""
+        """Stop a run one epoch early, and start it again in the same folder; the second run exports its parameters."""
         scratch = self._second_folder
         first = self._run(epochs=EPOCHS - 1, scratch=scratch)
         exports = self.has("--export") and partitions(made[WHOLE])
         return Split(first, self._run(scratch=scratch, options=("--export", EXPORT) if exports else ()))
 
     def _plain_weights(self, made: Made) -> PlainWeights:
-        """What the second run has exported, beside what the training without the engine ends with."""
+        """Compare the parameters that the second run exported with those of the training without the engine."""
         if not partitions(made[WHOLE]):
-            raise Unavailable("the exported parameters: DeepSpeed puts them together from ZeRO stage 1 on")
+            raise Unavailable("the exported parameters: DeepSpeed can export them only with ZeRO stage 1 or higher")
         return read_weights(self._second_folder / EXPORT, self._reference[1] / CHECKPOINT)
 
     def _uneven(self) -> Run:
-        """Evaluate with one batch more on some processes than on others."""
+        """Run an evaluation in which some processes have one batch more than others."""
         nproc = next(number for number in (3, 4, 5) if TEST_SAMPLES % number)
         return self._run(nproc=nproc, epochs=1, batch=TEST_SAMPLES // nproc, options=self.exercise.uneven_options)
 
 
 def partitions(run: Run) -> bool:
-    """Whether ZeRO partitions anything: what is on every process, DeepSpeed's export cannot put together."""
+    """Return whether ZeRO shards anything. DeepSpeed's export only works on a checkpoint with shards."""
     return any(event.stage > 0 for event in run.all(EngineMade))
 
 
 def read_checkpoint(folder: Path) -> EngineCheckpoint:
-    """What the engine has left in the folder that it was to save to."""
+    """Describe what the engine has saved in its checkpoint folder."""
     parts = {path.name for path in folder.glob("*/*zero_pp_rank_*_optim_states.pt")}
     files = tuple(sorted(path.name for path in folder.iterdir())) if folder.is_dir() else None
     return EngineCheckpoint((folder / "latest").exists(), len(parts), files)
@@ -151,7 +151,7 @@ def read_weights(path: Path, reference: Path) -> PlainWeights:
     model = SmallCNN()
     try:
         model.load_state_dict(torch.load(path, weights_only=True))
-    except Exception as error:  # whatever the program has written
+    except Exception as error:  # the file may contain anything
         return PlainWeights(found=True, error=f"{type(error).__name__}: {_first_sentence(str(error))}")
     theirs = torch.load(reference, weights_only=True)["model"]
     different = (name for name, own in model.state_dict().items() if not torch.allclose(own, theirs[name], atol=CLOSE))
@@ -163,14 +163,14 @@ def _first_sentence(text: str) -> str:
 
 
 def load_extension() -> None:
-    """Load DeepSpeed's extension for CPUs into this process, and build it first where that has not been done.
+    """Load DeepSpeed's extension for CPUs into this process, and build it first if necessary.
 
-    The processes that are forked have it then: none waits for a compiler, and none that is killed leaves a lock beside it.
+    The forked processes inherit it, so none of them waits for the compiler or leaves a lock file behind when it is killed.
     """
     if not importlib.util.find_spec("deepspeed") or missing_tools():
         return
     take_own_ninja()
-    # It would say that a CUDA compiler is there, and no GPU.
+    # Hides the warning about a CUDA compiler without a GPU.
     logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
     Engine.prepare(on_cpu=True)
     builder = importlib.import_module("deepspeed.ops.op_builder.cpu").ShareMemCommBuilder

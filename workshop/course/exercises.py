@@ -1,6 +1,6 @@
-"""The exercises, as the ``exercises.toml`` of each stage folder declares them: all that the workshop knows about them.
+"""Read the exercises from the ``exercises.toml`` of each stage folder.
 
-A stage is a folder of the repository that has such a file; nothing else lists the stages or the exercises. The attributes
+A stage is a folder of the repository that has such a file; no other file lists the stages or the exercises. The attributes
 of the classes below are the keys of the file.
 """
 
@@ -26,11 +26,11 @@ from workshop.slurm.shape import Shape
 FILE = "exercises.toml"
 HINTS_PER_GOAL = 3
 
-Words = Annotated[tuple[str, ...], Field(strict=False)]  # TOML has lists only
+Words = Annotated[tuple[str, ...], Field(strict=False)]  # not strict, because TOML has lists and no tuples
 
 
 class Table(BaseModel):
-    """A table of the file: a key that it does not know, or a value of another type, is an error."""
+    """A table of the file. An unknown key, or a value of the wrong type, is an error."""
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
 
@@ -39,10 +39,10 @@ class Goal(Table):
     """A goal of an exercise.
 
     Attributes:
-        number: that of its TODO; 0: what holds already, and has to stay so.
-        title: what is reached with it.
-        rules: the rules that keep it from being met. "@samples": all rules of this family that no goal of the exercise names.
-        hints: three texts in Markdown, each of which tells more than the one before; none for goal 0.
+        number: the number of its TODO; 0: what the program does already, and must still do at the end.
+        title: what the program does when the goal is met.
+        rules: the rules that must find nothing. "@samples": all rules of this family that no goal of the exercise names.
+        hints: three texts in Markdown, each of which says more than the one before; none for goal 0.
     """
 
     number: int = Field(ge=0, le=9)
@@ -57,7 +57,7 @@ class Goal(Table):
 
 
 class JobShape(Table):
-    """What a job script asks Slurm for: see ``workshop.slurm.shape.Shape``."""
+    """What a job script requests from Slurm: see ``workshop.slurm.shape.Shape``."""
 
     nodes: int
     gpus: int
@@ -66,24 +66,24 @@ class JobShape(Table):
 
 
 class Exercise(Table):
-    """An exercise, or (``[[given]]``) a program that is given and can be checked as well.
+    """An exercise, or (``[[given]]``) a program of the course that has no TODOs but can be checked as well.
 
     Attributes:
         file: its program or job script, in the stage folder; the solution has the same path under ``solutions/``.
-        launch: how its processes come to be: "single" (one process), "spawn" (the script starts them), "torchrun", or "slurm"
-            (a job script).
-        bench: what makes its runs: see ``checking.py``.
-        goals: in the order in which they are shown.
-        options: options of the check's runs. Here and below "{stage}" stands for the path of the stage folder.
-        metric: what it has to report: "accuracy", or a further figure of ``log.write()``; "": nothing.
-        beside: further files of it, in the same folder.
-        todo_of: the TODO that all changes in one of these belong to: for files that can hold no comments.
-        interrupted: how the first of two runs ends that the second continues: "ended" (it has fewer epochs), or "killed".
-        images: channels, height and width of the images that its model is for.
-        reference: the program that trains the same without the engine, from the repository's root.
-        uneven_options: options of a run in which the processes evaluate different numbers of batches.
-        shape: what its job has to ask for; None: any.
-        other_shape: another shape that the script has to be right for.
+        launch: how its processes are started: "single" (one process), "spawn" (by the script itself), "torchrun", or "slurm"
+            (by a job script).
+        bench: which bench runs it: see ``checking.py``.
+        goals: its goals, in the order in which they are shown.
+        options: options for the check's runs. Here and below, "{stage}" stands for the path of the stage folder.
+        metric: the metric that it must report: "accuracy", or a different figure of ``log.write()``; "": none.
+        beside: its other files, in the same folder.
+        todo_of: for each of these files that cannot contain comments: the TODO that all changes in it belong to.
+        interrupted: how the check stops a run before it resumes: "ended" (the run has fewer epochs), or "killed".
+        images: channels, height and width of the images that its model takes.
+        reference: the program with the same training but without the engine, as a path from the repository's root.
+        uneven_options: options for a run in which the processes evaluate different numbers of batches.
+        shape: what its job must request; None: anything.
+        other_shape: a different shape in which the script must also work.
     """
 
     file: str = Field(pattern=r"^[^/]+\.(py|sh)$")
@@ -110,7 +110,7 @@ class Exercise(Table):
         return self.name
 
     def model_post_init(self, context: Any) -> None:
-        """Remember the stage: the name of the folder, which is the context of the validation."""
+        """Store the stage: ``read_stage_file`` passes the name of the folder as the context of the validation."""
         self._stage = context
 
     @field_validator("options", "uneven_options")
@@ -130,34 +130,34 @@ class Exercise(Table):
 
     @property
     def path(self) -> Path:
-        """Where the learner works on it."""
+        """The path of the file that the learner edits."""
         return ROOT / self.name
 
     @property
     def solution(self) -> Path:
-        """The program of its solution."""
+        """The path of the solution."""
         return ROOT / "solutions" / self.name
 
     @property
     def runner(self) -> Path | None:
-        """What starts it; None: it is a job script, which sbatch takes as it is."""
+        """The script that starts it; None: it is a job script, which sbatch starts directly."""
         number, _, topic = self.path.stem.partition("_")
         return self.path.with_name(f"{number}_run_{topic}.sh") if self.launch != "slurm" else None
 
     @property
     def pairs(self) -> list[tuple[Path, Path]]:
-        """Its files, each with the solution's: itself, its runner if it has one, and what lies beside it."""
+        """Each of its files with the file of the solution: the program, its runner if it has one, and the files beside it."""
         files = [self.path, *([self.runner] if self.runner else []), *map(self.path.with_name, self.beside)]
         return [(file, self.solution.with_name(file.name)) for file in files]
 
     @property
     def shape(self) -> Shape | None:
-        """What its job has to ask for; None: any."""
+        """What its job must request; None: anything."""
         return Shape(**self.shape_.model_dump()) if self.shape_ else None
 
     @property
     def other_shape(self) -> Shape | None:
-        """Another shape that the script has to be right for."""
+        """A different shape in which the script must also work."""
         return Shape(**self.other_shape_.model_dump()) if self.other_shape_ else None
 
     @property
@@ -176,16 +176,16 @@ class Exercise(Table):
         return tuple(goal.number for goal in self.goals if goal.number != KEPT)
 
     def goal(self, number: int) -> Goal:
-        """The goal with this number."""
+        """Return the goal with this number."""
         return next(goal for goal in self.goals if goal.number == number)
 
     @cached_property
     def _named(self) -> set[str]:
-        """The rules that its goals name, each by itself."""
+        """The rules that its goals name individually, and not as a family."""
         return {name for goal in self.goals for name in goal.rules if not name.startswith("@")}
 
     def rules(self, goal: Goal) -> tuple[Rule, ...]:
-        """The rules that keep a goal from being met."""
+        """Return the rules that must find nothing for a goal to be met."""
         found = []
         for name in goal.rules:
             if not name.startswith("@"):
@@ -196,7 +196,7 @@ class Exercise(Table):
         return tuple(found)
 
     def subject(self, file: Path) -> subject.Subject:
-        """A program as a version of this exercise: with its goals, and with all rules to ask."""
+        """Return a program as a subject of the check, with the goals of this exercise and all rules to apply."""
         goals = tuple(subject.Goal(goal.number, goal.title, self.rules(goal)) for goal in self.goals)
         listed = {rule.name for goal in goals for rule in goal.rules}
         rules = tuple(rule for rule in RULES.values() if rule.name in listed or rule.always or rule.hint)
@@ -204,12 +204,12 @@ class Exercise(Table):
 
 
 class Step(Table):
-    """A script that is another one plus one idea: a test counts the lines that change.
+    """A script that is an earlier script plus one idea. A test counts the lines that change.
 
     Attributes:
-        before, after: the scripts, from the repository's root.
-        most: how many lines may change.
-        keeps_comments: whether the comments of the earlier script stay.
+        before, after: the paths of the two scripts from the repository's root.
+        most: the largest number of lines that may change.
+        keeps_comments: whether the later script keeps the comments of the earlier one.
     """
 
     before: str
@@ -219,16 +219,16 @@ class Step(Table):
 
 
 class TourRow(Table):
-    """A program that ``workshop tour`` runs, with --batch-size for each process.
+    """A program that ``workshop tour`` runs. It takes --batch-size, the batch of each process.
 
-    One that trains images takes --epochs and --checkpoint and writes an ``EpochLog``; one that trains the language model takes
-    --steps and --folder and writes a ``TrainingLog``.
+    A program that trains on images takes --epochs and --checkpoint and writes an ``EpochLog``; one that trains the language
+    model takes --steps and --folder and writes a ``TrainingLog``.
 
     Attributes:
-        name: what the table calls it.
+        name: its name in the table.
         program: its path in the repository.
         torchrun: whether torchrun starts its processes.
-        processes_option: the option with the number of processes that it starts itself; "" and no torchrun: it is one process.
+        processes_option: the option with the number of processes that it starts itself; "" without torchrun: one process.
         language: whether it trains the language model.
     """
 
@@ -243,13 +243,13 @@ class StageFile(Table):
     """An ``exercises.toml``.
 
     Attributes:
-        order: the stage's place in the course.
-        lines, columns: how long and how wide a script of a step may be.
-        tests: what shows that the stage works with other versions of the packages: arguments for pytest.
-        tour: what ``workshop tour`` runs of it.
-        step: what its scripts add to earlier ones.
+        order: the position of the stage in the course.
+        lines, columns: the maximum length and width of a script in a step.
+        tests: arguments for pytest: the tests that ``workshop versions`` runs for this stage.
+        tour: the programs that ``workshop tour`` runs.
+        step: which scripts are an earlier script plus one idea.
         exercise: its exercises, in the order of the course.
-        given: programs that are no exercise, and can be checked as well.
+        given: programs that are not exercises but can be checked as well.
     """
 
     order: int
@@ -263,14 +263,14 @@ class StageFile(Table):
 
 
 FOREIGN_UNCHECKED = (
-    "the figures that it prints (the check does not know what they mean)",
+    "the numbers that it prints (the check does not know what they mean)",
     "whether one process computes the same",
     "a real launcher: kill -9, a second machine",
 )
 
 
 def foreign_subject(file: Path) -> subject.Subject:
-    """A program that is no exercise: it has no goals, and the rules that hold anywhere."""
+    """Return a program that is not an exercise as a subject of the check: without goals, with the rules for any program."""
     rules = tuple(rule for rule in RULES.values() if rule.anywhere or rule.always)
     return subject.Subject(file, "", (), rules, () if file.suffix == ".sh" else FOREIGN_UNCHECKED)
 
@@ -279,7 +279,7 @@ def foreign_subject(file: Path) -> subject.Subject:
 
 
 def exercises() -> tuple[Exercise, ...]:
-    """All exercises, in the order of the course.
+    """Return all exercises, in the order of the course.
 
     Raises:
         UserError: an ``exercises.toml`` is wrong; the message names the file and the key.
@@ -288,7 +288,7 @@ def exercises() -> tuple[Exercise, ...]:
 
 
 def programs() -> tuple[Exercise, ...]:
-    """All exercises, and the programs that are given and can be checked as well.
+    """Return all exercises, and the given programs that can be checked as well.
 
     Raises:
         UserError: see ``exercises``.
@@ -297,16 +297,16 @@ def programs() -> tuple[Exercise, ...]:
 
 
 def find_exercise(path: Path) -> Exercise | None:
-    """The exercise that a file belongs to: the learner's, a file of the solution, or a copy elsewhere.
+    """Find the exercise of a file: the learner's file, a file of the solution, or a copy in a different place.
 
-    A copy is known by its folder and its name, as in ``elsewhere/02_pytorch_ddp/exercise1_multigpu.py``, else by its name
-    alone.
+    A copy is recognized by its folder and its name, as in ``elsewhere/02_pytorch_ddp/exercise1_multigpu.py``, or else by its
+    name alone.
 
     Returns:
-        The exercise, or the program that is given; None: the file belongs to neither.
+        The exercise or given program; None: the file belongs to neither.
 
     Raises:
-        UserError: several have a file of this name.
+        UserError: several exercises have a file of this name.
     """
     real = Path(os.path.realpath(path))
     for exercise in programs():
@@ -316,7 +316,7 @@ def find_exercise(path: Path) -> Exercise | None:
     found = [each for each in same_name if each.stage == real.parent.name] or same_name
     if len(found) > 1:
         names = " and ".join(f"{each.stage}/{real.name}" for each in found)
-        raise UserError(f"{path} could be {names}; put it into a folder with the name of its stage")
+        raise UserError(f"{path} could be {names}; put it into a folder that is named like its stage")
     return found[0] if found else None
 
 
@@ -325,7 +325,7 @@ def find_exercise(path: Path) -> Exercise | None:
 
 @cache
 def stage_files() -> dict[str, StageFile]:
-    """The ``exercises.toml`` of each stage, by the name of the folder, in the order of the course.
+    """Return the ``exercises.toml`` of each stage, by the name of the folder, in the order of the course.
 
     Raises:
         UserError: one of them is wrong.
@@ -338,7 +338,7 @@ def read_stage_file(path: Path) -> StageFile:
     """Read an ``exercises.toml``.
 
     Raises:
-        UserError: it cannot be read, a key is missing or unknown, or a value is wrong.
+        UserError: the file cannot be read, a key is missing or unknown, or a value is wrong.
     """
     name = f"{path.parent.name}/{path.name}"
     content: dict[str, Any] = {}
@@ -351,7 +351,7 @@ def read_stage_file(path: Path) -> StageFile:
         raise UserError(f"{name} is not TOML: {error}") from None
     except ValidationError as error:
         first = error.errors()[0]
-        known = {"missing": "is missing", "extra_forbidden": f"is no key of {FILE}"}
+        known = {"missing": "is missing", "extra_forbidden": f"is not a key of {FILE}"}
         said = known.get(first["type"], "is wrong: " + first["msg"])
         raise UserError(f"{name}: {_key(content, first['loc'])} {said}") from None
     for problem in _problems(file, path.parent):
@@ -360,7 +360,7 @@ def read_stage_file(path: Path) -> StageFile:
 
 
 def _key(content: Any, places: tuple[int | str, ...]) -> str:
-    """A key in words: "exercise[exercise1_multigpu.py].goals[2].title"."""
+    """Return a key as text: "exercise[exercise1_multigpu.py].goals[2].title"."""
     words = ""
     for place in places:
         try:
@@ -376,7 +376,7 @@ def _key(content: Any, places: tuple[int | str, ...]) -> str:
 
 
 def _problems(file: StageFile, folder: Path) -> Iterator[str]:
-    """What is wrong with a file of which each table by itself is right, each problem with its key."""
+    """Yield the problems, each with its key, that the validation of the single tables cannot find."""
     owners: dict[str, str] = {}
     solutions = ROOT / "solutions" / folder.name
     for kind, tables in (("exercise", file.exercise), ("given", file.given)):
@@ -386,7 +386,7 @@ def _problems(file: StageFile, folder: Path) -> Iterator[str]:
                 if name in owners:
                     yield f"{key}.{place} names {name}, which belongs to {owners[name]}"
                 owners[name] = key
-                # (A learner may have deleted it, and wants `workshop reset` to bring it back.)
+                # A file that only the learner has deleted is no problem: `workshop reset` must be able to restore it.
                 if (
                     kind == "exercise"
                     and solutions.is_dir()
@@ -395,7 +395,7 @@ def _problems(file: StageFile, folder: Path) -> Iterator[str]:
                     yield f"{key}.{place} names {name}, which is neither in the stage nor in solutions/{folder.name}"
             for name, number in exercise.todo_of.items():
                 if name not in exercise.beside or number not in exercise.todos:
-                    yield f"{key}.todo_of says {name} = {number}: it takes a file in beside, and the number of a goal"
+                    yield f"{key}.todo_of says {name} = {number}; write a file of beside, and the number of a goal"
             yield from (f"{key}.{problem}" for problem in _problems_of_goals(exercise))
 
 
@@ -405,14 +405,14 @@ def _problems_of_goals(exercise: Exercise) -> Iterator[str]:
     for goal in exercise.goals:
         key = f"goals[{goal.number}]"
         if counts[goal.number] > 1:
-            yield f"{key}.number stands {counts[goal.number]} times"
+            yield f"{key}.number occurs {counts[goal.number]} times; each goal needs its own number"
         wanted = 0 if goal.number == KEPT else HINTS_PER_GOAL
         if len(goal.hints) != wanted:
             yield f"{key}.hints has {len(goal.hints)} of {wanted} hints"
         for name in goal.rules:
             if name not in RULES and not (name.startswith("@") and name[1:] in FAMILIES):
                 what = "family of rules" if name.startswith("@") else "rule"
-                yield f"{key}.rules names {name}, and there is no {what} of this name"
+                yield f"{key}.rules names {name}, but there is no {what} with this name"
             if name in owners:
-                yield f"{key}.rules names {name}, which goal {owners[name]} names already"
+                yield f"{key}.rules names {name}, but goal {owners[name]} already names it"
             owners[name] = goal.number

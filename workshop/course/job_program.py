@@ -1,8 +1,8 @@
-"""What runs in the place of multigpu_torchrun.py while a job script is checked.
+"""Replace multigpu_torchrun.py while a job script is checked.
 
-It notes on which node it runs and what its launcher has set for it, connects to the other ranks, and pretends to train: each
-epoch takes some time, and rank 0 counts it in a checkpoint. It does not import torch, so that a check takes seconds. It writes
-its notes to a folder beside it.
+The program records its node and the variables that its launcher has set, connects to the other ranks, and pretends to train:
+each epoch takes some time, and rank 0 writes the number of the epoch to a checkpoint. It does not import torch, so a check
+takes only seconds. The records are in the folder ``notes`` beside it.
 """
 
 import argparse
@@ -13,9 +13,9 @@ import subprocess
 import time
 from pathlib import Path
 
-PATIENCE = 20  # seconds that it waits for another rank, as a collective does
+PATIENCE = 20  # seconds that it waits for the other ranks, as a collective does
 SECONDS_PER_EPOCH = 0.4
-# The variables that the rules read, of those that a launcher may set.
+# The variables of launchers that the rules read.
 NOTED = (
     *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"),
     *("TORCHELASTIC_RUN_ID", "OMP_NUM_THREADS"),
@@ -60,9 +60,9 @@ def main() -> None:
 
 
 def meet(rank: int, world_size: int, notes: Path) -> list[socket.socket]:
-    """Connect all ranks with rank 0: the connections of rank 0 to the others, and of another to rank 0."""
+    """Connect all ranks with rank 0. Rank 0 returns its connections to all other ranks, every other rank the one to rank 0."""
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    # torchrun itself listens at the master's port. Rank 0 then takes another, and the rest read it.
+    # torchrun itself listens on MASTER_PORT, so rank 0 uses a different port and writes it to a file for the other ranks.
     by_torchrun = "TORCHELASTIC_RUN_ID" in os.environ
     attempt = f"{os.environ.get('SLURM_JOB_ID')}-{os.environ.get('SLURM_RESTART_COUNT', 0)}"
     board = notes / f"group-{attempt}-{address}-{port}.txt"
@@ -92,12 +92,12 @@ def meet(rank: int, world_size: int, notes: Path) -> list[socket.socket]:
 
 
 def agree(rank: int, others: list[socket.socket]) -> None:
-    """Wait until all ranks are here, as a collective does; when a rank has died, the others end with an error."""
+    """Wait for all ranks, as a collective does. If a rank has died, the others end with an error."""
     if rank > 0:
         others[0].sendall(b"x")
     for connection in others:
         if connection.recv(1) != b"x":
-            raise ConnectionError("another rank has closed the connection")
+            raise ConnectionError("a different rank has closed the connection")
     if rank == 0:
         for connection in others:
             connection.sendall(b"x")

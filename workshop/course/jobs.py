@@ -1,6 +1,6 @@
-"""What makes the trials of a job script: as it is, in another shape, with a dead node, at the end of its time, and for real.
+"""Try a job script: as it is, in a different shape, with a dead node, at its time limit, and with the real training.
 
-The Slurm is that of ``workshop cluster``, brought up for the check and gone after it.
+The jobs run on a practice cluster of ``workshop cluster``, which the check starts and stops.
 """
 
 import re
@@ -37,11 +37,11 @@ from workshop.slurm.script import ignored_directives
 from workshop.slurm.shape import Shape
 from workshop.training.logs import read_log
 
-NODES = 6  # for two jobs of two nodes, each with one to spare
+NODES = 6  # for two jobs with two nodes each, and one spare node per job
 EPOCHS = 3
-LONG = 60  # epochs: enough that a job is still at work when Slurm finds a node dead
-TRAP = 8  # seconds in which a script that is told of its end puts its job back into the queue
-# The practice cluster's nodes, for a controller that has none.
+LONG = 60  # epochs, so that the job is still running when Slurm notices the dead node
+TRAP = 8  # seconds that a script has to requeue its job after the signal before its time limit
+# The nodes of the practice cluster, for a controller that runs without nodes.
 PRACTICE = """\
 NodeName=node[1-4] CPUs=8 RealMemory=512000 Gres=gpu:4
 PartitionName=normal Nodes=ALL Default=YES MaxTime=1440 DefMemPerCPU=1000
@@ -53,26 +53,26 @@ class JobBench:
 
     Args:
         subject: the script.
-        exercise: the exercise that it is; None: another script, which is judged in the shape that it asks for.
-        nproc, on_cpu: as for other benches; jobs run in the shape of the exercise, and on the CPU.
+        exercise: the exercise that the script belongs to; None: the script is judged in the shape that it requests.
+        nproc, on_cpu: not used, because jobs run in the shape of the exercise, and on the CPU.
         place: a folder for its files.
     """
 
     def __init__(self, subject: Subject, exercise: Exercise | None, *, nproc: int, on_cpu: bool, place: Path):
         self.script, self.exercise, self.place = subject.file, exercise, place
-        self._said = False  # why no job can run here
+        self._said = False  # whether the reason why no job can run here has been given
         self._end: Callable[[], object] = lambda: None
 
     @property
     def offers(self) -> tuple[Scenario[Any], ...]:
-        """The scenarios that it can make, in this order."""
+        """The scenarios that this bench can make, in the order in which it makes them."""
         if self.exercise is None:
             return (DIRECTIVES, REQUEST, JOB)
         elsewhere = (JOB_ELSEWHERE,) if self.exercise.other_shape else ()
         return (DIRECTIVES, REQUEST, JOB, *elsewhere, NODE_DIES, TIME_OVER, REAL_JOB)
 
     def make(self, scenario: Scenario[Any], made: Mapping[Scenario[Any], Any]) -> Any:
-        """Make one.
+        """Make a scenario; see ``judge.Bench``.
 
         Raises:
             Unavailable: no job can run here.
@@ -89,26 +89,26 @@ class JobBench:
         return makers[scenario]()
 
     def close(self) -> None:
-        """End the cluster, with all that runs on it."""
+        """Stop the cluster and everything that runs on it."""
         self._end()
 
     # ------------------------------------------------------------ the cluster
 
     @cached_property
     def _cluster(self) -> practice.Cluster | UserError:
-        """The cluster; or why there is none."""
+        """The cluster, or the error that prevented its start."""
         try:
             cluster = practice.up(NODES, name=f"check{secrets.token_hex(4)}", mine=True)
         except UserError as error:
             return error
-        self._end = weakref.finalize(self, cluster.end)  # once, and at the latest with this object
+        self._end = weakref.finalize(self, cluster.end)  # runs once, at the latest when this object is deleted
         return cluster
 
     def _trial(self, program: Path | None = STAND_IN) -> Trial:
-        """A new trial of the script.
+        """Return a new trial of the script.
 
         Raises:
-            Unavailable: no job can run here; the reason is given once.
+            Unavailable: no job can run here; only the first such error contains the reason.
         """
         cluster = self._cluster
         if isinstance(cluster, UserError):
@@ -118,12 +118,12 @@ class JobBench:
         return Trial(self.script, self.place, cluster, program)
 
     def _submit(self, trial: Trial, shape: Shape | None, options: Sequence[str], arguments: Sequence[str]) -> Job:
-        """Submit the script, in a shape or (None) in the one that it asks for."""
+        """Submit the script with this shape, or (None) with the shape that it requests."""
         request = self._request
         if request.asked is None:
-            raise Unavailable("")  # it is rejected as it is: that has been found already
+            raise Unavailable("")  # Slurm rejects the script, which a different rule has reported already
         ran_in = shape or request.asked
-        # GPUs that a script asks for by --gres are not replaced by --gpus-per-node.
+        # --gpus-per-node does not replace a request for GPUs with --gres.
         asks = [] if ran_in == request.asked else ran_in.options(gres="gres" in request.options)
         try:
             job = trial.submit([*asks, *options], arguments)
@@ -132,16 +132,16 @@ class JobBench:
         job.shape = ran_in
         return job
 
-    # ------------------------------------------------------------ what the script asks for
+    # ------------------------------------------------------------ what the script requests
 
     def _directives(self) -> list[tuple[str, str]]:
-        """The lines that look like directives and are ignored: where, and why."""
+        """Return the lines that look like directives but that Slurm ignores: the place and the reason of each."""
         ignored = ignored_directives(self.script.read_text())
         return [(f"{self.script.name}:{number}", reason) for number, reason in ignored]
 
     @cached_property
     def _request(self) -> Request:
-        """What Slurm makes of the script's directives: a job that has them, and nothing else in it, tells."""
+        """How Slurm understands the directives of the script, according to a job that has only these directives."""
         if isinstance(self._cluster, UserError):
             return self._controllers_request()
         trial = self._trial()
@@ -168,7 +168,7 @@ class JobBench:
         return self.exercise.shape if self.exercise else None
 
     def _controllers_request(self) -> Request:
-        """Where no node can be started: what Slurm's controller alone makes of the directives.
+        """Return how Slurm's controller alone understands the directives, because no node can be started here.
 
         Raises:
             Unavailable: no controller can be started either.
@@ -193,11 +193,11 @@ class JobBench:
     # ------------------------------------------------------------ trials
 
     def _job(self) -> Job:
-        """The script in the shape that it should ask for."""
+        """Run the script in the shape that it should request."""
         return self._run_to_its_end(self._wanted)
 
     def _elsewhere(self) -> Job:
-        """The script in another shape and on other nodes, where what is written into it in place of taken from Slurm shows."""
+        """Run the script in a different shape and on different nodes, so that values that are hard-coded in it are wrong."""
         assert self.exercise is not None
         return self._run_to_its_end(self.exercise.other_shape, "--exclude=node1")
 
@@ -210,7 +210,7 @@ class JobBench:
         return job
 
     def _real(self) -> Job:
-        """The script as it is, with the real training."""
+        """Run the script as it is, with the real training."""
         trial = self._trial(program=None)
         arguments = ["--epochs", "1", "--batch-size", "32", "--checkpoint", "real.pt"]
         job = self._submit(trial, None, [], arguments)
@@ -220,12 +220,12 @@ class JobBench:
             job.processes = log[-1]["processes"] if log else 0
         return job
 
-    # ------------------------------------------------------------ a dead node, and the end of the time
+    # ------------------------------------------------------------ a dead node, and the time limit
 
     @cached_property
     def _faults(self) -> tuple[Job, Job]:
-        """Two trials at once, because Slurm needs some time to find a node dead."""
-        if self._request.asked is None:  # asked for here, before there are two threads
+        """The two trials with faults. They run at the same time, because Slurm notices a dead node late."""
+        if self._request.asked is None:  # computed here, before there are two threads
             raise Unavailable("")
         trials = self._trial(), self._trial()
         with ThreadPoolExecutor(1) as pool:
@@ -234,21 +234,21 @@ class JobBench:
                 time_over = self._time_over(trials[1])
                 return node_dies.result(), time_over
             except BaseException:
-                self.close()  # Ctrl-C: the other trial then ends at once, too
+                self.close()  # after Ctrl-C, this also ends the other trial at once
                 raise
 
     def _node_dies(self, trial: Trial) -> Job:
-        """Kill a node under a job."""
+        """Kill a node of a running job."""
         job = self._trained_for_two_epochs(trial, "--exclude=node[4-6]")
         if job.state in practice.FINAL or job.refused:
             return job
         job.fault = job.nodes[-1]
         trial.cluster.fault("kill", job.fault)
-        trial.follow(job, until=lambda job: job.restarts > 0, stall=30)  # nothing moves until Slurm gives the node up
+        trial.follow(job, until=lambda job: job.restarts > 0, stall=30)  # no progress until Slurm gives up the node
         return self._second_start(trial, job) if job.restarts else job
 
     def _time_over(self, trial: Trial) -> Job:
-        """Tell a job that its time is nearly over, as Slurm does."""
+        """Send a job the signal that Slurm sends shortly before the time limit."""
         signal = self._request.options.get("signal", "")
         if not asks_for_its_script(signal):
             return Job(options=self._request.options)
@@ -266,22 +266,22 @@ class JobBench:
         return seen
 
     def _trained_for_two_epochs(self, trial: Trial, *options: str) -> Job:
-        """A job that has trained for two epochs, if it comes to that, and is at work on the next."""
+        """Submit a long job, and return it when it has trained for two epochs or has ended."""
         job = self._submit(trial, self._wanted, options, ["--epochs", str(LONG)])
         if not job.refused:
             trial.follow(job, until=lambda job: len(job.epochs) >= 2)
         return job
 
     def _second_start(self, trial: Trial, job: Job) -> Job:
-        """Let a job that is back in the queue train for three epochs more."""
+        """Let a requeued job train for three more epochs."""
         job.before = len(job.epochs)
         trial.start_again(job)
         enough = job.before + 3
-        trial.follow(job, until=lambda job: len(job.epochs) >= enough, stall=MEETING)  # its nodes have to meet again
+        trial.follow(job, until=lambda job: len(job.epochs) >= enough, stall=MEETING)  # needs a new rendezvous
         trial.cancel(job)
         return job
 
 
 def _number(word: str) -> int:
-    """A number that Slurm shows; 1 where it shows that none was asked for."""
+    """Convert a number that Slurm shows; return 1 if Slurm shows that none was requested."""
     return int(word) if word.isdigit() and word != "0" else 1

@@ -1,4 +1,4 @@
-"""``workshop hint``, ``workshop diff``, ``workshop reset``: help with an exercise, its solution, back to the start."""
+"""Help with an exercise (``workshop hint``), compare it with its solution (``diff``), or restore it (``reset``)."""
 
 import difflib
 import os
@@ -19,14 +19,14 @@ if TYPE_CHECKING:
 
 
 def resolve_exercise(text: str | os.PathLike[str]) -> Exercise:
-    """The exercise that a text means.
+    """Find the exercise that the user has named.
 
     Args:
-        text: the path of the exercise, of another file of it or of its solution, seen from the current folder or from the
-            repository; or a part of the name that no other exercise has.
+        text: the path of a file of the exercise or of its solution, relative to the current folder or to the repository; or a
+            part of the name that no other exercise has.
 
     Raises:
-        UserError: it is none, or could be several.
+        UserError: the text names no exercise, or could name several.
     """
     root = require_stages()
     text = os.fspath(text)
@@ -36,14 +36,14 @@ def resolve_exercise(text: str | os.PathLike[str]) -> Exercise:
         if own.intersection(paths):
             return exercise
     every = ", ".join(exercise.name for exercise in exercises())
-    if any(os.path.isfile(path) for path in paths):  # single_gpu.py is a part of a name, and another program
+    if any(os.path.isfile(path) for path in paths):  # such as single_gpu.py, which is also part of an exercise's name
         raise UserError(f"{text} is not an exercise; the exercises are: {every}")
     found = [exercise for exercise in exercises() if text in (exercise.path.name, exercise.path.stem)]
     found = found or [exercise for exercise in exercises() if text in exercise.name]
     if not found:
         raise UserError(f"there is no exercise {text!r}; the exercises are: {every}")
     if len(found) > 1:
-        raise UserError(f"{text!r} could be {' or '.join(exercise.name for exercise in found)}; say which")
+        raise UserError(f"{text!r} could be {' or '.join(exercise.name for exercise in found)}; give the full name")
     return found[0]
 
 
@@ -61,7 +61,7 @@ def run_hint(file: str | os.PathLike[str], goal: int | None = None) -> int:
     if goal is None:
         goal = next((number for number in open_goals(exercise) if number != KEPT), goals[0])
     if goal not in goals:
-        raise UserError(f"{exercise.name} has hints for {_goals(exercise, goals)}; not for goal {goal}")
+        raise UserError(f"{exercise.name} has hints for {_goals(exercise, goals)}, but not for goal {goal}")
     number, text = next_hint(exercise, goal)
     left = HINTS_PER_GOAL - number
 
@@ -74,21 +74,21 @@ def run_hint(file: str | os.PathLike[str], goal: int | None = None) -> int:
     if left:
         command, what = f"hint {exercise.name} {goal}", f"{left} {'hint' if left == 1 else 'hints'} left. The next one:"
     else:
-        command, what = f"check {exercise.name}", "No hints left. Try it, and then:"
+        command, what = f"check {exercise.name}", "No hints left. Change your program, then run:"
     # Not wrapped, so that the command can be copied.
     console.print(Text.assemble(f"{what} ", (f"{workshop_command()} {command}", "bold")), soft_wrap=True)
     if hints_shown(exercise.name, goal) < number:
-        note = f"This is not remembered: {progress_path()} cannot be written. Set WORKSHOP_PROGRESS to a file that can."
+        note = f"{progress_path()} is not writable, so your progress is not saved. Set WORKSHOP_PROGRESS to a writable file."
         console.print(Text(note, "yellow"), soft_wrap=True)
     return 0
 
 
 def run_diff(file: str | os.PathLike[str], force: bool = False) -> int:
-    """Print what changes from the learner's files, all of the exercise, to the solution, and return 0.
+    """Print the differences between all files of the exercise and the solution, and return 0.
 
     Args:
         file: the exercise.
-        force: also while goals are open.
+        force: print them even if goals are open.
 
     Raises:
         UserError: there is no such exercise or no solution to it, or goals are open and ``force`` is not set.
@@ -100,10 +100,10 @@ def run_diff(file: str | os.PathLike[str], force: bool = False) -> int:
     if still_open:
         raise UserError(
             f"{exercise.name} has open goals: {_goals(exercise, still_open)}; "
-            "have it checked, or add --solution to see the solution anyway"
+            "check it, or add --solution to see the solution anyway"
         )
     if not exercise.path.is_file():
-        raise UserError(f"{exercise.name} is not there; put it back with: {workshop_command()} reset {exercise.name}")
+        raise UserError(f"{exercise.name} does not exist; restore it with: {workshop_command()} reset {exercise.name}")
     lines: list[str] = []
     for mine, solution in exercise.pairs:
         if mine == exercise.runner and not (mine.exists() and solution.exists()):
@@ -113,7 +113,7 @@ def run_diff(file: str | os.PathLike[str], force: bool = False) -> int:
         lines += difflib.unified_diff(_lines(mine), _lines(solution), before, after, lineterm="")
     console = _console()
     if not lines:
-        console.print(Text(f"{exercise.name} is the solution, line for line"), soft_wrap=True)
+        console.print(Text(f"{exercise.name} is identical to the solution"), soft_wrap=True)
     styles = {"---": "bold", "+++": "bold", "@@ ": "cyan", "+": "green", "-": "red"}
     for line in lines:
         style = next((style for start, style in styles.items() if line.startswith(start)), "")
@@ -122,13 +122,13 @@ def run_diff(file: str | os.PathLike[str], force: bool = False) -> int:
 
 
 def run_reset(file: str | os.PathLike[str]) -> int:
-    """Put all files of an exercise back to what was delivered, keep the learner's files beside them, and return 0.
+    """Restore all files of an exercise, keep the learner's files beside them, and return 0.
 
-    What is delivered comes from git: the last commit that this branch shares with its upstream, which holds none of the
-    learner's own commits that were not pushed; the last commit where there is no upstream.
+    The original files come from git: from the last commit that this branch shares with its upstream, because later commits
+    may be the learner's own; without an upstream, from the last commit.
 
     Raises:
-        UserError: there is no such exercise, git cannot tell what it was, or the folder cannot be written.
+        UserError: there is no such exercise, git does not have its original, or the folder is not writable.
     """
     from rich.text import Text
 
@@ -141,9 +141,9 @@ def run_reset(file: str | os.PathLike[str]) -> int:
     try:
         changed = [path for path, content in delivered.items() if not path.exists() or path.read_bytes() != content]
         if not changed:
-            text = f"{exercise.name} is as it was in {revision}: nothing to put back"
+            text = f"{exercise.name} is already as in {revision}: nothing to restore"
             console.print(Text(text), soft_wrap=True)
-        for path in changed:  # keep all of it before anything is replaced
+        for path in changed:  # keep all files before the first one is replaced
             if path.exists():
                 shutil.copy2(path, _kept(path, number))
         for path in changed:
@@ -154,9 +154,9 @@ def run_reset(file: str | os.PathLike[str]) -> int:
             kept = f"; yours is kept as {_kept(path, number).name}" if path.exists() else ""
             os.replace(temporary, path)
             name = path.relative_to(require_stages())
-            console.print(Text(f"{name} is as it was in {revision} again{kept}"), soft_wrap=True)
+            console.print(Text(f"{name} is restored from {revision}{kept}"), soft_wrap=True)
     except OSError as error:
-        raise UserError(f"cannot put {exercise.name} back: {error}") from error
+        raise UserError(f"cannot restore {exercise.name}: {error}") from error
     return 0
 
 
@@ -167,12 +167,12 @@ def _console() -> "Console":
 
 
 def _goals(exercise: Exercise, numbers: Iterable[int]) -> str:
-    """The goals with these numbers, for a sentence."""
+    """Return the goals with these numbers as a list for a sentence."""
     return ", ".join(f"{number} ({exercise.goal(number).title})" for number in numbers)
 
 
 def _lines(path: Path) -> list[str]:
-    """The lines of a file; a runner's way to the package counts as the same from either folder."""
+    """Return the lines of a file. In a runner, the path to the package is the same for the exercise and the solution."""
     try:
         text = path.read_text(encoding="utf-8", errors="replace")
     except OSError as error:
@@ -183,12 +183,12 @@ def _lines(path: Path) -> list[str]:
 
 
 def _kept(path: Path, number: int) -> Path:
-    """Where a learner's file is kept: ``exercise1_topic.mine-1.py``."""
+    """Return the path under which a learner's file is kept, such as ``exercise1_topic.mine-1.py``."""
     return path.with_name(f"{path.stem}.mine-{number}{path.suffix}")
 
 
 def _delivered(exercise: Exercise) -> tuple[str, dict[Path, bytes]]:
-    """Where it is known what was delivered (a commit, shortened, or a folder), and the files of the exercise from there."""
+    """Return the source of the original files (a short commit hash, or a folder), and their contents."""
     root = require_stages()
     if (root / ORIGIN).exists():
         origin = Path((root / ORIGIN).read_text().splitlines()[1])
@@ -196,10 +196,10 @@ def _delivered(exercise: Exercise) -> tuple[str, dict[Path, bytes]]:
         try:
             return str(origin), {path: source.read_bytes() for path, source in there.items()}
         except OSError as error:
-            raise UserError(f"cannot read what {exercise.name} was in {origin} ({error.strerror})") from error
+            raise UserError(f"cannot read the original {exercise.name} in {origin} ({error.strerror})") from error
 
     def content(revision: str, path: Path) -> bytes:
-        # "./" is seen from the folder: the repository may lie inside of another one.
+        # "./" makes the path relative to this folder, because the course may be inside a larger git repository.
         return _git(root, "cat-file", "blob", f"{revision}:./{path.relative_to(root).as_posix()}")
 
     try:
@@ -211,14 +211,14 @@ def _delivered(exercise: Exercise) -> tuple[str, dict[Path, bytes]]:
             main = content(revision, exercise.path)
     except _GitError as error:
         raise UserError(
-            f"git cannot tell what {exercise.name} was ({error}); take the file from a fresh clone of the course"
+            f"git does not have the original {exercise.name} ({error}); copy the file from a fresh clone of the course"
         ) from error
     delivered = {exercise.path: main}
     try:
         for path, _ in exercise.pairs[1:]:
             delivered[path] = content(revision, path)
     except _GitError:
-        pass  # it has none
+        pass  # the exercise has only one file
     return "commit " + _git(root, "rev-parse", "--short", revision).decode().strip(), delivered
 
 
@@ -227,13 +227,13 @@ class _GitError(Exception):
 
 
 def _git(root: Path, *arguments: str) -> bytes:
-    """What git prints. Raises a ``_GitError`` with its message if it fails, or is not there."""
-    # Where git itself has started this program, say in a hook, these name another repository.
+    """Return what git prints. Raises a ``_GitError`` with git's message if git fails or is not installed."""
+    # If git itself has started this program, for example in a hook, these variables name a different repository.
     env = {name: value for name, value in os.environ.items() if name not in ("GIT_DIR", "GIT_WORK_TREE")}
     try:
         done = subprocess.run(["git", "-C", str(root), *arguments], env=env, capture_output=True)
     except OSError as error:
-        raise _GitError(f"git does not run: {error.strerror}") from error
+        raise _GitError(f"git cannot be started: {error.strerror}") from error
     if done.returncode != 0:
         raise _GitError(" ".join(done.stderr.decode(errors="replace").split()))
     return done.stdout

@@ -1,4 +1,4 @@
-"""What the workshop's own modules tell about a program: the figures in its log, and the samples that it prepares."""
+"""Record how a program uses the modules of the course: the figures in its log, and the samples that it prepares."""
 
 import importlib
 from collections.abc import Callable
@@ -16,7 +16,7 @@ from workshop.training.logs import EpochLog
 
 
 class Reports(Probe):
-    """Notes what is given to ``EpochLog.write``, with the true figures at that moment."""
+    """Records the arguments of ``EpochLog.write``, and the true figures at that moment."""
 
     writes = (Reported,)
 
@@ -47,25 +47,25 @@ class Reports(Probe):
         )
 
     def _truth(self) -> tuple[dict[str, float], str]:
-        """The figures of the model over the whole test set, computed here and now, or why there are none."""
+        """Compute the figures of the model over the whole test set; also return why this failed, or ""."""
         model, test_set = self.recorder.model, self.test_set
         if test_set is None or model is None:
-            return {}, "no test set of load_dataset(), or no model, was seen"
+            return {}, "the program has no test set from load_dataset(), or no model"
         if any(hasattr(parameter, "ds_id") for parameter in model.parameters()):
             return {}, "with ZeRO-3 no process can evaluate the model alone"
         was_training = model.training
         try:
             with self.recorder.quietly():
                 return _evaluate(model, test_set), ""
-        except Exception as error:  # the program's own model may need other inputs, and raise anything
+        except Exception as error:  # the learner's model may need different inputs, and raise anything
             return {}, f"{type(error).__name__}: {error}"
         finally:
             model.train(was_training)
 
 
 def _evaluate(model: nn.Module, test_set: Digits) -> dict[str, float]:
-    """Accuracy and macro F1."""
-    with torch.random.fork_rng(devices=[]):  # a random transform draws, which the program must not notice
+    """Compute the accuracy and the macro F1 score."""
+    with torch.random.fork_rng(devices=[]):  # a random transform must not change the random numbers of the program
         samples = [test_set[index] for index in range(len(test_set))]
     images = torch.stack([image for image, _ in samples])
     labels = torch.tensor([label for _, label in samples])
@@ -79,7 +79,7 @@ def _evaluate(model: nn.Module, test_set: Digits) -> dict[str, float]:
 
 
 class PreparedSamples(Probe):
-    """Counts the samples of the digits that are prepared one by one."""
+    """Counts the samples that the program reads from ``Digits`` one by one."""
 
     writes = (SamplesPrepared,)
 
@@ -96,13 +96,13 @@ class PreparedSamples(Probe):
 
 
 class FineTuning(Probe):
-    """Notes what is given to the log of a language model's training."""
+    """Records the arguments of the log of a language model's training."""
 
     writes = (FineTuningBegun, FineTuningReported)
 
     @classmethod
     def prepare(cls, on_cpu: bool) -> None:
-        """Import the model that such programs train, and show no progress bars in each of their processes."""
+        """Import the model that such programs train, and disable the progress bars of transformers."""
         importlib.import_module("transformers.models.llama.modeling_llama")
         importlib.import_module("transformers.utils.logging").disable_progress_bar()
 

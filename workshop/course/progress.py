@@ -1,4 +1,4 @@
-"""What a learner has reached: goals met and hints seen, in a file that survives."""
+"""Record the progress of a learner in a file: the goals that are met, and the hints that were shown."""
 
 import copy
 import json
@@ -17,11 +17,11 @@ if TYPE_CHECKING:
 
 
 class Entry(TypedDict):
-    """What is known of one exercise.
+    """The progress in one exercise.
 
     Attributes:
-        goals: by the number of the goal, whether the last check found it met.
-        hints: by the number of the goal, how many of its hints have been shown.
+        goals: for each goal, by number: whether it was met in the last check.
+        hints: for each goal, by number: how many of its hints have been shown.
         first_checked, last_checked: ISO times; None: never.
     """
 
@@ -35,30 +35,30 @@ NEVER: Entry = {"goals": {}, "hints": {}, "first_checked": None, "last_checked":
 
 
 def progress_path() -> Path:
-    """The file with the progress: ``$WORKSHOP_PROGRESS``, or ``.progress.json`` in the repository."""
+    """Return the path of the progress file: ``$WORKSHOP_PROGRESS``, or ``.progress.json`` in the repository."""
     return Path(os.environ.get("WORKSHOP_PROGRESS") or ROOT / ".progress.json").expanduser()
 
 
 def read_progress() -> dict[str, Entry]:
-    """What has been recorded, by the exercise's name.
+    """Read the recorded progress, by the name of the exercise.
 
-    A file that makes no sense is put aside as ``.progress.json.damaged``, and the progress begins anew: it must never keep
-    anybody from learning.
+    A damaged file is renamed to ``.progress.json.damaged``, and the progress starts from zero, so that a damaged file never
+    blocks a learner.
     """
     path = progress_path()
     try:
         content = path.read_bytes()
-    except OSError:  # there is none yet, or it cannot be read
+    except OSError:  # the file does not exist yet, or cannot be read
         return {}
     try:
         return _parse(content)
-    except Exception:  # whatever is wrong with it
+    except Exception:  # _parse may raise anything
         _put_aside(path)
         return {}
 
 
 def _parse(content: bytes) -> dict[str, Entry]:
-    """The progress in a file. Raises any exception at all if it is not as ``_write`` makes it."""
+    """Parse the content of a progress file. Raises any exception if ``_write`` would not have written it."""
     progress: dict[str, Entry] = {}
     for name, entry in json.loads(content).items():
         for time in (entry["first_checked"], entry["last_checked"]):
@@ -79,26 +79,26 @@ def _put_aside(path: Path) -> None:
         os.replace(path, damaged)
     except OSError:
         return
-    print(f"workshop: {path} was damaged and is now {damaged.name}; the progress begins anew", file=sys.stderr)
+    print(f"workshop: {path} was damaged and is now {damaged.name}; your progress starts from zero", file=sys.stderr)
 
 
 def _change(name: str, change: Callable[[Entry], None]) -> None:
-    """Let ``change`` alter the entry of an exercise, and write the progress with it."""
+    """Apply ``change`` to the entry of an exercise, and write the progress."""
     progress = read_progress()
     change(progress.setdefault(name, copy.deepcopy(NEVER)))
     _write(progress)
 
 
 def _write(progress: dict[str, Entry]) -> None:
-    """Write the progress; where that is impossible (a read-only folder), go on without."""
+    """Write the progress. If that is impossible, for example in a read-only folder, continue without it."""
     path = progress_path()
     temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         if path.exists():
-            path.read_bytes()  # one that cannot be read is somebody else's: it is left as it is
+            path.read_bytes()  # raises if it cannot be read: do not overwrite the file of a different user
         temporary.write_text(json.dumps(progress, indent=1) + "\n")
-        # os.replace is atomic: whoever reads finds the old progress or the new one, never half of one.
+        # os.replace is atomic, so a reader finds either the old progress or the new one.
         os.replace(temporary, path)
     except OSError:
         try:
@@ -108,7 +108,7 @@ def _write(progress: dict[str, Entry]) -> None:
 
 
 def record_check(name: str, goals: dict[int, bool]) -> None:
-    """Record what a check has found: for each goal of the exercise whether it is met."""
+    """Record the result of a check: whether each goal of the exercise is met."""
     now = datetime.now().astimezone().isoformat(timespec="seconds")
 
     def change(entry: Entry) -> None:
@@ -120,35 +120,35 @@ def record_check(name: str, goals: dict[int, bool]) -> None:
 
 
 def open_goals(exercise: Exercise) -> list[int]:
-    """The goals that the last check has not found met, in the exercise's order; all of them before the first check."""
+    """Return the goals that were not met in the last check, in the order of the exercise; before the first check, all goals."""
     entry = read_progress().get(exercise.name, NEVER)
     return [goal.number for goal in exercise.goals if not entry["goals"].get(goal.number)]
 
 
 def is_done(name: str) -> bool:
-    """Whether the last check has found all goals of an exercise met."""
+    """Return whether all goals of an exercise were met in its last check."""
     return any(exercise.name == name and not open_goals(exercise) for exercise in exercises())
 
 
 def next_exercise() -> Exercise | None:
-    """The first exercise that is not done; None if all are."""
+    """Return the first exercise that is not done; None if all are done."""
     return next((exercise for exercise in exercises() if not is_done(exercise.name)), None)
 
 
 def hints_shown(name: str, goal: int) -> int:
-    """How many hints for a goal have been shown."""
+    """Return how many hints for a goal have been shown."""
     return read_progress().get(name, NEVER)["hints"].get(goal, 0)
 
 
 def next_hint(exercise: Exercise, goal: int) -> tuple[int, str]:
-    """The number and the text of the next hint for a goal, which then counts as shown; after the third the third."""
+    """Return the number and the text of the next hint for a goal, and record it as shown. After the last hint, repeat it."""
     number = min(hints_shown(exercise.name, goal) + 1, HINTS_PER_GOAL)
     _change(exercise.name, lambda entry: entry["hints"].update({goal: number}))
     return number, exercise.goal(goal).hints[number - 1]
 
 
 def _when(last: datetime) -> str:
-    """The time of today, the day of another one: short."""
+    """Return a short time: the time of day if it was today, otherwise the date."""
     return f"{last:%H:%M}" if last.date() == datetime.now().astimezone().date() else f"{last:%d %b}"
 
 
@@ -157,7 +157,7 @@ def show_progress(console: "Console") -> None:
     from rich.table import Table
 
     progress = read_progress()
-    # No lines, short columns: the names are long, and a terminal may have no more than 80 columns.
+    # No lines and narrow columns, because the names are long and a terminal may have only 80 columns.
     table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0))
     table.add_column("exercise", overflow="fold")
     for heading in ("goals\nmet", "hints\nused", "last\nchecked"):

@@ -1,6 +1,6 @@
-"""Starting a program for real: mp.spawn's fresh interpreters, torchrun's restarts after kill -9, Slurm's variables, the speed.
+"""Start a program with its real launcher: mp.spawn, torchrun after kill -9, Slurm's variables; and measure its speed.
 
-Nothing is judged here: each function starts the program and returns what it has observed.
+The functions judge nothing: each one starts the program and returns what it has observed.
 """
 
 import math
@@ -23,18 +23,18 @@ from workshop.run.environment import environment, torchrun
 from workshop.run.processes import Background
 from workshop.training.logs import read_log
 
-LIMIT = 90  # seconds that a real run may take
+LIMIT = 90  # the maximum duration of a real run in seconds
 CHECKPOINT = "run.pt"
 
 
 class _Real(Background):
-    """A program that runs for real, in a folder that is made for it.
+    """A program that runs in the background with its real launcher.
 
     Args:
         command: the program and its options.
-        folder: where it runs.
-        changes: further environment variables.
-        gpus: whether it sees the GPUs.
+        folder: its working directory, which is created if necessary.
+        changes: additional environment variables.
+        gpus: whether it can use the GPUs.
     """
 
     def __init__(self, command: Sequence[object], folder: Path, changes: Mapping[str, str], gpus: bool = False):
@@ -44,7 +44,7 @@ class _Real(Background):
         super().__init__(command, folder, environment(gpus=gpus, **variables))
 
     def to_end(self) -> int | None:
-        """Wait for its end, and end what is left of it; its exit status, None if the time was over."""
+        """Wait for the end of the program, and kill what is left of it; return the exit status, or None after ``LIMIT``."""
         try:
             return self.wait(LIMIT)
         finally:
@@ -54,7 +54,7 @@ class _Real(Background):
 def _observed(
     command: Sequence[object], folder: Path, checkpoint: str, environments: Sequence[Mapping[str, str]] = ({},)
 ) -> RealRun:
-    """Start a command once with each of these environments, all at the same time, and wait for their ends."""
+    """Start a command once per environment, all at the same time, and wait until all have ended."""
     started: list[_Real] = []
     try:
         started += (_Real(command, folder, changes) for changes in environments)
@@ -68,17 +68,17 @@ def _observed(
 
 
 def spawned(script: Path, place: Path) -> RealRun:
-    """Run it with fresh interpreters, as mp.spawn starts them."""
+    """Run a program with mp.spawn, which starts a new interpreter per process, and not with forked ranks."""
     command = [sys.executable, script, "--nproc", 2, "--epochs", 1, "--checkpoint", CHECKPOINT]
     return _observed(command, place / "spawned", CHECKPOINT)
 
 
 # ---------------------------------------------------------------- Lightning, which starts its processes itself
 
-# What a Jupyter session on a cluster passes on to the programs that are started in it: it is a Slurm job of one task.
+# The variables that a program inherits from a Jupyter session on a cluster, which is a Slurm job with one task.
 SESSION = {"SLURM_JOB_ID": "4711", "SLURM_JOB_NAME": "jupyter", "SLURM_NTASKS": "1", "SLURM_NNODES": "1", "SLURM_PROCID": "0",
            "SLURM_LOCALID": "0", "SLURM_NODEID": "0", "SLURM_JOB_NODELIST": "node1"}  # fmt: skip
-# And what srun sets for the two tasks of a job on one node, beside their numbers.
+# The variables that srun sets for both tasks of a job on one node; SLURM_PROCID and SLURM_LOCALID differ.
 TASKS = {**SESSION, "SLURM_JOB_NAME": "train", "SLURM_NTASKS": "2", "SLURM_NTASKS_PER_NODE": "2", "SLURM_STEP_NUM_TASKS": "2",
          "SLURM_STEP_NUM_NODES": "1", "SLURM_STEP_ID": "0", "SLURM_NODELIST": "localhost"}  # fmt: skip
 
@@ -89,18 +89,18 @@ def _lightning(script: Path, folder: Path, environments: Sequence[Mapping[str, s
 
 
 def alone(script: Path, place: Path) -> RealRun:
-    """Start one process, and let Lightning start the other."""
+    """Start one process, and let Lightning start the second one."""
     return _lightning(script, place / "alone", [{}])
 
 
 def in_session(script: Path, place: Path) -> RealRun:
-    """Start one process inside a job of one task, and let Lightning start the other."""
+    """Start one process inside a job with one task, and let Lightning start the second one."""
     return _lightning(script, place / "session", [SESSION])
 
 
 def as_tasks(script: Path, place: Path) -> RealRun:
     """Start two processes as srun does."""
-    port = {"SLURM_JOB_ID": str(os.getpid())}  # Lightning makes the port from its last digits
+    port = {"SLURM_JOB_ID": str(os.getpid())}  # Lightning derives the port from the last digits
     ranks = ({"SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank)} for rank in range(2))
     return _lightning(script, place / "tasks", [TASKS | port | rank for rank in ranks])
 
@@ -109,9 +109,9 @@ def as_tasks(script: Path, place: Path) -> RealRun:
 
 
 def kills(script: Path, exercise: Exercise, place: Path) -> Kills:
-    """Kill a worker of one run and the torchrun of another after the first epoch, and let both train to the end."""
+    """Kill a worker in one run and torchrun in a second run after the first epoch; let both runs train to the end."""
     options = ["--epochs", "2", "--checkpoint", CHECKPOINT]
-    # What an uninterrupted run ends with: forked ranks compute the same, bit for bit, and start at once.
+    # The uninterrupted run, for comparison. Forked ranks compute bit for bit the same, and start faster.
     whole = place / "uninterrupted"
     whole.mkdir()
     run = run_program(Program(script=script, arguments=tuple(options), launch="torchrun", nproc=2, scratch=whole))
@@ -119,8 +119,8 @@ def kills(script: Path, exercise: Exercise, place: Path) -> Kills:
         return Kills(run.status)
     command, changes = _command(script, exercise), {"OMP_NUM_THREADS": "1"}
     if len(command) > 1:
-        changes["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"  # which the solution's runner sets, too
-    with ThreadPoolExecutor(2) as both:  # most of the time goes into starting Python: on two cores two at a time
+        changes["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"  # as the solution's runner does
+    with ThreadPoolExecutor(2) as both:  # starting Python takes most of the time, so two runs can share two cores
         worker, killed = (
             both.submit(partial(kill, [*command, *options], changes, place)) for kill in (_kill_worker, _kill_torchrun)
         )
@@ -128,15 +128,15 @@ def kills(script: Path, exercise: Exercise, place: Path) -> Kills:
 
 
 def _command(script: Path, exercise: Exercise) -> list[object]:
-    """How the learner starts it: with the runner beside it, or without one as the solution's runner does."""
+    """Return the command of the learner: the runner beside the script, or else the command of the solution's runner."""
     runner = script.with_name(exercise.runner.name) if exercise.runner else None
-    if runner and runner.exists() and ROOT in script.parents:  # a runner finds the workshop from its own folder
+    if runner and runner.exists() and ROOT in script.parents:  # a runner works only inside the repository
         return [runner]
     return [*torchrun(2, "--max-restarts=3"), script]
 
 
 def _first_epoch(run: _Real) -> tuple[bool, list[psutil.Process]]:
-    """Wait for the end of its first epoch: whether it came there, and the processes of torchrun then."""
+    """Wait for the end of the first epoch; return whether the run reached it, and the workers of torchrun."""
     reached = run.wait_for("epoch 1/2", LIMIT)
     return reached, run.workers() if reached else []
 
@@ -160,7 +160,7 @@ def _kill_torchrun(command: Sequence[object], changes: Mapping[str, str], place:
         reached, workers = _first_epoch(run)
         if len(workers) != 2:
             return Killed(reached, len(workers), run.text())
-        if launcher := workers[0].parent():  # torchrun, which need not be the runner itself
+        if launcher := workers[0].parent():  # torchrun, which may be a child of the runner
             launcher.kill()
         run.wait(LIMIT)
         _, alive = psutil.wait_procs(workers, timeout=5)
@@ -176,11 +176,11 @@ def _kill_torchrun(command: Sequence[object], changes: Mapping[str, str], place:
 
 
 def _difference(status: int | None, place: Path, folder: Path) -> float | None:
-    """How much the checkpoint of a run that ended well differs from the uninterrupted run's: see ``Killed.difference``."""
+    """Compare the checkpoint of a run with the one of the uninterrupted run: see ``Killed.difference``."""
     if status != 0 or not (folder / CHECKPOINT).exists():
         return None
     one, other = (
-        # The learner's own checkpoint of a moment ago: what it contains beside tensors is none of our business here.
+        # weights_only=False is safe: the learner's own program has just written this file, and it may contain any object.
         _tensors(torch.load(path / CHECKPOINT, map_location="cpu", weights_only=False))
         for path in (place / "uninterrupted", folder)
     )
@@ -190,7 +190,7 @@ def _difference(status: int | None, place: Path, folder: Path) -> float | None:
 
 
 def _tensors(value: object, name: str = "") -> dict[str, torch.Tensor]:
-    """All tensors in a checkpoint, by their places in it."""
+    """Return all tensors in a checkpoint, by their paths in the nested dictionaries."""
     if isinstance(value, torch.Tensor):
         return {name: value}
     found: dict[str, torch.Tensor] = {}
@@ -203,9 +203,9 @@ def _tensors(value: object, name: str = "") -> dict[str, torch.Tensor]:
 
 
 def speeds(script: Path, solution: Path, place: Path, gpus: bool) -> Speeds:
-    """The samples per second of a program and of the solution, in turns, until both are settled.
+    """Measure the samples per second of a program and of the solution in turn, until both are settled.
 
-    Whatever else the machine does makes a program slower, and never faster.
+    Each run counts with its fastest epoch, because other load on the machine can only make a program slower.
     """
     turns: dict[Path, list[float]] = {script: [], solution: []}
     while not all(settled(best) for best in turns.values()):
@@ -222,6 +222,6 @@ def speeds(script: Path, solution: Path, place: Path, gpus: bool) -> Speeds:
 
 
 def settled(best: Sequence[float]) -> bool:
-    """Whether the two best turns are close together, or there have been five."""
+    """Return whether the two best runs differ by less than 10 %, or there were five runs."""
     top = sorted(best)[-2:]
     return len(best) >= 5 or (len(top) == 2 and top[0] > 0.9 * top[1])

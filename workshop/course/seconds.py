@@ -1,8 +1,8 @@
-"""How long checks take: python -m workshop.course.seconds prints JSON with the seconds of each exercise of stage 02, and medians.
+"""Measure how long checks take: python -m workshop.course.seconds prints JSON with seconds for stage 02, and their medians.
 
-For each exercise and each solution: three checks of the quick goals, each in a new interpreter ("new"); three in one that stays,
-as under --watch ("watching"); and for the solutions that have goals for the real launcher one whole check in a new interpreter,
-from the end of its quick goals to its end ("real_launcher").
+Each exercise and each solution is checked six times, quick goals only: three times in a new interpreter ("new"), and three
+times in the same interpreter, as with --watch ("watching"). A solution with goals for the real launcher is also checked
+completely in a new interpreter; "real_launcher" is the time from the end of the quick goals to the end of the check.
 """
 
 import json
@@ -30,12 +30,12 @@ for verdict in check_file(Path(sys.argv[1]), quick=sys.argv[2] == "quick"):
 
 
 def main() -> None:
-    """Measure, and print."""
+    """Measure the checks, and print the result as JSON."""
     rows: list[dict[str, Any]] = []
     for exercise in (each for each in exercises() if each.stage == "02_pytorch_ddp"):
         for path in (exercise.path, exercise.solution):
             new = [_in_new_interpreter(path, "quick")[0] for _ in range(TIMES)]
-            list(check_file(path, quick=True))  # the first imports torch
+            list(check_file(path, quick=True))  # not measured: the first check imports torch
             watching = []
             for _ in range(TIMES):
                 start = time.monotonic()
@@ -57,7 +57,7 @@ def main() -> None:
 
 
 def _in_new_interpreter(path: Path, part: str) -> list[float]:
-    """The seconds from the start of Python to each verdict."""
+    """Return the seconds from the start of Python to each verdict."""
     start = time.monotonic()
     done = subprocess.run(
         [sys.executable, "-P", "-c", NEW, path, part], cwd=ROOT, capture_output=True, text=True, check=True

@@ -1,6 +1,6 @@
-"""The runs that the check makes of a program with a sharded language model.
+"""Run a program that trains a sharded language model, as the check needs it.
 
-The programs get a model of CodeLlama's architecture with two layers, made for the purpose, and a few pages of text.
+The programs train a model with the architecture of CodeLlama and only two layers on a few pages of text.
 """
 
 import json
@@ -26,18 +26,18 @@ from workshop.course.probes import COURSE_PROBES
 from workshop.run.stillness import Patience
 
 STEPS = 6
-LENGTH = 32  # tokens of a sequence
-BATCH = 2  # sequences a step on each process
+LENGTH = 32  # tokens per sequence
+BATCH = 2  # sequences per step and process
 
 
 @dataclass(frozen=True)
 class Task:
-    """What the programs are to train, and on what.
+    """The model and the data that the programs train with.
 
     Attributes:
         model: the folder of the model.
         data: the file with the documents.
-        loss: of the untrained model on the sequences to validate with, in nats, with plain transformers.
+        loss: the validation loss of the untrained model in nats, computed with transformers alone.
     """
 
     model: Path
@@ -46,7 +46,7 @@ class Task:
 
 
 def make_task(place: Path) -> Task:
-    """Make the model and the documents in a folder."""
+    """Write the model and the documents into a folder."""
     from safetensors.torch import load_file, save_file
     from transformers import AutoTokenizer
 
@@ -55,18 +55,18 @@ def make_task(place: Path) -> Task:
 
     documents = [path.read_text(errors="replace")[:1500] for path in library_files()[:60]]
     model = make_tiny(place / "models" / "small", layers=2, width=64, vocabulary=400, documents=documents)
-    # Untrained scores are all alike; these are not, so a model with different parameters has a different loss.
+    # Untrained models all have nearly the same loss. Larger logits make the loss depend on the parameters.
     parameters = load_file(model / "model.safetensors")
     parameters["lm_head.weight"] *= 8
     save_file(parameters, model / "model.safetensors", metadata={"format": "pt"})
     data = place / "text.jsonl"
     data.write_text("".join(json.dumps({"text": document}) + "\n" for document in documents))
-    load_blocks(str(data), AutoTokenizer.from_pretrained(model), LENGTH)  # the programs find the tokens there
+    load_blocks(str(data), AutoTokenizer.from_pretrained(model), LENGTH)  # caches the tokens for the programs
     return Task(model, data, plain_loss(model, data))
 
 
 def plain_loss(model: Path, data: Path) -> float:
-    """The loss of a model on the sequences that the programs validate with: with transformers alone, in one process."""
+    """Compute the validation loss of a model with transformers alone, in one process."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -81,7 +81,7 @@ def plain_loss(model: Path, data: Path) -> float:
 
 @contextmanager
 def _variables(**changes: str) -> Iterator[None]:
-    """Environment variables of this process, and of those that it forks, for a while."""
+    """Set environment variables temporarily, also for the processes that are forked in the meantime."""
     before = {name: os.environ.get(name) for name in changes}
     os.environ.update(changes)
     try:
@@ -104,11 +104,11 @@ class StepsBench(ProgramBench):
 
     @property
     def offers(self) -> tuple[Scenario[Any], ...]:
-        """The scenarios that it can make, in the order in which they are made."""
+        """The scenarios that this bench can make, in the order in which it makes them."""
         return (WHOLE, CHECKPOINT, ONE_PROCESS_TEXT, RESTARTED, EXPORTED, OPTIONS)
 
     def makers(self) -> dict[Scenario[Any], Callable[[Made], object]]:
-        """The function that makes each scenario."""
+        """Return the function that makes each scenario."""
         return {
             WHOLE: lambda made: self._run(scratch=self._whole_folder),
             CHECKPOINT: lambda made: read_checkpoint(self._whole_folder),
@@ -120,18 +120,18 @@ class StepsBench(ProgramBench):
 
     def make(self, scenario: Scenario[Any], made: Mapping[Scenario[Any], Any]) -> Any:
         """Make a scenario; see ``judge.Bench``."""
-        # (Tokenizers warn at each fork if they have computed in several threads.)
+        # Tokenizers that have used several threads print a warning at each fork.
         with _variables(WORKSHOP_DATA=str(self.place / "data"), TOKENIZERS_PARALLELISM="false"):
             return super().make(scenario, made)
 
     @cached_property
     def _task(self) -> Task:
-        prepare(self.probes, self.on_cpu, self.text)  # before torch computes here, and transformers shows what it loads
+        prepare(self.probes, self.on_cpu, self.text)  # before torch starts threads, and transformers prints
         return make_task(self.place / "data")
 
     @cached_property
     def _whole_folder(self) -> Path:
-        """Where the whole run leaves its checkpoint."""
+        """The folder in which the whole run saves its checkpoint."""
         return self.folder()
 
     def _run(
@@ -143,7 +143,7 @@ class StepsBench(ProgramBench):
         scratch: Path | None = None,
         dies: bool = False,
     ) -> Run:
-        """Run the program with its model and text, and these options as far as it has them."""
+        """Run the program with its model and text, and with those of these options that it has."""
         given = {
             "--model": self._task.model,
             "--data": self._task.data,
@@ -164,7 +164,7 @@ class StepsBench(ProgramBench):
         )
 
     def _restarted(self) -> Restarted:
-        """Kill a run after its first checkpoint; start it again with the same number of processes, and with others."""
+        """Kill a run after its first checkpoint; start it again with the same and with different numbers of processes."""
         scratch, kept = self.folder(), self.folder()
         first = self._run(scratch=scratch, dies=True)
         shutil.copytree(scratch, kept, dirs_exist_ok=True)
@@ -179,7 +179,7 @@ class StepsBench(ProgramBench):
         return Restarted(first, again, tuple(others))
 
     def _exported(self) -> Exported:
-        """Export the last checkpoint of the whole run with the program beside, and load that with transformers alone."""
+        """Export the last checkpoint of the whole run with the exercise's export program; load it with transformers alone."""
         (name,) = self.exercise.beside
         script, folder = self.script.with_name(name), self._whole_folder / "export"
         if not script.is_file():
@@ -192,11 +192,11 @@ class StepsBench(ProgramBench):
             return exported
         try:
             return replace(exported, loss=plain_loss(folder, self._task.data))
-        except Exception as error:  # whatever transformers says of it
+        except Exception as error:  # transformers may raise anything
             return replace(exported, error=f"{type(error).__name__}: {' '.join(str(error).split())[:200]}")
 
     def _with_options(self) -> OptionRuns:
-        """Make a short run with each option, and one without."""
+        """Make a short run with each option, and one without options."""
         run = partial(self._run, steps=3)
         return OptionRuns(
             plain=run(),
@@ -209,7 +209,7 @@ class StepsBench(ProgramBench):
 
 
 def read_checkpoint(folder: Path) -> Checkpoint:
-    """What is in the first complete checkpoint of DCP below a run's folder."""
+    """Describe the first complete DCP checkpoint below the folder of a run."""
     complete = sorted(folder.rglob("step-*/.metadata"))
     if not complete:
         return Checkpoint(complete=False)

@@ -1,6 +1,6 @@
-"""Exercises and their solutions, hunk by hunk: which TODO each difference belongs to, and versions with some TODOs done.
+"""Compare exercises with their solutions hunk by hunk, and write versions in which only some TODOs are done.
 
-python -m workshop.course.todo EXERCISE 1,2 FILE writes the exercise with its TODOs 1 and 2 done as in the solution.
+python -m workshop.course.todo EXERCISE 1,2 FILE writes the exercise with TODOs 1 and 2 done as in the solution.
 """
 
 import ast
@@ -17,12 +17,12 @@ from workshop.errors import UserError
 
 
 class Hunk(NamedTuple):
-    """Some lines of an exercise, and what the solution has in their place.
+    """Some lines of an exercise, and the corresponding lines of the solution.
 
     Attributes:
-        numbers: of the TODOs in the exercise's lines; none where both are equal.
-        before: the exercise's lines.
-        after: the solution's.
+        numbers: the numbers of the TODOs in the lines of the exercise; empty if both are equal.
+        before: the lines of the exercise.
+        after: the lines of the solution.
     """
 
     numbers: set[int]
@@ -31,7 +31,7 @@ class Hunk(NamedTuple):
 
 
 def _head_lines(path: Path) -> int:
-    """How many lines of a file only say what it is: a program's docstring, a job script's first comments."""
+    """Count the lines of the head of a file: the docstring of a program, or the first comments of a job script."""
     text = path.read_text()
     if path.suffix == ".py":
         return ast.parse(text).body[0].end_lineno or 0
@@ -39,7 +39,7 @@ def _head_lines(path: Path) -> int:
 
 
 def _body(path: Path) -> list[str]:
-    """The lines after the head; of a runner with the path to the workshop as in the exercises."""
+    """Return the lines after the head. In a runner, the path to the package is always the one of the exercise."""
     lines = path.read_text().replace("/../../workshop/", "/../workshop/").splitlines(keepends=True)
     return lines[_head_lines(path) :]
 
@@ -49,12 +49,12 @@ def _head(path: Path) -> str:
 
 
 def numbers_in(text: str) -> set[int]:
-    """The numbers of the TODO comments in lines of a program."""
+    """Return the numbers of the TODO comments in lines of a program."""
     return {int(number) for number in re.findall(r"# +TODO (\d)", text)}
 
 
 def hunks(own: Path, solution: Path) -> list[Hunk]:
-    """A file of an exercise beside the solution's, in order: differences, and the equal lines between them."""
+    """Compare a file of an exercise with the solution: return the differences and the equal lines, in order."""
     before, after = _body(own), _body(solution)
     exercise = find_exercise(own)
     whole = exercise.todo_of.get(own.name) if exercise else None
@@ -66,7 +66,7 @@ def hunks(own: Path, solution: Path) -> list[Hunk]:
 
 
 def version(own: Path, solution: Path, done: Collection[int]) -> str:
-    """The text of a file of an exercise with the TODOs of these numbers done as in the solution."""
+    """Return the text of a file of an exercise in which the TODOs with these numbers are done as in the solution."""
     lines = []
     for hunk in hunks(own, solution):
         lines += hunk.after if hunk.numbers and hunk.numbers <= set(done) else hunk.before
@@ -74,7 +74,7 @@ def version(own: Path, solution: Path, done: Collection[int]) -> str:
 
 
 def write_version(exercise: Exercise, done: Collection[int], folder: Path) -> Path:
-    """Write that version of all its files into a folder; return the script."""
+    """Write all files of an exercise into a folder with these TODOs done; return the path of the program or job script."""
     for own, solution in exercise.pairs:
         (folder / own.name).write_text(version(own, solution, done))
         (folder / own.name).chmod(0o755)
@@ -82,7 +82,7 @@ def write_version(exercise: Exercise, done: Collection[int], folder: Path) -> Pa
 
 
 def main() -> None:
-    """Write a version with some TODOs done, as the command line asks."""
+    """Write the version that the command line describes."""
     try:
         name, numbers, file = sys.argv[1:]
         done = {int(number) for number in numbers.split(",")}

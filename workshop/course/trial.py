@@ -1,7 +1,7 @@
-"""A trial of a job script: it runs as a job on a practice cluster, and what it does is noted.
+"""Try a job script: run it as a job on a practice cluster, and record what it does.
 
-In the place of the training program a small one runs, ``job_program.py``, which notes on which node, as which rank and with how
-many cores each process finds itself.
+By default a small program, ``job_program.py``, replaces the training program. It records the node, the rank and the launcher's
+variables of each process.
 """
 
 import json
@@ -24,10 +24,10 @@ from workshop.run.stillness import Patience, Watch
 from workshop.slurm import cluster as practice
 
 STAND_IN = Path(__file__).with_name("job_program.py")
-STALL = 10  # seconds in which nothing moves
-MEETING = 25  # the same before the program has started: torchruns that look for each other pause longer each time
-LIMIT = 120  # seconds that a job may take
-LIMIT_REAL = 300  # the same where it trains for real, and not with a stand-in for the program
+STALL = 10  # seconds without progress after which a job counts as hanging
+MEETING = 25  # the same before the program has started: each time a rendezvous fails, torchrun waits longer
+LIMIT = 120  # the maximum duration of a job in seconds
+LIMIT_REAL = 300  # the same for a job with the real training program
 
 
 class Refused(Exception):
@@ -40,8 +40,8 @@ class Trial:
     Args:
         script: the job script.
         place: a folder of the check.
-        cluster: a cluster that is up.
-        program: what stands for multigpu_torchrun.py; None: the real one.
+        cluster: a running cluster.
+        program: the program that replaces multigpu_torchrun.py; None: use the real one.
     """
 
     def __init__(self, script: Path, place: Path, cluster: practice.Cluster, program: Path | None = STAND_IN):
@@ -65,26 +65,26 @@ class Trial:
         )
 
     def submit(self, options: Sequence[str], arguments: Sequence[str], script: str = "") -> Job:
-        """Submit the script, or another one in its folder.
+        """Submit the script, or a different script in its folder.
 
         Raises:
             Refused: sbatch rejects it.
         """
-        # The partition of a learner's own site is not known here.
+        # The practice cluster does not have the partitions of the learner's site.
         command = ["sbatch", "--verbose", "--parsable", "--partition=normal", *options, script or self.script.name]
         done = self.on_login(*command, *arguments)
         if done.returncode != 0:
             lines = [line.removeprefix("sbatch: ").strip() for line in done.stderr.splitlines()]
             telling = [line for line in lines if re.search("error|unrecognized|invalid|ambiguous", line)]
             said = [line.removeprefix("error: ") for line in telling or lines[-2:]]
-            raise Refused(" ".join(said) or "sbatch does not say why")
+            raise Refused(" ".join(said) or "sbatch gives no reason")
         return Job(done.stdout.strip(), dict(re.findall(r"sbatch: ([\w-]+) +: (\S+)", done.stderr)))
 
     def look(self, job: Job) -> None:
-        """Bring what is known about a job up to date."""
+        """Update what is known about a job."""
         text = self.on_login("scontrol", "--oneliner", "show", "job", job.number).stdout
         if not text and not psutil.pid_exists(self.cluster.first):
-            raise RuntimeError("the practice cluster has ended under the check")
+            raise RuntimeError("the practice cluster ended during the check")
         known = dict(word.split("=", 1) for word in text.split() if "=" in word)
         job.state, job.restarts = known.get("JobState", "UNKNOWN"), int(known.get("Restarts", 0))
         listed = known.get("NodeList", "(null)")
@@ -102,16 +102,19 @@ class Trial:
         job.epochs = [note["epoch"] for note in notes if note["event"] == "epoch"]
 
     def _notes(self, job: Job) -> list[dict[str, Any]]:
-        """What the processes of a job have noted, in the order of time."""
+        """Return what the processes of a job have recorded, in chronological order."""
         notes = []
         for file in self.folder.glob("notes/*.jsonl"):
             for line in file.read_text().splitlines():
-                with suppress(json.JSONDecodeError):  # a line that is just being written
+                with suppress(json.JSONDecodeError):  # the line is still being written
                     notes.append(json.loads(line))
         return sorted((note for note in notes if note["job"] == job.number), key=lambda note: note["time"])
 
     def follow(self, job: Job, until: Callable[[Job], bool] | None = None, stall: float = 0) -> bool:
-        """Follow a job until ``until(job)`` holds or it has ended; whether it came to that. One that stands still is ended."""
+        """Wait until ``until(job)`` is true, or by default until the job ends; return whether that happened.
+
+        A job that makes no progress is cancelled.
+        """
         end, started, watch = time.monotonic() + self.limit, None, None
         while True:
             self.look(job)
@@ -123,7 +126,7 @@ class Trial:
                 started, left = bool(job.starts), end - time.monotonic()
                 patience = Patience(stall or (STALL if started else MEETING), busy=self.limit, total=left)
                 watch = Watch(self._programs, patience)
-            waits = job.state != "RUNNING"  # in the queue: that takes as long as it takes
+            waits = job.state != "RUNNING"  # time in the queue does not count
             if watch.look((len(job.starts), len(job.epochs), job.state, time.monotonic() if waits else 0)):
                 self._note_torchruns(job)
                 self.cancel(job)
@@ -131,15 +134,15 @@ class Trial:
             time.sleep(0.2)
 
     def start_again(self, job: Job) -> None:
-        """Start a job that has been put back into the queue: Slurm would let it wait there for two minutes.
+        """Start a requeued job at once: Slurm would let it wait for two minutes.
 
-        It is put back when its old nodes have been cleared up, and only then the time of its start is set.
+        The job is pending again only after Slurm has cleaned up its old nodes, and until then its start time cannot be changed.
         """
         if self.follow(job, until=lambda job: job.state == "PENDING"):
             self.on_login("scontrol", "update", f"JobId={job.number}", "StartTime=now")
 
     def cancel(self, job: Job) -> None:
-        """End a job, and wait until it is over."""
+        """Cancel a job, and wait until it has ended."""
         self.on_login("scancel", job.number)
         end = time.monotonic() + 20
         while job.state not in practice.FINAL and time.monotonic() < end:
@@ -147,7 +150,7 @@ class Trial:
             self.look(job)
 
     def _programs(self) -> list[psutil.Process]:
-        """The processes of programs on the cluster, without Slurm's own."""
+        """Return the processes of Python programs on the cluster, without those of Slurm."""
         found = []
         for process in family(self.cluster.first):
             with suppress(psutil.Error):
@@ -156,7 +159,7 @@ class Trial:
         return found
 
     def _note_torchruns(self, job: Job) -> None:
-        """Note how many torchruns of a job there are on each of its nodes, and their command lines."""
+        """Record how many torchrun processes of a job run on each of its nodes, and their command lines."""
         job.launchers = dict.fromkeys(job.nodes, 0)
         for process in family(self.cluster.first):
             with suppress(psutil.Error, KeyError):

@@ -1,4 +1,4 @@
-"""Data sets (``load_dataset``) and fetching them (``workshop fetch``)."""
+"""Load data sets (``load_dataset``) and fetch them (``workshop fetch``)."""
 
 import workshop.run.process_group  # noqa: F401
 from workshop.data.datasets import DATASETS, data_folder, load_dataset

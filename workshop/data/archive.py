@@ -1,4 +1,4 @@
-"""Downloading one file: it goes on where an interrupted download was, and counts only when it is the right one."""
+"""Download one file: resume an interrupted download, and verify the result."""
 
 import fcntl
 import hashlib
@@ -12,13 +12,13 @@ from workshop.errors import UserError
 
 @contextmanager
 def download(name: str, sha256: str | None, mirrors, folder: Path) -> Iterator[Path]:
-    """Download a file for the length of a with-block; of an interrupted download all that came stays, for the next one.
+    """Download a file for use in a with-block, then delete it. A later call resumes an interrupted download.
 
     Args:
-        name: its name.
-        sha256: what it has to have; None: whatever comes is right.
-        mirrors: addresses of folders that hold it, tried in turn.
-        folder: where it lies meanwhile, as ``.NAME.part``.
+        name: the name of the file.
+        sha256: the expected SHA-256; None: accept any file.
+        mirrors: addresses of folders that contain it, tried in turn.
+        folder: where it is stored meanwhile, as ``.NAME.part``.
 
     Raises:
         UserError: no mirror gave a file with the right SHA-256.
@@ -43,38 +43,38 @@ def download(name: str, sha256: str | None, mirrors, folder: Path) -> Iterator[P
                     path.unlink()
                     return
                 os.truncate(path, 0)
-                problems.append(f"{url}: what came is not the file expected (SHA-256 differs)")
-        stays = f"; what has come stays in {path}" if path.stat().st_size else ""
+                problems.append(f"{url}: the downloaded file is not the expected one (SHA-256 differs)")
+        stays = f"; the downloaded part stays in {path}" if path.stat().st_size else ""
         if not stays:
             path.unlink()
         raise UserError(f"could not fetch {name}; " + "; ".join(problems) + stays)
 
 
 def go_on(url: str, path: Path, headers: dict[str, str] | None = None, size: int | None = None) -> None:
-    """Download a file, or what is missing of it.
+    """Download a file, or resume its download.
 
     Args:
-        url: its address.
-        path: where it goes, and its beginning may lie.
-        headers: further ones of the request.
-        size: in bytes, for the progress bar; None: as the server says.
+        url: the address of the file.
+        path: the file to write; it may already contain the beginning.
+        headers: additional headers of the request.
+        size: in bytes, for the progress bar; None: the size that the server reports.
 
     Raises:
-        requests.RequestException: the server does not answer, or breaks off.
-        OSError: it cannot be written.
+        requests.RequestException: the server does not answer, or closes the connection.
+        OSError: the file cannot be written.
     """
     import requests
     from tqdm import tqdm
 
     there = path.stat().st_size if path.exists() else 0
-    headers = {**(headers or {}), "Accept-Encoding": "identity"}  # a part of a compressed answer is no part of the file
+    headers = {**(headers or {}), "Accept-Encoding": "identity"}  # a compressed range would not continue the file
     if there:
         headers["Range"] = f"bytes={there}-"
     with requests.get(url, headers=headers, stream=True, timeout=30) as answer:
-        if there and answer.status_code == 416:  # Range Not Satisfiable: all of it is there
+        if there and answer.status_code == 416:  # Range Not Satisfiable: the file is complete
             return
         answer.raise_for_status()
-        if answer.status_code != 206:  # not Partial Content: all of it comes
+        if answer.status_code != 206:  # not Partial Content: the whole file comes
             there = 0
         size = size or there + int(answer.headers.get("Content-Length", 0)) or None
         bar = tqdm(total=size, initial=there, unit="B", unit_scale=True, disable=None)
@@ -85,14 +85,14 @@ def go_on(url: str, path: Path, headers: dict[str, str] | None = None, size: int
 
 
 def file_sha256(path: str | os.PathLike) -> str:
-    """The SHA-256 of a file, as hexadecimal digits."""
+    """Return the SHA-256 of a file, as hexadecimal digits."""
     with open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 @contextmanager
 def _alone(path: Path) -> Iterator[None]:
-    """Make a file, and hold it alone: whoever else wants it waits."""
+    """Create a file and lock it; other processes wait for the lock."""
     while True:
         with open(path, "ab") as file:
             try:
@@ -102,7 +102,7 @@ def _alone(path: Path) -> Iterator[None]:
             try:
                 if not os.path.samestat(os.fstat(file.fileno()), os.stat(path)):
                     continue
-            except FileNotFoundError:  # whoever held it was done with it
+            except FileNotFoundError:  # the previous process finished and deleted it
                 continue
             yield
             return

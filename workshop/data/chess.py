@@ -1,4 +1,4 @@
-"""Games of chess as text: a file of JSON lines for ``--data chess`` of stage 04, from wherever you have it."""
+"""Fetch chess games as text for ``--data chess`` of stage 04: a file of JSON lines that you provide."""
 
 import json
 import os
@@ -15,15 +15,15 @@ NAME = "chess"
 
 
 def path() -> Path:
-    """Where the file lies once it has been fetched."""
+    """Return the path of the file, which exists once it has been fetched."""
     return data_folder() / f"{NAME}.jsonl"
 
 
 def fetched_file() -> Path:
-    """Where the file lies.
+    """Return the path of the fetched file.
 
     Raises:
-        UserError: it has not been fetched.
+        UserError: the file has not been fetched.
     """
     if not path().is_file():
         raise UserError(
@@ -33,10 +33,10 @@ def fetched_file() -> Path:
 
 
 def text_of(line: bytes) -> str:
-    """The document in a line of JSON.
+    """Return the document in a line of JSON.
 
     Raises:
-        ValueError: the line is no JSON object with a string as its "text".
+        ValueError: the line is not a JSON object with a string as its "text".
     """
     entry = json.loads(line)
     if not isinstance(entry, dict) or not isinstance(entry.get("text"), str):
@@ -45,20 +45,20 @@ def text_of(line: bytes) -> str:
 
 
 def fetch(source: str, sha256: str = "") -> int:
-    """Download or copy a file of JSON lines into the data folder, and return how many documents it holds.
+    """Download or copy a file of JSON lines into the data folder, and return the number of documents in it.
 
-    It is put in place when it is whole and each of its lines is right. An interrupted download goes on where it was.
+    The file appears only when it is complete and every line is valid. An interrupted download resumes.
 
     Args:
-        source: its address, or its path on this machine.
-        sha256: what it has to have, as hexadecimal digits; "": nothing in particular.
+        source: the address of the file, or its path on this machine.
+        sha256: the expected SHA-256, as hexadecimal digits; "": accept any file.
 
     Raises:
-        UserError: there is no such file, it is not the right one, a line is broken, or the folder cannot be written.
+        UserError: there is no such file, it is not the expected one, a line is not valid, or the folder cannot be written.
     """
     if not source:
         raise UserError(
-            f"no public address of {NAME} is known: say where your file of JSON lines is: "
+            f"{NAME} has no public address; give the address or the path of your file of JSON lines: "
             f"./workshop.sh fetch {NAME} --from URL-or-file"
         )
     sha256 = sha256.lower()
@@ -69,21 +69,21 @@ def fetch(source: str, sha256: str = "") -> int:
         folder.mkdir(parents=True, exist_ok=True)
         if not re.match("https?://", source):
             if sha256 and file_sha256(source) != sha256:
-                raise UserError(f"--from {source} is not the file expected (SHA-256 differs)")
+                raise UserError(f"--from {source} is not the expected file (SHA-256 differs)")
             return _put_in_place(Path(source), source)
         mirror, _, name = source.rpartition("/")
         with download(name, sha256 or None, [mirror], folder) as arrived:
             try:
                 return _put_in_place(arrived, source)
             except UserError:
-                os.truncate(arrived, 0)  # the next time all of it has to come
+                os.truncate(arrived, 0)  # the next download starts from the beginning
                 raise
     except OSError as error:
         raise UserError(f"cannot fetch {source} into {folder}: {error.strerror or error}") from error
 
 
 def _put_in_place(file: Path, source: str) -> int:
-    """Copy a file into place once each of its lines is right, and return how many documents it holds."""
+    """Copy a file into place if every line is valid, and return the number of documents in it."""
     with tempfile.TemporaryDirectory(dir=path().parent, prefix=".fetch-") as scratch:
         copy = Path(scratch) / path().name
         shutil.copyfile(file, copy)
@@ -93,7 +93,7 @@ def _put_in_place(file: Path, source: str) -> int:
 
 
 def _count_documents(file: Path, source: str) -> int:
-    """How many documents a file of JSON lines holds; empty lines count for nothing."""
+    """Return the number of documents in a file of JSON lines; empty lines do not count."""
     documents = 0
     with open(file, "rb") as lines:
         for number, line in enumerate(lines, start=1):
@@ -102,7 +102,7 @@ def _count_documents(file: Path, source: str) -> int:
                     text_of(line)
                 except ValueError as error:
                     raise UserError(
-                        f'line {number:,} of {source} is no JSON object with a "text"; {NAME} stays as it was'
+                        f'line {number:,} of {source} is not a JSON object with a "text"; the stored {NAME} data has not changed'
                     ) from error
                 documents += 1
     if not documents:

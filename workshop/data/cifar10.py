@@ -1,4 +1,4 @@
-"""Fetching CIFAR-10: one archive, verified, unpacked under a temporary name and moved into place when it is whole."""
+"""Fetch CIFAR-10: download and verify one archive, unpack it under a temporary name and move it into place."""
 
 import os
 import shutil
@@ -20,16 +20,16 @@ FILES = ("batches.meta", *(f"data_batch_{number}" for number in range(1, 6)), "t
 
 
 def missing_files(folder: Path) -> list[str]:
-    """The files that are not in ``folder``."""
+    """Return the files that are not in ``folder``."""
     return [name for name in FILES if not (folder / FOLDER / name).is_file()]
 
 
 def fetch(folder: Path, mirrors=MIRRORS) -> int:
-    """Download CIFAR-10 (163 MiB) into ``folder`` if it is not there, and return how many files that was.
+    """Download CIFAR-10 (163 MiB) into ``folder`` if it is not there, and return the number of fetched files.
 
     Args:
-        folder: the data folder; made if need be.
-        mirrors: addresses of folders that hold the archive, tried in turn.
+        folder: the data folder; created if necessary.
+        mirrors: addresses of folders that contain the archive, tried in turn.
 
     Raises:
         UserError: the folder cannot be written, or no mirror gave an archive with the right SHA-256.
@@ -46,7 +46,7 @@ def fetch(folder: Path, mirrors=MIRRORS) -> int:
             with tarfile.open(packed) as archive:
                 members = [archive.getmember(f"{FOLDER}/{name}") for name in FILES]
                 archive.extractall(scratch, members, filter="data")
-            shutil.rmtree(target, ignore_errors=True)  # what somebody's interrupted attempt has left
+            shutil.rmtree(target, ignore_errors=True)  # the remains of an interrupted attempt
             os.replace(Path(scratch) / FOLDER, target)
     except OSError as error:
         raise UserError(f"cannot write {target}: {error.strerror or error}") from error

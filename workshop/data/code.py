@@ -1,4 +1,4 @@
-"""Text to train a language model on, as blocks of tokens: the source of Python's standard library, or a file of JSON lines."""
+"""Load text for a language model as blocks of tokens: the source of Python's standard library, or a file of JSON lines."""
 
 import hashlib
 import os
@@ -15,20 +15,20 @@ from workshop.data.datasets import data_folder
 from workshop.errors import UserError
 
 LIBRARY = "stdlib"
-VALIDATION = 10  # of so many documents one is for validation
+VALIDATION = 10  # one in this number of documents is for validation
 
 
 def library_files() -> list[Path]:
-    """The modules of Python's standard library, without its packages: about 170 files and 4.7 MB of source."""
+    """Return the modules of Python's standard library, without its packages: about 170 files and 4.7 MB of source."""
     return sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
 
 
 class Blocks(Dataset):
-    """Blocks of ``sequence_length`` tokens, each an int64 tensor, cut one after the other from a file of tokens.
+    """A data set of consecutive blocks of ``sequence_length`` tokens from a file of tokens, each an int64 tensor.
 
     Args:
-        path: the file, as ``numpy.save`` has written it; it is mapped into memory, not read.
-        sequence_length: tokens of a block. What is left at the end of the file is in no block.
+        path: the file, as ``numpy.save`` wrote it; it is mapped into memory, not read.
+        sequence_length: tokens per block. The rest at the end of the file is not used.
     """
 
     def __init__(self, path: Path, sequence_length: int):
@@ -44,19 +44,19 @@ class Blocks(Dataset):
 
 
 def load_blocks(data: str, tokenizer, sequence_length: int, skip_broken: bool = False) -> tuple[Blocks, Blocks]:
-    """Return the blocks to train on and those to validate with. No document is in both.
+    """Return the blocks for training and the blocks for validation. No document is in both.
 
-    The tokens are kept in the data folder, so that only the first run with this tokenizer and these data has to make them.
+    The tokens are stored in the data folder, so only the first run with this tokenizer and this text computes them.
 
     Args:
         data: "stdlib"; "chess", once it has been fetched; or the path of a file of JSON lines, each an object with the document
             as its "text".
-        tokenizer: of Hugging Face's ``transformers``; a fast one.
-        sequence_length: tokens of a block.
-        skip_broken: leave lines out that cannot be read.
+        tokenizer: a fast tokenizer of Hugging Face ``transformers``.
+        sequence_length: tokens per block.
+        skip_broken: skip lines that cannot be read.
 
     Raises:
-        UserError: the file cannot be read, one of its lines is broken, or it is too short for one block of each kind.
+        UserError: the file cannot be read, one of its lines is not valid, or it is too short for one block of each kind.
     """
     paths = library_files() if data == LIBRARY else [chess.fetched_file() if data == chess.NAME else Path(data)]
     name = hashlib.sha256(tokenizer.backend_tokenizer.to_str().encode())
@@ -83,10 +83,10 @@ def load_blocks(data: str, tokenizer, sequence_length: int, skip_broken: bool = 
 
 
 def read_documents(path: Path, skip_broken: bool = False) -> list[str]:
-    """Read the documents of a file of JSON lines; empty lines count for nothing.
+    """Read the documents of a file of JSON lines; empty lines do not count.
 
     Raises:
-        UserError: a line is no JSON object with a string as its "text", and is not to be skipped; or none is left.
+        UserError: a line is not a JSON object with a string as its "text" and ``skip_broken`` is false, or no document is left.
     """
     documents, broken = [], []
     try:
@@ -112,7 +112,7 @@ def read_documents(path: Path, skip_broken: bool = False) -> list[str]:
 
 
 def _write_tokens(files: list[Path], documents: list[str], tokenizer) -> None:
-    """Write the documents' tokens, each document ended by the tokenizer's end-of-sequence token."""
+    """Write the tokens of the documents, with an end-of-sequence token after each document."""
     encoded = [each.ids for each in tokenizer.backend_tokenizer.encode_batch(documents, add_special_tokens=False)]
     try:
         files[0].parent.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""CodeLlama: its checkpoint as Hugging Face's libraries read it, fetched, or made here of the same architecture but small."""
+"""Provide CodeLlama as a checkpoint in the format of Hugging Face: fetched, or created here as a small model."""
 
 import json
 import os
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 TINY = "tiny-codellama"
 REPOSITORY = "codellama/CodeLlama-7b-hf"
 HUB = "https://huggingface.co"
-# Of the repository, what loading it needs; the weights are there a second time, as pickles.
+# The files of the repository that loading needs. (It also contains the parameters a second time, as pickles.)
 FILES = (
     "config.json",
     "generation_config.json",
@@ -35,18 +35,18 @@ VOCABULARY = 2048  # tokens
 
 
 def models_folder() -> Path:
-    """The folder that models lie in."""
+    """Return the folder of the models."""
     return data_folder() / "models"
 
 
 def model_folder(name: str) -> Path:
-    """The folder of a model: a checkpoint in Hugging Face's format, with its tokenizer.
+    """Return the folder of a model: a checkpoint in the format of Hugging Face, with its tokenizer.
 
     Args:
-        name: "tiny-codellama", which is made now if it is not there yet; "codellama", once it has been fetched; or a folder.
+        name: "tiny-codellama", which is created if it does not exist yet; "codellama", once it has been fetched; or a folder.
 
     Raises:
-        UserError: there is no such model, or something is missing in its folder.
+        UserError: there is no such model, or a file is missing in its folder.
     """
     if name == TINY:
         folder = models_folder() / TINY
@@ -62,8 +62,7 @@ def model_folder(name: str) -> Path:
         folder = Path(name)
         if not folder.is_dir():
             raise UserError(
-                f"there is no model {name}: name a folder, or one of: {TINY}, codellama. "
-                "Nothing is downloaded by a training run"
+                f"there is no model {name}: name a folder, or one of: {TINY}, codellama. Training downloads nothing"
             )
     for what, names in {
         "configuration": ["config.json"],
@@ -79,10 +78,10 @@ def model_folder(name: str) -> Path:
 
 
 def weight_files(folder: str | os.PathLike) -> dict[str, Path]:
-    """For each weight of a checkpoint, by its name, the safetensors file that holds it.
+    """Map the name of each parameter of a checkpoint to the safetensors file that contains it.
 
     Raises:
-        UserError: the list of them, or the only file, cannot be read.
+        UserError: the index, or the only file, cannot be read.
     """
     from safetensors import SafetensorError, safe_open
 
@@ -91,7 +90,7 @@ def weight_files(folder: str | os.PathLike) -> dict[str, Path]:
         if index.is_file():
             return {name: Path(folder, file) for name, file in json.loads(index.read_text())["weight_map"].items()}
         with safe_open(single, framework="pt") as file:
-            return {name: single for name in file.keys()}  # noqa: SIM118 - it is no dict
+            return {name: single for name in file.keys()}  # noqa: SIM118 - it is not a dict
     except (OSError, SafetensorError, ValueError, KeyError) as error:
         raise UserError(f"the weights in {folder} cannot be read: {error}") from error
 
@@ -104,18 +103,18 @@ def make_tiny(
     vocabulary: int = VOCABULARY,
     documents: Iterable[str] | None = None,
 ) -> Path:
-    """Make a small checkpoint of CodeLlama's architecture with random weights, and a tokenizer for Python; return its folder.
+    """Create a small checkpoint of CodeLlama's architecture with random parameters, and a tokenizer; return its folder.
 
     The tokenizer is a byte-level BPE, trained on the source of Python's standard library (so it differs a little from one version
-    of Python to the next); CodeLlama's own is a SentencePiece BPE. It takes a few seconds and no network. The folder appears when
-    it is whole.
+    of Python to the next); CodeLlama's own is a SentencePiece BPE. This takes a few seconds and needs no network. The folder
+    appears only when it is complete.
 
     Args:
-        folder: where; None: where ``model_folder`` looks.
+        folder: the folder to create; None: the one where ``model_folder`` looks.
         layers: decoder layers; CodeLlama-7b has 32.
         width: size of the hidden state, a multiple of 32; CodeLlama-7b has 4,096.
         vocabulary: number of tokens; CodeLlama-7b has 32,016.
-        documents: what the tokenizer is trained on; None: the standard library.
+        documents: the text that the tokenizer is trained on; None: the standard library.
 
     Raises:
         UserError: the folder cannot be written.
@@ -130,7 +129,7 @@ def make_tiny(
         folder.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".make-") as scratch:
             made = Path(scratch) / folder.name
-            # Not by model.save_pretrained: where processes have a group, that writes on rank 0 only.
+            # Not with model.save_pretrained: if there is a process group, it writes only on rank 0.
             model.config.architectures, model.config.dtype = [type(model).__name__], "float32"
             model.config.save_pretrained(made)
             model.generation_config.save_pretrained(made)
@@ -143,7 +142,7 @@ def make_tiny(
 
 
 def _train_tokenizer(vocabulary: int, documents: Iterable[str] | None) -> "PreTrainedTokenizerFast":
-    """A byte-level BPE with so many tokens, trained on the documents; None: on Python's standard library."""
+    """Train a byte-level BPE tokenizer with this vocabulary size on the documents; None: on Python's standard library."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
 
@@ -152,7 +151,7 @@ def _train_tokenizer(vocabulary: int, documents: Iterable[str] | None) -> "PreTr
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=vocabulary,
-        special_tokens=["<unk>", "<s>", "</s>"],  # with Llama's numbers
+        special_tokens=["<unk>", "<s>", "</s>"],  # with the token numbers of Llama
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
@@ -164,7 +163,7 @@ def _train_tokenizer(vocabulary: int, documents: Iterable[str] | None) -> "PreTr
 
 
 def _random_model(layers: int, width: int, vocabulary: int) -> "LlamaForCausalLM":
-    """A model of CodeLlama's architecture with random parameters, the same ones each time."""
+    """Return a model of CodeLlama's architecture with random parameters, the same in every call."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -187,7 +186,7 @@ def _random_model(layers: int, width: int, vocabulary: int) -> "LlamaForCausalLM
 
 
 def put_in_place(made: Path, folder: Path) -> None:
-    """Move a whole folder to its place, unless somebody else has just put one there."""
+    """Move a complete folder into place, unless a different process has just put one there."""
     try:
         os.rename(made, folder)
     except OSError:
@@ -197,16 +196,16 @@ def put_in_place(made: Path, folder: Path) -> None:
 
 
 def fetch(name: str, mirror: str | None = None) -> None:
-    """Make the small model, or fetch CodeLlama-7b (13 GB) from the Hugging Face Hub, and say what was done.
+    """Create the small model, or fetch CodeLlama-7b (13 GB) from the Hugging Face Hub, and print what was done.
 
-    An interrupted download goes on where it was. Each file of weights is compared with the SHA-256 that the Hub names.
+    An interrupted download resumes. Each weight file is compared with the SHA-256 that the Hub reports.
 
     Args:
         name: "tiny-codellama" or "codellama".
-        mirror: the address of another hub.
+        mirror: the address of a different hub.
 
     Raises:
-        UserError: the hub cannot be reached or does not hand the model out, a file is not the right one, or the disk is full.
+        UserError: the hub cannot be reached or denies access, a file is not the expected one, or the disk is full.
     """
     from transformers import AutoTokenizer
 
@@ -214,16 +213,16 @@ def fetch(name: str, mirror: str | None = None) -> None:
     if name == TINY:
         there = folder.is_dir()
         model_folder(TINY)
-        # Its tokens of the standard library too: whoever only reads this folder could not keep them here.
+        # Compute the tokens of the standard library too: a user who may only read this folder could not store them here.
         load_blocks(LIBRARY, AutoTokenizer.from_pretrained(folder, local_files_only=True), 128)
-        print(f"{TINY} is already in {folder}" if there else f"{TINY} was made in {folder}")
+        print(f"{TINY} is already in {folder}" if there else f"{TINY} was created in {folder}")
         return
     import requests
 
     if folder.is_dir():
         print(f"{name} is already in {folder}")
         return
-    parts = folder.with_name(folder.name + ".part")  # moved into place when it is whole
+    parts = folder.with_name(folder.name + ".part")  # moved into place when it is complete
     hub, token = (mirror or HUB).rstrip("/"), os.environ.get("HF_TOKEN")
     headers = {"Authorization": f"Bearer {token}"} if token else {}
     try:
@@ -238,26 +237,28 @@ def fetch(name: str, mirror: str | None = None) -> None:
     except requests.HTTPError as error:
         if error.response.headers.get("X-Error-Code") == "GatedRepo":
             raise UserError(
-                f"{REPOSITORY} is handed out to those who have accepted its licence: do so at {HUB}/{REPOSITORY}, "
-                "make a token there, and set it: export HF_TOKEN=..."
+                f"{REPOSITORY} is only available after you accept its licence: accept it at {HUB}/{REPOSITORY}, "
+                "create a token there, and set it: export HF_TOKEN=..."
             ) from error
         raise UserError(f"could not fetch {REPOSITORY}: HTTP status {error.response.status_code}") from error
     except requests.RequestException as error:
         raise UserError(
-            f"could not fetch {REPOSITORY}: {type(error).__name__}; what has come stays in {parts}"
+            f"could not fetch {REPOSITORY}: {type(error).__name__}; the downloaded part stays in {parts}"
         ) from error
     except (KeyError, ValueError) as error:
-        raise UserError(f"{hub} does not answer as a hub of Hugging Face's does") from error
+        raise UserError(f"{hub} does not answer like a Hugging Face hub") from error
     except OSError as error:
-        raise UserError(f"cannot write {parts}: {error.strerror or error}; what has come stays there") from error
+        raise UserError(f"cannot write {parts}: {error.strerror or error}; the downloaded part stays there") from error
     print(f"{name}: fetched into {folder}")
 
 
 def _download(url: str, path: Path, entry: dict, headers: dict) -> None:
-    """Download a file, or what is missing of it, and compare it with the size and the SHA-256 that the hub names."""
+    """Download a file, or resume its download, and compare it with the size and the SHA-256 that the hub reports."""
     size, sha256 = entry["size"], (entry.get("lfs") or {}).get("sha256")
     if not path.exists() or path.stat().st_size < size:
         go_on(url, path, headers, size)
     if path.stat().st_size != size or (sha256 and file_sha256(path) != sha256):
         path.unlink()
-        raise UserError(f"{path.name}: what came is not the file expected (size or SHA-256 differs); fetch it again")
+        raise UserError(
+            f"{path.name}: the downloaded file is not the expected one (size or SHA-256 differs); fetch it again"
+        )

@@ -1,4 +1,4 @@
-"""The data sets: real images, read from what is already on this machine. Nothing here downloads anything."""
+"""Load the data sets, real images, from files that are already on this machine. Nothing here downloads anything."""
 
 import importlib.util
 import os
@@ -16,7 +16,7 @@ from workshop.repository import ROOT
 
 
 def data_folder() -> Path:
-    """The folder that fetched data sets lie in: ``$WORKSHOP_DATA``, or ``data/`` in the repository."""
+    """Return the folder of the fetched data sets: ``$WORKSHOP_DATA``, or ``data/`` in the repository."""
     return Path(os.environ.get("WORKSHOP_DATA") or ROOT / "data").expanduser()
 
 
@@ -28,7 +28,7 @@ class Digits(Dataset):
 
     Args:
         train: the training part if true, else the test part.
-        transform: what makes a sample from a 28x28 grey PIL image, as in torchvision. None: a float tensor of shape
+        transform: converts a 28x28 grey PIL image to a sample, as in torchvision. None: a float tensor of shape
             (1, 28, 28) with values in [0, 1].
     """
 
@@ -55,7 +55,7 @@ class Digits(Dataset):
 
 @cache
 def _digits_table() -> np.ndarray:
-    """The file that sklearn.datasets.load_digits() reads. Importing sklearn for it would add over a second to each process."""
+    """Read the file that sklearn.datasets.load_digits() reads. Importing sklearn would take over a second per process."""
     package = Path(importlib.util.find_spec("sklearn").submodule_search_locations[0])
     return np.loadtxt(package / "datasets" / "data" / "digits.csv.gz", delimiter=",")
 
@@ -71,7 +71,7 @@ def _mnist(transform):
             f"MNIST is not in {data_folder()} ({len(missing)} of 4 files missing or cut short); "
             "fetch it once with: ./workshop.sh fetch mnist"
         )
-    from torchvision.datasets import MNIST  # here, so that nobody else pays for the import
+    from torchvision.datasets import MNIST  # here, because the import is slow
     from torchvision.transforms import ToTensor
 
     transform = transform or ToTensor()
@@ -91,7 +91,7 @@ def _cifar10(transform):
     transform = transform or ToTensor()
     try:
         return tuple(CIFAR10(data_folder(), train=train, transform=transform) for train in (True, False))
-    except RuntimeError as error:  # its files have other MD5 sums than they should
+    except RuntimeError as error:  # the MD5 sum of a file is wrong
         raise UserError(
             f"CIFAR-10 in {data_folder()} is damaged; delete {cifar10.FOLDER} there and fetch it again"
         ) from error
@@ -106,8 +106,8 @@ def load_dataset(name: str, transform=None) -> tuple[Dataset, Dataset]:
     Args:
         name: "digits" (1,437 and 360 images, always there), "mnist" (60,000 and 10,000, after ``workshop fetch mnist``) or
             "cifar10" (50,000 and 10,000, after ``workshop fetch cifar10``).
-        transform: makes a sample from a 28x28 grey PIL image (cifar10: 32x32, RGB); None gives float tensors of shape (1, 28, 28)
-            (cifar10: (3, 32, 32)) in [0, 1].
+        transform: converts a 28x28 grey PIL image (cifar10: 32x32, RGB) to a sample; None gives float tensors of shape
+            (1, 28, 28) (cifar10: (3, 32, 32)) in [0, 1].
 
     Raises:
         UserError: the data set is unknown, or has not been fetched.

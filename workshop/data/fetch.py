@@ -1,4 +1,4 @@
-"""``workshop fetch``: what can be fetched, and fetching it."""
+"""Fetch data sets and models for ``workshop fetch``."""
 
 import sys
 
@@ -10,13 +10,13 @@ KNOWN = {"mnist": mnist, "cifar10": cifar10}
 
 
 def fetch_dataset(name: str, mirror: str | None = None, source: str = "", sha256: str = "") -> None:
-    """Fetch the data set called ``name`` into the data folder and say what was done.
+    """Fetch the data set called ``name`` into the data folder and print what was done.
 
     Args:
-        name: "mnist", "cifar10", "chess", "tiny-codellama" (made, not fetched) or "codellama".
-        mirror: an address to fetch from in place of the known ones.
-        source: the address or the path of a file of JSON lines, for "chess" alone.
-        sha256: what that file has to have; "": nothing in particular.
+        name: "mnist", "cifar10", "chess", "tiny-codellama" (created, not fetched) or "codellama".
+        mirror: an address to fetch from instead of the known ones.
+        source: the address or the path of a file of JSON lines, only for "chess".
+        sha256: the expected SHA-256 of that file; "": accept any file.
 
     Raises:
         UserError: the name is unknown, the folder cannot be written, or no mirror gave the right files.
@@ -27,7 +27,7 @@ def fetch_dataset(name: str, mirror: str | None = None, source: str = "", sha256
         return
     if source or sha256:
         raise UserError(
-            f"--from and --sha256 are for {chess.NAME}; {name} has an address of its own, and --mirror another"
+            f"--from and --sha256 are only for {chess.NAME}; to fetch {name} from a different address, use --mirror"
         )
     if name == "digits":
         print("digits come with scikit-learn: there is nothing to fetch")

@@ -1,4 +1,4 @@
-"""Fetching MNIST: four files, verified, each put in place only when it is whole."""
+"""Fetch MNIST: four files that are verified and moved into place only when they are complete."""
 
 import gzip
 import os
@@ -17,7 +17,7 @@ MIRRORS = (
 
 
 class Archive(NamedTuple):
-    """One gzipped file: its name, the SHA-256 of the archive, the size in bytes of what it holds."""
+    """One gzipped file: its name, the SHA-256 of the archive, the unpacked size in bytes."""
 
     name: str
     sha256: str
@@ -35,26 +35,26 @@ ARCHIVES = (
 
 
 def _target(folder: Path, archive: Archive) -> Path:
-    """Where torchvision.datasets.MNIST looks for the file."""
+    """Return the path where torchvision.datasets.MNIST looks for the file."""
     return folder / "MNIST" / "raw" / archive.name.removesuffix(".gz")
 
 
 def missing_files(folder: Path) -> list[Archive]:
-    """The files that are not in ``folder``, or do not have their full size."""
+    """Return the files that are not in ``folder``, or do not have their full size."""
     targets = [(archive, _target(folder, archive)) for archive in ARCHIVES]
     return [archive for archive, target in targets if not target.is_file() or target.stat().st_size != archive.size]
 
 
 def fetch(folder: Path, mirrors=MIRRORS) -> int:
-    """Download what is missing of MNIST into ``folder`` and return how many files that was.
+    """Download the missing files of MNIST into ``folder`` and return the number of fetched files.
 
     Each archive is written under a temporary name, compared with its SHA-256, unpacked under a temporary name and moved into
-    place: whoever looks sees no file or the whole file, also when two people fetch at once or one is interrupted. An interrupted
-    download goes on where it was.
+    place. So a program sees either no file or the complete file, even if two people fetch at once or a fetch is interrupted. An
+    interrupted download resumes.
 
     Args:
-        folder: the data folder; made if need be.
-        mirrors: addresses of folders that hold the four archives, tried in turn.
+        folder: the data folder; created if necessary.
+        mirrors: addresses of folders that contain the four archives, tried in turn.
 
     Raises:
         UserError: the folder cannot be written, or no mirror gave a file with the right SHA-256.

@@ -1,4 +1,4 @@
-"""Many images in one file, a zip or HDF5: what torchvision's ImageFolder is for a folder with ``train/CLASS/IMAGE``."""
+"""Read many images from one zip or HDF5 file, as torchvision's ImageFolder reads a folder with ``train/CLASS/IMAGE``."""
 
 import importlib.util
 import io
@@ -18,30 +18,30 @@ from tqdm import tqdm
 
 from workshop.errors import UserError
 
-Sample = tuple[str, str, bytes]  # of an image: its class, its file's name, its file's bytes
+Sample = tuple[str, str, bytes]  # of an image: class, file name, bytes of the file
 
 
 def decode(encoded: bytes) -> Image.Image:
-    """Make an RGB image of a JPEG's or PNG's bytes, as ImageFolder does."""
+    """Decode the bytes of a JPEG or PNG to an RGB image, as ImageFolder does."""
     with Image.open(io.BytesIO(encoded)) as image:
         return image.convert("RGB")
 
 
 class PackedImages(Dataset):
-    """Images that lie in one file. What they lie in opens the file (``open_file``) and reads from it (``read``).
+    """A data set of images in one file. A subclass opens the file (``open_file``) and reads an image from it (``read``).
 
     Args:
         path: the file.
-        transform: makes a sample of a PIL image; None: the image is the sample.
-        loader: makes the image of an encoded one's bytes.
+        transform: converts a PIL image to a sample; None: the image is the sample.
+        loader: decodes the bytes of an image.
 
     Attributes:
-        classes: their names, sorted.
-        labels: of each image the number of its class, int64.
+        classes: the names of the classes, sorted.
+        labels: the class number of each image, int64.
     """
 
     classes: list[str]
-    labels: np.ndarray  # and no list: reading an object counts its references, which copies its page in each worker
+    labels: np.ndarray  # no list: reading an object changes its reference count, so each worker copies its page
 
     def __init__(self, path: str | os.PathLike, transform: Callable | None = None, loader: Callable = decode):
         self.path, self.transform, self.loader = Path(path), transform, loader
@@ -57,7 +57,7 @@ class PackedImages(Dataset):
         return len(self.labels)
 
     def __getitem__(self, index: int):
-        # Each process opens the file for itself: processes that share an open file would move its position under each other.
+        # Each process opens the file itself, because processes that share an open file also share its position.
         if self._owner != os.getpid():
             self._file, self._owner = self.open_file(), os.getpid()
         image = self.loader(self.read(self._file, index))
@@ -68,10 +68,10 @@ class PackedImages(Dataset):
 
 
 class ZippedImages(PackedImages):
-    """Images of a zip whose members are stored, not compressed: each is a piece of the file. Args: of ``PackedImages``.
+    """A data set of images in an uncompressed zip: each image is a piece of the file. Args: as in ``PackedImages``.
 
     Raises:
-        UserError: it is no zip, is compressed, or has no images in ``train/CLASS/`` (or ``FOLDER/train/CLASS/``).
+        UserError: the file is not a zip, is compressed, or has no images in ``train/CLASS/`` (or ``FOLDER/train/CLASS/``).
     """
 
     def __init__(self, path, transform=None, loader=decode):
@@ -80,7 +80,7 @@ class ZippedImages(PackedImages):
             with zipfile.ZipFile(path) as archive:
                 members = archive.infolist()
         except zipfile.BadZipFile as error:
-            raise UserError(f"{path} is no zip, or was cut short ({error})") from error
+            raise UserError(f"{path} is not a zip file, or is incomplete ({error})") from error
         found = []
         for member in members:
             match = re.fullmatch(r"(?:[^/]+/)?train/([^/]+)/(.+)", member.filename)
@@ -88,14 +88,14 @@ class ZippedImages(PackedImages):
                 folder, _, name = match[2].rpartition("/")
                 found.append(((match[1], folder, name), member))  # in ImageFolder's order
         if not found:
-            raise UserError(f"{path} needs images in train/CLASS/, and has none there")
+            raise UserError(f"{path} has no images in train/CLASS/")
         if any(member.compress_type != zipfile.ZIP_STORED for _, member in found):
-            raise UserError(f"{path} is compressed, which gains nothing on images; make it with: zip -0 -r")
+            raise UserError(f"{path} is compressed, which does not make images smaller; create it with: zip -0 -r")
         found.sort(key=lambda each: each[0])
         self.classes = sorted({name for (name, *_), _ in found})
         number = {name: index for index, name in enumerate(self.classes)}
         self.labels = np.array([number[name] for (name, *_), _ in found])
-        # The directory of a zip with a million members takes a gigabyte as Python objects: two numbers are enough.
+        # The directory of a zip with a million members takes a gigabyte as Python objects, but two numbers are enough.
         self.places = np.array([(member.header_offset, member.file_size) for _, member in found])
 
     def open_file(self):
@@ -104,25 +104,25 @@ class ZippedImages(PackedImages):
     def read(self, file, index):
         offset, size = self.places[index].tolist()
         file.seek(offset)
-        # In front of each member: 30 bytes, the last four the lengths of its name and of what else follows before the data.
+        # A header of 30 bytes precedes each member. Its last 4 bytes are the lengths of the name and of the extra field.
         name, extra = struct.unpack("<26x2H", file.read(30))
         file.seek(name + extra, os.SEEK_CUR)
         return file.read(size)
 
 
 class Hdf5Images(PackedImages):
-    """Images of an HDF5 file with the datasets train/images (each an image's encoded bytes), train/labels and train/classes.
+    """Images of an HDF5 file with the datasets train/images (encoded images), train/labels and train/classes.
 
-    Args: of ``PackedImages``.
+    Args: as in ``PackedImages``.
 
     Raises:
-        UserError: it is no such file, or h5py is not installed.
+        UserError: the file is not such a file, or h5py is not installed.
     """
 
     def __init__(self, path, transform=None, loader=decode):
         super().__init__(path, transform, loader)
         if not importlib.util.find_spec("h5py"):
-            raise UserError(f"{path} needs h5py, which is an extra: pip install -e '.[hdf5]' in the workshop's folder")
+            raise UserError(f"{path} needs h5py; run pip install -e '.[hdf5]' in the folder of the workshop")
         try:
             with self._open() as file:
                 group = file["train"]
@@ -130,16 +130,16 @@ class Hdf5Images(PackedImages):
                 self.labels = group["labels"][:]
                 images = len(group["images"])
         except OSError as error:
-            raise UserError(f"{path} is no HDF5 file, or was cut short") from error
+            raise UserError(f"{path} is not an HDF5 file, or is incomplete") from error
         except KeyError as error:
             raise UserError(f"{path} needs the datasets train/images, train/labels and train/classes") from error
         if images != len(self.labels):
-            raise UserError(f"{path} has {images:,} images, and {len(self.labels):,} labels")
+            raise UserError(f"{path} has {images:,} images but {len(self.labels):,} labels")
 
     def _open(self):
-        import h5py  # an extra
+        import h5py  # optional
 
-        return h5py.File(self.path, "r", locking=False)  # nobody writes, and not every parallel file system has locks
+        return h5py.File(self.path, "r", locking=False)  # some parallel file systems have no locks
 
     def open_file(self):
         return self._open()["train/images"]  # looked up once; the file stays open with it
@@ -149,7 +149,7 @@ class Hdf5Images(PackedImages):
 
 
 def write_folder(samples: Iterable[Sample], path: Path) -> None:
-    """Write images to ``train/CLASS/NAME`` of a folder."""
+    """Write images to ``train/CLASS/NAME`` in a folder."""
     for label, name, encoded in samples:
         folder = path / "train" / label
         folder.mkdir(parents=True, exist_ok=True)
@@ -157,19 +157,19 @@ def write_folder(samples: Iterable[Sample], path: Path) -> None:
 
 
 def write_zip(samples: Iterable[Sample], path: Path) -> None:
-    """Write images as ``ZippedImages`` reads them."""
+    """Write images in the format that ``ZippedImages`` reads."""
     with zipfile.ZipFile(path, "w", zipfile.ZIP_STORED) as archive:  # a JPEG is compressed already
         for label, name, encoded in samples:
             archive.writestr(f"train/{label}/{name}", encoded)
 
 
 def write_hdf5(samples: Sequence[Sample], path: Path) -> None:
-    """Write images, in this order, as ``Hdf5Images`` reads them."""
-    import h5py  # an extra
+    """Write images, in this order, in the format that ``Hdf5Images`` reads."""
+    import h5py  # optional
 
     classes = sorted({label for label, _, _ in samples})
     with h5py.File(path, "w") as file:
-        images = file.create_dataset("train/images", len(samples), h5py.vlen_dtype(np.uint8))  # each of its own length
+        images = file.create_dataset("train/images", len(samples), h5py.vlen_dtype(np.uint8))  # of different lengths
         for index, (_, _, encoded) in enumerate(samples):
             images[index] = np.frombuffer(encoded, np.uint8)
         file["train/labels"] = [classes.index(label) for label, _, _ in samples]
@@ -177,12 +177,12 @@ def write_hdf5(samples: Sequence[Sample], path: Path) -> None:
 
 
 def make_images(count: int) -> list[Sample]:
-    """Make images of ten classes: noise, of which a JPEG with 500 x 375 pixels takes some 100 kB."""
+    """Create noise images in ten classes. A JPEG of 500 x 375 pixels takes about 100 kB."""
     random = np.random.default_rng(42)
     noise = random.integers(-40, 40, (2 * 375, 2 * 500, 3), dtype=np.int16)
     samples = []
     for index in tqdm(range(count), "making images", leave=False, disable=None):
-        top, left = random.integers(0, (375, 500))  # another piece of the noise for each
+        top, left = random.integers(0, (375, 500))  # a different piece of the noise for each
         pixels = 128 + noise[top : top + 375, left : left + 500] + random.integers(-100, 100, 3, dtype=np.int16)
         encoded = io.BytesIO()
         Image.fromarray(pixels.clip(0, 255).astype(np.uint8)).save(encoded, "JPEG", quality=90)
@@ -191,16 +191,16 @@ def make_images(count: int) -> list[Sample]:
 
 
 def take_images(folder: str, count: int) -> list[Sample]:
-    """Read images of a folder with ``train/CLASS/IMAGE``, at most so many, in turn of each class.
+    """Read at most ``count`` images of a folder with ``train/CLASS/IMAGE``, about the same number of each class.
 
     Raises:
-        UserError: there are none.
+        UserError: there are no images.
     """
     try:
         images = ImageFolder(Path(folder) / "train")
     except OSError as error:
         raise UserError(f"--data {folder} needs images in train/CLASS/ ({error.strerror or error})") from error
-    earlier = Counter()  # of the same class
+    earlier = Counter()  # number of earlier images of the same class
     turns = []
     for path, label in images.imgs:
         turns.append((earlier[label], label, Path(path)))

@@ -1,1 +1,1 @@
-"""The tour, and the comparison of the strategies."""
+"""``workshop tour``, and ``workshop strategies``, which compares the strategies."""

@@ -1,15 +1,17 @@
-"""``workshop strategies``: one training under every strategy, what each of them costs, and which one to use.
+"""Run ``workshop strategies``: train one model with every strategy, compare the costs, and say which strategy to use.
 
-The programs in ``strategies/`` train the same model on the same global batches; each reports its losses, its time, the tensors
-that a process holds and the bytes that it sends. From that come a picture, a table, and a page with the rules of choice.
+The programs in ``strategies/`` train the same model on the same global batches. Each reports its losses, its time, the memory
+of the tensors in each process and the bytes that a process sends. The results are a picture, a table and a page with rules.
 """
 
 import ast
 import difflib
 import importlib.util
+import itertools
 import json
 import re
 import shutil
+import statistics
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -31,13 +33,12 @@ class Strategy:
     """A way to train.
 
     Attributes:
-        name: what tables call it.
-        script: in ``strategies/``.
-        options: of the script.
-        before: the script that it is compared with; "" for the first.
-        package: that has to be installed for it.
-        in_float64: whether everything is computed in float64 when that is asked for. (ZeRO keeps the weights that it changes
-            in float32.)
+        name: its name in tables.
+        script: its script in ``strategies/``.
+        options: the options of the script.
+        before: the script that it is compared with; "" for the first strategy.
+        package: the package that it needs.
+        in_float64: whether ``--dtype float64`` applies to everything. (ZeRO always updates a float32 copy of the parameters.)
     """
 
     name: str
@@ -70,14 +71,17 @@ STRATEGIES = (
 )
 
 
-def run_strategies(steps: int = 20, dtype: str = "float32", processes: int = 2, output: str | None = None) -> int:
-    """Run all of them, print the table, write picture, figures and page; return 0 if every one trained, else 1.
+def run_strategies(
+    steps: int = 20, dtype: str = "float32", processes: int = 2, output: str | None = None, rounds: int = 1
+) -> int:
+    """Run all strategies, print the table, and write the results; return 1 if a strategy failed, else 0.
 
     Args:
-        steps: of each training.
+        steps: the number of steps per training.
         dtype: "float32" or "float64".
-        processes: 2, 4 or 8; the first strategy takes one.
+        processes: 2, 4 or 8; the first strategy always uses one process.
         output: the folder for strategies.json, strategies.png, which.md and the runs; None for runs/strategies in the repository.
+        rounds: how often to run each strategy, to know how much the speed of the same program varies.
 
     Raises:
         UserError: the folder cannot be written.
@@ -88,37 +92,49 @@ def run_strategies(steps: int = 20, dtype: str = "float32", processes: int = 2, 
     folder = open_folder(output or require_stages() / "runs" / "strategies", without="strategies.json")
     console = Console()
     console.print(
-        f"The tiny CodeLlama, {steps} steps in {dtype}, by {len(STRATEGIES)} strategies on {processes} processes",
+        f"Training a tiny CodeLlama for {steps} steps in {dtype}: {len(STRATEGIES)} strategies, {processes} processes",
         highlight=False,
     )
-    rows = []
+    rows: dict[str, dict] = {}
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, TextColumn("{task.fields[note]}"), console=console) as progress:
-        bars = [progress.add_task(each.name, total=steps, start=False, note="") for each in STRATEGIES]
-        for bar, strategy in zip(bars, STRATEGIES, strict=True):
+        bars = {each: progress.add_task(each.name, total=steps * rounds, start=False, note="") for each in STRATEGIES}
+        for number, strategy in itertools.product(range(rounds), STRATEGIES):
+            bar = bars[strategy]
             progress.start_task(bar)
 
-            def on_line(line, bar=bar):
+            def on_line(line, bar=bar, before=number * steps):
                 if line.startswith("step "):
-                    progress.update(bar, completed=int(line[5:].partition("/")[0]))
+                    progress.update(bar, completed=before + int(line[5:].partition("/")[0]))
 
-            rows.append(run_one(strategy, folder, steps, dtype, processes, on_line))
-            progress.stop_task(bar)
-            note = "[bold red]failed" if rows[-1]["failure"] else rows[-1]["missing"]
-            progress.update(bar, note=note)
+            row = run_one(strategy, folder, steps, dtype, processes, on_line)
+            row = rows[strategy.name] = with_round(rows.get(strategy.name), row)
+            if number == rounds - 1:
+                progress.stop_task(bar)
+            progress.update(bar, note="[bold red]failed" if row["failure"] else row["missing"])
     summary = {
         "machine": machine(),
         "command": "workshop " + " ".join(sys.argv[1:]),
         "steps": steps,
         "dtype": dtype,
         "processes": processes,
-        "runs": rows,
+        "runs": [*rows.values()],
     }
     draw(folder / "strategies.png", summary)
     (folder / "which.md").write_text(page(summary))
     write_atomically(folder / "strategies.json", json.dumps(summary, indent=1))
     _show(console, folder, summary)
-    return 1 if any(row["failure"] for row in rows) else 0
+    return 1 if any(row["failure"] for row in rows.values()) else 0
+
+
+def with_round(earlier: dict | None, row: dict) -> dict:
+    """Return the row of a strategy after one more round: its ``rounds`` are speeds, and its speed is their median."""
+    rates = [
+        *(earlier["rounds"] if earlier else []),
+        *([row["tokens_per_second"]] if "tokens_per_second" in row else []),
+    ]
+    row = row | {"rounds": rates, "failure": (earlier or row)["failure"] or row["failure"]}
+    return row | ({"tokens_per_second": statistics.median(rates)} if rates else {})
 
 
 def run_one(
@@ -127,24 +143,24 @@ def run_one(
     """Run a strategy, and return its row.
 
     Args:
-        strategy: which.
-        folder: for the run's own folder; that of "one process" has to be there already for any other.
+        strategy: the strategy.
+        folder: the parent of the run's folder; for the comparison, it must already contain the run with one process.
         steps, dtype, processes: as for ``run_strategies``.
-        on_line: called with each line of its output.
+        on_line: called with each line of the output.
 
     Returns:
         Its ``name``; ``missing``: the package that is not installed, or ""; ``failure``: why it failed, or ""; ``lines``: how
         many lines differ from ``before``. If it trained, also what ``workshop.training.strategies.Report`` writes, and how far
-        its losses (``loss_difference``) and final weights (``weight_difference``) are from those of one process.
+        its losses (``loss_difference``) and final parameters (``weight_difference``) are from those of one process.
     """
     lines = changed_lines(ROOT / FOLDER / strategy.before, ROOT / FOLDER / strategy.script) if strategy.before else 0
     row = {"name": strategy.name, "missing": "", "failure": "", "lines": lines, "before": strategy.before}
     if importlib.util.find_spec(strategy.package) is None:
         return row | {"missing": f"{strategy.package} is not installed"}
     place = folder / strategy.name.lower().replace(" ", "-").replace(",", "").replace("(", "").replace(")", "")
-    shutil.rmtree(place, ignore_errors=True)  # an earlier run's report would be taken for this one's
+    shutil.rmtree(place, ignore_errors=True)  # so that the report of an earlier run is not read
     place.mkdir()
-    # One thread a process: on a CPU a process then stands for a device.
+    # One thread per process, so that on a CPU a process stands for a device.
     variables = environment(OMP_NUM_THREADS=1, PET_LOG_DIR=place / "torchrun")
     command = [*strategy.command(processes), f"--steps={steps}", f"--dtype={dtype}", f"--output={place}"]
     outcome = launch(command, variables, ROOT, on_line)
@@ -165,7 +181,7 @@ def _differences(row: dict, place: Path, reference: Path) -> dict:
     losses = json.loads((reference / "report.json").read_text())["losses"]
     own, theirs = (torch.load(path / "weights.pt", weights_only=True) for path in (place, reference))
     if own.keys() != theirs.keys():
-        return {"failure": "the weights that it ends with have other names than those of one process"}
+        return {"failure": "its parameters have different names than those of one process, so they cannot be compared"}
     return {
         "loss_difference": max(abs(one - other) for one, other in zip(row["losses"], losses, strict=True)),
         "weight_difference": max((own[name] - theirs[name]).abs().max().item() for name in own),
@@ -173,31 +189,31 @@ def _differences(row: dict, place: Path, reference: Path) -> dict:
 
 
 def code(path: Path) -> list[str]:
-    """A script's lines, without its docstring (the commands differ in each) and without blank lines."""
+    """Return the lines of a script without blank lines and without its docstring, which always differs."""
     text = path.read_text()
     body = text.splitlines()[ast.parse(text).body[0].end_lineno :]
     return [line for line in body if line.strip()]
 
 
 def changed_lines(before: Path, after: Path) -> int:
-    """How many lines change: in each place the larger of what goes and what comes, as a reader of the diff counts them."""
+    """Count the lines that change: for each hunk, the larger number of removed and added lines."""
     blocks = difflib.SequenceMatcher(None, code(before), code(after), autojunk=False).get_opcodes()
     return sum(max(old_end - old, new_end - new) for kind, old, old_end, new, new_end in blocks if kind != "equal")
 
 
 def trained(summary: dict) -> list[dict]:
-    """The rows of those that trained."""
+    """Return the rows of the strategies that trained."""
     return [row for row in summary["runs"] if not row["failure"] and not row["missing"]]
 
 
 def cells(row: dict) -> list[str]:
-    """A row of the table as texts: name, tokens/s, MiB held, MiB sent, lines, differences of losses and weights."""
+    """Return the cells of a row of the table, in the order of ``COLUMNS``."""
     if row["missing"] or row["failure"]:
         return [row["name"], row["missing"] or "failed", "", "", "", "", ""]
     differences = [f"{row[name]:.0e}" if name in row else "" for name in ("loss_difference", "weight_difference")]
     return [
         row["name"],
-        f"{row['tokens_per_second']:,.0f}",
+        spread(row["tokens_per_second"], row.get("rounds", []), ",.0f"),
         f"{row['memory'] / MIB:.0f}",
         f"{row['sent'] / MIB:.0f}",
         str(row["lines"]),
@@ -205,11 +221,16 @@ def cells(row: dict) -> list[str]:
     ]
 
 
-COLUMNS = ("strategy", "tokens/s", "MiB held", "MiB sent", "lines", "losses", "weights")
+def spread(median: float, values: list[float], form: str) -> str:
+    """Return a median, and the lowest and the highest value if there are several."""
+    return f"{median:{form}}" + (f" ({min(values):{form}} to {max(values):{form}})" if len(values) > 1 else "")
+
+
+COLUMNS = ("strategy", "tokens/s", "MiB held", "MiB sent", "lines", "losses", "parameters")
 LEGEND = (
-    "MiB held: tensors in each process after the optimizer's step (on a GPU the allocator's peak). MiB sent: by each process, "
-    "in each step, by nccl-tests' formulas. Lines: changed from one_process.py. Losses, weights: the largest difference from "
-    "one process."
+    "MiB held: the tensors of each process after the optimizer step (on a GPU: the peak of the allocator). MiB sent: per "
+    "process and step, by the formulas of nccl-tests. Lines: changed from one_process.py. Losses, parameters: the largest "
+    "difference from one process."
 )
 
 
@@ -234,10 +255,10 @@ def _show(console, folder: Path, summary: dict) -> None:
 
 
 def draw(path: Path, summary: dict) -> None:
-    """Draw the curves on each other, how far they are apart, and the costs."""
+    """Draw the loss curves, their differences from one process, and the costs."""
     import matplotlib
 
-    matplotlib.use("Agg")  # draws into files; needs no screen
+    matplotlib.use("Agg")  # draws into files without a screen
     import matplotlib.pyplot as plt
 
     from workshop.measure.plots import COLOURS
@@ -248,7 +269,7 @@ def draw(path: Path, summary: dict) -> None:
     )
     where = " and ".join(sorted({row["device"] for row in rows})) or "no run succeeded"
     setting = f"{where}, {summary['processes']} processes, {summary['dtype']}, torch {summary['machine']['torch']}"
-    figure.suptitle(f"One training, every strategy ({setting})")
+    figure.suptitle(f"One training with every strategy ({setting})")
     styles = ("-", "--", ":")
     for index, row in enumerate(rows):
         look = {
@@ -257,25 +278,25 @@ def draw(path: Path, summary: dict) -> None:
             "label": row["name"],
         }
         steps = range(1, len(row["losses"]) + 1)
-        # Curves that agree lie on each other: the first is the widest, so that each one behind still shows at the edges.
+        # The curves coincide, so each one is narrower than the one before, which remains visible at the edges.
         curves.plot(steps, row["losses"], linewidth=1.5 + 1.6 * (len(rows) - 1 - index), **look)
         if "loss_difference" in row and rows[0]["name"] == "one process":
             differences = [abs(a - b) for a, b in zip(row["losses"], rows[0]["losses"], strict=True)]
-            # On a logarithmic scale there is no place for those that are equal bit for bit.
+            # A difference of 0 has no place on a logarithmic scale.
             apart.plot(steps, [each or float("nan") for each in differences], linewidth=1.5, marker=".", **look)
     curves.set(xlabel="step", ylabel="loss (mean over the global batch)", title="Same global batches: one loss curve")
     curves.legend(fontsize=8)
-    apart.set(xlabel="step", ylabel="distance from one process", title="How far apart: the order of sums", yscale="log")
+    apart.set(xlabel="step", ylabel="difference from one process", title="Difference: the order of sums", yscale="log")
     names, places = [row["name"] for row in rows], range(len(rows))
     bars = speed.barh(places, [row["tokens_per_second"] for row in rows], color=COLOURS[0])
     speed.bar_label(bars, fmt="{:,.0f}", padding=3, fontsize=8)
     speed.set(xlabel="tokens/s, all processes together", title="Speed")
     held = cost.barh([place - 0.2 for place in places], [row["memory"] / MIB for row in rows], 0.4, color=COLOURS[2])
     sent = cost.barh([place + 0.2 for place in places], [row["sent"] / MIB for row in rows], 0.4, color=COLOURS[1])
-    for bars, label in ((held, "held by each process"), (sent, "sent by each process in a step")):
+    for bars, label in ((held, "held by each process"), (sent, "sent per process and step")):
         bars.set_label(label)
         cost.bar_label(bars, fmt="{:,.0f}", padding=3, fontsize=8)
-    cost.set(xlabel="MiB", title="Memory and messages")
+    cost.set(xlabel="MiB", title="Memory and communication")
     cost.legend(loc="lower right", fontsize=8)
     for axes in (speed, cost):
         axes.set_yticks(places, names)
@@ -288,7 +309,7 @@ def draw(path: Path, summary: dict) -> None:
 
 
 def page(summary: dict) -> str:
-    """The page "Which should I use?", in Markdown: the rules, with what was measured."""
+    """Return the page "Which should I use?" in Markdown: the measurements and the rules."""
     rows = {row["name"]: row for row in trained(summary)}
     found = summary["machine"]
     devices = (
@@ -298,7 +319,7 @@ def page(summary: dict) -> str:
         "# Which should I use?",
         "",
         f"Measured on {devices} ({found['processor']}, {found['cores']} cores, torch {found['torch']}): the tiny CodeLlama, "
-        f"{summary['steps']} steps in {summary['dtype']}, {summary['processes']} processes, by `{summary['command']}`.",
+        f"{summary['steps']} steps in {summary['dtype']}, {summary['processes']} processes, with `{summary['command']}`.",
         "",
         "| " + " | ".join(COLUMNS) + " |",
         "|---|" + "---:|" * (len(COLUMNS) - 1),
@@ -309,27 +330,37 @@ def page(summary: dict) -> str:
     ]
     if {"one process", "DDP, torchrun", "FSDP2", "tensor parallel"} <= rows.keys():
         lines += [*_readings(rows), ""]
-    rules = (ROOT / FOLDER / "RULES.md").read_text()
-    return "\n".join(lines) + "\n" + re.sub(r"\[([^]]+)\]\(\.\./[^)]+\)", r"\1", rules)  # the page may lie anywhere
+    _title, _, rules = (ROOT / FOLDER / "RULES.md").read_text().partition("\n\n")
+    return "\n".join(lines) + "\n" + re.sub(r"\[([^]]+)\]\(\.\./[^)]+\)", r"\1", rules)  # its links work only there
 
 
 def _readings(rows: dict) -> list[str]:
-    """What the figures say, in sentences; each holds on the machine that they are from."""
+    """Describe the measurements in sentences, which hold for the machine of the measurements."""
     one, ddp, fsdp, tensor = (rows[name] for name in ("one process", "DDP, torchrun", "FSDP2", "tensor parallel"))
 
     def times(what: str, row: dict, other: dict) -> str:
         return f"{row[what] / other[what]:.2f} times"
 
-    zero = f"; ZeRO-3 {times('tokens_per_second', rows['ZeRO-3'], ddp)}" if "ZeRO-3" in rows else ""
+    def speed(row: dict, other: dict) -> str:
+        ratios = [own / theirs for own, theirs in zip(row["rounds"], other["rounds"], strict=True)]
+        return spread(statistics.median(ratios), ratios, ".2f") + " times"
+
+    zero = f" (ZeRO-3: {speed(rows['ZeRO-3'], ddp)})" if "ZeRO-3" in rows else ""
+    count = len(one["rounds"])
     largest = max(row["loss_difference"] for row in rows.values() if "loss_difference" in row)
     return [
         "## What these figures say",
         "",
-        f"- DDP with {ddp['processes']} processes is {times('tokens_per_second', ddp, one)} as fast as one process, and each of "
-        f"its processes holds {times('memory', ddp, one)} what that one holds.",
-        f"- FSDP2 holds {times('memory', fsdp, one)} as much, sends {times('sent', fsdp, ddp)} what DDP sends, and is "
-        f"{times('tokens_per_second', fsdp, ddp)} as fast as DDP{zero}.",
-        f"- Tensor parallelism sends {tensor['sent'] / MIB:.0f} MiB in a step with 512 tokens. That grows with the batch; what "
-        "DDP, FSDP and ZeRO send does not.",
-        f"- All losses are within {largest:.0e} of those of one process: only the costs differ.",
+        f"- DDP with {ddp['processes']} processes is {speed(ddp, one)} as fast as one process, and each of "
+        f"its processes holds {times('memory', ddp, one)} as much.",
+        f"- Each process of FSDP2 holds {times('memory', fsdp, one)} as much as one process alone, sends "
+        f"{times('sent', fsdp, ddp)} as much as with DDP, and FSDP2 is {speed(fsdp, ddp)} as fast as "
+        f"DDP{zero}.",
+        f"- Tensor parallelism sends {tensor['sent'] / MIB:.0f} MiB per step with 512 tokens. This amount grows with the batch; "
+        "the amount that DDP, FSDP and ZeRO send does not.",
+        "- DDP with mp.spawn, torchrun, Lightning and Accelerate is the same algorithm, so their speeds differ mostly by noise. "
+        "Do not rank strategies whose speeds differ less.",
+        f"- Speeds and their ratios are {'medians of ' if count > 1 else 'from '}{count} round{'s' * (count > 1)}"
+        f"{', with the lowest and the highest value in brackets' if count > 1 else ''}.",
+        f"- All losses differ from those of one process by at most {largest:.0e}; only the costs differ.",
     ]

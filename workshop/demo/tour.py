@@ -1,4 +1,4 @@
-"""``workshop tour``: every stage's solution on this machine, small, on real data; a table, a picture, and the same as JSON."""
+"""Run ``workshop tour``: train the solutions of the stages for a short time, and compare them in a table and a picture."""
 
 import importlib
 import json
@@ -40,10 +40,10 @@ class Entry:
 
     Attributes:
         stage: the stage's number, as in ``--stages``.
-        name: what the table calls it.
-        command: gives the command, without the training options, for a number of processes.
-        scales: whether it runs on several processes.
-        language: whether it trains the small language model of stage 04, and not the images.
+        name: its name in the table.
+        command: returns the command, without the training options, for a number of processes.
+        scales: whether it can run with several processes.
+        language: whether it trains the small language model of stage 04, and not on images.
     """
 
     stage: str
@@ -54,7 +54,7 @@ class Entry:
 
 
 def entries() -> list[Entry]:
-    """What the stages' ``exercises.toml`` name under ``[[tour]]``, in the order of the course.
+    """Return the programs that the ``exercises.toml`` files list under ``[[tour]]``, in the order of the course.
 
     Raises:
         UserError: one of these files is wrong.
@@ -79,19 +79,19 @@ def _command(row: TourRow, processes: int) -> list[str]:
     return [sys.executable, row.program, *option]
 
 
-EVERY_STRATEGY = "05"  # the stage with which one training is compared under every strategy
-STEPS = 10  # of the language model for each epoch of the images
-SEQUENCES = 8  # at least, in its global batches
+EVERY_STRATEGY = "05"  # with this stage, the tour also runs ``workshop strategies``
+STEPS = 10  # of the language model per epoch of the images
+SEQUENCES = 8  # the minimum global batch of the language model
 
 
 def run_tour(stages: str = "", epochs: int = 3, output: str | None = None) -> int:
     """Run the tour and return its exit status: 0 if every run trained, else 1.
 
     Args:
-        stages: the stages' numbers, separated by commas; "" for all. Stage 05 is one training under every strategy.
+        stages: the numbers of the stages, separated by commas; "" for all. Stage 05 runs ``workshop strategies``.
         epochs: passes over the training set in each run.
-        output: the folder for tour.json, tour.png and the runs' checkpoints and logs; None for runs/tour in the repository. What
-            belongs to stage 05 goes into its folder strategies.
+        output: the folder for tour.json, tour.png and the checkpoints and logs of the runs; None for runs/tour in the repository.
+            The results of stage 05 are in its subfolder strategies.
 
     Raises:
         UserError: a stage is unknown, or the folder cannot be written.
@@ -112,7 +112,7 @@ def run_tour(stages: str = "", epochs: int = 3, output: str | None = None) -> in
 
 
 def _run_entries(entries: list[Entry], epochs: int, root: Path, folder: Path, console: "Console") -> int:
-    """Run the programs, show and write what they have done; return 0 if every one trained, else 1."""
+    """Run the programs, and print and write the results; return 0 if every program trained, else 1."""
     counts = process_counts()
     plan = [(entry, count) for entry in entries for count in (counts if entry.scales else [1])]
     batches = {language: _global_batch(language, counts) for language in (False, True)}
@@ -126,7 +126,8 @@ def _run_entries(entries: list[Entry], epochs: int, root: Path, folder: Path, co
             console.print(f"{number} runs of {what}, each with global batches of {size}", highlight=False)
 
     start = time.monotonic()
-    # Its import takes seconds the first time on a machine, where it looks for fonts. The first runs leave a core for that.
+    # The first import of matplotlib on a machine takes seconds, because it searches for fonts. It runs beside the first program,
+    # which uses only one core.
     threading.Thread(target=importlib.import_module, args=["matplotlib.pyplot"], daemon=True).start()
     results = _run_plan(plan, batches, epochs, root, folder, console)
     _add_speedups(results)
@@ -149,7 +150,7 @@ def _run_entries(entries: list[Entry], epochs: int, root: Path, folder: Path, co
 def _run_plan(
     plan: list[tuple[Entry, int]], batches: dict[bool, int], epochs: int, root: Path, folder: Path, console: "Console"
 ) -> list[dict]:
-    """Run each program with its number of processes, with a progress bar for each; return what ``_run`` returns for each."""
+    """Run each program with its number of processes and a progress bar; return the results of ``_run``."""
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
     results = []
@@ -187,7 +188,7 @@ def _run_plan(
 
 
 def _global_batch(language: bool, counts: list[int]) -> int:
-    """The size of the global batches: the smallest that is large enough and that all numbers of processes divide."""
+    """Return the smallest global batch that is large enough and that every number of processes divides."""
     multiple = math.lcm(*counts)
     return multiple * math.ceil((SEQUENCES if language else GLOBAL_BATCH) / multiple)
 
@@ -210,7 +211,7 @@ def _chosen(stages: str) -> list[str]:
 
 
 def process_counts() -> list[int]:
-    """1, 2, 4, ... processes: up to the number of accelerators; on the CPU up to the number of cores, at least 2, at most 4."""
+    """Return 1, 2, 4, ... up to the number of accelerators; on the CPU up to the number of cores, but at least 2, at most 4."""
     accelerators = gpus()
     largest = accelerators if accelerators > 1 else max(2, min(4, cores()))
     return sorted({min(2**power, largest) for power in range(math.ceil(math.log2(largest)) + 1)})
@@ -222,15 +223,15 @@ def _label(name: str, processes: int) -> str:
 
 def _run(entry: Entry, processes: int, batch: int, epochs: int, root: Path, folder: Path, on_line) -> dict:
     place = folder / f"{entry.stage}-{entry.name.replace(' ', '-').replace('.', '-')}-{processes}"
-    shutil.rmtree(place, ignore_errors=True)  # what an earlier tour left: its checkpoint would be carried on from
+    shutil.rmtree(place, ignore_errors=True)  # otherwise the run would resume from the checkpoint of an earlier tour
     place.mkdir()
-    checkpoint = place / "checkpoint.ckpt"  # the ending that Lightning gives
+    checkpoint = place / "checkpoint.ckpt"  # the extension that Lightning uses
     length = [f"--steps={STEPS * epochs}", f"--folder={place}"]
     if not entry.language:
         length = [f"--epochs={epochs}", f"--checkpoint={checkpoint}"]
     command = [*entry.command(processes), *length, f"--batch-size={batch // processes}"]
-    # One thread a process: on a CPU a process then stands for a device, and more processes for more devices.
-    # The temporary folder is not under the run's own: the name of a socket that processes make there may have 107 bytes.
+    # One thread per process, so that on a CPU a process stands for a device, and more processes for more devices.
+    # The temporary folder needs a short path, because the path of a socket that processes create there has at most 107 bytes.
     with tempfile.TemporaryDirectory() as temporary:
         variables = environment(OMP_NUM_THREADS=1, PET_LOG_DIR=place / "torchrun", TMPDIR=temporary)
         outcome = launch(command, variables, root, on_line)
@@ -248,23 +249,23 @@ def _run(entry: Entry, processes: int, batch: int, epochs: int, root: Path, fold
     if entry.language:
         run = read_training(place)
         if not failure and len(run.losses) != STEPS * epochs:
-            failure = f"it ended well, but took {len(run.losses)} of {STEPS * epochs} steps\n{outcome.output}"
+            failure = f"it ended without error, but took {len(run.losses)} of {STEPS * epochs} steps\n{outcome.output}"
         rates = [report["tokens_per_second"] for report in run.entries if "tokens_per_second" in report]
         result |= {"device": run.device, "losses": run.losses}
         result |= {"validation_loss": run.validation[-1] if run.entries else None}
     else:
         log = read_log(checkpoint)
         if not failure and (len(log) != epochs or not checkpoint.exists()):
-            failure = f"it ended well, but trained {len(log)} of {epochs} epochs\n{outcome.output}"
+            failure = f"it ended without error, but trained {len(log)} of {epochs} epochs\n{outcome.output}"
         rates = [epoch["samples_per_second"] for epoch in log]
         result |= {"device": log[0]["device"] if log else "", "accuracy": log[-1]["accuracy"] if log else None}
         result |= {"losses": [loss for epoch in log for loss in epoch["losses"]]}
-    rates = rates[1:] or rates  # the first ones are the warm-up
+    rates = rates[1:] or rates  # the first rate includes the warm-up
     return result | {"samples_per_second": statistics.median(rates) if rates else None, "failure": failure}
 
 
 def _add_speedups(results: list[dict]) -> None:
-    """Add to each result its speed-up over the first run with one process on the same kind of device; None without one."""
+    """Add to each result its speed-up over the first run with one process on the same kind of device, or None."""
     base: dict[tuple, float] = {}
     for result in results:
         rate, device = result["samples_per_second"], (result["language"], result["device"])
@@ -297,7 +298,7 @@ def _draw(path: Path, runs: list[dict], rate: str, version: str) -> None:
     devices = sorted({result["device"] for result in trained})
     curves, throughput = {}, {}
     for result in trained:
-        # With one GPU, several processes train on the CPU: another device, so another series.
+        # With one GPU, several processes train on the CPU: a different device, so they form a separate series.
         note = f" ({result['device']})" if len(devices) > 1 else ""
         curves[_label(result["name"], result["processes"]) + note] = result["losses"]
         throughput.setdefault(result["name"] + note, {})[result["processes"]] = result["samples_per_second"]
@@ -308,7 +309,7 @@ def _draw(path: Path, runs: list[dict], rate: str, version: str) -> None:
 def _table(runs: list[dict], rate: str, metric: str):
     from rich.table import Table
 
-    table = Table(box=None, padding=(0, 1), pad_edge=False, header_style="bold")  # 80 columns are enough for it
+    table = Table(box=None, padding=(0, 1), pad_edge=False, header_style="bold")  # fits into 80 columns
     for column, justify in (
         ("stage", "left"),
         ("run", "left"),
@@ -353,18 +354,18 @@ def _show(console, folder: Path, summary: dict) -> None:
     difference = " and ".join(f"{value:.1e}" for value in differences) if differences else None
     devices = {result["device"] for result in summary["runs"] if not result["failure"]}
     if difference is not None:
-        reason = "only the rounding differs: of float32 sums in another order, and of bfloat16 in the language model"
+        reason = "only the rounding differs (the order of float32 sums, and bfloat16 in the language model)"
         if devices != {"cpu"}:
-            reason = "the rounding differs (GPUs may round convolutions to TF32, and sum in another order each time)"
+            reason = "the rounding differs (GPUs may round convolutions to TF32, and the order of sums varies)"
         console.print(
-            f"The loss curves differ by at most {difference}: every run saw the same global batches, and {reason}. "
-            "Rounding grows with each step; AdamW keeps it small here.",
+            f"The loss curves differ by at most {difference}, because every run uses the same global batches, and {reason}. "
+            "Rounding errors grow with each step, but AdamW keeps them small here.",
             highlight=False,
         )
     if "cpu" in devices:
-        console.print("On the CPU each process has one thread: a process stands for a device.", highlight=False)
+        console.print("On the CPU each process uses one thread, so it stands for a device.", highlight=False)
     if len(devices) > 1:
-        console.print("More processes than GPUs train on the CPU: compare them with each other only.", highlight=False)
+        console.print("Compare the runs on the CPU (more processes than GPUs) only with each other.", highlight=False)
     console.print(
         f"{summary['seconds']:.0f} s, at most {summary['peak_memory'] / 2**30:.1f} GiB of memory. "
         f"Picture and figures: {folder / 'tour.png'}, tour.json",

@@ -1,1 +1,1 @@
-"""For maintainers: the test suite."""
+"""Tools for contributors: the tests, skeletons of new parts, and the web site."""

@@ -1,4 +1,4 @@
-"""``workshop dev check``: what a change to the course has forgotten."""
+"""Run ``workshop dev check``: report what is missing after a change to the course."""
 
 import json
 import os
@@ -13,16 +13,17 @@ from workshop.course import todo
 from workshop.course.checking import check_file
 from workshop.course.exercises import Exercise, exercises, find_exercise
 from workshop.dev.documents import wrong_links
+from workshop.dev.wording import unexplained_terms, unmeasured_figures
 from workshop.repository import require_stages
 
-SHORTEST = 12  # characters from which on a line of the solution counts as given away
+SHORTEST = 12  # characters; a hint may contain shorter lines of the solution
 
 
 def run_dev_check(files: tuple[str, ...], everything: bool) -> int:
-    """Print what is wrong, one line each, and return 1 if anything is, else 0.
+    """Print each problem in one line, and return 1 if there is one, else 0.
 
     Args:
-        files: files of the exercises that are also run, unsolved and solved; none: those that differ from the last commit.
+        files: files of the exercises to run, unsolved and solved; empty: the files that differ from the last commit.
         everything: run all exercises.
 
     Raises:
@@ -51,7 +52,7 @@ def _chosen(files: tuple[str, ...], everything: bool) -> list[Exercise]:
 
 
 def _changed(root: Path) -> list[str]:
-    """The files that differ from the last commit, and those that git does not know yet."""
+    """Return the files that differ from the last commit, and the untracked files."""
     names: list[str] = []
     for command in (["diff", "--name-only", "--relative", "HEAD"], ["ls-files", "--others", "--exclude-standard"]):
         done = subprocess.run(["git", "-C", str(root), *command], capture_output=True, text=True)
@@ -63,7 +64,7 @@ def _changed(root: Path) -> list[str]:
 
 
 def without_todo() -> Iterator[str]:
-    """Exercises whose goals and TODO comments do not match, and solutions with a TODO."""
+    """Find exercises whose goals and TODO comments do not match, and solutions with a TODO."""
     for exercise in exercises():
         missing = [path for pair in exercise.pairs for path in pair if not path.is_file()]
         yield from (f"{_short(path)}: missing" for path in missing)
@@ -81,44 +82,44 @@ def without_todo() -> Iterator[str]:
 
 
 def given_away() -> Iterator[str]:
-    """Hints that hold a line of the solution."""
+    """Find hints that contain a line of the solution."""
     for exercise in exercises():
         if not all(path.is_file() for pair in exercise.pairs for path in pair):
             continue
         given, solution = ("".join(path.read_text() for path in paths) for paths in zip(*exercise.pairs, strict=True))
         for goal, hints in exercise.hints.items():
             for line in lines_given_away(hints, solution, given):
-                yield f"{exercise.name}: a hint of goal {goal} holds a line of the solution: {line}"
+                yield f"{exercise.name}: a hint of goal {goal} contains a line of the solution: {line}"
 
 
 def lines_given_away(hints: tuple[str, ...], solution: str, exercise: str = "") -> list[str]:
-    """The lines of a solution that stand in hints, and not in the exercise already."""
+    """Return the lines of a solution that a hint contains and the exercise does not."""
     lines = {line.strip() for line in solution.splitlines()} - {line.strip() for line in exercise.splitlines()}
     return sorted(line for line in lines if len(line) >= SHORTEST and any(line in hint for hint in hints))
 
 
 def unlisted() -> Iterator[str]:
-    """Files named like an exercise that no exercises.toml names, and solutions of nothing."""
+    """Find files that are named like an exercise or a solution but that no exercises.toml lists."""
     root = require_stages()
     listed = {path for exercise in exercises() for pair in exercise.pairs for path in pair}
     for folder in {exercise.path.parent for exercise in exercises()}:
         for place in (folder, root / "solutions" / folder.name):
             for path in sorted(place.glob("exercise[0-9]*")):
                 if path not in listed and ".mine-" not in path.name and path.suffix in (".py", ".sh", ".json"):
-                    yield f"{_short(path)}: no entry of {folder.name}/exercises.toml names it"
+                    yield f"{_short(path)}: {folder.name}/exercises.toml has no entry for it"
 
 
 def untested_rules() -> Iterator[str]:
-    """Rules that no mistake in the tests names."""
+    """Find rules for which the tests contain no mistake."""
     tests = require_stages() / "tests"
     text = "\n".join(path.read_text() for path in (*tests.glob("check/rules/test_*.py"), tests / "test_jobs.py"))
     for name, rule in RULES.items():
         if f'"{name}"' not in text:
-            yield f"rule {name}: no mistake in tests/check/rules/test_{rule.family}.py has this kind"
+            yield f"rule {name}: add a mistake of this kind to tests/check/rules/test_{rule.family}.py"
 
 
 def notebooks_with_outputs() -> Iterator[str]:
-    """Exercise notebooks that were saved with outputs."""
+    """Find exercise notebooks that were saved with outputs."""
     root = require_stages()
     for path in sorted(root.glob("*/*.ipynb")):
         cells = json.loads(path.read_text())["cells"]
@@ -134,6 +135,8 @@ LOOKS: tuple[Callable[[], Iterator[str]], ...] = (
     untested_rules,
     notebooks_with_outputs,
     wrong_links,
+    unexplained_terms,
+    unmeasured_figures,
 )
 
 
@@ -141,16 +144,16 @@ LOOKS: tuple[Callable[[], Iterator[str]], ...] = (
 
 
 def judged(exercise: Exercise) -> Iterator[str]:
-    """Whether the exercise as delivered fails, and its solution passes, in the quick part of the check."""
+    """Run the quick part of the check: the exercise as delivered must fail, and its solution must pass."""
     with tempfile.TemporaryDirectory() as folder:
         place = Path(folder) / exercise.path.parent.name
         place.mkdir()
         unsolved = todo.write_version(exercise, set(), place)
         *_, verdict = check_file(unsolved, quick=True)
         if not verdict.errors:
-            yield f"{exercise.name}: it passes the check unsolved"
+            yield f"{exercise.name}: the unsolved exercise passes the check"
         elif verdict.first_open == 0:
-            yield f"{exercise.name}: unsolved, the check first names {verdict.errors[0].kind}, which no goal lists"
+            yield f"{exercise.name}: unsolved, the check first finds {verdict.errors[0].kind}, which belongs to no TODO"
     *_, verdict = check_file(exercise.solution, quick=True)
     for finding in verdict.errors[:1]:
         yield f"{_short(exercise.solution)}: the check of the solution finds {finding.kind}: {finding.seen}"

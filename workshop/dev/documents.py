@@ -1,4 +1,4 @@
-"""What is wrong in the documents: links that lead nowhere, and pictures without words for those who cannot see them."""
+"""Find mistakes in the documents: broken links, and pictures without alternative text."""
 
 import json
 import re
@@ -8,12 +8,12 @@ from pathlib import Path
 
 from workshop.repository import require_stages
 
-LINK = re.compile(r"(!?)\[((?:[^][]|\[[^][]*\])*)\]\(([^)\s]+)\)")  # the text of a link may hold a pair of brackets
+LINK = re.compile(r"(!?)\[((?:[^][]|\[[^][]*\])*)\]\(([^)\s]+)\)")  # the text of a link may contain a pair of brackets
 FENCE = re.compile(r"^ {0,3}```")
 
 
 def documents() -> list[Path]:
-    """The Markdown files and the notebooks of the repository."""
+    """Return the Markdown files and the notebooks of the repository."""
     root = require_stages()
     folders = [
         path for path in root.iterdir() if path.is_dir() and path.name[0] != "." and path.name not in ("runs", "data")
@@ -26,7 +26,7 @@ def documents() -> list[Path]:
 
 
 def wrong_links() -> Iterator[str]:
-    """Links to files or headings that are not there, and pictures without alternative text."""
+    """Find links to files or headings that do not exist, and pictures without alternative text."""
     root = require_stages()
     for path in documents():
         for place, line in prose(path):
@@ -38,13 +38,13 @@ def wrong_links() -> Iterator[str]:
                 file, _, anchor = target.partition("#")
                 there = path.parent / file if file else path
                 if not there.exists():
-                    yield f"{path.relative_to(root)}:{place}: {target} is not there"
+                    yield f"{path.relative_to(root)}:{place}: {target} does not exist"
                 elif anchor and there.suffix in (".md", ".ipynb") and anchor not in anchors(there):
                     yield f"{path.relative_to(root)}:{place}: {file or path.name} has no heading #{anchor}"
 
 
 def prose(path: Path) -> Iterator[tuple[str, str]]:
-    """The lines outside of code, each with its place: its number, in a notebook after the cell's."""
+    """Yield the lines outside of code blocks, each with its place: the line number, in a notebook with the cell number."""
     if path.suffix == ".ipynb":
         cells = json.loads(path.read_text())["cells"]
         texts = [
@@ -65,7 +65,7 @@ def prose(path: Path) -> Iterator[tuple[str, str]]:
 
 @cache
 def anchors(path: Path) -> set[str]:
-    """What a link to a document may have after the #: its headings, as GitHub spells them, and the anchors that it names."""
+    """Return the anchors of a document: its headings, converted as GitHub does, and its explicit anchors."""
     found: set[str] = set()
     for _, line in prose(path):
         found |= set(re.findall(r'<a name="([^"]+)"', line))

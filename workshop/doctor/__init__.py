@@ -1,1 +1,1 @@
-"""``workshop doctor``: checks of this machine, and of a machine on which a course is to begin."""
+"""``workshop doctor``: checks for this machine, and additional checks before a course."""

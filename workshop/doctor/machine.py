@@ -1,4 +1,4 @@
-"""``workshop doctor``: looks at this machine and says what to do about each problem."""
+"""Run ``workshop doctor``: check this machine, and say how to solve each problem."""
 
 import importlib.metadata
 import importlib.util
@@ -22,7 +22,7 @@ def _first_line(error: Exception) -> str:
 
 def check_python() -> Result:
     seen = f"{platform.python_version()} at {sys.executable}"
-    if sys.version_info < (3, 11):  # noqa: UP036 - WORKSHOP_PYTHON may name any
+    if sys.version_info < (3, 11):  # noqa: UP036 - WORKSHOP_PYTHON may name any version
         return Result("Python", PROBLEM, seen, "use Python 3.11 or newer: load a newer module, or set WORKSHOP_PYTHON")
     return Result("Python", OK, seen)
 
@@ -44,7 +44,7 @@ def check_torch() -> Result:
     seen = f"{torch.__version__}, built for {built_for}"
     if tuple(int(part) for part in torch.__version__.split(".")[:2]) < (2, 9):
         return Result(
-            "torch", WARNING, seen, "the scripts are tested from torch 2.9 on; use a newer one if something fails"
+            "torch", WARNING, seen, "the scripts are tested with torch 2.9 and newer; update it if something fails"
         )
     return Result("torch", OK, seen)
 
@@ -55,7 +55,7 @@ def check_torchvision() -> Result:
         import torch
         import torchvision  # noqa: F401
 
-        torch.ops.torchvision.nms  # noqa: B018 - missing where torchvision's compiled part does not fit torch
+        torch.ops.torchvision.nms  # noqa: B018 - missing if the compiled part of torchvision does not fit torch
     except Exception as error:
         return Result(
             "torchvision",
@@ -70,7 +70,7 @@ def check_devices() -> Result:
     try:
         import torch
     except Exception:
-        return Result("devices", PROBLEM, "unknown, torch cannot be imported", "see torch above")
+        return Result("devices", PROBLEM, "unknown, because torch cannot be imported", "see torch above")
     if closed := closed_to_gpus():
         seen, _, advice = closed.partition("; ")
         return Result("devices", PROBLEM, seen, advice)
@@ -99,13 +99,13 @@ def check_devices() -> Result:
             "devices",
             WARNING,
             f"{hardware}, but torch (built for {built_for}) cannot use it",
-            "install a torch that fits the driver (nvidia-smi or rocm-smi names its version), or a newer driver",
+            "install a torch that fits the driver (nvidia-smi or rocm-smi shows its version), or a newer driver",
         )
-    return Result("devices", OK, "the CPU; everything runs on it, with gloo")
+    return Result("devices", OK, "the CPU; the whole course runs on it, with gloo")
 
 
 def _gpu_hardware() -> str:
-    """The GPU that the system shows, whatever torch thinks: "" for none."""
+    """Return the kind of GPU that the system has, even if torch cannot use it; "": none."""
     if Path("/dev/nvidiactl").exists() or shutil.which("nvidia-smi"):
         return "an NVIDIA GPU"
     if Path("/dev/kfd").exists():
@@ -117,13 +117,13 @@ def check_backends() -> Result:
     try:
         import torch.distributed as dist
     except Exception:
-        return Result("backends", PROBLEM, "unknown, torch cannot be imported", "see torch above")
+        return Result("backends", PROBLEM, "unknown, because torch cannot be imported", "see torch above")
     if not dist.is_available() or not dist.is_gloo_available():
         return Result(
             "backends",
             PROBLEM,
             "this torch has no gloo",
-            "install an ordinary torch: delete .venv and run ./workshop.sh again",
+            "install a standard torch: delete .venv and run ./workshop.sh again",
         )
     names = [
         name
@@ -134,7 +134,7 @@ def check_backends() -> Result:
 
 
 def check_process_group() -> Result:
-    """Join a group of one over the loopback interface: store, gloo and a collective, as in every training."""
+    """Join a process group of one over the loopback interface: store, gloo and a collective, as in every training."""
     try:
         import torch
         import torch.distributed as dist
@@ -154,7 +154,7 @@ def check_process_group() -> Result:
 
 
 def check_training_step() -> Result:
-    """Take one training step on each device: a torch without kernels for a GPU shows here, and nowhere before."""
+    """Take one training step on each device, because only computing shows that torch has no kernels for a GPU."""
     try:
         import torch
 
@@ -189,24 +189,24 @@ def check_packages() -> Result:
         )
     shown = (name for name in ("lightning", "transformers") if importlib.util.find_spec(name))
     versions = ", ".join(f"{name} {importlib.metadata.version(name)}" for name in shown)
-    return Result("packages", OK, f"all that are required; {versions}")
+    return Result("packages", OK, f"all required packages; {versions}")
 
 
 def check_cores() -> Result:
     usable = cores()
     quota = _cgroup_cores()
     seen = f"{usable} of {os.cpu_count()} for this session" + (
-        f", limited to the time of {quota:g}" if quota and quota < usable else ""
+        f", limited to the time of {quota:g} cores" if quota and quota < usable else ""
     )
     if min(usable, quota or usable) < 2:
         return Result(
-            "cores", WARNING, seen, "two processes share one core and gain nothing: ask for --cpus-per-task=2 or more"
+            "cores", WARNING, seen, "two processes on one core are not faster: request --cpus-per-task=2 or more"
         )
     return Result("cores", OK, seen)
 
 
 def _cgroup_files(controller: str, name: str, name_v1: str) -> list[Path]:
-    """The files that may hold this process's limit, its own cgroup's and those above it, for cgroup v2 and v1."""
+    """Return the files that may contain a limit for this process: of its cgroup and all above it, for cgroup v2 and v1."""
     files = []
     try:
         lines = Path("/proc/self/cgroup").read_text().splitlines()
@@ -226,7 +226,7 @@ def _cgroup_files(controller: str, name: str, name_v1: str) -> list[Path]:
 
 
 def _cgroup_cores() -> float | None:
-    """The cores' worth of time that this process may use; None without such a limit. (cgroup v2, which newer systems have.)"""
+    """Return how many cores' worth of CPU time this process may use; None without a limit, or with cgroup v1."""
     limits = []
     for file in _cgroup_files("cpu", "cpu.max", "cpu.max"):
         quota, _, period = file.read_text().partition(" ")
@@ -236,7 +236,7 @@ def _cgroup_cores() -> float | None:
 
 
 def _cgroup_memory() -> int | None:
-    """The bytes of memory left of what this process's job may have; None without a limit."""
+    """Return how many bytes of memory the job of this process may still allocate; None without a limit."""
     left = []
     for file in _cgroup_files("memory", "memory.max", "memory.limit_in_bytes"):
         limit = file.read_text().strip()
@@ -255,26 +255,26 @@ def check_memory() -> Result:
     seen = f"{available / GIB:.1f} GiB available"
     if available < 1 * GIB:
         return Result(
-            "memory", PROBLEM, seen, "a training process needs about 0.7 GiB: close other programs or ask for more"
+            "memory", PROBLEM, seen, "a training process needs about 0.7 GiB: close programs or request more memory"
         )
     if available < 3 * GIB:
-        return Result("memory", WARNING, seen, "the tour needs up to 3 GiB: close other programs or ask for --mem=4G")
+        return Result("memory", WARNING, seen, "the tour needs up to 3 GiB: close other programs or request --mem=4G")
     return Result("memory", OK, seen)
 
 
 def check_disk() -> Result:
     free = shutil.disk_usage(ROOT).free
-    seen = f"{free / GIB:.1f} GiB free where the repository lies"
+    seen = f"{free / GIB:.1f} GiB free on the disk of the repository"
     if not os.access(ROOT, os.W_OK):
         return Result(
             "disk",
             WARNING,
-            seen + ", which you cannot write to",
-            "run from a folder of your own: results go to runs/ there",
+            seen + ", but the repository is not writable",
+            "run the programs in a folder of your own: they write their results to runs/ there",
         )
     if free < 0.1 * GIB:
         return Result(
-            "disk", PROBLEM, seen, "make room, or clone to a larger file system; a home quota can be smaller still"
+            "disk", PROBLEM, seen, "free space, or clone to a larger file system; your home quota may be even smaller"
         )
     if free < 2 * GIB:
         return Result(
@@ -285,7 +285,7 @@ def check_disk() -> Result:
 
 def check_shared_memory() -> Result:
     if not Path("/dev/shm").is_dir():
-        return Result("/dev/shm", OK, "none here; this system shares memory in another way")
+        return Result("/dev/shm", OK, "none; this system shares memory in a different way")
     size = shutil.disk_usage("/dev/shm").total
     seen = f"{size / GIB:.1f} GiB"
     if size < 256 * 2**20:
@@ -302,14 +302,14 @@ def check_ports() -> Result:
     try:
         low, high = map(int, Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split())
     except (OSError, ValueError):
-        return Result("ports", OK, "range unknown on this system; each run asks for a free port")
+        return Result("ports", OK, "range unknown on this system; each run searches for a free port")
     seen = f"{low} to {high} for connections"
     if high - low < 1000:
         return Result(
             "ports",
             WARNING,
             seen,
-            "few ports: many processes at once can run out; ask the administrator to widen ip_local_port_range",
+            "these ports may not suffice for many processes; ask the administrator to widen ip_local_port_range",
         )
     return Result("ports", OK, seen)
 
@@ -323,26 +323,26 @@ def check_host_name() -> Result:
             "host name",
             WARNING,
             f"{name} does not resolve",
-            f"the runners work (they pass --local-addr=127.0.0.1); for the rest add '127.0.1.1 {name}' to /etc/hosts",
+            f"the runners work (with --local-addr=127.0.0.1); for other programs add '127.0.1.1 {name}' to /etc/hosts",
         )
-    return Result("host name", OK, f"{name} is {address}")
+    return Result("host name", OK, f"{name} resolves to {address}")
 
 
 def check_scheduler() -> Result:
     found = [name for program, name in (("sbatch", "Slurm"), ("qsub", "PBS")) if shutil.which(program)]
     job = os.environ.get("SLURM_JOB_ID") or os.environ.get("PBS_JOBID")
-    seen = (", ".join(found) or "none on PATH") + (f"; this is inside job {job}" if job else "")
+    seen = (", ".join(found) or "none on PATH") + (f"; you are inside job {job}" if job else "")
     from workshop.slurm.sites import detect_site, find_site
 
     site = detect_site()
     if site:
         seen += f"; this is {find_site(site).name}"
-        return Result("scheduler", OK, seen, f"./workshop.sh submit SCRIPT --site {site} has its queues and modules")
+        return Result("scheduler", OK, seen, f"./workshop.sh submit SCRIPT --site {site} uses its queues and modules")
     return Result("scheduler", OK, seen)
 
 
 def check_practice_cluster() -> Result:
-    """Whether a Slurm of several nodes can be started on this machine."""
+    """Check whether a practice cluster, Slurm with several nodes, can be started on this machine."""
     from workshop.errors import UserError
     from workshop.slurm.cluster import find_cluster, require_machine
 
@@ -356,7 +356,7 @@ def check_practice_cluster() -> Result:
 
 
 def check_interconnect() -> Result:
-    """The networks between this machine and others."""
+    """Report the networks that connect this machine to others."""
     seen = []
     fabric = sorted(Path("/sys/class/infiniband").glob("*/ports/*"))
     for port in fabric:
@@ -367,7 +367,7 @@ def check_interconnect() -> Result:
     if slingshot:
         seen.append(f"Slingshot: {', '.join(slingshot)}")
     others = [name for name in interfaces if name not in slingshot]
-    seen.append(f"interfaces: {', '.join(others)}" if others else "no other interface than loopback")
+    seen.append(f"interfaces: {', '.join(others)}" if others else "only the loopback interface")
     return Result("interconnect", OK, "; ".join(seen))
 
 
@@ -390,7 +390,7 @@ def check_data() -> Result:
 
 
 def check_deepspeed() -> Result:
-    """What stage 05 needs: DeepSpeed, and a compiler and ninja, with which it builds a part of itself where it trains on CPUs."""
+    """Check what stage 05 needs: DeepSpeed, and on CPUs also a compiler and ninja, which build a DeepSpeed extension."""
     from workshop.training import deepspeed
 
     if not importlib.util.find_spec("deepspeed"):
@@ -398,7 +398,7 @@ def check_deepspeed() -> Result:
     seen = importlib.metadata.version("deepspeed")
     try:
         built = deepspeed.is_built()
-    except ImportError:  # of torch, which has a line of its own above
+    except ImportError:  # check_torch reports the details
         return Result("DeepSpeed", WARNING, f"{seen}, which needs torch")
     if built:
         return Result("DeepSpeed", OK, f"{seen}, its extension for CPUs is built")
@@ -406,10 +406,10 @@ def check_deepspeed() -> Result:
         return Result(
             "DeepSpeed",
             WARNING,
-            f"{seen}; to build its extension for CPUs there is no {' and no '.join(missing)}",
+            f"{seen}; it cannot build its extension for CPUs: there is no {' and no '.join(missing)}",
             "only stage 05 needs it; on Debian: apt install g++ ninja-build python3-dev",
         )
-    return Result("DeepSpeed", OK, f"{seen}; its first start on CPUs builds an extension, which takes half a minute")
+    return Result("DeepSpeed", OK, f"{seen}; its first run on CPUs builds an extension, which takes half a minute")
 
 
 CHECKS: tuple[Callable[[], Result], ...] = (
@@ -436,10 +436,10 @@ CHECKS: tuple[Callable[[], Result], ...] = (
 
 
 def run_doctor(people: int | None = None) -> int:
-    """Print what each check saw, with advice where there is a problem; return 1 if training could not run here, else 0.
+    """Print the result of each check with its advice; return 1 if a check found a problem, else 0.
 
     Args:
-        people: also look whether a course with so many people can begin here.
+        people: also check whether a course with this number of people can begin here.
     """
     from rich.console import Console
     from rich.markup import escape

@@ -1,4 +1,4 @@
-"""What a check of this machine found."""
+"""The result of a check of this machine."""
 
 from dataclasses import dataclass
 
@@ -8,13 +8,13 @@ GIB = 2**30
 
 @dataclass(frozen=True)
 class Result:
-    """What one check saw.
+    """The result of one check.
 
     Attributes:
-        name: what was looked at.
-        status: OK, WARNING (training runs, but not as it could) or PROBLEM (training cannot run).
-        seen: the fact.
-        advice: what to do about it, in one line; "" where there is nothing to do.
+        name: what was checked.
+        status: OK, WARNING (training runs, but not as well as it could) or PROBLEM (training cannot run).
+        seen: what the check found.
+        advice: what to do about it, in one line; "": nothing.
     """
 
     name: str

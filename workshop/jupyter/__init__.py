@@ -1,4 +1,4 @@
-"""What the notebooks call: ``start`` first, then pictures, checks and cells in several processes."""
+"""The functions that the notebooks call: first ``start``, then pictures, checks and cells in several processes."""
 
 import importlib.util
 import os
@@ -29,26 +29,27 @@ __all__ = [
     "start",
 ]
 
-NEEDED = 200_000_000  # bytes of free disk that the runs of a notebook write at most
+NEEDED = 200_000_000  # bytes that the runs of a notebook write at most
 
 
 def start(folder: str, processes: int = 1, package: str = "torch") -> None:
-    """Begin a notebook: look at this session, go to the notebook's folder, and make ``%%ranks`` known.
+    """Prepare a notebook: check the session, change to the notebook's folder, and register ``%%ranks``.
 
     Args:
-        folder: the notebook's folder in the repository.
-        processes: how many train at once in it; with fewer GPUs all of them train on the CPU, also for comparison.
-        package: an extra that it needs.
+        folder: the folder of the notebook in the repository.
+        processes: the number of processes that train at the same time. With fewer GPUs, all runs use the CPU, so that they can
+            be compared.
+        package: an optional package that the notebook needs.
 
     Raises:
-        SystemExit: something would fail later on; one sentence says what, and what to do. The cells below are not run.
+        SystemExit: the session has a problem; the message says what to do. The cells below are not run.
     """
     problem = _problem(ROOT / folder, package)
     if problem:
         raise SystemExit(problem)
     os.chdir(ROOT / folder)
-    warnings.filterwarnings("ignore", "IProgress not found")  # tqdm's, where a library draws bars in the kernel
-    # For cells that begin with %%bash: the workshop's folder, and this environment's Python, for the runners too.
+    warnings.filterwarnings("ignore", "IProgress not found")  # from tqdm, if a library shows progress bars
+    # For %%bash cells, and for the runners that they start.
     os.environ["ROOT"] = str(ROOT)
     os.environ["PYTHON"] = os.environ["WORKSHOP_PYTHON"] = sys.executable
     os.environ["PYTHONPATH"] = python_path()
@@ -66,21 +67,21 @@ def start(folder: str, processes: int = 1, package: str = "torch") -> None:
 
 
 def _problem(place: Path, package: str = "torch") -> str:
-    """What is wrong with this session, in one sentence; "" if nothing is."""
+    """Return the problem of this session in one sentence; "" if there is none."""
     if importlib.util.find_spec("torch") is None:
         return f"{sys.executable} has no torch: choose the kernel 'Workshop', or start Jupyter with ./workshop.sh lab"
     if importlib.util.find_spec(package) is None:
-        return f"This notebook needs {package}, an extra: pip install -e '.[{package}]' in {ROOT}, then restart the kernel."
+        return f"This notebook needs {package}: run pip install -e '.[{package}]' in {ROOT}, then restart the kernel."
     here = Path.cwd()
     if not place.is_dir():
         return f"There is no folder {place}: open the notebook in a complete copy of the workshop."
     if here != place and ROOT not in (here, *here.parents):
         return (
-            f"This notebook lies in {here}, and its kernel belongs to the workshop in {ROOT}: "
+            f"This notebook is in {here}, but its kernel belongs to the workshop in {ROOT}: "
             "open the notebook there, or choose the kernel of this copy (menu Kernel, Change Kernel)."
         )
     if not os.access(place, os.W_OK):
-        return f"{place} cannot be written: copy the workshop to a folder of yours, and open the notebook there."
+        return f"{place} is not writable: copy the workshop to a folder of your own, and open the notebook there."
     if shutil.disk_usage(place).free < NEEDED:
-        return f"The disk that holds {place} is full: free {NEEDED // 1_000_000} MB of it."
+        return f"The disk that holds {place} is full: free at least {NEEDED // 1_000_000} MB."
     return ""

@@ -1,4 +1,4 @@
-"""``workshop check`` and ``workshop hint`` for the cells of a notebook."""
+"""Run ``workshop check`` and ``workshop hint`` from notebook cells."""
 
 import os
 import subprocess
@@ -8,17 +8,17 @@ from workshop.repository import ROOT, python_path
 
 
 def check(file: str, *options: str) -> None:
-    """``workshop check`` in a notebook: the same words, in a process of its own.
+    """Run ``workshop check`` in a separate process, and print its output in the notebook.
 
     Args:
-        file: the program, from the current folder or from the repository's root.
-        options: further options of the command.
+        file: the program, relative to the current folder or to the repository.
+        options: additional options for the command.
     """
     _command("check", _find(file), *options)
 
 
 def hint(file: str, goal: int | None = None) -> None:
-    """``workshop hint`` in a notebook: the next of three hints for a goal; without one, for the first goal that is open."""
+    """Print the next of three hints for a goal; by default, for the first goal that is not met."""
     _command("hint", _find(file), *([] if goal is None else [str(goal)]))
 
 
@@ -27,7 +27,7 @@ def _find(file: str) -> str:
 
 
 def _command(*arguments: str) -> None:
-    """Run the command, and print what it says while it says it."""
+    """Run a command of the workshop, and print its output line by line."""
     environment = {
         **os.environ,
         "FORCE_COLOR": "1",

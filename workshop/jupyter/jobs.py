@@ -1,6 +1,6 @@
-"""What the notebook of slurm-multinode calls: a small session that submits jobs, follows them and shows them, and trains nothing.
+"""The functions that the notebook of slurm-multinode calls to submit jobs, follow them and show their results.
 
-Where there is no scheduler each function says so in one line, and the rest of the notebook can still be read.
+Without a scheduler, each function only prints one line, so that the notebook can still be read to the end.
 """
 
 import base64
@@ -27,9 +27,10 @@ from workshop.slurm.sites import find_site
 from workshop.training.logs import read_log
 
 NODES = 4  # of the practice cluster
-PATIENCE = 60  # seconds without anything new after which a job on the practice cluster is ended: it may wait for ever
+PATIENCE = 60  # seconds without news after which a job on the practice cluster is cancelled, because it may hang
 PROGRAM = "multigpu_torchrun.py"
-# Prints a line for each process of the training on a node, once torchrun or Slurm have told all of them who they are.
+FIRST_FAILURE = "the first rank that failed says:"  # slurm-multinode/first_failure.py
+# Waits until all training processes of a node have their ranks, and prints a line for each process.
 LOOK = """\
 for attempt in {1..40}; do
     lines=$(for process in $(pgrep -u "$(id -u)" -f "$1"); do
@@ -45,14 +46,14 @@ echo "$lines"
 
 @dataclass
 class Job:
-    """A job, or an array of jobs, that was submitted.
+    """A job or a job array that was submitted.
 
     Attributes:
         number: its job id.
         name: its job name.
-        log: the file of its output.
-        folder: where it runs.
-        changes: what squeue has shown: seconds since it was submitted, job id (of an array: with the number in it), state, nodes.
+        log: the file with its output.
+        folder: its working directory.
+        changes: the output of squeue: seconds since it was submitted, job id (with the index in an array), state, nodes.
     """
 
     number: str
@@ -64,18 +65,18 @@ class Job:
 
     @property
     def states(self) -> dict[str, str]:
-        """The latest state by job id."""
+        """The latest state of each job, by job id."""
         return {number: state for _, number, state, _ in self.changes}
 
     def nodes(self) -> list[str]:
-        """The nodes that it had last."""
+        """Return the nodes that the job used last."""
         listed = next((nodes for *_, nodes in reversed(self.changes) if nodes), "")
         return _hostnames(listed) if listed else []
 
 
 @dataclass
 class _Place:
-    """Where jobs go: the name of a site, options of ``workshop submit`` for it, and the practice cluster, if it is that."""
+    """The place for jobs: the name of a site, its options for ``workshop submit``, and the practice cluster, if it is one."""
 
     site: str
     options: dict[str, str]
@@ -84,11 +85,11 @@ class _Place:
 
 _place: _Place | None = None
 _reason = "run the cell with use_site(...) first"
-_own: Cluster | None = None  # the cluster that this kernel has started; it would end if nobody held on to this
+_own: Cluster | None = None  # the cluster that this kernel has started; without this reference it would end
 
 
 def _with_scheduler(function):
-    """In place of a traceback: say in one line that there is no scheduler, or no job, or what a learner's mistake is."""
+    """Decorate a function so that it prints one line, and no traceback, if there is no scheduler or job, or after a mistake."""
 
     @functools.wraps(function)
     def wrapped(*arguments, **options):
@@ -110,32 +111,32 @@ def _with_scheduler(function):
 
 
 def use_site(name: str, **options: str) -> None:
-    """Choose where jobs go, and start the practice cluster if it is that.
+    """Choose the site for jobs, and start the practice cluster if you choose it.
 
     Args:
-        name: of a profile in slurm-multinode/sites; "local": a practice cluster on this machine.
-        options: of ``workshop submit``: account, queue, reservation.
+        name: the name of a profile in slurm-multinode/sites; "local": a practice cluster on this machine.
+        options: options of ``workshop submit``: account, queue, reservation.
     """
     global _place, _reason
     _place = None
     try:
         site = find_site(name)
         if site.scheduler != "slurm":
-            raise UserError(f"{site.name} has PBS, and this notebook shows Slurm: read slurm-multinode/pbs/README.md")
+            raise UserError(f"{site.name} uses PBS, and this notebook shows Slurm: read slurm-multinode/pbs/README.md")
         if name != "local" and not shutil.which("sbatch"):
             raise UserError(f'there is no sbatch here: open the notebook at {site.name}, or write site = "local"')
         _place = _Place(name, options, _practice_cluster() if name == "local" else None)
     except UserError as error:
         _reason = "no jobs can be submitted here (see the cell with use_site)"
-        print(f"{error}\nThe cells below say what they would do; read on, or come back when that is mended.")
+        print(f"{error}\nThe cells below will not submit jobs. Read on, or solve the problem and run this cell again.")
 
 
 def _practice_cluster() -> Cluster:
-    """The practice cluster that is up, or else a new one that ends with this kernel."""
+    """Return the practice cluster that is up, or else start one that ends with this kernel."""
     global _own
     cluster = find_cluster()
     if cluster:
-        print(f"the practice cluster is up already: {cluster.nodes} nodes; {workshop_command()} cluster down ends it")
+        print(f"the practice cluster is already up: {cluster.nodes} nodes; stop it: {workshop_command()} cluster down")
         return cluster
     print(f"$ {workshop_command()} cluster up {NODES}")
     _own = up(NODES, mine=True)
@@ -144,27 +145,27 @@ def _practice_cluster() -> Cluster:
 
 
 def leave_site() -> None:
-    """End the practice cluster; at a site do nothing."""
+    """Stop the practice cluster; at a site, do nothing."""
     global _place, _reason
     if _place and _place.cluster:
         _print(_workshop("cluster", "down"))
-        _place, _reason = None, "the practice cluster has been ended: run the cell with use_site(...) again"
+        _place, _reason = None, "the practice cluster has been stopped: run the cell with use_site(...) again"
 
 
 def _scheduler(*command: str) -> subprocess.CompletedProcess:
-    """Run a command of the scheduler where jobs are submitted, and take what it says."""
+    """Run a command of the scheduler on the login node, and return it with its output."""
     words = _place.cluster.inside(command) if _place.cluster else list(command)
     environment = for_scheduler(os.environ)  # this session may itself be a job
     return subprocess.run(words, env=environment, stdin=subprocess.DEVNULL, capture_output=True, text=True)
 
 
 def _hostnames(nodes: str) -> list[str]:
-    """["node1", "node2"] from "node[1-2]"."""
+    """Expand "node[1-2]" to ["node1", "node2"]."""
     return _scheduler("scontrol", "show", "hostnames", nodes).stdout.split()
 
 
 def _workshop(*arguments: str) -> subprocess.CompletedProcess:
-    """Run a command of the workshop, and show it as it is typed in a terminal."""
+    """Run a command of the workshop, and print it as you would type it in a terminal."""
     print(f"$ {workshop_command()} {shlex.join(arguments)}")
     return subprocess.run(
         [sys.executable, "-P", "-m", "workshop", *arguments],
@@ -176,7 +177,7 @@ def _workshop(*arguments: str) -> subprocess.CompletedProcess:
 
 
 def _print(done: subprocess.CompletedProcess) -> None:
-    """Print what a command has said; paths begin in the workshop's folder."""
+    """Print the output of a command, with paths relative to the repository."""
     print((done.stdout + done.stderr).replace(f"{ROOT}/", "").rstrip())
 
 
@@ -185,7 +186,7 @@ def _print(done: subprocess.CompletedProcess) -> None:
 
 @_with_scheduler
 def slurm(command: str) -> None:
-    """Run a command of Slurm on the login node, and print what it says."""
+    """Run a command of Slurm on the login node, and print its output."""
     print(f"$ {command}")
     _print(_scheduler("bash", "-c", command))
 
@@ -195,9 +196,9 @@ def submit(script: str, *arguments: str, **options: int | str) -> Job:
     """Submit a job script with ``workshop submit``.
 
     Args:
-        script: in this folder, or in slurm-multinode.
-        arguments: for the script.
-        options: of ``workshop submit``, such as nodes=4.
+        script: the path of the script, or its name in slurm-multinode.
+        arguments: arguments for the script.
+        options: options of ``workshop submit``, such as nodes=4.
     """
     path = script if Path(script).exists() else os.path.relpath(ROOT / "slurm-multinode" / script)
     words = [f"--{name.replace('_', '-')}={value}" for name, value in (_place.options | options).items()]
@@ -213,12 +214,12 @@ def submit(script: str, *arguments: str, **options: int | str) -> Job:
 
 @_with_scheduler
 def follow(job: Job, until: str = "", epochs: int = 0) -> None:
-    """Print how a job stands whenever that changes, until it has ended.
+    """Print the state of a job whenever it changes, until the job has ended.
 
     Args:
         job: the job.
-        until: only until it is in this state.
-        epochs: only until so many epochs are in its log.
+        until: stop when the job is in this state.
+        epochs: stop when this number of epochs is in its log.
     """
     pause, moved, seen = (0.3 if _place.cluster else 10), time.monotonic(), ()
     try:
@@ -228,15 +229,15 @@ def follow(job: Job, until: str = "", epochs: int = 0) -> None:
             if now != seen:
                 moved, seen = time.monotonic(), now
             if _place.cluster and time.monotonic() - moved > PATIENCE:
-                print(f"nothing new in {PATIENCE} s, so it is ended: scancel {job.number}")
+                print(f"no news for {PATIENCE} s, so the job is cancelled: scancel {job.number}")
                 _scheduler("scancel", job.number)
     except KeyboardInterrupt:
-        print(f"you look away, and the job goes on; run the cell again to look, or end it: scancel {job.number}")
+        print(f"the job keeps running; run the cell again to follow it, or cancel the job: scancel {job.number}")
 
 
 def _look(job: Job, until: str, epochs: int) -> bool:
-    """Ask squeue once, and print what is new; whether there is no more to wait for."""
-    # --states=all: also jobs that ended within the last minutes. --array: each job of an array in a line of its own.
+    """Run squeue once, and print what is new; return whether to stop waiting."""
+    # --states=all: also jobs that ended in the last minutes. --array: one line for each job of an array.
     command = ["squeue", "--noheader", "--array", "--states=all", f"--jobs={job.number}", "--format=%i|%T|%N|%r"]
     for line in _scheduler(*command).stdout.splitlines():
         number, state, nodes, reason = line.split("|")
@@ -251,7 +252,7 @@ def _look(job: Job, until: str, epochs: int) -> bool:
 
 
 def trained(job: Job | None, element: int | None = None) -> list[dict]:
-    """The epochs in a job's log; of an array, those of the job with this number in it."""
+    """Return the epochs in the log of a job; in an array, of the job with this index."""
     if job is None:
         return []
     ending = "" if element is None else f"-{element}"
@@ -260,28 +261,35 @@ def trained(job: Job | None, element: int | None = None) -> list[dict]:
 
 @_with_scheduler
 def show_log(job: Job, pattern: str = "") -> None:
-    """Print a job's output, of a long one the beginning and the end; or only the lines in which a pattern is found."""
+    """Print the output of a job, or only the lines that match a pattern. A long output is shortened in the middle.
+
+    A job script prints the error of the rank that failed first at the end, below the tracebacks of all ranks. Here it is first.
+    """
     lines = job.log.read_text(errors="replace").splitlines() if job.log.exists() else []
     if pattern:
         print(f"$ grep -E '{pattern}' {job.log.name}")
         lines = [line for line in lines if re.search(pattern, line)]
     else:
         print(f"$ cat {job.log.name}")
+        if FIRST_FAILURE in lines:
+            place = lines.index(FIRST_FAILURE)
+            print("\n".join(lines[place:]).replace(f"{ROOT}/", ""), "the output above it:", sep="\n\n")
+            lines = lines[:place]
     if len(lines) > 40:
         lines[20:-20] = [f"... {len(lines) - 40} lines ..."]
-    print("\n".join(lines).replace(f"{ROOT}/", "") or "nothing there")
+    print("\n".join(lines).replace(f"{ROOT}/", "") or "no output")
 
 
 @_with_scheduler
 def show_processes(job: Job, *names: str) -> None:
-    """Look into a running job: print a line for each process of its training, with these variables of its environment.
+    """Print these environment variables of each training process of a running job, one line per process.
 
-    HOST stands for the node. srun --overlap starts a command beside what runs there already.
+    HOST stands for the node. srun --overlap starts a command beside the programs that are already running.
     """
     follow(job, until="RUNNING")
     nodes = job.nodes()
     pattern = f"({'|'.join([*names, 'LOCAL_WORLD_SIZE', 'RANK'])})="
-    print(f"$ srun --jobid={job.number} --overlap ...   # on each node: what /proc/PROCESS/environ says")
+    print(f"$ srun --jobid={job.number} --overlap ...   # on each node: read /proc/PROCESS/environ")
     step = [
         f"--jobid={job.number}",
         "--overlap",
@@ -292,7 +300,7 @@ def show_processes(job: Job, *names: str) -> None:
     done = _scheduler("srun", *step, "bash", "-c", LOOK, "bash", PROGRAM, pattern)
     rows = [dict(word.partition("=")[::2] for word in line.split()) for line in done.stdout.splitlines() if line]
     if not rows:
-        print(f"no process of {PROGRAM} has come up; the log says why")
+        print(f"no process of {PROGRAM} has started; look for the reason in the log")
         return
     table = [names, *sorted(([row.get(name, "") for name in names] for row in rows), key=lambda row: row[1:])]
     widths = [max(map(len, column)) + 2 for column in zip(*table, strict=True)]
@@ -302,12 +310,12 @@ def show_processes(job: Job, *names: str) -> None:
 
 @_with_scheduler
 def kill_node(job: Job) -> str:
-    """Kill the last node of a job on the practice cluster, and return its name; at a site, where nobody may, requeue the job."""
+    """Kill the last node of a job on the practice cluster, and return its name; at a site, only requeue the job."""
     if _place.cluster is None:
         slurm(f"scontrol requeue {job.number}")
         return ""
     if not (nodes := job.nodes()) or set(job.states.values()) <= FINAL:
-        print("not done: the job is over")
+        print("not done: the job has ended")
         return ""
     _print(_workshop("cluster", "kill", nodes[-1]))
     return nodes[-1]
@@ -315,7 +323,7 @@ def kill_node(job: Job) -> str:
 
 @_with_scheduler
 def heal_node(node: str) -> None:
-    """Bring a node back that ``kill_node`` has killed."""
+    """Bring back a node that ``kill_node`` has killed."""
     if node:
         _print(_workshop("cluster", "heal", node))
 
@@ -325,7 +333,7 @@ def heal_node(node: str) -> None:
 
 @_with_scheduler
 def show_queue(job: Job) -> None:
-    """Draw when a job waited and on which nodes it ran, as ``follow`` has seen it; of an array each job of it."""
+    """Draw when a job waited and on which nodes it ran, as recorded by ``follow``; in an array, for each job."""
     import matplotlib.pyplot as plt
 
     numbers = sorted(job.states)
@@ -340,12 +348,12 @@ def show_queue(job: Job) -> None:
             place = rows.index(row) - 0.4 + (lane + 0.5) * height
             colour = COLOURS[lane % len(COLOURS)]
             axes.barh(place, end - begin, height * 0.9, begin, color=colour if nodes else "white", edgecolor=colour)
-            if end - begin > 0.05 * whole:  # in a shorter one there is no room
+            if end - begin > 0.05 * whole:  # shorter bars have no space for text
                 middle, ink = (begin + end) / 2, "white" if nodes else "black"
                 axes.text(middle, place, number, ha="center", va="center", fontsize=8, color=ink)
     axes.set_yticks(range(len(rows)), rows)
     axes.invert_yaxis()
-    axes.set_xlabel("seconds since it was submitted")
+    axes.set_xlabel("seconds since the job was submitted")
     axes.spines[["top", "right"]].set_visible(False)
     words = (
         f"{number} {'on ' + ' and '.join(nodes) if nodes else 'waiting'} from {begin:.0f} to {end:.0f} s"
@@ -355,7 +363,7 @@ def show_queue(job: Job) -> None:
 
 
 def _spans(job: Job, number: str) -> list[tuple[str, float, float, list[str]]]:
-    """The times that a job waited (no nodes) or ran: its id, from, to, nodes."""
+    """Return the periods in which a job waited (no nodes) or ran: job id, begin, end, nodes."""
     changes = [change for change in job.changes if change[1] == number]
     last = max(seconds for seconds, *_ in job.changes)
     ends = [seconds for seconds, *_ in changes[1:]] + [last]
@@ -367,7 +375,7 @@ def _spans(job: Job, number: str) -> list[tuple[str, float, float, list[str]]]:
 
 
 def show_sweep(job: Job | None, labels: Sequence[str]) -> None:
-    """Draw the loss of each step of the jobs of an array, with the labels in the order of their numbers."""
+    """Draw the loss curves of the jobs of an array, with one label for each index of the array."""
     import matplotlib.pyplot as plt
 
     curves = [[loss for epoch in trained(job, number) for loss in epoch["losses"]] for number in range(len(labels))]
@@ -388,10 +396,10 @@ def show_sweep(job: Job | None, labels: Sequence[str]) -> None:
 
 @_with_scheduler
 def show_study(*jobs: Job) -> float | None:
-    """Compare jobs of train_at_scale.py with ``workshop bench --logs``: its table and its picture.
+    """Compare jobs of train_at_scale.py with ``workshop bench --logs``, and show its table and its picture.
 
     Returns:
-        The samples/s of the largest job, as a multiple of those of the smallest; None: a job has left no figures.
+        The samples/s of the largest job divided by those of the smallest job; None: a job has written no results.
     """
     from IPython.display import HTML, display
 

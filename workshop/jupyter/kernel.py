@@ -1,4 +1,4 @@
-"""The kernel of this environment, in a folder of the workshop's own: nothing is installed in the learner's home."""
+"""Write a kernel for this environment into a folder of the workshop, so that nothing is installed in the home folder."""
 
 import json
 import sys
@@ -9,14 +9,14 @@ from workshop.repository import ROOT, python_path
 
 
 def write_kernel(folder: Path, root: Path = ROOT) -> Path:
-    """Write a kernel specification of this Python below ``folder``, and return what to put in front of ``JUPYTER_PATH``.
+    """Write a kernel specification for this Python below ``folder``, and return the path to put first in ``JUPYTER_PATH``.
 
-    It is called "python3", the name that every notebook asks for: so a notebook opens with this environment, whichever others
-    there are.
+    The kernel is called "python3", the name in every notebook, so notebooks open with this environment even if there are
+    other kernels.
 
     Args:
-        folder: where it goes.
-        root: the copy of the workshop that notebooks are to import from.
+        folder: the folder for the specification.
+        root: the copy of the workshop that notebooks import from.
     """
     place = folder / "kernels" / "python3"
     place.mkdir(parents=True, exist_ok=True)
@@ -32,7 +32,7 @@ def write_kernel(folder: Path, root: Path = ROOT) -> Path:
 
 
 def write_page_settings(folder: Path) -> None:
-    """Let JupyterLab, with ``folder`` as its ``JUPYTER_CONFIG_DIR``, not ask about news from the internet."""
+    """Disable the news of JupyterLab, which come from the internet; ``folder`` is its ``JUPYTER_CONFIG_DIR``."""
     (folder / "labconfig").mkdir(exist_ok=True)
     silent = {"disabledExtensions": {"@jupyterlab/apputils-extension:announcements": True}}
     (folder / "labconfig" / "page_config.json").write_text(json.dumps(silent))

@@ -1,4 +1,4 @@
-"""``workshop lab``: JupyterLab in the repository, with this environment's kernel, for nobody but the one who started it."""
+"""Run ``workshop lab``: start JupyterLab in the repository with a kernel for this environment, protected by a token."""
 
 import errno
 import importlib.util
@@ -15,9 +15,9 @@ from workshop.repository import require_stages
 
 FIRST_PORT = 8888
 NOTEBOOK = "01_single_gpu/01_single_gpu.ipynb"
-NEEDED = 20_000_000  # bytes of free disk that a session writes: settings, kernel, outputs
-# Read by the server from the workshop's own folder of settings, in place of the ones in the home folder: what is set there
-# (an empty token, say) does not count. The secrets come by the environment; on the command line everybody could read them.
+NEEDED = 20_000_000  # bytes that a session writes: settings, kernel, outputs
+# The server reads these settings instead of those in the home folder, which might, for example, set an empty token. The token
+# is in the environment, because all users of the machine can read the command line.
 SETTINGS = """\
 import os
 
@@ -30,15 +30,15 @@ c.ServerApp.port_retries = 0
 
 
 def run_lab(port: int | None, ip: str, browser: bool) -> None:
-    """Become JupyterLab.
+    """Replace this process with JupyterLab.
 
     Args:
-        port: where it listens; None: 8888, or the next free one.
-        ip: the address that it listens on.
-        browser: open a browser, where there is one.
+        port: the port of the server; None: 8888, or the next free port.
+        ip: the address that the server listens on.
+        browser: open a browser, if there is one.
 
     Raises:
-        UserError: the packages of the notebooks are missing, the port is taken, or there is no room on the disk.
+        UserError: packages for the notebooks are missing, the port is taken, or the disk is full.
     """
     root = require_stages()
     missing = [name for name in ("jupyterlab", "ipykernel") if importlib.util.find_spec(name) is None]
@@ -56,7 +56,7 @@ def run_lab(port: int | None, ip: str, browser: bool) -> None:
     }
     environment.pop("JUPYTER_TOKEN", None)
     print(
-        f"workshop: JupyterLab, Ctrl-C ends it: http://{_shown(ip)}:{port}/lab/tree/{NOTEBOOK}?token={token}",
+        f"workshop: JupyterLab (press Ctrl-C to stop it): http://{_shown(ip)}:{port}/lab/tree/{NOTEBOOK}?token={token}",
         flush=True,
     )
     options = [f"--ServerApp.ip={ip}", f"--ServerApp.port={port}", f"--ServerApp.root_dir={root}"]
@@ -75,43 +75,43 @@ def run_lab(port: int | None, ip: str, browser: bool) -> None:
 
 
 def _port(wanted: int | None, ip: str) -> int:
-    """A port that nobody listens on."""
+    """Return a free port."""
     for port in [wanted] if wanted else range(FIRST_PORT, FIRST_PORT + 50):
         try:
             family = socket.AF_INET6 if ":" in ip else socket.AF_INET
             with socket.create_server((ip, port), family=family):
                 return port
         except PermissionError as error:
-            raise UserError(f"port {port}: only root may listen there; name one from 1024 on") from error
+            raise UserError(f"port {port}: only root may use it; choose a port from 1024 on with --port") from error
         except OSError as error:
             if error.errno != errno.EADDRINUSE:
                 raise UserError(f"--ip {ip}: this machine has no such address") from error
     if wanted:
-        raise UserError(f"port {wanted} is taken, perhaps by a JupyterLab that runs already; name another with --port")
-    raise UserError(f"no port from {FIRST_PORT} to {FIRST_PORT + 49} is free; name one with --port")
+        raise UserError(f"port {wanted} is taken, perhaps by a running JupyterLab; choose a different port with --port")
+    raise UserError(f"no port from {FIRST_PORT} to {FIRST_PORT + 49} is free; choose a port with --port")
 
 
 def _shown(ip: str) -> str:
-    """The name to open in a browser on this machine."""
+    """Return the host name to open in a browser on this machine."""
     return "127.0.0.1" if ip in ("0.0.0.0", "::", "") else f"[{ip}]" if ":" in ip else ip
 
 
 def _settings_folder(root: Path) -> Path:
-    """The folder ``.jupyter`` in the repository, with what a session needs in it.
+    """Write the settings and the kernel of a session into the folder ``.jupyter`` of the repository, and return the folder.
 
     Raises:
-        UserError: it cannot be written.
+        UserError: the folder is not writable, or the disk is full.
     """
     folder = root / ".jupyter"
     try:
         if shutil.disk_usage(root).free < NEEDED:
-            raise UserError(f"the disk that holds {root} is full; free {NEEDED // 1_000_000} MB of it")
+            raise UserError(f"the disk that holds {root} is full; free at least {NEEDED // 1_000_000} MB")
         folder.mkdir(mode=0o700, exist_ok=True)
         (folder / "jupyter_server_config.py").write_text(SETTINGS)
         write_page_settings(folder)
         write_kernel(folder)
     except OSError as error:
         raise UserError(
-            f"{folder} cannot be written ({error.strerror}): the workshop has to lie in a folder of yours, with room on the disk"
+            f"{folder} is not writable ({error.strerror}): copy the workshop to a folder of your own, on a disk with free space"
         ) from error
     return folder

@@ -1,5 +1,5 @@
-"""Pictures for notebooks: readable for colour-blind people, on a background of their own in a dark theme, and with a text for
-people who do not see them."""
+"""Draw pictures for notebooks: with colours that colour-blind people can distinguish, with a white background also in a dark
+theme, and with alternative text."""
 
 import base64
 import io
@@ -10,7 +10,7 @@ from workshop.repository import ROOT
 
 
 def show_figure(figure, text: str) -> None:
-    """Show a matplotlib figure under the cell; ``text`` says what is to be seen in it."""
+    """Show a matplotlib figure below the cell; ``text`` is its alternative text."""
     import matplotlib.pyplot as plt
     from IPython.display import HTML, display
 
@@ -24,7 +24,7 @@ def show_figure(figure, text: str) -> None:
 
 
 def show_tensors(shown: Sequence[Sequence[tuple[str, list]]]) -> None:
-    """Draw tensors of one or two dimensions: a row for each rank, a column for each name.
+    """Draw tensors with one or two dimensions: one row per rank, one column per name.
 
     Args:
         shown: for each rank, pairs of a name and a nested list of numbers.
@@ -67,43 +67,43 @@ def show_tensors(shown: Sequence[Sequence[tuple[str, list]]]) -> None:
 
 
 def _words(values) -> str:
-    """Nested lists of numbers as text, with three digits."""
+    """Format nested lists of numbers with three digits."""
     return f"[{', '.join(map(_words, values))}]" if isinstance(values, list) else f"{values:.3g}"
 
 
 def _table(values) -> list[list[float]]:
-    """A nested list of one or two dimensions as rows of numbers, at most 8 by 16."""
+    """Convert a nested list with one or two dimensions to rows of numbers, at most 8 rows with 16 numbers."""
     if not isinstance(values, list):
         values = [values]
     rows = values if values and isinstance(values[0], list) else [values]
     if not rows or not rows[0] or isinstance(rows[0][0], list):
-        raise ValueError("show() draws tensors of one or two dimensions that are not empty")
+        raise ValueError("show() draws only tensors with one or two dimensions that are not empty")
     return [[float(number) for number in row[:16]] for row in rows[:8]]
 
 
 def show_losses(runs: Mapping[str, Sequence[dict]]) -> None:
-    """Draw the loss curves of runs on one axis.
+    """Draw the loss curves of one or several runs in one plot.
 
     Args:
-        runs: for each run's label, the epochs of its log (``workshop.training.logs.read_log``).
+        runs: for the label of each run, the epochs of its log (``workshop.training.logs.read_log``).
     """
     curves = {label: [loss for epoch in epochs for loss in epoch["losses"]] for label, epochs in runs.items()}
     show_curves(curves, "loss, mean over the global batch")
 
 
 def show_curves(curves: Mapping[str, Sequence[float]], what: str) -> None:
-    """Draw something that each step has, of one or several runs, on one axis.
+    """Draw one value per step, for one or several runs, in one plot.
 
     Args:
-        curves: for each label, a value for each step.
-        what: what the values are, beginning with a noun.
+        curves: for each label, the values of the steps.
+        what: the description of the values, which begins with a noun.
     """
     import matplotlib.pyplot as plt
 
     figure, axes = plt.subplots(figsize=(7, 3.4))
     parts = []
     for index, (label, values) in enumerate(curves.items()):
-        # Curves that agree lie on each other: the first is the widest, and still shows at the edges.
+        # If curves coincide, each one is narrower than the one before, which remains visible at the edges.
         width = 1.5 + 3 * (len(curves) - 1 - index)
         axes.plot(range(1, len(values) + 1), values, label=label, color=COLOURS[index], linewidth=width)
         parts.append(f"{label} from {values[0]:.3g} to {values[-1]:.3g} in {len(values)} steps" if values else label)
@@ -115,12 +115,12 @@ def show_curves(curves: Mapping[str, Sequence[float]], what: str) -> None:
 
 
 def show_bars(values: Mapping[str, float], unit: str, guesses: Mapping[str, float | None] | None = None) -> None:
-    """Draw a bar for each value and, where there is one, your guess as a dashed line across it.
+    """Draw a bar for each value, and your guess, if there is one, as a dashed line across it.
 
     Args:
         values: the length of each bar, by its label.
-        unit: what the numbers are.
-        guesses: what you had written down, by the bar's label.
+        unit: the unit of the values.
+        guesses: the guesses that you wrote down, by the label of the bar; None: no guess.
     """
     import matplotlib.pyplot as plt
 
@@ -143,11 +143,11 @@ def show_bars(values: Mapping[str, float], unit: str, guesses: Mapping[str, floa
         axes.legend(loc="lower right")
     text = ", ".join(f"{label} {value:,.4g}" for label, value in values.items())
     said = ", ".join(f"{label} {guess:,.4g}" for label, guess in guesses.items())
-    show_figure(figure, f"Bars, in {unit}: {text}" + (f"; you had guessed {said}" if said else ""))
+    show_figure(figure, f"Bars, in {unit}: {text}" + (f"; you guessed {said}" if said else ""))
 
 
 def show_which() -> None:
-    """Show the page "Which should I use?": this machine's, if ``workshop tour`` or ``strategies`` ran; else a committed one."""
+    """Show the page "Which should I use?": with your newest measurement, or else with the one from two CPU cores."""
     from IPython.display import Markdown, display
 
     own = [path for path in (ROOT / "runs").glob("**/which.md") if path.parent.name == "strategies"]

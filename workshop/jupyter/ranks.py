@@ -1,7 +1,7 @@
-"""Cells in several processes: ``%%ranks`` runs a cell in each process of a gloo group, and draws what it shows.
+"""Run cells in several processes: ``%%ranks`` runs a cell in each process of a gloo group, and draws the tensors it shows.
 
-The processes are started by the first such cell, and end with the notebook's kernel. The kernel itself never joins a group, and
-nobody touches a GPU.
+The first such cell starts the processes, which end with the kernel of the notebook. The kernel itself never joins a process
+group, and no process uses a GPU.
 """
 
 import io
@@ -18,17 +18,14 @@ from pathlib import Path
 import workshop.run.process_group  # noqa: F401
 from workshop.run.environment import environment, loopback
 
-PATIENCE = 5  # seconds after which a collective that not all ranks call fails, where it would wait for half an hour
+PATIENCE = 5  # seconds until a collective that a rank does not call fails, instead of half an hour
 
 
 class Ranks:
     """A group of processes that run cells.
 
     Args:
-        count: how many.
-
-    Raises:
-        RuntimeError: they could not be started.
+        count: the number of processes.
     """
 
     def __init__(self, count: int):
@@ -46,7 +43,7 @@ class Ranks:
                         stdout=subprocess.PIPE,
                         stderr=errors,
                         text=True,
-                        start_new_session=True,  # an interrupt of the kernel is not for them
+                        start_new_session=True,  # so that an interrupt of the kernel does not reach them
                     )
                 )
 
@@ -54,14 +51,14 @@ class Ranks:
         return Path(self.folder.name) / f"errors-{rank}"
 
     def run(self, cell: str) -> list[dict]:
-        """Run a cell in every process; for each rank a dict with "output", "error" and "shown".
+        """Run a cell in every process; return for each rank a dict with "output", "error" and "shown".
 
         Raises:
             RuntimeError: a process has died.
-            KeyboardInterrupt: the cell was interrupted; the processes have been ended.
+            KeyboardInterrupt: the cell was interrupted; the processes have been killed.
         """
         self.cells += 1
-        # After an error ranks may wait for each other in different places: the next cell gets a group that knows nothing of it.
+        # After an error, ranks may wait for each other in different collectives, so the next cell gets a new process group.
         request = json.dumps({"cell": cell, "group": self.cells if self.failed or self.cells == 1 else 0})
         try:
             for process in self.processes:
@@ -82,7 +79,7 @@ class Ranks:
         return results
 
     def end(self) -> None:
-        """End the processes."""
+        """Kill the processes, and delete their folder."""
         for process in self.processes:
             process.kill()
             process.wait()
@@ -93,9 +90,9 @@ class Ranks:
 
 
 def _serve(rank: int, count: int, folder: str) -> None:
-    """Run the cells that come on standard input until it ends: when the kernel dies, however it dies."""
+    """Run the cells that arrive on standard input, until it closes because the kernel has ended."""
     answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what C++ prints must not come between the answers
+    os.dup2(2, 1)  # output of C++ code must not mix with the answers
     import torch
     import torch.distributed as dist
     from torch.nn import functional as F
@@ -104,7 +101,7 @@ def _serve(rank: int, count: int, folder: str) -> None:
     shown = []
 
     def show(name, tensor):
-        """Put a tensor of one or two dimensions into the picture under the cell."""
+        """Add a tensor with one or two dimensions to the picture below the cell."""
         shown.append((str(name), torch.as_tensor(tensor).detach().clone().tolist()))
 
     names = {"rank": rank, "world_size": count, "torch": torch, "dist": dist, "F": F, "show": show}
@@ -122,21 +119,21 @@ def _serve(rank: int, count: int, folder: str) -> None:
                         "gloo", meeting, rank=rank, world_size=count, timeout=timedelta(seconds=PATIENCE)
                     )
                 exec(compile(request["cell"], "<cell>", "exec"), names)
-            except BaseException as failure:  # whatever a cell raises, sys.exit too: the next cell comes all the same
+            except BaseException as failure:  # also SystemExit: the process must survive for the next cell
                 error = _in_the_cell(failure)
         answers.write(json.dumps({"output": output.getvalue(), "error": error, "shown": shown}) + "\n")
         answers.flush()
 
 
 def _in_the_cell(failure: BaseException) -> str:
-    """An exception in one line, with the line of the cell that it came through."""
+    """Format an exception in one line, with the number of the line in the cell that raised it."""
     own = [frame.lineno for frame in traceback.extract_tb(failure.__traceback__) if frame.filename == "<cell>"]
     line = failure.lineno if isinstance(failure, SyntaxError) else own[-1] if own else None
     message = " ".join(str(failure).split())
     if "timed out" in message.lower():
         message = f"waited {PATIENCE} s for the other ranks, and gave up"
     elif "connection closed" in message.lower() or "reset by peer" in message.lower():
-        message = "lost the connection to another rank, which has given up"
+        message = "lost the connection to a different rank, which has given up"
     place = f"line {line}: " if line else ""
     return f"{place}{type(failure).__name__}: {message[:300]}"
 
@@ -148,10 +145,10 @@ _current: Ranks | None = None
 
 
 def ranks(line: str, cell: str) -> None:
-    """The cell magic ``%%ranks [N]``: run the cell in N processes (4 unless told; variables stay from cell to cell).
+    """Implement the cell magic ``%%ranks [N]``: run the cell in N processes (default: 4), which keep their variables.
 
-    In the cell: ``rank``, ``world_size``, ``torch``, ``dist`` (a gloo group has been made), ``F``, and ``show(name, tensor)``,
-    which puts a tensor into the picture under the cell.
+    Predefined in the cell: ``rank``, ``world_size``, ``torch``, ``dist`` (with a gloo group), ``F``, and ``show(name, tensor)``,
+    which adds a tensor to the picture below the cell.
     """
     from IPython.core.error import UsageError
 

@@ -1,7 +1,7 @@
-"""What an Open OnDemand session needs before its server starts: python -m workshop.jupyter.session FOLDER SESSION BASE_URL PORT
+"""Prepare the server of an Open OnDemand session: python -m workshop.jupyter.session FOLDER SESSION BASE_URL PORT
 
-Copies the workshop that this Python imports into FOLDER, writes the server's settings and a kernel below SESSION/jupyter, and
-prints the notebook to open. The password comes in WORKSHOP_PASSWORD.
+Copies the workshop that this Python imports into FOLDER, writes the settings of the server and a kernel below SESSION/jupyter,
+and prints the notebook to open. The variable WORKSHOP_PASSWORD contains the password.
 """
 
 import hashlib
@@ -17,10 +17,10 @@ from workshop.jupyter.kernel import write_kernel, write_page_settings
 from workshop.repository import ORIGIN, ROOT
 
 NOTEBOOK = "01_single_gpu/01_single_gpu.ipynb"
-NEEDED = 50_000_000  # bytes of free disk for the copy and a first run
+NEEDED = 50_000_000  # bytes for the copy and a first run
 LEFT_OUT = {"runs", "__pycache__", ".ipynb_checkpoints", ".pytest_cache", ".ruff_cache"}
 LEFT_OUT_AT_THE_TOP = {".git", ".venv", ".jupyter", ".ci", "data"}
-COPIED = ".copied.json"  # in the copy: what each file was when it came
+COPIED = ".copied.json"  # in the copy: the hash of each file when it was copied
 SETTINGS = """\
 c = get_config()
 c.ServerApp.ip = "0.0.0.0"
@@ -31,7 +31,7 @@ c.ServerApp.base_url = {base_url!r}
 c.ServerApp.root_dir = {folder!r}
 c.PasswordIdentityProvider.hashed_password = {hashed!r}
 c.IdentityProvider.token = ""
-# The browser speaks to Open OnDemand, which hands on to this server, and the login comes from a page of Open OnDemand's.
+# The browser connects through the proxy of Open OnDemand, and a page of Open OnDemand sends the login.
 c.ServerApp.allow_origin = "*"
 c.ServerApp.allow_remote_access = True
 c.ServerApp.disable_check_xsrf = True
@@ -39,10 +39,10 @@ c.ServerApp.disable_check_xsrf = True
 
 
 def copy_workshop(target: Path) -> str:
-    """Copy what is not in ``target`` yet, and renew what the learner has not touched; return in one sentence what was done.
+    """Copy new files to ``target``, update the files that the learner has not changed, and return a summary in one sentence.
 
     Raises:
-        UserError: it cannot be written, or there is no room.
+        UserError: the folder is not writable, or the disk is full.
     """
     if target.resolve() == ROOT:
         return f"{target} is the workshop itself: nothing to copy"
@@ -51,7 +51,7 @@ def copy_workshop(target: Path) -> str:
         target.mkdir(parents=True, exist_ok=True)
         if shutil.disk_usage(target).free < NEEDED:
             raise UserError(
-                f"The disk that holds {target} is full: free {NEEDED // 1_000_000} MB of it, and start a new session."
+                f"The disk that holds {target} is full: free at least {NEEDED // 1_000_000} MB, and start a new session."
             )
         copied = _read_record(record)
         new = renewed = kept = 0
@@ -63,7 +63,7 @@ def copy_workshop(target: Path) -> str:
                 if there == content:
                     copied[name] = _hash(content)
                     continue
-                if copied.get(name) != _hash(there):  # theirs
+                if copied.get(name) != _hash(there):  # changed by the learner
                     kept += 1
                     continue
                 renewed += 1
@@ -73,11 +73,11 @@ def copy_workshop(target: Path) -> str:
                 new += 1
             place.parent.mkdir(parents=True, exist_ok=True)
             write_atomically(place, content)
-            place.chmod(source.stat().st_mode | 0o600)  # the shared one may be protected; this one is theirs to change
+            place.chmod(source.stat().st_mode | 0o600)  # writable for the learner, even if the original is not
             copied[name] = _hash(content)
         write_atomically(record, json.dumps(copied, indent=0).encode())
-        # The copy uses the environment that is there already, also from a terminal: its own would be 6 GB for each learner.
-        # And from the folder, "workshop reset" knows what an exercise was.
+        # The copy uses the shared environment, also in a terminal, because a separate one would take 6 GB per learner.
+        # "workshop reset" restores exercises from the shared folder.
         python = shutil.which(os.environ.get("WORKSHOP_PYTHON", "")) or sys.executable
         write_atomically(target / ORIGIN, f"{python}\n{ROOT}\n".encode())
     except OSError as error:
@@ -105,14 +105,14 @@ def _read(source: Path) -> bytes:
         return source.read_bytes()
     except OSError as error:
         raise UserError(
-            f"{source} cannot be read ({error.strerror}): whoever runs the course has to make it readable."
+            f"{source} cannot be read ({error.strerror}): ask the organizers of the course to make it readable."
         ) from error
 
 
 def _read_record(path: Path) -> dict[str, str]:
     try:
         return json.loads(path.read_text())
-    except (OSError, ValueError):  # there is none yet; damaged: then everything that differs counts as theirs
+    except (OSError, ValueError):  # missing or damaged: every file that differs counts as changed by the learner
         return {}
 
 
@@ -121,7 +121,7 @@ def _hash(content: bytes) -> str:
 
 
 def write_settings(session: Path, folder: Path, base_url: str, port: int, password: str) -> None:
-    """Write the server's settings and the kernel, readable by their owner alone."""
+    """Write the settings of the server and the kernel, readable only by their owner."""
     from jupyter_server.auth import passwd
 
     os.umask(0o077)

@@ -1,8 +1,8 @@
-"""The solution twins of the notebooks: python -m workshop.jupyter.solutions [STAGE ...] runs them here, and writes them anew.
+"""Run the solved notebooks here, and write them with their outputs: python -m workshop.jupyter.solutions [STAGE ...]
 
-A twin under ``solutions/`` has the cells of the learner's notebook, but for the folder that it starts in, links to files that
-only the stage has, and the rungs of stage 01, which it measures on the exercise with its TODOs done one after the other. It
-carries the outputs of a real run.
+A solved notebook under ``solutions/`` has the cells of the learner's notebook. Only three things differ: the folder that it
+starts in, links to files that exist only in the stage, and the rungs of stage 01, which run the exercise with its TODOs done
+one after the other.
 """
 
 import os
@@ -22,7 +22,7 @@ ONLY_IN_THE_STAGE = {"left", "progress"}  # cells about a learner's own progress
 
 
 def paths(stage: str) -> tuple[Path, Path]:
-    """A stage's notebook and its solution twin."""
+    """Return the paths of the notebook of a stage and of its solved twin."""
     name = f"{stage}/{stage}.ipynb"
     return ROOT / name, ROOT / "solutions" / name
 
@@ -31,7 +31,7 @@ STAGES = tuple(stage for stage in stage_files() if paths(stage)[0].exists())
 
 
 def twin(stage: str) -> nbformat.NotebookNode:
-    """The twin of a stage's notebook, not run yet."""
+    """Return the twin of a stage's notebook, without outputs of a run."""
     source, target = paths(stage)
     notebook = nbformat.read(source, as_version=4)
     notebook.cells = [cell for cell in notebook.cells if cell["id"] not in ONLY_IN_THE_STAGE]
@@ -45,13 +45,13 @@ def twin(stage: str) -> nbformat.NotebookNode:
         cell.source = cell.source.replace(f'start("{stage}"', f'start("solutions/{stage}"')
     title = notebook.cells[0]
     title.source += (
-        "\n**Solved.** These are the outputs of one run; the first cell says on what. Yours are in your own notebook.\n"
+        "\n**Solved.** These outputs are from one run on the machine in the first cell. Yours are in your notebook.\n"
     )
     return notebook
 
 
 def _link(link: str, source: Path, target: Path) -> str:
-    """A relative link of the notebook, as it has to be in the twin: to the file beside it, or to the stage's."""
+    """Convert a relative link for the twin: to a file beside the twin if it exists, or else to the file of the stage."""
     return link if (target.parent / link).exists() else os.path.relpath(source.parent / link, target.parent)
 
 
@@ -66,12 +66,12 @@ rm -f runs/rung0.*
     return f"""\
 %%bash
 rm -f runs/rung{number}.*
-"$PYTHON" -m workshop.course.todo exercise1_fast_single_gpu {done} runs/rung{number}.py  # as you had it then
+"$PYTHON" -m workshop.course.todo exercise1_fast_single_gpu {done} runs/rung{number}.py  # with these TODOs done
 "$PYTHON" runs/rung{number}.py --epochs 3 --checkpoint runs/rung{number}.pt"""
 
 
 def execute(notebook: nbformat.NotebookNode, folder: Path, timeout: float = 400) -> None:
-    """Run all cells in a kernel of this environment, as if the notebook lay in ``folder``.
+    """Run all cells in a kernel of this environment, with ``folder`` as the current folder.
 
     Raises:
         nbclient.exceptions.CellExecutionError: a cell failed.
@@ -91,7 +91,7 @@ def execute(notebook: nbformat.NotebookNode, folder: Path, timeout: float = 400)
 def main() -> None:
     console = Console()
     if unknown := set(sys.argv[1:]) - set(STAGES):
-        print(f"{min(unknown)}: no stage with a notebook; there are {', '.join(STAGES)}", file=sys.stderr)
+        print(f"{min(unknown)} is not a stage with a notebook; choose from: {', '.join(STAGES)}", file=sys.stderr)
         sys.exit(2)
     for stage in sys.argv[1:] or STAGES:
         notebook = twin(stage)
@@ -101,7 +101,7 @@ def main() -> None:
         text = nbformat.writes(notebook)
         for private in {str(ROOT), str(Path.home()), sys.prefix, sys.base_prefix}:
             if private in text:
-                sys.exit(f"an output of {target.relative_to(ROOT)} names {private}")
+                sys.exit(f"an output of {target.relative_to(ROOT)} contains the private path {private}")
         target.write_text(text + "\n")
         console.print(f"{target.relative_to(ROOT)}: {len(text) / 1e3:.0f} KB")
 

@@ -1,1 +1,1 @@
-"""Measuring and plotting: the runs' logs, memory, efficiency, pictures."""
+"""Measure and plot: throughput, communication, memory and efficiency."""

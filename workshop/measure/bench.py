@@ -1,4 +1,4 @@
-"""``workshop bench``: how much faster a training script gets with more processes; and how fast they exchange data."""
+"""``workshop bench``: measure how a training script scales with the number of processes, and how fast they communicate."""
 
 import math
 import os
@@ -21,7 +21,7 @@ from workshop.run.processes import launch
 if TYPE_CHECKING:
     from rich.console import Console
 
-BATCH_SIZE = 128  # of one process, where the arguments name none
+BATCH_SIZE = 128  # per process, unless the arguments give one
 
 
 @dataclass(frozen=True)
@@ -30,9 +30,9 @@ class Study:
 
     Attributes:
         script: its path.
-        result_option: the option that tells it where to write its figures.
-        options: its further options, without the batch size.
-        batch: the batch size of each process where the number of processes is the smallest.
+        result_option: the option that tells the script where to write its figures.
+        options: its other options, without the batch size.
+        batch: the batch size per process with the smallest number of processes.
         counts: the numbers of processes, in order.
         modes: "strong" (the same global batch for all numbers of processes), "weak" (the same batch in each process), or both.
     """
@@ -53,13 +53,13 @@ class Study:
     def threads(self) -> int:
         """The threads of each process.
 
-        They are the same for every number of processes: with all cores to itself one process would be as fast as several on a
-        CPU, and what is asked is what more devices bring. A process stands for a device.
+        They are the same for every number of processes, because each process represents one device. On a CPU, one process with
+        all cores would be as fast as several, and the result would not show what more devices bring.
         """
         return max(1, cores() // max(self.counts))
 
     def batch_size(self, mode: str, count: int) -> int:
-        """The batch size of each of ``count`` processes."""
+        """Return the batch size of each of ``count`` processes."""
         return self.batch * self.counts[0] // count if mode == "strong" else self.batch
 
 
@@ -74,19 +74,19 @@ def run_bench(
     """Measure a script with several numbers of processes on this machine; print a table, and write CSV, JSON and a plot.
 
     Args:
-        script: one that torchrun starts, which takes ``--batch-size`` (on each process), and ``--checkpoint`` (it then writes an
+        script: a script that torchrun starts, which takes ``--batch-size`` (per process), and ``--checkpoint`` (it then writes an
             EpochLog beside it) or ``--output`` (JSON with ``samples_per_second``).
-        arguments: its further options. The batch size among them is that of one process.
-        processes: the numbers, separated by commas; "": 1, 2, 4, ... up to the GPUs, or the cores, of this machine.
+        arguments: its other options. A batch size among them is per process, with the smallest number of processes.
+        processes: the numbers, separated by commas; "": 1, 2, 4, ... up to the number of GPUs, or of cores, of this machine.
         mode: "strong", "weak" or "both".
-        repeats: how often each is run.
+        repeats: the number of rounds.
         output: the folder for bench.csv, bench.json and bench.png; "": runs/bench-SCRIPT in the repository.
 
     Returns:
         The exit status, 0.
 
     Raises:
-        UserError: the script is unknown, does not take these options or fails, or the numbers do not go together.
+        UserError: the script is unknown, does not take these options or fails, or the numbers do not fit together.
     """
     from rich.console import Console
 
@@ -97,7 +97,7 @@ def run_bench(
     console = Console(highlight=False)
     if int(os.environ.get("SLURM_JOB_NUM_NODES", 1)) > 1:
         console.print(
-            "This measures one node. For several, submit the job script with 1, 2, 4 nodes, then: bench --logs"
+            "This measures only one node. For several, submit the job script with 1, 2 and 4 nodes, then run bench --logs"
         )
     numbers = ", ".join(map(str, study.counts))
     threads = f"{study.threads} thread{'s' * (study.threads > 1)} each"
@@ -123,15 +123,15 @@ def run_collectives(processes: str = "", output: str = "") -> int:
     """Measure the collectives between processes on this machine, and return the exit status.
 
     Args:
-        processes: how many; "": one for each GPU, or 2 on the CPU.
-        output: the folder for collectives.json; "": none is written.
+        processes: the number of processes; "": one per GPU, or 2 on the CPU.
+        output: the folder for collectives.json; "": no file is written.
 
     Raises:
-        UserError: one process is too few, or they are more than the GPUs here.
+        UserError: there are fewer than two processes, or more processes than GPUs.
     """
     count = process_counts(processes)[-1] if processes else max(2, gpus())
     if count < 2:
-        raise UserError("--collectives takes two processes or more: --processes 2")
+        raise UserError("--collectives needs at least two processes: --processes 2")
     command = [*torchrun(count), "-m", "workshop.measure.collectives"]
     if output:
         command.append(f"--output={open_folder(output) / 'collectives.json'}")
@@ -141,10 +141,10 @@ def run_collectives(processes: str = "", output: str = "") -> int:
 
 
 def _study(script: str | None, arguments: list[str], processes: str, mode: str) -> Study:
-    """The study that the options of the command describe; the arguments are those of ``run_bench``.
+    """Return the study that the options of the command describe; the arguments are those of ``run_bench``.
 
     Raises:
-        UserError: there is no such script, or the numbers do not go together.
+        UserError: there is no such script, or the numbers do not fit together.
     """
     if not script:
         raise UserError("name a training script: workshop bench slurm-multinode/train_at_scale.py; or --collectives")
@@ -159,10 +159,10 @@ def _study(script: str | None, arguments: list[str], processes: str, mode: str) 
 
 
 def process_counts(text: str) -> list[int]:
-    """The numbers of processes that ``text`` names, in order; "": 1, 2, 4, ... up to the GPUs, or the cores, of this machine.
+    """Return the numbers of processes in ``text``, in order; "": 1, 2, 4, ... up to the GPUs, or the cores, of this machine.
 
     Raises:
-        UserError: not all are whole numbers of at least 1, or they are more than the GPUs here.
+        UserError: not all are whole numbers of at least 1, or there are more processes than GPUs.
     """
     available = gpus()
     if not text:
@@ -176,17 +176,17 @@ def process_counts(text: str) -> list[int]:
         raise UserError(f"--processes {text}: give whole numbers of at least 1, separated by commas")
     if available and counts[-1] > available:
         raise UserError(
-            f"--processes {text}: {counts[-1]} processes would not fit on the {available} GPUs here and train on the CPU; "
-            "CUDA_VISIBLE_DEVICES= (HIP_VISIBLE_DEVICES= on AMD) compares all on the CPU"
+            f"--processes {text}: {counts[-1]} processes do not fit on {available} GPUs, so they would train on the CPU; "
+            "to compare all numbers on the CPU, set CUDA_VISIBLE_DEVICES= (HIP_VISIBLE_DEVICES= on AMD)"
         )
     return counts
 
 
 def split_batch_size(arguments: list[str]) -> tuple[int, list[str]]:
-    """The batch size that the arguments name (else the default one), and the arguments without it.
+    """Return the batch size in the arguments (else the default), and the arguments without it.
 
     Raises:
-        UserError: it is no whole number of at least 1.
+        UserError: it is not a whole number of at least 1.
     """
     rest, text = [], str(BATCH_SIZE)
     words = iter(arguments)
@@ -205,22 +205,22 @@ def split_batch_size(arguments: list[str]) -> tuple[int, list[str]]:
 def _check_counts(counts: list[int], modes: list[str], batch: int) -> None:
     if len(counts) < 2:
         raise UserError(
-            f"a study takes two numbers of processes or more, and here is only {counts[0]}: name them, --processes 1,2; with one "
-            "GPU, CUDA_VISIBLE_DEVICES= (HIP_VISIBLE_DEVICES= on AMD) lets them train on the CPU"
+            f"a study needs at least two numbers of processes, but there is only {counts[0]}: name them, --processes 1,2; with "
+            "one GPU, set CUDA_VISIBLE_DEVICES= (HIP_VISIBLE_DEVICES= on AMD) to train on the CPU"
         )
     for count in counts if "strong" in modes else []:
         if batch * counts[0] % count:
             raise UserError(
-                f"strong scaling shares a global batch of {batch * counts[0]} among {count} processes, which leaves a remainder; "
-                "choose another --batch-size (after --), other --processes, or --mode weak"
+                f"strong scaling divides a global batch of {batch * counts[0]} among {count} processes, which leaves a "
+                "remainder; choose a different --batch-size (after --), different --processes, or --mode weak"
             )
 
 
 def result_option(script: Path) -> str:
-    """The option that tells a script where to leave its figures: "--checkpoint" or "--output".
+    """Return the option that tells a script where to write its figures: "--checkpoint" or "--output".
 
     Raises:
-        UserError: it has neither.
+        UserError: the script has neither.
     """
     text = script.read_text(errors="replace")
     for option in ("--checkpoint", "--output"):
@@ -232,7 +232,7 @@ def result_option(script: Path) -> str:
 def _check_options(study: Study) -> None:
     """Let a script of the workshop check its options for the largest number of processes, before any run."""
     if not re.search("check_arguments|PREFLIGHT", study.script.read_text(errors="replace")):
-        return  # it would not end after the check
+        return  # this script would not end after the check
     count = study.counts[-1]
     for mode in sorted(study.modes):
         size = f"--batch-size={study.batch_size(mode, count)}"
@@ -251,7 +251,7 @@ def _measure_rounds(study: Study, repeats: int, place: Path, console: "Console")
     """Run the script ``repeats`` times with each number of processes.
 
     Returns:
-        For each mode and number of processes the samples per second of each run; and the device that the runs used.
+        The samples per second of each run, by mode and number of processes, and the device that the runs used.
     """
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
@@ -265,7 +265,7 @@ def _measure_rounds(study: Study, repeats: int, place: Path, console: "Console")
     )
     with Progress(*columns, console=console) as progress:
         bar = progress.add_task("", total=repeats * len(study.plan))
-        for number in range(repeats):  # all counts in each round, so that a noisy machine disturbs them alike
+        for number in range(repeats):  # all counts in each round, so that other work on the machine affects all
             for mode, count in study.plan:
                 progress.update(bar, description=f"{mode}, {count} process{'es' * (count > 1)}")
                 if mode == "weak" and "strong" in study.modes and count == study.counts[0]:
@@ -279,8 +279,8 @@ def _measure_rounds(study: Study, repeats: int, place: Path, console: "Console")
 
 
 def _measure(study: Study, mode: str, count: int, place: Path) -> tuple[float, str]:
-    """Run the script once, and return its samples/s and the device that it ran on."""
-    shutil.rmtree(place, ignore_errors=True)  # a checkpoint of the run before would be carried on from
+    """Run the script once, and return its samples per second and its device."""
+    shutil.rmtree(place, ignore_errors=True)  # otherwise the script would resume from an old checkpoint
     place.mkdir(parents=True)
     result = place / ("run.pt" if study.result_option == "--checkpoint" else "run.json")
     options = [*study.options, f"--batch-size={study.batch_size(mode, count)}", f"{study.result_option}={result}"]
@@ -288,15 +288,15 @@ def _measure(study: Study, mode: str, count: int, place: Path) -> tuple[float, s
     outcome = launch([*torchrun(count), str(study.script), *options], variables, Path.cwd(), lambda line: None)
     (place / "output.txt").write_text(outcome.output)
     if outcome.status != 0:
-        reason = first_failure(outcome, place / "torchrun").strip().splitlines() or ["without a word"]
+        reason = first_failure(outcome, place / "torchrun").strip().splitlines() or ["no error message"]
         rank = f"{reason[0]} " if reason[0].startswith("rank") else ""
         raise UserError(
-            f"{study.script.name} failed with {count} processes: {rank}{reason[-1]} (all: {place / 'output.txt'})"
+            f"{study.script.name} failed with {count} processes: {rank}{reason[-1]} (full output: {place / 'output.txt'})"
         )
     run = read_run(result if study.result_option == "--output" else result.with_suffix(".jsonl"))
     if run["processes"] != count:
         raise UserError(
-            f"{study.script.name} trained with {run['processes']} processes where torchrun started {count}; "
-            "bench takes scripts that torchrun starts, from stage 02's exercise 2 on"
+            f"{study.script.name} trained with {run['processes']} processes, although torchrun started {count}; "
+            "bench needs a script for torchrun, such as exercise 2 of stage 02 or a later one"
         )
     return run["samples_per_second"], run["device"]

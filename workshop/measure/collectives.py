@@ -1,10 +1,11 @@
-"""How fast the processes of this job exchange data, and over which network.
+"""Measure how fast the processes of this job communicate, and report over which network.
 
     torchrun --standalone --nproc-per-node=4 -m workshop.measure.collectives
 
-Times and bandwidths are those of NVIDIA's nccl-tests, so that they can be compared with a site's own figures. The algorithm
-bandwidth is the size over the time. The bus bandwidth is what each link then carried: it can be compared with the hardware's,
-for any number of processes. Source: https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md.
+Times and bandwidths are defined as in NVIDIA's nccl-tests, so you can compare them with the figures of your site. The algorithm
+bandwidth is the size divided by the time. The bus bandwidth is the bandwidth that each link reached: you can compare it with the
+bandwidth of the hardware, for any number of processes.
+Source: https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md.
 """
 
 import atexit
@@ -28,17 +29,17 @@ from workshop.training.device import BUS_FACTOR, local_device, synchronized_time
 
 SIZES = [1024 * 8**power for power in range(7)]  # 1 KiB to 256 MiB
 ROUNDS = 5
-LONGEST = 1.0  # seconds a call: larger sizes are left out
+LONGEST = 1.0  # seconds per call; after a longer call, larger sizes are left out
 
 
 class Network(NamedTuple):
-    """What NCCL or RCCL said of its ways.
+    """What NCCL or RCCL reported about its connections.
 
     Attributes:
         name: the network that it chose between nodes: "Socket", "IB" (InfiniBand or RoCE), "AWS Libfabric" or "OFI" (Slingshot,
-            EFA), or another plugin's name; "" if it did not say.
-        provider: libfabric's provider under the OFI plugin: "cxi" (Slingshot), "efa", "tcp" (sockets after all); "" without it.
-        paths: the ways between pairs of GPUs: "P2P/CUMEM", "P2P/IPC", "SHM/direct", "NET/IB", "NET/Socket", ...
+            EFA), or the name of a different plugin; "" if it reported none.
+        provider: the libfabric provider of the OFI plugin: "cxi" (Slingshot), "efa", "tcp" (sockets); "" without the plugin.
+        paths: the connections between pairs of GPUs: "P2P/CUMEM", "P2P/IPC", "SHM/direct", "NET/IB", "NET/Socket", ...
     """
 
     name: str
@@ -47,12 +48,12 @@ class Network(NamedTuple):
 
     @property
     def is_sockets(self) -> bool:
-        """Whether data between nodes goes through the system's sockets, past the fast network."""
+        """Whether data between nodes goes through sockets instead of the fast network."""
         return self.name == "Socket" or "NET/Socket" in self.paths or self.provider in ("tcp", "tcp;ofi_rxm", "sockets")
 
 
 def nccl_network(text: str) -> Network:
-    """Read what NCCL (RCCL writes the same words) says with NCCL_DEBUG=INFO and NCCL_DEBUG_SUBSYS=INIT,NET.
+    """Read the messages of NCCL (those of RCCL are the same) with NCCL_DEBUG=INFO and NCCL_DEBUG_SUBSYS=INIT,NET.
 
     Source: https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/env.html, and the messages of NCCL 2.30.
     """
@@ -65,22 +66,22 @@ def nccl_network(text: str) -> Network:
 
 
 def network_sentence(networks: list[Network], nodes: int) -> str:
-    """Say over which network the GPUs of all processes exchange data, and what to do where it is a slow one.
+    """Say over which network the GPUs of all processes communicate, and what to do if it is a slow one.
 
     Args:
-        networks: what NCCL said on each process.
-        nodes: how many nodes they are on.
+        networks: what NCCL reported in each process.
+        nodes: the number of nodes.
     """
     paths = sorted(set().union(*(network.paths for network in networks)))
     inside = ", ".join(path for path in paths if not path.startswith(("NET", "COLLNET")))
     within = f"within a node {inside}" if inside else ""
     if "SHM" in inside and "P2P" not in inside:
-        within += " (through the host's memory: the GPUs have no NVLink and no PCIe peer access, or it is switched off)"
+        within += " (through CPU memory: the GPUs have no NVLink and no PCIe peer access, or it is switched off)"
     names = sorted({network.name for network in networks if network.name})
     if not names and not paths:
-        return "NCCL did not say over which network: look for NET/ in its own lines, which NCCL_DEBUG=INFO prints"
+        return "NCCL did not report its network: set NCCL_DEBUG=INFO, and look for NET/ in its messages"
     if nodes == 1:
-        return f"NCCL on one node: {within or 'one GPU, nothing to exchange'}"
+        return f"NCCL on one node: {within or 'one GPU, nothing to communicate'}"
     provider = next((f" with provider {network.provider}" for network in networks if network.provider), "")
     between = f"NCCL between {nodes} nodes: {' and '.join(names)}{provider}" + (f"; {within}" if within else "")
     if any(network.is_sockets for network in networks):
@@ -92,9 +93,9 @@ def network_sentence(networks: list[Network], nodes: int) -> str:
 
 
 def gloo_interface(environment: Mapping[str, str] = os.environ) -> str:
-    """The network interface that gloo takes: GLOO_SOCKET_IFNAME, else the one with the address of this machine's name.
+    """Return the network interface that gloo uses: GLOO_SOCKET_IFNAME, else the one with the address of this machine's host name.
 
-    Where the name has no address of this machine, it is the loopback interface: other nodes cannot be reached then.
+    If the host name has no address of this machine, gloo uses the loopback interface and cannot reach other nodes.
     """
     if environment.get("GLOO_SOCKET_IFNAME"):
         return environment["GLOO_SOCKET_IFNAME"]
@@ -107,9 +108,9 @@ def gloo_interface(environment: Mapping[str, str] = os.environ) -> str:
 
 
 def enable_network_report() -> None:
-    """Let NCCL say in a file of each process what it connects over; call it before ``init_process_group``.
+    """Let NCCL write its connections to one file per process; call this before ``init_process_group``.
 
-    Where NCCL_DEBUG already asks for INFO or TRACE, nothing is changed: its lines are wanted elsewhere.
+    If NCCL_DEBUG is already INFO or TRACE, nothing changes, because the user wants to see the messages.
     """
     if os.environ.get("NCCL_DEBUG", "").upper() in ("INFO", "TRACE"):
         return
@@ -120,9 +121,9 @@ def enable_network_report() -> None:
 
 
 def network_report() -> str:
-    """Say in one sentence over which network the process group exchanges data. Every process has to call it, and gets the same.
+    """Say in one sentence over which network the process group communicates. All ranks must call it, and get the same sentence.
 
-    It is known once there was an exchange: this makes one, an all-reduce of 4 MB.
+    NCCL chooses the network when it first communicates, so this function starts with an all-reduce of 4 MiB.
     """
     device = torch.device("cpu")
     if dist.get_backend() != "gloo":
@@ -139,7 +140,7 @@ def network_report() -> str:
         return network_sentence([network for _, network in everybody], nodes)
     interfaces = " and ".join(sorted({interface for _, interface in everybody}))
     where = "one node" if nodes == 1 else f"{nodes} nodes"
-    return f"gloo on {where}: sockets, interface {interfaces} (it knows no other way; GLOO_SOCKET_IFNAME chooses)"
+    return f"gloo on {where}: sockets, interface {interfaces} (gloo uses only sockets; GLOO_SOCKET_IFNAME sets the interface)"
 
 
 def main() -> None:
@@ -148,7 +149,7 @@ def main() -> None:
     args = parser.parse_args()
     if int(os.environ.get("WORLD_SIZE", 0)) < 2:
         parser.error(
-            "torchrun has to start 2 processes or more: torchrun --nproc-per-node=2 -m workshop.measure.collectives"
+            "this program needs at least 2 processes: torchrun --nproc-per-node=2 -m workshop.measure.collectives"
         )
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     local_world_size = int(os.environ["LOCAL_WORLD_SIZE"])
@@ -191,12 +192,12 @@ def measure(name: str, size: int, world_size: int, device: torch.device) -> dict
 
     Args:
         name: a key of ``BUS_FACTOR``.
-        size: the bytes that nccl-tests counts: of the whole buffer, which all_gather makes and reduce_scatter shares out.
+        size: the bytes as nccl-tests counts them: of the whole buffer, which all_gather fills and reduce_scatter divides.
         world_size: the number of processes.
-        device: where the buffers lie.
+        device: the device of the buffers.
 
     Returns:
-        The row of the table: seconds a call (median of the rounds, of the slowest process), bandwidths in bytes/s.
+        The row of the table: seconds per call (median of the rounds, slowest process), bandwidths in bytes/s.
     """
     part = max(size // 4 // world_size, 1)  # float32: 4 bytes
     whole, piece = torch.zeros(part * world_size, device=device), torch.zeros(part, device=device)
@@ -216,8 +217,8 @@ def measure(name: str, size: int, world_size: int, device: torch.device) -> dict
         dist.all_reduce(slowest, dist.ReduceOp.MAX)
         return slowest.item()
 
-    seconds_a_call(1)  # the first call connects
-    calls = max(1, min(100, int(0.05 / seconds_a_call(1))))  # some 0.05 s a round
+    seconds_a_call(1)  # the first call opens the connections
+    calls = max(1, min(100, int(0.05 / seconds_a_call(1))))  # about 0.05 s per round
     seconds = statistics.median(seconds_a_call(calls) for _ in range(ROUNDS))
     size = whole.numel() * 4
     return {

@@ -1,9 +1,9 @@
-"""What DistributedDataParallel costs on this machine: N DDP processes against N processes that train independently.
+"""Measure what DistributedDataParallel costs: compare N processes with DDP and N processes that train independently.
 
     OMP_NUM_THREADS=1 torchrun --standalone --nproc-per-node=2 -m workshop.measure.efficiency
 
-All ways of training run in the same processes, in turn, round after round, so that a noisy machine disturbs them alike;
-what counts is the ratio within a round. The steps are those of stage 02: the digits through PIL, SmallCNN, AdamW.
+In each round, the same processes train in all ways, one after the other, so that other work on the machine slows all of
+them down. Compare the ratios within a round. The steps are those of stage 02: the digits through PIL, SmallCNN, AdamW.
 """
 
 import argparse
@@ -28,7 +28,7 @@ from workshop.training.models import SmallCNN
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--batch-size", type=int, default=64, help="samples a step, on each process")
+    parser.add_argument("--batch-size", type=int, default=64, help="samples per step and process")
     parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--output", type=Path)
     args = parser.parse_args()
@@ -58,9 +58,9 @@ def main() -> None:
 
     ways = {
         "independent": (*prepared(SmallCNN().to(device)), nothing),
-        # the same work, and at each step the processes wait for each other, but exchange nothing
+        # the same work; after each step the processes wait for each other, but do not communicate data
         "in step": (*prepared(SmallCNN().to(device)), dist.barrier),
-        # an all-reduce of as many numbers as there are gradients, after each step: nothing overlaps
+        # an all-reduce with the size of the gradients after each step, so communication does not overlap
         "independent + all_reduce": (*prepared(SmallCNN().to(device)), lambda: dist.all_reduce(gradients)),
         "DDP": (*prepared(DDP(SmallCNN().to(device))), nothing),
     }
@@ -71,7 +71,7 @@ def main() -> None:
             start = time.perf_counter()
             epoch(*way)
             seconds = synchronized_time(device) - start
-            # Samples/s of the processes together: each counts its own time, as independent processes would.
+            # Samples per second of all processes together; each process uses its own time, as independent processes would.
             rate = torch.tensor(len(loader) * args.batch_size / seconds, device=device)
             dist.all_reduce(rate)
             if number > 0:  # the first round warms up
@@ -82,8 +82,8 @@ def main() -> None:
 
 
 def report(args, world_size, device, rates) -> None:
-    """Print, and write if asked for, each way's median samples/s and its ratio to the independent processes, round by round."""
-    print(f"{world_size} processes on {device.type}, {args.batch_size} samples a step on each, {args.rounds} rounds")
+    """Print, and write if requested, the median samples per second of each way and its ratio to the independent processes."""
+    print(f"{world_size} processes on {device.type}, {args.batch_size} samples per step on each, {args.rounds} rounds")
     print(f"{'':26}{'samples/s':>10}{'of independent':>16}{'lowest':>8}{'highest':>9}")
     rows = {}
     for name, values in rates.items():

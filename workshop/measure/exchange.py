@@ -1,4 +1,4 @@
-"""What exchanging the gradients costs a training step."""
+"""Measure how much of a training step the communication of the gradients costs."""
 
 import statistics
 from collections.abc import Callable
@@ -14,20 +14,20 @@ ROUNDS = 5
 def measure_exchange(
     step: Callable[[bool], object], samples: int, steps: int, device: torch.device
 ) -> dict[str, float]:
-    """Time steps with and without the exchange of gradients, in turn, so that a noisy machine disturbs both alike.
+    """Time steps with and without communication of the gradients, in turn, so that other work on the machine slows both down.
 
-    Every process has to call it.
+    All ranks must call it.
 
     Args:
-        step: takes one step; its argument says whether the processes exchange their gradients.
-        samples: samples of a step, on this process.
-        steps: steps of each kind, in each of the 5 rounds (after one that warms up).
+        step: takes one step; its argument says whether the processes communicate their gradients.
+        samples: samples per step on this rank.
+        steps: steps of each kind in each of the 5 rounds (after a warm-up round).
         device: the device that trains.
 
     Returns:
-        ``with_exchange`` and ``without_exchange``: samples/s of all processes together, medians; ``efficiency``: their ratio, the
-        median of the rounds; ``communication``: the share of a step that the exchange adds, which is the part of it that
-        does not overlap with ``backward()``, and the time that processes wait for each other.
+        ``with_exchange`` and ``without_exchange``: samples per second of all processes together, medians; ``efficiency``: the
+        median of their ratios; ``communication``: the fraction of a step that communication adds. This is the part that does
+        not overlap with ``backward()``, and the time that processes wait for each other.
     """
     rates = {True: [], False: []}
     for number in range(ROUNDS + 1):
@@ -36,7 +36,7 @@ def measure_exchange(
             start = synchronized_time(device)
             for _ in range(steps):
                 step(exchange)
-            # Each process counts its own time: without exchange none waits for another.
+            # Each process uses its own time, because without communication the processes do not wait for each other.
             rate = torch.tensor(steps * samples / (synchronized_time(device) - start), device=device)
             dist.all_reduce(rate)
             if number > 0:

@@ -1,10 +1,10 @@
-"""What training a language model costs in each way of spreading it: memory, tokens/s, and the time that communication takes.
+"""Measure what training a language model with DDP or FSDP costs: memory, tokens per second, and the time for communication.
 
     OMP_NUM_THREADS=1 torchrun --standalone --nproc-per-node=2 -m workshop.measure.language_model --batch-sizes 1 2 4 8
 
-The model has the shapes of a known one and random weights, so nothing has to be fetched. Weights, gradients and optimizer are
-counted in a process's tensors, activations in what autograd keeps for the backward pass; on a GPU the peak is the allocator's own
-figure. On GPUs it computes in bfloat16, DDP by autocast and FSDP by its policy; on the CPU in float32.
+The model has the shapes of a known model and random parameters, so nothing is downloaded. The sizes of parameters, gradients and
+optimizer state are those of the tensors in one process. Activations are the tensors that autograd keeps for the backward pass. On
+a GPU, the allocator reports the peak. GPUs compute in bfloat16 (DDP with autocast, FSDP with its policy), CPUs in float32.
 """
 
 import gc
@@ -41,7 +41,7 @@ TRACED = 2  # steps
 
 def main() -> None:
     args = parse_arguments()
-    # Without a GPU the profiler else says at each start that it finds none.
+    # Otherwise the profiler reports at each start that it finds no GPU.
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")
     device = local_device()
     dist.init_process_group(dist.get_default_backend_for_device(device))
@@ -66,11 +66,11 @@ def parse_arguments():
     ways = "ddp or fsdp, each with any of +" + ", +".join(OPTIONS)
     parser.add_argument("--ways", nargs="+", default=["ddp", "fsdp", "fsdp+checkpointing"], help=ways)
     parser.add_argument(
-        "--batch-sizes", nargs="+", type=positive_int, default=[4], help="sequences a step, on each process"
+        "--batch-sizes", nargs="+", type=positive_int, default=[4], help="sequences per step and process"
     )
-    parser.add_argument("--sequence-length", type=positive_int, default=128, help="tokens of a sequence")
+    parser.add_argument("--sequence-length", type=positive_int, default=128, help="tokens per sequence")
     parser.add_argument("--steps", type=int, default=10, help="steps to time; 0: only count the memory")
-    parser.add_argument("--output", default="runs/language_model", help="folder for figures and picture")
+    parser.add_argument("--output", default="runs/language_model", help="the folder for figures and picture")
     args = parser.parse_args()
     try:
         for way in args.ways:
@@ -88,9 +88,9 @@ def parse_arguments():
 
 
 def measured(sizes: Sizes, way: str, device, steps: int, **settings) -> dict:
-    """``measure``, or, where it takes more memory than the only GPU has, a row that says so.
+    """Call ``measure``; if it needs more memory than the only GPU has, return a row that says so.
 
-    With several processes an error of the allocator ends them all: the others wait for the one that has it.
+    With several processes, an out-of-memory error ends all of them, because the others would wait for the rank that failed.
     """
     row = {"way": way, "processes": dist.get_world_size(), **settings}
     try:
@@ -106,22 +106,22 @@ def measured(sizes: Sizes, way: str, device, steps: int, **settings) -> dict:
 
 
 def measure(sizes: Sizes, way: str, device, steps: int, batch_size: int, sequence_length: int) -> dict:
-    """Train for some steps, and return what this process holds, and how fast all of them are together.
+    """Train for some steps, and return the memory of this process, and the throughput of all processes together.
 
     Args:
-        sizes: of the model, of which only its shapes count.
-        way: "ddp" or "fsdp", each perhaps with "+checkpointing" (keep only each layer's input), "+compile" (each layer) and
-            "+gathered" (FSDP frees no weights between forward and backward).
-        device: where.
-        steps: how many to time; 0: none.
-        batch_size: sequences at a time.
-        sequence_length: tokens of a sequence.
+        sizes: the sizes of the model.
+        way: "ddp" or "fsdp", optionally with "+checkpointing" (keep only the input of each layer), "+compile" (each layer) and
+            "+gathered" (FSDP keeps the gathered parameters between forward and backward pass).
+        device: the device that trains.
+        steps: the number of steps to time; 0: none.
+        batch_size: sequences per step and process.
+        sequence_length: tokens per sequence.
 
     Returns:
         Bytes: ``parameters``, ``gradients``, ``optimizer``, ``activations`` (None with compilation) and, on a GPU, ``peak``. With
-        steps also ``tokens_per_second``, of all processes; ``mfu``, where the device is known; and of a step's time the shares
-        ``communication``, during which anything travels or a process waits for the others, and ``exposed``, the part of it in
-        which a GPU computes nothing (None on the CPU, where a trace does not tell).
+        steps also ``tokens_per_second`` of all processes; ``mfu``, if the peak of the device is known; and two fractions of a
+        step: ``communication``, the time of communication, including waiting for other processes, and ``exposed``, the part of it
+        during which the GPU computes nothing (None on the CPU, where a trace does not show it).
     """
     strategy, *options = way.split("+")
     model = prepare(sizes, strategy, options, device)
@@ -147,7 +147,7 @@ def measure(sizes: Sizes, way: str, device, steps: int, batch_size: int, sequenc
     gradients = sum(own_part(parameter.grad).nbytes for parameter in model.parameters())
     optimizer.step()
     optimizer.zero_grad()
-    step()  # the first with an optimizer that has its moments
+    step()  # the first step in which the optimizer state exists
     state = [value for each in optimizer.state.values() for value in each.values() if isinstance(value, torch.Tensor)]
     found = {
         "parameters": sum(own_part(parameter).nbytes for parameter in model.parameters()),
@@ -168,7 +168,7 @@ def measure(sizes: Sizes, way: str, device, steps: int, batch_size: int, sequenc
 
 
 def prepare(sizes: Sizes, strategy: str, options: Sequence[str], device) -> LlamaForCausalLM:
-    """The model, spread over the processes if ``strategy`` is "fsdp", with random weights."""
+    """Return the model with random parameters, sharded over the ranks if ``strategy`` is "fsdp"."""
     model = make_model(sizes)
     for layer in model.model.layers:
         if "checkpointing" in options:
@@ -185,7 +185,7 @@ def prepare(sizes: Sizes, strategy: str, options: Sequence[str], device) -> Llam
 
 
 def make_model(sizes: Sizes) -> LlamaForCausalLM:
-    """The model without memory for its weights."""
+    """Return the model on the meta device, without memory for its parameters."""
     config = LlamaConfig(
         vocab_size=sizes.vocabulary,
         hidden_size=sizes.hidden,
@@ -202,7 +202,7 @@ def make_model(sizes: Sizes) -> LlamaForCausalLM:
 
 @torch.no_grad()
 def fill(model: LlamaForCausalLM, device) -> None:
-    """Give the model memory, and each process's part of the weights some values."""
+    """Allocate memory for the model, and fill the parameters, or the shard of this rank, with random values."""
     model.to_empty(device=device)
     model.model.rotary_emb = type(model.model.rotary_emb)(model.config).to(device)
     for parameter in model.parameters():
@@ -210,7 +210,7 @@ def fill(model: LlamaForCausalLM, device) -> None:
 
 
 def speed(step, steps: int, device) -> tuple[float, float, float | None]:
-    """Time steps, then trace a few, which makes them slower; return steps/s and the shares ``communication`` and ``exposed``."""
+    """Time steps, then trace a few (slower) ones; return steps per second and the fractions ``communication`` and ``exposed``."""
     seconds = []
     for _ in range(steps):
         dist.barrier()
@@ -229,13 +229,13 @@ def speed(step, steps: int, device) -> tuple[float, float, float | None]:
             (travelling if event.name.startswith("nccl") else computing).append(span)
         elif event.name.startswith("gloo:"):
             travelling.append(span)
-    # What either covers, less what computing covers.
+    # The time of communication or computation, minus the time of computation.
     exposed = (covered([*travelling, *computing]) - covered(computing)) / traced
     return 1 / statistics.median(seconds), covered(travelling) / traced, exposed if computing else None
 
 
 def covered(spans: Iterable[tuple[float, float]]) -> float:
-    """The time that spans (start, end) cover together, where several lie on each other only once."""
+    """Return the time that spans (start, end) cover together; where several overlap, it counts once."""
     total, last = 0.0, float("-inf")
     for start, end in sorted(spans):
         total += max(0.0, end - max(start, last))
@@ -244,7 +244,7 @@ def covered(spans: Iterable[tuple[float, float]]) -> float:
 
 
 def line(row: dict) -> str:
-    """What is printed of a row."""
+    """Return the line that is printed for a row."""
     text = f"{row['way']:28} batch {row['batch_size']:3}: "
     if row.get("out_of_memory"):
         return text + "out of memory"
@@ -253,7 +253,7 @@ def line(row: dict) -> str:
     if "peak" in row:
         text += f", peak {row['peak'] / GIB:6.1f} GiB"
     text += f", communication {row['communication']:4.0%} of a step"
-    return text + ("" if row["exposed"] is None else f", {row['exposed']:4.0%} with nothing else going on")
+    return text + ("" if row["exposed"] is None else f", {row['exposed']:4.0%} without overlap")
 
 
 def write(args, device, rows: list[dict]) -> None:
@@ -278,7 +278,7 @@ def write(args, device, rows: list[dict]) -> None:
 
 
 def plot(path: Path, result: dict, sequence_length: int) -> None:
-    """Draw tokens/s against the batch size, and beside it what each way holds with the largest batch that all of them held."""
+    """Draw tokens per second against the batch size, and the memory of each way with the largest batch that fits for all."""
     import matplotlib
 
     matplotlib.use("Agg")  # draws into files; needs no screen
@@ -297,7 +297,7 @@ def plot(path: Path, result: dict, sequence_length: int) -> None:
     for way, colour in zip(ways, COLOURS, strict=False):
         series = {row["batch_size"]: row["tokens_per_second"] for row in rows if row["way"] == way}
         left.plot(list(series), list(series.values()), marker="o", label=way, color=colour)
-    left.set(xlabel="sequences a step, on each process", ylabel="tokens/s, all processes together", ylim=(0, None))
+    left.set(xlabel="sequences per step and process", ylabel="tokens/s, all processes together", ylim=(0, None))
     left.set_xscale("log", base=2)
     left.set_xticks(sizes := sorted({row["batch_size"] for row in rows}), [str(size) for size in sizes])
     left.legend()

@@ -1,4 +1,4 @@
-"""``workshop memory``: what training a model takes on each GPU, predicted from its sizes, and measured where this machine can."""
+"""``workshop memory``: predict the memory per GPU for training a model from its sizes, and measure it if this machine can."""
 
 import json
 import os
@@ -10,11 +10,11 @@ from workshop.errors import UserError
 from workshop.training.memory import Memory, estimate
 from workshop.training.transformer import GIB, MODELS, Sizes, read_sizes
 
-# Memory of the cards that sites have, in GB, and one card of each size.
+# The memory of GPUs in GB, with examples for each size.
 CARDS = {40: "A100-40", 64: "A100-64, MI250X", 80: "A100-80, H100", 96: "GH200", 141: "H200", 180: "B200"}
 
 
-# The rows of the table: what they are called, and how ``estimate`` is asked for them.
+# The rows of the table: the name, and the strategy for ``estimate``.
 PLANS = (
     ("DDP", "ddp"),
     ("ZeRO-1", "zero1"),
@@ -28,7 +28,7 @@ PARTS = [field.name for field in fields(Memory)]
 
 
 def known_sizes(model: str) -> Sizes:
-    """The sizes of a model by its name ("codellama-7b", ..., "tiny-codellama") or its folder.
+    """Return the sizes of a model, given its name ("codellama-7b", ..., "tiny-codellama") or its folder.
 
     Raises:
         UserError: there is no such model.
@@ -47,21 +47,21 @@ def known_sizes(model: str) -> Sizes:
 def run_memory(
     model: str, batch_size: int, sequence_length: int | None, gpus: str, measure: bool = False, output: str = ""
 ) -> int:
-    """Print the predicted memory of each strategy, draw it against the cards that sites have, and measure it if asked to.
+    """Print the predicted memory of each strategy, draw it beside the memory of common GPUs, and measure it if requested.
 
     Args:
-        model: as ``known_sizes`` takes it.
-        batch_size: sequences at a time, on each GPU.
-        sequence_length: tokens of a sequence; None: 2,048, or the model's most.
+        model: a name or folder for ``known_sizes``.
+        batch_size: sequences per step and GPU.
+        sequence_length: tokens per sequence; None: 2,048, or the maximum of the model if that is less.
         gpus: the numbers of GPUs, separated by commas.
-        measure: take steps with this model on this machine and compare.
+        measure: whether to train two steps with this model on this machine, and compare.
         output: the folder for memory.json and memory.png; "": runs/memory-MODEL in the repository.
 
     Returns:
         The exit status, 0.
 
     Raises:
-        UserError: the model is unknown, its sequences are shorter, or it does not fit for measuring.
+        UserError: the model is unknown or does not accept such long sequences, or measuring failed.
     """
     from rich.console import Console
 
@@ -94,18 +94,18 @@ def run_memory(
 
 
 def predictions(sizes: Sizes, counts: list[int], settings: dict) -> list[dict]:
-    """A row for each strategy and number of GPUs: bytes by part, and the totals with checkpointing and offload as well.
+    """Return a row for each strategy and number of GPUs: bytes by part, and totals also with checkpointing and offload.
 
     Args:
-        sizes: of the model.
-        counts: numbers of GPUs.
+        sizes: the sizes of the model.
+        counts: the numbers of GPUs.
         settings: ``batch_size`` and ``sequence_length``.
     """
     rows = []
     for name, strategy in PLANS:
         for count in counts if name not in SAME_ON_ANY_NUMBER else [counts[-1]]:
             if count == 1 and len(counts) > 1 and strategy in ("zero1", "zero2"):
-                continue  # one GPU has nobody to share with: the same as ZeRO-3
+                continue  # on one GPU nothing is sharded: the same as ZeRO-3
             plain = estimate(sizes, strategy, count, **settings)
             less = estimate(sizes, strategy, count, checkpointing=True, **settings)
             offloaded = estimate(sizes, strategy, count, checkpointing=True, offload=True, **settings)
@@ -123,7 +123,7 @@ def predictions(sizes: Sizes, counts: list[int], settings: dict) -> list[dict]:
 
 
 def smallest_card(total: float) -> str:
-    """The size in GB of the smallest of the cards that holds so many bytes, or "-"."""
+    """Return the memory in GB of the smallest GPU with room for ``total`` bytes, or "-"."""
     return next((str(size) for size in CARDS if total <= size * 1e9), "-")
 
 
@@ -132,11 +132,11 @@ def show(console, name: str, sizes: Sizes, rows: list[dict], settings: dict) -> 
     unit, divisor = ("GB", 1e9) if sizes.parameters > 1e8 else ("MB", 1e6)
     console.print(f"{name}: {sizes.parameters:,} parameters, trained with AdamW")
     console.print(
-        f"with {settings['batch_size']} x {settings['sequence_length']:,} tokens at a time, predicted {unit} on each GPU:\n"
+        f"with {settings['batch_size']} x {settings['sequence_length']:,} tokens per step, predicted {unit} on each GPU:\n"
     )
     line = "{:7}{:>5}{:>9}{:>7}{:>7}{:>8}{:>7}{:>11}{:>11}{:>9}"
     console.print(
-        line.format("", "GPUs", "weights", "grads", "AdamW", "activ.", "other", "total", "recompute", "offload"),
+        line.format("", "GPUs", "params", "grads", "AdamW", "activ.", "other", "total", "recompute", "offload"),
         soft_wrap=True,
     )
     for row in rows:
@@ -150,16 +150,16 @@ def show(console, name: str, sizes: Sizes, rows: list[dict], settings: dict) -> 
         figures = (f"{part / divisor:,.1f}" for part in parts)
         console.print(line.format(row["strategy"], count, *figures, *cells), soft_wrap=True)
     console.print(
-        "\nIn brackets: the smallest card that holds it, in GB.\n"
-        "other: DDP's buckets, the layers that FSDP and ZeRO-3 gather, what comes and goes in\n"
-        "  a step; and for allocator and libraries 5 % and 1.5 GiB, which are assumed.\n"
-        "recompute: with activation checkpointing. offload: that, and weights, gradients and\n"
-        "  AdamW in the CPU's memory (ZeRO-1 and 2: AdamW)."
+        "\nIn brackets: the memory of the smallest GPU that is large enough, in GB.\n"
+        "other: DDP's buckets, the layers that FSDP and ZeRO-3 gather, temporary tensors,\n"
+        "  and an assumed 5 % and 1.5 GiB for allocator and libraries.\n"
+        "recompute: with activation checkpointing. offload: also with parameters,\n"
+        "  gradients and optimizer state in CPU memory (ZeRO-1 and 2: optimizer state)."
     )
 
 
 def plot(path: Path, title: str, rows: list[dict]) -> None:
-    """Draw a bar for each row, its parts stacked, and a line for each card."""
+    """Draw a bar of stacked parts for each row, and a line for each size of GPU."""
     import matplotlib
 
     matplotlib.use("Agg")  # draws into files; needs no screen
@@ -193,10 +193,10 @@ def plot(path: Path, title: str, rows: list[dict]) -> None:
 
 
 def measure_here(console, model: str, sizes: Sizes, settings: dict) -> list[dict]:
-    """Take two steps with DDP and with FSDP on the GPUs of this machine, or with two processes on the CPU, and compare.
+    """Train two steps with DDP and with FSDP on the GPUs of this machine, or with two processes on the CPU, and compare.
 
     Raises:
-        UserError: this machine does not have the memory for it, or a run failed.
+        UserError: a run failed. Runs for which this machine has too little memory are skipped.
     """
     import psutil
     from rich.table import Table
@@ -241,12 +241,12 @@ def measure_here(console, model: str, sizes: Sizes, settings: dict) -> list[dict
         table.add_row(row["strategy"], *cells, f"{total / 1e6:,.1f} / {peak / 1e6:,.1f}" if peak else "-")
     console.print(table)
     for line in skipped:
-        console.print(f"not measured, there is too little memory here: {line}")
+        console.print(f"not measured, because this machine has too little memory: {line}")
     return rows
 
 
 def _measured(model: str, ways: list[str], settings: dict, count: int) -> dict[str, dict]:
-    """What language_model.py counts in ``count`` processes, for each of the ways."""
+    """Return the memory that language_model.py measures with ``count`` processes, for each of the ways."""
     from workshop.run.environment import environment, torchrun
     from workshop.run.failures import first_failure
     from workshop.run.processes import launch

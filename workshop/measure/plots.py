@@ -1,10 +1,10 @@
-"""Pictures: readable for colour-blind people and, with a background of their own, in a dark theme."""
+"""Draw pictures that colour-blind people can read, with their own background for dark themes."""
 
 import statistics
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-# Okabe and Ito's palette, made to be told apart by everybody: https://jfly.uni-koeln.de/color/
+# The palette of Okabe and Ito, which colour-blind people can distinguish: https://jfly.uni-koeln.de/color/
 COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#D55E00", "#56B4E9", "#F0E442", "#000000")
 
 
@@ -20,9 +20,9 @@ def plot_runs(
     Args:
         path: the PNG file to write.
         curves: for each run's label, the loss of each step.
-        throughput: for each way of launching, samples/s by number of processes.
-        title: above the picture.
-        rate: what the throughput counts.
+        throughput: for each way of launching, samples per second by number of processes.
+        title: the title of the picture.
+        rate: the unit of the throughput.
     """
     import matplotlib
 
@@ -31,7 +31,7 @@ def plot_runs(
 
     figure, (left, right) = plt.subplots(1, 2, figsize=(12, 4.8), facecolor="white", layout="constrained")
     figure.suptitle(title)
-    # Curves that agree lie on each other: the first is the widest, so that each one behind still shows at the edges.
+    # Equal curves coincide: earlier ones are wider, so that their edges remain visible.
     for index, (label, losses) in enumerate(curves.items()):
         width = 1.5 + 2.2 * (len(curves) - 1 - index)
         left.plot(range(1, len(losses) + 1), losses, label=label, color=COLOURS[index % len(COLOURS)], linewidth=width)
@@ -64,11 +64,11 @@ def plot_runs(
 
 
 def plot_formats(path: Path, figures: Mapping) -> None:
-    """Draw how fast images are read from each format: the medians of all rounds.
+    """Draw how fast images are read from each format, as medians of all rounds.
 
     Args:
         path: the PNG file to write.
-        figures: of ``slurm-multinode/image_formats.py``: for each format the images/s of all rounds, by what was read from where.
+        figures: the results of ``slurm-multinode/image_formats.py``: for each format, images per second of all rounds.
     """
     import matplotlib
 

@@ -1,9 +1,9 @@
-"""``workshop profile``: where the time of a training script goes.
+"""``workshop profile``: show where a training script spends its time.
 
-The script trains three epochs in this process: one to warm up, one under line_profiler, which says how long each line of its
-``train_one_epoch`` took, and one under torch.profiler, which says which operations took the time, and leaves a trace in
-``runs/trace.json`` to look at (https://ui.perfetto.dev; the file stays on your machine). Both cost time themselves: read shares,
-not seconds.
+The script trains three epochs in this process. The first one warms up. The second one runs under line_profiler, which measures
+each line of ``train_one_epoch``. The third one runs under torch.profiler, which measures each operation, and writes a trace to
+``runs/trace.json`` that you can open at https://ui.perfetto.dev (the file stays on your machine). Both profilers slow the script
+down, so compare fractions, not seconds.
 """
 
 import importlib.util
@@ -71,7 +71,7 @@ def profile(script: Path, options: list[str]) -> None:
 
 
 def print_lines(by_line, function) -> None:
-    """Print a function's lines, with the share of its time that each took."""
+    """Print the lines of a function, each with its fraction of the time."""
     ((_, timings),) = by_line.get_stats().timings.items()
     total = sum(time for _, _, time in timings) or 1
     shares = {number: time / total for number, _, time in timings}
@@ -85,12 +85,12 @@ def print_lines(by_line, function) -> None:
 
 
 def print_operations(profiler) -> None:
-    """Print the operations that took the most time themselves, and write the trace."""
+    """Print the operations with the most time of their own, and write the trace."""
     from torch.autograd import DeviceType
 
     averages = [event for event in profiler.key_averages() if not event.is_user_annotation]
     on_device = sum(event.self_device_time_total for event in averages) > 0
-    if on_device:  # the kernels; an operation's row would count their time again
+    if on_device:  # only kernels, because the rows of operations count their time again
         averages = [event for event in averages if event.device_type != DeviceType.CPU]
     where = "self_device_time_total" if on_device else "self_cpu_time_total"
     averages.sort(key=lambda event: getattr(event, where), reverse=True)
@@ -99,8 +99,8 @@ def print_operations(profiler) -> None:
     )
     inside = sum(getattr(event, where) for event in averages)
     name = "the GPU" if on_device else "torch"
-    print(f"\nIn the third epoch, by operation ({name} worked {min(inside / whole, 1):.0%} of the time):")
+    print(f"\nIn the third epoch, by operation ({name} was busy {min(inside / whole, 1):.0%} of the time):")
     for event in averages[:8]:
         print(f"{getattr(event, where) / whole:4.0%} {event.count:6,} calls  {event.key[:80]}")
     profiler.export_chrome_trace(TRACE)
-    print(f"\nThe trace: {TRACE}, {os.path.getsize(TRACE) / 1e6:.0f} MB, for https://ui.perfetto.dev")
+    print(f"\nThe trace: {TRACE}, {os.path.getsize(TRACE) / 1e6:.0f} MB; open it at https://ui.perfetto.dev")

@@ -1,7 +1,8 @@
-"""A scaling study: samples/s by number of processes, as a table, a plot with the ideal line, CSV and JSON.
+"""Show a scaling study, samples per second by number of processes, as a table, a plot with the ideal line, CSV and JSON.
 
-Strong scaling keeps the global batch, and each process gets its share. Weak scaling keeps the batch of each process. The
-efficiency is samples/s over what as many times the smallest number of processes would reach if nothing were lost.
+Strong scaling keeps the global batch and divides it among the processes. Weak scaling keeps the batch of each process. The
+efficiency is the measured throughput divided by the ideal one, which is proportional to the number of processes and equal to the
+measured one at the smallest number.
 """
 
 import csv
@@ -22,15 +23,15 @@ MODES = {
 
 
 def run_logs(files: list[str], output: str = "") -> int:
-    """The same table and picture from what runs with several numbers of processes (on several nodes, say) have written.
+    """Show the same table and picture for the logs of runs with several numbers of processes, for example on several nodes.
 
     Args:
-        files: the JSON files of train_at_scale.py (``--output``), or logs (.jsonl) that an EpochLog wrote. Several of one number
-            of processes are repetitions, in this order.
+        files: the JSON files of train_at_scale.py (``--output``), or logs (.jsonl) that an EpochLog wrote. Several files with the
+            same number of processes are repetitions, in this order.
         output: the folder for the results; "": runs/bench-logs in the repository.
 
     Raises:
-        UserError: a file is missing or no such log, or they are of different models or devices.
+        UserError: a file is missing or is not such a log, or the logs have different models or devices.
     """
     from rich.console import Console
 
@@ -48,7 +49,7 @@ def run_logs(files: list[str], output: str = "") -> int:
         if batches.setdefault(count, batch) != batch:
             raise UserError(f"these logs of {count} processes have different batches: {batches[count]} and {batch}")
     if len(rates) < 2:
-        raise UserError("these logs are all of one number of processes; a study takes two or more")
+        raise UserError("all these logs have the same number of processes; a study needs at least two numbers")
     if 0 in batches.values():
         mode = "scaling"
     elif len(set(batches.values())) == 1:
@@ -57,7 +58,7 @@ def run_logs(files: list[str], output: str = "") -> int:
         mode = "strong"
     else:
         raise UserError(
-            "these logs keep neither the batch of a process nor the global batch, so they cannot be compared"
+            "in these logs both the batch per process and the global batch differ, so they cannot be compared"
         )
     summary = {
         "machine": runs[0].get("machine"),
@@ -73,12 +74,12 @@ def run_logs(files: list[str], output: str = "") -> int:
 
 
 def read_run(file: Path) -> dict:
-    """What a run has written: at least samples_per_second, processes and device.
+    """Return what a run has written: at least samples_per_second, processes and device.
 
-    Of an EpochLog: the median of its epochs without the first, which warms up (unless it is all there is).
+    For an EpochLog: the median of its epochs without the first, which warms up (unless there is only one).
 
     Raises:
-        UserError: the file is missing, or holds no such thing.
+        UserError: the file is missing, or does not contain these values.
     """
     try:
         if file.suffix == ".jsonl":
@@ -93,20 +94,20 @@ def read_run(file: Path) -> dict:
         raise UserError(f"{file}: {error.strerror}") from error
     except (ValueError, KeyError, TypeError, IndexError):
         pass
-    raise UserError(f"{file} holds no samples/s of a training run")
+    raise UserError(f"{file} contains no samples/s of a training run")
 
 
 def series(rates: dict[int, list[float]], batches: dict[int, int]) -> list[dict]:
-    """A row for each number of processes.
+    """Return a row for each number of processes.
 
     Args:
-        rates: samples/s of each round, by number of processes in order.
+        rates: samples per second of each round, by number of processes in order.
         batches: the batch size of each process, by number of processes.
     """
     smallest = next(iter(rates))
     rows = []
     for count, values in rates.items():
-        # Within a round: what disturbed the machine then has disturbed both.
+        # Compare within a round, because other work on the machine slows both runs of a round down.
         efficiencies = [value * smallest / (base * count) for value, base in zip(values, rates[smallest], strict=False)]
         rows.append(
             {
@@ -126,10 +127,10 @@ def write_and_show(console, folder: Path, title: str, summary: dict) -> None:
     """Print the table, and write bench.csv, bench.json and bench.png.
 
     Args:
-        console: rich's, to print on.
-        folder: for the files.
-        title: above the picture.
-        summary: what bench.json will hold; the rows of ``series`` are its "series", by kind of scaling.
+        console: the rich console to print on.
+        folder: the folder for the files.
+        title: the title of the picture.
+        summary: the content of bench.json; its "series" are the rows of ``series``, by kind of scaling.
     """
     from rich.table import Table
 
@@ -156,7 +157,7 @@ def write_and_show(console, folder: Path, title: str, summary: dict) -> None:
     every = [row["efficiencies"] for rows in summary["series"].values() for row in rows]
     if max(max(values) - min(values) for values in every) > 0.2:
         console.print(
-            "The rounds differ by more than 20 %: other work disturbs this machine; measure again when it is quiet."
+            "The rounds differ by more than 20 %, because other programs use this machine; measure again when it is idle."
         )
 
     summary["picture"] = "bench.png"
@@ -178,7 +179,7 @@ def write_and_show(console, folder: Path, title: str, summary: dict) -> None:
 
 
 def alt_text(summary: dict) -> str:
-    """The picture in words."""
+    """Return the picture in words."""
     sentences = []
     for mode, rows in summary["series"].items():
         points = ", ".join(
@@ -193,7 +194,7 @@ def plot(path: Path, title: str, every: dict[str, list[dict]]) -> None:
 
     Args:
         path: the PNG file to write.
-        title: above the picture.
+        title: the title of the picture.
         every: the rows of ``series``, by kind of scaling.
     """
     import matplotlib
@@ -233,13 +234,13 @@ def plot(path: Path, title: str, every: dict[str, list[dict]]) -> None:
                     va="top",
                     fontweight="bold",
                 )
-        axes.set_xticks([count for count in counts if count > 0.03 * counts[-1]])  # names of closer ones would overlap
+        axes.set_xticks([count for count in counts if count > 0.03 * counts[-1]])  # closer labels would overlap
         axes.yaxis.set_major_formatter("{x:,.0f}")
         axes.set(xlabel="processes", ylabel="samples/s, all processes together")
         axes.set_title(f"{mode}: {MODES[mode]}" if mode in MODES else mode)
         axes.margins(x=0.3)
         axes.spines[["top", "right"]].set_visible(False)
         axes.legend(loc="upper left")
-    all_axes[0][0].set_ylim(bottom=0)  # of both, once both are drawn
+    all_axes[0][0].set_ylim(bottom=0)  # after drawing, because the panels share this axis
     figure.savefig(path, dpi=110)
     plt.close(figure)

@@ -1,4 +1,4 @@
-"""The environment and the launcher of a program that is started on this machine."""
+"""Build the environment and the launch command of a program that is started on this machine."""
 
 import os
 import sys
@@ -8,9 +8,9 @@ from workshop.repository import python_path
 
 
 def torchrun(processes: int, *options: str) -> list[str]:
-    """The command, up to the program, that starts so many processes of it on this machine, with this Python.
+    """Return the torchrun command, without the program, that starts this number of processes on this machine.
 
-    ``--local-addr``: it would else ask for the address of this machine's name, and not every laptop can resolve its own.
+    Without ``--local-addr``, torchrun would look up the host name of this machine, which some laptops cannot resolve.
     """
     return [
         *(sys.executable, "-P", "-m", "torch.distributed.run", "--standalone", "--local-addr=127.0.0.1"),
@@ -19,13 +19,13 @@ def torchrun(processes: int, *options: str) -> list[str]:
 
 
 def environment(*, gpus: bool = True, **changes: object) -> dict[str, str]:
-    """The environment of a program that we start: this process's, without the variables of a launcher or a job.
+    """Return the environment of a program that we start: the current one, without the variables of a launcher or a job.
 
     ``PYTHONPATH`` begins with the repository, and ``WORKSHOP_PYTHON`` is this Python, so that runners use it too.
 
     Args:
         gpus: False hides the GPUs.
-        changes: further variables, as text; None drops one.
+        changes: further variables, as text; None removes a variable.
     """
     variables: dict[str, object] = {**without_launcher(os.environ)}
     variables |= {"PYTHONPATH": python_path(), "WORKSHOP_PYTHON": sys.executable}
@@ -35,16 +35,16 @@ def environment(*, gpus: bool = True, **changes: object) -> dict[str, str]:
 
 
 def without_launcher(environment: Mapping[str, str]) -> dict[str, str]:
-    """An environment without the variables that a job, or a launcher of processes, sets for what it starts."""
+    """Return an environment without the variables that a job or a launcher sets for its processes."""
     prefixes = ("SLURM_", "SBATCH_", "PBS_", "PALS_", "PMI_", "PMIX_", "OMPI_", "TORCHELASTIC_", "MASTER_")
     names = {"RANK", "LOCAL_RANK", "GROUP_RANK", "ROLE_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "NPROC"}
     return {name: value for name, value in environment.items() if not name.startswith(prefixes) and name not in names}
 
 
 def for_scheduler(environment: Mapping[str, str]) -> dict[str, str]:
-    """An environment for sbatch and qsub without the job that this session may itself be, and without its kernel's Python.
+    """Return an environment for sbatch and qsub, without the variables of the job and the Python of this session.
 
-    A Jupyter session on a cluster is a small job: its variables would give the new job that size, and SLURM_EXPORT_ENV=NONE.
+    A Jupyter session on a cluster is a small job. Its variables would give the new job its size, and SLURM_EXPORT_ENV=NONE.
     """
     kept = {name: environment[name] for name in ("SBATCH_ACCOUNT", "SLURM_CONF") if name in environment}
     names = {"PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV", "LD_LIBRARY_PATH", "OMP_NUM_THREADS", "WORKSHOP_SITE"}
@@ -55,5 +55,5 @@ def for_scheduler(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def loopback() -> str:
-    """The network interface that a machine reaches itself by, for ``GLOO_SOCKET_IFNAME``."""
+    """Return the name of the loopback network interface, for ``GLOO_SOCKET_IFNAME``."""
     return "lo" if os.path.exists("/sys/class/net/lo") else "lo0"

@@ -1,4 +1,4 @@
-"""Why a run failed: the error of the rank that failed first."""
+"""Find out why a run failed: the error of the rank that failed first."""
 
 import json
 import os
@@ -10,7 +10,7 @@ from pathlib import Path
 from workshop.run.processes import Outcome
 
 LAUNCHER_ERRORS = ("ProcessRaisedException", "ProcessExitedException", "ChildFailedError")
-# NCCL alone is no sign: "Duplicate GPU detected" and "invalid usage" are errors of the rank that reports them.
+# The word NCCL alone is not a sign: "Duplicate GPU detected" and "invalid usage" are errors of the rank that reports them.
 LOST_CONNECTION = re.compile(
     r"by (remote )?peer|remote (worker|process)|Broken pipe|Connection refused|Timed out waiting"
     r"|NCCL.*(abort|timeout|timed out|unhandled system error|ncclSystemError|ncclRemoteError)"
@@ -19,19 +19,19 @@ LOST_CONNECTION = re.compile(
 
 
 def first_failure(outcome: Outcome, torchrun_logs: Path, temporary: Path | None = None) -> str:
-    """Why a run failed: the traceback of the rank that failed first, where there is one, else the last lines of its output.
+    """Return why a run failed: the traceback of the rank that failed first if it exists, else the last lines of the output.
 
-    torchrun itself prints a table in place of the traceback; @record leaves each rank's in error.json under its log folder.
-    mp.spawn prints one traceback: that of the process that it found ended, which on a busy machine can be one that only lost
-    its connection to the rank that failed. It keeps those of all in its folder for temporary files.
+    torchrun itself prints a table instead of the traceback; with @record, each rank writes its traceback to error.json in the
+    log folder. mp.spawn prints one traceback, from the process that it found ended first. On a busy machine this can be a
+    process that only lost its connection to the rank that failed. All tracebacks are in its folder for temporary files.
 
     Args:
-        outcome: what ``launch`` gave.
+        outcome: the result of ``launch``.
         torchrun_logs: torchrun's log folder (``PET_LOG_DIR``).
         temporary: the run's own folder for temporary files (``TMPDIR``), if it had one.
     """
     if outcome.status is None:
-        return "it stood still and was ended; its last lines:\n" + "".join(
+        return "it made no progress and was ended; its last lines:\n" + "".join(
             outcome.output.splitlines(keepends=True)[-10:]
         )
     errors = []
@@ -40,7 +40,7 @@ def first_failure(outcome: Outcome, torchrun_logs: Path, temporary: Path | None 
             traceback = json.loads(file.read_text())["message"]["extraInfo"]["py_callstack"]
         except (ValueError, KeyError, TypeError):
             continue
-        # All ranks fail within moments, and the timestamps in the files are whole seconds: a lost connection is the echo.
+        # All ranks fail at almost the same time, so prefer an error that is not a lost connection, then the oldest file.
         errors.append((is_echo(traceback), file.stat().st_mtime_ns, file.parent.name, traceback))
     if errors:
         *_, rank, traceback = min(errors)
@@ -49,13 +49,13 @@ def first_failure(outcome: Outcome, torchrun_logs: Path, temporary: Path | None 
     if spawned:
         tracebacks = []
         for file in sorted(temporary.glob("pytorch-errorfile-*") if temporary else [], key=os.path.getmtime):
-            with suppress(EOFError, pickle.UnpicklingError):  # it was ended while it wrote it
+            with suppress(EOFError, pickle.UnpicklingError):  # the process was ended while it wrote the file
                 tracebacks.append(pickle.loads(file.read_bytes()).strip())
         first = next((traceback for traceback in tracebacks if not is_echo(traceback)), spawned[2].strip())
-        # Whose they are, mp.spawn tells only of the one that it printed.
-        rank = f"rank {spawned[1]}" if first in spawned[2] else f"another rank than {spawned[1]}"
+        # mp.spawn tells the rank only of the traceback that it printed.
+        rank = f"rank {spawned[1]}" if first in spawned[2] else f"a rank other than {spawned[1]}"
         return f"{rank} failed first:\n{first}"
-    # What torchrun says of it begins with this line, and ends with a traceback of torchrun's own.
+    # The report of torchrun begins with this line, and ends with a traceback of torchrun itself.
     own, *said = re.split(
         r"^.*failed \(exitcode: (-?\d+)\) local_rank: (\d+).*\n", outcome.output, maxsplit=1, flags=re.M
     )
@@ -65,7 +65,7 @@ def first_failure(outcome: Outcome, torchrun_logs: Path, temporary: Path | None 
 
 
 def is_echo(text: str, type_name: str = "") -> bool:
-    """Whether an error says only that another process has gone: a rank lost its connection to one that failed before it.
+    """Return whether an error only says that a rank lost its connection to a process that failed before it.
 
     Args:
         text: the error's message, or its traceback.

@@ -1,4 +1,4 @@
-"""Importing torch faster."""
+"""Import torch faster."""
 
 import atexit
 import gc
@@ -6,14 +6,14 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-atexit.register(gc.unfreeze)  # else triton complains at the exit that its objects are still there
+atexit.register(gc.unfreeze)  # otherwise triton complains at exit that its objects still exist
 
 
 @contextmanager
 def no_collections() -> Iterator[None]:
-    """Import without the garbage collector: collections take a tenth of the time of torch's import, and find nothing.
+    """Switch off the garbage collector during imports: it takes a tenth of the time of importing torch, and finds nothing.
 
-    What was imported, about a million objects, is left out of later collections, too.
+    Later collections also skip the imported objects, which are about a million.
     """
     collecting, modules = gc.isenabled(), len(sys.modules)
     gc.disable()

@@ -1,4 +1,4 @@
-"""The machine that a program runs on: its cores and GPUs, and what to write beside a figure that was measured on it."""
+"""Describe the machine that a program runs on: its cores and GPUs, and what to record with a measurement."""
 
 import os
 import platform
@@ -11,22 +11,22 @@ from workshop.repository import python_path
 
 
 def cores() -> int:
-    """The number of cores that this process may use."""
+    """Return the number of cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def gpus() -> int:
-    """The number of accelerators that this process sees."""
+    """Return the number of accelerators that this process sees."""
     import torch
 
     return torch.accelerator.device_count() if torch.accelerator.is_available() else 0
 
 
 def gpus_unopened() -> int:
-    """The number of accelerators that this process would see, without opening them in this process.
+    """Return the number of accelerators that this process would see, without opening them in this process.
 
-    A process that has counted its GPUs cannot fork programs that use them, and a notebook's kernel would keep memory on them.
-    So another process counts, and only where a GPU's device file exists.
+    A process that has counted its GPUs cannot fork programs that use them, and the kernel of a notebook would keep memory on
+    them. So a new process counts them, and only if the device file of a GPU exists.
     """
     files = ("nvidia[0-9]*", "kfd", "dxg", "dri")
     if sys.platform == "linux" and not any(next(Path("/dev").glob(name), None) for name in files):
@@ -38,7 +38,7 @@ def gpus_unopened() -> int:
 
 
 def machine() -> dict[str, object]:
-    """The machine and versions that a figure was measured with."""
+    """Return the machine and the versions that a measurement was made with."""
     import psutil
     import torch
 

@@ -1,4 +1,4 @@
-"""Running a training program from outside: its output, its time, its memory, its processes, and none of them left behind."""
+"""Run a training program: record its output, time and memory, and end all its processes."""
 
 import math
 import os
@@ -19,13 +19,13 @@ from workshop.run.stillness import Patience, Watch
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of a program that ``launch`` ran.
+    """The result of a program that ``launch`` ran.
 
     Attributes:
-        status: its exit status; negative: the signal that ended it. None: it was ended because it stood still.
+        status: its exit status; negative: the signal that ended it. None: it was ended because it made no progress.
         output: its standard output and standard error, as they came.
         seconds: from the start of the program to its end.
-        peak_memory: the most physical memory that its processes and the one that called ``launch`` had together, in bytes.
+        peak_memory: the peak physical memory of its processes and the process that called ``launch`` together, in bytes.
     """
 
     status: int | None
@@ -41,7 +41,7 @@ def launch(
     on_line: Callable[[str], None],
     stall: float = 300,
 ) -> Outcome:
-    """Run ``command`` in ``folder`` to its end.
+    """Run ``command`` in ``folder`` until it ends.
 
     Args:
         command: the program and its arguments.
@@ -87,7 +87,7 @@ def launch(
                 break
             if time.monotonic() > next_sample:
                 peak = max(peak, _memory())
-                next_sample = time.monotonic() + 2  # looking costs some 40 ms of a core
+                next_sample = time.monotonic() + 2  # this takes about 40 ms of a core
         if not hangs:
             process.wait()
     finally:
@@ -96,11 +96,11 @@ def launch(
 
 
 class Background:
-    """A program that runs while we go on, in a session of its own, with its output in a file.
+    """A program that runs in the background, in a session of its own, with its output in a file.
 
     Args:
         command: the program and its options.
-        folder: where it runs; its output is kept there.
+        folder: its working folder, which also contains the output file.
         environment: its whole environment.
 
     Attributes:
@@ -122,11 +122,11 @@ class Background:
             )
 
     def text(self) -> str:
-        """What it has printed so far."""
+        """Return what it has printed so far."""
         return self.output.read_text(errors="replace")
 
     def wait_for(self, line: str, timeout: float) -> bool:
-        """Wait until it has printed ``line``, has ended, or the time (in seconds) is over; whether it has printed it."""
+        """Wait until it has printed ``line`` or has ended, at most ``timeout`` seconds; return whether it has printed it."""
         end = time.monotonic() + timeout
         while line not in self.text():
             if self.process.poll() is not None:
@@ -137,14 +137,14 @@ class Background:
         return True
 
     def wait(self, timeout: float) -> int | None:
-        """Its exit status; None if it still runs after ``timeout`` seconds."""
+        """Return its exit status, or None if it still runs after ``timeout`` seconds."""
         try:
             return self.process.wait(timeout)
         except subprocess.TimeoutExpired:
             return None
 
     def workers(self) -> list[psutil.Process]:
-        """The processes that torchrun has started below it, by rank."""
+        """Return the processes that torchrun started below it, by rank."""
         found = []
         for child in family(self.process.pid)[1:]:
             with suppress(psutil.Error):
@@ -153,16 +153,16 @@ class Background:
                     found.append((int(environment["RANK"]), child.create_time(), child))
         ranks: dict[int, psutil.Process] = {}
         for rank, _, child in sorted(found, key=lambda each: each[:2]):
-            ranks.setdefault(rank, child)  # the oldest of a rank: its own children carry the same variables
+            ranks.setdefault(rank, child)  # the oldest of a rank: its children have the same variables
         return list(ranks.values())
 
     def end(self, grace: float = 1) -> None:
-        """End it and all that it started."""
+        """End it and all processes that it started."""
         end_family(self.process, grace)
 
 
 def family(pid: int) -> list[psutil.Process]:
-    """A process, first, and all below it; empty if there is no such process."""
+    """Return a process and all its descendants, in this order; empty if there is no such process."""
     try:
         parent = psutil.Process(pid)
         return [parent, *parent.children(recursive=True)]
@@ -171,7 +171,7 @@ def family(pid: int) -> list[psutil.Process]:
 
 
 def _memory() -> int:
-    """The physical memory of this process and all it started, in bytes: shared pages count once (where the system can tell)."""
+    """Return the physical memory of this process and its descendants, in bytes; shared pages count once, on Linux."""
     total = 0
     for member in family(os.getpid()):
         try:

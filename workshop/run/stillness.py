@@ -1,4 +1,4 @@
-"""Noticing that a run stands still: nothing moves, and nobody computes, or somebody computes for too long."""
+"""Notice that a run hangs: it makes no progress, and no process computes, or one computes for too long."""
 
 import time
 from collections.abc import Callable
@@ -7,16 +7,16 @@ from dataclasses import dataclass
 
 import psutil
 
-BUSY_SHARE = 0.3  # of a core's time, or of the looks at the processes: more counts as computing
+BUSY_SHARE = 0.3  # of the time of a core, or of the checks: more than this counts as computing
 
 
 @dataclass(frozen=True)
 class Patience:
-    """How long a run may stand still, and last, in seconds.
+    """How long a run may make no progress, and how long it may last, in seconds.
 
     Attributes:
-        idle: without progress while nobody computes: the processes wait for each other.
-        busy: without progress while somebody computes.
+        idle: without progress while no process computes: the processes wait for each other.
+        busy: without progress while a process computes.
         total: of the whole run.
     """
 
@@ -26,29 +26,29 @@ class Patience:
 
 
 class Watch:
-    """Watches a run. The clock starts when the object is made.
+    """Watch a run. The clock starts when the object is created.
 
     Args:
-        processes: gives the processes of the run that are alive.
-        patience: how long it may stand still.
+        processes: returns the processes of the run that are alive.
+        patience: how long it may make no progress.
     """
 
     def __init__(self, processes: Callable[[], list[psutil.Process]], patience: Patience):
         self.processes, self.patience = processes, patience
         self._start = self._moved = time.monotonic()
-        self._progress: object = object()  # equal to nothing: the first look counts as progress
+        self._progress: object = object()  # equal to nothing: the first check counts as progress
         self._processor_seconds_then = 0.0
         self._looks = self._runnable = 0
 
     def look(self, progress: object) -> str:
-        """Look at the run; call this about ten times a second.
+        """Check the run; call this about ten times per second.
 
         Args:
-            progress: something that changes whenever the run moves: the size of its output, say.
+            progress: something that changes whenever the run makes progress, such as the size of its output.
 
         Returns:
-            "" while the run moves; "idle": it stands still and nobody computes; "busy": it stands still and somebody computes;
-            "long": it has lasted longer than ``patience.total``, moving or not.
+            "" while the run may continue; "idle": it makes no progress and no process computes; "busy": it makes none and a
+            process computes; "long": it has lasted longer than ``patience.total``.
         """
         now = time.monotonic()
         if now - self._start > self.patience.total:
@@ -63,8 +63,8 @@ class Watch:
         still = now - self._moved
         if still <= self.patience.idle:
             return ""
-        # A gloo rank that waits takes next to no processor time. A process that computes on a crowded machine gets little of it
-        # too, but it is runnable in most looks.
+        # A gloo rank that waits uses almost no processor time. A process that computes on a busy machine gets little of it
+        # too, but it is runnable in most checks.
         seconds = self._processor_seconds() - self._processor_seconds_then
         if seconds <= BUSY_SHARE * still and self._runnable <= BUSY_SHARE * self._looks:
             return "idle"
@@ -79,7 +79,7 @@ class Watch:
         return total
 
     def _is_runnable(self) -> bool:
-        """Whether some process computes, waits for a processor, or waits for the disk."""
+        """Return whether a process computes, waits for a processor, or waits for the disk."""
         for process in self.processes():
             with suppress(psutil.Error):
                 if process.status() in (psutil.STATUS_RUNNING, psutil.STATUS_DISK_SLEEP):

@@ -1,1 +1,1 @@
-"""Pack the workshop for machines without network, unpack it, and try other versions of its packages."""
+"""Pack the workshop for machines without internet, unpack it, and test it with different versions of its packages."""

@@ -1,4 +1,4 @@
-"""``workshop pack``: everything for a machine without internet in one folder. ``unpack.py`` is the other side."""
+"""``workshop pack``: collect everything for a machine without internet in one folder, from which ``unpack.py`` installs it."""
 
 import fcntl
 import json
@@ -26,11 +26,11 @@ from workshop.repository import ROOT
 from workshop.run.environment import without_launcher
 from workshop.ship.unpack import DISK_FULL, MANIFEST, REQUIREMENTS, WHEELS
 
-# What lies where in the data folder.
+# The path of each data set and model in the data folder.
 DATA = {"mnist": "MNIST/raw", "cifar10": cifar10.FOLDER, chess.NAME: f"{chess.NAME}.jsonl"}
 MODELS = {codellama.TINY: f"models/{codellama.TINY}", "codellama": f"models/{codellama.REPOSITORY.split('/')[1]}"}
 PLATFORMS = ("x86_64", "aarch64")
-# Wheels for Linux with this version of the C library or an older one: that of Red Hat's 8 and its kin, of 2018.
+# The newest C library that a wheel may need. Red Hat Enterprise Linux 8 (2018) and its derivatives have this version.
 GLIBC = "2.28"
 PLATFORM_TAGS = (
     *(f"manylinux_2_{minor}" for minor in range(28, 4, -1)),
@@ -38,16 +38,16 @@ PLATFORM_TAGS = (
     "manylinux2010",
     "manylinux1",
 )
-# Packages without wheels on the index: they are built here. What comes of it has to be for any machine.
+# Packages without wheels on the index. They are built here, so their wheels must run on any machine.
 FROM_SOURCE = ("deepspeed",)
-BATCH = 8  # wheels that one start of pip downloads: so many an interrupted pack has to download again
-PACKAGE_SIZE = 26e6  # bytes, on average: 3.4 GB for 170 packages, and those of a batch lie there twice for a moment
-# A package that the lock has in two versions, for micro versions before and after one: the pack has both.
+BATCH = 8  # wheels that pip downloads at a time; an interrupted pack downloads at most this number again
+PACKAGE_SIZE = 26e6  # bytes, on average: 3.4 GB for 170 packages, and room for a second copy of a batch
+# The lock may have two versions of a package, for older and newer micro versions of Python: the pack contains both.
 MICRO_VERSIONS = ("0", "99")
 
 
 class Package(NamedTuple):
-    """A line of the lock: name, version, the marker that says where it is needed ("": everywhere), the SHA-256 it may have."""
+    """A line of the lock: name, version, the marker that says where it is needed ("": everywhere), and the accepted SHA-256."""
 
     name: str
     version: str
@@ -66,7 +66,7 @@ class Target(NamedTuple):
     python: str
 
     def needs(self, package: Package) -> bool:
-        """Whether the package is for this machine, for any micro version of its Python."""
+        """Return whether this machine needs the package, for any micro version of its Python."""
         from packaging.markers import Marker
 
         environment = {
@@ -90,7 +90,7 @@ class Target(NamedTuple):
         )
 
     def tags(self) -> set:
-        """The tags of the wheels that fit."""
+        """Return the tags of the wheels that fit this machine."""
         from packaging.tags import compatible_tags, cpython_tags
 
         version = tuple(int(part) for part in self.python.split("."))
@@ -102,20 +102,20 @@ class Target(NamedTuple):
 def run_pack(
     folder: str, data: str = "", models: str = "", processor: str | None = None, python: str | None = None
 ) -> None:
-    """Collect the repository, data, and the wheels of ``requirements.lock`` in a folder, and say what is in it.
+    """Collect the repository, data, and the wheels of ``requirements.lock`` in a folder, and print what it contains.
 
-    All of it comes together in ``FOLDER.part``, which gets its name when it is whole; started again, it goes on from there. A
-    pack that is there already is brought up to date.
+    The files are collected in ``FOLDER.part``, which is renamed when it is complete; after an interruption, packing continues
+    there. An existing pack is updated.
 
     Args:
-        folder: where.
-        data: data sets, separated by commas; fetched if need be.
+        folder: the folder of the pack.
+        data: data sets, separated by commas; downloaded if necessary.
         models: models, likewise.
-        processor: the processors it is for, "x86_64" or "aarch64"; None: this machine's.
-        python: the Python it is for, as "3.11"; None: this one.
+        processor: the processor that the pack is for, "x86_64" or "aarch64"; None: that of this machine.
+        python: the Python that the pack is for, as "3.11"; None: this one.
 
     Raises:
-        UserError: a name is unknown, the folder is something else, a package has no wheel for that Python, the disk is full, pip
+        UserError: a name is unknown, the folder is not a pack, a package has no wheel for that Python, the disk is full, pip
             or git is missing, or the package index cannot be reached.
     """
     target = Target(processor or platform.machine(), python or "{}.{}".format(*sys.version_info[:2]))
@@ -148,18 +148,18 @@ def run_pack(
         ) from error
     print(
         f"{final}: {len(files)} files and {len(wheels)} packages, {size / 1e9:.1f} GB, for {target.platform} and Python "
-        f"{target.python}. Copy it over (OFFLINE.md says how) and run ./workshop.sh there"
+        f"{target.python}. Copy it to the other machine (OFFLINE.md says how) and run ./workshop.sh there"
     )
 
 
 def _places(option: str, names: str, known: dict[str, str]) -> list[tuple[str, str]]:
-    """The names and places of what an option asks for."""
+    """Return the names that an option selects, and their paths in the data folder."""
     chosen = [name.strip() for name in names.split(",") if name.strip()]
     unknown = [name for name in chosen if name not in known]
     if unknown:
         raise UserError(f"{option} {unknown[0]}: choose from: {', '.join(known)}")
     if chess.NAME in chosen:
-        chess.fetched_file()  # nobody knows where to fetch it
+        chess.fetched_file()  # fails if the file is missing, because pack cannot download it
     return [(name, known[name]) for name in chosen]
 
 
@@ -168,22 +168,22 @@ def _require_target(target: Target) -> None:
 
     if target.platform not in PLATFORMS:
         raise UserError(
-            f"packs are for Linux on {' or '.join(PLATFORMS)}, here is {target.platform}: name one with --platform"
+            f"packs are for Linux on {' or '.join(PLATFORMS)}, not {target.platform}: name one with --platform"
         )
     allowed = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["requires-python"]
     if not re.fullmatch(r"3\.\d+", target.python) or not SpecifierSet(allowed).contains(f"{target.python}.99"):
-        raise UserError(f"--python {target.python}: the workshop is for Python {allowed}, named as 3.11")
+        raise UserError(f"--python {target.python}: the workshop needs Python {allowed}; write it like 3.11")
 
 
 @contextmanager
 def _begin(final: Path, part: Path) -> Iterator[None]:
-    """Have the folder in which the pack comes together, for ourselves alone."""
+    """Create the folder in which the pack is collected, and lock it against other processes."""
     if final.is_symlink() or final.exists():
         if not (final / MANIFEST).is_file():
-            raise UserError(f"{final} is there and is not a pack: name another folder, or remove it")
+            raise UserError(f"{final} exists and is not a pack: name a different folder, or remove it")
         if (final / ".venv").exists() or part.exists():
             other = f"beside an unfinished {part.name}" if part.exists() else "in use here"
-            raise UserError(f"{final} is a pack {other}: name another folder, or remove it")
+            raise UserError(f"{final} is a pack {other}: name a different folder, or remove it")
         os.rename(final, part)
     part.mkdir(parents=True, exist_ok=True)
     held = os.open(part, os.O_RDONLY)
@@ -191,7 +191,7 @@ def _begin(final: Path, part: Path) -> Iterator[None]:
         try:
             fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
-            raise UserError(f"somebody else is packing into {part}") from error
+            raise UserError(f"a different process is packing into {part}") from error
         except OSError:  # a file system without locks
             pass
         yield
@@ -200,7 +200,7 @@ def _begin(final: Path, part: Path) -> Iterator[None]:
 
 
 def _repository_files() -> dict[str, Path]:
-    """The files that git knows of the repository, as they are now, by their names in it."""
+    """Return the files that git tracks, in their current state, by their names in the repository."""
     done = _git("ls-files", "-z")
     return {name: ROOT / name for name in done.split("\0") if (ROOT / name).is_file()}
 
@@ -209,21 +209,21 @@ def _git(*arguments: str) -> str:
     try:
         done = subprocess.run(["git", "-C", str(ROOT), *arguments], capture_output=True, text=True)
     except OSError as error:
-        raise UserError(f"git does not run ({error.strerror}): it says which files belong to the workshop") from error
+        raise UserError(f"git does not run ({error.strerror}); pack needs it to list its files") from error
     if done.returncode:
-        raise UserError(f"git cannot tell which files belong to the workshop in {ROOT}: {done.stderr}")
+        raise UserError(f"git cannot list the files of the workshop in {ROOT}: {done.stderr}")
     return done.stdout
 
 
 def _files_below(place: str) -> list[tuple[str, Path]]:
-    """The files of a data set or model, with their names in the data folder."""
+    """Return the files of a data set or model, with their names in the data folder."""
     top = data_folder() / place
     paths = [top] if top.is_file() else [path for path in sorted(top.rglob("*")) if path.is_file()]
     return [(str(path.relative_to(data_folder())), path) for path in paths]
 
 
 def read_lock(path: Path) -> list[Package]:
-    """The lines of a lock file that uv has written."""
+    """Return the packages in a lock file that uv has written."""
     from packaging.requirements import Requirement
 
     packages = []
@@ -241,11 +241,11 @@ def _require_space(part: Path, files: dict[str, Path], packages: list[Package]) 
     there = sum(path.stat().st_size for path in part.rglob("*") if path.is_file())
     needed, free = sum(sizes.values()) + PACKAGE_SIZE * len(packages) - there, shutil.disk_usage(part).free
     if free < needed:
-        raise UserError(f"about {needed / 1e9:.1f} GB more are needed in {part}, where {free / 1e9:.1f} GB are free")
+        raise UserError(f"{part} needs about {needed / 1e9:.1f} GB more, but only {free / 1e9:.1f} GB are free")
 
 
 def _copy(source: Path, target: Path) -> None:
-    """Copy a file, unless it is there already: it appears when it is whole."""
+    """Copy a file, unless it is there already; the target appears only when the copy is complete."""
     status = source.stat()
     if target.exists():
         there = target.stat()
@@ -258,7 +258,7 @@ def _copy(source: Path, target: Path) -> None:
 
 
 def _collect_wheels(packages: list[Package], target: Target, part: Path) -> dict[Package, tuple[str, str]]:
-    """Have a wheel of each package in the pack; return their names and SHA-256."""
+    """Put a wheel of each package into the pack, and return their file names and SHA-256."""
     from tqdm import tqdm
 
     folder, scratch = part / WHEELS, part / ".tmp"
@@ -266,7 +266,7 @@ def _collect_wheels(packages: list[Package], target: Target, part: Path) -> dict
     there = _wheels(packages, target, folder)
     missing = [package for package in packages if package not in there]
     shutil.rmtree(scratch, ignore_errors=True)
-    scratch.mkdir()  # pip's files too are to lie on this disk
+    scratch.mkdir()  # so that pip's temporary files are on this disk too
     with tqdm(total=len(missing), unit=" wheels", disable=None) as bar:
         for batch in _batches(missing):
             requirements = scratch / "batch.txt"
@@ -283,7 +283,7 @@ def _collect_wheels(packages: list[Package], target: Target, part: Path) -> dict
 
 
 def _batches(packages: list[Package]) -> Iterator[list[Package]]:
-    """Groups for one start of pip each: no package twice in one, and those from source alone."""
+    """Yield groups of packages, one per run of pip: no package twice in a group, and each package from source alone."""
     batch = []
     for package in packages:
         alone = any(each.name in FROM_SOURCE for each in (package, *batch))
@@ -299,7 +299,7 @@ def _pip(target: Target, scratch: Path, folder: Path, requirements: Path, build:
     """Download the wheels of these requirements, or build them.
 
     Raises:
-        UserError: there is no wheel for the target, the index cannot be reached, the disk is full, or pip has another reason.
+        UserError: there is no wheel for the target, the index cannot be reached, the disk is full, or pip fails otherwise.
     """
     command = [
         sys.executable,
@@ -335,15 +335,15 @@ def _pip(target: Target, scratch: Path, folder: Path, requirements: Path, build:
     reached = not re.search(r"connection broken|timed out|Connection|IncompleteRead", done.stderr)
     if none and reached:
         raise UserError(
-            f"there is no wheel of {none[1]}, of requirements.lock, for Python {target.python} on {target.platform}"
+            f"there is no wheel of {none[1]} (in requirements.lock) for Python {target.python} on {target.platform}"
         )
     errors = [line for line in done.stderr.splitlines() if "WARNING" not in line] or [f"status {done.returncode}"]
-    failed = "pip failed" if reached else "the package index cannot be reached, or breaks off"
-    raise UserError(f"{failed} ({errors[-1]}); what has come stays in {folder.parent}, start again to go on")
+    failed = "pip failed" if reached else "the package index cannot be reached, or the connection broke"
+    raise UserError(f"{failed} ({errors[-1]}); the downloads stay in {folder.parent}, start again to continue")
 
 
 def _wheels(packages: list[Package], target: Target, folder: Path) -> dict[Package, tuple[str, str]]:
-    """The name and the SHA-256 of each package's wheel in the folder. What else is there, and what is not whole, is removed."""
+    """Return the name and the SHA-256 of each package's wheel in the folder; remove all other and incomplete wheels."""
     from packaging.utils import parse_wheel_filename
 
     wanted, tags, found = {package.pin: package for package in packages}, target.tags(), {}
@@ -379,7 +379,7 @@ def _write_manifest(part: Path, files: dict, packages: list[Package], wheels: di
         if name.endswith(".whl"):
             with zipfile.ZipFile(part / name) as archive:  # files take whole blocks of the disk
                 installed += sum(-(-member.file_size // 4096) * 4096 for member in archive.infolist())
-    if (part / MANIFEST).exists():  # a pack is brought up to date: what is no longer part of it goes
+    if (part / MANIFEST).exists():  # an existing pack: remove what is no longer part of it
         for name in json.loads((part / MANIFEST).read_text())["files"].keys() - entries.keys():
             (part / name).unlink(missing_ok=True)
     manifest = {
@@ -396,4 +396,4 @@ def _write_manifest(part: Path, files: dict, packages: list[Package], wheels: di
 
 
 def _disk_sentence(part: Path) -> str:
-    return f"the disk (or your quota) is full at {part}: make room and start again, it goes on from there"
+    return f"the disk (or your quota) is full at {part}: free some space and start again, packing continues there"

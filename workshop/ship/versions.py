@@ -1,8 +1,7 @@
-"""``workshop versions``: which release of PyTorch, Lightning, transformers or DeepSpeed broke what.
+"""``workshop versions``: find the release of PyTorch, Lightning, transformers or DeepSpeed that broke a stage.
 
-Each set of versions gets an environment of its own in a temporary folder, where every stage's short tests run. What passes with
-the lock and fails with the newest versions is followed up: one package after the other goes back to the lock's version, until
-the tests pass again.
+Each set of versions has its own environment in a temporary folder, where the short tests of every stage run. If a stage passes
+with the lock but fails with the newest versions, one package at a time goes back to its locked version until the tests pass.
 """
 
 import json
@@ -33,7 +32,7 @@ from workshop.ship.version_sets import (
     run_to_file,
 )
 
-# What shows that a stage works, for pytest: of the daily tests those that train, carry on, or look into a framework.
+# The arguments of pytest that show that a stage works: those daily tests that train, resume, or use internals of a framework.
 STAGES = {
     **{stage.partition("_")[0]: file.tests for stage, file in stage_files().items() if file.tests},
     "strategies": ("tests/test_strategies.py",),
@@ -44,20 +43,20 @@ SHOWN = (
     *("python", "torch", "torchvision", "lightning", "torchmetrics", "transformers", "tokenizers", "peft"),
     *("accelerate", "deepspeed", "numpy", "jax", "optax"),
 )
-EACH = 6e9  # bytes that an environment takes on the disk, or its part of uv's cache
-STAGE, SEARCH = 900, 1800  # seconds that the tests of a stage, and the search for the package, may take
+EACH = 6e9  # bytes of disk per environment, or of its part of uv's cache
+STAGE, SEARCH = 900, 1800  # seconds, the time limits for the tests of a stage and for the search for the package
 
 
 def run_versions(sets: Sequence[str] = (), stages: str = "", output: str | None = None) -> int:
     """Run the stages' tests with each set of versions; return 0 if all passed, else 1.
 
     Args:
-        sets: names of ``SETS``; none for "newest".
-        stages: names of ``STAGES``, separated by commas; "" for all.
+        sets: names in ``SETS``; none for "newest".
+        stages: names in ``STAGES``, separated by commas; "" for all.
         output: the folder for versions.json and versions.md; None for runs/versions in the repository.
 
     Raises:
-        UserError: a set or stage is unknown, uv is not there, the disk is too small, or the folder cannot be written.
+        UserError: a set or stage is unknown, uv is missing, the disk is too small, or the folder cannot be written.
     """
     from rich.console import Console
 
@@ -65,7 +64,7 @@ def run_versions(sets: Sequence[str] = (), stages: str = "", output: str | None 
     named = _known("the set", sets or ["newest"], SETS)
     chosen = _known("--stage", [name.strip() for name in stages.split(",") if name.strip()] or [*STAGES], STAGES)
     find_uv()
-    # "lock" is also made where something fails with "newest".
+    # If something fails with "newest", "lock" is created too.
     _require_room(len({*named, "lock"} if "newest" in named else named))
     folder = open_folder(output or root / "runs" / "versions", without="versions.json")
 
@@ -83,7 +82,7 @@ def run_versions(sets: Sequence[str] = (), stages: str = "", output: str | None 
 
 
 def tidy_up_when_stopped() -> None:
-    """Let Ctrl-C, or a kill, end this program with its processes and its 6 GB; a second one does not interrupt that."""
+    """Let Ctrl-C or SIGTERM end all processes and remove the 6 GB of files; a second signal does not interrupt this."""
 
     def stop(*_):
         for number in (signal.SIGINT, signal.SIGTERM):
@@ -105,7 +104,7 @@ def _require_room(environments: int) -> None:
     place, needed = tempfile.gettempdir(), environments * EACH
     if (free := shutil.disk_usage(place).free) < needed:
         raise UserError(
-            f"{needed / 1e9:.0f} GB of disk are needed, 6 for each environment, and {place} has {free / 1e9:.1f} free; "
+            f"{place} needs {needed / 1e9:.0f} GB, 6 for each environment, but only {free / 1e9:.1f} GB are free; "
             "set TMPDIR to a folder on a larger disk"
         )
 
@@ -120,21 +119,21 @@ def run_set(
     say: Callable[[str], None],
     lock: dict | None = None,
 ) -> dict:
-    """Run stages' tests with one set of versions.
+    """Run the tests of stages with one set of versions.
 
     Args:
-        name: of ``SETS``.
-        selections: the arguments for pytest of each stage.
+        name: a name in ``SETS``.
+        selections: the arguments of pytest for each stage.
         root: the repository.
-        say: called with each line on how it goes.
-        lock: what this function has returned for "lock", if it has: what fails with "newest" is compared with it.
+        say: called with each line that reports progress.
+        lock: the result of this function for "lock", if there is one, to compare with failures of "newest".
 
     Returns:
         ``versions``; ``stages``: what ``run_tests`` returns for each; ``failure``: why there is no environment, or "";
         ``findings``: what ``find_packages`` returns.
     """
     result: dict[str, Any] = {"versions": {}, "stages": {}, "failure": "", "findings": []}
-    say(f"{name}: making the environment")
+    say(f"{name}: creating the environment")
     with ExitStack() as stack:
         try:
             environment = stack.enter_context(made(name, root))
@@ -162,13 +161,13 @@ def run_tests(environment: Environment, arguments: Sequence[str], seconds: float
     """Run pytest with an environment.
 
     Args:
-        environment: whose Python.
-        arguments: of pytest: files, tests, options.
-        seconds: after which it is ended; None: as many as a stage may take.
+        environment: the environment whose Python runs pytest.
+        arguments: the arguments of pytest: files, tests, options.
+        seconds: the time limit; None: that of a stage.
 
     Returns:
-        ``passed``: how many tests did; ``failed`` and ``skipped``: the others by their ids, each with its report or the reason;
-        ``seconds``; ``failure``: why all this does not count as passed, or "".
+        ``passed``: the number of tests that passed; ``failed`` and ``skipped``: the other tests by id, with the report or reason;
+        ``seconds``; ``failure``: why the run does not count as passed, or "".
     """
     seconds = seconds or STAGE
     report, log = environment.folder / "report.xml", environment.folder / "tests.txt"
@@ -180,7 +179,7 @@ def run_tests(environment: Environment, arguments: Sequence[str], seconds: float
     row: dict[str, Any] = {"passed": 0, "failed": {}, "skipped": {}, "seconds": round(time.monotonic() - start)}
     last = (log.read_text(errors="replace").splitlines() or [f"exit status {status}"])[-1]
     for case in _cases(report):
-        # What could not be imported is a "test" without a class: the whole file.
+        # A file that could not be imported appears as a "test" without a class.
         test = f"{case.get('file')}::{case.get('name')}" if case.get("classname") else case.get("file")
         problems = [f"{each.get('message')}\n{each.text}" for kind in ("failure", "error") for each in case.iter(kind)]
         if problems:
@@ -191,17 +190,17 @@ def run_tests(environment: Environment, arguments: Sequence[str], seconds: float
             row["passed"] += 1
     failed = len(row["failed"])
     if status is None:
-        failure = f"not done after {seconds} s"
+        failure = f"not finished after {seconds} s"
     elif failed:
         failure = f"{failed} of {failed + row['passed']} failed"
     else:
-        # Where nothing ran at all, nothing was shown.
+        # A run without a passed test proves nothing.
         failure = "" if status == 0 and row["passed"] else f"nothing ran: {last}"
     return row | {"failure": failure}
 
 
 def _cases(report: Path) -> list[ElementTree.Element]:
-    """The tests in pytest's report; none where it was ended before it had written all of it."""
+    """Return the tests in pytest's report; none if pytest was ended before it had written the whole report."""
     try:
         return list(ElementTree.parse(report).iter("testcase"))
     except (OSError, ElementTree.ParseError):
@@ -218,19 +217,19 @@ def find_packages(
     say: Callable[[str], None],
     lock: dict | None = None,
 ) -> list[dict]:
-    """Find the package that makes tests fail which pass with the lock: each in turn goes back to the lock's version.
+    """Find the package that breaks tests which pass with the lock: set back one package after the other to its version there.
 
     Args:
-        newest: the environment in which they fail; changed meanwhile.
-        tests: the failing tests of each stage, as arguments for pytest.
-        reports: what they say: packages that they name come first.
-        say: called with each line on how it goes.
-        lock: what ``run_set`` has returned for "lock", if it has run; else it runs with these tests now.
+        newest: the environment in which the tests fail; its packages are changed.
+        tests: the failing tests of each stage, as arguments of pytest.
+        reports: the reports of the failures; packages that they name are tried first.
+        say: called with each line that reports progress.
+        lock: the result of ``run_set`` for "lock"; None: these tests run with the lock now.
 
     Returns:
-        For each stage ``stage``, ``sentence``, and ``package``: the one that breaks it, or "".
+        For each stage ``stage``, ``sentence``, and ``package``: the package that breaks it, or "".
     """
-    say("  which package? first the same tests again, then with the lock")
+    say("  searching for the package: first the same tests again, then with the lock")
     search = _Search(newest, dict(tests), say)
     search.repeat_tests()
     lock = lock or (run_set("lock", search.waiting, newest.root, say) if search.waiting else {})
@@ -244,12 +243,12 @@ def find_packages(
         if not search.waiting:
             break
         search.try_package(package, lock)
-    search.give_up(f"no single package breaks it, of {', '.join(candidates) or 'none that differ'}")
+    search.give_up(f"no single package breaks it (tried: {', '.join(candidates) or 'none, all versions are equal'})")
     return search.findings
 
 
 class _Search:
-    """The stages whose failure is not explained yet, ``waiting``, and what was found for the others, ``findings``."""
+    """The stages whose failure is not explained yet (``waiting``), and the explanations for the others (``findings``)."""
 
     def __init__(self, newest: Environment, waiting: dict[str, Sequence[str]], say: Callable[[str], None]):
         self.newest, self.waiting, self.say = newest, waiting, say
@@ -267,17 +266,17 @@ class _Search:
     def repeat_tests(self) -> None:
         for stage, tests in [*self.waiting.items()]:
             if not run_tests(self.newest, tests)["failure"]:
-                self.found(stage, f"stage {stage} passed when it was repeated: its tests are not steady")
+                self.found(stage, f"stage {stage} passed when it was repeated: its tests are flaky")
 
     def compare_with(self, lock: dict) -> None:
         if lock["failure"]:
-            self.give_up("nothing to compare with, there is no environment of the lock")
+            self.give_up("nothing to compare with, because uv cannot create the environment of the lock")
         for stage in [*self.waiting]:
             if lock["stages"][stage]["failure"]:
                 self.found(stage, f"stage {stage} fails with the lock too")
 
     def try_package(self, package: str, lock: dict) -> None:
-        """Run the tests with the lock's version of one package; they pass if that package broke them."""
+        """Run the tests with one package in its version of the lock; if they pass, this package broke them."""
         new, old = self.newest.versions[package], lock["versions"][package]
         self.say(f"  with {package} {old}")
         try:
@@ -288,21 +287,21 @@ class _Search:
         moved = [name for name in _differing(changed.root, self.newest.versions, changed.versions) if name != package]
         along = "".join(f", and {name} {changed.versions[name]} with it," for name in moved[:3])
         for stage, tests in [*self.waiting.items()]:
-            # A test that hangs with the newest versions need not take as long as a whole stage may.
+            # A shorter limit than for a stage, because a test may hang with these versions.
             seconds = 60 + 3 * lock["stages"][stage]["seconds"]
             if not run_tests(changed, tests, seconds)["failure"]:
                 self.found(stage, f"{package} {new} broke stage {stage} (with {old}{along} it passes)", package)
 
 
 def _differing(root: Path, first: Mapping[str, str], second: Mapping[str, str]) -> list[str]:
-    """The direct dependencies that both have, in different versions."""
+    """Return the direct dependencies that both have in different versions."""
     return [
         name for name in direct_dependencies(root) if name in second and first.get(name, second[name]) != second[name]
     ]
 
 
 def _candidates(newest: Environment, locked: Mapping[str, str], reports: str) -> list[str]:
-    """The packages that may be to blame: first those whose files the tracebacks name, from the place of the error outwards."""
+    """Return the packages that may be the cause: first those in the tracebacks, from the line of the error outwards."""
     files = reversed(re.findall(r"site-packages[/\\](\w+)", reports))
     named = [plain_name(package) for module in files for package in newest.modules.get(module, [])]
     named = [name for name in named if locked.get(name, newest.versions[name]) != newest.versions[name]]
@@ -313,13 +312,13 @@ def _candidates(newest: Environment, locked: Mapping[str, str], reports: str) ->
 
 
 def cell(row: dict) -> str:
-    """What the table says of a stage: "12 passed, 1 skipped, 30 s"."""
+    """Return the cell of a stage in the table, such as "12 passed, 1 skipped, 30 s"."""
     skipped = f", {len(row['skipped'])} skipped" if row["skipped"] else ""
     return f"{row['failure'] or str(row['passed']) + ' passed'}{skipped}, {row['seconds']} s"
 
 
 def tables(sets: Mapping[str, dict]) -> list[list[list[str]]]:
-    """Two tables as texts, each with its heading: the stages, and the versions of the packages that matter."""
+    """Return two tables of texts, each with its heading: the stages, and the versions of the main packages."""
     stages = dict.fromkeys(stage for result in sets.values() for stage in result["stages"])
     outcomes = [
         [stage, *(cell(result["stages"][stage]) if stage in result["stages"] else "-" for result in sets.values())]
@@ -330,7 +329,7 @@ def tables(sets: Mapping[str, dict]) -> list[list[list[str]]]:
 
 
 def notes(sets: Mapping[str, dict]) -> list[str]:
-    """What there is to say besides: which package broke what, which tests failed, and which environment could not be made."""
+    """Return further notes: which package broke what, which tests failed, and which environment could not be created."""
     lines = [finding["sentence"] for result in sets.values() for finding in result["findings"]]
     lines += [result["failure"] for result in sets.values() if result["failure"]]
     for name, result in sets.items():
@@ -340,7 +339,7 @@ def notes(sets: Mapping[str, dict]) -> list[str]:
 
 
 def page(summary: dict) -> str:
-    """versions.md."""
+    """Return the text of versions.md."""
     lines = [f"# Versions, {summary['date']}", "", f"`{summary['command']}`", ""]
     for heading, *rows in tables(summary["sets"]):
         lines += [f"| {' | '.join(row)} |" for row in (heading, ["---"] * len(heading), *rows)] + [""]

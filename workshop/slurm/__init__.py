@@ -1,1 +1,1 @@
-"""Slurm and PBS: a practice cluster on this machine, the sites, and submitting to them."""
+"""Slurm and PBS: the practice cluster on this machine, the profiles of sites, and the submission of jobs."""

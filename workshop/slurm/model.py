@@ -1,6 +1,6 @@
-"""A model of a site: Slurm's controller alone, with the site's partitions and limits, says what the site would accept.
+"""Model a site: run only Slurm's controller, with the partitions and limits of the site, to see which jobs it would accept.
 
-No job ever starts in it. It needs slurmctld, sbatch and munged here (Debian: slurmctld slurm-client munge), and no root.
+No job ever starts in a model. It needs slurmctld, sbatch and munged (Debian: slurmctld slurm-client munge), but not root.
 """
 
 import os
@@ -21,7 +21,7 @@ from workshop.run.processes import end_family
 from workshop.slurm.cluster import SEARCH_PATH
 
 PROGRAMS = ("slurmctld", "munged", "sbatch", "scontrol")
-# CLOUD nodes exist without a slurmd: FUTURE, UNKNOWN or DOWN ones would have every job refused.
+# CLOUD nodes need no slurmd; with FUTURE, UNKNOWN or DOWN nodes Slurm would reject every job.
 COMMON = """\
 ClusterName=model
 SlurmctldHost={host}(127.0.0.1)
@@ -50,24 +50,24 @@ NodeName=DEFAULT State=CLOUD
 
 
 class Model:
-    """A controller that is up; ``model`` makes it."""
+    """A running controller; ``model`` starts it."""
 
     def __init__(self, folder: Path):
         self.environment = without_launcher(os.environ) | {"SLURM_CONF": str(folder / "slurm.conf")}
 
     def run(self, command: Sequence[str]) -> subprocess.CompletedProcess:
-        """Run sbatch or scontrol against it, for at most 20 s."""
+        """Run sbatch or scontrol with this controller, for at most 20 s."""
         return subprocess.run(
             command, env=self.environment, capture_output=True, text=True, stdin=subprocess.DEVNULL, timeout=20
         )
 
     def test(self, command: Sequence[str]) -> tuple[bool, str]:
-        """Whether it would accept an sbatch line, and its words."""
+        """Return whether the controller would accept an sbatch line, and its message."""
         done = self.run([command[0], "--test-only", *command[1:]])
         return done.returncode == 0, " ".join(done.stderr.replace("sbatch:", "").replace("error:", "").split())
 
     def request(self, command: Sequence[str]) -> dict[str, str]:
-        """What a job asks for after all options have been read: the fields of ``scontrol show job``."""
+        """Submit a job on hold, and return what it requests after all options were read: the fields of ``scontrol show job``."""
         done = self.run([command[0], "--parsable", "--hold", *command[1:]])
         if done.returncode != 0:
             raise UserError(done.stderr.strip())
@@ -77,9 +77,9 @@ class Model:
 
 @contextmanager
 def model(fragment: Path) -> Iterator[Model]:
-    """Bring up a controller on a fragment of slurm.conf (nodes and partitions); nothing is left of it afterwards.
+    """Start a controller with a fragment of slurm.conf (nodes and partitions), and remove all its files afterwards.
 
-    A file beside it with the ending .lua becomes the controller's job_submit.lua.
+    A file with the same name and the ending .lua becomes job_submit.lua of the controller.
 
     Raises:
         UserError: a program is missing, or the controller does not start.
@@ -87,7 +87,7 @@ def model(fragment: Path) -> Iterator[Model]:
     missing = [program for program in PROGRAMS if not shutil.which(program, path=SEARCH_PATH)]
     if missing:
         raise UserError(f"a model of a site needs {', '.join(missing)}: apt install slurmctld slurm-client munge")
-    # A short path, whatever TMPDIR says: the name of a socket has at most 107 characters.
+    # In /tmp, because TMPDIR may be long and the path of a socket has at most 107 characters.
     folder = Path(tempfile.mkdtemp(prefix="slurm-model-", dir="/tmp"))
     started = []
     try:
@@ -126,7 +126,7 @@ def _start(folder: Path, fragment: Path, started: list[subprocess.Popen]) -> Non
         with open(log, "w") as output:
             started.append(
                 subprocess.Popen(
-                    # It goes with us, even if we are killed.
+                    # The kernel kills it when this process ends, even if this process is killed.
                     ["setpriv", "--pdeathsig", "KILL", *command],
                     env=without_launcher(os.environ) | {"PATH": SEARCH_PATH},
                     stdin=subprocess.DEVNULL,
@@ -139,7 +139,7 @@ def _start(folder: Path, fragment: Path, started: list[subprocess.Popen]) -> Non
         while not is_ready():
             if started[-1].poll() is not None or time.monotonic() > end:
                 raise UserError(
-                    f"{command[0]} does not start: {' '.join(log.read_text().split()) or 'it says nothing'}"
+                    f"{command[0]} does not start: {' '.join(log.read_text().split()) or 'it printed nothing'}"
                 )
             time.sleep(0.01)
 

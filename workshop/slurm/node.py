@@ -1,10 +1,10 @@
-"""The inside of a practice cluster: what runs as process 1 of its login node and of each compute node.
+"""Run as process 1 of the login node and of each compute node of a practice cluster.
 
 ``workshop.slurm.cluster`` starts this file with ``unshare``, so that each node has its own network, host name, processes, mounts
-and shared memory. It needs nothing but Python's own library, because a node has to be there within a quarter of a second.
+and shared memory. It uses only Python's standard library, because a node must start within a quarter of a second.
 
-The login node is the parent of all: when its process 1 ends, however it ends, the kernel ends every process of every node, and
-with them go the network, the mounts and the files of the cluster.
+The login node is the parent of all compute nodes: when its process 1 ends, for any reason, the kernel kills every process
+of every node, and removes the network and the mounts of the cluster.
 """
 
 import contextlib
@@ -22,7 +22,7 @@ import time
 from pathlib import Path
 
 SLURMCTLD_PORT, SLURMD_PORT = 6817, 6818
-ADDRESS = "10.77.0.{}"  # a network that only the cluster sees; the login node is 1
+ADDRESS = "10.77.0.{}"  # a network inside the cluster; the login node is 10.77.0.1
 
 SLURM_CONF = """\
 ClusterName=practice
@@ -35,7 +35,7 @@ StateSaveLocation={run}/state
 SlurmdSpoolDir={run}/spool-%n
 SlurmctldPidFile={run}/slurmctld.pid
 SlurmdPidFile={run}/slurmd-%n.pid
-# Neither cgroups nor accounting: a container and an ordinary user have none.
+# Without cgroups and accounting, which a container and an ordinary user do not have.
 ProctrackType=proctrack/linuxproc
 TaskPlugin=task/none
 SelectType=select/cons_tres
@@ -44,14 +44,14 @@ DefMemPerCPU=1000
 # The nodes claim more cores and memory than this machine has.
 SlurmdParameters=config_overrides
 GresTypes=gpu
-# As on many sites, a job is started again only if it asks for that (--requeue).
+# As at many sites, Slurm restarts a job only if the job requests it (--requeue).
 JobRequeue=0
 ReturnToService=2
 SlurmdTimeout=5
-# Shorter than SlurmdTimeout, as everywhere (30 s and 300 s): srun gives a node up before Slurm knows that it is dead.
+# Shorter than SlurmdTimeout, as by default (30 s and 300 s): srun gives up on a node before Slurm knows that it is dead.
 KillWait=2
 MinJobAge=86400
-# Files carry the job's number in their names: no number of an earlier cluster comes again.
+# The names of logs contain the job number, so a new cluster must not repeat the numbers of an earlier one.
 FirstJobId={first_job}
 SchedulerParameters=batch_sched_delay=0,sched_interval=2,bf_interval=2
 PropagateResourceLimits=NONE
@@ -62,7 +62,7 @@ PartitionName=normal Nodes=ALL Default=YES DefaultTime=10 MaxTime=1440 State=UP
 
 
 def run(*command) -> str:
-    """Run a command to its end and return its output; what it says when it fails is the error."""
+    """Run a command and return its output; if it fails, raise a RuntimeError with its message."""
     done = subprocess.run([str(part) for part in command], capture_output=True, text=True)
     if done.returncode != 0:
         raise RuntimeError(f"{command[0]}: {(done.stderr or done.stdout).strip()}")
@@ -70,7 +70,7 @@ def run(*command) -> str:
 
 
 def wait_until(condition, seconds: float, what: str, why=None) -> None:
-    """Wait until ``condition()`` holds; if it does not, the error is ``what``, and what ``why()`` says by then."""
+    """Wait until ``condition()`` holds; after ``seconds``, raise a RuntimeError with ``what`` and the result of ``why()``."""
     end = time.monotonic() + seconds
     while not condition():
         if time.monotonic() > end:
@@ -103,29 +103,29 @@ def login(folder: Path, specification: dict) -> None:
 
 
 def become(name: str, inside: Path, nodes: int) -> None:
-    """Give this node its host name, its own view of the network's names, and shared memory of its own."""
+    """Give this node its host name, its own table of hosts, and its own shared memory."""
     run("hostname", name)
     run("ip", "link", "set", "lo", "up")
     hosts = ["127.0.0.1 localhost", f"{ADDRESS.format(1)} login"]
     hosts += [f"{ADDRESS.format(number + 1)} node{number}" for number in range(1, nodes + 1)]
-    # Hosts come from this file alone: a look-up that goes to a name server would wait for one in a network that has none.
+    # Look up hosts only in this file: the network has no name server, so a query to one would wait for its timeout.
     switch = Path("/etc/nsswitch.conf")
     others = [line for line in switch.read_text().splitlines() if not line.startswith("hosts:")]
     for target, lines in ((Path("/etc/hosts"), hosts), (switch, [*others, "hosts: files"])):
         file = inside / f"{name}-{target.name}"
         file.write_text("\n".join(lines) + "\n")
         run("mount", "--bind", file, target)
-    with contextlib.suppress(OSError):  # where IPv6 is off already
+    with contextlib.suppress(OSError):  # IPv6 may be off already
         Path("/proc/sys/net/ipv6/conf/all/disable_ipv6").write_text("1")
     run("mount", "-t", "tmpfs", "tmpfs", "/dev/shm")
-    # The nodes' GPUs are for counting only. A real one would be seen by every process of every node: hide it.
+    # Only Slurm sees the GPUs of the nodes. Hide the real GPUs, which every process of every node would find.
     for device in [*Path("/dev").glob("nvidia*"), Path("/dev/kfd"), Path("/dev/dxg")]:
         if device.is_char_device():
             run("mount", "--bind", "/dev/null", device)
 
 
 def configure(inside: Path, specification: dict) -> None:
-    """Write the settings of munge and Slurm."""
+    """Write the configuration of munge and Slurm."""
     (inside / "munge.key").touch(mode=0o600)
     (inside / "munge.key").write_bytes(secrets.token_bytes(128))
     (inside / "state").mkdir()
@@ -135,15 +135,15 @@ def configure(inside: Path, specification: dict) -> None:
             **specification, run=inside, memory=64000 * specification["cores"], first_job=int(time.time()) % 1_000_000
         )
     )
-    # A GPU is a device file with a number at its end: Slurm wants one for each.
+    # Slurm needs one device file per GPU, with a number at the end of its name.
     for number in range(specification["gpus"]):
         (inside / f"gpu{number}").symlink_to("/dev/null")
     (inside / "gres.conf").write_text(f"Name=gpu File={inside}/gpu[0-{specification['gpus'] - 1}]\n")
 
 
 def start(serves, seconds: float, log: Path, *command) -> None:
-    """Start a program that stays, which writes what it says to a log, and wait until ``serves()`` holds."""
-    # Not by an option of its own: Slurm opens that file only after it has read the configuration, whose errors would be lost.
+    """Start a daemon that writes its messages to a log, and wait until ``serves()`` holds."""
+    # Not with Slurm's own option for a log: Slurm opens it only after it has read the configuration, and would lose those errors.
     with log.open("a") as said:
         program = subprocess.Popen(
             [str(part) for part in command],
@@ -153,14 +153,14 @@ def start(serves, seconds: float, log: Path, *command) -> None:
             start_new_session=True,
         )
     wait_until(
-        lambda: program.poll() is not None or serves(), seconds, f"{command[0]} does not serve", lambda: last_lines(log)
+        lambda: program.poll() is not None or serves(), seconds, f"{command[0]} does not reply", lambda: last_lines(log)
     )
     if program.poll() is not None:
         raise RuntimeError(f"{command[0]} did not start: {last_lines(log)}")
 
 
 def start_node(inside: Path, name: str) -> subprocess.Popen:
-    """Start a compute node's process 1, which waits for its network."""
+    """Start process 1 of a compute node, which waits for its network."""
     return subprocess.Popen(
         ["unshare", "--mount", "--net", "--uts", "--pid", "--ipc", "--fork", "--kill-child", "--mount-proc",
          sys.executable, "-I", "-S", __file__, "node", str(inside.parent), name],
@@ -173,11 +173,11 @@ def start_node(inside: Path, name: str) -> subprocess.Popen:
 
 
 def connect_node(inside: Path, name: str, node: subprocess.Popen) -> None:
-    """Lay the cable from the login node's bridge to a node that has just started, and let it go on."""
+    """Connect a node that has just started to the bridge of the login node, and let it continue."""
     if node.stdout.readline() != "here\n":
         raise RuntimeError(f"{name} did not start: {last_lines(inside / f'{name}.log')}")
     first = Path(f"/proc/{node.pid}/task/{node.pid}/children").read_text().split()[0]
-    # A node keeps its hardware address when it comes back: the others still know it by the old one.
+    # A node that comes back keeps its hardware address, because the other nodes have cached it.
     hardware = f"02:00:00:00:00:{int(name.removeprefix('node')):02x}"
     run("ip", "link", "add", cable(name), "type", "veth", "peer", "name", "eth0", "address", hardware, "netns", first)
     run("ip", "link", "set", cable(name), "master", "bridge0", "up")
@@ -189,7 +189,7 @@ def connect_node(inside: Path, name: str, node: subprocess.Popen) -> None:
 
 
 def cable(name: str) -> str:
-    """The login node's end of a node's cable."""
+    """Return the name of the network interface on the login node that is connected to a node."""
     return f"to-{name}"
 
 
@@ -208,42 +208,42 @@ def node(folder: Path, name: str) -> None:
 
 
 def listens(port: int) -> bool:
-    """Whether something listens at a port of this node."""
+    """Return whether a program listens on a port of this node."""
     with socket.socket() as probe:
         return probe.connect_ex(("127.0.0.1", port)) == 0
 
 
 def states() -> list[str]:
-    """The state of each node, as sinfo names it."""
+    """Return the state of each node, as sinfo names it."""
     done = subprocess.run(["sinfo", "--noheader", "--Node", "--format=%T"], capture_output=True, text=True)
     return done.stdout.split()
 
 
 def last_lines(log: Path) -> str:
-    """The last two lines of a log, for an error's sentence: Slurm says why it ends, and then that it does."""
+    """Return the last two lines of a log for an error message: Slurm first logs why it ends, and then that it ends."""
     lines = log.read_text(errors="replace").strip().splitlines() if log.exists() else []
-    return "; ".join(lines[-2:]) or "it says nothing"
+    return "; ".join(lines[-2:]) or "it printed nothing"
 
 
 def kill(folder: Path, name: str) -> None:
-    """Pull a node's plug: all its processes are gone at once."""
+    """Kill a node: all its processes end at once, as in a power failure."""
     first = folder / "run" / "nodes" / name
     process = int(first.read_text())
     os.kill(process, signal.SIGKILL)
     wait_until(lambda: not Path(f"/proc/{process}").exists(), 10, f"{name} did not die")
-    # The kernel takes the cable away as well, now or some time later; the node may be back before that.
+    # The kernel removes the network interface too, but perhaps only after the node has come back.
     with contextlib.suppress(RuntimeError):
         run("ip", "link", "delete", cable(name))
     first.unlink()
 
 
 def cut(folder: Path, name: str) -> None:
-    """Cut a node's network: its processes go on, and nobody hears of them."""
+    """Cut the network of a node: its processes continue, but no other node can reach them."""
     run("ip", "link", "set", cable(name), "down")
 
 
 def heal(folder: Path, name: str) -> None:
-    """Plug a node in again: its network, and the node itself if it was killed."""
+    """Reconnect the network of a node, and start the node again if it was killed."""
     inside = folder / "run"
     if (inside / "nodes" / name).exists():
         run("ip", "link", "set", cable(name), "up")
@@ -252,9 +252,9 @@ def heal(folder: Path, name: str) -> None:
 
 
 def stay(orders: socket.socket | None = None, tied: Path | None = None) -> None:
-    """Be process 1: clear away the processes whose parents have died, and carry out orders, until told to end.
+    """Act as process 1: reap the processes whose parents have ended, and carry out orders, until told to end.
 
-    ``tied``: the folder of a cluster that belongs to a program, which holds standard input open as long as it lives.
+    ``tied``: the folder of a cluster that belongs to a program; the cluster ends when that program closes our standard input.
     """
     signal.signal(signal.SIGTERM, lambda *_: os._exit(0))
     heard = ([orders] if orders else []) + ([sys.stdin] if tied else [])
@@ -272,22 +272,22 @@ def stay(orders: socket.socket | None = None, tied: Path | None = None) -> None:
 
 
 def carry_out(orders: socket.socket) -> None:
-    """Do what somebody orders, and answer "done", or why it could not be done."""
+    """Carry out an order, and answer "done" or the reason why it failed."""
     customer, _ = orders.accept()
     with customer:
-        customer.settimeout(5)  # one that says nothing does not stop this process
+        customer.settimeout(5)  # a client that sends nothing must not block this process
         try:
             action, folder, name = customer.recv(4096).decode().split("\n")
             {"kill": kill, "cut": cut, "heal": heal}[action](Path(folder), name)
             answer = "done"
         except (RuntimeError, OSError, ValueError, KeyError) as error:
             answer = str(error) or type(error).__name__
-        with contextlib.suppress(OSError):  # whoever asked may have gone
+        with contextlib.suppress(OSError):  # the client may have ended
             customer.sendall(answer.encode())
 
 
 def take_orders(folder: Path) -> socket.socket:
-    """The socket at which this process hears what shall happen to a node: it alone has the rights, where the user is not root."""
+    """Open the socket for orders to kill, cut or heal a node; without root, only this process has the rights to do that."""
     orders = socket.socket(socket.AF_UNIX)
     orders.bind(str(folder / "orders"))
     orders.listen()
@@ -295,7 +295,7 @@ def take_orders(folder: Path) -> socket.socket:
 
 
 def main() -> None:
-    """``node.py login FOLDER SPECIFICATION`` and ``node.py node FOLDER NAME``: become that node, and stay."""
+    """Become the node of ``node.py login FOLDER SPECIFICATION`` or ``node.py node FOLDER NAME``, and run until it ends."""
     kind, folder, argument = sys.argv[1], Path(sys.argv[2]), sys.argv[3]
     orders, tied = None, None
     try:
@@ -304,12 +304,12 @@ def main() -> None:
             tied = folder if specification.pop("tied") else None
             login(folder, specification)
             orders = take_orders(folder)
-            print("ready", flush=True)  # fails, and so ends the cluster, when whoever started it has gone
+            print("ready", flush=True)  # fails, and so ends the cluster, if the process that started it has ended
         else:
             node(folder, argument)
     except (RuntimeError, OSError) as error:
         sys.exit(" ".join(str(error).split()))
-    os.close(1)  # whoever waits for our output has read all there is
+    os.close(1)  # the process that reads our output then sees its end
     stay(orders, tied)
 
 

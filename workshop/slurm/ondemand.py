@@ -1,4 +1,4 @@
-"""From a site's profile: the settings of the Open OnDemand app, and the files that CSC's and LUMI's "Jupyter for courses" reads.
+"""Write a site's settings for the Open OnDemand app, and the files for "Jupyter for courses" of CSC and LUMI, from its profile.
 
 python -m workshop.slurm.ondemand SITE FOLDER [--account ACCOUNT] [--repository URL]
 """
@@ -18,15 +18,13 @@ COURSE = "distributed-pytorch-workshop"
 
 
 def settings(site: Site, account: str = "") -> str:
-    """ondemand/settings.yml with what the profile knows; keys and comments stay, and so do values that it does not know.
+    """Return ondemand/settings.yml with the values of the profile; keys, comments and all other values stay.
 
     Raises:
-        UserError: the site has no Open OnDemand.
+        UserError: the profile has no Open OnDemand.
     """
     if site.ondemand is None:
-        raise UserError(
-            f"{site.name} has no Open OnDemand that its profile knows of; learners work in a terminal there"
-        )
+        raise UserError(f"the profile of {site.name} has no Open OnDemand; learners work in a terminal there")
     qos = {queue.qos.replace("{account}", account) for queue in site.queues if "{account}" in queue.qos and account}
     values = {
         "cluster": site.ondemand.cluster or "my_cluster",
@@ -35,7 +33,7 @@ def settings(site: Site, account: str = "") -> str:
         "partition": site.ondemand.partition,
         "options": [f"--qos={name}" for name in sorted(qos)],
     }
-    # A session needs no GPU. Where torch is in a container, it runs with the workshop's own .venv.
+    # A session needs no GPU. If the site has torch only in a container, the session uses the workshop's own .venv.
     if site.environment.kind in ("module", "conda"):
         values |= {"modules": "; ".join(site.environment.prologue), "python": site.environment.python}
     if site.memory == "none":
@@ -53,10 +51,10 @@ def settings(site: Site, account: str = "") -> str:
 
 
 def course_files(site: Site, account: str, repository: str) -> dict[str, str]:
-    """The two files of "Jupyter for courses", by their path below the project's folder; none where the site has no such thing.
+    """Return the two files of "Jupyter for courses" by path in the project folder; none if the site has no such service.
 
-    The module file names the notebooks and puts the course's Python first on the path; the other one has the size of a session
-    (the CSC user guide of August 2026 says which keys).
+    The module file names the notebooks and puts the course's Python first on the path; the other file has the size of a session
+    (the CSC user guide of August 2026 lists the keys).
 
     Raises:
         UserError: the account or the repository is missing.
@@ -65,26 +63,26 @@ def course_files(site: Site, account: str, repository: str) -> dict[str, str]:
         return {}
     if not (account and repository):
         raise UserError(
-            f"{site.name} has Jupyter for courses; add --account PROJECT and --repository URL of your clone"
+            f"Jupyter for courses at {site.name} needs --account PROJECT and --repository URL of your clone"
         )
     if not re.fullmatch(r"[\w@:/.~+-]+", account + repository):
-        raise UserError("--account and --repository: letters, digits and @ : / . ~ + - only")
+        raise UserError("--account and --repository: use only letters, digits and @ : / . ~ + -")
     module = f"""\
 -- Jupyter for courses: {COURSE}. Copy this file and the one beside it to
 -- /projappl/{account}/www_{site.ondemand.courses}_modules, and the workshop to /projappl/{account}/{COURSE};
--- start ./workshop.sh doctor in it once, and choose "Restart Web Server" in the dashboard's help menu.
+-- run ./workshop.sh doctor in it once, and choose "Restart Web Server" in the help menu of the dashboard.
 whatis("Jupyter with the environment of the workshop")
 setenv("_COURSE_BASE_NAME", "{COURSE}")
 setenv("_COURSE_GIT_REPO", "{repository}")
 setenv("_COURSE_GIT_REF", "main")
 setenv("_COURSE_NOTEBOOK", "01_single_gpu/01_single_gpu.ipynb")
 setenv("_COURSE_NOTEBOOK_TYPE", "lab")
--- The jobs that are submitted from a notebook are paid by the course.
+-- The course pays for jobs that learners submit from a notebook.
 setenv("SBATCH_ACCOUNT", "{account}")
 prepend_path("PATH", "/projappl/{account}/{COURSE}/.venv/bin")
 """
     resources = f"""\
-# The session's size: no GPU, jobs are submitted from it. Name a reservation only while it exists.
+# The size of a session. It needs no GPU, because learners submit jobs from it. Name a reservation only while it exists.
 cores: 2
 time: "04:00:00"
 partition: {json.dumps(site.ondemand.partition)}
@@ -97,10 +95,10 @@ reservation: ""
 
 
 def main() -> None:
-    """Write the files, and say where each belongs."""
+    """Write the files, and print where each one belongs."""
     parser = argparse.ArgumentParser(prog="python -m workshop.slurm.ondemand", description=__doc__.splitlines()[0])
     parser.add_argument("site", help="the name of a profile in slurm-multinode/sites")
-    parser.add_argument("folder", type=Path, help="where the files go")
+    parser.add_argument("folder", type=Path, help="the folder for the files")
     parser.add_argument("--account", default="", help="the course's account or project")
     parser.add_argument("--repository", default="", help="the address that learners clone (Jupyter for courses)")
     args = parser.parse_args()
@@ -114,12 +112,12 @@ def main() -> None:
     except (UserError, OSError) as error:
         print(f"workshop: {error}", file=sys.stderr)
         sys.exit(2)
-    print(f"{args.folder / 'settings.yml'}: in place of ondemand/settings.yml; set workshop: in it")
+    print(f"{args.folder / 'settings.yml'}: copy it to ondemand/settings.yml, and set workshop: in it")
     for name in list(files)[1:]:
-        print(f"{args.folder / name}: to /projappl/{args.account}/{name}")
+        print(f"{args.folder / name}: copy it to /projappl/{args.account}/{name}")
     unsure = [field for field in site.uncertain if field.startswith("ondemand")]
     if unsure:
-        print(f"not certain in the profile: {', '.join(unsure)}")
+        print(f"uncertain in the profile: {', '.join(unsure)}")
 
 
 if __name__ == "__main__":

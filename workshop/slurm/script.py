@@ -1,4 +1,4 @@
-"""Read a job script: its text, and the options that its directives give."""
+"""Read a job script: its text, and the options in its directives."""
 
 import re
 import shlex
@@ -31,7 +31,7 @@ class Script:
 
     Attributes:
         path: its path.
-        options: the options of its directives: on Slurm by long name, "--nodes"; on PBS "-q", and of -l "select", "walltime".
+        options: the options in its directives. On Slurm by long name, "--nodes"; on PBS "-q", and "select", "walltime" of -l.
         sources_site: whether it sources the site's settings, ``$WORKSHOP_SITE``.
     """
 
@@ -41,7 +41,7 @@ class Script:
 
 
 def script_text(path: Path) -> str:
-    """The text of a job script.
+    """Return the text of a job script.
 
     Raises:
         UserError: there is no such file, or it has Windows line endings.
@@ -51,12 +51,12 @@ def script_text(path: Path) -> str:
     except OSError as error:
         raise UserError(f"{path}: {error.strerror}") from None
     if b"\r\n" in data:
-        raise UserError(f"{path.name} has the line ends of Windows; repair it with: sed -i 's/\\r$//' {path}")
+        raise UserError(f"{path.name} has Windows line endings; repair it with: sed -i 's/\\r$//' {path}")
     return data.decode(errors="replace")
 
 
 def ignored_directives(text: str) -> list[tuple[int, str]]:
-    """The number of each line that looks like a directive but that the scheduler ignores silently, and the reason."""
+    """Return the number of each line that looks like a directive but that the scheduler ignores silently, and the reason."""
     found, header = [], True
     for number, line in enumerate(text.splitlines(), 1):
         header = header and (not line.strip() or line.lstrip().startswith("#"))
@@ -71,7 +71,7 @@ def read_script(path: Path, scheduler: str) -> Script:
     """Read the directives of a job script.
 
     Raises:
-        UserError: there is no such file, it is for another scheduler, or a directive would be ignored.
+        UserError: there is no such file, it is for a different scheduler, or a directive would be ignored.
     """
     text = script_text(path)
     for number, what in ignored_directives(text):
@@ -89,7 +89,7 @@ def read_script(path: Path, scheduler: str) -> Script:
     if not words and other:
         places = {"slurm": "slurm-multinode", "pbs": "slurm-multinode/pbs"}
         raise UserError(
-            f"the site reads {MARKS[scheduler]} lines, {path.name} has {other}; take one of {places[scheduler]}"
+            f"the site reads {MARKS[scheduler]} lines, but {path.name} has {other}; use a script in {places[scheduler]}"
         )
     if not words:
         raise UserError(f"{path.name} has no {MARKS[scheduler]} lines, which say what the job needs")
@@ -98,7 +98,7 @@ def read_script(path: Path, scheduler: str) -> Script:
 
 
 def _slurm_options(words: Sequence[str]) -> dict[str, str]:
-    """{"--nodes": "2"} from ["-N", "2"], ["-N2"], ["--nodes", "2"] or ["--nodes=2"]."""
+    """Return {"--nodes": "2"} for ["-N", "2"], ["-N2"], ["--nodes", "2"] or ["--nodes=2"]."""
     options, waiting = {}, ""
     for word in words:
         if word.startswith("--"):
@@ -115,7 +115,7 @@ def _slurm_options(words: Sequence[str]) -> dict[str, str]:
 
 
 def _pbs_options(words: Sequence[str]) -> dict[str, str]:
-    """{"-q": "main", "select": "1:ngpus=4"} from ["-q", "main", "-l", "select=1:ngpus=4"]."""
+    """Return {"-q": "main", "select": "1:ngpus=4"} for ["-q", "main", "-l", "select=1:ngpus=4"]."""
     options: dict[str, str] = {}
     waiting = ""
     for word in words:

@@ -1,8 +1,8 @@
-"""How long the practice cluster takes, a job on it, and checks of job scripts: python -m workshop.slurm.seconds prints JSON.
+"""Time the practice cluster, a job on it, and checks of job scripts; python -m workshop.slurm.seconds prints JSON.
 
-"up" and "down": a cluster of 4 nodes. "job": launch_ddp_2N4G.sh for 2 epochs, from sbatch to the end of the job, and of that
-until its first epoch is done; "torchrun": the same program with as many processes, without a cluster. "check": a whole check in
-a new interpreter, of each exercise as delivered and of its solution.
+"up" and "down": starting and ending a cluster of 4 nodes. "job": launch_ddp_2N4G.sh for 2 epochs, from sbatch to the end of the
+job, and also until its first epoch is done. "torchrun": the same program with the same number of processes, without a cluster.
+"check": a whole check in a new interpreter, of each exercise as delivered and of its solution.
 """
 
 import json
@@ -50,7 +50,7 @@ def main() -> None:
 
 
 def _job(cluster: Cluster) -> tuple[float, float]:
-    """The seconds of one job, and those until its first epoch was done."""
+    """Return the seconds of one job, and the seconds until its first epoch was done."""
     with tempfile.TemporaryDirectory(prefix="workshop-seconds-") as place:
         for path in (SOLUTIONS / "launch_ddp_2N4G.sh", STAGE / "multigpu_torchrun.py", STAGE / "first_failure.py"):
             shutil.copy(path, place)
@@ -71,7 +71,7 @@ def _job(cluster: Cluster) -> tuple[float, float]:
 
 
 def _torchrun() -> float:
-    """The seconds of the same training on this machine as it is."""
+    """Return the seconds of the same training without a cluster."""
     with tempfile.TemporaryDirectory(prefix="workshop-seconds-") as place:
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=4"]
         start = time.monotonic()
@@ -86,13 +86,13 @@ def _torchrun() -> float:
 
 
 def _scripts() -> list[str]:
-    """The exercises and their solutions."""
+    """Return the paths of the exercises and their solutions."""
     paths = [path for folder in (STAGE, SOLUTIONS) for path in sorted(folder.glob("exercise*.sh"))]
     return [str(path.relative_to(ROOT)) for path in paths]
 
 
 def _check(path: str) -> float:
-    """The seconds of a check."""
+    """Return the seconds of one check."""
     start = time.monotonic()
     command = [sys.executable, "-P", "-m", "workshop", "check", path]
     done = subprocess.run(command, cwd=ROOT, env=environment(), capture_output=True, text=True)

@@ -1,18 +1,18 @@
-"""What a job asks for."""
+"""What a job requests."""
 
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
 class Shape:
-    """What a job asks for.
+    """What a job requests.
 
     Attributes:
-        nodes: nodes.
-        gpus: GPUs on each node.
-        tasks: tasks (processes that the launcher starts) on each node.
-        cores: cores for each task; 0: not said.
-        seconds: the time limit; 0: not said.
+        nodes: the number of nodes.
+        gpus: GPUs per node.
+        tasks: tasks (processes that the launcher starts) per node.
+        cores: cores per task; 0: not given.
+        seconds: the time limit; 0: not given.
     """
 
     nodes: int
@@ -27,10 +27,10 @@ class Shape:
         return self.nodes * self.gpus
 
     def options(self, gres: bool) -> list[str]:
-        """The options of sbatch, without the time limit.
+        """Return the options for sbatch, without the time limit.
 
         Args:
-            gres: ask for the GPUs with --gres. A request in one of the two ways does not replace one in the other.
+            gres: request the GPUs with --gres. Slurm does not let --gpus-per-node replace a --gres, or the reverse.
         """
         options = [
             f"--nodes={self.nodes}",
@@ -42,12 +42,12 @@ class Shape:
     def __str__(self) -> str:
         words = f"{_count(self.nodes, 'node')} with {_count(self.gpus, 'GPU')}"
         if self.cores:
-            words += f" and {_count(self.tasks, 'task')} each, {_count(self.cores, 'core')} a task"
+            words += f" and {_count(self.tasks, 'task')} each, {_count(self.cores, 'core')} per task"
         return f"{words} for {clock(self.seconds)}" if self.seconds else words
 
 
 def clock(seconds: int) -> str:
-    """Seconds as HH:MM:SS, which Slurm and PBS both take."""
+    """Return seconds as HH:MM:SS, which Slurm and PBS both accept."""
     return f"{seconds // 3600:02}:{seconds // 60 % 60:02}:{seconds % 60:02}"
 
 

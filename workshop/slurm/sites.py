@@ -1,4 +1,4 @@
-"""What each site needs: the profiles in slurm-multinode/sites, one TOML file each."""
+"""Read the profiles of sites in slurm-multinode/sites, one TOML file per site."""
 
 import fnmatch
 import socket
@@ -16,23 +16,23 @@ SITES = ROOT / "slurm-multinode" / "sites"
 
 
 class Table(BaseModel):
-    """A table of a profile: a key that it does not know, or a value of another type, is an error."""
+    """A table of a profile: an unknown key, or a value of the wrong type, is an error."""
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
 
 
 class Queue(Table):
-    """A partition or QOS of Slurm, or a queue of PBS, and its limits; what is left out is not known, and not checked.
+    """A partition or QOS of Slurm, or a queue of PBS, with its limits; a limit that is left out is unknown and not checked.
 
     Attributes:
-        name: what ``--queue`` takes; on PBS the queue itself.
+        name: its name for ``--queue``; on PBS the name of the queue itself.
         partition: Slurm's ``--partition``; "": left out.
         qos: Slurm's ``--qos``; ``{account}`` stands for the account; "": left out.
-        time: the longest job, as Slurm writes it: "HH:MM:SS", "D-HH" or "D-HH:MM:SS"; "": not known.
-        max_nodes: the most nodes of a job.
-        max_gpus: the most GPUs of a job, over all its nodes.
-        test: for short trials.
-        condition: why it is taken only where ``--queue`` names it; "": also taken where none is named.
+        time: the maximum time limit, as Slurm writes it: "HH:MM:SS", "D-HH" or "D-HH:MM:SS"; "": unknown.
+        max_nodes: the maximum number of nodes per job.
+        max_gpus: the maximum number of GPUs per job, over all its nodes.
+        test: whether it is for short trials.
+        condition: why submit uses it only if ``--queue`` names it; "": submit also chooses it by itself.
     """
 
     name: str
@@ -49,11 +49,11 @@ class Environment(Table):
     """Where torch comes from in a job.
 
     Attributes:
-        kind: how it is provided; "venv": by the Python that runs ``workshop submit``.
-        prologue: lines of shell before anything else.
-        python: what starts Python on a node, maybe in a container: the value of ``$PYTHON``. "": that of the venv.
-        container_prologue: the same lines for a job in an image that its owner brings (``--container``).
-        needs: variables that have to be set when a job is submitted, and what each of them is.
+        kind: how the site provides it; "venv": the Python that runs ``workshop submit``.
+        prologue: shell lines that run before everything else.
+        python: the command that starts Python on a node, possibly in a container (``$PYTHON``); "": the Python of the venv.
+        container_prologue: the same lines for a job in an image of the user (``--container``).
+        needs: variables that must be set when a job is submitted, each with its meaning.
     """
 
     kind: Literal["module", "container", "conda", "venv"]
@@ -67,10 +67,10 @@ class OnDemand(Table):
     """A site's Open OnDemand.
 
     Attributes:
-        address: of its dashboard.
-        cluster: the name of a file in /etc/ood/config/clusters.d; "": not known.
-        partition: for a small session without a GPU; "": not known.
-        courses: the site has "Jupyter for courses", which reads the folder www_COURSES_modules; "": it has not.
+        address: the address of its dashboard.
+        cluster: the name of a file in /etc/ood/config/clusters.d; "": unknown.
+        partition: the partition for a small session without a GPU; "": unknown.
+        courses: the site has "Jupyter for courses", which reads the folder www_COURSES_modules; "": it does not.
     """
 
     address: str
@@ -86,30 +86,30 @@ class Site(Table):
         name: its full name.
         status: "retired": its compute nodes have been switched off.
         scheduler: "slurm" or "pbs".
-        launcher: what starts processes on all nodes of a job.
-        hosts: patterns of the names of hosts from which GPU jobs are submitted there.
-        account_required: whether a job has to name an account.
-        gpu_option: how GPUs are asked for; ``%d`` is their number on each node. On PBS: the resource in a chunk.
+        launcher: the command that starts processes on all nodes of a job.
+        hosts: patterns for the names of the hosts from which GPU jobs are submitted.
+        account_required: whether a job must name an account.
+        gpu_option: the option that requests GPUs; ``%d`` is the number per node. On PBS: the resource in a chunk.
         gpus_per_node: GPUs of a whole node.
-        max_nodes: the most nodes of any job; None: the queues say.
-        cores_per_gpu: a GPU's share of the cores.
-        usable_cores_per_node: the cores of a whole node that a job can have.
-        memory: how memory is asked for: "per_node" (on PBS in the chunk), "per_gpu", or "none" (it comes with something else).
-        memory_per_gpu: GB.
+        max_nodes: the maximum number of nodes of any job; None: only the limits of the queues apply.
+        cores_per_gpu: CPU cores per GPU.
+        usable_cores_per_node: the cores of a whole node that jobs can use.
+        memory: how a job requests memory: "per_node" (on PBS in the chunk), "per_gpu", or "none" (the site sets it by itself).
+        memory_per_gpu: GB per GPU.
         options: further options for every job.
         forbidden: options that the site refuses, each with the reason.
-        arch: of the nodes with GPUs.
+        arch: the architecture of the nodes with GPUs.
         vendor: "cuda" or "rocm".
         network: variables for NCCL, RCCL and libfabric.
-        offline: variables that keep libraries from reaching out.
-        caches: variables with folders, which are made on each node.
-        scratch: where large files go.
-        internet: whether jobs reach it; None: not known.
-        utilisation: how to see whether the GPUs are busy; JOB and NODE stand for themselves.
-        queues: in the order in which they are tried: short ones first.
-        checked_on: when somebody compared this profile with the source.
-        source: where it comes from.
-        uncertain: the fields that are second-hand, old, or that sources disagree on.
+        offline: variables that keep libraries from using the internet.
+        caches: variables with folders, which the job creates on each node.
+        scratch: the place for large files.
+        internet: whether jobs can reach the internet; None: unknown.
+        utilisation: the command that shows whether the GPUs are busy; replace JOB and NODE in it.
+        queues: in the order in which submit tries them: short ones first.
+        checked_on: the date when this profile was last compared with the sources.
+        source: the sources.
+        uncertain: the fields that are second-hand, old, or on which sources disagree.
     """
 
     name: str
@@ -158,35 +158,35 @@ def read_site(path: Path) -> Site:
     except ValidationError as error:
         first = error.errors()[0]
         key = ".".join(str(part) for part in first["loc"])
-        known = {"missing": "is missing", "extra_forbidden": "is no key of a profile; template.toml names them all"}
+        known = {"missing": "is missing", "extra_forbidden": "is not a key of a profile; template.toml lists all keys"}
         raise UserError(f"{path.name}: {key} {known.get(first['type'], 'is wrong: ' + first['msg'])}") from None
     for field in site.uncertain:
         if field.split(".")[0] not in Site.model_fields:
-            raise UserError(f"{path.name}: uncertain names {field}, which is no key of a profile")
+            raise UserError(f"{path.name}: uncertain names {field}, which is not a key of a profile")
     return site
 
 
 def known_sites() -> dict[str, Path]:
-    """The profiles by the name that ``--site`` takes."""
+    """Return the profiles by the name that ``--site`` accepts."""
     return {path.stem: path for path in sorted(SITES.glob("*.toml")) if path.stem != "template"}
 
 
 def find_site(name: str) -> Site:
-    """The profile of this name.
+    """Return the profile of this name.
 
     Raises:
-        UserError: there is none.
+        UserError: there is no such profile.
     """
     sites = known_sites()
     if name not in sites:
         raise UserError(
-            f"there is no site '{name}'; known are {', '.join(sites)}; for another one fill in template.toml"
+            f"there is no site '{name}'; choose from {', '.join(sites)}, or fill in template.toml for a different site"
         )
     return read_site(sites[name])
 
 
 def detect_site(host: str = "") -> str:
-    """The name of the site whose pattern fits this host's name; "": none does."""
+    """Return the name of the site with a pattern that matches the name of this host, or "" if there is none."""
     host = host or socket.gethostname()
     for name, path in known_sites().items():
         if any(fnmatch.fnmatch(host, pattern) for pattern in read_site(path).hosts):

@@ -116,7 +116,7 @@ def _read_accepted(script: Path, site: Site) -> Script:
         UserError: the site takes no jobs, the script is not for its scheduler, or has an option that the site refuses.
     """
     if site.status == "retired":
-        raise UserError(f"{site.name} is retired: its compute nodes are switched off; choose another site")
+        raise UserError(f"{site.name} is retired: its compute nodes are switched off; choose a different site")
     read = read_script(script, site.scheduler)
     for option, reason in site.forbidden.items():
         if option in read.options:
@@ -125,13 +125,13 @@ def _read_accepted(script: Path, site: Site) -> Script:
 
 
 def _queue_of_script(read: Script, site: Site) -> str | None:
-    """The queue of the site that the script itself names; None: it names no queue of this site."""
+    """Return the queue of the site that the script itself names, or None."""
     named = {read.options.get(option) for option in ("--qos", "--partition", "-q")}
     return next((queue.name for queue in site.queues if queue.name in named), None)
 
 
 def _own_folder(script: Path) -> Path | None:
-    """The folder of the program that one of our job scripts starts: the script's, or slurm-multinode for all scripts in it."""
+    """Return the folder of the program that one of our job scripts starts: its own, or slurm-multinode for all scripts in it."""
     parts = script.relative_to(ROOT).parts if script.is_relative_to(ROOT) else ()
     if "slurm-multinode" in parts:
         return ROOT / "slurm-multinode"
@@ -141,7 +141,7 @@ def _own_folder(script: Path) -> Path | None:
 def _with_container(
     site: Site, name: str, container: str | None, folder: Path, environment: Mapping[str, str]
 ) -> tuple[Site, Path]:
-    """The profile for jobs in the container, if one is named, and the path of the settings file.
+    """Return the profile (for jobs in the container, if one is named), and the path of the settings file.
 
     Raises:
         UserError: the image cannot be used there, or sbatch and qsub would split the path at a comma or a quote.
@@ -162,7 +162,7 @@ def _with_container(
 def _sbatch(
     read: Script, site: Site, shape: Shape, queue: Queue, account: str | None, reservation: str | None
 ) -> list[str]:
-    """The sbatch command up to the script."""
+    """Return the sbatch command up to the script."""
     cores = max(1, site.cores_per_gpu * shape.gpus // shape.tasks)
     options = {
         "--account": account,
@@ -174,7 +174,7 @@ def _sbatch(
         **_gpu_option(read, site, shape.gpus),
         "--cpus-per-task": cores,
     }
-    if not set(MEMORY) & set(read.options):  # they exclude one another: a script's own stays
+    if not set(MEMORY) & set(read.options):  # these options exclude each other, so the script's own stays
         if site.memory == "per_node":
             options["--mem"] = f"{site.memory_per_gpu * shape.gpus}G"
         elif site.memory == "per_gpu":
@@ -186,7 +186,7 @@ def _sbatch(
 
 
 def _gpu_option(read: Script, site: Site, gpus: int) -> dict[str, str]:
-    """The request for GPUs with the option that the script uses: --gpus-per-node=gh200:2, or --gres=gpu:gh200:2.
+    """Return the request for GPUs with the option that the script uses: --gpus-per-node=gh200:2, or --gres=gpu:gh200:2.
 
     Both mean the same to Slurm. However, a --gres on the command line does not replace a script's --gpus-per-node: Slurm keeps
     both, and rejects the job if only one of them names a type (seen with Slurm 22.05). The same option replaces it.
@@ -205,7 +205,7 @@ def _gpu_option(read: Script, site: Site, gpus: int) -> dict[str, str]:
 
 
 def _qsub(site: Site, shape: Shape, queue: str, account: str | None) -> list[str]:
-    """The qsub command up to the variables."""
+    """Return the qsub command up to the variables."""
     chunk = [
         f"select={shape.nodes}",
         f"ncpus={site.cores_per_gpu * shape.gpus}",
@@ -221,7 +221,7 @@ def _qsub(site: Site, shape: Shape, queue: str, account: str | None) -> list[str
 
 
 def _qsub_variables(settings_path: Path, arguments: Sequence[str]) -> str:
-    """The value of qsub's -v: the settings file, and the arguments as one variable that the script splits at spaces.
+    """Return the value of qsub's -v: the settings file, and the arguments as one variable that the script splits at spaces.
 
     Raises:
         UserError: qsub would change an argument.
@@ -229,13 +229,13 @@ def _qsub_variables(settings_path: Path, arguments: Sequence[str]) -> str:
     for argument in arguments:
         if not re.fullmatch(r"[\w@%+=:,./-]+", argument):
             raise UserError(
-                f"qsub cannot hand over the argument '{argument}': no spaces, quotes or signs of the shell, please"
+                f"qsub cannot pass on the argument '{argument}': use no spaces, quotes or special characters of the shell"
             )
     return f"WORKSHOP_SITE={settings_path}" + (f",ARGUMENTS='{' '.join(arguments)}'" if arguments else "")
 
 
 def _log(read: Script, scheduler: str) -> str:
-    """The name of the job's output, with %j for the job's number."""
+    """Return the name of the job's output, with %j for the job's number."""
     if scheduler == "pbs":
         return read.options.get("-o") or f"{read.options.get('-N', read.path.name)}.o%j"
     pattern = read.options.get("--output", "slurm-%j.out").replace("%A", "%j").replace("%a", "*")
@@ -243,7 +243,7 @@ def _log(read: Script, scheduler: str) -> str:
 
 
 def settings_text(name: str, site: Site, environment: Mapping[str, str]) -> str:
-    """The shell file that a job sources first: everything in the profile that a job needs.
+    """Return the shell file that a job sources first: everything in the profile that a job needs.
 
     Raises:
         UserError: a variable that the profile needs is not set.
@@ -255,18 +255,18 @@ def settings_text(name: str, site: Site, environment: Mapping[str, str]) -> str:
     carried = [variable for variable in (*where.needs, "WORKSHOP_DATA") if environment.get(variable)]
     parts = [
         f"# shellcheck shell=bash\n"
-        f"# What a job needs first at {site.name}. `workshop submit` writes this file from\n"
+        f"# The settings for jobs at {site.name}. `workshop submit` writes this file from\n"
         f"# slurm-multinode/sites/{name}.toml (checked on {site.checked_on}): make changes there."
     ]
     if site.internet is False:
-        parts[0] += "\n# Compute nodes have no internet: data and packages have to be there before."
+        parts[0] += "\n# Compute nodes have no internet: copy data and packages to the site beforehand."
     if site.scratch:
         parts[0] += f"\n# Large files go to {site.scratch}"
     if carried:
         lines = [f"export {variable}={shlex.quote(environment[variable])}" for variable in carried]
-        parts.append("\n".join(["# from the session that submitted", *lines]))
+        parts.append("\n".join(["# from the session that submitted the job", *lines]))
     if where.prologue:
-        # A site's lines may fail under `set -e` and `set -u`, which a script may have set.
+        # These lines of the site may fail under `set -e` or `set -u`, which the script may have set.
         restored = [f'[[ "$before" != *{flag}* ]] || set -{flag}' for flag in "eu"]
         loose = ["before=$-", "set +eu", *where.prologue, *restored]
         parts.append("\n".join(["# [environment] prologue", *loose]))

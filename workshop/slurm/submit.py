@@ -1,4 +1,4 @@
-"""``workshop submit``: show the sbatch or qsub line of a job at a site, or run it."""
+"""``workshop submit``: show the sbatch or qsub command for a job at a site, or run it."""
 
 import os
 import re
@@ -17,21 +17,21 @@ from workshop.slurm.submission import Submission, submission
 
 
 def choose_site(name: str | None) -> str:
-    """The site that is named, else the one that this host belongs to, else the practice cluster.
+    """Return the named site, else the site of this host, else the practice cluster.
 
     Raises:
-        UserError: neither is there.
+        UserError: there is none of these.
     """
     from workshop.slurm.cluster import find_cluster
 
     if name := name or detect_site() or ("local" if on_practice_cluster() or find_cluster() else ""):
         return name
     sites = ", ".join(known_sites())
-    raise UserError(f"this host belongs to no site that is known; say which with --site, one of: {sites}")
+    raise UserError(f"this host belongs to no known site; name one with --site: {sites}")
 
 
 def on_practice_cluster() -> bool:
-    """Whether this is a shell on the practice cluster itself: its slurm.conf lies in a folder of that name."""
+    """Return whether this process runs on the practice cluster, whose slurm.conf is in a folder of this name."""
     return f"/workshop-{os.geteuid()}/" in os.environ.get("SLURM_CONF", "")
 
 
@@ -42,13 +42,13 @@ def run_submit(
 
     Args:
         script: the job script.
-        site: the name of its profile; None: the one that this host belongs to.
-        dry_run: show the line, and what the script sources; submit nothing.
-        arguments: for the script.
-        **options: those of ``submission``.
+        site: the name of the site's profile; None: the site of this host.
+        dry_run: show the command, and the file that the script sources; submit nothing.
+        arguments: the arguments of the script.
+        **options: the options of ``submission``.
 
     Raises:
-        UserError: it cannot be submitted, or the scheduler refuses it.
+        UserError: the job cannot be submitted, or the scheduler refuses it.
     """
     name = choose_site(site)
     profile = find_site(name)
@@ -63,22 +63,22 @@ def run_submit(
         else:
             print(f"export WORKSHOP_SITE={shlex.quote(str(job.settings_path))}")
         print(f"{shell_line(job.command)}\n")
-        print(f"{job.settings_path}, which the script sources, says:\n\n{job.settings}", end="")
+        print(f"{job.settings_path}, which the script sources, contains:\n\n{job.settings}", end="")
         return 0
     number = _submit(job, name)
     watch = {"slurm": f"squeue --job={number}", "pbs": f"qstat {number}"}[profile.scheduler]
     if name == "local" and not on_practice_cluster():
         watch = f"{workshop_command()} cluster exec {watch}"
     print(f"job {number}: {job.shape}, in {job.queue} at {profile.name}")
-    print(f"its output, once it has begun: {job.log.replace('%j', number.split('.')[0])}")
-    print(f"how it stands: {watch}")
+    print(f"output, after the job has started: {job.log.replace('%j', number.split('.')[0])}")
+    print(f"state of the job: {watch}")
     if profile.utilisation:
-        print(f"whether its GPUs are busy: {profile.utilisation.replace('JOB', number)}")
+        print(f"use of its GPUs: {profile.utilisation.replace('JOB', number)}")
     return 0
 
 
 def _write(path: Path, text: str) -> None:
-    """Write a file so that a job which begins meanwhile sees the old text or the new one."""
+    """Write a file atomically, so that a job that starts meanwhile reads all of the old text or all of the new text."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         write_atomically(path, text)
@@ -87,7 +87,7 @@ def _write(path: Path, text: str) -> None:
 
 
 def _submit(job: Submission, name: str) -> str:
-    """Hand a job to the scheduler; returns its number.
+    """Submit a job to the scheduler, and return its number.
 
     Raises:
         UserError: there is no scheduler, or it refuses the job.
@@ -98,14 +98,14 @@ def _submit(job: Submission, name: str) -> str:
 
         command = require_cluster().inside(command, folder=job.folder)
     elif not shutil.which(program, path=job.environment.get("PATH")):
-        raise UserError(f"there is no {program} on this machine; submit from a login node, or look with --dry-run")
-    Path(job.log).parent.mkdir(parents=True, exist_ok=True)  # without the folder a job fails, and leaves no word
+        raise UserError(f"there is no {program} on this machine; submit from a login node, or use --dry-run")
+    Path(job.log).parent.mkdir(parents=True, exist_ok=True)  # without this folder a job fails, and leaves no message
     try:
         done = subprocess.run(
             command, cwd=job.folder, env=job.environment, capture_output=True, text=True, errors="replace", timeout=120
         )
     except subprocess.TimeoutExpired:
-        raise UserError(f"{program} has not answered in two minutes; the scheduler may be down") from None
+        raise UserError(f"{program} did not answer within two minutes; the scheduler may be down") from None
     said = " ".join((done.stderr or done.stdout).replace("sbatch: error:", "").replace("qsub:", "").split())
     if done.returncode != 0:
         raise UserError(f"{program} refused the job: {said or f'exit status {done.returncode}'}")
@@ -117,7 +117,7 @@ def _submit(job: Submission, name: str) -> str:
 
 
 def shell_line(command: Sequence[str], width: int = 100) -> str:
-    """A command for copying into a shell, broken into lines."""
+    """Return a command to copy into a shell, split into lines."""
     lines = [""]
     for word in map(shlex.quote, command):
         if len(lines[-1]) + len(word) > width:

@@ -1,1 +1,1 @@
-"""What the stage scripts import: options, launcher, models, logs, checks before a run."""
+"""Modules for the stage scripts: options, launcher, models, logs, checks before a run."""

@@ -1,4 +1,4 @@
-"""Options of the stage scripts: a mistake ends the run with one line and exit status 2, before anything is written."""
+"""Check the options of the stage scripts: a mistake ends the run with one line and exit status 2, before it writes anything."""
 
 import argparse
 import os
@@ -12,7 +12,7 @@ from workshop.errors import UserError
 from workshop.run.machine import gpus
 from workshop.training.container import closed_to_gpus
 
-PREFLIGHT = "WORKSHOP_PREFLIGHT"  # set by workshop.training.preflight: check the options, train nothing
+PREFLIGHT = "WORKSHOP_PREFLIGHT"  # set by workshop.training.preflight: check the options, do not train
 
 
 # "--snapshot" was the name in 0.1. Learners may have programs and job scripts that still use it, so it works in 0.2 too.
@@ -20,20 +20,20 @@ RENAMED = {"--checkpoint": "--snapshot", "--snapshot": "--checkpoint"}
 
 
 class ArgumentParser(argparse.ArgumentParser):
-    """argparse's parser, with one line in place of the usage text. Under torchrun that line appears once, from rank 0."""
+    """A parser that reports a mistake in one line, without the usage text. Under torchrun, rank 0 prints it for all ranks."""
 
     def __init__(self, **kwargs):
         super().__init__(formatter_class=argparse.ArgumentDefaultsHelpFormatter, allow_abbrev=False, **kwargs)
 
     def add_argument(self, *names, **options):
-        """As argparse's. A program that declares an option under its old or its new name accepts both names."""
+        """Add an option. A program that declares an option under its old or its new name accepts both names."""
         action = super().add_argument(*names, **options)
         for other in (RENAMED[name] for name in names if name in RENAMED):
             super().add_argument(other, dest=action.dest, default=argparse.SUPPRESS, help=argparse.SUPPRESS)
         return action
 
     def parse_args(self, args=None, namespace=None):
-        """As argparse's. A container that hides the node's GPUs ends the run, which would else go on on the CPU."""
+        """Parse the options. End the run if the container hides the GPUs of the node, because it would train on the CPU."""
         parsed = super().parse_args(args, namespace)
         if closed := closed_to_gpus():
             self.error(closed)
@@ -42,7 +42,7 @@ class ArgumentParser(argparse.ArgumentParser):
     def error(self, message):
         """Print the message on standard error and exit with status 2."""
         if _rank() > 0:
-            time.sleep(10)  # torchrun and srun end all ranks with the first that exits: let rank 0 print, and be it
+            time.sleep(10)  # torchrun and srun end all ranks when one exits: let rank 0 print and exit first
             print(
                 f"{self.prog}: rank {_rank()}: {' '.join(str(message).split())}",
                 file=sys.stderr,
@@ -54,7 +54,7 @@ class ArgumentParser(argparse.ArgumentParser):
 
 
 def _rank() -> int:
-    """The rank that torchrun or srun has given to this process; 0 in a process that neither has started."""
+    """Return the rank that torchrun or srun gave to this process, or 0 if neither started it."""
     task = os.environ.get("SLURM_PROCID", 0) if int(os.environ.get("SLURM_STEP_NUM_TASKS", 1)) > 1 else 0
     return int(os.environ.get("RANK", task))
 
@@ -89,20 +89,20 @@ def check_arguments(
     world_size: int,
     datasets: tuple[str, ...] = ("digits", "mnist"),
 ) -> None:
-    """End the run with one line and exit status 2 where ``args`` cannot work; return where they can.
+    """End the run with one line and exit status 2 if the program cannot run with ``args``.
 
     Args:
-        parser: the script's parser; its ``error`` is how the run ends.
-        args: the option ``batch_size`` (samples a step on each process), and as far as the script has them ``epochs``,
-            ``accumulate`` (batches a step), ``dataset``, ``checkpoint`` (a file) and ``folder`` (of checkpoints).
-        model: a model as the script makes it, on the CPU, if its checkpoint is to be checked against it. It is loaded with the
-            checkpoint, so make one for this purpose.
+        parser: the parser of the script; its ``error`` ends the run.
+        args: the option ``batch_size`` (samples per step on each process) and, if the script has them, ``epochs``,
+            ``accumulate`` (batches per step), ``dataset``, ``checkpoint`` (a file) and ``folder`` (of checkpoints).
+        model: a model as the script creates it, on the CPU, to check that the checkpoint fits; None: do not check this. The
+            check loads the checkpoint into the model, so create one only for this purpose.
         world_size: the number of processes; 0 if the launcher that sets it is missing.
-        datasets: the data sets whose images the model takes.
+        datasets: the data sets whose images fit the model.
     """
     try:
         if world_size < 1:
-            raise UserError("torchrun has to start this: torchrun --standalone --nproc-per-node=2 " + sys.argv[0])
+            raise UserError("start this program with torchrun: torchrun --standalone --nproc-per-node=2 " + sys.argv[0])
         _check_data(args, world_size, datasets)
         if checkpoint := getattr(args, "checkpoint", getattr(args, "snapshot", None)):
             _check_checkpoint(Path(checkpoint), args.epochs, model)
@@ -117,12 +117,12 @@ def check_arguments(
 
 
 def check_launcher(parser: ArgumentParser, devices: int, nodes: int | None = None) -> None:
-    """End a program of Lightning's with one line and exit status 2 where its launcher has not started what the options say.
+    """End a Lightning program with one line and exit status 2 if its launcher did not start the processes that the options name.
 
     Args:
-        parser: the script's parser.
-        devices: the processes on each node.
-        nodes: the nodes; None: the program knows one, and leaves it to Lightning to find out who has started it.
+        parser: the parser of the script.
+        devices: the number of processes per node.
+        nodes: the number of nodes; None: the program runs on one node, and Lightning detects which launcher started it.
     """
     options = f"--devices {devices}" if nodes is None else f"--nodes {nodes} --devices {devices}"
     knows_one, nodes = nodes is None, nodes or 1
@@ -133,25 +133,25 @@ def check_launcher(parser: ArgumentParser, devices: int, nodes: int | None = Non
         if started != number:
             where = "--standalone" if number == devices else f"--nnodes={nodes}"
             parser.error(
-                f"torchrun has started {started} processes, where {options} says {number}; change these options, "
-                f"or start it with torchrun {where} --nproc-per-node={devices}"
+                f"torchrun started {started} processes, but {options} asks for {number}; change these options, "
+                f"or start the program with torchrun {where} --nproc-per-node={devices}"
             )
         return
     if int(environment.get("SLURM_STEP_NUM_TASKS", 1)) > 1:
         started, on = int(environment["SLURM_STEP_NUM_TASKS"]), int(environment.get("SLURM_STEP_NUM_NODES", 1))
         if (started, on) != (number, nodes):
             parser.error(
-                f"srun has started {started} tasks on {on} node{'s' * (on > 1)}, where {options} says {number} on "
-                f"{nodes}; change these options, or start it with srun --nodes={nodes} --ntasks-per-node={devices}"
+                f"srun started {started} tasks on {on} node{'s' * (on > 1)}, but {options} asks for {number} on "
+                f"{nodes}; change these options, or start the program with srun --nodes={nodes} --ntasks-per-node={devices}"
             )
         if "SLURM_NTASKS_PER_NODE" not in environment:
             parser.error(
-                f"Lightning wants to hear from srun how many tasks a node has: --ntasks-per-node={devices}, not --ntasks"
+                f"Lightning needs the number of tasks per node from srun: use --ntasks-per-node={devices} instead of --ntasks"
             )
         return
     if nodes > 1:
         parser.error(
-            f"{options}: nobody has started the processes of the other nodes; let srun or torchrun start this program"
+            f"{options}: no launcher started the processes on the other nodes; start this program with srun or torchrun"
         )
     if (
         knows_one
@@ -160,34 +160,34 @@ def check_launcher(parser: ArgumentParser, devices: int, nodes: int | None = Non
         and environment.get("SLURM_JOB_NAME") not in ("bash", "interactive")
     ):
         parser.error(
-            "this shell is a Slurm job itself, and Lightning would take the program for its only task; start it with "
-            "srun, or with the script beside it that begins with exerciseK_run_"
+            "this shell belongs to a Slurm job, so Lightning would take the program for the only task of that job; start it "
+            "with srun, or with the runner beside it, whose name begins with exerciseK_run_"
         )
 
 
 def check_averaging(parser: ArgumentParser, processes: int | None = None) -> None:
-    """End a program that uses FSDP with one line and exit status 2 where its gradients would be no averages.
+    """End a program that uses FSDP with one line and exit status 2 if FSDP would not average its gradients.
 
-    Gloo of torch 2.8 adds up where FSDP asks it to average, and says nothing: https://github.com/pytorch/pytorch/issues/162338
+    With torch 2.8, gloo silently adds up where FSDP asks for an average: https://github.com/pytorch/pytorch/issues/162338
 
     Args:
-        parser: the script's parser.
-        processes: those of this machine; None: as many as torchrun has started.
+        parser: the parser of the script.
+        processes: the number of processes on this machine; None: the number that torchrun started.
     """
     import torch
 
     if not on_gpus(processes) and tuple(int(part) for part in torch.__version__.split(".")[:2]) < (2, 9):
         parser.error(
-            f"torch {torch.__version__}: on CPUs its FSDP adds up the gradients of all processes instead of averaging them; "
-            "take torch 2.9 or newer"
+            f"torch {torch.__version__}: on CPUs, FSDP adds up the gradients of all processes instead of averaging them; "
+            "install torch 2.9 or newer"
         )
 
 
 def on_gpus(processes: int | None = None) -> bool:
-    """Whether each process of this machine gets a GPU of its own, as the scripts choose their devices.
+    """Return whether each process on this machine gets a GPU of its own, as the scripts choose their devices.
 
     Args:
-        processes: those of this machine; None: as many as torchrun has started.
+        processes: the number of processes on this machine; None: the number that torchrun started.
     """
     return gpus() >= (processes or int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
 
@@ -208,7 +208,7 @@ def _check_data(args, world_size, datasets):
         portions = f" with --accumulate {accumulate:,}" if accumulate > 1 else ""
         raise UserError(
             f"--batch-size {args.batch_size:,}{portions} on {world_size:,} process{'es' * (world_size > 1)} needs "
-            f"{args.batch_size * world_size * accumulate:,} samples a step; {dataset} has {len(train_set):,} to train on"
+            f"{args.batch_size * world_size * accumulate:,} samples per step; {dataset} has {len(train_set):,} to train on"
         )
 
 
@@ -217,14 +217,14 @@ def _check_checkpoint(path, epochs, model):
 
     if path.suffix == ".jsonl":
         raise UserError(
-            f"--checkpoint {path}: the run's log will have that name; give the checkpoint another, run.pt say"
+            f"--checkpoint {path}: the log of the run will have this name; choose a different one, such as run.pt"
         )
     if path.is_dir():
         raise UserError(f"--checkpoint {path} is a folder; name a file in it")
     lightning = hasattr(model, "training_step")
     if lightning and path.suffix != ".ckpt":
         raise UserError(
-            f"--checkpoint {path}: Lightning's checkpoints end in .ckpt, so it would write another file; try run.ckpt"
+            f"--checkpoint {path}: Lightning checkpoints end in .ckpt, so it would write a different file; try run.ckpt"
         )
     require_writable(f"--checkpoint {path}", path.absolute().parent)
     if not path.exists():
@@ -233,12 +233,12 @@ def _check_checkpoint(path, epochs, model):
         checkpoint = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # what torch.load raises on a damaged file differs from version to version
         raise UserError(
-            f"--checkpoint {path} cannot be read ({type(error).__name__}: damaged, cut short, or no checkpoint at all); "
-            "delete it or name another"
+            f"--checkpoint {path} cannot be read ({type(error).__name__}: damaged, incomplete, or not a checkpoint); "
+            "delete it or choose a different file"
         ) from error
     if model is None:
         return
-    # Lightning has names of its own for the same things.
+    # Lightning uses different names for the same entries.
     weights, optimizer = ("state_dict", "optimizer_states") if lightning else ("model", "optimizer")
     try:
         model.load_state_dict(checkpoint[weights])
@@ -246,7 +246,7 @@ def _check_checkpoint(path, epochs, model):
         checkpoint[optimizer]
     except (KeyError, TypeError, AttributeError, RuntimeError) as error:
         raise UserError(
-            f"--checkpoint {path} does not fit this model (it was written by another program); delete it or name another"
+            f"--checkpoint {path} does not fit this model (a different program wrote it); delete it or choose a different file"
         ) from error
     _require_epochs_left(f"--checkpoint {path}", done, epochs)
 
@@ -267,9 +267,9 @@ def _require_epochs_left(option, done, asked):
 
 
 def require_writable(option: str, folder: Path) -> None:
-    """Raise a UserError, which begins with ``option``, if nothing can be written in a folder, or it cannot be made.
+    """Raise a UserError that begins with ``option`` if a folder is not writable or cannot be created.
 
-    Nothing is left behind: the trial is made in a temporary folder.
+    The check leaves nothing behind, because it writes only into a temporary folder.
     """
     whole = Path(os.path.normpath(folder.absolute()))
     try:
@@ -281,21 +281,21 @@ def require_writable(option: str, folder: Path) -> None:
         if not os.access(existing, os.W_OK | os.X_OK):
             raise UserError(f"{option}: no permission to write in {existing}")
         if _rank() == 0:
-            # Only a trial tells: for root, and on network file systems, the permission says little.
+            # Try to write: for root, and on network file systems, the permissions say little.
             before = existing.stat()
             with tempfile.TemporaryDirectory(prefix=".workshop-", dir=existing) as trial:
                 Path(trial, whole.relative_to(existing)).mkdir(parents=True, exist_ok=True)
-            with suppress(PermissionError):  # in a folder of somebody else's the trial may show
+            with suppress(PermissionError):  # only the owner may reset the times of the folder
                 os.utime(existing, ns=(before.st_atime_ns, before.st_mtime_ns))
     except OSError as error:
-        raise UserError(f"{option}: cannot write in {folder} ({error.strerror}); choose another folder") from error
+        raise UserError(f"{option}: cannot write in {folder} ({error.strerror}); choose a different folder") from error
 
 
 def is_restarted() -> bool:
-    """Whether this process was started again by its launcher: even after the last checkpoint, so that there may be nothing to do.
+    """Return whether the launcher restarted this process. The last checkpoint may then be complete, with nothing left to train.
 
-    torchrun starts all ranks again when one has died, and Slurm a job whose node has. (Outside a step of srun's it may be a
-    Jupyter session that Slurm has started again.)
+    torchrun restarts all ranks when one has died, and Slurm requeues a job whose node has failed. (Outside an srun step, it may
+    be a Jupyter session that Slurm has requeued.)
     """
     return os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0" or (
         "SLURM_STEP_ID" in os.environ and os.environ.get("SLURM_RESTART_COUNT", "0") != "0"

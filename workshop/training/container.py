@@ -1,11 +1,11 @@
-"""A container that was started without its door to the GPUs: torch finds none in it, and would train on the CPU for days."""
+"""Detect a container that was started without access to the GPUs: torch finds none in it and would train on the CPU."""
 
 import os
 import sys
 from pathlib import Path
 
 HIDDEN_BY = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
-# For a torch built for each: a device file that its GPUs have on the node, and what lets them into a container.
+# For each build of torch: a device file of its GPUs on the node, and the options that make the GPUs visible in a container.
 DEVICES = {"cuda": Path("/dev/nvidia0"), "rocm": Path("/dev/kfd")}
 FLAGS = {
     "apptainer exec": {"cuda": "--nv", "rocm": "--rocm"},
@@ -15,7 +15,7 @@ FLAGS = {
 
 
 def started_by() -> str:
-    """What started the container that this process is in; "": it is in none."""
+    """Return the command that started the container of this process; "": it is not in a container."""
     if "APPTAINER_CONTAINER" in os.environ:
         return "apptainer exec"
     if "SINGULARITY_CONTAINER" in os.environ:
@@ -24,34 +24,34 @@ def started_by() -> str:
 
 
 def closed_to_gpus() -> str:
-    """Why torch finds none of the node's GPUs in this container, and what to do; "": this is not so, or torch is not imported."""
+    """Return why torch finds no GPU of the node in this container, and what to do; "": it finds them, or is not imported."""
     start, torch = started_by(), sys.modules.get("torch")
     if not start or not torch or any(os.environ.get(name) in ("", "-1") for name in HIDDEN_BY):
         return ""
     kind = "cuda" if torch.version.cuda else "rocm" if torch.version.hip else ""
     if not kind or not _node_has_gpus(DEVICES[kind]):
         return ""
-    if _has_driver() if kind == "cuda" else torch.accelerator.is_available():  # an image for ROCm has its libraries
+    if _has_driver() if kind == "cuda" else torch.accelerator.is_available():  # ROCm images contain its libraries
         return ""
     flag = FLAGS[start][kind]
     return (
-        f"this container was started without {flag}, so the node's GPUs are closed to it; start it with {start} {flag} ..., "
+        f"this container was started without {flag}, so it cannot use the GPUs of the node; start it with {start} {flag} ..., "
         "or set CUDA_VISIBLE_DEVICES= to train on the CPU"
     )
 
 
 def _node_has_gpus(device: Path) -> bool:
-    """Whether their device file is there (it is visible without the driver, too), or this job was given some."""
-    null = Path("/dev/null").stat().st_rdev  # lies over it on the practice cluster
+    """Return whether the device file exists (it is visible even without the driver), or this job has GPUs."""
+    null = Path("/dev/null").stat().st_rdev  # the practice cluster mounts it over the device file
     if device.is_char_device() and device.stat().st_rdev != null:
         return True
     if os.environ.get("SLURM_CLUSTER_NAME") == "practice":
-        return False  # its GPUs are for counting
+        return False  # its GPUs are not real: Slurm only counts them
     return os.environ.get("SLURM_GPUS_ON_NODE", "0") != "0" or "CUDA_VISIBLE_DEVICES" in os.environ
 
 
 def _has_driver() -> bool:
-    """Whether NVIDIA's driver can be loaded: it is the host's, and no image has it."""
+    """Return whether the NVIDIA driver can be loaded. It comes from the host; no image contains it."""
     import ctypes
 
     try:

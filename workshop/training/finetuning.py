@@ -1,4 +1,4 @@
-"""What stage 04's scripts share that is not the lesson: the check of their options before anything is written, and their log."""
+"""Check the options of the scripts of stage 04 before they write anything, and write their log."""
 
 import json
 import os
@@ -17,18 +17,18 @@ from workshop.training.transformer import GIB, peak_flops, read_sizes
 
 
 def check_finetuning(parser, args, strategy: str = "ddp") -> None:
-    """End the run with one line and exit status 2 where ``args`` cannot work; return where they can, ``args.model`` now a folder.
+    """End the run with one line and exit status 2 if it cannot run with ``args``. Afterwards, ``args.model`` is a folder.
 
     Args:
-        parser: the script's parser; its ``error`` is how the run ends.
-        args: the options ``model``, ``data``, ``skip_broken``, ``batch_size``, ``sequence_length`` and ``folder``, and as far as
-            the script has them ``accumulate``, ``activation_checkpointing``, ``offload`` and ``save_every``.
-        strategy: how the script spreads the model, for the estimate of its memory: "ddp", "fsdp", "zero3" or "lora".
+        parser: the parser of the script; its ``error`` ends the run.
+        args: the options ``model``, ``data``, ``skip_broken``, ``batch_size``, ``sequence_length`` and ``folder``, and, if
+            the script has them, ``accumulate``, ``activation_checkpointing``, ``offload`` and ``save_every``.
+        strategy: how the script distributes the model, to estimate its memory: "ddp", "fsdp", "zero3" or "lora".
     """
     world_size = int(os.environ.get("WORLD_SIZE", 0))
     try:
         if world_size < 1:
-            raise UserError("torchrun has to start this: torchrun --standalone --nproc-per-node=2 " + sys.argv[0])
+            raise UserError("start this program with torchrun: torchrun --standalone --nproc-per-node=2 " + sys.argv[0])
         if strategy == "fsdp":
             check_averaging(parser)
         if strategy == "zero3":
@@ -48,7 +48,7 @@ def check_finetuning(parser, args, strategy: str = "ddp") -> None:
 
 
 def explain_out_of_memory(args) -> None:
-    """From now on an uncaught out-of-memory error of a GPU's allocator is a sentence on standard error, not a traceback.
+    """Make an uncaught out-of-memory error of a GPU print a sentence on standard error instead of a traceback.
 
     Args:
         args: the options ``model``, ``batch_size`` and ``sequence_length``.
@@ -62,9 +62,9 @@ def explain_out_of_memory(args) -> None:
             return before(kind, error, traceback)
         tried = re.search(r"Tried to allocate ([\d.]+ \w+)", str(error))
         print(
-            f"out of memory{f' when {tried[1]} more were asked for' if tried else ''}, with --batch-size {args.batch_size:,} of "
-            f"{args.sequence_length:,} tokens. Less: --batch-size, --sequence-length, exercise 3's --activation-checkpointing "
-            f"and --offload; less on each GPU: FSDP on more of them. What would fit: ./workshop.sh memory {args.model}",
+            f"out of memory{f' when allocating {tried[1]} more' if tried else ''}, with --batch-size {args.batch_size:,} of "
+            f"{args.sequence_length:,} tokens. Reduce --batch-size or --sequence-length, use --activation-checkpointing and "
+            f"--offload of exercise 3, or FSDP on more GPUs. See what would fit: ./workshop.sh memory {args.model}",
             file=sys.stderr,
         )
 
@@ -87,12 +87,12 @@ def _check_model(args, strategy, world_size):
 
 
 def check_memory(args, sizes, strategy: str, world_size: int) -> None:
-    """Raise a UserError if training would take more memory than each process can have here.
+    """Raise a UserError if training would take more memory than is available to each process.
 
     Args:
         args: as in ``check_finetuning``.
-        sizes: of the model.
-        strategy: as ``estimate`` takes it.
+        sizes: the sizes of the model.
+        strategy: a strategy of ``estimate``.
         world_size: the number of processes.
     """
     import psutil
@@ -119,15 +119,15 @@ def check_memory(args, sizes, strategy: str, world_size: int) -> None:
         sequence_length=args.sequence_length,
         bf16=bf16_is_fast(device),
         checkpointing=getattr(args, "activation_checkpointing", False),
-        offload=on_gpu and getattr(args, "offload", False),  # on a CPU there is nowhere to go
+        offload=on_gpu and getattr(args, "offload", False),  # on a CPU, there is nowhere to offload to
         on_gpu=on_gpu,
     )
     certain = needed.total - needed.allocator
     if certain > available:
         standing = needed.parameters + needed.gradients + needed.optimizer
         raise UserError(
-            f"this needs about {certain / GIB:,.1f} GiB in each process ({standing / GIB:,.1f} for weights, gradients and "
-            f"optimizer, {needed.activations / GIB:,.1f} for activations), and {place} {available / GIB:,.1f}; "
+            f"this needs about {certain / GIB:,.1f} GiB in each process ({standing / GIB:,.1f} for parameters, gradients and "
+            f"optimizer state, {needed.activations / GIB:,.1f} for activations), but {place} {available / GIB:,.1f}; "
             f"see what would fit: ./workshop.sh memory {args.model}"
         )
 
@@ -138,12 +138,12 @@ def _check_text(args, world_size):
 
     from workshop.data.code import load_blocks
 
-    logging.disable_progress_bar()  # of loading a model: one for each process
+    logging.disable_progress_bar()  # each process would show one while it loads a model
     try:
         tokenizer = AutoTokenizer.from_pretrained(args.model, local_files_only=True)
     except Exception as error:  # what it raises on a damaged file differs from version to version
         raise UserError(
-            f"the tokenizer in {args.model} cannot be read ({type(error).__name__}); fetch or make it again"
+            f"the tokenizer in {args.model} cannot be read ({type(error).__name__}); fetch or create it again"
         ) from error
     train_set, validation_set = load_blocks(args.data, tokenizer, args.sequence_length, args.skip_broken)
     if world_size > len(validation_set):
@@ -153,32 +153,32 @@ def _check_text(args, world_size):
     step = args.batch_size * world_size * getattr(args, "accumulate", 1)
     if step > len(train_set):
         raise UserError(
-            f"--batch-size {args.batch_size:,} on {world_size:,} process{'es' * (world_size > 1)} needs {step:,} sequences a "
+            f"--batch-size {args.batch_size:,} on {world_size:,} process{'es' * (world_size > 1)} needs {step:,} sequences per "
             f"step; {args.data} has {len(train_set):,} of {args.sequence_length:,} tokens to train on"
         )
 
 
 def _check_checkpoint(args):
-    """Whether the newest checkpoint in the run's folder is one to carry on from."""
+    """Raise a UserError if the run cannot resume from the newest checkpoint in its folder."""
     newest = newest_checkpoint(args.folder)
     if newest is None:
         return
-    _check_size(newest, args.model, "name another --folder")
+    _check_size(newest, args.model, "choose a different --folder")
     done, asked = _step(newest), _read_log(Path(args.folder)).get("options", {}).get("steps", args.steps)
     if asked != args.steps:
         raise UserError(
-            f"the run in {args.folder} is one of {asked:,} steps, and its learning rate comes to its end there: "
-            f"give --steps {asked}, or name another --folder, and the model that it has exported"
+            f"the run in {args.folder} has {asked:,} steps, and its learning rate reaches its final value there: "
+            f"use --steps {asked}, or choose a different --folder and, as --model, the model that this run exported"
         )
     if done >= args.steps and not is_restarted():
         raise UserError(
             f"{args.folder} already holds {done:,} steps of the {args.steps:,} asked for, so there is nothing left to train; "
-            "name another --folder, or delete it to start again"
+            "choose a different --folder, or delete it to start again"
         )
 
 
 def _check_size(checkpoint, model, advice):
-    """Whether a checkpoint can be read, and is of a model of this size."""
+    """Raise a UserError if a checkpoint cannot be read, or belongs to a model of a different size."""
     from torch.distributed.checkpoint import FileSystemReader
 
     try:
@@ -189,14 +189,14 @@ def _check_size(checkpoint, model, advice):
     layers = {name.split(".layers.")[1].split(".")[0] for name in saved if ".model.model.layers." in name}
     shapes = [tuple(entry.size) for name, entry in saved.items() if name.endswith(".model.model.embed_tokens.weight")]
     if shapes != [(sizes.vocabulary, sizes.hidden)] or len(layers) != sizes.layers:
-        raise UserError(f"the checkpoint {checkpoint} is of a model of another size than {model}; {advice}")
+        raise UserError(f"the checkpoint {checkpoint} belongs to a model of a different size than {model}; {advice}")
 
 
 def check_export(parser, args) -> None:
-    """As ``check_finetuning``, for a program that exports a checkpoint; ``args.model`` is a folder afterwards.
+    """Check the options of a program that exports a checkpoint. Afterwards, ``args.model`` is a folder.
 
     Args:
-        parser: the program's parser; its ``error`` is how it ends.
+        parser: the parser of the program; its ``error`` ends the program.
         args: the options ``model``, ``folder`` (with the checkpoints) and ``export``.
     """
     from workshop.data.codellama import model_folder
@@ -205,7 +205,7 @@ def check_export(parser, args) -> None:
         args.model = str(model_folder(args.model))
         if (checkpoint := newest_checkpoint(args.folder)) is None:
             raise UserError(
-                f"--folder {args.folder}: no whole checkpoint is there; train first, or name a training's folder"
+                f"--folder {args.folder}: there is no complete checkpoint; train first, or give the folder of a run"
             )
         _check_size(checkpoint, args.model, "name that model with --model")
         require_writable(f"--export {args.export}", Path(args.export))
@@ -216,13 +216,13 @@ def check_export(parser, args) -> None:
 
 
 def newest_checkpoint(run: str | os.PathLike) -> Path | None:
-    """The checkpoint of the latest step in a run's folder, or None. DCP writes its ``.metadata`` last, so where it is, all is."""
+    """Return the newest complete checkpoint in the folder of a run, or None. DCP writes the file ``.metadata`` last."""
     whole = [path.parent for path in Path(run).glob("step-*/.metadata")]
     return max(whole, key=_step, default=None)
 
 
 def keep_newest(run: str | os.PathLike) -> None:
-    """Delete the checkpoints of earlier steps than the newest whole one; on rank 0, the others do nothing."""
+    """Delete all checkpoints before the newest complete one. Only rank 0 does this; the other ranks return."""
     import torch.distributed as dist
 
     newest = newest_checkpoint(run)
@@ -239,12 +239,12 @@ def _step(checkpoint: Path) -> int:
 
 @dataclass(frozen=True)
 class Training:
-    """What a run of stage 04 has logged.
+    """The log of a run of stage 04.
 
     Attributes:
-        entries: its reports, as ``TrainingLog`` wrote them; the first is from before the first step.
-        completions: what the model wrote after the prompt, at its starts and at the end.
-        device: the type of the device that it was trained on.
+        entries: its reports, as ``TrainingLog`` wrote them; the first report comes before the first step.
+        completions: what the model wrote after the prompt, at each start and at the end.
+        device: the type of the device that the run used.
     """
 
     entries: list[dict]
@@ -270,7 +270,7 @@ def read_training(folder: str | os.PathLike) -> Training:
 
 
 def _read_log(folder: Path) -> dict:
-    """What an earlier run has logged in this folder; {} if nothing can be read."""
+    """Read the log of an earlier run from this folder; return {} if there is none that can be read."""
     try:
         return json.loads((folder / "log.json").read_text())
     except (OSError, ValueError):
@@ -278,12 +278,12 @@ def _read_log(folder: Path) -> dict:
 
 
 class TrainingLog:
-    """The log of a run: lines on standard output, and all of it as ``log.json`` in the run's folder. Only rank 0 writes.
+    """Write the log of a run: lines on standard output, and ``log.json`` in the folder of the run. Only rank 0 writes.
 
-    Call it on all ranks, once the process group stands.
+    Create it on all ranks, after the process group.
 
     Args:
-        args: the options ``folder``, ``model``, ``steps``, ``batch_size``, ``sequence_length``; if there is one, ``accumulate``.
+        args: the options ``folder``, ``model``, ``steps``, ``batch_size``, ``sequence_length`` and, if it exists, ``accumulate``.
         device: the device that this process trains on.
     """
 
@@ -297,12 +297,12 @@ class TrainingLog:
         self.peak = peak_flops(device)
 
     def begin(self, validation_loss: float, completion: str, step: int = 0) -> None:
-        """Say what is trained, and where it stands.
+        """Report the model, the first step and the loss at the start.
 
         Args:
-            validation_loss: mean loss of a token, in nats.
+            validation_loss: mean loss per token, in nats.
             completion: what the model writes after a prompt.
-            step: the steps that a checkpoint has brought; what the log says of later ones is dropped.
+            step: the step of the checkpoint that the run resumes from; the log drops its entries of later steps.
         """
         if self.rank > 0:
             return
@@ -336,9 +336,9 @@ class TrainingLog:
         """Report the steps since the last report.
 
         Args:
-            step: the number of the last of them, counted from 1.
-            losses: of each of them: the mean over the global batch, in nats.
-            validation_loss: mean loss of a token, in nats.
+            step: the number of the last of these steps, counted from 1.
+            losses: the loss of each step: the mean over the global batch, in nats.
+            validation_loss: mean loss per token, in nats.
             seconds: how long these steps took.
         """
         if self.rank > 0:
@@ -388,8 +388,8 @@ def parse_extra(doc: str, group: str = "", purpose: str = ""):
 
     Args:
         doc: the script's docstring.
-        group: an option for the size of the inner groups, which has to divide the number of processes; "": none.
-        purpose: what that option means.
+        group: the option for the size of the inner groups, which must divide the number of processes; "": no such option.
+        purpose: the help text of that option.
     """
     from workshop.data.codellama import TINY, model_folder
     from workshop.training.arguments import ArgumentParser, positive_int
@@ -403,8 +403,8 @@ def parse_extra(doc: str, group: str = "", purpose: str = ""):
     size = getattr(args, group.lstrip("-")) if group else world_size
     try:
         if world_size < 1:
-            raise UserError(f"torchrun has to start this: torchrun --standalone --nproc-per-node=4 {sys.argv[0]}")
-        if group:  # FSDP goes through these; tensor parallelism alone adds up what has to be added up
+            raise UserError(f"start this program with torchrun: torchrun --standalone --nproc-per-node=4 {sys.argv[0]}")
+        if group:  # these scripts use FSDP, which averages; tensor parallelism alone only needs sums
             check_averaging(parser)
         if world_size % size:
             raise UserError(f"{group} {size}: {world_size} processes do not divide into groups of {size}")
@@ -413,7 +413,7 @@ def parse_extra(doc: str, group: str = "", purpose: str = ""):
             raise UserError(f"the {heads} attention heads of this model do not divide into {size} parts")
         if args.steps > 1000:
             raise UserError(
-                f"--steps {args.steps:,}: at most 1,000, so that the text lasts; a few show what there is to see"
+                f"--steps {args.steps:,}: at most 1,000, because the text is limited; a few are enough to compare the losses"
             )
         if 16 % world_size:
             raise UserError(f"batches of 16 sequences do not divide into {world_size} equal shares")
@@ -425,7 +425,7 @@ def parse_extra(doc: str, group: str = "", purpose: str = ""):
 
 
 def first_batches(args, device) -> list:
-    """The first ``args.steps`` batches of 16 sequences of Python's own source, 64 tokens each, the same on every rank."""
+    """Return the first ``args.steps`` batches of 16 sequences of 64 tokens of Python source, the same on every rank."""
     import torch
     from transformers import AutoTokenizer
 
@@ -438,7 +438,7 @@ def first_batches(args, device) -> list:
 
 
 def compare_losses(name: str, losses: list[float], alone: list[float]) -> None:
-    """Print the losses beside those of one process, and how far they are apart; on rank 0."""
+    """Print the losses beside those of one process, and the largest difference between them; only on rank 0."""
     import torch.distributed as dist
 
     if dist.get_rank() > 0:

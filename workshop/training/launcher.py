@@ -1,4 +1,4 @@
-"""Ending with the launcher: no worker trains on by itself."""
+"""End a worker when its launcher has died."""
 
 import os
 import threading
@@ -6,15 +6,15 @@ import time
 
 
 def exit_with_launcher() -> None:
-    """End this process as soon as the torchrun that started it has died. Does nothing in a process that torchrun did not start.
+    """End this process as soon as the torchrun that started it has died; do nothing if torchrun did not start it.
 
-    After a ``kill -9`` torchrun cannot stop its workers: they would go on training, and saving to the checkpoint that the
-    next start writes too. Call it before the slow imports, so that a worker that is still importing notices as well.
-    A thread looks five times a second whether the parent is still the one it was, which works on every POSIX system.
+    After a ``kill -9``, torchrun cannot stop its workers. They would continue to train, and write to the same checkpoint as
+    the next run. Call this before the slow imports, so that it also ends a worker that is still importing. A thread checks
+    five times per second whether the parent process is still the same, which works on every POSIX system.
     """
     if "TORCHELASTIC_RUN_ID" not in os.environ:
         return
-    parent = os.getppid()  # not when imported: a process that has imported this may be forked
+    parent = os.getppid()  # not at import: a process that has imported this may be forked
 
     def watch():
         while os.getppid() == parent:

@@ -1,6 +1,6 @@
-"""The log of a training run under Lightning: the same lines and the same file as those of the scripts without it.
+"""Write the log of a Lightning run: the same lines and the same file as the scripts without Lightning.
 
-Importing this also silences what Lightning says at each start and a learner can do nothing about.
+Importing this module also suppresses messages of Lightning that a learner can do nothing about.
 """
 
 import logging
@@ -15,23 +15,23 @@ from workshop.training.logs import EpochLog
 
 for noise in (
     ".*isinstance\\(treespec, LeafSpec\\)",  # Lightning's own use of torch
-    "The `srun` command is available on your system but is not used",  # also where srun is not wanted
-    "Checkpoint directory .* exists and is not empty",  # it is there to be carried on from
+    "The `srun` command is available on your system but is not used",  # it warns even if you do not want srun
+    "Checkpoint directory .* exists and is not empty",  # the run resumes from it
     "When using the `ThroughputMonitor`, you need to define a `flops_per_batch`",
 ):
     warnings.filterwarnings("ignore", noise)
-# The tip to install a logger of theirs.
+# The tip to install Lightning's own logger.
 logging.getLogger("lightning.pytorch.utilities.rank_zero").addFilter(
     lambda record: "litlogger" not in record.getMessage()
 )
 
 
 class EpochReport(Callback):
-    """Writes an ``EpochLog`` from rank 0: the loss of every step, averaged over the processes, samples/s, and what was
-    logged as "accuracy".
+    """Write an ``EpochLog`` on rank 0: the loss of every step, averaged over the ranks, samples per second, and the
+    metric "accuracy".
 
     Args:
-        checkpoint: the path of the run's checkpoint, which the log lies beside.
+        checkpoint: the path of the checkpoint; the log is in the same folder.
     """
 
     def __init__(self, checkpoint):
@@ -50,11 +50,11 @@ class EpochReport(Callback):
     def on_train_batch_end(self, trainer, module, outputs, batch, batch_index):
         self.losses.append(outputs["loss"].detach())
         self.samples += len(batch[0])
-        if trainer.is_last_batch:  # what follows is the validation
+        if trainer.is_last_batch:  # the validation that follows does not count
             self.seconds = synchronized_time(module.device) - self.start
 
     def on_train_epoch_end(self, trainer, module):
-        # What Lightning hands on is the loss divided by the batches of a step; an epoch's last step may have fewer.
+        # Lightning returns the loss divided by the batches per step; the last step of an epoch may have fewer batches.
         batches = trainer.accumulate_grad_batches
         losses = torch.stack([step.mean() * batches for step in torch.stack(self.losses).split(batches)])
         losses = trainer.strategy.reduce(losses, reduce_op="mean")

@@ -1,4 +1,4 @@
-"""The log of a training run: a line an epoch on standard output, and the same as JSON beside the checkpoint."""
+"""Write the log of a training run: one line per epoch on standard output, and the same as JSON beside the checkpoint."""
 
 import json
 import os
@@ -8,12 +8,12 @@ from workshop.files import write_atomically
 
 
 def log_path(checkpoint: str | os.PathLike) -> Path:
-    """The log that belongs to a checkpoint: ``runs/name.pt`` has ``runs/name.jsonl``."""
+    """Return the path of the log that belongs to a checkpoint: ``runs/name.pt`` has ``runs/name.jsonl``."""
     return Path(checkpoint).with_suffix(".jsonl")
 
 
 def read_log(checkpoint: str | os.PathLike) -> list[dict]:
-    """The epochs of a run in order, as ``EpochLog.write`` put them; a line cut short by a kill is left out."""
+    """Return the epochs of a run in order, as ``EpochLog.write`` wrote them, without a line that a kill has cut short."""
     path = log_path(checkpoint)
     epochs = []
     for line in path.read_text().splitlines() if path.exists() else []:
@@ -25,14 +25,14 @@ def read_log(checkpoint: str | os.PathLike) -> list[dict]:
 
 
 class EpochLog:
-    """Prints one line an epoch and writes it, with the loss of every step, to ``log_path(checkpoint)`` as one line of JSON.
+    """Print one line per epoch and write it, with the loss of every step, to ``log_path(checkpoint)`` as one line of JSON.
 
-    Nothing is written before the first epoch has ended. A run that carries on from a checkpoint trains the epochs after it again:
-    their lines from before are dropped.
+    Nothing is written before the first epoch has ended. A run that resumes from a checkpoint repeats the epochs after it, so
+    the log drops their earlier lines.
 
     Args:
-        checkpoint: the path of the run's checkpoint.
-        epochs: how many epochs the run will have.
+        checkpoint: the path of the checkpoint of the run.
+        epochs: the number of epochs of the run.
         device: the device (type) that it trains on.
         processes: the number of processes.
     """
@@ -52,7 +52,7 @@ class EpochLog:
             losses: the loss of each step: the mean over the global batch.
             accuracy: over the whole test set, between 0 and 1; None: not measured.
             samples_per_second: of all processes together, while training.
-            metrics: further figures of the test set, by name.
+            metrics: further metrics of the test set, by name.
         """
         measured = "not measured" if accuracy is None else f"{accuracy:.2%}"
         print(

@@ -8,8 +8,8 @@ from torch.nn import functional as F
 class SmallCNN(nn.Module):
     """The convolutional network of the MNIST tutorials: conv 32, conv 64, linear 128, linear 10; 1,199,882 parameters.
 
-    It has no dropout and no BatchNorm on purpose: its output for a sample depends on that sample and the weights alone,
-    so one process and N processes that see the same global batches compute the same training.
+    It has no dropout and no BatchNorm on purpose: its output for a sample depends only on that sample and the parameters,
+    so one process and N processes that use the same global batches train the same model.
     """
 
     def __init__(self):
@@ -30,11 +30,11 @@ class SmallCNN(nn.Module):
 class ResNet18(nn.Module):
     """ResNet-18 for ten classes, as in He et al. 2015 (https://arxiv.org/abs/1512.03385), table 1.
 
-    Its stem is made for photographs of 224 x 224: a convolution of 7 x 7 and a pooling, which leave a sixteenth of the pixels.
+    Its stem is made for photographs of 224 x 224 pixels: a 7 x 7 convolution and a pooling keep one sixteenth of the pixels.
 
     Args:
-        width: channels of the first stage, doubled in each of the other three. The paper has 64 (11.2 million parameters); 16 is
-            a sixteenth of the work.
+        width: channels of the first stage, doubled in each of the other three. The paper has 64 (11.2 million parameters); 16
+            takes one sixteenth of the computation.
     """
 
     def __init__(self, width: int = 64):
@@ -59,7 +59,7 @@ class ResNet18(nn.Module):
 
 
 class _Block(nn.Module):
-    """Two convolutions of 3 x 3, and a shortcut around them."""
+    """Two 3 x 3 convolutions, and a shortcut around them."""
 
     def __init__(self, channels: int, out: int, stride: int):
         super().__init__()

@@ -1,7 +1,7 @@
-"""What a runner asks before it launches: ``python -m workshop.training.preflight SCRIPT [OPTION ...]``.
+"""Check the options of a script before a runner launches it: ``python -m workshop.training.preflight SCRIPT [OPTION ...]``.
 
-Prints the number of processes to start: ``$NPROC`` if set, else the number of accelerators of this machine, else 2 (on the CPU).
-The script is run up to its check of the options, as rank 0 of that many processes. A mistake is shown in one line, exit status 2.
+This prints the number of processes to start: ``$NPROC`` if set, else the number of accelerators, else 2 (on the CPU). It runs
+the script up to the check of its options, as rank 0 of these processes. A mistake ends it with one line and exit status 2.
 """
 
 import contextlib
@@ -14,10 +14,10 @@ from workshop.training.arguments import PREFLIGHT, ArgumentParser, positive_int
 
 
 def default_nproc() -> int:
-    """The number of processes to start on this machine: one for each accelerator, or 2 on the CPU."""
+    """Return the number of processes to start on this machine: one per accelerator, or 2 on the CPU."""
     count = gpus()
     if count == 1:
-        print("1 GPU: one process trains; NPROC=2 lets two train on the CPU", file=sys.stderr)
+        print("1 GPU: starting one process; set NPROC=2 to train with two processes on the CPU", file=sys.stderr)
     return count or 2
 
 
@@ -34,7 +34,7 @@ def main() -> None:
     sys.argv = [script, *options]
     sys.path.insert(0, os.path.dirname(os.path.abspath(script)))  # where Python looks first when it starts a script
     try:
-        with contextlib.redirect_stdout(sys.stderr):  # the runner reads a number from standard output, and nothing else
+        with contextlib.redirect_stdout(sys.stderr):  # the runner expects only a number on standard output
             runpy.run_path(script, run_name="__main__")
     except SystemExit as end:
         if end.code not in (0, None):

@@ -1,7 +1,7 @@
-"""What the scripts in ``strategies/`` share that is not the lesson: the model, the batches, the loss, and the report of a run.
+"""Shared code of the scripts in ``strategies/``: the model, the batches, the loss and the report of a run.
 
-Each script trains the same model on the same global batches in another way. ``workshop.demo.strategies`` starts them all and
-compares what they report.
+Each script trains the same model on the same global batches with a different strategy. ``workshop.demo.strategies``
+starts all scripts and compares their reports.
 """
 
 import argparse
@@ -26,22 +26,22 @@ from workshop.training.arguments import ArgumentParser, check_averaging, positiv
 from workshop.training.deepspeed import check_gathering
 from workshop.training.device import BUS_FACTOR, synchronized_time
 
-SEQUENCES, TOKENS = 8, 64  # of a global batch; of a sequence
+SEQUENCES, TOKENS = 8, 64  # per global batch; per sequence
 SEED = 42
-COUNTED = 3  # the step whose messages are counted; the memory is counted in it too: AdamW has its moments then
+COUNTED = 3  # count messages and memory in this step, when AdamW already has its moments
 REPORT, WEIGHTS = "report.json", "weights.pt"
 
 
 def parse_arguments(doc: str, options=None, *, fsdp: bool = False) -> argparse.Namespace:
     """Read a script's options: ``--steps``, ``--dtype``, ``--output``, and those that ``options(parser)`` adds.
 
-    The number of processes has to divide the global batch, and torch and DeepSpeed have to be new enough for what the script
-    uses (``fsdp``: for FSDP); anything else ends the program with one line and exit status 2.
+    This ends the program with one line and exit status 2 if the number of processes does not divide the global batch, or if
+    torch or DeepSpeed is too old for the script (``fsdp``: it uses FSDP).
     """
     parser = ArgumentParser(description=doc.splitlines()[0])
     parser.add_argument("--steps", type=positive_int, default=20)
-    parser.add_argument("--dtype", choices=["float32", "float64"], default="float32", help="of weights and activations")
-    parser.add_argument("--output", default="runs/strategy", help="folder for losses, figures and final weights")
+    parser.add_argument("--dtype", choices=["float32", "float64"], default="float32", help="dtype of the model")
+    parser.add_argument("--output", default="runs/strategy", help="folder for the report and the parameters")
     if options:
         options(parser)
     args = parser.parse_args()
@@ -53,7 +53,7 @@ def parse_arguments(doc: str, options=None, *, fsdp: bool = False) -> argparse.N
             )
         if fsdp:
             check_averaging(parser)
-        if getattr(args, "stage", 0) == 3:  # of ZeRO
+        if getattr(args, "stage", 0) == 3:  # ZeRO-3
             check_gathering()
         require_writable(f"--output {args.output}", Path(args.output))
     except UserError as error:
@@ -62,7 +62,7 @@ def parse_arguments(doc: str, options=None, *, fsdp: bool = False) -> argparse.N
 
 
 def choose_device() -> torch.device:
-    """This process's accelerator where each process of this machine has one; else the CPU."""
+    """Return the accelerator of this process if each process on this machine has one, else the CPU."""
     if gpus() >= int(os.environ.get("LOCAL_WORLD_SIZE", 1)):
         torch.accelerator.set_device_index(int(os.environ.get("LOCAL_RANK", 0)))
         return torch.accelerator.current_accelerator()
@@ -70,7 +70,7 @@ def choose_device() -> torch.device:
 
 
 def load_model(args):
-    """The tiny CodeLlama on the CPU, with the same weights in each process."""
+    """Load the tiny CodeLlama on the CPU, with the same parameters in each process."""
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging
 
@@ -81,7 +81,7 @@ def load_model(args):
 
 
 def load_batches(args, rank: int = 0, world_size: int = 1) -> list[torch.Tensor]:
-    """This process's part of each global batch: int64 tensors of (``SEQUENCES`` / world_size) x ``TOKENS`` tokens, on the CPU."""
+    """Return this rank's part of each global batch: int64 tensors of (SEQUENCES / world_size) x TOKENS, on the CPU."""
     from transformers import AutoTokenizer
 
     train_set, _ = load_blocks(
@@ -93,24 +93,24 @@ def load_batches(args, rank: int = 0, world_size: int = 1) -> list[torch.Tensor]
 
 
 def loss_of(model, batch):
-    """The mean loss of a next token, in the precision of the logits. (The model's own ``loss`` is in float32.)"""
+    """Return the mean loss per token, in the precision of the logits. (The ``loss`` that the model returns is in float32.)"""
     logits = model(input_ids=batch, use_cache=False).logits
     return F.cross_entropy(logits[:, :-1].flatten(0, 1), batch[:, 1:].flatten())
 
 
 class Report:
-    """Losses, time, memory and messages of a run.
+    """Record the losses, time, memory and messages of a run.
 
     Args:
-        args: of ``parse_arguments``.
-        device: that the process trains on.
+        args: the options from ``parse_arguments``.
+        device: the device that the process trains on.
     """
 
     def __init__(self, args, device: torch.device):
         self.args, self.device = args, device
         self.losses, self.seconds = [], []
         self.messages, self.memory = Messages(), None
-        # Called after any optimizer's step, whoever calls it; the gradients are still there.
+        # Called after each optimizer step, also of a library, while the gradients still exist.
         self._hook = register_optimizer_step_post_hook(self._count_memory)
         self._start = synchronized_time(device)
 
@@ -119,10 +119,10 @@ class Report:
             self.memory = tensor_bytes(self.device)
 
     def step(self, loss: torch.Tensor) -> None:
-        """Note the end of a step, and its loss on this process."""
+        """Record the end of a step, and its loss on this process."""
         self.losses.append(loss.detach())
         now = synchronized_time(self.device)
-        if len(self.losses) != COUNTED:  # in which every operation was looked at
+        if len(self.losses) != COUNTED:  # counting messages slows this step down
             self.seconds.append(now - self._start)
         if len(self.losses) == COUNTED - 1:
             self.messages.__enter__()
@@ -134,7 +134,7 @@ class Report:
         self._start = synchronized_time(self.device)
 
     def end(self, weights: dict[str, torch.Tensor]) -> None:
-        """Write the report and, on rank 0, the whole weights. All processes call it, as long as they have their group."""
+        """Write the report and the full parameters on rank 0. Call this on all ranks before the process group is destroyed."""
         self._hook.remove()
         losses = torch.stack(self.losses).double().cpu()
         held, sent = [self.memory or 0], [self.messages.bytes]
@@ -170,9 +170,9 @@ def rank() -> int:
 
 
 def tensor_bytes(device: torch.device) -> int:
-    """The bytes of all tensors that Python knows in this process, each memory counted once; of a device, the allocator's peak.
+    """Return the bytes of all tensors in this process, with shared memory counted once; on an accelerator, the peak.
 
-    Called just after the optimizer's step these are weights, gradients, moments, and what a strategy keeps beside them.
+    Directly after the optimizer step, these are parameters, gradients, moments, and what the strategy keeps in addition.
     """
     if device.type != "cpu":
         return torch.get_device_module(device).max_memory_allocated()
@@ -188,7 +188,7 @@ def tensor_bytes(device: torch.device) -> int:
     return sum(found.values())
 
 
-# What PyTorch's operations are called, and which of nccl-tests' collectives each of them is.
+# Parts of the names of PyTorch's operations, and the collective of nccl-tests for each.
 COLLECTIVES = (
     ("allreduce", "all_reduce"),
     ("all_reduce", "all_reduce"),
@@ -200,11 +200,11 @@ COLLECTIVES = (
 
 
 class Messages(TorchDispatchMode):
-    """Counts, in a with-block, what this process sends in collectives.
+    """Count the bytes that this process sends in collectives in a with-block.
 
     Attributes:
-        bytes: by nccl-tests' formulas: of an all-reduce of S bytes on N processes each sends 2 (N-1)/N S, of an all-gather or
-            reduce-scatter (N-1)/N S of the whole, of a broadcast S.
+        bytes: by the formulas of nccl-tests. For S bytes (of the full tensor) on N processes, each process sends 2 (N-1)/N S
+            in an all-reduce, (N-1)/N S in an all-gather or reduce-scatter, and S in a broadcast.
         calls: how often each collective was called.
     """
 
@@ -218,7 +218,7 @@ class Messages(TorchDispatchMode):
             kind = next((kind for part, kind in COLLECTIVES if part in name), None)
             if kind:
                 sizes = [_bytes(arg) for arg in args]
-                # The first tensors are what comes out, of an all-gather the whole; reduce_scatter's whole is what goes in.
+                # The largest tensor is the full one: the output of an all-gather, the input of a reduce-scatter.
                 whole = max(sizes) if space == "c10d" and kind != "broadcast" else sizes[0]
                 if space == "_c10d_functional" and kind == "all_gather":
                     whole *= dist.get_world_size()

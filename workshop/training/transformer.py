@@ -1,4 +1,4 @@
-"""The sizes of a model of Llama's architecture, the operations that training it takes, and what GPUs can do."""
+"""Sizes of models with the Llama architecture, the operations that training takes, and the peak performance of GPUs."""
 
 import json
 import re
@@ -8,8 +8,8 @@ from pathlib import Path
 from workshop.errors import UserError
 
 GIB = 2**30
-# What a card computes at best in bfloat16 with dense matrices, in FLOP/s, by a part of the name that it gives itself; the first
-# that fits counts. From the makers' data sheets. (Half of an MI250X is a GPU of its own to PyTorch.)
+# Peak FLOP/s in bfloat16 with dense matrices, by a part of the device name; the first match counts. Source: the data sheets of
+# the manufacturers. (PyTorch sees each half of an MI250X as one GPU.)
 PEAKS = {
     "GH200": 989e12,
     "GB200": 2500e12,
@@ -29,17 +29,17 @@ PEAKS = {
 
 @dataclass(frozen=True)
 class Sizes:
-    """The sizes of a model of Llama's architecture.
+    """The sizes of a model with the Llama architecture.
 
     Attributes:
         layers: decoder layers.
-        hidden: numbers that stand for a token between the layers.
-        intermediate: numbers between the two halves of a layer's MLP.
+        hidden: size of the hidden state of a token between the layers.
+        intermediate: size of the hidden layer of the MLP.
         heads, kv_heads: attention heads of the queries, and of keys and values.
-        head: numbers of a head.
-        vocabulary: tokens.
-        tied: whether the embedding and the last layer share their weights.
-        context: tokens of the longest sequence.
+        head: size of a head.
+        vocabulary: number of tokens.
+        tied: whether the embedding and the output layer share their parameters.
+        context: maximum sequence length, in tokens.
     """
 
     layers: int
@@ -60,7 +60,7 @@ class Sizes:
 
     @property
     def root_parameters(self) -> int:
-        """Parameters outside of the layers: embedding, last norm, and the layer that scores the tokens."""
+        """Parameters outside the layers: embedding, last norm, and output layer."""
         return self.vocabulary * self.hidden * (1 if self.tied else 2) + self.hidden
 
     @property
@@ -68,10 +68,10 @@ class Sizes:
         return self.layers * self.layer_parameters + self.root_parameters
 
     def flops_per_token(self, sequence_length: int) -> float:
-        """Floating-point operations of a token in training, forward and backward, as MFU counts them.
+        """Return the floating-point operations per token in training, forward and backward, as MFU counts them.
 
-        6 for each weight that a token is multiplied with (all but those of the embedding, which is looked up), and for the
-        attention 12 x layers x width of all heads x tokens of the sequence. What activation checkpointing computes again does not
+        These are 6 for each parameter that a token is multiplied with (all except the embedding, which is a table), and, for the
+        attention, 12 x layers x size of all heads x sequence length. Recomputation in activation checkpointing does not
         count. Source: Chowdhery et al., "PaLM", 2022, appendix B, https://arxiv.org/abs/2204.02311.
         """
         multiplied = self.parameters - (0 if self.tied else self.vocabulary * self.hidden)
@@ -88,17 +88,17 @@ MODELS = {
 
 
 def read_sizes(folder: str | Path) -> Sizes:
-    """The sizes of the model in a folder, from its ``config.json``.
+    """Read the sizes of the model in a folder from its ``config.json``.
 
     Raises:
-        UserError: the file cannot be read, or the model is not of Llama's architecture.
+        UserError: the file cannot be read, or the model does not have the Llama architecture.
     """
     path = Path(folder) / "config.json"
     try:
         config = json.loads(path.read_text())
         if config.get("model_type") not in ("llama", "mistral"):
             raise UserError(
-                f"{path}: a model of type {config.get('model_type')}; only Llama's architecture is known here"
+                f"{path}: the model type is {config.get('model_type')}; only the Llama architecture is supported"
             )
         heads = config["num_attention_heads"]
         return Sizes(
@@ -119,7 +119,7 @@ def read_sizes(folder: str | Path) -> Sizes:
 
 
 def peak_flops(device) -> tuple[float, str] | None:
-    """What a ``torch.device`` computes at best in bfloat16, in FLOP/s, and its name; None: not known (a CPU, another card)."""
+    """Return the peak FLOP/s of a ``torch.device`` in bfloat16 and its name; None: not known (a CPU, or a GPU not in PEAKS)."""
     import torch
 
     if device.type != "cuda":  # ROCm too

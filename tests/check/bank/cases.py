@@ -1,4 +1,4 @@
-"""The tests of a family of rules: all of its cases by replay, every day; and for real, in the long run."""
+"""The tests of a family of rules: all its cases by replay daily, and with real runs with --full."""
 
 import time
 from collections.abc import Sequence
@@ -13,10 +13,10 @@ from workshop.check.verdict import Verdict
 
 
 def bank_tests(file: str, mistakes: Sequence[Case], styles: Sequence[Case]):
-    """Two tests of each case: by replay, and for real.
+    """Return two tests that cover each case: one by replay, one with real runs.
 
     Args:
-        file: of the tests, ``test_FAMILY.py``.
+        file: the file of the tests, ``test_FAMILY.py``.
         mistakes: versions with a mistake.
         styles: correct versions.
     """
@@ -36,7 +36,7 @@ def bank_tests(file: str, mistakes: Sequence[Case], styles: Sequence[Case]):
         start = time.monotonic()
         verdict, record = check_for_real(case, tmp_path)
         recording[case.name] = record
-        if case.kinds:  # for the table of the bank: see table.py
+        if case.kinds:  # for the table of the bank (table.py)
             record_property("seconds", round(time.monotonic() - start, 1))
             record_property("expected", " or ".join(case.kinds))
             record_property("named", first_kind(verdict))
@@ -46,18 +46,18 @@ def bank_tests(file: str, mistakes: Sequence[Case], styles: Sequence[Case]):
 
 
 def family_of(file: str) -> str:
-    """The name of the family that a file of tests is about."""
+    """Return the name of the family that a file tests."""
     return Path(file).stem.removeprefix("test_")
 
 
 def first_kind(verdict: Verdict) -> str:
-    """What the check says first: the kind of an error, else of a hint."""
+    """Return the kind of the first error, or of the first hint if there is no error."""
     found = verdict.errors or verdict.findings
     return found[0].kind if found else "nothing"
 
 
 def assert_right(case: Case, verdict: Verdict) -> None:
-    """Whether the check says of a case what it must say."""
+    """Fail unless the check says about a case what it must say."""
     said = "\n".join(f"{finding.kind}: {finding.seen}" for finding in verdict.findings) or "nothing was found"
     if case.kinds:
         assert first_kind(verdict) in case.kinds, said

@@ -8,10 +8,10 @@ SPAWN = "solutions/02_pytorch_ddp/exercise1_multigpu.py"
 TORCHRUN = "solutions/02_pytorch_ddp/exercise2_multigpu_torchrun.py"
 METRICS = "solutions/02_pytorch_ddp/exercise3_global_metrics.py"
 
-# Parts of their text.
+# Parts of these programs.
 OPTIMIZER = "    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)\n"
 LOAD_CALL = "first_epoch = load_checkpoint(args.checkpoint, model, optimizer, device)"
-WRAPPED = "ddp_model = DDP(model)  # the same weights, but its backward() averages the gradients over all processes"
+WRAPPED = "ddp_model = DDP(model)  # the same parameters, but backward() averages the gradients over all processes"
 DATA_IMPORTS = "from torch.utils.data import DataLoader, DistributedSampler, Subset"
 SAMPLER = "    sampler = DistributedSampler(train_set, seed=SEED, drop_last=True)\n"
 LOADER = "    train_loader = DataLoader(train_set, args.batch_size, sampler=sampler, drop_last=True)\n"
@@ -33,7 +33,7 @@ NEXT_EPOCH = '    return checkpoint["epoch"] + 1\n'
 REDUCE_LOSSES = "    dist.all_reduce(losses, dist.ReduceOp.AVG)\n"
 NO_SYNC = "        with nullcontext() if is_last else model.no_sync():\n"
 ACCUMULATED_LOSS = (
-    "            loss = F.cross_entropy(model(images), labels) / accumulate  # the mean of the batches' means\n"
+    "            loss = F.cross_entropy(model(images), labels) / accumulate  # the mean over all batches of the step\n"
 )
 ACCUMULATED_BACKWARD = "            loss.backward()\n"
 IS_LAST = "(batch + 1) % accumulate == 0"
@@ -42,14 +42,14 @@ CONFUSION = (
     ".bincount(minlength=CLASSES**2).view_as(confusion)\n"
 )
 REDUCE_CONFUSION = "    dist.all_reduce(confusion)\n"
-F1 = "    f1 = 2 * correct / (confusion.sum(dim=0) + confusion.sum(dim=1)).clamp(min=1)  # of each class\n"
+F1 = "    f1 = 2 * correct / (confusion.sum(dim=0) + confusion.sum(dim=1)).clamp(min=1)  # one F1 score per class\n"
 SCORES = "    return (correct.sum() / confusion.sum()).item(), f1.mean().item()\n"
 STEP = "        optimizer.step()\n"
 LOAD = "    first_epoch = load_checkpoint(args.checkpoint, model, optimizer, device)\n"
 WRITE = '    torch.save(checkpoint, path + ".tmp")\n'
 SAVE_BLOCK = SAVE_IF + SAVE_CALL
 IMPORTS = "import os\nimport time\n"
-MAIN = part(SPAWN, "    # The store is where", "\n\ndef worker")
+MAIN = part(SPAWN, "    # The processes find each other", "\n\ndef worker")
 SPAWN_CALL = part(SPAWN, "    mp.spawn(worker", "\n\ndef worker")
 STORE = '    store = dist.TCPStore("127.0.0.1", port, is_master=False)\n'
 SPAWN_INIT = "    dist.init_process_group(backend, store=store, rank=rank, world_size=world_size)\n"
@@ -59,8 +59,8 @@ GROUP = part(TORCHRUN, "    backend = dist.get_default", "\n\ndef parse_argument
 TRAIN = part(SPAWN, "def train(", "@torch.inference_mode()")
 GREETING = part(SPAWN, "    if rank == 0:\n        gpus =", "\n    ddp_model")
 WRAP = part(SPAWN, "    ddp_model = DDP(model)", "\n    transform") + "\n"
-DEALT = part(SPAWN, "    # The order of single_gpu.py", "    # Dealt out too")
-TEST_BLOCK = part(SPAWN, "    # Dealt out too", "\n    for epoch in range(")
+DEALT = part(SPAWN, "    # The same permutation as in", "    # Distribute the test samples")
+TEST_BLOCK = part(SPAWN, "    # Distribute the test samples", "\n    for epoch in range(")
 TRAIN_EPOCH = "        losses = train_one_epoch(ddp_model, train_loader, optimizer, device)\n"
 SPEED = "        samples_per_second = len(losses) * args.batch_size * world_size / seconds\n"
 REPORT = part(SPAWN, "        accuracy = evaluate(", "\n\ndef train_one_epoch")

@@ -3,7 +3,7 @@
 MNIST = "solutions/03_pytorch_lightning/exercise1_lightning_mnist.py"
 CIFAR10 = "solutions/03_pytorch_lightning/exercise2_lightning_cifar10.py"
 
-# Parts of their text.
+# Parts of these programs.
 LOSS = "        return F.cross_entropy(self(images), labels)\n"
 OPTIMIZER = "        return torch.optim.AdamW(self.parameters(), lr=1e-3)\n"
 METRIC = '        self.accuracy = MulticlassAccuracy(num_classes=10, average="micro")\n'
@@ -13,7 +13,7 @@ SAMPLER = "        sampler = DistributedSampler(self.train_set, world_size, rank
 LOADER = "        return DataLoader(self.train_set, self.batch_size, sampler=sampler, drop_last=True)\n"
 SHUFFLED = "        return DataLoader(self.train_set, self.batch_size, shuffle=True, drop_last=True)\n"
 TEST_LOADER = "        return DataLoader(Subset(self.test_set, share), self.batch_size)\n"
-OWN_SAMPLERS = "        use_distributed_sampler=False,  # Data deals out the samples itself\n"
+OWN_SAMPLERS = "        use_distributed_sampler=False,  # Data distributes the samples itself\n"
 CHECKPOINT = 'ModelCheckpoint(folder or ".", name, save_on_train_epoch_end=True)'
 RESUME = "    checkpoint = args.checkpoint if os.path.exists(args.checkpoint) else None\n"
 STRATEGY = '        strategy="ddp",\n'

@@ -1,4 +1,4 @@
-"""The README's picture: PYTHONPATH=tests python -m check.bank.picture checks three mistakes of the bank and draws the answers."""
+"""Draw the picture of the README: PYTHONPATH=tests python -m check.bank.picture checks three mistakes of the bank."""
 
 import io
 import os
@@ -21,19 +21,19 @@ MISTAKES = (
 
 
 def main() -> None:
-    """Check, and draw."""
+    """Check the mistakes and draw the findings."""
     console = Console(record=True, width=112, file=io.StringIO(), force_terminal=True, highlight=False)
     for name in MISTAKES:
         case = case_of(name)
         with tempfile.TemporaryDirectory() as folder:
             verdict, _ = check_for_real(case, Path(folder))
-            os.chdir(verdict.subject.file.parent)  # the file is then shown without its folder
+            os.chdir(verdict.subject.file.parent)  # so that the findings show the file without its folder
             console.print(f"[bold cyan]$ ./workshop.sh check {case.base.removeprefix('solutions/')}[/]")
             show(verdict, console)
             console.print()
             os.chdir(ROOT)
     text = console.export_svg(title="workshop check: three mistakes")
-    text = re.sub(r"@font-face \{.*?\}\s*", "", text, flags=re.DOTALL)  # it would be fetched from another host
+    text = re.sub(r"@font-face \{.*?\}\s*", "", text, flags=re.DOTALL)  # a font of a different host
     (ROOT / "results" / "check-three-mistakes.svg").write_text(text)
 
 

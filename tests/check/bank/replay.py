@@ -1,4 +1,4 @@
-"""Checking a case for real, recording what that makes, and judging it again without running anything."""
+"""Check a case with real runs and record the evidence, or judge the recorded evidence without running anything."""
 
 import fcntl
 import os
@@ -28,11 +28,11 @@ from workshop.repository import ROOT
 
 EVIDENCE = ROOT / "tests" / "check" / "rules" / "evidence"
 SCENARIOS = {each.name: each for each in vars(scenarios).values() if isinstance(each, Scenario)}
-FOREIGN = {"launch": "torchrun", "arguments": ["--steps", "12"]}  # for the program that is no exercise
+FOREIGN = {"launch": "torchrun", "arguments": ["--steps", "12"]}  # for the program that is not an exercise
 
 
 class RecordingBench:
-    """Makes what another bench makes, and keeps it."""
+    """A bench that records the results of a different bench."""
 
     def __init__(self, bench: Bench, record: Recorded) -> None:
         self.bench, self.record = bench, record
@@ -40,7 +40,7 @@ class RecordingBench:
 
     @property
     def offers(self) -> tuple[Scenario[Any], ...]:
-        """What the other offers."""
+        """The scenarios that the other bench offers."""
         return self.bench.offers
 
     def make(self, scenario: Scenario[Any], made: Mapping[Scenario[Any], Any]) -> Any:
@@ -54,18 +54,18 @@ class RecordingBench:
 
 
 class ReplayBench:
-    """Gives what was recorded."""
+    """A bench that returns recorded results."""
 
     def __init__(self, record: Recorded, again: str) -> None:
         self.record, self.again = record, again
 
     @property
     def offers(self) -> tuple[Scenario[Any], ...]:
-        """What the bench offered when it was recorded."""
+        """The scenarios that the bench offered during the recording."""
         return tuple(SCENARIOS[name] for name in self.record.offers)
 
     def make(self, scenario: Scenario[Any], made: Mapping[Scenario[Any], Any]) -> Any:
-        """Give the result of a scenario."""
+        """Return the recorded result of a scenario."""
         if scenario.name in self.record.unavailable:
             raise Unavailable(self.record.unavailable[scenario.name])
         if scenario.name not in self.record.made:
@@ -74,7 +74,7 @@ class ReplayBench:
 
 
 def check_for_real(case: Case, folder: Path) -> tuple[Verdict, Recorded]:
-    """Check a case in a folder of its own; return the verdict and what the check made."""
+    """Check a case in a separate folder; return the verdict and the evidence."""
     base, record = ROOT / case.base, Recorded(case.name)
     exercise = find_exercise(base)
     names = [exercise.file, *exercise.beside] if exercise else [base.name]
@@ -92,7 +92,7 @@ def check_for_real(case: Case, folder: Path) -> tuple[Verdict, Recorded]:
 
 @contextmanager
 def _place(case: Case, folder: Path) -> Iterator[Path]:
-    """Where the program lies: with a runner in the repository, because a runner finds the workshop from where it lies."""
+    """The folder of the program: with a runner, one in the repository, because a runner finds the workshop relative to itself."""
     if not case.runner:
         place = folder / Path(case.base).parent.name
         place.mkdir()
@@ -110,7 +110,7 @@ def _place(case: Case, folder: Path) -> Iterator[Path]:
 
 
 def replayed(case: Case, family: str) -> Verdict:
-    """The verdict on the recorded evidence of a case."""
+    """Return the verdict on the recorded evidence of a case."""
     record = evidence(family).get(case.name)
     if record is None:
         raise UserError(f"{case.name}: no evidence was recorded; record it: {command(family)}")
@@ -122,18 +122,18 @@ def replayed(case: Case, family: str) -> Verdict:
 
 
 def command(family: str) -> str:
-    """The command that records the evidence of a family again."""
+    """Return the command that records the evidence of a family again."""
     return f"./workshop.sh test --full tests/check/rules/test_{family}.py --record"
 
 
 @cache
 def evidence(family: str) -> dict[str, Recorded]:
-    """The recorded evidence of a family."""
+    """Return the recorded evidence of a family, by case."""
     return recorded.read(EVIDENCE / f"{family}.xz", command(family))
 
 
 def save(family: str, records: Mapping[str, Recorded], names: Iterable[str]) -> None:
-    """Add evidence to the file of a family, which keeps what it has of other cases with these names."""
+    """Add evidence to the file of a family; the file keeps its evidence only for cases with these names."""
     EVIDENCE.mkdir(exist_ok=True)
     lock = os.open(EVIDENCE, os.O_RDONLY)
     try:
@@ -142,7 +142,7 @@ def save(family: str, records: Mapping[str, Recorded], names: Iterable[str]) -> 
         try:
             records = {**recorded.read(path, ""), **records}
         except UserError:
-            pass  # there is none, or it is of another version
+            pass  # there is no evidence, or it is of a different version
         recorded.write(path, [records[name] for name in names if name in records], hide)
     finally:
         os.close(lock)
@@ -159,7 +159,7 @@ TEMPORARY = re.compile(r"(?<=workshop-check-)\w+|pytest-of-[^/\s]+/pytest-\d+/(p
 
 
 def hide(text: str) -> str:
-    """A text without the paths and names of this machine."""
+    """Return a text without the paths and names of this machine."""
     for place in sorted(PLACES, key=len, reverse=True):
         text = text.replace(place, PLACES[place])
     return TEMPORARY.sub("place", text)

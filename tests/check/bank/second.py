@@ -1,8 +1,8 @@
-"""A program unlike the course's: it counts steps instead of epochs, and has no data loader and no sampler."""
+"""A program unlike those of the course: it counts steps instead of epochs, and has no data loader and no sampler."""
 
 PROGRAM = "tests/check/programs/language_model.py"
 
-# Parts of their text.
+# Parts of its text.
 MODEL = "    model = NextCharacter(vocabulary_size).to(device)\n"
 OPTIMIZER = "    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)\n"
 WRAP = "    ddp_model = nn.parallel.DistributedDataParallel(model)\n"

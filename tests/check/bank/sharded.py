@@ -6,19 +6,17 @@ CHECKPOINT = f"{STAGE}/exercise2_sharded_checkpoint.py"
 EXPORT = f"{STAGE}/exercise2_export.py"
 FIT = f"{STAGE}/exercise3_fit_the_model.py"
 
-# Parts of their text.
+# Parts of these programs.
 LAYERS = """    for layer in model.model.layers:
-        # A group: gathered for its forward and for its backward, freed when they are done.
+        # One communication group: gathered for the forward and the backward pass of the layer, and freed after each of them.
         fully_shard(layer, mesh=mesh, mp_policy=precision(device))
 """
-ROOT = (
-    "    return fully_shard(model, mesh=mesh, mp_policy=precision(device))  # the rest: embedding, last norm, scores\n"
-)
+ROOT = "    return fully_shard(model, mesh=mesh, mp_policy=precision(device))  # the rest: embedding, final norm, output layer\n"
 POLICY = "    return MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)\n"
 META = '    with torch.device("meta"):  # shapes without memory: no process ever holds the whole model\n'
 MAKE = "        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)\n"
 LOAD = "    load_weights(model, args.model)\n"
-EMPTY = "    model.to_empty(device=device)  # memory for this process's part, with anything in it\n"
+EMPTY = "    model.to_empty(device=device)  # memory for this process's shards, not yet initialized\n"
 ROTARY = "    model.model.rotary_emb = type(model.model.rotary_emb)(config).to(device)\n"
 ROWS = "        first = rows * dist.get_rank()\n"
 COPY = "            weight.to_local().copy_(file.get_slice(name)[first : first + rows])\n"

@@ -1,6 +1,6 @@
-"""The bank as a table: PYTHONPATH=tests python -m check.bank.table prints what each mistake is named in its evidence, as JSON.
+"""Print the bank as JSON: PYTHONPATH=tests python -m check.bank.table prints which kind the check names for each mistake.
 
-With a report of the bank's real runs (pytest --junit-xml) as its argument, it prints what those named, and their seconds.
+With a report of the real runs (pytest --junit-xml) as its argument, it prints the kinds that these runs named, and their seconds.
 """
 
 import json
@@ -13,7 +13,7 @@ from check.bank.whole import families
 
 
 def by_replay() -> list[dict]:
-    """A row for each mistake, from its recorded evidence."""
+    """Return a row for each mistake, from its recorded evidence."""
     return [
         {"mistake": case.name, "expected": " or ".join(case.kinds), "named": first_kind(replayed(case, family))}
         for family, (mistakes, _) in families().items()
@@ -22,7 +22,7 @@ def by_replay() -> list[dict]:
 
 
 def for_real(report: str) -> list[dict]:
-    """A row for each mistake in a report of real runs."""
+    """Return a row for each mistake in a report of real runs."""
     rows = []
     for case in ElementTree.parse(report).iter("testcase"):
         found = {each.get("name"): each.get("value") for each in case.iter("property")}

@@ -9,7 +9,7 @@ from check.bank.case import Case
 
 @cache
 def families() -> dict[str, tuple[tuple[Case, ...], tuple[Case, ...]]]:
-    """The mistakes and the styles in each file of tests, by the names of the families."""
+    """Return the mistakes and the styles of each family, by its name."""
     files = sorted((Path(__file__).parents[1] / "rules").glob("test_*.py"))
     modules = [importlib.import_module(f"check.rules.{file.stem}") for file in files]
     return {
@@ -19,15 +19,15 @@ def families() -> dict[str, tuple[tuple[Case, ...], tuple[Case, ...]]]:
 
 
 def all_mistakes() -> list[Case]:
-    """All versions with a mistake."""
+    """Return all versions with a mistake."""
     return [case for mistakes, _ in families().values() for case in mistakes]
 
 
 def all_styles() -> list[Case]:
-    """All correct versions."""
+    """Return all correct versions."""
     return [case for _, styles in families().values() for case in styles]
 
 
 def case_of(name: str) -> Case:
-    """The case with a name."""
+    """Return the case with this name."""
     return next(case for case in (*all_mistakes(), *all_styles()) if case.name == name)

@@ -4,8 +4,8 @@ STAGE = "solutions/05_deepspeed"
 DEEPSPEED = f"{STAGE}/exercise1_deepspeed.py"
 ACCELERATE = f"{STAGE}/exercise2_accelerate.py"
 
-# Parts of their text.
-CONFIG = "    args.config = check_zero(parser, args)  # what the file says, with this --batch-size\n"
+# Parts of these programs.
+CONFIG = "    args.config = check_zero(parser, args)  # the content of the file, with this --batch-size\n"
 FILE = 'os.path.join(os.path.dirname(os.path.abspath(__file__)), "ds_config.json")'
 ENGINE = "    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=args.config)\n"
 BACKWARD = "        engine.backward(loss)"
@@ -21,5 +21,5 @@ TEST = "    test_loader = accelerator.prepare(DataLoader(test_set, args.batch_si
 
 
 def config(key: str, value: str) -> tuple[str, str]:
-    """An edit that sets an entry of the configuration."""
+    """Return an edit that sets an entry of the configuration."""
     return CONFIG, f"{CONFIG}    args.config[{key!r}] = {value}\n"

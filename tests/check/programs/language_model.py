@@ -1,4 +1,4 @@
-"""Train a small network to write Python, character by character, on any number of devices: counted in steps, no epochs.
+"""Train a small character-level language model on Python code, on any number of devices. It counts steps and has no epochs.
 
 N processes:  torchrun --standalone --nproc-per-node=2 tests/check/programs/language_model.py --steps 20
 """
@@ -30,9 +30,9 @@ class NextCharacter(nn.Module):
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--steps", type=int, default=20)
-    parser.add_argument("--batch-size", type=int, default=8, help="windows a step, on each process")
+    parser.add_argument("--batch-size", type=int, default=8, help="windows of text per step and process")
     parser.add_argument("--checkpoint", default="run.pt")
-    parser.add_argument("--save-every", type=int, default=5, help="steps from one checkpoint to the next")
+    parser.add_argument("--save-every", type=int, default=5, help="steps between two checkpoints")
     args = parser.parse_args()
     device = torch.device("cpu")
     if torch.accelerator.is_available() and torch.accelerator.device_count() >= int(os.environ["LOCAL_WORLD_SIZE"]):
@@ -47,10 +47,10 @@ def main():
 
 def train(rank, world_size, device, args):
     tokens, vocabulary_size = read_tokens()
-    torch.manual_seed(SEED)  # the same first weights in every run
+    torch.manual_seed(SEED)  # the same initial parameters in every run
     model = NextCharacter(vocabulary_size).to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    # It must not depend on --steps: a run that is made longer later has to take the same way.
+    # It must not depend on --steps, so that a resumed run with a larger --steps has the same learning rates in the same steps.
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1, (step + 1) / WARM_UP))
     steps_done = load_checkpoint(args.checkpoint, model, optimizer, schedule, device)
     ddp_model = nn.parallel.DistributedDataParallel(model)
@@ -72,15 +72,15 @@ def train(rank, world_size, device, args):
 
 
 def read_tokens():
-    """Return the text of two standard modules as numbers, one for each character, and how many numbers there are."""
+    """Return the text of two modules of the standard library as tokens, one per character, and the size of the vocabulary."""
     text = "".join(Path(os.__file__).with_name(name).read_text("utf-8") for name in ("heapq.py", "shlex.py"))
     vocabulary = {character: number for number, character in enumerate(sorted(set(text)))}
     return torch.tensor([vocabulary[character] for character in text]), len(vocabulary)
 
 
 def get_batch(tokens, step, batch_size, rank, world_size):
-    """Return this rank's windows of a step, and the characters that follow on each of theirs."""
-    # Seeded with the step: all ranks shuffle alike, and a resumed run draws what it would have drawn.
+    """Return this rank's windows of a step, batch_size x CONTEXT tokens, and for each token the one that follows it."""
+    # The step determines the seed: all ranks get the same order, and a resumed run gets the same batches.
     order = torch.randperm((len(tokens) - 1) // CONTEXT, generator=torch.Generator().manual_seed(SEED + step))
     mine = order[: batch_size * world_size][rank::world_size]
     positions = mine[:, None] * CONTEXT + torch.arange(CONTEXT)
@@ -90,11 +90,11 @@ def get_batch(tokens, step, batch_size, rank, world_size):
 def save_checkpoint(path, model, optimizer, schedule, step):
     checkpoint = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "schedule": schedule.state_dict()}
     torch.save({**checkpoint, "step": step}, path + ".tmp")
-    os.replace(path + ".tmp", path)  # atomic: whoever reads never finds half a checkpoint
+    os.replace(path + ".tmp", path)  # atomic: a reader never finds an incomplete checkpoint
 
 
 def load_checkpoint(path, model, optimizer, schedule, device):
-    """Fill all three from the checkpoint, if there is one, and return how many steps it has behind it."""
+    """Restore the model, the optimizer and the schedule from the checkpoint, if it exists; return the number of steps done."""
     if not os.path.exists(path):
         return 0
     checkpoint = torch.load(path, map_location=device, weights_only=True)

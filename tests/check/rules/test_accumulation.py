@@ -30,7 +30,7 @@ def backward(model, images, labels, accumulate):
 """
 
 REDUCED_BY_HAND = """\
-        loss = F.cross_entropy(model(images), labels) / accumulate  # the mean of the batches' means
+        loss = F.cross_entropy(model(images), labels) / accumulate  # the mean over all batches of the step
         loss.backward()
         if is_last:
             for parameter in model.parameters():
@@ -54,7 +54,10 @@ MISTAKES = (
         "The batches that are left over get a step of their own: one small batch, divided as if there were several.",
         (ddp.LOADER, "    train_loader = DataLoader(train_set, args.batch_size, sampler=sampler)\n"),
         ("torch.zeros(len(loader) // accumulate,", "torch.zeros(-(-len(loader) // accumulate),"),
-        ("    batches = islice(loader, len(losses) * accumulate)  # what is left over makes no whole step\n", ""),
+        (
+            "    batches = islice(loader, len(losses) * accumulate)  # drop the last batches if they do not fill a step\n",
+            "",
+        ),
         ("tqdm(batches,", "tqdm(loader,"),
         (ddp.IS_LAST, ddp.IS_LAST + " or batch + 1 == len(loader)"),
     ),
@@ -141,8 +144,8 @@ MISTAKES = (
         "no_sync() surrounds backward() but not the forward pass that it acts on, so each batch communicates gradients.",
         (
             "        with nullcontext() if is_last else model.no_sync():\n"
-            "            loss = F.cross_entropy(model(images), labels) / accumulate  # the mean of the batches'"
-            " means\n",
+            "            loss = F.cross_entropy(model(images), labels) / accumulate  # the mean over all batches of"
+            " the step\n",
             "        loss = F.cross_entropy(model(images), labels) / accumulate\n"
             "        with nullcontext() if is_last else model.no_sync():\n",
         ),
@@ -165,7 +168,7 @@ STYLES = (
         (
             ddp.WITHOUT_SYNC,
             "        model.require_backward_grad_sync = is_last\n"
-            "        loss = F.cross_entropy(model(images), labels) / accumulate  # the mean of the batches' means\n"
+            "        loss = F.cross_entropy(model(images), labels) / accumulate  # the mean over all batches of the step\n"
             "        loss.backward()\n",
         ),
     ),
@@ -189,7 +192,7 @@ STYLES = (
         ddp.METRICS,
         "The loss is a sum over samples, divided once; zero_grad() runs before the first batch of a step.",
         (
-            "cross_entropy(model(images), labels) / accumulate  # the mean of the batches' means\n",
+            "cross_entropy(model(images), labels) / accumulate  # the mean over all batches of the step\n",
             'cross_entropy(model(images), labels, reduction="sum") / (accumulate * len(labels))\n',
         ),
         ("            optimizer.step()\n            optimizer.zero_grad()\n", "            optimizer.step()\n"),

@@ -105,7 +105,7 @@ MISTAKES = (
         "export-differs",
         "The export has the parameters from before the training.",
         (
-            '    with torch.device("meta"):  # names and shapes, without memory\n' + sharded.MAKE,
+            '    with torch.device("meta"):  # names and shapes, but no memory\n' + sharded.MAKE,
             "    model = AutoModelForCausalLM.from_pretrained(args.model)\n",
         ),
         ("torch.empty(shapes[name].shape)", "shapes[name].contiguous()"),

@@ -106,8 +106,8 @@ MISTAKES = (
         "crash",
         "model.forward() bypasses FSDP's hooks, so no parameters are gathered.",
         (
-            "        loss = model(input_ids=batch, labels=batch, use_cache=False).loss  # it shifts",
-            "        loss = model.forward(input_ids=batch, labels=batch, use_cache=False).loss  # it shifts",
+            "        loss = model(input_ids=batch, labels=batch, use_cache=False).loss  # the model shifts",
+            "        loss = model.forward(input_ids=batch, labels=batch, use_cache=False).loss  # the model shifts",
         ),
     ),
     mistake(

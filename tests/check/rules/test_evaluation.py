@@ -114,7 +114,7 @@ MISTAKES = (
         (ddp.REDUCE_CONFUSION, ""),
         (
             ddp.F1 + ddp.SCORES,
-            ddp.F1.replace("  # of each class", "") + "    f1 = f1.mean()\n"
+            ddp.F1.replace("  # one F1 score per class", "") + "    f1 = f1.mean()\n"
             "    dist.all_reduce(f1, dist.ReduceOp.AVG)\n"
             + ddp.REDUCE_CONFUSION
             + ddp.SCORES.replace("f1.mean()", "f1"),

@@ -200,7 +200,7 @@ MISTAKES = (
         ddp.SPAWN,
         "weights-differ",
         "The gradients are averaged by hand, but each rank draws its own initial parameters.",
-        ("torch.manual_seed(SEED)  # the same first weights in every run", "torch.manual_seed(SEED + rank)"),
+        ("torch.manual_seed(SEED)  # the same initial parameters in every run", "torch.manual_seed(SEED + rank)"),
         (ddp.WRAPPED, "ddp_model = model"),
         (
             ddp.BACKWARD,

@@ -8,7 +8,7 @@ LAUNCH = f"{STAGE}/exercise1_launch_ddp.sh"
 SRUN = f"{STAGE}/exercise2_srun.sh"
 REQUEUE = f"{STAGE}/exercise3_requeue.sh"
 
-# Parts of their text.
+# Parts of these scripts.
 NODES = "#SBATCH --nodes=2\n"
 STRICT = "set -euo pipefail\n"
 HEAD = 'head=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)'

@@ -184,7 +184,7 @@ STYLES = (
         ddp.TORCHRUN,
         "A tensor that the garbage collector has emptied, but that something still holds: it has no graph to ask for.",
         (
-            "    torch.manual_seed(SEED)  # the same first weights in every run\n",
+            "    torch.manual_seed(SEED)  # the same initial parameters in every run\n",
             "    torch.manual_seed(SEED)\n    emptied = torch.ones(1)\n    import ctypes\n"
             "    # PyTypeObject.tp_clear, which Python's collector calls\n"
             "    clear = ctypes.c_void_p.from_address(id(torch.Tensor) + 192).value\n"

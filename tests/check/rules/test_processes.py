@@ -122,6 +122,21 @@ MISTAKES = (
         "The global rank picks the device: right on the first machine, out of range on the second.",
         ('int(os.environ["LOCAL_RANK"])', 'int(os.environ["RANK"])'),
     ),
+    # ---- device-shared
+    mistake(
+        "all-ranks-use-device-0",
+        ddp.SPAWN,
+        "device-shared",
+        "The index is that of the only device of stage 01.",
+        ("set_device_index(local_rank)", "set_device_index(0)"),
+    ),
+    mistake(
+        "no-rank-chooses-a-device",
+        ddp.SPAWN,
+        "device-shared",
+        "Without an index, each process uses the first device.",
+        ("        torch.accelerator.set_device_index(local_rank)\n", ""),
+    ),
     # ---- port-fixed
     mistake(
         "fixed-port",
@@ -129,8 +144,6 @@ MISTAKES = (
         "port-fixed",
         "With the address and port of the PyTorch tutorial a second run on the machine fails with EADDRINUSE.",
         (
-            "    # The store is where the processes find each other. "
-            "Port 0: the system picks a free one, nobody collides.\n"
             '    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)\n',
             "",
         ),
@@ -165,6 +178,12 @@ MISTAKES = (
 )
 
 STYLES = (
+    style(
+        "devices-in-reverse",
+        ddp.SPAWN,
+        "Each rank uses a device of its own, but not the one with its own number.",
+        ("set_device_index(local_rank)", "set_device_index(local_world_size - 1 - local_rank)"),
+    ),
     style(
         "context-process-instead-of-spawn",
         ddp.SPAWN,

@@ -298,10 +298,10 @@ MISTAKES = (
         "outlives-torchrun",
         ddp.TORCHRUN,
         "orphans",
-        "After kill -9 of torchrun its workers go on training, and write to the checkpoint of the next start.",
+        "After kill -9 of torchrun its workers continue training, and write to the checkpoint of the next start.",
         (
             "from workshop.training.launcher import exit_with_launcher\n\n"
-            "exit_with_launcher()  # kill -9 on torchrun would leave this process training, and saving; "
+            "exit_with_launcher()  # this process must end if torchrun is killed (kill -9); "
             "before the slow imports\n\n",
             "",
         ),

@@ -47,7 +47,10 @@ MISTAKES = (
         sharded.FSDP,
         "one-group",
         "The loop shards only the first layer.",
-        ("    for layer in model.model.layers:\n        # A", "    for layer in model.model.layers[:1]:\n        # A"),
+        (
+            "    for layer in model.model.layers:\n        # One",
+            "    for layer in model.model.layers[:1]:\n        # One",
+        ),
     ),
     # ---- whole-model
     mistake(
@@ -131,9 +134,9 @@ MISTAKES = (
         "autocast around a model without a policy communicates twice the bytes.",
         (sharded.POLICY, "    return MixedPrecisionPolicy()\n"),
         (
-            "        loss = model(input_ids=batch, labels=batch, use_cache=False).loss  # it shifts",
+            "        loss = model(input_ids=batch, labels=batch, use_cache=False).loss  # the model shifts",
             "        with torch.autocast(device.type, torch.bfloat16):\n"
-            "            loss = model(input_ids=batch, labels=batch, use_cache=False).loss  # it shifts",
+            "            loss = model(input_ids=batch, labels=batch, use_cache=False).loss  # the model shifts",
         ),
     ),
     # ---- reduce-rounded

@@ -1,4 +1,4 @@
-"""The solution of each exercise: all parts of the check pass, those with a real launcher too."""
+"""The solution of each exercise passes all parts of the check, including those with a real launcher."""
 
 from check.bank import second
 from check.bank.case import style

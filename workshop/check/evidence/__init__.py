@@ -1,1 +1,1 @@
-"""What a run leaves behind: typed events, written by the probes and read by the rules."""
+"""The evidence of a run: typed events that the probes write and the rules read."""

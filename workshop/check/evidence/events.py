@@ -1,23 +1,22 @@
-"""One frozen dataclass for each kind of event: probes write them, rules read them, nothing else knows them.
+"""One frozen dataclass per kind of event: probes write them, rules read them, and no other code uses them.
 
-The comment beside an event says when it is noted. It holds only what some rule reads (a test compares). If a field or an event
-is new, all evidence is recorded again.
+The comment beside an event says when it is recorded. After a change to a field or an event, record all evidence again.
 """
 
 from dataclasses import dataclass, field
 from typing import dataclass_transform
 
-# A sample: (type of the data set, its length, index in it), or ("content", checksum, bytes) where no loader names it.
+# A sample: (type of the data set, its length, index in it), or ("content", checksum, bytes) if no loader is known.
 Key = tuple[object, ...]
 Loader = tuple[int, int]  # a loader and the number of its iteration
-# The norm of a tensor and some of its values; None: there is no tensor (no gradient, or one without contents).
+# The norm of a tensor and some of its values; None: there is no tensor, or it has no contents.
 Sketch = tuple[float, list[float]] | None
 
 
 @dataclass_transform(frozen_default=True, kw_only_default=True)
 @dataclass(frozen=True, kw_only=True)
 class Event:
-    """What every event has. Each subclass becomes such a dataclass by itself."""
+    """The base of all events. Each subclass becomes a frozen dataclass automatically."""
 
     where: str = ""  # the line of the program, as "file.py:12"
 
@@ -26,7 +25,7 @@ class Event:
 
 
 class Started(Event):  # a process began to record
-    parent: int  # the process id of its parent; the rest is what its launcher set
+    parent: int  # the process id of its parent; the other fields come from its launcher
     rank: str | None = None
     local_rank: str | None = None
 
@@ -42,7 +41,7 @@ class Exited(Event):  # the program called ``sys.exit``
 
 
 class Ended(Event):
-    """The process reached its end (it was not killed)."""
+    """The process ended by itself (it was not killed)."""
 
 
 class Joining(Event):  # ``init_process_group`` was called
@@ -50,7 +49,7 @@ class Joining(Event):  # ``init_process_group`` was called
     world_size: object
     address: str | None
     port: str | None
-    given_address: str | None  # what the launcher had set in the environment
+    given_address: str | None  # as the launcher had set it in the environment
     given_port: str | None
 
 
@@ -63,7 +62,7 @@ class GroupDestroyed(Event):
     """``destroy_process_group`` was called."""
 
 
-class StoreOpened(Event):  # a ``TCPStore`` was made
+class StoreOpened(Event):  # a ``TCPStore`` was created
     port: int
     master: bool
 
@@ -84,7 +83,7 @@ class InnerCollective(Event):  # a library, such as FSDP, called a collective du
 
 
 class Wrapped(Event):
-    """A model was given to ``DistributedDataParallel``."""
+    """A model was wrapped in ``DistributedDataParallel``."""
 
 
 class UnevenJoined(Event):
@@ -92,12 +91,12 @@ class UnevenJoined(Event):
 
 
 class Forward(Event):  # one forward pass of the whole model; part of ``Backward`` or ``Evaluated``
-    wrapped: bool  # it went through ``DistributedDataParallel``
-    sync: bool | None  # the backward is to average gradients (False under ``no_sync()``); None: not wrapped
+    wrapped: bool  # the program called the ``DistributedDataParallel`` wrapper
+    sync: bool | None  # the backward pass will average gradients (False under ``no_sync()``); None: not wrapped
     keys: list[Key]  # its samples
     rows: list[Key]  # their contents, as the model saw them
-    shape: tuple[int, ...] | None  # of one sample; None: the input is no tensor
-    loader: Loader | None  # where the batch came from, if a loader was seen
+    shape: tuple[int, ...] | None  # of one sample; None: the input is not a tensor
+    loader: Loader | None  # the loader that returned the batch, if known
 
     def names(self, identity: str) -> list[Key]:
         """The samples, named by ``Process.identity``."""
@@ -105,21 +104,21 @@ class Forward(Event):  # one forward pass of the whole model; part of ``Backward
 
 
 class Backward(Event):  # one backward pass
-    forward: Forward | None  # the forward that it belongs to, if one was seen
+    forward: Forward | None  # the matching forward pass, if known
     loss: float | None  # the mean
     sync: bool | None  # as in ``Forward``
-    leftover: bool  # gradients of an earlier backward were still there
-    random: int  # a checksum of torch's random state
+    leftover: bool  # gradients of an earlier backward pass were not cleared
+    random: int  # a checksum of the random state of torch
 
 
-class Evaluated(Event):  # a forward pass that no backward pass followed
+class Evaluated(Event):  # a forward pass without a backward pass
     forward: Forward
 
 
 class LoaderStarted(Event):  # a ``DataLoader`` began an iteration
     loader: int
     iteration: int
-    length: int | None  # its number of batches, if it knows
+    length: int | None  # its number of batches, if known
 
 
 class EpochSet(Event):  # ``DistributedSampler.set_epoch`` was called
@@ -127,7 +126,7 @@ class EpochSet(Event):  # ``DistributedSampler.set_epoch`` was called
 
 
 class BatchLoaded(Event):  # a ``DataLoader`` returned a batch
-    seconds: float  # that it took
+    seconds: float  # time that the program waited for it
 
 
 class StepBegun(Event):  # ``optimizer.step()`` was called
@@ -135,9 +134,9 @@ class StepBegun(Event):  # ``optimizer.step()`` was called
     weights: list[Sketch]
     names: list[str]  # of these parameters in the model, "" where unknown
     rates: list[float]  # the learning rate of each group
-    state: int  # how many parameters the optimizer has a state for
-    of_model: bool  # the optimizer holds some parameter of the model
-    fitting: bool  # Lightning's Trainer takes the step
+    state: int  # number of parameters with optimizer state
+    of_model: bool  # the optimizer has at least one parameter of the model
+    fitting: bool  # the Trainer of Lightning takes the step
 
 
 class StepTaken(Event):  # ``optimizer.step()`` returned
@@ -145,67 +144,67 @@ class StepTaken(Event):  # ``optimizer.step()`` returned
 
 
 class GraphMeasured(Event):  # at two of the first steps
-    nodes: int  # of the largest autograd graph that something still holds
+    nodes: int  # of the largest autograd graph in memory
 
 
-class LayersSeen(Event):  # after a step: what the layers have done so far
-    dtypes: list[str]  # of what linear and convolution layers return in training
-    convolved: list[tuple[int, ...]]  # height and width of what each convolution returns, in the first step
-    batchnorm: bool  # a layer normalizes with the batch
+class LayersSeen(Event):  # after a step: the layers that have run so far
+    dtypes: list[str]  # of the outputs of linear and convolution layers in training
+    convolved: list[tuple[int, ...]]  # height and width of the output of each convolution, in the first step
+    batchnorm: bool  # a layer normalizes over the batch
 
 
 class DeviceSeen(Event):  # after the first step
-    bf16_is_fast: bool  # the model's device computes faster in bfloat16 than in float32
+    bf16_is_fast: bool  # the device of the model computes faster in bfloat16 than in float32
 
 
-class ValuesAsked(Event):  # after a step; ``where`` is the last time that the program asked a tensor for its value
-    count: int  # how often it has asked so far
+class ValuesAsked(Event):  # after a step; ``where`` is the last line that read the value of a tensor
+    count: int  # how often the program has read a value so far
 
 
 class SamplesPrepared(Event):  # after a step
-    count: int  # samples of the workshop's data set that have been prepared one by one so far
+    count: int  # samples of the workshop data set that were prepared one by one so far
 
 
-class FileWritten(Event):  # a file in the run's folder was opened for writing, got its name, or was saved to
+class FileWritten(Event):  # a file in the folder of the run was opened for writing, renamed, or saved
     path: str
 
 
 class FileRenamed(Event):  # a file or folder was renamed
-    source: str  # its name before
+    source: str  # its previous name
 
 
-class Saved(Event):  # ``torch.save`` or Lightning's ``save_checkpoint`` was called
+class Saved(Event):  # ``torch.save`` or ``Trainer.save_checkpoint`` was called
     path: str  # "" if the file has no name
-    keys: list[str]  # the names of the model's parameters in it
-    whole: bool = False  # the library itself replaces the file only when it is complete (Lightning)
-    accuracy: float | None = None  # that Lightning had then
+    keys: list[str]  # the names of the model parameters in it
+    whole: bool = False  # the library replaces the file only when the new one is complete (Lightning)
+    accuracy: float | None = None  # the value in Lightning at that moment
 
 
 class Loaded(Event):
     """``torch.load`` was called."""
 
 
-class WroteOutside(Event):  # the program tried to write outside of the run's folder
+class WroteOutside(Event):  # the program tried to write outside the folder of the run
     path: str
 
 
-class Reported(Event):  # an epoch's figures were written to the workshop's log
+class Reported(Event):  # the figures of an epoch were written to the workshop log
     losses: list[float]  # of its steps
     accuracy: float | None
     samples_per_second: float
     metrics: dict[str, float]
-    truth: dict[str, float]  # the same metrics, computed at that moment over the whole test set; empty if unknown
+    truth: dict[str, float]  # the same metrics, computed by the check over the whole test set; empty if unknown
     samples: int  # the number of test samples behind ``truth``
-    failed: str  # why there is no truth, or ""
+    failed: str  # why ``truth`` is unknown, or ""
 
 
 class TrainerFit(Event):
     """``Trainer.fit`` was called."""
 
 
-class CallbacksSeen(Event):  # Lightning's training began
+class CallbacksSeen(Event):  # training with Lightning began
     stop: list[tuple[str, str]]  # (monitor, mode) of each EarlyStopping
-    best: list[tuple[str, str]]  # the same of each ModelCheckpoint
+    best: list[tuple[str, str]]  # the same for each ModelCheckpoint
 
 
 class MetricsLogged(Event):  # a logger of Lightning received metrics with these names
@@ -213,7 +212,7 @@ class MetricsLogged(Event):  # a logger of Lightning received metrics with these
 
 
 class FullySharded(Event):  # ``fully_shard`` was called
-    held: int  # bytes of the module's parameters that this process held in full at that moment
+    held: int  # bytes of the module's parameters that this process had in full at that moment
     offload: str  # the type of the offload policy
 
 
@@ -230,12 +229,12 @@ class GradientsClipped(Event):  # ``clip_grad_norm_`` was called with gradients 
     norms: list[float]
 
 
-class FineTuningBegun(Event):  # the log of a language model's training began
+class FineTuningBegun(Event):  # the log of a language-model training began
     validation_loss: float  # in nats
 
 
 class FineTuningReported(Event):  # a line was written to this log
-    losses: list[float]  # of the steps since the line before, in nats
+    losses: list[float]  # of the steps since the previous line, in nats
     validation_loss: float
 
 
@@ -244,15 +243,15 @@ class Compiled(Event):
 
 
 class ActivationsKept(Event):  # a forward pass in training ended
-    bytes: int  # that it kept for the backward pass
+    bytes: int  # kept for the backward pass
 
 
 class LayoutSeen(Event):  # how the model was sharded at the first step
-    own: int  # bytes of the parameters that this process holds
+    own: int  # bytes of the parameters in this process
     whole: int  # bytes of all parameters
-    whole_here: list[str]  # the names of the parameters that this process holds in full
+    whole_here: list[str]  # the names of the parameters that this process has in full
     dtypes: list[str]  # of the parameters
-    groups: int  # modules that ``fully_shard`` has made groups of
+    groups: int  # modules that ``fully_shard`` made into groups
     layers: int
     layer_groups: int  # layers that are groups
     buffers: list[str]  # the names of rotary buffers with wrong contents
@@ -268,15 +267,15 @@ class EngineCalled(Event):  # a method of the DeepSpeed engine was called
     name: str
 
 
-class EngineLoss(Event):  # the engine's ``backward`` was given this loss
+class EngineLoss(Event):  # ``engine.backward`` was called with this loss
     loss: float
 
 
 class MomentsMeasured(Event):  # after a step of the engine
-    own: int  # bytes of the optimizer's moments in this process
+    own: int  # bytes of the optimizer moments in this process
     whole: int  # bytes of the moments of the whole model
 
 
-class AcceleratorCalled(Event):  # a method of Accelerate's ``Accelerator`` was called
+class AcceleratorCalled(Event):  # a method of ``accelerate.Accelerator`` was called
     name: str
-    of: list[str] = field(default_factory=list)  # the types of its arguments (of a loader: its sampler's)
+    of: list[str] = field(default_factory=list)  # the types of its arguments (for a loader: of its sampler)

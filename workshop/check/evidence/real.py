@@ -1,10 +1,10 @@
-"""What a real launcher shows: fresh interpreters, restarts after kill -9, Slurm's variables, and the speed by itself."""
+"""Evidence of real launchers: new interpreters, restarts after kill -9, variables of Slurm, and the speed without the check."""
 
 from dataclasses import dataclass
 
 
 class _Printed:
-    """A run of which the check has kept what it printed."""
+    """A run with its printed output."""
 
     text: str
 
@@ -15,18 +15,18 @@ class _Printed:
 
     @property
     def end(self) -> str:
-        """The end of what was printed, for ``--verbose``."""
+        """The end of the output, for ``--verbose``."""
         return self.text[-3000:]
 
 
 @dataclass(frozen=True)
 class RealRun(_Printed):
-    """A program that was started for real, in one process or in several."""
+    """A program that was started without probes, in one or several processes."""
 
-    statuses: tuple[int | None, ...]  # of each process that the check started; None: it ran over its time
-    text: str  # what all of them printed
-    limit: float  # the time that they had, in seconds
-    processes: tuple[int, ...]  # how many processes trained, for each epoch in the log
+    statuses: tuple[int | None, ...]  # of each process that the check started; None: it exceeded the time limit
+    text: str  # what all processes printed
+    limit: float  # their time limit, in seconds
+    processes: tuple[int, ...]  # number of processes in each epoch of the log
     checkpoint: bool  # whether there is a checkpoint at the end
 
 
@@ -35,12 +35,11 @@ class Killed(_Printed):
     """A run under torchrun in which one process was killed with kill -9 after the first epoch."""
 
     reached: bool  # whether it reached the end of the first epoch
-    workers: int  # how many processes torchrun had started then
+    workers: int  # number of processes that torchrun had started then
     text: str  # what it printed
-    orphans: int = 0  # how many of the workers still ran five seconds after torchrun had been killed
-    status: int | None = None  # of the run, or of the next start where torchrun was killed; None: it ran over its time
-    # The largest difference between a tensor of its checkpoint and of an uninterrupted run's; infinity: they hold different
-    # tensors; None: there is no checkpoint, or the status is not 0.
+    orphans: int = 0  # number of workers that still ran five seconds after torchrun was killed
+    status: int | None = None  # of the run or, if torchrun was killed, of the next start; None: time limit exceeded
+    # The largest difference to the checkpoint of an uninterrupted run; infinity: other tensors; None: no checkpoint, or failed.
     difference: float | None = None
 
 
@@ -48,22 +47,22 @@ class Killed(_Printed):
 class Kills:
     """What kill -9 does to a run under torchrun."""
 
-    uninterrupted: int | None  # the exit status of the run without a kill; where it is not 0, nothing was killed
-    worker: Killed | None = None  # where one worker was killed
-    torchrun: Killed | None = None  # where torchrun was killed, and started again
+    uninterrupted: int | None  # the exit status of the run without a kill; if it is not 0, nothing was killed
+    worker: Killed | None = None  # after a worker was killed
+    torchrun: Killed | None = None  # after torchrun was killed and started again
 
 
 @dataclass(frozen=True)
 class Speeds:
-    """How fast a program and the solution of its exercise are, started in turns."""
+    """The throughput of a program and of the solution of its exercise, started alternately."""
 
-    own: tuple[float, ...]  # samples per second in the best epoch of each turn; empty: it wrote no log
-    solution: tuple[float, ...]  # the same
-    failed: str = ""  # what was printed by the first of them that ended with an error; "" where none did
+    own: tuple[float, ...]  # samples per second in the best epoch of each start; empty: it wrote no log
+    solution: tuple[float, ...]  # the same for the solution
+    failed: str = ""  # the output of the first start that ended with an error; "" if none did
 
 
 def last_error(text: str) -> str:
-    """The last error in what a program printed, or its last line."""
+    """Return the last error in the output of a program, or its last line."""
     lines = [line.strip() for line in text.splitlines() if "Error" in line or "error:" in line]
-    own = [line for line in lines if "ChildFailed" not in line]  # which is torchrun's
+    own = [line for line in lines if "ChildFailed" not in line]  # an error of torchrun itself
     return (own or text.strip().splitlines() or ["no output"])[-1][:300]

@@ -1,6 +1,6 @@
-"""Evidence in a file: what a check has made of programs, so that rules can judge it again without running them.
+"""Evidence in files, so that rules can judge programs again without running them.
 
-A file holds many versions of few programs, which agree in most of their numbers, so equal values are stored once.
+A file contains many similar versions of a few programs, so equal values are stored only once.
 """
 
 import dataclasses
@@ -24,34 +24,34 @@ from workshop.check.evidence.run import Process
 from workshop.errors import UserError
 from workshop.files import write_atomically
 
-LONGEST = 10_000  # characters of a text that are kept at its start and at its end
-TICKS = 1024  # the times of events are kept to 1/1024 of a second: binary fractions take less room than decimal ones
-KEPT = 4  # values in the sketch of a tensor: fewer than it has, but sketches that are equal stay equal
+LONGEST = 10_000  # characters kept at the start and at the end of a text
+TICKS = 1024  # times are rounded to 1/1024 s: binary fractions take less space than decimal ones
+KEPT = 4  # values kept per sketch: fewer than recorded, but equal sketches stay equal
 CUT = "\n[...]\n"
 
 
 @dataclass
 class Recorded:
-    """What a check has made of one program."""
+    """The evidence of one program."""
 
-    name: str  # of the program, or of its version
-    offers: tuple[str, ...] = ()  # the names of the scenarios that its bench offered, in order
-    made: dict[str, Any] = field(default_factory=dict)  # the results of those that were made, by their names
-    unavailable: dict[str, str] = field(default_factory=dict)  # why others could not be made
+    name: str  # of the program or the version of it
+    offers: tuple[str, ...] = ()  # names of the scenarios that its bench offered, in order
+    made: dict[str, Any] = field(default_factory=dict)  # the results by scenario name
+    unavailable: dict[str, str] = field(default_factory=dict)  # by scenario name, why it could not be made
 
 
 def write(path: Path, recorded: Iterable[Recorded], hide: Callable[[str], str] = str) -> None:
-    """Write evidence to a file; ``hide`` removes what only this machine has from a text, such as its paths."""
+    """Write evidence to a file; ``hide`` removes what is specific to this machine from a text, such as paths."""
     shared = _Shared(hide)
     content = pickle.dumps(_schema(), 5) + pickle.dumps([shared.plain(each) for each in recorded], 5)
-    size = max(1 << 20, 1 << len(content).bit_length())  # equal stretches are found over the whole content
+    size = max(1 << 20, 1 << len(content).bit_length())  # finds repetitions in the whole content
     filters = [{"id": lzma.FILTER_LZMA2, "preset": 9 | lzma.PRESET_EXTREME, "dict_size": min(size, 1 << 28)}]
     path.parent.mkdir(parents=True, exist_ok=True)
     write_atomically(path, lzma.compress(content, filters=filters))
 
 
 def read(path: Path, again: str) -> dict[str, Recorded]:
-    """Read the evidence in a file, by the names of the programs; ``again`` is the command that records it again."""
+    """Read the evidence in a file, by program name; ``again`` is the command that records it again."""
     try:
         content = io.BytesIO(lzma.decompress(path.read_bytes()))
         schema = _Reader(content).load()
@@ -60,12 +60,12 @@ def read(path: Path, again: str) -> dict[str, Recorded]:
     except (lzma.LZMAError, EOFError, pickle.UnpicklingError) as error:
         raise UserError(f"{path} is damaged ({error}); record again: {again}") from None
     if schema != _schema():
-        raise UserError(f"{path} holds evidence of another version of the check; record again: {again}")
+        raise UserError(f"{path} contains evidence of a different version of the check; record again: {again}")
     return {each.name: each for each in _Reader(content).load()}
 
 
 def all_events() -> dict[str, type[Event]]:
-    """Each kind of event by its name."""
+    """Return each kind of event by its name."""
     return {each.__name__: each for each in Event.__subclasses__()}
 
 
@@ -73,12 +73,12 @@ def _described(kind: Any, name: str) -> str:
     return f"{name}({', '.join(f'{part.name}: {part.type}' for part in dataclasses.fields(kind))})"
 
 
-# The version of the events, which stands with that of all other evidence at the beginning of each file.
+# The version of the events; each file begins with it and the version of all other evidence.
 SCHEMA = zlib.crc32("\n".join(_described(kind, name) for name, kind in sorted(all_events().items())).encode())
 
 
 def _schema() -> int:
-    """A checksum of all that evidence consists of."""
+    """Return a checksum of the fields of all evidence."""
     package = workshop.check.evidence
     parts = [str(SCHEMA)]
     for module in pkgutil.iter_modules(package.__path__, f"{package.__name__}."):
@@ -89,7 +89,7 @@ def _schema() -> int:
 
 
 class _Reader(pickle.Unpickler):
-    """Makes the workshop's own objects, and no others."""
+    """Unpickles only objects of the workshop."""
 
     def find_class(self, module: str, name: str) -> Any:
         if not module.startswith("workshop."):
@@ -98,14 +98,14 @@ class _Reader(pickle.Unpickler):
 
 
 class _Shared:
-    """Copies of objects in which equal parts are one object, which pickle writes once. (No rule changes a shared list.)"""
+    """Copies objects so that equal parts are one object, which pickle writes once. (No rule changes a shared list.)"""
 
     def __init__(self, hide: Callable[[str], str]) -> None:
         self.known: dict[object, Any] = {}
-        self.text = cache(lambda text: _cut(hide(text)))  # a path may lie across the cut
+        self.text = cache(lambda text: _cut(hide(text)))  # hide first, because a path may cross the cut
 
     def plain(self, value: Any) -> Any:
-        """A copy: the fields of dataclasses without cached properties, floats in single precision, texts cut and hidden."""
+        """Copy a value: dataclasses without cached properties, floats in single precision, texts cut and hidden."""
         if isinstance(value, float):
             with suppress(OverflowError):
                 value = struct.unpack("f", struct.pack("f", value))[0]
@@ -121,7 +121,7 @@ class _Shared:
         if isinstance(value, set):
             return {self.plain(each) for each in value}
         if isinstance(value, tuple) and len(value) == 2 and isinstance(value[0], float) and isinstance(value[1], list):
-            norm, values = value  # it is a sketch of a tensor
+            norm, values = value  # a sketch of a tensor
             value = (norm, values[:: max(1, len(values) // KEPT)][:KEPT])
         if type(value) in (list, tuple):
             parts = [self.plain(each) for each in value]
@@ -136,7 +136,7 @@ class _Shared:
         return self._one(copied, parts.values()) if value.__dataclass_params__.frozen else copied
 
     def _one(self, value: Any, parts: Iterable[object] | None = None) -> Any:
-        """The first of all equal values. Those with parts are equal if the parts are the same objects, which ``known`` keeps."""
+        """Return the first of all equal values. Values with parts are equal if their parts are the same objects in ``known``."""
         key = (type(value), value) if parts is None else (type(value), *map(id, parts))
         return self.known.setdefault(key, value)
 

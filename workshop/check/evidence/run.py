@@ -1,4 +1,4 @@
-"""What a run left: the events of each of its processes, and questions that the rules ask of them."""
+"""The events of the processes of a run, and properties of them that the rules read."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -25,13 +25,13 @@ E = TypeVar("E", bound=Event)
 
 @dataclass(frozen=True)
 class Asked:
-    """What the check asked a program for that it knows: an exercise."""
+    """What an exercise asks a program to do."""
 
     epochs: int | None = None  # None: the program counts steps
     accumulate: int = 1  # batches per step
-    metric: str = ""  # what it has to report: "accuracy" or a further figure of the log; "": nothing
-    images: tuple[int, int, int] | None = None  # channels, height and width that its model is for; None: any
-    validation_loss: float | None = None  # of a language model before the training, in nats, by transformers alone
+    metric: str = ""  # the figure that it must report: "accuracy" or a different one in the log; "": none
+    images: tuple[int, int, int] | None = None  # channels, height and width of the images for its model; None: any
+    validation_loss: float | None = None  # of a language model before training, in nats, computed with transformers
 
 
 @dataclass
@@ -40,13 +40,13 @@ class Step:
 
     seconds: float  # when it began
     before: StepBegun
-    backwards: list[Backward]  # since the step before
-    identity: str = "keys"  # what names a sample, as in ``Process``
+    backwards: list[Backward]  # since the previous step
+    identity: str = "keys"  # what identifies a sample, as in ``Process``
     after: StepTaken | None = None  # None: the run ended in the step
 
     @property
     def keys(self) -> list[Key]:
-        """The samples of its gradients."""
+        """The samples that contribute to the step."""
         return [key for each in self.backwards if each.forward for key in each.forward.names(self.identity)]
 
     @property
@@ -56,7 +56,7 @@ class Step:
 
     @property
     def random(self) -> int | None:
-        """The random state that the step begins with."""
+        """The random state at the start of the step."""
         return self.backwards[0].random if self.backwards else None
 
 
@@ -68,8 +68,8 @@ class Process:
     events: list[tuple[float, Event]]  # pairs (seconds, event) in order
     stdout: str = ""  # the first megabyte
     stderr: str = ""
-    stack: str = ""  # the lines of the stack when the run hung; "" otherwise
-    identity: str = "keys"  # what names a sample: "keys" (its index in the data set, if known) or "rows" (its content)
+    stack: str = ""  # the stack trace if the run hung; "" otherwise
+    identity: str = "keys"  # what identifies a sample: "keys" (its index, if known) or "rows" (its content)
 
     def of(self, kind: type[E]) -> list[E]:
         """The events of this kind, in order."""
@@ -85,12 +85,12 @@ class Process:
 
     @cached_property
     def rank(self) -> int | None:
-        """Its rank in the group that it joined last."""
+        """The rank in the group that the process joined last."""
         return next((joined.rank for joined in reversed(self.of(Joined))), None)
 
     @property
     def step_where(self) -> str:
-        """The line of its first step."""
+        """The line of the first step."""
         return self.steps[0].before.where if self.steps else ""
 
     @cached_property
@@ -106,14 +106,14 @@ class Process:
                 backwards = []
             elif isinstance(event, StepTaken) and steps:
                 steps[-1].after = event
-        # A step without a backward before the first one is a library's, which creates the optimizer's state by it.
+        # A library takes a first step without a backward pass to create the optimizer state: ignore it.
         while len(steps) > 1 and not steps[0].backwards and steps[1].backwards:
             del steps[0]
         return steps
 
     @cached_property
     def epochs(self) -> list[list[Key]]:
-        """The samples trained on, for each pass over a loader (or, without one, until a sample comes again)."""
+        """The samples of each training epoch: a pass over a loader or, without a loader, until a sample repeats."""
         epochs: list[list[Key]] = []
         seen: set[Key] = set()
         loader = None
@@ -129,7 +129,7 @@ class Process:
 
     @cached_property
     def evaluations(self) -> list[list[Key]]:
-        """The samples evaluated, for each stretch between two steps."""
+        """The evaluated samples, one list per evaluation between two steps."""
         phases: list[list[Key]] = [[]]
         for _, event in self.events:
             if isinstance(event, Evaluated):
@@ -140,34 +140,34 @@ class Process:
 
     @property
     def data_where(self) -> str:
-        """The line of the first forward pass in training: where its data reach the model."""
+        """The line of the first forward pass in training, where the data reach the model."""
         backward = self.first(Backward)
         return backward.forward.where if backward and backward.forward else ""
 
     @property
     def draws(self) -> bool:
-        """Whether its steps draw from torch's default generator: dropout, augmentation."""
+        """Whether the steps use the default random generator of torch, for example for dropout."""
         states = [backward.random for backward in self.of(Backward)]
-        return len(states) > 2 and len(set(states)) > len(states) / 2  # iterating over a loader draws once an epoch
+        return len(states) > 2 and len(set(states)) > len(states) / 2  # iterating over a loader draws once per epoch
 
 
 @dataclass
 class Run:
     """One run of a program."""
 
-    nproc: int  # how many processes it was to have
-    processes: list[Process]  # all that were seen, in the order in which they started
-    status: int | None  # exit status of the launcher; None: the check ended it
-    hung: str  # "idle" (all processes waited), "busy" (one computed without an event), "long" (the time was over) or ""
-    flooded: bool  # it printed more than the check reads
+    nproc: int  # number of processes that it should have
+    processes: list[Process]  # all processes, in the order in which they started
+    status: int | None  # exit status of the launcher; None: the check ended the run
+    hung: str  # "idle" (all processes waited), "busy" (one computed without an event), "long" (time limit) or ""
+    flooded: bool  # it printed more than the check allows
     seconds: float  # how long it took
-    launch: str  # how its processes were started: "single", "spawn" or "torchrun"
-    asked: Asked | None = None  # None: a program that the check does not know
-    error_files: set[int] = field(default_factory=set)  # the ranks that left a traceback for torchrun
+    launch: str  # the launcher: "single", "spawn" or "torchrun"
+    asked: Asked | None = None  # None: the program is not an exercise
+    error_files: set[int] = field(default_factory=set)  # the ranks whose traceback was recorded for torchrun
 
     @property
     def accumulate(self) -> int:
-        """Batches a step that it was asked for."""
+        """Batches per step that the exercise asks for."""
         return self.asked.accumulate if self.asked else 1
 
     @cached_property
@@ -185,7 +185,7 @@ class Run:
 
     @property
     def first_rank(self) -> list[Process]:
-        """The first rank that took a step, in a list; empty if the run failed or trained nothing."""
+        """The first rank that took a step, in a list; empty if the run failed or did not train."""
         return [] if self.failed else self.trained[:1]
 
     def all(self, kind: type[E]) -> Iterator[E]:
@@ -197,35 +197,35 @@ class Run:
         return next((event.where for event in self.all(kind)), "")
 
     def settle_identity(self) -> None:
-        """Name samples by their content where each rank has a data set of its own: index 0 is then a different sample on each."""
+        """Identify samples by content if each rank has its own data set, where the same index means different samples."""
         if len(self.ranks) < 2:
             return
         one, other = map(_rows_by_key, self.ranks[:2])
         again = [rows for rows in (*one.values(), *other.values()) if len(rows) > 1]
-        # With random augmentation the content changes, so it only counts where it is the same in each epoch.
+        # Random augmentation changes the content, so compare contents only if they are the same in each epoch.
         steady = sum(len(set(rows)) == 1 for rows in again) > 0.9 * len(again)
         common = one.keys() & other.keys()
         if steady and sum(one[key][0] != other[key][0] for key in common) > 0.5 * len(common):
             for process in self.processes:
                 process.identity = "rows"
                 for name in ("steps", "epochs", "evaluations"):
-                    process.__dict__.pop(name, None)  # cached with the other names
+                    process.__dict__.pop(name, None)  # cached with the old names
 
     def first_exception(self) -> tuple[Process, Raised] | None:
-        """The exception that came first, in any process; one that only echoes another's end counts if there is no other."""
+        """The first exception of any process; exceptions that only report the end of a different process come last."""
         found = [(seconds, process, event) for process in self.processes for seconds, event in process.timed(Raised)]
         first = min(found, key=lambda each: (is_echo(each[2].message, each[2].type), each[0]), default=None)
         return first and first[1:]
 
     @property
     def failed(self) -> bool:
-        """Whether it ended wrongly: it hung, flooded, wrote outside of its folder, or ended with an error."""
+        """Whether the run hung, flooded, wrote outside its folder, or ended with an error."""
         wrote_outside = next(self.all(WroteOutside), None)
         error = self.first_exception() or any(event.status for event in self.all(Exited))
         return bool(self.hung or self.flooded or wrote_outside or error or self.status)
 
     def shared_file(self) -> tuple[str, list[Process], str] | None:
-        """The first file that several ranks write: its path, these ranks, and a line that writes it."""
+        """The first file that several ranks write: its path, the ranks, and a line that writes it."""
         writing: dict[str, dict[int, tuple[Process, str]]] = {}
         for process in self.processes:
             if process.steps or process.rank is not None:
@@ -238,13 +238,13 @@ class Run:
 
     @property
     def ended_by_echo(self) -> bool:
-        """Whether the first exception only says that another process has gone."""
+        """Whether the first exception only says that a different process has ended."""
         found = self.first_exception()
         return found is not None and is_echo(found[1].message, found[1].type)
 
 
 def _rows_by_key(process: Process) -> dict[Key, list[Key]]:
-    """For each sample of a loader, its contents each time that it was trained on."""
+    """For each sample of a loader, its contents each time that it was used in training."""
     seen: dict[Key, list[Key]] = {}
     for backward in process.of(Backward):
         if (forward := backward.forward) and forward.loader and len(forward.keys) == len(forward.rows):

@@ -1,15 +1,15 @@
-"""Comparing sketches of tensors: their norm, and some of their values."""
+"""Compare sketches of tensors: the norm and some of the values."""
 
 import math
 from collections.abc import Sequence
 
 from workshop.check.evidence.events import Sketch
 
-CLOSE = 1e-3  # relative difference between two ranks' tensors from which on they count as different
+CLOSE = 1e-3  # relative difference above which tensors of two ranks count as different
 
 
 def difference(first: Sequence[Sketch], second: Sequence[Sketch]) -> float:
-    """The largest relative difference between two lists of sketches; infinity where only one of them has a tensor."""
+    """Return the largest relative difference between two lists of sketches; infinity if only one of them has a tensor."""
     if len(first) != len(second):
         return math.inf
     return max(map(_tensor_difference, first, second), default=0.0)
@@ -27,13 +27,13 @@ def _tensor_difference(one: Sketch, other: Sketch) -> float:
 
 
 def different_names(first: Sequence[Sketch], second: Sequence[Sketch], names: Sequence[str]) -> list[str]:
-    """The names of the tensors in which two lists of sketches differ."""
+    """Return the names of the tensors that differ between two lists of sketches."""
     pairs = zip(first, second, names, strict=False)
     return [name or "?" for one, other, name in pairs if _tensor_difference(one, other) > CLOSE]
 
 
 def ratio(first: Sequence[Sketch], second: Sequence[Sketch]) -> float | None:
-    """By what factor all tensors of ``first`` are those of ``second``; None if there is no such factor."""
+    """Return the factor between all tensors of ``first`` and ``second``; None if there is no common factor."""
     ratios = []
     for one, other in zip(first, second, strict=False):
         if one and other and one[0] and other[0]:

@@ -1,4 +1,4 @@
-"""The probes, one file for each thing that they observe in the processes of a checked program."""
+"""The probes, one file per aspect that they observe in the processes of a checked program."""
 
 import re
 from collections.abc import Sequence
@@ -22,7 +22,7 @@ from workshop.check.probes.steps import Clipping, Steps
 
 __all__ = ["ALWAYS", "PROBES", "Probe", "Recorder", "probes_for"]
 
-# In the order in which they are installed: those that always are, those that a rule needs, those of libraries.
+# In the order of installation: the probes that are always installed, those that a rule needs, those of libraries.
 ALWAYS: tuple[type[Probe], ...] = (Processes, Devices, Groups, Collectives, Models, Samples, Steps, Files, Compiling)
 _OTHERS = (Layers, HostSync, Sharding, Clipping, Checkpoints, Weights, Activations)
 _LIBRARIES = (Lightning, PytorchLightning, Accelerators, Engine)
@@ -30,9 +30,9 @@ PROBES: tuple[type[Probe], ...] = (*ALWAYS, *_OTHERS, *_LIBRARIES)
 
 
 def probes_for(needs: set[type[Event]], offered: Sequence[type[Probe]], text: str = "") -> tuple[type[Probe], ...]:
-    """The probes to install: those of the offered ones that note what the rules need.
+    """Return the probes to install: the offered ones that record what the rules need.
 
-    With the text of a program, the probes of a library are installed exactly if the program imports it: that takes seconds.
+    With the text of a program, probes of a library are installed only if the program imports it, because that takes seconds.
     """
 
     def chosen(probe: type[Probe]) -> bool:

@@ -1,4 +1,4 @@
-"""Accelerate: the calls of the Accelerator's methods."""
+"""Accelerate: calls of methods of the Accelerator."""
 
 from typing import Any
 
@@ -9,12 +9,12 @@ METHODS = ("prepare", "backward", "gather_for_metrics", "save_state", "load_stat
 
 
 class Accelerators(Probe):
-    """Notes methods of the ``Accelerator``."""
+    """Records calls of ``Accelerator`` methods."""
 
     writes = (AcceleratorCalled,)
     library = "accelerate"
 
     @before(lambda accelerate: accelerate.Accelerator, *METHODS, named=True)
     def _call(self, name: str, accelerator: Any, *args: Any, **kwargs: Any) -> None:
-        of = [type(getattr(arg, "sampler", arg)).__name__ for arg in args]  # of a loader: how it distributes
+        of = [type(getattr(arg, "sampler", arg)).__name__ for arg in args]  # for a loader: the type of its sampler
         self.note_here(AcceleratorCalled(name=name, of=of))

@@ -1,4 +1,4 @@
-"""Checkpoints that many ranks write together, and files of weights that a process reads in full."""
+"""Distributed checkpoints, and safetensors files that a process reads in full."""
 
 from typing import Any
 
@@ -7,7 +7,7 @@ from workshop.check.probes.probe import Function, Probe, after, around
 
 
 class Checkpoints(Probe):
-    """Notes ``save``, ``async_save`` and ``load`` of ``torch.distributed.checkpoint``."""
+    """Records ``save``, ``async_save`` and ``load`` of ``torch.distributed.checkpoint``."""
 
     writes = (CheckpointCalled,)
     package = "torch.distributed.checkpoint"  # importing it takes a second
@@ -21,7 +21,7 @@ class Checkpoints(Probe):
 
 
 class Weights(Probe):
-    """Notes ``load_file`` of safetensors."""
+    """Records ``load_file`` of safetensors."""
 
     writes = (WeightsRead,)
     package = "safetensors.torch"

@@ -1,4 +1,4 @@
-"""The contents of tensors in short: sketches, keys of rows, and the first tensor in nested arguments."""
+"""Short descriptions of tensor contents: sketches, keys of rows, and the first tensor in nested arguments."""
 
 import zlib
 from collections.abc import Iterable
@@ -9,13 +9,13 @@ import torch
 from workshop.check.evidence.events import Key, Sketch
 from workshop.tensors import own_part
 
-SAMPLES = 12  # how many values of a tensor are in its sketch, beside its norm
-# What a tensor raises that does not give its values: one on the device "meta", or of a type that NumPy does not know.
+SAMPLES = 12  # number of values of a tensor in its sketch, in addition to the norm
+# Raised by tensors without readable values: on the device "meta", or of a type that NumPy does not know.
 UNREADABLE = (RuntimeError, TypeError)
 
 
 def sketches(tensors: Iterable[torch.Tensor | None]) -> list[Sketch]:
-    """A sketch of each tensor: enough to tell whether two processes hold the same; None for None and without contents."""
+    """Return a sketch of each tensor, to compare processes; None for None and for tensors without contents."""
     return [None if tensor is None else _sketch(tensor) for tensor in tensors]
 
 
@@ -31,7 +31,7 @@ def _sketch(tensor: torch.Tensor) -> Sketch:
 
 
 def rows(tensor: torch.Tensor) -> list[Key]:
-    """A key for each row of a tensor: equal for equal content. Empty for a tensor without contents."""
+    """Return a key for each row of a tensor, equal for equal contents; empty for a tensor without contents."""
     with suppress(*UNREADABLE):
         flat = tensor.detach().cpu().contiguous()
         array = (flat.view(torch.int16) if flat.dtype == torch.bfloat16 else flat).reshape(len(flat), -1).numpy()
@@ -40,21 +40,21 @@ def rows(tensor: torch.Tensor) -> list[Key]:
 
 
 def mean(tensor: torch.Tensor | None) -> float | None:
-    """The mean of a tensor; None where there is none, or one without contents."""
+    """Return the mean of a tensor; None without a tensor or without contents."""
     with suppress(*UNREADABLE):
         return None if tensor is None else float(tensor.detach().float().mean())
     return None
 
 
 def is_zero(tensor: torch.Tensor | None) -> bool:
-    """Whether there is no tensor, or one without contents, or this process's part of it holds only zeros."""
+    """Whether there is no tensor, it has no contents, or the part of this process contains only zeros."""
     with suppress(*UNREADABLE):
         return tensor is None or not bool(own_part(tensor).any())
     return True
 
 
 def first_tensor(value: object) -> torch.Tensor | None:
-    """The first tensor with rows in nested arguments, or None."""
+    """Return the first tensor with rows in nested arguments, or None."""
     if isinstance(value, torch.Tensor):
         return value if value.dim() > 0 and len(value) > 0 else None
     if isinstance(value, dict):

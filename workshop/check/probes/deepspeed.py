@@ -1,4 +1,4 @@
-"""DeepSpeed's engine: how it is set up, the calls of its methods, and what ZeRO shards."""
+"""The engine of DeepSpeed: its settings, calls of its methods, and what ZeRO shards."""
 
 import io
 import os
@@ -14,7 +14,7 @@ METHODS = ("backward", "step", "save_checkpoint", "load_checkpoint")
 
 
 class Engine(Probe):
-    """Notes ``deepspeed.initialize`` and methods of the engine."""
+    """Records ``deepspeed.initialize`` and calls of engine methods."""
 
     writes = (EngineMade, EngineCalled, EngineLoss, MomentsMeasured)
     library = "deepspeed"
@@ -22,14 +22,14 @@ class Engine(Probe):
     @classmethod
     def prepare(cls, on_cpu: bool) -> None:
         if on_cpu:
-            os.environ["DS_ACCELERATOR"] = "cpu"  # it chooses when it is imported
+            os.environ["DS_ACCELERATOR"] = "cpu"  # DeepSpeed reads it at import
         super().prepare(on_cpu)
 
     @around(lambda deepspeed: deepspeed, "initialize")
     def _initialize(self, original: Function, *args: Any, **kwargs: Any) -> Any:
         self.recorder.starting = True
         try:
-            with redirect_stdout(io.StringIO()):  # each process would print there that the extension is built
+            with redirect_stdout(io.StringIO()):  # otherwise each process prints that it builds the extension
                 made = original(*args, **kwargs)
         finally:
             self.recorder.starting = False
@@ -52,9 +52,9 @@ class Engine(Probe):
 
 
 def _moments(engine: Any) -> MomentsMeasured:
-    """The bytes of the optimizer's moments in this process, and those of the whole model."""
+    """Return the bytes of the optimizer moments in this process and in the whole model."""
     optimizer = engine.optimizer
-    while hasattr(optimizer, "optimizer"):  # ZeRO's own, around the program's
+    while hasattr(optimizer, "optimizer"):  # ZeRO wraps the optimizer of the program
         optimizer = optimizer.optimizer
     values = [value for state in optimizer.state.values() for value in state.values()]
     own = sum(value.nbytes for value in values if isinstance(value, torch.Tensor) and value.dim() > 0)

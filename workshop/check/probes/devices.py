@@ -1,4 +1,4 @@
-"""How a process uses its device: which one it chooses, how often it waits for it, and whether it compiles for it."""
+"""How a process uses its device: which one it chooses, how often it waits for it, and whether it compiles code."""
 
 import sys
 from typing import Any
@@ -12,12 +12,12 @@ from workshop.check.probes.probe import Function, Probe, around, before, on
 
 
 def device_index(device: Any) -> int | None:
-    """The index of a device in the forms that torch takes; None: it has none."""
+    """Return the index of a device in any form that torch accepts; None if it has none."""
     return device if isinstance(device, int) else torch.device(device).index
 
 
 class Devices(Probe):
-    """Notes the device that is set for a process."""
+    """Records the device that a process sets."""
 
     writes = (DeviceChosen,)
 
@@ -28,7 +28,7 @@ class Devices(Probe):
 
 
 class HostSync(Probe):
-    """Counts how often the program itself asks a tensor for its value: it waits for the device then."""
+    """Counts how often the program reads the value of a tensor, because it waits for the device each time."""
 
     writes = (ValuesAsked,)
 
@@ -37,7 +37,7 @@ class HostSync(Probe):
 
     @before(torch.Tensor, "item", "tolist", "__float__", "__int__", "__bool__", "numpy")
     def _ask(self, *args: Any, **kwargs: Any) -> None:
-        # Frame 1 is what stands for the function, frame 2 what calls it: the program, or a library.
+        # Frame 1 is the replacement of the function, frame 2 its caller: the program or a library.
         if not self.recorder.quiet and sys._getframe(2).f_code.co_filename == self.recorder.script:
             self.count, self.last = self.count + 1, self.recorder.where()
 
@@ -47,7 +47,7 @@ class HostSync(Probe):
 
 
 class Compiling(Probe):
-    """Notes ``torch.compile`` and ``Module.compile``, and compiles nothing: that would take half a minute."""
+    """Records ``torch.compile`` and ``Module.compile``, but does not compile, which would take half a minute."""
 
     writes = (Compiled,)
 

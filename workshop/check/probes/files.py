@@ -1,4 +1,4 @@
-"""Files: what the program writes, renames, saves and loads; and that it writes nowhere but in the run's folder."""
+"""Files: what the program writes, renames, saves and loads; it may write only in the folder of the run."""
 
 import fcntl
 import os
@@ -12,14 +12,14 @@ from workshop.check.evidence.events import FileRenamed, FileWritten, Loaded, Sav
 from workshop.check.probes.probe import Function, Probe, around, before
 from workshop.check.probes.recorder import Recorder
 
-# Changes without content: one process may clear away what the others have written.
+# Changes without contents: one process may remove files of the others.
 ENTRIES = frozenset(("os.remove", "os.mkdir", "os.rmdir"))
 EVENTS = ENTRIES | {"open", "os.rename", "os.truncate"}
 OUTSIDE = "workshop check: writing outside of the run's folder is not allowed"
 
 
 class Files(Probe):
-    """Notes files by Python's audit events, and by ``torch.save``, which opens its file in C++."""
+    """Records files through audit events of Python, and ``torch.save``, which opens its file in C++."""
 
     writes = (FileWritten, FileRenamed, Saved, Loaded, WroteOutside)
 
@@ -31,7 +31,7 @@ class Files(Probe):
 
     def install(self) -> None:
         super().install()
-        sys.addaudithook(self._audit)  # which cannot be removed
+        sys.addaudithook(self._audit)  # a hook cannot be removed
 
     def _audit(self, event: str, arguments: tuple[Any, ...]) -> None:
         if event in EVENTS and self.installed:
@@ -42,7 +42,7 @@ class Files(Probe):
                 self._write(path, content=event not in ENTRIES)
 
     def _changed(self, event: str, arguments: tuple[Any, ...]) -> str:
-        """The path of the file that is changed; "" if none is."""
+        """Return the path of the changed file, or "" if there is none."""
         if event in ENTRIES:
             return _entry(arguments[0], arguments[-1])
         if event == "os.rename":
@@ -54,11 +54,11 @@ class Files(Probe):
         return "" if reading or not isinstance(path, (str, bytes, os.PathLike)) else os.path.realpath(os.fsdecode(path))
 
     def _write(self, path: str, content: bool = True) -> None:
-        """Let the program write here only if it may: else an error reaches it, as a write-protected folder's would."""
+        """Allow the write only in permitted folders; otherwise raise the error of a write-protected folder."""
         if not (path + os.sep).startswith(self.allowed):
             self.note_here(WroteOutside(path=path))
             raise PermissionError(13, OUTSIDE, path)
-        # Files in caches, and those that a library leaves, are not the run's.
+        # Ignore files in caches, and those that a library writes at its start.
         of_run = path.startswith(self.scratch) and not path.startswith(self.caches)
         if content and of_run and not self.recorder.starting:
             self.note_here(FileWritten(path=path))
@@ -66,7 +66,7 @@ class Files(Probe):
     @around(torch, "save")
     def _save(self, original: Function, obj: Any, f: Any, *args: Any, **kwargs: Any) -> Any:
         if threading.current_thread() is not threading.main_thread():
-            return original(obj, f, *args, **kwargs)  # DCP's, which saves while the program continues to train
+            return original(obj, f, *args, **kwargs)  # a thread of DCP, which saves while training continues
         if isinstance(f, (str, os.PathLike)):
             self._write(os.path.realpath(os.fspath(f)))
         self.recorder.saved = True
@@ -81,23 +81,23 @@ class Files(Probe):
 
 
 def _entry(name: Any, descriptor: int) -> str:
-    """The whole path of an entry of a folder, which can be given by its descriptor: ``shutil.rmtree`` does so."""
+    """Return the full path of an entry of a folder; the folder can be a descriptor, as in ``shutil.rmtree``."""
     folder, name = os.path.split(os.fsdecode(name).rstrip(os.sep))
     if descriptor >= 0 and sys.platform == "darwin":
         folder = os.path.join(os.fsdecode(fcntl.fcntl(descriptor, fcntl.F_GETPATH, bytes(1024)).rstrip(b"\0")), folder)
     elif descriptor >= 0:
         folder = os.path.join(os.readlink(f"/proc/self/fd/{descriptor}"), folder)
-    return os.path.join(os.path.realpath(folder), name)  # the entry itself, even if it is a link
+    return os.path.join(os.path.realpath(folder), name)  # not resolved, because the entry can be a link
 
 
 def _path(file: Any) -> str:
-    """The path of a file that ``torch.save`` is given as a path or as an open file; "" if it has none."""
+    """Return the path of a file for ``torch.save``, a path or an open file; "" if it has none."""
     path = file if isinstance(file, (str, os.PathLike)) else getattr(file, "name", "")
     return os.path.realpath(os.fspath(path)) if isinstance(path, (str, os.PathLike)) and path else ""
 
 
 def _state_keys(obj: Any) -> list[str]:
-    """The names of the model's parameters in what is saved: those of the dict with the most tensors."""
+    """Return the names of the model parameters in a saved object: the keys of the dict with the most tensors."""
     if not isinstance(obj, dict):
         return []
     own = [str(key) for key, value in obj.items() if isinstance(value, torch.Tensor)]

@@ -13,7 +13,7 @@ from workshop.tensors import own_part
 
 
 class Sharding(Probe):
-    """Notes ``fully_shard``, and before the first step the layout of the model: no layer is gathered then."""
+    """Records ``fully_shard`` and, before the first step, the layout of the model, because then no layer is gathered."""
 
     writes = (FullySharded, LayoutSeen)
     package = "torch.distributed.fsdp"  # importing it takes a second
@@ -30,7 +30,7 @@ class Sharding(Probe):
         model = self.recorder.model
         if self.recorder.steps or model is None:
             return
-        group: type[Any] = importlib.import_module(self.package).FSDPModule  # what fully_shard makes of a module
+        group: type[Any] = importlib.import_module(self.package).FSDPModule  # the class that fully_shard gives a module
         named = dict(model.named_parameters())
         lists = [list(module) for module in model.modules() if isinstance(module, nn.ModuleList)]
         layers = max(lists, key=len, default=[])
@@ -48,7 +48,7 @@ class Sharding(Probe):
 
 
 def _is_right(name: str, buffer: torch.Tensor, model: Any) -> bool:
-    """Whether a buffer of the rotary embedding holds theta ** -(2 i / d), from 1 downwards."""
+    """Whether a buffer of the rotary embedding contains theta ** -(2 i / d), beginning with 1."""
     if not name.endswith("inv_freq"):
         return True
     theta = model.config.rope_parameters["rope_theta"]

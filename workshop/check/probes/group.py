@@ -1,4 +1,4 @@
-"""The process group: how a process joins it and leaves it, and the collectives that it calls there."""
+"""The process group: how a process joins and leaves it, and the collectives that it calls."""
 
 import os
 import threading
@@ -21,7 +21,7 @@ COLLECTIVES = """
 
 
 class Groups(Probe):
-    """Notes ``init_process_group``, ``destroy_process_group`` and the program's own ``TCPStore``."""
+    """Records ``init_process_group``, ``destroy_process_group`` and each ``TCPStore`` of the program."""
 
     writes = (Joining, Joined, GroupDestroyed, StoreOpened)
 
@@ -30,7 +30,7 @@ class Groups(Probe):
         recorder, original = self.recorder, vars(dist)["TCPStore"]
 
         class TCPStore(original):  # type: ignore[misc,valid-type]  # mypy does not follow a class that is a variable
-            """The store, noted when it is made. A class, so that the program can ask for it with isinstance()."""
+            """A recorded store; it is a class so that isinstance() works in the program."""
 
             def __init__(self, host_name: Any, port: Any, *args: Any, **kwargs: Any) -> None:
                 with recorder.guard:
@@ -39,7 +39,6 @@ class Groups(Probe):
                 super().__init__(host_name, port, *args, **kwargs)
 
         TCPStore.__module__, TCPStore.__qualname__ = original.__module__, original.__qualname__
-        # (c10d has no name of its own for it: what a rendezvous of torch opens is not noted.)
         self.patches.set(dist, "TCPStore", TCPStore)
 
     @around(dist, "init_process_group")
@@ -68,10 +67,10 @@ class Groups(Probe):
 
 
 class Collectives(Probe):
-    """Notes the functions of ``torch.distributed``."""
+    """Records the collectives of ``torch.distributed``."""
 
     writes = (Collective, InnerCollective)
-    inside = 0  # of a collective that is made of others
+    inside = 0  # above 0 in a collective that calls other collectives
 
     @around(dist, *COLLECTIVES.split(), named=True)
     @around(c10d, *COLLECTIVES.split(), named=True)
@@ -90,7 +89,7 @@ class Collectives(Probe):
     def _note(self, name: str, arguments: list[object]) -> None:
         tensor = first_tensor(arguments)
         if self.recorder.quiet:
-            if tensor is not None and self.recorder.in_backward:  # FSDP gathers layers, and reduces their gradients
+            if tensor is not None and self.recorder.in_backward:  # FSDP gathers layers and reduces their gradients
                 self.recorder.note(InnerCollective(name=name, dtype=str(tensor.dtype)))
             return
         if tensor is None:

@@ -1,4 +1,4 @@
-"""What layers compute with (types, sizes of images, normalization over the batch), and what they keep for the backward pass."""
+"""The data types and image sizes of layers, normalization over the batch, and the memory kept for the backward pass."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,7 +14,7 @@ from workshop.tensors import bf16_is_fast, kept_for_backward
 
 
 class Layers(Probe):
-    """Looks at what each layer returns, and notes what was seen after each step."""
+    """Looks at the output of each layer, and records a summary after each step."""
 
     writes = (LayersSeen, DeviceSeen)
 
@@ -40,7 +40,7 @@ class Layers(Probe):
 
 
 class Activations(Probe):
-    """Counts what a forward pass of a whole model in training keeps for the backward pass."""
+    """Counts the bytes that a forward pass of the model in training keeps for the backward pass."""
 
     writes = (ActivationsKept,)
 

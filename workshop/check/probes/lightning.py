@@ -1,4 +1,4 @@
-"""What Lightning's Trainer does where the functions of torch do not show it."""
+"""Actions of the Lightning Trainer that the functions of torch do not show."""
 
 import importlib
 import os
@@ -9,7 +9,7 @@ from workshop.check.probes.probe import Probe, after, before
 
 
 class Lightning(Probe):
-    """Notes ``Trainer.fit``, its callbacks, its loggers and its checkpoints."""
+    """Records ``Trainer.fit``, callbacks, loggers and checkpoints."""
 
     # (Without ``Saved``: a rule that needs it does not need Lightning.)
     writes: ClassVar[tuple[type[Event], ...]] = (TrainerFit, CallbacksSeen, MetricsLogged)
@@ -22,7 +22,7 @@ class Lightning(Probe):
 
         class Observer(package.Callback):  # type: ignore[misc,name-defined]  # the package has two names
             def on_sanity_check_start(self, trainer: Any, module: Any) -> None:
-                recorder.quiet += 1  # a few batches whose figures nothing shows
+                recorder.quiet += 1  # these few batches are not an evaluation of the program
 
             def on_sanity_check_end(self, trainer: Any, module: Any) -> None:
                 recorder.quiet -= 1
@@ -58,9 +58,9 @@ class Lightning(Probe):
 
 
 class PytorchLightning(Lightning):
-    """The same under its earlier name, for programs that import that."""
+    """The same for programs that import Lightning under its earlier name."""
 
-    writes = ()  # what needs its events gets Lightning
+    writes = ()  # rules that need these events get Lightning
     library = package = "pytorch_lightning"
 
 

@@ -1,4 +1,4 @@
-"""Forward and backward passes: which samples the model sees, which of them it is trained on, and with which loss."""
+"""Forward and backward passes: the samples that the model sees, those that it is trained on, and the loss."""
 
 import zlib
 from contextlib import ExitStack
@@ -16,14 +16,14 @@ from workshop.check.probes.probe import Function, Probe, after, around, before, 
 
 
 class Models(Probe):
-    """Notes the calls of whole models and of ``backward``, and the use of DDP and ``Join``."""
+    """Records calls of whole models and of ``backward``, and the use of DDP and ``Join``."""
 
     writes = (Wrapped, UnevenJoined, Backward, Evaluated)
     depth = 0  # of nested module calls
-    optimizer: Optimizer | None = None  # the last one that was made
+    optimizer: Optimizer | None = None  # the last one that was created
 
     def clear(self) -> None:
-        self.untrained: list[Forward] = []  # forward passes that no backward pass has followed yet
+        self.untrained: list[Forward] = []  # forward passes without a backward pass so far
 
     @around(nn.Module, "__call__")
     def _call(self, original: Function, module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
@@ -65,13 +65,13 @@ class Models(Probe):
             where=self.recorder.where(),
         )
         if torch.is_grad_enabled() and any(parameter.requires_grad for parameter in model.parameters()):
-            self.untrained.append(forward)  # for training, if a backward pass follows
+            self.untrained.append(forward)  # training, if a backward pass follows
         else:
             self.recorder.note(Evaluated(forward=forward, where=forward.where))
 
     @on("at_end")
     def _flush(self) -> None:
-        """Forward passes with gradients that no backward pass has followed were evaluations."""
+        """Record forward passes with gradients but without a backward pass as evaluations."""
         for forward in self.untrained:
             self.recorder.note(Evaluated(forward=forward, where=forward.where))
         self.untrained.clear()
@@ -79,7 +79,7 @@ class Models(Probe):
     @around(DistributedDataParallel, "__init__")
     def _wrap(self, original: Function, ddp: Any, module: nn.Module, *args: Any, **kwargs: Any) -> None:
         self.note_here(Wrapped())
-        # The device that the program meant is hidden from it: on the CPU device_ids and output_device have to be None.
+        # The GPU that the program chose is hidden from it, and on the CPU device_ids and output_device must be None.
         if all(parameter.device.type == "cpu" for parameter in module.parameters()):
             args = (None, None, *args[2:])[: len(args)]
             kwargs |= dict.fromkeys(kwargs.keys() & {"device_ids", "output_device"})

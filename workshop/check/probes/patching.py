@@ -1,4 +1,4 @@
-"""Replacing functions of libraries with ones that a probe observes, and putting the originals back."""
+"""Replace functions of libraries so that a probe can observe them, and restore the originals."""
 
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -11,11 +11,11 @@ Function = Callable[..., Any]
 
 
 class Patches(ExitStack):
-    """Replacements that ``close`` takes back, the last one first."""
+    """Replacements that ``close`` reverts, the last one first."""
 
     def set(self, owner: object, name: str, value: object) -> None:
         """Replace an attribute with a value."""
-        # An attribute that the owner inherits goes away again; getattr() would turn a staticmethod into a function.
+        # Delete an inherited attribute later. Read vars(), because getattr() would turn a staticmethod into a function.
         if name in vars(owner):
             self.callback(setattr, owner, name, vars(owner)[name])
         else:
@@ -24,7 +24,7 @@ class Patches(ExitStack):
 
 
 def replacement(recorder: Recorder, when: str, method: Function, original: Function) -> Function:
-    """A function that calls a method of a probe before, after or around the original."""
+    """Return a function that calls a method of a probe before, after or around the original."""
 
     @wraps(original)
     def replaced(*args: Any, **kwargs: Any) -> Any:
@@ -43,12 +43,11 @@ def replacement(recorder: Recorder, when: str, method: Function, original: Funct
 
 
 def _hook(when: str, owner: Any = None, *names: str, named: bool = False) -> Callable[[Any], Any]:
-    """Let a method of a probe observe the functions of these names, as far as they exist, in the module or class ``owner``.
+    """Let a method of a probe observe the functions with these names, if they exist, in the module or class ``owner``.
 
-    It is called "before" a function with its arguments, "after" it with its result and its arguments (both in the guard), or
-    "around" it with the original and its arguments: then it calls the original. With ``named`` the function's name comes first.
-    ``owner`` can be a function that takes the probe's package and returns the owner. Without one, ``when`` is a list of the
-    recorder, such as "after_step", which calls it then.
+    The method is called "before" a function with its arguments, "after" it with its result and its arguments (both in the
+    guard), or "around" it with the original and the arguments. With ``named`` the name of the function comes first. ``owner``
+    can be a function that returns it, given the package. Without it, ``when`` names a list of the recorder ("after_step").
     """
 
     def mark(method: Any) -> Any:

@@ -1,4 +1,4 @@
-"""What a probe is: it observes one thing in each process of a checked program, and changes nothing that is computed."""
+"""The base of all probes: each observes one aspect in each process of a program, and changes no result."""
 
 import dataclasses
 import importlib
@@ -15,15 +15,15 @@ __all__ = ["Function", "Probe", "after", "around", "before", "on"]
 
 
 class Probe:
-    """Its methods with ``@before``, ``@after`` or ``@around`` note an event when the program calls a function.
+    """Methods with ``@before``, ``@after`` or ``@around`` record an event when the program calls a function.
 
-    What the others do inside the program stands in ``with self.recorder.guard``: an error in it does not reach the program.
+    Put other code that runs inside the program into ``with self.recorder.guard``, so that no error of it reaches the program.
     """
 
-    writes: ClassVar[tuple[type[Event], ...]] = ()  # the kinds of events that it notes
-    library: ClassVar[str] = ""  # the package whose programs it observes; "": it observes every program
-    package: ClassVar[str] = ""  # what it imports only when it is used; "": the library
-    installed = False  # what cannot be removed looks here whether it still is
+    writes: ClassVar[tuple[type[Event], ...]] = ()  # the kinds of events that it records
+    library: ClassVar[str] = ""  # observes only programs that import this library; "": all programs
+    package: ClassVar[str] = ""  # the package that it imports when it is used; "": the library
+    installed = False  # for hooks that cannot be removed
 
     def __init__(self, recorder: Recorder):
         self.recorder, self.patches = recorder, Patches()
@@ -32,7 +32,7 @@ class Probe:
 
     @classmethod
     def prepare(cls, on_cpu: bool) -> None:
-        """Import the package in the process that the program's are forked from; ``on_cpu``: GPUs are hidden from them."""
+        """Import the package in the process that forks the processes of the program; ``on_cpu``: their GPUs are hidden."""
         cls._package()
 
     @classmethod
@@ -42,10 +42,10 @@ class Probe:
         return importlib.import_module(name) if found else None
 
     def clear(self) -> None:
-        """Forget what was seen: at the beginning, and in each process that is forked from this one."""
+        """Reset the state of the probe: at the beginning, and in each forked process."""
 
     def install(self) -> None:
-        """Begin to observe this process: let the decorated methods replace their functions."""
+        """Begin to observe this process: replace the functions of the decorated methods."""
         self.installed, package = True, self._package()
         for method in [getattr(self, name) for name in dir(type(self))]:
             for when, owner, names, named in getattr(method, "hooks", ()):
@@ -59,11 +59,11 @@ class Probe:
                         self.patches.set(owner, name, replacement(self.recorder, when, call, original))
 
     def undo(self) -> None:
-        """Put everything back that ``install`` has replaced."""
+        """Restore everything that ``install`` has replaced."""
         self.installed = False
         self.patches.close()
 
     def note_here(self, event: Event) -> None:
-        """Note an event with the line of the program that we are called from."""
+        """Record an event with the line of the program that led to this call."""
         with self.recorder.guard:
             self.recorder.note(dataclasses.replace(event, where=self.recorder.where()))

@@ -1,4 +1,4 @@
-"""A process: how it started, what it raised, and that it reached its end."""
+"""A process: how it started, its exceptions, and its end."""
 
 import multiprocessing.process
 import os
@@ -30,7 +30,7 @@ class Processes(Probe):
         os.register_at_fork(after_in_child=self._forked)
 
     def _forked(self) -> None:
-        if self.installed:  # the function that is called at each fork cannot be removed
+        if self.installed:  # a hook for forks cannot be removed
             self.recorder.open()
             self._started()
 
@@ -38,7 +38,7 @@ class Processes(Probe):
         rank, local_rank = (self.recorder.environment.get(name) for name in ("RANK", "LOCAL_RANK"))
         self.recorder.note(Started(parent=os.getppid(), rank=rank, local_rank=local_rank))
 
-    # What a process that the program starts raises: multiprocessing prints it, torch hands it to the parent.
+    # Exceptions in processes that the program starts: multiprocessing prints them, torch passes them to the parent.
     @around(multiprocessing.process.BaseProcess, "run")
     def _run(self, original: Function, process: multiprocessing.process.BaseProcess) -> None:
         try:
@@ -47,7 +47,7 @@ class Processes(Probe):
             self.recorder.call(self.recorder.at_end)
             self.recorder.note(Ended())
 
-    # (The attribute torch.multiprocessing.spawn is the function that hides this module.)
+    # (sys.modules, because the attribute torch.multiprocessing.spawn is a function that hides the module.)
     @around(sys.modules["torch.multiprocessing.spawn"], "_wrap")
     def _wrap(self, original: Function, function: Function, *args: Any) -> Any:
         return original(partial(self._call, function), *args)
@@ -62,7 +62,7 @@ class Processes(Probe):
 
 
 def note_exception(recorder: Recorder, error: BaseException) -> None:
-    """Note an exception with the last line of the program that it came through, and print it."""
+    """Record an exception with the last line of the program in its traceback, and print it."""
     with recorder.guard:
         own = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename == recorder.script]
         line = own[-1].lineno if own else None

@@ -1,4 +1,4 @@
-"""The notes of one process of a checked program, in files of its own, and what its probes share."""
+"""Record the events of one process of a checked program in its own files; the probes share its state."""
 
 import faulthandler
 import os
@@ -21,7 +21,7 @@ from workshop.check.evidence.events import Event, Key, Loader
 from workshop.check.evidence.run import Process
 
 LAUNCHER = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-READ = 1_000_000  # bytes of a process's output that are kept
+READ = 1_000_000  # bytes kept of the output of a process
 
 
 @dataclass
@@ -35,29 +35,29 @@ class Batch:
 
 
 class Recorder:
-    """Takes the notes of this process: in files in ``folder``, and none before ``open``."""
+    """Records the events of this process in files in ``folder``, after ``open`` was called."""
 
     def __init__(self, folder: Path, script: Path, scratch: Path):
         self.folder, self.script = folder, str(script)  # "where" always names a line of the script
         self.scratch = scratch  # the folder that the program may write to
         self.environment: dict[str, str | None] = {}  # what the launcher has set
-        self.quiet = 0  # above 0 inside a call of a library that itself calls what is recorded
+        self.quiet = 0  # above 0 inside a library call that itself calls recorded functions
         self.in_backward = False  # whether a backward pass is running
-        self.starting = False  # whether a library starts, which leaves files of its own
+        self.starting = False  # whether a library is starting, which writes its own files
         self.saved = False  # whether this process has saved a checkpoint
         self.fitting = False  # whether Lightning's Trainer is training
         self.take_batch: Callable[[torch.Tensor], Batch | None] = lambda tensor: None  # the batch of an input
-        self.at_step: Callable[[], None] = lambda: None  # called when a step begins: it can end the program
+        self.at_step: Callable[[], None] = lambda: None  # called when a step begins; it can end the program
         self.before_step: list[Callable[[Optimizer], None]] = []
         self.after_step: list[Callable[[Optimizer], None]] = []
-        self.after_module: list[Callable[[nn.Module, object], None]] = []  # each module that was called, and its output
+        self.after_module: list[Callable[[nn.Module, object], None]] = []  # with each called module and its output
         self.around_forward: list[Callable[[], AbstractContextManager[object]]] = []  # of a whole model
         self.at_end: list[Callable[[], None]] = []  # when the process ends
-        self.after_fork: list[Callable[[], None]] = []  # in a forked process, when its own files are open
+        self.after_fork: list[Callable[[], None]] = []  # in a forked process, after its own files are open
         self._events: int | None = None
 
     def open(self) -> None:
-        """Begin the files of this process: at the start, and in each process that is forked."""
+        """Open the files of this process: at the start, and in each forked process."""
         self._events = self._file("events")
         for number, name in ((1, "stdout"), (2, "stderr")):
             file = self._file(name)
@@ -75,14 +75,14 @@ class Recorder:
         return os.open(self.folder / f"{name}-{os.getpid()}", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
 
     def note(self, event: Event) -> None:
-        """Append an event, with ``os.write``: so the events before a crash or a hang are kept."""
+        """Append an event with ``os.write``, which keeps the events before a crash or a hang."""
         if self._events is not None:
-            # A full disk, and a program that has closed all descriptors, are no errors of the line that is noted.
+            # A full disk, or a program that closes all descriptors, must not raise an error in the observed line.
             with suppress(OSError):
                 os.write(self._events, pickle.dumps((time.monotonic(), event)))  # all processes have the same clock
 
     def where(self) -> str:
-        """The line of the program that we are called from, as "file.py:12"."""
+        """Return the line of the program that led to this call, as "file.py:12"."""
         frame: FrameType | None = sys._getframe(1)
         while frame:
             if frame.f_code.co_filename == self.script:
@@ -93,7 +93,7 @@ class Recorder:
     @property
     @contextmanager
     def guard(self) -> Iterator[None]:
-        """A context for a probe's own code: an error in it does not reach the program, and is kept in a file."""
+        """A context for the code of a probe: errors are written to a file and do not reach the program."""
         try:
             yield
         except Exception as error:
@@ -104,7 +104,7 @@ class Recorder:
 
     @contextmanager
     def quietly(self) -> Iterator[None]:
-        """A context for a call of a library that itself calls what is recorded."""
+        """A context for a library call that itself calls recorded functions."""
         self.quiet += 1
         try:
             yield
@@ -112,16 +112,15 @@ class Recorder:
             self.quiet -= 1
 
     def call(self, calls: Iterable[Callable[..., None]], *args: object) -> None:
-        """Make the calls of ``before_step``, say, each in the guard."""
+        """Call each function of a list such as ``before_step`` in the guard."""
         for call in calls:
             with self.guard:
                 call(*args)
 
 
 def read_process(folder: Path, pid: int) -> Process:
-    """The process with this id, from its files in ``folder``."""
+    """Read the process with this id from its files in ``folder``."""
     events: list[tuple[float, Event]] = []
-    # The last one may be cut short.
     with open(folder / f"events-{pid}", "rb") as file, suppress(EOFError, pickle.UnpicklingError):
         while True:
             events.append(pickle.load(file))

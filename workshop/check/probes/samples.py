@@ -1,4 +1,4 @@
-"""The batches that data loaders return, and which samples of the data set they consist of."""
+"""The batches of data loaders, and the samples of the data set in them."""
 
 import time
 from collections import deque
@@ -16,18 +16,17 @@ from workshop.check.probes.contents import first_tensor, rows
 from workshop.check.probes.probe import Function, Probe, after, around, before
 from workshop.check.probes.recorder import Batch, Recorder
 
-PENDING = 64  # batches that are kept until a forward pass takes them
+PENDING = 64  # batches kept until a forward pass uses them
 
 
 class Samples(Probe):
-    """Notes what a ``DataLoader`` does, and keeps its batches for the forward pass that takes them."""
+    """Records what a ``DataLoader`` does, and keeps its batches for the forward pass that uses them."""
 
     writes = (LoaderStarted, EpochSet, BatchLoaded)
 
     def __init__(self, recorder: Recorder):
         super().__init__(recorder)
-        # The indices that an iterator has asked for, and not yet returned; its loader, and the number of the iteration. Loaders
-        # are numbered, because a loader that is made anew in each epoch may get the id() of the one before.
+        # By iterator: requested indices, loader, iteration. Loaders are numbered, because id() of an old one may be reused.
         self.asked: WeakKeyDictionary[Any, deque[Any]] = WeakKeyDictionary()
         self.loaders: WeakKeyDictionary[Any, Loader] = WeakKeyDictionary()
         self.iterations: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
@@ -35,7 +34,7 @@ class Samples(Probe):
         self.loaders_seen = count(1)
 
     def clear(self) -> None:
-        self.pending: deque[Batch] = deque(maxlen=PENDING)  # that no forward pass has taken
+        self.pending: deque[Batch] = deque(maxlen=PENDING)  # not used by a forward pass so far
 
     def install(self) -> None:
         super().install()
@@ -75,9 +74,9 @@ class Samples(Probe):
         self.recorder.note(EpochSet(epoch=int(epoch)))
 
     def _take(self, tensor: torch.Tensor) -> Batch | None:
-        """The batch that this input came from: the same content, else the same memory, else the one loaded last.
+        """Return the batch of this input: the one with the same content, else the same memory, else the last one loaded.
 
-        Content first: a loader may load ahead and return copies (Accelerate's, to "cpu:0"), and memory is used again.
+        Content comes first, because a loader may prefetch and return copies (as in Accelerate), and memory is reused.
         """
         if not self.pending:
             return None
@@ -90,7 +89,7 @@ class Samples(Probe):
 
 
 def _keys(dataset: Any, indices: Iterable[Any]) -> list[Key]:
-    """The samples behind these indices: those in the data set under all subsets. Empty where the indices are not numbers."""
+    """Return the samples at these indices, in the data set below all subsets; empty if the indices are not numbers."""
     try:
         numbers = list(indices)
         while isinstance(dataset, Subset):

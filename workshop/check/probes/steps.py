@@ -1,4 +1,4 @@
-"""Optimizer steps: gradients, parameters and learning rates before them, parameters after them; and gradient clipping."""
+"""Optimizer steps: gradients, parameters and learning rates before each step, parameters after it; gradient clipping."""
 
 import gc
 from typing import Any
@@ -12,11 +12,11 @@ from workshop.check.evidence.events import GradientsClipped, GraphMeasured, Step
 from workshop.check.probes.contents import sketches
 from workshop.check.probes.probe import Function, Probe, around
 
-LARGEST = 3000  # nodes of a graph that are counted
+LARGEST = 3000  # count at most this number of nodes
 
 
 class Steps(Probe):
-    """Notes the steps of all optimizers."""
+    """Records the steps of all optimizers."""
 
     writes = (StepBegun, StepTaken, GraphMeasured)
 
@@ -31,7 +31,7 @@ class Steps(Probe):
             self._begin(optimizer)
             return None
 
-        # (With Lightning and LBFGS the gradients are computed inside the step, by the closure.)
+        # (With Lightning and LBFGS, the closure computes the gradients inside the step.)
         def noting() -> Any:
             result = closure()
             self._begin(optimizer)
@@ -56,7 +56,7 @@ class Steps(Probe):
                 fitting=recorder.fitting,
             )
             self.note_here(begun)
-            if recorder.steps in (3, 6):  # two, to see whether it grows
+            if recorder.steps in (3, 6):  # two steps, to see whether the graph grows
                 recorder.note(GraphMeasured(nodes=largest_graph()))
 
     def _after(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -67,14 +67,13 @@ class Steps(Probe):
 
 
 class Clipping(Probe):
-    """Notes ``clip_grad_norm_``, with the norms of this process's part of the gradients."""
+    """Records ``clip_grad_norm_`` with the norms of the gradients in this process."""
 
     writes = (GradientsClipped,)
 
     @around(nn.utils, "clip_grad_norm_")
     @around(nn.utils.clip_grad, "clip_grad_norm_")
     def _clip(self, original: Function, parameters: Any, *args: Any, **kwargs: Any) -> Any:
-        # (A generator can be used up only once.)
         parameters = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
         with self.recorder.guard:
             norms = [sketch[0] for sketch in sketches(each.grad for each in parameters) if sketch]
@@ -87,7 +86,7 @@ def _parameters(optimizer: Optimizer) -> list[torch.Tensor]:
 
 
 def largest_graph() -> int:
-    """The number of nodes of the largest autograd graph of a tensor that something still holds, up to ``LARGEST``."""
+    """Return the number of nodes of the largest autograd graph in memory, up to ``LARGEST``."""
     largest = 0
     for value in gc.get_objects():
         if type(value) is not torch.Tensor:
@@ -95,7 +94,7 @@ def largest_graph() -> int:
         try:
             open_nodes = [value.grad_fn]
         except RuntimeError:
-            continue  # "undefined tensor": emptied by the garbage collector, and not gone yet; seen with DeepSpeed
+            continue  # "undefined tensor", already cleared by the garbage collector; seen with DeepSpeed
         seen: set[Any] = set()
         while open_nodes and len(seen) < LARGEST:
             node = open_nodes.pop()

@@ -1,4 +1,4 @@
-"""The rules, one module for each family. Importing this package declares all of them, in the order in which they explain."""
+"""The rules, one module per family. Importing this package declares them all: those that explain others come first."""
 
 import importlib
 from pathlib import Path
@@ -11,5 +11,5 @@ FAMILIES = ("lightning", "accelerate", "processes", "collectives", "ending", "fi
 for _family in FAMILIES:
     importlib.import_module(f"{__name__}.{_family}")
 
-_files = {path.stem for path in Path(__file__).parent.glob("*.py")} - {"__init__", "rule", "words"}
-assert _files == set(FAMILIES), f"FAMILIES and the files beside it differ: {sorted(_files ^ set(FAMILIES))}"
+_files = {path.stem for path in Path(__file__).parent.glob("*.py")} - {"__init__", "pages", "rule", "words"}
+assert _files == set(FAMILIES), f"FAMILIES and the modules of this package differ: {sorted(_files ^ set(FAMILIES))}"

@@ -6,38 +6,38 @@ from workshop.check.rules.rule import Said, Seen, rule
 
 
 def _called(run: Run, method: str, argument: str = "") -> bool:
-    """Whether a method was called (with an argument of this type), or may have been if the run had not failed."""
+    """Whether a method was called (with an argument of this type), or might have been called without the failure."""
     calls = list(run.all(AcceleratorCalled))
     used = any(event.name == method and (not argument or argument in event.of) for event in calls)
     return used or (run.failed and bool(calls))
 
 
 @rule(
-    why="The Accelerator neither moves to the device nor averages what it has not prepared.",
-    fix="model, optimizer = accelerator.prepare(model, optimizer), and accelerator.backward(loss) in place of loss.backward().",
+    why="The Accelerator moves only prepared models to the device, and averages only their gradients.",
+    fix="Call accelerator.prepare(model, optimizer), and accelerator.backward(loss) instead of loss.backward().",
     blocks=True,
 )
 def accelerator_idle(run: Run) -> Said:
-    """Model and optimizer are not prepared, or backward() is not the Accelerator's."""
+    """Model and optimizer are not prepared, or the program calls loss.backward()."""
     where = run.trained[0].step_where if run.trained else ""
     if not _called(run, "prepare", "AdamW"):
-        yield Seen("no Accelerator has prepared model and optimizer", where)
+        yield Seen("accelerator.prepare() is not called with the model and the optimizer", where)
     elif not _called(run, "backward"):
-        yield Seen("the program calls backward() of the loss, not of the Accelerator", where)
+        yield Seen("the program calls loss.backward() instead of accelerator.backward(loss)", where)
 
 
 @rule(
-    why="Without prepare() a loader moves nothing to the device, gives ranks unequal numbers of batches, and is not saved.",
-    fix="Pass a DataLoader with shuffle=True and without a DistributedSampler to accelerator.prepare().",
+    why="An unprepared loader moves no batches to the device, may give ranks different numbers of batches, and is not saved.",
+    fix="Call accelerator.prepare() on a DataLoader with shuffle=True and without a DistributedSampler.",
 )
 def loader_by_hand(run: Run) -> Said:
-    """The loader to train with is not prepared, or has a sampler of its own."""
+    """The training loader is not prepared, or has its own sampler."""
     if run.trained and not _called(run, "prepare", "RandomSampler"):
-        yield Seen("the Accelerator has prepared no loader that shuffles")
+        yield Seen("accelerator.prepare() is not called on a loader with shuffle=True")
 
 
 @rule(
-    why="Prepared loaders repeat samples at the end so that all ranks have the same number; only the Accelerator knows which.",
+    why="A prepared loader repeats samples so that all ranks have the same number, and a plain gather counts these twice.",
     fix="Call accelerator.gather_for_metrics() on the results of each batch: it drops the repeated samples.",
 )
 def gathered_by_hand(run: Run) -> Said:
@@ -47,7 +47,7 @@ def gathered_by_hand(run: Run) -> Said:
 
 
 @rule(
-    why="Random states, the position of the loader and each rank's own part are easily left out of a checkpoint by hand.",
+    why="A checkpoint saved by hand often lacks the random states, the position in the data, or the shards of other ranks.",
     fix="Call accelerator.save_state(folder) on every rank, and accelerator.load_state(folder) to resume.",
 )
 def state_by_hand(run: Run) -> Said:
@@ -57,7 +57,7 @@ def state_by_hand(run: Run) -> Said:
 
 
 @rule(
-    why="Each rank has a random state of its own, and perhaps a part of the optimizer's state, which the others do not save.",
+    why="Each rank saves its own random state and, with sharding, its own part of the optimizer state.",
     fix="Call accelerator.save_state() on every rank: move it out of `if accelerator.is_main_process`.",
 )
 def saved_by_some(run: Run) -> Said:

@@ -16,7 +16,7 @@ from workshop.check.rules.words import plural
     fix="Step after every N-th batch, counted from 1: `if (batch + 1) % accumulate == 0`; call zero_grad() after the step only.",
 )
 def accumulation_uneven(run: Run) -> Said:
-    """The steps have different numbers of batches, or not as many as asked for."""
+    """The steps have different numbers of batches, or not the number that was asked for."""
     for process in run.trained[:1]:
         sizes = [len(step.backwards) for step in process.steps]
         wanted = run.asked.accumulate if run.asked else mode(sizes)
@@ -26,31 +26,31 @@ def accumulation_uneven(run: Run) -> Said:
             asked = f" ({wanted} were asked for)" if run.asked else ""
             yield Seen(f"batches per step: {shown}{asked}", process.step_where)
         elif wanted > 1 and len(cleared) > len(sizes) // 2:
-            yield Seen("the gradients of all batches but a step's last are cleared before the step", cleared[0].where)
+            yield Seen("zero_grad() clears the gradients of all batches except the last of each step", cleared[0].where)
         elif last := len(process.of(Backward)) - sum(sizes):
-            yield Seen(f"no step() follows the last {plural(last, 'backward() call')}", process.step_where)
+            yield Seen(f"no optimizer.step() follows the last {plural(last, 'backward() call')}", process.step_where)
 
 
 @beside_one_process(
-    why="The gradient of a step has to be the mean over its batches; their sum changes the effective learning rate.",
-    fix="Divide each batch's loss by the number of batches a step: (loss / accumulate).backward().",
+    why="The gradient of a step must be the mean over its batches; the sum changes the effective learning rate.",
+    fix="Divide the loss of each batch by the number of batches per step: (loss / accumulate).backward().",
 )
 def accumulation_scale(run: Run, single: Run) -> Said:
-    """The gradient is the sum over the step's batches."""
+    """The gradient is the sum over the batches of the step."""
     return findings(accumulation_scale, against_one_process, run, single)
 
 
 @rule(
-    why="Gradients that are communicated with every batch cost the time that accumulation should save.",
-    fix="Put the forward and the backward of all batches but the last of a step under `with ddp_model.no_sync():`.",
+    why="DDP communicates the gradients after every batch, although one all-reduce per step is enough.",
+    fix="Run forward and backward of all batches except the last of each step under `with ddp_model.no_sync():`.",
     after=(no_group, wrong_group, accumulation_uneven),
     anywhere=True,
 )
 def accumulation_traffic(run: Run) -> Said:
-    """DDP averages the gradients more than once a step."""
+    """DDP averages the gradients more than once per step."""
     for process in run.trained[:1]:
         wanted = run.asked.accumulate if run.asked else mode(len(step.backwards) for step in process.steps)
         synced = max(sum(1 for each in step.backwards if each.sync) for step in process.steps)
         if wanted > 1 and run.nproc > 1 and process.first(Wrapped) and synced > 1:
-            seen = f"the gradients are averaged {synced} times for a step of {plural(wanted, 'batch')}"
+            seen = f"the gradients are averaged {synced} times in a step of {plural(wanted, 'batch')}"
             yield Seen(seen, process.steps[0].backwards[0].where)

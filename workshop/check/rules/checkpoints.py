@@ -1,4 +1,4 @@
-"""Checkpoints of sharded models: saved by all ranks while the training goes on, resumed on any number of ranks, and exported."""
+"""Checkpoints of sharded models: saved by all ranks while training continues, resumed on any number of ranks, and exported."""
 
 from functools import partial
 
@@ -18,26 +18,26 @@ _of_checkpoint: "partial[Makes[[Run, Checkpoint]]]" = partial(rule, runs=(WHOLE,
 
 
 def _saves(run: Run) -> list[CheckpointCalled]:
-    """The calls that save a checkpoint of all ranks (one with a writer of its own is an export, say)."""
+    """The calls that save a checkpoint of all ranks (without those that pass a storage writer, such as an export)."""
     return [event for event in run.all(CheckpointCalled) if event.name in ("save", "async_save") and not event.writer]
 
 
 @_of_checkpoint(
-    why="One rank that gathers and writes the whole state can run out of memory, and the other ranks wait for its disk.",
+    why="A rank that gathers the whole state can run out of memory, and the other ranks wait while it writes.",
     fix="Call torch.distributed.checkpoint.async_save on every rank with get_state_dict(): each rank then writes its own shard.",
 )
 def whole_saved(run: Run, checkpoint: Checkpoint) -> Said:
     """One file holds the state, or one rank writes all of it."""
     saves, saved = _saves(run), next(run.all(Saved), None)
     if saved and not saves:
-        yield Seen("the state is saved to one file, by one rank", saved.where)
+        yield Seen("one rank saves the whole state to one file", saved.where)
     elif saves and checkpoint.complete and checkpoint.writers < run.nproc:
-        yield Seen(f"of {run.nproc} ranks only {checkpoint.writers} wrote files of the checkpoint", saves[0].where)
+        yield Seen(f"only {checkpoint.writers} of {run.nproc} ranks wrote files of the checkpoint", saves[0].where)
 
 
 @_of_checkpoint(
     why="After a crash there is nothing to resume from.",
-    fix="On every rank call torch.distributed.checkpoint.async_save and wait for the last, or DeepSpeed's save_checkpoint().",
+    fix="On every rank, call torch.distributed.checkpoint.async_save and wait for it, or engine.save_checkpoint() of DeepSpeed.",
     blocks=True,
 )
 def not_saved(run: Run, checkpoint: Checkpoint) -> Said:
@@ -46,7 +46,7 @@ def not_saved(run: Run, checkpoint: Checkpoint) -> Said:
     if not saves and not any(run.all(Saved)):
         yield Seen("no checkpoint is saved")
     elif saves and not checkpoint.complete:
-        yield Seen("there is no complete checkpoint when the run has ended", saves[0].where)
+        yield Seen("the run ends without a complete checkpoint", saves[0].where)
     elif saves and not checkpoint.has("embed_tokens"):
         yield Seen("the checkpoint contains no parameters of the model", saves[0].where)
 
@@ -56,55 +56,55 @@ def optimizer_not_saved(run: Run, checkpoint: Checkpoint) -> Said:
     """The checkpoint has no moments of AdamW."""
     saves = _saves(run)
     if saves and checkpoint.complete and not checkpoint.has("exp_avg"):
-        yield Seen("the checkpoint does not contain the state of the optimizer", saves[0].where)
+        yield Seen("the checkpoint does not contain the optimizer state", saves[0].where)
 
 
 @_of_checkpoint(
-    why="All GPUs wait while the files are written: minutes for each checkpoint of a large model.",
-    fix="Call torch.distributed.checkpoint.async_save with a gloo group (dist.new_group); wait for it before the next one.",
+    why="All GPUs are idle while the files are written, for a large model several minutes per checkpoint.",
+    fix="Call torch.distributed.checkpoint.async_save with a gloo group (dist.new_group); wait for it before the next save.",
     after=(not_saved, whole_saved),
 )
 def saves_waiting(run: Run, checkpoint: Checkpoint) -> Said:
     """No checkpoint is saved asynchronously."""
     saves = _saves(run)
     if saves and checkpoint.has("exp_avg") and all(event.name != "async_save" for event in saves):
-        yield Seen("no step is taken while the files of a checkpoint are written", saves[0].where)
+        yield Seen("training stops while a checkpoint is written: async_save is never called", saves[0].where)
 
 
 @rule(
-    why="Some samples are trained on twice and others never.",
-    fix="Skip the batches of the steps that are done: islice(batches, steps_done, None).",
+    why="After the restart the model trains on some samples twice, and never on others.",
+    fix="Skip the batches of the finished steps: islice(batches, steps_done, None).",
     runs=(WHOLE, RESTARTED),
     needs=SAVES,
 )
 def data_repeated(whole: Run, restarted: Restarted) -> Said:
-    """After a restart the steps do not get the samples that they would have had."""
+    """After a restart the steps get different samples than in an uninterrupted run."""
     return findings(data_repeated, first_problem, whole, restarted)
 
 
 @also(resume_fails, never_resumes, resume_differs, schedule_lost, optimizer_lost, runs=(WHOLE, RESTARTED), needs=SAVES)
 def first_problem(whole: Run, restarted: Restarted) -> Told:
-    """What is wrong first with the run that was started again, beside the run without a break."""
+    """The first difference between the restarted run and the uninterrupted one."""
     again = restarted.again
     if ended := ending(again):
-        return [(resume_fails, Seen(f"started again: {ended.text}", ended.where, ended.detail))]
+        return [(resume_fails, Seen(f"after the restart: {ended.text}", ended.where, ended.detail))]
     if not again.trained:
-        return [(resume_fails, Seen("started again, it takes no step"))]
+        return [(resume_fails, Seen("after the restart the run takes no step"))]
     base, steps = whole.trained[0].steps, again.trained[0].steps
     if len(steps) < len(base):
         return _first_difference(base, steps)
     where = next((event.where for event in again.trained[0].of(CheckpointCalled) if event.name == "load"), "")
-    return [(never_resumes, Seen(f"started again, it takes all {len(steps)} steps again", where))]
+    return [(never_resumes, Seen(f"after the restart the run repeats all {len(steps)} steps", where))]
 
 
 def _first_difference(base: list[Step], again: list[Step]) -> Told:
-    """In what the steps after a restart first differ from the last ones of the run without a break."""
+    """The first difference between the steps after the restart and the same steps of the uninterrupted run."""
     number = len(base) - len(again) + 1
     pairs = list(zip(base[number - 1 :], again, strict=True))
     one, other = pairs[0]
     where = other.before.where
     if difference(one.before.weights, other.before.weights) > 1e-6:
-        return [(resume_differs, Seen(f"before step {number} the parameters are not those that were saved", where))]
+        return [(resume_differs, Seen(f"before step {number} the parameters are not the saved ones", where))]
     if one.keys != other.keys:
         return [(data_repeated, Seen(f"step {number} gets different samples than without the restart", where))]
     for index, (step, resumed) in enumerate(pairs, number):
@@ -112,14 +112,14 @@ def _first_difference(base: list[Step], again: list[Step]) -> Told:
         if abs(due - rate) > 1e-9:
             return [(schedule_lost, Seen(f"the learning rate of step {index} is {rate:.2e}, not {due:.2e}", where))]
     if one.after and other.after and difference(one.after.weights, other.after.weights) > 1e-6:
-        seen = f"after step {number} the parameters differ, though gradients and learning rate are the same"
+        seen = f"after step {number} the parameters differ, although samples and learning rate are the same"
         return [(optimizer_lost, Seen(seen, where))]
     return []
 
 
 @rule(
     why="The next job may get a different number of GPUs.",
-    fix="Use get_state_dict(), torch.distributed.checkpoint.load and set_state_dict(), which reshard; use no rank in file names.",
+    fix="Use get_state_dict(), torch.distributed.checkpoint.load and set_state_dict(), which reshard; put no rank in file names.",
     runs=(WHOLE, RESTARTED),
     needs=(FineTuningReported,),
 )
@@ -128,39 +128,39 @@ def reshard_fails(whole: Run, restarted: Restarted) -> Said:
     if not restarted.first.trained or any(first_problem(whole, restarted)):
         return
     for run in restarted.others:
-        lead = f"started again with {plural(run.nproc, 'process')}"
+        lead = f"resumed with {plural(run.nproc, 'process')}"
         if ended := ending(run):
             yield Seen(f"{lead}: {ended.text}", ended.where, ended.detail)
             return
         done = max(0, len(losses(whole)) - len(losses(run)))
         if seen := unequal(losses(run), losses(whole)[done:], first=done + 1):
-            yield Seen(f"{lead} {seen} without the restart")
+            yield Seen(f"{lead}, {seen} without the restart")
             return
 
 
 @rule(
-    why="Nobody else can use a model that only this program can read.",
-    fix="Write config.json, safetensors and tokenizer for transformers; with ZeRO call get_fp32_state_dict_from_zero_checkpoint.",
+    why="Only this program can read the model, so no other program can use it.",
+    fix="Write safetensors, and config and tokenizer with save_pretrained(); ZeRO: get_fp32_state_dict_from_zero_checkpoint().",
     runs=EXPORTED,
 )
 def not_exported(exported: Exported) -> Said:
-    """Plain transformers has nothing that it could load."""
+    """There is no exported model that transformers can load."""
     name, run, files = exported.program, exported.run, exported.files or ()
     if run is None:
-        yield Seen(f"{name}, which is to export the model, is not beside the program")
+        yield Seen(f"{name}, which exports the model, is missing in the folder of the program")
     elif ended := ending(run):
         yield Seen(f"{name}: {ended.text}", ended.where, ended.detail)
     elif "config.json" not in files or not any(file.endswith(".safetensors") for file in files):
-        yield Seen(f"{name} leaves no model that transformers could load ({', '.join(files) or 'no files'})")
+        yield Seen(f"{name} writes no model that transformers can load ({', '.join(files) or 'no files'})")
     elif "tokenizer.json" not in files:
-        yield Seen(f"{name} leaves no tokenizer")
+        yield Seen(f"{name} writes no tokenizer")
     elif exported.error:
         yield Seen(f"transformers cannot load the export: {exported.error}")
 
 
 @rule(
-    why="Others load a model that is not the one that was trained.",
-    fix="Read the trained parameters from the newest checkpoint before you write the export.",
+    why="Users of the export get a different model than the one that you trained.",
+    fix="Load the parameters of the newest checkpoint before you write the export.",
     runs=(WHOLE, EXPORTED),
     needs=(FineTuningReported,),
     after=(not_exported,),

@@ -8,7 +8,7 @@ POINT_TO_POINT = ("send", "recv", "isend", "irecv")
 
 
 @rule(
-    why="A collective waits for every rank: where one calls a different one, or none, the others wait or fail.",
+    why="A rank waits in a collective until all ranks call it: if one makes a different call or none, the others wait or fail.",
     fix="All ranks must call the same collectives in the same order. Move the call out of code that only some ranks reach, "
     "and give all ranks the same number of batches (DistributedSampler, drop_last=True).",
     blocks=True,
@@ -20,7 +20,7 @@ def collectives_differ(run: Run) -> Said:
     if len(ranks) < 2 or any(process.first(UnevenJoined) for process in ranks):
         return
     if run.hung or (run.failed and not run.ended_by_echo):
-        return  # which rank waits where, or fails, says more than that the numbers of steps differ
+        return  # the rank that waits or fails explains more than different numbers of steps
     calls = [[call for call in process.of(Collective) if call.name not in POINT_TO_POINT] for process in ranks]
     if seen := _uneven_steps(ranks, calls) or _unequal_calls(ranks, calls):
         yield seen

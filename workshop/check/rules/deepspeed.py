@@ -1,4 +1,4 @@
-"""Training with DeepSpeed's engine: it does the work, ZeRO partitions the optimizer, and the training is that of plain DDP."""
+"""Training with DeepSpeed: its engine takes the steps, ZeRO partitions the optimizer state, the losses equal those of DDP."""
 
 from collections.abc import Sequence
 
@@ -22,23 +22,23 @@ from workshop.check.rules.sharding import losses, unequal
 from workshop.check.rules.words import listed
 from workshop.check.scenarios import ENGINE_CHECKPOINT, ENGINE_SPLIT, PLAIN_WEIGHTS, REFERENCE, UNEVEN, WHOLE, Split
 
-SAME = 1e-4  # nats: how far a different order of sums may move a loss
+SAME = 1e-4  # nats: how much a different order of summation may change a loss
 INSTEAD = {"backward": "loss.backward()", "step": "optimizer.step()"}
 
 
 @rule(
-    why="ZeRO neither averages nor partitions what does not go through the engine.",
+    why="DeepSpeed averages gradients and partitions the optimizer state only if you train through its engine.",
     fix="Call deepspeed.initialize(model=, optimizer=, config=), then engine(inputs), engine.backward(loss), engine.step().",
     blocks=True,
 )
 def engine_idle(run: Run) -> Said:
-    """There is no engine, or the program calls backward() and step() of something else."""
+    """There is no engine, or the program does not call its backward() and step()."""
     missing = [(process, name) for process in run.trained for name in INSTEAD if _line_of([process], name) is None]
     if run.trained and not any(run.all(EngineMade)):
         yield Seen("no engine is created: every rank holds the whole optimizer state", run.where(Wrapped))
     elif missing:
         process, name = missing[0]
-        yield Seen(f"the engine's {name}() is never called; {INSTEAD[name]} is called instead", process.step_where)
+        yield Seen(f"engine.{name}() is never called; the program calls {INSTEAD[name]} instead", process.step_where)
 
 
 def _line_of(processes: Sequence[Process], method: str) -> str | None:
@@ -49,7 +49,7 @@ def _line_of(processes: Sequence[Process], method: str) -> str | None:
 
 @rule(
     why="DeepSpeed computes the number of batches to accumulate from the batch sizes in its configuration.",
-    fix="Set train_micro_batch_size_per_gpu to the batch size of the DataLoader.",
+    fix="In DeepSpeed's configuration, set train_micro_batch_size_per_gpu to the batch size of the DataLoader.",
     after=(engine_idle,),
 )
 def batch_differs(run: Run) -> Said:
@@ -59,33 +59,33 @@ def batch_differs(run: Run) -> Said:
     made = next(run.all(EngineMade), None)
     if made and sizes and made.batch not in sizes:
         given = ", ".join(map(str, sorted(sizes)))
-        yield Seen(f"the engine is configured for batches of {made.batch}, and gets {given} samples", made.where)
+        yield Seen(f"the engine is configured for batches of {made.batch} samples, but gets {given}", made.where)
 
 
 @rule(
     why="The engine already averages over the processes and over the accumulated batches, so the gradient is divided twice.",
-    fix="Pass the loss of the batch to engine.backward() as it is.",
+    fix="Pass the loss of the batch to engine.backward() without dividing it.",
     needs=(Reported,),
     after=(engine_idle,),
 )
 def scaled_twice(run: Run) -> Said:
-    """The losses that the engine gets are not those that the program reports."""
+    """The engine gets different losses than the program reports."""
     given = [process.of(EngineLoss) for process in run.trained]
     for number, (loss, events) in enumerate(zip(losses(run, Reported), zip(*given, strict=False), strict=False), 1):
         mean = sum(event.loss for event in events) / len(events)
         if abs(mean - loss) > 1e-3 * max(abs(loss), 1e-3):
-            seen = f"in step {number} the mean loss given to the engine's backward() is {mean:.4f}, the reported one {loss:.4f}"
+            seen = f"in step {number} engine.backward() gets a mean loss of {mean:.4f}, but the reported loss is {loss:.4f}"
             yield Seen(seen, events[0].where)
             return
 
 
 @rule(
-    why="AdamW's moments take twice the bytes of the parameters, on every rank. ZeRO-1 partitions them.",
-    fix='Set "zero_optimization": {"stage": 1} (or a higher stage) in DeepSpeed\'s configuration.',
+    why="AdamW's moments need twice the memory of the parameters on every rank; ZeRO stage 1 partitions them.",
+    fix='In DeepSpeed\'s configuration, set "zero_optimization": {"stage": 1}, or a higher stage.',
     after=(engine_idle,),
 )
 def optimizer_whole(run: Run) -> Said:
-    """Each rank holds all of the optimizer's moments, or most of them."""
+    """Each rank holds all moments of the optimizer, or most of them."""
     made = next(run.all(EngineMade), None)
     measured = [event for process in run.trained for event in process.of(MomentsMeasured)[-1:]]
     whole = [event for event in measured if event.own > event.whole * (0.5 / run.nproc + 0.5)]
@@ -95,8 +95,8 @@ def optimizer_whole(run: Run) -> Said:
 
 
 @rule(
-    why="How the work is divided over the ranks should not change what is computed.",
-    fix='Set "gradient_clipping" to 0.0 (the default is 1.0) and "gradient_accumulation_steps" to 1 in the configuration.',
+    why="DeepSpeed divides the work differently, but should compute the same training as DDP.",
+    fix='In DeepSpeed\'s configuration, set "gradient_clipping" to 0.0 (default: 1.0) and "gradient_accumulation_steps" to 1.',
     runs=(WHOLE, REFERENCE),
     needs=(Reported,),
     last=True,
@@ -118,7 +118,7 @@ def no_losses(run: Run, reference: Run) -> Said:
 
 @not_saved.also((WHOLE, ENGINE_CHECKPOINT), active=True)
 def engine_not_saved(run: Run, checkpoint: EngineCheckpoint) -> Said:
-    """Not every rank's part of the engine's checkpoint is there."""
+    """The checkpoint of the engine lacks the part of a rank."""
     saved = _line_of(run.trained, "save_checkpoint")
     made = next(run.all(EngineMade), None)
     parts = run.nproc if made and made.stage else 0  # without ZeRO rank 0 saves everything
@@ -126,7 +126,7 @@ def engine_not_saved(run: Run, checkpoint: EngineCheckpoint) -> Said:
         yield Seen("the engine saves no checkpoint", run.where(Saved))
     elif not checkpoint.named or checkpoint.parts < parts:
         files = ", ".join(checkpoint.files or ()) or "nothing"
-        yield Seen(f"when the run has ended, the checkpoint does not contain every rank's part, but {files}", saved)
+        yield Seen(f"the checkpoint lacks the parts of some ranks; it contains: {files}", saved)
 
 
 RESUMING = (resume_fails, never_resumes, epoch_repeated, epoch_skipped, resume_differs)
@@ -134,7 +134,7 @@ RESUMING = (resume_fails, never_resumes, epoch_repeated, epoch_skipped, resume_d
 
 @also(*RESUMING, runs=(WHOLE, ENGINE_SPLIT), needs=(Reported,), active=True)
 def engine_second_start(whole: Run, split: Split) -> Told:
-    """What is wrong first with a second start from the engine's checkpoint."""
+    """The first problem of a second start from the checkpoint of the engine."""
     second = split.second
     load = _line_of(second.trained, "load_checkpoint") or ""
     if ended := ending(second):
@@ -142,9 +142,9 @@ def engine_second_start(whole: Run, split: Split) -> Told:
     total, done, rest = (len(run.trained[0].steps) if run.trained else 0 for run in (whole, split.first, second))
     if rest >= total:
         about = epoch_repeated if load else never_resumes
-        return [(about, Seen(f"the second start takes all {rest} steps again", load))]
+        return [(about, Seen(f"the second start repeats all {rest} steps", load))]
     if done + rest != total:
-        counts = Seen(f"{done} + {rest} steps in two parts, {total} in one", load)
+        counts = Seen(f"{done} + {rest} steps in two starts, but {total} in one", load)
         return [(epoch_repeated if done + rest > total else epoch_skipped, counts)]
     seen = unequal(losses(second, Reported), losses(whole, Reported)[done:], SAME, first=done + 1)
     return [(resume_differs, Seen(f"after the second start {seen} without a restart", load))] if seen else []
@@ -152,11 +152,11 @@ def engine_second_start(whole: Run, split: Split) -> Told:
 
 @not_exported.also((ENGINE_SPLIT, PLAIN_WEIGHTS), after=(resume_fails,), active=True)
 def plain_weights_missing(split: Split, weights: PlainWeights) -> Said:
-    """There is no file of parameters that plain PyTorch loads."""
+    """There is no file of parameters that plain PyTorch can load."""
     if not weights.found:
-        yield Seen("--export leaves no file")
+        yield Seen("--export writes no file")
     elif weights.error:
-        yield Seen(f"a plain SmallCNN cannot load it: {weights.error}")
+        yield Seen(f"a plain SmallCNN cannot load the exported file: {weights.error}")
 
 
 @export_differs.also((ENGINE_SPLIT, PLAIN_WEIGHTS), after=(not_exported,), last=True)
@@ -167,11 +167,11 @@ def plain_weights_differ(split: Split, weights: PlainWeights) -> Said:
 
 
 @rule(
-    why="With ZeRO-3 every forward pass gathers the parameters from all ranks: a rank that runs one more waits for ever.",
-    fix="Give all ranks the same number of test samples: repeat one where a rank has fewer, and do not count its result.",
+    why="With ZeRO-3 every forward pass gathers the parameters from all ranks: a rank with one more batch waits forever.",
+    fix="Give all ranks the same number of test samples: repeat some, as DistributedSampler does, and do not count these twice.",
     runs=UNEVEN,
 )
 def evaluation_uneven(run: Run) -> Said:
-    """An evaluation does not end where the ranks have different numbers of batches."""
+    """An evaluation hangs or fails if the ranks have different numbers of batches."""
     if ended := ending(run):
         yield Seen(f"with ZeRO-3 and different numbers of test samples: {ended.text}", ended.where, ended.detail)

@@ -11,7 +11,7 @@ from workshop.check.rules.rule import Makes, Rule, Said, Seen, rule
 from workshop.check.rules.words import named
 from workshop.run.failures import is_echo
 
-FLOOD = Seen("it printed more than 20 MB, and the check ended it")
+FLOOD = Seen("the program printed more than 20 MB, and the check ended it")
 
 
 def _ending(why: str, fix: str, after: tuple[Rule, ...] = ()) -> "Makes[[Run]]":
@@ -19,8 +19,8 @@ def _ending(why: str, fix: str, after: tuple[Rule, ...] = ()) -> "Makes[[Run]]":
 
 
 @_ending(
-    why="Output by the megabyte hides the lines that matter and fills the disk.",
-    fix="Print one line an epoch, on rank 0 only.",
+    why="Megabytes of output hide the important lines and fill the disk.",
+    fix="Print one line per epoch, on rank 0 only.",
 )
 def output_flood(run: Run) -> Said:
     """The run printed so much that the check ended it."""
@@ -28,59 +28,59 @@ def output_flood(run: Run) -> Said:
 
 
 @_ending(
-    why="Processes that wait for each other in different calls wait for ever; on a cluster the job uses up its whole time.",
+    why="Processes that wait for each other in different calls never continue; on a cluster the job runs until its time limit.",
     fix="All ranks must call the same collectives in the same order, and take the same number of steps. Move collectives "
-    "(and backward() of a DDP model, which calls them too) out of code that only some ranks reach, such as `if rank == 0`.",
+    "(and backward() of a DDP model, which calls all-reduce) out of code that only some ranks reach, such as `if rank == 0`.",
 )
 def hang(run: Run) -> Said:
-    """All processes wait."""
+    """All processes wait, and none continues."""
     return [_standing(run)] if run.hung == "idle" else []
 
 
 @_ending(
-    why="The program neither moves on nor ends.",
-    fix="Look at the line that is named: the condition that should end the loop never holds, or each turn takes too long.",
+    why="The program neither trains nor ends, so on a cluster the job runs until its time limit.",
+    fix="Step through the named line with pdb: the condition that ends the loop never becomes true, or an iteration is too slow.",
 )
 def endless(run: Run) -> Said:
-    """A process computes without taking steps, or the time of the check was over."""
+    """A process computes without taking steps, or the run exceeds the time limit of the check."""
     return [_standing(run)] if run.hung in ("busy", "long") else []
 
 
 @_ending(
-    why="A run that writes outside of its own folder can overwrite somebody's files.",
-    fix="Write only below the folder that the run is started in, or to the path that an option names.",
+    why="A run that writes outside its own folder can overwrite other files, of yours or of other users.",
+    fix="Write only below Path.cwd(), the folder in which the run starts, or to a path that you pass as an option.",
 )
 def outside_write(run: Run) -> Said:
-    """A file outside of the run's folder was to be written."""
+    """The program tried to write a file outside the folder of the run."""
     return _outside(run)
 
 
 @_ending(
-    why="The program ended with an error, so nothing after it was done.",
-    fix="Read the last line of the error and the line of your program that is named; --verbose shows the traceback.",
+    why="The program ended with an error before it was finished.",
+    fix="Read the last line of the traceback, which --verbose shows, and the named line of your program.",
     after=(outside_write,),
 )
 def crash(run: Run) -> Said:
-    """An exception, an exit status, or a process that died."""
+    """The run ended with an exception or an exit status, or a process died."""
     seen = None if run.hung or run.flooded else _error(run)
-    # Two ranks that write one file take it away from each other: then that is what is wrong.
+    # Ranks that rename the same file make each other fail; then two-writers names the cause.
     if seen and not ("No such file" in seen.text and run.shared_file()):
         yield seen
 
 
 @_ending(
     why="A run that takes no step has trained nothing, even if it ends without an error.",
-    fix="Call optimizer.step() in a loop over the batches, and see that main() is called.",
+    fix="Call optimizer.step() in a loop over the batches, and make sure that main() is called.",
     after=(address_overwritten, no_group, wrong_group, collectives_differ),
 )
 def no_training(run: Run) -> Said:
-    """The run ended well and took no step."""
+    """The run ended without an error, but took no step."""
     if not run.trained and ending(run) is None:
-        yield Seen("the run ended without an error and took no step")
+        yield Seen("the run ended without an error, but took no step")
 
 
 def ending(run: Run) -> Seen | None:
-    """How a run ended wrongly; None if it ended well."""
+    """Return what is wrong with the end of a run, or None if it ended well."""
     if run.flooded:
         return FLOOD
     if run.hung:
@@ -90,11 +90,11 @@ def ending(run: Run) -> Seen | None:
 
 def _outside(run: Run) -> list[Seen]:
     first = islice(run.all(WroteOutside), 1)
-    return [Seen(f"it writes to {event.path}, outside of the folder that it runs in", event.where) for event in first]
+    return [Seen(f"it writes to {event.path}, outside the folder in which it runs", event.where) for event in first]
 
 
 def _standing(run: Run) -> Seen:
-    """Which rank is where in a run that hung."""
+    """Say in which line each rank is, for a run that hung."""
     alive = [process for process in run.processes if process.stack]
     alive = [process for process in alive if process.rank is not None] or alive
     parts, where, verb = [], "", "is" if run.hung == "busy" else "waits"
@@ -106,59 +106,69 @@ def _standing(run: Run) -> Seen:
     parts += [f"{named(process)} has ended" for process in run.ranks if process.rank is not None and not process.stack]
     counts = [str(len(process.steps)) for process in run.trained]
     if len(set(counts)) > 1:
-        parts.append(f"they took {' and '.join(counts)} steps")
+        parts.append(f"the ranks took {' and '.join(counts)} steps")
     if alive and all(process.first(Joining) and not process.first(Joined) for process in alive):
         asked = {f"world size {each.world_size}, port {each.port}" for process in alive for each in process.of(Joining)}
-        parts.append(f"they never became one group: they asked for {'; '.join(sorted(asked))}")
+        parts.append(f"the processes did not form one group: they asked for {'; '.join(sorted(asked))}")
     detail = "\n".join(f"rank {process.rank}:\n{process.stack[:3000]}" for process in alive)
-    long = f"it had not ended after {run.seconds:.0f} s; "
-    lead = {"idle": "it hangs: ", "busy": "it computes, but takes no step: ", "long": long}[run.hung]
+    long = f"the program had not ended after {run.seconds:.0f} s; "
+    lead = {"idle": "the program hangs: ", "busy": "the program computes, but takes no step: ", "long": long}[run.hung]
     return Seen(lead + "; ".join(parts), where, detail)
 
 
 def _position(stack: str) -> tuple[str, str]:
-    """Where a process is: the line of the program, and the call that it is in."""
+    """Return the line of the program in which a process is, and the library call that it waits in."""
     call = ""
     for path, number, function in re.findall(r'^\s*File "(.+)", line (\d+) in (.+)', stack, re.MULTILINE):
         if "/workshop/check/" in path:
             continue
         if not re.search(r"^<|/(site-packages|torch|lib/python\d)", path):
             return f"{path.rsplit('/', 1)[-1]}:{number}", call
-        # The outermost call into a library that has a name of its own: what the program called.
+        # The outermost named call into a library is the one that the program made.
         call = function if function not in ("wrapper", "_fn", "__call__", "_call_impl") else call or function
     return "", call
 
 
-# What a message says, and what it means.
+# For the message of a library, given as a regular expression: what it means, and what to do.
 EXPLAINED = {
-    "Weights only load failed": "torch.load(weights_only=True) refuses this file: save only tensors, numbers, lists and dicts",
-    "mark a variable ready only once": "a parameter is used twice in one backward (checkpointing, or two forwards)",
-    "finished reduction in": "DDP waits for gradients of unused parameters: use them, or set find_unused_parameters=True",
-    "initialize the default process group twice": "init_process_group is called a second time in the same process",
-    "Address already in use|EADDRINUSE": "the port is taken, by this program itself or by another one",
-    "device_ids and output_device": "on the CPU, DDP takes no device_ids",
-    "Default process group has not been initialized": "a collective is called before init_process_group",
-    "invalid device ordinal": "there is no device with this number on this machine",
-    "[Nn]o NVIDIA driver|not compiled with CUDA": "there is no CUDA device here; torch.accelerator names the one that there is",
-    "NCCL": "the backend nccl needs GPUs; get_default_backend_for_device chooses the right one",
-    "writing outside of the run's folder": "the check lets nothing be written outside of the run's folder",
+    "Weights only load failed": "the file contains more than tensors, numbers, lists and dicts: save only these",
+    "mark a variable ready only once": "DDP got a gradient twice: use one forward per backward, and use_reentrant=False",
+    "finished reduction in": "the loss does not use all parameters: use all outputs, or give DDP find_unused_parameters=True",
+    "process group twice": "init_process_group is called a second time in the same process: call it only once",
+    "Default process group has not been initialized": "a collective is called before init_process_group: call that first",
+    "Address already in use|EADDRINUSE": "the port is in use: let torchrun --standalone or a TCPStore with port 0 choose one",
+    "device_ids and output_device": "device_ids do not match the device of the model: call DDP(model) without them",
+    "invalid device ordinal": "this machine has no device with this number: choose it by LOCAL_RANK, one process per GPU",
+    "[Nn]o NVIDIA driver|not compiled with CUDA": "there is no CUDA device: use torch.accelerator.current_accelerator()",
+    "no GPUs found|NCCL built in|No backend type": "unsuitable backend: use dist.get_default_backend_for_device(device)",
+    "Duplicate GPU detected": "two ranks use the same GPU: choose the device by LOCAL_RANK before the first collective",
+    "waiting for clients": "some processes did not join the group: start all, with the same MASTER_ADDR and WORLD_SIZE",
+    "operation timeout|Timed out waiting": "a collective timed out because not all ranks called it: all must make the same calls",
+    "unhandled system error": "NCCL failed, for example in the network or shared memory: NCCL_DEBUG=INFO prints the cause",
+    "device-side assert triggered": "a kernel got an invalid value, such as a label out of range: run on the CPU to see it",
+    "(CUDA|HIP) out of memory": "the GPU memory is full: reduce the batch size, or use activation checkpointing or fully_shard",
+    "no kernel image is available": "this build of PyTorch has no code for this GPU: install a build for its architecture",
+    "outside of the run's folder": "the check does not allow writing outside the folder of the run: write below it",
 }
 
 
 def _error(run: Run) -> Seen | None:
-    """What ended the run with an error."""
+    """The error that ended the run; the message of the library is in the detail."""
     if found := run.first_exception():
         process, event = found
-        if is_echo(event.message):
-            return Seen(_lost(run, process, event), event.where, event.traceback)
         who = f"{named(process)}: " if process.rank is not None and run.nproc > 1 else ""
+        plain = next((text for sign, text in EXPLAINED.items() if re.search(sign, event.message)), "")
+        gone = _gone(run, process, event)
+        if is_echo(event.message) and (gone or not plain):
+            return Seen(_lost(process, event, gone), event.where, event.traceback)
+        if plain:
+            return Seen(f"{who}{plain} ({event.type})", event.where, event.traceback)
         message = event.message[:300] + ("..." if len(event.message) > 300 else "")
-        meaning = next((f" ({text})" for sign, text in EXPLAINED.items() if re.search(sign, event.message)), "")
-        return Seen(f"{who}{event.type}: {message}{meaning}", event.where, event.traceback)
+        return Seen(f"{who}{event.type}: {message}", event.where, event.traceback)
     for process in run.processes:
         for exited in process.of(Exited):
             if exited.status != 0:
-                return Seen(f"it ends with exit status {exited.status}{_last_line(process)}")
+                return Seen(f"the program ends with exit status {exited.status}{_last_line(process)}")
     if run.status in (0, None):
         return None
     silent = next((process for process in run.processes if not process.first(Ended)), None)
@@ -166,13 +176,17 @@ def _error(run: Run) -> Seen | None:
     return Seen(f"{who} died without a traceback (status {run.status}){line}")
 
 
-def _lost(run: Run, process: Process, event: Raised) -> str:
-    """What a library means by "connection reset by peer": another rank has gone."""
+def _gone(run: Run, process: Process, event: Raised) -> str:
+    """The other ranks that had ended when an exception was raised."""
     failed = next(seconds for seconds, each in process.timed(Raised) if each is event)
     others = [each for each in run.ranks if each is not process]
-    gone = [named(each) for each in others if any(seconds < failed for seconds, _ in each.timed(Ended))]
-    who = f"{' and '.join(gone)}, which had already ended" if gone else "another rank, which ended or died"
-    return f"{named(process)} lost its connection to {who} ({event.type})"
+    return " and ".join(named(each) for each in others if any(seconds < failed for seconds, _ in each.timed(Ended)))
+
+
+def _lost(process: Process, event: Raised, gone: str) -> str:
+    """What a library means by "connection reset by peer": another rank has ended."""
+    who = f"{gone}, which had already ended" if gone else "another rank, which ended or died"
+    return f"{named(process)} lost its connection to {who} ({event.type}): find out why {gone or 'that rank'} ended"
 
 
 def _last_line(process: Process) -> str:

@@ -20,7 +20,7 @@ def _first_counts(run: Run) -> tuple[Counter[tuple[object, ...]], int]:
 
 
 @rule(
-    why="The figure is that of fewer samples than it claims.",
+    why="The reported metric does not cover all test samples.",
     fix="Give each rank a part of the test set, without drop_last: Subset(test_set, range(rank, len(test_set), world_size)).",
     after=(no_group, wrong_group),
 )
@@ -37,7 +37,7 @@ def evaluation_missed(run: Run) -> Said:
 
 
 @rule(
-    why="Samples that count twice change the figure, or cost time for nothing.",
+    why="Repeated samples change the metric, or cost time without any benefit.",
     fix="Use Subset(test_set, range(rank, len(test_set), world_size)), or remove the samples that DistributedSampler repeats.",
     needs=(Reported,),
     after=(no_group, wrong_group, evaluation_missed),
@@ -52,12 +52,12 @@ def evaluation_repeated(run: Run) -> Said:
     exact = figures and all(one is not None and abs(one - true) < EXACT for one, true in figures)
     if twice == len(counts):
         yield Seen(f"{max(counts.values())} ranks evaluate each of the {twice:,} test samples", run.where(Evaluated))
-    elif not exact:  # a program that removes what was added counts each sample once
+    elif not exact:  # a program that removes the repeated samples counts each once
         yield Seen(f"{twice:,} of the {len(counts):,} test samples count twice", run.where(Evaluated))
 
 
 @rule(
-    why="The reported figure is not the one of all samples on all ranks.",
+    why="The reported value does not cover all samples of all ranks.",
     fix="Sum the counts and the samples per second over all ranks with all_reduce; average losses with ReduceOp.AVG.",
     needs=(Reported,),
     after=(no_group, wrong_group),
@@ -76,10 +76,10 @@ def _figures(report: Reported) -> dict[str, float]:
 
 @metric_wrong.also(WHOLE, needs=(Reported,), after=(no_group, wrong_group), figures=True)
 def figure_is_not_the_true_one(run: Run) -> Said:
-    """A reported figure is not that of all samples and all ranks."""
+    """A reported figure does not cover all samples of all ranks."""
     reports = list(run.all(Reported))
     if any(metric_wrong.detectors[0].function(run)):
-        return  # that the metric is missing comes first
+        return  # a missing metric comes first
     if reports and reports[0].failed:
         yield NotJudged(f"the reported figures ({reports[0].failed})", goal=False)
     if seen := _metric(reports) or _losses(run, reports) or _throughput(run, reports):
@@ -98,7 +98,7 @@ def _metric(reports: list[Reported]) -> str:
 
 
 def _losses(run: Run, reports: list[Reported]) -> str:
-    """The loss of each step has to be the mean over all ranks."""
+    """How a reported loss differs from the mean over all ranks."""
     true = []
     for together in zip(*(process.steps for process in run.trained), strict=False):
         per_rank = [[each.loss for each in step.backwards if each.loss is not None] for step in together]
@@ -116,7 +116,7 @@ def _losses(run: Run, reports: list[Reported]) -> str:
 
 
 def _throughput(run: Run, reports: list[Reported]) -> str:
-    """The reported samples per second have to be those of all processes together."""
+    """How the reported samples per second differ from those of all processes together."""
     ratios = []
     for process in run.trained[:1]:
         starts = [seconds for seconds, _ in process.timed(LoaderStarted)]
@@ -132,5 +132,5 @@ def _throughput(run: Run, reports: list[Reported]) -> str:
     if not ratios or (max(ratios) >= 0.66 and min(ratios) <= 1.6):
         return ""
     middle = sorted(ratios)[len(ratios) // 2]
-    hint = " (about one rank's)" if abs(middle - 1 / run.nproc) < 0.15 and run.nproc > 1 else ""
+    hint = " (about those of one rank)" if abs(middle - 1 / run.nproc) < 0.15 and run.nproc > 1 else ""
     return f"the reported samples per second are {middle:.2f} times those of all {run.nproc} processes together{hint}"

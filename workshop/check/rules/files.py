@@ -1,4 +1,4 @@
-"""What a run writes and prints: one writer for each file, one rank that prints, checkpoints that are complete."""
+"""What a run writes and prints: one writer per file, one rank that prints, and complete checkpoints."""
 
 import re
 from collections import Counter
@@ -11,21 +11,21 @@ from workshop.check.scenarios import SPLIT, WHOLE, Split
 
 
 @rule(
-    why="Two processes that write the same file sooner or later leave a mixture of both.",
-    fix="Write only on rank 0 (`if rank == 0:`), or give each rank a file name of its own.",
+    why="If two processes write the same file at the same time, it can contain a mixture of both.",
+    fix="Write only on rank 0 (`if rank == 0:`), or give each rank its own file name.",
     anywhere=True,
 )
 def two_writers(run: Run) -> Said:
-    """Several ranks write one file."""
+    """Several ranks write the same file."""
     if shared := run.shared_file():
         path, processes, where = shared
         ranks = " and ".join(str(rank_of(processes, index)) for index in range(len(processes)))
-        yield Seen(f"ranks {ranks} write {path.rsplit('/', 1)[-1]}", where)
+        yield Seen(f"ranks {ranks} write the same file, {path.rsplit('/', 1)[-1]}", where)
 
 
 @rule(
-    why="The same line from every process hides what matters, and the more processes there are the more it hides.",
-    fix="Print on rank 0 only, and give tqdm `disable=rank > 0`; or put the rank at the start of the line.",
+    why="With many processes, repeated lines hide the important output.",
+    fix="Print on rank 0 only, and pass `disable=rank > 0` to tqdm; or begin each line with the rank.",
     anywhere=True,
 )
 def several_print(run: Run) -> Said:
@@ -35,36 +35,36 @@ def several_print(run: Run) -> Said:
         known = dict(_lines(ranks[0]))
         same = [line for pattern, line in _lines(ranks[1]) if pattern in known]
         for line in same[:1]:
-            yield Seen(f'{named(ranks[1])} prints what {named(ranks[0])} prints too: "{line[:70]}"')
+            yield Seen(f'{named(ranks[1])} prints the same lines as {named(ranks[0])}: "{line[:70]}"')
 
 
 def _lines(process: Process) -> list[tuple[str, str]]:
-    """The lines of a process, each after its text without numbers; those that name a rank are its own and are left out."""
+    """Return the lines of a process, each with its pattern without numbers, except lines that name a rank."""
     lines = [line.strip() for line in process.stdout.splitlines() if re.search(r"\w", line)]
     own = re.compile(r"\brank\W{0,3}\d|^\W*\d+\W*[|:\]]", re.IGNORECASE)
     return [(re.sub(r"[\d.,]+", "#", line), line) for line in lines if not own.search(line)]
 
 
 @rule(
-    why="A process that dies while it writes in place leaves half a file, and nothing to resume from.",
-    fix="Save under a temporary name in the same folder, then move it with os.replace, which is atomic.",
+    why="A process that dies while it overwrites the checkpoint leaves an incomplete file, so the run cannot resume.",
+    fix="Save under a temporary name in the same folder, then rename it with os.replace, which is atomic.",
     anywhere=True,
 )
 def checkpoint_torn(run: Run) -> Said:
-    """A checkpoint is written over the one before."""
-    moved = tuple(f"{event.source}/" for event in run.all(FileRenamed))  # files, and folders that were complete then
+    """A checkpoint is written over the previous one."""
+    moved = tuple(f"{event.source}/" for event in run.all(FileRenamed))  # files and folders that were complete then
     saves = [(process.pid, event) for process in run.processes for event in process.of(Saved) if event.path]
     counts = Counter((pid, event.path) for pid, event in saves)
     for pid, event in saves:
         if counts[pid, event.path] > 1 and not event.whole and not f"{event.path}/".startswith(moved):
             name = event.path.rsplit("/", 1)[-1]
-            yield Seen(f"{name} is written in place: a process that dies meanwhile leaves half of it", event.where)
+            yield Seen(f"{name} is overwritten in place: a crash meanwhile leaves an incomplete file", event.where)
             return
 
 
 @rule(
     why="After a crash there is nothing to resume from.",
-    fix="Save model, optimizer and epoch at the end of each epoch, on rank 0.",
+    fix="Save the state_dict() of model and optimizer and the epoch with torch.save at the end of each epoch, on rank 0.",
     after=(checkpoint_torn,),
 )
 def no_checkpoint(run: Run) -> Said:
@@ -82,8 +82,8 @@ def no_checkpoint(run: Run) -> Said:
 
 
 @rule(
-    why="The checkpoint does not fit the plain model: nobody can load it without the same wrapper.",
-    fix="Save the state of the model inside: ddp_model.module.state_dict().",
+    why="The names do not match those of the plain model, so the checkpoint loads only into a model with the same wrapper.",
+    fix="Save the state_dict() of the model inside the wrapper: ddp_model.module.state_dict().",
     runs=(WHOLE, SPLIT),
 )
 def checkpoint_keys(_: Run, split: Split) -> Said:

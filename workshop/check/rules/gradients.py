@@ -16,8 +16,8 @@ beside_one_process: "partial[Makes[[Run, Run]]]" = partial(rule, runs=(WHOLE, SI
 
 
 @of_steps(
-    why="Without averaged gradients each process trains a different model, and one of them is saved.",
-    fix="Wrap the model in DistributedDataParallel and call the wrapper in the forward pass; its backward() averages.",
+    why="Without averaged gradients each process trains a different model, and only one of them is saved.",
+    fix="Wrap the model in DistributedDataParallel and call the wrapper in the forward pass; then backward() averages.",
 )
 def gradients_differ(run: Run) -> Said:
     """The ranks hold different gradients at a step, or equal ones only because they saw the same samples."""
@@ -25,8 +25,8 @@ def gradients_differ(run: Run) -> Said:
 
 
 @of_steps(
-    why="The replicas have to hold the same parameters at all times; otherwise they train different models.",
-    fix="Let DistributedDataParallel copy rank 0's parameters, load checkpoints on every rank, and use the same learning rate.",
+    why="All ranks must hold the same parameters before each step; otherwise they train different models.",
+    fix="Let DistributedDataParallel copy the parameters of rank 0; load checkpoints and set the learning rate on every rank.",
 )
 def weights_differ(run: Run) -> Said:
     """The ranks begin with different parameters, or step to different ones."""
@@ -50,7 +50,7 @@ def _apart(run: Run) -> Told:
 
 
 def _apart_at(number: int, one: Step, two: Step, base: Process, joined: bool) -> tuple[Rule, Seen] | None:
-    """How the same step differs on two ranks; ``base`` is the first of them."""
+    """How the same step differs between two ranks; ``base`` is the first of them."""
     before, other = one.before, two.before
     begun = number == 1 and difference(before.weights, other.weights) > CLOSE
     if (begun or not joined) and difference(before.gradients, other.gradients) > CLOSE:
@@ -76,9 +76,9 @@ def _why_unequal(base: Process, one: Step, two: Step) -> tuple[str, str]:
     where = one.before.where
     last = one.backwards[-1] if one.backwards else None
     if not base.first(Wrapped) and _averages_by_hand(base):
-        return where, "nothing averages all of them"
+        return where, "not all of them are averaged"
     if not base.first(Wrapped):
-        return where, "nothing averages them: the model is in no DistributedDataParallel"
+        return where, "nothing averages them, because the model is not wrapped in DistributedDataParallel"
     if last and last.forward and not last.forward.wrapped:
         return last.forward.where, "the forward pass bypasses DistributedDataParallel: call the wrapper"
     if last and last.sync is False:
@@ -95,8 +95,8 @@ def _averages_by_hand(process: Process) -> bool:
 
 
 @beside_one_process(
-    why="A multiple of the averaged gradient changes the effective learning rate.",
-    fix="Do not multiply or divide the loss by the number of processes: DistributedDataParallel already averages.",
+    why="The gradient is a multiple of the average, which changes the effective learning rate.",
+    fix="Do not multiply or divide the loss by the number of processes: DistributedDataParallel already averages the gradients.",
 )
 def gradient_scale(run: Run, single: Run) -> Said:
     """The gradient is a multiple of that of one process on the same samples."""
@@ -104,13 +104,13 @@ def gradient_scale(run: Run, single: Run) -> Said:
 
 
 @beside_one_process(
-    why="N processes that see the batches of one process should compute the same training.",
-    fix="Compare with one process on the same global batches: the mean over all samples, the learning rate, the parameters.",
+    why="N processes with the same global batches as one process should compute the same training.",
+    fix="Compare with one process that has the same global batch: the mean over all samples, the learning rate, the parameters.",
 )
 def differs_from_one_process(run: Run, single: Run) -> Said:
     """Gradient, learning rate or parameters are not those of one process on the same samples."""
     if any(event.batchnorm for event in run.all(LayersSeen)):
-        yield NotJudged("whether one process computes the same: BatchNorm uses each process's own batch", goal=False)
+        yield NotJudged("whether one process computes the same: BatchNorm uses the batch of each process", goal=False)
     elif run.trained and not single.trained:
         yield NotJudged("whether one process computes the same: with one process it does not train", goal=False)
     yield from findings(differs_from_one_process, against_one_process, run, single)
@@ -121,13 +121,11 @@ def against_one_process(run: Run, single: Run) -> Told:
     if not run.trained or not single.trained:
         return []
     steps, alone = run.trained[0].steps, single.trained[0].steps
-    if any(event.batchnorm for event in run.all(LayersSeen)):  # then two processes rightly differ from one, a little
+    if any(event.batchnorm for event in run.all(LayersSeen)):  # several processes may then differ a little from one
         ours, theirs = (sum(each.loss or 0 for each in first.backwards) for first in (steps[0], alone[0]))
         if theirs and not abs(ours / theirs - 1) < 0.25:  # NaN too
-            about = (
-                RULES["accumulation-scale"] if run.accumulate > 1 else gradient_scale
-            )  # whose module imports this one
-            seen = f"in step 1 backward() is given {ours / theirs:.2f} times the loss that one process has"
+            about = RULES["accumulation-scale"] if run.accumulate > 1 else gradient_scale  # (it imports this module)
+            seen = f"in step 1 backward() gets {ours / theirs:.2f} times the loss of one process"
             return [(about, Seen(seen, steps[0].before.where))]
     elif not any(process.draws for process in run.trained):  # each process draws its own random numbers
         for index, (one, two) in enumerate(zip(steps, alone, strict=False)):
@@ -151,9 +149,9 @@ def _other_step(run: Run, number: int, step: Step, alone: Step) -> list[tuple[Ru
         seen = f"the gradient of step {number} is {factor:.2f} times that of one process on the same samples"
     elif number == 1 and factor is None and difference(one.gradients, two.gradients) > 0.02:
         which = listed(different_names(one.gradients, two.gradients, one.names))
-        seen = f"on the same samples the gradient of step 1 is not the one that one process has ({which})"
+        seen = f"on the same samples the gradient of step 1 differs from that of one process ({which})"
     elif one.rates != two.rates:
         seen = f"the learning rate is {one.rates} with {run.nproc} processes and {two.rates} with one"
     elif step.after and alone.after and difference(step.after.weights, alone.after.weights) > 0.05:
-        seen = f"on the same samples the parameters after step {number} are not those of one process"
+        seen = f"on the same samples the parameters after step {number} differ from those of one process"
     return [(about, Seen(seen, one.where))] if seen else []

@@ -1,4 +1,4 @@
-"""Job scripts: what they ask Slurm for, what they start, and whether they survive a dead node and their time limit."""
+"""Job scripts: what they request and start, and whether their jobs survive a failed node and the time limit."""
 
 import re
 from collections.abc import Callable
@@ -14,7 +14,7 @@ from workshop.check.scenarios import DIRECTIVES, JOB, JOB_ELSEWHERE, NODE_DIES, 
 
 
 @rule(
-    why="Slurm reads #SBATCH lines only above the first command, and takes every other line with # for a comment.",
+    why="Slurm reads #SBATCH lines only above the first command, and treats any other line with # as a comment.",
     fix="Write #SBATCH without a space after the #, and move all of these lines above the first command.",
     runs=DIRECTIVES,
     blocks=True,
@@ -33,7 +33,7 @@ def directive_ignored(ignored: list[tuple[str, str]]) -> Said:
     anywhere=True,
 )
 def job_refused(script: Request | Job) -> Said:
-    """Slurm rejects the directives, or the options for a different shape or other nodes that are added to them."""
+    """Slurm rejects the directives, or the options that the check adds for a different shape or other nodes."""
     if script.refused:
         yield Seen(f"Slurm rejects the script: {script.refused}")
 
@@ -50,7 +50,7 @@ for _scenario in (JOB, JOB_ELSEWHERE, NODE_DIES, TIME_OVER, REAL_JOB):
     blocks=True,
 )
 def job_shape(request: Request, job: Job | None = None) -> Said:
-    """The script asks for a different shape. Where jobs can run, that may be a mistake in an earlier goal: see the job first."""
+    """The script asks for a different shape. If jobs can run here, the job may show the mistake in an earlier goal first."""
     if (request.alone or job) and request.asked and request.wanted and request.asked != request.wanted:
         yield Seen(f"the script asks for {request.asked}; this exercise needs {request.wanted}")
 
@@ -72,7 +72,7 @@ def _failed(job: Job, text: str) -> Seen:
 
 
 @rule(
-    why="Slurm starts one process for each GPU already; a torchrun in each task starts further processes.",
+    why="Slurm already starts one process per GPU, and a torchrun in each task starts more.",
     fix="Let srun start the program itself. Export MASTER_ADDR, MASTER_PORT and WORLD_SIZE before srun, and in each task "
     "RANK from SLURM_PROCID and LOCAL_RANK from SLURM_LOCALID.",
     runs=JOB,
@@ -80,9 +80,9 @@ def _failed(job: Job, text: str) -> Seen:
     blocks=True,
 )
 def still_torchrun(job: Job) -> Said:
-    """torchrun starts the processes, where Slurm is to do it."""
+    """torchrun starts the processes, but in this exercise Slurm should start them."""
     if _by_torchrun(job):
-        yield Seen("torchrun starts the processes; in this exercise Slurm starts them, one task for each")
+        yield Seen("torchrun starts the processes; in this exercise Slurm starts them, one task per process")
 
 
 AFTER = (job_refused, still_torchrun)
@@ -94,17 +94,17 @@ def _of_start(why: str, fix: str, blocks: bool = True) -> "Makes[[Job]]":
 
 @_of_start(
     why="Slurm runs the commands of a script only on the first node; you pay for the other nodes, but they do nothing.",
-    fix="Start the processes with srun, which runs a command once for each task, on all nodes of the job.",
+    fix="Start the processes with srun, which runs a command once per task, on all nodes of the job.",
 )
 def one_node_only(job: Job) -> Said:
-    """Only some of the nodes do anything."""
+    """The processes run only on some of the nodes."""
     return if_first(one_node_only, _launch(job))
 
 
 @_of_start(
-    why="Processes that do not meet in one group each train a model of their own, or wait until they time out.",
-    fix="Give all nodes the same meeting place: the first node of the job and a port computed from SLURM_JOB_ID. For torchrun "
-    "these are --rdzv-backend=c10d, --rdzv-id and --rdzv-endpoint; without torchrun, MASTER_ADDR and MASTER_PORT.",
+    why="Processes that do not join one group train separate models, or wait until they time out.",
+    fix="Use one address on all nodes: the first node of the job, and a port computed from SLURM_JOB_ID. Pass it to torchrun as "
+    "--rdzv-endpoint, with --rdzv-backend=c10d and --rdzv-id; without torchrun, export MASTER_ADDR and MASTER_PORT.",
 )
 def separate_groups(job: Job) -> Said:
     """The processes do not form one group."""
@@ -118,7 +118,7 @@ def separate_groups(job: Job) -> Said:
     blocks=False,
 )
 def cores_lost(job: Job) -> Said:
-    """The processes do not compute with all cores that the job has for them."""
+    """The processes do not use all cores that the job has for them."""
     return if_first(cores_lost, _cores(job))
 
 
@@ -134,7 +134,7 @@ def _launch(job: Job) -> Told:
         alone = f"torchrun runs only on {where}, and waits for the other nodes"
         yield one_node_only, Seen((f"all {count} processes run on {where}" if count else alone) + rest)
     if waiting and not count:
-        text = f"torchrun runs on {', '.join(waiting)}, but the torchruns do not find each other"
+        text = f"torchrun runs on {', '.join(waiting)}, but these agents do not find each other"
         yield separate_groups, Seen(text, detail=job.output[-3000:])
     if not count:
         yield no_training, _failed(job, f"the job ends as {job.state} before it has started {PROGRAM}")
@@ -142,11 +142,8 @@ def _launch(job: Job) -> Told:
     names = ("TORCHELASTIC_RUN_ID", "MASTER_ADDR", "MASTER_PORT")
     groups = {tuple(each.get(name) for name in names) for each in environments}
     if len(groups) > 1:
-        text = f"{count} processes are in {len(groups)} groups of {count // len(groups)}"
-        yield (
-            separate_groups,
-            Seen(f"{text}: each group trains a model of its own, and all write to the same checkpoint"),
-        )
+        text = f"{count} processes are in {len(groups)} groups of {count // len(groups)}, which train separate models"
+        yield separate_groups, Seen(f"{text} and write to the same checkpoint")
     missing = [[name for name in ("RANK", "WORLD_SIZE") if name not in each] for each in environments]
     if lost := [names for names in missing if names]:
         yield no_group, Seen(f"{len(lost)} of {count} processes have no {' and no '.join(lost[0])}")
@@ -160,7 +157,7 @@ def _launch(job: Job) -> Told:
 
 
 def _first(look: Callable[[Job], Told]) -> Callable[[Job], Told]:
-    """Only what is seen first, because that explains the rest."""
+    """Keep only the first thing seen, because it explains the rest."""
     return lambda job: islice(look(job), 1)
 
 
@@ -184,7 +181,7 @@ def _training(job: Job) -> Told:
 @also(device_index, runs=JOB, after=AFTER)
 @_first
 def _local_ranks(job: Job) -> Told:
-    """Whether the processes of each node have the local ranks from 0 on."""
+    """Whether the local ranks on each node begin at 0 and are complete."""
     yield from _launch(job)
     for host in sorted(_hosts(job)):
         here = [start.environment for start in job.starts if start.host == host]
@@ -198,12 +195,12 @@ def _local_ranks(job: Job) -> Told:
 
 
 def _cores(job: Job) -> Told:
-    """Whether each task has the cores that the job has for it, and its processes compute with them."""
+    """Whether each task gets its share of the cores, and its processes use them."""
     yield from _launch(job)
     shape = job.known_shape
     given = next((_cores_per_task(start.step) for start in job.starts if start.step), shape.cores)
     if given < shape.cores:
-        yield cores_lost, Seen(f"srun gives each task {given} of the {shape.cores} cores that the job has for it")
+        yield cores_lost, Seen(f"srun gives each task only {given} of the {shape.cores} cores that the job has for it")
     each = shape.cores / (len(job.starts) // len(_hosts(job)) / shape.tasks)
     threads = {start.environment.get("OMP_NUM_THREADS", "none") for start in job.starts}
     if threads != {f"{each:g}"}:
@@ -211,7 +208,7 @@ def _cores(job: Job) -> Told:
 
 
 def _cores_per_task(step: str) -> int:
-    """The cores of a task, from what Slurm says of its step."""
+    """The cores per task, from what Slurm says about the job step."""
     cores = _number(r"TresPerStep=\S*cpu:", step) or _number(r"\bCPUs=", step)
     return _number(r"TresPerTask=\S*cpu:", step) or cores // max(_number("Tasks=", step), 1)
 
@@ -222,26 +219,26 @@ def _number(name: str, step: str) -> int:
 
 
 @rule(
-    why="The next job may run on different nodes, and its processes then look for each other on a node that is not among them.",
+    why="The next job may run on different nodes, and its processes then try to connect to a node that is not in the job.",
     fix='Take the host from Slurm: the first line of scontrol show hostnames "$SLURM_JOB_NODELIST".',
     runs=JOB_ELSEWHERE,
     after=(job_refused,),
 )
 def meeting_place(job: Job) -> Said:
-    """The processes meet on a node that is not one of the job's."""
+    """The processes connect to a node that is not in the job."""
     host, _ = _place(job)
     if host and host.partition(".")[0] not in job.nodes:
-        yield Seen(f"on {job.nodes[0]} to {job.nodes[-1]} the processes still look for {host}")
+        yield Seen(f"in a job on {job.nodes[0]} to {job.nodes[-1]} the processes still connect to {host}")
 
 
 @rule(
-    why="A number that is written into the script is wrong as soon as somebody asks for a different number of nodes or GPUs.",
+    why="A number in the script is wrong as soon as you request a different number of nodes or GPUs.",
     fix="Take the numbers from Slurm: SLURM_NNODES, SLURM_NTASKS, SLURM_GPUS_ON_NODE, SLURM_CPUS_PER_TASK.",
     runs=JOB_ELSEWHERE,
     after=(job_refused, meeting_place, device_index, cores_lost),
 )
 def shape_fixed(job: Job) -> Said:
-    """In another shape the script starts something else than one process for each GPU, as one group."""
+    """With a different number of nodes or GPUs, the script does not start one group with one process per GPU."""
     shape = job.known_shape
     for _, seen in islice(chain(_training(job), _local_ranks(job), _cores(job)), 1):
         yield Seen(f"with sbatch --nodes={shape.nodes} --gpus-per-node={shape.gpus}: {seen.text}", detail=seen.detail)
@@ -249,14 +246,14 @@ def shape_fixed(job: Job) -> Said:
 
 @port_fixed.also((JOB, JOB_ELSEWHERE), after=(job_refused, meeting_place, shape_fixed))
 def port_fixed_in_jobs(job: Job, other: Job) -> Said:
-    """Two jobs meet at the same port."""
+    """Two jobs use the same port."""
     (_, port), (_, other_port) = _place(job), _place(other)
     if port and port == other_port:
         yield Seen(f"two jobs use the port {port}")
 
 
 def _place(job: Job) -> tuple[str, str]:
-    """The host and the port at which the processes of a job look for each other; "" where nothing says so."""
+    """The host and the port at which the processes of a job find each other; "" if they are not given."""
     for words in (*(start.launcher for start in job.starts), *job.commands):
         if found := re.search(r"--rdzv[-_]endpoint[= ](\S*):(\S*)", " ".join(words)):
             return found[1], found[2]
@@ -267,14 +264,14 @@ def _place(job: Job) -> tuple[str, str]:
 
 
 @rule(
-    why="When a node dies, the run is over until a person submits it again.",
+    why="When a node fails, the training stops until you submit the job again.",
     fix="Add #SBATCH --requeue, and start srun without --kill-on-bad-exit, which ends the job before Slurm finds the dead node.",
     runs=NODE_DIES,
     after=(job_refused,),
     blocks=True,
 )
 def not_requeued(job: Job) -> Said:
-    """Slurm does not start the job again after one of its nodes has died."""
+    """Slurm does not restart the job after one of its nodes has failed."""
     if job.fault and not job.restarts:
         text = f"{job.fault} died in epoch {len(job.epochs) + 1}, and the job is over ({job.state}): Slurm does not restart it"
         yield Seen(text, detail=job.output[-3000:])
@@ -288,29 +285,29 @@ def not_requeued(job: Job) -> Said:
     blocks=True,
 )
 def no_warning(job: Job) -> Said:
-    """The script is not told that its time is nearly over, or does not act on it."""
+    """The script gets no signal before its time limit, or does not react to it."""
     signal = job.options.get("signal", "")
     if not signal:
-        yield Seen("the job does not ask for a signal before its time is over, and is killed at the limit")
+        yield Seen("the job does not request a signal before its time limit, so Slurm kills it at the limit")
     elif not asks_for_its_script(signal):
-        yield Seen(f"--signal={signal} signals only the processes that srun has started, not the script (B:)")
+        yield Seen(f"--signal={signal} sends the signal only to the processes of srun; with B: the script gets it")
     elif job.fault and not job.restarts and job.state != "RUNNING":
-        yield Seen(f"{job.fault} was sent and ended the job ({job.state}): nothing puts it back into the queue")
+        yield Seen(f"{job.fault} was sent and ended the job ({job.state}), because the script does not requeue it")
 
 
 def asks_for_its_script(signal: str) -> bool:
-    """Whether a value of --signal, such as B:USR1@60, has the signal sent to the script itself."""
+    """Whether a value of --signal, such as B:USR1@60, sends the signal to the script itself."""
     return "B" in signal.partition("@")[0].rpartition(":")[0]
 
 
 @rule(
-    why="bash runs a trap only when the command that it waits for has ended; at the time limit that is too late.",
-    fix="Start srun in the background with &, and wait for it with `wait $!`, which a signal interrupts.",
+    why="bash runs a trap only after the foreground command has ended, which at the time limit is too late.",
+    fix="Use `wait $!`, which a signal interrupts: start srun in the background with & and then wait for it.",
     runs=TIME_OVER,
     after=(job_refused, no_warning),
 )
 def trap_late(job: Job) -> Said:
-    """The shell does not act on the signal while srun runs."""
+    """The shell does not react to the signal while srun runs."""
     if job.fault and not job.restarts and job.state == "RUNNING":
         yield Seen(f"{job.fault} was sent, and 8 s later nothing has happened: the shell still waits for srun")
 
@@ -318,7 +315,7 @@ def trap_late(job: Job) -> Said:
 @crash.also(NODE_DIES, after=(job_refused,))
 @crash.also(TIME_OVER, after=(job_refused, no_warning))
 def crash_in_the_first_epochs(job: Job) -> Said:
-    """The job does not train long enough for the check to disturb it."""
+    """The job ends before the check can interrupt it."""
     if not job.fault:
         yield _failed(job, f"the job ends as {job.state}, in its first epochs")
 
@@ -336,15 +333,15 @@ def second_start(job: Job) -> Told:
 
 
 @rule(
-    why="The output of the first start is lost, and with it the reason why that start ended.",
+    why="The output of the first start is lost, so you cannot see why that start ended.",
     fix="Add #SBATCH --open-mode=append.",
     runs=NODE_DIES,
     after=(job_refused, resume_fails, never_resumes, epoch_repeated),
 )
 def log_overwritten(job: Job) -> Said:
-    """The second start writes over the log of the first."""
+    """The second start overwrites the log of the first."""
     if job.restarts and job.options.get("open-mode") != "a":
-        yield Seen("the second start writes over the log of the first")
+        yield Seen("the second start overwrites the log of the first")
 
 
 @also(crash, runs=REAL_JOB, after=(job_refused,), active=True)

@@ -11,7 +11,7 @@ from workshop.check.rules.rule import Said, Seen, rule
 from workshop.check.rules.words import plural
 from workshop.check.scenarios import WHOLE
 
-# A rule about the steps of one process: where it finds something, reported figures cannot be right.
+# A rule about the steps of one process: if it finds something, the reported figures cannot be right.
 of_steps = partial(rule, after=(no_group, wrong_group), spoils=True, anywhere=True)
 
 
@@ -28,18 +28,18 @@ def wrong_parameters(run: Run) -> Said:
 
 @of_steps(
     why="Parameters that do not change, or a loss that does not fall, mean that nothing is learned.",
-    fix="Call backward() before step(); avoid detach(), .data and no_grad() in the loss; check the learning rate and the labels.",
+    fix="Call backward() before optimizer.step(); no detach(), .data or no_grad() in the loss; check learning rate and labels.",
     after=(no_group, wrong_group, wrong_parameters),
 )
 def no_learning(run: Run) -> Said:
-    """There is no gradient, or the parameters do not move."""
+    """There is no gradient, or the parameters do not change."""
     for process in run.trained[:1]:
         steps = process.steps
         gradients = [gradient for step in steps for gradient in step.before.gradients]
         if all(gradient is None or gradient[0] == 0 for gradient in gradients):
             yield Seen("every gradient is zero" if any(gradients) else "there is no gradient", process.step_where)
         elif difference(steps[0].before.weights, (steps[-1].after or steps[-1].before).weights) == 0:
-            yield Seen(f"after {plural(len(steps), 'step')} the parameters are what they were", process.step_where)
+            yield Seen(f"the parameters do not change in {plural(len(steps), 'step')}", process.step_where)
 
 
 @no_learning.also(WHOLE, last=True)
@@ -53,9 +53,8 @@ def loss_does_not_fall(run: Run) -> Said:
         third = len(losses) // 3
         first, last = sum(losses[:third]) / third, sum(losses[-third:]) / third
         if not math.isfinite(last) or last > first + 0.1 * abs(first) or max(losses) == min(losses):
-            yield Seen(
-                f"the loss goes from {first:.3f} to {last:.3f} in {len(process.steps)} steps", backwards[0].where
-            )
+            seen = f"the loss goes from {first:.3f} to {last:.3f} in {len(process.steps)} steps"
+            yield Seen(seen, backwards[0].where)
 
 
 @of_steps(
@@ -64,22 +63,22 @@ def loss_does_not_fall(run: Run) -> Said:
     after=(no_group, wrong_group, wrong_parameters, no_learning),
 )
 def gradients_pile_up(run: Run) -> Said:
-    """A step's first backward finds gradients of the step before."""
+    """The first backward pass of a step adds to the gradients of the previous step."""
     for process in run.trained[:1]:
         piled = [each for step in process.steps[1:] for each in step.backwards[:1] if each.leftover]
         if len(piled) > len(process.steps) // 3:
-            yield Seen("a step's first backward() finds the gradients of the step before", piled[0].where)
+            yield Seen("the first backward() of a step adds to the gradients of the previous step", piled[0].where)
 
 
 @rule(
-    why="The autograd graph of every step stays in memory, so the run grows until it is out of memory.",
+    why="The autograd graph of every step stays in memory, until the run is out of memory.",
     fix="Keep numbers, not tensors with a graph: store or add up loss.detach() or loss.item().",
     after=(no_group, wrong_group, wrong_parameters, no_learning),
     anywhere=True,
 )
 def graph_kept(run: Run) -> Said:
-    """The largest autograd graph that something holds grows from step 4 to step 7."""
+    """The largest autograd graph in memory grows from step 4 to step 7."""
     for process in run.trained[:1]:
         sizes = [event.nodes for event in process.of(GraphMeasured)]
         if len(sizes) == 2 and sizes[1] >= 1.6 * sizes[0] and sizes[1] - sizes[0] >= 12:
-            yield Seen(f"a kept graph has {sizes[0]} nodes at step 4 and {sizes[1]} at step 7", process.step_where)
+            yield Seen(f"a graph grows from {sizes[0]} nodes at step 4 to {sizes[1]} at step 7", process.step_where)

@@ -1,4 +1,4 @@
-"""Programs with Lightning: whether its Trainer does the work, and what the exercise of stage 03 asks of it."""
+"""Programs with Lightning: whether the Trainer runs the training, and what the exercise of stage 03 asks for."""
 
 import re
 from functools import partial
@@ -15,12 +15,12 @@ from workshop.check.scenarios import ALONE, NODES_OPTION, SESSION, TASKS, WHOLE
 
 
 @rule(
-    why="What the Trainer does not run, it neither distributes, nor saves, nor moves to the device.",
+    why="Lightning distributes, saves and moves to the device only the training that Trainer.fit() runs.",
     fix="Move the loop to LightningModule.training_step and configure_optimizers; call Trainer.fit(model, datamodule=...).",
     blocks=True,
 )
 def trainer_idle(run: Run) -> Said:
-    """The program's own loop takes the steps, or nothing does."""
+    """A loop of the program takes the steps, or there is no training at all."""
     steps = [step.before for process in run.processes for step in process.steps]
     if steps and not any(step.fitting for step in steps):
         yield Seen("a loop of the program takes the steps, not a Trainer", steps[0].where)
@@ -29,14 +29,14 @@ def trainer_idle(run: Run) -> Said:
 
 
 def _refused(run: Run, sign: str, seen: str) -> Said:
-    """The exception of Lightning that ended the run, if it is of this kind, in the words of the exercises."""
+    """Translate the exception of Lightning that ended the run, if it matches ``sign``."""
     found = run.first_exception()
     if found and not run.hung and not run.flooded and (match := re.search(sign, found[1].message)):
         yield Seen(match.expand(seen), found[1].where, found[1].traceback)
 
 
 @rule(
-    why="The Trainer calls the methods of the module by their names, so each of them has to exist.",
+    why="The Trainer calls the methods of the module by their names, so each of them must exist.",
     fix="Define LightningModule.training_step and .configure_optimizers, and LightningDataModule.train_dataloader.",
     instead_of=(crash, no_group),
     blocks=True,
@@ -49,12 +49,12 @@ def step_missing(run: Run) -> Said:
 
 @wrong_group.also(WHOLE, instead_of=(crash, no_group))
 def other_number_than_devices(run: Run) -> Said:
-    """Lightning itself refuses the number of processes."""
+    """Lightning rejects the number of processes."""
     sign = r"You set `devices=(\d+)` and `num_nodes=(\d+)` in Lightning.* match the world size \((\d+)\)"
     return _refused(run, sign, r"the Trainer expects \1 x \2 processes (devices x num_nodes), but \3 were started")
 
 
-# Where one of these has found something, the run is not the training that the exercise asks for.
+# If one of these has found something, the run is not the training that the exercise asks for.
 NOT_TRAINED = (trainer_idle, step_missing, no_group, wrong_group, address_overwritten, collectives_differ, no_training)
 
 _of_training = partial(rule, after=NOT_TRAINED)
@@ -65,35 +65,35 @@ _of_training = partial(rule, after=NOT_TRAINED)
     fix='In the transform, convert each image to RGB and resize it: image.convert("RGB").resize((32, 32)).',
 )
 def wrong_images(run: Run) -> Said:
-    """The model is given images of another shape than asked for."""
+    """The model gets images of a different shape than asked for."""
     wanted = run.asked.images if run.asked else None
     for process in run.first_rank if wanted else ():
         shape = next((each.forward.shape for each in process.steps[0].backwards[:1] if each.forward), None)
         if shape != wanted:
             given, asked = (" x ".join(map(str, each or ())) for each in (shape, wanted))
-            yield Seen(f"the model is given images of {given}, not {asked}", process.data_where)
+            yield Seen(f"the model gets images of {given}, not {asked}", process.data_where)
 
 
 @_of_training(
-    why="No later layer sees what the stem discards, and of small images too little is left.",
-    fix="Replace the stem by a convolution with kernel size 3, stride 1 and padding 1, without pooling.",
+    why="The stem reduces small images to very few pixels, and later layers cannot recover the lost detail.",
+    fix="Replace the stem by Conv2d(..., kernel_size=3, stride=1, padding=1), without pooling.",
     needs=(LayersSeen,),
     after=(*NOT_TRAINED, wrong_images),
 )
 def stem_shrinks(run: Run) -> Said:
-    """The first layers do not keep the pixels of the image."""
+    """The first layers reduce the size of the image."""
     size: tuple[int, ...] = run.asked.images[1:] if run.asked and run.asked.images else ()
     for process in run.first_rank if size else ():
         convolved = [each for layers in process.of(LayersSeen)[:1] for each in layers.convolved]
         if convolved.count(size) < 3:
             later = convolved[:2][-1] if convolved else (0, 0)
             whole, left = (" x ".join(map(str, each)) for each in (size, later))
-            yield Seen(f"of {whole} pixels the first block returns {left}", process.data_where)
+            yield Seen(f"the first block reduces {whole} pixels to {left}", process.data_where)
 
 
 @_of_training(
-    why="A learning rate that fits the first steps is too high for the last, or the other way round.",
-    fix="Return a schedule from configure_optimizers, e.g. OneCycleLR with total_steps=self.trainer.estimated_stepping_batches.",
+    why="A learning rate that suits the first steps is too high for the last steps, or vice versa.",
+    fix="In LightningModule.configure_optimizers, return a schedule too, such as OneCycleLR(..., total_steps=...).",
 )
 def schedule_flat(run: Run) -> Said:
     """The learning rate never changes."""
@@ -105,7 +105,8 @@ def schedule_flat(run: Run) -> Said:
 
 @_of_training(
     why="A schedule of a different length than the run ends too early, or never reaches its end.",
-    fix='Return "lr_scheduler": {"scheduler": ..., "interval": "step"}; total_steps=self.trainer.estimated_stepping_batches.',
+    fix='In LightningModule.configure_optimizers, return "lr_scheduler": {"scheduler": ..., "interval": "step"}, with '
+    "total_steps=self.trainer.estimated_stepping_batches.",
     after=(*NOT_TRAINED, schedule_flat),
 )
 def schedule_uneven(run: Run) -> Said:
@@ -123,7 +124,7 @@ def schedule_uneven(run: Run) -> Said:
 
 @schedule_uneven.also(WHOLE, instead_of=(crash,))
 def schedule_over(run: Run) -> Said:
-    """The schedule itself refuses further steps."""
+    """The schedule raises an error because the run takes more steps."""
     sign = r"Tried to step (\d+) times. The specified number of total steps is (\d+)"
     return _refused(run, sign, r"the schedule was created for \2 steps, but the run takes more")
 
@@ -134,8 +135,8 @@ def _watched(run: Run, which: str) -> list[tuple[str, str]]:
 
 
 @_of_training(
-    why="The last epoch is not always the best, and a model that is not kept is gone.",
-    fix='Add ModelCheckpoint(folder, name, monitor="accuracy", mode="max") beside the checkpoint to resume from.',
+    why="The last epoch is not always the best, and you cannot restore a model that was not saved.",
+    fix='Add ModelCheckpoint(folder, name, monitor="accuracy", mode="max") in addition to the checkpoint to resume from.',
 )
 def best_lost(run: Run) -> Said:
     """The checkpoint with the best accuracy is not kept."""
@@ -147,37 +148,37 @@ def best_lost(run: Run) -> Said:
     where = saves[0].where if saves else ""
     smallest = [monitor for monitor, mode in _watched(run, "best") if "acc" in monitor and mode == "min"]
     if len(kept) < 2:
-        yield Seen("only one checkpoint is kept, the last: if the accuracy falls, the best model is gone", where)
+        yield Seen("only the last checkpoint is kept: if the accuracy falls, the best model is lost", where)
     elif seen and max(seen) not in kept.values():
         values = ", ".join(f"{value:.1%}" for value in kept.values() if value is not None)
         yield Seen(f"the best accuracy was {max(seen):.1%}; the checkpoints that are kept have {values}", where)
     elif smallest:
-        yield Seen(f"it keeps the checkpoint with the lowest {smallest[0]}", where)
+        yield Seen(f"ModelCheckpoint keeps the checkpoint with the lowest {smallest[0]}", where)
 
 
 @_of_training(
-    why="You pay for epochs in which the model learns nothing any more.",
+    why="Epochs in which the model no longer improves cost time without any benefit.",
     fix='Add EarlyStopping("accuracy", mode="max", patience=5) to the callbacks.',
 )
 def never_stops(run: Run) -> Said:
-    """Nothing watches the accuracy."""
+    """No callback stops the training when the accuracy no longer rises."""
     if not run.failed and not _watched(run, "stop"):
         yield Seen("nothing ends the training when the accuracy no longer rises")
 
 
 @_of_training(
-    why="The training ends while the model still learns.",
+    why="The training ends while the model still improves.",
     fix='Give EarlyStopping mode="max" for an accuracy; its default, "min", is for a loss.',
 )
 def stops_too_early(run: Run) -> Said:
-    """It stops as soon as the accuracy rises."""
+    """EarlyStopping watches the accuracy, but waits for it to fall."""
     for monitor, mode in _watched(run, "stop"):
         if "acc" in monitor and mode == "min":
-            yield Seen(f"it stops when {monitor} no longer falls")
+            yield Seen(f"EarlyStopping ends the training when {monitor} no longer falls")
 
 
 @_of_training(
-    why="Without a log nobody can see afterwards why a run went as it did.",
+    why="Without a log you cannot find out afterwards why a run went well or badly.",
     fix='Give the Trainer a logger, such as CSVLogger, and LearningRateMonitor("step") as a callback.',
 )
 def not_logged(run: Run) -> Said:
@@ -190,48 +191,46 @@ def not_logged(run: Run) -> Said:
 
 
 @rule(
-    why="On two nodes the processes have to know of both, or each node trains by itself.",
+    why="The Trainer must know the number of nodes; otherwise each node trains a separate model.",
     fix="Give the Trainer num_nodes=args.nodes.",
     runs=NODES_OPTION,
 )
 def nodes_ignored(run: Run) -> Said:
-    """A run on two nodes fails, or makes no common group."""
+    """A run on two nodes fails, or its processes do not form one group."""
     groups = (said for each in (no_group, wrong_group) for said in each.detectors[0].function(run))
     wrong = ending(run) or next((said for said in groups if isinstance(said, Seen)), None)
     if wrong:
-        yield Seen(f"on 2 nodes of 2 processes: {wrong.text}", wrong.where, wrong.detail)
+        yield Seen(f"on 2 nodes with 2 processes each: {wrong.text}", wrong.where, wrong.detail)
     elif not run.trained:
-        yield Seen("on 2 nodes of 2 processes it takes no step")
+        yield Seen("on 2 nodes with 2 processes each it takes no step")
 
 
-HOW = {SESSION: "inside a Slurm job of one task", ALONE: "started by itself", TASKS: "as two tasks of srun"}
+HOW = {SESSION: "in a Slurm job with one task", ALONE: "without a launcher", TASKS: "as two tasks of srun"}
 
 
 @rule(
-    why="A Jupyter session on a cluster is a Slurm job of one task; a program that takes it for srun's fails or trains alone.",
-    fix="Give the Trainer an environment plugin chosen by what started the process: TorchElasticEnvironment under torchrun, "
+    why="A Jupyter session on a cluster is a Slurm job with one task: a program that expects srun there fails or trains alone.",
+    fix="Give the Trainer the environment plugin of the launcher: TorchElasticEnvironment under torchrun, "
     "SLURMEnvironment where SLURM_STEP_NUM_TASKS is above 1, else LightningEnvironment.",
     runs=SESSION,
 )
 def job_mistaken(run: RealRun) -> Said:
-    """Inside a job of one task it does not start its second process."""
+    """In a job with one task, the program does not start its second process."""
     return findings(job_mistaken, _not_two, job_mistaken, HOW[SESSION], run)
 
 
 def _not_two(about: Rule, how: str, run: RealRun) -> Told:
-    """Why it did not come to a training by two processes."""
+    """Why two processes did not train together."""
     if None in run.statuses:
         yield hang, Seen(f"{how} it had not ended after {run.limit:.0f} s", detail=run.end)
     elif any(run.statuses):
         yield about, Seen(f"{how} it fails: {run.error}", detail=run.end)
     elif run.text.count("training on ") > 1:
-        yield about, Seen(f"{how}, each process trains for itself", detail=run.end)
+        yield about, Seen(f"{how}, each process trains a separate model", detail=run.end)
     elif run.processes != (2,):
         count = run.processes[0] if run.processes else 0
-        yield (
-            about,
-            Seen(f"{how}, it trains with {plural(count, 'process')}, not with the 2 of --devices", detail=run.end),
-        )
+        seen = f"{how}, it trains with {plural(count, 'process')}, not with the 2 of --devices"
+        yield about, Seen(seen, detail=run.end)
 
 
 also(hang, runs=SESSION)(partial(_not_two, job_mistaken, HOW[SESSION]))

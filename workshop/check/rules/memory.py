@@ -1,4 +1,4 @@
-"""Options that trade memory for speed: each has an effect, and none of them changes what is computed."""
+"""Options that trade memory for speed: each has an effect, and none changes the result."""
 
 import math
 from functools import partial
@@ -17,7 +17,7 @@ _of_options = partial(rule, runs=OPTIONS, needs=(ActivationsKept, FineTuningRepo
 
 
 def _judged(option: str, run: Run, plain: Run, missing: str, where: str = "") -> Said:
-    """Whether a run with an option fails, has different losses than the one without, or something is missing in it."""
+    """Whether a run with an option fails, has different losses than without it, or lacks the effect (``missing``)."""
     if ended := ending(run):
         yield Seen(f"with {option}: {ended.text}", ended.where, ended.detail)
     elif not run.trained:
@@ -29,14 +29,14 @@ def _judged(option: str, run: Run, plain: Run, missing: str, where: str = "") ->
 
 
 @_of_options(
-    why="The activations that a forward pass keeps grow with batch size and sequence length, and exceed the memory first.",
-    fix="Before fully_shard, let each layer's forward go through torch.utils.checkpoint.checkpoint(use_reentrant=False).",
+    why="Activations grow with batch size and sequence length, and are often the first to exceed the memory.",
+    fix="Call each layer through torch.utils.checkpoint.checkpoint(use_reentrant=False); set this up before fully_shard.",
 )
 def activations_kept(runs: OptionRuns) -> Said:
-    """With activation checkpointing the forward pass keeps as much."""
+    """With activation checkpointing the forward pass keeps about the same amount of memory."""
     pair = (runs.plain, runs.checkpointing)
     before, after = (next((event.bytes / 1e6 for event in run.all(ActivationsKept)), 0.0) for run in pair)
-    kept = f"a forward pass keeps {after:.2f} MB for the backward pass, and {before:.2f} without it"
+    kept = f"a forward pass keeps {after:.2f} MB for the backward pass, but {before:.2f} MB without it"
     return _judged("--activation-checkpointing", pair[1], pair[0], kept if after >= 0.75 * before else "")
 
 
@@ -47,12 +47,12 @@ def activations_kept(runs: OptionRuns) -> Said:
 def gathers_again(runs: OptionRuns) -> Said:
     """With --keep-gathered the backward pass gathers again."""
     before, after = (len(first_step(run, "all_gather")) for run in (runs.plain, runs.keeping))
-    again = f"a step gathers parameters {after} times, and {before} times without it" if after >= before else ""
+    again = f"a step gathers parameters {after} times, but {before} times without it" if after >= before else ""
     return _judged("--keep-gathered", runs.keeping, runs.plain, again)
 
 
 @_of_options(
-    why="The device keeps parameters, gradients and optimizer state that the CPU's memory could hold.",
+    why="Parameters, gradients and optimizer state use memory of the device, although CPU memory could hold them.",
     fix="Pass offload_policy=CPUOffloadPolicy() to every call of fully_shard.",
 )
 def not_offloaded(runs: OptionRuns) -> Said:
@@ -64,7 +64,7 @@ def not_offloaded(runs: OptionRuns) -> Said:
 
 
 @_of_options(
-    why="Each of the many small kernels reads and writes memory that one fused kernel would not touch.",
+    why="Each small kernel reads its inputs from memory and writes its results there; fused kernels avoid most of this.",
     fix="Call layer.compile() on each layer before fully_shard.",
 )
 def not_compiled(runs: OptionRuns) -> Said:
@@ -75,7 +75,7 @@ def not_compiled(runs: OptionRuns) -> Said:
 
 @accumulation_uneven.also(OPTIONS)
 def half_batches_uneven(runs: OptionRuns) -> Said:
-    """With --accumulate 2 each step has to have two batches."""
+    """With --accumulate 2 a step does not have two batches."""
     run = runs.accumulating
     batches = [len(step.backwards) for process in run.trained[:1] for step in process.steps]
     uneven = "" if set(batches) == {2} else f"the steps have {', '.join(map(str, batches))} batches"
@@ -85,25 +85,25 @@ def half_batches_uneven(runs: OptionRuns) -> Said:
 
 @accumulation_scale.also(OPTIONS, needs=(FineTuningReported, GradientsClipped), after=(accumulation_uneven,))
 def half_batches_scaled(runs: OptionRuns) -> Said:
-    """Loss and gradient have to be those of the whole batch."""
+    """With --accumulate 2 loss or gradient differ from those of the whole batch."""
     step = runs.accumulating.trained[0].steps[0]
     whole, half = _norm(runs.plain), _norm(runs.accumulating)
     if seen := unequal(losses(runs.accumulating), losses(runs.plain)):
         yield Seen(f"with --accumulate 2 {seen} with the whole batch", step.before.where)
     elif whole and abs(half / whole - 1) > 0.1:
-        seen = f"with --accumulate 2 the norm of the first gradient is {half:.3f}, and {whole:.3f} with the whole batch"
+        seen = f"with --accumulate 2 the norm of the first gradient is {half:.3f}, but {whole:.3f} with the whole batch"
         yield Seen(seen, step.backwards[0].where)
 
 
 def _norm(run: Run) -> float:
-    """The norm of the gradient over all ranks before it was first clipped; 0.0 if that is not known."""
+    """Return the norm of the gradient over all ranks before the first clipping; 0.0 if it is not known."""
     clips = [process.first(GradientsClipped) for process in run.trained]
     return math.hypot(*(norm for clip in clips if clip for norm in clip.norms)) if all(clips) else 0.0
 
 
 @accumulation_traffic.also(OPTIONS, after=(accumulation_uneven, accumulation_scale))
 def half_batches_communicated(runs: OptionRuns) -> Said:
-    """A step of two batches has to reduce its gradients as often as a step of one."""
+    """A step of two batches reduces its gradients more often than a step of one."""
     once, twice = (len(first_step(run, "reduce_scatter")) for run in (runs.plain, runs.accumulating))
     if twice > once:
         seen = f"a step of 2 batches reduces gradients {twice} times, a step of one batch {once} times"

@@ -1,20 +1,20 @@
-"""Processes, the group that they join, and the device that each takes."""
+"""Processes, the group that they join, and the device that each uses."""
 
 import itertools
 import re
 
 from workshop.check.evidence.events import Backward, DeviceChosen, GroupDestroyed, Joined, Joining, Started, StoreOpened
-from workshop.check.evidence.run import Run
-from workshop.check.rules.rule import Said, Seen, rule
-from workshop.check.rules.words import plural
-from workshop.check.scenarios import SINGLE, SPLIT, TWO_NODES, WHOLE, Split
+from workshop.check.evidence.run import Process, Run
+from workshop.check.rules.rule import NotJudged, Said, Seen, rule
+from workshop.check.rules.words import named, plural
+from workshop.check.scenarios import DEVICES, SINGLE, SPLIT, TWO_NODES, WHOLE, Split
 
 LOCAL = ("127.0.0.1", "localhost", "::1")
 
 
 @rule(
-    why="torchrun has set the address at which its processes meet; with a different one they never find each other.",
-    fix="Do not set MASTER_ADDR or MASTER_PORT; call init_process_group without an address, which takes torchrun's.",
+    why="torchrun sets the address at which its processes find each other; with a different address they do not.",
+    fix="Do not set MASTER_ADDR or MASTER_PORT; call init_process_group without an address, so it uses that of torchrun.",
     blocks=True,
     anywhere=True,
 )
@@ -25,13 +25,13 @@ def address_overwritten(run: Run) -> Said:
         address = ("MASTER_ADDR", event.given_address, event.address)
         for name, given, used in (port, address):
             if given and used != given:
-                there = ": on a second machine that would be the wrong one" if used in LOCAL else ""
+                there = ", which is wrong on a second machine" if used in LOCAL else ""
                 yield Seen(f"{name} was {given} and is {used} at init_process_group{there}", event.where)
                 return
 
 
 @rule(
-    why="Processes that are in no common group each train a model of their own.",
+    why="Processes that do not join one group train separate models.",
     fix="Call torch.distributed.init_process_group in every process, with its rank and the number of processes.",
     blocks=True,
     anywhere=True,
@@ -41,27 +41,27 @@ def no_group(run: Run) -> Said:
     if run.nproc == 1 or any(process.rank is not None for process in run.processes):
         return
     found = run.first_exception()
-    lightnings = found is not None and "/lightning/" in found[1].traceback  # Lightning itself says what it refuses
+    lightnings = found is not None and "/lightning/" in found[1].traceback  # Lightning explains what it refuses
     if run.failed and (run.asked is None or run.hung or run.flooded or lightnings):
-        return  # how it ended explains more
+        return  # the error or hang explains more
     trained = [process for process in run.processes if process.first(Backward)]
-    joining = any(run.all(Joining))  # that failed or hangs: other rules say so
+    joining = any(run.all(Joining))  # a join that failed or hangs: other rules report it
     if len(trained) > 1:
         yield Seen(f"{len(trained)} processes train, and none has joined a process group")
     elif trained and not joining:
-        yield Seen("one process trains, in no process group", trained[0].data_where)
+        yield Seen("one process trains without a process group", trained[0].data_where)
     elif not joining:
         yield Seen("no process has joined a process group")
 
 
 @rule(
-    why="The group has to contain all processes that were started, each with a rank of its own.",
-    fix="Give init_process_group the rank of this process and the number of all processes; under torchrun leave both out.",
+    why="The group must contain all processes that were started, each with its own rank.",
+    fix="Pass rank and world_size (the number of all processes) to init_process_group; under torchrun omit both.",
     blocks=True,
     anywhere=True,
 )
 def wrong_group(run: Run) -> Said:
-    """The group has the wrong size, or its ranks are not the launcher's."""
+    """The group has the wrong size, or its ranks are not those of the launcher."""
     joined = [process for process in run.processes if process.rank is not None]
     if run.nproc == 1 or not joined:
         return
@@ -70,10 +70,10 @@ def wrong_group(run: Run) -> Said:
     if len(joined) > run.nproc:
         parents = {event.parent for process in joined for event in process.of(Started)}
         by = sum(process.pid in parents for process in run.processes) if run.launch == "torchrun" else 0
-        more = f"; {plural(by, 'process')} of those that were started started them" if by else ""
-        yield Seen(f"{len(joined)} processes have joined a group, and {run.nproc} were started to do so{more}", where)
+        more = f"; {plural(by, 'process')} of torchrun started the others" if by else ""
+        yield Seen(f"{len(joined)} processes joined a group, but {run.nproc} were started{more}", where)
     elif sizes != {run.nproc}:
-        yield Seen(f"the group has {plural(min(sizes), 'process')} where {run.nproc} were started", where)
+        yield Seen(f"the group has {plural(min(sizes), 'process')}, but {run.nproc} were started", where)
     elif run.launch == "torchrun":
         for process in joined:
             started = process.first(Started)
@@ -84,13 +84,13 @@ def wrong_group(run: Run) -> Said:
 
 
 @rule(
-    why="The rank counts over all machines, but the devices of a machine only over its own: on a second machine this fails.",
+    why="Ranks count over all machines, but device numbers begin at 0 on each machine: on a second machine this fails.",
     fix="Choose the device by LOCAL_RANK: torch.accelerator.set_device_index(int(os.environ['LOCAL_RANK'])).",
     runs=TWO_NODES,
     anywhere=True,
 )
 def device_index(run: Run) -> Said:
-    """On two machines each process has to take the device with its local rank."""
+    """On two machines a process does not use the device with its local rank."""
     for process in run.processes:
         for started, event in itertools.product(process.of(Started), process.of(DeviceChosen)):
             if started.local_rank is not None and event.index not in (None, int(started.local_rank)):
@@ -99,16 +99,41 @@ def device_index(run: Run) -> Said:
                 yield Seen(f"{machines}, {who} asks for device {event.index}", event.where)
                 return
     if run.processes and not any(run.all(DeviceChosen)):
-        yield Seen("with two devices on each machine, no process asks for one: all would take the first")
+        yield Seen("with two devices per machine, no process chooses one, so all use the first")
 
 
 @rule(
-    why="Two people on one machine would collide at this port.",
+    why="Processes that share a GPU compute in turn and share its memory; NCCL refuses two ranks on one GPU.",
+    fix="In each process, call torch.accelerator.set_device_index(local_rank) before you create the first tensor.",
+    runs=DEVICES,
+    after=(no_group, wrong_group),
+)
+def device_shared(run: Run) -> Said:
+    """On a machine with one device per process, two processes use the same device."""
+    if run.failed:
+        yield NotJudged("which device each process uses (the program fails where devices are only pretended)")
+        return
+    used: dict[int, Process] = {}
+    for process in run.ranks:
+        where = next((event.where for event in process.of(Joined)), "")
+        index = 0  # the device of a process that chooses none
+        for event in process.of(DeviceChosen):
+            index, where = (index, where) if event.index is None else (event.index, event.where)
+        if index in used:
+            never = "" if any(run.all(DeviceChosen)) else ", because no line chooses a device"
+            both = f"{named(used[index])} and {named(process)} both use device {index}"
+            yield Seen(f"on a machine with {run.nproc} devices, {both}{never}", where)
+            return
+        used[index] = process
+
+
+@rule(
+    why="Two runs on the same machine cannot use the same port.",
     fix="Let the system choose a free port: a TCPStore with port 0, or torchrun, which chooses one.",
     runs=(WHOLE, SPLIT),
 )
 def port_fixed(run: Run, split: Split) -> Said:
-    """Two runs met at the same port."""
+    """Two runs use the same port."""
     return _same_port(run, split.first)
 
 
@@ -121,11 +146,11 @@ def port_fixed_for_one_process(run: Run, single: Run) -> Said:
 def _same_port(run: Run, other: Run) -> Said:
     first, second = _ports(run), _ports(other)
     for port in sorted(first.keys() & second.keys())[:1]:
-        yield Seen(f"every run meets at port {port}", first[port])
+        yield Seen(f"every run uses port {port}", first[port])
 
 
 def _ports(run: Run) -> dict[str, str]:
-    """The ports at which a run met, each with the line that named it."""
+    """The ports that a run used, each with the line that gave it."""
     found = {str(event.port): "" for event in run.all(StoreOpened) if event.master and event.port}
     for event in run.all(Joining):
         if url := re.search(r"tcp://.*:(\d+)", event.init_method):
@@ -136,13 +161,13 @@ def _ports(run: Run) -> dict[str, str]:
 
 
 @rule(
-    why="A group that is not destroyed can hang or warn at the end.",
-    fix="Call torch.distributed.destroy_process_group() on the way out, also after an error (try ... finally).",
+    why="A process group that is not destroyed can cause a hang or a warning at exit.",
+    fix="Call torch.distributed.destroy_process_group() before the program ends, also after an error (try ... finally).",
     hint=True,
     anywhere=True,
 )
 def not_destroyed(run: Run) -> Said:
-    """No rank destroyed the group. (Lightning leaves a gloo group to the end of the process.)"""
+    """No rank destroyed the group. (Lightning does not destroy a gloo group before the process ends.)"""
     ranks = run.trained
     kept = all(process.rank is not None and not process.first(GroupDestroyed) for process in ranks)
     if len(ranks) > 1 and kept and not any(process.steps[-1].before.fitting for process in ranks):

@@ -17,9 +17,9 @@ from workshop.check.rules.rule import Makes, Rule, Said, Seen, Told, also, findi
 from workshop.check.rules.words import plural
 from workshop.check.scenarios import FAILING_RANK, KILLS, SPAWNED, SPLIT, WHOLE, Split
 
-SAME = 1e-6  # relative difference between the parameters of two runs up to which they count as the same
+SAME = 1e-6  # parameters of two runs count as equal up to this relative difference
 
-# A rule that ``second_start`` judges: it names no more than one of them.
+# A rule that ``second_start`` judges; it reports only one of them.
 _of_restart: "partial[Makes[[Run, Split]]]" = partial(
     rule, runs=(WHOLE, SPLIT), after=(checkpoint_keys, weights_differ), anywhere=True
 )
@@ -27,35 +27,35 @@ _of_restart: "partial[Makes[[Run, Split]]]" = partial(
 
 @_of_restart(
     why="The second start begins again with epoch 1: the work of the first run is lost.",
-    fix="Load the checkpoint (torch.load, load_state_dict), begin at the next epoch; with Lightning: Trainer.fit(ckpt_path=...).",
+    fix="Load the state_dict() of model and optimizer (torch.load), begin at the next epoch; in Lightning: fit(ckpt_path=...).",
     after=(checkpoint_keys,),
 )
 def never_resumes(whole: Run, split: Split) -> Said:
-    """The second start begins with fresh parameters and takes all steps again."""
+    """The second start begins with fresh parameters and repeats all steps."""
     return findings(never_resumes, second_start, whole, split)
 
 
 @_of_restart(
     why="An epoch that is trained twice leads to different parameters than a run that was never stopped.",
-    fix="Save the number of the epoch that has ended, and continue with that number plus one.",
+    fix="Save the number of the last finished epoch, and resume with that number plus one.",
 )
 def epoch_repeated(whole: Run, split: Split) -> Said:
-    """Both parts together have more steps than the run without a break."""
+    """Both parts together have more steps than the uninterrupted run."""
     return findings(epoch_repeated, second_start, whole, split)
 
 
 @_of_restart(
     why="An epoch that is left out leads to different parameters than a run that was never stopped.",
-    fix="Save the checkpoint after the epoch whose number it contains, and continue with that number plus one, up to --epochs.",
+    fix="Save the checkpoint after the epoch whose number it contains, and resume with that number plus one, up to --epochs.",
 )
 def epoch_skipped(whole: Run, split: Split) -> Said:
-    """Both parts together have fewer steps than the run without a break."""
+    """Both parts together have fewer steps than the uninterrupted run."""
     return findings(epoch_skipped, second_start, whole, split)
 
 
 @_of_restart(
     why="The run cannot resume from what it has saved.",
-    fix="Save only the epoch and state_dict() of model and optimizer; use torch.load(map_location='cpu', weights_only=True).",
+    fix="Save only the epoch and the state_dict() of model and optimizer; use torch.load(map_location='cpu', weights_only=True).",
 )
 def resume_fails(whole: Run, split: Split) -> Said:
     """The second start ends with an error."""
@@ -63,45 +63,45 @@ def resume_fails(whole: Run, split: Split) -> Said:
 
 
 @_of_restart(
-    why="An optimizer without its state (AdamW's averages, momentum) starts cold, so the run diverges from an uninterrupted one.",
-    fix="Save optimizer.state_dict() at the moment of the checkpoint, and load it with load_state_dict() on every rank.",
+    why="Without its state (AdamW's moments, SGD's momentum) the optimizer takes different steps than in an uninterrupted run.",
+    fix="Save the current state_dict() of the optimizer in each checkpoint; load it with load_state_dict() on every rank.",
 )
 def optimizer_lost(whole: Run, split: Split) -> Said:
-    """The optimizer's state is not restored."""
+    """The optimizer state is not restored."""
     return findings(optimizer_lost, second_start, whole, split)
 
 
 @_of_restart(
     why="The learning rate starts again from the beginning of its schedule.",
-    fix="Save scheduler.state_dict() in the checkpoint and load it with scheduler.load_state_dict().",
+    fix="Save the state_dict() of the scheduler in the checkpoint, and load it with scheduler.load_state_dict().",
 )
 def schedule_lost(whole: Run, split: Split) -> Said:
-    """The learning rate after the second start is not the one that was due."""
+    """The learning rate after the second start differs from that of an uninterrupted run."""
     return findings(schedule_lost, second_start, whole, split)
 
 
 @_of_restart(
-    why="Dropout and augmentation draw different numbers after a restart: the run is as good, but not the same.",
-    fix="Seed torch at the start of each epoch from (seed, epoch, rank); then a checkpoint needs no random state.",
+    why="Dropout and augmentation draw different numbers after a restart, so the run is valid but not identical.",
+    fix="Call torch.manual_seed with a function of seed, epoch and rank in each epoch; a checkpoint then needs no random state.",
     hint=True,
 )
 def random_lost(whole: Run, split: Split) -> Said:
-    """The steps draw random numbers, and after the second start different ones."""
+    """After the second start the steps draw different random numbers."""
     return findings(random_lost, second_start, whole, split)
 
 
 @_of_restart(
-    why="A run that was interrupted should end with the same parameters as one that was not.",
-    fix="Load model, optimizer, schedule and epoch on all ranks; call torch.manual_seed(seed + epoch), sampler.set_epoch(epoch).",
+    why="An interrupted run should end with the same parameters as an uninterrupted one.",
+    fix="Load the epoch and each state_dict() on all ranks; call torch.manual_seed(seed + epoch) and sampler.set_epoch(epoch).",
 )
 def resume_differs(whole: Run, split: Split) -> Said:
-    """The second start begins elsewhere, or ends elsewhere, than a run without a break."""
+    """The second start begins or ends with other parameters or samples than an uninterrupted run."""
     return findings(resume_differs, second_start, whole, split)
 
 
 @also(collectives_differ, weights_differ, runs=(WHOLE, SPLIT))
 def second_start(whole: Run, split: Split) -> Told:
-    """What is wrong with the second start, beside the run without a break: what explains the most comes first."""
+    """How the second start differs from an uninterrupted run: the cause that explains most comes first."""
     second, ended, load = split.second, ending(split.second), split.second.where(Loaded)
     if second.trained and second.ended_by_echo:
         parts = ", ".join(f"rank {each.rank} takes {plural(len(each.steps), 'step')}" for each in second.trained)
@@ -112,11 +112,11 @@ def second_start(whole: Run, split: Split) -> Told:
         return []
     base, done = whole.trained[0].steps, split.first.trained[0].steps
     if not second.trained:
-        return [(epoch_skipped, Seen(f"the second start takes no step, where {len(base) - len(done)} are left", load))]
+        return [(epoch_skipped, Seen(f"the second start takes no step, but {len(base) - len(done)} are left", load))]
     rest = second.trained[0].steps
     fresh = _gap(rest[0], base[0]) < SAME / 10 or not (_reproducible(base, done) or _resumed(done, rest[0]))
     if fresh and len(rest) >= len(base):
-        seen = f"the second start begins with fresh parameters and takes all {len(rest)} steps again"
+        seen = f"the second start begins with fresh parameters and repeats all {len(rest)} steps"
         return [(never_resumes, Seen(seen, load or rest[0].before.where))]
     if any(difference(rest[0].before.weights, each.steps[0].before.weights) > CLOSE for each in second.trained):
         return [(weights_differ, Seen("after the second start the ranks begin with different parameters", load))]
@@ -125,17 +125,17 @@ def second_start(whole: Run, split: Split) -> Told:
         seen = f"after the second start the ranks take {' and '.join(map(str, counts))} steps"
         return [(collectives_differ, Seen(seen, load))]
     if left := len(base) - len(done) - len(rest):
-        about, work = (epoch_skipped, "work is left out") if left > 0 else (epoch_repeated, "work is done twice")
-        return [(about, Seen(f"{len(done)} + {len(rest)} steps in two parts, {len(base)} in one: {work}", load))]
+        about, work = (epoch_skipped, "some are skipped") if left > 0 else (epoch_repeated, "some are repeated")
+        return [(about, Seen(f"{len(done)} + {len(rest)} steps in two starts, but {len(base)} in one: {work}", load))]
     if ended:
         return [(resume_fails, Seen(f"the second start ends with: {ended.text}", ended.where, ended.detail))]
     return [(about, Seen(seen, load)) for about, seen in _not_restored(base, done, rest, whole.trained[0].draws)]
 
 
 def _not_restored(base: list[Step], done: list[Step], rest: list[Step], draws: bool) -> Iterator[tuple[Rule, str]]:
-    """What the second start (``rest``) has not restored, by its first step and its end; ``draws``: random numbers."""
+    """What the second start (``rest``) has not restored; ``draws``: the steps draw random numbers."""
     begin, expected, reproducible, samples = rest[0], base[len(done)], _reproducible(base, done), set(rest[0].keys)
-    # Without a seed no two runs are alike: only the first part then shows what was due.
+    # Without a seed two runs always differ, so only the first part shows what to expect.
     due = expected if reproducible else done[-1]
     apart = reproducible and _lead_apart(base[-1], rest[-1])
     if not reproducible and not _resumed(done, begin):
@@ -145,18 +145,18 @@ def _not_restored(base: list[Step], done: list[Step], rest: list[Step], draws: b
     elif reproducible and _gap(begin, expected) > SAME:
         yield resume_differs, "the second start does not begin with the parameters that the first run ended with"
     elif begin.before.state == 0 and due.before.state > 0:
-        yield optimizer_lost, "the optimizer's state is empty at the first step after the second start"
+        yield optimizer_lost, "the optimizer state is empty at the first step after the second start"
     elif reproducible and begin.before.rates != expected.before.rates:
-        rates = f"{expected.before.rates[0]:.3g} in a run without a break, and {begin.before.rates[0]:.3g}"
+        rates = f"{expected.before.rates[0]:.3g} in an uninterrupted run, but {begin.before.rates[0]:.3g}"
         yield schedule_lost, f"the learning rate is {rates} after the second start"
     elif reproducible and draws and begin.random != expected.random:
-        yield random_lost, "the steps draw other random numbers after the second start than in a run without a break"
+        yield random_lost, "after the second start the steps draw different random numbers than in an uninterrupted run"
     elif apart and samples != set(expected.keys):
-        yield resume_differs, "the second start trains on different samples than a run without a break"
+        yield resume_differs, "the second start trains on different samples than an uninterrupted run"
     elif apart and _lead_apart(begin, expected):
-        yield optimizer_lost, "from the same parameters the first step differs: the optimizer's state is not restored"
+        yield optimizer_lost, "from the same parameters the first step differs: the optimizer state is not restored"
     elif apart:
-        yield resume_differs, "the parameters at the end differ from those of a run without a break"
+        yield resume_differs, "the parameters at the end differ from those of an uninterrupted run"
 
 
 def _gap(one: Step, other: Step) -> float:
@@ -169,12 +169,12 @@ def _lead_apart(one: Step, other: Step) -> bool:
 
 
 def _reproducible(base: list[Step], done: list[Step]) -> bool:
-    """Whether two runs, as far as both go, hold the same parameters before each step and see the same samples."""
+    """Whether two runs have the same parameters before each common step, and see the same samples."""
     return all(one.keys == other.keys and _gap(one, other) < SAME for one, other in zip(base, done, strict=False))
 
 
 def _resumed(done: list[Step], begin: Step) -> bool:
-    """Whether a step begins with parameters that the first part had after one."""
+    """Whether a step begins with parameters that the first run had after some step."""
     last = done[-1].after
     had = [*(step.before.weights for step in done[1:]), last.weights if last else []]
     return any(difference(begin.before.weights, weights) < SAME for weights in had)
@@ -186,14 +186,14 @@ def _resumed(done: list[Step], begin: Step) -> bool:
     runs=FAILING_RANK,
 )
 def traceback_hidden(run: Run) -> Said:
-    """The rank that was made to fail has left torchrun no traceback."""
+    """torchrun gets no traceback of the rank that the check made fail."""
     if run.first_exception() and 1 not in run.error_files:
-        yield Seen("the check made rank 1 fail, and its traceback was not recorded for torchrun")
+        yield Seen("the check made rank 1 fail, but torchrun got no traceback from it")
 
 
 @rule(why="One dead process should not end the run.", fix="Start torchrun with --max-restarts=3.", runs=KILLS)
 def not_restarted(kills: Kills) -> Said:
-    """After the death of a worker the run does not come to its end."""
+    """After one worker was killed, the run does not finish."""
     killed = kills.worker
     if killed and killed.reached and killed.workers == 2 and killed.status != 0:
         yield Seen(f"after kill -9 on a worker the run {_ends(killed.status)}: nothing restarts it", detail=killed.end)
@@ -204,21 +204,21 @@ def _ends(status: int | None) -> str:
 
 
 @rule(
-    why="Workers that outlive torchrun continue to train, and write the checkpoint that the next start writes too.",
+    why="Workers that outlive torchrun continue to train, and write the same checkpoint as the next start.",
     fix="Call exit_with_launcher() from workshop.training.launcher before the slow imports.",
     runs=KILLS,
 )
 def orphans(kills: Kills) -> Said:
     """Workers outlive torchrun."""
     if kills.torchrun and (count := kills.torchrun.orphans):
-        yield Seen(f"5 s after kill -9, torchrun has left {plural(count, 'worker')} training")
+        yield Seen(f"5 s after kill -9 on torchrun, {plural(count, 'worker')} still trained")
 
 
 @also(crash, no_group, resume_fails, resume_differs, runs=KILLS)
 def wrong_under_torchrun(kills: Kills) -> Told:
-    """It fails without any kill, or does not resume after one."""
+    """The run fails without a kill, or does not resume after one."""
     if kills.uninterrupted != 0:
-        yield crash, Seen(f"with all of the digits it {_ends(kills.uninterrupted)}")
+        yield crash, Seen(f"with the whole data set the run {_ends(kills.uninterrupted)}")
     kinds = ("one worker and torchrun's restart", "torchrun and a new start")
     for killed, what in zip((kills.worker, kills.torchrun), kinds, strict=True):
         if killed and not killed.reached:
@@ -242,15 +242,15 @@ def _unlike_uninterrupted(gap: float | None) -> str:
 @also(hang, no_training, runs=SPAWNED)
 @also(crash, runs=SPAWNED, active=True)
 def wrong_under_spawn(run: RealRun) -> Told:
-    """With fresh interpreters it does not end, fails, or leaves no trace of training."""
+    """With the real mp.spawn the run hangs, fails, or writes neither log nor checkpoint."""
     lead, meaning = "with the real mp.spawn", ""
     if "bootstrapping phase" in run.text:
         meaning = '; each new process runs the top level of the file again: call main() under if __name__ == "__main__"'
     elif any(sign in run.text for sign in ("pickle", "Can't get attribute", "Can't get local")):
-        meaning = "; spawn passes the function and its arguments with pickle, which takes no lambdas or inner functions"
+        meaning = "; spawn passes the function and its arguments with pickle, which does not accept lambdas or inner functions"
     if None in run.statuses:
         yield hang, Seen(f"{lead} it had not ended after {run.limit:.0f} s", detail=run.end)
     if any(run.statuses):
         yield crash, Seen(f"{lead}: {run.error}{meaning}", detail=run.end)
     if set(run.statuses) == {0} and not run.processes and not run.checkpoint:
-        yield no_training, Seen(f"{lead} it ends without error, and leaves neither log nor checkpoint", detail=run.end)
+        yield no_training, Seen(f"{lead} it ends without an error, but without log or checkpoint", detail=run.end)

@@ -1,17 +1,16 @@
-"""What a rule is: a function from evidence to what it has seen, declared with all that the check needs to know of it.
+"""A rule: a function that reads evidence and yields what it has seen, declared with what the check must know about it::
 
     @rule(
-        why="Every rank pays for the same work, and the averaged gradient is that of one batch.",
-        fix="Give the DataLoader a DistributedSampler, which gives each rank a different part.",
-        runs=WHOLE,  # the scenario that it judges; this one unless said otherwise
+        why="Every rank computes the same gradient, so more GPUs do not speed up the training.",
+        fix="Pass a DistributedSampler to the DataLoader: each rank then gets a different part.",  # see pages.py
+        runs=WHOLE,  # the scenario that it judges; WHOLE is the default
         after=(no_group,),
     )
     def same_samples(run: Run) -> Said:
         ...
         yield Seen(f"ranks 0 and 1 saw the same {count} samples in epoch 1", where)
 
-The function's name, with hyphens, is the rule's name in ``exercises.toml``. It is pure: nothing but the evidence counts.
-A further function of a rule is declared with ``Rule.also``, one that serves several rules with ``also``.
+With hyphens, the name of the function is the name of the rule in ``exercises.toml``. It is a pure function of the evidence.
 """
 
 from __future__ import annotations
@@ -24,6 +23,7 @@ from typing import Any, ParamSpec, TypeVar, overload
 
 from workshop.check.evidence.events import Event
 from workshop.check.evidence.run import Run
+from workshop.check.rules.pages import page
 from workshop.check.scenarios import WHOLE, Scenario
 
 A = TypeVar("A")
@@ -42,7 +42,7 @@ class Seen:
 
 @dataclass(frozen=True)
 class NotJudged:
-    """What a rule cannot judge in this evidence, and why. ``goal``: whether its goal can then not be judged either."""
+    """What a rule cannot judge in this evidence, and why. ``goal``: the goal of the rule cannot be judged either."""
 
     text: str
     goal: bool = True
@@ -63,14 +63,12 @@ class Detector:
     rule: Rule
     function: Callable[..., Said]
     runs: tuple[Scenario[Any], ...]
-    needs: tuple[
-        type[Event], ...
-    ] = ()  # events that it reads, whose probes are not ``always`` there, nor with their library
-    after: tuple[Rule, ...] = ()  # rules that explain more: where one has found something, this one is not asked
-    instead_of: tuple[Rule, ...] = ()  # rules that this one explains: where it finds something, they are not asked
-    last: bool = False  # asked only where no rule has found an error
-    figures: bool = False  # about reported figures: not asked where a rule that ``spoils`` them has found something
-    passive: bool = False  # asked where its scenarios are made anyway; does not make the check run them
+    needs: tuple[type[Event], ...] = ()  # events that it reads, unless their probes are always installed
+    after: tuple[Rule, ...] = ()  # rules that explain more: if one has found something, this one is not asked
+    instead_of: tuple[Rule, ...] = ()  # rules that this one explains: if it finds something, they are not asked
+    last: bool = False  # asked only if no rule has found an error
+    figures: bool = False  # about reported figures: not asked if a rule that ``spoils`` them has found something
+    passive: bool = False  # asked only if its scenarios are made anyway, for a different rule
 
 
 @dataclass(eq=False)
@@ -81,12 +79,17 @@ class Rule:
     family: str  # the module that declares it
     why: str  # why it matters, a sentence or two
     fix: str  # what to do, with the name of the API
-    blocks: bool = False  # nothing else can be judged where it has found something
-    spoils: bool = False  # figures that a program reports cannot be right where it has found something
-    hint: bool = False  # a matter of taste: shown, but no goal depends on it
+    blocks: bool = False  # if it has found something, nothing else can be judged
+    spoils: bool = False  # if it has found something, the reported figures cannot be right
+    hint: bool = False  # advice: shown, but no goal depends on it
     always: bool = False  # asked of every program, whether or not an exercise lists it
-    anywhere: bool = False  # asked of programs that are no exercise, too
+    anywhere: bool = False  # also asked of programs that are not exercises
     detectors: list[Detector] = field(default_factory=list, repr=False)
+
+    @property
+    def read(self) -> str:
+        """Where to read more: a web address, or a path of the repository."""
+        return page(self.fix)
 
     def _add(self, function: Callable[..., Said], runs: Any, **settings: Any) -> None:
         self.detectors.append(Detector(self, function, runs if isinstance(runs, tuple) else (runs,), **settings))
@@ -98,7 +101,7 @@ class Rule:
     def also(self, runs: Pair[A, B], **settings: Any) -> Keeps[[A, B]]: ...
 
     def also(self, runs: Any, *, active: bool = False, **settings: Any) -> Keeps[...]:
-        """Declare another function of this rule; ``active``: an exercise that lists the rule makes the check run ``runs``."""
+        """Declare a further function of this rule; ``active``: an exercise that lists the rule makes the check run ``runs``."""
 
         def declare(function: Callable[..., Said]) -> Callable[..., Said]:
             self._add(function, runs, passive=not active, **settings)
@@ -108,7 +111,7 @@ class Rule:
 
 
 def also(*rules: Rule, runs: Any, active: bool = False, **settings: Any) -> Callable[[Tells[P]], Tells[P]]:
-    """Declare another function of several rules, which says of each finding what rule it belongs to."""
+    """Declare a function of several rules, which yields each finding together with its rule."""
 
     def declare(function: Tells[P]) -> Tells[P]:
         for each in rules:
@@ -119,12 +122,12 @@ def also(*rules: Rule, runs: Any, active: bool = False, **settings: Any) -> Call
 
 
 def findings(about: Rule, function: Callable[..., Told], *evidence: Any) -> Said:
-    """What a function of several rules has to say of one of them."""
+    """What a function of several rules has seen for one of them."""
     return (seen for each, seen in function(*evidence) if each is about)
 
 
 def if_first(kind: object, found: Iterable[tuple[object, Seen]]) -> list[Seen]:
-    """What was found first, if it is of this kind: for rules that share one search."""
+    """The first thing found, if it is of this kind: for rules that share one search."""
     return [seen for first, seen in islice(found, 1) if first == kind]
 
 

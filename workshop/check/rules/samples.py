@@ -1,4 +1,4 @@
-"""Which samples each rank trains on, in which order, and whether the model is judged on others."""
+"""The samples that each rank trains on, their order, and whether the model is evaluated on different ones."""
 
 from collections.abc import Iterator
 from itertools import combinations
@@ -15,22 +15,22 @@ def _of_samples(why: str, fix: str, after: tuple[Rule, ...] = (), hint: bool = F
 
 
 @_of_samples(
-    why="The model is judged on samples that it was trained on, so the figure is too good.",
+    why="The model is evaluated on samples that it was trained on, so the metric is too good.",
     fix="Split the data set with the same seed on all ranks: random_split(..., generator=torch.Generator().manual_seed(SEED)).",
 )
 def leak(run: Run) -> Said:
-    """Samples are evaluated that some rank has trained on."""
+    """Some rank has trained on samples of the evaluation."""
     trained = {key for process in run.ranks for epoch in process.epochs for key in epoch}
     evaluated = {key for process in run.ranks for phase in process.evaluations for key in phase}
     both = len(trained & evaluated)
     if both > 0.02 * len(evaluated):
         where = next((event.where for process in run.ranks for event in process.of(Evaluated)), "")
-        yield Seen(f"{both:,} of the {len(evaluated):,} samples evaluated are trained on by some rank", where)
+        yield Seen(f"{both:,} of the {len(evaluated):,} evaluated samples are training samples of a rank", where)
 
 
 @_of_samples(
-    why="Every rank does the same work: the averaged gradient is that of one batch, at the price of several.",
-    fix="Give the DataLoader a DistributedSampler (sampler=..., without shuffle=True): it gives each rank a different part.",
+    why="Every rank computes the same gradient, so more GPUs cost more but do not speed up the training.",
+    fix="Pass a DistributedSampler to the DataLoader (sampler=..., without shuffle=True): each rank then gets a different part.",
 )
 def same_samples(run: Run) -> Said:
     """Two ranks train on the same samples."""
@@ -48,7 +48,7 @@ def shares_overlap(run: Run) -> Said:
 
 
 def _overlaps(run: Run) -> Iterator[tuple[str, Seen]]:
-    """Which ranks have the "same" or "some" common samples, in an epoch or, where no loader counts epochs, in their steps."""
+    """Ranks with the "same" or "some" common samples, per epoch or, without a loader that shows epochs, per step."""
     ranks = run.trained
     where = ranks[0].data_where if ranks else ""
     pairs = list(combinations(range(len(ranks)), 2))
@@ -100,7 +100,7 @@ def samples_missed(run: Run) -> Said:
 
 
 def _stopped_early(process: Process, number: int, accumulate: int) -> bool:
-    """Whether the program left an epoch's loader before its end, on purpose: then no sample was forgotten."""
+    """Whether the program left the loader before its end on purpose, so that no sample was forgotten."""
     loaders = [each.forward.loader for each in process.of(Backward) if each.forward and each.forward.loader]
     lengths = {(event.loader, event.iteration): event.length or 0 for event in process.of(LoaderStarted)}
     here = list(dict.fromkeys(loaders))[number - 1 : number]
@@ -109,7 +109,7 @@ def _stopped_early(process: Process, number: int, accumulate: int) -> bool:
 
 @_of_samples(
     why="With the same batches in every epoch the model learns less from the same data.",
-    fix="Call sampler.set_epoch(epoch) at the start of each epoch.",
+    fix="Call set_epoch(epoch) of the DistributedSampler at the start of each epoch; with one process, use shuffle=True.",
     after=(same_samples, shares_overlap, samples_missed),
 )
 def same_order(run: Run) -> Said:
@@ -124,8 +124,8 @@ def same_order(run: Run) -> Said:
 
 
 @_of_samples(
-    why="Loading a batch that is thrown away costs time, and starting workers for it costs more.",
-    fix="Use every batch that the loader gives, or take a single sample from the data set itself.",
+    why="Loading a batch that is not used costs time, and starting the workers of the loader costs more.",
+    fix="Use every batch of the DataLoader, or take a single sample from the data set itself.",
     hint=True,
 )
 def batch_wasted(run: Run) -> Said:
@@ -133,18 +133,18 @@ def batch_wasted(run: Run) -> Said:
     for process in run.trained if len(run.trained) > 1 else ():
         left = len(process.of(BatchLoaded)) - len(process.of(Backward)) - len(process.of(Evaluated))
         if left > 1:
-            yield Seen(f"{plural(left, 'batch')} loaded and not used")
+            yield Seen(f"{plural(left, 'batch')} are loaded but not used")
             return
 
 
 @_of_samples(
-    why="Every rank draws the same random numbers: the same dropout, the same augmentation.",
+    why="All ranks draw the same random numbers, so they apply the same dropout and augmentation.",
     fix="Seed each rank differently before the training: torch.manual_seed(SEED + rank).",
     hint=True,
 )
 def same_random(run: Run) -> Said:
-    """The steps draw random numbers, on all ranks from the same state of the generator."""
+    """The steps draw the same random numbers on all ranks."""
     ranks = run.trained
     states = [[each.random for each in process.of(Backward)] for process in ranks]
     if len(ranks) > 1 and ranks[0].draws and all(each == states[0] for each in states[1:]):
-        yield Seen("random numbers are drawn, and at each step all ranks draw the same", ranks[0].data_where)
+        yield Seen("at each step all ranks draw the same random numbers", ranks[0].data_where)

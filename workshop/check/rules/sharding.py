@@ -1,4 +1,4 @@
-"""Models that are sharded over the ranks: groups, precision, the parameters to begin with, and clipping."""
+"""Models that are sharded over the ranks: groups, precision, the initial parameters, and clipping."""
 
 import math
 from collections.abc import Sequence
@@ -26,13 +26,13 @@ from workshop.check.rules.speed import bf16_is_fast, precision
 from workshop.check.rules.words import listed, plural
 from workshop.check.scenarios import ONE_PROCESS_TEXT, WHOLE
 
-CLOSE = 0.02  # nats: how far bfloat16's rounding may move a loss
-FIRST_STEPS = 4  # in which rounding has not yet grown
+CLOSE = 0.02  # nats: how much rounding in bfloat16 may change a loss
+FIRST_STEPS = 4  # steps in which rounding errors are still small
 
 
 @rule(
     why="A model that every rank holds in full needs the same memory on each GPU, however many GPUs you add.",
-    fix="Call fully_shard on each layer and then on the model, with a mesh of all ranks and no other dimension.",
+    fix="Call fully_shard on each layer and then on the model, with a one-dimensional mesh of all ranks.",
     needs=(FullySharded, LayoutSeen),
     blocks=True,
 )
@@ -52,11 +52,11 @@ _of_shards = partial(rule, needs=(DeviceSeen, FineTuningBegun, FullySharded, Lay
 
 
 @_of_shards(
-    why="A layer that is its own group is freed before the next is gathered; with one group each rank holds the whole model.",
+    why="FSDP gathers one group at a time, so with a single group each rank holds the whole model during the step.",
     fix="Call fully_shard(layer) for every layer in model.model.layers, and then fully_shard(model).",
 )
 def one_group(run: Run) -> Said:
-    """Not each layer is a group."""
+    """Some layers are not groups of their own."""
     layout = next(run.all(LayoutSeen), None)
     if layout and layout.layer_groups < layout.layers:
         yield Seen(f"{plural(layout.groups, 'group')} for {plural(layout.layers, 'layer')}", run.where(FullySharded))
@@ -64,7 +64,7 @@ def one_group(run: Run) -> Said:
 
 @rule(
     why="A model that does not fit on one device cannot be loaded there in full before it is sharded.",
-    fix="Create it under torch.device('meta'), shard it, call to_empty(), and read this rank's rows: safe_open(), get_slice().",
+    fix="Create it under torch.device('meta'), shard it, call to_empty(), and read only the rows of this rank (get_slice()).",
     needs=(FullySharded, WeightsRead),
 )
 def whole_model(run: Run) -> Said:
@@ -79,17 +79,17 @@ def whole_model(run: Run) -> Said:
 
 @_of_shards(
     why="AdamW changes a parameter by a thousandth of its value or less. In bfloat16 most of these updates round to zero.",
-    fix="Create the model in float32, and let MixedPrecisionPolicy(param_dtype=torch.bfloat16) choose what it computes in.",
+    fix="Create the model in float32, and compute in bfloat16: MixedPrecisionPolicy(param_dtype=torch.bfloat16).",
 )
 def master_rounded(run: Run) -> Said:
-    """The parameters that the optimizer changes are not float32."""
+    """The parameters that the optimizer updates are not float32."""
     layout = next(run.all(LayoutSeen), None)
     if layout and bf16_is_fast(run) and layout.dtypes != ["torch.float32"]:
-        yield Seen(f"the optimizer changes parameters in {', '.join(layout.dtypes)}", run.where(FullySharded))
+        yield Seen(f"the optimizer updates parameters in {', '.join(layout.dtypes)}", run.where(FullySharded))
 
 
 @_of_shards(
-    why="Parameters in float32 take twice the bytes to communicate, before the forward and the backward of every layer.",
+    why="Gathering parameters in float32 communicates twice the bytes, before the forward and the backward of every layer.",
     fix="Set param_dtype=torch.bfloat16 in the MixedPrecisionPolicy, so FSDP converts before it gathers; remove torch.autocast.",
     after=(not_sharded, precision, master_rounded),
 )
@@ -111,7 +111,7 @@ def reduce_rounded(run: Run) -> Said:
 
 
 def first_step(run: Run, name: str) -> list[str]:
-    """The types of the tensors of each collective whose name begins so, in the first training step of rank 0."""
+    """Return the dtypes of the collectives whose name begins with ``name``, in the first training step of rank 0."""
     found: list[str] = []
     for _, event in run.trained[0].events if run.trained else ():
         if isinstance(event, StepBegun):
@@ -135,8 +135,8 @@ def buffers_empty(run: Run) -> Said:
 
 
 @_of_shards(
-    why="The training starts from a different model than the checkpoint, and no error says so.",
-    fix="After to_empty(), copy this rank's rows of every parameter from the checkpoint into parameter.to_local().",
+    why="The training starts from a different model than that of the checkpoint, without an error message.",
+    fix="After to_empty(), copy the rows of this rank of every parameter from the checkpoint into parameter.to_local().",
     after=(not_sharded, buffers_empty),
 )
 def weights_not_loaded(run: Run) -> Said:
@@ -145,12 +145,12 @@ def weights_not_loaded(run: Run) -> Said:
     for event in run.all(FineTuningBegun):
         if expected is not None and not abs(event.validation_loss - expected) < CLOSE:  # NaN too
             seen = f"before the first step the validation loss is {event.validation_loss:.4f}"
-            yield Seen(f"{seen}; transformers alone has {expected:.4f} with this checkpoint", event.where)
+            yield Seen(f"{seen}; transformers gets {expected:.4f} with this checkpoint", event.where)
             return
 
 
 @_of_shards(
-    why="Each rank scales its shard by a different factor: the gradient changes its direction, and its norm exceeds the limit.",
+    why="Each rank scales its shard by a different factor: the gradient changes direction, and its norm exceeds the limit.",
     fix="Call torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0): with DTensors it computes the norm over all ranks.",
 )
 def clip_local(run: Run) -> Said:
@@ -195,8 +195,8 @@ def losses(run: Run, kind: type[FineTuningReported | Reported] = FineTuningRepor
 
 
 def unequal(ours: Sequence[float], theirs: Sequence[float], close: float = CLOSE, first: int = 1) -> str:
-    """Which losses differ by more than rounding, as "the loss of step 2 is ..., and ..."; ``first``: the first step."""
+    """Which losses differ by more than rounding, as "the loss of step 2 is ..., but ..."; ``first``: the first step."""
     for number, (our, their) in enumerate(zip(ours, theirs, strict=False), first):
         if not abs(our - their) < close:  # NaN too
-            return f"the loss of step {number} is {our:.4f}, and {their:.4f}"
+            return f"the loss of step {number} is {our:.4f}, but {their:.4f}"
     return ""

@@ -1,4 +1,4 @@
-"""Words that several families of rules use in their sentences."""
+"""Words for the sentences of several families of rules."""
 
 from collections.abc import Sequence
 
@@ -16,11 +16,11 @@ def listed(names: Sequence[str]) -> str:
 
 
 def rank_of(ranks: Sequence[Process], index: int) -> int:
-    """The rank of a process; its place in the order of starting where there is no group."""
+    """The rank of a process, or its index in the order of starting if it is in no group."""
     rank = ranks[index].rank
     return index if rank is None else rank
 
 
 def named(process: Process, otherwise: str = "a process") -> str:
-    """ "rank 1"; something else for a process that has joined no group."""
+    """ "rank 1", or ``otherwise`` for a process that has joined no group."""
     return otherwise if process.rank is None else f"rank {process.rank}"

@@ -1,0 +1,78 @@
+"""Where to read more about an API or a term that the remedies of the rules name."""
+
+import re
+
+_TORCH, _GLOSSARY = "https://docs.pytorch.org/docs/stable", "docs/glossary.md"
+_DATA, _DISTRIBUTED = f"{_TORCH}/data.html#torch.utils.data", f"{_TORCH}/distributed.html"
+_DDP, _FSDP = "torch.nn.parallel.DistributedDataParallel", f"{_TORCH}/distributed.fsdp.fully_shard.html"
+_LIGHTNING, _SLURM = "https://lightning.ai/docs/pytorch/stable", "https://slurm.schedmd.com"
+
+# A web address, or a path of the repository. Add an entry only if the remedy of a rule needs it.
+PAGES: dict[str, str] = {
+    "#SBATCH": f"{_SLURM}/sbatch.html",
+    "@record": f"{_TORCH}/elastic/errors.html",
+    "Conv2d": f"{_TORCH}/generated/torch.nn.Conv2d.html",
+    "DataLoader": f"{_DATA}.DataLoader",
+    "DeepSpeed's configuration": "https://www.deepspeed.ai/docs/config-json/",
+    "DistributedDataParallel": f"{_TORCH}/generated/{_DDP}.html",
+    "DistributedSampler": f"{_DATA}.distributed.DistributedSampler",
+    "EarlyStopping": f"{_LIGHTNING}/api/lightning.pytorch.callbacks.EarlyStopping.html",
+    "LightningModule": f"{_LIGHTNING}/common/lightning_module.html",
+    "MASTER_ADDR": f"{_GLOSSARY}#master_addr-and-master_port",
+    "MixedPrecisionPolicy": f"{_FSDP}#torch.distributed.fsdp.MixedPrecisionPolicy",
+    "ModelCheckpoint": f"{_LIGHTNING}/api/lightning.pytorch.callbacks.ModelCheckpoint.html",
+    "Path.cwd": "https://docs.python.org/3/library/pathlib.html#pathlib.Path.cwd",
+    "SLURM_NNODES": f"{_SLURM}/sbatch.html#SECTION_OUTPUT-ENVIRONMENT-VARIABLES",
+    "Subset": f"{_DATA}.Subset",
+    "TCPStore": f"{_DISTRIBUTED}#torch.distributed.TCPStore",
+    "TensorDataset": f"{_DATA}.TensorDataset",
+    "Trainer": f"{_LIGHTNING}/common/trainer.html",
+    "accelerator": "https://huggingface.co/docs/accelerate/package_reference/accelerator",
+    "accumulate": f"{_GLOSSARY}#gradient-accumulation",
+    "all_reduce": f"{_DISTRIBUTED}#torch.distributed.all_reduce",
+    "checkpoint": f"{_GLOSSARY}#checkpoint",
+    "clip_grad_norm_": f"{_TORCH}/generated/torch.nn.utils.clip_grad_norm_.html",
+    "collectives": f"{_GLOSSARY}#collective",
+    "compile()": f"{_TORCH}/generated/torch.nn.Module.html#torch.nn.Module.compile",
+    "deepspeed.initialize": "https://deepspeed.readthedocs.io/en/latest/initialize.html",
+    "destroy_process_group": f"{_DISTRIBUTED}#shutdown",
+    "detach()": f"{_TORCH}/generated/torch.Tensor.detach.html",
+    "engine.backward": "https://deepspeed.readthedocs.io/en/latest/training.html",
+    "exit_with_launcher": "workshop/training/launcher.py",
+    "fully_shard": _FSDP,
+    "global batch": f"{_GLOSSARY}#global-batch",
+    "image.convert": "https://pillow.readthedocs.io/en/stable/reference/Image.html#PIL.Image.Image.convert",
+    "init_process_group": f"{_DISTRIBUTED}#torch.distributed.init_process_group",
+    "islice": "https://docs.python.org/3/library/itertools.html#itertools.islice",
+    "item()": f"{_TORCH}/notes/cuda.html#asynchronous-execution",
+    "meta": f"{_TORCH}/meta.html",
+    "no_sync": f"{_TORCH}/generated/{_DDP}.html#{_DDP}.no_sync",
+    "optimizer": f"{_TORCH}/optim.html",
+    "os.replace": "https://docs.python.org/3/library/os.html#os.replace",
+    "pdb": "https://docs.python.org/3/library/pdb.html",
+    "random_split": f"{_DATA}.random_split",
+    "rank 0": f"{_GLOSSARY}#rank",
+    "resume": f"{_GLOSSARY}#resume",
+    "save_pretrained": "https://huggingface.co/docs/transformers/main_classes/model#transformers.PreTrainedModel.save_pretrained",
+    "scontrol": f"{_SLURM}/scontrol.html",
+    "srun": f"{_SLURM}/srun.html",
+    "state_dict": "https://docs.pytorch.org/tutorials/beginner/saving_loading_models.html",
+    "to_empty": f"{_TORCH}/generated/torch.nn.Module.html#torch.nn.Module.to_empty",
+    "torch.accelerator": f"{_TORCH}/accelerator.html",
+    "torch.autocast": f"{_TORCH}/amp.html#torch.autocast",
+    "torch.distributed.checkpoint": f"{_TORCH}/distributed.checkpoint.html",
+    "torch.manual_seed": f"{_TORCH}/notes/randomness.html",
+    "torch.profiler": f"{_TORCH}/profiler.html",
+    "torch.utils.checkpoint": f"{_TORCH}/checkpoint.html",
+    "torchrun": f"{_TORCH}/elastic/run.html",
+    "traceback": "https://docs.python.org/3/tutorial/errors.html",
+    "wait $!": "https://www.gnu.org/software/bash/manual/html_node/Signals.html",
+}
+# The longest name comes first, so that it wins where several begin at the same place.
+_NAMES = re.compile("|".join(rf"(?<!\w){re.escape(name)}(?!\w)" for name in sorted(PAGES, key=len, reverse=True)))
+
+
+def page(fix: str) -> str:
+    """Return the page of the API or term that a remedy names first; "" if it names none."""
+    found = _NAMES.search(fix)
+    return PAGES[found[0]] if found else ""
