@@ -243,7 +243,7 @@ def test_a_folder_that_cannot_be_used_is_reported_in_one_line(script, tmp_path, 
 def test_a_missing_compiler_is_reported_in_one_line(tmp_path, monkeypatch, capfd):
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path / "nothing built"))
     monkeypatch.setenv("CXX", "no-such-compiler")
-    refused([], "there is no no-such-compiler here", tmp_path, monkeypatch, capfd)
+    refused([], "this machine has no no-such-compiler", tmp_path, monkeypatch, capfd)
 
 
 @needs("g++", "ninja")

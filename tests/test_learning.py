@@ -112,8 +112,8 @@ def test_hint_without_a_goal_is_for_the_first_open_goal(capsys):
     assert "goal 1: the processes form one process" in capsys.readouterr().out
     progress.record_check(SPAWN, {1: True, 2: False, 3: True, 4: False, KEPT: False})
     learning.run_hint(SPAWN)
-    assert "goal 2: the gradients are averaged" in capsys.readouterr().out
-    progress.record_check(SPAWN, {1: True, 2: True, 3: True, 4: True, KEPT: False})
+    assert "goal 2: each process uses its own device" in capsys.readouterr().out
+    progress.record_check(SPAWN, dict.fromkeys(range(1, 7), True) | {KEPT: False})
     learning.run_hint(SPAWN)
     assert "goal 1: " in capsys.readouterr().out
 
@@ -137,9 +137,9 @@ def words(text: str) -> str:
     return " ".join(re.findall(r"\w+", text))
 
 
-@pytest.mark.parametrize("goal", [KEPT, 5, -1])
+@pytest.mark.parametrize("goal", [KEPT, 7, -1])
 def test_a_goal_without_hints_is_refused(goal, record):
-    with pytest.raises(UserError, match=r"has hints for 1 \(the processes.*4 \(the metrics.*not for goal"):
+    with pytest.raises(UserError, match=r"has hints for 1 \(the processes.*6 \(the metrics.*not for goal"):
         learning.run_hint(SPAWN, goal)
     assert not record.exists()
 
@@ -280,7 +280,7 @@ def test_the_progress_table_shows_goals_hints_and_times():
     lines = console.file.getvalue().splitlines()
     rows = {name: figures for name, *figures in (line.strip().split(maxsplit=3) for line in lines[2:])}
     assert [*rows] == [exercise.name for exercise in EXERCISES]  # a narrow terminal does not truncate the names
-    assert rows[SPAWN][:2] == ["3/5", "3"]
+    assert rows[SPAWN][:2] == ["3/7", "3"]
     assert re.fullmatch(r"\d\d:\d\d|\d\d \w+", rows[SPAWN][2])  # the date, if midnight passes during the test
     assert rows[TORCHRUN] == ["0/4", "0", "not yet"]
 
@@ -357,10 +357,10 @@ def test_hint_diff_and_reset_need_the_stages(command, tmp_path, monkeypatch):
 
 def test_diff_is_refused_until_all_goals_are_met(capsys):
     with pytest.raises(
-        UserError, match=r"open goals.*1 \(the processes.*4 \(the metrics.*0 \(the model learns.*--solution"
+        UserError, match=r"open goals.*1 \(the processes.*6 \(the metrics.*0 \(the model learns.*--solution"
     ):
         learning.run_diff(SPAWN)
-    progress.record_check(SPAWN, {1: True, 2: False, 3: True, 4: True, KEPT: True})
+    progress.record_check(SPAWN, dict.fromkeys(range(7), True) | {2: False})
     with pytest.raises(UserError, match=r"open goals: 2 \([^()]*\); check it, or add --solution"):
         learning.run_diff(SPAWN)
     assert capsys.readouterr().out == ""
@@ -369,7 +369,7 @@ def test_diff_is_refused_until_all_goals_are_met(capsys):
 @pytest.mark.parametrize("force", [False, True])
 def test_diff_compares_with_the_solution(force, capsys):
     if not force:
-        progress.record_check(SPAWN, {1: True, 2: True, 3: True, 4: True, KEPT: True})
+        progress.record_check(SPAWN, dict.fromkeys(range(7), True))
     assert learning.run_diff(SPAWN, force) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[:2] == [f"--- {SPAWN}", f"+++ solutions/{SPAWN}"]

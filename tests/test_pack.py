@@ -127,7 +127,7 @@ def one_line(done) -> str:
     """Return the message of a run that ended with status 2; fail if it has more than one line."""
     assert done.returncode == 2, done.stdout + done.stderr
     said = [
-        line for line in done.stderr.splitlines() if not re.search("checking the pack|making the env|^packing", line)
+        line for line in done.stderr.splitlines() if not re.search("checking the pack|creating the env|^packing", line)
     ]
     assert len(said) == 1, done.stderr
     return said[0]
@@ -348,7 +348,7 @@ sys.exit((pack_on("size=8m"), pack_on("remount,size=300m")) != (2, 0))
     env = {"PYTHONPATH": repository, "PIP_NO_INDEX": 1, "PIP_FIND_LINKS": wheels, "PIP_CONFIG_FILE": os.devnull}
     done = runs.run([*ALONE, sys.executable, "-P", "-c", program], repository, timeout=600, **env)
     assert done.returncode == 0, done.stderr
-    assert done.stderr.count(f"workshop: the disk (or your quota) is full at {disk}/pack.part: make room") == 1
+    assert done.stderr.count(f"workshop: the disk (or your quota) is full at {disk}/pack.part: free some space") == 1
     assert "and 3 packages" in done.stdout
 
 

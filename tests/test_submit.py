@@ -175,7 +175,7 @@ GOOD = ["#SBATCH --nodes=2", "#SBATCH --gpus-per-node=4", "#SBATCH --time=00:10:
         ("lumi", text_of(*GOOD).replace("\n", "\r\n"), {}, "Windows line endings"),
         ("lumi", text_of('#SBATCH --job-name="x'), {}, "line 2 of job.sh: No closing quotation"),
         ("lumi", text_of("echo hello"), {}, "has no #SBATCH lines"),
-        ("lumi", text_of("#PBS -l select=1:ngpus=4"), {}, "reads #SBATCH lines, job.sh has #PBS"),
+        ("lumi", text_of("#PBS -l select=1:ngpus=4"), {}, "reads #SBATCH lines, but job.sh has #PBS"),
         ("derecho", text_of(*GOOD), {}, "reads #PBS lines, but job.sh has #SBATCH; use a script in slurm-multinode/pbs"),
         ("della", text_of(*GOOD[:2]), {}, "has no time limit; add --time"),
         ("della", text_of(GOOD[0], GOOD[2]), {}, "requests no GPUs; give the number per node"),

@@ -81,7 +81,7 @@ def test_watching_checks_again_at_every_save(tmp_path):
     shutil.copy(SPAWN.solution, script)
     running = runs.Running([sys.executable, "-P", "-m", "workshop", "check", script, "--watch"], tmp_path)
     try:
-        running.wait_for("4 of 5 goals met", timeout=60)
+        running.wait_for("6 of 7 goals met", timeout=60)
         script.write_text(script.read_text().replace("ddp_model = DDP(model)", "ddp_model = model"))
         running.wait_for("the gradients", timeout=60)
         running.wait_for("before step 1", timeout=60)

@@ -73,7 +73,7 @@ def test_two_simulated_nodes_have_two_devices_each(place):
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
         print(os.environ["GROUP_RANK"], os.environ["RANK"], torch.accelerator.current_device_index())
     """
-    made = Made(place("nodes"), text, "torchrun", 4, nodes=2).well()
+    made = Made(place("nodes"), text, "torchrun", 4, nodes=2, devices=True).well()
     assert [event.index for event in made.run.all(DeviceChosen)] == [0, 1, 0, 1]
     assert [process.stdout.split() for process in made.run.processes] == [
         ["0", "0", "0"],
