@@ -38,6 +38,7 @@ class Strategy:
         options: the options of the script.
         before: the script that it is compared with; "" for the first strategy.
         package: the package that it needs.
+        refuses_float64: whether it fails with float64 (deepspeed.zero.Init accepts float32, float16 and bfloat16).
         in_float64: whether ``--dtype float64`` applies to everything. (ZeRO always updates a float32 copy of the parameters.)
     """
 
@@ -47,6 +48,7 @@ class Strategy:
     before: str = "one_process.py"
     package: str = "torch"
     in_float64: bool = True
+    refuses_float64: bool = False
 
     def command(self, processes: int) -> list[str]:
         path = str(Path(FOLDER) / self.script)
@@ -65,7 +67,7 @@ STRATEGIES = (
     Strategy("Accelerate (DDP)", "ddp_accelerate.py", package="accelerate"),
     Strategy("ZeRO-1", "zero.py", ("--stage=1",), package="deepspeed", in_float64=False),
     Strategy("ZeRO-2", "zero.py", ("--stage=2",), package="deepspeed", in_float64=False),
-    Strategy("ZeRO-3", "zero.py", ("--stage=3",), package="deepspeed", in_float64=False),
+    Strategy("ZeRO-3", "zero.py", ("--stage=3",), package="deepspeed", in_float64=False, refuses_float64=True),
     Strategy("FSDP2", "fsdp.py"),
     Strategy("tensor parallel", "tensor_parallel.py"),
 )
@@ -157,6 +159,8 @@ def run_one(
     row = {"name": strategy.name, "missing": "", "failure": "", "lines": lines, "before": strategy.before}
     if importlib.util.find_spec(strategy.package) is None:
         return row | {"missing": f"{strategy.package} is not installed"}
+    if dtype == "float64" and strategy.refuses_float64:
+        return row | {"missing": "does not accept float64"}
     place = folder / strategy.name.lower().replace(" ", "-").replace(",", "").replace("(", "").replace(")", "")
     shutil.rmtree(place, ignore_errors=True)  # so that the report of an earlier run is not read
     place.mkdir()
