@@ -88,8 +88,8 @@ def card(playwright) -> None:
 
 
 BOOK = {  # the page and the text to show, by the name of the picture, the theme and the width in pixels
-    ("book-light", "light", 1300): ("solutions/02_pytorch_ddp/02_pytorch_ddp.html", "all_gather"),
-    ("book-dark", "dark", 1300): ("solutions/02_pytorch_ddp/02_pytorch_ddp.html", "all_gather"),
+    ("book-light", "light", 1300): ("solutions/02_pytorch_ddp/02_pytorch_ddp.html", "gives every rank the tensors"),
+    ("book-dark", "dark", 1300): ("solutions/02_pytorch_ddp/02_pytorch_ddp.html", "gives every rank the tensors"),
     ("book-phone", "dark", 390): ("02_pytorch_ddp/exercises.html", "Goal 2"),
 }
 

@@ -261,7 +261,7 @@ def test_a_run_survives_a_dead_node_and_its_time_limit(cluster, pbs):
     cluster.fault("kill", "node2")
     assert running.wait(60) not in (0, 124)
     log = pbs.log(first).read_text()
-    assert log.endswith("job 18.server carries on from the new checkpoint\n"), log
+    assert log.endswith("job 18.server resumes from the new checkpoint\n"), log
 
     second = pbs.submitted_by(first)
     assert (second.select, second.walltime) == (first.select, "00:10:00")
@@ -275,7 +275,7 @@ def test_a_run_survives_a_dead_node_and_its_time_limit(cluster, pbs):
     assert running.wait(60) == 124
     log = pbs.log(second).read_text()
     assert f"from epoch {done + 1}: 2 processes" in log
-    assert log.endswith("the time is nearly over: stopped\njob 19.server carries on from the new checkpoint\n"), log
+    assert log.endswith("the time is nearly over: stopped\njob 19.server resumes from the new checkpoint\n"), log
 
     third = pbs.submitted_by(second)
     assert pbs.run(third, ["node3", "node4"]) == 0

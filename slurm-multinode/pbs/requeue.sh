@@ -79,5 +79,5 @@ if [[ $(checkpoint_time) == "$before" ]]; then exit "$status"; fi
 next=$(qsub ${PBS_ACCOUNT:+-A "$PBS_ACCOUNT"} -q "$PBS_O_QUEUE" -W depend=afterany:"$PBS_JOBID" \
     -l select="$(this_job Resource_List.select)" -l place=scatter -l walltime="$hours:$minutes:$seconds" \
     -v "RUN=$run,WORKSHOP_SITE=${WORKSHOP_SITE:-},ARGUMENTS='${ARGUMENTS:-}'" "$0")
-echo "job $next carries on from the new checkpoint"
+echo "job $next resumes from the new checkpoint"
 exit "$status"

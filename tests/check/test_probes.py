@@ -218,6 +218,7 @@ STARTING = """
         store = dist.TCPStore("127.0.0.1", port, is_master=False)
         assert isinstance(store, dist.TCPStore)
         dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
+        dist.barrier()  # otherwise one rank may leave the group while the other still connects to it
         dist.destroy_process_group()
 
     def fail():
