@@ -20,10 +20,10 @@ from workshop.check.scenarios import ALONE, NODES_OPTION, SESSION, TASKS, WHOLE
     blocks=True,
 )
 def trainer_idle(run: Run) -> Said:
-    """A loop of the program takes the steps, or there is no training at all."""
+    """The program has a training loop of its own, or does not train at all."""
     steps = [step.before for process in run.processes for step in process.steps]
     if steps and not any(step.fitting for step in steps):
-        yield Seen("a loop of the program takes the steps, not a Trainer", steps[0].where)
+        yield Seen("the program trains in a loop of its own, not with a Trainer", steps[0].where)
     elif not steps and not any(run.all(TrainerFit)):
         yield Seen("Trainer.fit() is never called")
 
