@@ -33,7 +33,7 @@ export OMP_NUM_THREADS=$((NCPUS > gpus ? NCPUS / gpus : 1)) # PBS sets it to ncp
 echo "job $PBS_JOBID on $(sort -u "$PBS_NODEFILE" | xargs): $gpus GPUs on a node, $OMP_NUM_THREADS cores for each"
 env | grep -E '^(NCCL|RCCL|FI|GLOO)_' || true # print the network settings; often there are none
 
-# If a rank fails, print the error of the rank that failed first at the end of the log. (In the solutions, first_failure.py is
+# If a rank fails, show the error of the rank that failed first at the top or end of the log. (In solutions, first_failure.py is
 # one folder further up.)
 trap '${PYTHON:-python} "$(ls ../{,../}slurm-multinode/first_failure.py 2>/dev/null | head -n 1)" "$run.logs"' ERR
 

@@ -33,7 +33,7 @@ export OMP_NUM_THREADS=$((SLURM_CPUS_PER_TASK / SLURM_GPUS_ON_NODE))
 echo "job $SLURM_JOB_ID on $SLURM_JOB_NODELIST: $SLURM_GPUS_ON_NODE GPUs on a node, $OMP_NUM_THREADS cores for each"
 env | grep -E '^(NCCL|RCCL|FI|GLOO)_' || true # print the network settings; often there are none
 
-# If a rank fails, print the error of the rank that failed first at the end of the log.
+# If a rank fails, show the error of the rank that failed first at the top of the log.
 trap '${PYTHON:-python} first_failure.py "$run.logs"' ERR
 
 # shellcheck disable=SC2086 # $PYTHON may be several words: a container, and the Python in it

@@ -22,7 +22,7 @@ export OMP_NUM_THREADS=$((SLURM_CPUS_PER_TASK / SLURM_GPUS_ON_NODE))
 
 echo "job $SLURM_ARRAY_TASK_ID of array $SLURM_ARRAY_JOB_ID on $SLURM_JOB_NODELIST: learning rate $learning_rate"
 
-# If a rank fails, print the error of the rank that failed first at the end of the log.
+# If a rank fails, show the error of the rank that failed first at the top of the log.
 trap '${PYTHON:-python} first_failure.py "$run.logs"' ERR
 
 # shellcheck disable=SC2086 # $PYTHON may be several words: a container, and the Python in it

@@ -102,7 +102,7 @@ main()
 
 
 @pytest.mark.parametrize("script", ["exercise1_launch_ddp", pytest.param("exercise2_srun", marks=pytest.mark.full)])
-def test_a_failing_rank_ends_the_job_and_its_error_ends_the_log(script, cluster, tmp_path):
+def test_a_failing_rank_ends_the_job_and_its_error_starts_the_log(script, cluster, tmp_path):
     program = tmp_path / "program.py"
     program.write_text(FAILING)
     trial = Trial(SOLUTIONS / f"{script}.sh", tmp_path, cluster, program)
@@ -110,9 +110,12 @@ def test_a_failing_rank_ends_the_job_and_its_error_ends_the_log(script, cluster,
     job = done(trial)
     assert job.state == "FAILED"
     assert time.monotonic() - start < 45, "the other ranks waited to the end of their sleep"
-    end = job.output[job.output.rindex("the first rank that failed says:") :]
-    assert end.rstrip().endswith("ValueError: rank 3 has had enough")
-    assert "in main" in end
+    assert job.output.startswith("the first rank that failed says:\n")
+    error, _, output = job.output.partition("\n\nthe output of the job:\n")
+    assert error.endswith("ValueError: rank 3 has had enough")
+    assert "in main" in error
+    assert f"job {job.number} on " in output
+    assert output.rstrip().endswith("at the top of this log: ValueError: rank 3 has had enough")
 
 
 HOLD = """

@@ -34,7 +34,7 @@ export OMP_NUM_THREADS=$((NCPUS > gpus ? NCPUS / gpus : 1)) # PBS sets it to ncp
 echo "job $PBS_JOBID on $(sort -u "$PBS_NODEFILE" | xargs): $gpus GPUs on a node, $OMP_NUM_THREADS cores for each"
 env | grep -E '^(NCCL|RCCL|FI|GLOO)_' || true # print the network settings; often there are none
 
-# If a rank fails, print the error of the rank that failed first at the end of the log.
+# If a rank fails, show the error of the rank that failed first at the top or end of the log.
 trap '${PYTHON:-python} first_failure.py "$run.logs"' ERR
 
 # One process per node, with all cores of the node. Each implementation of mpiexec has different options for this.

@@ -31,7 +31,7 @@ export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK # srun does not inherit --cpus-pe
 echo "job $SLURM_JOB_ID on $SLURM_JOB_NODELIST: $SLURM_GPUS_ON_NODE GPUs on a node, $OMP_NUM_THREADS cores for each"
 env | grep -E '^(NCCL|RCCL|FI|GLOO)_' || true # print the network settings; often there are none
 
-# If a rank fails, print the error of the rank that failed first at the end of the log. (In the solutions, first_failure.py is
+# If a rank fails, show the error of the rank that failed first at the top of the log. (In the solutions, first_failure.py is
 # one folder further up.)
 trap '${PYTHON:-python} "$(ls ../{,../}slurm-multinode/first_failure.py 2>/dev/null | head -n 1)" "$run.logs"' ERR
 

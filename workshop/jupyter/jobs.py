@@ -29,7 +29,6 @@ from workshop.training.logs import read_log
 NODES = 4  # of the practice cluster
 PATIENCE = 60  # seconds without news after which a job on the practice cluster is cancelled, because it may hang
 PROGRAM = "multigpu_torchrun.py"
-FIRST_FAILURE = "the first rank that failed says:"  # slurm-multinode/first_failure.py
 # Waits until all training processes of a node have their ranks, and prints a line for each process.
 LOOK = """\
 for attempt in {1..40}; do
@@ -261,20 +260,13 @@ def trained(job: Job | None, element: int | None = None) -> list[dict]:
 
 @_with_scheduler
 def show_log(job: Job, pattern: str = "") -> None:
-    """Print the output of a job, or only the lines that match a pattern. A long output is shortened in the middle.
-
-    A job script prints the error of the rank that failed first at the end, below the tracebacks of all ranks. Here it is first.
-    """
+    """Print the output of a job, or only the lines that match a pattern. A long output is shortened in the middle."""
     lines = job.log.read_text(errors="replace").splitlines() if job.log.exists() else []
     if pattern:
         print(f"$ grep -E '{pattern}' {job.log.name}")
         lines = [line for line in lines if re.search(pattern, line)]
     else:
         print(f"$ cat {job.log.name}")
-        if FIRST_FAILURE in lines:
-            place = lines.index(FIRST_FAILURE)
-            print("\n".join(lines[place:]).replace(f"{ROOT}/", ""), "the output above it:", sep="\n\n")
-            lines = lines[:place]
     if len(lines) > 40:
         lines[20:-20] = [f"... {len(lines) - 40} lines ..."]
     print("\n".join(lines).replace(f"{ROOT}/", "") or "no output")
