@@ -223,7 +223,7 @@ def test_a_notebook_runs_with_the_solutions(stage, copy):
         for name in ("one", "two"), ("large", "accumulated"):
             first, second = (runs.losses(runs.read_log(copy / stage / "runs" / f"{each}.pt")) for each in name)
             assert first == pytest.approx(second, abs=1e-3)
-        assert "largest difference between any two weights: 0.0\n" in text(notebook, "compare-kill")
+        assert "largest difference between any two parameters: 0.0\n" in text(notebook, "compare-kill")
     if stage == "03_pytorch_lightning":
         logs = [runs.read_log(copy / stage / "runs" / name) for name in ("by_hand.pt", "lightning.ckpt", "fsdp2.ckpt")]
         by_hand, lightning, fsdp2 = map(runs.losses, logs)
