@@ -18,7 +18,7 @@ from test_jupyter import LAB, address
 RESULTS = runs.ROOT / "results"
 SCENES = {  # the cell to show, by stage and theme
     ("01_single_gpu", "light"): "Where does the time go?",
-    ("02_pytorch_ddp", "dark"): "Averaged gradients: DDP by hand",
+    ("02_pytorch_ddp", "dark"): "DDP by hand",
     ("03_pytorch_lightning", "dark"): "Is it the same training, and as fast?",
     ("04_model_parallel_with_fsdp", "light"): "1. Does it fit?",
     ("05_deepspeed", "light"): "7. Which should I use?",
