@@ -33,6 +33,8 @@ if log.is_file() and fcntl.fcntl(2, fcntl.F_GETFL) & os.O_APPEND:
         output = file.read()
         file.seek(0)
         file.write(f"the first rank that failed says:\n{error}\n\nthe output of the job:\n".encode() + output)
-    print("\nthe error of the rank that failed first is at the top of this log:", error.splitlines()[-1], file=sys.stderr)
+    print(
+        "\nthe error of the rank that failed first is at the top of this log:", error.splitlines()[-1], file=sys.stderr
+    )
 else:
     print("\nthe first rank that failed says:", error, sep="\n", file=sys.stderr)

@@ -7,10 +7,11 @@ from pathlib import Path
 import pytest
 
 import runs
+from workshop.check.command import subject_of
 from workshop.check.rules.rule import RULES
 from workshop.check.subject import KEPT
 from workshop.course import exercises
-from workshop.course.exercises import find_exercise, foreign_subject, programs, read_stage_file
+from workshop.course.exercises import find_exercise, programs, read_stage_file
 from workshop.errors import UserError
 
 FILE = runs.ROOT / "02_pytorch_ddp" / "exercises.toml"
@@ -166,7 +167,7 @@ def test_rules_that_always_hold_are_checked_for_every_program():
         subject = program.subject(program.path)
         assert ever <= set(subject.rules)
         assert [rule for rule in RULES.values() if rule in subject.rules] == list(subject.rules)
-    foreign = foreign_subject(Path("train.py"))
+    foreign = subject_of(Path("train.py"))
     assert (foreign.name, foreign.goals) == ("", ())
     assert set(foreign.rules) == ever | {rule for rule in RULES.values() if rule.anywhere}
 

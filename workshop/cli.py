@@ -129,12 +129,17 @@ def pack(folder, data, model, platform, python) -> None:
 
 
 @app.command()
-@click.argument("file", required=False)
-@click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
-@click.option("--watch", is_flag=True, help="Check again at every save.")
+@click.argument("words", nargs=-1, type=click.UNPROCESSED, metavar="[FILE | -- COMMAND]")
+@click.option("--watch", is_flag=True, help="Check FILE again at every save.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 @click.option("--verbose", is_flag=True, help="Print tracebacks, and the stacks of processes that hang.")
-@click.option("--nproc", type=click.IntRange(min=2, max=8), default=2, show_default=True, help="Number of processes.")
+@click.option(
+    "--nproc",
+    type=click.IntRange(min=2, max=8),
+    default=2,
+    show_default=True,
+    help="Number of processes of FILE. A COMMAND says it itself.",
+)
 @click.option(
     "--device",
     type=click.Choice(["auto", "cpu"]),
@@ -142,21 +147,37 @@ def pack(folder, data, model, platform, python) -> None:
     help="auto: use GPUs if there is one per process.  [default: auto]",
 )
 @click.option(
-    "--launch",
-    type=click.Choice(["torchrun", "spawn", "single"]),
-    help="How to start a FILE that is not an exercise. Write its own options after --.",
+    "--steps",
+    type=click.IntRange(min=2),
+    help="Optimizer steps after which a COMMAND is stopped.  [default: 30, if it takes long]",
 )
-def check(file, arguments, watch, as_json, verbose, nproc, device, launch) -> None:
-    """Run FILE, and report what its processes really do.
+@click.option(
+    "--resume-args",
+    metavar="'--resume {latest}'",
+    default="",
+    help="Arguments with which a second start of a COMMAND resumes; {latest} is its newest checkpoint.",
+)
+def check(words, watch, as_json, verbose, nproc, device, steps, resume_args) -> None:
+    """Run FILE of an exercise, or COMMAND, and report what the processes really do.
 
-    Without FILE, check the first exercise that is not done.
+    Without both, check the first exercise that is not done.
 
-    To check any training script: workshop check my_train.py --launch torchrun -- --epochs 1
+    To check a program of your own, change to its folder, and write the command that starts it after --:
+
+    workshop check -- torchrun --nproc-per-node=2 train.py --epochs 1
     """
     from workshop.course.command import run_check
 
-    options = {"launch": launch or "", "nproc": nproc, "device": device, "arguments": list(arguments)}
-    status = run_check(file, json=as_json, watch=watch, verbose=verbose, **options)
+    status = run_check(
+        words,
+        nproc=nproc,
+        device=device,
+        steps=steps,
+        resume=resume_args,
+        json=as_json,
+        watch=watch,
+        verbose=verbose,
+    )
     with suppress(BrokenPipeError):
         sys.stdout.flush()
     os._exit(status)  # a normal exit takes most of a second after torch was imported

@@ -29,7 +29,7 @@ def workshop(*arguments, cwd=runs.ROOT, timeout=120, **env):
         ("notes.txt", "x", "neither a Python program"),
         ("syntax.py", "def f(:", "line 1"),
         ("binary.py", "\0", "cannot"),
-        ("other.py", "print()", "--launch torchrun"),
+        ("other.py", "print()", "workshop check -- torchrun"),
     ],
 )
 def test_a_file_that_cannot_be_checked_is_refused_in_one_line(name, content, words, tmp_path):
@@ -69,11 +69,14 @@ def test_the_check_writes_text_json_and_progress(tmp_path):
 
 
 def test_a_program_that_is_not_an_exercise_gets_its_options(tmp_path):
-    done = workshop("check", LANGUAGE_MODEL, "--launch", "torchrun", "--", "--steps", 12, cwd=tmp_path)
+    folder = tmp_path / "mine"
+    folder.mkdir()
+    shutil.copy(LANGUAGE_MODEL, folder)
+    done = workshop("check", "--", "torchrun", "--nproc-per-node=2", LANGUAGE_MODEL.name, "--steps", 12, cwd=folder)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "nothing wrong was seen" in done.stdout
     assert "not checked" in done.stdout
-    assert os.listdir(tmp_path) == []
+    assert os.listdir(folder) == [LANGUAGE_MODEL.name]
 
 
 def test_watching_checks_again_at_every_save(tmp_path):

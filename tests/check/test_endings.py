@@ -9,11 +9,13 @@ import pytest
 
 import runs
 from check.bank import ddp
-from workshop.check import bench
+from workshop.check import foreign
+from workshop.check.command import check_command
 from workshop.course.checking import check_file
 from workshop.course.exercises import exercises
 from workshop.run.stillness import Patience
 
+TORCHRUN = ["torchrun", "--nproc-per-node=2", "program.py"]
 ENDINGS = {
     "sys.exit(3)": ("import sys\nsys.exit(3)", "crash"),
     "an exception": ("raise ValueError('no')", "crash"),
@@ -42,12 +44,12 @@ def kinds(verdict):
 
 @pytest.mark.parametrize(("program", "kind"), ENDINGS.values(), ids=ENDINGS.keys())
 def test_every_way_to_end_gives_a_verdict_and_leaves_no_process(program, kind, tmp_path, monkeypatch):
-    monkeypatch.setattr(bench, "UNKNOWN", Patience(idle=2, busy=4, total=30))
+    monkeypatch.setattr(foreign, "UNKNOWN", Patience(idle=2, busy=4, total=30))
     script = tmp_path / "program.py"
     script.write_text(program)
     before = set(psutil.pids())
     start = time.monotonic()
-    *_, verdict = check_file(script, launch="torchrun")
+    *_, verdict = check_command(TORCHRUN, folder=tmp_path)
     assert time.monotonic() - start < 40
     assert kinds(verdict)[:1] == [kind], verdict.findings
     new = [process for process in psutil.process_iter() if process.pid not in before]
@@ -64,7 +66,7 @@ def test_a_folder_outside_of_the_run_cannot_be_removed(tmp_path):
     script = tmp_path / "program.py"
     # rmtree() changes to the folder and removes its files by relative names.
     script.write_text(f"import shutil\nshutil.rmtree({str(kept)!r})")
-    *_, verdict = check_file(script, launch="torchrun")
+    *_, verdict = check_command(TORCHRUN, folder=tmp_path)
     assert kinds(verdict)[:1] == ["outside-write"], verdict.findings
     assert (kept / "thesis.txt").read_text() == "three years"
 
@@ -103,7 +105,7 @@ def test_a_hang_says_which_rank_waits_where_within_ten_seconds():
 def test_killing_the_check_leaves_no_process(tmp_path):
     script = tmp_path / "program.py"
     script.write_text("import time\ntime.sleep(1000)")
-    running = runs.Running([sys.executable, "-P", "-m", "workshop", "check", script, "--launch", "torchrun"], tmp_path)
+    running = runs.Running([sys.executable, "-P", "-m", "workshop", "check", "--", *TORCHRUN], tmp_path)
     deadline = time.monotonic() + 30
     while len(children := psutil.Process(running.process.pid).children(recursive=True)) < 4:
         assert time.monotonic() < deadline

@@ -4,6 +4,7 @@ import pytest
 
 import runs
 from check.bank import ddp
+from workshop.check.command import check_command
 from workshop.course.checking import check_file
 from workshop.course.exercises import find_exercise
 from workshop.course.real import settled
@@ -37,7 +38,9 @@ def test_an_unseeded_program_may_differ_at_every_start(tmp_path):
     script = tmp_path / "mine.py"
     for forgotten, kinds in (("", []), (ddp.LOAD_OPTIMIZER, ["optimizer-lost"])):
         script.write_text(text.replace(forgotten, "") if forgotten else text)
-        *_, verdict = check_file(script, launch="torchrun", arguments=["--epochs", "2", "--checkpoint", "run.pt"])
+        *_, verdict = check_command(
+            ["torchrun", "--nproc-per-node=2", script.name, "--epochs", "2", "--checkpoint", "run.pt"], folder=tmp_path
+        )
         assert [finding.kind for finding in verdict.errors] == kinds, verdict.findings
 
 

@@ -1,36 +1,28 @@
-"""Make the scenarios of any Python program: runs with probes in each of its processes."""
+"""The base of the benches of Python programs: runs with probes in each of the processes."""
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from workshop.check import launching
-from workshop.check.evidence.events import Saved
 from workshop.check.evidence.run import Run
 from workshop.check.forked import Program
 from workshop.check.judge import Made, plan
 from workshop.check.probes import PROBES, Probe, Recorder, probes_for
-from workshop.check.scenarios import SPLIT, WHOLE, Scenario, Split, Unavailable
+from workshop.check.scenarios import Scenario
 from workshop.check.subject import Subject
-from workshop.run.stillness import Patience
-
-# An unknown program may load a data set, or compute for a minute, before its first step.
-UNKNOWN = Patience(idle=10, busy=60, total=600)
 
 
 class ProgramBench:
-    """Makes WHOLE and SPLIT of a program, given only how to start it; ``place`` is an empty folder."""
+    """Runs a program; each subclass makes its scenarios. ``place`` is an empty folder."""
 
     offered_probes: tuple[type[Probe], ...] = PROBES
     before: Callable[[Recorder], None] | None = None  # see ``Program``
 
-    def __init__(
-        self, subject: Subject, *, launch: str, nproc: int, on_cpu: bool, place: Path, arguments: Sequence[str] = ()
-    ):
+    def __init__(self, subject: Subject, *, launch: str, nproc: int, on_cpu: bool, place: Path):
         self.subject, self.script, self.text = subject, subject.file, subject.file.read_text()
-        self.launch, self.on_cpu, self.place, self.arguments = launch, on_cpu, place, tuple(arguments)
+        self.launch, self.on_cpu, self.place = launch, on_cpu, place
         self.nproc = 1 if launch == "single" else nproc
         self._folders = 0
         self._by_content = False  # whether content identifies samples, see Run.settle_identity
@@ -38,11 +30,11 @@ class ProgramBench:
     @property
     def offers(self) -> tuple[Scenario[Any], ...]:
         """The scenarios that it can make, in the order in which they are made."""
-        return (WHOLE, SPLIT)
+        raise NotImplementedError
 
     def makers(self) -> dict[Scenario[Any], Callable[[Made], object]]:
         """Map each scenario to the function that makes it from the earlier ones."""
-        return {WHOLE: lambda made: self._unknown(), SPLIT: self._split}
+        raise NotImplementedError
 
     def make(self, scenario: Scenario[Any], made: Mapping[Scenario[Any], Any]) -> Any:
         """Make a scenario; see ``judge.Bench``."""
@@ -78,15 +70,3 @@ class ProgramBench:
         for process in run.processes:
             process.identity = "rows" if self._by_content else process.identity
         return run
-
-    def _unknown(self, scratch: Path | None = None, dies: bool = False) -> Run:
-        return self.launch_program(self.arguments, scratch=scratch, dies=dies, patience=UNKNOWN)
-
-    def _split(self, made: Made) -> Split:
-        """Kill the program in the step after its first checkpoint, and start it again in the same folder."""
-        whole: Run = made[WHOLE]
-        saved = min((seconds for process in whole.processes for seconds, _ in process.timed(Saved)), default=math.inf)
-        if not any(step.seconds > saved for process in whole.trained for step in process.steps):
-            raise Unavailable("whether the program resumes from a checkpoint: it saves none before its last step")
-        scratch = self.folder()
-        return Split(self._unknown(scratch, dies=True), self._unknown(scratch))

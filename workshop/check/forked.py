@@ -19,7 +19,7 @@ import time
 import traceback
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from multiprocessing.popen_fork import Popen
 from pathlib import Path
 from typing import Any
@@ -28,6 +28,7 @@ import psutil
 import torch
 import torch.distributed as dist
 
+from workshop.check import cuda_on_cpu
 from workshop.check.evidence.events import Ended, Exited
 from workshop.check.evidence.run import Asked
 from workshop.check.probes.devices import device_index
@@ -40,6 +41,7 @@ from workshop.run.stillness import Patience
 
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36  # of prctl() on Linux
 FAILED = 70  # exit status if code of the check fails
+ENOUGH = 20  # seconds of computing in the steps of a run, after which it counts as long
 LAST_WORDS = 3  # seconds that the other ranks may continue after one has failed
 # Libraries must put their caches where the program may write.
 CACHES = ["TMPDIR", "XDG_CACHE_HOME", "XDG_CONFIG_HOME", "MPLCONFIGDIR", "TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR"]
@@ -50,7 +52,7 @@ class Program:
     """A program, and how to run it."""
 
     script: Path
-    launch: str  # "single", "spawn" (the program starts ``nproc`` processes) or "torchrun" (they are forked here)
+    launch: str  # "single", "spawn" (the program starts ``nproc`` processes), or a launcher, which forks them here
     nproc: int
     scratch: Path  # the folder in which it runs and may write; it may contain checkpoints of an earlier run
     folder: Path = Path()  # the folder of the evidence; ``run_program`` creates it
@@ -60,10 +62,18 @@ class Program:
     devices: bool = False  # each simulated machine seems to have one device per process
     on_cpu: bool = True  # hide the GPUs
     fails: bool = False  # rank 1 raises an exception in its third step
-    dies: bool = False  # the rank that saves is killed in the step after its first checkpoint
+    dies: int = 0  # the rank that saves is killed in the step after this number of its checkpoints; 0: it is not
     before: Callable[[Recorder], None] | None = None  # called in each of its processes, before the probes are installed
     patience: Patience = field(default_factory=Patience)  # after how many seconds it counts as hanging
     asked: Asked | None = None  # what the exercise asked for; the rules read it
+    # For a program of its owner, which runs in a copy of its folder:
+    original: Path | None = None  # the folder that ``scratch`` copies
+    module: str = ""  # the name of the module, if it is started with ``python -m``
+    variables: dict[str, str] = field(default_factory=dict)  # for its environment
+    steps: int | None = None  # after this number of optimizer steps the run is stopped
+    at_once: bool = False  # also if it is a short run
+    port: int = 0  # a free port, for launchers that do not choose one
+    gpus: int | None = None  # number of GPUs that it sees, which are the CPU in fact; None: as many as there are
 
 
 def start(program: Program) -> int:
@@ -157,9 +167,12 @@ def _launch(program: Program) -> int:
     sys.dont_write_bytecode = True
     torch.set_num_threads(1)
     _fork_in_place_of_spawn()
+    os.environ |= program.variables
+    if program.gpus is not None and program.on_cpu:
+        cuda_on_cpu.install(program.gpus)
     if program.devices:
         pretend_devices(program.nproc // program.nodes)
-    return _ranks(program) if program.launch == "torchrun" else _run(program)
+    return _run(program) if program.launch in ("single", "spawn") else _ranks(program)
 
 
 def _ranks(program: Program) -> int:
@@ -192,7 +205,15 @@ def _end_soon(children: set[int]) -> None:
 
 def _rank(program: Program, rank: int, port: int) -> int:
     local = program.nproc // program.nodes
-    os.environ |= {
+    os.environ |= LAUNCHERS[program.launch](program, rank, local, port)
+    if program.launch == "deepspeed":
+        program = replace(program, arguments=(f"--local_rank={rank % local}", *program.arguments))
+    _prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    return _run(program, fails=program.fails and rank == 1)
+
+
+def _of_torchrun(program: Program, rank: int, local: int, port: int) -> dict[str, str]:
+    return {
         "RANK": str(rank), "WORLD_SIZE": str(program.nproc), "LOCAL_RANK": str(rank % local), "LOCAL_WORLD_SIZE": str(local),
         "GROUP_RANK": str(rank // local), "GROUP_WORLD_SIZE": str(program.nodes),
         "ROLE_RANK": str(rank), "ROLE_WORLD_SIZE": str(program.nproc), "ROLE_NAME": "default",
@@ -201,8 +222,44 @@ def _rank(program: Program, rank: int, port: int) -> int:
         "TORCHELASTIC_RESTART_COUNT": "0", "TORCHELASTIC_MAX_RESTARTS": "0",
         "TORCHELASTIC_ERROR_FILE": str(program.folder / f"error-{rank}.json"),
     }  # fmt: skip
-    _prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    return _run(program, fails=program.fails and rank == 1)
+
+
+def _of_deepspeed(program: Program, rank: int, local: int, port: int) -> dict[str, str]:
+    variables = _of_torchrun(program, rank, local, port)
+    return {name: value for name, value in variables.items() if not name.startswith("TORCHELASTIC_")}
+
+
+def _of_srun(program: Program, rank: int, local: int, port: int) -> dict[str, str]:
+    return {
+        "SLURM_JOB_ID": "1", "SLURM_STEP_ID": "0", "SLURM_JOB_NODELIST": "localhost", "SLURM_NODELIST": "localhost",
+        "SLURM_STEP_NODELIST": "localhost", "SLURM_LAUNCH_NODE_IPADDR": "127.0.0.1", "SLURM_SRUN_COMM_HOST": "127.0.0.1",
+        "SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank % local), "SLURM_NODEID": str(rank // local),
+        "SLURM_NTASKS": str(program.nproc), "SLURM_NPROCS": str(program.nproc), "SLURM_NNODES": str(program.nodes),
+        "SLURM_JOB_NUM_NODES": str(program.nodes), "SLURM_NTASKS_PER_NODE": str(local), "SLURM_TASKS_PER_NODE": str(local),
+        "SLURM_STEP_NUM_TASKS": str(program.nproc), "SLURM_CPUS_PER_TASK": "1",
+    } | _addressed(program)  # fmt: skip
+
+
+def _of_mpirun(program: Program, rank: int, local: int, port: int) -> dict[str, str]:
+    return {
+        "OMPI_COMM_WORLD_RANK": str(rank), "OMPI_COMM_WORLD_SIZE": str(program.nproc),
+        "OMPI_COMM_WORLD_LOCAL_RANK": str(rank % local), "OMPI_COMM_WORLD_LOCAL_SIZE": str(local),
+        "PMI_RANK": str(rank), "PMI_SIZE": str(program.nproc),
+    } | _addressed(program)  # fmt: skip
+
+
+def _addressed(program: Program) -> dict[str, str]:
+    """The address that the owner sets in the command or in a job script; it is free on this machine."""
+    return {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(program.port)}
+
+
+# For each launcher, the variables that it sets in a rank.
+LAUNCHERS: dict[str, Callable[[Program, int, int, int], dict[str, str]]] = {
+    "torchrun": _of_torchrun,
+    "deepspeed": _of_deepspeed,
+    "srun": _of_srun,
+    "mpirun": _of_mpirun,
+}
 
 
 def pretend_devices(count: int) -> None:
@@ -283,13 +340,16 @@ def _run(program: Program, fails: bool = False) -> int:
     """Run the program as ``__main__`` in this process, to its end; return its exit status."""
     torch.set_num_threads(1)  # after the fork, creates the thread pool before threads of autograd do, which collide
     renew_random_state()
-    recorder = Recorder(program.folder, program.script, program.scratch)
+    recorder = Recorder(program.folder, program.script, program.scratch, program.original and program.scratch)
+    recorder.original = program.original
 
     def at_step() -> None:
+        if program.steps is not None and recorder.steps >= program.steps:
+            recorder.stop(after=0 if program.at_once else ENOUGH)
         if fails and recorder.steps == 2:
             raise ZeroDivisionError("the check lets this rank fail")
         # DCP writes .metadata last, when a checkpoint is complete.
-        if program.dies and (recorder.saved or any(recorder.scratch.rglob(".metadata"))):
+        if program.dies and recorder.saved + len(list(recorder.scratch.rglob(".metadata"))) >= program.dies:
             os.kill(os.getpid(), signal.SIGKILL)
 
     recorder.at_step = at_step
@@ -299,10 +359,13 @@ def _run(program: Program, fails: bool = False) -> int:
     for probe in program.probes:
         probe(recorder).install()
     sys.argv = [str(program.script), *program.arguments]
-    sys.path.insert(0, str(program.script.parent))
+    sys.path.insert(0, str(program.scratch if program.module else program.script.parent))
     status = 0
     try:
-        runpy.run_path(str(program.script), run_name="__main__")
+        if program.module:
+            runpy.run_module(program.module, run_name="__main__", alter_sys=True)
+        else:
+            runpy.run_path(str(program.script), run_name="__main__")
     except SystemExit as exit_:
         status = exit_.code if isinstance(exit_.code, int) else int(exit_.code is not None)
         if status and not isinstance(exit_.code, int):

@@ -18,7 +18,7 @@ import torch
 import torch.utils.data.distributed
 
 from workshop.check import forked
-from workshop.check.evidence.events import Backward, Joining, StoreOpened
+from workshop.check.evidence.events import Backward, Joining, Stopped, StoreOpened
 from workshop.check.evidence.run import Run
 from workshop.check.forked import Program
 from workshop.check.probes import ALWAYS, PROBES, Probe
@@ -55,6 +55,7 @@ def run_program(program: Program) -> Run:
         # hundred runs a rank waits forever. Run again: new interpreters have no such locks, and a real hang repeats.
         patience = replace(program.patience, idle=min(program.patience.idle, SHORT))
         run = _run_once(replace(program, patience=patience))
+    run.settle_steps()
     run.settle_identity()
     return run
 
@@ -81,7 +82,14 @@ def _run_once(program: Program) -> Run:
         logging.getLogger(__name__).warning("the check failed to record a part of the run:\n%s", failures)
     error_files = {int(path.stem.split("-")[1]) for path in folder.glob("error-*.json")}
     shutil.rmtree(folder, ignore_errors=True)
-    return Run(program.nproc, processes, status, hung, flooded, seconds, program.launch, program.asked, error_files)
+    run = Run(program.nproc, processes, status, hung, flooded, seconds, program.launch, program.asked, error_files)
+    stopped = [process for process in processes if process.first(Stopped)]
+    running = [process for process in run.trained if process not in stopped]
+    if stopped and not running:
+        run.cut, run.hung, run.status = True, "", 0  # the others may wait for the ranks that were stopped
+    elif program.original and hung == "long" and all(len(process.steps) > 1 for process in run.trained):
+        run.cut, run.hung, run.status = bool(run.trained), "" if run.trained else hung, 0
+    return run
 
 
 @contextmanager

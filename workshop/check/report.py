@@ -49,7 +49,7 @@ def show(verdict: Verdict, console: Console, verbose: bool = False, before: Show
     if not verdict.subject.goals:
         for finding in verdict.errors:
             _finding(finding, console, "✗", verbose)
-        if not verdict.errors:
+        if not verdict.errors and verdict.judged:
             console.print("[green]✓[/] nothing wrong was seen", highlight=False)
     for finding in verdict.findings:
         if not finding.is_error and finding.seen not in lines:
@@ -65,7 +65,8 @@ def show(verdict: Verdict, console: Console, verbose: bool = False, before: Show
         more = "" if verdict.complete else f"; now with the real {real}, up to a minute ..."
         text = f"{judged.count('met')} of {len(judged)} goals met in {verdict.seconds:.1f} s{more}"
     else:
-        text = f"{plural(len(verdict.errors), 'finding')} in {verdict.seconds:.1f} s"
+        found = plural(len(verdict.errors), "finding") if verdict.judged else "could not be judged"
+        text = f"{found} in {verdict.seconds:.1f} s"
     console.print(text, highlight=False)
     return Shown(states, lines)
 

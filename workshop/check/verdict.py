@@ -14,6 +14,7 @@ class Finding:
     seen: str  # one sentence with figures
     where: str = ""  # "file.py:12", the line of the cause
     detail: str = ""  # a traceback or stacks for ``--verbose``, in one or more lines
+    advice: bool = False  # a hint, although its rule finds errors in exercises
 
     @property
     def kind(self) -> str:
@@ -23,7 +24,7 @@ class Finding:
     @property
     def is_error(self) -> bool:
         """Whether its goal cannot be met; a hint affects no goal."""
-        return not self.rule.hint
+        return not (self.rule.hint or self.advice)
 
     def as_dict(self) -> dict[str, str]:
         """The finding for ``--json``."""
@@ -49,6 +50,19 @@ class Verdict:
     def errors(self) -> list[Finding]:
         """The findings that keep a goal from being met."""
         return [finding for finding in self.findings if finding.is_error]
+
+    @property
+    def judged(self) -> bool:
+        """Whether the program did enough to judge anything."""
+        kinds = {finding.kind for finding in self.errors}
+        return bool(self.asked) and (
+            bool(self.subject.goals) or not kinds or not kinds <= {"no-training", "outside-write"}
+        )
+
+    @property
+    def status(self) -> int:
+        """The exit status: 0 if no error was found, 1 otherwise, 2 if the program could not be judged."""
+        return (1 if self.errors else 0) if self.judged else 2
 
     def goal_of(self, finding: Finding) -> int:
         """The number of the goal that a finding belongs to."""
@@ -84,7 +98,7 @@ class Verdict:
 
         def place(finding: Finding) -> tuple[bool, bool, bool, int]:
             goal = self.goal_of(finding)
-            return finding.rule.hint, not finding.rule.blocks, goal == KEPT, goal
+            return not finding.is_error, not finding.rule.blocks, goal == KEPT, goal
 
         unique = {(finding.kind, finding.seen): finding for finding in [*self.findings, *found]}
         self.findings = sorted(unique.values(), key=place)

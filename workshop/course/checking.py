@@ -11,7 +11,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Protocol, runtime_checkable
@@ -19,7 +19,7 @@ from typing import Protocol, runtime_checkable
 from workshop.check.judge import Bench, judge
 from workshop.check.subject import Subject
 from workshop.check.verdict import Verdict
-from workshop.course.exercises import Exercise, find_exercise, foreign_subject
+from workshop.course.exercises import Exercise, find_exercise, foreign_job
 from workshop.errors import UserError
 from workshop.run.imports import no_collections
 from workshop.slurm.script import script_text
@@ -28,20 +28,16 @@ from workshop.slurm.script import script_text
 def check_file(
     path: Path,
     *,
-    launch: str = "",
     nproc: int = 2,
     on_cpu: bool = True,
-    arguments: Sequence[str] | None = None,
     quick: bool = False,
 ) -> Iterator[Verdict]:
-    """Check a program or a job script; yield the verdict after the quick goals, and again at the end.
+    """Check a program of an exercise, or a job script; yield the verdict after the quick goals, and again at the end.
 
     Args:
         path: the file.
-        launch: "torchrun", "spawn" or "single", for a program that is not an exercise.
         nproc: the number of processes.
         on_cpu: hide the GPUs.
-        arguments: options for a program that is not an exercise.
         quick: leave out the goals that need a real launcher.
 
     Raises:
@@ -49,17 +45,18 @@ def check_file(
     """
     file = readable_job(path) if path.suffix == ".sh" else readable_program(path)
     exercise = find_exercise(file)
-    if exercise is None and file.suffix != ".sh" and not launch:
+    if exercise is None and file.suffix != ".sh":
         raise UserError(
-            f"{path} is not an exercise; say how to start it: workshop check {path} --launch torchrun -- OPTIONS"
+            f"{path} is not an exercise; write the command that starts it after --, for example: "
+            f"workshop check -- torchrun --nproc-per-node=2 {path}"
         )
-    subject = exercise.subject(file) if exercise else foreign_subject(file)
+    subject = exercise.subject(file) if exercise else foreign_job(file)
     start = time.monotonic()
     with ExitStack() as stack:
         place = Path(tempfile.mkdtemp(prefix="workshop-check-"))
         stack.callback(shutil.rmtree, place, ignore_errors=True)
         with no_collections():
-            bench = _bench(subject, exercise, launch, nproc, on_cpu, place, arguments or ())
+            bench = _bench(subject, exercise, nproc, on_cpu, place)
         if isinstance(bench, Closing):
             stack.callback(bench.close)
         before = time.monotonic() - start
@@ -78,24 +75,12 @@ class Closing(Protocol):
         """Stop what the bench has started."""
 
 
-def _bench(
-    subject: Subject,
-    exercise: Exercise | None,
-    launch: str,
-    nproc: int,
-    on_cpu: bool,
-    place: Path,
-    arguments: Sequence[str],
-) -> Bench:
+def _bench(subject: Subject, exercise: Exercise | None, nproc: int, on_cpu: bool, place: Path) -> Bench:
     """Return the bench that runs a program. The modules import torch, so only the one that is needed is imported."""
-    if subject.file.suffix == ".sh":
+    if exercise is None or subject.file.suffix == ".sh":
         from workshop.course.jobs import JobBench
 
         return JobBench(subject, exercise, nproc=nproc, on_cpu=on_cpu, place=place)
-    if exercise is None:
-        from workshop.check.bench import ProgramBench
-
-        return ProgramBench(subject, launch=launch, nproc=nproc, on_cpu=on_cpu, place=place, arguments=arguments)
     if exercise.bench == "steps":
         from workshop.course.text import StepsBench
 

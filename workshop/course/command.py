@@ -1,16 +1,19 @@
 """Run ``workshop check``: check a file once, or again whenever it is saved."""
 
 import os
+import shlex
 import subprocess
 import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NoReturn, TypedDict
+from typing import NoReturn
 
 from rich.console import Console
 
+from workshop.check.command import check_command, use_interpreter_of
 from workshop.check.report import as_json, short, show
+from workshop.check.start import READERS, read_start
 from workshop.check.verdict import Verdict
 from workshop.course.checking import check_file
 from workshop.course.exercises import find_exercise
@@ -20,34 +23,25 @@ from workshop.errors import UserError
 from workshop.repository import ROOT, require_stages, workshop_command
 
 
-class Options(TypedDict):
-    """The options of ``check_file`` that the command line sets."""
-
-    launch: str
-    nproc: int
-    on_cpu: bool
-    arguments: Sequence[str]
-
-
 def run_check(
-    file: str | None,
+    words: Sequence[str],
     *,
-    launch: str,
     nproc: int,
     device: str,
-    arguments: Sequence[str],
+    steps: int | None,
+    resume: str,
     json: bool,
     watch: bool,
     verbose: bool,
 ) -> int:
-    """Check a program and return the exit status: 0 if no error was found, 1 otherwise.
+    """Check a program and return the exit status: 0 if no error was found, 1 otherwise, 2 if nothing could be judged.
 
     Args:
-        file: the program; None: the first exercise that is not done.
-        launch: how to start a program that is not an exercise.
-        nproc: the number of processes.
+        words: the file of an exercise, or the command that starts a program; empty: the first exercise that is not done.
+        nproc: the number of processes of an exercise.
         device: "cpu", or "auto": use GPUs if there is one per process.
-        arguments: options for a program that is not an exercise.
+        steps: the number of optimizer steps after which a command is stopped; None: 30, if it takes long.
+        resume: the arguments with which a second start of a command resumes.
         json: print JSON instead of text.
         watch: check again whenever the file is saved, until interrupted.
         verbose: print tracebacks and stacks.
@@ -55,16 +49,24 @@ def run_check(
     Raises:
         UserError: the file cannot be checked.
     """
-    path = _find(file)
     console = Console(highlight=False)
-    exercise = find_exercise(path)
-    single = (launch or (exercise.launch if exercise else "")) == "single"
-    on_cpu = device == "cpu" or _devices() < (1 if single else nproc)
-    options = Options(launch=launch, nproc=nproc, on_cpu=on_cpu, arguments=arguments)
-    if watch:
-        _watch(path, options, console, verbose)
+    if is_command(words):
+        use_interpreter_of(words)
+        count = read_start(words).nproc
+        on_cpu = device == "cpu" or _devices() < count
+        verdicts = check_command(words, on_cpu=on_cpu, steps=steps, resume=shlex.split(resume))
+    else:
+        if len(words) > 1:
+            raise UserError(f"{words[1]}: a FILE has no options here; write the command that starts it after --")
+        path = _find(words[0] if words else None)
+        exercise = find_exercise(path)
+        single = exercise is not None and exercise.launch == "single"
+        on_cpu = device == "cpu" or _devices() < (1 if single else nproc)
+        if watch:
+            _watch(path, nproc, on_cpu, console, verbose)
+        verdicts = check_file(path, nproc=nproc, on_cpu=on_cpu)
     shown = None
-    for verdict in check_file(path, **options):
+    for verdict in verdicts:
         if not json:
             shown = show(verdict, console, verbose, shown)
     if json:
@@ -75,7 +77,14 @@ def run_check(
         following = next_exercise()
         if following:
             console.print(f"next: {workshop_command()} check {short(following.path)}")
-    return 1 if verdict.errors else 0
+    return verdict.status
+
+
+def is_command(words: Sequence[str]) -> bool:
+    """Whether these words are a command that starts a program, and not the file or the name of an exercise."""
+    if not words:
+        return False
+    return len(words) > 1 or "=" in words[0] or words[0] in READERS
 
 
 def _find(file: str | None) -> Path:
@@ -111,7 +120,7 @@ def _devices() -> int:
     return int(done.stdout.strip() or 0)
 
 
-def _watch(path: Path, options: Options, console: Console, verbose: bool) -> NoReturn:
+def _watch(path: Path, nproc: int, on_cpu: bool, console: Console, verbose: bool) -> NoReturn:
     """Check the quick goals at every save, until interrupted."""
     seen = None
     while True:
@@ -120,7 +129,7 @@ def _watch(path: Path, options: Options, console: Console, verbose: bool) -> NoR
             seen = stamp
             console.clear()
             try:
-                for verdict in check_file(path, quick=True, **options):
+                for verdict in check_file(path, nproc=nproc, on_cpu=on_cpu, quick=True):
                     show(verdict, console, verbose)
                     if "waiting" in verdict.states().values():
                         console.print("[dim]to check the remaining goals, run the check once without --watch[/]")

@@ -262,17 +262,9 @@ class StageFile(Table):
     given: Annotated[tuple[Exercise, ...], Field(strict=False)] = ()
 
 
-FOREIGN_UNCHECKED = (
-    "the numbers that it prints (the check does not know what they mean)",
-    "whether one process computes the same",
-    "a real launcher: kill -9, a second machine",
-)
-
-
-def foreign_subject(file: Path) -> subject.Subject:
-    """Return a program that is not an exercise as a subject of the check: without goals, with the rules for any program."""
-    rules = tuple(rule for rule in RULES.values() if rule.anywhere or rule.always)
-    return subject.Subject(file, "", (), rules, () if file.suffix == ".sh" else FOREIGN_UNCHECKED)
+def foreign_job(file: Path) -> subject.Subject:
+    """Return a job script that is not an exercise as a subject of the check: without goals, with the rules for any script."""
+    return subject.Subject(file, "", (), tuple(rule for rule in RULES.values() if rule.anywhere or rule.always))
 
 
 # ---------------------------------------------------------------- which exercise

@@ -20,7 +20,14 @@ FRONT = "index.md"  # made from README.md
 MORE_STAGES = ["bonus_jax/README", "strategies/README"]  # those without exercises
 RESULTS = ["results/which-2-cores", "results/versions-2-cores"]
 PARTS = {
-    "To look things up": ["docs/your-script", "docs/glossary", "strategies/RULES", "results/README", *RESULTS],
+    "To look things up": [
+        "docs/your-script",
+        "docs/check-your-program",
+        "docs/glossary",
+        "strategies/RULES",
+        "results/README",
+        *RESULTS,
+    ],
     "For instructors and sites": [
         "INSTRUCTORS",
         "OFFLINE",

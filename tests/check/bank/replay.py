@@ -15,20 +15,24 @@ from typing import Any
 from unittest import mock
 
 from check.bank.case import Case
+from workshop.check import command as check_command
 from workshop.check import scenarios
+from workshop.check.command import subject_of
 from workshop.check.evidence import recorded
 from workshop.check.evidence.recorded import Recorded
 from workshop.check.judge import Bench, judge
 from workshop.check.scenarios import Scenario, Unavailable
 from workshop.check.verdict import Verdict
 from workshop.course import checking
-from workshop.course.exercises import find_exercise, foreign_subject
+from workshop.course.exercises import find_exercise
 from workshop.errors import UserError
 from workshop.repository import ROOT
 
 EVIDENCE = ROOT / "tests" / "check" / "rules" / "evidence"
 SCENARIOS = {each.name: each for each in vars(scenarios).values() if isinstance(each, Scenario)}
-FOREIGN = {"launch": "torchrun", "arguments": ["--steps", "12"]}  # for the program that is not an exercise
+# How the program that is not an exercise is started.
+FOREIGN = ["torchrun", "--nproc-per-node=2"]
+OPTIONS = ["--steps", "12"]
 
 
 class RecordingBench:
@@ -82,11 +86,13 @@ def check_for_real(case: Case, folder: Path) -> tuple[Verdict, Recorded]:
         for name in names:
             shutil.copy(base.with_name(name), place)
         (place / base.name).write_text(case.source())
-        with mock.patch.object(
-            checking, "judge", lambda of, bench, quick: judge(of, RecordingBench(bench, record), quick)
-        ):
-            given = {} if exercise else FOREIGN
-            *_, verdict = checking.check_file(place / names[0], quick=not case.real, **given)
+        module = checking if exercise else check_command
+        recording = lambda of, bench, quick=False: judge(of, RecordingBench(bench, record), quick)  # noqa: E731
+        with mock.patch.object(module, "judge", recording):
+            if exercise:
+                *_, verdict = checking.check_file(place / names[0], quick=not case.real)
+            else:
+                *_, verdict = check_command.check_command([*FOREIGN, names[0], *OPTIONS], folder=place)
     return verdict, record
 
 
@@ -116,7 +122,7 @@ def replayed(case: Case, family: str) -> Verdict:
         raise UserError(f"{case.name}: no evidence was recorded; record it: {command(family)}")
     base = ROOT / case.base
     exercise = find_exercise(base)
-    subject = exercise.subject(base) if exercise else foreign_subject(base)
+    subject = exercise.subject(base) if exercise else subject_of(base)
     *_, verdict = judge(subject, ReplayBench(record, command(family)), quick=not case.real)
     return verdict
 

@@ -53,6 +53,25 @@ MISTAKES = (
             second.OPTIMIZER.replace("model.", "NextCharacter(vocabulary_size).to(device).") + second.MODEL,
         ),
     ),
+    # ---- parameters-forgotten
+    mistake(
+        "head-replaced-after-the-optimizer",
+        second.PROGRAM,
+        "parameters-forgotten",
+        "The last layer is replaced after the optimizer was created, so it never changes.",
+        (
+            second.OPTIMIZER,
+            second.OPTIMIZER + "    model.head = nn.Linear(model.head.in_features, vocabulary_size).to(device)\n",
+        ),
+    ),
+    # ---- schedule-length
+    mistake(
+        "schedule-of-all-processes",
+        second.PROGRAM,
+        "schedule-length",
+        "The schedule is made for the steps of all processes together, so it ends at half of the rate.",
+        ("lambda step: min(1, (step + 1) / WARM_UP)", "lambda step: max(0, 1 - step / (args.steps * world_size))"),
+    ),
     mistake(
         "lightning-optimizer-of-another-model",
         lightning.MNIST,

@@ -9,6 +9,7 @@ from typing import dataclass_transform
 # A sample: (type of the data set, its length, index in it), or ("content", checksum, bytes) if no loader is known.
 Key = tuple[object, ...]
 Loader = tuple[int, int]  # a loader and the number of its iteration
+Trainer = tuple[str, int, tuple[str, ...]]  # an optimizer: its line, the number of its parameters, some of their names
 # The norm of a tensor and some of its values; None: there is no tensor, or it has no contents.
 Sketch = tuple[float, list[float]] | None
 
@@ -44,6 +45,10 @@ class Ended(Event):
     """The process ended by itself (it was not killed)."""
 
 
+class Stopped(Event):  # the check ended the process, because it had seen enough
+    steps: int  # that the process had taken
+
+
 class Joining(Event):  # ``init_process_group`` was called
     init_method: str
     world_size: object
@@ -60,6 +65,10 @@ class Joined(Event):  # ``init_process_group`` returned
 
 class GroupDestroyed(Event):
     """``destroy_process_group`` was called."""
+
+
+class VariableSet(Event):  # the program set MASTER_ADDR or MASTER_PORT
+    name: str
 
 
 class StoreOpened(Event):  # a ``TCPStore`` was created
@@ -104,7 +113,8 @@ class Forward(Event):  # one forward pass of the whole model; part of ``Backward
 
 
 class Backward(Event):  # one backward pass
-    forward: Forward | None  # the matching forward pass, if known
+    forward: Forward | None  # the matching forward pass, if known; of several the last one with a loader
+    others: list[Forward] = field(default_factory=list)  # further forward passes behind the loss, for example of a GAN
     loss: float | None  # the mean
     sync: bool | None  # as in ``Forward``
     leftover: bool  # gradients of an earlier backward pass were not cleared
@@ -135,8 +145,22 @@ class StepBegun(Event):  # ``optimizer.step()`` was called
     names: list[str]  # of these parameters in the model, "" where unknown
     rates: list[float]  # the learning rate of each group
     state: int  # number of parameters with optimizer state
-    of_model: bool  # the optimizer has at least one parameter of the model
+    of_model: bool  # the optimizer has at least one parameter of a model that has run
+    sharded: bool = False  # each process has only a part of the parameters
+    forgotten: list[str] = field(default_factory=list)  # parameters with a gradient that no optimizer has
+    made: str = ""  # the line that created the optimizer
+
+    @property
+    def trainer(self) -> "Trainer":
+        """What tells one optimizer from another, also on different ranks."""
+        return self.made, len(self.names), tuple(self.names[:3])
+
     fitting: bool  # the Trainer of Lightning takes the step
+
+
+class ScheduleSeen(Event):  # at the end: a schedule of the learning rate; ``where`` is the line that created it
+    taken: int  # number of its steps
+    length: int  # number of steps for which it is made
 
 
 class StepTaken(Event):  # ``optimizer.step()`` returned
@@ -180,8 +204,8 @@ class Saved(Event):  # ``torch.save`` or ``Trainer.save_checkpoint`` was called
     accuracy: float | None = None  # the value in Lightning at that moment
 
 
-class Loaded(Event):
-    """``torch.load`` was called."""
+class Loaded(Event):  # ``torch.load`` was called
+    path: str = ""  # "" if the file has no name
 
 
 class WroteOutside(Event):  # the program tried to write outside the folder of the run

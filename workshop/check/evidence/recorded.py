@@ -118,8 +118,8 @@ class _Shared:
             return self._instance(value)
         if isinstance(value, Mapping):
             return {self.plain(key): self.plain(each) for key, each in value.items()}
-        if isinstance(value, set):
-            return {self.plain(each) for each in value}
+        if isinstance(value, set | frozenset):
+            return type(value)(self.plain(each) for each in value)
         if isinstance(value, tuple) and len(value) == 2 and isinstance(value[0], float) and isinstance(value[1], list):
             norm, values = value  # a sketch of a tensor
             value = (norm, values[:: max(1, len(values) // KEPT)][:KEPT])

@@ -11,11 +11,13 @@ from workshop.check.evidence.events import (
     Event,
     Exited,
     FileWritten,
+    Forward,
     Joined,
     Key,
     Raised,
     StepBegun,
     StepTaken,
+    Trainer,
     WroteOutside,
 )
 from workshop.run.failures import is_echo
@@ -70,6 +72,7 @@ class Process:
     stderr: str = ""
     stack: str = ""  # the stack trace if the run hung; "" otherwise
     identity: str = "keys"  # what identifies a sample: "keys" (its index, if known) or "rows" (its content)
+    ignored: frozenset[Trainer] = frozenset()  # those whose steps are left out, because only some ranks have them
 
     def of(self, kind: type[E]) -> list[E]:
         """The events of this kind, in order."""
@@ -82,6 +85,11 @@ class Process:
     def timed(self, kind: type[E]) -> list[tuple[float, E]]:
         """The events of this kind, each with its time in seconds."""
         return [(seconds, event) for seconds, event in self.events if isinstance(event, kind)]
+
+    def forget(self) -> None:
+        """Forget what was computed with other settings."""
+        for name in ("steps", "backwards", "optimizers", "epochs", "evaluations"):
+            self.__dict__.pop(name, None)
 
     @cached_property
     def rank(self) -> int | None:
@@ -109,7 +117,18 @@ class Process:
         # A library takes a first step without a backward pass to create the optimizer state: ignore it.
         while len(steps) > 1 and not steps[0].backwards and steps[1].backwards:
             del steps[0]
-        return steps
+        self.trailing = backwards
+        return [step for step in steps if step.before.trainer not in self.ignored]
+
+    @cached_property
+    def backwards(self) -> list[Backward]:
+        """The backward passes of these steps, and those after the last step."""
+        return [each for step in self.steps for each in step.backwards] + self.trailing
+
+    @cached_property
+    def optimizers(self) -> int:
+        """How many optimizers take these steps."""
+        return len({step.before.trainer for step in self.steps})
 
     @cached_property
     def epochs(self) -> list[list[Key]]:
@@ -117,7 +136,7 @@ class Process:
         epochs: list[list[Key]] = []
         seen: set[Key] = set()
         loader = None
-        for forward in (backward.forward for backward in self.of(Backward) if backward.forward):
+        for forward in (backward.forward for backward in self.backwards if backward.forward):
             keys = forward.names(self.identity)
             if not epochs or (forward.loader != loader if forward.loader else not seen.isdisjoint(keys)):
                 epochs.append([])
@@ -129,25 +148,37 @@ class Process:
 
     @cached_property
     def evaluations(self) -> list[list[Key]]:
-        """The evaluated samples, one list per evaluation between two steps."""
-        phases: list[list[Key]] = [[]]
-        for _, event in self.events:
+        """The evaluated samples, one list per evaluation between two steps.
+
+        A teacher, or a generator, also sees the batch of the step, without a backward pass of its own: that is no evaluation.
+        """
+        trained = {
+            each.loader for backward in self.of(Backward) for each in (backward.forward, *backward.others) if each
+        }
+        phases: list[list[Key]] = []
+        phase: list[Forward] = []
+        for _, event in [*self.events, (0.0, None)]:
             if isinstance(event, Evaluated):
-                phases[-1].extend(event.forward.names(self.identity))
-            elif isinstance(event, Backward) and phases[-1]:
-                phases.append([])
-        return [phase for phase in phases if phase]
+                phase.append(event.forward)
+            elif event is None or isinstance(event, Backward):
+                used = {*event.forward.names(self.identity)} if event and event.forward else set()
+                own = [each for each in phase if each.loader is None or each.loader not in trained]
+                names = [each.names(self.identity) for each in own]
+                evaluated = [name for each in names if not used or not used.issuperset(each) for name in each]
+                if evaluated:
+                    phases.append(evaluated)
+                phase = []
+        return phases
 
     @property
     def data_where(self) -> str:
         """The line of the first forward pass in training, where the data reach the model."""
-        backward = self.first(Backward)
-        return backward.forward.where if backward and backward.forward else ""
+        return next((backward.forward.where for backward in self.backwards if backward.forward), "")
 
     @property
     def draws(self) -> bool:
         """Whether the steps use the default random generator of torch, for example for dropout."""
-        states = [backward.random for backward in self.of(Backward)]
+        states = [backward.random for backward in self.backwards]
         return len(states) > 2 and len(set(states)) > len(states) / 2  # iterating over a loader draws once per epoch
 
 
@@ -164,6 +195,7 @@ class Run:
     launch: str  # the launcher: "single", "spawn" or "torchrun"
     asked: Asked | None = None  # None: the program is not an exercise
     error_files: set[int] = field(default_factory=set)  # the ranks whose traceback was recorded for torchrun
+    cut: bool = False  # the check ended the run, because it had seen enough: what is missing at the end means nothing
 
     @property
     def accumulate(self) -> int:
@@ -196,6 +228,15 @@ class Run:
         """The line of the first event of this kind."""
         return next((event.where for event in self.all(kind)), "")
 
+    def settle_steps(self) -> None:
+        """Leave out the steps of trainings that only some ranks do, such as that of a teacher on rank 0 alone."""
+        by = [{step.before.trainer for step in process.steps} for process in self.trained]
+        common = set.intersection(*by) if by else set()
+        if len(by) > 1 and common:
+            for process, own in zip(self.trained, by, strict=True):
+                process.ignored = frozenset(own - common)
+                process.forget()
+
     def settle_identity(self) -> None:
         """Identify samples by content if each rank has its own data set, where the same index means different samples."""
         if len(self.ranks) < 2:
@@ -208,8 +249,7 @@ class Run:
         if steady and sum(one[key][0] != other[key][0] for key in common) > 0.5 * len(common):
             for process in self.processes:
                 process.identity = "rows"
-                for name in ("steps", "epochs", "evaluations"):
-                    process.__dict__.pop(name, None)  # cached with the old names
+                process.forget()
 
     def first_exception(self) -> tuple[Process, Raised] | None:
         """The first exception of any process; exceptions that only report the end of a different process come last."""

@@ -18,13 +18,14 @@ from workshop.check.probes.probe import Probe
 from workshop.check.probes.process import Processes
 from workshop.check.probes.recorder import Recorder
 from workshop.check.probes.samples import Samples
+from workshop.check.probes.schedules import Schedules
 from workshop.check.probes.steps import Clipping, Steps
 
 __all__ = ["ALWAYS", "PROBES", "Probe", "Recorder", "probes_for"]
 
 # In the order of installation: the probes that are always installed, those that a rule needs, those of libraries.
 ALWAYS: tuple[type[Probe], ...] = (Processes, Devices, Groups, Collectives, Models, Samples, Steps, Files, Compiling)
-_OTHERS = (Layers, HostSync, Sharding, Clipping, Checkpoints, Weights, Activations)
+_OTHERS = (Schedules, Layers, HostSync, Sharding, Clipping, Checkpoints, Weights, Activations)
 _LIBRARIES = (Lightning, PytorchLightning, Accelerators, Engine)
 PROBES: tuple[type[Probe], ...] = (*ALWAYS, *_OTHERS, *_LIBRARIES)
 

@@ -30,6 +30,12 @@ def _sketch(tensor: torch.Tensor) -> Sketch:
     return None
 
 
+def is_sharded(tensor: torch.Tensor) -> bool:
+    """Whether this process has only a part of a tensor (a DTensor with a shard, or a parameter that FSDP flattens)."""
+    placements = getattr(tensor, "placements", ())
+    return any(each.is_shard() for each in placements) or type(tensor).__name__ == "FlatParameter"
+
+
 def rows(tensor: torch.Tensor) -> list[Key]:
     """Return a key for each row of a tensor, equal for equal contents; empty for a tensor without contents."""
     with suppress(*UNREADABLE):

@@ -35,6 +35,7 @@ class Engine(Probe):
             self.recorder.starting = False
         with self.recorder.guard:
             stage, batch = made[0].zero_optimization_stage(), made[0].train_micro_batch_size_per_gpu()
+            self.recorder.sharded = stage > 0
             self.note_here(EngineMade(stage=stage, clipping=made[0].gradient_clipping(), batch=batch))
         return made
 

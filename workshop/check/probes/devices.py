@@ -38,7 +38,7 @@ class HostSync(Probe):
     @before(torch.Tensor, "item", "tolist", "__float__", "__int__", "__bool__", "numpy")
     def _ask(self, *args: Any, **kwargs: Any) -> None:
         # Frame 1 is the replacement of the function, frame 2 its caller: the program or a library.
-        if not self.recorder.quiet and sys._getframe(2).f_code.co_filename == self.recorder.script:
+        if not self.recorder.quiet and self.recorder.own(sys._getframe(2).f_code.co_filename):
             self.count, self.last = self.count + 1, self.recorder.where()
 
     @on("after_step")

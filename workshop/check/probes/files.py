@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from workshop.check.evidence.events import FileRenamed, FileWritten, Loaded, Saved, WroteOutside
+from workshop.check.folder import make_own
 from workshop.check.probes.probe import Function, Probe, around, before
 from workshop.check.probes.recorder import Recorder
 
@@ -22,6 +23,8 @@ class Files(Probe):
     """Records files through audit events of Python, and ``torch.save``, which opens its file in C++."""
 
     writes = (FileWritten, FileRenamed, Saved, Loaded, WroteOutside)
+
+    copying = False  # this probe itself changes files
 
     def __init__(self, recorder: Recorder):
         super().__init__(recorder)
@@ -43,6 +46,8 @@ class Files(Probe):
 
     def _changed(self, event: str, arguments: tuple[Any, ...]) -> str:
         """Return the path of the changed file, or "" if there is none."""
+        if self.recorder.original and isinstance(arguments[0], (str, bytes, os.PathLike)):
+            self._make_own(os.fsdecode(arguments[0]), event, arguments)
         if event in ENTRIES:
             return _entry(arguments[0], arguments[-1])
         if event == "os.rename":
@@ -52,6 +57,20 @@ class Files(Probe):
         path = arguments[0]
         reading = event == "open" and not arguments[2] & (os.O_WRONLY | os.O_RDWR)
         return "" if reading or not isinstance(path, (str, bytes, os.PathLike)) else os.path.realpath(os.fsdecode(path))
+
+    def _make_own(self, path: str, event: str, arguments: tuple[Any, ...]) -> None:
+        """Replace links to the original in the path of a file or entry that is about to change."""
+        writing = event != "open" or arguments[2] & (os.O_WRONLY | os.O_RDWR)
+        if not writing or self.copying:
+            return
+        self.copying = True
+        try:
+            for name in [path, os.fsdecode(arguments[1])] if event == "os.rename" else [path]:
+                place = os.path.abspath(name)
+                whole = event in ("open", "os.truncate")
+                make_own(place if whole else os.path.dirname(place), self.scratch, f"{self.caches}links.lock")
+        finally:
+            self.copying = False
 
     def _write(self, path: str, content: bool = True) -> None:
         """Allow the write only in permitted folders; otherwise raise the error of a write-protected folder."""
@@ -68,16 +87,18 @@ class Files(Probe):
         if threading.current_thread() is not threading.main_thread():
             return original(obj, f, *args, **kwargs)  # a thread of DCP, which saves while training continues
         if isinstance(f, (str, os.PathLike)):
+            with self.recorder.guard:
+                self._changed("open", (f, "w", os.O_WRONLY))
             self._write(os.path.realpath(os.fspath(f)))
-        self.recorder.saved = True
+        self.recorder.saved += 1
         with self.recorder.guard:
             self.note_here(Saved(path=_path(f), keys=_state_keys(obj)))
         with self.recorder.quietly():
             return original(obj, f, *args, **kwargs)
 
     @before(torch, "load")
-    def _load(self, *args: Any, **kwargs: Any) -> None:
-        self.note_here(Loaded())
+    def _load(self, f: Any = "", *args: Any, **kwargs: Any) -> None:
+        self.note_here(Loaded(path=_path(f)))
 
 
 def _entry(name: Any, descriptor: int) -> str:

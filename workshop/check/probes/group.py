@@ -1,6 +1,7 @@
 """The process group: how a process joins and leaves it, and the collectives that it calls."""
 
 import os
+import sys
 import threading
 from types import NoneType
 from typing import Any
@@ -8,8 +9,17 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
+from torch.distributed.tensor import DTensor
 
-from workshop.check.evidence.events import Collective, GroupDestroyed, InnerCollective, Joined, Joining, StoreOpened
+from workshop.check.evidence.events import (
+    Collective,
+    GroupDestroyed,
+    InnerCollective,
+    Joined,
+    Joining,
+    StoreOpened,
+    VariableSet,
+)
 from workshop.check.probes.contents import first_tensor
 from workshop.check.probes.probe import Function, Probe, around, before
 
@@ -23,7 +33,7 @@ COLLECTIVES = """
 class Groups(Probe):
     """Records ``init_process_group``, ``destroy_process_group`` and each ``TCPStore`` of the program."""
 
-    writes = (Joining, Joined, GroupDestroyed, StoreOpened)
+    writes = (Joining, Joined, GroupDestroyed, StoreOpened, VariableSet)
 
     def install(self) -> None:
         super().install()
@@ -40,6 +50,12 @@ class Groups(Probe):
 
         TCPStore.__module__, TCPStore.__qualname__ = original.__module__, original.__qualname__
         self.patches.set(dist, "TCPStore", TCPStore)
+
+        sys.addaudithook(self._audit)  # a hook cannot be removed
+
+    def _audit(self, event: str, arguments: tuple[Any, ...]) -> None:
+        if event == "os.putenv" and self.installed and arguments[0] in (b"MASTER_ADDR", b"MASTER_PORT"):
+            self.note_here(VariableSet(name=arguments[0].decode()))
 
     @around(dist, "init_process_group")
     @around(c10d, "init_process_group")
@@ -85,6 +101,12 @@ class Collectives(Probe):
             return original(*args, **kwargs)
         finally:
             self.inside -= made_of_others
+
+    @around(DTensor, "full_tensor", named=True)
+    def _full(self, name: str, original: Function, tensor: Any, *args: Any, **kwargs: Any) -> Any:
+        if not self.inside and not self.recorder.quiet:
+            self.note_here(Collective(name=name, shape=tuple(tensor.shape), dtype=str(tensor.dtype)))
+        return original(tensor, *args, **kwargs)
 
     def _note(self, name: str, arguments: list[object]) -> None:
         tensor = first_tensor(arguments)

@@ -42,7 +42,7 @@ class Lightning(Probe):
     @before(lambda package: package.Trainer, "save_checkpoint")
     def _save(self, trainer: Any, filepath: Any, *args: Any, **kwargs: Any) -> None:
         if trainer.is_global_zero:
-            self.recorder.saved = True
+            self.recorder.saved += 1
             accuracy = trainer.callback_metrics.get("accuracy")
             accuracy = None if accuracy is None else float(accuracy)
             self.note_here(Saved(path=os.path.realpath(filepath), keys=[], whole=True, accuracy=accuracy))

@@ -2,6 +2,7 @@
 
 import zlib
 from contextlib import ExitStack
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,6 +15,19 @@ from workshop.check.evidence.events import Backward, Evaluated, Forward, UnevenJ
 from workshop.check.probes.contents import first_tensor, is_zero, mean, rows
 from workshop.check.probes.probe import Function, Probe, after, around, before, on
 
+KEPT = 16  # forward passes whose graph is looked for behind a loss
+NODES = 20_000  # of an autograd graph
+
+
+@dataclass(eq=False)
+class Pending:
+    """A forward pass that may be followed by a backward pass."""
+
+    forward: Forward
+    node: Any  # of its output in the autograd graph
+    training: bool  # the model was in training mode
+    steps: int  # that were taken before
+
 
 class Models(Probe):
     """Records calls of whole models and of ``backward``, and the use of DDP and ``Join``."""
@@ -23,17 +37,17 @@ class Models(Probe):
     optimizer: Optimizer | None = None  # the last one that was created
 
     def clear(self) -> None:
-        self.untrained: list[Forward] = []  # forward passes without a backward pass so far
+        self.untrained: list[Pending] = []  # forward passes without a backward pass so far
 
     @around(nn.Module, "__call__")
     def _call(self, original: Function, module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
         recorder = self.recorder
         if recorder.quiet or torch.compiler.is_compiling():
             return original(module, *args, **kwargs)
-        outermost = self.depth == 0
+        outermost, pending = self.depth == 0, None
         if outermost:
             with recorder.guard:
-                self._forward(module, first_tensor([*args, *kwargs.values()]))
+                pending = self._forward(module, first_tensor([*args, *kwargs.values()]))
         self.depth += 1
         try:
             with ExitStack() as stack:
@@ -42,12 +56,19 @@ class Models(Probe):
                 output = original(module, *args, **kwargs)
         finally:
             self.depth -= 1
+        if pending:
+            with recorder.guard:
+                tensor = first_tensor(output if isinstance(output, (torch.Tensor, list, tuple, dict)) else vars(output))
+                pending.node = None if tensor is None else tensor.grad_fn
+                for each in self.untrained[:-KEPT]:
+                    each.node = None  # a node keeps its graph in memory
         recorder.call(recorder.after_module, module, output)
         return output
 
-    def _forward(self, module: Any, tensor: torch.Tensor | None) -> None:
+    def _forward(self, module: Any, tensor: torch.Tensor | None) -> Pending | None:
+        """Record a forward pass as an evaluation; return it if a backward pass may follow (in Lightning inside the call)."""
         if next(module.parameters(), None) is None:
-            return
+            return None
         wrapped = isinstance(module, DistributedDataParallel)
         model: nn.Module = module.module if wrapped else module
         if self.recorder.model is not model:
@@ -64,16 +85,19 @@ class Models(Probe):
             loader=batch.loader if batch else None,
             where=self.recorder.where(),
         )
-        if torch.is_grad_enabled() and any(parameter.requires_grad for parameter in model.parameters()):
-            self.untrained.append(forward)  # training, if a backward pass follows
-        else:
-            self.recorder.note(Evaluated(forward=forward, where=forward.where))
+        # A frozen discriminator passes gradients on to its input.
+        passes = tensor is not None and tensor.requires_grad
+        if torch.is_grad_enabled() and (passes or any(each.requires_grad for each in model.parameters())):
+            self.untrained.append(Pending(forward, None, module.training, self.recorder.steps))
+            return self.untrained[-1]
+        self.recorder.note(Evaluated(forward=forward, where=forward.where))
+        return None
 
     @on("at_end")
     def _flush(self) -> None:
         """Record forward passes with gradients but without a backward pass as evaluations."""
-        for forward in self.untrained:
-            self.recorder.note(Evaluated(forward=forward, where=forward.where))
+        for pending in self.untrained:
+            self.recorder.note(Evaluated(forward=pending.forward, where=pending.forward.where))
         self.untrained.clear()
 
     @around(DistributedDataParallel, "__init__")
@@ -93,6 +117,7 @@ class Models(Probe):
     @after(Optimizer, "__init__")
     def _remember(self, result: None, optimizer: Optimizer, *args: Any, **kwargs: Any) -> None:
         self.optimizer = optimizer
+        self.recorder.optimizers[optimizer] = self.recorder.where()
 
     @around(torch.Tensor, "backward")
     @around(torch.autograd, "backward")
@@ -111,11 +136,38 @@ class Models(Probe):
             recorder.in_backward = False
 
     def _backward(self, loss: torch.Tensor | None) -> None:
-        forward = self.untrained.pop() if self.untrained else None
+        behind = reached(loss, [each.node for each in self.untrained if each.node is not None])
+        used = [each for each in self.untrained if each.node in behind] or self.untrained[-1:]
+        # The images of a generator wait for its own backward pass, after that of the discriminator and its step.
+        steps = self.recorder.steps
+        waiting = [each for each in self.untrained if each not in used and each.training and steps < each.steps + 2]
+        self.untrained = [each for each in self.untrained if each not in used and each not in waiting]
         self._flush()
+        self.untrained = waiting
+        passes = [each.forward for each in used]
+        forward = next((each for each in reversed(passes) if each.loader), passes[-1] if passes else None)
+        others = [each for each in passes if each is not forward]
         groups = self.optimizer.param_groups if self.optimizer else []
         ends = [parameter for group in groups for parameter in (*group["params"][:1], *group["params"][-1:])]
         left = any(not is_zero(parameter.grad) for parameter in ends)
         random = zlib.crc32(torch.get_rng_state().numpy().tobytes())
         sync = forward.sync if forward else None
-        self.note_here(Backward(forward=forward, loss=mean(loss), sync=sync, leftover=left, random=random))
+        event = Backward(forward=forward, others=others, loss=mean(loss), sync=sync, leftover=left, random=random)
+        self.note_here(event)
+
+
+def reached(loss: torch.Tensor | None, nodes: list[Any]) -> set[Any]:
+    """Return those of these nodes of the autograd graph that the loss depends on; looks at NODES nodes at most."""
+    wanted = set(nodes)
+    seen: set[Any] = set()
+    found: set[Any] = set()
+    pending = [loss.grad_fn] if loss is not None else []
+    while pending and found != wanted and len(seen) < NODES:
+        node = pending.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if node in wanted:
+            found.add(node)
+        pending.extend(following for following, _ in node.next_functions)
+    return found

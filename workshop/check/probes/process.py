@@ -7,14 +7,14 @@ import sys
 import traceback
 from contextlib import suppress
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch.multiprocessing.spawn  # noqa: F401 - its module is patched below
 
-from workshop.check.evidence.events import Ended, Exited, Raised, Started
+from workshop.check.evidence.events import Ended, Exited, Raised, Started, Stopped
 from workshop.check.probes.probe import Function, Probe, around
 from workshop.check.probes.recorder import Recorder
+from workshop.run.failures import is_echo
 
 MESSAGE, TRACEBACK = 2000, 4000  # characters that are kept
 
@@ -22,7 +22,7 @@ MESSAGE, TRACEBACK = 2000, 4000  # characters that are kept
 class Processes(Probe):
     """Notes when a process starts, fails and ends. (``Exited`` is noted where the program is run.)"""
 
-    writes = (Started, Raised, Exited, Ended)
+    writes = (Started, Raised, Exited, Ended, Stopped)
 
     def install(self) -> None:
         super().install()
@@ -64,13 +64,23 @@ class Processes(Probe):
 def note_exception(recorder: Recorder, error: BaseException) -> None:
     """Record an exception with the last line of the program in its traceback, and print it."""
     with recorder.guard:
-        own = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename == recorder.script]
-        line = own[-1].lineno if own else None
-        if isinstance(error, SyntaxError) and error.filename == recorder.script:
-            line = error.lineno
+        error = _cause(error)
+        lines = [(recorder.own(frame.filename), frame.lineno) for frame in traceback.extract_tb(error.__traceback__)]
+        if isinstance(error, SyntaxError):
+            lines.append((recorder.own(error.filename or ""), error.lineno))
         message = re.sub(r"\s+", " ", str(error)).strip()[:MESSAGE]
-        where = f"{Path(recorder.script).name}:{line}" if line else ""
+        where = next((f"{name}:{line}" for name, line in reversed(lines) if name and line), "")
         stack = "".join(traceback.format_exception(error))
         recorder.note(Raised(type=type(error).__name__, message=message, traceback=stack[-TRACEBACK:], where=where))
         with suppress(BaseException):
             sys.stderr.write(stack)
+
+
+def _cause(error: BaseException) -> BaseException:
+    """The exception that ended the program, if a clean-up such as destroy_process_group() failed after it."""
+    while isinstance(error, AssertionError) or is_echo(str(error), type(error).__name__):
+        before = error.__context__
+        if before is None or error.__suppress_context__ or isinstance(before, (KeyboardInterrupt, SystemExit)):
+            break
+        error = before
+    return error

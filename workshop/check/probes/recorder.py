@@ -12,12 +12,13 @@ from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from workshop.check.evidence.events import Event, Key, Loader
+from workshop.check.evidence.events import Event, Key, Loader, Stopped
 from workshop.check.evidence.run import Process
 
 LAUNCHER = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -37,14 +38,16 @@ class Batch:
 class Recorder:
     """Records the events of this process in files in ``folder``, after ``open`` was called."""
 
-    def __init__(self, folder: Path, script: Path, scratch: Path):
-        self.folder, self.script = folder, str(script)  # "where" always names a line of the script
+    def __init__(self, folder: Path, script: Path, scratch: Path, root: Path | None = None):
+        self.folder, self.script = folder, str(script)
+        self.root = f"{os.path.realpath(root)}{os.sep}" if root else ""  # the folder of the program's own modules
         self.scratch = scratch  # the folder that the program may write to
+        self.original: Path | None = None  # the folder that ``scratch`` copies, with links to large files
         self.environment: dict[str, str | None] = {}  # what the launcher has set
         self.quiet = 0  # above 0 inside a library call that itself calls recorded functions
         self.in_backward = False  # whether a backward pass is running
         self.starting = False  # whether a library is starting, which writes its own files
-        self.saved = False  # whether this process has saved a checkpoint
+        self.saved = 0  # number of checkpoints that this process has saved
         self.fitting = False  # whether Lightning's Trainer is training
         self.take_batch: Callable[[torch.Tensor], Batch | None] = lambda tensor: None  # the batch of an input
         self.at_step: Callable[[], None] = lambda: None  # called when a step begins; it can end the program
@@ -66,8 +69,11 @@ class Recorder:
         faulthandler.register(signal.SIGUSR1, file=self._file("stacks"), all_threads=False, chain=False)
         self.environment = {name: os.environ.get(name) for name in LAUNCHER}
         self.steps = 0  # of optimizers, in this process
+        self.first_step = time.process_time()  # when it began
         self.model: nn.Module | None = None  # of the last forward pass
         self.names: dict[int, str] = {}  # of the parameters of the models so far, by their ids
+        self.sharded = False  # whether a library shards the parameters or the gradients
+        self.optimizers: WeakKeyDictionary[Optimizer, str] = WeakKeyDictionary()  # the line that created each
         for call in self.after_fork:
             call()
 
@@ -81,14 +87,40 @@ class Recorder:
             with suppress(OSError):
                 os.write(self._events, pickle.dumps((time.monotonic(), event)))  # all processes have the same clock
 
+    def stop(self, after: float) -> None:
+        """End this process, if the check has seen enough; all ranks end at the same step.
+
+        Args:
+            after: the seconds of computing since its first step after which this process decides it.
+        """
+        link = self.folder / "stop"  # to the number of the step; making a link is atomic
+        if not link.is_symlink():
+            if time.process_time() - self.first_step < after:
+                return
+            with suppress(FileExistsError):
+                link.symlink_to(str(self.steps + 1 if after else self.steps))
+        if self.steps < int(os.readlink(link)):
+            return
+        self.note(Stopped(steps=self.steps))
+        with suppress(Exception):
+            sys.stdout.flush()
+            sys.stderr.flush()
+        os._exit(0)
+
     def where(self) -> str:
         """Return the line of the program that led to this call, as "file.py:12"."""
         frame: FrameType | None = sys._getframe(1)
         while frame:
-            if frame.f_code.co_filename == self.script:
-                return f"{Path(self.script).name}:{frame.f_lineno}"
+            if name := self.own(frame.f_code.co_filename):
+                return f"{name}:{frame.f_lineno}"
             frame = frame.f_back
         return ""
+
+    def own(self, file: str) -> str:
+        """Return the name of a file of the program itself, as its owner knows it; "" for a file of a library."""
+        if self.root and file.startswith(self.root) and "site-packages" not in file:
+            return file[len(self.root) :]
+        return Path(file).name if file == self.script else ""
 
     @property
     @contextmanager
@@ -126,4 +158,5 @@ def read_process(folder: Path, pid: int) -> Process:
             events.append(pickle.load(file))
     paths = [folder / f"{name}-{pid}" for name in ("stdout", "stderr", "stacks")]
     texts = [path.open("rb").read(READ).decode(errors="replace") if path.exists() else "" for path in paths]
-    return Process(pid, events, *texts)
+    stdout, stderr, stack = texts
+    return Process(pid, events, stdout, stderr, stack)

@@ -16,6 +16,7 @@ from workshop.check.probes.contents import first_tensor, rows
 from workshop.check.probes.probe import Function, Probe, after, around, before
 from workshop.check.probes.recorder import Batch, Recorder
 
+AGAIN = 4  # batches that a second model may still use
 PENDING = 64  # batches kept until a forward pass uses them
 
 
@@ -35,6 +36,7 @@ class Samples(Probe):
 
     def clear(self) -> None:
         self.pending: deque[Batch] = deque(maxlen=PENDING)  # not used by a forward pass so far
+        self.taken: deque[Batch] = deque(maxlen=AGAIN)  # used by the last forward passes
 
     def install(self) -> None:
         super().install()
@@ -78,13 +80,19 @@ class Samples(Probe):
 
         Content comes first, because a loader may prefetch and return copies (as in Accelerate), and memory is reused.
         """
-        if not self.pending:
+        if not self.pending and not self.taken:
             return None
         row, pointer = rows(tensor[:1]), tensor.data_ptr()
+        again = next((each for each in reversed(self.taken) if each.row == row), None)
+        if again and all(each.row != row for each in self.pending):
+            return again  # a second model, such as a teacher, sees the batch too
+        if not self.pending:
+            return None
         likeness = [(each.row == row, each.pointer == pointer, number) for number, each in enumerate(self.pending)]
         *_, likest = max(likeness)
         batch = self.pending[likest]
         del self.pending[likest]
+        self.taken.append(batch)
         return batch
 
 

@@ -1,6 +1,7 @@
 """Optimizer steps: gradients, parameters and learning rates before each step, parameters after it; gradient clipping."""
 
 import gc
+import time
 from typing import Any
 
 import torch
@@ -9,7 +10,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from workshop.check.evidence.events import GradientsClipped, GraphMeasured, StepBegun, StepTaken
-from workshop.check.probes.contents import sketches
+from workshop.check.probes.contents import is_sharded, is_zero, sketches
 from workshop.check.probes.probe import Function, Probe, around
 
 LARGEST = 3000  # count at most this number of nodes
@@ -41,6 +42,8 @@ class Steps(Probe):
 
     def _begin(self, optimizer: Optimizer) -> None:
         recorder = self.recorder
+        if recorder.steps == 0:
+            recorder.first_step = time.process_time()
         recorder.at_step()
         recorder.call(recorder.before_step, optimizer)
         with recorder.guard:
@@ -52,12 +55,21 @@ class Steps(Probe):
                 names=[recorder.names.get(id(parameter), "") for parameter in parameters],
                 rates=[float(group.get("lr", 0)) for group in optimizer.param_groups],
                 state=len(optimizer.state),
-                of_model=model is None or any(id(parameter) in own for parameter in model.parameters()),
+                of_model=model is None or not own.isdisjoint(recorder.names),
                 fitting=recorder.fitting,
+                sharded=recorder.sharded or any(map(is_sharded, parameters)),
+                forgotten=self._forgotten() if recorder.steps == 1 else [],
+                made=recorder.optimizers.get(optimizer, ""),
             )
             self.note_here(begun)
             if recorder.steps in (3, 6):  # two steps, to see whether the graph grows
                 recorder.note(GraphMeasured(nodes=largest_graph()))
+
+    def _forgotten(self) -> list[str]:
+        """The names of parameters that have a gradient, and that no optimizer has."""
+        held = {id(each) for optimizer in self.recorder.optimizers for each in _parameters(optimizer)}
+        named = self.recorder.model.named_parameters() if self.recorder.model else ()
+        return [name for name, each in named if each.requires_grad and id(each) not in held and not is_zero(each.grad)]
 
     def _after(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self.recorder.steps += 1

@@ -11,5 +11,11 @@ FAMILIES = ("lightning", "accelerate", "processes", "collectives", "ending", "fi
 for _family in FAMILIES:
     importlib.import_module(f"{__name__}.{_family}")
 
-_files = {path.stem for path in Path(__file__).parent.glob("*.py")} - {"__init__", "pages", "rule", "words"}
+_files = {path.stem for path in Path(__file__).parent.glob("*.py")} - {
+    "__init__",
+    "divergence",
+    "pages",
+    "rule",
+    "words",
+}
 assert _files == set(FAMILIES), f"FAMILIES and the modules of this package differ: {sorted(_files ^ set(FAMILIES))}"

@@ -2,7 +2,7 @@
 
 from statistics import mode
 
-from workshop.check.evidence.events import Backward, Wrapped
+from workshop.check.evidence.events import Wrapped
 from workshop.check.evidence.run import Run
 from workshop.check.rules.gradients import against_one_process, beside_one_process
 from workshop.check.rules.learning import of_steps
@@ -18,6 +18,8 @@ from workshop.check.rules.words import plural
 def accumulation_uneven(run: Run) -> Said:
     """The steps have different numbers of batches, or not the number that was asked for."""
     for process in run.trained[:1]:
+        if process.optimizers > 1:
+            continue  # each has its own number of backward passes per step
         sizes = [len(step.backwards) for step in process.steps]
         wanted = run.asked.accumulate if run.asked else mode(sizes)
         cleared = [backward for step in process.steps for backward in step.backwards[1:] if not backward.leftover]
@@ -27,7 +29,7 @@ def accumulation_uneven(run: Run) -> Said:
             yield Seen(f"batches per step: {shown}{asked}", process.step_where)
         elif wanted > 1 and len(cleared) > len(sizes) // 2:
             yield Seen("zero_grad() clears the gradients of all batches except the last of each step", cleared[0].where)
-        elif last := len(process.of(Backward)) - sum(sizes):
+        elif last := 0 if run.cut else len(process.backwards) - sum(sizes):
             yield Seen(f"no optimizer.step() follows the last {plural(last, 'backward() call')}", process.step_where)
 
 
@@ -49,6 +51,8 @@ def accumulation_scale(run: Run, single: Run) -> Said:
 def accumulation_traffic(run: Run) -> Said:
     """DDP averages the gradients more than once per step."""
     for process in run.trained[:1]:
+        if process.optimizers > 1:
+            continue
         wanted = run.asked.accumulate if run.asked else mode(len(step.backwards) for step in process.steps)
         synced = max(sum(1 for each in step.backwards if each.sync) for step in process.steps)
         if wanted > 1 and run.nproc > 1 and process.first(Wrapped) and synced > 1:

@@ -1,6 +1,6 @@
 """Whether all ranks make the same calls."""
 
-from workshop.check.evidence.events import Backward, Collective, UnevenJoined, Wrapped
+from workshop.check.evidence.events import Collective, UnevenJoined, Wrapped
 from workshop.check.evidence.run import Process, Run
 from workshop.check.rules.rule import Said, Seen, rule
 
@@ -22,13 +22,16 @@ def collectives_differ(run: Run) -> Said:
     if run.hung or (run.failed and not run.ended_by_echo):
         return  # the rank that waits or fails explains more than different numbers of steps
     calls = [[call for call in process.of(Collective) if call.name not in POINT_TO_POINT] for process in ranks]
-    if seen := _uneven_steps(ranks, calls) or _unequal_calls(ranks, calls):
+    if run.cut:  # at the same step, but not at the same moment
+        shortest = min(map(len, calls))
+        calls = [each[:shortest] for each in calls]
+    if seen := (not run.cut and _uneven_steps(ranks, calls)) or _unequal_calls(ranks, calls):
         yield seen
 
 
 def _uneven_steps(ranks: list[Process], calls: list[list[Collective]]) -> Seen | None:
     steps = [len(process.steps) for process in ranks]
-    backwards = [sum(each.sync is not False for each in process.of(Backward)) for process in ranks]
+    backwards = [sum(each.sync is not False for each in process.backwards) for process in ranks]
     counts, word = (steps, "steps") if len(set(steps)) > 1 else (backwards, "backward passes")
     wrapped = any(process.first(Wrapped) for process in ranks)
     if len(set(counts)) == 1 or not (wrapped or any(calls)):

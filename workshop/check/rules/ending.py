@@ -3,9 +3,10 @@
 import re
 from itertools import islice
 
-from workshop.check.evidence.events import Ended, Exited, Joined, Joining, Raised, WroteOutside
+from workshop.check.evidence.events import Ended, Exited, Joined, Joining, Raised, VariableSet, WroteOutside
 from workshop.check.evidence.run import Process, Run
 from workshop.check.rules.collectives import collectives_differ
+from workshop.check.rules.divergence import first_divergence
 from workshop.check.rules.processes import address_overwritten, no_group, wrong_group
 from workshop.check.rules.rule import Makes, Rule, Said, Seen, rule
 from workshop.check.rules.words import named
@@ -107,10 +108,18 @@ def _standing(run: Run) -> Seen:
     counts = [str(len(process.steps)) for process in run.trained]
     if len(set(counts)) > 1:
         parts.append(f"the ranks took {' and '.join(counts)} steps")
-    if alive and all(process.first(Joining) and not process.first(Joined) for process in alive):
-        asked = {f"world size {each.world_size}, port {each.port}" for process in alive for each in process.of(Joining)}
-        parts.append(f"the processes did not form one group: they asked for {'; '.join(sorted(asked))}")
+    joining = [process for process in alive if process.first(Joining)]
+    if joining and not any(process.first(Joined) for process in joining):
+        asked = {
+            f"world size {each.world_size}, port {each.port}" for process in joining for each in process.of(Joining)
+        }
+        parts = [f"the processes do not form one group: they ask for {' and for '.join(sorted(asked))}", *parts]
+        ports = {each.port for process in joining for each in process.of(Joining)}
+        set_here = [each.where for process in joining for each in process.of(VariableSet) if each.name == "MASTER_PORT"]
+        where = set_here[0] if len(ports) > 1 and set_here else joining[0].of(Joining)[0].where
     detail = "\n".join(f"rank {process.rank}:\n{process.stack[:3000]}" for process in alive)
+    if run.hung == "idle" and (found := first_divergence(run)):
+        parts, where = [found.text, *parts], found.where
     long = f"the program had not ended after {run.seconds:.0f} s; "
     lead = {"idle": "the program hangs: ", "busy": "the program computes, but takes no step: ", "long": long}[run.hung]
     return Seen(lead + "; ".join(parts), where, detail)
@@ -159,8 +168,10 @@ def _error(run: Run) -> Seen | None:
         who = f"{named(process)}: " if process.rank is not None and run.nproc > 1 else ""
         plain = next((text for sign, text in EXPLAINED.items() if re.search(sign, event.message)), "")
         gone = _gone(run, process, event)
-        if is_echo(event.message) and (gone or not plain):
-            return Seen(_lost(process, event, gone), event.where, event.traceback)
+        if is_echo(event.message, event.type) and (gone or not plain or first_divergence(run)):
+            first = first_divergence(run)
+            cause = f"; {first.text}" if first else f": find out why {gone or 'that rank'} ended"
+            return Seen(_lost(process, event, gone) + cause, first.where if first else event.where, event.traceback)
         if plain:
             return Seen(f"{who}{plain} ({event.type})", event.where, event.traceback)
         message = event.message[:300] + ("..." if len(event.message) > 300 else "")
@@ -186,7 +197,7 @@ def _gone(run: Run, process: Process, event: Raised) -> str:
 def _lost(process: Process, event: Raised, gone: str) -> str:
     """What a library means by "connection reset by peer": another rank has ended."""
     who = f"{gone}, which had already ended" if gone else "another rank, which ended or died"
-    return f"{named(process)} lost its connection to {who} ({event.type}): find out why {gone or 'that rank'} ended"
+    return f"{named(process)} lost its connection to {who} ({event.type})"
 
 
 def _last_line(process: Process) -> str:

@@ -27,6 +27,7 @@ def two_writers(run: Run) -> Said:
     why="With many processes, repeated lines hide the important output.",
     fix="Print on rank 0 only, and pass `disable=rank > 0` to tqdm; or begin each line with the rank.",
     anywhere=True,
+    mild=True,
 )
 def several_print(run: Run) -> Said:
     """Two ranks print the same lines."""
@@ -49,6 +50,7 @@ def _lines(process: Process) -> list[tuple[str, str]]:
     why="A process that dies while it overwrites the checkpoint leaves an incomplete file, so the run cannot resume.",
     fix="Save under a temporary name in the same folder, then rename it with os.replace, which is atomic.",
     anywhere=True,
+    mild=True,
 )
 def checkpoint_torn(run: Run) -> Said:
     """A checkpoint is written over the previous one."""

@@ -37,6 +37,8 @@ def _apart(run: Run) -> Told:
     """Where two ranks first hold different gradients or parameters."""
     ranks = run.trained
     joined = any(process.first(UnevenJoined) for process in ranks)
+    if any(step.before.sharded for process in ranks for step in process.steps):
+        return []  # each rank has its own part
     for process in ranks[1:]:
         for number, (one, two) in enumerate(zip(ranks[0].steps, process.steps, strict=False), 1):
             if found := _apart_at(number, one, two, ranks[0], joined):

@@ -2,13 +2,15 @@
 
 import math
 from functools import partial
+from itertools import dropwhile
 
-from workshop.check.evidence.events import Backward, GraphMeasured
+from workshop.check.evidence.events import GraphMeasured, ScheduleSeen
 from workshop.check.evidence.run import Run
 from workshop.check.evidence.sketches import difference
+from workshop.check.rules.ending import crash
 from workshop.check.rules.processes import no_group, wrong_group
 from workshop.check.rules.rule import Said, Seen, rule
-from workshop.check.rules.words import plural
+from workshop.check.rules.words import listed, plural
 from workshop.check.scenarios import WHOLE
 
 # A rule about the steps of one process: if it finds something, the reported figures cannot be right.
@@ -18,12 +20,51 @@ of_steps = partial(rule, after=(no_group, wrong_group), spoils=True, anywhere=Tr
 @of_steps(
     why="The optimizer changes parameters that the model does not use, so the model stays as it was.",
     fix="Create the optimizer from the parameters of the model that computes the loss, after the last change to that model.",
+    instead_of=(crash,),
 )
 def wrong_parameters(run: Run) -> Said:
     """The optimizer holds none of the model's parameters."""
     for process in run.trained[:1]:
         if not all(step.before.of_model for step in process.steps):
-            yield Seen("the optimizer holds none of the parameters that the forward pass uses", process.step_where)
+            where = process.steps[0].before.made or process.step_where
+            yield Seen("the optimizer holds none of the parameters that the forward pass uses", where)
+
+
+@of_steps(
+    why="These parameters get gradients, but they never change, so that part of the model stays as it was.",
+    fix="Create the optimizer after the last change to the model, from model.parameters(); freeze with requires_grad_(False).",
+    after=(no_group, wrong_group, wrong_parameters),
+)
+def parameters_forgotten(run: Run) -> Said:
+    """Parameters of the model have gradients, and no optimizer has them."""
+    for process in run.trained[:1]:
+        names = next((step.before.forgotten for step in process.steps if step.before.forgotten), [])
+        if names:
+            where = process.steps[0].before.made or process.step_where
+            yield Seen(f"no optimizer holds {listed(names)}, although backward() computes their gradients", where)
+
+
+@rule(
+    why="A schedule that is counted in other steps than the run takes ends too early, or never reaches its low rates.",
+    fix="Count the optimizer steps of one rank: the batches of its DataLoader, times the epochs, divided by the accumulation.",
+    needs=(ScheduleSeen,),
+    after=(no_group, wrong_group),
+    anywhere=True,
+)
+def schedule_length(run: Run) -> Said:
+    """The schedule is as long as the steps of all processes together, or shorter by their number."""
+    for process in run.trained[:1] if not run.cut and not run.failed and run.nproc > 1 else ():
+        rates = [step.before.rates[0] for step in process.steps if step.before.rates]
+        zeros = len(rates) - len(list(dropwhile(lambda rate: rate == 0, reversed(rates))))
+        for event in process.of(ScheduleSeen):
+            share = event.length / event.taken
+            if min(abs(share / run.nproc - 1), abs(share * run.nproc - 1)) < 0.15:
+                seen = f"the schedule is made for {event.length} steps, but takes {event.taken}"
+                yield Seen(f"{seen}: {run.nproc} times too {'many' if share > 1 else 'few'}", event.where)
+                return
+        if len(rates) >= 8 and zeros > len(rates) // 5 and max(rates) > 0:
+            seen = f"the learning rate is 0 in the last {zeros} of {len(rates)} steps"
+            yield Seen(seen, next((event.where for event in process.of(ScheduleSeen)), process.step_where))
 
 
 @of_steps(
@@ -46,13 +87,14 @@ def no_learning(run: Run) -> Said:
 def loss_does_not_fall(run: Run) -> Said:
     """The loss is not finite, is constant, or rises: the few steps of a check cannot show more."""
     for process in run.trained[:1]:
-        backwards = process.of(Backward)
+        backwards = process.backwards
         losses = [each.loss for each in backwards if each.loss is not None]
-        if len(losses) < 6:
+        if len(losses) < 6 or process.optimizers > 1:
             return
         third = len(losses) // 3
         first, last = sum(losses[:third]) / third, sum(losses[-third:]) / third
-        if not math.isfinite(last) or last > first + 0.1 * abs(first) or max(losses) == min(losses):
+        rises = run.asked is not None and last > first + 0.1 * abs(first)  # that of a policy gradient may rise
+        if not math.isfinite(last) or rises or max(losses) == min(losses):
             seen = f"the loss goes from {first:.3f} to {last:.3f} in {len(process.steps)} steps"
             yield Seen(seen, backwards[0].where)
 
@@ -65,6 +107,8 @@ def loss_does_not_fall(run: Run) -> Said:
 def gradients_pile_up(run: Run) -> Said:
     """The first backward pass of a step adds to the gradients of the previous step."""
     for process in run.trained[:1]:
+        if process.optimizers > 1:
+            continue  # a generator's backward pass leaves gradients in the discriminator
         piled = [each for step in process.steps[1:] for each in step.backwards[:1] if each.leftover]
         if len(piled) > len(process.steps) // 3:
             yield Seen("the first backward() of a step adds to the gradients of the previous step", piled[0].where)

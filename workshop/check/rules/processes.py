@@ -170,5 +170,5 @@ def not_destroyed(run: Run) -> Said:
     """No rank destroyed the group. (Lightning does not destroy a gloo group before the process ends.)"""
     ranks = run.trained
     kept = all(process.rank is not None and not process.first(GroupDestroyed) for process in ranks)
-    if len(ranks) > 1 and kept and not any(process.steps[-1].before.fitting for process in ranks):
+    if len(ranks) > 1 and kept and not run.cut and not any(process.steps[-1].before.fitting for process in ranks):
         yield Seen("the process group is never destroyed")

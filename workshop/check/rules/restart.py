@@ -4,7 +4,7 @@ import math
 from collections.abc import Iterator
 from functools import partial
 
-from workshop.check.evidence.events import Loaded, UnevenJoined
+from workshop.check.evidence.events import Loaded, Saved, UnevenJoined
 from workshop.check.evidence.real import Kills, RealRun
 from workshop.check.evidence.run import Run, Step
 from workshop.check.evidence.sketches import CLOSE, difference
@@ -115,10 +115,11 @@ def second_start(whole: Run, split: Split) -> Told:
         return [(epoch_skipped, Seen(f"the second start takes no step, but {len(base) - len(done)} are left", load))]
     rest = second.trained[0].steps
     fresh = _gap(rest[0], base[0]) < SAME / 10 or not (_reproducible(base, done) or _resumed(done, rest[0]))
-    if fresh and len(rest) >= len(base):
+    if fresh and (len(rest) >= len(base) or whole.cut):
         seen = f"the second start begins with fresh parameters and repeats all {len(rest)} steps"
         return [(never_resumes, Seen(seen, load or rest[0].before.where))]
-    if any(difference(rest[0].before.weights, each.steps[0].before.weights) > CLOSE for each in second.trained):
+    begun = [each.steps[0].before for each in second.trained]
+    if not begun[0].sharded and any(difference(begun[0].weights, each.weights) > CLOSE for each in begun):
         return [(weights_differ, Seen("after the second start the ranks begin with different parameters", load))]
     counts = sorted({len(process.steps) for process in second.trained})
     if len(counts) > 1 and not any(process.first(UnevenJoined) for process in second.trained):
@@ -129,7 +130,29 @@ def second_start(whole: Run, split: Split) -> Told:
         return [(about, Seen(f"{len(done)} + {len(rest)} steps in two starts, but {len(base)} in one: {work}", load))]
     if ended:
         return [(resume_fails, Seen(f"the second start ends with: {ended.text}", ended.where, ended.detail))]
-    return [(about, Seen(seen, load)) for about, seen in _not_restored(base, done, rest, whole.trained[0].draws)]
+    differences = list(_not_restored(base, done, rest, whole.trained[0].draws))
+    if not differences and (name := _saved_too_often(whole, second, len(done))):
+        seen = f"after the second start {name}, but not in an uninterrupted run: the best value so far is not restored"
+        differences.append((resume_differs, seen))
+    return [(about, Seen(seen, load)) for about, seen in differences]
+
+
+def _saved_too_often(whole: Run, second: Run, done: int) -> str:
+    """A file that the second start saves after a step after which an uninterrupted run does not save it."""
+    usual = _saves(whole, 0)
+    extra = sorted(_saves(second, done) - usual)
+    known = {name for _, name in usual}
+    return next((f"{name} is saved after step {number}" for number, name in extra if name in known), "")
+
+
+def _saves(run: Run, done: int) -> set[tuple[int, str]]:
+    """The files that a run saves, each with the number of steps before; ``done`` are those of an earlier run."""
+    return {
+        (done + sum(step.seconds <= seconds for step in process.steps), event.path.rsplit("/", 1)[-1])
+        for process in run.processes
+        for seconds, event in process.timed(Saved)
+        if event.path and process.steps
+    }
 
 
 def _not_restored(base: list[Step], done: list[Step], rest: list[Step], draws: bool) -> Iterator[tuple[Rule, str]]:

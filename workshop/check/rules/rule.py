@@ -82,6 +82,7 @@ class Rule:
     blocks: bool = False  # if it has found something, nothing else can be judged
     spoils: bool = False  # if it has found something, the reported figures cannot be right
     hint: bool = False  # advice: shown, but no goal depends on it
+    mild: bool = False  # a hint for programs that are not exercises
     always: bool = False  # asked of every program, whether or not an exercise lists it
     anywhere: bool = False  # also asked of programs that are not exercises
     detectors: list[Detector] = field(default_factory=list, repr=False)
@@ -148,7 +149,7 @@ def rule(*, why: str, fix: str, **settings: Any) -> Makes[[Run]]: ...
 
 def rule(*, why: str, fix: str, runs: Any = WHOLE, **settings: Any) -> Makes[...]:
     """Declare a function as a rule; it judges the result of one scenario, or of two together."""
-    flags = {name: settings.pop(name, False) for name in ("blocks", "spoils", "hint", "always", "anywhere")}
+    flags = {name: settings.pop(name, False) for name in ("blocks", "spoils", "hint", "mild", "always", "anywhere")}
 
     def declare(function: Callable[..., Said]) -> Rule:
         name = function.__name__.replace("_", "-")

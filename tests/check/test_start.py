@@ -1,0 +1,184 @@
+"""Any program as its owner starts it: the command, the copy of the folder, programs for GPUs, and what cannot be judged."""
+
+import os
+import textwrap
+
+import pytest
+
+from workshop.check.command import check_command
+from workshop.check.folder import LARGE, copy_folder, make_own
+from workshop.check.start import read_start
+from workshop.errors import UserError
+
+COMMANDS = {
+    "torchrun --nproc-per-node=2 train.py --lr 1": ("torchrun", 2, "train.py", ("--lr", "1")),
+    "torchrun --nnodes=2 --nproc_per_node 4 -m a.b x": ("torchrun", 8, "a.b", ("x",)),
+    "torchrun --nproc-per-node=gpu train.py": ("torchrun", 2, "train.py", ()),
+    "python -m torch.distributed.run --nproc-per-node=3 t.py": ("torchrun", 3, "t.py", ()),
+    "python -u train.py": ("python", 1, "train.py", ()),
+    "python3 -m package.train -x": ("python", 1, "package.train", ("-x",)),
+    "accelerate launch --num_processes=2 --cpu t.py --a": ("torchrun", 2, "t.py", ("--a",)),
+    "deepspeed --num_gpus 4 --master_port 1 t.py --deepspeed": ("deepspeed", 4, "t.py", ("--deepspeed",)),
+    "srun -n4 --cpu-bind=cores python t.py": ("srun", 4, "t.py", ()),
+    "mpirun -np 2 --oversubscribe python t.py": ("mpirun", 2, "t.py", ()),
+    "A=1 B=x python t.py": ("python", 1, "t.py", ()),
+}
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_a_command_says_how_the_program_is_started(command):
+    start = read_start(command.split())
+    assert (start.launch, start.nproc, start.target, start.arguments) == COMMANDS[command]
+    if command.startswith("A=1"):
+        assert start.variables == {"A": "1", "B": "x"}
+
+
+@pytest.mark.parametrize(
+    ("command", "words"),
+    [
+        ("A=1", "no command"),
+        ("jsrun train.py", "does not know how jsrun"),
+        ("python -c print()", "without a file"),
+        ("torchrun --nproc-per-node=99 t.py", "too many"),
+        ("torchrun --no-such-option t.py", "no-such-option"),
+        ("accelerate config", "only accelerate launch"),
+        ("torchrun missing.py", "no such file"),
+    ],
+)
+def test_a_command_that_is_not_understood_is_refused(command, words, tmp_path):
+    with pytest.raises(UserError, match=words):
+        list(check_command(command.split(), folder=tmp_path))
+
+
+def test_a_copy_has_links_for_large_files_and_its_own_file_once_it_is_written(tmp_path):
+    original, copy = tmp_path / "mine", tmp_path / "copy"
+    (original / "data").mkdir(parents=True)
+    (original / "env").mkdir()
+    (original / "env" / "pyvenv.cfg").touch()
+    (original / "train.py").write_text("x = 1")
+    (original / "data" / "large.bin").write_bytes(bytes(LARGE + 1))
+    copy_folder(original, copy)
+    large = copy / "data" / "large.bin"
+    assert sorted(os.listdir(copy)) == ["data", "train.py"]
+    assert large.is_symlink()
+    make_own(str(large), str(copy), str(tmp_path / "lock"))
+    assert not large.is_symlink()
+    large.write_bytes(b"new")
+    assert (original / "data" / "large.bin").stat().st_size == LARGE + 1
+
+
+GPU_PROGRAM = """
+import os
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel as DDP
+from trainer.data import samples
+
+rank = int(os.environ["LOCAL_RANK"])
+torch.cuda.set_device(rank)
+dist.init_process_group("nccl")
+device = torch.device("cuda", rank)
+torch.manual_seed(0)
+model = DDP(torch.nn.Linear(4, 1).cuda(), device_ids=[rank])
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+start = 0
+if os.path.exists("last.pt"):
+    state = torch.load("last.pt", map_location=device, weights_only=True)
+    model.module.load_state_dict(state["model"])
+    start = state["step"]
+for step in range(start, 8):
+    inputs, targets = samples(step, rank)
+    with torch.amp.autocast("cuda", dtype=torch.bfloat16):
+        loss = (model(inputs.to(device)) - targets.to("cuda")).pow(2).mean()
+    optimizer.zero_grad(set_to_none=True)
+    loss.backward()
+    optimizer.step()
+    if rank == 0:
+        torch.save({"model": model.module.state_dict(), "step": step + 1}, "new.pt")
+        os.replace("new.pt", "last.pt")
+torch.cuda.synchronize()
+dist.barrier(device_ids=[rank])
+dist.destroy_process_group()
+"""
+DATA = """
+import torch
+
+
+def samples(step, rank):
+    generator = torch.Generator().manual_seed(100 * step + rank)
+    inputs = torch.randn(8, 4, generator=generator)
+    return inputs, inputs.sum(1, keepdim=True)
+"""
+
+
+@pytest.fixture
+def package(tmp_path):
+    folder = tmp_path / "project"
+    (folder / "trainer").mkdir(parents=True)
+    (folder / "trainer" / "__init__.py").touch()
+    (folder / "trainer" / "train.py").write_text(GPU_PROGRAM)
+    (folder / "trainer" / "data.py").write_text(DATA)
+    return folder
+
+
+MODULE = ["torchrun", "--nproc-per-node=2", "-m", "trainer.train"]
+
+
+def test_a_package_for_gpus_is_checked_without_changes(package):
+    before = sorted(str(path) for path in package.rglob("*"))
+    *_, verdict = check_command(MODULE, folder=package)
+    assert [finding.seen for finding in verdict.errors] == []
+    assert verdict.status == 0
+    assert sorted(str(path) for path in package.rglob("*")) == before
+
+
+def test_a_finding_names_the_file_of_the_package(package):
+    data = package / "trainer" / "data.py"
+    data.write_text(DATA.replace(" + rank", ""))
+    *_, verdict = check_command(MODULE, folder=package)
+    assert [finding.kind for finding in verdict.errors] == ["same-samples"]
+    assert verdict.errors[0].where.startswith("trainer/train.py:")
+
+
+def test_an_existing_checkpoint_is_not_changed(package):
+    (package / "last.pt").write_bytes(b"three weeks")
+    *_, verdict = check_command(MODULE, folder=package)
+    assert (package / "last.pt").read_bytes() == b"three weeks"
+    assert verdict.errors  # the program cannot load it
+
+
+def test_a_long_run_is_stopped_on_all_ranks_at_the_same_step(package):
+    train = package / "trainer" / "train.py"
+    train.write_text(GPU_PROGRAM.replace("range(start, 8)", "range(start, 100_000)"))
+    *_, verdict = check_command(MODULE, folder=package, steps=5)
+    assert [finding.seen for finding in verdict.errors] == []
+
+
+def test_a_program_without_a_step_cannot_be_judged(package):
+    (package / "idle.py").write_text("print('hello')")
+    *_, verdict = check_command(["python", "idle.py"], folder=package)
+    assert verdict.status == 2
+
+
+DIVERGENT = textwrap.dedent(
+    """
+    import torch, torch.distributed as dist
+    dist.init_process_group("gloo")
+    model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(6):
+        model(torch.randn(4, 2)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if dist.get_rank() == 0 and step == 3:
+            dist.barrier()
+    """
+)
+
+
+def test_a_hang_names_the_first_call_that_only_one_rank_makes(tmp_path):
+    (tmp_path / "train.py").write_text(DIVERGENT)
+    *_, verdict = check_command(["torchrun", "--nproc-per-node=2", "train.py"], folder=tmp_path)
+    assert {finding.kind for finding in verdict.errors} <= {"hang", "crash", "collectives-differ"}
+    assert verdict.errors[0].where == "train.py:11"
+    assert "rank 0 calls barrier" in verdict.errors[0].seen

@@ -1,0 +1,129 @@
+"""Check a program with the command that starts it: ``workshop check -- torchrun --nproc-per-node=2 train.py``."""
+
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from workshop.check.judge import judge
+from workshop.check.rules.rule import RULES
+from workshop.check.start import Start, read_start
+from workshop.check.subject import Subject
+from workshop.check.verdict import Verdict
+from workshop.errors import UserError
+from workshop.run.imports import no_collections
+
+# What the check can never judge of a program that it does not know.
+UNCHECKED = (
+    "the numbers that it prints (the check does not know what they mean)",
+    "whether one process computes the same",
+    "a real launcher: kill -9, a second machine",
+)
+NEEDED = ("psutil", "rich", "click")  # packages that the check imports, besides torch
+
+
+def check_command(
+    words: Sequence[str],
+    *,
+    folder: Path | None = None,
+    on_cpu: bool = True,
+    steps: int | None = None,
+    resume: Sequence[str] = (),
+) -> Iterator[Verdict]:
+    """Check the program that a command starts; yield the verdict.
+
+    Args:
+        words: the command.
+        folder: the folder in which it starts; None: the current folder.
+        on_cpu: hide the GPUs.
+        steps: the number of optimizer steps after which the run is stopped; None: 30, if the run takes long.
+        resume: the arguments with which a second start resumes; ``{latest}`` stands for the newest checkpoint.
+
+    Raises:
+        UserError: the command is not understood, or names no Python program.
+    """
+    original = (folder or Path.cwd()).resolve()
+    if original in (Path.home(), Path("/"), Path(tempfile.gettempdir())):
+        raise UserError(
+            f"the check copies the folder in which it starts; change to that of the program (now: {original})"
+        )
+    start = read_start(words)
+    script = readable(start, original)
+    subject = subject_of(script)
+    began = time.monotonic()
+    place = Path(tempfile.mkdtemp(prefix="workshop-check-"))
+    try:
+        with no_collections():
+            from workshop.check.foreign import OwnersBench, Wishes
+
+            bench = OwnersBench(
+                subject, start, on_cpu=on_cpu, place=place, original=original, wishes=Wishes(steps, tuple(resume))
+            )
+        before = time.monotonic() - began
+        for verdict in judge(subject, bench):
+            verdict.seconds += before
+            yield verdict
+    finally:
+        shutil.rmtree(place, ignore_errors=True)
+
+
+def subject_of(script: Path) -> Subject:
+    """Return a program as a subject of the check: without goals, with the rules for any program."""
+    return Subject(script, "", (), tuple(rule for rule in RULES.values() if rule.anywhere or rule.always), UNCHECKED)
+
+
+def readable(start: Start, folder: Path) -> Path:
+    """Return the path of the program that a command starts.
+
+    Raises:
+        UserError: it is missing, or not a Python program without syntax errors.
+    """
+    script = start.at(folder).resolve()
+    try:
+        compile(script.read_text(), str(script), "exec")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"{start.target} is not a Python program: {error}") from error
+    except (SyntaxError, ValueError) as error:
+        line = getattr(error, "lineno", None)
+        place = f", line {line}" if line else ""
+        raise UserError(f"{start.target}{place}: {getattr(error, 'msg', error)}; correct this error first") from error
+    return script
+
+
+def use_interpreter_of(words: Sequence[str]) -> None:
+    """Continue in the Python environment in which the command would run, if it is a different one.
+
+    Raises:
+        UserError: packages of the check are missing there.
+    """
+    start = read_start(words)
+    python = _interpreter(start)
+    if not python or os.path.realpath(os.path.dirname(python)) == os.path.realpath(os.path.dirname(sys.executable)):
+        return
+    code = "import importlib.util as u, sys; print(*(n for n in sys.argv[1:] if not u.find_spec(n)))"
+    done = subprocess.run([python, "-c", code, "torch", *NEEDED], capture_output=True, text=True)
+    missing = done.stdout.split()
+    if done.returncode != 0 or "torch" in missing:
+        return  # nothing that the program could run in
+    if missing:
+        raise UserError(
+            f"{python} runs the program, but lacks {', '.join(missing)}: {python} -m pip install {' '.join(missing)}"
+        )
+    package = str(Path(__file__).resolve().parents[2])
+    paths = [package, *filter(None, [os.environ.get("PYTHONPATH")])]
+    sys.stdout.flush()
+    os.execve(python, [python, "-P", *sys.argv], os.environ | {"PYTHONPATH": os.pathsep.join(paths)})
+
+
+def _interpreter(start: Start) -> str:
+    """The Python interpreter that the command uses; "" if none is found."""
+    if start.python:
+        return shutil.which(start.python) or ""
+    launcher = {"torchrun": "torchrun", "deepspeed": "deepspeed"}.get(start.launch, "python")
+    found = shutil.which(launcher)
+    beside = found and os.path.join(os.path.dirname(found), "python")
+    return beside if beside and os.path.exists(beside) else ""

@@ -1,0 +1,253 @@
+"""Run a program that is written for CUDA GPUs on the CPU: its tensors stay on the CPU, and NCCL is replaced by gloo.
+
+Nearly all public programs say "cuda" and "nccl". What depends on a real GPU (speed, memory, kernels) is not imitated.
+"""
+
+import contextlib
+import os
+import sys
+import time
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed import device_mesh
+from torch.distributed import distributed_c10d as c10d
+
+GPU = ("cuda", "hip", "xpu", "mps")
+# Functions of torch.cuda that do nothing here, those that return a number, and those that return what the CPU returns.
+NOTHING = """synchronize empty_cache init ipc_collect reset_peak_memory_stats reset_max_memory_allocated set_stream
+    set_per_process_memory_fraction reset_accumulated_memory_stats set_sync_debug_mode"""
+ZERO = """memory_allocated max_memory_allocated memory_reserved max_memory_reserved memory_cached max_memory_cached
+    utilization"""
+LIBRARY = os.path.dirname(torch.__file__)
+
+
+def is_gpu(device: object) -> bool:
+    """Whether a device, in any form that torch accepts, is a GPU."""
+    if isinstance(device, str):
+        return device.partition(":")[0] in GPU
+    return isinstance(device, int) and not isinstance(device, bool)
+
+
+class _Device(type):
+    """The type of the replacement of ``torch.device``: its instances are those of the original."""
+
+    original: Any = torch.device
+
+    def __call__(cls, *args: Any, **kwargs: Any) -> Any:
+        kind = args[0] if args else kwargs.get("type", kwargs.get("device"))
+        return _Device.original("cpu") if is_gpu(kind) else _Device.original(*args, **kwargs)
+
+    def __instancecheck__(cls, value: object) -> bool:
+        return isinstance(value, _Device.original)
+
+
+class Device(metaclass=_Device):
+    """In place of ``torch.device``."""
+
+
+def _without_gpu(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Call a function with "cpu" for each argument that is a GPU."""
+
+    def called(*args: Any, **kwargs: Any) -> Any:
+        args = tuple("cpu" if isinstance(each, str) and is_gpu(each) else each for each in args)
+        for name in ("device", "map_location", "device_type"):
+            if is_gpu(kwargs.get(name)):
+                kwargs[name] = "cpu"
+        if isinstance(kwargs.get("map_location"), dict):
+            kwargs["map_location"] = "cpu"
+        return function(*args, **kwargs)
+
+    called.__name__, called.__doc__ = getattr(function, "__name__", ""), function.__doc__
+    return called
+
+
+def _tensor_to(original: Callable[..., Any]) -> Callable[..., Any]:
+    def to(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if args and (is_gpu(args[0])):
+            args = ("cpu", *args[1:])
+        if is_gpu(kwargs.get("device")):
+            kwargs["device"] = "cpu"
+        return original(self, *args, **kwargs)
+
+    return to
+
+
+class Event:
+    """In place of ``torch.cuda.Event``: the time of the host."""
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        self.seconds = time.perf_counter()
+
+    def record(self, *_: Any) -> None:
+        self.seconds = time.perf_counter()
+
+    def elapsed_time(self, end: "Event") -> float:
+        return 1000 * (end.seconds - self.seconds)
+
+    def query(self) -> bool:
+        return True
+
+    def synchronize(self) -> None:
+        return None
+
+    wait = record
+
+
+class Stream:
+    """In place of ``torch.cuda.Stream``: everything runs at once."""
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        self.device = torch.device("cpu")
+
+    def __enter__(self) -> "Stream":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        return None
+
+    def synchronize(self, *_: Any) -> None:
+        return None
+
+    wait_stream = wait_event = record_event = synchronize
+
+
+def install(count: int) -> None:
+    """Let this process run code for GPUs on the CPU.
+
+    Args:
+        count: the number of GPUs that the program sees; with 0, ``torch.cuda.is_available()`` is False.
+    """
+    torch.device = Device
+    for owner in (torch.Tensor, nn.Module):
+        owner.to = _tensor_to(owner.to)
+        owner.cuda = lambda self, *_, **__: self
+    torch.Tensor.pin_memory = lambda self, *_: self
+    factories = (
+        "tensor as_tensor zeros ones empty full rand randn randint randperm arange linspace eye zeros_like ones_like"
+    )
+    for name in (
+        *factories.split(),
+        "empty_like",
+        "full_like",
+        "rand_like",
+        "randn_like",
+        "load",
+        "set_default_device",
+    ):
+        setattr(torch, name, _without_gpu(getattr(torch, name)))
+    _autocast()
+    _groups()
+    _cuda(count)
+    nn.SyncBatchNorm.convert_sync_batchnorm = classmethod(lambda cls, module, *_: module)
+
+
+def _autocast() -> None:
+    original = torch.autocast.__init__
+
+    def init(self: Any, device_type: str, *args: Any, **kwargs: Any) -> None:
+        original(self, "cpu" if is_gpu(device_type) else device_type, *args, **kwargs)
+
+    torch.autocast.__init__ = init
+    scaler = torch.amp.GradScaler.__init__
+
+    def without_scaling(self: Any, device: str = "cuda", *args: Any, **kwargs: Any) -> None:
+        kwargs["enabled"] = False
+        scaler(self, device)
+        self._enabled = False
+
+    torch.amp.GradScaler.__init__ = without_scaling
+
+
+def _groups() -> None:
+    """NCCL needs a GPU for each rank, so use gloo."""
+
+    def on_gloo(original: Callable[..., Any], place: int) -> Callable[..., Any]:
+        def called(*args: Any, **kwargs: Any) -> Any:
+            if len(args) > place:
+                args = (*args[:place], _gloo(args[place]), *args[place + 1 :])
+            elif "backend" in kwargs:
+                kwargs["backend"] = _gloo(kwargs["backend"])
+            kwargs.pop("device_id", None)
+            kwargs.pop("pg_options", None)
+            return original(*args, **kwargs)
+
+        return called
+
+    for owner in (dist, c10d):
+        owner.init_process_group = on_gloo(owner.init_process_group, 0)
+        owner.new_group = on_gloo(owner.new_group, 2)
+        barrier = owner.barrier
+        owner.barrier = lambda group=None, async_op=False, device_ids=None, _=barrier: _(group, async_op)
+    dist.is_nccl_available = lambda: True
+    for owner in (device_mesh, dist):
+        owner.init_device_mesh = _without_gpu(owner.init_device_mesh)
+
+
+def _gloo(backend: Any) -> Any:
+    return "gloo" if isinstance(backend, str) and ("nccl" in backend or "cuda" in backend) else backend
+
+
+def _cuda(count: int) -> None:
+    """Let ``torch.cuda`` and ``torch.accelerator`` answer as with ``count`` GPUs; torch itself gets the true answer."""
+    cuda, accelerator = torch.cuda, torch.accelerator
+
+    def answer(module: Any, name: str, value: Any) -> None:
+        original = getattr(module, name, None)
+
+        def called(*args: Any, **kwargs: Any) -> Any:
+            inside = sys._getframe(1).f_code.co_filename.startswith(LIBRARY)
+            return original(*args, **kwargs) if inside and original else value(*args, **kwargs)
+
+        setattr(module, name, called)
+
+    current = [0]
+
+    def choose(device: Any = 0, *_: Any) -> None:
+        index = device if isinstance(device, int) else getattr(device, "index", None)
+        if count and index is not None and not 0 <= index < count:
+            raise RuntimeError(f"CUDA error: invalid device ordinal: device {index} of {count}")
+        current[0] = index or 0
+
+    if count:
+        for module in (cuda, accelerator):
+            answer(module, "is_available", lambda: True)
+            answer(module, "device_count", lambda: count)
+        answer(accelerator, "current_accelerator", lambda *_, **__: torch.device("cpu"))
+    cuda.set_device = accelerator.set_device_index = accelerator.set_device_idx = choose
+    for module, name in ((cuda, "current_device"), (accelerator, "current_device_index")):
+        answer(module, name, lambda: current[0])
+    for name in NOTHING.split():
+        answer(cuda, name, lambda *_, **__: None)
+    for name in ZERO.split():
+        answer(cuda, name, lambda *_, **__: 0)
+    accelerator.synchronize = lambda *_: None
+    properties = SimpleNamespace(name="CPU", total_memory=80 * 2**30, major=9, minor=0, multi_processor_count=1)
+    answer(cuda, "get_device_properties", lambda *_: properties)
+    answer(cuda, "get_device_name", lambda *_: "CPU")
+    answer(cuda, "get_device_capability", lambda *_: (9, 0))
+    answer(cuda, "is_bf16_supported", lambda *_, **__: True)
+    answer(cuda, "mem_get_info", lambda *_: (80 * 2**30, 80 * 2**30))
+    answer(cuda, "memory_stats", lambda *_: {})
+    answer(cuda, "memory_summary", lambda *_, **__: "")
+    answer(cuda, "get_rng_state", lambda *_: torch.get_rng_state())
+    answer(cuda, "get_rng_state_all", lambda: [torch.get_rng_state()])
+    answer(cuda, "set_rng_state", lambda *_, **__: None)
+    answer(cuda, "set_rng_state_all", lambda *_: None)
+    answer(cuda, "current_stream", Stream)
+    answer(cuda, "default_stream", Stream)
+    answer(cuda, "stream", lambda *_: contextlib.nullcontext())
+    answer(cuda, "device", lambda device=0, *_: _chosen(choose, device))
+    cuda.Event, cuda.Stream = Event, Stream
+    for name in ("range_push", "range_pop", "mark"):
+        setattr(cuda.nvtx, name, lambda *_: None)
+
+
+@contextlib.contextmanager
+def _chosen(choose: Callable[..., None], device: Any) -> Any:
+    choose(device)
+    yield

@@ -1,0 +1,71 @@
+"""A copy of the folder of a program, in which a run may write without changing the original.
+
+Small files are copied. Large ones, such as data, are links until the program opens them for writing.
+"""
+
+import fcntl
+import os
+import shutil
+from pathlib import Path
+
+LARGE = 1_000_000  # bytes
+COPIED = 200_000_000  # bytes of small files; more become links
+ENTRIES = 20_000  # in all folders; folders after that become links
+SKIPPED = {".git", "__pycache__", "node_modules", ".ipynb_checkpoints"}
+
+
+def copy_folder(original: Path, copy: Path) -> None:
+    """Fill a new folder ``copy`` with the contents of a folder, without virtual environments and version control."""
+    entries = copied = 0
+    pending = [original]
+    copy.mkdir(parents=True, exist_ok=True)
+    while pending:
+        folder = pending.pop()
+        for entry in sorted(os.scandir(folder), key=lambda each: each.name):
+            target = copy / Path(entry.path).relative_to(original)
+            entries += 1
+            if entry.is_dir(follow_symlinks=False):
+                if entry.name in SKIPPED or os.path.exists(f"{entry.path}/pyvenv.cfg"):
+                    continue
+                if entries > ENTRIES:
+                    target.symlink_to(os.path.realpath(entry.path))
+                    continue
+                target.mkdir()
+                pending.append(Path(entry.path))
+            elif entry.is_file():
+                size = entry.stat().st_size
+                if size > LARGE or copied + size > COPIED or entry.is_symlink() or not os.access(entry.path, os.R_OK):
+                    target.symlink_to(os.path.realpath(entry.path))
+                else:
+                    shutil.copy2(entry.path, target)
+                    copied += size
+            elif entry.is_dir():
+                target.symlink_to(os.path.realpath(entry.path))
+
+
+def make_own(path: str, copy: str, lock: str) -> None:
+    """Replace the links to originals in a path below ``copy`` by copies, before the program writes there.
+
+    Args:
+        path: an absolute path.
+        copy: the folder of the run.
+        lock: a file; only one process at a time changes links.
+    """
+    parts = os.path.relpath(path, copy).split(os.sep)
+    places = [os.path.join(copy, *parts[: number + 1]) for number in range(len(parts))]
+    if parts[0] == os.pardir or not any(map(os.path.islink, places)):
+        return
+    with open(lock, "w") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        for place in filter(os.path.islink, places):
+            source, new = os.path.realpath(place), f"{place}.copy-{os.getpid()}"
+            if os.path.isdir(source):
+                os.mkdir(new)
+                for entry in os.scandir(source):
+                    os.symlink(entry.path, os.path.join(new, entry.name))
+                os.unlink(place)
+            elif os.path.isfile(source):
+                shutil.copy2(source, new)
+            else:
+                continue
+            os.replace(new, place)

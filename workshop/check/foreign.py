@@ -1,0 +1,258 @@
+"""Make the scenarios of a program as its owner starts it, in a copy of its folder."""
+
+import itertools
+import os
+import re
+import shlex
+import shutil
+import socket
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from workshop.check.bench import ProgramBench
+from workshop.check.evidence.events import CheckpointCalled, FileRenamed, FileWritten, Joined, Loaded, Saved
+from workshop.check.evidence.run import Run
+from workshop.check.folder import copy_folder
+from workshop.check.judge import Made
+from workshop.check.probes import Recorder
+from workshop.check.scenarios import SPLIT, WHOLE, Scenario, Split, Unavailable
+from workshop.check.start import USUAL, Start
+from workshop.check.subject import Subject
+from workshop.run.stillness import Patience
+
+# An unknown program may load a data set, or compute for a minute, before its first step.
+UNKNOWN = Patience(idle=10, busy=60, total=600)
+STEPS = 30  # optimizer steps after which a long run is stopped
+BESIDE = 1000  # entries beside the folder of the program that it can see
+SOURCES = 200  # files of the program that are read, to see which libraries it uses
+LIGHTNING = re.compile(r"^\s*(?:import|from)\s+(?:pytorch_)?lightning\b", re.MULTILINE)
+# An option with which programs resume: its name, and the rest of the call of add_argument().
+RESUME = re.compile(r"""["'](--(?:resume|restore|continue|load)[\w-]*)["']([^()]*(?:\([^()]*\)[^()]*)*)""")
+# The same in a dataclass of options.
+RESUME_FIELD = re.compile(r"^\s+(resume\w*)\s*:\s*(bool|int|str)", re.MULTILINE)
+MISSING = ("FileNotFoundError", "NotADirectoryError", "IsADirectoryError")  # a guess named the wrong kind of path
+
+
+@dataclass(frozen=True)
+class Wishes:
+    """What the owner asks of the check."""
+
+    steps: int | None = None  # after how many steps it stops; None: after STEPS, if the run takes long
+    resume: tuple[str, ...] = ()  # the arguments with which a second start resumes; "{latest}" is the newest checkpoint
+
+
+class OwnersBench(ProgramBench):
+    """Makes WHOLE and SPLIT of a program, given the command that starts it; ``place`` is an empty folder."""
+
+    def __init__(
+        self, subject: Subject, start: Start, *, on_cpu: bool, place: Path, original: Path, wishes: Wishes = Wishes()
+    ):
+        self.start, self.original, self.wishes = start, original, wishes
+        launch = "spawn" if start.launch == "python" else start.launch
+        super().__init__(subject, launch=launch, nproc=start.nproc, on_cpu=on_cpu, place=place)
+        self.text = _sources(subject.file, original)
+        self.gpus = USUAL if launch == "spawn" and "device_count" in self.text else 0
+
+    @property
+    def offers(self) -> tuple[Scenario[Any], ...]:
+        """The scenarios that it can make, in the order in which they are made."""
+        return (WHOLE, SPLIT)
+
+    def makers(self) -> dict[Scenario[Any], Callable[[Made], object]]:
+        """Map each scenario to the function that makes it from the earlier ones."""
+        return {WHOLE: lambda made: self._whole(), SPLIT: self._split}
+
+    def folder(self) -> Path:
+        """Create a copy of the program's folder for a run."""
+        base = super().folder()
+        folder = base / (self.original.name or "copy")
+        copy_folder(self.original, folder)
+        for beside in itertools.islice(self.original.parent.iterdir(), BESIDE):
+            if beside.name != folder.name:
+                (base / beside.name).symlink_to(beside)  # for paths such as ../data
+        return folder
+
+    def _run(self, scratch: Path, arguments: Sequence[str] = (), **changes: Any) -> Run:
+        inside = self.script.is_relative_to(self.original)
+        run = self.launch_program(
+            (*self.start.arguments, *arguments),
+            scratch=scratch,
+            script=scratch / self.script.relative_to(self.original) if inside else self.script,
+            patience=UNKNOWN,
+            original=self.original,
+            module=self.start.target if self.start.is_module else "",
+            variables=self.start.variables,
+            nodes=self.start.nodes,
+            port=_free_port(),
+            gpus=self.gpus,
+            **{"steps": self.wishes.steps or STEPS, "at_once": self.wishes.steps is not None, **changes},
+        )
+        if self.launch == "spawn":
+            sizes = [event.world_size for event in run.all(Joined)]
+            run.nproc = max([1, len(run.trained), *sizes])
+        return run
+
+    def _whole(self) -> Run:
+        if self.launch == "spawn" and LIGHTNING.search(self.text):
+            self._as_lightning_starts_it()
+        run = self._run(self.folder())
+        if not run.trained and self.on_cpu and "cuda" in self.text:  # it may require a GPU
+            before, self.gpus = self.gpus, self.start.nproc // self.start.nodes if self.launch != "spawn" else USUAL
+            again = self._run(self.folder()) if self.gpus != before else run
+            if again.trained:
+                return again
+            self.gpus = before
+        return run
+
+    def _as_lightning_starts_it(self) -> None:
+        """Started with python, Lightning starts further copies of the program; fork this number of ranks instead."""
+        scratch = self.folder()
+        asked = scratch / "tmp" / "ranks"
+        self._run(scratch, before=_Ranks(asked))
+        with suppress(OSError, ValueError):
+            self.launch, self.nproc = "torchrun", int(asked.read_text())
+
+    def _split(self, made: Made) -> Split:
+        """Kill the program in the step after its first checkpoint, and start it again in the same folder."""
+        whole: Run = made[WHOLE]
+        if whole.failed:
+            raise Unavailable("")
+        saves = _first_save(whole)
+        if saves is None:
+            raise Unavailable("whether the program resumes from a checkpoint: it saves none before its last step")
+        scratch = self.folder()
+        first = self._run(scratch, dies=saves)
+        taken = len(first.trained[0].steps) if first.trained else 0
+        left = {"steps": len(whole.trained[0].steps) - taken, "at_once": True} if whole.cut else {}
+        saved = {os.path.relpath(path, scratch.resolve()) for path in _checkpoints(first)}
+        tried = ""
+        for arguments in self._resume(first, scratch):
+            again = self._copy(scratch)
+            if self.wishes.resume or _loads(self._run(again, arguments, steps=1, at_once=True), again, saved):
+                return Split(first, self._run(scratch, arguments, **left))
+            tried = shlex.join(arguments)
+        given = f"with {tried} it" if tried else "it"
+        raise Unavailable(
+            f"whether a second start resumes: {given} loads no checkpoint; if it resumes with other arguments, pass them: "
+            "--resume-args '--resume {latest}'"
+        )
+
+    def _copy(self, scratch: Path) -> Path:
+        """Copy the folder of a run that ended, so that several second starts can be tried."""
+        base = ProgramBench.folder(self)
+        shutil.copytree(scratch.parent, base, symlinks=True, dirs_exist_ok=True, ignore=_special)
+        return base / scratch.name
+
+    def _resume(self, first: Run, scratch: Path) -> Iterator[list[str]]:
+        """Yield the arguments with which the second start may resume."""
+        latest = _latest(first, scratch)
+        if self.wishes.resume:
+            yield [each.replace("{latest}", latest) for each in self.wishes.resume]
+            return
+        yield []
+        for option, more in RESUME.findall(self.text)[:2]:
+            if option in self.start.arguments:
+                continue
+            if "store_true" in more or "BooleanOptional" in more:
+                yield [option]
+            elif latest:
+                yield [option, latest]
+                yield [option, str(Path(latest).parent)]
+        for name, kind in RESUME_FIELD.findall(self.text)[:1]:
+            yield [f"--{name}", *{"bool": [], "int": ["1"], "str": [latest]}[kind]]
+
+
+def _special(folder: str, names: list[str]) -> list[str]:
+    """The entries that cannot be copied, such as sockets."""
+    paths = [os.path.join(folder, name) for name in names]
+    return [
+        os.path.basename(path)
+        for path in paths
+        if not (os.path.islink(path) or os.path.isfile(path) or os.path.isdir(path))
+    ]
+
+
+def _loads(run: Run, folder: Path, saved: set[str]) -> bool:
+    """Whether a second start loaded one of these files, and did not fail before it trained."""
+    loaded = {os.path.relpath(event.path, folder.resolve()) for event in run.all(Loaded) if event.path}
+    loads = bool(loaded & saved) or any(event.name == "load" for event in run.all(CheckpointCalled))
+    found = run.first_exception()
+    refused = run.failed and not run.trained and (found is None or found[1].type in MISSING)
+    return loads and not refused
+
+
+class _Ranks:
+    """Lets Lightning write how many processes it would start, and end."""
+
+    def __init__(self, file: Path):
+        self.file = file
+
+    def __call__(self, recorder: Recorder) -> None:
+        for name in ("lightning.pytorch", "lightning.fabric", "pytorch_lightning", "lightning_fabric"):
+            with suppress(ImportError):
+                module = __import__(f"{name}.strategies.launchers.subprocess_script", fromlist=["x"])
+                module._SubprocessScriptLauncher._call_children_scripts = lambda launcher: self._end(
+                    launcher.num_processes
+                )
+
+    def _end(self, number: int) -> None:
+        self.file.write_text(str(number))
+        os._exit(0)
+
+
+def _sources(script: Path, original: Path) -> str:
+    """The text of the program: of its file, and of the other Python files in its folder."""
+    files = [script, *sorted(original.rglob("*.py"))[:SOURCES]]
+    texts = []
+    for file in dict.fromkeys(files):
+        with suppress(OSError, UnicodeDecodeError):
+            texts.append(file.read_text())
+    return "\n".join(texts)
+
+
+def _free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return int(free.getsockname()[1])
+
+
+def _first_save(run: Run) -> int | None:
+    """The number of the save, in the process that saves, that is the first between two steps; None: there is none."""
+    for process in run.processes:
+        saves = sorted(seconds for seconds, _ in (*process.timed(Saved), *process.timed(CheckpointCalled)))
+        steps = [step.seconds for step in (process.steps or (run.trained[0].steps if run.trained else []))]
+        for number, seconds in enumerate(saves, 1):
+            if steps and steps[0] < seconds < steps[-1]:
+                return number
+    return None
+
+
+def _latest(run: Run, scratch: Path) -> str:
+    """The newest checkpoint of a run that still exists, relative to its folder."""
+    existing = [path for path in reversed(_checkpoints(run)) if Path(path).exists()]
+    return str(Path(existing[0]).relative_to(scratch.resolve())) if existing else ""
+
+
+def _checkpoints(run: Run) -> list[str]:
+    """The files that a run saved after its first step, the newest last, also under the names that they got afterwards."""
+    found: list[tuple[float, str]] = []
+    for process in run.processes:
+        saved: set[str] = set()
+        renamed, begun = "", not process.steps
+        for seconds, event in process.events:
+            begun |= bool(process.steps) and seconds > process.steps[0].seconds
+            if not begun:
+                continue
+            if isinstance(event, Saved) and event.path:
+                saved.add(event.path)
+                found.append((seconds, event.path))
+            elif isinstance(event, FileRenamed):
+                renamed = event.source
+            elif isinstance(event, FileWritten) and renamed:
+                if renamed in saved:
+                    found.append((seconds, event.path))
+                renamed = ""
+    return [path for _, path in sorted(found)]

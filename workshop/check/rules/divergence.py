@@ -1,0 +1,90 @@
+"""Where the ranks first make different calls: the cause of most hangs and lost connections."""
+
+from dataclasses import dataclass
+from itertools import combinations
+
+from workshop.check.evidence.events import Backward, Collective, Evaluated, Event, UnevenJoined
+from workshop.check.evidence.run import Process, Run
+from workshop.check.rules.words import named
+
+AHEAD = 40  # calls after the first difference in which the other rank may make the same call
+EVALUATED = ("evaluated",)
+POINT_TO_POINT = ("send", "recv", "isend", "irecv")
+
+
+@dataclass(frozen=True)
+class Call:
+    """A call that needs all ranks."""
+
+    key: tuple[object, ...]  # equal for calls that belong together
+    text: str  # "all_reduce of [3]"
+    where: str
+
+
+@dataclass(frozen=True)
+class Divergence:
+    """The first difference between the calls of two ranks."""
+
+    text: str
+    where: str
+
+
+def calls_of(process: Process) -> list[Call]:
+    """The calls of a rank that need all ranks, in order."""
+    found = (_call(event) for _, event in process.events)
+    return [call for call in found if call]
+
+
+def _call(event: Event) -> Call | None:
+    if isinstance(event, Collective) and event.name not in POINT_TO_POINT:
+        shape = event.shape if event.name != "all_gather" else None
+        text = event.name + (f" of {list(event.shape)}" if event.shape else "")
+        return Call((event.name, shape), text, event.where)
+    if isinstance(event, Backward) and event.forward and event.forward.wrapped and event.sync:
+        return Call(("backward",), "backward() of the DDP model", event.where)
+    if isinstance(event, Evaluated) and event.forward.wrapped:
+        return Call(EVALUATED, "the DDP model without backward()", event.where)
+    return None
+
+
+def first_divergence(run: Run) -> Divergence | None:
+    """Where the calls of two ranks first differ; None if one begins with all calls of the other."""
+    ranks = [process for process in run.ranks if process.rank is not None]
+    if any(process.first(UnevenJoined) for process in ranks):
+        return None
+    for evaluated in (False, True):  # a DDP model without buffers does not communicate in evaluation
+        calls = [[call for call in calls_of(process) if evaluated or call.key != EVALUATED] for process in ranks]
+        for (one, mine), (other, theirs) in combinations(zip(ranks, calls, strict=True), 2):
+            if found := _between(one, mine, other, theirs):
+                return found
+    return None
+
+
+def _between(one: Process, mine: list[Call], other: Process, theirs: list[Call]) -> Divergence | None:
+    number = next((n for n, (a, b) in enumerate(zip(mine, theirs, strict=False)) if a.key != b.key), None)
+    if number is None:
+        return None
+    first, second = mine[number], theirs[number]
+    usual = {call.key for call in mine[:number]}
+    # A call that the other rank makes a little later is not missing there: the rank that has more calls made one too many.
+    extra = _extra(mine, theirs, number), _extra(theirs, mine, number)
+    if extra[0] != extra[1]:
+        process, call, rest = (one, first, other) if extra[0] else (other, second, one)
+        text = f"only {named(process)} calls {call.text} at {call.where}; {named(rest)} does not"
+        return Divergence(text, call.where)
+    odd = second if first.key in usual and second.key not in usual else first
+    text = f"{named(one)} calls {first.text} at {first.where}, but {named(other)} calls {second.text} at {second.where}"
+    return Divergence(text, odd.where)
+
+
+def _extra(mine: list[Call], theirs: list[Call], number: int) -> bool:
+    """Whether the calls agree again without one call of the first rank."""
+    follow, there = mine[number + 1 : number + AHEAD], theirs[number : number + AHEAD]
+    common = min(len(follow), len(there))
+    return common > 0 and [call.key for call in follow[:common]] == [call.key for call in there[:common]]
+
+
+def with_divergence(run: Run, text: str, where: str) -> tuple[str, str]:
+    """Add the first difference to what a hang or a lost connection says; its line is the cause."""
+    found = first_divergence(run)
+    return (f"{text}; {found.text}", found.where) if found else (text, where)

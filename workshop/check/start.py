@@ -1,0 +1,247 @@
+"""Read the command with which the owner of a program starts it: ``torchrun --nproc-per-node=2 train.py --epochs 1``."""
+
+import contextlib
+import io
+import os
+import re
+from argparse import ArgumentParser, Namespace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from workshop.errors import UserError
+
+# The processes of a run, if the command leaves their number to the machine (torchrun --nproc-per-node=gpu).
+USUAL = 2
+MOST = 16
+
+
+@dataclass(frozen=True)
+class Start:
+    """How a program is started."""
+
+    target: str  # a file, relative to the current folder, or a module
+    is_module: bool = False
+    arguments: tuple[str, ...] = ()
+    launch: str = "python"  # what starts the ranks: a launcher, or "python": the program itself
+    nproc: int = 1  # number of ranks that the launcher starts
+    nodes: int = 1
+    variables: dict[str, str] = field(default_factory=dict)  # for its environment
+    python: str = ""  # the interpreter in the command, if any
+
+    def at(self, root: Path) -> Path:
+        """The file of the program in this folder.
+
+        Raises:
+            UserError: there is no such file.
+        """
+        parts = self.target.split(".")
+        names = [f"{'/'.join(parts)}.py", f"{'/'.join(parts)}/__main__.py"] if self.is_module else [self.target]
+        for name in names:
+            if (root / name).is_file():
+                return root / name
+        kind = f"module {self.target}, as {names[0]}" if self.is_module else self.target
+        raise UserError(f"{kind}: no such file in {root}; start the check in the folder in which you start the program")
+
+
+def read_start(words: Sequence[str]) -> Start:
+    """Return how a command starts a program.
+
+    Raises:
+        UserError: the command is not understood; the message says which part.
+    """
+    variables: dict[str, str] = {}
+    rest = list(words)
+    while rest and (assigned := re.fullmatch(r"([A-Za-z_]\w*)=(.*)", rest[0], re.DOTALL)):
+        variables[assigned[1]] = assigned[2]
+        rest.pop(0)
+    if not rest:
+        raise UserError("no command after --; for example: workshop check -- torchrun --nproc-per-node=2 train.py")
+    name = os.path.basename(rest[0])
+    read = READERS.get("python" if re.fullmatch(r"python[\d.]*", name) else name)
+    if read is None and (rest[0].endswith(".py") or os.access(rest[0], os.X_OK)):
+        return Start(rest[0], arguments=tuple(rest[1:]), variables=variables)
+    if read is None:
+        known = ", ".join(sorted(READERS))
+        raise UserError(f"the check does not know how {rest[0]} starts a program; it knows {known}")
+    start = read(rest)
+    if start.nproc > MOST:
+        raise UserError(f"{start.nproc} processes are too many for one machine; use at most {MOST}")
+    return _with(start, variables=variables | start.variables)
+
+
+def _with(start: Start, **changes: Any) -> Start:
+    return Start(**{**vars(start), **changes})
+
+
+def _parsed(parser: ArgumentParser, words: Sequence[str]) -> Namespace:
+    """Parse with the parser of a launcher; its message and status become a UserError."""
+    text = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(text), contextlib.redirect_stdout(text):
+            return parser.parse_args(list(words))
+    except SystemExit:
+        last = (text.getvalue().strip().splitlines() or ["the options are not understood"])[-1]
+        raise UserError(last) from None
+
+
+def _python(words: list[str]) -> Start:
+    options = list(words[1:])
+    while options and options[0].startswith("-") and options[0] not in ("-m", "-c", "-"):
+        taken = 2 if options[0] in ("-W", "-X") else 1
+        del options[:taken]
+    if not options or options[0] in ("-c", "-"):
+        raise UserError(f"{words[0]} without a file; for example: python train.py")
+    if options[0] != "-m":
+        return Start(options[0], arguments=tuple(options[1:]), python=words[0])
+    module, rest = options[1] if len(options) > 1 else "", options[2:]
+    launcher = {
+        "torch.distributed.run": "torchrun",
+        "torch.distributed.launch": "torchrun",
+        "accelerate.commands.launch": "accelerate",
+        "deepspeed.launcher.runner": "deepspeed",
+    }.get(module)
+    if launcher == "accelerate":
+        return _with(_accelerate([launcher, "launch", *rest]), python=words[0])
+    if launcher:
+        return _with(READERS[launcher]([launcher, *rest]), python=words[0])
+    if not re.fullmatch(r"\w+(\.\w+)*", module):
+        raise UserError(f"{words[0]} -m without a module; for example: python -m package.train")
+    return Start(module, is_module=True, arguments=tuple(rest), python=words[0])
+
+
+def _torchrun(words: list[str]) -> Start:
+    from torch.distributed.run import get_args_parser, parse_min_max_nnodes
+
+    options = [word for word in words[1:] if word != "--use_env"]  # of the old torch.distributed.launch
+    args = _parsed(get_args_parser(), options)
+    if args.no_python:
+        raise UserError("torchrun --no-python: the check runs Python programs only")
+    local = int(args.nproc_per_node) if args.nproc_per_node.isdigit() else USUAL
+    _, nodes = parse_min_max_nnodes(args.nnodes)
+    return Start(
+        args.training_script,
+        is_module=args.module,
+        arguments=tuple(args.training_script_args),
+        launch="torchrun",
+        nproc=max(1, local) * nodes,
+        nodes=nodes,
+    )
+
+
+def _accelerate(words: list[str]) -> Start:
+    if words[1:2] != ["launch"]:
+        raise UserError(f"accelerate {' '.join(words[1:2])}: only accelerate launch starts a program")
+    try:
+        from accelerate.commands.config import load_config_from_file
+        from accelerate.commands.launch import launch_command_parser
+    except ImportError:
+        raise UserError("the package accelerate is not installed in this environment") from None
+    args = _parsed(launch_command_parser(), words[2:])
+    given = vars(load_config_from_file(args.config_file)) if args.config_file else {}
+    count, precision = (
+        args.num_processes or given.get("num_processes"),
+        args.mixed_precision or given.get("mixed_precision"),
+    )
+    nproc = max(1, int(count)) if count else USUAL
+    variables = {"ACCELERATE_USE_CPU": "true", "ACCELERATE_MIXED_PRECISION": str(precision or "no")}
+    if args.gradient_accumulation_steps:
+        variables["ACCELERATE_GRADIENT_ACCUMULATION_STEPS"] = str(args.gradient_accumulation_steps)
+    if args.use_deepspeed or args.use_fsdp or given.get("fsdp_config") or given.get("deepspeed_config"):
+        raise UserError("accelerate launch with FSDP or DeepSpeed: the check runs DDP, and plugins set in the program")
+    return Start(
+        args.training_script,
+        is_module=bool(args.module),
+        arguments=tuple(args.training_script_args),
+        launch="torchrun" if nproc > 1 else "python",
+        nproc=nproc,
+        variables=variables,
+    )
+
+
+def _deepspeed(words: list[str]) -> Start:
+    """Options of the launcher of DeepSpeed that take a value are skipped together with it."""
+    options, count, module, launch = list(words[1:]), USUAL, False, "deepspeed"
+    flags = (
+        "--no_python",
+        "--no_ssh",
+        "--no_ssh_check",
+        "--force_multi",
+        "--bind_cores_to_rank",
+        "--quiet",
+    )
+    while options and options[0].startswith("-"):
+        option, _, value = options.pop(0).partition("=")
+        option = option.replace("--num_accelerators", "--num_gpus")
+        if option == "--module":
+            module = True
+        elif option == "--no_local_rank":
+            launch = "torchrun"
+        elif option not in flags:
+            value = value or (options.pop(0) if options else "")
+            count = int(value) if option == "--num_gpus" and value.isdigit() else count
+    if not options:
+        raise UserError("deepspeed without a file; for example: deepspeed --num_gpus=2 train.py")
+    return Start(options[0], is_module=module, arguments=tuple(options[1:]), launch=launch, nproc=count)
+
+
+def _tasks(launch: str, number: Sequence[str], single: Sequence[str]) -> Callable[[list[str]], Start]:
+    """Return a reader for a launcher of tasks: ``srun -n 2 python train.py``.
+
+    Args:
+        launch: the name of the launcher.
+        number: its options for the number of tasks; on one node, tasks per node count as well.
+        single: its options without a value.
+    """
+
+    def read(words: list[str]) -> Start:
+        options, counts = list(words[1:]), {}
+        while options and options[0].startswith("-"):
+            option, equals, value = options.pop(0).partition("=")
+            short = re.fullmatch(r"(-[a-zA-Z])(\d+)", option)
+            if short:
+                option, value, equals = short[1], short[2], "="
+            if option not in single and not equals and options:
+                value = options.pop(0)
+            if option in number and value.isdigit():
+                counts[option] = int(value)
+        if not options:
+            raise UserError(f"{words[0]} without a program; for example: {words[0]} {number[0]} 2 python train.py")
+        inner = read_start(options)
+        return (
+            _with(inner, launch=launch, nproc=max(counts.values(), default=USUAL))
+            if inner.launch == "python"
+            else inner
+        )
+
+    return read
+
+
+READERS: dict[str, Callable[[list[str]], Start]] = {
+    "python": _python,
+    "torchrun": _torchrun,
+    "accelerate": _accelerate,
+    "deepspeed": _deepspeed,
+    "srun": _tasks(
+        "srun",
+        ("-n", "--ntasks", "--ntasks-per-node"),
+        (
+            "-l",
+            "--label",
+            "-u",
+            "--unbuffered",
+            "--exclusive",
+            "--overlap",
+            "-v",
+            "--verbose",
+            "-Q",
+            "-K",
+            "--kill-on-bad-exit",
+        ),
+    ),
+    "mpirun": _tasks(
+        "mpirun", ("-n", "-np", "--np"), ("--oversubscribe", "--allow-run-as-root", "-v", "--verbose", "-q")
+    ),
+}
+READERS["mpiexec"] = READERS["mpirun"]
