@@ -60,5 +60,6 @@ def too_long(path: Path) -> list[str]:
 
 @pytest.mark.parametrize("folder", ["workshop", "tests"])
 def test_functions_and_files_are_short(folder):
-    found = [line for path in sorted((runs.ROOT / folder).rglob("*.py")) for line in too_long(path)]
+    paths = sorted((runs.ROOT / folder).rglob("*.py"))  # without the referee, which is in the style of other people
+    found = [line for path in paths if "referee" not in path.parts for line in too_long(path)]
     assert not found, "\n".join(found)

@@ -7,10 +7,11 @@ import pytest
 
 from check.made import Made
 from workshop.check import launching
-from workshop.check.bench import ProgramBench
 from workshop.check.evidence.events import DeviceChosen, Ended
+from workshop.check.foreign import OwnersBench
 from workshop.check.probes import ALWAYS, Probe
 from workshop.check.scenarios import SPLIT, WHOLE, Unavailable
+from workshop.check.start import read_start
 from workshop.check.subject import Subject
 from workshop.run.stillness import Patience
 
@@ -124,7 +125,8 @@ def test_the_bench_runs_a_program_that_is_not_an_exercise(tmp_path):
     script = tmp_path / "program.py"
     script.write_text(textwrap.dedent(RESUMING))
     (tmp_path / "place").mkdir()
-    bench = ProgramBench(Subject(script, "", (), ()), launch="single", nproc=2, on_cpu=True, place=tmp_path / "place")
+    start, subject = read_start(["python", script.name]), Subject(script, "", (), ())
+    bench = OwnersBench(subject, start, on_cpu=True, place=tmp_path / "place", original=tmp_path)
     assert bench.nproc == 1
     assert bench.has("--never")
     assert not bench.has("--ever")
@@ -135,7 +137,7 @@ def test_the_bench_runs_a_program_that_is_not_an_exercise(tmp_path):
     split = bench.make(SPLIT, {WHOLE: whole})
     assert [len(run.trained[0].steps) for run in (split.first, split.second)] == [2, 2]
     assert split.first.status != 0 == split.second.status
-    bench.arguments = ("--never",)
+    bench.start = read_start(["python", script.name, "--never"])
     never = bench.make(WHOLE, {})
     with pytest.raises(Unavailable, match="it saves none before its last step"):
         bench.make(SPLIT, {WHOLE: never})

@@ -24,6 +24,8 @@ def copy_folder(original: Path, copy: Path) -> None:
         for entry in sorted(os.scandir(folder), key=lambda each: each.name):
             target = copy / Path(entry.path).relative_to(original)
             entries += 1
+            if copy.is_relative_to(entry.path):
+                continue  # the folder for temporary files is in that of the program
             if entry.is_dir(follow_symlinks=False):
                 if entry.name in SKIPPED or os.path.exists(f"{entry.path}/pyvenv.cfg"):
                     continue

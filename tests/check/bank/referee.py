@@ -117,7 +117,8 @@ def main() -> None:
     }
     print(json.dumps(score))
     if "--save" in sys.argv:
-        SCORE.write_text(json.dumps({"score": score, "rows": rows}, indent=1) + "\n")
+        first_sight = json.loads(SCORE.read_text())["first_sight"]
+        SCORE.write_text(json.dumps({"first_sight": first_sight, "now": score, "rows": rows}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -20,7 +20,10 @@ TOPICS = {
     "travel": ["train", "hotel", "airport", "luggage", "island", "ticket", "border", "map"],
     "money": ["bank", "credit", "profit", "share", "market", "tax", "budget", "loan"],
 }
-FILLER = ["the", "a", "of", "and", "with", "for", "this", "that", "near", "after", "some", "very", "new", "old", "big", "small"]
+FILLER = [
+    "the", "a", "of", "and", "with", "for", "this", "that", "near", "after", "some", "very", "new", "old",
+    "big", "small",
+]
 VOCAB = {word: i + 1 for i, word in enumerate(sorted({w for words in TOPICS.values() for w in words} | set(FILLER)))}
 
 

@@ -11,7 +11,8 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 ALPHABET = "abcdefghijklmnopqrstuvwxyz .\n"
-WORDS = ["the", "river", "carries", "old", "stones", "past", "quiet", "mills", "while", "slow", "herons", "watch", "from", "reeds", "near", "wide", "green", "banks"]
+WORDS = ["the", "river", "carries", "old", "stones", "past", "quiet", "mills", "while", "slow", "herons", "watch",
+         "from", "reeds", "near", "wide", "green", "banks"]
 
 
 def read_document(index):

@@ -72,7 +72,6 @@ def main():
         optimizer.load_state_dict(state["optimizer"])
         scheduler.load_state_dict(state["scheduler"])
         start_epoch = state["epoch"] + 1
-
     for epoch in range(start_epoch, opt["epochs"]):
         train_loader.sampler.set_epoch(epoch)
         torch.manual_seed(cfg["seed"] + 1000 * (epoch + 1) + rank)
