@@ -141,4 +141,4 @@ def test_the_check_finds_nothing_in_the_script():
 @pytest.mark.full
 def test_before_the_edits_the_check_finds_what_the_page_repairs():
     *_, verdict = check_command([*TORCHRUN, "one_gpu.py"], folder=SCRIPT.parent)
-    assert {finding.kind for finding in verdict.findings} >= {"no-group"}
+    assert {finding.kind for finding in verdict.findings} >= {"no-group", "two-writers", "several-print"}

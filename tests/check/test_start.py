@@ -1,12 +1,17 @@
 """Any program as its owner starts it: the command, the copy of the folder, programs for GPUs, and what cannot be judged."""
 
 import os
+import sys
+import sysconfig
 import textwrap
+import venv
 
 import pytest
 
+import runs
 from workshop.check.command import check_command
 from workshop.check.folder import LARGE, copy_folder, make_own
+from workshop.check.foreign import _sources
 from workshop.check.start import read_start
 from workshop.errors import UserError
 
@@ -182,3 +187,33 @@ def test_a_hang_names_the_first_call_that_only_one_rank_makes(tmp_path):
     assert {finding.kind for finding in verdict.errors} <= {"hang", "crash", "collectives-differ"}
     assert verdict.errors[0].where == "train.py:11"
     assert "rank 0 calls barrier" in verdict.errors[0].seen
+
+
+def test_only_the_modules_that_the_program_imports_are_read(package):
+    (package / "other.py").write_text("import lightning")
+    assert _sources(package / "trainer" / "train.py", package) == GPU_PROGRAM + "\n" + DATA
+
+
+def test_training_only_the_head_is_no_mistake(package):
+    train = package / "trainer" / "train.py"
+    model = "model = DDP(torch.nn.Linear(4, 1).cuda(), device_ids=[rank])\n"
+    head = (
+        "net = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 1))\nmodel = DDP(net, device_ids=[rank])\n"
+    )
+    assert GPU_PROGRAM.count(model) == GPU_PROGRAM.count("SGD(model.parameters()") == 1
+    train.write_text(GPU_PROGRAM.replace(model, head).replace("SGD(model.parameters()", "SGD(net[1].parameters()"))
+    *_, verdict = check_command(MODULE, folder=package)
+    assert [finding.seen for finding in verdict.errors] == []
+
+
+def test_the_program_runs_in_the_environment_of_its_command(tmp_path):
+    venv.create(tmp_path / "env")
+    python = tmp_path / "env" / "bin" / "python"
+    packages = next((tmp_path / "env" / "lib").glob("python*")) / "site-packages"
+    (packages / "same.pth").write_text(sysconfig.get_path("purelib"))
+    folder = tmp_path / "project"
+    folder.mkdir()
+    (folder / "train.py").write_text("import sys\nraise RuntimeError(sys.prefix)")
+    check = [sys.executable, "-P", "-m", "workshop", "check", "--", python, "train.py"]
+    done = runs.run(check, folder, COLUMNS=300)
+    assert f"RuntimeError: {tmp_path / 'env'}" in done.stdout, done.stdout + done.stderr

@@ -33,6 +33,7 @@ def check_command(
     on_cpu: bool = True,
     steps: int | None = None,
     resume: Sequence[str] = (),
+    unchecked: str = "",
 ) -> Iterator[Verdict]:
     """Check the program that a command starts; yield the verdict.
 
@@ -42,6 +43,7 @@ def check_command(
         on_cpu: hide the GPUs.
         steps: the number of optimizer steps after which the run is stopped; None: 30, if the run takes long.
         resume: the arguments with which a second start resumes; ``{latest}`` stands for the newest checkpoint.
+        unchecked: something else that is not checked.
 
     Raises:
         UserError: the command is not understood, or names no Python program.
@@ -66,6 +68,7 @@ def check_command(
         before = time.monotonic() - began
         for verdict in judge(subject, bench):
             verdict.seconds += before
+            verdict.unchecked += [unchecked] if unchecked else []
             yield verdict
     finally:
         shutil.rmtree(place, ignore_errors=True)
@@ -94,25 +97,23 @@ def readable(start: Start, folder: Path) -> Path:
     return script
 
 
-def use_interpreter_of(words: Sequence[str]) -> None:
-    """Continue in the Python environment in which the command would run, if it is a different one.
+def use_interpreter_of(words: Sequence[str]) -> str:
+    """Continue in the Python environment in which the command would run, if it is a different one with torch.
 
-    Raises:
-        UserError: packages of the check are missing there.
+    Returns:
+        What is not checked, because packages of the check are missing there; "" if nothing is missing.
     """
-    start = read_start(words)
-    python = _interpreter(start)
+    python = _interpreter(read_start(words))
     if not python or os.path.realpath(os.path.dirname(python)) == os.path.realpath(os.path.dirname(sys.executable)):
-        return
+        return ""
     code = "import importlib.util as u, sys; print(*(n for n in sys.argv[1:] if not u.find_spec(n)))"
     done = subprocess.run([python, "-c", code, "torch", *NEEDED], capture_output=True, text=True)
     missing = done.stdout.split()
     if done.returncode != 0 or "torch" in missing:
-        return  # nothing that the program could run in
+        return ""  # nothing that the program could run in
     if missing:
-        raise UserError(
-            f"{python} runs the program, but lacks {', '.join(missing)}: {python} -m pip install {' '.join(missing)}"
-        )
+        install = f"{python} -m pip install {' '.join(missing)}"
+        return f"the program in its own environment, which lacks {', '.join(missing)}; install them: {install}"
     package = str(Path(__file__).resolve().parents[2])
     paths = [package, *filter(None, [os.environ.get("PYTHONPATH")])]
     sys.stdout.flush()

@@ -8,6 +8,7 @@ import os
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -156,9 +157,7 @@ def _autocast() -> None:
     scaler = torch.amp.GradScaler.__init__
 
     def without_scaling(self: Any, device: str = "cuda", *args: Any, **kwargs: Any) -> None:
-        kwargs["enabled"] = False
-        scaler(self, device)
-        self._enabled = False
+        scaler(self, "cpu", enabled=False)  # the CPU computes in bfloat16, without a scaler
 
     torch.amp.GradScaler.__init__ = without_scaling
 
@@ -181,11 +180,14 @@ def _groups() -> None:
     for owner in (dist, c10d):
         owner.init_process_group = on_gloo(owner.init_process_group, 0)
         owner.new_group = on_gloo(owner.new_group, 2)
-        barrier = owner.barrier
-        owner.barrier = lambda group=None, async_op=False, device_ids=None, _=barrier: _(group, async_op)
+        owner.barrier = partial(_barrier, owner.barrier)
     dist.is_nccl_available = lambda: True
     for owner in (device_mesh, dist):
         owner.init_device_mesh = _without_gpu(owner.init_device_mesh)
+
+
+def _barrier(original: Callable[..., Any], group: Any = None, async_op: bool = False, device_ids: Any = None) -> Any:
+    return original(group, async_op)
 
 
 def _gloo(backend: Any) -> Any:

@@ -14,6 +14,12 @@ ENTRIES = 20_000  # in all folders; folders after that become links
 SKIPPED = {".git", "__pycache__", "node_modules", ".ipynb_checkpoints"}
 
 
+def extensions() -> str:
+    """Return the folder of extensions that torch compiles, as DeepSpeed's: each run would compile for a minute without it."""
+    cache = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    return os.environ.get("TORCH_EXTENSIONS_DIR") or os.path.join(cache, "torch_extensions")
+
+
 def copy_folder(original: Path, copy: Path) -> None:
     """Fill a new folder ``copy`` with the contents of a folder, without virtual environments and version control."""
     entries = copied = 0

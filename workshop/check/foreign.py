@@ -1,12 +1,14 @@
 """Make the scenarios of a program as its owner starts it, in a copy of its folder."""
 
+import ast
+import importlib
 import itertools
 import os
 import re
 import shlex
 import shutil
 import socket
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,12 +29,16 @@ from workshop.run.stillness import Patience
 UNKNOWN = Patience(idle=10, busy=60, total=600)
 STEPS = 30  # optimizer steps after which a long run is stopped
 BESIDE = 1000  # entries beside the folder of the program that it can see
-SOURCES = 200  # files of the program that are read, to see which libraries it uses
+SOURCES = 200  # modules of the program that are read, to see which libraries it uses
 LIGHTNING = re.compile(r"^\s*(?:import|from)\s+(?:pytorch_)?lightning\b", re.MULTILINE)
 # An option with which programs resume: its name, and the rest of the call of add_argument().
 RESUME = re.compile(r"""["'](--(?:resume|restore|continue|load)[\w-]*)["']([^()]*(?:\([^()]*\)[^()]*)*)""")
 # The same in a dataclass of options.
 RESUME_FIELD = re.compile(r"^\s+(resume\w*)\s*:\s*(bool|int|str)", re.MULTILINE)
+# A number of epochs or steps: ``--epochs", type=int, default=12``, ``max_iters: int = 60``, ``epochs: 3``, ``--steps 12``.
+PLANNED = re.compile(
+    r"(?:epochs?|steps|iters|iterations)\b[\"']?(?:[^)\n]*?default\s*=|\s*:\s*int\s*=|\s*[:=]|\s)\s*(\d[\d_]*)"
+)
 MISSING = ("FileNotFoundError", "NotADirectoryError", "IsADirectoryError")  # a guess named the wrong kind of path
 
 
@@ -54,6 +60,7 @@ class OwnersBench(ProgramBench):
         launch = "spawn" if start.launch == "python" else start.launch
         super().__init__(subject, launch=launch, nproc=start.nproc, on_cpu=on_cpu, place=place)
         self.text = _sources(subject.file, original)
+        self.planned = frozenset(_planned([self.text, *_settings(start.arguments, original)], start.arguments))
         self.gpus = USUAL if launch == "spawn" and "device_count" in self.text else 0
 
     @property
@@ -93,12 +100,12 @@ class OwnersBench(ProgramBench):
         if self.launch == "spawn":
             sizes = [event.world_size for event in run.all(Joined)]
             run.nproc = max([1, len(run.trained), *sizes])
+        run.planned = self.planned
         return run
 
     def _whole(self) -> Run:
-        if self.launch == "spawn" and LIGHTNING.search(self.text):
-            self._as_lightning_starts_it()
-        run = self._run(self.folder())
+        lightning = self.launch == "spawn" and LIGHTNING.search(self.text)
+        run = self._as_lightning_starts_it() if lightning else self._run(self.folder())
         if not run.trained and self.on_cpu and "cuda" in self.text:  # it may require a GPU
             before, self.gpus = self.gpus, self.start.nproc // self.start.nodes if self.launch != "spawn" else USUAL
             again = self._run(self.folder()) if self.gpus != before else run
@@ -107,13 +114,15 @@ class OwnersBench(ProgramBench):
             self.gpus = before
         return run
 
-    def _as_lightning_starts_it(self) -> None:
+    def _as_lightning_starts_it(self) -> Run:
         """Started with python, Lightning starts further copies of the program; fork this number of ranks instead."""
         scratch = self.folder()
         asked = scratch / "tmp" / "ranks"
-        self._run(scratch, before=_Ranks(asked))
-        with suppress(OSError, ValueError):
-            self.launch, self.nproc = "torchrun", int(asked.read_text())
+        run = self._run(scratch, before=_Ranks(asked))
+        if not asked.exists():
+            return run  # it trains with one process
+        self.launch, self.nproc = "torchrun", int(asked.read_text())
+        return self._run(self.folder())
 
     def _split(self, made: Made) -> Split:
         """Kill the program in the step after its first checkpoint, and start it again in the same folder."""
@@ -193,10 +202,9 @@ class _Ranks:
     def __call__(self, recorder: Recorder) -> None:
         for name in ("lightning.pytorch", "lightning.fabric", "pytorch_lightning", "lightning_fabric"):
             with suppress(ImportError):
-                module = __import__(f"{name}.strategies.launchers.subprocess_script", fromlist=["x"])
-                module._SubprocessScriptLauncher._call_children_scripts = lambda launcher: self._end(
-                    launcher.num_processes
-                )
+                module = importlib.import_module(f"{name}.strategies.launchers.subprocess_script")
+                launcher = module._SubprocessScriptLauncher
+                launcher._call_children_scripts = lambda launcher: self._end(launcher.num_processes)
 
     def _end(self, number: int) -> None:
         self.file.write_text(str(number))
@@ -204,13 +212,46 @@ class _Ranks:
 
 
 def _sources(script: Path, original: Path) -> str:
-    """The text of the program: of its file, and of the other Python files in its folder."""
-    files = [script, *sorted(original.rglob("*.py"))[:SOURCES]]
-    texts = []
-    for file in dict.fromkeys(files):
-        with suppress(OSError, UnicodeDecodeError):
-            texts.append(file.read_text())
-    return "\n".join(texts)
+    """The text of the program: of its file, and of the modules in its folder that it imports."""
+    texts: dict[Path, str] = {}
+    pending = [script]
+    while pending and len(texts) < SOURCES:
+        file = pending.pop()
+        with suppress(OSError, UnicodeDecodeError, SyntaxError, ValueError):
+            if file not in texts:
+                texts[file] = file.read_text()
+                pending += _imported(ast.parse(texts[file]), file, (script.parent, original))
+    return "\n".join(texts.values())
+
+
+def _imported(tree: ast.Module, file: Path, folders: Sequence[Path]) -> Iterator[Path]:
+    """Yield the files in these folders that a module imports."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            names, bases = [each.name for each in node.names], folders
+        elif isinstance(node, ast.ImportFrom):
+            bases = [file.parents[node.level - 1]] if node.level else folders
+            module = node.module or ""
+            names = [module, *(f"{module}.{each.name}".strip(".") for each in node.names)]
+        else:
+            continue
+        for base, name in itertools.product(bases, filter(None, names)):
+            path = base.joinpath(*name.split("."))
+            yield from filter(Path.is_file, (path.with_suffix(".py"), path / "__init__.py"))
+
+
+def _settings(arguments: Sequence[str], original: Path) -> Iterator[str]:
+    """Yield the text of the files of settings that the arguments name."""
+    for argument in arguments:
+        if argument.endswith((".yaml", ".yml", ".toml", ".json")):
+            with suppress(OSError, UnicodeDecodeError):
+                yield (original / argument).read_text()
+
+
+def _planned(texts: Iterable[str], arguments: Sequence[str]) -> Iterator[int]:
+    """Yield the numbers of epochs and steps that options, settings and arguments name."""
+    for text in (*texts, " ".join(arguments)):
+        yield from (int(number.replace("_", "")) for number in PLANNED.findall(text))
 
 
 def _free_port() -> int:

@@ -31,6 +31,7 @@ import torch.distributed as dist
 from workshop.check import cuda_on_cpu
 from workshop.check.evidence.events import Ended, Exited
 from workshop.check.evidence.run import Asked
+from workshop.check.folder import extensions
 from workshop.check.probes.devices import device_index
 from workshop.check.probes.probe import Probe
 from workshop.check.probes.process import note_exception
@@ -73,7 +74,9 @@ class Program:
     steps: int | None = None  # after this number of optimizer steps the run is stopped
     at_once: bool = False  # also if it is a short run
     port: int = 0  # a free port, for launchers that do not choose one
-    gpus: int | None = None  # number of GPUs that it sees, which are the CPU in fact; None: as many as there are
+    gpus: int | None = (
+        None  # the number of GPUs that the program is told; its tensors stay on the CPU. None: the real number
+    )
 
 
 def start(program: Program) -> int:
@@ -158,8 +161,9 @@ def _launch(program: Program) -> int:
     os.chdir(program.scratch)
     for name in os.environ.keys() - without_launcher(os.environ).keys() | {"TORCH_DISTRIBUTED_DEBUG"}:
         os.environ.pop(name, None)
+    os.environ |= program.variables
     os.environ.update(OMP_NUM_THREADS="1", GLOO_SOCKET_IFNAME=loopback())
-    os.environ |= dict.fromkeys(CACHES, str(program.scratch / "tmp"))
+    os.environ |= {"TORCH_EXTENSIONS_DIR": extensions()} | dict.fromkeys(CACHES, str(program.scratch / "tmp"))
     if program.on_cpu:
         os.environ.update(CUDA_VISIBLE_DEVICES="", HIP_VISIBLE_DEVICES="", DS_ACCELERATOR="cpu")
     random.seed()  # otherwise the temporary files of all runs would have the same names
@@ -167,7 +171,6 @@ def _launch(program: Program) -> int:
     sys.dont_write_bytecode = True
     torch.set_num_threads(1)
     _fork_in_place_of_spawn()
-    os.environ |= program.variables
     if program.gpus is not None and program.on_cpu:
         cuda_on_cpu.install(program.gpus)
     if program.devices:

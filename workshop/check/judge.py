@@ -125,7 +125,7 @@ def ask(verdict: Verdict, detectors: list[Detector], made: Mapping[Scenario[Any]
                 advice = detector.rule.mild and not verdict.subject.goals
                 found.append(Finding(detector.rule, said.text, said.where, said.detail, advice))
                 explained.update(detector.instead_of)
-    if not verdict.subject.goals and any(finding.rule.blocks for finding in found):
+    if not verdict.subject.goals and any(finding.rule.ends for finding in found):
         # What a hang or a crash left unfinished is no second mistake. (In exercises, the goals show what was judged.)
-        found = [finding for finding in found if finding.rule.blocks]
+        found = [finding for finding in found if finding.rule.ends]
     verdict.add(sorted(found, key=lambda finding: verdict.subject.rules.index(finding.rule)))

@@ -87,8 +87,8 @@ def _run_once(program: Program) -> Run:
     running = [process for process in run.trained if process not in stopped]
     if stopped and not running:
         run.cut, run.hung, run.status = True, "", 0  # the others may wait for the ranks that were stopped
-    elif program.original and hung == "long" and all(len(process.steps) > 1 for process in run.trained):
-        run.cut, run.hung, run.status = bool(run.trained), "" if run.trained else hung, 0
+    elif program.original and hung == "long" and run.trained and all(len(process.steps) > 1 for process in run.trained):
+        run.cut, run.hung, run.status = True, "", 0
     return run
 
 

@@ -51,10 +51,10 @@ def run_check(
     """
     console = Console(highlight=False)
     if is_command(words):
-        use_interpreter_of(words)
+        unchecked = use_interpreter_of(words)
         count = read_start(words).nproc
         on_cpu = device == "cpu" or _devices() < count
-        verdicts = check_command(words, on_cpu=on_cpu, steps=steps, resume=shlex.split(resume))
+        verdicts = check_command(words, on_cpu=on_cpu, steps=steps, resume=shlex.split(resume), unchecked=unchecked)
     else:
         if len(words) > 1:
             raise UserError(f"{words[1]}: a FILE has no options here; write the command that starts it after --")

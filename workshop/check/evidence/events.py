@@ -167,7 +167,7 @@ class StepTaken(Event):  # ``optimizer.step()`` returned
     weights: list[Sketch]
 
 
-class GraphMeasured(Event):  # at two of the first steps
+class GraphMeasured(Event):  # at three of the first steps
     nodes: int  # of the largest autograd graph in memory
 
 

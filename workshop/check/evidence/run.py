@@ -195,6 +195,7 @@ class Run:
     launch: str  # the launcher: "single", "spawn" or "torchrun"
     asked: Asked | None = None  # None: the program is not an exercise
     error_files: set[int] = field(default_factory=set)  # the ranks whose traceback was recorded for torchrun
+    planned: frozenset[int] = frozenset()  # numbers of epochs or steps that the options of the program name
     cut: bool = False  # the check ended the run, because it had seen enough: what is missing at the end means nothing
 
     @property

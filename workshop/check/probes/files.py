@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from workshop.check.evidence.events import FileRenamed, FileWritten, Loaded, Saved, WroteOutside
-from workshop.check.folder import make_own
+from workshop.check.folder import extensions, make_own
 from workshop.check.probes.probe import Function, Probe, around, before
 from workshop.check.probes.recorder import Recorder
 
@@ -28,7 +28,7 @@ class Files(Probe):
 
     def __init__(self, recorder: Recorder):
         super().__init__(recorder)
-        places = (recorder.scratch, recorder.folder, "/dev", "/proc")
+        places = (recorder.scratch, recorder.folder, "/dev", "/proc", extensions())
         self.allowed = tuple(os.path.realpath(place) + os.sep for place in places)
         self.scratch, self.caches = self.allowed[0], os.path.join(self.allowed[0], "tmp") + os.sep
 
@@ -37,7 +37,7 @@ class Files(Probe):
         sys.addaudithook(self._audit)  # a hook cannot be removed
 
     def _audit(self, event: str, arguments: tuple[Any, ...]) -> None:
-        if event in EVENTS and self.installed:
+        if event in EVENTS and self.installed and not self.copying:
             path = ""
             with self.recorder.guard:
                 path = self._changed(event, arguments)
@@ -61,7 +61,7 @@ class Files(Probe):
     def _make_own(self, path: str, event: str, arguments: tuple[Any, ...]) -> None:
         """Replace links to the original in the path of a file or entry that is about to change."""
         writing = event != "open" or arguments[2] & (os.O_WRONLY | os.O_RDWR)
-        if not writing or self.copying:
+        if not writing:
             return
         self.copying = True
         try:

@@ -25,10 +25,6 @@ class Sharding(Probe):
         whole = [each for each in parameters if not hasattr(each, "to_local") and not each.is_meta]
         self.note_here(FullySharded(held=sum(each.nbytes for each in whole), offload=type(offload_policy).__name__))
 
-    @before(lambda package: package.FullyShardedDataParallel, "__init__")
-    def _wrap(self, *args: Any, **kwargs: Any) -> None:
-        self.recorder.sharded = True
-
     @on("before_step")
     def _layout(self, optimizer: Optimizer) -> None:
         model = self.recorder.model

@@ -66,6 +66,8 @@ class Samples(Probe):
         iteration = self.iterations[loader] = self.iterations.get(loader, 0) + 1
         number = self.numbers[loader] = self.numbers.get(loader) or next(self.loaders_seen)
         self.loaders[iterator] = (number, iteration)
+        # Batches that an earlier iteration left over: a later tensor can be at the same address.
+        self.pending = deque((each for each in self.pending if each.loader[0] != number), maxlen=PENDING)
         length = None
         with suppress(TypeError):
             length = len(loader)

@@ -9,8 +9,7 @@ from workshop.check.evidence.events import ScheduleSeen
 from workshop.check.probes.probe import Probe, after, on
 
 MOST = 16  # schedules that are recorded; each keeps its optimizer in memory
-FARTHEST = 20  # times the steps that were taken: how far the end of a schedule is looked for
-END = 0.01  # of the highest rate: a schedule ends when it falls below
+FARTHEST = 5000  # steps in which the end of a schedule is looked for
 # The attribute with the length of a schedule.
 LENGTHS = {"CosineAnnealingLR": "T_max", "OneCycleLR": "total_steps", "PolynomialLR": "total_iters"}
 
@@ -21,29 +20,27 @@ class Schedules(Probe):
     writes = (ScheduleSeen,)
 
     def clear(self) -> None:
-        self.made: list[tuple[Any, str]] = []  # each schedule, and the line that created it
+        self.made: list[tuple[Any, int, str]] = []  # each schedule, its length, and the line that created it
 
     @after(LRScheduler, "__init__")
     def _remember(self, result: None, schedule: Any, *args: Any, **kwargs: Any) -> None:
-        if len(self.made) < MOST:
-            self.made.append((schedule, self.recorder.where()))
+        if len(self.made) < MOST and (length := _length(schedule)):
+            self.made.append((schedule, length, self.recorder.where()))
 
     @on("at_end")
     def _note(self) -> None:
-        for schedule, where in self.made:
-            taken = int(schedule.last_epoch)
-            length = _length(schedule, taken)
-            if length and taken > 1:
-                self.recorder.note(ScheduleSeen(taken=taken, length=length, where=where))
+        for schedule, length, where in self.made:
+            self.recorder.note(ScheduleSeen(taken=int(schedule.last_epoch), length=length, where=where))
 
 
-def _length(schedule: Any, taken: int) -> int | None:
-    """The number of steps until a schedule ends; None if it has no end."""
+def _length(schedule: Any) -> int | None:
+    """The number of steps in which a schedule falls from its highest rate to its lowest; None if it has no such end."""
     if name := LENGTHS.get(type(schedule).__name__):
-        return int(getattr(schedule, name))
+        return getattr(schedule, name, None)  # None: its __init__ calls that of its base first
     if type(schedule) is not lr_scheduler.LambdaLR:
         return None
     rate = schedule.lr_lambdas[0]
-    values = [float(rate(step)) for step in range(FARTHEST * taken)]
-    top = values.index(max(values))
-    return next((step for step, value in enumerate(values) if step > top and value <= END * values[top]), None)
+    values = [float(rate(step)) for step in range(FARTHEST)]
+    top = FARTHEST - 1 - values[::-1].index(max(values))
+    end = next((step for step in range(top, FARTHEST - 1) if values[step + 1] >= values[step]), top)
+    return end if end > top + 2 else None  # in a schedule of stages, the rate stays where it is

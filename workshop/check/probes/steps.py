@@ -57,17 +57,22 @@ class Steps(Probe):
                 state=len(optimizer.state),
                 of_model=model is None or not own.isdisjoint(recorder.names),
                 fitting=recorder.fitting,
-                sharded=recorder.sharded or any(map(is_sharded, parameters)),
+                sharded=recorder.sharded or any(map(is_sharded, parameters)) or _is_fsdp1(model),
                 forgotten=self._forgotten() if recorder.steps == 1 else [],
                 made=recorder.optimizers.get(optimizer, ""),
             )
             self.note_here(begun)
-            if recorder.steps in (3, 6):  # two steps, to see whether the graph grows
+            if recorder.steps in (2, 4, 6):  # three steps, to see whether the graph grows
                 recorder.note(GraphMeasured(nodes=largest_graph()))
 
     def _forgotten(self) -> list[str]:
-        """The names of parameters that have a gradient, and that no optimizer has."""
+        """The names of parameters that have a gradient, and that no optimizer has; others were in their place before.
+
+        An optimizer that only has some parameters of the model is no mistake: it trains a head, for example.
+        """
         held = {id(each) for optimizer in self.recorder.optimizers for each in _parameters(optimizer)}
+        if held.issubset(self.recorder.names):
+            return []
         named = self.recorder.model.named_parameters() if self.recorder.model else ()
         return [name for name, each in named if each.requires_grad and id(each) not in held and not is_zero(each.grad)]
 
@@ -95,6 +100,11 @@ class Clipping(Probe):
 
 def _parameters(optimizer: Optimizer) -> list[torch.Tensor]:
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def _is_fsdp1(model: nn.Module | None) -> bool:
+    """Whether a model is wrapped in FullyShardedDataParallel, also if its parameters keep their names."""
+    return any(type(each).__name__ == "FullyShardedDataParallel" for each in (model.modules() if model else ()))
 
 
 def largest_graph() -> int:

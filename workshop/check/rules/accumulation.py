@@ -5,7 +5,7 @@ from statistics import mode
 from workshop.check.evidence.events import Wrapped
 from workshop.check.evidence.run import Run
 from workshop.check.rules.gradients import against_one_process, beside_one_process
-from workshop.check.rules.learning import of_steps
+from workshop.check.rules.learning import of_steps, wrong_parameters
 from workshop.check.rules.processes import no_group, wrong_group
 from workshop.check.rules.rule import Said, Seen, findings, rule
 from workshop.check.rules.words import plural
@@ -14,12 +14,13 @@ from workshop.check.rules.words import plural
 @of_steps(
     why="A step with more or fewer batches than the others has a gradient of a different scale.",
     fix="Step after every N-th batch, counted from 1: `if (batch + 1) % accumulate == 0`; call zero_grad() after the step only.",
+    after=(no_group, wrong_group, wrong_parameters),
 )
 def accumulation_uneven(run: Run) -> Said:
     """The steps have different numbers of batches, or not the number that was asked for."""
     for process in run.trained[:1]:
-        if process.optimizers > 1:
-            continue  # each has its own number of backward passes per step
+        if process.optimizers > 1 or process.steps[0].before.sharded:
+            continue  # each has its own number of backward passes per step; a library that shards moves the gradients
         sizes = [len(step.backwards) for step in process.steps]
         wanted = run.asked.accumulate if run.asked else mode(sizes)
         cleared = [backward for step in process.steps for backward in step.backwards[1:] if not backward.leftover]

@@ -36,6 +36,8 @@ def _uneven_steps(ranks: list[Process], calls: list[list[Collective]]) -> Seen |
     wrapped = any(process.first(Wrapped) for process in ranks)
     if len(set(counts)) == 1 or not (wrapped or any(calls)):
         return None
+    if not wrapped and len(set(backwards)) == 1 and len(set(map(len, calls))) == 1:
+        return None  # rank 0 takes the steps and sends the parameters
     text = ", ".join(f"rank {process.rank} {count}" for process, count in zip(ranks, counts, strict=True))
     shorter = ranks[counts.index(min(counts))]
     where = next((event.where for _, event in reversed(shorter.events) if event.where), "")

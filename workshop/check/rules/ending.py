@@ -168,8 +168,8 @@ def _error(run: Run) -> Seen | None:
         who = f"{named(process)}: " if process.rank is not None and run.nproc > 1 else ""
         plain = next((text for sign, text in EXPLAINED.items() if re.search(sign, event.message)), "")
         gone = _gone(run, process, event)
-        if is_echo(event.message, event.type) and (gone or not plain or first_divergence(run)):
-            first = first_divergence(run)
+        first = first_divergence(run)
+        if is_echo(event.message, event.type) and (gone or not plain or first):
             cause = f"; {first.text}" if first else f": find out why {gone or 'that rank'} ended"
             return Seen(_lost(process, event, gone) + cause, first.where if first else event.where, event.traceback)
         if plain:

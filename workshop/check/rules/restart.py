@@ -176,6 +176,9 @@ def _not_restored(base: list[Step], done: list[Step], rest: list[Step], draws: b
         yield random_lost, "after the second start the steps draw different random numbers than in an uninterrupted run"
     elif apart and samples != set(expected.keys):
         yield resume_differs, "the second start trains on different samples than an uninterrupted run"
+    elif apart and difference(begin.before.gradients, expected.before.gradients) > CLOSE:
+        what = "random numbers, statistics or a second model, for example, are not restored"
+        yield resume_differs, f"from the same parameters and samples the first step has different gradients: {what}"
     elif apart and _lead_apart(begin, expected):
         yield optimizer_lost, "from the same parameters the first step differs: the optimizer state is not restored"
     elif apart:

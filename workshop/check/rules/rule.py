@@ -88,6 +88,11 @@ class Rule:
     detectors: list[Detector] = field(default_factory=list, repr=False)
 
     @property
+    def ends(self) -> bool:
+        """Whether it says how a run ended early, or why."""
+        return self.blocks and self.family in ("ending", "collectives")
+
+    @property
     def read(self) -> str:
         """Where to read more: a web address, or a path of the repository."""
         return page(self.fix)
