@@ -53,7 +53,9 @@ def test_an_error_in_a_probe_does_not_reach_the_program(place):
 
 
 def test_a_failing_process_and_a_killed_process_are_told_apart(place):
-    failed = Made(place("fails"), STEP.replace("STEPS", "4"), "torchrun", 2, fails=True)
+    join = 'import torch\n\n    torch.distributed.init_process_group("gloo")\n'
+    joined = STEP.replace("STEPS", "4").replace("import torch\n", join)
+    failed = Made(place("fails"), joined, "torchrun", 2, fails=True)
     _, raised = failed.run.first_exception()
     assert raised.type == "ZeroDivisionError"
     assert raised.where == failed.line("optimizer.step()")

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed import device_mesh
 from torch.distributed import distributed_c10d as c10d
+from torch.nn.parallel import DistributedDataParallel
 
 GPU = ("cuda", "hip", "xpu", "mps")
 # Functions of torch.cuda that do nothing here, those that return a number, and those that return what the CPU returns.
@@ -145,6 +146,14 @@ def install(count: int) -> None:
     _groups()
     _cuda(count)
     nn.SyncBatchNorm.convert_sync_batchnorm = classmethod(lambda cls, module, *_: module)
+    wrap = DistributedDataParallel.__init__
+
+    def without_devices(
+        self: Any, module: nn.Module, device_ids: Any = None, output_device: Any = None, *args: Any, **kwargs: Any
+    ) -> None:
+        wrap(self, module, None, None, *args, **kwargs)
+
+    DistributedDataParallel.__init__ = without_devices
 
 
 def _autocast() -> None:
@@ -220,6 +229,7 @@ def _cuda(count: int) -> None:
             answer(module, "is_available", lambda: True)
             answer(module, "device_count", lambda: count)
         answer(accelerator, "current_accelerator", lambda *_, **__: torch.device("cpu"))
+        answer(dist, "get_default_backend_for_device", lambda *_: "nccl")
     cuda.set_device = accelerator.set_device_index = accelerator.set_device_idx = choose
     for module, name in ((cuda, "current_device"), (accelerator, "current_device_index")):
         answer(module, name, lambda: current[0])

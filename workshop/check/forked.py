@@ -32,7 +32,6 @@ from workshop.check import cuda_on_cpu
 from workshop.check.evidence.events import Ended, Exited
 from workshop.check.evidence.run import Asked
 from workshop.check.folder import extensions
-from workshop.check.probes.devices import device_index
 from workshop.check.probes.probe import Probe
 from workshop.check.probes.process import note_exception
 from workshop.check.probes.recorder import Recorder
@@ -171,10 +170,9 @@ def _launch(program: Program) -> int:
     sys.dont_write_bytecode = True
     torch.set_num_threads(1)
     _fork_in_place_of_spawn()
-    if program.gpus is not None and program.on_cpu:
-        cuda_on_cpu.install(program.gpus)
-    if program.devices:
-        pretend_devices(program.nproc // program.nodes)
+    gpus = program.nproc // program.nodes if program.devices else program.gpus
+    if gpus is not None and (program.devices or program.on_cpu):
+        cuda_on_cpu.install(gpus)
     return _run(program) if program.launch in ("single", "spawn") else _ranks(program)
 
 
@@ -212,7 +210,7 @@ def _rank(program: Program, rank: int, port: int) -> int:
     if program.launch == "deepspeed":
         program = replace(program, arguments=(f"--local_rank={rank % local}", *program.arguments))
     _prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    return _run(program, fails=program.fails and rank == 1)
+    return _run(program)
 
 
 def _of_torchrun(program: Program, rank: int, local: int, port: int) -> dict[str, str]:
@@ -265,37 +263,6 @@ LAUNCHERS: dict[str, Callable[[Program, int, int, int], dict[str, str]]] = {
 }
 
 
-def pretend_devices(count: int) -> None:
-    """Pretend that this machine has ``count`` accelerators (in fact the CPU), to see which one a process asks for."""
-    library = os.path.dirname(torch.__file__)
-    current = 0
-
-    def choose(device: object) -> None:
-        nonlocal current
-        index = device_index(device)
-        if index is not None and not 0 <= index < count:
-            raise RuntimeError(f"invalid device ordinal: device {index} of {count}")
-        current = current if index is None else index
-
-    def pretend(module: Any, name: str, value: object) -> None:  # torch itself gets the true value
-        original = getattr(module, name)
-
-        def answer(*args: Any, **kwargs: Any) -> Any:
-            inside = sys._getframe(1).f_code.co_filename.startswith(library)
-            return original(*args, **kwargs) if inside else value
-
-        setattr(module, name, answer)
-
-    accelerator, cuda = torch.accelerator, torch.cuda
-    for module in (accelerator, cuda):
-        pretend(module, "is_available", True)
-        pretend(module, "device_count", count)
-    pretend(accelerator, "current_accelerator", torch.device("cpu"))
-    accelerator.set_device_index = accelerator.set_device_idx = cuda.set_device = choose
-    accelerator.synchronize = cuda.synchronize = lambda *_: None
-    accelerator.current_device_index = cuda.current_device = lambda: current
-
-
 def renew_random_state() -> None:
     """Seed torch (on all devices), NumPy and ``random`` from fresh entropy, as a new interpreter does."""
     torch.seed()
@@ -339,7 +306,7 @@ def _fork_in_place_of_spawn() -> None:
     default._actual_context = None  # forget the choice of the process of the check
 
 
-def _run(program: Program, fails: bool = False) -> int:
+def _run(program: Program) -> int:
     """Run the program as ``__main__`` in this process, to its end; return its exit status."""
     torch.set_num_threads(1)  # after the fork, creates the thread pool before threads of autograd do, which collide
     renew_random_state()
@@ -349,7 +316,7 @@ def _run(program: Program, fails: bool = False) -> int:
     def at_step() -> None:
         if program.steps is not None and recorder.steps >= program.steps:
             recorder.stop(after=0 if program.at_once else ENOUGH)
-        if fails and recorder.steps == 2:
+        if program.fails and recorder.steps == 2 and dist.is_initialized() and dist.get_rank() == 1:
             raise ZeroDivisionError("the check lets this rank fail")
         # DCP writes .metadata last, when a checkpoint is complete.
         if program.dies and recorder.saved + len(list(recorder.scratch.rglob(".metadata"))) >= program.dies:

@@ -39,7 +39,7 @@ def plan(subject: Subject, offers: tuple[Scenario[Any], ...]) -> tuple[list[Scen
 def _counts(subject: Subject, detector: Detector) -> bool:
     """Whether the check makes scenarios for a detector: not for hints, nor for always-asked rules that no goal lists."""
     listed = any(detector.rule in goal.rules for goal in subject.goals)
-    return not detector.passive and not detector.rule.hint and (listed or not detector.rule.always)
+    return not detector.passive and (listed or not (detector.rule.always or subject.advises(detector.rule)))
 
 
 def in_order(detectors: list[Detector]) -> list[Detector]:
@@ -79,7 +79,7 @@ def judge(subject: Subject, bench: Bench, quick: bool = False) -> Iterator[Verdi
             if any(slow or finding.rule.blocks for finding in verdict.errors):
                 break
         if slow_ones and not slow and verdict.errors:
-            verdict.unchecked.append("the parts that need a real launcher: first fix the findings above")
+            verdict.unchecked.append("the parts that start the program for real: first fix the findings above")
         verdict.seconds = time.monotonic() - start
         verdict.complete = slow or not slow_ones or bool(verdict.errors)
         yield verdict
@@ -110,7 +110,7 @@ def ask(verdict: Verdict, detectors: list[Detector], made: Mapping[Scenario[Any]
         if (
             detector.rule in explained
             or so_far.intersection(detector.after)
-            or (detector.last and any(not rule.hint for rule in so_far))
+            or (detector.last and any(not verdict.subject.advises(rule) for rule in so_far))
             or (detector.figures and any(rule.spoils for rule in so_far))
         ):
             continue
@@ -122,7 +122,7 @@ def ask(verdict: Verdict, detectors: list[Detector], made: Mapping[Scenario[Any]
                 if said.goal:
                     verdict.unjudged.update({verdict.subject.goal_of(detector.rule)} - {KEPT})
             else:
-                advice = detector.rule.mild and not verdict.subject.goals
+                advice = verdict.subject.advises(detector.rule)
                 found.append(Finding(detector.rule, said.text, said.where, said.detail, advice))
                 explained.update(detector.instead_of)
     if not verdict.subject.goals and any(finding.rule.ends for finding in found):

@@ -22,6 +22,7 @@ SIGNS = {
     "waiting": ("·", "dim", ", not checked yet"),
     "unjudged": ("·", "dim", ", cannot be judged here"),
 }
+LEGEND = "✓ met   ✗ not met   · not checked yet   - a hint, on which no goal depends"
 SHOWN = 2  # findings per goal without --verbose
 
 
@@ -59,10 +60,11 @@ def show(verdict: Verdict, console: Console, verbose: bool = False, before: Show
         if text not in lines:
             console.print(f"[dim]not checked: {escape(text)}[/]", highlight=False)
             lines.add(text)
+    if verdict.subject.goals and before is None:
+        console.print(f"[dim]{LEGEND}[/]", highlight=False)
     if verdict.subject.goals:
         judged = [state for state in states.values() if state != "unjudged"]
-        real = "training" if verdict.subject.file.suffix == ".sh" else "launcher"
-        more = "" if verdict.complete else f"; now with the real {real}, up to a minute ..."
+        more = "" if verdict.complete else "; now it starts for real, which takes up to a minute ..."
         text = f"{judged.count('met')} of {len(judged)} goals met in {verdict.seconds:.1f} s{more}"
     else:
         found = plural(len(verdict.errors), "finding") if verdict.judged else "could not be judged"

@@ -67,5 +67,6 @@ REQUEST: Scenario[Request] = Scenario("request", "what the script asks Slurm for
 JOB: Scenario[Job] = Scenario("job", "the job")
 JOB_ELSEWHERE: Scenario[Job] = Scenario("job-elsewhere", "the job on other nodes")  # and with a different shape
 NODE_DIES: Scenario[Job] = Scenario("node-dies", "a node that fails while the job runs")
+JOB_FAILS: Scenario[Job] = Scenario("job-fails", "a job in which one process fails")
 TIME_OVER: Scenario[Job] = Scenario("time-over", "the time limit of the job")
 REAL_JOB: Scenario[Job] = Scenario("real-job", "the job with the real training", slow=True)

@@ -27,6 +27,12 @@ class Subject:
     rules: tuple[Rule, ...]  # all rules to ask
     unchecked: tuple[str, ...] = ()  # what the check can never judge for this program
 
+    def advises(self, rule: Rule) -> bool:
+        """Whether its findings are hints here: no goal depends on them, unless one lists the rule."""
+        if self.goals:
+            return rule.hint and not any(rule in goal.rules for goal in self.goals)
+        return rule.hint or rule.mild
+
     def goal_of(self, rule: Rule) -> int:
         """The number of the goal that a rule belongs to."""
         return next((goal.number for goal in self.goals if rule in goal.rules), KEPT)

@@ -14,7 +14,7 @@ class Finding:
     seen: str  # one sentence with figures
     where: str = ""  # "file.py:12", the line of the cause
     detail: str = ""  # a traceback or stacks for ``--verbose``, in one or more lines
-    advice: bool = False  # a hint, although its rule finds errors in exercises
+    advice: bool = False  # a hint: no goal depends on it
 
     @property
     def kind(self) -> str:
@@ -24,7 +24,7 @@ class Finding:
     @property
     def is_error(self) -> bool:
         """Whether its goal cannot be met; a hint affects no goal."""
-        return not (self.rule.hint or self.advice)
+        return not self.advice
 
     def as_dict(self) -> dict[str, str]:
         """The finding for ``--json``."""
@@ -82,14 +82,14 @@ class Verdict:
         mine = any(self.goal_of(finding) == number for finding in self.errors)
         if number == self.first_open or (mine and number != KEPT and not blocking):
             return "open"
-        if blocking or (number == KEPT and self.errors):
+        if blocking or mine:
             return "blocked"
         if number in self.unjudged:
             return "unjudged"
         for each in self.planned - self.asked:
             # A goal does not wait for hints, nor for a rule that only uses a slow scenario made for a rule of a different goal.
             looks = each.passive and any(scenario.slow for scenario in each.runs)
-            if self.subject.goal_of(each.rule) == number and not each.rule.hint and not looks:
+            if self.subject.goal_of(each.rule) == number and not self.subject.advises(each.rule) and not looks:
                 return "blocked" if self.errors else "waiting"
         return "met"
 

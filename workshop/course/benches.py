@@ -59,11 +59,16 @@ class EpochsBench(ProgramBench):
         super().__init__(subject, launch=exercise.launch, nproc=nproc, on_cpu=on_cpu, place=place)
         prepare_digits()
         self.exercise = exercise
-        self.before = small_digits(BATCH * nproc * 9 // 2)  # four and a half global batches
-        self.accumulate = 2 if self.has("--accumulate") else 1
+        self.accumulate = 1
+        if self.has("--accumulate"):
+            self.accumulate = 2 if nproc == 3 else 3  # not the number of processes, so that a mix-up is seen
         self._lightning = (
             re.search(r"^\s*(?:import|from)\s+(?:pytorch_)?lightning\b", self.text, re.MULTILINE) is not None
         )
+        # Batches are left over at the end of an epoch. (Lightning takes a step with those that do not fill one.)
+        left = 0.5 if self.accumulate == 1 or self._lightning else 0.5 * self.accumulate
+        batches = (4 if self.accumulate == 1 else 2 * self.accumulate) + left
+        self.before = small_digits(int(BATCH * nproc * batches))
         # Some exercises save no checkpoint, so the check does not ask whether they resume.
         original = exercise.solution if exercise.solution.exists() else exercise.path
         self._saves = any(f'"{option}"' in original.read_text() for option in CHECKPOINT_OPTIONS)
@@ -77,7 +82,7 @@ class EpochsBench(ProgramBench):
         if self.launch == "torchrun":
             offers += [TWO_NODES, FAILING_RANK, NODES_OPTION, KILLS]
         if self.launch == "spawn":
-            offers += [DEVICES, SPAWNED]
+            offers += [DEVICES, FAILING_RANK, SPAWNED]
         if self.script != self.exercise.solution.resolve():  # the speed is compared with the solution's
             offers.append(SPEED)
         if self._lightning:
@@ -102,7 +107,7 @@ class EpochsBench(ProgramBench):
             TWO_NODES: lambda made: two_nodes(),
             NODES_OPTION: lambda made: two_nodes(devices=False),
             FAILING_RANK: lambda made: self._run(epochs=1, fails=True),
-            SPAWNED: lambda made: real.spawned(script, place),
+            SPAWNED: lambda made: real.spawned(script, self.exercise.solution, place),
             KILLS: lambda made: real.kills(script, self.exercise, place),
             SPEED: lambda made: real.speeds(script, self.exercise.solution, place, gpus=not self.on_cpu),
             ALONE: lambda made: real.alone(script, place),

@@ -5,11 +5,12 @@ import shlex
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NoReturn
 
 from rich.console import Console
+from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from workshop.check.command import check_command, use_interpreter_of
 from workshop.check.report import as_json, short, show
@@ -66,18 +67,29 @@ def run_check(
             _watch(path, nproc, on_cpu, console, verbose)
         verdicts = check_file(path, nproc=nproc, on_cpu=on_cpu)
     shown = None
-    for verdict in verdicts:
+    verdict = next(verdicts)
+    while True:
         if not json:
             shown = show(verdict, console, verbose, shown)
+        if not (following := _next(verdicts, console, waits=not json)):
+            break
+        verdict = following
     if json:
         print(as_json(verdict))
     _record(verdict)
     in_a_notebook = os.environ.get("WORKSHOP_NOTEBOOK")
-    if not json and not in_a_notebook and verdict.subject.goals and not verdict.errors and not verdict.unchecked:
-        following = next_exercise()
-        if following:
-            console.print(f"next: {workshop_command()} check {short(following.path)}")
+    done = verdict.subject.goals and not verdict.errors
+    if done and not json and not in_a_notebook and (exercise := next_exercise()):
+        console.print(f"next: {workshop_command()} check {short(exercise.path)}")
     return verdict.status
+
+
+def _next(verdicts: Iterator[Verdict], console: Console, waits: bool) -> Verdict | None:
+    """Return the next verdict; None at the end. While it ``waits`` for a real start, a terminal shows the time."""
+    columns = SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn()
+    with Progress(*columns, console=console, transient=True, disable=not (waits and console.is_terminal)) as progress:
+        progress.add_task("started for real")
+        return next(verdicts, None)
 
 
 def is_command(words: Sequence[str]) -> bool:

@@ -15,6 +15,8 @@ from pathlib import Path
 
 PATIENCE = 20  # seconds that it waits for the other ranks, as a collective does
 SECONDS_PER_EPOCH = 0.4
+FAILS = "fails"  # if there is a file of this name, the last rank fails in its second epoch
+LATE = 10  # seconds after which the other ranks then notice it
 # The variables of launchers that the rules read.
 NOTED = (
     *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"),
@@ -46,10 +48,18 @@ def main() -> None:
     )
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     others = meet(rank, world_size, notes)
+    fails = (notes.parent / FAILS).exists()
     first = json.loads(args.checkpoint.read_text())["epoch"] + 1 if args.checkpoint.exists() else 0
     for epoch in range(first, args.epochs):
         time.sleep(SECONDS_PER_EPOCH)
-        agree(rank, others)
+        if fails and epoch == first + 1 and rank == world_size - 1:
+            note("fail")
+            os._exit(1)
+        try:
+            agree(rank, others)
+        except OSError:
+            time.sleep(LATE if fails else 0)  # a collective of NCCL does not notice at once that a rank has died
+            raise
         if rank == 0:
             args.checkpoint.parent.mkdir(parents=True, exist_ok=True)
             temporary = args.checkpoint.with_suffix(".tmp")

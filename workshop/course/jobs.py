@@ -20,6 +20,7 @@ from workshop.check.scenarios import (
     DIRECTIVES,
     JOB,
     JOB_ELSEWHERE,
+    JOB_FAILS,
     NODE_DIES,
     REAL_JOB,
     REQUEST,
@@ -29,7 +30,8 @@ from workshop.check.scenarios import (
 )
 from workshop.check.subject import Subject
 from workshop.course.exercises import Exercise
-from workshop.course.trial import MEETING, STAND_IN, Refused, Trial
+from workshop.course.job_program import FAILS, LATE
+from workshop.course.trial import MEETING, STALL, STAND_IN, Refused, Trial
 from workshop.errors import UserError
 from workshop.slurm import cluster as practice
 from workshop.slurm.model import model
@@ -69,7 +71,7 @@ class JobBench:
         if self.exercise is None:
             return (DIRECTIVES, REQUEST, JOB)
         elsewhere = (JOB_ELSEWHERE,) if self.exercise.other_shape else ()
-        return (DIRECTIVES, REQUEST, JOB, *elsewhere, NODE_DIES, TIME_OVER, REAL_JOB)
+        return (DIRECTIVES, REQUEST, JOB, *elsewhere, NODE_DIES, TIME_OVER, JOB_FAILS, REAL_JOB)
 
     def make(self, scenario: Scenario[Any], made: Mapping[Scenario[Any], Any]) -> Any:
         """Make a scenario; see ``judge.Bench``.
@@ -84,6 +86,7 @@ class JobBench:
             JOB_ELSEWHERE: self._elsewhere,
             NODE_DIES: lambda: self._faults[0],
             TIME_OVER: lambda: self._faults[1],
+            JOB_FAILS: self._fails,
             REAL_JOB: self._real,
         }
         return makers[scenario]()
@@ -207,6 +210,16 @@ class JobBench:
         job.epochs_asked = EPOCHS
         if not job.refused:
             trial.follow(job)
+        return job
+
+    def _fails(self) -> Job:
+        """Run the script with a program whose last rank fails."""
+        trial = self._trial()
+        (trial.folder / FAILS).touch()
+        job = self._submit(trial, self._wanted, [], ["--epochs", str(LONG)])
+        if not job.refused:
+            trial.follow(job, stall=STALL + LATE)
+            job.lasted = time.time() - trial.failed_at(job)
         return job
 
     def _real(self) -> Job:

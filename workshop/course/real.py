@@ -8,6 +8,7 @@ import os
 import sys
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -67,10 +68,26 @@ def _observed(
     return RealRun(statuses, text, LIMIT, processes, (folder / checkpoint).exists())
 
 
-def spawned(script: Path, place: Path) -> RealRun:
+def spawned(script: Path, solution: Path, place: Path) -> RealRun:
     """Run a program with mp.spawn, which starts a new interpreter per process, and not with forked ranks."""
-    command = [sys.executable, script, "--nproc", 2, "--epochs", 1, "--checkpoint", CHECKPOINT]
-    return _observed(command, place / "spawned", CHECKPOINT)
+    options = ["--nproc", "2", "--epochs", "1", "--checkpoint", CHECKPOINT]
+    run = _observed([sys.executable, script, *options], place / "spawned", CHECKPOINT)
+    # Forked ranks compute bit for bit the same, and start faster.
+    folder = _forked(solution, options, "spawn", place / "solution")[1]
+    return replace(run, losses=_losses(place / "spawned"), expected=_losses(folder))
+
+
+def _losses(folder: Path) -> tuple[float, ...]:
+    """The losses of the first epoch in the log of a run."""
+    log = read_log(folder / CHECKPOINT)
+    return tuple(map(float, log[0]["losses"])) if log else ()
+
+
+def _forked(script: Path, options: Sequence[str], launch: str, folder: Path) -> tuple[int | None, Path]:
+    """Run a program with two forked ranks and without probes; return its exit status and the folder."""
+    folder.mkdir()
+    run = run_program(Program(script=script, arguments=tuple(options), launch=launch, nproc=2, scratch=folder))
+    return run.status, folder
 
 
 # ---------------------------------------------------------------- Lightning, which starts its processes itself
@@ -112,11 +129,9 @@ def kills(script: Path, exercise: Exercise, place: Path) -> Kills:
     """Kill a worker in one run and torchrun in a second run after the first epoch; let both runs train to the end."""
     options = ["--epochs", "2", "--checkpoint", CHECKPOINT]
     # The uninterrupted run, for comparison. Forked ranks compute bit for bit the same, and start faster.
-    whole = place / "uninterrupted"
-    whole.mkdir()
-    run = run_program(Program(script=script, arguments=tuple(options), launch="torchrun", nproc=2, scratch=whole))
-    if run.status != 0:
-        return Kills(run.status)
+    status, _ = _forked(script, options, "torchrun", place / "uninterrupted")
+    if status != 0:
+        return Kills(status)
     command, changes = _command(script, exercise), {"OMP_NUM_THREADS": "1"}
     if len(command) > 1:
         changes["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"  # as the solution's runner does
@@ -147,11 +162,13 @@ def _kill_worker(command: Sequence[object], changes: Mapping[str, str], place: P
         reached, workers = _first_epoch(run)
         if len(workers) != 2:
             return Killed(reached, len(workers), run.text())
+        shared = workers[1].environ().get("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "0") not in ("1", "true", "True")
         workers[1].kill()
         status = run.wait(LIMIT)
     finally:
         run.end()
-    return Killed(True, 2, run.text(), status=status, difference=_difference(status, place, run.folder))
+    gap = _difference(status, place, run.folder)
+    return Killed(True, 2, run.text(), shared_store=shared, status=status, difference=gap)
 
 
 def _kill_torchrun(command: Sequence[object], changes: Mapping[str, str], place: Path) -> Killed:

@@ -101,6 +101,10 @@ class Trial:
         ]
         job.epochs = [note["epoch"] for note in notes if note["event"] == "epoch"]
 
+    def failed_at(self, job: Job) -> float:
+        """The time at which the stand-in let its last rank fail; now, if it did not."""
+        return next((float(note["time"]) for note in self._notes(job) if note["event"] == "fail"), time.time())
+
     def _notes(self, job: Job) -> list[dict[str, Any]]:
         """Return what the processes of a job have recorded, in chronological order."""
         notes = []

@@ -95,11 +95,18 @@ MISTAKES = (
     mistake(
         "divided-by-the-wrong-number",
         ddp.METRICS,
-        ("accumulation-scale", "gradient-scale", "metric-wrong"),
+        ("accumulation-scale", "gradient-scale", "log-wrong"),
         "The loss is divided by the batches of the epoch instead of those of the step, so the gradient is too small.",
         (ddp.ACCUMULATED_LOSS, f"            {ddp.LOSS}\n"),
         (ddp.ACCUMULATED_BACKWARD, "            (loss / len(loader)).backward()\n"),
         ("losses[step] += loss.item()", "losses[step] += loss.item() / accumulate"),
+    ),
+    mistake(
+        "divided-by-the-number-of-processes",
+        ddp.METRICS,
+        "accumulation-scale",
+        "The loss is divided by the number of processes instead of the number of batches.",
+        (ddp.ACCUMULATED_LOSS, ddp.ACCUMULATED_LOSS.replace("/ accumulate ", "/ dist.get_world_size() ")),
     ),
     mistake(
         "zeroed-with-every-batch",

@@ -92,19 +92,34 @@ MISTAKES = (
     mistake(
         "loss-of-one-rank",
         ddp.SPAWN,
-        "metric-wrong",
+        "log-wrong",
         "The log has the loss over rank 0's batches instead of the global batches.",
         (ddp.REDUCE_LOSSES, ""),
     ),
     mistake(
         "throughput-of-one-rank",
         ddp.SPAWN,
-        "metric-wrong",
+        "log-wrong",
         "The samples per second of one process are reported for all of them.",
         (
             "len(losses) * args.batch_size * world_size / seconds",
             "len(losses) * args.batch_size / seconds",
         ),
+    ),
+    mistake(
+        "throughput-of-one-batch-per-step",
+        ddp.METRICS,
+        "log-wrong",
+        "A step has several batches, and the samples of one are counted.",
+        ("len(losses) * args.accumulate * args.batch_size", "len(losses) * args.batch_size"),
+    ),
+    mistake(
+        "log-of-one-process",
+        ddp.SPAWN,
+        "log-wrong",
+        "The log says that one process trains.",
+        ("processes=world_size)", "processes=1)"),
+        real=True,
     ),
     mistake(
         "f1-averaged-over-ranks",

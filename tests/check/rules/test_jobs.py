@@ -23,7 +23,7 @@ export MASTER=$(scontrol show hostnames $SLURM_JOB_NODELIST | head -1)
 export PORT=$(( 10000 + SLURM_JOB_ID % 20000 ))
 export GPUS=$(echo $CUDA_VISIBLE_DEVICES | tr , '\\n' | wc -l)
 export OMP_NUM_THREADS=2
-srun -c $SLURM_CPUS_PER_TASK bash -c 'torchrun --nnodes $SLURM_NNODES --node-rank $SLURM_NODEID --nproc_per_node $GPUS \\
+srun -K -c $SLURM_CPUS_PER_TASK bash -c 'torchrun --nnodes $SLURM_NNODES --node-rank $SLURM_NODEID --nproc_per_node $GPUS \\
     --master-addr $MASTER --master-port $PORT multigpu_torchrun.py "$@"' run "$@"
 exit
 """
@@ -142,6 +142,28 @@ MISTAKES = (
         "WORLD_SIZE is not set.",
         ("WORLD_SIZE=$SLURM_NTASKS\n", ""),
         ("MASTER_PORT WORLD_SIZE", "MASTER_PORT"),
+    ),
+    mistake(
+        "job-without-run-id",
+        LAUNCH,
+        "run-id-fixed",
+        "All jobs have the run id of torchrun's default, none.",
+        ('--rdzv-id="$SLURM_JOB_ID" ', ""),
+    ),
+    # ---- a process that fails
+    mistake(
+        "job-waits-for-a-failed-process",
+        LAUNCH,
+        "failure-waits",
+        "srun does not end the other tasks when one has failed.",
+        (TORCHRUN, TORCHRUN.replace("--kill-on-bad-exit=1 ", "")),
+    ),
+    mistake(
+        "job-plain-wait",
+        REQUEUE,
+        "failure-hidden",
+        "wait without a process always succeeds, so a failed training ends as COMPLETED.",
+        ("wait $! ", "wait "),
     ),
     # ---- a dead node, and the end of the time
     mistake(

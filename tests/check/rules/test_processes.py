@@ -137,6 +137,14 @@ MISTAKES = (
         "Without an index, each process uses the first device.",
         ("        torch.accelerator.set_device_index(local_rank)\n", ""),
     ),
+    # ---- backend-fixed
+    mistake(
+        "gloo-for-gpus",
+        ddp.SPAWN,
+        "backend-fixed",
+        "The backend of the machine without a GPU is written into the program.",
+        ("backend = dist.get_default_backend_for_device(device)", 'backend = "gloo"'),
+    ),
     # ---- port-fixed
     mistake(
         "fixed-port",

@@ -316,6 +316,17 @@ MISTAKES = (
         ("@record  # torchrun then shows the traceback of the rank that failed first\n", ""),
         real=True,
     ),
+    # ---- kept-after-error
+    mistake(
+        "group-kept-after-an-error",
+        ddp.SPAWN,
+        "kept-after-error",
+        "The group is destroyed only if the training ends well.",
+        (
+            "    try:\n        train(rank, world_size, device, args)\n    finally:\n        dist.destroy_process_group()\n",
+            "    train(rank, world_size, device, args)\n    dist.destroy_process_group()\n",
+        ),
+    ),
     # ---- random-lost
     mistake(
         "seeded-in-the-first-epoch-only",
@@ -333,6 +344,15 @@ MISTAKES = (
         "torchrun does not start the processes again when one of them dies.",
         real=True,
         runner=(("max_restarts=3", "max_restarts=0"),),
+    ),
+    # ---- store-shared
+    mistake(
+        "store-of-torchrun-shared",
+        ddp.TORCHRUN,
+        ("store-shared", "not-restarted"),
+        "Restarted workers find the addresses of dead ones in the store: some restarts fail.",
+        real=True,
+        runner=(("export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1\n", ""),),
     ),
 )
 

@@ -50,6 +50,7 @@ class Stopped(Event):  # the check ended the process, because it had seen enough
 
 
 class Joining(Event):  # ``init_process_group`` was called
+    backend: str | None  # None: the program left the choice to torch
     init_method: str
     world_size: object
     address: str | None

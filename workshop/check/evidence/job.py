@@ -49,6 +49,7 @@ class Job:
     launchers: dict[str, int] | None = None  # by node: the torchruns there when it stalled; None: it did not stall
     commands: list[list[str]] = field(default_factory=list)  # the command lines of these torchruns
     fault: str = ""  # what the check did: the node that it killed or the signal that it sent; "": nothing
+    lasted: float = 0.0  # seconds from the failure that the check caused to the end of the job
     before: int = 0  # number of epochs that it had trained when Slurm restarted it
     processes: int = 0  # according to the log of its training; 0: there is no log
 

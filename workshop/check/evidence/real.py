@@ -28,6 +28,8 @@ class RealRun(_Printed):
     limit: float  # their time limit, in seconds
     processes: tuple[int, ...]  # number of processes in each epoch of the log
     checkpoint: bool  # whether there is a checkpoint at the end
+    losses: tuple[float, ...] = ()  # of each step of the first epoch in the log
+    expected: tuple[float, ...] = ()  # those of the solution
 
 
 @dataclass(frozen=True)
@@ -37,6 +39,7 @@ class Killed(_Printed):
     reached: bool  # whether it reached the end of the first epoch
     workers: int  # number of processes that torchrun had started then
     text: str  # what it printed
+    shared_store: bool = False  # torchrun shares its store with the workers
     orphans: int = 0  # number of workers that still ran five seconds after torchrun was killed
     status: int | None = None  # of the run or, if torchrun was killed, of the next start; None: time limit exceeded
     # The largest difference to the checkpoint of an uninterrupted run; infinity: other tensors; None: no checkpoint, or failed.

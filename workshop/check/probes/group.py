@@ -62,7 +62,9 @@ class Groups(Probe):
     def _init(self, original: Function, *args: Any, **kwargs: Any) -> Any:
         with self.recorder.guard:
             size = kwargs.get("world_size", os.environ.get("WORLD_SIZE"))
+            backend = kwargs.get("backend", args[0] if args else None)
             joining = Joining(
+                backend=None if backend is None else str(backend),
                 init_method=str(kwargs.get("init_method") or (args[1] if len(args) > 1 else None)),
                 world_size=size if isinstance(size, (int, str, NoneType)) else str(size),
                 address=os.environ.get("MASTER_ADDR"),

@@ -103,10 +103,6 @@ class Models(Probe):
     @around(DistributedDataParallel, "__init__")
     def _wrap(self, original: Function, ddp: Any, module: nn.Module, *args: Any, **kwargs: Any) -> None:
         self.note_here(Wrapped())
-        # The GPU that the program chose is hidden from it, and on the CPU device_ids and output_device must be None.
-        if all(parameter.device.type == "cpu" for parameter in module.parameters()):
-            args = (None, None, *args[2:])[: len(args)]
-            kwargs |= dict.fromkeys(kwargs.keys() & {"device_ids", "output_device"})
         with self.recorder.quietly():
             original(ddp, module, *args, **kwargs)
 

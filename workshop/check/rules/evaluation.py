@@ -4,10 +4,13 @@ import itertools
 from collections import Counter
 
 from workshop.check.evidence.events import Evaluated, LoaderStarted, Reported
+from workshop.check.evidence.real import RealRun
 from workshop.check.evidence.run import Run
+from workshop.check.rules.ending import crash
+from workshop.check.rules.gradients import gradients_differ, weights_differ
 from workshop.check.rules.processes import no_group, wrong_group
 from workshop.check.rules.rule import NotJudged, Said, Seen, rule
-from workshop.check.scenarios import WHOLE
+from workshop.check.scenarios import SPAWNED, WHOLE
 
 EXACT = 1e-6  # a reported accuracy that is further from the true one is wrong
 METRIC = 1e-4  # the same for other metrics
@@ -57,8 +60,8 @@ def evaluation_repeated(run: Run) -> Said:
 
 
 @rule(
-    why="The reported value does not cover all samples of all ranks.",
-    fix="Sum the counts and the samples per second over all ranks with all_reduce; average losses with ReduceOp.AVG.",
+    why="The reported metric does not cover all test samples.",
+    fix="Sum the counts over all ranks with all_reduce, and compute the metric from these sums.",
     needs=(Reported,),
     after=(no_group, wrong_group),
 )
@@ -74,16 +77,37 @@ def _figures(report: Reported) -> dict[str, float]:
     return report.metrics if report.accuracy is None else {"accuracy": report.accuracy, **report.metrics}
 
 
-@metric_wrong.also(WHOLE, needs=(Reported,), after=(no_group, wrong_group), figures=True)
-def figure_is_not_the_true_one(run: Run) -> Said:
-    """A reported figure does not cover all samples of all ranks."""
+@metric_wrong.also(WHOLE, needs=(Reported,), after=(no_group, wrong_group, gradients_differ, weights_differ))
+def metric_is_not_the_true_one(run: Run) -> Said:
+    """A reported metric is not that of the model on all test samples."""
     reports = list(run.all(Reported))
     if any(metric_wrong.detectors[0].function(run)):
         return  # a missing metric comes first
     if reports and reports[0].failed:
         yield NotJudged(f"the reported figures ({reports[0].failed})", goal=False)
-    if seen := _metric(reports) or _losses(run, reports) or _throughput(run, reports):
+    if seen := _metric(reports):
         yield Seen(seen, reports[0].where)
+
+
+@rule(
+    why="The log does not show the training of all ranks together.",
+    fix="Average the losses with all_reduce and ReduceOp.AVG; count the samples of all batches of a step, on all ranks.",
+    needs=(Reported,),
+    after=(no_group, wrong_group),
+    figures=True,
+)
+def log_wrong(run: Run) -> Said:
+    """A reported loss is not the mean over all ranks, or the samples per second are not those of all ranks."""
+    reports = list(run.all(Reported))
+    if seen := _losses(run, reports) or _throughput(run, reports):
+        yield Seen(seen, reports[0].where)
+
+
+@log_wrong.also(SPAWNED, after=(crash,))
+def number_of_processes_is_wrong(run: RealRun) -> Said:
+    """The log names a different number of processes than 2, the number that the check asks for."""
+    if run.processes and set(run.processes) != {2} and not any(run.statuses):
+        yield Seen(f"2 processes train, and the log says {run.processes[0]}: EpochLog(..., processes=world_size)")
 
 
 def _metric(reports: list[Reported]) -> str:
@@ -132,5 +156,8 @@ def _throughput(run: Run, reports: list[Reported]) -> str:
     if not ratios or (max(ratios) >= 0.66 and min(ratios) <= 1.6):
         return ""
     middle = sorted(ratios)[len(ratios) // 2]
-    hint = " (about those of one rank)" if abs(middle - 1 / run.nproc) < 0.15 and run.nproc > 1 else ""
+    counted = {"those of one rank": run.nproc, "those of one batch per step": run.accumulate}
+    near = {what: abs(middle * count - 1) for what, count in counted.items() if count > 1}
+    what = min(near, key=lambda each: near[each], default="")
+    hint = f" (about {what})" if what and near[what] < 0.2 else ""
     return f"the reported samples per second are {middle:.2f} times those of all {run.nproc} processes together{hint}"

@@ -140,20 +140,30 @@ def against_one_process(run: Run, single: Run) -> Told:
     return []
 
 
-def _other_step(run: Run, number: int, step: Step, alone: Step) -> list[tuple[Rule, Seen]]:
+def _other_step(run: Run, number: int, step: Step, alone: Step) -> Told:
     """How a step differs from that of one process on the same samples."""
     one, two = step.before, alone.before
-    seen, about = "", differs_from_one_process
+    seen = ""
     factor = ratio(one.gradients, two.gradients)
     if factor is not None and abs(factor - 1) > 0.03:
-        accumulated = run.accumulate > 1 and abs(factor - run.accumulate) < 0.1 * run.accumulate
-        about = RULES["accumulation-scale"] if accumulated else gradient_scale
-        seen = f"the gradient of step {number} is {factor:.2f} times that of one process on the same samples"
-    elif number == 1 and factor is None and difference(one.gradients, two.gradients) > 0.02:
+        return [_scaled(run, number, factor, step.backwards[-1].where if step.backwards else one.where)]
+    if number == 1 and factor is None and difference(one.gradients, two.gradients) > 0.02:
         which = listed(different_names(one.gradients, two.gradients, one.names))
         seen = f"on the same samples the gradient of step 1 differs from that of one process ({which})"
     elif one.rates != two.rates:
         seen = f"the learning rate is {one.rates} with {run.nproc} processes and {two.rates} with one"
     elif step.after and alone.after and difference(step.after.weights, alone.after.weights) > 0.05:
         seen = f"on the same samples the parameters after step {number} differ from those of one process"
-    return [(about, Seen(seen, one.where))] if seen else []
+    return [(differs_from_one_process, Seen(seen, one.where))] if seen else []
+
+
+def _scaled(run: Run, number: int, factor: float, where: str) -> tuple[Rule, Seen]:
+    """Which number the loss was divided by, if its gradient is a multiple of that of one process."""
+    seen = f"the gradient of step {number} is {factor:.2f} times that of one process on the same samples"
+    divided = run.accumulate / factor
+    if run.accumulate > 1 and abs(divided - 1) < 0.1:
+        return RULES["accumulation-scale"], Seen(f"{seen}: the sum over its {run.accumulate} batches", where)
+    if run.accumulate > 1 and abs(divided - run.nproc) < 0.1:
+        by = f"by {run.nproc}, the number of processes, and not by {run.accumulate}, the number of batches"
+        return RULES["accumulation-scale"], Seen(f"{seen}: the loss is divided {by}", where)
+    return gradient_scale, Seen(seen, where)

@@ -10,7 +10,7 @@ from workshop.check.rules.processes import device_index, no_group, port_fixed, w
 from workshop.check.rules.restart import epoch_repeated, never_resumes, resume_fails
 from workshop.check.rules.rule import Makes, Said, Seen, Told, also, if_first, rule
 from workshop.check.rules.words import plural
-from workshop.check.scenarios import DIRECTIVES, JOB, JOB_ELSEWHERE, NODE_DIES, REAL_JOB, REQUEST, TIME_OVER
+from workshop.check.scenarios import DIRECTIVES, JOB, JOB_ELSEWHERE, JOB_FAILS, NODE_DIES, REAL_JOB, REQUEST, TIME_OVER
 
 
 @rule(
@@ -38,7 +38,7 @@ def job_refused(script: Request | Job) -> Said:
         yield Seen(f"Slurm rejects the script: {script.refused}")
 
 
-for _scenario in (JOB, JOB_ELSEWHERE, NODE_DIES, TIME_OVER, REAL_JOB):
+for _scenario in (JOB, JOB_ELSEWHERE, JOB_FAILS, NODE_DIES, TIME_OVER, REAL_JOB):
     job_refused.also(_scenario)(job_refused.detectors[0].function)
 
 
@@ -342,6 +342,48 @@ def log_overwritten(job: Job) -> Said:
     """The second start overwrites the log of the first."""
     if job.restarts and job.options.get("open-mode") != "a":
         yield Seen("the second start overwrites the log of the first")
+
+
+@rule(
+    why="A job that has failed but counts as COMPLETED starts the jobs that depend on it, and nobody sees the failure.",
+    fix="End the script with the exit status of srun: `set -e`, and `wait $!` for a srun in the background (plain `wait` is 0).",
+    runs=JOB_FAILS,
+    after=(job_refused,),
+)
+def failure_hidden(job: Job) -> Said:
+    """One process failed, and Slurm counts the job as completed."""
+    if job.state == "COMPLETED":
+        yield Seen("the check let one process fail, and Slurm still counts the job as COMPLETED, with exit status 0")
+
+
+@rule(
+    why="When one process has failed, the others wait for it, often until the time limit; you pay for their nodes.",
+    fix="Start srun with --kill-on-bad-exit=1: when one task fails, srun ends all others.",
+    runs=JOB_FAILS,
+    after=(job_refused,),
+)
+def failure_waits(job: Job) -> Said:
+    """After one process failed, the job went on until the others noticed it."""
+    if job.lasted > 7:
+        yield Seen(
+            f"the check let one process fail; the others waited for it, and the job ended {job.lasted:.0f} s later"
+        )
+
+
+@rule(
+    why="torchrun puts all agents with the same run id and endpoint into one group, so two jobs could disturb each other.",
+    fix='Pass --rdzv-id="$SLURM_JOB_ID" to torchrun.',
+    runs=(JOB, JOB_ELSEWHERE),
+    after=(job_refused, meeting_place, shape_fixed),
+)
+def run_id_fixed(job: Job, other: Job) -> Said:
+    """Two jobs have the same run id of torchrun."""
+    ids = [
+        {start.environment.get("TORCHELASTIC_RUN_ID") for start in each.starts if "c10d" in " ".join(start.launcher)}
+        for each in (job, other)
+    ]
+    for name in sorted(map(str, ids[0] & ids[1])):
+        yield Seen(f"two jobs have the run id {name}")
 
 
 @also(crash, runs=REAL_JOB, after=(job_refused,), active=True)

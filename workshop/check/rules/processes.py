@@ -2,6 +2,7 @@
 
 import itertools
 import re
+from itertools import islice
 
 from workshop.check.evidence.events import Backward, DeviceChosen, GroupDestroyed, Joined, Joining, Started, StoreOpened
 from workshop.check.evidence.run import Process, Run
@@ -99,7 +100,7 @@ def device_index(run: Run) -> Said:
                 yield Seen(f"{machines}, {who} asks for device {event.index}", event.where)
                 return
     if run.processes and not any(run.all(DeviceChosen)):
-        yield Seen("with two devices per machine, no process chooses one, so all use the first")
+        yield Seen("with two devices per machine, no process chooses one: all use the first, or the CPU")
 
 
 @rule(
@@ -125,6 +126,21 @@ def device_shared(run: Run) -> Said:
             yield Seen(f"on a machine with {run.nproc} devices, {both}{never}", where)
             return
         used[index] = process
+
+
+@rule(
+    why="gloo copies the tensors of GPUs to the CPU and back; NCCL communicates between the GPUs directly, many times as fast.",
+    fix="Let torch choose: init_process_group(dist.get_default_backend_for_device(device), ...), or no backend at all.",
+    runs=DEVICES,
+    after=(no_group, wrong_group),
+)
+def backend_fixed(run: Run) -> Said:
+    """On a machine with GPUs the group uses gloo."""
+    for event in islice((each for each in run.all(Joining) if each.backend == "gloo"), 1):
+        yield Seen(f"on a machine with {run.nproc} devices, the group still uses gloo", event.where)
+
+
+backend_fixed.also(TWO_NODES)(backend_fixed.detectors[0].function)
 
 
 @rule(
