@@ -20,7 +20,6 @@ from workshop.run.imports import no_collections
 # What the check can never judge of a program that it does not know.
 UNCHECKED = (
     "the numbers that it prints (the check does not know what they mean)",
-    "whether one process computes the same",
     "a real launcher: kill -9, a second machine",
 )
 NEEDED = ("psutil", "rich", "click")  # packages that the check imports, besides torch

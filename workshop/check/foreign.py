@@ -5,6 +5,7 @@ import importlib
 import itertools
 import os
 import re
+import secrets
 import shlex
 import shutil
 import socket
@@ -15,12 +16,21 @@ from pathlib import Path
 from typing import Any
 
 from workshop.check.bench import ProgramBench
-from workshop.check.evidence.events import CheckpointCalled, FileRenamed, FileWritten, Joined, Loaded, Saved
+from workshop.check.comparing import keep, replace
+from workshop.check.evidence.events import (
+    BatchLoaded,
+    CheckpointCalled,
+    FileRenamed,
+    FileWritten,
+    Joined,
+    Loaded,
+    Saved,
+)
 from workshop.check.evidence.run import Run
 from workshop.check.folder import copy_folder
 from workshop.check.judge import Made
 from workshop.check.probes import Recorder
-from workshop.check.scenarios import SPLIT, WHOLE, Scenario, Split, Unavailable
+from workshop.check.scenarios import COMPARED, SPLIT, WHOLE, Compared, Scenario, Split, Unavailable
 from workshop.check.start import USUAL, Start
 from workshop.check.subject import Subject
 from workshop.run.stillness import Patience
@@ -51,7 +61,7 @@ class Wishes:
 
 
 class OwnersBench(ProgramBench):
-    """Makes WHOLE and SPLIT of a program, given the command that starts it; ``place`` is an empty folder."""
+    """Makes WHOLE, COMPARED and SPLIT of a program, given the command that starts it; ``place`` is an empty folder."""
 
     def __init__(
         self, subject: Subject, start: Start, *, on_cpu: bool, place: Path, original: Path, wishes: Wishes = Wishes()
@@ -66,11 +76,11 @@ class OwnersBench(ProgramBench):
     @property
     def offers(self) -> tuple[Scenario[Any], ...]:
         """The scenarios that it can make, in the order in which they are made."""
-        return (WHOLE, SPLIT)
+        return (WHOLE, COMPARED, SPLIT)
 
     def makers(self) -> dict[Scenario[Any], Callable[[Made], object]]:
         """Map each scenario to the function that makes it from the earlier ones."""
-        return {WHOLE: lambda made: self._whole(), SPLIT: self._split}
+        return {WHOLE: lambda made: self._whole(), COMPARED: self._compare, SPLIT: self._split}
 
     def folder(self) -> Path:
         """Create a copy of the program's folder for a run."""
@@ -92,10 +102,14 @@ class OwnersBench(ProgramBench):
             original=self.original,
             module=self.start.target if self.start.is_module else "",
             variables=self.start.variables,
-            nodes=self.start.nodes,
             port=_free_port(),
             gpus=self.gpus,
-            **{"steps": self.wishes.steps or STEPS, "at_once": self.wishes.steps is not None, **changes},
+            **{
+                "steps": self.wishes.steps or STEPS,
+                "at_once": self.wishes.steps is not None,
+                "nodes": self.start.nodes,
+                **changes,
+            },
         )
         if self.launch == "spawn":
             sizes = [event.world_size for event in run.all(Joined)]
@@ -123,6 +137,18 @@ class OwnersBench(ProgramBench):
             return run  # it trains with one process
         self.launch, self.nproc = "torchrun", int(asked.read_text())
         return self._run(self.folder())
+
+    def _compare(self, made: Made) -> Compared:
+        """Run two steps with all processes, and with one that gets the batches of all of them."""
+        whole: Run = made[WHOLE]
+        if whole.failed or whole.nproc < 2 or not any(whole.all(BatchLoaded)):
+            raise Unavailable(f"{COMPARED.title}: the check needs batches from a DataLoader" if whole.nproc > 1 else "")
+        kept = self.place / "batches"
+        # A program without seeds also begins both runs with the same parameters.
+        alike: dict[str, Any] = {"steps": 2, "at_once": True, "entropy": secrets.randbelow(2**31)}
+        several = self._run(self.folder(), before=keep(kept), **alike)
+        single = self._run(self.folder(), nproc=1, nodes=1, before=replace(kept, whole.nproc), **alike)
+        return Compared(several, single)
 
     def _split(self, made: Made) -> Split:
         """Kill the program in the step after its first checkpoint, and start it again in the same folder."""

@@ -72,6 +72,7 @@ class Program:
     variables: dict[str, str] = field(default_factory=dict)  # for its environment
     steps: int | None = None  # after this number of optimizer steps the run is stopped
     at_once: bool = False  # also if it is a short run
+    entropy: int = 0  # seeds the random states of the processes; 0: they are new in each run
     port: int = 0  # a free port, for launchers that do not choose one
     gpus: int | None = (
         None  # the number of GPUs that the program is told; its tensors stay on the CPU. None: the real number
@@ -169,11 +170,14 @@ def _launch(program: Program) -> int:
     tempfile.tempdir = None
     sys.dont_write_bytecode = True
     torch.set_num_threads(1)
-    _fork_in_place_of_spawn()
+    _fork_in_place_of_spawn(program.entropy)
     gpus = program.nproc // program.nodes if program.devices else program.gpus
     if gpus is not None and (program.devices or program.on_cpu):
         cuda_on_cpu.install(gpus)
-    return _run(program) if program.launch in ("single", "spawn") else _ranks(program)
+    if program.launch not in ("single", "spawn"):
+        return _ranks(program)
+    renew_random_state(program.entropy)
+    return _run(program)
 
 
 def _ranks(program: Program) -> int:
@@ -210,6 +214,7 @@ def _rank(program: Program, rank: int, port: int) -> int:
     if program.launch == "deepspeed":
         program = replace(program, arguments=(f"--local_rank={rank % local}", *program.arguments))
     _prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    renew_random_state(program.entropy and program.entropy + rank)
     return _run(program)
 
 
@@ -263,23 +268,31 @@ LAUNCHERS: dict[str, Callable[[Program, int, int, int], dict[str, str]]] = {
 }
 
 
-def renew_random_state() -> None:
-    """Seed torch (on all devices), NumPy and ``random`` from fresh entropy, as a new interpreter does."""
-    torch.seed()
+def renew_random_state(entropy: int) -> None:
+    """Seed torch (on all devices), NumPy and ``random``: with 0 from fresh entropy, as a new interpreter does."""
+    if entropy:
+        torch.manual_seed(entropy)
+    else:
+        torch.seed()
     if numpy := sys.modules.get("numpy"):
-        numpy.random.seed()
-    random.seed()
+        numpy.random.seed(entropy or None)
+    random.seed(entropy or None)
 
 
 class SpawnedProcess(multiprocessing.context.ForkProcess):
     """A forked process in place of a new interpreter, with its own random state."""
 
+    entropy = 0
+    started = 0  # by this process; mp.spawn starts rank 0 first
+
     @staticmethod  # multiprocessing calls it with a process of a different class
     def _Popen(process: Any) -> Popen:
-        bootstrap = process._bootstrap
+        bootstrap, own = process._bootstrap, SpawnedProcess
+        entropy = own.entropy and own.entropy + own.started
+        own.started += 1
 
         def renewed(*args: Any, **kwargs: Any) -> Any:
-            renew_random_state()
+            renew_random_state(entropy)
             return bootstrap(*args, **kwargs)
 
         process._bootstrap = renewed
@@ -295,8 +308,9 @@ class SpawnContext(multiprocessing.context.ForkContext):
     Process = SpawnedProcess
 
 
-def _fork_in_place_of_spawn() -> None:
+def _fork_in_place_of_spawn(entropy: int) -> None:
     """Let the start methods "spawn" and "forkserver" fork; keep the default of this system."""
+    SpawnedProcess.entropy = entropy
     contexts: dict[str, Any] = multiprocessing.context._concrete_contexts  # type: ignore[attr-defined]
     default: Any = multiprocessing.context._default_context
     for name in ("spawn", "forkserver"):
@@ -309,7 +323,6 @@ def _fork_in_place_of_spawn() -> None:
 def _run(program: Program) -> int:
     """Run the program as ``__main__`` in this process, to its end; return its exit status."""
     torch.set_num_threads(1)  # after the fork, creates the thread pool before threads of autograd do, which collide
-    renew_random_state()
     recorder = Recorder(program.folder, program.script, program.scratch, program.original and program.scratch)
     recorder.original = program.original
 

@@ -29,6 +29,14 @@ class Split:
     second: Run
 
 
+@dataclass(frozen=True)
+class Compared:
+    """Two runs with the same global batches, and without chance."""
+
+    several: Run
+    single: Run  # with one process
+
+
 class Unavailable(Exception):
     """A bench cannot make a scenario here; the message says why, as in "not checked: MESSAGE"."""
 
@@ -36,6 +44,7 @@ class Unavailable(Exception):
 # Of any program, with forked ranks.
 WHOLE: Scenario[Run] = Scenario("whole", "the run")
 SPLIT: Scenario[Split] = Scenario("split", "whether a second start resumes from the checkpoint")
+COMPARED: Scenario[Compared] = Scenario("compared", "whether one process computes the same")
 # Of exercises that train for epochs.
 SINGLE: Scenario[Run] = Scenario("single", "whether one process computes the same")
 DEVICES: Scenario[Run] = Scenario("devices", "which device each process uses")

@@ -122,6 +122,11 @@ class Backward(Event):  # one backward pass
     random: int  # a checksum of the random state of torch
 
 
+class LossComputed(Event):  # a cross entropy with gradients
+    targets: int  # number of targets that count
+    mean: float  # over them
+
+
 class Evaluated(Event):  # a forward pass without a backward pass
     forward: Forward
 

@@ -13,6 +13,7 @@ from workshop.check.probes.fsdp import Sharding
 from workshop.check.probes.group import Collectives, Groups
 from workshop.check.probes.layers import Activations, Layers
 from workshop.check.probes.lightning import Lightning, PytorchLightning
+from workshop.check.probes.losses import Losses
 from workshop.check.probes.models import Models
 from workshop.check.probes.probe import Probe
 from workshop.check.probes.process import Processes
@@ -25,7 +26,7 @@ __all__ = ["ALWAYS", "PROBES", "Probe", "Recorder", "probes_for"]
 
 # In the order of installation: the probes that are always installed, those that a rule needs, those of libraries.
 ALWAYS: tuple[type[Probe], ...] = (Processes, Devices, Groups, Collectives, Models, Samples, Steps, Files, Compiling)
-_OTHERS = (Schedules, Layers, HostSync, Sharding, Clipping, Checkpoints, Weights, Activations)
+_OTHERS = (Schedules, Losses, Layers, HostSync, Sharding, Clipping, Checkpoints, Weights, Activations)
 _LIBRARIES = (Lightning, PytorchLightning, Accelerators, Engine)
 PROBES: tuple[type[Probe], ...] = (*ALWAYS, *_OTHERS, *_LIBRARIES)
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 # Within a goal, findings are shown in this order.
 FAMILIES = ("lightning", "accelerate", "processes", "collectives", "ending", "files",
-            "learning", "gradients", "samples", "seeds", "accumulation", "evaluation", "speed", "restart",
+            "learning", "gradients", "comparison", "samples", "seeds", "accumulation", "evaluation", "speed", "restart",
             "sharding", "checkpoints", "memory", "deepspeed", "jobs")  # fmt: skip
 
 for _family in FAMILIES:

@@ -3,9 +3,9 @@
 import itertools
 from collections import Counter
 
-from workshop.check.evidence.events import Evaluated, LoaderStarted, Reported
+from workshop.check.evidence.events import Backward, Collective, Evaluated, LoaderStarted, Reported
 from workshop.check.evidence.real import RealRun
-from workshop.check.evidence.run import Run
+from workshop.check.evidence.run import Process, Run
 from workshop.check.rules.ending import crash
 from workshop.check.rules.gradients import gradients_differ, weights_differ
 from workshop.check.rules.processes import no_group, wrong_group
@@ -87,6 +87,43 @@ def metric_is_not_the_true_one(run: Run) -> Said:
         yield NotJudged(f"the reported figures ({reports[0].failed})", goal=False)
     if seen := _metric(reports):
         yield Seen(seen, reports[0].where)
+
+
+@rule(
+    why="The metric is that of one rank's part: what is printed, and each decision by it, differs from rank to rank.",
+    fix="Sum the counts over all ranks with all_reduce, then compute the metric; in Lightning: self.log(..., sync_dist=True).",
+    after=(no_group, wrong_group),
+    anywhere=True,
+)
+def metric_of_one_rank(run: Run) -> Said:
+    """Each rank evaluates its own part of a data set, and no collective follows before the next step."""
+    parts = [process.evaluations[0] if process.evaluations else [] for process in run.ranks]
+    if len(parts) < 2 or not all(parts) or run.failed or set.intersection(*map(set, parts)):
+        return
+    if any(_exchanged(process) for process in run.ranks) or not any(map(_from_a_loader, run.ranks)):
+        return
+    shown = " and ".join(f"{len(part):,}" for part in parts[:4])
+    seen = f"the ranks evaluate {shown} different samples, and no collective adds up the results"
+    yield Seen(seen, run.where(Evaluated))
+
+
+def _from_a_loader(process: Process) -> bool:
+    """Whether the evaluated samples come from a loader that no step uses."""
+    trained = {each.forward.loader for each in process.of(Backward) if each.forward}
+    return any(each.forward.loader and each.forward.loader not in trained for each in process.of(Evaluated))
+
+
+def _exchanged(process: Process) -> bool:
+    """Whether the rank exchanges a value between an evaluation and the step after it."""
+    evaluated = False
+    for _, event in process.events:
+        if isinstance(event, Evaluated):
+            evaluated = True
+        elif isinstance(event, Backward):
+            evaluated = False
+        elif isinstance(event, Collective) and evaluated and "barrier" not in event.name:
+            return True
+    return False
 
 
 @rule(

@@ -4,10 +4,19 @@ from collections import Counter
 from functools import partial
 from itertools import pairwise
 
-from workshop.check.evidence.events import Backward, Collective, LayersSeen, StepBegun, UnevenJoined, Wrapped
+from workshop.check.evidence.events import (
+    Backward,
+    Collective,
+    LayersSeen,
+    LossComputed,
+    StepBegun,
+    UnevenJoined,
+    Wrapped,
+)
 from workshop.check.evidence.run import Process, Run, Step
 from workshop.check.evidence.sketches import CLOSE, difference, different_names, ratio
 from workshop.check.rules.learning import of_steps
+from workshop.check.rules.processes import no_group, wrong_group
 from workshop.check.rules.rule import RULES, Makes, NotJudged, Rule, Said, Seen, Told, findings, rule
 from workshop.check.rules.words import listed
 from workshop.check.scenarios import SINGLE, WHOLE
@@ -167,3 +176,47 @@ def _scaled(run: Run, number: int, factor: float, where: str) -> tuple[Rule, See
         by = f"by {run.nproc}, the number of processes, and not by {run.accumulate}, the number of batches"
         return RULES["accumulation-scale"], Seen(f"{seen}: the loss is divided {by}", where)
     return gradient_scale, Seen(seen, where)
+
+
+@rule(
+    why="DDP averages the means of the ranks, so a target on a rank with few of them counts more than on a rank with many.",
+    fix="Divide the sum of the losses by the number of targets of the whole step (all_reduce it), times the number of processes, "
+    "because DistributedDataParallel divides by that.",
+    needs=(LossComputed,),
+    after=(no_group, wrong_group),
+    anywhere=True,
+)
+def mean_of_means(run: Run) -> Said:
+    """Each loss is the mean over its own targets, whose numbers differ within the step."""
+    together = list(zip(*(_weighted(process) for process in run.trained), strict=False))
+    steps = [[each for backwards in step for each in backwards] for step in together]
+    uneven = [step for step in steps if step and _equal_weights(step)]
+    if len(uneven) > len(steps) / 2:
+        counts = [loss.targets for loss, _ in uneven[0]]
+        seen = f"in a step the means are over {min(counts):,} to {max(counts):,} targets, and all have the same weight"
+        yield Seen(seen, uneven[0][0][0].where)
+
+
+def _weighted(process: Process) -> list[list[tuple[LossComputed, float]]]:
+    """For each step, the cross entropies of its backward passes, each with the factor from its mean to the loss."""
+    steps: list[list[tuple[LossComputed, float]]] = []
+    losses: list[LossComputed] = []
+    step: list[tuple[LossComputed, float]] = []
+    for _, event in process.events:
+        if isinstance(event, LossComputed):
+            losses.append(event)
+        elif isinstance(event, Backward):
+            if len(losses) == 1 and event.loss is not None and losses[0].mean:
+                step.append((losses[0], event.loss / losses[0].mean))
+            losses = []
+        elif isinstance(event, StepBegun):
+            steps.append(step)
+            step = []
+    return steps
+
+
+def _equal_weights(step: list[tuple[LossComputed, float]]) -> bool:
+    """Whether means over different numbers of targets have the same weight."""
+    counts = [loss.targets for loss, _ in step]
+    factors = [factor for _, factor in step]
+    return max(counts) > 1.05 * min(counts) and max(factors) - min(factors) < 0.001 * abs(max(factors))

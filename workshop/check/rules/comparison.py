@@ -1,0 +1,95 @@
+"""Whether any program computes with several processes what it computes with one on the same global batches."""
+
+from collections import Counter
+from itertools import pairwise
+
+from workshop.check.evidence.events import Backward, Collective, StepBegun
+from workshop.check.evidence.run import Process
+from workshop.check.evidence.sketches import CLOSE, difference, different_names, ratio
+from workshop.check.rules.gradients import gradient_scale, gradients_differ, mean_of_means, weights_differ
+from workshop.check.rules.rule import NotJudged, Said, Seen, rule
+from workshop.check.rules.words import listed
+from workshop.check.scenarios import COMPARED, Compared
+
+SAME = 0.01  # relative difference of gradients that rounding explains
+AFTER = (gradients_differ, weights_differ, mean_of_means)
+
+
+@gradient_scale.also(COMPARED, active=True, after=AFTER)
+def scaled(compared: Compared) -> Said:
+    """The gradient of the first step is a multiple of that of one process."""
+    factor, where = _factor(compared)
+    if factor is not None and abs(factor - 1) > 0.03:
+        yield Seen(f"the gradient of step 1 is {factor:.2f} times that of one process on the same samples", where)
+
+
+@rule(
+    why="The loss compares samples of all ranks, so its gradient must be that of one process with all these samples.",
+    fix="Gather with torch.distributed.nn.functional.all_gather, which returns gradients to the other ranks; labels begin "
+    "at rank * batch size.",
+    runs=COMPARED,
+    after=AFTER,
+    anywhere=True,
+)
+def gathered_loss(compared: Compared) -> Said:
+    """The ranks exchange values before backward(), and the gradient is not that of one process."""
+    if _exchanges(compared.several.trained):
+        yield from _different(compared)
+
+
+@rule(
+    why="The result depends on the number of processes. (A loss may be meant to compare only the samples of its rank.)",
+    fix="Compare the loss and its gradient with those of one process that has the same global batch.",
+    runs=COMPARED,
+    after=AFTER,
+    hint=True,
+    anywhere=True,
+)
+def depends_on_processes(compared: Compared) -> Said:
+    """The gradient is not that of one process, and no multiple of it."""
+    if reason := _incomparable(compared):
+        yield NotJudged(f"{COMPARED.title}: {reason}", goal=False)
+    elif not _exchanges(compared.several.trained):
+        yield from _different(compared)
+
+
+def _incomparable(compared: Compared) -> str:
+    """Why the gradients of several processes cannot be compared with those of one; "" if they can be."""
+    several, single = compared.several.trained, compared.single.trained
+    if not several or len(single) != 1 or compared.several.failed or compared.single.failed:
+        return "it does not train with one process"
+    ours, alone = several[0].steps[0], single[0].steps[0]
+    if ours.before.sharded or alone.before.sharded:
+        return "each process has only a part of the gradients"
+    if difference(ours.before.weights, alone.before.weights) > CLOSE:
+        return "with one process it begins with different parameters"
+    rows = [Counter(row for process in ranks for row in process.steps[0].rows) for ranks in (several, single)]
+    if not rows[0] or rows[0] != rows[1] or len(ours.backwards) != len(alone.backwards):
+        return "with one process a step has different samples"
+    return ""
+
+
+def _factor(compared: Compared) -> tuple[float | None, str]:
+    """The factor between the gradients of step 1, and the line of backward()."""
+    if _incomparable(compared):
+        return None, ""
+    ours, alone = (run.trained[0].steps[0] for run in (compared.several, compared.single))
+    return ratio(ours.before.gradients, alone.before.gradients), ours.backwards[-1].where
+
+
+def _different(compared: Compared) -> Said:
+    factor, where = _factor(compared)
+    if _incomparable(compared) or factor is not None:
+        return
+    ours, alone = (run.trained[0].steps[0].before for run in (compared.several, compared.single))
+    if difference(ours.gradients, alone.gradients) > SAME:
+        which = listed(different_names(ours.gradients, alone.gradients, ours.names))
+        yield Seen(f"on the same samples the gradient of step 1 differs from that of one process ({which})", where)
+
+
+def _exchanges(ranks: list[Process]) -> bool:
+    """Whether a collective is called after the first step and before the next backward pass."""
+    for process in ranks[:1]:
+        kinds = [type(event) for _, event in process.events if isinstance(event, Backward | Collective | StepBegun)]
+        return StepBegun in kinds and (Collective, Backward) in pairwise(kinds[kinds.index(StepBegun) :])
+    return False

@@ -1,0 +1,97 @@
+"""Let a step be the same for several ranks with their batches and for one process with the joined batch.
+
+Random numbers are the same for each sample of a batch, dropout changes nothing, BatchNorm uses its running statistics, and
+autocast is off. What remains different is the work of the program: its loss, and what it does with the gradients.
+"""
+
+from collections.abc import Callable
+from itertools import count
+from typing import Any
+
+import torch
+from torch.nn import functional as F
+
+
+def tame() -> None:
+    """Replace the random functions of torch in this process."""
+    number = count(1)
+    rand, randn, randint = torch.rand, torch.randn, torch.randint
+
+    def same_for_all(shape: Any, draw: Callable[..., torch.Tensor], **options: Any) -> torch.Tensor:
+        """Return random numbers of this shape that are the same for each index of the first dimension."""
+        sizes = tuple(shape)
+        generator = torch.Generator().manual_seed(next(number))
+        one = draw(sizes[1:], generator)
+        kept = {name: options[name] for name in ("dtype", "requires_grad") if options.get(name) is not None}
+        whole = one.expand(sizes).clone() if sizes else one
+        return whole.to(kept.get("dtype", whole.dtype)).requires_grad_(kept.get("requires_grad", False))
+
+    def uniform(*shape: Any, **options: Any) -> torch.Tensor:
+        return same_for_all(_shape(shape, options), lambda sizes, by: rand(sizes, generator=by), **options)
+
+    def normal(*shape: Any, **options: Any) -> torch.Tensor:
+        return same_for_all(_shape(shape, options), lambda sizes, by: randn(sizes, generator=by), **options)
+
+    def integers(low: int, high: Any = None, size: Any = None, **options: Any) -> torch.Tensor:
+        if not isinstance(high, int):  # randint(high, size)
+            low, high, size = 0, low, high if size is None else size
+        return same_for_all(size, lambda sizes, by: randint(low, high, sizes, generator=by), **options)
+
+    def filled(draw: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+        def fill(self: torch.Tensor, *args: Any, **options: Any) -> torch.Tensor:
+            options.pop("generator", None)
+            with torch.no_grad():
+                return self.copy_(draw(self, *args, **options))
+
+        return fill
+
+    torch.rand, torch.randn, torch.randint = uniform, normal, integers
+    torch.rand_like = lambda like, **options: uniform(*like.shape, **{"dtype": like.dtype} | options)
+    torch.randn_like = lambda like, **options: normal(*like.shape, **{"dtype": like.dtype} | options)
+    torch.randperm = lambda n, **options: torch.arange(n)
+    torch.bernoulli = lambda p, *_, **__: (p > 0.5).to(p.dtype)
+    tensor: Any = torch.Tensor
+    tensor.normal_ = filled(lambda own, mean=0.0, std=1.0: normal(*own.shape) * std + mean)
+    tensor.uniform_ = filled(
+        lambda own, low=0.0, high=1.0, **to: uniform(*own.shape) * (to.get("to", high) - low) + low
+    )
+    tensor.bernoulli_ = filled(lambda own, p=0.5: (torch.as_tensor(p) > 0.5).to(own.dtype).expand(own.shape))
+    _without_chance()
+
+
+def _shape(sizes: tuple[Any, ...], options: dict[str, Any]) -> Any:
+    """The shape in the arguments of a function such as ``torch.rand``."""
+    sizes = sizes or (options["size"],)
+    return sizes[0] if len(sizes) == 1 and not isinstance(sizes[0], int) else sizes
+
+
+def _without_chance() -> None:
+    """Disable dropout and autocast, and let BatchNorm use its running statistics."""
+    functional: Any = F
+    autocast = torch.autocast.__init__
+    for name in ("dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_alpha_dropout"):
+        setattr(functional, name, lambda input, *_, **__: input)
+    attention, batch_norm = functional.scaled_dot_product_attention, functional.batch_norm
+
+    def without_dropout(
+        query: Any, key: Any, value: Any, attn_mask: Any = None, dropout_p: float = 0.0, *rest: Any, **more: Any
+    ) -> Any:
+        return attention(query, key, value, attn_mask, 0.0, *rest, **more)
+
+    def with_running(
+        input: Any,
+        mean: Any,
+        var: Any,
+        weight: Any = None,
+        bias: Any = None,
+        training: bool = False,
+        *rest: Any,
+        **more: Any,
+    ) -> Any:
+        return batch_norm(input, mean, var, weight, bias, training and mean is None, *rest, **more)
+
+    def in_full(self: Any, device_type: str, *args: Any, **kwargs: Any) -> None:
+        autocast(self, device_type, enabled=False)
+
+    functional.scaled_dot_product_attention, functional.batch_norm = without_dropout, with_running
+    torch.autocast.__init__ = in_full
