@@ -1,7 +1,7 @@
 """Give one process the global batches of several ranks, so that any program can be compared with itself on one process.
 
-``keep`` stores the first batches of each loader on each rank, below the Python code of the ``DataLoader``. ``replace`` returns
-the batches of all ranks, joined, where one process would get its own. Both tame the random numbers of the steps.
+``keep`` stores the first batches of each loader on each rank, below the Python code of the ``DataLoader``. In a later run,
+``replace`` gives each rank these batches again, or one process the joined ones, and tames the random numbers of the steps.
 """
 
 import copy
@@ -49,7 +49,7 @@ def keep(file: Path) -> Callable[[Recorder], None]:
 
 
 def replace(file: Path, ranks: int) -> Callable[[Recorder], None]:
-    """Return a function for ``Program.before`` that replaces batches by the joined ones of this number of ranks."""
+    """Return a function for ``Program.before`` that gives a rank its stored batches, or one process those of all ranks."""
 
     def before(recorder: Recorder) -> None:
         parts: dict[Place, dict[int, Any]] = {}
@@ -59,8 +59,11 @@ def replace(file: Path, ranks: int) -> Callable[[Recorder], None]:
                 parts.setdefault(place, {})[rank] = data
 
         def replaced(place: Place, data: Any) -> Any:
+            if place == (0, 0):
+                tame()  # not earlier, because the parameters need random values
             with suppress(Exception):  # without the joined batch the samples differ, and the rules do not compare
-                return joined([parts[place][rank] for rank in range(ranks)])
+                own = dist.get_rank() if dist.is_initialized() and dist.get_world_size() > 1 else None
+                return joined([parts[place][rank] for rank in range(ranks)], own)
             return data
 
         _each_batch(replaced)
@@ -91,8 +94,6 @@ def _each_batch(change: Callable[[Place, Any], Any]) -> None:
 
     def __next__(self: Any) -> Any:
         data = original(self)
-        if not seen:
-            tame()  # not earlier, because the parameters need random values
         if self not in numbers:
             numbers[self] = len(seen), count()
             seen.append(None)
@@ -103,28 +104,45 @@ def _each_batch(change: Callable[[Place, Any], Any]) -> None:
     dataloader._BaseDataLoaderIter.__next__ = __next__
 
 
-def joined(parts: Sequence[Any]) -> Any:
+def joined(parts: Sequence[Any], rank: int | None = None) -> Any:
     """Join the batches of several ranks: tensors along their first dimension, and the same fields with each other.
+
+    Args:
+        parts: the batches, in the order of the ranks.
+        rank: return only the part of this rank, padded to the size of the joined batch.
 
     Raises:
         ValueError: they cannot be joined.
     """
     first = parts[0]
     if isinstance(first, torch.Tensor):
-        return torch.cat(list(parts)) if first.dim() else first
+        if not first.dim():
+            return parts[rank or 0]
+        parts = _padded(parts)
+        return torch.cat(list(parts)) if rank is None else parts[rank]
     if isinstance(first, Mapping):
         whole: Any = copy.copy(first)
         for key in first:
-            whole[key] = joined([part[key] for part in parts])
+            whole[key] = joined([part[key] for part in parts], rank)
         return whole
     if isinstance(first, (list, tuple)):
+        if all(isinstance(each, (str, int, float)) for part in parts for each in part):
+            return type(first)([each for part in parts for each in part]) if rank is None else parts[rank]
         if any(len(part) != len(first) for part in parts):
             raise ValueError("lists of different lengths")
-        if all(isinstance(each, (str, int, float)) for each in first):
-            values = [each for part in parts for each in part]
-            return type(first)(values)
-        fields = [joined(together) for together in zip(*parts, strict=True)]
+        fields = [joined(together, rank) for together in zip(*parts, strict=True)]
         return type(first)(*fields) if hasattr(first, "_fields") else type(first)(fields)
     if isinstance(first, (str, int, float, type(None))):
-        return first
+        return parts[rank or 0]
     raise ValueError(f"a batch contains {type(first).__name__}")
+
+
+def _padded(parts: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+    """Give sequences the same length: continue each with the most frequent last value, which is probably the padding."""
+    length = max(part.shape[1] for part in parts) if parts[0].dim() > 1 else 0
+    if all(part.dim() < 2 or part.shape[1] == length for part in parts):
+        return parts
+    last = torch.cat([part[:, -1].flatten() for part in parts])
+    fill = last.mode().values.item()
+    rests = [part.new_full((len(part), length - part.shape[1], *part.shape[2:]), fill) for part in parts]
+    return [torch.cat([part, rest], dim=1) for part, rest in zip(parts, rests, strict=True)]

@@ -72,6 +72,7 @@ class OwnersBench(ProgramBench):
         self.text = _sources(subject.file, original)
         self.planned = frozenset(_planned([self.text, *_settings(start.arguments, original)], start.arguments))
         self.gpus = USUAL if launch == "spawn" and "device_count" in self.text else 0
+        self.kept = place / "batches"  # of the whole run
 
     @property
     def offers(self) -> tuple[Scenario[Any], ...]:
@@ -119,10 +120,10 @@ class OwnersBench(ProgramBench):
 
     def _whole(self) -> Run:
         lightning = self.launch == "spawn" and LIGHTNING.search(self.text)
-        run = self._as_lightning_starts_it() if lightning else self._run(self.folder())
+        run = self._as_lightning_starts_it() if lightning else self._run(self.folder(), before=keep(self.kept))
         if not run.trained and self.on_cpu and "cuda" in self.text:  # it may require a GPU
             before, self.gpus = self.gpus, self.start.nproc // self.start.nodes if self.launch != "spawn" else USUAL
-            again = self._run(self.folder()) if self.gpus != before else run
+            again = self._run(self.folder(), before=keep(self.kept)) if self.gpus != before else run
             if again.trained:
                 return again
             self.gpus = before
@@ -136,18 +137,17 @@ class OwnersBench(ProgramBench):
         if not asked.exists():
             return run  # it trains with one process
         self.launch, self.nproc = "torchrun", int(asked.read_text())
-        return self._run(self.folder())
+        return self._run(self.folder(), before=keep(self.kept))
 
     def _compare(self, made: Made) -> Compared:
         """Run two steps with all processes, and with one that gets the batches of all of them."""
         whole: Run = made[WHOLE]
         if whole.failed or whole.nproc < 2 or not any(whole.all(BatchLoaded)):
             raise Unavailable(f"{COMPARED.title}: the check needs batches from a DataLoader" if whole.nproc > 1 else "")
-        kept = self.place / "batches"
         # A program without seeds also begins both runs with the same parameters.
         alike: dict[str, Any] = {"steps": 2, "at_once": True, "entropy": secrets.randbelow(2**31)}
-        several = self._run(self.folder(), before=keep(kept), **alike)
-        single = self._run(self.folder(), nproc=1, nodes=1, before=replace(kept, whole.nproc), **alike)
+        alike["before"] = replace(self.kept, whole.nproc)
+        several, single = self._run(self.folder(), **alike), self._run(self.folder(), nproc=1, nodes=1, **alike)
         return Compared(several, single)
 
     def _split(self, made: Made) -> Split:

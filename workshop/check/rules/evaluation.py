@@ -3,7 +3,7 @@
 import itertools
 from collections import Counter
 
-from workshop.check.evidence.events import Backward, Collective, Evaluated, LoaderStarted, Reported
+from workshop.check.evidence.events import Backward, BatchLoaded, Collective, Evaluated, LoaderStarted, Reported
 from workshop.check.evidence.real import RealRun
 from workshop.check.evidence.run import Process, Run
 from workshop.check.rules.ending import crash
@@ -119,7 +119,7 @@ def _exchanged(process: Process) -> bool:
     for _, event in process.events:
         if isinstance(event, Evaluated):
             evaluated = True
-        elif isinstance(event, Backward):
+        elif isinstance(event, BatchLoaded):  # for the next evaluation, or for a step, which may exchange its own values
             evaluated = False
         elif isinstance(event, Collective) and evaluated and "barrier" not in event.name:
             return True

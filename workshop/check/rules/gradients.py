@@ -108,6 +108,7 @@ def _averages_by_hand(process: Process) -> bool:
 @beside_one_process(
     why="The gradient is a multiple of the average, which changes the effective learning rate.",
     fix="Do not multiply or divide the loss by the number of processes: DistributedDataParallel already averages the gradients.",
+    anywhere=True,
 )
 def gradient_scale(run: Run, single: Run) -> Said:
     """The gradient is a multiple of that of one process on the same samples."""
