@@ -30,9 +30,9 @@ from workshop.repository import ROOT
 
 EVIDENCE = ROOT / "tests" / "check" / "rules" / "evidence"
 SCENARIOS = {each.name: each for each in vars(scenarios).values() if isinstance(each, Scenario)}
-# How the program that is not an exercise is started.
+# How a program that is not an exercise is started.
 FOREIGN = ["torchrun", "--nproc-per-node=2"]
-OPTIONS = ["--steps", "12"]
+OPTIONS = {"language_model.py": ["--steps", "12"]}
 
 
 class RecordingBench:
@@ -92,7 +92,9 @@ def check_for_real(case: Case, folder: Path) -> tuple[Verdict, Recorded]:
             if exercise:
                 *_, verdict = checking.check_file(place / names[0], quick=not case.real)
             else:
-                *_, verdict = check_command.check_command([*FOREIGN, names[0], *OPTIONS], folder=place)
+                *_, verdict = check_command.check_command(
+                    [*FOREIGN, names[0], *OPTIONS.get(names[0], [])], folder=place
+                )
     return verdict, record
 
 

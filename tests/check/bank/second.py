@@ -1,8 +1,11 @@
-"""A program unlike those of the course: it counts steps instead of epochs, and has no data loader and no sampler."""
+"""Two programs unlike those of the course: one counts steps and has no data loader, the other has sequences as samples."""
 
 PROGRAM = "tests/check/programs/language_model.py"
 
-# Parts of its text.
+TAGGER = "tests/check/programs/tagger.py"
+TOKEN_MEAN = ', reduction="sum") * world_size / count'  # of the tagger
+
+# Parts of the text of PROGRAM.
 MODEL = "    model = NextCharacter(vocabulary_size).to(device)\n"
 OPTIMIZER = "    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)\n"
 WRAP = "    ddp_model = nn.parallel.DistributedDataParallel(model)\n"

@@ -1,6 +1,6 @@
 """The rules about evaluation: mistakes that they must name, and correct styles that must pass."""
 
-from check.bank import ddp, lightning, zero
+from check.bank import ddp, lightning, second, zero
 from check.bank.case import mistake, part, style
 from check.bank.cases import bank_tests
 
@@ -120,6 +120,14 @@ MISTAKES = (
         "The log says that one process trains.",
         ("processes=world_size)", "processes=1)"),
         real=True,
+    ),
+    # ---- metric-of-one-rank
+    mistake(
+        "accuracy-of-one-part",
+        second.TAGGER,
+        "metric-of-one-rank",
+        "Each rank evaluates a part, and nothing adds up the counts.",
+        ("    dist.all_reduce(counts)\n", ""),
     ),
     mistake(
         "f1-averaged-over-ranks",

@@ -106,6 +106,21 @@ MISTAKES = (
         "no_sync() surrounds all batches, so the gradients are never averaged and the replicas diverge.",
         (ddp.NO_SYNC, "        with model.no_sync():\n"),
     ),
+    # ---- mean-of-means
+    mistake(
+        "mean-of-the-tokens-of-each-rank",
+        second.TAGGER,
+        "mean-of-means",
+        "Each rank divides by the number of its own tokens, and all ranks count the same.",
+        (second.TOKEN_MEAN, ")"),
+    ),
+    mistake(
+        "world-size-forgotten",
+        second.TAGGER,
+        "gradient-scale",
+        "The sum is divided by the tokens of all ranks, and DDP divides again by the number of processes.",
+        (second.TOKEN_MEAN, second.TOKEN_MEAN.replace("* world_size ", "")),
+    ),
     mistake(
         "held-out-biases-not-averaged",
         ddp.SPAWN,

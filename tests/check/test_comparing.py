@@ -1,0 +1,64 @@
+"""The comparison with one process: joined batches, and steps without chance."""
+
+import subprocess
+import sys
+from collections import namedtuple
+
+import pytest
+import torch
+
+from workshop.check.comparing import joined
+
+Pair = namedtuple("Pair", "tokens tags")
+ONE, TWO = torch.tensor([[1, 2, 0]]), torch.tensor([[3, 4, 5]])
+
+
+def test_batches_are_joined_by_their_fields():
+    whole = joined([{"x": ONE, "names": ["a"], "size": 1}, {"x": TWO, "names": ["b"], "size": 1}])
+    assert whole["x"].tolist() == [[1, 2, 0], [3, 4, 5]]
+    assert whole["names"] == ["a", "b"]
+    pair = joined([Pair(ONE, [ONE]), Pair(TWO, [TWO])])
+    assert isinstance(pair, Pair)
+    assert pair.tags[0].tolist() == [[1, 2, 0], [3, 4, 5]]
+
+
+def test_shorter_sequences_are_padded_as_their_neighbours_are():
+    short, long = torch.tensor([[1, 2], [3, 0]]), torch.tensor([[5, 6, 7, 0], [8, 0, 0, 0]])
+    assert joined([short, long]).tolist() == [[1, 2, 0, 0], [3, 0, 0, 0], [5, 6, 7, 0], [8, 0, 0, 0]]
+    assert joined([short, long], rank=0).tolist() == [[1, 2, 0, 0], [3, 0, 0, 0]]
+
+
+def test_batches_that_cannot_be_joined_are_refused():
+    with pytest.raises(ValueError, match="a batch contains object"):
+        joined([object(), object()])
+    with pytest.raises(ValueError, match="different lengths"):
+        joined([[ONE], [TWO, TWO]])
+
+
+TAMED = """
+import torch
+from torch import nn
+from torch.nn import functional as F
+from workshop.check.taming import tame
+
+norm = nn.BatchNorm1d(3)
+tame()
+for draw in (torch.rand(4, 3), torch.randn(4, 3), torch.randint(9, (4, 3)), torch.rand_like(torch.ones(4, 3)),
+             torch.empty(4, 3).normal_(2.0, 0.1), torch.empty(4, 3).uniform_(-1, 1), torch.rand((4, 3))):
+    assert (draw == draw[0]).all(), draw
+assert not torch.equal(torch.rand(4, 3), torch.rand(4, 3))
+assert 1.5 < torch.empty(4, 3).normal_(2.0, 0.1).mean() < 2.5
+assert torch.randint(3, 5, (2,)).min() >= 3
+assert torch.randperm(4).tolist() == [0, 1, 2, 3]
+ones = torch.ones(4, 3)
+assert torch.equal(nn.Dropout(0.5)(ones), ones) and torch.equal(F.dropout(ones, 0.9), ones)
+both = torch.cat([ones, 5 * ones])
+assert torch.allclose(norm(both)[:4], norm(ones))
+with torch.autocast("cpu", dtype=torch.bfloat16):
+    assert nn.Linear(3, 3)(ones).dtype == torch.float32
+"""
+
+
+def test_tamed_random_numbers_are_the_same_for_each_sample():
+    done = subprocess.run([sys.executable, "-c", TAMED], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
