@@ -3,7 +3,7 @@
 import re
 from itertools import islice
 
-from workshop.check.evidence.events import Ended, Exited, Joined, Joining, Raised, VariableSet, WroteOutside
+from workshop.check.evidence.events import Ended, Exited, Joined, Joining, Loaded, Raised, VariableSet, WroteOutside
 from workshop.check.evidence.run import Process, Run
 from workshop.check.rules.collectives import collectives_differ
 from workshop.check.rules.divergence import first_divergence
@@ -77,7 +77,9 @@ def crash(run: Run) -> Said:
 def no_training(run: Run) -> Said:
     """The run ended without an error, but took no step."""
     if not run.trained and ending(run) is None:
-        yield Seen("the run ended without an error, but took no step")
+        path = next((event.path for event in run.all(Loaded) if event.path), "")
+        why = f": it resumes from {path.rsplit('/', 1)[-1]}, which may be from a finished run" if path else ""
+        yield Seen(f"the run ended without an error, but took no step{why}", run.where(Loaded))
 
 
 def ending(run: Run) -> Seen | None:

@@ -26,6 +26,8 @@ def _first_counts(run: Run) -> tuple[Counter[tuple[object, ...]], int]:
     why="The reported metric does not cover all test samples.",
     fix="Give each rank a part of the test set, without drop_last: Subset(test_set, range(rank, len(test_set), world_size)).",
     after=(no_group, wrong_group),
+    mild=True,
+    anywhere=True,
 )
 def evaluation_missed(run: Run) -> Said:
     """Samples of the test set are evaluated by no rank."""
@@ -44,6 +46,8 @@ def evaluation_missed(run: Run) -> Said:
     fix="Use Subset(test_set, range(rank, len(test_set), world_size)), or remove the samples that DistributedSampler repeats.",
     needs=(Reported,),
     after=(no_group, wrong_group, evaluation_missed),
+    mild=True,  # each rank may evaluate the whole set
+    anywhere=True,
 )
 def evaluation_repeated(run: Run) -> Said:
     """Samples of the test set are evaluated more than once."""

@@ -87,6 +87,7 @@ def no_checkpoint(run: Run) -> Said:
     why="The names do not match those of the plain model, so the checkpoint loads only into a model with the same wrapper.",
     fix="Save the state_dict() of the model inside the wrapper: ddp_model.module.state_dict().",
     runs=(WHOLE, SPLIT),
+    anywhere=True,
 )
 def checkpoint_keys(_: Run, split: Split) -> Said:
     """The parameters are saved under names that begin with "module.", and the second start fails."""
