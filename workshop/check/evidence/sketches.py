@@ -8,21 +8,28 @@ from workshop.check.evidence.events import Sketch
 CLOSE = 1e-3  # relative difference above which tensors of two ranks count as different
 
 
-def difference(first: Sequence[Sketch], second: Sequence[Sketch]) -> float:
-    """Return the largest relative difference between two lists of sketches; infinity if only one of them has a tensor."""
+def difference(first: Sequence[Sketch], second: Sequence[Sketch], least: float = 0.0) -> float:
+    """Return the largest relative difference between two lists of sketches; infinity if only one of them has a tensor.
+
+    Args:
+        first, second: the sketches.
+        least: a share of the largest norm; smaller tensors, which can be rounding errors, are compared with this share.
+    """
     if len(first) != len(second):
         return math.inf
-    return max(map(_tensor_difference, first, second), default=0.0)
+    norms = [each[0] for each in (*first, *second) if each and math.isfinite(each[0])]
+    floor = least * max(norms, default=0.0)
+    return max((_tensor_difference(one, other, floor) for one, other in zip(first, second, strict=True)), default=0.0)
 
 
-def _tensor_difference(one: Sketch, other: Sketch) -> float:
+def _tensor_difference(one: Sketch, other: Sketch, floor: float = 0.0) -> float:
     if one is None or other is None:
         return 0.0 if one is other else math.inf
-    scale = max(one[0], other[0])
+    scale = max(one[0], other[0], floor)
     if scale == 0 or not math.isfinite(scale):
         return 0.0 if one[0] == other[0] else math.inf
     norm = abs(one[0] - other[0]) / scale
-    top = max(map(abs, (*one[1], *other[1])), default=0.0) or scale
+    top = max([floor, *map(abs, (*one[1], *other[1]))]) or scale
     return max([norm, *(abs(a - b) / top for a, b in zip(one[1], other[1], strict=False))])
 
 

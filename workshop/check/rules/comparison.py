@@ -1,9 +1,9 @@
 """Whether any program computes with several processes what it computes with one on the same global batches."""
 
 from collections import Counter
-from itertools import pairwise
+from itertools import groupby
 
-from workshop.check.evidence.events import Backward, Collective, StepBegun
+from workshop.check.evidence.events import Backward, BatchLoaded, Collective, StepBegun
 from workshop.check.evidence.run import Process
 from workshop.check.evidence.sketches import CLOSE, difference, different_names, ratio
 from workshop.check.rules.gradients import gradient_scale, gradients_differ, mean_of_means, weights_differ
@@ -82,14 +82,16 @@ def _different(compared: Compared) -> Said:
     if _incomparable(compared) or factor is not None:
         return
     ours, alone = (run.trained[0].steps[0].before for run in (compared.several, compared.single))
-    if difference(ours.gradients, alone.gradients) > SAME:
+    if difference(ours.gradients, alone.gradients, least=0.05) > SAME:
         which = listed(different_names(ours.gradients, alone.gradients, ours.names))
         yield Seen(f"on the same samples the gradient of step 1 differs from that of one process ({which})", where)
 
 
 def _exchanges(ranks: list[Process]) -> bool:
-    """Whether a collective is called after the first step and before the next backward pass."""
+    """Whether a collective is called between the loading of a batch and its backward pass, after the first step."""
+    wanted = BatchLoaded, Collective, Backward
     for process in ranks[:1]:
-        kinds = [type(event) for _, event in process.events if isinstance(event, Backward | Collective | StepBegun)]
-        return StepBegun in kinds and (Collective, Backward) in pairwise(kinds[kinds.index(StepBegun) :])
+        kinds = [type(event) for _, event in process.events if isinstance(event, (*wanted, StepBegun))]
+        later = [kind for kind, _ in groupby(kinds[kinds.index(StepBegun) :])] if StepBegun in kinds else []
+        return wanted in zip(later, later[1:], later[2:], strict=False)
     return False

@@ -55,6 +55,8 @@ def evaluation_repeated(run: Run) -> Said:
     twice = sum(1 for count in counts.values() if count > 1)
     if not twice or ranks < 2 or run.failed:
         return
+    if run.asked is None and any("gather" in event.name for event in run.all(Collective)):
+        return  # it may remove the repeated samples after it has gathered them, as gather_for_metrics() does
     figures = [(event.accuracy, event.truth["accuracy"]) for event in run.all(Reported) if "accuracy" in event.truth]
     exact = figures and all(one is not None and abs(one - true) < EXACT for one, true in figures)
     if twice == len(counts):
@@ -123,7 +125,9 @@ def _exchanged(process: Process) -> bool:
     for _, event in process.events:
         if isinstance(event, Evaluated):
             evaluated = True
-        elif isinstance(event, BatchLoaded):  # for the next evaluation, or for a step, which may exchange its own values
+        elif isinstance(
+            event, BatchLoaded
+        ):  # for the next evaluation, or for a step, which may exchange its own values
             evaluated = False
         elif isinstance(event, Collective) and evaluated and "barrier" not in event.name:
             return True
