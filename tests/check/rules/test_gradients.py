@@ -106,6 +106,33 @@ MISTAKES = (
         "no_sync() surrounds all batches, so the gradients are never averaged and the replicas diverge.",
         (ddp.NO_SYNC, "        with model.no_sync():\n"),
     ),
+    # ---- models-differ
+    mistake(
+        "average-copied-before-the-broadcast",
+        second.TAGGER,
+        "models-differ",
+        "Each rank begins with its own parameters, and the moving average is copied before DDP makes them equal.",
+        ("import argparse\n", "import argparse\nimport copy\n"),
+        ("torch.manual_seed(SEED)", "torch.manual_seed(SEED + rank)"),
+        ("    model = Tagger()\n", "    model = Tagger()\n    average = copy.deepcopy(model).requires_grad_(False)\n"),
+        (
+            "            optimizer.step()\n",
+            "            optimizer.step()\n"
+            "            for old, new in zip(average.parameters(), model.parameters(), strict=True):\n"
+            "                old.lerp_(new.detach(), 0.1)\n",
+        ),
+        ("evaluate(model, test_loader)", "evaluate(average, test_loader)"),
+        (
+            '"model": model.state_dict(), "optimizer"',
+            '"model": model.state_dict(), "average": average.state_dict(), "optimizer"',
+        ),
+        ("load(args.checkpoint, model, optimizer)", "load(args.checkpoint, model, average, optimizer)"),
+        ("def load(path, model, optimizer):", "def load(path, model, average, optimizer):"),
+        (
+            '    model.load_state_dict(checkpoint["model"])\n',
+            '    model.load_state_dict(checkpoint["model"])\n    average.load_state_dict(checkpoint["average"])\n',
+        ),
+    ),
     # ---- mean-of-means
     mistake(
         "mean-of-the-tokens-of-each-rank",

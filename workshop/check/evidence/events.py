@@ -127,6 +127,12 @@ class LossComputed(Event):  # a cross entropy with gradients
     mean: float  # over them
 
 
+class ModelEvaluated(Event):  # before one of the first evaluations with a model
+    model: str  # its class
+    weights: list[Sketch]
+    names: list[str]
+
+
 class Evaluated(Event):  # a forward pass without a backward pass
     forward: Forward
 

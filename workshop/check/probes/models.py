@@ -4,6 +4,7 @@ import zlib
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
@@ -11,11 +12,12 @@ from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from workshop.check.evidence.events import Backward, Evaluated, Forward, UnevenJoined, Wrapped
-from workshop.check.probes.contents import first_tensor, is_zero, mean, rows
+from workshop.check.evidence.events import Backward, Evaluated, Forward, ModelEvaluated, UnevenJoined, Wrapped
+from workshop.check.probes.contents import first_tensor, is_sharded, is_zero, mean, rows, sketches
 from workshop.check.probes.probe import Function, Probe, after, around, before, on
 
 KEPT = 16  # forward passes whose graph is looked for behind a loss
+WEIGHED = 4  # evaluations of a model whose parameters are recorded
 NODES = 20_000  # of an autograd graph
 
 
@@ -32,11 +34,12 @@ class Pending:
 class Models(Probe):
     """Records calls of whole models and of ``backward``, and the use of DDP and ``Join``."""
 
-    writes = (Wrapped, UnevenJoined, Backward, Evaluated)
+    writes = (Wrapped, UnevenJoined, Backward, Evaluated, ModelEvaluated)
     depth = 0  # of nested module calls
     optimizer: Optimizer | None = None  # the last one that was created
 
     def clear(self) -> None:
+        self.weighed: WeakKeyDictionary[nn.Module, list[int]] = WeakKeyDictionary()  # numbers of steps
         self.untrained: list[Pending] = []  # forward passes without a backward pass so far
 
     @around(nn.Module, "__call__")
@@ -90,8 +93,20 @@ class Models(Probe):
         if torch.is_grad_enabled() and (passes or any(each.requires_grad for each in model.parameters())):
             self.untrained.append(Pending(forward, None, module.training, self.recorder.steps))
             return self.untrained[-1]
+        self._weigh(model, forward.where)
         self.recorder.note(Evaluated(forward=forward, where=forward.where))
         return None
+
+    def _weigh(self, model: nn.Module, where: str) -> None:
+        """Record the parameters of a model that is evaluated, some times, but once between two steps."""
+        times = self.weighed.setdefault(model, [])
+        if len(times) >= WEIGHED or self.recorder.steps in times or any(map(is_sharded, model.parameters())):
+            return
+        times.append(self.recorder.steps)
+        parameters = dict(model.named_parameters())
+        weights = sketches(parameters.values())
+        event = ModelEvaluated(model=type(model).__name__, weights=weights, names=list(parameters), where=where)
+        self.recorder.note(event)
 
     @on("at_end")
     def _flush(self) -> None:

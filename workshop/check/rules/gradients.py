@@ -9,6 +9,7 @@ from workshop.check.evidence.events import (
     Collective,
     LayersSeen,
     LossComputed,
+    ModelEvaluated,
     StepBegun,
     UnevenJoined,
     Wrapped,
@@ -40,6 +41,25 @@ def gradients_differ(run: Run) -> Said:
 def weights_differ(run: Run) -> Said:
     """The ranks begin with different parameters, or step to different ones."""
     return findings(weights_differ, _apart, run)
+
+
+@rule(
+    why="DistributedDataParallel keeps only the model equal that it wraps, not a second one, such as an EMA or a teacher.",
+    fix="Copy the second model after DistributedDataParallel has wrapped the first, and update it on every rank.",
+    after=(no_group, wrong_group, gradients_differ, weights_differ),
+    anywhere=True,
+)
+def models_differ(run: Run) -> Said:
+    """The ranks evaluate a model with different parameters."""
+    ranks = [process.of(ModelEvaluated) for process in run.trained]
+    for together in zip(*ranks, strict=False) if len(ranks) > 1 else ():
+        base = together[0]
+        for other in together[1:]:
+            alike = (other.where, other.model, other.names) == (base.where, base.model, base.names)
+            if alike and difference(base.weights, other.weights) > CLOSE:
+                which = listed(different_names(base.weights, other.weights, base.names))
+                yield Seen(f"the ranks evaluate {base.model} with different parameters ({which})", base.where)
+                return
 
 
 def _apart(run: Run) -> Told:
