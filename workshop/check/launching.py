@@ -14,6 +14,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 
+import psutil
 import torch
 import torch.utils.data.distributed
 
@@ -28,6 +29,7 @@ from workshop.run.processes import family
 from workshop.run.stillness import Patience, Watch
 
 OUTPUT_LIMIT = 20_000_000  # bytes
+COMPILERS = ("cc1plus", "cicc", "ptxas", "cudafe++", "ld")
 SHORT = 5  # seconds of patience for a second run that may hang
 
 
@@ -122,7 +124,7 @@ def _watch(keeper: int, folder: Path, patience: Patience) -> tuple[int | None, s
         next_look = time.monotonic() + 0.1
         if _size(folder, "std*") > OUTPUT_LIMIT:
             return None, "", True
-        if hung := watch.look(_size(folder, "events-*")):
+        if hung := watch.look((_size(folder, "events-*"), _compiling(keeper))):
             for process in _pids(folder):
                 with suppress(ProcessLookupError):
                     os.kill(process, signal.SIGUSR1)  # it writes its stack
@@ -132,6 +134,16 @@ def _watch(keeper: int, folder: Path, patience: Patience) -> tuple[int | None, s
 
 def _size(folder: Path, pattern: str) -> int:
     return sum(path.stat().st_size for path in folder.glob(pattern))
+
+
+def _compiling(keeper: int) -> int:
+    """A number that grows while a library, such as DeepSpeed, compiles an extension."""
+    seconds = 0.0
+    for process in family(keeper):
+        with suppress(psutil.Error):
+            if process.name() in COMPILERS:
+                seconds += sum(process.cpu_times()[:2])
+    return int(seconds / 5)
 
 
 def _pids(folder: Path) -> list[int]:

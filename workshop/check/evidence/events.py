@@ -263,6 +263,7 @@ class WeightsRead(Event):  # a safetensors file was read in full
 
 class GradientsClipped(Event):  # ``clip_grad_norm_`` was called with gradients of these norms in this process
     norms: list[float]
+    total: float | None  # the norm that it returned; None: of a DTensor, which is that of all processes
 
 
 class FineTuningBegun(Event):  # the log of a language-model training began
@@ -301,6 +302,7 @@ class EngineMade(Event):  # ``deepspeed.initialize`` returned an engine
 
 class EngineCalled(Event):  # a method of the DeepSpeed engine was called
     name: str
+    tag: str  # of save_checkpoint(), or ""
 
 
 class EngineLoss(Event):  # ``engine.backward`` was called with this loss

@@ -6,6 +6,7 @@ from contextlib import suppress
 
 import numpy
 import torch
+from torch import nn
 
 from workshop.check.evidence.events import Key, Sketch
 from workshop.tensors import own_part
@@ -35,6 +36,11 @@ def is_sharded(tensor: torch.Tensor) -> bool:
     """Whether this process has only a part of a tensor (a DTensor with a shard, or a parameter that FSDP flattens)."""
     placements = getattr(tensor, "placements", ())
     return any(each.is_shard() for each in placements) or type(tensor).__name__ == "FlatParameter"
+
+
+def is_fsdp1(model: nn.Module | None) -> bool:
+    """Whether a model is wrapped in FullyShardedDataParallel, also if its parameters keep their names."""
+    return any(type(each).__name__ == "FullyShardedDataParallel" for each in (model.modules() if model else ()))
 
 
 def rows(tensor: torch.Tensor) -> list[Key]:

@@ -42,7 +42,8 @@ class Engine(Probe):
     @around(lambda deepspeed: deepspeed.DeepSpeedEngine, *METHODS, named=True)
     def _call(self, name: str, original: Function, engine: Any, *args: Any, **kwargs: Any) -> Any:
         with self.recorder.guard:
-            self.note_here(EngineCalled(name=name))
+            tag = kwargs.get("tag", args[1] if name == "save_checkpoint" and len(args) > 1 else None)
+            self.note_here(EngineCalled(name=name, tag="" if tag is None else str(tag)))
             if name == "backward" and args:
                 self.note_here(EngineLoss(loss=args[0].item()))
         done = original(engine, *args, **kwargs)

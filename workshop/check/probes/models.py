@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from workshop.check.evidence.events import Backward, Evaluated, Forward, ModelEvaluated, UnevenJoined, Wrapped
-from workshop.check.probes.contents import first_tensor, is_sharded, is_zero, mean, rows, sketches
+from workshop.check.probes.contents import first_tensor, is_fsdp1, is_sharded, is_zero, mean, rows, sketches
 from workshop.check.probes.probe import Function, Probe, after, around, before, on
 
 KEPT = 16  # forward passes whose graph is looked for behind a loss
@@ -100,7 +100,12 @@ class Models(Probe):
     def _weigh(self, model: nn.Module, where: str) -> None:
         """Record the parameters of a model that is evaluated, some times, but once between two steps."""
         times = self.weighed.setdefault(model, [])
-        if len(times) >= WEIGHED or self.recorder.steps in times or any(map(is_sharded, model.parameters())):
+        if (
+            len(times) >= WEIGHED
+            or self.recorder.steps in times
+            or is_fsdp1(model)
+            or any(map(is_sharded, model.parameters()))
+        ):
             return
         times.append(self.recorder.steps)
         parameters = dict(model.named_parameters())

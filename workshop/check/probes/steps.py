@@ -6,11 +6,12 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from workshop.check.evidence.events import GradientsClipped, GraphMeasured, StepBegun, StepTaken
-from workshop.check.probes.contents import is_sharded, is_zero, sketches
+from workshop.check.probes.contents import is_fsdp1, is_sharded, is_zero, sketches
 from workshop.check.probes.probe import Function, Probe, around
 
 LARGEST = 3000  # count at most this number of nodes
@@ -57,7 +58,7 @@ class Steps(Probe):
                 state=len(optimizer.state),
                 of_model=model is None or not own.isdisjoint(recorder.names),
                 fitting=recorder.fitting,
-                sharded=recorder.sharded or any(map(is_sharded, parameters)) or _is_fsdp1(model),
+                sharded=recorder.sharded or any(map(is_sharded, parameters)) or is_fsdp1(model),
                 forgotten=self._forgotten() if recorder.steps == 1 else [],
                 made=recorder.optimizers.get(optimizer, ""),
             )
@@ -92,19 +93,18 @@ class Clipping(Probe):
     @around(nn.utils.clip_grad, "clip_grad_norm_")
     def _clip(self, original: Function, parameters: Any, *args: Any, **kwargs: Any) -> Any:
         parameters = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+        norms: list[float] = []
         with self.recorder.guard:
             norms = [sketch[0] for sketch in sketches(each.grad for each in parameters) if sketch]
-            self.note_here(GradientsClipped(norms=norms))
-        return original(parameters, *args, **kwargs)
+        total = original(parameters, *args, **kwargs)
+        with self.recorder.guard:
+            whole = None if isinstance(total, DTensor) else float(total)
+            self.note_here(GradientsClipped(norms=norms, total=whole))
+        return total
 
 
 def _parameters(optimizer: Optimizer) -> list[torch.Tensor]:
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
-
-
-def _is_fsdp1(model: nn.Module | None) -> bool:
-    """Whether a model is wrapped in FullyShardedDataParallel, also if its parameters keep their names."""
-    return any(type(each).__name__ == "FullyShardedDataParallel" for each in (model.modules() if model else ()))
 
 
 def largest_graph() -> int:

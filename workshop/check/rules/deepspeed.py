@@ -14,7 +14,7 @@ from workshop.check.evidence.events import (
 )
 from workshop.check.evidence.run import Process, Run
 from workshop.check.rules.checkpoints import export_differs, not_exported, not_saved
-from workshop.check.rules.ending import ending
+from workshop.check.rules.ending import ending, no_training
 from workshop.check.rules.learning import no_learning
 from workshop.check.rules.restart import epoch_repeated, epoch_skipped, never_resumes, resume_differs, resume_fails
 from workshop.check.rules.rule import Said, Seen, Told, also, rule
@@ -45,6 +45,41 @@ def _line_of(processes: Sequence[Process], method: str) -> str | None:
     """The line that calls a method of the engine."""
     calls = (event for process in processes for event in process.of(EngineCalled))
     return next((event.where for event in calls if event.name == method), None)
+
+
+@rule(
+    why="The engine counts the batches in step(), and updates the parameters itself after gradient_accumulation_steps of them.",
+    fix="Call engine.step() after every engine.backward(), without a condition of your own.",
+    after=(engine_idle,),
+    instead_of=(no_training,),
+    needs=(EngineCalled,),
+    anywhere=True,
+)
+def engine_steps_missing(run: Run) -> Said:
+    """step() is called for some of the batches only."""
+    for process in [] if run.failed else run.processes:
+        calls = {name: [each for each in process.of(EngineCalled) if each.name == name] for name in INSTEAD}
+        if len(calls["backward"]) > len(calls["step"]) + 1:
+            counts = f"{len(calls['step'])} of {len(calls['backward'])}"
+            where = (calls["step"] or calls["backward"])[0].where
+            yield Seen(f"engine.step() follows only {counts} calls of engine.backward()", where)
+            return
+
+
+@rule(
+    why="Each rank saves its shard of the optimizer state into the folder of its own tag, so no folder has all shards.",
+    fix="Compute the tag from values that are the same on all ranks, such as the number of the step.",
+    needs=(EngineCalled,),
+    anywhere=True,
+)
+def tags_differ(run: Run) -> Said:
+    """The ranks save a checkpoint of the engine with different tags."""
+    saves = [[each for each in process.of(EngineCalled) if each.name == "save_checkpoint"] for process in run.ranks]
+    for together in zip(*saves, strict=False):
+        tags = sorted({each.tag for each in together})
+        if len(tags) > 1:
+            yield Seen(f"the ranks save one checkpoint with the tags {' and '.join(tags)}", together[0].where)
+            return
 
 
 @rule(

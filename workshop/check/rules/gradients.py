@@ -7,6 +7,7 @@ from itertools import pairwise
 from workshop.check.evidence.events import (
     Backward,
     Collective,
+    GradientsClipped,
     LayersSeen,
     LossComputed,
     ModelEvaluated,
@@ -41,6 +42,23 @@ def gradients_differ(run: Run) -> Said:
 def weights_differ(run: Run) -> Said:
     """The ranks begin with different parameters, or step to different ones."""
     return findings(weights_differ, _apart, run)
+
+
+@rule(
+    why="Each rank scales its gradients by a factor of its own, so the direction of the step is wrong.",
+    fix="Clip after the gradients are averaged; with FSDP call model.clip_grad_norm_() (FSDP1) or clip DTensors (fully_shard).",
+    needs=(GradientsClipped,),
+    after=(no_group, wrong_group, gradients_differ),
+    anywhere=True,
+)
+def clipping_differs(run: Run) -> Said:
+    """The ranks clip by different norms."""
+    for together in zip(*(process.of(GradientsClipped) for process in run.trained), strict=False):
+        norms = [event.total for event in together if event.total is not None]
+        if len(norms) == len(together) > 1 and max(norms) - min(norms) > CLOSE * max(norms):
+            shown = " and ".join(f"{norm:.4g}" for norm in norms[:4])
+            yield Seen(f"in the same step the ranks clip by the norms {shown}", together[0].where)
+            return
 
 
 @rule(
