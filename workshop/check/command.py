@@ -1,6 +1,7 @@
 """Check a program with the command that starts it: ``workshop check -- torchrun --nproc-per-node=2 train.py``."""
 
 import os
+import shlex
 import shutil
 import subprocess
 import sys
@@ -10,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from workshop.check.judge import judge
+from workshop.check.report import show_all
 from workshop.check.rules.rule import RULES
 from workshop.check.start import Start, read_start
 from workshop.check.subject import Subject
@@ -23,6 +25,33 @@ UNCHECKED = (
     "a real launcher: kill -9, a second machine",
 )
 NEEDED = ("psutil", "rich", "click")  # packages that the check imports, besides torch
+
+
+def run_command(
+    words: Sequence[str], *, device: str, json: bool, verbose: bool, steps: int | None, resume_args: str
+) -> int:
+    """Check the program that a command starts, and show the verdict.
+
+    Args:
+        words: the command.
+        device: "cpu", or "auto": use GPUs if there is one per process.
+        json: print JSON instead of text.
+        verbose: print tracebacks and stacks.
+        steps: the number of optimizer steps after which the run is stopped; None: 30, if it takes long.
+        resume_args: the arguments with which a second start resumes.
+
+    Returns:
+        The exit status: 0 if no error was found, 1 otherwise, 2 if nothing could be judged.
+
+    Raises:
+        UserError: the program cannot be checked.
+    """
+    unchecked = use_interpreter_of(words)
+    on_cpu = device == "cpu" or devices() < read_start(words).nproc
+    resume = shlex.split(resume_args)
+    return show_all(
+        check_command(words, on_cpu=on_cpu, steps=steps, resume=resume, unchecked=unchecked), json, verbose
+    ).status
 
 
 def check_command(
@@ -94,6 +123,15 @@ def readable(start: Start, folder: Path) -> Path:
         place = f", line {line}" if line else ""
         raise UserError(f"{start.target}{place}: {getattr(error, 'msg', error)}; correct this error first") from error
     return script
+
+
+def devices() -> int:
+    """Return the number of GPUs. A subprocess counts them: after this process had used CUDA, its forks could not."""
+    if not any(os.path.exists(place) for place in ("/dev/nvidia0", "/dev/kfd", "/dev/dxg")):
+        return 0
+    code = "import torch; print(torch.accelerator.device_count() if torch.accelerator.is_available() else 0)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    return int(done.stdout.strip() or 0)
 
 
 def use_interpreter_of(words: Sequence[str]) -> str:

@@ -57,7 +57,7 @@ def read_start(words: Sequence[str]) -> Start:
         variables[assigned[1]] = assigned[2]
         rest.pop(0)
     if not rest:
-        raise UserError("no command after --; for example: workshop check -- torchrun --nproc-per-node=2 train.py")
+        raise UserError("no command after --; for example: -- torchrun --nproc-per-node=2 train.py")
     name = os.path.basename(rest[0])
     read = READERS.get("python" if re.fullmatch(r"python[\d.]*", name) else name)
     if read is None and (rest[0].endswith(".py") or os.access(rest[0], os.X_OK)):
