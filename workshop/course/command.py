@@ -34,7 +34,7 @@ def run_check(words: Sequence[str], *, watch: bool, nproc: int, device: str, **c
         UserError: the file cannot be checked.
     """
     if is_command(words):
-        return run_command(words, device=device, **chosen)
+        return run_command(words, device=device, module="workshop", **chosen)
     if len(words) > 1:
         raise UserError(f"{words[1]}: a FILE has no options here; write the command that starts it after --")
     path = _find(words[0] if words else None)
