@@ -3,6 +3,7 @@
 import importlib.util
 import json
 import os
+import re
 import shlex
 import shutil
 import subprocess
@@ -29,6 +30,7 @@ UNCHECKED = (
 )
 # What the check imports besides torch. If the environment of the program lacks a package, the check brings its own.
 NEEDED = ("psutil", "rich", "click")
+STARTERS = re.compile(r"python[\d.]*|torchrun|accelerate|deepspeed")
 
 
 def run_command(
@@ -156,7 +158,7 @@ def use_interpreter_of(words: Sequence[str], module: str) -> str:
     Returns:
         What is not checked, because the check cannot run there; "" otherwise.
     """
-    python = _interpreter(read_start(words))
+    python = _interpreter(words)
     if not python or os.path.realpath(os.path.dirname(python)) == os.path.realpath(os.path.dirname(sys.executable)):
         return ""
     folders = {"workshop": str(Path(__file__).resolve().parents[2])}
@@ -175,11 +177,14 @@ def use_interpreter_of(words: Sequence[str], module: str) -> str:
     os.execv(python, [*command, module, *sys.argv[1:]])
 
 
-def _interpreter(start: Start) -> str:
-    """The Python interpreter that the command uses; "" if none is found."""
-    if start.python:
-        return shutil.which(start.python) or ""
-    launcher = {"torchrun": "torchrun", "deepspeed": "deepspeed"}.get(start.launch, "python")
-    found = shutil.which(launcher)
-    beside = found and os.path.join(os.path.dirname(found), "python")
-    return beside if beside and os.path.exists(beside) else ""
+def _interpreter(words: Sequence[str]) -> str:
+    """The Python interpreter that a command uses: the one that it names, or that of its launcher; "" if none is found.
+
+    The check may lack the launcher (accelerate), so this does not read the command.
+    """
+    name = next((word for word in words if STARTERS.fullmatch(os.path.basename(word))), "python")
+    found = shutil.which(name) or ""
+    beside = os.path.join(os.path.dirname(found), "python")
+    if os.path.basename(name).startswith("python"):
+        return found
+    return beside if found and os.path.exists(beside) else ""
