@@ -17,7 +17,7 @@ from packaging.requirements import Requirement
 
 import needs
 import runs
-from workshop.check import __version__
+from workshop.check import __version__, borrowed
 from workshop.check.command import NEEDED, use_interpreter_of
 
 pytestmark = needs.needs("uv")
@@ -232,3 +232,9 @@ def test_the_course_and_the_check_can_be_installed_together(source, wheel, tmp_p
     assert pip("uninstall", "workshop-check") == of_course
     assert pip("install", "--no-deps", wheel) == of_course
     assert pip("uninstall", "distributed-pytorch-workshop") == of_wheel
+
+
+def test_an_old_python_is_named_as_missing(monkeypatch):
+    assert borrowed.missing(["json"]) == []
+    monkeypatch.setattr(borrowed, "OLDEST", (99, 0))
+    assert borrowed.missing(["no_such_package"]) == ["Python 99.0", "no_such_package"]
