@@ -37,12 +37,13 @@ def is_sharded(tensor: torch.Tensor) -> bool:
     return any(each.is_shard() for each in placements) or type(tensor).__name__ == "FlatParameter"
 
 
-def content(tensor: torch.Tensor) -> bytes:
-    """Return the bytes of a contiguous tensor on the CPU. (NumPy is optional in an environment with torch.)"""
+def content(tensor: torch.Tensor) -> memoryview:
+    """Return the bytes of a contiguous tensor on the CPU, for as long as it exists. (torch does not require NumPy.)"""
     size, address = tensor.element_size(), tensor.untyped_storage().data_ptr()
     if not address and tensor.numel():
         raise TypeError("the tensor has no contents")
-    return ctypes.string_at(address + tensor.storage_offset() * size, tensor.numel() * size)
+    place = address + tensor.storage_offset() * size
+    return memoryview((ctypes.c_ubyte * (tensor.numel() * size)).from_address(place))
 
 
 def rows(tensor: torch.Tensor) -> list[Key]:
@@ -54,7 +55,7 @@ def rows(tensor: torch.Tensor) -> list[Key]:
         found = [data[start : start + width] for start in range(0, len(data), width)]
         if table.dtype in TOKENS:  # a sample has a different number of zeros behind it in each batch
             size = table.element_size()
-            found = [row[: -(-len(row.rstrip(b"\0")) // size) * size] for row in found]
+            found = [row[: -(-len(bytes(row).rstrip(b"\0")) // size) * size] for row in found]
         return [("content", zlib.crc32(row), len(row)) for row in found]
     return []
 

@@ -161,7 +161,8 @@ class Models(Probe):
         groups = self.optimizer.param_groups if self.optimizer else []
         ends = [parameter for group in groups for parameter in (*group["params"][:1], *group["params"][-1:])]
         left = any(not is_zero(parameter.grad) for parameter in ends)
-        random = zlib.crc32(content(torch.get_rng_state()))
+        state = torch.get_rng_state()
+        random = zlib.crc32(content(state))
         sync = forward.sync if forward else None
         event = Backward(forward=forward, others=others, loss=mean(loss), sync=sync, leftover=left, random=random)
         self.note_here(event)
