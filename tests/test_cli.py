@@ -14,18 +14,28 @@ def workshop(*arguments, cwd=None):
     )
 
 
-def test_help_lists_the_commands_and_imports_nothing_heavy():
+@pytest.mark.parametrize(
+    ("module", "words"),
+    [
+        (
+            "workshop.cli",
+            [f"\n  {name} " for name in ("tour", "doctor", "bench", "submit", "cluster", "fetch", "test")],
+        ),
+        ("workshop.check.cli", ["workshop-check [OPTIONS] -- COMMAND", "--resume-args"]),
+    ],
+)
+def test_help_is_complete_and_imports_nothing_heavy(module, words):
     program = (
         "import sys; sys.argv = ['workshop', '--help']\n"
-        "from workshop.cli import main\n"
+        f"from {module} import main\n"
         "try: main()\n"
         "except SystemExit as end: code = end.code\n"
         "print(code, sorted({'torch', 'rich', 'matplotlib', 'numpy', 'psutil', 'pydantic'} & set(sys.modules)))"
     )
     done = subprocess.run([sys.executable, "-c", program], env=runs.environment(), capture_output=True, text=True)
     assert done.stdout.splitlines()[-1] == "0 []"
-    for command in ("tour", "doctor", "bench", "submit", "cluster", "fetch", "test"):
-        assert f"\n  {command} " in done.stdout
+    for word in words:
+        assert word in done.stdout
 
 
 def test_without_a_command_it_shows_the_help():

@@ -1,12 +1,11 @@
 """Define the command ``workshop``. Each command imports its module only when it runs, so ``--help`` stays fast."""
 
-import os
 import sys
-from contextlib import suppress
 
 import click
 
-from workshop.errors import UserError
+from workshop.check.cli import call, leave
+from workshop.check.cli import options as check_options
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
@@ -131,8 +130,6 @@ def pack(folder, data, model, platform, python) -> None:
 @app.command()
 @click.argument("words", nargs=-1, type=click.UNPROCESSED, metavar="[FILE | -- COMMAND]")
 @click.option("--watch", is_flag=True, help="Check FILE again at every save.")
-@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
-@click.option("--verbose", is_flag=True, help="Print tracebacks, and the stacks of processes that hang.")
 @click.option(
     "--nproc",
     type=click.IntRange(min=2, max=8),
@@ -140,24 +137,8 @@ def pack(folder, data, model, platform, python) -> None:
     show_default=True,
     help="Number of processes of FILE. A COMMAND says it itself.",
 )
-@click.option(
-    "--device",
-    type=click.Choice(["auto", "cpu"]),
-    default="auto",
-    help="auto: use GPUs if there is one per process.  [default: auto]",
-)
-@click.option(
-    "--steps",
-    type=click.IntRange(min=2),
-    help="Optimizer steps after which a COMMAND is stopped.  [default: 30, if it takes long]",
-)
-@click.option(
-    "--resume-args",
-    metavar="'--resume {latest}'",
-    default="",
-    help="Arguments with which a second start of a COMMAND resumes; {latest} is its newest checkpoint.",
-)
-def check(words, watch, as_json, verbose, nproc, device, steps, resume_args) -> None:
+@check_options
+def check(words, watch, nproc, **chosen) -> None:
     """Run FILE of an exercise, or COMMAND, and report what the processes really do.
 
     Without both, check the first exercise that is not done.
@@ -168,19 +149,7 @@ def check(words, watch, as_json, verbose, nproc, device, steps, resume_args) -> 
     """
     from workshop.course.command import run_check
 
-    status = run_check(
-        words,
-        nproc=nproc,
-        device=device,
-        steps=steps,
-        resume=resume_args,
-        json=as_json,
-        watch=watch,
-        verbose=verbose,
-    )
-    with suppress(BrokenPipeError):
-        sys.stdout.flush()
-    os._exit(status)  # a normal exit takes most of a second after torch was imported
+    leave(run_check(words, watch=watch, nproc=nproc, **chosen))
 
 
 @app.command()
@@ -436,14 +405,5 @@ def versions(sets, stage, output) -> None:
 
 
 def main() -> None:
-    """Run the command line. A mistake of the user ends it with one line on standard error and exit status 2."""
-    try:
-        app.main(args=sys.argv[1:] or ["--help"], prog_name="workshop", standalone_mode=False)
-        sys.exit(0)
-    except (click.ClickException, UserError) as error:
-        message = error.format_message() if isinstance(error, click.ClickException) else str(error)
-    except (KeyboardInterrupt, click.Abort):
-        print("workshop: stopped", file=sys.stderr)
-        sys.exit(130)
-    print(f"workshop: {' '.join(message.split())}", file=sys.stderr)
-    sys.exit(2)
+    """Run the command line."""
+    call(app, sys.argv[1:] or ["--help"], "workshop")

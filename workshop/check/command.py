@@ -1,6 +1,10 @@
 """Check a program with the command that starts it: ``workshop check -- torchrun --nproc-per-node=2 train.py``."""
 
+import importlib.util
+import json
 import os
+import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -9,7 +13,9 @@ import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from workshop.check import borrowed
 from workshop.check.judge import judge
+from workshop.check.report import show_all
 from workshop.check.rules.rule import RULES
 from workshop.check.start import Start, read_start
 from workshop.check.subject import Subject
@@ -22,7 +28,44 @@ UNCHECKED = (
     "the numbers that it prints (the check does not know what they mean)",
     "a real launcher: kill -9, a second machine",
 )
-NEEDED = ("psutil", "rich", "click")  # packages that the check imports, besides torch
+# What the check imports besides torch. If the environment of the program lacks a package, the check brings its own.
+NEEDED = ("psutil", "rich", "click")
+STARTERS = re.compile(r"python[\d.]*|torchrun|accelerate|deepspeed")
+
+
+def run_command(
+    words: Sequence[str],
+    *,
+    device: str,
+    json: bool,
+    verbose: bool,
+    steps: int | None,
+    resume_args: str,
+    module: str = "workshop.check",
+) -> int:
+    """Check the program that a command starts, and show the verdict.
+
+    Args:
+        words: the command.
+        device: "cpu", or "auto": use GPUs if there is one per process.
+        json: print JSON instead of text.
+        verbose: print tracebacks and stacks.
+        steps: the number of optimizer steps after which the run is stopped; None: 30, if it takes long.
+        resume_args: the arguments with which a second start resumes.
+        module: the module whose command line called this function.
+
+    Returns:
+        The exit status: 0 if no error was found, 1 otherwise, 2 if nothing could be judged.
+
+    Raises:
+        UserError: the program cannot be checked.
+    """
+    unchecked = use_interpreter_of(words, module)
+    on_cpu = device == "cpu" or devices() < read_start(words).nproc
+    resume = shlex.split(resume_args)
+    return show_all(
+        check_command(words, on_cpu=on_cpu, steps=steps, resume=resume, unchecked=unchecked), json, verbose
+    ).status
 
 
 def check_command(
@@ -96,34 +139,52 @@ def readable(start: Start, folder: Path) -> Path:
     return script
 
 
-def use_interpreter_of(words: Sequence[str]) -> str:
+def devices() -> int:
+    """Return the number of GPUs. A subprocess counts them: after this process had used CUDA, its forks could not."""
+    if not any(os.path.exists(place) for place in ("/dev/nvidia0", "/dev/kfd", "/dev/dxg")):
+        return 0
+    code = "import torch; print(torch.accelerator.device_count() if torch.accelerator.is_available() else 0)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    return int(done.stdout.strip() or 0)
+
+
+def use_interpreter_of(words: Sequence[str], module: str) -> str:
     """Continue in the Python environment in which the command would run, if it is a different one with torch.
 
+    Args:
+        words: the command.
+        module: the module whose command line starts again there.
+
     Returns:
-        What is not checked, because packages of the check are missing there; "" if nothing is missing.
+        What is not checked, because the check cannot run there; "" otherwise.
     """
-    python = _interpreter(read_start(words))
+    python = _interpreter(words)
     if not python or os.path.realpath(os.path.dirname(python)) == os.path.realpath(os.path.dirname(sys.executable)):
         return ""
-    code = "import importlib.util as u, sys; print(*(n for n in sys.argv[1:] if not u.find_spec(n)))"
-    done = subprocess.run([python, "-c", code, "torch", *NEEDED], capture_output=True, text=True)
-    missing = done.stdout.split()
-    if done.returncode != 0 or "torch" in missing:
-        return ""  # nothing that the program could run in
+    folders = {"workshop": str(Path(__file__).resolve().parents[2])}
+    for name in NEEDED:
+        spec = importlib.util.find_spec(name)
+        folders[name] = str(Path(spec.origin or "").parents[1]) if spec else ""
+    command = [python, borrowed.__file__, json.dumps(folders)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    prefix, missing = json.loads(done.stdout) if done.returncode == 0 else ("", ["torch"])
+    if prefix == sys.prefix or "torch" in missing:
+        return ""  # this environment (``python`` was a link or a shim), or nothing that the program could run in
     if missing:
-        install = f"{python} -m pip install {' '.join(missing)}"
-        return f"the program in its own environment, which lacks {', '.join(missing)}; install them: {install}"
-    package = str(Path(__file__).resolve().parents[2])
-    paths = [package, *filter(None, [os.environ.get("PYTHONPATH")])]
+        lacks = f"{python} lacks {', '.join(missing)}"
+        return f"the program in its own environment, because {lacks}; install it there, and check again"
     sys.stdout.flush()
-    os.execve(python, [python, "-P", *sys.argv], os.environ | {"PYTHONPATH": os.pathsep.join(paths)})
+    os.execv(python, [*command, module, *sys.argv[1:]])
 
 
-def _interpreter(start: Start) -> str:
-    """The Python interpreter that the command uses; "" if none is found."""
-    if start.python:
-        return shutil.which(start.python) or ""
-    launcher = {"torchrun": "torchrun", "deepspeed": "deepspeed"}.get(start.launch, "python")
-    found = shutil.which(launcher)
-    beside = found and os.path.join(os.path.dirname(found), "python")
-    return beside if beside and os.path.exists(beside) else ""
+def _interpreter(words: Sequence[str]) -> str:
+    """The Python interpreter that a command uses: the one that it names, or that of its launcher; "" if none is found.
+
+    The check may lack the launcher (accelerate), so this does not read the command.
+    """
+    name = next((word for word in words if STARTERS.fullmatch(os.path.basename(word))), "python")
+    found = shutil.which(name) or ""
+    beside = os.path.join(os.path.dirname(found), "python")
+    if os.path.basename(name).startswith("python"):
+        return found
+    return beside if found and os.path.exists(beside) else ""

@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import dataloader
 
+from workshop.check.probes.contents import content
 from workshop.check.probes.recorder import Recorder
 from workshop.check.taming import tame
 
@@ -37,10 +38,10 @@ def keep(file: Path) -> Callable[[Recorder], None]:
         def kept(place: Place, data: Any) -> Any:
             with suppress(Exception):  # a batch may be anything
                 rank = dist.get_rank() if dist.is_initialized() else int(os.environ.get("RANK", 0))
-                content = io.BytesIO()
-                _Pickler(content).dump((place, rank, data))
-                if content.tell() <= LARGEST:
-                    os.write(opened, content.getvalue())
+                stored = io.BytesIO()
+                _Pickler(stored).dump((place, rank, data))
+                if stored.tell() <= LARGEST:
+                    os.write(opened, stored.getvalue())
             return data
 
         _each_batch(kept)
@@ -77,13 +78,13 @@ class _Pickler(pickle.Pickler):
     def reducer_override(self, value: Any) -> Any:
         if not isinstance(value, torch.Tensor):
             return NotImplemented
-        content = value.detach().cpu().reshape(-1).contiguous().view(torch.uint8)
-        return _tensor, (bytes(content.numpy()), value.dtype, tuple(value.shape))
+        whole = value.detach().cpu().contiguous()
+        return _tensor, (bytes(content(whole)), value.dtype, tuple(value.shape))
 
 
-def _tensor(content: bytes, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
+def _tensor(stored: bytes, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
     return (
-        torch.frombuffer(bytearray(content), dtype=dtype).reshape(shape) if content else torch.empty(shape, dtype=dtype)
+        torch.frombuffer(bytearray(stored), dtype=dtype).reshape(shape) if stored else torch.empty(shape, dtype=dtype)
     )
 
 

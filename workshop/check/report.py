@@ -2,11 +2,13 @@
 
 import json
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
 from rich.console import Console
 from rich.markup import escape
+from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from workshop.check.rules.words import plural
@@ -71,6 +73,29 @@ def show(verdict: Verdict, console: Console, verbose: bool = False, before: Show
         text = f"{found} in {verdict.seconds:.1f} s"
     console.print(text, highlight=False)
     return Shown(states, lines)
+
+
+def show_all(verdicts: Iterator[Verdict], json_only: bool, verbose: bool) -> Verdict:
+    """Print verdicts as they come, or the last one as JSON; return the last one."""
+    console, shown = Console(highlight=False), None
+    verdict = next(verdicts)
+    while True:
+        if not json_only:
+            shown = show(verdict, console, verbose, shown)
+        if not (following := _next(verdicts, console, waits=not json_only)):
+            break
+        verdict = following
+    if json_only:
+        print(as_json(verdict))
+    return verdict
+
+
+def _next(verdicts: Iterator[Verdict], console: Console, waits: bool) -> Verdict | None:
+    """Return the next verdict; None at the end. While it ``waits`` for a real start, a terminal shows the time."""
+    columns = SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn()
+    with Progress(*columns, console=console, transient=True, disable=not (waits and console.is_terminal)) as progress:
+        progress.add_task("started for real")
+        return next(verdicts, None)
 
 
 def _goal(verdict: Verdict, goal: Goal, state: str, console: Console, verbose: bool) -> None:

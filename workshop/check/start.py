@@ -28,7 +28,6 @@ class Start:
     nproc: int = 1  # number of ranks that the launcher starts
     nodes: int = 1
     variables: dict[str, str] = field(default_factory=dict)  # for its environment
-    python: str = ""  # the interpreter in the command, if any
 
     def at(self, root: Path) -> Path:
         """The file of the program in this folder.
@@ -57,7 +56,7 @@ def read_start(words: Sequence[str]) -> Start:
         variables[assigned[1]] = assigned[2]
         rest.pop(0)
     if not rest:
-        raise UserError("no command after --; for example: workshop check -- torchrun --nproc-per-node=2 train.py")
+        raise UserError("no command after --; for example: -- torchrun --nproc-per-node=2 train.py")
     name = os.path.basename(rest[0])
     read = READERS.get("python" if re.fullmatch(r"python[\d.]*", name) else name)
     if read is None and (rest[0].endswith(".py") or os.access(rest[0], os.X_OK)):
@@ -94,7 +93,7 @@ def _python(words: list[str]) -> Start:
     if not options or options[0] in ("-c", "-"):
         raise UserError(f"{words[0]} without a file; for example: python train.py")
     if options[0] != "-m":
-        return Start(options[0], arguments=tuple(options[1:]), python=words[0])
+        return Start(options[0], arguments=tuple(options[1:]))
     module, rest = options[1] if len(options) > 1 else "", options[2:]
     launcher = {
         "torch.distributed.run": "torchrun",
@@ -103,12 +102,12 @@ def _python(words: list[str]) -> Start:
         "deepspeed.launcher.runner": "deepspeed",
     }.get(module)
     if launcher == "accelerate":
-        return _with(_accelerate([launcher, "launch", *rest]), python=words[0])
+        return _accelerate([launcher, "launch", *rest])
     if launcher:
-        return _with(READERS[launcher]([launcher, *rest]), python=words[0])
+        return READERS[launcher]([launcher, *rest])
     if not re.fullmatch(r"\w+(\.\w+)*", module):
         raise UserError(f"{words[0]} -m without a module; for example: python -m package.train")
-    return Start(module, is_module=True, arguments=tuple(rest), python=words[0])
+    return Start(module, is_module=True, arguments=tuple(rest))
 
 
 def _torchrun(words: list[str]) -> Start:

@@ -1,20 +1,16 @@
 """Run ``workshop check``: check a file once, or again whenever it is saved."""
 
 import os
-import shlex
-import subprocess
-import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from rich.console import Console
-from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-from workshop.check.command import check_command, use_interpreter_of
-from workshop.check.report import as_json, short, show
-from workshop.check.start import READERS, read_start
+from workshop.check.command import devices, run_command
+from workshop.check.report import short, show, show_all
+from workshop.check.start import READERS
 from workshop.check.verdict import Verdict
 from workshop.course.checking import check_file
 from workshop.course.exercises import find_exercise
@@ -24,72 +20,37 @@ from workshop.errors import UserError
 from workshop.repository import ROOT, require_stages, workshop_command
 
 
-def run_check(
-    words: Sequence[str],
-    *,
-    nproc: int,
-    device: str,
-    steps: int | None,
-    resume: str,
-    json: bool,
-    watch: bool,
-    verbose: bool,
-) -> int:
+def run_check(words: Sequence[str], *, watch: bool, nproc: int, device: str, **chosen: Any) -> int:
     """Check a program and return the exit status: 0 if no error was found, 1 otherwise, 2 if nothing could be judged.
 
     Args:
         words: the file of an exercise, or the command that starts a program; empty: the first exercise that is not done.
+        watch: check again whenever the file is saved, until interrupted.
         nproc: the number of processes of an exercise.
         device: "cpu", or "auto": use GPUs if there is one per process.
-        steps: the number of optimizer steps after which a command is stopped; None: 30, if it takes long.
-        resume: the arguments with which a second start of a command resumes.
-        json: print JSON instead of text.
-        watch: check again whenever the file is saved, until interrupted.
-        verbose: print tracebacks and stacks.
+        chosen: the other options of ``run_command``.
 
     Raises:
         UserError: the file cannot be checked.
     """
-    console = Console(highlight=False)
     if is_command(words):
-        unchecked = use_interpreter_of(words)
-        count = read_start(words).nproc
-        on_cpu = device == "cpu" or _devices() < count
-        verdicts = check_command(words, on_cpu=on_cpu, steps=steps, resume=shlex.split(resume), unchecked=unchecked)
-    else:
-        if len(words) > 1:
-            raise UserError(f"{words[1]}: a FILE has no options here; write the command that starts it after --")
-        path = _find(words[0] if words else None)
-        exercise = find_exercise(path)
-        single = exercise is not None and exercise.launch == "single"
-        on_cpu = device == "cpu" or _devices() < (1 if single else nproc)
-        if watch:
-            _watch(path, nproc, on_cpu, console, verbose)
-        verdicts = check_file(path, nproc=nproc, on_cpu=on_cpu)
-    shown = None
-    verdict = next(verdicts)
-    while True:
-        if not json:
-            shown = show(verdict, console, verbose, shown)
-        if not (following := _next(verdicts, console, waits=not json)):
-            break
-        verdict = following
-    if json:
-        print(as_json(verdict))
+        return run_command(words, device=device, module="workshop", **chosen)
+    if len(words) > 1:
+        raise UserError(f"{words[1]}: a FILE has no options here; write the command that starts it after --")
+    path = _find(words[0] if words else None)
+    exercise = find_exercise(path)
+    single = exercise is not None and exercise.launch == "single"
+    on_cpu = device == "cpu" or devices() < (1 if single else nproc)
+    console, json, verbose = Console(highlight=False), chosen["json"], chosen["verbose"]
+    if watch:
+        _watch(path, nproc, on_cpu, console, verbose)
+    verdict = show_all(check_file(path, nproc=nproc, on_cpu=on_cpu), json, verbose)
     _record(verdict)
     in_a_notebook = os.environ.get("WORKSHOP_NOTEBOOK")
     done = verdict.subject.goals and not verdict.errors
     if done and not json and not in_a_notebook and (exercise := next_exercise()):
         console.print(f"next: {workshop_command()} check {short(exercise.path)}")
     return verdict.status
-
-
-def _next(verdicts: Iterator[Verdict], console: Console, waits: bool) -> Verdict | None:
-    """Return the next verdict; None at the end. While it ``waits`` for a real start, a terminal shows the time."""
-    columns = SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn()
-    with Progress(*columns, console=console, transient=True, disable=not (waits and console.is_terminal)) as progress:
-        progress.add_task("started for real")
-        return next(verdicts, None)
 
 
 def is_command(words: Sequence[str]) -> bool:
@@ -121,15 +82,6 @@ def _record(verdict: Verdict) -> None:
     if verdict.subject.name and verdict.subject.file == (ROOT / verdict.subject.name).resolve():
         states = verdict.states()
         record_check(verdict.subject.name, {goal: state in ("met", "unjudged") for goal, state in states.items()})
-
-
-def _devices() -> int:
-    """Return the number of GPUs. A subprocess counts them: after this process had used CUDA, its forks could not."""
-    if not any(os.path.exists(place) for place in ("/dev/nvidia0", "/dev/kfd", "/dev/dxg")):
-        return 0
-    code = "import torch; print(torch.accelerator.device_count() if torch.accelerator.is_available() else 0)"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    return int(done.stdout.strip() or 0)
 
 
 def _watch(path: Path, nproc: int, on_cpu: bool, console: Console, verbose: bool) -> NoReturn:

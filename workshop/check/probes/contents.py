@@ -1,10 +1,10 @@
 """Short descriptions of tensor contents: sketches, keys of rows, and the first tensor in nested arguments."""
 
+import ctypes
 import zlib
 from collections.abc import Iterable
 from contextlib import suppress
 
-import numpy
 import torch
 from torch import nn
 
@@ -12,8 +12,8 @@ from workshop.check.evidence.events import Key, Sketch
 from workshop.tensors import own_part
 
 SAMPLES = 12  # number of values of a tensor in its sketch, in addition to the norm
-# Raised by tensors without readable values: on the device "meta", or of a type that NumPy does not know.
-UNREADABLE = (RuntimeError, TypeError)
+UNREADABLE = (RuntimeError, TypeError)  # raised by tensors without readable values, as on the device "meta"
+TOKENS = (torch.int8, torch.int16, torch.int32, torch.int64)
 
 
 def sketches(tensors: Iterable[torch.Tensor | None]) -> list[Sketch]:
@@ -43,14 +43,26 @@ def is_fsdp1(model: nn.Module | None) -> bool:
     return any(type(each).__name__ == "FullyShardedDataParallel" for each in (model.modules() if model else ()))
 
 
+def content(tensor: torch.Tensor) -> memoryview:
+    """Return the bytes of a contiguous tensor on the CPU, for as long as it exists. (torch does not require NumPy.)"""
+    size, address = tensor.element_size(), tensor.untyped_storage().data_ptr()
+    if not address and tensor.numel():
+        raise TypeError("the tensor has no contents")
+    place = address + tensor.storage_offset() * size
+    return memoryview((ctypes.c_ubyte * (tensor.numel() * size)).from_address(place))
+
+
 def rows(tensor: torch.Tensor) -> list[Key]:
     """Return a key for each row of a tensor, equal for equal contents; empty for a tensor without contents."""
     with suppress(*UNREADABLE):
         flat = tensor.detach().cpu().contiguous()
-        array = (flat.view(torch.int16) if flat.dtype == torch.bfloat16 else flat).reshape(len(flat), -1).numpy()
-        if array.dtype.kind == "i":  # tokens: a sample has a different number of zeros behind it in each batch
-            array = [numpy.trim_zeros(row, "b") for row in array]
-        return [("content", zlib.crc32(row.tobytes()), row.nbytes) for row in array]
+        table = flat.reshape(len(flat), -1)
+        data, width = content(table), table.shape[1] * table.element_size()
+        found = [data[start : start + width] for start in range(0, len(data), width)]
+        if table.dtype in TOKENS:  # a sample has a different number of zeros behind it in each batch
+            size = table.element_size()
+            found = [row[: -(-len(bytes(row).rstrip(b"\0")) // size) * size] for row in found]
+        return [("content", zlib.crc32(row), len(row)) for row in found]
     return []
 
 

@@ -13,7 +13,16 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from workshop.check.evidence.events import Backward, Evaluated, Forward, ModelEvaluated, UnevenJoined, Wrapped
-from workshop.check.probes.contents import first_tensor, is_fsdp1, is_sharded, is_zero, mean, rows, sketches
+from workshop.check.probes.contents import (
+    content,
+    first_tensor,
+    is_fsdp1,
+    is_sharded,
+    is_zero,
+    mean,
+    rows,
+    sketches,
+)
 from workshop.check.probes.probe import Function, Probe, after, around, before, on
 
 KEPT = 16  # forward passes whose graph is looked for behind a loss
@@ -166,7 +175,8 @@ class Models(Probe):
         groups = self.optimizer.param_groups if self.optimizer else []
         ends = [parameter for group in groups for parameter in (*group["params"][:1], *group["params"][-1:])]
         left = any(not is_zero(parameter.grad) for parameter in ends)
-        random = zlib.crc32(torch.get_rng_state().numpy().tobytes())
+        state = torch.get_rng_state()
+        random = zlib.crc32(content(state))
         sync = forward.sync if forward else None
         event = Backward(forward=forward, others=others, loss=mean(loss), sync=sync, leftover=left, random=random)
         self.note_here(event)

@@ -2,12 +2,15 @@
 
 import re
 
+from workshop.repository import ROOT
+
 _TORCH, _GLOSSARY = "https://docs.pytorch.org/docs/stable", "docs/glossary.md"
 _DATA, _DISTRIBUTED = f"{_TORCH}/data.html#torch.utils.data", f"{_TORCH}/distributed.html"
 _DDP, _FSDP = "torch.nn.parallel.DistributedDataParallel", f"{_TORCH}/distributed.fsdp.fully_shard.html"
 _LIGHTNING, _SLURM = "https://lightning.ai/docs/pytorch/stable", "https://slurm.schedmd.com"
 
 # A web address, or a path of the repository. Add an entry only if the remedy of a rule needs it.
+# _NAMES leaves out paths that are not on this machine, as with the wheel "workshop-check".
 PAGES: dict[str, str] = {
     "#SBATCH": f"{_SLURM}/sbatch.html",
     "@record": f"{_TORCH}/elastic/errors.html",
@@ -68,8 +71,9 @@ PAGES: dict[str, str] = {
     "traceback": "https://docs.python.org/3/tutorial/errors.html",
     "wait $!": "https://www.gnu.org/software/bash/manual/html_node/Signals.html",
 }
+_HERE = [name for name, page in PAGES.items() if "://" in page or (ROOT / page.partition("#")[0]).is_file()]
 # The longest name comes first, so that it wins where several begin at the same place.
-_NAMES = re.compile("|".join(rf"(?<!\w){re.escape(name)}(?!\w)" for name in sorted(PAGES, key=len, reverse=True)))
+_NAMES = re.compile("|".join(rf"(?<!\w){re.escape(name)}(?!\w)" for name in sorted(_HERE, key=len, reverse=True)))
 
 
 def page(fix: str) -> str:

@@ -1,0 +1,1 @@
+../../workshop/files.py

@@ -1,0 +1,1 @@
+../../workshop/tensors.py

@@ -1,0 +1,3 @@
+from workshop.check.cli import main
+
+main()
