@@ -1,4 +1,4 @@
-"""The comparison with one process: joined batches, and steps without chance."""
+"""The comparison with one process: joined batches, steps without chance, and the targets of a loss."""
 
 import subprocess
 import sys
@@ -7,7 +7,9 @@ from collections import namedtuple
 import pytest
 import torch
 
+from check.made import Made
 from workshop.check.comparing import joined
+from workshop.check.evidence.events import LossComputed
 
 Pair = namedtuple("Pair", "tokens tags")
 ONE, TWO = torch.tensor([[1, 2, 0]]), torch.tensor([[3, 4, 5]])
@@ -62,3 +64,26 @@ with torch.autocast("cpu", dtype=torch.bfloat16):
 def test_tamed_random_numbers_are_the_same_for_each_sample():
     done = subprocess.run([sys.executable, "-c", TAMED], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+
+
+CROSS_ENTROPY = """
+    import torch
+    from torch.nn import functional as F
+
+    model = torch.nn.Linear(2, 3)
+    targets = torch.tensor([0, 1, -100, 2])
+    loss = F.cross_entropy(model(torch.ones(4, 2)), targets)
+    total = F.cross_entropy(model(torch.ones(4, 2)), targets, reduction="sum")
+    with torch.no_grad():
+        F.cross_entropy(model(torch.ones(4, 2)), targets)
+    print(loss.item())
+"""
+
+
+def test_the_targets_of_a_cross_entropy_are_counted(place):
+    made = Made(place("losses"), CROSS_ENTROPY).well()
+    (process,) = made.run.processes
+    losses = process.of(LossComputed)
+    assert [event.targets for event in losses] == [3, 3]
+    assert [event.mean for event in losses] == pytest.approx([float(process.stdout)] * 2, abs=1e-6)
+    assert losses[0].where == made.line("loss = F.cross_entropy")

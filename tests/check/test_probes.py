@@ -33,7 +33,6 @@ from workshop.check.evidence.events import (
     LayoutSeen,
     Loaded,
     LoaderStarted,
-    LossComputed,
     Raised,
     Saved,
     Started,
@@ -476,26 +475,3 @@ def test_sharded_models_are_recorded(place):
         assert (saved.name, saved.writer, saved.where) == ("save", "", made.line("dcp.save"))
         assert not [event for event in rank.of(Collective) if event.where == saved.where]  # calls of the library itself
         assert len(rank.of(ActivationsKept)) == 1
-
-
-CROSS_ENTROPY = """
-    import torch
-    from torch.nn import functional as F
-
-    model = torch.nn.Linear(2, 3)
-    targets = torch.tensor([0, 1, -100, 2])
-    loss = F.cross_entropy(model(torch.ones(4, 2)), targets)
-    total = F.cross_entropy(model(torch.ones(4, 2)), targets, reduction="sum")
-    with torch.no_grad():
-        F.cross_entropy(model(torch.ones(4, 2)), targets)
-    print(loss.item())
-"""
-
-
-def test_the_targets_of_a_cross_entropy_are_counted(place):
-    made = Made(place("losses"), CROSS_ENTROPY).well()
-    (process,) = made.run.processes
-    losses = process.of(LossComputed)
-    assert [event.targets for event in losses] == [3, 3]
-    assert [event.mean for event in losses] == pytest.approx([float(process.stdout)] * 2, abs=1e-6)
-    assert losses[0].where == made.line("loss = F.cross_entropy")
