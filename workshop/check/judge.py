@@ -95,6 +95,7 @@ def _judge_by(scenario: Scenario[Any], bench: Bench, detectors: list[Detector], 
         if str(reason):
             verdict.unchecked.append(str(reason))
         verdict.planned.difference_update(judging)
+        verdict.missed.update(judging)
         counting = [detector for detector in judging if _counts(verdict.subject, detector)]
         verdict.unjudged.update(verdict.subject.goal_of(detector.rule) for detector in counting)
     else:
@@ -117,6 +118,7 @@ def ask(verdict: Verdict, detectors: list[Detector], made: Mapping[Scenario[Any]
         verdict.asked.add(detector)
         for said in detector.function(*(made[scenario] for scenario in detector.runs)):
             if isinstance(said, NotJudged):
+                verdict.missed.add(detector)
                 if said.text not in verdict.unchecked:
                     verdict.unchecked.append(said.text)
                 if said.goal:

@@ -1,6 +1,7 @@
 """The verdict on a program: findings, and the state of each goal."""
 
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from workshop.check.rules.rule import Detector, Rule
 from workshop.check.subject import KEPT, Subject
@@ -45,6 +46,10 @@ class Verdict:
     unjudged: set[int] = field(default_factory=set)  # the goals that cannot be judged on this machine
     seconds: float = 0.0  # how long the checking took so far
     complete: bool = False  # the check is finished
+    missed: set[Detector] = field(default_factory=set)  # those that got no scenario, or could not judge it
+    ignored: list[Finding] = field(default_factory=list)  # not reported, because the owner ignores their rules
+    known: list[Finding] = field(default_factory=list)  # not reported, because the baseline has them
+    baseline: Path | None = None
 
     @property
     def errors(self) -> list[Finding]:
@@ -52,9 +57,26 @@ class Verdict:
         return [finding for finding in self.findings if finding.is_error]
 
     @property
+    def hidden(self) -> list[Finding]:
+        """The findings that are not reported."""
+        return [*self.ignored, *self.known]
+
+    @property
+    def judged_rules(self) -> set[Rule]:
+        """The rules that have judged the program: if one of them found nothing, this part of the program is right."""
+        found = {finding.rule for finding in (*self.findings, *self.hidden)}
+        if not self.judged:
+            return found
+        asked = {detector.rule for detector in self.asked - self.missed}
+        asked -= {each.rule for each in (self.planned - self.asked) | self.missed if not each.passive}
+        if not self.subject.goals and any(rule.ends for rule in found):
+            asked = {rule for rule in asked if rule.ends}  # what the others would find in such a run is left out
+        return asked | found
+
+    @property
     def judged(self) -> bool:
         """Whether the program did enough to judge anything."""
-        kinds = {finding.kind for finding in self.errors}
+        kinds = {finding.kind for finding in (*self.findings, *self.hidden) if finding.is_error}
         return bool(self.asked) and (
             bool(self.subject.goals) or not kinds or not kinds <= {"no-training", "outside-write"}
         )
@@ -100,5 +122,5 @@ class Verdict:
             goal = self.goal_of(finding)
             return not finding.is_error, not finding.rule.blocks, goal == KEPT, goal
 
-        unique = {(finding.kind, finding.seen): finding for finding in [*self.findings, *found]}
+        unique = {(finding.kind, finding.seen, finding.where): finding for finding in [*self.findings, *found]}
         self.findings = sorted(unique.values(), key=place)
