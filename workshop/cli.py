@@ -141,7 +141,7 @@ def pack(folder, data, model, platform, python) -> None:
 def check(words, watch, nproc, **chosen) -> None:
     """Run FILE of an exercise, or COMMAND, and report what the processes really do.
 
-    Without both, check the first exercise that is not done.
+    Without both, run the command in [tool.workshop-check] of pyproject.toml, or check the first exercise that is not done.
 
     To check a program of your own, change to its folder, and write the command that starts it after --:
 

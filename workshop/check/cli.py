@@ -4,12 +4,14 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from pathlib import Path
 from typing import Any, NoReturn
 
 import click
 
 from workshop.errors import UserError
 
+FILE = click.Path(dir_okay=False, resolve_path=True, path_type=Path)
 OPTIONS = (
     click.option("--json", is_flag=True, help="Print JSON."),
     click.option("--verbose", is_flag=True, help="Print tracebacks, and the stacks of processes that hang."),
@@ -30,6 +32,13 @@ OPTIONS = (
         default="",
         help="Arguments with which a second start of a COMMAND resumes; {latest} is its newest checkpoint.",
     ),
+    click.option(
+        "--ignore", metavar="KIND", multiple=True, help="Do not report the findings of this rule; repeatable."
+    ),
+    click.option("--baseline", type=FILE, metavar="FILE", help="Report only the findings that are not in FILE."),
+    click.option("--write-baseline", type=FILE, metavar="FILE", help="Write the findings to FILE; exit with status 0."),
+    click.option("--junit", type=FILE, metavar="FILE", help="Also write a report in JUnit XML, for CI services."),
+    click.option("--sarif", type=FILE, metavar="FILE", help="Also write a report in SARIF, for GitHub."),
 )  # each is a parameter of run_command()
 
 
@@ -49,6 +58,8 @@ def app(words: tuple[str, ...], **chosen: Any) -> None:
     Change to the folder of the program, and write the command that starts it after --:
 
     workshop-check -- torchrun --nproc-per-node=2 train.py --epochs 1
+
+    Without COMMAND, run the one in [tool.workshop-check] of pyproject.toml.
     """
     from workshop.check.command import run_command
 

@@ -4,7 +4,6 @@ import importlib.util
 import json
 import os
 import re
-import shlex
 import shutil
 import subprocess
 import sys
@@ -12,11 +11,15 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 from workshop.check import borrowed
+from workshop.check.baseline import sieve
 from workshop.check.judge import judge
 from workshop.check.report import show_all
+from workshop.check.reports import write_reports
 from workshop.check.rules.rule import RULES
+from workshop.check.settings import settings_of
 from workshop.check.start import Start, read_start
 from workshop.check.subject import Subject
 from workshop.check.verdict import Verdict
@@ -34,25 +37,17 @@ STARTERS = re.compile(r"python[\d.]*|torchrun|accelerate|deepspeed")
 
 
 def run_command(
-    words: Sequence[str],
-    *,
-    device: str,
-    json: bool,
-    verbose: bool,
-    steps: int | None,
-    resume_args: str,
-    module: str = "workshop.check",
+    words: Sequence[str], *, device: str, json: bool, verbose: bool, module: str = "workshop.check", **chosen: Any
 ) -> int:
     """Check the program that a command starts, and show the verdict.
 
     Args:
-        words: the command.
+        words: the command; empty: the one in pyproject.toml.
         device: "cpu", or "auto": use GPUs if there is one per process.
         json: print JSON instead of text.
         verbose: print tracebacks and stacks.
-        steps: the number of optimizer steps after which the run is stopped; None: 30, if it takes long.
-        resume_args: the arguments with which a second start resumes.
         module: the module whose command line called this function.
+        chosen: the options of which ``settings_of`` makes settings.
 
     Returns:
         The exit status: 0 if no error was found, 1 otherwise, 2 if nothing could be judged.
@@ -60,12 +55,17 @@ def run_command(
     Raises:
         UserError: the program cannot be checked.
     """
-    unchecked = use_interpreter_of(words, module)
-    on_cpu = device == "cpu" or devices() < read_start(words).nproc
-    resume = shlex.split(resume_args)
-    return show_all(
-        check_command(words, on_cpu=on_cpu, steps=steps, resume=resume, unchecked=unchecked), json, verbose
-    ).status
+    settings = settings_of(words, **chosen)
+    sift = sieve(settings)
+    unchecked = use_interpreter_of(settings.command, module, settings.folder)
+    os.chdir(settings.folder)
+    on_cpu = device == "cpu" or devices() < read_start(settings.command).nproc
+    verdicts = check_command(
+        settings.command, on_cpu=on_cpu, steps=settings.steps, resume=settings.resume_args, unchecked=unchecked
+    )
+    verdict = show_all(map(sift, verdicts), json, verbose)
+    write_reports(verdict, settings.folder, settings.junit, settings.sarif)
+    return verdict.status
 
 
 def check_command(
@@ -148,17 +148,18 @@ def devices() -> int:
     return int(done.stdout.strip() or 0)
 
 
-def use_interpreter_of(words: Sequence[str], module: str) -> str:
+def use_interpreter_of(words: Sequence[str], module: str, folder: Path = Path()) -> str:
     """Continue in the Python environment in which the command would run, if it is a different one with torch.
 
     Args:
         words: the command.
         module: the module whose command line starts again there.
+        folder: the folder in which the command starts.
 
     Returns:
         What is not checked, because the check cannot run there; "" otherwise.
     """
-    python = _interpreter(words)
+    python = _interpreter(words, folder)
     if not python or os.path.realpath(os.path.dirname(python)) == os.path.realpath(os.path.dirname(sys.executable)):
         return ""
     folders = {"workshop": str(Path(__file__).resolve().parents[2])}
@@ -177,13 +178,13 @@ def use_interpreter_of(words: Sequence[str], module: str) -> str:
     os.execv(python, [*command, module, *sys.argv[1:]])
 
 
-def _interpreter(words: Sequence[str]) -> str:
+def _interpreter(words: Sequence[str], folder: Path) -> str:
     """The Python interpreter that a command uses: the one that it names, or that of its launcher; "" if none is found.
 
     The check may lack the launcher (accelerate), so this does not read the command.
     """
     name = next((word for word in words if STARTERS.fullmatch(os.path.basename(word))), "python")
-    found = shutil.which(name) or ""
+    found = shutil.which(folder / name if os.sep in name else name) or ""
     beside = os.path.join(os.path.dirname(found), "python")
     if os.path.basename(name).startswith("python"):
         return found

@@ -51,12 +51,12 @@ def show(verdict: Verdict, console: Console, verbose: bool = False, before: Show
             _goal(verdict, goal, states[goal.number], console, verbose)
     if not verdict.subject.goals:
         for finding in verdict.errors:
-            _finding(finding, console, "✗", verbose)
+            _finding(finding, console, "✗", verbose, finding.kind)
         if not verdict.errors and verdict.judged:
-            console.print("[green]✓[/] nothing wrong was seen", highlight=False)
+            console.print(f"[green]✓[/] nothing {'new' if verdict.known else 'wrong'} was seen", highlight=False)
     for finding in verdict.findings:
         if not finding.is_error and finding.seen not in lines:
-            _finding(finding, console, "-", verbose)
+            _finding(finding, console, "-", verbose, "" if verdict.subject.goals else finding.kind)
             lines.add(finding.seen)
     for text in verdict.unchecked:
         if text not in lines:
@@ -70,9 +70,17 @@ def show(verdict: Verdict, console: Console, verbose: bool = False, before: Show
         text = f"{judged.count('met')} of {len(judged)} goals met in {verdict.seconds:.1f} s{more}"
     else:
         found = plural(len(verdict.errors), "finding") if verdict.judged else "could not be judged"
-        text = f"{found} in {verdict.seconds:.1f} s"
+        text = f"{found} in {verdict.seconds:.1f} s{_known(verdict)}"
     console.print(text, highlight=False)
     return Shown(states, lines)
+
+
+def _known(verdict: Verdict) -> str:
+    """Say how many findings the baseline has."""
+    if not (verdict.known and verdict.baseline):
+        return ""
+    verb = "is" if len(verdict.known) == 1 else "are"
+    return f"; {plural(len(verdict.known), 'known finding')} {verb} in {escape(short(verdict.baseline))}"
 
 
 def show_all(verdicts: Iterator[Verdict], json_only: bool, verbose: bool) -> Verdict:
@@ -131,13 +139,13 @@ def _table(*widths: int) -> Table:
     return table
 
 
-def _finding(finding: Finding, console: Console, sign: str, verbose: bool) -> None:
+def _finding(finding: Finding, console: Console, sign: str, verbose: bool, kind: str = "") -> None:
     table = _table(5, 6)
     table.add_row(sign, "[yellow]seen[/]", escape(finding.seen))
     for name, text in (("why", finding.rule.why), ("fix", finding.rule.fix)):
         table.add_row("", f"[yellow]{name}[/]", escape(text))
     console.print(table)
-    for name, text in (("read", finding.rule.read), ("where", finding.where)):
+    for name, text in (("read", finding.rule.read), ("where", finding.where), ("kind", kind)):
         if text:  # soft_wrap: an address on two lines would not work as a link in a terminal or in JupyterLab
             console.print(f"      [yellow]{name:6}[/] {escape(text)}", highlight=False, soft_wrap=True)
     if finding.detail and verbose:
@@ -156,5 +164,5 @@ def as_json(verdict: Verdict) -> str:
         goals.append({"number": goal.number, "title": goal.title, "state": states[goal.number], "findings": own})
     content: dict[str, object] = {"file": os.fspath(verdict.subject.file), "exercise": verdict.subject.name or None}
     content |= {"passed": not verdict.errors, "goals": goals, "findings": [finding for _, finding in findings]}
-    content |= {"not_checked": verdict.unchecked, "seconds": round(verdict.seconds, 2)}
+    content |= {"known": len(verdict.known), "not_checked": verdict.unchecked, "seconds": round(verdict.seconds, 2)}
     return json.dumps(content, indent=2)

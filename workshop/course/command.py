@@ -10,6 +10,8 @@ from rich.console import Console
 
 from workshop.check.command import devices, run_command
 from workshop.check.report import short, show, show_all
+from workshop.check.reports import write_reports
+from workshop.check.settings import read_settings
 from workshop.check.start import READERS
 from workshop.check.verdict import Verdict
 from workshop.course.checking import check_file
@@ -24,7 +26,8 @@ def run_check(words: Sequence[str], *, watch: bool, nproc: int, device: str, **c
     """Check a program and return the exit status: 0 if no error was found, 1 otherwise, 2 if nothing could be judged.
 
     Args:
-        words: the file of an exercise, or the command that starts a program; empty: the first exercise that is not done.
+        words: the file of an exercise, or the command that starts a program; empty: the command in pyproject.toml, or else
+            the first exercise that is not done.
         watch: check again whenever the file is saved, until interrupted.
         nproc: the number of processes of an exercise.
         device: "cpu", or "auto": use GPUs if there is one per process.
@@ -33,7 +36,7 @@ def run_check(words: Sequence[str], *, watch: bool, nproc: int, device: str, **c
     Raises:
         UserError: the file cannot be checked.
     """
-    if is_command(words):
+    if is_command(words) or (not words and read_settings(Path.cwd()).command):
         return run_command(words, device=device, module="workshop", **chosen)
     if len(words) > 1:
         raise UserError(f"{words[1]}: a FILE has no options here; write the command that starts it after --")
@@ -41,10 +44,13 @@ def run_check(words: Sequence[str], *, watch: bool, nproc: int, device: str, **c
     exercise = find_exercise(path)
     single = exercise is not None and exercise.launch == "single"
     on_cpu = device == "cpu" or devices() < (1 if single else nproc)
+    if name := next((name for name in ("ignore", "baseline", "write_baseline") if chosen[name]), ""):
+        raise UserError(f"--{name.replace('_', '-')} is for a COMMAND; an exercise is done when it has no finding")
     console, json, verbose = Console(highlight=False), chosen["json"], chosen["verbose"]
     if watch:
         _watch(path, nproc, on_cpu, console, verbose)
     verdict = show_all(check_file(path, nproc=nproc, on_cpu=on_cpu), json, verbose)
+    write_reports(verdict, Path.cwd(), chosen["junit"], chosen["sarif"])
     _record(verdict)
     in_a_notebook = os.environ.get("WORKSHOP_NOTEBOOK")
     done = verdict.subject.goals and not verdict.errors
