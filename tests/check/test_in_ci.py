@@ -16,7 +16,7 @@ from needs import needs
 WORKFLOW = runs.ROOT / "docs" / "check-in-ci" / "workflow.yml"
 PAGE = runs.ROOT / "docs" / "check-your-program.md"
 HOOKS = runs.ROOT / ".pre-commit-hooks.yaml"
-SOURCE = '"workshop-check @ git+ADDRESS-OF-THIS-REPOSITORY#subdirectory=distribution"'
+SOURCE = '"workshop-check @ git+URL#subdirectory=distribution"'
 STARTED = f'#!/bin/sh\nexec "{sys.executable}" -P -m workshop.check "$@"\n'
 
 
@@ -117,7 +117,7 @@ def test_pre_commit_runs_the_hook_on_changed_programs(project, pre_commit, tmp_p
     git(hooks, "add", ".")
     git(hooks, "commit", "--quiet", "--message", "hook")
     (given,) = [block for block in PAGE.read_text().split("```yaml\n") if block.startswith("repos:")]
-    config = given.partition("```")[0].replace("ADDRESS-OF-THIS-REPOSITORY", hooks.as_uri())
+    config = given.partition("```")[0].replace("repo: URL", f"repo: {hooks.as_uri()}")
     config = config.replace("NEWEST-TAG", git(hooks, "rev-parse", "HEAD").strip())
     (project / ".pre-commit-config.yaml").write_text(config)
 
