@@ -149,7 +149,10 @@ def test_the_fingerprint_is_that_of_the_line_and_equal_lines_are_counted(verdict
 
 
 def test_the_level_of_a_hint_is_lower_and_it_needs_no_line(verdict, folder):
-    hints = [Finding(RULES["several-print"], "said", advice=True), Finding(RULES["not-destroyed"], "said", "gone.py:7")]
+    hints = [
+        Finding(RULES["several-print"], "said", advice=True),
+        Finding(RULES["not-destroyed"], "said", "gone.py:7", advice=True),
+    ]
     found = results(as_sarif(changed(verdict, *hints), folder))
     assert [each["level"] for each in found] == ["warning", "note"]
     for each in found:

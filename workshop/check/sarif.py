@@ -68,7 +68,7 @@ def _results(verdict: Verdict, folder: Path) -> Iterator[dict[str, Any]]:
 
 def _level(finding: Finding) -> str:
     """A warning is a hint that is an error in an exercise."""
-    return "error" if finding.is_error else "warning" if finding.advice else "note"
+    return "error" if finding.is_error else "note" if finding.rule.hint else "warning"
 
 
 def _region(place: Place) -> dict[str, int]:
