@@ -3,6 +3,7 @@
 import os
 import shlex
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import runs
@@ -52,9 +53,9 @@ def line_of(kind: str, text: str = PROGRAM) -> int:
     return text.splitlines().index(MISTAKES[kind][0]) + 1
 
 
-def check(folder: Path, *arguments: object):
-    """Run ``workshop-check`` in a folder."""
-    return runs.run([sys.executable, "-P", "-m", "workshop.check", *arguments], folder, COLUMNS=80, PATH=path())
+def check(folder: Path, *arguments: object, command: Sequence[str] = ("workshop.check",)):
+    """Run ``workshop-check`` in a folder, or a different command of these modules."""
+    return runs.run([sys.executable, "-P", "-m", *command, *arguments], folder, COLUMNS=80, PATH=path())
 
 
 def path(*folders: Path) -> str:

@@ -1,12 +1,16 @@
 """What the check reports: --ignore, the table in pyproject.toml, and baselines."""
 
 import json
+import sys
 
 import pytest
 
+import runs
 from check import small
 from workshop.check.settings import read_settings
 from workshop.errors import UserError
+
+COURSE = ("workshop", "check")
 
 
 @pytest.fixture
@@ -78,6 +82,26 @@ def test_the_table_names_the_command_and_the_command_line_wins(folder):
     done = small.check(folder, "--json", "--ignore", "same-samples")
     assert done.returncode == 1, done.stderr
     assert [each["kind"] for each in json.loads(done.stdout)["findings"]] == ["two-writers"]
+
+
+def test_workshop_check_without_a_file_runs_the_command_of_the_table(folder):
+    (folder / "pyproject.toml").write_text(small.TABLE)
+    done = small.check(folder, "--json", command=COURSE)
+    assert done.returncode == 1, done.stderr
+    assert {each["kind"] for each in json.loads(done.stdout)["findings"]} == set(small.MISTAKES)
+
+
+def test_an_exercise_gets_reports_but_no_findings_of_it_are_ignored(folder):
+    spawn = runs.SPAWN.relative_to(runs.ROOT / "solutions")
+    progress = folder / "progress.json"
+    for options in (["--ignore", "hang"], ["--write-baseline", "known.json"], ["--baseline", "known.json"]):
+        refused(small.check(folder, *options, runs.ROOT / spawn, command=COURSE), f"{options[0]} is for a COMMAND")
+    arguments = ["check", runs.ROOT / spawn, "--junit", "out.xml", "--sarif", "out.sarif"]
+    done = runs.run([sys.executable, "-P", "-m", "workshop", *arguments], folder, WORKSHOP_PROGRESS=progress)
+    assert done.returncode == 1, done.stderr
+    (found,) = json.loads((folder / "out.sarif").read_text())["runs"][0]["results"]
+    assert found["ruleId"] == "no-group"
+    assert '<failure type="no-group"' in (folder / "out.xml").read_text()
 
 
 def test_the_settings_are_those_of_the_nearest_table_below_the_repository(tmp_path):
