@@ -79,6 +79,15 @@ def test_all_findings_of_a_rule_are_in_its_test(verdict):
     assert output.text.startswith("a hint")
 
 
+def test_findings_with_the_same_words_at_different_lines_are_all_kept(verdict, folder):
+    rule = RULES["two-writers"]
+    both = changed(verdict)
+    both.add([Finding(rule, "said", f"train.py:{line}") for line in (3, 7, 3)])
+    assert [finding.where for finding in both.errors] == ["train.py:3", "train.py:7"]
+    places = [each["locations"][0]["physicalLocation"] for each in results(as_sarif(both, folder))]
+    assert [place["region"]["startLine"] for place in places] == [3, 7]
+
+
 def test_what_is_hidden_has_neither_failed_nor_passed(verdict, folder):
     sifted = sieve(Settings(folder, ignore=("two-writers",), write_baseline=folder / "known.json"))(verdict)
     assert (sifted.status, verdict.status) == (0, 1)
