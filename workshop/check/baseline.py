@@ -74,7 +74,7 @@ def read_baseline(file: Path) -> set[Known]:
         if not all(isinstance(text, str) for each in found for text in each):
             raise TypeError("each value must be a string")
     except OSError as error:
-        raise UserError(f"{file}: {error.strerror}; --write-baseline FILE writes a baseline") from error
+        raise UserError(f"{file}: {error.strerror}; --write-baseline writes a baseline") from error
     except (ValueError, TypeError, KeyError) as error:
-        raise UserError(f"{file} is not a baseline; --write-baseline FILE writes one") from error
+        raise UserError(f"{file} is not a baseline; --write-baseline writes one") from error
     return found

@@ -35,10 +35,10 @@ OPTIONS = (
     click.option(
         "--ignore", metavar="KIND", multiple=True, help="Do not report the findings of this rule; repeatable."
     ),
-    click.option("--baseline", type=FILE, metavar="FILE", help="Report only the findings that are not in FILE."),
-    click.option("--write-baseline", type=FILE, metavar="FILE", help="Write the findings to FILE; exit with status 0."),
-    click.option("--junit", type=FILE, metavar="FILE", help="Also write a report in JUnit XML, for CI services."),
-    click.option("--sarif", type=FILE, metavar="FILE", help="Also write a report in SARIF, for GitHub."),
+    click.option("--baseline", type=FILE, metavar="PATH", help="Report only the findings that are in PATH."),
+    click.option("--write-baseline", type=FILE, metavar="PATH", help="Write the findings to PATH; exit with status 0."),
+    click.option("--junit", type=FILE, metavar="PATH", help="Also write a report in JUnit XML, for CI services."),
+    click.option("--sarif", type=FILE, metavar="PATH", help="Also write a report in SARIF, for GitHub."),
 )  # each is a parameter of run_command()
 
 
