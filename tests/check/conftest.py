@@ -21,3 +21,9 @@ def recording(request):
 
         cases = (*request.module.MISTAKES, *request.module.STYLES)
         save(family_of(request.module.__file__), records, [case.name for case in cases])
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    """A function that returns a new folder."""
+    return lambda name: tmp_path_factory.mktemp(name)

@@ -16,11 +16,6 @@ from workshop.check.subject import Subject
 from workshop.run.stillness import Patience
 
 
-@pytest.fixture(scope="module")
-def place(tmp_path_factory):
-    return lambda name: tmp_path_factory.mktemp(name)
-
-
 class Broken(Probe):
     """A probe that raises errors."""
 

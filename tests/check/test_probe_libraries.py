@@ -40,12 +40,6 @@ from workshop.check.probes.lightning import Lightning, PytorchLightning
 from workshop.course.digits import TEST_SAMPLES, prepare_digits, small_digits
 from workshop.course.probes import COURSE_PROBES, FineTuning
 
-
-@pytest.fixture(scope="module")
-def place(tmp_path_factory):
-    return lambda name: tmp_path_factory.mktemp(name)
-
-
 # ---------------------------------------------------------------- libraries
 
 

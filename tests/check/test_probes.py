@@ -45,12 +45,6 @@ from workshop.check.evidence.events import (
 )
 from workshop.check.evidence.run import Asked
 
-
-@pytest.fixture(scope="module")
-def place(tmp_path_factory):
-    return lambda name: tmp_path_factory.mktemp(name)
-
-
 # ---------------------------------------------------------------- two ranks that train
 
 TRAINING = """

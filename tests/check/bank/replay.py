@@ -81,7 +81,8 @@ def check_for_real(case: Case, folder: Path) -> tuple[Verdict, Recorded]:
     """Check a case in a separate folder; return the verdict and the evidence."""
     base, record = ROOT / case.base, Recorded(case.name)
     exercise = find_exercise(base)
-    names = [exercise.file, *exercise.beside] if exercise else [base.name]
+    others = [path.name for path in base.parent.iterdir() if path.is_file() and path.suffix != ".toml"]
+    names = [exercise.file, *exercise.beside] if exercise else [base.name, *others]
     with _place(case, folder) as place:
         for name in names:
             shutil.copy(base.with_name(name), place)

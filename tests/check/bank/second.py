@@ -3,6 +3,8 @@
 PROGRAM = "tests/check/programs/language_model.py"
 
 TAGGER = "tests/check/programs/tagger.py"
+ENGINE = "tests/check/referee/deepspeed_engine/train.py"
+FSDP1 = "tests/check/referee/fsdp1_lm/train.py"
 TOKEN_MEAN = ', reduction="sum") * world_size / count'  # of the tagger
 
 # Parts of the text of PROGRAM.

@@ -1,11 +1,30 @@
 """The rules about deepspeed: mistakes that they must name, and correct styles that must pass."""
 
-from check.bank import zero
+from check.bank import second, zero
 from check.bank.case import mistake, style
 from check.bank.cases import bank_tests
 from workshop.repository import ROOT
 
 MISTAKES = (
+    # ---- engine-steps-missing
+    mistake(
+        "engine-step-at-own-boundary",
+        second.ENGINE,
+        "engine-steps-missing",
+        "The engine counts the batches in step(); called for every other batch only, it takes half of the updates.",
+        (
+            "            engine.step()\n",
+            "            if (i + 1) % engine.gradient_accumulation_steps() == 0:\n                engine.step()\n",
+        ),
+    ),
+    # ---- tags-differ
+    mistake(
+        "tag-with-the-loss-of-the-rank",
+        second.ENGINE,
+        "tags-differ",
+        "Each rank names the checkpoint after its own loss.",
+        ("-loss{val_loss:.3f}", "-loss{loss.item():.3f}"),
+    ),
     # ---- engine-idle
     mistake(
         "zero-loss-backward",

@@ -106,6 +106,14 @@ MISTAKES = (
         "no_sync() surrounds all batches, so the gradients are never averaged and the replicas diverge.",
         (ddp.NO_SYNC, "        with model.no_sync():\n"),
     ),
+    # ---- clipping-differs
+    mistake(
+        "norm-of-a-shard",
+        second.FSDP1,
+        "clipping-differs",
+        "The function of PyTorch for plain tensors sees the shards of the rank only.",
+        ("model.clip_grad_norm_(0.25)", "nn.utils.clip_grad_norm_(model.parameters(), 0.25)"),
+    ),
     # ---- models-differ
     mistake(
         "average-copied-before-the-broadcast",

@@ -98,8 +98,8 @@ class Clipping(Probe):
             norms = [sketch[0] for sketch in sketches(each.grad for each in parameters) if sketch]
         total = original(parameters, *args, **kwargs)
         with self.recorder.guard:
-            whole = None if isinstance(total, DTensor) else float(total)
-            self.note_here(GradientsClipped(norms=norms, total=whole))
+            (whole,) = [None] if isinstance(total, DTensor) else sketches([total])
+            self.note_here(GradientsClipped(norms=norms, total=whole and whole[0]))
         return total
 
 
