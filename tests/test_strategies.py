@@ -51,7 +51,7 @@ def test_each_strategy_has_the_losses_of_one_process_in_float32(name, train):
     assert row["tokens_per_second"] > 0
     if name != "one process":
         assert row["loss_difference"] < IN_FLOAT32
-        assert row["weight_difference"] < WEIGHTS_IN_FLOAT32
+        assert row["parameter_difference"] < WEIGHTS_IN_FLOAT32
 
 
 @pytest.mark.full
@@ -68,7 +68,7 @@ def test_each_strategy_has_the_losses_of_one_process_in_float64(name, train, rec
     if name != "one process":
         record_property("difference", json.dumps({key: row[key] for key in ("name", "loss_difference")}))
         assert row["loss_difference"] < (IN_FLOAT64 if strategy.in_float64 else IN_FLOAT32)
-        assert row["weight_difference"] < (WEIGHTS_IN_FLOAT64 if strategy.in_float64 else WEIGHTS_IN_FLOAT32)
+        assert row["parameter_difference"] < (WEIGHTS_IN_FLOAT64 if strategy.in_float64 else WEIGHTS_IN_FLOAT32)
 
 
 @pytest.mark.full
@@ -134,7 +134,7 @@ def trained(name, rate, held, sent, **more):
 
 @pytest.fixture
 def summary():
-    apart = {"loss_difference": 3e-7, "weight_difference": 2e-5}
+    apart = {"loss_difference": 3e-7, "parameter_difference": 2e-5}
     machine = {"processor": "a processor", "cores": 2, "gpus": [], "torch": "2.15.0"}
     rows = [
         trained("one process", 1000, 64, 0),

@@ -1,5 +1,6 @@
 """The comparison with one process: joined batches, steps without chance, and the targets of a loss."""
 
+import math
 import subprocess
 import sys
 from collections import namedtuple
@@ -8,8 +9,10 @@ import pytest
 import torch
 
 from check.made import Made
+from workshop.check.command import check_command
 from workshop.check.comparing import joined
 from workshop.check.evidence.events import LossComputed
+from workshop.check.probes.schedules import schedule_length
 
 Pair = namedtuple("Pair", "tokens tags")
 ONE, TWO = torch.tensor([[1, 2, 0]]), torch.tensor([[3, 4, 5]])
@@ -87,3 +90,61 @@ def test_the_targets_of_a_cross_entropy_are_counted(place):
     assert [event.targets for event in losses] == [3, 3]
     assert [event.mean for event in losses] == pytest.approx([float(process.stdout)] * 2, abs=1e-6)
     assert losses[0].where == made.line("loss = F.cross_entropy")
+
+
+def test_lists_with_one_element_per_sample_are_continued():
+    one, two = ([ONE[0], ONE[0]], [{"box": ONE}, {"box": ONE}]), ([TWO[0]], [{"box": TWO}])
+    inputs, targets = joined([one, two])
+    assert [each.tolist() for each in inputs] == [[1, 2, 0], [1, 2, 0], [3, 4, 5]]
+    assert [each["box"].tolist() for each in targets] == [[[1, 2, 0]], [[1, 2, 0]], [[3, 4, 5]]]
+    assert len(joined([one, two], rank=1)[1]) == 1
+    assert joined([[{"x": 1}], [{"x": 2}]]) == [{"x": 1}, {"x": 2}]
+
+
+CLIPPED = """
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+
+torch.distributed.init_process_group("gloo")
+torch.manual_seed(0)
+data = TensorDataset(torch.randn(32, 4), torch.randn(32, 1))
+model = nn.Linear(4, 1)
+ddp_model = nn.parallel.DistributedDataParallel(model)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for inputs, targets in DataLoader(data, 4, sampler=DistributedSampler(data)):
+    optimizer.zero_grad()
+    (100 * nn.functional.mse_loss(ddp_model(inputs), targets) / SCALE).backward()
+    nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    optimizer.step()
+torch.distributed.destroy_process_group()
+"""
+
+
+@pytest.mark.parametrize(("scale", "kinds"), [("1", []), ("torch.distributed.get_world_size()", ["gradient-scale"])])
+def test_a_wrong_scale_is_seen_before_the_gradients_are_clipped(tmp_path, scale, kinds):
+    (tmp_path / "train.py").write_text(CLIPPED.replace("SCALE", scale))
+    *_, verdict = check_command(["torchrun", "--nproc-per-node=2", "train.py"], folder=tmp_path)
+    assert [finding.kind for finding in verdict.errors] == kinds
+
+
+HASHED = """
+    print(hash("a"), hash(3), hash(("a", 3)))
+"""
+
+
+def test_each_rank_has_its_own_hashes_of_strings_in_the_program(place):
+    made = Made(place("hashes"), HASHED, "torchrun", 2).well()
+    one, two = (process.stdout.split() for process in made.run.processes)
+    assert one[0] != two[0]
+    assert one[1:] == two[1:]
+
+
+@pytest.mark.parametrize("clamped", [True, False])
+def test_the_length_of_a_schedule_is_that_of_its_first_fall(clamped):
+    def rate(step):
+        progress = step / 100
+        return 0.5 * (1 + math.cos(math.pi * (min(1.0, progress) if clamped else progress)))
+
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.1)
+    assert schedule_length(torch.optim.lr_scheduler.LambdaLR(optimizer, rate)) == 100

@@ -32,7 +32,7 @@ def test_ignored_findings_are_not_reported(folder):
     done = small.check(folder, "--ignore", "same-samples", "--", *small.COMMAND)
     assert done.returncode == 1, done.stderr
     assert "same-samples" not in done.stdout
-    assert done.stdout.splitlines()[-1].startswith("1 finding in")
+    assert done.stdout.splitlines()[-1].startswith("1 error in")
     both = [word for kind in small.MISTAKES for word in ("--ignore", kind)]
     done = small.check(folder, *both, "--json", "--", *small.COMMAND)
     assert done.returncode == 0, done.stderr

@@ -127,6 +127,15 @@ def joined(parts: Sequence[Any], rank: int | None = None) -> Any:
             whole[key] = joined([part[key] for part in parts], rank)
         return whole
     if isinstance(first, (list, tuple)):
+        if all(isinstance(each, Mapping) for part in parts for each in part):
+            return _samples(parts, rank)
+        if any(
+            isinstance(each, (list, tuple)) and _of_mappings(each) for each in first
+        ):  # one list of the inputs, and one of their targets, as for object detection
+            return type(first)(
+                _samples(each, rank) if isinstance(each[0], (list, tuple)) else joined(each, rank)
+                for each in zip(*parts, strict=True)
+            )
         if all(isinstance(each, (str, int, float)) for part in parts for each in part):
             return type(first)([each for part in parts for each in part]) if rank is None else parts[rank]
         if any(len(part) != len(first) for part in parts):
@@ -136,6 +145,15 @@ def joined(parts: Sequence[Any], rank: int | None = None) -> Any:
     if isinstance(first, (str, int, float, type(None))):
         return parts[rank or 0]
     raise ValueError(f"a batch contains {type(first).__name__}")
+
+
+def _of_mappings(values: Sequence[Any]) -> bool:
+    return bool(values) and all(isinstance(each, Mapping) for each in values)
+
+
+def _samples(parts: Sequence[Any], rank: int | None) -> Any:
+    """Join lists with one element for each sample."""
+    return type(parts[0])(each for part in parts for each in part) if rank is None else parts[rank]
 
 
 def _padded(parts: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:

@@ -104,8 +104,8 @@ class OwnersBench(ProgramBench):
             module=self.start.target if self.start.is_module else "",
             variables=self.start.variables,
             port=_free_port(),
-            gpus=self.gpus,
             **{
+                "gpus": self.gpus,
                 "steps": self.wishes.steps or STEPS,
                 "at_once": self.wishes.steps is not None,
                 "nodes": self.start.nodes,
@@ -143,12 +143,15 @@ class OwnersBench(ProgramBench):
         """Run two steps with all processes, and with one that gets the batches of all of them."""
         whole: Run = made[WHOLE]
         if whole.failed or whole.nproc < 2 or not any(whole.all(BatchLoaded)):
-            raise Unavailable(f"{COMPARED.title}: the check needs batches from a DataLoader" if whole.nproc > 1 else "")
+            raise Unavailable(
+                f"{COMPARED.title} (the check needs batches from a DataLoader)" if whole.nproc > 1 else ""
+            )
         # A program without seeds also begins both runs with the same parameters.
         alike: dict[str, Any] = {"steps": 2, "at_once": True, "entropy": secrets.randbelow(2**31)}
         alike["before"] = replace(self.kept, whole.nproc)
-        several, single = self._run(self.folder(), **alike), self._run(self.folder(), nproc=1, nodes=1, **alike)
-        return Compared(several, single)
+        several = self._run(self.folder(), **alike)
+        gpus = 1 if self.launch == "spawn" and self.gpus else self.gpus  # the program starts a process for each
+        return Compared(several, self._run(self.folder(), nproc=1, nodes=1, gpus=gpus, **alike))
 
     def _split(self, made: Made) -> Split:
         """Kill the program in the step after its first checkpoint, and start it again in the same folder."""

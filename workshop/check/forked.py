@@ -215,6 +215,7 @@ def _rank(program: Program, rank: int, port: int) -> int:
         program = replace(program, arguments=(f"--local_rank={rank % local}", *program.arguments))
     _prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     renew_random_state(program.entropy and program.entropy + rank)
+    _Salt.number = rank
     return _run(program)
 
 
@@ -268,6 +269,19 @@ LAUNCHERS: dict[str, Callable[[Program, int, int, int], dict[str, str]]] = {
 }
 
 
+class _Salt:
+    """What makes the hashes of strings in this process different from those in the others."""
+
+    number = 0
+
+
+def _hash(value: Any) -> int:
+    """In place of ``hash`` in the program: each new interpreter has its own hashes of strings, but forked ones share them."""
+    if isinstance(value, (str, bytes)) and _Salt.number and "PYTHONHASHSEED" not in os.environ:
+        return hash((value, _Salt.number))
+    return hash(value)
+
+
 def renew_random_state(entropy: int) -> None:
     """Seed torch (on all devices), NumPy and ``random``: with 0 from fresh entropy, as a new interpreter does."""
     if entropy:
@@ -293,6 +307,7 @@ class SpawnedProcess(multiprocessing.context.ForkProcess):
 
         def renewed(*args: Any, **kwargs: Any) -> Any:
             renew_random_state(entropy)
+            _Salt.number = own.started - 1
             return bootstrap(*args, **kwargs)
 
         process._bootstrap = renewed
@@ -346,9 +361,9 @@ def _run(program: Program) -> int:
     status = 0
     try:
         if program.module:
-            runpy.run_module(program.module, run_name="__main__", alter_sys=True)
+            runpy.run_module(program.module, {"hash": _hash}, run_name="__main__", alter_sys=True)
         else:
-            runpy.run_path(str(program.script), run_name="__main__")
+            runpy.run_path(str(program.script), {"hash": _hash}, run_name="__main__")
     except SystemExit as exit_:
         status = exit_.code if isinstance(exit_.code, int) else int(exit_.code is not None)
         if status and not isinstance(exit_.code, int):

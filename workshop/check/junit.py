@@ -53,7 +53,7 @@ def _fails(case: Element, outcome: str, message: str, text: str) -> None:
 
 
 def _text(finding: Finding) -> str:
-    lines = [finding.seen, f"why: {finding.rule.why}", f"fix: {finding.rule.fix}"]
+    lines = [finding.seen, f"why: {finding.rule.why}", f"fix: {finding.fix}"]
     lines += [f"read: {finding.rule.read}", f"where: {finding.where}", finding.detail]
     return _clean("\n".join(line for line in lines if not re.fullmatch(r"(\w+: )?", line)))
 

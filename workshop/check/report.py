@@ -53,7 +53,7 @@ def show(verdict: Verdict, console: Console, verbose: bool = False, before: Show
         for finding in verdict.errors:
             _finding(finding, console, "✗", verbose, finding.kind)
         if not verdict.errors and verdict.judged:
-            console.print(f"[green]✓[/] nothing {'new' if verdict.known else 'wrong'} was seen", highlight=False)
+            console.print(f"[green]✓[/] no {'new ' if verdict.known else ''}error was seen", highlight=False)
     for finding in verdict.findings:
         if not finding.is_error and finding.seen not in lines:
             _finding(finding, console, "-", verbose, "" if verdict.subject.goals else finding.kind)
@@ -69,7 +69,9 @@ def show(verdict: Verdict, console: Console, verbose: bool = False, before: Show
         more = "" if verdict.complete else "; now it starts for real, which takes up to a minute ..."
         text = f"{judged.count('met')} of {len(judged)} goals met in {verdict.seconds:.1f} s{more}"
     else:
-        found = plural(len(verdict.errors), "finding") if verdict.judged else "could not be judged"
+        hints = len(verdict.findings) - len(verdict.errors)
+        found = plural(len(verdict.errors), "error") + (f", {plural(hints, 'hint')}" if hints else "")
+        found = found if verdict.judged else "could not be judged"
         text = f"{found} in {verdict.seconds:.1f} s{_known(verdict)}"
     console.print(text, highlight=False)
     return Shown(states, lines)
@@ -142,10 +144,10 @@ def _table(*widths: int) -> Table:
 def _finding(finding: Finding, console: Console, sign: str, verbose: bool, kind: str = "") -> None:
     table = _table(5, 6)
     table.add_row(sign, "[yellow]seen[/]", escape(finding.seen))
-    for name, text in (("why", finding.rule.why), ("fix", finding.rule.fix)):
+    for name, text in (("why", finding.rule.why), ("fix", finding.fix)):
         table.add_row("", f"[yellow]{name}[/]", escape(text))
     console.print(table)
-    for name, text in (("read", finding.rule.read), ("where", finding.where), ("kind", kind)):
+    for name, text in (("read", finding.read), ("where", finding.where), ("kind", kind)):
         if text:  # soft_wrap: an address on two lines would not work as a link in a terminal or in JupyterLab
             console.print(f"      [yellow]{name:6}[/] {escape(text)}", highlight=False, soft_wrap=True)
     if finding.detail and verbose:

@@ -60,7 +60,7 @@ def _results(verdict: Verdict, folder: Path) -> Iterator[dict[str, Any]]:
             "ruleId": finding.kind,
             "ruleIndex": rules.index(finding.kind),
             "level": _level(finding),
-            "message": {"text": f"{finding.seen.rstrip('.')}. {finding.rule.why} {finding.rule.fix}"},
+            "message": {"text": f"{finding.seen.rstrip('.')}. {finding.rule.why} {finding.fix}"},
             "locations": [{"physicalLocation": {"artifactLocation": {"uri": uri}, "region": _region(place)}}],
             "partialFingerprints": {"primaryLocationLineHash": f"{digest}:{equal[finding.kind, uri, text]}"},
         }

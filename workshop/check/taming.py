@@ -4,6 +4,8 @@ Random numbers are the same for each sample of a batch, dropout changes nothing,
 autocast is off. What remains different is the work of the program: its loss, and what it does with the gradients.
 """
 
+import random
+import sys
 from collections.abc import Callable
 from itertools import count
 from typing import Any
@@ -13,7 +15,11 @@ from torch.nn import functional as F
 
 
 def tame() -> None:
-    """Replace the random functions of torch in this process."""
+    """Replace the random functions of torch in this process, and seed all others as in every other process."""
+    torch.manual_seed(1)
+    random.seed(1)
+    if numpy := sys.modules.get("numpy"):
+        numpy.random.seed(1)
     number = count(1)
     rand, randn, randint = torch.rand, torch.randn, torch.randint
 

@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from workshop.check.rules.pages import page
 from workshop.check.rules.rule import Detector, Rule
 from workshop.check.subject import KEPT, Subject
 
@@ -16,6 +17,17 @@ class Finding:
     where: str = ""  # "file.py:12", the line of the cause
     detail: str = ""  # a traceback or stacks for ``--verbose``, in one or more lines
     advice: bool = False  # a hint: no goal depends on it
+    remedy: str = ""  # in place of the fix of its rule
+
+    @property
+    def fix(self) -> str:
+        """What to do."""
+        return self.remedy or self.rule.fix
+
+    @property
+    def read(self) -> str:
+        """Where to read more: a web address, or a path of the repository."""
+        return page(self.fix) or self.rule.read
 
     @property
     def kind(self) -> str:
@@ -29,8 +41,8 @@ class Finding:
 
     def as_dict(self) -> dict[str, str]:
         """The finding for ``--json``."""
-        said = {"kind": self.kind, "seen": self.seen, "why": self.rule.why, "fix": self.rule.fix}
-        said |= {"read": self.rule.read, "where": self.where, "detail": self.detail}
+        said = {"kind": self.kind, "seen": self.seen, "why": self.rule.why, "fix": self.fix}
+        said |= {"read": self.read, "where": self.where, "detail": self.detail}
         return said | {"level": "error" if self.is_error else "hint"}
 
 

@@ -153,7 +153,7 @@ def run_one(
     Returns:
         Its ``name``; ``missing``: the package that is not installed, or ""; ``failure``: why it failed, or ""; ``lines``: how
         many lines differ from ``before``. If it trained, also what ``workshop.training.strategies.Report`` writes, and how far
-        its losses (``loss_difference``) and final parameters (``weight_difference``) are from those of one process.
+        its losses (``loss_difference``) and final parameters (``parameter_difference``) are from those of one process.
     """
     lines = changed_lines(ROOT / FOLDER / strategy.before, ROOT / FOLDER / strategy.script) if strategy.before else 0
     row = {"name": strategy.name, "missing": "", "failure": "", "lines": lines, "before": strategy.before}
@@ -181,14 +181,14 @@ def _differences(row: dict, place: Path, reference: Path) -> dict:
     import torch
 
     if not (reference / "report.json").is_file():
-        return {"loss_difference": None, "weight_difference": None}
+        return {"loss_difference": None, "parameter_difference": None}
     losses = json.loads((reference / "report.json").read_text())["losses"]
     own, theirs = (torch.load(path / "weights.pt", weights_only=True) for path in (place, reference))
     if own.keys() != theirs.keys():
         return {"failure": "its parameters have different names than those of one process, so they cannot be compared"}
     return {
         "loss_difference": max(abs(one - other) for one, other in zip(row["losses"], losses, strict=True)),
-        "weight_difference": max((own[name] - theirs[name]).abs().max().item() for name in own),
+        "parameter_difference": max((own[name] - theirs[name]).abs().max().item() for name in own),
     }
 
 
@@ -214,7 +214,7 @@ def cells(row: dict) -> list[str]:
     """Return the cells of a row of the table, in the order of ``COLUMNS``."""
     if row["missing"] or row["failure"]:
         return [row["name"], row["missing"] or "failed", "", "", "", "", ""]
-    differences = [f"{row[name]:.0e}" if name in row else "" for name in ("loss_difference", "weight_difference")]
+    differences = [f"{row[name]:.0e}" if name in row else "" for name in ("loss_difference", "parameter_difference")]
     return [
         row["name"],
         spread(row["tokens_per_second"], row.get("rounds", []), ",.0f"),

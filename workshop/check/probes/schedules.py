@@ -24,7 +24,7 @@ class Schedules(Probe):
 
     @after(LRScheduler, "__init__")
     def _remember(self, result: None, schedule: Any, *args: Any, **kwargs: Any) -> None:
-        if len(self.made) < MOST and (length := _length(schedule)):
+        if len(self.made) < MOST and (length := schedule_length(schedule)):
             self.made.append((schedule, length, self.recorder.where()))
 
     @on("at_end")
@@ -33,7 +33,7 @@ class Schedules(Probe):
             self.recorder.note(ScheduleSeen(taken=int(schedule.last_epoch), length=length, where=where))
 
 
-def _length(schedule: Any) -> int | None:
+def schedule_length(schedule: Any) -> int | None:
     """The number of steps in which a schedule falls from its highest rate to its lowest; None if it has no such end."""
     if name := LENGTHS.get(type(schedule).__name__):
         return getattr(schedule, name, None)  # None: its __init__ calls that of its base first
@@ -41,6 +41,8 @@ def _length(schedule: Any) -> int | None:
         return None
     rate = schedule.lr_lambdas[0]
     values = [float(rate(step)) for step in range(FARTHEST)]
-    top = FARTHEST - 1 - values[::-1].index(max(values))
+    top = values.index(max(values))  # the first time: a cosine without a limit rises again
+    while top < FARTHEST - 1 and values[top + 1] == values[top]:
+        top += 1
     end = next((step for step in range(top, FARTHEST - 1) if values[step + 1] >= values[step]), top)
     return end if end > top + 2 else None  # in a schedule of stages, the rate stays where it is

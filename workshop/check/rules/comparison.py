@@ -3,7 +3,7 @@
 from collections import Counter
 from itertools import groupby
 
-from workshop.check.evidence.events import Backward, BatchLoaded, Collective, StepBegun
+from workshop.check.evidence.events import Backward, BatchLoaded, Collective, GradientsClipped, StepBegun
 from workshop.check.evidence.run import Process
 from workshop.check.evidence.sketches import CLOSE, difference, different_names, ratio
 from workshop.check.rules.gradients import gradient_scale, gradients_differ, mean_of_means, weights_differ
@@ -28,6 +28,7 @@ def scaled(compared: Compared) -> Said:
     fix="Gather with torch.distributed.nn.functional.all_gather, which returns gradients to the other ranks; labels begin "
     "at rank * batch size.",
     runs=COMPARED,
+    needs=(GradientsClipped,),
     after=AFTER,
     anywhere=True,
 )
@@ -39,7 +40,7 @@ def gathered_loss(compared: Compared) -> Said:
 
 @rule(
     why="The result depends on the number of processes. (A loss may be meant to compare only the samples of its rank.)",
-    fix="Compare the loss and its gradient with those of one process that has the same global batch.",
+    fix="If the loss is divided by a count, such as that of the targets, sum this count over all ranks with all_reduce first.",
     runs=COMPARED,
     after=AFTER,
     hint=True,
@@ -48,7 +49,7 @@ def gathered_loss(compared: Compared) -> Said:
 def depends_on_processes(compared: Compared) -> Said:
     """The gradient is not that of one process, and no multiple of it."""
     if reason := _incomparable(compared):
-        yield NotJudged(f"{COMPARED.title}: {reason}", goal=False)
+        yield NotJudged(f"{COMPARED.title} ({reason})", goal=False)
     elif not _exchanges(compared.several.trained):
         yield from _different(compared)
 
@@ -56,25 +57,32 @@ def depends_on_processes(compared: Compared) -> Said:
 def _incomparable(compared: Compared) -> str:
     """Why the gradients of several processes cannot be compared with those of one; "" if they can be."""
     several, single = compared.several.trained, compared.single.trained
-    if not several or len(single) != 1 or compared.several.failed or compared.single.failed:
-        return "it does not train with one process"
+    if len(single) > 1:
+        return "the program itself starts several processes"
+    if not several or not single or compared.several.failed or compared.single.failed:
+        return "one process fails with the joined batches of all ranks, or takes no step"
     ours, alone = several[0].steps[0], single[0].steps[0]
     if ours.before.sharded or alone.before.sharded:
         return "each process has only a part of the gradients"
     if difference(ours.before.weights, alone.before.weights) > CLOSE:
-        return "with one process it begins with different parameters"
+        return "one process begins with different parameters"
     rows = [Counter(row for process in ranks for row in process.steps[0].rows) for ranks in (several, single)]
     if not rows[0] or rows[0] != rows[1] or len(ours.backwards) != len(alone.backwards):
-        return "with one process a step has different samples"
+        return "the first step of one process has other samples than that of all ranks together"
     return ""
 
 
 def _factor(compared: Compared) -> tuple[float | None, str]:
-    """The factor between the gradients of step 1, and the line of backward()."""
+    """The factor between the gradients of step 1 before they are clipped, and the line of backward()."""
     if _incomparable(compared):
         return None, ""
-    ours, alone = (run.trained[0].steps[0] for run in (compared.several, compared.single))
-    return ratio(ours.before.gradients, alone.before.gradients), ours.backwards[-1].where
+    ours, alone = (run.trained[0] for run in (compared.several, compared.single))
+    factor = ratio(ours.steps[0].before.gradients, alone.steps[0].before.gradients)
+    clips = [process.first(GradientsClipped) for process in (ours, alone)]
+    norms = [clip.total for clip in clips if clip and clip.total]
+    if factor is not None and len(norms) == 2:
+        factor = norms[0] / norms[1]  # clipping may have made both equally large
+    return factor, ours.steps[0].backwards[-1].where
 
 
 def _different(compared: Compared) -> Said:

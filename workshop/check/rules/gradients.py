@@ -106,9 +106,9 @@ def _apart_at(number: int, one: Step, two: Step, base: Process, joined: bool) ->
         which = different_names(before.gradients, other.gradients, before.names)
         of = f" for {listed(which)}" if len(which) < len(before.names) else ""
         also = ", and they began with different parameters" if begun else ""
-        where, reason = _why_unequal(base, one, two)
+        where, reason, fix = _why_unequal(base, one, two)
         seen = f"before step {number} the ranks hold different gradients{of}{also}; {reason}"
-        return gradients_differ, Seen(seen, where)
+        return gradients_differ, Seen(seen, where, fix=fix)
     if begun:
         which = different_names(before.weights, other.weights, before.names)
         return weights_differ, Seen(f"the ranks begin with different parameters ({listed(which)})", before.where)
@@ -120,21 +120,37 @@ def _apart_at(number: int, one: Step, two: Step, base: Process, joined: bool) ->
     return None
 
 
-def _why_unequal(base: Process, one: Step, two: Step) -> tuple[str, str]:
-    """The line to look at, and why the gradients are not averaged."""
+def _why_unequal(base: Process, one: Step, two: Step) -> tuple[str, str, str]:
+    """The line to look at, why the gradients are not averaged, and what to do ("": the fix of the rule)."""
     where = one.before.where
     last = one.backwards[-1] if one.backwards else None
     if not base.first(Wrapped) and _averages_by_hand(base):
-        return where, "not all of them are averaged"
+        return (
+            where,
+            "not all of them are averaged",
+            "Average the gradients of all parameters with all_reduce before each step.",
+        )
     if not base.first(Wrapped):
-        return where, "nothing averages them, because the model is not wrapped in DistributedDataParallel"
+        return where, "nothing averages them, because the model is not wrapped in DistributedDataParallel", ""
     if last and last.forward and not last.forward.wrapped:
-        return last.forward.where, "the forward pass bypasses DistributedDataParallel: call the wrapper"
+        fix = "Call the wrapper of DistributedDataParallel in the forward pass, not the model inside it (`.module`)."
+        return last.forward.where, "the forward pass bypasses DistributedDataParallel: call the wrapper", fix
     if last and last.sync is False:
-        return last.where, "the last backward() before the step is under no_sync()"
+        fix = "Run the forward pass and backward() of the last batch of each step outside of no_sync()."
+        return last.where, "the last backward() before the step is under no_sync()", fix
     if last is None or len(one.backwards) != len(two.backwards):
-        return where, f"it has {len(one.backwards)} backward passes on one rank and {len(two.backwards)} on the other"
-    return where, "something changes them on one rank after backward(), or they were averaged before they were complete"
+        fix = "Give all ranks the same number of batches in each step."
+        return (
+            where,
+            f"it has {len(one.backwards)} backward passes on one rank and {len(two.backwards)} on the other",
+            fix,
+        )
+    what = "something changes them on one rank after backward(), or they were averaged before they were complete"
+    return (
+        where,
+        what,
+        "Call backward() once for each forward pass of the wrapper, and change gradients on all ranks alike.",
+    )
 
 
 def _averages_by_hand(process: Process) -> bool:

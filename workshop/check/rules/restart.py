@@ -182,8 +182,7 @@ def _not_restored(
         yield resume_differs, "the second start does not begin with the parameters that the first run ended with"
     elif begin.before.state == 0 and due.before.state > 0:
         yield optimizer_lost, "the optimizer state is empty at the first step after the second start"
-    elif reproducible and begin.before.rates != expected.before.rates:
-        rates = f"{expected.before.rates[0]:.3g} in an uninterrupted run, but {begin.before.rates[0]:.3g}"
+    elif reproducible and (rates := _other_rate(base[len(done) :], rest)):
         yield schedule_lost, f"the learning rate is {rates} after the second start"
     elif reproducible and draws and begin.random != expected.random:
         yield random_lost, "after the second start the steps draw different random numbers than in an uninterrupted run"
@@ -200,6 +199,16 @@ def _not_restored(
             resume_differs,
             f"the parameters at the end differ from those of an uninterrupted run (relatively by {gap:.1g})",
         )
+
+
+def _other_rate(base: list[Step], rest: list[Step]) -> str:
+    """Where the learning rates of the second start first differ from those of an uninterrupted run."""
+    for number, (due, own) in enumerate(zip(base, rest, strict=False), 1):
+        if due.before.rates != own.before.rates:
+            apart = [pair for pair in zip(due.before.rates, own.before.rates, strict=False) if pair[0] != pair[1]]
+            one, other = apart[0] if apart else (due.before.rates[0], own.before.rates[0])
+            return f"{one:.3g} in an uninterrupted run, but {other:.3g} in step {number}"
+    return ""
 
 
 def _gap(one: Step, other: Step) -> float:

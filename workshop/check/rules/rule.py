@@ -33,11 +33,15 @@ P = ParamSpec("P")
 
 @dataclass(frozen=True)
 class Seen:
-    """What a rule has seen: one sentence with figures, the line of its cause, and more for ``--verbose``."""
+    """What a rule has seen: one sentence with figures, the line of its cause, and more for ``--verbose``.
+
+    ``fix``: what to do, if the fix of the rule does not suit this cause.
+    """
 
     text: str
     where: str = ""
     detail: str = ""
+    fix: str = ""
 
 
 @dataclass(frozen=True)
