@@ -321,7 +321,7 @@ MISTAKES = (
     mistake(
         "clipped-before-averaging",
         ddp.TORCHRUN,
-        "differs-from-one-process",
+        ("differs-from-one-process", "clipping-differs"),
         "Each rank clips its own gradient before the average, which one process with the whole batch does not.",
         (ddp.WRAPPED, "ddp_model = model"),
         (

@@ -39,7 +39,7 @@ def gathered_loss(compared: Compared) -> Said:
 
 
 @rule(
-    why="The result depends on the number of processes. (A loss may be meant to compare only the samples of its rank.)",
+    why="The result depends on the number of processes, unless the loss is meant to compare only the samples of its rank.",
     fix="If the loss is divided by a count, such as that of the targets, sum this count over all ranks with all_reduce first.",
     runs=COMPARED,
     after=AFTER,

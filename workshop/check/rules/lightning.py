@@ -85,7 +85,8 @@ def stem_shrinks(run: Run) -> Said:
     size: tuple[int, ...] = run.asked.images[1:] if run.asked and run.asked.images else ()
     for process in run.first_rank if size else ():
         convolved = [each for layers in process.of(LayersSeen)[:1] for each in layers.convolved]
-        if convolved.count(size) < 3:
+        forwards = max(1, len(process.steps[0].backwards) if process.steps else 1)
+        if convolved.count(size) < 3 * forwards:
             later = convolved[:2][-1] if convolved else (0, 0)
             whole, left = (" x ".join(map(str, each)) for each in (size, later))
             yield Seen(f"the first block reduces {whole} pixels to {left}", process.data_where)
