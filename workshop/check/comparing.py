@@ -26,6 +26,13 @@ from workshop.check.taming import tame
 LOADERS = 8  # iterations of loaders of which batches are kept
 BATCHES = 8  # of each of them
 LARGEST = 32_000_000  # bytes of a batch
+UNSTORED = (
+    pickle.PicklingError,
+    TypeError,
+    AttributeError,
+    RecursionError,
+)  # what the pickle of an unusual batch raises
+UNJOINED = (KeyError, ValueError, TypeError, RuntimeError)  # a rank has no such batch, or the sizes do not fit
 Place = tuple[int, int]  # the number of an iteration over a loader, and of the batch in it
 
 
@@ -36,7 +43,7 @@ def keep(file: Path) -> Callable[[Recorder], None]:
         opened = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND)  # now: the probes forbid it later
 
         def kept(place: Place, data: Any) -> Any:
-            with suppress(Exception):  # a batch may be anything
+            with suppress(*UNSTORED):  # a batch may be anything
                 rank = dist.get_rank() if dist.is_initialized() else int(os.environ.get("RANK", 0))
                 stored = io.BytesIO()
                 _Pickler(stored).dump((place, rank, data))
@@ -62,7 +69,7 @@ def replace(file: Path, ranks: int) -> Callable[[Recorder], None]:
         def replaced(place: Place, data: Any) -> Any:
             if place == (0, 0):
                 tame()  # not earlier, because the parameters need random values
-            with suppress(Exception):  # without the joined batch the samples differ, and the rules do not compare
+            with suppress(*UNJOINED):  # without the joined batch the samples differ, and the rules do not compare
                 own = dist.get_rank() if dist.is_initialized() and dist.get_world_size() > 1 else None
                 return joined([parts[place][rank] for rank in range(ranks)], own)
             return data

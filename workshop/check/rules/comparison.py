@@ -25,8 +25,8 @@ def scaled(compared: Compared) -> Said:
 
 @rule(
     why="The loss compares samples of all ranks, so its gradient must be that of one process with all these samples.",
-    fix="Gather with torch.distributed.nn.functional.all_gather, which returns gradients to the other ranks; labels begin "
-    "at rank * batch size.",
+    fix="Gather with torch.distributed.nn.functional.all_gather, which returns gradients to the other ranks. If the labels are "
+    "positions in the gathered batch, begin at rank * batch size.",
     runs=COMPARED,
     needs=(GradientsClipped,),
     after=AFTER,

@@ -96,7 +96,7 @@ def metric_is_not_the_true_one(run: Run) -> Said:
 
 
 @rule(
-    why="The metric is that of one rank's part: what is printed, and each decision by it, differs from rank to rank.",
+    why="Each rank computes the metric of its own part, so printed values and decisions based on them differ between ranks.",
     fix="Sum the counts over all ranks with all_reduce, then compute the metric; in Lightning: self.log(..., sync_dist=True).",
     after=(no_group, wrong_group),
     anywhere=True,

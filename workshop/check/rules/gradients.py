@@ -62,7 +62,7 @@ def clipping_differs(run: Run) -> Said:
 
 
 @rule(
-    why="DistributedDataParallel keeps only the model equal that it wraps, not a second one, such as an EMA or a teacher.",
+    why="DistributedDataParallel keeps only the wrapped model equal on all ranks, not a second one, such as an EMA or a teacher.",
     fix="Copy the second model after DistributedDataParallel has wrapped the first, and update it on every rank.",
     after=(no_group, wrong_group, gradients_differ, weights_differ),
     anywhere=True,
@@ -161,7 +161,8 @@ def _averages_by_hand(process: Process) -> bool:
 
 @beside_one_process(
     why="The gradient is a multiple of the average, which changes the effective learning rate.",
-    fix="Do not multiply or divide the loss by the number of processes: DistributedDataParallel already averages the gradients.",
+    fix="DistributedDataParallel divides the gradients by the number of processes, so do not divide the loss by it too. If you "
+    "divide the loss by a count over all ranks, multiply it by the number of processes.",
     anywhere=True,
 )
 def gradient_scale(run: Run, single: Run) -> Said:
@@ -234,9 +235,9 @@ def _scaled(run: Run, number: int, factor: float, where: str) -> tuple[Rule, See
 
 
 @rule(
-    why="DDP averages the means of the ranks, so a target on a rank with few of them counts more than on a rank with many.",
-    fix="Divide the sum of the losses by the number of targets of the whole step (all_reduce it), times the number of processes, "
-    "because DistributedDataParallel divides by that.",
+    why="DDP averages the means of the ranks, so a target on a rank with few targets counts more than one on a rank with many.",
+    fix="Divide the sum of the losses by the number of targets on all ranks (use all_reduce), and multiply it by the number of "
+    "processes, because DistributedDataParallel divides by this number.",
     needs=(LossComputed,),
     after=(no_group, wrong_group),
     anywhere=True,

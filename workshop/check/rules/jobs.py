@@ -345,8 +345,8 @@ def log_overwritten(job: Job) -> Said:
 
 
 @rule(
-    why="A job that has failed but counts as COMPLETED starts the jobs that depend on it, and nobody sees the failure.",
-    fix="End the script with the exit status of srun: `set -e`, and `wait $!` for a srun in the background (plain `wait` is 0).",
+    why="Slurm starts the jobs that depend on this one, although it has failed, and you do not see the failure.",
+    fix="End the script with the status of srun: `set -e`, and `wait $!` for srun in the background. Plain `wait` returns 0.",
     runs=JOB_FAILS,
     after=(job_refused,),
 )

@@ -278,7 +278,7 @@ def _why_not(killed: Killed) -> str:
     after=(not_restarted,),
 )
 def store_shared(kills: Kills) -> Said:
-    """The workers share the store of torchrun, so that restarts fail now and then."""
+    """The workers share the store of torchrun, so some restarts fail."""
     if kills.worker and kills.worker.reached and kills.worker.shared_store:
         yield Seen(
             "the restart worked this time, but torchrun shares its store with the workers, so some restarts fail"

@@ -12,7 +12,7 @@ ROUNDING = 1e-3  # by which the losses of two orders of summation may differ aft
 
 
 @rule(
-    why="Augmentation and dropout would be the same on all ranks, so a step of N ranks sees less variety.",
+    why="All ranks would then apply the same augmentation and dropout in a step, so the samples of a step vary less.",
     fix="Seed each rank differently: torch.manual_seed(SEED + 1000 * epoch + rank).",
     after=(no_group, wrong_group, same_random),
 )
