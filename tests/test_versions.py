@@ -211,7 +211,7 @@ def test_ctrl_c_leaves_no_process_and_no_folder(repository):
     program = (
         "import sys; from pathlib import Path; from workshop.ship import versions\n"
         f"versions.require_stages = lambda: Path({str(repository)!r})\n"
-        "versions.STAGES = {'01': ('tests/test_shed.py',)}\n"
+        "versions.STAGES, versions.EACH = {'01': ('tests/test_shed.py',)}, 1e6\n"
         "sys.argv = ['workshop', 'versions', 'lock']; from workshop.cli import main; main()"
     )
     temporary, pid = repository.parent / "tmp", repository / "pid"
