@@ -35,7 +35,7 @@ OPTIONS = (
     click.option(
         "--ignore", metavar="KIND", multiple=True, help="Do not report the findings of this rule; repeatable."
     ),
-    click.option("--baseline", type=FILE, metavar="PATH", help="Report only the findings that are in PATH."),
+    click.option("--baseline", type=FILE, metavar="PATH", help="Report only the findings that are not in PATH."),
     click.option("--write-baseline", type=FILE, metavar="PATH", help="Write the findings to PATH; exit with status 0."),
     click.option("--junit", type=FILE, metavar="PATH", help="Also write a report in JUnit XML, for CI services."),
     click.option("--sarif", type=FILE, metavar="PATH", help="Also write a report in SARIF, for GitHub."),
