@@ -53,6 +53,7 @@ NODES_OPTION: Scenario[Run] = Scenario("nodes-option", "a run on two nodes")  # 
 FAILING_RANK: Scenario[Run] = Scenario("failing-rank", "what torchrun learns from a failing rank")
 # With a real launcher.
 SPAWNED: Scenario[RealRun] = Scenario("spawned", "the real mp.spawn", slow=True)
+STARTED: Scenario[RealRun] = Scenario("started", "the real torchrun", slow=True)
 KILLS: Scenario[Kills] = Scenario("kills", "kill -9 with the real torchrun", slow=True)
 SPEED: Scenario[Speeds] = Scenario("speed", "the speed without the check", slow=True)
 ALONE: Scenario[RealRun] = Scenario("alone", "one process that starts the other", slow=True)

@@ -24,6 +24,7 @@ from workshop.check.scenarios import (
     SPAWNED,
     SPEED,
     SPLIT,
+    STARTED,
     TASKS,
     TWO_NODES,
     WHOLE,
@@ -80,7 +81,7 @@ class EpochsBench(ProgramBench):
         if self.launch != "single":
             offers.append(SINGLE)
         if self.launch == "torchrun":
-            offers += [TWO_NODES, FAILING_RANK, NODES_OPTION, KILLS]
+            offers += [TWO_NODES, FAILING_RANK, NODES_OPTION, KILLS, STARTED]
         if self.launch == "spawn":
             offers += [DEVICES, FAILING_RANK, SPAWNED]
         if self.script != self.exercise.solution.resolve():  # the speed is compared with the solution's
@@ -108,6 +109,7 @@ class EpochsBench(ProgramBench):
             NODES_OPTION: lambda made: two_nodes(devices=False),
             FAILING_RANK: lambda made: self._run(epochs=1, fails=True),
             SPAWNED: lambda made: real.spawned(script, self.exercise.solution, place),
+            STARTED: lambda made: real.started(script, self.exercise, self.has, place),
             KILLS: lambda made: real.kills(script, self.exercise, place),
             SPEED: lambda made: real.speeds(script, self.exercise.solution, place, gpus=not self.on_cpu),
             ALONE: lambda made: real.alone(script, place),

@@ -24,6 +24,7 @@ from workshop.check.scenarios import (
     ENGINE_SPLIT,
     PLAIN_WEIGHTS,
     REFERENCE,
+    STARTED,
     UNEVEN,
     WHOLE,
     Scenario,
@@ -31,6 +32,7 @@ from workshop.check.scenarios import (
     Unavailable,
 )
 from workshop.check.subject import Subject
+from workshop.course import real
 from workshop.course.benches import BATCH, EPOCHS
 from workshop.course.digits import TEST_SAMPLES, prepare_digits, small_digits
 from workshop.course.exercises import Exercise
@@ -58,7 +60,7 @@ class EngineBench(ProgramBench):
     @property
     def offers(self) -> tuple[Scenario[Any], ...]:
         """The scenarios that this bench can make, in the order in which it makes them."""
-        return (WHOLE, REFERENCE, ENGINE_CHECKPOINT, ENGINE_SPLIT, PLAIN_WEIGHTS, UNEVEN)
+        return (WHOLE, REFERENCE, ENGINE_CHECKPOINT, ENGINE_SPLIT, PLAIN_WEIGHTS, UNEVEN, STARTED)
 
     def makers(self) -> dict[Scenario[Any], Callable[[Made], object]]:
         """Return the function that makes each scenario."""
@@ -69,6 +71,7 @@ class EngineBench(ProgramBench):
             ENGINE_SPLIT: self._in_two_parts,
             PLAIN_WEIGHTS: self._plain_weights,
             UNEVEN: lambda made: self._uneven(),
+            STARTED: lambda made: real.started(self.script, self.exercise, self.has, self.place),
         }
 
     def make(self, scenario: Scenario[Any], made: Mapping[Scenario[Any], Any]) -> Any:

@@ -6,7 +6,7 @@ The functions judge nothing: each one starts the program and returns what it has
 import math
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
@@ -64,8 +64,9 @@ def _observed(
         for run in started:
             run.end()
     text = "\n".join(run.text() for run in started)
-    processes = tuple(int(entry["processes"]) for entry in read_log(folder / checkpoint))
-    return RealRun(statuses, text, LIMIT, processes, (folder / checkpoint).exists())
+    saved = folder / checkpoint
+    processes = () if saved.is_dir() else tuple(int(entry["processes"]) for entry in read_log(saved))
+    return RealRun(statuses, text, LIMIT, processes, saved.exists())
 
 
 def spawned(script: Path, solution: Path, place: Path) -> RealRun:
@@ -75,6 +76,15 @@ def spawned(script: Path, solution: Path, place: Path) -> RealRun:
     # Forked ranks compute bit for bit the same, and start faster.
     folder = _forked(solution, options, "spawn", place / "solution")[1]
     return replace(run, losses=_losses(place / "spawned"), expected=_losses(folder))
+
+
+def started(script: Path, exercise: Exercise, has: Callable[[str], bool], place: Path) -> RealRun:
+    """Train for one epoch with the runner of a program, or with torchrun; ``has`` says which options the program has."""
+    given = {"--epochs": "1", "--checkpoint": CHECKPOINT, "--folder": "run"}
+    options = [part for name, value in given.items() if has(name) for part in (name, value)]
+    saved = next((value for name, value in given.items() if name != "--epochs" and has(name)), ".")
+    run = _observed([*_command(script, exercise), *options], place / "started", saved, [{"OMP_NUM_THREADS": "1"}])
+    return replace(run, launcher="torchrun")
 
 
 def _losses(folder: Path) -> tuple[float, ...]:

@@ -196,6 +196,20 @@ MISTAKES = (
         real=True,
         runner=((part(RUNNER, "-P -m torch.distributed.run", '"$here/exercise2_multigpu_torchrun.py" "$@"\n'), ""),),
     ),
+    *(
+        mistake(
+            f"runner-of-{library}-without-torchrun",
+            base,
+            "crash",
+            "The runner starts the script by itself, so there is one process without RANK.",
+            real=True,
+            runner=((part(runner, "-P -m torch.distributed.run", f'"$here/{base.rpartition("/")[2]}" "$@"\n'), ""),),
+        )
+        for library, base, runner in (
+            ("deepspeed", zero.DEEPSPEED, f"{zero.STAGE}/exercise1_run_deepspeed.sh"),
+            ("accelerate", zero.ACCELERATE, f"{zero.STAGE}/exercise2_run_accelerate.sh"),
+        )
+    ),
 )
 
 STYLES = ()

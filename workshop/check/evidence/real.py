@@ -30,6 +30,7 @@ class RealRun(_Printed):
     checkpoint: bool  # whether there is a checkpoint at the end
     losses: tuple[float, ...] = ()  # of each step of the first epoch in the log
     expected: tuple[float, ...] = ()  # those of the solution
+    launcher: str = "mp.spawn"
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from workshop.check.rules.gradients import weights_differ
 from workshop.check.rules.processes import no_group
 from workshop.check.rules.rule import Makes, Rule, Said, Seen, Told, also, findings, rule
 from workshop.check.rules.words import plural
-from workshop.check.scenarios import FAILING_RANK, KILLS, SPAWNED, SPLIT, WHOLE, Split
+from workshop.check.scenarios import FAILING_RANK, KILLS, SPAWNED, SPLIT, STARTED, WHOLE, Split
 
 SAME = 1e-6  # parameters of two runs count as equal up to this relative difference
 # The same at the end of runs with more than two processes. DDP changes the order of its buckets after the first step of each
@@ -327,9 +327,11 @@ def _unlike_uninterrupted(gap: float | None) -> str:
 
 @also(hang, no_training, runs=SPAWNED)
 @also(crash, runs=SPAWNED, active=True)
-def wrong_under_spawn(run: RealRun) -> Told:
-    """With the real mp.spawn the run hangs, fails, or writes neither log nor checkpoint."""
-    lead, meaning = "with the real mp.spawn", ""
+@also(hang, no_training, runs=STARTED)
+@also(crash, runs=STARTED, active=True)
+def wrong_in_reality(run: RealRun) -> Told:
+    """With the real launcher the run hangs, fails, or writes neither log nor checkpoint."""
+    lead, meaning = f"with the real {run.launcher}", ""
     if "bootstrapping phase" in run.text:
         meaning = '; each new process runs the top level of the file again: call main() under if __name__ == "__main__"'
     elif any(sign in run.text for sign in ("pickle", "Can't get attribute", "Can't get local")):
