@@ -39,7 +39,7 @@ rules = []
 hints = [
     "TODO: a question that leads to the right place in the code?",
     "TODO: the name of the API to look up.",
-    "TODO: how to do it, in words.",
+    "TODO: the solution, partly completed, as a code block.",
 ]
 
 [[exercise.goals]]
