@@ -3,22 +3,41 @@
 With a report of the real runs (pytest --junit-xml) as its argument, it prints the kinds that these runs named, and their seconds.
 """
 
+import difflib
 import json
 import sys
 import xml.etree.ElementTree as ElementTree
 
+from check.bank.case import Case
 from check.bank.cases import first_kind
 from check.bank.replay import replayed
 from check.bank.whole import families
+from workshop.check.verdict import Verdict
+from workshop.repository import ROOT
 
 
 def by_replay() -> list[dict]:
     """Return a row for each mistake, from its recorded evidence."""
-    return [
-        {"mistake": case.name, "expected": " or ".join(case.kinds), "named": first_kind(replayed(case, family))}
-        for family, (mistakes, _) in families().items()
-        for case in mistakes
-    ]
+    return [_row(case, replayed(case, family)) for family, (mistakes, _) in families().items() for case in mistakes]
+
+
+def _row(case: Case, verdict: Verdict) -> dict:
+    found = verdict.errors or verdict.findings
+    return {
+        "mistake": case.name,
+        "expected": " or ".join(case.kinds),
+        "named": first_kind(verdict),
+        "line": found[0].where if found else "",
+        "edited": edited_lines(case),
+    }
+
+
+def edited_lines(case: Case) -> str:
+    """Return the lines that the mistake has changed, as in "12, 40-43"; for a deletion, the line before it."""
+    before, after = (ROOT / case.base).read_text().splitlines(), case.source().splitlines()
+    changes = difflib.SequenceMatcher(None, before, after, autojunk=False).get_opcodes()
+    ranges = [(start + 1, end) for kind, _, _, start, end in changes if kind != "equal"]
+    return ", ".join(f"{first}-{last}" if last > first else str(min(first, max(last, 1))) for first, last in ranges)
 
 
 def for_real(report: str) -> list[dict]:
