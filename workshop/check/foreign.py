@@ -12,6 +12,7 @@ import socket
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from dataclasses import replace as replace_fields
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,9 @@ from workshop.check.evidence.events import (
 from workshop.check.evidence.run import Run
 from workshop.check.folder import copy_folder
 from workshop.check.judge import Made
+from workshop.check.launching import SHORT
 from workshop.check.probes import Recorder
+from workshop.check.probes.trails import Trails
 from workshop.check.scenarios import COMPARED, SPLIT, WHOLE, Compared, Scenario, Split, Unavailable
 from workshop.check.start import USUAL, Start
 from workshop.check.subject import Subject
@@ -99,7 +102,6 @@ class OwnersBench(ProgramBench):
             (*self.start.arguments, *arguments),
             scratch=scratch,
             script=scratch / self.script.relative_to(self.original) if inside else self.script,
-            patience=UNKNOWN,
             original=self.original,
             module=self.start.target if self.start.is_module else "",
             variables=self.start.variables,
@@ -109,6 +111,7 @@ class OwnersBench(ProgramBench):
                 "steps": self.wishes.steps or STEPS,
                 "at_once": self.wishes.steps is not None,
                 "nodes": self.start.nodes,
+                "patience": UNKNOWN,
                 **changes,
             },
         )
@@ -125,9 +128,17 @@ class OwnersBench(ProgramBench):
             before, self.gpus = self.gpus, self.start.nproc // self.start.nodes if self.launch != "spawn" else USUAL
             again = self._run(self.folder(), before=keep(self.kept)) if self.gpus != before else run
             if again.trained:
-                return again
-            self.gpus = before
-        return run
+                run = again
+            else:
+                self.gpus = before
+        return self._traced(run) if (run.apart or run.elsewhere()) and not lightning else run
+
+    def _traced(self, run: Run) -> Run:
+        """Run a program whose ranks have parted again, and trace its lines; the first run counts if they do not part again."""
+        patience = replace_fields(UNKNOWN, idle=SHORT)
+        probes = (*self.probes, Trails)
+        again = self._run(self.folder(), before=keep(self.kept), probes=probes, patience=patience)
+        return again if again.apart or again.elsewhere() else run
 
     def _as_lightning_starts_it(self) -> Run:
         """Started with python, Lightning starts further copies of the program; fork this number of ranks instead."""

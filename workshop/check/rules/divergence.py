@@ -31,11 +31,12 @@ class Divergence:
 
 def calls_of(process: Process) -> list[Call]:
     """The calls of a rank that need all ranks, in order."""
-    found = (_call(event) for _, event in process.events)
+    found = (call_of(event) for _, event in process.events)
     return [call for call in found if call]
 
 
-def _call(event: Event) -> Call | None:
+def call_of(event: Event) -> Call | None:
+    """The call that needs all ranks behind an event, if there is one."""
     if isinstance(event, Collective) and event.name not in POINT_TO_POINT:
         shape = event.shape if event.name != "all_gather" else None
         text = event.name + (f" of {list(event.shape)}" if event.shape else "")
@@ -82,9 +83,3 @@ def _extra(mine: list[Call], theirs: list[Call], number: int) -> bool:
     follow, there = mine[number + 1 : number + AHEAD], theirs[number : number + AHEAD]
     common = min(len(follow), len(there))
     return common > 0 and [call.key for call in follow[:common]] == [call.key for call in there[:common]]
-
-
-def with_divergence(run: Run, text: str, where: str) -> tuple[str, str]:
-    """Add the first difference to what a hang or a lost connection says; its line is the cause."""
-    found = first_divergence(run)
-    return (f"{text}; {found.text}", found.where) if found else (text, where)
