@@ -97,6 +97,7 @@ def test_a_trail_has_the_lines_the_values_and_the_calls(place):
     for walk in walks:
         lines = [walk.place(at) for at in range(len(walk))]
         assert (lines.count(loop), lines.count(double)) == (4, 3)
+        assert made.line("rank = dist.get_rank()") in lines
         at = walk.latest_at(double)
         assert (walk.values(at), walk.steps[at].depth) == ({"value": "2"}, walk.steps[walk.latest_at(loop)].depth + 1)
         reduced = walk.latest_at(made.line("dist.all_reduce"))
@@ -131,5 +132,7 @@ def test_ranks_with_a_folder_each(tmp_path):
 
 
 def test_a_debugger_keeps_its_trace_function(tmp_path):
-    text = "    import sys\n    assert sys.gettrace() is not None\n    sys.settrace(None)\n    print(len([1]))\n"
-    assert Made(tmp_path, text, probes=(*CORE, Trails)).well().run.processes[0].trail.entries
+    text = "    sys.settrace(lambda *_: None)\n    dist.all_reduce(torch.ones(2))\n"
+    debugged = START.replace("    dist.init", "    sys.settrace(lambda *_: None)\n    dist.init")
+    made = Made(tmp_path, debugged + text + "    sys.settrace(None)\n", "torchrun", 2, probes=(*CORE, Trails))
+    assert not any(process.trail.entries for process in made.ranks)

@@ -12,7 +12,6 @@ import socket
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from dataclasses import replace as replace_fields
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +29,6 @@ from workshop.check.evidence.events import (
 from workshop.check.evidence.run import Run
 from workshop.check.folder import copy_folder
 from workshop.check.judge import Made
-from workshop.check.launching import SHORT
 from workshop.check.probes import Recorder
 from workshop.check.probes.trails import Trails
 from workshop.check.scenarios import COMPARED, SPLIT, WHOLE, Compared, Scenario, Split, Unavailable
@@ -40,6 +38,7 @@ from workshop.run.stillness import Patience
 
 # An unknown program may load a data set, or compute for a minute, before its first step.
 UNKNOWN = Patience(idle=10, busy=60, total=600)
+TRACED = 150  # seconds of a run after which it is too long for a second run with tracing
 STEPS = 30  # optimizer steps after which a long run is stopped
 BESIDE = 1000  # entries beside the folder of the program that it can see
 SOURCES = 200  # modules of the program that are read, to see which libraries it uses
@@ -102,6 +101,7 @@ class OwnersBench(ProgramBench):
             (*self.start.arguments, *arguments),
             scratch=scratch,
             script=scratch / self.script.relative_to(self.original) if inside else self.script,
+            patience=UNKNOWN,
             original=self.original,
             module=self.start.target if self.start.is_module else "",
             variables=self.start.variables,
@@ -111,7 +111,6 @@ class OwnersBench(ProgramBench):
                 "steps": self.wishes.steps or STEPS,
                 "at_once": self.wishes.steps is not None,
                 "nodes": self.start.nodes,
-                "patience": UNKNOWN,
                 **changes,
             },
         )
@@ -131,13 +130,12 @@ class OwnersBench(ProgramBench):
                 run = again
             else:
                 self.gpus = before
-        return self._traced(run) if (run.apart or run.elsewhere()) and not lightning else run
+        short = run.seconds < TRACED and not lightning
+        return self._traced(run) if short and (run.apart or run.elsewhere()) else run
 
     def _traced(self, run: Run) -> Run:
         """Run a program whose ranks have parted again, and trace its lines; the first run counts if they do not part again."""
-        patience = replace_fields(UNKNOWN, idle=SHORT)
-        probes = (*self.probes, Trails)
-        again = self._run(self.folder(), before=keep(self.kept), probes=probes, patience=patience)
+        again = self._run(self.folder(), before=keep(self.kept), probes=(*self.probes, Trails))
         return again if again.apart or again.elsewhere() else run
 
     def _as_lightning_starts_it(self) -> Run:

@@ -14,6 +14,7 @@ from types import FrameType
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, Sampler
 
@@ -34,16 +35,16 @@ class Trails(Probe):
 
     names: tuple[str, ...] = ()
 
+    tracing = False
+
     def install(self) -> None:
         super().install()
-        if sys.gettrace() is None:  # the program may run under a debugger
-            self._begin()
-            self.recorder.noted = self._mark
-            sys.settrace(self._call)
+        self.recorder.noted = self._mark
 
     def clear(self) -> None:
-        if self.installed and sys.gettrace() is not None:  # in a forked process
-            self._begin()
+        if self.tracing:  # this process was forked by a rank, for example to load data
+            sys.settrace(None)
+            self.recorder.noted = lambda: None
 
     def undo(self) -> None:
         super().undo()
@@ -51,6 +52,11 @@ class Trails(Probe):
         self.recorder.noted = lambda: None
 
     def _begin(self) -> None:
+        """Trace the functions of the program that are running and those that it calls from now on.
+
+        Imports, which tracing would make several times slower, are over when a process has joined its group.
+        """
+        self.tracing = True
         self.files: dict[str, Trace | None] = {}  # for each file its trace function; None: it is of a library
         self.visits: Counter[tuple[str, int, bool]] = Counter()  # of a file and line, and whether it called a library
         self.slots: dict[tuple[str, int, bool], int] = {}  # the numbers of these lines
@@ -59,9 +65,27 @@ class Trails(Probe):
         self.lines = mapped(folder / f"lines-{pid}", BYTES).cast("Q")
         self.seen = mapped(folder / f"values-{pid}", SLOT * (LATEST + EACH))
         self.sources = folder / f"sources-{pid}"
+        frame: FrameType | None = sys._getframe()
+        while frame:
+            if trace := self._of(frame):
+                self.depth += 1
+                frame.f_trace = trace
+            frame = frame.f_back
+        sys.settrace(self._call)
 
     def _mark(self) -> None:
-        self._add(mark(self.recorder.count))
+        if self.tracing:
+            self._add(mark(self.recorder.count))
+        elif dist.is_initialized() and sys.gettrace() is None:  # the program may run under a debugger
+            with self.recorder.guard:
+                self._begin()
+
+    def _of(self, frame: FrameType) -> Trace | None:
+        """The trace function of a running function, if it is one of the program."""
+        path = frame.f_code.co_filename
+        if path not in self.files:
+            self.files[path] = self._file(path)
+        return self.files[path]
 
     def _add(self, made: int) -> None:
         self.lines[1 + self.count % ENTRIES] = made
@@ -71,10 +95,7 @@ class Trails(Probe):
     def _call(self, frame: FrameType, event: str, argument: Any) -> Trace | None:
         """Python calls this at each call of a function."""
         try:
-            path = frame.f_code.co_filename
-            if path not in self.files:
-                self.files[path] = self._file(path)
-            if trace := self.files[path]:
+            if trace := self._of(frame):
                 self.depth += 1
                 return trace
             caller = frame.f_back
