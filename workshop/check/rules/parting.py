@@ -9,7 +9,7 @@ from workshop.check.evidence.run import Run
 from workshop.check.rules.divergence import EVALUATED, Call
 from workshop.check.rules.origin import Origin, Walk, called_differently, differing, inside, origin_of
 from workshop.check.rules.rule import Seen
-from workshop.check.rules.words import named
+from workshop.check.rules.words import named, plural
 from workshop.check.source import Statement
 
 AHEAD = 5000  # lines in which the ranks may come together again
@@ -171,7 +171,9 @@ def _loop(one: Walk, other: Walk, at: tuple[int, int], fork: _Fork, statement: S
     leaves, goes = (other, one) if within[0] else (one, other)
     number = len(rounds[0 if leaves is one else 1]) - 1
     counted = (
-        f"after {number} rounds on {{}}, but {{}} begins round {number + 1}" if number >= 0 else "on {}, not on {}"
+        f"after {plural(number, 'round')} on {{}}, but {{}} begins round {number + 1}"
+        if number >= 0
+        else "on {}, not on {}"
     )
     origin = _decided_by(one, other, at, statement) or _looped_over(one, other, rounds)
     seen = (
