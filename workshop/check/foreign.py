@@ -136,7 +136,8 @@ class OwnersBench(ProgramBench):
     def _traced(self, run: Run) -> Run:
         """Run a program whose ranks have parted again, and trace its lines; the first run counts if they do not part again."""
         again = self._run(self.folder(), before=keep(self.kept), probes=(*self.probes, Trails))
-        return again if again.apart or again.elsewhere() else run
+        same = run.failed or not again.failed
+        return again if same and (again.apart or again.elsewhere()) else run
 
     def _as_lightning_starts_it(self) -> Run:
         """Started with python, Lightning starts further copies of the program; fork this number of ranks instead."""

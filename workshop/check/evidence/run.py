@@ -284,11 +284,11 @@ class Run:
 
     @property
     def apart(self) -> bool:
-        """Whether ranks wait for each other, have lost each other, or made different numbers of calls that need all."""
+        """Whether ranks wait for each other, have lost each other, or made different numbers of collectives."""
         ranks = [process for process in self.ranks if process.rank is not None]
         if len(ranks) < 2 or self.flooded or self.cut:
             return False
-        calls = {(len(process.backwards), len(process.of(Collective))) for process in ranks}
+        calls = {len([call for call in process.of(Collective) if not call.point_to_point]) for process in ranks}
         silent = self.first_exception() is None and not any(event.status for event in self.all(Exited))
         return self.hung == "idle" or (self.ended_by_echo or silent if self.failed else len(calls) > 1)
 

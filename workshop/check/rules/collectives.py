@@ -5,8 +5,6 @@ from workshop.check.evidence.run import Process, Run
 from workshop.check.rules.parting import parting
 from workshop.check.rules.rule import Said, Seen, rule
 
-POINT_TO_POINT = ("send", "recv", "isend", "irecv")
-
 
 @rule(
     why="A rank waits in a collective until all ranks call it: if one makes a different call or none, the others wait or fail.",
@@ -22,7 +20,7 @@ def collectives_differ(run: Run) -> Said:
         return
     if run.hung or (run.failed and not run.ended_by_echo):
         return  # the rank that waits or fails explains more than different numbers of steps
-    calls = [[call for call in process.of(Collective) if call.name not in POINT_TO_POINT] for process in ranks]
+    calls = [[call for call in process.of(Collective) if not call.point_to_point] for process in ranks]
     if run.cut:  # at the same step, but not at the same moment
         shortest = min(map(len, calls))
         calls = [each[:shortest] for each in calls]

@@ -9,7 +9,6 @@ from workshop.check.rules.words import named
 
 AHEAD = 40  # calls after the first difference in which the other rank may make the same call
 EVALUATED = ("evaluated",)
-POINT_TO_POINT = ("send", "recv", "isend", "irecv")
 
 
 @dataclass(frozen=True)
@@ -37,7 +36,7 @@ def calls_of(process: Process) -> list[Call]:
 
 def call_of(event: Event) -> Call | None:
     """The call that needs all ranks behind an event, if there is one."""
-    if isinstance(event, Collective) and event.name not in POINT_TO_POINT:
+    if isinstance(event, Collective) and not event.point_to_point:
         shape = event.shape if event.name != "all_gather" else None
         text = event.name + (f" of {list(event.shape)}" if event.shape else "")
         return Call((event.name, shape), text, event.where)

@@ -54,7 +54,10 @@ def parting(run: Run) -> Seen | None:
 
 def _between(one: Walk, other: Walk, evaluated: bool) -> Seen | None:
     mine, theirs = ([(at, c) for at, c in walk.calls if evaluated or c.key != EVALUATED] for walk in (one, other))
-    number = _first_difference([call for _, call in mine], [call for _, call in theirs])
+    number = next((n for n, ((_, a), (_, b)) in enumerate(zip(mine, theirs, strict=False)) if a.key != b.key), None)
+    number = min(len(mine), len(theirs)) if number is None else number
+    while number and _apart(one, mine[number - 1], other, theirs[number - 1]):
+        number -= 1
     starts = [calls[number - 1][0] if number else 0 for calls in (mine, theirs)]
     stops = [calls[number][0] if number < len(calls) else len(walk) for walk, calls in ((one, mine), (other, theirs))]
     if -1 in starts or -1 in stops:
@@ -64,7 +67,8 @@ def _between(one: Walk, other: Walk, evaluated: bool) -> Seen | None:
         return None
     said = [f"{named(walk.process)} {_then(walk, calls, number)}" for walk, calls in ((one, mine), (other, theirs))]
     wheres = [calls[number][1].where for calls in (mine, theirs) if number < len(calls)]
-    then = _Then("; then " + " and ".join(said), wheres)
+    together = len(wheres) == 2 and mine[number][1] == theirs[number][1]  # it looks like the same call
+    then = _Then("" if together else "; then " + " and ".join(said), wheres)
     return _branch(one, other, fork, then) or called_differently(one, other, fork.last)
 
 
@@ -74,13 +78,10 @@ def _then(walk: Walk, calls: list[tuple[int, Call]], number: int) -> str:
     return "ends" if walk.ended else f"waits at {walk.place(len(walk) - 1)}"
 
 
-def _first_difference(mine: list[Call], theirs: list[Call]) -> int:
-    """The number of the first call that two ranks do not make together."""
-    pairs = list(zip(mine, theirs, strict=False))
-    number = next((n for n, (a, b) in enumerate(pairs) if a.key != b.key), len(pairs))
-    while number and pairs[number - 1][0].where != pairs[number - 1][1].where:
-        number -= 1
-    return number
+def _apart(one: Walk, mine: tuple[int, Call], other: Walk, theirs: tuple[int, Call]) -> bool:
+    """Whether two calls that look alike come from different lines, so that the ranks had parted before."""
+    steps = one.contexts[mine[0] - 1 : mine[0]], other.contexts[theirs[0] - 1 : theirs[0]]
+    return mine[1].where != theirs[1].where or (bool(steps[0] and steps[1]) and steps[0] != steps[1])
 
 
 def _fork(one: Walk, other: Walk, starts: list[int], stops: list[int]) -> _Fork | None:
@@ -134,12 +135,12 @@ def _loops(walk: Walk, fork: _Fork) -> bool:
 def _way(one: Walk, other: Walk, at: tuple[int, int], fork: _Fork, statement: Statement | None, then: _Then) -> Seen:
     """What to say about an ``if``, or a different statement."""
     line, text = one.steps[at[0]].line, one.text(at[0])
-    goes = []
-    for walk, following in zip((one, other), fork.next, strict=True):
-        step = walk.steps[following] if following is not None else None
-        goes.append(f"to {walk.place(following)}" if step and following is not None else "no further")
-    first, second = named(one.process), named(other.process)
-    seen = f"{first} goes from line {line} (`{text}`) {goes[0]}, {second} {goes[1]}"
+    ways = [
+        f"{named(walk.process)} "
+        + ("runs no line after it" if following is None else f"goes to {walk.place(following)}")
+        for walk, following in zip((one, other), fork.next, strict=True)
+    ]
+    seen = f"the ranks part at line {line} (`{text}`): {ways[0]}, {ways[1]}"
     where, why, fix = one.place(at[0]), "", DECIDE
     if statement and isinstance(statement.node, (ast.If, ast.While)):
         origin = _decided_by(one, other, at, statement)
