@@ -9,6 +9,7 @@ import os
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -100,7 +101,8 @@ class Trails(Probe):
                 return trace
             caller = frame.f_back
             if caller and self.files.get(caller.f_code.co_filename):
-                self._library(frame, caller)
+                with suppress(TypeError, ValueError):  # arguments that the function does not take
+                    self._library(frame, caller)
         except Exception:
             self._fail()
         return None
@@ -166,11 +168,10 @@ class Trails(Probe):
             return
         said = {str(each): text for each, value in found if (text := shown(value))}
         number = self.count if called else self.count - 1
-        content = b" " * (SLOT + 1)
-        while len(content) > SLOT:
-            content = json.dumps([number, name, line, called, said]).encode()
-            if said:
-                said.popitem()
+        while len(content := json.dumps([number, name, line, called, said]).encode()) > SLOT:
+            if not said:
+                return
+            said.popitem()
         of_line = self.slots.setdefault((name, line, bool(called)), len(self.slots)) % EACH
         for slot in (self.notes % LATEST, LATEST + of_line):
             self.seen[slot * SLOT : (slot + 1) * SLOT] = content.ljust(SLOT, b"\0")
@@ -191,7 +192,7 @@ def shown(value: object) -> str:
     if value is None or isinstance(value, (bool, int, float, torch.Size)):
         return repr(value)
     if isinstance(value, (str, Path)):
-        return repr(str(value))[:LETTERS]
+        return repr(str(value)[-LETTERS:])  # paths differ at their ends
     if isinstance(value, torch.Tensor):
         shape, base = list(value.shape), torch._C.TensorBase
         if type(value) is torch.Tensor and value.numel() <= FEW and base.is_cpu.__get__(value):
