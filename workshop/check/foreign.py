@@ -30,6 +30,7 @@ from workshop.check.evidence.run import Run
 from workshop.check.folder import copy_folder
 from workshop.check.judge import Made
 from workshop.check.probes import Recorder
+from workshop.check.probes.trails import Trails
 from workshop.check.scenarios import COMPARED, SPLIT, WHOLE, Compared, Scenario, Split, Unavailable
 from workshop.check.start import USUAL, Start
 from workshop.check.subject import Subject
@@ -37,6 +38,7 @@ from workshop.run.stillness import Patience
 
 # An unknown program may load a data set, or compute for a minute, before its first step.
 UNKNOWN = Patience(idle=10, busy=60, total=600)
+TRACED = 150  # seconds of a run after which it is too long for a second run with tracing
 STEPS = 30  # optimizer steps after which a long run is stopped
 BESIDE = 1000  # entries beside the folder of the program that it can see
 SOURCES = 200  # modules of the program that are read, to see which libraries it uses
@@ -125,9 +127,17 @@ class OwnersBench(ProgramBench):
             before, self.gpus = self.gpus, self.start.nproc // self.start.nodes if self.launch != "spawn" else USUAL
             again = self._run(self.folder(), before=keep(self.kept)) if self.gpus != before else run
             if again.trained:
-                return again
-            self.gpus = before
-        return run
+                run = again
+            else:
+                self.gpus = before
+        short = run.seconds < TRACED and not lightning
+        return self._traced(run) if short and (run.apart or run.elsewhere()) else run
+
+    def _traced(self, run: Run) -> Run:
+        """Run a program whose ranks have parted again, and trace its lines; the first run counts if they do not part again."""
+        again = self._run(self.folder(), before=keep(self.kept), probes=(*self.probes, Trails))
+        same = run.failed or not again.failed
+        return again if same and (again.apart or again.elsewhere()) else run
 
     def _as_lightning_starts_it(self) -> Run:
         """Started with python, Lightning starts further copies of the program; fork this number of ranks instead."""

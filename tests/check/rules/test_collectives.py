@@ -110,6 +110,17 @@ MISTAKES = (
         (second.ZERO, "        if rank == 1 and step % 7 == 0:  # a bad window\n            continue\n" + second.ZERO),
     ),
     mistake(
+        "second-rank-has-fewer-steps",
+        second.PROGRAM,
+        ("collectives-differ", "hang"),
+        "Rank 1 drops some of its windows, so its loop ends earlier than that of rank 0.",
+        (
+            "    for step in range(steps_done + 1, args.steps + 1):\n",
+            "    planned = [step for step in range(steps_done + 1, args.steps + 1) if rank == 0 or step % 4]\n"
+            "    for step in planned:\n",
+        ),
+    ),
+    mistake(
         "second-loss-reduced-on-rank-0",
         second.PROGRAM,
         ("collectives-differ", "hang"),

@@ -1,6 +1,6 @@
 """The rules about ending: mistakes that they must name, and correct styles that must pass."""
 
-from check.bank import ddp, lightning, sharded, zero
+from check.bank import ddp, lightning, second, sharded, zero
 from check.bank.case import mistake, part
 from check.bank.cases import bank_tests
 
@@ -136,6 +136,24 @@ MISTAKES = (
         (
             "    model.eval()\n    prompt",
             "    model.eval()\n    model.model.layers[0].mlp.up_proj(torch.zeros(1, model.config.hidden_size))\n    prompt",
+        ),
+    ),
+    mistake(
+        "a-folder-for-each-rank",
+        second.PROGRAM,
+        "crash",
+        "Each rank makes up a folder, and looks there for the checkpoint that rank 0 has saved in its own.",
+        (
+            "    tokens, vocabulary_size = read_tokens()\n",
+            '    args.checkpoint = f"run-{os.getpid()}/run.pt"\n'
+            "    os.makedirs(os.path.dirname(args.checkpoint))\n"
+            "    tokens, vocabulary_size = read_tokens()\n",
+        ),
+        (
+            "            save_checkpoint(args.checkpoint, model, optimizer, schedule, step)\n",
+            "            save_checkpoint(args.checkpoint, model, optimizer, schedule, step)\n"
+            "    dist.barrier()\n"
+            '    model.load_state_dict(torch.load(args.checkpoint, weights_only=True)["model"])\n',
         ),
     ),
     # ---- no-training

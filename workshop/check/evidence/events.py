@@ -86,6 +86,11 @@ class Collective(Event):  # the program called a collective
     shape: tuple[int, ...] | None  # of the first tensor; None for objects
     dtype: str
 
+    @property
+    def point_to_point(self) -> bool:
+        """Whether only two ranks take part."""
+        return self.name in ("send", "recv", "isend", "irecv")
+
 
 class InnerCollective(Event):  # a library, such as FSDP, called a collective during the backward pass
     name: str

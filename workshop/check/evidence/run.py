@@ -1,12 +1,15 @@
 """The events of the processes of a run, and properties of them that the rules read."""
 
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
+from pathlib import PurePath
 from typing import TypeVar
 
 from workshop.check.evidence.events import (
     Backward,
+    Collective,
     Evaluated,
     Event,
     Exited,
@@ -20,6 +23,7 @@ from workshop.check.evidence.events import (
     Trainer,
     WroteOutside,
 )
+from workshop.check.evidence.trail import NO_TRAIL
 from workshop.run.failures import is_echo
 
 E = TypeVar("E", bound=Event)
@@ -73,6 +77,7 @@ class Process:
     stack: str = ""  # the stack trace if the run hung; "" otherwise
     identity: str = "keys"  # what identifies a sample: "keys" (its index, if known) or "rows" (its content)
     ignored: frozenset[Trainer] = frozenset()  # those whose steps are left out, because only some ranks have them
+    trail = NO_TRAIL  # in a second run whose lines are traced; not recorded, so it is no field
 
     def of(self, kind: type[E]) -> list[E]:
         """The events of this kind, in order."""
@@ -275,6 +280,31 @@ class Run:
         for path, by in writing.items():
             if len(by) > 1:
                 return path, [process for process, _ in by.values()], next(iter(by.values()))[1]
+        return None
+
+    @property
+    def apart(self) -> bool:
+        """Whether ranks wait for each other, have lost each other, or made different numbers of collectives."""
+        ranks = [process for process in self.ranks if process.rank is not None]
+        if len(ranks) < 2 or self.flooded or self.cut:
+            return False
+        calls = {len([call for call in process.of(Collective) if not call.point_to_point]) for process in ranks}
+        silent = self.first_exception() is None and not any(event.status for event in self.all(Exited))
+        return self.hung == "idle" or (self.ended_by_echo or silent if self.failed else len(calls) > 1)
+
+    def elsewhere(self) -> tuple[Process, Raised, Process, FileWritten] | None:
+        """A rank that misses a file, and a rank that has written a file of this name in a different folder beside it."""
+        found = self.first_exception()
+        named = found and re.search(r"No such file or directory: '(.+)'", found[1].message)
+        if found is None or not named:
+            return None
+        missing = PurePath(named[1]).parts
+        for process in self.ranks:
+            for event in process.of(FileWritten):
+                written = PurePath(event.path).parts[-len(missing) :]
+                same = [one == other for one, other in zip(missing, written, strict=False)]
+                if process is not found[0] and len(same) == len(missing) and same.count(False) == 1 and same[-1]:
+                    return *found, process, event
         return None
 
     @property

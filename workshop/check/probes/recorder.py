@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 
 from workshop.check.evidence.events import Event, Key, Loader, Stopped
 from workshop.check.evidence.run import Process
+from workshop.check.evidence.trail import read_trail
 
 LAUNCHER = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 READ = 1_000_000  # bytes kept of the output of a process
@@ -56,12 +57,14 @@ class Recorder:
         self.after_module: list[Callable[[nn.Module, object], None]] = []  # with each called module and its output
         self.around_forward: list[Callable[[], AbstractContextManager[object]]] = []  # of a whole model
         self.at_end: list[Callable[[], None]] = []  # when the process ends
+        self.noted: Callable[[], None] = lambda: None  # called after each event
         self.after_fork: list[Callable[[], None]] = []  # in a forked process, after its own files are open
         self._events: int | None = None
 
     def open(self) -> None:
         """Open the files of this process: at the start, and in each forked process."""
         self._events = self._file("events")
+        self.count = 0  # of events in this file
         for number, name in ((1, "stdout"), (2, "stderr")):
             file = self._file(name)
             os.dup2(file, number)
@@ -86,6 +89,8 @@ class Recorder:
             # A full disk, or a program that closes all descriptors, must not raise an error in the observed line.
             with suppress(OSError):
                 os.write(self._events, pickle.dumps((time.monotonic(), event)))  # all processes have the same clock
+                self.count += 1
+                self.noted()
 
     def stop(self, after: float) -> None:
         """End this process, if the check has seen enough; all ranks end at the same step.
@@ -159,4 +164,6 @@ def read_process(folder: Path, pid: int) -> Process:
     paths = [folder / f"{name}-{pid}" for name in ("stdout", "stderr", "stacks")]
     texts = [path.open("rb").read(READ).decode(errors="replace") if path.exists() else "" for path in paths]
     stdout, stderr, stack = texts
-    return Process(pid, events, stdout, stderr, stack)
+    process = Process(pid, events, stdout, stderr, stack)
+    process.trail = read_trail(folder, pid)
+    return process

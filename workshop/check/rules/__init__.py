@@ -14,7 +14,9 @@ for _family in FAMILIES:
 _files = {path.stem for path in Path(__file__).parent.glob("*.py")} - {
     "__init__",
     "divergence",
+    "origin",
     "pages",
+    "parting",
     "rule",
     "words",
 }

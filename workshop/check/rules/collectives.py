@@ -2,9 +2,8 @@
 
 from workshop.check.evidence.events import Collective, UnevenJoined, Wrapped
 from workshop.check.evidence.run import Process, Run
+from workshop.check.rules.parting import parting
 from workshop.check.rules.rule import Said, Seen, rule
-
-POINT_TO_POINT = ("send", "recv", "isend", "irecv")
 
 
 @rule(
@@ -21,12 +20,14 @@ def collectives_differ(run: Run) -> Said:
         return
     if run.hung or (run.failed and not run.ended_by_echo):
         return  # the rank that waits or fails explains more than different numbers of steps
-    calls = [[call for call in process.of(Collective) if call.name not in POINT_TO_POINT] for process in ranks]
+    calls = [[call for call in process.of(Collective) if not call.point_to_point] for process in ranks]
     if run.cut:  # at the same step, but not at the same moment
         shortest = min(map(len, calls))
         calls = [each[:shortest] for each in calls]
-    if seen := (not run.cut and _uneven_steps(ranks, calls)) or _unequal_calls(ranks, calls):
-        yield seen
+    seen = (not run.cut and _uneven_steps(ranks, calls)) or _unequal_calls(ranks, calls)
+    if seen:
+        cause = parting(run)
+        yield Seen(f"{seen.text}; {cause.text}", cause.where, fix=cause.fix) if cause else seen
 
 
 def _uneven_steps(ranks: list[Process], calls: list[list[Collective]]) -> Seen | None:

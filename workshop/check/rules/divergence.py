@@ -9,7 +9,6 @@ from workshop.check.rules.words import named
 
 AHEAD = 40  # calls after the first difference in which the other rank may make the same call
 EVALUATED = ("evaluated",)
-POINT_TO_POINT = ("send", "recv", "isend", "irecv")
 
 
 @dataclass(frozen=True)
@@ -31,12 +30,13 @@ class Divergence:
 
 def calls_of(process: Process) -> list[Call]:
     """The calls of a rank that need all ranks, in order."""
-    found = (_call(event) for _, event in process.events)
+    found = (call_of(event) for _, event in process.events)
     return [call for call in found if call]
 
 
-def _call(event: Event) -> Call | None:
-    if isinstance(event, Collective) and event.name not in POINT_TO_POINT:
+def call_of(event: Event) -> Call | None:
+    """The call that needs all ranks behind an event, if there is one."""
+    if isinstance(event, Collective) and not event.point_to_point:
         shape = event.shape if event.name != "all_gather" else None
         text = event.name + (f" of {list(event.shape)}" if event.shape else "")
         return Call((event.name, shape), text, event.where)
@@ -82,9 +82,3 @@ def _extra(mine: list[Call], theirs: list[Call], number: int) -> bool:
     follow, there = mine[number + 1 : number + AHEAD], theirs[number : number + AHEAD]
     common = min(len(follow), len(there))
     return common > 0 and [call.key for call in follow[:common]] == [call.key for call in there[:common]]
-
-
-def with_divergence(run: Run, text: str, where: str) -> tuple[str, str]:
-    """Add the first difference to what a hang or a lost connection says; its line is the cause."""
-    found = first_divergence(run)
-    return (f"{text}; {found.text}", found.where) if found else (text, where)

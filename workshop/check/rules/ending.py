@@ -7,6 +7,8 @@ from workshop.check.evidence.events import Ended, Exited, Joined, Joining, Loade
 from workshop.check.evidence.run import Process, Run
 from workshop.check.rules.collectives import collectives_differ
 from workshop.check.rules.divergence import first_divergence
+from workshop.check.rules.origin import path_of_their_own
+from workshop.check.rules.parting import parting
 from workshop.check.rules.processes import address_overwritten, no_group, wrong_group
 from workshop.check.rules.rule import Makes, Rule, Said, Seen, rule
 from workshop.check.rules.words import named
@@ -120,11 +122,14 @@ def _standing(run: Run) -> Seen:
         set_here = [each.where for process in joining for each in process.of(VariableSet) if each.name == "MASTER_PORT"]
         where = set_here[0] if len(ports) > 1 and set_here else joining[0].of(Joining)[0].where
     detail = "\n".join(f"rank {process.rank}:\n{process.stack[:3000]}" for process in alive)
-    if run.hung == "idle" and (found := first_divergence(run)):
+    fix = ""
+    if run.hung == "idle" and (cause := parting(run)):
+        parts, where, fix = [cause.text, *parts], cause.where, cause.fix
+    elif run.hung == "idle" and (found := first_divergence(run)):
         parts, where = [found.text, *parts], found.where
     long = f"the program had not ended after {run.seconds:.0f} s; "
     lead = {"idle": "the program hangs: ", "busy": "the program computes, but takes no step: ", "long": long}[run.hung]
-    return Seen(lead + "; ".join(parts), where, detail)
+    return Seen(lead + "; ".join(parts), where, detail, fix)
 
 
 def _position(stack: str) -> tuple[str, str]:
@@ -165,15 +170,23 @@ EXPLAINED = {
 
 def _error(run: Run) -> Seen | None:
     """The error that ended the run; the message of the library is in the detail."""
+    if own := path_of_their_own(run):
+        return own
     if found := run.first_exception():
         process, event = found
         who = f"{named(process)}: " if process.rank is not None and run.nproc > 1 else ""
         plain = next((text for sign, text in EXPLAINED.items() if re.search(sign, event.message)), "")
         gone = _gone(run, process, event)
-        first = first_divergence(run)
-        if is_echo(event.message, event.type) and (gone or not plain or first):
+        echo = is_echo(event.message, event.type)
+        first = (parting(run) or first_divergence(run)) if echo else None
+        if echo and (gone or not plain or first):
             cause = f"; {first.text}" if first else f": find out why {gone or 'that rank'} ended"
-            return Seen(_lost(process, event, gone) + cause, first.where if first else event.where, event.traceback)
+            return Seen(
+                _lost(process, event, gone) + cause,
+                first.where if first else event.where,
+                event.traceback,
+                first.fix if isinstance(first, Seen) else "",
+            )
         if plain:
             return Seen(f"{who}{plain} ({event.type})", event.where, event.traceback)
         message = event.message[:300] + ("..." if len(event.message) > 300 else "")
