@@ -47,7 +47,8 @@ def measure(variant: str) -> dict:
         environment |= {"PATH": f"{place}/bin", "HOME": f"{place}/home", "WORKSHOP_TORCH": variant}
         began, worked, everybody = time.monotonic(), ours(), busy()
         subprocess.run(["git", "clone", "--quiet", ROOT, f"{place}/clone"], check=True)
-        made = subprocess.run(["./workshop.sh", "progress"], cwd=f"{place}/clone", env=environment, capture_output=True, text=True)
+        command = ["./workshop.sh", "progress"]  # the first command installs the environment
+        made = subprocess.run(command, cwd=f"{place}/clone", env=environment, capture_output=True, text=True)
         environment_seconds = re.search(r"ready after (\d+) s", made.stderr)
         if environment_seconds is None:
             sys.exit(made.stderr)
