@@ -6,6 +6,7 @@ number, the rule names the kind of cause in ``Seen.origin``, and ``at_origin`` l
 """
 
 import ast
+import itertools
 import re
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
@@ -18,7 +19,17 @@ from workshop.check.verdict import Finding
 
 DEPTH = 8  # definitions that are followed one after the other
 MOST = 200  # expressions that are read
-SEEDS = ("manual_seed", "manual_seed_all", "seed", "default_rng", "Random", "RandomState", "set_seed", "seed_everything")
+FILES = 200  # files in which a class is looked for
+SEEDS = (
+    "manual_seed",
+    "manual_seed_all",
+    "seed",
+    "default_rng",
+    "Random",
+    "RandomState",
+    "set_seed",
+    "seed_everything",
+)
 SYNC = ("require_backward_grad_sync", "set_requires_gradient_sync", "no_sync")
 COUNTS = ("sum", "numel", "count_nonzero", "len", "size")
 RANK = re.compile(r"rank|process_index|proc_id", re.IGNORECASE)
@@ -49,11 +60,24 @@ def at_origin(finding: Finding, script: Path, folder: Path) -> Finding:
         place = place_of(finding, script, folder)
         source = Source(ast.parse(place.file.read_text()))
         start = source.statement(place.line)
-        line = FINDERS[kind](source, start, detail) if start else None
-        if line:
+        if start and (line := FINDERS[kind](source, start, detail)):
             name = finding.where.rpartition(":")[0]
             return replace(finding, where=f"{name}:{line}", origin="")
-    return replace(finding, origin="")
+    others = _others(folder) if kind == "member" else ()  # a class is often in a file of its own
+    found = [f"{file.relative_to(folder)}:{line}" for file in others if (line := _member_in(file, detail))]
+    return replace(finding, where=found[0] if len(found) == 1 else finding.where, origin="")
+
+
+def _others(folder: Path) -> Iterator[Path]:
+    """Yield the files of a program, if there are not too many."""
+    yield from itertools.islice(folder.rglob("*.py"), FILES)
+
+
+def _member_in(file: Path, name: str) -> int | None:
+    with suppress(OSError, UnicodeDecodeError, SyntaxError, ValueError, RecursionError):
+        tree = ast.parse(file.read_text())
+        return _member(Source(tree), tree.body[0], name)
+    return None
 
 
 class Source:
@@ -71,6 +95,12 @@ class Source:
             if isinstance(node, Function):
                 found.setdefault(node.name, []).append(node)
         return found
+
+    @cached_property
+    def imported(self) -> set[str]:
+        """The names of modules, and of what is imported from them."""
+        found = (each for each in ast.walk(self.tree) if isinstance(each, ast.Import | ast.ImportFrom))
+        return {alias.asname or alias.name.partition(".")[0] for each in found for alias in each.names}
 
     def statement(self, line: int) -> ast.stmt | None:
         """The innermost statement at a line."""
@@ -99,10 +129,10 @@ class Source:
             if not isinstance(child, Function | ast.ClassDef):
                 yield from self.within(child)
 
-    def trace(self, start: Iterable[Value]) -> Iterator[Value]:
+    def trace(self, start: Iterable[Value], depth: int = DEPTH) -> Iterator[Value]:
         """Yield these values and, step by step, the values of the names in them; the closest come first."""
         level, seen, read = list(start), set[tuple[int, str]](), 0
-        for _ in range(DEPTH):
+        for _ in range(depth):
             following: list[Value] = []
             for value in level:
                 read += 1
@@ -110,6 +140,8 @@ class Source:
                     return
                 yield value
                 for name in names_in(value.expression):
+                    if name in self.imported:
+                        continue
                     for scope in self.scopes(value.statement):
                         if found := self.definitions(name, scope, value.statement):
                             if (id(scope), name) not in seen:
@@ -223,7 +255,7 @@ def assigned(statement: ast.stmt, name: str) -> Iterator[Value]:
             yield Value(walrus.value, statement)
 
 
-def _unpacked(target: ast.AST, value: ast.AST, name: str, statement: ast.stmt) -> Iterator[Value]:
+def _unpacked(target: ast.AST, value: ast.expr, name: str, statement: ast.stmt) -> Iterator[Value]:
     if _is(target, name):
         yield Value(value, statement)
     elif isinstance(target, ast.Tuple | ast.List):
@@ -280,7 +312,8 @@ def _total(source: Source, start: ast.stmt, detail: str) -> int | None:
     def computes(value: Value) -> bool:
         divisions = (each for each in ast.walk(value.expression) if isinstance(each, ast.BinOp))
         by_part = any(
-            isinstance(each.op, ast.Div | ast.FloorDiv) and PER_RANK.search(ast.unparse(each.right)) for each in divisions
+            isinstance(each.op, ast.Div | ast.FloorDiv) and PER_RANK.search(ast.unparse(each.right))
+            for each in divisions
         )
         return by_part or any(calls(value.expression, "len"))
 
@@ -289,11 +322,14 @@ def _total(source: Source, start: ast.stmt, detail: str) -> int | None:
 
 def _tag(source: Source, start: ast.stmt, detail: str) -> int | None:
     """The statement that makes the tag of a checkpoint."""
-    for call in calls(start, "save_checkpoint"):
-        given = [each.value for each in call.keywords if each.arg == "tag"] + call.args[1:2]
-        made = (ast.JoinedStr, ast.BinOp, ast.Call)
-        return first(source.trace([Value(each, start) for each in given]), lambda value: isinstance(value.expression, made))
-    return None
+
+    def makes(value: Value) -> bool:
+        return isinstance(value.expression, ast.JoinedStr | ast.BinOp | ast.Call)
+
+    saves = list(calls(start, "save_checkpoint"))
+    given = [each.value for call in saves for each in call.keywords if each.arg == "tag"]
+    given += [each for call in saves for each in call.args[1:2]]
+    return first(source.trace([Value(each, start) for each in given]), makes)
 
 
 def _divisor(source: Source, start: ast.stmt, detail: str) -> int | None:
@@ -349,7 +385,8 @@ def _seed(source: Source, start: ast.stmt, detail: str) -> int | None:
 
     def alike(value: Value) -> bool:
         seeds = [Value(each, value.statement) for call in calls(value.expression, *SEEDS) for each in call.args]
-        return bool(seeds) and not any(RANK.search(ast.unparse(each.expression)) for each in source.trace(seeds))
+        behind = source.trace(seeds, depth=3)  # further back, everything depends on the device of the rank
+        return bool(seeds) and not any(RANK.search(ast.unparse(each.expression)) for each in behind)
 
     return first(source.trace([header(start)]), alike)
 
@@ -370,6 +407,13 @@ def _restored(source: Source, start: ast.stmt, detail: str) -> int | None:
     return using[-1].lineno if using else None
 
 
+def _made(source: Source, start: ast.stmt, detail: str) -> int | None:
+    """The last assignment to a variable in a function."""
+    statements = source.within(source.scopes(start)[0])
+    found = [each.lineno for each in statements if isinstance(each, ast.Assign) and any(assigned(each, detail))]
+    return found[-1] if found else None
+
+
 def names_stored(target: ast.AST) -> list[str]:
     """The names in the target of an assignment."""
     return [node.id for node in ast.walk(target) if isinstance(node, ast.Name)]
@@ -387,6 +431,7 @@ def _state(source: Source, start: ast.stmt, detail: str) -> int | None:
 FINDERS: dict[str, Callable[[Source, ast.stmt, str], int | None]] = {
     "condition": _condition,
     "divisor": _divisor,
+    "made": _made,
     "member": _member,
     "restored": _restored,
     "seed": _seed,

@@ -87,13 +87,17 @@ class Collective(Event):  # the program called a collective
     dtype: str
 
 
+class NotAwaited(Event):  # at a step: the program has not waited for an asynchronous collective, called in this line
+    name: str
+
+
 class InnerCollective(Event):  # a library, such as FSDP, called a collective during the backward pass
     name: str
     dtype: str
 
 
-class Wrapped(Event):
-    """A model was wrapped in ``DistributedDataParallel``."""
+class Wrapped(Event):  # a model was wrapped in ``DistributedDataParallel``
+    names: tuple[str, ...] = ()  # of its parameters that need gradients
 
 
 class UnevenJoined(Event):
@@ -120,11 +124,13 @@ class Backward(Event):  # one backward pass
     sync: bool | None  # as in ``Forward``
     leftover: bool  # gradients of an earlier backward pass were not cleared
     random: int  # a checksum of the random state of torch
+    unsynced: str = ""  # the line of the last ``no_sync()`` before it
 
 
 class LossComputed(Event):  # a cross entropy with gradients
     targets: int  # number of targets that count
     mean: float  # over them
+    summed: bool = False  # it returned the sum
 
 
 class ModelEvaluated(Event):  # before one of the first evaluations with a model
@@ -168,6 +174,15 @@ class StepBegun(Event):  # ``optimizer.step()`` was called
         return self.made, len(self.names), tuple(self.names[:3])
 
     fitting: bool  # the Trainer of Lightning takes the step
+
+
+class VariablesSeen(Event):  # before a step: variables of the functions of the program that are running
+    numbers: dict[str, float]  # with integers and floats
+    states: dict[str, int]  # random generators, each with a checksum of its state
+
+
+class StateLoaded(Event):
+    """``load_state_dict`` of an optimizer was called."""
 
 
 class ScheduleSeen(Event):  # at the end: a schedule of the learning rate; ``where`` is the line that created it
