@@ -229,6 +229,8 @@ class Saved(Event):  # ``torch.save`` or ``Trainer.save_checkpoint`` was called
     keys: list[str]  # the names of the model parameters in it
     whole: bool = False  # the library replaces the file only when the new one is complete (Lightning)
     accuracy: float | None = None  # the value in Lightning at that moment
+    moments: int = 0  # elements of the optimizer state in it
+    own: int = 0  # elements of the optimizer state of this process
 
 
 class Loaded(Event):  # ``torch.load`` was called

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from workshop.check.evidence.events import StateLoaded, StepBegun, VariablesSeen
+from workshop.check.evidence.events import Saved, StateLoaded, StepBegun, VariablesSeen
 from workshop.check.evidence.run import Process, Run, Step
 from workshop.check.rules.words import listed, named
 from workshop.check.scenarios import Split
@@ -15,7 +15,10 @@ Cause = tuple[
 def first_cause(whole: Run, split: Split) -> Cause | None:
     """The state that the second start does not restore; None if the evidence names none."""
     done = len(split.first.trained[0].steps)
-    return _on_one_rank(split.second) or _same_generator(whole, split, done) or _begun_again(whole, split, done)
+    shard = _shard_saved(split.first)
+    return (
+        shard or _on_one_rank(split.second) or _same_generator(whole, split, done) or _begun_again(whole, split, done)
+    )
 
 
 def _on_one_rank(second: Run) -> Cause | None:
@@ -26,6 +29,23 @@ def _on_one_rank(second: Run) -> Cause | None:
     if load and without and all(process.steps[0].before.state == 0 for process in without):
         seen = f"{named(without[0])} does not load the optimizer state"
         return seen, "Call load_state_dict() of the optimizer on every rank.", load.where, ""
+    return None
+
+
+def _shard_saved(first: Run) -> Cause | None:
+    """Only one rank saves the optimizer state, and only its own part."""
+    saves = [[each for each in process.of(Saved) if each.moments] for process in first.trained]
+    saving = [each[0] for each in saves if each]
+    if (
+        len(saves) > 1 == len(saving)
+        and first.trained[0].steps[0].before.sharded
+        and saving[0].moments <= saving[0].own
+    ):
+        seen = f"one rank saves the optimizer state, but only the {saving[0].moments:,} elements of its own shard"
+        fix = (
+            "Gather the optimizer state of all ranks before you save it: FSDP.optim_state_dict(), or get_state_dict()."
+        )
+        return seen, fix, saving[0].where, "state"
     return None
 
 

@@ -142,7 +142,7 @@ def second_start(whole: Run, split: Split) -> Told:
         return [(about, Seen(f"{differences[0][1].partition(': ')[0]}: {seen}", where or load, fix=fix, origin=origin))]
     if not differences and (name := _saved_too_often(whole, second, len(done))):
         seen = f"after the second start {name}, but not in an uninterrupted run: the best value so far is not restored"
-        differences.append((resume_differs, seen))
+        return [(resume_differs, Seen(seen, load, origin="restored"))]
     return [(about, Seen(seen, load)) for about, seen in differences]
 
 
