@@ -107,14 +107,15 @@ def moments(value: Any, depth: int = 3) -> int:
     """The number of elements of the optimizer states in an object that is saved."""
     if not isinstance(value, dict) or depth == 0:
         return 0
-    if {"state", "param_groups"} <= value.keys():
+    if {"state", "param_groups"} <= value.keys() and isinstance(value["state"], dict):
         return elements(value["state"])
     return sum(moments(each, depth - 1) for each in value.values())
 
 
 def elements(state: Any) -> int:
     """The number of elements of the tensors of an optimizer state, without its counters."""
-    tensors = (each for values in state.values() for each in values.values() if isinstance(each, torch.Tensor))
+    states = (values for values in state.values() if isinstance(values, dict))  # None: another rank has it (ZeRO)
+    tensors = (each for values in states for each in values.values() if isinstance(each, torch.Tensor))
     return sum(own_part(each).numel() for each in tensors if each.dim() > 0)
 
 
