@@ -33,12 +33,15 @@ from workshop.check.evidence.events import (
     LayoutSeen,
     Loaded,
     LoaderStarted,
+    NotAwaited,
     Raised,
     Saved,
     Started,
+    StateLoaded,
     StoreOpened,
     UnevenJoined,
     ValuesAsked,
+    VariablesSeen,
     WeightsRead,
     Wrapped,
     WroteOutside,
@@ -469,3 +472,44 @@ def test_sharded_models_are_recorded(place):
         assert (saved.name, saved.writer, saved.where) == ("save", "", made.line("dcp.save"))
         assert not [event for event in rank.of(Collective) if event.where == saved.where]  # calls of the library itself
         assert len(rank.of(ActivationsKept)) == 1
+
+
+LOOSE = """
+    import torch
+    import torch.distributed as dist
+    from torch import nn
+    from torch.nn.parallel import DistributedDataParallel
+
+    def main():
+        dist.init_process_group("gloo")
+        model = nn.Linear(2, 2)
+        ddp = DistributedDataParallel(model)
+        optimizer = torch.optim.Adam(ddp.parameters())
+        draws = torch.Generator().manual_seed(dist.get_rank())
+        for number in range(2):
+            with ddp.no_sync():  # local
+                ddp(torch.rand(3, 2, generator=draws)).sum().backward()
+            waited, lost = torch.ones(2), torch.ones(2)
+            dist.all_reduce(waited, async_op=True).wait()
+            handle = dist.all_reduce(lost, async_op=True)  # lost
+            optimizer.step()
+            handle.wait()
+        optimizer.load_state_dict(optimizer.state_dict())
+        torch.save({"optimizer": optimizer.state_dict()}, f"{dist.get_rank()}.pt")
+        dist.destroy_process_group()
+
+    main()
+"""
+
+
+def test_handles_variables_and_optimizer_states_are_recorded(place):
+    loose = Made(place("loose"), LOOSE, "torchrun", 2).well()
+    for rank in loose.ranks:
+        assert [event.where for event in rank.of(NotAwaited)] == [loose.line("# lost")]
+        assert {event.unsynced for event in rank.of(Backward)} == {loose.line("# local")}
+        assert rank.first(Wrapped).names == ("weight", "bias")
+        assert [event.numbers["number"] for event in rank.of(VariablesSeen)] == [0, 1]
+        assert rank.first(StateLoaded).where == loose.line("optimizer.load_state_dict")
+        assert rank.first(Saved).moments == rank.first(Saved).own == 12  # two moments of six parameters
+    states = [[event.states["draws"] for event in rank.of(VariablesSeen)] for rank in loose.ranks]
+    assert len({state for rank in states for state in rank}) == 4

@@ -16,6 +16,7 @@ from typing import Any
 from workshop.check import borrowed
 from workshop.check.baseline import sieve
 from workshop.check.judge import judge
+from workshop.check.origins import at_origin
 from workshop.check.report import show_all
 from workshop.check.reports import write_reports
 from workshop.check.rules.rule import RULES
@@ -110,6 +111,7 @@ def check_command(
         before = time.monotonic() - began
         for verdict in judge(subject, bench):
             verdict.seconds += before
+            verdict.findings = [at_origin(finding, script, original) for finding in verdict.findings]
             verdict.unchecked += [unchecked] if unchecked else []
             yield verdict
     finally:

@@ -1,6 +1,7 @@
 """Make the scenarios of a program as its owner starts it, in a copy of its folder."""
 
 import ast
+import bisect
 import importlib
 import itertools
 import os
@@ -300,13 +301,28 @@ def _free_port() -> int:
 
 
 def _first_save(run: Run) -> int | None:
-    """The number of the save, in the process that saves, that is the first between two steps; None: there is none."""
+    """The number of the save, in the process that saves, after which the run is killed; None: there is none between two steps.
+
+    It is the first one or, if a file such as the best model is not saved every time, the last one before it is left out: then
+    the second start shows whether it knows the best value so far.
+    """
     for process in run.processes:
-        saves = sorted(seconds for seconds, _ in (*process.timed(Saved), *process.timed(CheckpointCalled)))
+        saves = sorted((*process.timed(Saved), *process.timed(CheckpointCalled)), key=lambda each: each[0])
         steps = [step.seconds for step in (process.steps or (run.trained[0].steps if run.trained else []))]
-        for number, seconds in enumerate(saves, 1):
+        rounds: dict[
+            int, dict[str, int]
+        ] = {}  # by the number of steps before: the saved files, with the number of the save
+        for number, (seconds, event) in enumerate(saves, 1):
             if steps and steps[0] < seconds < steps[-1]:
-                return number
+                name = event.path if isinstance(event, Saved) else ""
+                rounds.setdefault(bisect.bisect(steps, seconds), {})[name] = number
+        before: set[str] = set()
+        for now, following in itertools.pairwise(rounds.values()):
+            before |= now.keys()
+            if before - following.keys():
+                return max(now.values())
+        if rounds:
+            return min(next(iter(rounds.values())).values())
     return None
 
 

@@ -125,7 +125,7 @@ def ask(verdict: Verdict, detectors: list[Detector], made: Mapping[Scenario[Any]
                     verdict.unjudged.update({verdict.subject.goal_of(detector.rule)} - {KEPT})
             else:
                 advice = verdict.subject.advises(detector.rule)
-                found.append(Finding(detector.rule, said.text, said.where, said.detail, advice, said.fix))
+                found.append(Finding(detector.rule, said.text, said.where, said.detail, advice, said.fix, said.origin))
                 explained.update(detector.instead_of)
     if not verdict.subject.goals and any(finding.rule.ends for finding in found):
         # What a hang or a crash left unfinished is no second mistake. (In exercises, the goals show what was judged.)

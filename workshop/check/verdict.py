@@ -18,6 +18,7 @@ class Finding:
     detail: str = ""  # a traceback or stacks for ``--verbose``, in one or more lines
     advice: bool = False  # a hint: no goal depends on it
     remedy: str = ""  # in place of the fix of its rule
+    origin: str = ""  # the kind of statement to look for from ``where`` on (see ``origins.py``)
 
     @property
     def fix(self) -> str:

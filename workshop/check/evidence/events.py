@@ -92,13 +92,17 @@ class Collective(Event):  # the program called a collective
         return self.name in ("send", "recv", "isend", "irecv")
 
 
+class NotAwaited(Event):  # at a step: the program has not waited for an asynchronous collective, called in this line
+    name: str
+
+
 class InnerCollective(Event):  # a library, such as FSDP, called a collective during the backward pass
     name: str
     dtype: str
 
 
-class Wrapped(Event):
-    """A model was wrapped in ``DistributedDataParallel``."""
+class Wrapped(Event):  # a model was wrapped in ``DistributedDataParallel``
+    names: tuple[str, ...] = ()  # of its parameters that need gradients
 
 
 class UnevenJoined(Event):
@@ -125,11 +129,13 @@ class Backward(Event):  # one backward pass
     sync: bool | None  # as in ``Forward``
     leftover: bool  # gradients of an earlier backward pass were not cleared
     random: int  # a checksum of the random state of torch
+    unsynced: str = ""  # the line of the last ``no_sync()`` before it
 
 
 class LossComputed(Event):  # a cross entropy with gradients
     targets: int  # number of targets that count
     mean: float  # over them
+    summed: bool = False  # it returned the sum
 
 
 class ModelEvaluated(Event):  # before one of the first evaluations with a model
@@ -173,6 +179,15 @@ class StepBegun(Event):  # ``optimizer.step()`` was called
         return self.made, len(self.names), tuple(self.names[:3])
 
     fitting: bool  # the Trainer of Lightning takes the step
+
+
+class VariablesSeen(Event):  # before a step: variables of the functions of the program that are running
+    numbers: dict[str, float]  # with integers and floats
+    states: dict[str, int]  # random generators, each with a checksum of its state
+
+
+class StateLoaded(Event):
+    """``load_state_dict`` of an optimizer was called."""
 
 
 class ScheduleSeen(Event):  # at the end: a schedule of the learning rate; ``where`` is the line that created it
@@ -219,6 +234,8 @@ class Saved(Event):  # ``torch.save`` or ``Trainer.save_checkpoint`` was called
     keys: list[str]  # the names of the model parameters in it
     whole: bool = False  # the library replaces the file only when the new one is complete (Lightning)
     accuracy: float | None = None  # the value in Lightning at that moment
+    moments: int = 0  # elements of the optimizer state in it
+    own: int = 0  # elements of the optimizer state of this process
 
 
 class Loaded(Event):  # ``torch.load`` was called

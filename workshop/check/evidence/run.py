@@ -110,15 +110,19 @@ class Process:
     def steps(self) -> list[Step]:
         """The optimizer steps, each with the backward passes before it."""
         steps: list[Step] = []
+        running: list[
+            Step
+        ] = []  # the step of an optimizer such as ZeroRedundancyOptimizer contains that of another one
         backwards: list[Backward] = []
         for seconds, event in self.events:
             if isinstance(event, Backward):
                 backwards.append(event)
             elif isinstance(event, StepBegun):
                 steps.append(Step(seconds, event, backwards, self.identity))
+                running.append(steps[-1])
                 backwards = []
-            elif isinstance(event, StepTaken) and steps:
-                steps[-1].after = event
+            elif isinstance(event, StepTaken) and running:
+                running.pop().after = event
         # A library takes a first step without a backward pass to create the optimizer state: ignore it.
         while len(steps) > 1 and not steps[0].backwards and steps[1].backwards:
             del steps[0]

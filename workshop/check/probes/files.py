@@ -12,6 +12,7 @@ from workshop.check.evidence.events import FileRenamed, FileWritten, Loaded, Sav
 from workshop.check.folder import extensions, make_own
 from workshop.check.probes.probe import Function, Probe, around, before
 from workshop.check.probes.recorder import Recorder
+from workshop.tensors import own_part
 
 # Changes without contents: one process may remove files of the others.
 ENTRIES = frozenset(("os.remove", "os.mkdir", "os.rmdir"))
@@ -92,13 +93,30 @@ class Files(Probe):
             self._write(os.path.realpath(os.fspath(f)))
         self.recorder.saved += 1
         with self.recorder.guard:
-            self.note_here(Saved(path=_path(f), keys=_state_keys(obj)))
+            own = sum(elements(optimizer.state) for optimizer in self.recorder.optimizers)
+            self.note_here(Saved(path=_path(f), keys=_state_keys(obj), moments=moments(obj), own=own))
         with self.recorder.quietly():
             return original(obj, f, *args, **kwargs)
 
     @before(torch, "load")
     def _load(self, f: Any = "", *args: Any, **kwargs: Any) -> None:
         self.note_here(Loaded(path=_path(f)))
+
+
+def moments(value: Any, depth: int = 3) -> int:
+    """The number of elements of the optimizer states in an object that is saved."""
+    if not isinstance(value, dict) or depth == 0:
+        return 0
+    if {"state", "param_groups"} <= value.keys() and isinstance(value["state"], dict):
+        return elements(value["state"])
+    return sum(moments(each, depth - 1) for each in value.values())
+
+
+def elements(state: Any) -> int:
+    """The number of elements of the tensors of an optimizer state, without its counters."""
+    states = (values for values in state.values() if isinstance(values, dict))  # None: another rank has it (ZeRO)
+    tensors = (each for values in states for each in values.values() if isinstance(each, torch.Tensor))
+    return sum(own_part(each).numel() for each in tensors if each.dim() > 0)
 
 
 def _entry(name: Any, descriptor: int) -> str:

@@ -17,11 +17,12 @@ from workshop.check.evidence.events import (
     InnerCollective,
     Joined,
     Joining,
+    NotAwaited,
     StoreOpened,
     VariableSet,
 )
 from workshop.check.probes.contents import first_tensor
-from workshop.check.probes.probe import Function, Probe, around, before
+from workshop.check.probes.probe import Function, Probe, around, before, on
 
 COLLECTIVES = """
     all_reduce all_reduce_coalesced reduce reduce_scatter reduce_scatter_tensor reduce_scatter_single broadcast
@@ -87,8 +88,12 @@ class Groups(Probe):
 class Collectives(Probe):
     """Records the collectives of ``torch.distributed``."""
 
-    writes = (Collective, InnerCollective)
+    writes = (Collective, InnerCollective, NotAwaited)
     inside = 0  # above 0 in a collective that calls other collectives
+
+    def clear(self) -> None:
+        self.begun: dict[int, NotAwaited] = {}  # since the last step, by the ids of their handles
+        self.told: set[str] = set()  # lines with a handle that was not waited for
 
     @around(dist, *COLLECTIVES.split(), named=True)
     @around(c10d, *COLLECTIVES.split(), named=True)
@@ -100,9 +105,30 @@ class Collectives(Probe):
         made_of_others = not self.recorder.quiet
         self.inside += made_of_others
         try:
-            return original(*args, **kwargs)
+            result = original(*args, **kwargs)
         finally:
             self.inside -= made_of_others
+        if kwargs.get("async_op") and made_of_others and result is not None:
+            with self.recorder.guard:
+                self._lost(self.begun.pop(id(result), None))  # the memory of an earlier handle is used again
+                self.begun[id(result)] = NotAwaited(name=name, where=self.recorder.where())
+        return result
+
+    @before(dist.Work, "wait", "synchronize", "get_future")
+    def _wait(self, work: Any, *args: Any, **kwargs: Any) -> None:
+        self.begun.pop(id(work), None)
+
+    @on("before_step")
+    def _step(self, optimizer: Any) -> None:
+        for event in self.begun.values():
+            self._lost(event)
+        self.begun.clear()
+
+    def _lost(self, event: NotAwaited | None) -> None:
+        """Note a collective whose handle was not waited for, once for each line."""
+        if event and event.where not in self.told:
+            self.told.add(event.where)
+            self.recorder.note(event)
 
     @around(DTensor, "full_tensor", named=True)
     def _full(self, name: str, original: Function, tensor: Any, *args: Any, **kwargs: Any) -> Any:

@@ -31,5 +31,5 @@ class Losses(Probe):
             return
         targets = int((target != ignore_index).sum())
         if targets:
-            value = float(result.detach())
-            self.note_here(LossComputed(targets=targets, mean=value if reduction == "mean" else value / targets))
+            value, summed = float(result.detach()), reduction != "mean"
+            self.note_here(LossComputed(targets=targets, mean=value / targets if summed else value, summed=summed))

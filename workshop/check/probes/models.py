@@ -46,6 +46,7 @@ class Models(Probe):
     writes = (Wrapped, UnevenJoined, Backward, Evaluated, ModelEvaluated)
     depth = 0  # of nested module calls
     optimizer: Optimizer | None = None  # the last one that was created
+    unsynced = ""  # the line of the last ``no_sync()``
 
     def clear(self) -> None:
         self.weighed: WeakKeyDictionary[nn.Module, list[int]] = WeakKeyDictionary()  # numbers of steps
@@ -131,9 +132,14 @@ class Models(Probe):
 
     @around(DistributedDataParallel, "__init__")
     def _wrap(self, original: Function, ddp: Any, module: nn.Module, *args: Any, **kwargs: Any) -> None:
-        self.note_here(Wrapped())
+        with self.recorder.guard:
+            self.note_here(Wrapped(names=tuple(name for name, each in module.named_parameters() if each.requires_grad)))
         with self.recorder.quietly():
             original(ddp, module, *args, **kwargs)
+
+    @before(DistributedDataParallel, "no_sync")
+    def _no_sync(self, ddp: Any) -> None:
+        self.unsynced = self.recorder.where()
 
     @before(Join, "__enter__")
     def _join(self, join: Join) -> None:
@@ -178,7 +184,15 @@ class Models(Probe):
         state = torch.get_rng_state()
         random = zlib.crc32(content(state))
         sync = forward.sync if forward else None
-        event = Backward(forward=forward, others=others, loss=mean(loss), sync=sync, leftover=left, random=random)
+        event = Backward(
+            forward=forward,
+            others=others,
+            loss=mean(loss),
+            sync=sync,
+            leftover=left,
+            random=random,
+            unsynced=self.unsynced,
+        )
         self.note_here(event)
 
 

@@ -114,12 +114,16 @@ class Recorder:
 
     def where(self) -> str:
         """Return the line of the program that led to this call, as "file.py:12"."""
+        frame = next(self.frames(), None)
+        return f"{self.own(frame.f_code.co_filename)}:{frame.f_lineno}" if frame else ""
+
+    def frames(self) -> Iterator[FrameType]:
+        """Yield the running functions of the program itself, the innermost first."""
         frame: FrameType | None = sys._getframe(1)
         while frame:
-            if name := self.own(frame.f_code.co_filename):
-                return f"{name}:{frame.f_lineno}"
+            if self.own(frame.f_code.co_filename):
+                yield frame
             frame = frame.f_back
-        return ""
 
     def own(self, file: str) -> str:
         """Return the name of a file of the program itself, as its owner knows it; "" for a file of a library."""

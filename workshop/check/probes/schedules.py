@@ -41,8 +41,7 @@ def schedule_length(schedule: Any) -> int | None:
         return None
     rate = schedule.lr_lambdas[0]
     values = [float(rate(step)) for step in range(FARTHEST)]
-    top = values.index(max(values))  # the first time: a cosine without a limit rises again
-    while top < FARTHEST - 1 and values[top + 1] == values[top]:
-        top += 1
+    # The first peak: a cosine without a limit rises again, also higher, if the first peak is in a warmup.
+    top = next((step for step in range(FARTHEST - 1) if values[step + 1] < values[step]), FARTHEST - 1)
     end = next((step for step in range(top, FARTHEST - 1) if values[step + 1] >= values[step]), top)
     return end if end > top + 2 else None  # in a schedule of stages, the rate stays where it is

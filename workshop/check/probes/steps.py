@@ -1,7 +1,12 @@
 """Optimizer steps: gradients, parameters and learning rates before each step, parameters after it; gradient clipping."""
 
 import gc
+import itertools
+import random
 import time
+import zlib
+from collections.abc import Iterator
+from types import FrameType
 from typing import Any
 
 import torch
@@ -10,17 +15,25 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from workshop.check.evidence.events import GradientsClipped, GraphMeasured, StepBegun, StepTaken
-from workshop.check.probes.contents import is_fsdp1, is_sharded, is_zero, sketches
-from workshop.check.probes.probe import Function, Probe, around
+from workshop.check.evidence.events import (
+    GradientsClipped,
+    GraphMeasured,
+    StateLoaded,
+    StepBegun,
+    StepTaken,
+    VariablesSeen,
+)
+from workshop.check.probes.contents import content, is_fsdp1, is_sharded, is_zero, sketches
+from workshop.check.probes.probe import Function, Probe, around, before
 
+FRAMES, VARIABLES = 8, 200  # functions, and variables of each, that are recorded
 LARGEST = 3000  # count at most this number of nodes
 
 
 class Steps(Probe):
     """Records the steps of all optimizers."""
 
-    writes = (StepBegun, StepTaken, GraphMeasured)
+    writes = (StepBegun, StepTaken, GraphMeasured, VariablesSeen, StateLoaded)
 
     def install(self) -> None:
         super().install()
@@ -47,6 +60,8 @@ class Steps(Probe):
             recorder.first_step = time.process_time()
         recorder.at_step()
         recorder.call(recorder.before_step, optimizer)
+        with recorder.guard:
+            recorder.note(_variables(recorder.frames()))
         with recorder.guard:
             parameters, model = _parameters(optimizer), recorder.model
             own = {id(parameter) for parameter in parameters}
@@ -77,6 +92,10 @@ class Steps(Probe):
         named = self.recorder.model.named_parameters() if self.recorder.model else ()
         return [name for name, each in named if each.requires_grad and id(each) not in held and not is_zero(each.grad)]
 
+    @before(Optimizer, "load_state_dict")
+    def _load(self, optimizer: Optimizer, *args: Any) -> None:
+        self.note_here(StateLoaded())
+
     def _after(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self.recorder.steps += 1
         with self.recorder.guard:
@@ -105,6 +124,26 @@ class Clipping(Probe):
 
 def _parameters(optimizer: Optimizer) -> list[torch.Tensor]:
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def _variables(frames: Iterator[FrameType]) -> VariablesSeen:
+    """Return the numbers and generators in these frames and in the attributes of their ``self``."""
+    numbers: dict[str, float] = {}
+    states: dict[str, int] = {}
+    for frame in itertools.islice(frames, FRAMES):
+        found = dict(frame.f_locals)
+        found |= {f"self.{name}": value for name, value in getattr(found.get("self"), "__dict__", {}).items()}
+        for name, value in itertools.islice(found.items(), VARIABLES):
+            if type(value) in (int, float):
+                numbers.setdefault(name, value)
+            elif isinstance(value, torch.Generator) and value.device.type == "cpu":
+                state = value.get_state()
+                states.setdefault(name, zlib.crc32(content(state)))
+            elif type(value) is random.Random:
+                states.setdefault(name, zlib.crc32(repr(value.getstate()).encode()))
+            elif type(value).__module__ == "numpy.random._generator":
+                states.setdefault(name, zlib.crc32(repr(value.bit_generator.state).encode()))
+    return VariablesSeen(numbers=numbers, states=states)
 
 
 def largest_graph() -> int:

@@ -13,6 +13,7 @@ for _family in FAMILIES:
 
 _files = {path.stem for path in Path(__file__).parent.glob("*.py")} - {
     "__init__",
+    "carried",
     "divergence",
     "origin",
     "pages",

@@ -58,4 +58,5 @@ def accumulation_traffic(run: Run) -> Said:
         synced = max(sum(1 for each in step.backwards if each.sync) for step in process.steps)
         if wanted > 1 and run.nproc > 1 and process.first(Wrapped) and synced > 1:
             seen = f"the gradients are averaged {synced} times in a step of {plural(wanted, 'batch')}"
-            yield Seen(seen, process.steps[0].backwards[0].where)
+            first = process.steps[0].backwards[0]
+            yield Seen(seen, first.unsynced or first.where, origin="" if first.unsynced else "sync")

@@ -62,7 +62,8 @@ def engine_steps_missing(run: Run) -> Said:
         if len(calls["backward"]) > len(calls["step"]) + 1:
             counts = f"{len(calls['step'])} of {len(calls['backward'])}"
             where = (calls["step"] or calls["backward"])[0].where
-            yield Seen(f"engine.step() follows only {counts} calls of engine.backward()", where)
+            origin = "" if calls["step"] else "condition:step"
+            yield Seen(f"engine.step() follows only {counts} calls of engine.backward()", where, origin=origin)
             return
 
 
@@ -78,7 +79,8 @@ def tags_differ(run: Run) -> Said:
     for together in zip(*saves, strict=False):
         tags = sorted({each.tag for each in together})
         if len(tags) > 1:
-            yield Seen(f"the ranks save one checkpoint with the tags {' and '.join(tags)}", together[0].where)
+            seen = f"the ranks save one checkpoint with the tags {' and '.join(tags)}"
+            yield Seen(seen, together[0].where, origin="tag")
             return
 
 

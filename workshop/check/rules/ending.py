@@ -3,7 +3,17 @@
 import re
 from itertools import islice
 
-from workshop.check.evidence.events import Ended, Exited, Joined, Joining, Loaded, Raised, VariableSet, WroteOutside
+from workshop.check.evidence.events import (
+    Ended,
+    Exited,
+    Joined,
+    Joining,
+    Loaded,
+    Raised,
+    VariableSet,
+    Wrapped,
+    WroteOutside,
+)
 from workshop.check.evidence.run import Process, Run
 from workshop.check.rules.collectives import collectives_differ
 from workshop.check.rules.divergence import first_divergence
@@ -11,7 +21,7 @@ from workshop.check.rules.origin import path_of_their_own
 from workshop.check.rules.parting import parting
 from workshop.check.rules.processes import address_overwritten, no_group, wrong_group
 from workshop.check.rules.rule import Makes, Rule, Said, Seen, rule
-from workshop.check.rules.words import named
+from workshop.check.rules.words import listed, named
 from workshop.run.failures import is_echo
 
 FLOOD = Seen("the program printed more than 20 MB, and the check ended it")
@@ -188,7 +198,11 @@ def _error(run: Run) -> Seen | None:
                 first.fix if isinstance(first, Seen) else "",
             )
         if plain:
-            return Seen(f"{who}{plain} ({event.type})", event.where, event.traceback)
+            names = _unused(process, event)
+            owner = [part for part in names[0].split(".")[:-1] if not part.isdigit()] if names else []
+            origin = f"member:{owner[-1] if owner else names[0]}" if names else ""
+            of = f"; it does not use {listed(names)}" if names else ""
+            return Seen(f"{who}{plain}{of} ({event.type})", event.where, event.traceback, origin=origin)
         message = event.message[:300] + ("..." if len(event.message) > 300 else "")
         return Seen(f"{who}{event.type}: {message}", event.where, event.traceback)
     for process in run.processes:
@@ -200,6 +214,14 @@ def _error(run: Run) -> Seen | None:
     silent = next((process for process in run.processes if not process.first(Ended)), None)
     who, line = (named(silent), _last_line(silent)) if silent else ("a process", "")
     return Seen(f"{who} died without a traceback (status {run.status}){line}")
+
+
+def _unused(process: Process, event: Raised) -> list[str]:
+    """The names of the parameters without a gradient that DistributedDataParallel counts in its message."""
+    found = re.search(r"did not receive grad for rank \d+: ([\d ]+)", event.message)
+    numbers = [int(number) for number in found[1].split()] if found else []
+    wrapped = [each.names for each in process.of(Wrapped) if numbers and max(numbers) < len(each.names)]
+    return [wrapped[0][number] for number in numbers] if len(wrapped) == 1 else []
 
 
 def _gone(run: Run, process: Process, event: Raised) -> str:

@@ -2,7 +2,6 @@
 
 from collections import Counter
 from functools import partial
-from itertools import pairwise
 
 from workshop.check.evidence.events import (
     Backward,
@@ -11,6 +10,7 @@ from workshop.check.evidence.events import (
     LayersSeen,
     LossComputed,
     ModelEvaluated,
+    NotAwaited,
     StepBegun,
     UnevenJoined,
     Wrapped,
@@ -92,7 +92,7 @@ def _apart(run: Run) -> Told:
                 return [found]
     together = list(zip(*(process.steps for process in ranks), strict=False))
     same = together and all(step.rows and step.rows == steps[0].rows for steps in together for step in steps)
-    if len(ranks) > 1 and same and not ranks[0].first(Wrapped) and not _averages_by_hand(ranks[0]):
+    if len(ranks) > 1 and same and not ranks[0].first(Wrapped) and not _after_backward(ranks[0]):
         seen = "the gradients agree only because all ranks train on the same samples: nothing averages them"
         return [(gradients_differ, Seen(seen, ranks[0].step_where))]
     return []
@@ -106,9 +106,9 @@ def _apart_at(number: int, one: Step, two: Step, base: Process, joined: bool) ->
         which = different_names(before.gradients, other.gradients, before.names)
         of = f" for {listed(which)}" if len(which) < len(before.names) else ""
         also = ", and they began with different parameters" if begun else ""
-        where, reason, fix = _why_unequal(base, one, two)
+        where, reason, fix, *origin = _why_unequal(base, one, two, len(which) < len(before.names))
         seen = f"before step {number} the ranks hold different gradients{of}{also}; {reason}"
-        return gradients_differ, Seen(seen, where, fix=fix)
+        return gradients_differ, Seen(seen, where, fix=fix, origin="".join(origin))
     if begun:
         which = different_names(before.weights, other.weights, before.names)
         return weights_differ, Seen(f"the ranks begin with different parameters ({listed(which)})", before.where)
@@ -120,11 +120,18 @@ def _apart_at(number: int, one: Step, two: Step, base: Process, joined: bool) ->
     return None
 
 
-def _why_unequal(base: Process, one: Step, two: Step) -> tuple[str, str, str]:
-    """The line to look at, why the gradients are not averaged, and what to do ("": the fix of the rule)."""
+def _why_unequal(base: Process, one: Step, two: Step, some: bool) -> tuple[str, ...]:
+    """The line to look at, why the gradients are not averaged, what to do ("": the fix of the rule), and the origin, if any.
+
+    ``some``: other parameters have the same gradients on both ranks.
+    """
     where = one.before.where
     last = one.backwards[-1] if one.backwards else None
-    if not base.first(Wrapped) and _averages_by_hand(base):
+    averaging = {each.where for each in _after_backward(base)} if not base.first(Wrapped) else set()
+    if lost := next((each for each in base.of(NotAwaited) if each.where in averaging), None):
+        fix = "Keep the handle that the call with async_op=True returns, and call its wait() before you use the result."
+        return lost.where, f"nothing waits for the asynchronous {lost.name} before the step", fix
+    if averaging:
         return (
             where,
             "not all of them are averaged",
@@ -137,7 +144,14 @@ def _why_unequal(base: Process, one: Step, two: Step) -> tuple[str, str, str]:
         return last.forward.where, "the forward pass bypasses DistributedDataParallel: call the wrapper", fix
     if last and last.sync is False:
         fix = "Run the forward pass and backward() of the last batch of each step outside of no_sync()."
-        return last.where, "the last backward() before the step is under no_sync()", fix
+        if last.unsynced:
+            return last.unsynced, "the last backward() before the step is under no_sync()", fix
+        fix = "Set require_backward_grad_sync to True before the forward pass of the last batch of each step."
+        return last.where, "require_backward_grad_sync is False in the last forward pass before the step", fix, "sync"
+    beside = next((each for each in last.others if not each.wrapped), None) if last and some else None
+    if beside:
+        fix = "Wrap each module that is trained in DistributedDataParallel, and call the wrappers in the forward pass."
+        return beside.where, "the loss also depends on a module that DistributedDataParallel does not wrap", fix
     if last is None or len(one.backwards) != len(two.backwards):
         fix = "Give all ranks the same number of batches in each step."
         return (
@@ -153,10 +167,18 @@ def _why_unequal(base: Process, one: Step, two: Step) -> tuple[str, str, str]:
     )
 
 
-def _averages_by_hand(process: Process) -> bool:
-    """Whether a collective is called between a backward pass and its step."""
-    kinds = [type(event) for _, event in process.events if isinstance(event, Backward | Collective | StepBegun)]
-    return (Backward, Collective) in pairwise(kinds)
+def _after_backward(process: Process) -> list[Collective]:
+    """The collectives that are called between a backward pass and its step: they average gradients by hand."""
+    found: list[Collective] = []
+    since: list[Collective] | None = None
+    for _, event in process.events:
+        if isinstance(event, Backward):
+            since = []
+        elif isinstance(event, StepBegun):
+            found, since = [*found, *(since or [])], None
+        elif isinstance(event, Collective) and since is not None:
+            since.append(event)
+    return found
 
 
 @beside_one_process(
@@ -250,7 +272,9 @@ def mean_of_means(run: Run) -> Said:
     if len(uneven) > len(steps) / 2:
         counts = [loss.targets for loss, _ in uneven[0]]
         seen = f"in a step the means are over {min(counts):,} to {max(counts):,} targets, and all have the same weight"
-        yield Seen(seen, uneven[0][0][0].where)
+        loss = uneven[0][0][0]
+        backward = next((each.where for each in run.trained[0].backwards), loss.where)
+        yield Seen(seen, backward, origin="divisor") if loss.summed else Seen(seen, loss.where)
 
 
 def _weighted(process: Process) -> list[list[tuple[LossComputed, float]]]:

@@ -62,11 +62,31 @@ def schedule_length(run: Run) -> Said:
             share = event.length / event.taken
             if min(abs(share / run.nproc - 1), abs(share * run.nproc - 1)) < 0.15:
                 seen = f"the schedule is made for {event.length} steps, but takes {event.taken}"
-                yield Seen(f"{seen}: {run.nproc} times too {'many' if share > 1 else 'few'}", event.where)
+                times = f"{run.nproc} times too {'many' if share > 1 else 'few'}"
+                yield Seen(f"{seen}: {times}", event.where, origin="total")
                 return
+        length = 0 if process.first(ScheduleSeen) else _length(rates)
+        if abs(length / len(process.steps) / run.nproc - 1) < 0.15:
+            seen = f"the learning rate falls as in a schedule of {length} steps, but the run takes {len(process.steps)}"
+            where = process.step_where
+            yield Seen(f"{seen}: {run.nproc} times too many", where, origin="total:by hand")
+            return
         if len(rates) >= 8 and zeros > len(rates) // 5 and max(rates) > 0:
             seen = f"the learning rate is 0 in the last {zeros} of {len(rates)} steps"
             yield Seen(seen, next((event.where for event in process.of(ScheduleSeen)), process.step_where))
+
+
+def _length(rates: list[float]) -> int:
+    """The number of steps after which rates that the program sets itself would be 0, if they fall in a cosine or a line."""
+    top = len(rates) - 1 - rates[::-1].index(max(rates, default=0)) if rates else 0
+    fall = [rate / rates[top] for rate in rates[top:]] if rates and rates[top] > 0 else []
+    if len(fall) < 12 or not all(0 < later < earlier for earlier, later in pairwise(fall)):
+        return 0
+    late = list(enumerate(fall))[len(fall) // 3 :]
+    for lengths in ([n * math.pi / math.acos(2 * rate - 1) for n, rate in late], [n / (1 - rate) for n, rate in late]):
+        if max(lengths) < 1.03 * min(lengths):
+            return round(top + lengths[-1])
+    return 0
 
 
 @of_steps(

@@ -8,6 +8,7 @@ from workshop.check.evidence.events import GroupDestroyed, Joined, Loaded, Raise
 from workshop.check.evidence.real import Killed, Kills, RealRun
 from workshop.check.evidence.run import Run, Step
 from workshop.check.evidence.sketches import CLOSE, difference
+from workshop.check.rules.carried import first_cause
 from workshop.check.rules.collectives import collectives_differ
 from workshop.check.rules.ending import crash, ending, hang, no_training
 from workshop.check.rules.files import checkpoint_keys
@@ -135,9 +136,13 @@ def second_start(whole: Run, split: Split) -> Told:
         return [(resume_fails, Seen(f"the second start ends with: {ended.text}", ended.where, ended.detail))]
     bound = SAME if whole.nproc <= 2 else ROUNDING
     differences = list(_not_restored(base, done, rest, whole.trained[0].draws, bound))
+    if differences and differences[0][0] in (resume_differs, optimizer_lost) and (cause := first_cause(whole, split)):
+        seen, fix, where, origin = cause
+        about = optimizer_lost if where else resume_differs
+        return [(about, Seen(f"{differences[0][1].partition(': ')[0]}: {seen}", where or load, fix=fix, origin=origin))]
     if not differences and (name := _saved_too_often(whole, second, len(done))):
         seen = f"after the second start {name}, but not in an uninterrupted run: the best value so far is not restored"
-        differences.append((resume_differs, seen))
+        return [(resume_differs, Seen(seen, load, origin="restored"))]
     return [(about, Seen(seen, load)) for about, seen in differences]
 
 

@@ -35,13 +35,15 @@ P = ParamSpec("P")
 class Seen:
     """What a rule has seen: one sentence with figures, the line of its cause, and more for ``--verbose``.
 
-    ``fix``: what to do, if the fix of the rule does not suit this cause.
+    ``fix``: what to do, if the fix of the rule does not suit this cause. ``origin``: the kind of statement to look for from
+    ``where`` on, if the run does not show the line of the cause (see ``origins.py``).
     """
 
     text: str
     where: str = ""
     detail: str = ""
     fix: str = ""
+    origin: str = ""
 
 
 @dataclass(frozen=True)

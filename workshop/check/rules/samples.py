@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from itertools import combinations
 
-from workshop.check.evidence.events import Backward, BatchLoaded, EpochSet, Evaluated, LoaderStarted
+from workshop.check.evidence.events import Backward, BatchLoaded, EpochSet, Evaluated, Key, LoaderStarted
 from workshop.check.evidence.run import Process, Run
 from workshop.check.rules.processes import no_group, wrong_group
 from workshop.check.rules.rule import Makes, Rule, Said, Seen, if_first, rule
@@ -55,6 +55,7 @@ def _overlaps(run: Run) -> Iterator[tuple[str, Seen]]:
     pairs = list(combinations(range(len(ranks)), 2))
     names = {(one, two): f"ranks {rank_of(ranks, one)} and {rank_of(ranks, two)}" for one, two in pairs}
     by_epoch = all(each.forward and each.forward.loader for process in ranks for each in process.backwards)
+    drawn = "" if by_epoch else "seed"  # the program draws samples itself
     for number, together in enumerate(zip(*(process.epochs for process in ranks), strict=False) if by_epoch else (), 1):
         sets = [set(keys) for keys in together]
         again = any(len(part) < 0.97 * len(keys) for part, keys in zip(sets, together, strict=True))
@@ -68,13 +69,24 @@ def _overlaps(run: Run) -> Iterator[tuple[str, Seen]]:
     for one, two in pairs:
         steps = zip(ranks[one].steps, ranks[two].steps, strict=False)
         keys = [(set(here.keys), set(there.keys)) for here, there in steps]
+        where = _drawn_where(ranks[one], set().union(*(here & there for here, there in keys))) or where
         fractions = [len(here & there) / min(len(here), len(there)) for here, there in keys if here and there]
         same, mean = sum(each >= 0.95 for each in fractions), sum(fractions) / max(len(fractions), 1)
         if same > len(fractions) / 2:
             text = f"at {same} of {len(fractions)} steps {names[one, two]} train on the same samples"
-            yield "same", Seen(text, where)
+            yield "same", Seen(text, where, origin=drawn)
         elif mean > 0.1:
-            yield "some", Seen(f"at each step {names[one, two]} share {mean:.0%} of their samples", where)
+            text = f"at each step {names[one, two]} share {mean:.0%} of their samples"
+            yield "some", Seen(text, where, origin=drawn)
+
+
+def _drawn_where(process: Process, shared: set[Key]) -> str:
+    """The line of the first forward pass that sees only these samples."""
+    for backward in process.backwards:
+        for forward in [backward.forward, *backward.others]:
+            if forward and forward.keys and shared.issuperset(forward.names(process.identity)):
+                return forward.where
+    return ""
 
 
 @rule(

@@ -1,0 +1,111 @@
+"""Why a second start differs from an uninterrupted run: state of the training loop that it does not restore."""
+
+from collections.abc import Sequence
+
+from workshop.check.evidence.events import Saved, StateLoaded, StepBegun, VariablesSeen
+from workshop.check.evidence.run import Process, Run, Step
+from workshop.check.rules.words import listed, named
+from workshop.check.scenarios import Split
+
+Cause = tuple[
+    str, str, str, str
+]  # what was seen, what to do, the line ("": where the checkpoint is loaded), the origin
+
+
+def first_cause(whole: Run, split: Split) -> Cause | None:
+    """The state that the second start does not restore; None if the evidence names none."""
+    done = len(split.first.trained[0].steps)
+    shard = _shard_saved(split.first)
+    return (
+        shard or _on_one_rank(split.second) or _same_generator(whole, split, done) or _begun_again(whole, split, done)
+    )
+
+
+def _on_one_rank(second: Run) -> Cause | None:
+    """Only some ranks load the state of the optimizer, and the others begin with an empty one."""
+    loads = [process.first(StateLoaded) for process in second.trained]
+    without = [process for process, load in zip(second.trained, loads, strict=True) if load is None]
+    load = next((each for each in loads if each), None)
+    if load and without and all(process.steps[0].before.state == 0 for process in without):
+        seen = f"{named(without[0])} does not load the optimizer state"
+        return seen, "Call load_state_dict() of the optimizer on every rank.", load.where, ""
+    return None
+
+
+def _shard_saved(first: Run) -> Cause | None:
+    """Only one rank saves the optimizer state, and only its own part."""
+    saves = [[each for each in process.of(Saved) if each.moments] for process in first.trained]
+    saving = [each[0] for each in saves if each]
+    if (
+        len(saves) > 1 == len(saving)
+        and first.trained[0].steps[0].before.sharded
+        and saving[0].moments <= saving[0].own
+    ):
+        seen = f"one rank saves the optimizer state, but only the {saving[0].moments:,} elements of its own shard"
+        fix = (
+            "Gather the optimizer state of all ranks before you save it: FSDP.optim_state_dict(), or get_state_dict()."
+        )
+        return seen, fix, saving[0].where, "state"
+    return None
+
+
+def _same_generator(whole: Run, split: Split, done: int) -> Cause | None:
+    """After the second start all ranks have the same state of a generator, of which each has a state of its own before."""
+    due = [_variables(process, process.steps[done : done + 1]) for process in whole.trained]
+    begun = [_variables(process, process.steps[:1]) for process in split.second.trained]
+    if len(due) < 2 or len(due) != len(begun) or not all((*due, *begun)):
+        return None
+    for name in begun[0].states if begun[0] else ():
+        own, now = ([each and each.states.get(name) for each in ranks] for ranks in (due, begun))
+        if None not in (*own, *now) and len(set(now)) == 1 and len(set(own)) == len(own):
+            seen = f"all ranks continue with the same state of the generator `{name}`, but each should have its own"
+            fix = (
+                "Save the states of all ranks (all_gather_object), and let each rank restore its own with set_state()."
+            )
+            return seen, fix, "", f"restored:{name}"
+    return None
+
+
+def _begun_again(whole: Run, split: Split, done: int) -> Cause | None:
+    """Variables that change in an uninterrupted run have their first values again."""
+    base, first, second = (run.trained[0] for run in (whole, split.first, split.second))
+    start, due = (_variables(base, base.steps[number : number + 1]) for number in (0, done))
+    last, same = (_variables(process, process.steps[done - 1 : done]) for process in (base, first))
+    begun = _variables(second, second.steps[:1])
+    if not (start and due and last and same and begun):
+        return None
+    for kind, what in (("numbers", "begins again with"), ("states", "")):
+        values = [getattr(each, kind) for each in (start, due, last, same, begun)]
+        common = set.intersection(*map(set, values))
+        initial, expected, before, again, now = values
+        lost = [
+            name
+            for name in _in_order(now, common)
+            if now[name] == initial[name] != expected[name] and before[name] == again[name]
+        ]
+        lost = [name for name in lost if isinstance(now[name], int)] or lost  # others are often computed from them
+        if lost and what:
+            shown = listed([f"`{name}` {what} {now[name]:g} instead of {expected[name]:g}" for name in lost[:3]])
+            fix = f"Save {listed(lost[:3])} in the checkpoint, and assign it where the checkpoint is loaded."
+            return shown, fix, "", "restored"
+        if lost:
+            seen = f"the generator `{lost[0]}` begins again with its first state"
+            fix = "Save the state of the generator (get_state()) of each rank, or seed it with a function of the step."
+            return seen, fix, "", f"made:{lost[0]}"
+    return None
+
+
+def _in_order(now: dict[str, float], common: set[str]) -> list[str]:
+    """The common names, in the order of one of the dictionaries."""
+    return [name for name in now if name in common]
+
+
+def _variables(process: Process, steps: Sequence[Step]) -> VariablesSeen | None:
+    """The variables before a step, the first of these."""
+    seen: VariablesSeen | None = None
+    for _, event in process.events if steps else ():
+        if isinstance(event, VariablesSeen):
+            seen = event
+        elif isinstance(event, StepBegun) and event is steps[0].before:
+            return seen
+    return None
