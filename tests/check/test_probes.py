@@ -16,6 +16,7 @@ from workshop.check.evidence.events import (
     Compiled,
     DeviceChosen,
     DeviceSeen,
+    Drawn,
     Ended,
     EpochSet,
     Evaluated,
@@ -193,6 +194,41 @@ def test_each_rank_that_saves_to_the_same_path_is_recorded(training):
 def test_each_rank_has_its_own_random_state(training):
     one, other = (json.loads((training.scratch / f"drawn-{rank}.json").read_text()) for rank in range(2))
     assert all(here != there for here, there in zip(one, other, strict=True))
+
+
+# ---------------------------------------------------------------- random splits and orders
+
+DRAWING = """
+    import random
+    import numpy, torch
+    from torch.utils.data import DataLoader, random_split
+
+    values = list(range(50))
+    for seed in (1, 1, 2):
+        parts = random_split(values, [30, 20], generator=torch.Generator().manual_seed(seed))  # split
+    torch.randperm(50)
+    random.shuffle(values)  # by the module
+    random.Random(1).shuffle(x=values)
+    random.sample(values, 10)
+    numpy.random.permutation(50)
+    numpy.random.default_rng(1).shuffle(values)  # by NumPy
+    for batch in DataLoader(values, shuffle=True):  # drawn by a library
+        pass
+"""
+
+
+def test_random_splits_and_orders_of_the_program_are_recorded(place):
+    drawing = Made(place("drawing"), DRAWING).well()
+    (process,) = drawing.run.processes
+    first, again, different, *others = process.of(Drawn)
+    assert first == again
+    assert (first.name, first.size, first.where) == ("random_split", 50, drawing.line("# split"))
+    assert different.of == first.of
+    assert different.result != first.result
+    functions = ["torch.randperm", "random.shuffle", "shuffle", "random.sample", "numpy.random.permutation", "shuffle"]
+    assert [each.name for each in others] == functions
+    assert others[1].where == drawing.line("# by the module")
+    assert others[-1].where == drawing.line("# by NumPy")
 
 
 # ---------------------------------------------------------------- processes that a program starts

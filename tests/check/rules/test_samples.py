@@ -3,6 +3,8 @@
 from check.bank import ddp, lightning, second, sharded, zero
 from check.bank.case import mistake, style
 from check.bank.cases import bank_tests
+from check.bank.replay import replayed
+from check.bank.whole import case_of
 
 RANDOM_SAMPLER = "from torch.utils.data import DataLoader, RandomSampler, Subset"
 
@@ -247,6 +249,13 @@ MISTAKES = (
         "The accuracy is that of the training samples.",
         ("test_loader = DataLoader(test_set,", "test_loader = DataLoader(train_set,"),
     ),
+    mistake(
+        "split-of-its-own-on-each-rank",
+        second.TAGGER,
+        "leak",
+        "Each rank splits the data set in its own way, so it evaluates samples that a different rank trains on.",
+        (second.SETS, second.SETS_SPLIT),
+    ),
     # ---- batch-wasted
     mistake(
         "first-batch-thrown-away",
@@ -358,6 +367,16 @@ STYLES = (
         ),
     ),
     style(
+        "samples-drawn-for-a-look-at-them",
+        second.TAGGER,
+        "Each rank draws different samples for a look at them, and all ranks split the data set in the same way.",
+        (
+            second.SETS,
+            second.SETS_SPLIT.replace("manual_seed(rank)", "manual_seed(SEED)")
+            + "    torch.randperm(len(train_set), generator=torch.Generator().manual_seed(rank))[:3]\n",
+        ),
+    ),
+    style(
         "dropout",
         ddp.TORCHRUN,
         "Each rank draws random numbers of its own, which are the same after a restart.",
@@ -366,3 +385,9 @@ STYLES = (
 )
 
 test_replay, test_for_real = bank_tests(__file__, MISTAKES, STYLES)
+
+
+def test_the_finding_names_the_split_that_differs():
+    finding, *_ = replayed(case_of("split-of-its-own-on-each-rank"), "samples").errors
+    assert "random_split() at tagger.py:66 makes different parts on each rank" in finding.seen
+    assert finding.where == "tagger.py:66"

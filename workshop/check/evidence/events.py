@@ -137,6 +137,13 @@ class Evaluated(Event):  # a forward pass without a backward pass
     forward: Forward
 
 
+class Drawn(Event):  # the program itself split, shuffled or sampled something at random
+    name: str  # of the function
+    size: int  # of what it chose from
+    of: int  # a checksum of this, whatever its order
+    result: int  # a checksum of the result
+
+
 class LoaderStarted(Event):  # a ``DataLoader`` began an iteration
     loader: int
     iteration: int
