@@ -34,6 +34,7 @@ from workshop.check.evidence.events import (
     LayoutSeen,
     Loaded,
     LoaderStarted,
+    LossWeighted,
     Raised,
     Saved,
     Started,
@@ -229,6 +230,35 @@ def test_random_splits_and_orders_of_the_program_are_recorded(place):
     assert [each.name for each in others] == functions
     assert others[1].where == drawing.line("# by the module")
     assert others[-1].where == drawing.line("# by NumPy")
+
+
+# ---------------------------------------------------------------- losses
+
+WEIGHTING = """
+    import torch
+    from torch import nn
+    from torch.utils.checkpoint import checkpoint
+
+    model, weights = nn.Linear(4, 3), torch.tensor([0.5, 1.0, 2.0])
+    labels = torch.tensor([0, 1, 2, 2, 0, 1, 2, 2])
+
+    def weighted(logits):
+        return (nn.functional.cross_entropy(logits, labels, reduction="none") * weights[labels]).mean()
+
+    nn.functional.cross_entropy(model(torch.randn(8, 4)), labels, weight=weights).backward()  # argument
+    weighted(model(torch.randn(8, 4))).backward()
+    checkpoint(weighted, model(torch.randn(8, 4)), use_reentrant=False).backward()  # its tensors are not there
+"""
+
+
+def test_the_constants_that_weight_a_loss_are_recorded(place):
+    weighting = Made(place("weighting"), WEIGHTING).well()
+    argument, factors = weighting.run.processes[0].of(LossWeighted)
+    assert argument.values == factors.values == [0.5, 1.0, 2.0]
+    assert argument.argument
+    assert not factors.argument
+    assert argument.where == weighting.line("# argument")
+    assert factors.where == weighting.line('reduction="none"')
 
 
 # ---------------------------------------------------------------- processes that a program starts

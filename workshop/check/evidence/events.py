@@ -127,6 +127,11 @@ class LossComputed(Event):  # a cross entropy with gradients
     mean: float  # over them
 
 
+class LossWeighted(Event):  # the loss of one of the first backward passes is weighted with a few different constants
+    values: list[float]  # the constants; of an argument of the loss all of them, in order, else without repetition
+    argument: bool  # they are the weight= or pos_weight= of the loss
+
+
 class ModelEvaluated(Event):  # before one of the first evaluations with a model
     model: str  # its class
     weights: list[Sketch]

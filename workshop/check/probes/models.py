@@ -151,8 +151,10 @@ class Models(Probe):
         if recorder.quiet:
             return original(*args, **kwargs)
         with recorder.guard:
-            loss = args[0] if args else kwargs.get("tensors")
-            self._backward(loss if isinstance(loss, torch.Tensor) else first_tensor(loss))
+            given = args[0] if args else kwargs.get("tensors")
+            loss = given if isinstance(given, torch.Tensor) else first_tensor(given)
+            self._backward(loss)
+            recorder.call(recorder.before_backward, loss)
         recorder.in_backward = True
         try:
             with recorder.quietly():
