@@ -232,6 +232,28 @@ def test_random_splits_and_orders_of_the_program_are_recorded(place):
     assert others[-1].where == drawing.line("# by NumPy")
 
 
+# ---------------------------------------------------------------- streams
+
+STREAMING = """
+    from torch.utils.data import DataLoader, IterableDataset
+
+    class Stream(IterableDataset):
+        def __iter__(self):
+            yield from range(4)
+
+    for workers in (0, 2):
+        for batch in DataLoader(Stream(), num_workers=workers):
+            pass
+"""
+
+
+def test_the_workers_of_a_stream_are_recorded(place):
+    streaming = Made(place("streaming"), STREAMING).well()
+    started = [each for process in streaming.run.processes for each in process.of(LoaderStarted)]
+    assert [each.workers for each in started] == [0, 2]
+    assert {each.source for each in started} == {streaming.line("def __iter__")}
+
+
 # ---------------------------------------------------------------- losses
 
 WEIGHTING = """

@@ -40,6 +40,12 @@ class Share(IterableDataset):
 
 def train("""
 
+STREAM = "tests/check/referee/streaming_text_2/train.py"
+WORKERS = """\
+        first = self.rank * info.num_workers + info.id
+        stride = self.world_size * info.num_workers
+"""
+
 MISTAKES = (
     # ---- same-samples
     mistake(
@@ -256,6 +262,14 @@ MISTAKES = (
         "Each rank splits the data set in its own way, so it evaluates samples that a different rank trains on.",
         (second.SETS, second.SETS_SPLIT),
     ),
+    # ---- workers-overlap
+    mistake(
+        "stream-divided-by-ranks-only",
+        STREAM,
+        "workers-overlap",
+        "The two workers of a rank read the same documents, because only the ranks have different ones.",
+        (WORKERS, "        first, stride = self.rank, self.world_size\n"),
+    ),
     # ---- batch-wasted
     mistake(
         "first-batch-thrown-away",
@@ -276,6 +290,16 @@ MISTAKES = (
 )
 
 STYLES = (
+    style(
+        "workers-of-a-rank-side-by-side",
+        STREAM,
+        "The workers of a rank divide the documents of the rank, and not those of all ranks.",
+        (
+            WORKERS,
+            "        first = self.rank + self.world_size * info.id\n"
+            "        stride = self.world_size * info.num_workers\n",
+        ),
+    ),
     style(
         "shares-dealt-by-hand",
         ddp.SPAWN,

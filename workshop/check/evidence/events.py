@@ -153,6 +153,8 @@ class LoaderStarted(Event):  # a ``DataLoader`` began an iteration
     loader: int
     iteration: int
     length: int | None  # its number of batches, if known
+    workers: int = 0  # processes that each have a copy of an IterableDataset
+    source: str = ""  # the line of its __iter__, if it is in the program
 
 
 class EpochSet(Event):  # ``DistributedSampler.set_epoch`` was called

@@ -4,12 +4,13 @@ from collections import Counter
 from collections.abc import Iterator
 from itertools import combinations
 
-from workshop.check.evidence.events import Backward, BatchLoaded, Drawn, EpochSet, Evaluated, LoaderStarted
+from workshop.check.evidence.events import Backward, BatchLoaded, Drawn, EpochSet, Evaluated, Key, LoaderStarted
 from workshop.check.evidence.run import Process, Run
 from workshop.check.rules.processes import no_group, wrong_group
 from workshop.check.rules.rule import Makes, Rule, Said, Seen, if_first, rule
-from workshop.check.rules.words import plural, rank_of
+from workshop.check.rules.words import named, plural, rank_of
 
+TURNS = 8  # of the workers of a loader
 SAME_ORDER = (
     "Draw the order from a generator that has the same seed on all ranks, such as "
     "torch.Generator().manual_seed(SEED + epoch) or random.Random(SEED + epoch)."
@@ -121,6 +122,33 @@ def _overlaps(run: Run) -> Iterator[tuple[str, Seen]]:
             yield "same", Seen(text, where)
         elif mean > 0.1:
             yield "some", Seen(f"at each step {names[one, two]} share {mean:.0%} of their samples", where)
+
+
+@_of_samples(
+    why="Each worker of a DataLoader has its own copy of an IterableDataset, so a rank trains on the same samples several times.",
+    fix="In __iter__ of the IterableDataset, call get_worker_info() and let each worker read a different part: begin at "
+    "rank * num_workers + id and read every (world_size * num_workers)th document.",
+)
+def workers_overlap(run: Run) -> Said:
+    """The workers of a rank return the same samples."""
+    for process in run.trained:
+        streams = {(each.loader, each.iteration): each for each in process.of(LoaderStarted) if each.workers > 1}
+        for loader, started in streams.items():
+            passes = [each.forward for each in process.backwards if each.forward and each.forward.loader == loader]
+            batches = [forward.keys for forward in passes]
+            if _read_alike(batches, started.workers):
+                seen = f"the {started.workers} workers of the loader of {named(process)} return the same samples"
+                yield Seen(f"{seen}, from their first batches on", started.source or started.where)
+                return
+
+
+def _read_alike(batches: list[list[Key]], workers: int) -> bool:
+    """Whether the batches of all workers, which take turns, begin with the same samples."""
+    turns = [batches[first : first + workers] for first in range(0, len(batches) - workers + 1, workers)][:TURNS]
+    if len(turns) < 2 or any(len(set(batch)) < max(2, 0.9 * len(batch)) for turn in turns for batch in turn):
+        return False  # the content does not identify a sample
+    alike = [sum(set(turn[0]) == set(batch) for batch in turn) > 1 for turn in turns]
+    return all(alike) and not set(turns[0][0]) & set(turns[1][0])
 
 
 @rule(
