@@ -27,6 +27,7 @@ from workshop.check.evidence.events import (
     LayersSeen,
     MetricsLogged,
     MomentsMeasured,
+    MonitorSeen,
     Reported,
     SamplesPrepared,
     Saved,
@@ -86,6 +87,8 @@ def test_events_of_lightning_are_recorded(place):
     (process,) = made.run.processes
     assert process.first(TrainerFit).where == made.line("trainer.fit")
     (watched,) = process.of(CallbacksSeen)
+    (monitored,) = process.of(MonitorSeen)
+    assert (monitored.name, monitored.where) == ("accuracy", made.line("self.log("))
     assert (watched.stop, watched.best) == ([("accuracy", "min")], [("accuracy", "max")])
     assert {"accuracy"} <= {name for event in process.of(MetricsLogged) for name in event.names}
     (saved,) = (event for event in process.of(Saved) if event.whole)

@@ -257,6 +257,11 @@ class CallbacksSeen(Event):  # training with Lightning began
     best: list[tuple[str, str]]  # the same for each ModelCheckpoint
 
 
+class MonitorSeen(Event):  # after a validation with Lightning; ``where`` is the line that logs the value
+    name: str  # that a callback or a schedule monitors
+    value: float  # in this process
+
+
 class MetricsLogged(Event):  # a logger of Lightning received metrics with these names
     names: list[str]
 

@@ -77,9 +77,10 @@ class Samples(Probe):
         self.note_here(event)
 
     def _source(self, dataset: Any) -> str:
-        code = getattr(type(dataset).__iter__, "__code__", None)
-        name = self.recorder.own(code.co_filename) if code else ""
-        return f"{name}:{code.co_firstlineno}" if name else ""
+        if code := getattr(type(dataset).__iter__, "__code__", None):
+            name = self.recorder.own(code.co_filename)
+            return f"{name}:{code.co_firstlineno}" if name else ""
+        return ""
 
     @before(DistributedSampler, "set_epoch")
     def _set_epoch(self, sampler: Any, epoch: int) -> None:
