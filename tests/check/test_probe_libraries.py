@@ -127,6 +127,26 @@ def test_events_of_accelerate_are_recorded(place):
     assert len(process.epochs[0]) == 4
 
 
+GATHERING = """
+    import torch
+    from accelerate import Accelerator
+
+    accelerator = Accelerator(cpu=True)
+    loader = accelerator.prepare(torch.utils.data.DataLoader(torch.randn(5, 2), 2))
+    with torch.no_grad():
+        for batch in loader:
+            for value in (batch.mean(), batch, (batch.mean(), batch[0])):
+                accelerator.gather_for_metrics(value)
+"""
+
+
+@needs("accelerate")
+def test_single_numbers_that_accelerate_gathers_from_a_smaller_batch_are_recorded(place):
+    made = Made(place("gathering"), GATHERING, probes=(*CORE, Accelerators)).well()
+    gathered = [event for event in made.run.all(AcceleratorCalled) if event.name == "gather_for_metrics"]
+    assert [event.rest for event in gathered] == [1, 0, 0] * 3
+
+
 DEEPSPEED = """
     import torch
     import deepspeed

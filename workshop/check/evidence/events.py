@@ -336,3 +336,4 @@ class MomentsMeasured(Event):  # after a step of the engine
 class AcceleratorCalled(Event):  # a method of ``accelerate.Accelerator`` was called
     name: str
     of: list[str] = field(default_factory=list)  # the types of its arguments (for a loader: of its sampler)
+    rest: int = 0  # samples of the last batch of all ranks, if it is smaller and only single numbers are gathered
