@@ -3,6 +3,8 @@
 from check.bank import ddp, second, sharded, zero
 from check.bank.case import mistake, style
 from check.bank.cases import bank_tests
+from check.bank.replay import replayed
+from check.bank.whole import case_of
 
 TRAINER = """\
 def wrap(model):
@@ -63,6 +65,14 @@ def train(rank, world_size, device, args):
 """
 
 MISTAKES = (
+    mistake(
+        "rate-from-a-sum-of-rank-0",
+        second.TAGGER,
+        "weights-differ",
+        "Only rank 0 gets the sums, but each rank sets its learning rate by the accuracy.",
+        (second.COUNTS, second.COUNTS_TO_ONE),
+        (second.EVALUATE, second.EVALUATE + second.RATE),
+    ),
     # ---- gradients-differ
     mistake(
         "not-wrapped",
@@ -335,6 +345,13 @@ MISTAKES = (
 
 STYLES = (
     style(
+        "rate-from-a-sum-of-rank-0-that-is-sent",
+        second.TAGGER,
+        "Only rank 0 gets the sums, but it sends them to the other ranks.",
+        (second.COUNTS, second.COUNTS_TO_ONE + "    dist.broadcast(counts, 0)\n"),
+        (second.EVALUATE, second.EVALUATE + second.RATE),
+    ),
+    style(
         "trainer-class-and-helpers",
         ddp.SPAWN,
         "A Trainer class, helpers for the wrap and the data, no step numbers, no progress bar.",
@@ -429,3 +446,10 @@ STYLES = (
 )
 
 test_replay, test_for_real = bank_tests(__file__, MISTAKES, STYLES)
+
+
+def test_the_finding_names_the_reduce_that_gives_its_result_to_one_rank():
+    finding, *_ = replayed(case_of("rate-from-a-sum-of-rank-0"), "gradients").errors
+    assert "their learning rates are" in finding.seen
+    assert finding.where == "tagger.py:98"
+    assert "all_reduce instead of reduce" in finding.fix

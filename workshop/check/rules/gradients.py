@@ -17,6 +17,7 @@ from workshop.check.evidence.events import (
 )
 from workshop.check.evidence.run import Process, Run, Step
 from workshop.check.evidence.sketches import CLOSE, difference, different_names, ratio
+from workshop.check.rules.divergence import TO_ONE, collectives_since, reduced_to_one
 from workshop.check.rules.learning import of_steps
 from workshop.check.rules.processes import no_group, wrong_group
 from workshop.check.rules.rule import RULES, Makes, NotJudged, Rule, Said, Seen, Told, findings, rule
@@ -116,6 +117,9 @@ def _apart_at(number: int, one: Step, two: Step, base: Process, joined: bool) ->
         which = different_names(one.after.weights, two.after.weights, before.names)
         rates = f"; their learning rates are {before.rates} and {other.rates}" if before.rates != other.rates else ""
         seen = f"the gradients agree, but after step {number} the parameters do not ({listed(which)}){rates}"
+        if rates and (where := reduced_to_one(base, before)):
+            seen += f"; before that, reduce() at {where} gave its result to one rank only"
+            return weights_differ, Seen(seen, where, fix=TO_ONE)
         return weights_differ, Seen(seen, before.where)
     return None
 
@@ -125,6 +129,9 @@ def _why_unequal(base: Process, one: Step, two: Step) -> tuple[str, str, str]:
     where = one.before.where
     last = one.backwards[-1] if one.backwards else None
     if not base.first(Wrapped) and _averages_by_hand(base):
+        calls = collectives_since(base, Backward, one.before)
+        if calls and all(call.name == "reduce" for call in calls):
+            return calls[0].where, "reduce() gives the sum to one rank only", TO_ONE
         return (
             where,
             "not all of them are averaged",
