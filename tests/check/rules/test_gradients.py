@@ -64,7 +64,17 @@ def train(rank, world_size, device, args):
 
 """
 
+GAN = "tests/check/referee/gan/train.py"
+
 MISTAKES = (
+    mistake(
+        "fakes-that-are-not-detached",
+        GAN,
+        "gradients-differ",
+        "The backward pass of the discriminator also goes through the generator, whose own step then has other gradients.",
+        ("discriminator(fake.detach()), zeros)", "discriminator(fake), zeros)"),
+        ("loss_fake.backward()", "loss_fake.backward(retain_graph=True)"),
+    ),
     mistake(
         "rate-from-a-sum-of-rank-0",
         second.TAGGER,
@@ -453,3 +463,10 @@ def test_the_finding_names_the_reduce_that_gives_its_result_to_one_rank():
     assert "their learning rates are" in finding.seen
     assert finding.where == "tagger.py:98"
     assert "all_reduce instead of reduce" in finding.fix
+
+
+def test_the_finding_names_the_loss_that_is_not_detached():
+    finding, *_ = replayed(case_of("fakes-that-are-not-detached"), "gradients").errors
+    assert "also goes through the forward pass at train.py:92" in finding.seen
+    assert finding.where == "train.py:98"
+    assert "detach()" in finding.fix

@@ -107,6 +107,7 @@ class Forward(Event):  # one forward pass of the whole model; part of ``Backward
     rows: list[Key]  # their contents, as the model saw them
     shape: tuple[int, ...] | None  # of one sample; None: the input is not a tensor
     loader: Loader | None  # the loader that returned the batch, if known
+    follows: bool = False  # its input has gradients, because it is the output of a different model
 
     def names(self, identity: str) -> list[Key]:
         """The samples, named by ``Process.identity``."""

@@ -86,6 +86,9 @@ class Models(Probe):
         if self.recorder.model is not model:
             self.recorder.model = model
             self.recorder.names.update({id(parameter): name for name, parameter in model.named_parameters()})
+        passes = (
+            tensor is not None and tensor.requires_grad
+        )  # also a frozen discriminator passes gradients on to its input
         batch = None if tensor is None else self.recorder.take_batch(tensor)
         content = [] if tensor is None else rows(tensor)
         forward = Forward(
@@ -95,10 +98,9 @@ class Models(Probe):
             rows=content,
             shape=None if tensor is None else tuple(tensor.shape[1:]),
             loader=batch.loader if batch else None,
+            follows=passes,
             where=self.recorder.where(),
         )
-        # A frozen discriminator passes gradients on to its input.
-        passes = tensor is not None and tensor.requires_grad
         if torch.is_grad_enabled() and (passes or any(each.requires_grad for each in model.parameters())):
             self.untrained.append(Pending(forward, None, module.training, self.recorder.steps))
             return self.untrained[-1]

@@ -7,6 +7,7 @@ from itertools import pairwise
 from workshop.check.evidence.events import (
     Backward,
     Collective,
+    Forward,
     GradientsClipped,
     LayersSeen,
     LossComputed,
@@ -139,6 +140,13 @@ def _why_unequal(base: Process, one: Step, two: Step) -> tuple[str, str, str]:
         )
     if not base.first(Wrapped):
         return where, "nothing averages them, because the model is not wrapped in DistributedDataParallel", ""
+    if last and (passed := _passed_before(base, one)):
+        second, first = passed
+        reason = (
+            f"an earlier backward() also goes through the forward pass at {first.where}, so DistributedDataParallel averages its "
+            "gradients there, and not in this step"
+        )
+        return second.where, reason, "Call detach() on the output of the first model in the loss of the second model."
     if last and last.forward and not last.forward.wrapped:
         fix = "Call the wrapper of DistributedDataParallel in the forward pass, not the model inside it (`.module`)."
         return last.forward.where, "the forward pass bypasses DistributedDataParallel: call the wrapper", fix
@@ -158,6 +166,20 @@ def _why_unequal(base: Process, one: Step, two: Step) -> tuple[str, str, str]:
         what,
         "Call backward() once for each forward pass of the wrapper, and change gradients on all ranks alike.",
     )
+
+
+def _passed_before(base: Process, step: Step) -> tuple[Forward, Forward] | None:
+    """If a step has no forward pass of a wrapper: two that the backward pass before it had, of a GAN's discriminator first."""
+    passes = [each for backward in step.backwards for each in (backward.forward, *backward.others) if each]
+    if any(each.wrapped for each in passes):
+        return None
+    number = next((number for number, each in enumerate(base.steps) if each is step), 0)
+    for backward in reversed(base.steps[number - 1].backwards if number else []):
+        wrapped = [each for each in (backward.forward, *backward.others) if each and each.wrapped]
+        if len(wrapped) == 2 and sum(each.follows for each in wrapped) == 1:
+            first, second = sorted(wrapped, key=lambda each: each.follows)
+            return second, first
+    return None
 
 
 def _averages_by_hand(process: Process) -> bool:
