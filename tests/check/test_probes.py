@@ -35,6 +35,8 @@ from workshop.check.evidence.events import (
     Loaded,
     LoaderStarted,
     LossWeighted,
+    ModelCopied,
+    ModelUpdated,
     Raised,
     Saved,
     Started,
@@ -252,6 +254,43 @@ def test_the_workers_of_a_stream_are_recorded(place):
     started = [each for process in streaming.run.processes for each in process.of(LoaderStarted)]
     assert [each.workers for each in started] == [0, 2]
     assert {each.source for each in started} == {streaming.line("def __iter__")}
+
+
+# ---------------------------------------------------------------- copies of models
+
+COPYING = """
+    import copy
+    import torch
+
+    @torch.no_grad()
+    def follow(average, model):
+        for old, new in zip(average.parameters(), model.parameters()):
+            old.lerp_(new, 0.1)
+
+    model = torch.nn.Linear(2, 1)
+    average = copy.deepcopy(model)
+    copy.deepcopy([1, [2]])
+    layer = torch.nn.TransformerEncoderLayer(4, 1, 4)
+    torch.nn.TransformerEncoder(layer, 2)  # copied by a library
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(3):
+        model(torch.randn(4, 2)).mean().backward()
+        optimizer.step()
+        follow(average, model)  # on every rank
+"""
+
+
+def test_copies_of_a_model_and_their_updates_are_recorded(place):
+    copying = Made(place("copying"), COPYING).well()
+    (process,) = copying.run.processes
+    (copied,) = process.of(ModelCopied)
+    assert (copied.model, copied.names) == ("Linear", ["weight", "bias"])
+    assert copied.where == copying.line("average = copy")
+    first, _ = process.of(ModelUpdated)
+    assert [where for _, where, *_ in first.calls] == [
+        copying.line("old.lerp_"),
+        copying.line("# on every rank"),
+    ]
 
 
 # ---------------------------------------------------------------- losses

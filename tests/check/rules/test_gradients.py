@@ -64,6 +64,14 @@ def train(rank, world_size, device, args):
 
 """
 
+FOLLOW = """\
+@torch.no_grad()
+def follow(average, model):
+    for old, new in zip(average.parameters(), model.parameters(), strict=True):
+        old.lerp_(new, 0.1)
+
+
+"""
 GAN = "tests/check/referee/gan/train.py"
 
 MISTAKES = (
@@ -135,6 +143,20 @@ MISTAKES = (
         ("model.clip_grad_norm_(0.25)", "nn.utils.clip_grad_norm_(model.parameters(), 0.25)"),
     ),
     # ---- models-differ
+    mistake(
+        "average-that-only-rank-0-updates",
+        second.TAGGER,
+        "models-differ",
+        "Only rank 0 updates the moving average, but all ranks evaluate with theirs.",
+        ("import argparse\n", "import argparse\nimport copy\n"),
+        ("    model = Tagger()\n", "    model = Tagger()\n    average = copy.deepcopy(model).requires_grad_(False)\n"),
+        (
+            "            optimizer.step()\n",
+            "            optimizer.step()\n            if rank == 0:\n                follow(average, model)\n",
+        ),
+        ("@torch.no_grad()\n", FOLLOW + "@torch.no_grad()\n"),
+        ("evaluate(model, test_loader)", "evaluate(average, test_loader)"),
+    ),
     mistake(
         "average-copied-before-the-broadcast",
         second.TAGGER,
@@ -470,3 +492,13 @@ def test_the_finding_names_the_loss_that_is_not_detached():
     assert "also goes through the forward pass at train.py:92" in finding.seen
     assert finding.where == "train.py:98"
     assert "detach()" in finding.fix
+
+
+def test_the_finding_names_why_a_second_model_differs():
+    for name, seen, where in (
+        ("average-that-only-rank-0-updates", "only rank 0 updates the copy, at tagger.py:84", "tagger.py:84"),
+        ("average-copied-before-the-broadcast", "they differed already when deepcopy() made the copy", "tagger.py:62"),
+    ):
+        finding, *_ = replayed(case_of(name), "gradients").errors
+        assert seen in finding.seen
+        assert finding.where == where

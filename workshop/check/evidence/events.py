@@ -139,6 +139,18 @@ class ModelEvaluated(Event):  # before one of the first evaluations with a model
     names: list[str]
 
 
+class ModelCopied(Event):  # ``copy.deepcopy`` returned a model
+    model: str  # its class
+    weights: list[Sketch]
+    names: list[str]
+
+
+class ModelUpdated(Event):  # a copy was changed in place, after a step
+    model: str  # its class
+    # The calls that led to it, the innermost first: the file, the line, the first and the last line of the function.
+    calls: list[tuple[str, str, int, int]]
+
+
 class Evaluated(Event):  # a forward pass without a backward pass
     forward: Forward
 

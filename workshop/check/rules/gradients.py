@@ -11,7 +11,9 @@ from workshop.check.evidence.events import (
     GradientsClipped,
     LayersSeen,
     LossComputed,
+    ModelCopied,
     ModelEvaluated,
+    ModelUpdated,
     StepBegun,
     UnevenJoined,
     Wrapped,
@@ -22,7 +24,7 @@ from workshop.check.rules.divergence import TO_ONE, collectives_since, reduced_t
 from workshop.check.rules.learning import of_steps
 from workshop.check.rules.processes import no_group, wrong_group
 from workshop.check.rules.rule import RULES, Makes, NotJudged, Rule, Said, Seen, Told, findings, rule
-from workshop.check.rules.words import listed
+from workshop.check.rules.words import listed, named
 from workshop.check.scenarios import SINGLE, WHOLE
 
 beside_one_process: "partial[Makes[[Run, Run]]]" = partial(rule, runs=(WHOLE, SINGLE), needs=(LayersSeen,), spoils=True)
@@ -66,6 +68,7 @@ def clipping_differs(run: Run) -> Said:
 @rule(
     why="DistributedDataParallel keeps only the wrapped model equal on all ranks, not a second one, such as an EMA or a teacher.",
     fix="Copy the second model after DistributedDataParallel has wrapped the first, and update it on every rank.",
+    needs=(ModelCopied, ModelUpdated),
     after=(no_group, wrong_group, gradients_differ, weights_differ),
     anywhere=True,
 )
@@ -78,8 +81,30 @@ def models_differ(run: Run) -> Said:
             alike = (other.where, other.model, other.names) == (base.where, base.model, base.names)
             if alike and difference(base.weights, other.weights) > CLOSE:
                 which = listed(different_names(base.weights, other.weights, base.names))
-                yield Seen(f"the ranks evaluate {base.model} with different parameters ({which})", base.where)
+                seen = f"the ranks evaluate {base.model} with different parameters ({which})"
+                reason, where = _why_copies_differ(run.trained, base)
+                yield Seen(seen + reason, where or base.where)
                 return
+
+
+def _why_copies_differ(ranks: list[Process], model: ModelEvaluated) -> tuple[str, str]:
+    """Why a second model differs between the ranks, and the line of the cause; "" if it was not seen."""
+    for together in zip(*(process.of(ModelCopied) for process in ranks), strict=False):
+        first = together[0]
+        alike = all((each.where, each.names) == (first.where, model.names) for each in together)
+        if alike and any(difference(first.weights, each.weights) > CLOSE for each in together):
+            return f"; they differed already when deepcopy() made the copy at {first.where}", first.where
+    updates = [[each for each in process.of(ModelUpdated) if each.model == model.model] for process in ranks]
+    updated = next((number for number, events in enumerate(updates) if events), None)
+    idle = next((process for process, events in zip(ranks, updates, strict=True) if not events), None)
+    if updated is None or idle is None:
+        return "", ""
+    # The call that only one rank makes is in the innermost function that the other rank runs too.
+    lines = [tuple(event.where.rpartition(":")[::2]) for _, event in idle.events if event.where]
+    for file, where, first_line, last_line in updates[updated][0].calls:
+        if any(name == file and first_line <= int(line) <= last_line for name, line in lines):
+            return f"; only {named(ranks[updated])} updates the copy, at {where}", where
+    return "", ""
 
 
 def _apart(run: Run) -> Told:
