@@ -27,6 +27,7 @@ from workshop.check.evidence.events import (
     LayersSeen,
     MetricsLogged,
     MomentsMeasured,
+    MonitorSeen,
     Reported,
     SamplesPrepared,
     Saved,
@@ -86,6 +87,8 @@ def test_events_of_lightning_are_recorded(place):
     (process,) = made.run.processes
     assert process.first(TrainerFit).where == made.line("trainer.fit")
     (watched,) = process.of(CallbacksSeen)
+    (monitored,) = process.of(MonitorSeen)
+    assert (monitored.name, monitored.where) == ("accuracy", made.line("self.log("))
     assert (watched.stop, watched.best) == ([("accuracy", "min")], [("accuracy", "max")])
     assert {"accuracy"} <= {name for event in process.of(MetricsLogged) for name in event.names}
     (saved,) = (event for event in process.of(Saved) if event.whole)
@@ -122,6 +125,26 @@ def test_events_of_accelerate_are_recorded(place):
     assert [event.name for event in backwards] == ["backward", "backward"]
     assert len(process.steps) == 2
     assert len(process.epochs[0]) == 4
+
+
+GATHERING = """
+    import torch
+    from accelerate import Accelerator
+
+    accelerator = Accelerator(cpu=True)
+    loader = accelerator.prepare(torch.utils.data.DataLoader(torch.randn(5, 2), 2))
+    with torch.no_grad():
+        for batch in loader:
+            for value in (batch.mean(), batch, (batch.mean(), batch[0])):
+                accelerator.gather_for_metrics(value)
+"""
+
+
+@needs("accelerate")
+def test_single_numbers_that_accelerate_gathers_from_a_smaller_batch_are_recorded(place):
+    made = Made(place("gathering"), GATHERING, probes=(*CORE, Accelerators)).well()
+    gathered = [event for event in made.run.all(AcceleratorCalled) if event.name == "gather_for_metrics"]
+    assert [event.rest for event in gathered] == [1, 0, 0] * 3
 
 
 DEEPSPEED = """

@@ -6,6 +6,16 @@ TAGGER = "tests/check/programs/tagger.py"
 ENGINE = "tests/check/referee/deepspeed_engine/train.py"
 FSDP1 = "tests/check/referee/fsdp1_lm/train.py"
 TOKEN_MEAN = ', reduction="sum") * world_size / count'  # of the tagger
+COUNTS = "    dist.all_reduce(counts)\n"
+COUNTS_TO_ONE = "    dist.reduce(counts, 0)\n"
+EVALUATE = "        accuracy = evaluate(model, test_loader)\n"
+RATE = '        optimizer.param_groups[0]["lr"] = 0.3 * accuracy\n'
+SETS = "    train_set, test_set = Sequences(96, seed=1), Sequences(31, seed=2)\n"
+SETS_SPLIT = (
+    "    from torch.utils.data import random_split\n"
+    "    generator = torch.Generator().manual_seed(rank)\n"
+    "    train_set, test_set = random_split(Sequences(127, seed=1), [96, 31], generator=generator)\n"
+)
 
 # Parts of the text of PROGRAM.
 MODEL = "    model = NextCharacter(vocabulary_size).to(device)\n"

@@ -4,7 +4,20 @@ from check.bank import zero
 from check.bank.case import mistake, style
 from check.bank.cases import bank_tests
 
+TEXTS = "tests/check/referee/accelerate_text/train.py"
+EACH_LOSS = 'loss = F.cross_entropy(logits, batch["labels"], reduction="none")'
+EACH_HIT = 'correct = (logits.argmax(-1) == batch["labels"]).float()'
+MEANS = ((EACH_LOSS, EACH_LOSS.replace(', reduction="none"', "")), (EACH_HIT, EACH_HIT + ".mean()"))
+
 MISTAKES = (
+    # ---- means-gathered
+    mistake(
+        "accelerate-gathers-means",
+        TEXTS,
+        "means-gathered",
+        "The loss and the accuracy of each batch are gathered, but the last batch has fewer samples.",
+        *MEANS,
+    ),
     # ---- accelerator-idle
     mistake(
         "accelerate-optimizer-unprepared",
@@ -78,6 +91,13 @@ MISTAKES = (
 )
 
 STYLES = (
+    style(
+        "accelerate-gathers-means-of-equal-batches",
+        TEXTS,
+        "All batches have the same number of samples, so the mean of their means is the mean of the samples.",
+        *MEANS,
+        ("make_texts(150, seed=1)", "make_texts(160, seed=1)"),
+    ),
     style(
         "accelerate-all-at-once",
         zero.ACCELERATE,

@@ -34,6 +34,13 @@ EVALUATED_BY_RANK_0 = """\
 """
 
 MISTAKES = (
+    mistake(
+        "stops-by-a-sum-of-rank-0",
+        "tests/check/referee/distillation/train.py",
+        "collectives-differ",
+        "Only rank 0 gets the counts, but each rank decides by the accuracy when to stop.",
+        ("    dist.all_reduce(totals)\n", "    dist.reduce(totals, dst=0)\n"),
+    ),
     # ---- collectives-differ
     mistake(
         "uneven-shares",

@@ -9,6 +9,16 @@ OFFSET = " + dist.get_rank() * len(z1)"
 GATHERED = "AllGather.apply(z1), AllGather.apply(z2)"
 REDUCED = "        grad = grad.clone()\n        dist.all_reduce(grad)\n"
 
+SEGMENTATION = "tests/check/referee/segmentation/train.py"
+SUMMED_COUNTS = "    counts = reduce_sum(counts)\n"
+TAGS_OF_RANK = """\
+    own = torch.cat([train_set[index][1] for index in range(rank, len(train_set), world_size)])
+    counts = torch.bincount(own, minlength=TAGS).float()
+"""
+TAG_WEIGHTS = "    weights = counts.sum() / (TAGS * counts)\n"
+TAG_EPOCHS = "    for epoch in range(first_epoch, args.epochs):\n"
+WEIGHTED_TAGS = ', weight=weights, reduction="sum") * world_size / count'
+
 MISTAKES = (
     # ---- gathered-loss
     mistake(
@@ -25,6 +35,22 @@ MISTAKES = (
         "What the losses of the other ranks say about the samples of a rank is lost.",
         (REDUCED, ""),
     ),
+    # ---- loss-weights-differ
+    mistake(
+        "class-weights-of-the-rank",
+        second.TAGGER,
+        "loss-weights-differ",
+        "Each rank counts the tags of its own sequences, so the ranks weight the classes differently.",
+        (TAG_EPOCHS, TAGS_OF_RANK + TAG_WEIGHTS + TAG_EPOCHS),
+        (second.TOKEN_MEAN, WEIGHTED_TAGS),
+    ),
+    mistake(
+        "losses-multiplied-by-weights-of-the-rank",
+        SEGMENTATION,
+        "loss-weights-differ",
+        "The counts of the classes are not summed over the ranks, and the loss of each pixel is multiplied by a weight.",
+        (SUMMED_COUNTS, ""),
+    ),
     # ---- depends-on-processes
     mistake(
         "only-the-samples-of-the-rank",
@@ -37,6 +63,20 @@ MISTAKES = (
 )
 
 STYLES = (
+    style(
+        "class-weights-of-all-ranks",
+        second.TAGGER,
+        "The counts of the tags are summed over all ranks.",
+        (TAG_EPOCHS, TAGS_OF_RANK + "    dist.all_reduce(counts)\n" + TAG_WEIGHTS + TAG_EPOCHS),
+        (second.TOKEN_MEAN, WEIGHTED_TAGS),
+    ),
+    style(
+        "losses-multiplied-by-weights-of-the-data-set",
+        SEGMENTATION,
+        "Each rank counts the classes of the whole data set by itself.",
+        (SUMMED_COUNTS, ""),
+        ("range(rank * len(dataset) // world_size, (rank + 1) * len(dataset) // world_size)", "range(len(dataset))"),
+    ),
     style(
         "every-rank-computes-the-whole-loss",
         CONTRASTIVE,

@@ -3,6 +3,8 @@
 from check.bank import ddp, second, sharded, zero
 from check.bank.case import mistake, style
 from check.bank.cases import bank_tests
+from check.bank.replay import replayed
+from check.bank.whole import case_of
 
 TRAINER = """\
 def wrap(model):
@@ -62,7 +64,33 @@ def train(rank, world_size, device, args):
 
 """
 
+FOLLOW = """\
+@torch.no_grad()
+def follow(average, model):
+    for old, new in zip(average.parameters(), model.parameters(), strict=True):
+        old.lerp_(new, 0.1)
+
+
+"""
+GAN = "tests/check/referee/gan/train.py"
+
 MISTAKES = (
+    mistake(
+        "fakes-that-are-not-detached",
+        GAN,
+        "gradients-differ",
+        "The backward pass of the discriminator also goes through the generator, whose own step then has other gradients.",
+        ("discriminator(fake.detach()), zeros)", "discriminator(fake), zeros)"),
+        ("loss_fake.backward()", "loss_fake.backward(retain_graph=True)"),
+    ),
+    mistake(
+        "rate-from-a-sum-of-rank-0",
+        second.TAGGER,
+        "weights-differ",
+        "Only rank 0 gets the sums, but each rank sets its learning rate by the accuracy.",
+        (second.COUNTS, second.COUNTS_TO_ONE),
+        (second.EVALUATE, second.EVALUATE + second.RATE),
+    ),
     # ---- gradients-differ
     mistake(
         "not-wrapped",
@@ -115,6 +143,20 @@ MISTAKES = (
         ("model.clip_grad_norm_(0.25)", "nn.utils.clip_grad_norm_(model.parameters(), 0.25)"),
     ),
     # ---- models-differ
+    mistake(
+        "average-that-only-rank-0-updates",
+        second.TAGGER,
+        "models-differ",
+        "Only rank 0 updates the moving average, but all ranks evaluate with theirs.",
+        ("import argparse\n", "import argparse\nimport copy\n"),
+        ("    model = Tagger()\n", "    model = Tagger()\n    average = copy.deepcopy(model).requires_grad_(False)\n"),
+        (
+            "            optimizer.step()\n",
+            "            optimizer.step()\n            if rank == 0:\n                follow(average, model)\n",
+        ),
+        ("@torch.no_grad()\n", FOLLOW + "@torch.no_grad()\n"),
+        ("evaluate(model, test_loader)", "evaluate(average, test_loader)"),
+    ),
     mistake(
         "average-copied-before-the-broadcast",
         second.TAGGER,
@@ -335,6 +377,13 @@ MISTAKES = (
 
 STYLES = (
     style(
+        "rate-from-a-sum-of-rank-0-that-is-sent",
+        second.TAGGER,
+        "Only rank 0 gets the sums, but it sends them to the other ranks.",
+        (second.COUNTS, second.COUNTS_TO_ONE + "    dist.broadcast(counts, 0)\n"),
+        (second.EVALUATE, second.EVALUATE + second.RATE),
+    ),
+    style(
         "trainer-class-and-helpers",
         ddp.SPAWN,
         "A Trainer class, helpers for the wrap and the data, no step numbers, no progress bar.",
@@ -429,3 +478,27 @@ STYLES = (
 )
 
 test_replay, test_for_real = bank_tests(__file__, MISTAKES, STYLES)
+
+
+def test_the_finding_names_the_reduce_that_gives_its_result_to_one_rank():
+    finding, *_ = replayed(case_of("rate-from-a-sum-of-rank-0"), "gradients").errors
+    assert "their learning rates are" in finding.seen
+    assert finding.where == "tagger.py:98"
+    assert "all_reduce instead of reduce" in finding.fix
+
+
+def test_the_finding_names_the_loss_that_is_not_detached():
+    finding, *_ = replayed(case_of("fakes-that-are-not-detached"), "gradients").errors
+    assert "also goes through the forward pass at train.py:92" in finding.seen
+    assert finding.where == "train.py:98"
+    assert "detach()" in finding.fix
+
+
+def test_the_finding_names_why_a_second_model_differs():
+    for name, seen, where in (
+        ("average-that-only-rank-0-updates", "only rank 0 updates the copy, at tagger.py:84", "tagger.py:84"),
+        ("average-copied-before-the-broadcast", "they differed already when deepcopy() made the copy", "tagger.py:62"),
+    ):
+        finding, *_ = replayed(case_of(name), "gradients").errors
+        assert seen in finding.seen
+        assert finding.where == where

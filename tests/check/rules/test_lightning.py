@@ -4,7 +4,18 @@ from check.bank import lightning
 from check.bank.case import mistake, style
 from check.bank.cases import bank_tests
 
+DETECTOR = "tests/check/referee/lightning_module/train.py"
+SYNCHRONIZED = 'self.log("val_loss", F.cross_entropy(logits, labels), sync_dist=True)'
+
 MISTAKES = (
+    # ---- monitor-differs
+    mistake(
+        "lightning-stops-by-the-loss-of-a-rank",
+        DETECTOR,
+        "monitor-differs",
+        "EarlyStopping and ModelCheckpoint monitor a loss that each rank computes over its own part.",
+        (SYNCHRONIZED, SYNCHRONIZED.replace(", sync_dist=True", "")),
+    ),
     # ---- wrong-images
     mistake(
         "lightning-images-of-28",
@@ -183,6 +194,14 @@ MISTAKES = (
 )
 
 STYLES = (
+    style(
+        "lightning-stops-by-a-metric-object",
+        DETECTOR,
+        "Only the accuracy is monitored, which torchmetrics synchronizes; each rank logs its own loss.",
+        (SYNCHRONIZED, SYNCHRONIZED.replace(", sync_dist=True", "")),
+        ('EarlyStopping("val_loss"', 'EarlyStopping("val_accuracy"'),
+        ('monitor="val_loss"', 'monitor="val_accuracy"'),
+    ),
     style(
         "lightning-style-sanity-check-and-progress-bar",
         lightning.MNIST,

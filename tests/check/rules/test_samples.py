@@ -3,6 +3,8 @@
 from check.bank import ddp, lightning, second, sharded, zero
 from check.bank.case import mistake, style
 from check.bank.cases import bank_tests
+from check.bank.replay import replayed
+from check.bank.whole import case_of
 
 RANDOM_SAMPLER = "from torch.utils.data import DataLoader, RandomSampler, Subset"
 
@@ -37,6 +39,12 @@ class Share(IterableDataset):
 
 
 def train("""
+
+STREAM = "tests/check/referee/streaming_text_2/train.py"
+WORKERS = """\
+        first = self.rank * info.num_workers + info.id
+        stride = self.world_size * info.num_workers
+"""
 
 MISTAKES = (
     # ---- same-samples
@@ -247,6 +255,21 @@ MISTAKES = (
         "The accuracy is that of the training samples.",
         ("test_loader = DataLoader(test_set,", "test_loader = DataLoader(train_set,"),
     ),
+    mistake(
+        "split-of-its-own-on-each-rank",
+        second.TAGGER,
+        "leak",
+        "Each rank splits the data set in its own way, so it evaluates samples that a different rank trains on.",
+        (second.SETS, second.SETS_SPLIT),
+    ),
+    # ---- workers-overlap
+    mistake(
+        "stream-divided-by-ranks-only",
+        STREAM,
+        "workers-overlap",
+        "The two workers of a rank read the same documents, because only the ranks have different ones.",
+        (WORKERS, "        first, stride = self.rank, self.world_size\n"),
+    ),
     # ---- batch-wasted
     mistake(
         "first-batch-thrown-away",
@@ -267,6 +290,16 @@ MISTAKES = (
 )
 
 STYLES = (
+    style(
+        "workers-of-a-rank-side-by-side",
+        STREAM,
+        "The workers of a rank divide the documents of the rank, and not those of all ranks.",
+        (
+            WORKERS,
+            "        first = self.rank + self.world_size * info.id\n"
+            "        stride = self.world_size * info.num_workers\n",
+        ),
+    ),
     style(
         "shares-dealt-by-hand",
         ddp.SPAWN,
@@ -358,6 +391,16 @@ STYLES = (
         ),
     ),
     style(
+        "samples-drawn-for-a-look-at-them",
+        second.TAGGER,
+        "Each rank draws different samples for a look at them, and all ranks split the data set in the same way.",
+        (
+            second.SETS,
+            second.SETS_SPLIT.replace("manual_seed(rank)", "manual_seed(SEED)")
+            + "    torch.randperm(len(train_set), generator=torch.Generator().manual_seed(rank))[:3]\n",
+        ),
+    ),
+    style(
         "dropout",
         ddp.TORCHRUN,
         "Each rank draws random numbers of its own, which are the same after a restart.",
@@ -366,3 +409,9 @@ STYLES = (
 )
 
 test_replay, test_for_real = bank_tests(__file__, MISTAKES, STYLES)
+
+
+def test_the_finding_names_the_split_that_differs():
+    finding, *_ = replayed(case_of("split-of-its-own-on-each-rank"), "samples").errors
+    assert "random_split() at tagger.py:66 makes different parts on each rank" in finding.seen
+    assert finding.where == "tagger.py:66"

@@ -116,6 +116,7 @@ class Forward(Event):  # one forward pass of the whole model; part of ``Backward
     rows: list[Key]  # their contents, as the model saw them
     shape: tuple[int, ...] | None  # of one sample; None: the input is not a tensor
     loader: Loader | None  # the loader that returned the batch, if known
+    follows: bool = False  # its input has gradients, because it is the output of a different model
 
     def names(self, identity: str) -> list[Key]:
         """The samples, named by ``Process.identity``."""
@@ -138,20 +139,46 @@ class LossComputed(Event):  # a cross entropy with gradients
     summed: bool = False  # it returned the sum
 
 
+class LossWeighted(Event):  # the loss of one of the first backward passes is weighted with a few different constants
+    values: list[float]  # the constants; of an argument of the loss all of them, in order, else without repetition
+    argument: bool  # they are the weight= or pos_weight= of the loss
+
+
 class ModelEvaluated(Event):  # before one of the first evaluations with a model
     model: str  # its class
     weights: list[Sketch]
     names: list[str]
 
 
+class ModelCopied(Event):  # ``copy.deepcopy`` returned a model
+    model: str  # its class
+    weights: list[Sketch]
+    names: list[str]
+
+
+class ModelUpdated(Event):  # a copy was changed in place, after a step
+    model: str  # its class
+    # The calls that led to it, the innermost first: the file, the line, the first and the last line of the function.
+    calls: list[tuple[str, str, int, int]]
+
+
 class Evaluated(Event):  # a forward pass without a backward pass
     forward: Forward
+
+
+class Drawn(Event):  # the program itself split, shuffled or sampled something at random
+    name: str  # of the function
+    size: int  # of what it chose from
+    of: int  # a checksum of this, whatever its order
+    result: int  # a checksum of the result
 
 
 class LoaderStarted(Event):  # a ``DataLoader`` began an iteration
     loader: int
     iteration: int
     length: int | None  # its number of batches, if known
+    workers: int = 0  # processes that each have a copy of an IterableDataset
+    source: str = ""  # the line of its __iter__, if it is in the program
 
 
 class EpochSet(Event):  # ``DistributedSampler.set_epoch`` was called
@@ -265,6 +292,11 @@ class CallbacksSeen(Event):  # training with Lightning began
     best: list[tuple[str, str]]  # the same for each ModelCheckpoint
 
 
+class MonitorSeen(Event):  # after a validation with Lightning; ``where`` is the line that logs the value
+    name: str  # that a callback or a schedule monitors
+    value: float  # in this process
+
+
 class MetricsLogged(Event):  # a logger of Lightning received metrics with these names
     names: list[str]
 
@@ -339,3 +371,4 @@ class MomentsMeasured(Event):  # after a step of the engine
 class AcceleratorCalled(Event):  # a method of ``accelerate.Accelerator`` was called
     name: str
     of: list[str] = field(default_factory=list)  # the types of its arguments (for a loader: of its sampler)
+    rest: int = 0  # samples of the last batch of all ranks, if it is smaller and only single numbers are gathered

@@ -6,8 +6,10 @@ from collections.abc import Sequence
 from workshop.check.evidence.events import Event
 from workshop.check.probes.accelerate import Accelerators
 from workshop.check.probes.checkpoints import Checkpoints, Weights
+from workshop.check.probes.copies import Copies
 from workshop.check.probes.deepspeed import Engine
 from workshop.check.probes.devices import Compiling, Devices, HostSync
+from workshop.check.probes.draws import Draws
 from workshop.check.probes.files import Files
 from workshop.check.probes.fsdp import Sharding
 from workshop.check.probes.group import Collectives, Groups
@@ -26,7 +28,7 @@ __all__ = ["ALWAYS", "PROBES", "Probe", "Recorder", "probes_for"]
 
 # In the order of installation: the probes that are always installed, those that a rule needs, those of libraries.
 ALWAYS: tuple[type[Probe], ...] = (Processes, Devices, Groups, Collectives, Models, Samples, Steps, Files, Compiling)
-_OTHERS = (Schedules, Losses, Layers, HostSync, Sharding, Clipping, Checkpoints, Weights, Activations)
+_OTHERS = (Copies, Draws, Schedules, Losses, Layers, HostSync, Sharding, Clipping, Checkpoints, Weights, Activations)
 _LIBRARIES = (Lightning, PytorchLightning, Accelerators, Engine)
 PROBES: tuple[type[Probe], ...] = (*ALWAYS, *_OTHERS, *_LIBRARIES)
 

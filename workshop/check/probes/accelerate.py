@@ -2,6 +2,8 @@
 
 from typing import Any
 
+import torch
+
 from workshop.check.evidence.events import AcceleratorCalled
 from workshop.check.probes.probe import Probe, before
 
@@ -17,4 +19,15 @@ class Accelerators(Probe):
     @before(lambda accelerate: accelerate.Accelerator, *METHODS, named=True)
     def _call(self, name: str, accelerator: Any, *args: Any, **kwargs: Any) -> None:
         of = [type(getattr(arg, "sampler", arg)).__name__ for arg in args]  # for a loader: the type of its sampler
-        self.note_here(AcceleratorCalled(name=name, of=of))
+        rest = 0
+        if name == "gather_for_metrics" and not torch.is_grad_enabled() and _numbers([*args, *kwargs.values()]):
+            rest = max(0, accelerator.gradient_state.remainder)
+        self.note_here(AcceleratorCalled(name=name, of=of, rest=rest))
+
+
+def _numbers(values: Any) -> bool:
+    """Whether nested arguments contain tensors with one floating point number each, such as means, and no other tensors."""
+    parts = list(values.values()) if isinstance(values, dict) else values
+    if isinstance(parts, torch.Tensor):
+        return bool(parts.dim() == 0 and parts.is_floating_point())
+    return isinstance(parts, (list, tuple)) and bool(parts) and all(map(_numbers, parts))

@@ -4,7 +4,7 @@ import importlib
 import os
 from typing import Any, ClassVar
 
-from workshop.check.evidence.events import CallbacksSeen, Event, MetricsLogged, Saved, TrainerFit
+from workshop.check.evidence.events import CallbacksSeen, Event, MetricsLogged, MonitorSeen, Saved, TrainerFit
 from workshop.check.probes.probe import Probe, after, before
 
 
@@ -12,13 +12,16 @@ class Lightning(Probe):
     """Records ``Trainer.fit``, callbacks, loggers and checkpoints."""
 
     # (Without ``Saved``: a rule that needs it does not need Lightning.)
-    writes: ClassVar[tuple[type[Event], ...]] = (TrainerFit, CallbacksSeen, MetricsLogged)
+    writes: ClassVar[tuple[type[Event], ...]] = (TrainerFit, CallbacksSeen, MonitorSeen, MetricsLogged)
     library = "lightning"
     package = "lightning.pytorch"
 
+    def clear(self) -> None:
+        self.lines: dict[str, str] = {}  # by the name of a value, the line that logs it
+
     @after(lambda package: package.Trainer, "__init__")
     def _init(self, result: None, trainer: Any, *args: Any, **kwargs: Any) -> None:
-        recorder, package = self.recorder, importlib.import_module(self.package)
+        recorder, lines, package = self.recorder, self.lines, importlib.import_module(self.package)
 
         class Observer(package.Callback):  # type: ignore[misc,name-defined]  # the package has two names
             def on_sanity_check_start(self, trainer: Any, module: Any) -> None:
@@ -34,10 +37,21 @@ class Lightning(Probe):
                     best = _monitored(trainer, package.callbacks.ModelCheckpoint)
                     recorder.note(CallbacksSeen(stop=stop, best=best))
 
+            def on_validation_end(self, trainer: Any, module: Any) -> None:
+                with recorder.guard:
+                    for name in () if trainer.sanity_checking else _monitors(trainer, package.callbacks):
+                        if (value := trainer.callback_metrics.get(name)) is not None:  # computed and exchanged before
+                            recorder.note(MonitorSeen(name=name, value=float(value), where=lines.get(name, "")))
+
             def on_train_end(self, trainer: Any, module: Any) -> None:
                 recorder.fitting = False
 
         trainer.callbacks.append(Observer())
+
+    @before(lambda package: package.LightningModule, "log")
+    def _log_value(self, module: Any, name: str, *args: Any, **kwargs: Any) -> None:
+        if name not in self.lines:
+            self.lines[name] = self.recorder.where()
 
     @before(lambda package: package.Trainer, "save_checkpoint")
     def _save(self, trainer: Any, filepath: Any, *args: Any, **kwargs: Any) -> None:
@@ -66,3 +80,12 @@ class PytorchLightning(Lightning):
 
 def _monitored(trainer: Any, kind: type[Any]) -> list[tuple[str, str]]:
     return [(each.monitor, each.mode) for each in trainer.callbacks if isinstance(each, kind) and each.monitor]
+
+
+def _monitors(trainer: Any, callbacks: Any) -> list[str]:
+    """The names of the values by which a callback stops or saves, or a schedule lowers the learning rate."""
+    found = [
+        name for kind in (callbacks.EarlyStopping, callbacks.ModelCheckpoint) for name, _ in _monitored(trainer, kind)
+    ]
+    found += [each.monitor for each in trainer.lr_scheduler_configs if each.reduce_on_plateau and each.monitor]
+    return list(dict.fromkeys(found))

@@ -1,18 +1,43 @@
-"""The cross entropy that the loss is made of, and over how many targets it is the mean."""
+"""The cross entropy that the loss is made of, over how many targets it is the mean, and the constants that weight the loss."""
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch.nn import functional as F
 
-from workshop.check.evidence.events import LossComputed
-from workshop.check.probes.probe import Probe, after
+from workshop.check.evidence.events import LossComputed, LossWeighted
+from workshop.check.probes.probe import Probe, after, on
+
+FIRST = 6  # backward passes whose loss is looked at
+NEAR = 24  # nodes of the autograd graph behind a loss
+FEW, LARGEST = 64, 10_000_000  # different constants, and elements of the tensor that contains them
+ARGUMENTS = ("_raw_saved_weight", "_raw_saved_pos_weight")
+FACTORS = ("_raw_saved_other", "_raw_saved_self")
 
 
 class Losses(Probe):
     """Records each ``cross_entropy`` with gradients; targets with the value ``ignore_index`` do not count."""
 
-    writes = (LossComputed,)
+    writes = (LossComputed, LossWeighted)
+
+    def clear(self) -> None:
+        self.passes, self.line = 0, ""  # the line of the last cross entropy
+
+    @on("before_backward")
+    def _weights(self, loss: torch.Tensor | None) -> None:
+        self.passes += 1
+        if self.passes > FIRST:
+            return
+        for node in _nodes(loss):
+            names = (*ARGUMENTS, *FACTORS) if node.name().startswith(("Mul", "Div")) else ARGUMENTS
+            for name in names:
+                # Without its hooks, because these may compute a checkpointed layer again.
+                constants = getattr(getattr(node, name, None), "data", None)
+                values = _few(constants, name in ARGUMENTS) if isinstance(constants, torch.Tensor) else []
+                if len(values) > 1:
+                    event = LossWeighted(values=values, argument=name in ARGUMENTS, where=self.line)
+                    self.recorder.note(event) if self.line else self.note_here(event)
 
     @after(F, "cross_entropy")
     def _cross_entropy(
@@ -27,9 +52,33 @@ class Losses(Probe):
         reduction: str = "mean",
         label_smoothing: float = 0.0,
     ) -> None:
+        if result.requires_grad:
+            self.line = self.recorder.where()
         if not result.requires_grad or weight is not None or target.is_floating_point() or reduction == "none":
             return
         targets = int((target != ignore_index).sum())
         if targets:
             value, summed = float(result.detach()), reduction != "mean"
             self.note_here(LossComputed(targets=targets, mean=value / targets if summed else value, summed=summed))
+
+
+def _nodes(loss: torch.Tensor | None) -> Iterator[Any]:
+    """Yield the nodes of the autograd graph behind a loss, the nearest first."""
+    level = [loss.grad_fn] if loss is not None else []
+    seen: set[Any] = set()
+    for node in level:
+        if node is not None and node not in seen and len(seen) < NEAR:
+            seen.add(node)
+            yield node
+            level += [following for following, _ in node.next_functions]
+
+
+def _few(constants: torch.Tensor, argument: bool) -> list[float]:
+    """The values of a tensor without gradients, if there are only a few different ones."""
+    if constants.requires_grad or not constants.is_floating_point() or constants.numel() > LARGEST:
+        return []
+    if argument:
+        return [float(value) for value in constants.flatten().tolist()] if constants.numel() <= FEW else []
+    values = constants.detach().flatten()
+    different = values[:1] if len(values) > 2 * FEW and len(values[: 2 * FEW].unique()) > FEW else values.unique()
+    return [float(value) for value in different.tolist()] if 2 * len(different) <= len(values) else []

@@ -87,6 +87,9 @@ class Models(Probe):
         if self.recorder.model is not model:
             self.recorder.model = model
             self.recorder.names.update({id(parameter): name for name, parameter in model.named_parameters()})
+        passes = (
+            tensor is not None and tensor.requires_grad
+        )  # also a frozen discriminator passes gradients on to its input
         batch = None if tensor is None else self.recorder.take_batch(tensor)
         content = [] if tensor is None else rows(tensor)
         forward = Forward(
@@ -96,10 +99,9 @@ class Models(Probe):
             rows=content,
             shape=None if tensor is None else tuple(tensor.shape[1:]),
             loader=batch.loader if batch else None,
+            follows=passes,
             where=self.recorder.where(),
         )
-        # A frozen discriminator passes gradients on to its input.
-        passes = tensor is not None and tensor.requires_grad
         if torch.is_grad_enabled() and (passes or any(each.requires_grad for each in model.parameters())):
             self.untrained.append(Pending(forward, None, module.training, self.recorder.steps))
             return self.untrained[-1]
@@ -157,8 +159,10 @@ class Models(Probe):
         if recorder.quiet:
             return original(*args, **kwargs)
         with recorder.guard:
-            loss = args[0] if args else kwargs.get("tensors")
-            self._backward(loss if isinstance(loss, torch.Tensor) else first_tensor(loss))
+            given = args[0] if args else kwargs.get("tensors")
+            loss = given if isinstance(given, torch.Tensor) else first_tensor(given)
+            self._backward(loss)
+            recorder.call(recorder.before_backward, loss)
         recorder.in_backward = True
         try:
             with recorder.quietly():

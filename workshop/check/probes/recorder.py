@@ -52,6 +52,7 @@ class Recorder:
         self.fitting = False  # whether Lightning's Trainer is training
         self.take_batch: Callable[[torch.Tensor], Batch | None] = lambda tensor: None  # the batch of an input
         self.at_step: Callable[[], None] = lambda: None  # called when a step begins; it can end the program
+        self.before_backward: list[Callable[[torch.Tensor], None]] = []  # with the loss
         self.before_step: list[Callable[[Optimizer], None]] = []
         self.after_step: list[Callable[[Optimizer], None]] = []
         self.after_module: list[Callable[[nn.Module, object], None]] = []  # with each called module and its output

@@ -9,7 +9,7 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
-from torch.utils.data import DataLoader, DistributedSampler, Subset, dataloader
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, Subset, dataloader
 
 from workshop.check.evidence.events import BatchLoaded, EpochSet, Key, Loader, LoaderStarted
 from workshop.check.probes.contents import first_tensor, rows
@@ -71,7 +71,16 @@ class Samples(Probe):
         length = None
         with suppress(TypeError):
             length = len(loader)
-        self.note_here(LoaderStarted(loader=number, iteration=iteration, length=length))
+        streamed = isinstance(loader.dataset, IterableDataset)
+        workers, source = (loader.num_workers, self._source(loader.dataset)) if streamed else (0, "")
+        event = LoaderStarted(loader=number, iteration=iteration, length=length, workers=workers, source=source)
+        self.note_here(event)
+
+    def _source(self, dataset: Any) -> str:
+        if code := getattr(type(dataset).__iter__, "__code__", None):
+            name = self.recorder.own(code.co_filename)
+            return f"{name}:{code.co_firstlineno}" if name else ""
+        return ""
 
     @before(DistributedSampler, "set_epoch")
     def _set_epoch(self, sampler: Any, epoch: int) -> None:

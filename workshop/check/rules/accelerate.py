@@ -67,3 +67,19 @@ def saved_by_some(run: Run) -> Said:
     if saving and len(saving) < len(run.trained) and not run.failed:
         ranks = " and ".join(str(rank) for rank, _ in saving.values())
         yield Seen(f"only rank {ranks} calls save_state()", next(where for _, where in saving.values()))
+
+
+@rule(
+    why="The samples of the last batch, which is smaller, count more than the others, and the samples that fill it up count too.",
+    fix="Give accelerator.gather_for_metrics() one value for each sample (such as a loss with reduction='none'), and compute the "
+    "mean over all gathered values.",
+    needs=(AcceleratorCalled,),
+    anywhere=True,
+)
+def means_gathered(run: Run) -> Said:
+    """The evaluation gathers one number for each batch, although the last batch is smaller."""
+    for event in run.all(AcceleratorCalled):
+        if event.rest:
+            seen = f"gather_for_metrics() gets single numbers, such as means, but the last batch has only {event.rest} samples"
+            yield Seen(f"{seen} on all ranks together", event.where)
+            return

@@ -2,6 +2,7 @@
 
 from workshop.check.evidence.events import Collective, UnevenJoined, Wrapped
 from workshop.check.evidence.run import Process, Run
+from workshop.check.rules.divergence import TO_ONE, reduced_to_one
 from workshop.check.rules.parting import parting
 from workshop.check.rules.rule import Said, Seen, rule
 
@@ -41,8 +42,12 @@ def _uneven_steps(ranks: list[Process], calls: list[list[Collective]]) -> Seen |
         return None  # rank 0 takes the steps and sends the parameters
     text = ", ".join(f"rank {process.rank} {count}" for process, count in zip(ranks, counts, strict=True))
     shorter = ranks[counts.index(min(counts))]
-    where = next((event.where for _, event in reversed(shorter.events) if event.where), "")
-    return Seen(f"the ranks take different numbers of {word}: {text}", where)
+    seen = f"the ranks take different numbers of {word}: {text}"
+    reduced = reduced_to_one(shorter)
+    if reduced and len({sum(call.where == reduced for call in each) for each in calls}) == 1:
+        last = f"before rank {shorter.rank} ended, reduce() at {reduced} gave its result to one rank only"
+        return Seen(f"{seen}; {last}", reduced, fix=TO_ONE)
+    return Seen(seen, next((event.where for _, event in reversed(shorter.events) if event.where), ""))
 
 
 def _unequal_calls(ranks: list[Process], calls: list[list[Collective]]) -> Seen | None:

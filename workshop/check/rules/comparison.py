@@ -3,13 +3,13 @@
 from collections import Counter
 from itertools import groupby
 
-from workshop.check.evidence.events import Backward, BatchLoaded, Collective, GradientsClipped, StepBegun
-from workshop.check.evidence.run import Process
+from workshop.check.evidence.events import Backward, BatchLoaded, Collective, GradientsClipped, LossWeighted, StepBegun
+from workshop.check.evidence.run import Process, Run
 from workshop.check.evidence.sketches import CLOSE, difference, different_names, ratio
 from workshop.check.rules.gradients import gradient_scale, gradients_differ, mean_of_means, weights_differ
 from workshop.check.rules.rule import NotJudged, Said, Seen, rule
 from workshop.check.rules.words import listed
-from workshop.check.scenarios import COMPARED, Compared
+from workshop.check.scenarios import COMPARED, WHOLE, Compared
 
 SAME = 0.01  # relative difference of gradients that rounding explains
 AFTER = (gradients_differ, weights_differ, mean_of_means)
@@ -52,6 +52,69 @@ def depends_on_processes(compared: Compared) -> Said:
         yield NotJudged(f"{COMPARED.title} ({reason})", goal=False)
     elif not _exchanges(compared.several.trained):
         yield from _different(compared)
+
+
+@rule(
+    why="Each rank minimizes a different loss, and the result depends on the number of processes.",
+    fix="Compute the weights of the loss from the whole data set on all ranks, or sum the counts over all ranks with all_reduce "
+    "before you compute the weights.",
+    needs=(LossWeighted,),
+    after=(gradients_differ,),
+    instead_of=(depends_on_processes,),
+    anywhere=True,
+)
+def loss_weights_differ(run: Run) -> Said:
+    """The weight= or pos_weight= of the loss is the same in all steps, but not on all ranks."""
+    ranks = [[event for event in process.of(LossWeighted) if event.argument] for process in run.trained]
+    if len(ranks) < 2 or not all(ranks):
+        return
+    constant = all(_alike(event.values, events[0].values) for events in ranks for event in events)
+    for other in ranks[1:] if constant else ():
+        if len(other[0].values) == len(ranks[0][0].values) and not _alike(other[0].values, ranks[0][0].values):
+            yield Seen(_weighted(ranks[0][0].values, other[0].values), ranks[0][0].where)
+            return
+
+
+@loss_weights_differ.also(
+    (WHOLE, COMPARED),
+    active=True,
+    needs=(LossWeighted,),
+    after=(gradients_differ,),
+    instead_of=(depends_on_processes,),
+)
+def factors_differ(run: Run, compared: Compared) -> Said:
+    """The ranks multiply the losses of the samples by different constants, which are not those of one process either."""
+    ours = [_factors(process) for process in run.trained]
+    alone = [_factors(process) for process in compared.single.trained]
+    if _incomparable(compared) or len(ours) < 2 or not all(ours) or not all(alone) or not alone:
+        return
+    one, other = ours[0], next((values for values in ours[1:] if not _among(ours[0], values)), None)
+    if other and not _among(other, one) and not _among(alone[0], [value for values in ours for value in values]):
+        where = next(event.where for event in run.trained[0].of(LossWeighted) if not event.argument)
+        yield Seen(_weighted(one, other), where)
+
+
+def _factors(process: Process) -> list[float]:
+    """The constants by which the losses of the samples are multiplied, if they are the same in all steps."""
+    events = [event.values for event in process.of(LossWeighted) if not event.argument]
+    most = max(events, key=len, default=[])
+    return most if sum(value != 0 for value in most) > 1 and all(_among(values, most) for values in events) else []
+
+
+def _among(values: list[float], others: list[float]) -> bool:
+    """Whether most of these values are among the others."""
+    return 2 * sum(any(_alike([value], [other]) for other in others) for value in values) > len(values)
+
+
+def _alike(one: list[float], other: list[float]) -> bool:
+    return len(one) == len(other) and all(
+        abs(here - there) <= CLOSE * max(abs(here), abs(there)) for here, there in zip(one, other, strict=True)
+    )
+
+
+def _weighted(one: list[float], other: list[float]) -> str:
+    texts = [", ".join(f"{value:.3g}" for value in values[:4]) + ", ..." * (len(values) > 4) for values in (one, other)]
+    return f"one rank weights the loss with {texts[0]}, another rank with {texts[1]}"
 
 
 def _incomparable(compared: Compared) -> str:

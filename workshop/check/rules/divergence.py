@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from itertools import combinations
 
-from workshop.check.evidence.events import Backward, Collective, Evaluated, Event, UnevenJoined
+from workshop.check.evidence.events import Backward, Collective, Evaluated, Event, StepBegun, UnevenJoined
 from workshop.check.evidence.run import Process, Run
 from workshop.check.rules.words import named
 
@@ -82,3 +82,30 @@ def _extra(mine: list[Call], theirs: list[Call], number: int) -> bool:
     follow, there = mine[number + 1 : number + AHEAD], theirs[number : number + AHEAD]
     common = min(len(follow), len(there))
     return common > 0 and [call.key for call in follow[:common]] == [call.key for call in there[:common]]
+
+
+TO_ONE = (
+    "Call all_reduce instead of reduce, so that all ranks get the result, or broadcast what one rank decides with it."
+)
+
+
+def reduced_to_one(process: Process, until: Event | None = None) -> str:
+    """The line of a reduce() since the last step before an event (None: the end), if no broadcast sends on what one rank got."""
+    where = ""
+    for event in collectives_since(process, StepBegun, until):
+        if event.name == "reduce" or "broadcast" in event.name:
+            where = event.where if event.name == "reduce" else ""
+    return where
+
+
+def collectives_since(process: Process, kind: type[Event], until: Event | None = None) -> list[Collective]:
+    """The collectives between an event (None: the end) and the last event of a kind before it, without barriers."""
+    found: list[Collective] = []
+    for _, event in process.events:
+        if event is until:
+            break
+        if isinstance(event, kind):
+            found = []
+        elif isinstance(event, Collective) and "barrier" not in event.name:
+            found.append(event)
+    return found

@@ -6,10 +6,13 @@ from functools import partial
 from workshop.check.evidence.events import (
     Backward,
     Collective,
+    Forward,
     GradientsClipped,
     LayersSeen,
     LossComputed,
+    ModelCopied,
     ModelEvaluated,
+    ModelUpdated,
     NotAwaited,
     StepBegun,
     UnevenJoined,
@@ -17,10 +20,11 @@ from workshop.check.evidence.events import (
 )
 from workshop.check.evidence.run import Process, Run, Step
 from workshop.check.evidence.sketches import CLOSE, difference, different_names, ratio
+from workshop.check.rules.divergence import TO_ONE, collectives_since, reduced_to_one
 from workshop.check.rules.learning import of_steps
 from workshop.check.rules.processes import no_group, wrong_group
 from workshop.check.rules.rule import RULES, Makes, NotJudged, Rule, Said, Seen, Told, findings, rule
-from workshop.check.rules.words import listed
+from workshop.check.rules.words import listed, named
 from workshop.check.scenarios import SINGLE, WHOLE
 
 beside_one_process: "partial[Makes[[Run, Run]]]" = partial(rule, runs=(WHOLE, SINGLE), needs=(LayersSeen,), spoils=True)
@@ -64,6 +68,7 @@ def clipping_differs(run: Run) -> Said:
 @rule(
     why="DistributedDataParallel keeps only the wrapped model equal on all ranks, not a second one, such as an EMA or a teacher.",
     fix="Copy the second model after DistributedDataParallel has wrapped the first, and update it on every rank.",
+    needs=(ModelCopied, ModelUpdated),
     after=(no_group, wrong_group, gradients_differ, weights_differ),
     anywhere=True,
 )
@@ -76,8 +81,30 @@ def models_differ(run: Run) -> Said:
             alike = (other.where, other.model, other.names) == (base.where, base.model, base.names)
             if alike and difference(base.weights, other.weights) > CLOSE:
                 which = listed(different_names(base.weights, other.weights, base.names))
-                yield Seen(f"the ranks evaluate {base.model} with different parameters ({which})", base.where)
+                seen = f"the ranks evaluate {base.model} with different parameters ({which})"
+                reason, where = _why_copies_differ(run.trained, base)
+                yield Seen(seen + reason, where or base.where)
                 return
+
+
+def _why_copies_differ(ranks: list[Process], model: ModelEvaluated) -> tuple[str, str]:
+    """Why a second model differs between the ranks, and the line of the cause; "" if it was not seen."""
+    for together in zip(*(process.of(ModelCopied) for process in ranks), strict=False):
+        first = together[0]
+        alike = all((each.where, each.names) == (first.where, model.names) for each in together)
+        if alike and any(difference(first.weights, each.weights) > CLOSE for each in together):
+            return f"; they differed already when deepcopy() made the copy at {first.where}", first.where
+    updates = [[each for each in process.of(ModelUpdated) if each.model == model.model] for process in ranks]
+    updated = next((number for number, events in enumerate(updates) if events), None)
+    idle = next((process for process, events in zip(ranks, updates, strict=True) if not events), None)
+    if updated is None or idle is None:
+        return "", ""
+    # The call that only one rank makes is in the innermost function that the other rank runs too.
+    lines = [tuple(event.where.rpartition(":")[::2]) for _, event in idle.events if event.where]
+    for file, where, first_line, last_line in updates[updated][0].calls:
+        if any(name == file and first_line <= int(line) <= last_line for name, line in lines):
+            return f"; only {named(ranks[updated])} updates the copy, at {where}", where
+    return "", ""
 
 
 def _apart(run: Run) -> Told:
@@ -116,6 +143,9 @@ def _apart_at(number: int, one: Step, two: Step, base: Process, joined: bool) ->
         which = different_names(one.after.weights, two.after.weights, before.names)
         rates = f"; their learning rates are {before.rates} and {other.rates}" if before.rates != other.rates else ""
         seen = f"the gradients agree, but after step {number} the parameters do not ({listed(which)}){rates}"
+        if rates and (where := reduced_to_one(base, before)):
+            seen += f"; before that, reduce() at {where} gave its result to one rank only"
+            return weights_differ, Seen(seen, where, fix=TO_ONE)
         return weights_differ, Seen(seen, before.where)
     return None
 
@@ -127,18 +157,15 @@ def _why_unequal(base: Process, one: Step, two: Step, some: bool) -> tuple[str, 
     """
     where = one.before.where
     last = one.backwards[-1] if one.backwards else None
-    averaging = {each.where for each in _after_backward(base)} if not base.first(Wrapped) else set()
-    if lost := next((each for each in base.of(NotAwaited) if each.where in averaging), None):
-        fix = "Keep the handle that the call with async_op=True returns, and call its wait() before you use the result."
-        return lost.where, f"nothing waits for the asynchronous {lost.name} before the step", fix
-    if averaging:
-        return (
-            where,
-            "not all of them are averaged",
-            "Average the gradients of all parameters with all_reduce before each step.",
-        )
     if not base.first(Wrapped):
-        return where, "nothing averages them, because the model is not wrapped in DistributedDataParallel", ""
+        return _unequal_by_hand(base, one)
+    if last and (passed := _passed_before(base, one)):
+        second, first = passed
+        reason = (
+            f"an earlier backward() also goes through the forward pass at {first.where}, so DistributedDataParallel averages its "
+            "gradients there, and not in this step"
+        )
+        return second.where, reason, "Call detach() on the output of the first model in the loss of the second model."
     if last and last.forward and not last.forward.wrapped:
         fix = "Call the wrapper of DistributedDataParallel in the forward pass, not the model inside it (`.module`)."
         return last.forward.where, "the forward pass bypasses DistributedDataParallel: call the wrapper", fix
@@ -167,6 +194,25 @@ def _why_unequal(base: Process, one: Step, two: Step, some: bool) -> tuple[str, 
     )
 
 
+def _unequal_by_hand(base: Process, one: Step) -> tuple[str, ...]:
+    """The same for a program without a wrapper."""
+    where = one.before.where
+    averaging = {each.where for each in _after_backward(base)}
+    if lost := next((each for each in base.of(NotAwaited) if each.where in averaging), None):
+        fix = "Keep the handle that the call with async_op=True returns, and call its wait() before you use the result."
+        return lost.where, f"nothing waits for the asynchronous {lost.name} before the step", fix
+    if not averaging:
+        return where, "nothing averages them, because the model is not wrapped in DistributedDataParallel", ""
+    calls = collectives_since(base, Backward, one.before)
+    if calls and all(call.name == "reduce" for call in calls):
+        return calls[0].where, "reduce() gives the sum to one rank only", TO_ONE
+    return (
+        where,
+        "not all of them are averaged",
+        "Average the gradients of all parameters with all_reduce before each step.",
+    )
+
+
 def _after_backward(process: Process) -> list[Collective]:
     """The collectives that are called between a backward pass and its step: they average gradients by hand."""
     found: list[Collective] = []
@@ -179,6 +225,20 @@ def _after_backward(process: Process) -> list[Collective]:
         elif isinstance(event, Collective) and since is not None:
             since.append(event)
     return found
+
+
+def _passed_before(base: Process, step: Step) -> tuple[Forward, Forward] | None:
+    """If a step has no forward pass of a wrapper: two that the backward pass before it had, of a GAN's discriminator first."""
+    passes = [each for backward in step.backwards for each in (backward.forward, *backward.others) if each]
+    if any(each.wrapped for each in passes):
+        return None
+    number = next((number for number, each in enumerate(base.steps) if each is step), 0)
+    for backward in reversed(base.steps[number - 1].backwards if number else []):
+        wrapped = [each for each in (backward.forward, *backward.others) if each and each.wrapped]
+        if len(wrapped) == 2 and sum(each.follows for each in wrapped) == 1:
+            first, second = sorted(wrapped, key=lambda each: each.follows)
+            return second, first
+    return None
 
 
 @beside_one_process(

@@ -3,9 +3,10 @@
 import re
 from functools import partial
 
-from workshop.check.evidence.events import CallbacksSeen, LayersSeen, MetricsLogged, Saved, TrainerFit
+from workshop.check.evidence.events import CallbacksSeen, LayersSeen, MetricsLogged, MonitorSeen, Saved, TrainerFit
 from workshop.check.evidence.real import RealRun
 from workshop.check.evidence.run import Run
+from workshop.check.evidence.sketches import CLOSE
 from workshop.check.rules.collectives import collectives_differ
 from workshop.check.rules.ending import crash, ending, hang, no_training
 from workshop.check.rules.processes import address_overwritten, no_group, wrong_group
@@ -176,6 +177,23 @@ def stops_too_early(run: Run) -> Said:
     for monitor, mode in _watched(run, "stop"):
         if "acc" in monitor and mode == "min":
             yield Seen(f"EarlyStopping ends the training when {monitor} no longer falls")
+
+
+@rule(
+    why="Each rank has the value of its own part, so callbacks stop, save or lower the learning rate by only a part of the data.",
+    fix="In the LightningModule, call self.log(..., sync_dist=True), or log a metric object of torchmetrics.",
+    needs=(MonitorSeen,),
+    after=NOT_TRAINED[1:],
+    anywhere=True,
+)
+def monitor_differs(run: Run) -> Said:
+    """A value that a callback or a schedule monitors differs between the ranks."""
+    for together in zip(*(process.of(MonitorSeen) for process in run.trained), strict=False):
+        values, names = [event.value for event in together], {event.name for event in together}
+        if len(names) == 1 and max(values) - min(values) > CLOSE * max(map(abs, values)):
+            shown = " and ".join(f"{value:.4g}" for value in values[:4])
+            yield Seen(f"the ranks monitor {together[0].name} with the values {shown}", together[0].where)
+            return
 
 
 @_of_training(

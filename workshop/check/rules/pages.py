@@ -20,6 +20,7 @@ PAGES: dict[str, str] = {
     "DistributedDataParallel": f"{_TORCH}/generated/{_DDP}.html",
     "DistributedSampler": f"{_DATA}.distributed.DistributedSampler",
     "EarlyStopping": f"{_LIGHTNING}/api/lightning.pytorch.callbacks.EarlyStopping.html",
+    "IterableDataset": f"{_DATA}.IterableDataset",
     "LightningModule": f"{_LIGHTNING}/common/lightning_module.html",
     "MASTER_ADDR": f"{_GLOSSARY}#master_addr-and-master_port",
     "MixedPrecisionPolicy": f"{_FSDP}#torch.distributed.fsdp.MixedPrecisionPolicy",

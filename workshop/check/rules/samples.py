@@ -1,17 +1,24 @@
 """The samples that each rank trains on, their order, and whether the model is evaluated on different ones."""
 
+from collections import Counter
 from collections.abc import Iterator
 from itertools import combinations
 
-from workshop.check.evidence.events import Backward, BatchLoaded, EpochSet, Evaluated, Key, LoaderStarted
+from workshop.check.evidence.events import Backward, BatchLoaded, Drawn, EpochSet, Evaluated, Key, LoaderStarted
 from workshop.check.evidence.run import Process, Run
 from workshop.check.rules.processes import no_group, wrong_group
 from workshop.check.rules.rule import Makes, Rule, Said, Seen, if_first, rule
-from workshop.check.rules.words import plural, rank_of
+from workshop.check.rules.words import named, plural, rank_of
+
+TURNS = 8  # of the workers of a loader
+SAME_ORDER = (
+    "Draw the order from a generator that has the same seed on all ranks, such as "
+    "torch.Generator().manual_seed(SEED + epoch) or random.Random(SEED + epoch)."
+)
 
 
 def _of_samples(why: str, fix: str, after: tuple[Rule, ...] = (), hint: bool = False) -> "Makes[[Run]]":
-    return rule(why=why, fix=fix, after=(no_group, wrong_group, *after), hint=hint, anywhere=True)
+    return rule(why=why, fix=fix, needs=(Drawn,), after=(no_group, wrong_group, *after), hint=hint, anywhere=True)
 
 
 @_of_samples(
@@ -25,8 +32,8 @@ def leak(run: Run) -> Said:
     both = len(trained & evaluated)
     indexed = any(key[0] != "content" for key in evaluated)  # windows of a text can be equal by chance
     if both > (0.02 if indexed else 0.2) * len(evaluated):
-        where = next((event.where for process in run.ranks for event in process.of(Evaluated)), "")
-        yield Seen(f"{both:,} of the {len(evaluated):,} evaluated samples are training samples of a rank", where)
+        seen = f"{both:,} of the {len(evaluated):,} evaluated samples are training samples of a rank"
+        yield _by_draw(run, Seen(seen, run.where(Evaluated)))
 
 
 @_of_samples(
@@ -45,7 +52,47 @@ def same_samples(run: Run) -> Said:
 )
 def shares_overlap(run: Run) -> Said:
     """Two ranks share some of their samples."""
-    return if_first("some", _overlaps(run))
+    return [_by_draw(run, seen) for seen in if_first("some", _overlaps(run))]
+
+
+def _by_draw(run: Run, seen: Seen) -> Seen:
+    """Name the random split or order that differs between the ranks, if that explains what was seen."""
+    drawn = _unequal_draw(run)
+    if drawn is None:
+        return seen
+    split = drawn.name == "random_split"
+    what = "makes different parts on each rank" if split else "returns a different result on each rank"
+    return Seen(
+        f"{seen.text}: {drawn.name}() at {drawn.where} {what}", drawn.where, fix=leak.fix if split else SAME_ORDER
+    )
+
+
+def _unequal_draw(run: Run) -> Drawn | None:
+    """The first draw before the training whose result differs between two ranks, although they chose from the same values."""
+    ranks = [list(_numbered(process)) for process in run.trained]
+    for other in map(dict, ranks[1:]):
+        for place, drawn in ranks[0]:
+            theirs = other.get(place)
+            if theirs and theirs.of == drawn.of and theirs.result != drawn.result:
+                return drawn
+    return None
+
+
+def _numbered(process: Process) -> Iterator[tuple[tuple[str, int], Drawn]]:
+    """The draws before the first backward pass, each with its line and its number there.
+
+    A choice among fewer values than an epoch has batches, such as that of the masked patches, does not divide a data set.
+    """
+    loader = next((each.forward.loader for each in process.backwards if each.forward), None)
+    batches = sum(bool(each.forward and each.forward.loader == loader) for each in process.backwards)
+    times: Counter[str] = Counter()
+    for _, event in process.events:
+        if isinstance(event, Backward):
+            return
+        if isinstance(event, Drawn):
+            times[event.where] += 1
+            if event.size >= batches:
+                yield (event.where, times[event.where]), event
 
 
 def _overlaps(run: Run) -> Iterator[tuple[str, Seen]]:
@@ -89,9 +136,37 @@ def _drawn_where(process: Process, shared: set[Key]) -> str:
     return ""
 
 
+@_of_samples(
+    why="Each worker of a DataLoader has its own copy of an IterableDataset, so a rank trains on the same samples several times.",
+    fix="In __iter__ of the IterableDataset, call get_worker_info() and let each worker read a different part: begin at "
+    "rank * num_workers + id and read every (world_size * num_workers)th document.",
+)
+def workers_overlap(run: Run) -> Said:
+    """The workers of a rank return the same samples."""
+    for process in run.trained:
+        streams = {(each.loader, each.iteration): each for each in process.of(LoaderStarted) if each.workers > 1}
+        for loader, started in streams.items():
+            passes = [each.forward for each in process.backwards if each.forward and each.forward.loader == loader]
+            batches = [forward.keys for forward in passes]
+            if _read_alike(batches, started.workers):
+                seen = f"the {started.workers} workers of the loader of {named(process)} return the same samples"
+                yield Seen(f"{seen}, from their first batches on", started.source or started.where)
+                return
+
+
+def _read_alike(batches: list[list[Key]], workers: int) -> bool:
+    """Whether the batches of all workers, which take turns, begin with the same samples."""
+    turns = [batches[first : first + workers] for first in range(0, len(batches) - workers + 1, workers)][:TURNS]
+    if len(turns) < 2 or any(len(set(batch)) < max(2, 0.9 * len(batch)) for turn in turns for batch in turn):
+        return False  # the content does not identify a sample
+    alike = [sum(set(turn[0]) == set(batch) for batch in turn) > 1 for turn in turns]
+    return all(alike) and not set(turns[0][0]) & set(turns[1][0])
+
+
 @rule(
     why="The model cannot learn from samples that no rank sees.",
     fix="Give DistributedSampler the whole training set, with the number of processes and the rank of the group.",
+    needs=(Drawn,),
     after=(no_group, wrong_group, same_samples, shares_overlap),
 )
 def samples_missed(run: Run) -> Said:
@@ -109,7 +184,8 @@ def samples_missed(run: Run) -> Said:
         size = int(str(length))
         left = size - len(trained | {key for key in evaluated if key[:2] in data_sets})
         if left >= max(step, run.nproc) + run.nproc and not _stopped_early(ranks[0], number, run.accumulate):
-            yield Seen(f"in epoch {number} {left:,} of {size:,} samples are seen by no rank", ranks[0].data_where)
+            seen = f"in epoch {number} {left:,} of {size:,} samples are seen by no rank"
+            yield _by_draw(run, Seen(seen, ranks[0].data_where))
             return
 
 
