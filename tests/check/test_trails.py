@@ -5,8 +5,8 @@ import pytest
 from check.made import CORE, Made
 from workshop.check.probes.trails import Trails
 from workshop.check.rules.ending import ending
-from workshop.check.rules.origin import Walk
 from workshop.check.rules.parting import parting
+from workshop.check.rules.walk import Walk
 
 START = """
     import os, sys

@@ -15,7 +15,7 @@ _files = {path.stem for path in Path(__file__).parent.glob("*.py")} - {
     "__init__",
     "carried",
     "divergence",
-    "origin",
+    "walk",
     "pages",
     "parting",
     "rule",

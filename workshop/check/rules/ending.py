@@ -17,10 +17,10 @@ from workshop.check.evidence.events import (
 from workshop.check.evidence.run import Process, Run
 from workshop.check.rules.collectives import collectives_differ
 from workshop.check.rules.divergence import first_divergence
-from workshop.check.rules.origin import path_of_their_own
 from workshop.check.rules.parting import parting
 from workshop.check.rules.processes import address_overwritten, no_group, wrong_group
 from workshop.check.rules.rule import Makes, Rule, Said, Seen, rule
+from workshop.check.rules.walk import path_of_their_own
 from workshop.check.rules.words import listed, named
 from workshop.run.failures import is_echo
 

@@ -7,8 +7,8 @@ from typing import NamedTuple
 from workshop.check.evidence.events import UnevenJoined
 from workshop.check.evidence.run import Run
 from workshop.check.rules.divergence import EVALUATED, Call
-from workshop.check.rules.origin import Origin, Walk, called_differently, differing, inside, origin_of
 from workshop.check.rules.rule import Seen
+from workshop.check.rules.walk import Origin, Walk, called_differently, differing, inside, origin_of
 from workshop.check.rules.words import named, plural
 from workshop.check.source import Statement
 
