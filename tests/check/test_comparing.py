@@ -47,11 +47,17 @@ from torch.nn import functional as F
 from workshop.check.taming import tame
 
 norm = nn.BatchNorm1d(3)
-tame()
+size = 0
+tame(lambda: size)
 for draw in (torch.rand(4, 3), torch.randn(4, 3), torch.randint(9, (4, 3)), torch.rand_like(torch.ones(4, 3)),
              torch.empty(4, 3).normal_(2.0, 0.1), torch.empty(4, 3).uniform_(-1, 1), torch.rand((4, 3))):
     assert (draw == draw[0]).all(), draw
 assert not torch.equal(torch.rand(4, 3), torch.rand(4, 3))
+assert torch.rand(()) == torch.rand(())  # as drawn for each sample in a loop
+size = 3  # samples in the batch
+views = torch.rand(2, 3, 4)
+assert (views == views[:, :1]).all() and not torch.equal(views[0], views[1])
+size = 0
 assert 1.5 < torch.empty(4, 3).normal_(2.0, 0.1).mean() < 2.5
 assert torch.randint(3, 5, (2,)).min() >= 3
 assert torch.randperm(4).tolist() == [0, 1, 2, 3]

@@ -66,12 +66,16 @@ def replace(file: Path, ranks: int) -> Callable[[Recorder], None]:
                 place, rank, data = pickle.load(stored)
                 parts.setdefault(place, {})[rank] = data
 
+        size = 0
+
         def replaced(place: Place, data: Any) -> Any:
+            nonlocal size
             if place == (0, 0):
-                tame()  # not earlier, because the parameters need random values
+                tame(lambda: size)  # not earlier, because the parameters need random values
             with suppress(*UNJOINED):  # without the joined batch the samples differ, and the rules do not compare
                 own = dist.get_rank() if dist.is_initialized() and dist.get_world_size() > 1 else None
-                return joined([parts[place][rank] for rank in range(ranks)], own)
+                data = joined([parts[place][rank] for rank in range(ranks)], own)
+            size = batch_size(data)
             return data
 
         _each_batch(replaced)
@@ -152,6 +156,14 @@ def joined(parts: Sequence[Any], rank: int | None = None) -> Any:
     if isinstance(first, (str, int, float, type(None))):
         return parts[rank or 0]
     raise ValueError(f"a batch contains {type(first).__name__}")
+
+
+def batch_size(data: Any) -> int:
+    """The number of samples in a batch: the first dimension of its first tensor that has one; 0: it has none."""
+    if isinstance(data, torch.Tensor):
+        return len(data) if data.dim() else 0
+    parts = data.values() if isinstance(data, Mapping) else data if isinstance(data, (list, tuple)) else ()
+    return next((size for part in parts if (size := batch_size(part))), 0)
 
 
 def _of_mappings(values: Sequence[Any]) -> bool:

@@ -158,7 +158,8 @@ class OwnersBench(ProgramBench):
                 f"{COMPARED.title} (the check needs batches from a DataLoader)" if whole.nproc > 1 else ""
             )
         # A program without seeds also begins both runs with the same parameters.
-        alike: dict[str, Any] = {"steps": 2, "at_once": True, "entropy": secrets.randbelow(2**31)}
+        steps = 2 + (whole.trained[0].warmup if whole.trained else 0)
+        alike: dict[str, Any] = {"steps": steps, "at_once": True, "entropy": secrets.randbelow(2**31)}
         alike["before"] = replace(self.kept, whole.nproc)
         several = self._run(self.folder(), **alike)
         gpus = 1 if self.launch == "spawn" and self.gpus else self.gpus  # the program starts a process for each
@@ -177,10 +178,10 @@ class OwnersBench(ProgramBench):
         taken = len(first.trained[0].steps) if first.trained else 0
         left = {"steps": len(whole.trained[0].steps) - taken, "at_once": True} if whole.cut else {}
         saved = {os.path.relpath(path, scratch.resolve()) for path in _checkpoints(first)}
-        tried = ""
+        tried, one = "", 1 + (whole.trained[0].warmup if whole.trained else 0)
         for arguments in self._resume(first, scratch):
             again = self._copy(scratch)
-            if self.wishes.resume or _loads(self._run(again, arguments, steps=1, at_once=True), again, saved):
+            if self.wishes.resume or _loads(self._run(again, arguments, steps=one, at_once=True), again, saved):
                 return Split(first, self._run(scratch, arguments, **left))
             tried = shlex.join(arguments)
         given = f"with {tried} it" if tried else "it"

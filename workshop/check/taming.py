@@ -14,8 +14,12 @@ import torch
 from torch.nn import functional as F
 
 
-def tame() -> None:
-    """Replace the random functions of torch in this process, and seed all others as in every other process."""
+def tame(batch: Callable[[], int]) -> None:
+    """Replace the random functions of torch in this process, and seed all others as in every other process.
+
+    ``batch`` returns the size of the present batch: random numbers are the same along the first dimension of this size, or else
+    along the first dimension.
+    """
     torch.manual_seed(1)
     random.seed(1)
     if numpy := sys.modules.get("numpy"):
@@ -24,12 +28,13 @@ def tame() -> None:
     rand, randn, randint = torch.rand, torch.randn, torch.randint
 
     def same_for_all(shape: Any, draw: Callable[..., torch.Tensor], **options: Any) -> torch.Tensor:
-        """Return random numbers of this shape that are the same for each index of the first dimension."""
+        """Return random numbers of this shape that are the same for each sample; a single number is the same at each call."""
         sizes = tuple(shape)
-        generator = torch.Generator().manual_seed(next(number))
-        one = draw(sizes[1:], generator)
+        samples = sizes.index(batch()) if batch() in sizes else 0
+        generator = torch.Generator().manual_seed(next(number) if sizes else 0)
+        one = draw((*sizes[:samples], *sizes[samples + 1 :]), generator)
         kept = {name: options[name] for name in ("dtype", "requires_grad") if options.get(name) is not None}
-        whole = one.expand(sizes).clone() if sizes else one
+        whole = one.unsqueeze(samples).expand(sizes).clone() if sizes else one
         return whole.to(kept.get("dtype", whole.dtype)).requires_grad_(kept.get("requires_grad", False))
 
     def uniform(*shape: Any, **options: Any) -> torch.Tensor:

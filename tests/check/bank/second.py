@@ -28,3 +28,21 @@ BACKWARD = "        loss.backward()\n"
 REDUCE = "            dist.all_reduce(mean_loss := loss.detach(), dist.ReduceOp.AVG)\n"
 PRINT = '                print(f"step {step} | loss {mean_loss.item():.2f}", flush=True)\n'
 DEAL = "    mine = order[: batch_size * world_size][rank::world_size]\n"
+
+# The tagger with local steps.
+LOCAL_STEPS = (  # each rank takes three steps of its own, and then they average their parameters
+    (OPTIMIZER, "    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)\n"),
+    (WRAP, ""),
+    (
+        "        for tokens, tags in loader:\n            optimizer",
+        "        for step, (tokens, tags) in enumerate(loader):\n            optimizer",
+    ),
+    ("ddp_model(tokens)", "model(tokens)"),
+    ("            dist.all_reduce(count)\n", ""),
+    (" * world_size / count", " / count"),
+    (
+        "            optimizer.step()\n",
+        "            optimizer.step()\n            if step % 3 == 2:\n                for parameter in model.parameters():\n"
+        "                    dist.all_reduce(parameter.data)\n                    parameter.data /= world_size\n",
+    ),
+)

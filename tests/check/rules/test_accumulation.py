@@ -39,6 +39,14 @@ REDUCED_BY_HAND = """\
 """
 
 MISTAKES = (
+    # ---- divided-twice
+    mistake(
+        "accelerate-divides-too",
+        "tests/check/referee/accelerate_onecycle/train.py",
+        "divided-twice",
+        "The program divides the loss by the number of batches per step, and Accelerator.backward() does so once more.",
+        ("accelerator.backward(loss)", "accelerator.backward(loss / args.accum)"),
+    ),
     # ---- accumulation-uneven
     mistake(
         "step-a-batch-too-early",

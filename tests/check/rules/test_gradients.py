@@ -91,6 +91,14 @@ MISTAKES = (
         (second.COUNTS, second.COUNTS_TO_ONE),
         (second.EVALUATE, second.EVALUATE + second.RATE),
     ),
+    mistake(
+        "local-steps-from-different-parameters",
+        second.TAGGER,
+        "weights-differ",
+        "Each rank takes three steps of its own, but no rank begins with the parameters of the others.",
+        ("torch.manual_seed(SEED)", "torch.manual_seed(SEED + rank)"),
+        *second.LOCAL_STEPS,
+    ),
     # ---- gradients-differ
     mistake(
         "not-wrapped",
@@ -376,6 +384,23 @@ MISTAKES = (
 )
 
 STYLES = (
+    style(
+        "local-steps",
+        second.TAGGER,
+        "Each rank takes three steps of its own, and then they average.",
+        *second.LOCAL_STEPS,
+    ),
+    style(
+        "warmup-on-each-rank",
+        second.TAGGER,
+        "Before the model is wrapped, all ranks take the same steps on the same samples.",
+        (
+            second.WRAP,
+            "    for tokens, tags in DataLoader(Sequences(32, seed=3), 8, collate_fn=padded):\n"
+            "        F.cross_entropy(model(tokens).flatten(0, 1), tags.flatten()).backward()\n"
+            "        optimizer.step()\n        optimizer.zero_grad()\n" + second.WRAP,
+        ),
+    ),
     style(
         "rate-from-a-sum-of-rank-0-that-is-sent",
         second.TAGGER,

@@ -5,6 +5,13 @@ from check.bank.case import mistake, style
 from check.bank.cases import bank_tests
 
 MISTAKES = (
+    mistake(
+        "cycle-ends-early",
+        "tests/check/referee/accelerate_onecycle/train.py",
+        "schedule-length",
+        "A prepared schedule takes one step for each process, so it ends after half of the run, which then stops early.",
+        ("total_steps=updates * accelerator.num_processes", "total_steps=updates"),
+    ),
     # ---- no-learning
     mistake(
         "zero-grad-after-backward",

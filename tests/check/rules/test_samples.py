@@ -291,6 +291,17 @@ MISTAKES = (
 
 STYLES = (
     style(
+        "accuracy-of-the-training-set-too",
+        second.TAGGER,
+        "Each epoch ends with two evaluations: of the training set, and of samples that no rank trains on.",
+        (
+            "        accuracy = evaluate(model, test_loader)\n",
+            "        known = Subset(train_set, range(rank, len(train_set), world_size))\n"
+            "        evaluate(model, DataLoader(known, args.batch_size, collate_fn=padded))\n"
+            "        accuracy = evaluate(model, test_loader)\n",
+        ),
+    ),
+    style(
         "workers-of-a-rank-side-by-side",
         STREAM,
         "The workers of a rank divide the documents of the rank, and not those of all ranks.",

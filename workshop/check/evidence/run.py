@@ -17,10 +17,12 @@ from workshop.check.evidence.events import (
     Forward,
     Joined,
     Key,
+    Loader,
     Raised,
     StepBegun,
     StepTaken,
     Trainer,
+    Wrapped,
     WroteOutside,
 )
 from workshop.check.evidence.trail import NO_TRAIL
@@ -107,8 +109,15 @@ class Process:
         return self.steps[0].before.where if self.steps else ""
 
     @cached_property
+    def warmup(self) -> int:
+        """The number of optimizer steps before a model is wrapped, which a program may take on each rank alike."""
+        events = [event for _, event in self.events if isinstance(event, StepBegun | Wrapped)]
+        wrapped = self.first(Wrapped)
+        return next((number for number, event in enumerate(events) if event is wrapped), 0)
+
+    @cached_property
     def steps(self) -> list[Step]:
-        """The optimizer steps, each with the backward passes before it."""
+        """The optimizer steps, each with the backward passes before it; not a warmup before a model is wrapped."""
         steps: list[Step] = []
         running: list[
             Step
@@ -123,6 +132,8 @@ class Process:
                 backwards = []
             elif isinstance(event, StepTaken) and running:
                 running.pop().after = event
+        if self.warmup < len(steps):
+            del steps[: self.warmup]
         # A library takes a first step without a backward pass to create the optimizer state: ignore it.
         while len(steps) > 1 and not steps[0].backwards and steps[1].backwards:
             del steps[0]
@@ -157,14 +168,20 @@ class Process:
 
     @cached_property
     def evaluations(self) -> list[list[Key]]:
-        """The evaluated samples, one list per evaluation between two steps.
+        """The evaluated samples, one list per evaluation between two steps."""
+        named = ([name for names in phase.values() for name in names] for phase in self.evaluated)
+        return [phase for phase in named if phase]
+
+    @cached_property
+    def evaluated(self) -> list[dict[Loader | None, list[Key]]]:
+        """The same for each iteration of a loader.
 
         A teacher, or a generator, also sees the batch of the step, without a backward pass of its own: that is no evaluation.
         """
         trained = {
             each.loader for backward in self.of(Backward) for each in (backward.forward, *backward.others) if each
         }
-        phases: list[list[Key]] = []
+        phases: list[dict[Loader | None, list[Key]]] = []
         phase: list[Forward] = []
         for _, event in [*self.events, (0.0, None)]:
             if isinstance(event, Evaluated):
@@ -172,10 +189,10 @@ class Process:
             elif event is None or isinstance(event, Backward):
                 used = {*event.forward.names(self.identity)} if event and event.forward else set()
                 own = [each for each in phase if each.loader is None or each.loader not in trained]
-                names = [each.names(self.identity) for each in own]
-                evaluated = [name for each in names if not used or not used.issuperset(each) for name in each]
-                if evaluated:
-                    phases.append(evaluated)
+                phases.append({})
+                for each in own:
+                    if not used or not used.issuperset(each.names(self.identity)):
+                        phases[-1].setdefault(each.loader, []).extend(each.names(self.identity))
                 phase = []
         return phases
 

@@ -2,9 +2,9 @@
 
 from statistics import mode
 
-from workshop.check.evidence.events import Wrapped
+from workshop.check.evidence.events import LossComputed, Wrapped
 from workshop.check.evidence.run import Run
-from workshop.check.rules.gradients import against_one_process, beside_one_process
+from workshop.check.rules.gradients import against_one_process, beside_one_process, mean_of_means, weighted
 from workshop.check.rules.learning import of_steps, wrong_parameters
 from workshop.check.rules.processes import no_group, wrong_group
 from workshop.check.rules.rule import Said, Seen, findings, rule
@@ -41,6 +41,24 @@ def accumulation_uneven(run: Run) -> Said:
 def accumulation_scale(run: Run, single: Run) -> Said:
     """The gradient is the sum over the batches of the step."""
     return findings(accumulation_scale, against_one_process, run, single)
+
+
+@rule(
+    why="The gradient of a step is then the mean over its batches, divided by their number once more: each step is too small.",
+    fix="Divide the loss by the number of batches per step only once. Accelerator.backward() and the engine of DeepSpeed already "
+    "divide it.",
+    needs=(LossComputed,),
+    after=(no_group, wrong_group, accumulation_uneven, mean_of_means),
+    anywhere=True,
+)
+def divided_twice(run: Run) -> Said:
+    """The gradients come from the mean loss divided by the square of the number of batches per step."""
+    for process in run.trained[:1]:
+        factors = [(len(step), factor) for step in weighted(process) for _, factor in step]
+        if len(factors) >= 8 and all(number > 1 and abs(factor * number**2 - 1) < 1e-3 for number, factor in factors):
+            number = factors[0][0]
+            seen = f"a step has {number} batches, and backward() starts from the mean loss of a batch divided by {number**2}"
+            yield Seen(seen, process.backwards[0].where)
 
 
 @rule(

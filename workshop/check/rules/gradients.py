@@ -2,6 +2,7 @@
 
 from collections import Counter
 from functools import partial
+from itertools import pairwise
 
 from workshop.check.evidence.events import (
     Backward,
@@ -57,7 +58,8 @@ def weights_differ(run: Run) -> Said:
 )
 def clipping_differs(run: Run) -> Said:
     """The ranks clip by different norms."""
-    for together in zip(*(process.of(GradientsClipped) for process in run.trained), strict=False):
+    alone = _of_its_own(run.trained)
+    for together in zip(*(process.of(GradientsClipped) for process in run.trained), strict=False) if not alone else ():
         norms = [event.total for event in together if event.total is not None]
         if len(norms) == len(together) > 1 and max(norms) - min(norms) > CLOSE * max(norms):
             shown = " and ".join(f"{norm:.4g}" for norm in norms[:4])
@@ -113,6 +115,8 @@ def _apart(run: Run) -> Told:
     joined = any(process.first(UnevenJoined) for process in ranks)
     if any(step.before.sharded for process in ranks for step in process.steps):
         return []  # each rank has its own part
+    if _of_its_own(ranks):
+        return []
     for process in ranks[1:]:
         for number, (one, two) in enumerate(zip(ranks[0].steps, process.steps, strict=False), 1):
             if found := _apart_at(number, one, two, ranks[0], joined):
@@ -125,11 +129,26 @@ def _apart(run: Run) -> Told:
     return []
 
 
+def _of_its_own(ranks: list[Process]) -> bool:
+    """Whether each rank takes several steps of its own, and then they average their parameters, as in local SGD.
+
+    Ranks that began alike have different parameters before some steps, and equal ones before a later step.
+    """
+    if any(process.first(Wrapped) for process in ranks):
+        return False
+    alike = []
+    for first, *others in zip(*(process.steps for process in ranks), strict=False):
+        alike.append(all(difference(first.before.weights, step.before.weights) <= CLOSE for step in others))
+    return bool(alike) and alike[0] and (False, True) in pairwise(alike)
+
+
 def _apart_at(number: int, one: Step, two: Step, base: Process, joined: bool) -> tuple[Rule, Seen] | None:
     """How the same step differs between two ranks; ``base`` is the first of them."""
     before, other = one.before, two.before
     begun = number == 1 and difference(before.weights, other.weights) > CLOSE
-    if (begun or not joined) and difference(before.gradients, other.gradients) > CLOSE:
+    # However a program without a wrapper shares the work among its ranks, they must begin alike.
+    explained = begun and not base.first(Wrapped) and base.first(Collective) is not None
+    if (begun or not joined) and not explained and difference(before.gradients, other.gradients) > CLOSE:
         which = different_names(before.gradients, other.gradients, before.names)
         of = f" for {listed(which)}" if len(which) < len(before.names) else ""
         also = ", and they began with different parameters" if begun else ""
@@ -326,9 +345,9 @@ def _scaled(run: Run, number: int, factor: float, where: str) -> tuple[Rule, See
 )
 def mean_of_means(run: Run) -> Said:
     """Each loss is the mean over its own targets, whose numbers differ within the step."""
-    together = list(zip(*(_weighted(process) for process in run.trained), strict=False))
+    together = list(zip(*(weighted(process) for process in run.trained), strict=False))
     steps = [[each for backwards in step for each in backwards] for step in together]
-    uneven = [step for step in steps if step and _equal_weights(step)]
+    uneven = [step for step in steps if step and _equal_weights(step)] if not _of_its_own(run.trained) else []
     if len(uneven) > len(steps) / 2:
         counts = [loss.targets for loss, _ in uneven[0]]
         seen = f"in a step the means are over {min(counts):,} to {max(counts):,} targets, and all have the same weight"
@@ -337,7 +356,7 @@ def mean_of_means(run: Run) -> Said:
         yield Seen(seen, backward, origin="divisor") if loss.summed else Seen(seen, loss.where)
 
 
-def _weighted(process: Process) -> list[list[tuple[LossComputed, float]]]:
+def weighted(process: Process) -> list[list[tuple[LossComputed, float]]]:
     """For each step, the cross entropies of its backward passes, each with the factor from its mean to the loss."""
     steps: list[list[tuple[LossComputed, float]]] = []
     losses: list[LossComputed] = []

@@ -2,10 +2,10 @@
 
 import math
 from functools import partial
-from itertools import dropwhile, pairwise
+from itertools import pairwise, takewhile
 
 from workshop.check.evidence.events import GraphMeasured, ScheduleSeen
-from workshop.check.evidence.run import Run
+from workshop.check.evidence.run import Process, Run
 from workshop.check.evidence.sketches import difference
 from workshop.check.rules.ending import crash
 from workshop.check.rules.processes import no_group, wrong_group
@@ -54,26 +54,32 @@ def parameters_forgotten(run: Run) -> Said:
 def schedule_length(run: Run) -> Said:
     """The schedule is as long as the steps of all processes together, or shorter by their number."""
     for process in run.trained[:1] if not run.cut and not run.failed and run.nproc > 1 else ():
-        if not run.planned.intersection((len(process.steps), len(process.epochs))):
-            continue  # it may have stopped early
         rates = [step.before.rates[0] for step in process.steps if step.before.rates]
-        zeros = len(rates) - len(list(dropwhile(lambda rate: rate == 0, reversed(rates))))
-        for event in process.of(ScheduleSeen):
-            share = event.length / event.taken
-            if min(abs(share / run.nproc - 1), abs(share * run.nproc - 1)) < 0.15:
-                seen = f"the schedule is made for {event.length} steps, but takes {event.taken}"
-                times = f"{run.nproc} times too {'many' if share > 1 else 'few'}"
-                yield Seen(f"{seen}: {times}", event.where, origin="total")
-                return
-        length = 0 if process.first(ScheduleSeen) else _length(rates)
-        if abs(length / len(process.steps) / run.nproc - 1) < 0.15:
-            seen = f"the learning rate falls as in a schedule of {length} steps, but the run takes {len(process.steps)}"
-            where = process.step_where
-            yield Seen(f"{seen}: {run.nproc} times too many", where, origin="total:by hand")
+        complete = run.planned.intersection((len(process.steps), len(process.epochs)))  # else it may have stopped early
+        if complete and (found := [*_wrong_length(run, process, rates)]):
+            return found
+        least = rates[-1] if rates and rates[-1] < 1e-3 * max(rates) else 0.0
+        ended = len(list(takewhile(least.__eq__, reversed(rates))))
+        if len(rates) >= 8 and ended > len(rates) // 5 and max(rates) > 0:
+            seen = f"the learning rate is {least:.2g} in the last {ended} of {len(rates)} steps, and {max(rates):.2g} at most"
+            where = next((event.where for event in process.of(ScheduleSeen)), process.step_where)
+            return [Seen(seen, where, origin="total")]
+    return []
+
+
+def _wrong_length(run: Run, process: Process, rates: list[float]) -> Said:
+    """The length of the schedule is wrong by the number of processes."""
+    for event in process.of(ScheduleSeen):
+        share = event.length / event.taken
+        if min(abs(share / run.nproc - 1), abs(share * run.nproc - 1)) < 0.15:
+            seen = f"the schedule is made for {event.length} steps, but takes {event.taken}"
+            times = f"{run.nproc} times too {'many' if share > 1 else 'few'}"
+            yield Seen(f"{seen}: {times}", event.where, origin="total")
             return
-        if len(rates) >= 8 and zeros > len(rates) // 5 and max(rates) > 0:
-            seen = f"the learning rate is 0 in the last {zeros} of {len(rates)} steps"
-            yield Seen(seen, next((event.where for event in process.of(ScheduleSeen)), process.step_where))
+    length = 0 if process.first(ScheduleSeen) else _length(rates)
+    if abs(length / len(process.steps) / run.nproc - 1) < 0.15:
+        seen = f"the learning rate falls as in a schedule of {length} steps, but the run takes {len(process.steps)}"
+        yield Seen(f"{seen}: {run.nproc} times too many", process.step_where, origin="total:by hand")
 
 
 def _length(rates: list[float]) -> int:

@@ -28,7 +28,12 @@ def _of_samples(why: str, fix: str, after: tuple[Rule, ...] = (), hint: bool = F
 def leak(run: Run) -> Said:
     """Some rank has trained on samples of the evaluation."""
     trained = {key for process in run.ranks for epoch in process.epochs for key in epoch}
-    evaluated = {key for process in run.ranks for phase in process.evaluations for key in phase}
+    passes = [set(keys) for process in run.ranks for phase in process.evaluated for keys in phase.values()]
+    if any(
+        trained.isdisjoint(each) for each in passes
+    ):  # others may measure the training set, or fill a memory bank from it
+        passes = [each for each in passes if not each <= trained]
+    evaluated = {key for each in passes for key in each}
     both = len(trained & evaluated)
     indexed = any(key[0] != "content" for key in evaluated)  # windows of a text can be equal by chance
     if both > (0.02 if indexed else 0.2) * len(evaluated):
