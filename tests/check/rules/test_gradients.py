@@ -395,10 +395,10 @@ STYLES = (
         second.TAGGER,
         "Before the model is wrapped, all ranks take the same steps on the same samples.",
         (
-            second.WRAP,
-            "    for tokens, tags in DataLoader(Sequences(32, seed=3), 8, collate_fn=padded):\n"
+            second.OPTIMIZER,
+            second.OPTIMIZER + "    for tokens, tags in DataLoader(Sequences(32, seed=3), 8, collate_fn=padded):\n"
             "        F.cross_entropy(model(tokens).flatten(0, 1), tags.flatten()).backward()\n"
-            "        optimizer.step()\n        optimizer.zero_grad()\n" + second.WRAP,
+            "        optimizer.step()\n        optimizer.zero_grad()\n",
         ),
     ),
     style(

@@ -15,7 +15,7 @@ from workshop.check.evidence.events import (
 from workshop.check.evidence.run import Process, Run
 from workshop.check.rules.checkpoints import export_differs, not_exported, not_saved
 from workshop.check.rules.ending import ending, no_training
-from workshop.check.rules.learning import no_learning
+from workshop.check.rules.learning import no_learning, schedule_length
 from workshop.check.rules.restart import epoch_repeated, epoch_skipped, never_resumes, resume_differs, resume_fails
 from workshop.check.rules.rule import Said, Seen, Told, also, rule
 from workshop.check.rules.sharding import losses, unequal
@@ -51,7 +51,7 @@ def _line_of(processes: Sequence[Process], method: str) -> str | None:
     why="The engine counts the batches in step(), and updates the parameters itself after gradient_accumulation_steps of them.",
     fix="Call engine.step() after every engine.backward(), without a condition of your own.",
     after=(engine_idle,),
-    instead_of=(no_training,),
+    instead_of=(no_training, schedule_length),
     needs=(EngineCalled,),
     anywhere=True,
 )
