@@ -45,8 +45,8 @@ def accumulation_scale(run: Run, single: Run) -> Said:
 
 @rule(
     why="The gradient of a step is then the mean over its batches, divided by their number once more: each step is too small.",
-    fix="Divide the loss by the number of batches per step only once. Accelerator.backward() and the engine of DeepSpeed already "
-    "divide it.",
+    fix="Divide the loss by the number of batches per step only once: accelerator.backward() and the engine of DeepSpeed already "
+    "do so.",
     needs=(LossComputed,),
     after=(no_group, wrong_group, accumulation_uneven, mean_of_means),
     anywhere=True,

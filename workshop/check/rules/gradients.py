@@ -58,7 +58,7 @@ def weights_differ(run: Run) -> Said:
 )
 def clipping_differs(run: Run) -> Said:
     """The ranks clip by different norms."""
-    alone = _of_its_own(run.trained)
+    alone = _of_its_own(run)
     for together in zip(*(process.of(GradientsClipped) for process in run.trained), strict=False) if not alone else ():
         norms = [event.total for event in together if event.total is not None]
         if len(norms) == len(together) > 1 and max(norms) - min(norms) > CLOSE * max(norms):
@@ -115,7 +115,7 @@ def _apart(run: Run) -> Told:
     joined = any(process.first(UnevenJoined) for process in ranks)
     if any(step.before.sharded for process in ranks for step in process.steps):
         return []  # each rank has its own part
-    if _of_its_own(ranks):
+    if _of_its_own(run):
         return []
     for process in ranks[1:]:
         for number, (one, two) in enumerate(zip(ranks[0].steps, process.steps, strict=False), 1):
@@ -129,12 +129,13 @@ def _apart(run: Run) -> Told:
     return []
 
 
-def _of_its_own(ranks: list[Process]) -> bool:
-    """Whether each rank takes several steps of its own, and then they average their parameters, as in local SGD.
+def _of_its_own(run: Run) -> bool:
+    """Whether each rank takes several steps of its own, and then they average their parameters (local SGD; in no exercise).
 
     Ranks that began alike have different parameters before some steps, and equal ones before a later step.
     """
-    if any(process.first(Wrapped) for process in ranks):
+    ranks = run.trained
+    if run.asked or any(process.first(Wrapped) for process in ranks):
         return False
     alike = []
     for first, *others in zip(*(process.steps for process in ranks), strict=False):
@@ -347,7 +348,7 @@ def mean_of_means(run: Run) -> Said:
     """Each loss is the mean over its own targets, whose numbers differ within the step."""
     together = list(zip(*(weighted(process) for process in run.trained), strict=False))
     steps = [[each for backwards in step for each in backwards] for step in together]
-    uneven = [step for step in steps if step and _equal_weights(step)] if not _of_its_own(run.trained) else []
+    uneven = [step for step in steps if step and _equal_weights(step)] if not _of_its_own(run) else []
     if len(uneven) > len(steps) / 2:
         counts = [loss.targets for loss, _ in uneven[0]]
         seen = f"in a step the means are over {min(counts):,} to {max(counts):,} targets, and all have the same weight"
