@@ -11,41 +11,30 @@ from workshop.check.evidence.events import (
     ActivationsKept,
     Backward,
     BatchLoaded,
-    CheckpointCalled,
     Collective,
     Compiled,
     DeviceChosen,
     DeviceSeen,
-    Drawn,
     Ended,
     EpochSet,
     Evaluated,
     Exited,
     FileRenamed,
     FileWritten,
-    FullySharded,
     GradientsClipped,
     GraphMeasured,
     GroupDestroyed,
-    InnerCollective,
     Joined,
     Joining,
     LayersSeen,
-    LayoutSeen,
     Loaded,
     LoaderStarted,
-    LossWeighted,
-    ModelCopied,
-    ModelUpdated,
-    NotAwaited,
     Raised,
     Saved,
     Started,
-    StateLoaded,
     StoreOpened,
     UnevenJoined,
     ValuesAsked,
-    VariablesSeen,
     WeightsRead,
     Wrapped,
     WroteOutside,
@@ -204,129 +193,6 @@ def test_each_rank_has_its_own_random_state(training):
 
 # ---------------------------------------------------------------- random splits and orders
 
-DRAWING = """
-    import random
-    import numpy, torch
-    from torch.utils.data import DataLoader, random_split
-
-    values = list(range(50))
-    for seed in (1, 1, 2):
-        parts = random_split(values, [30, 20], generator=torch.Generator().manual_seed(seed))  # split
-    torch.randperm(50)
-    random.shuffle(values)  # by the module
-    random.Random(1).shuffle(x=values)
-    random.sample(values, 10)
-    numpy.random.permutation(50)
-    numpy.random.default_rng(1).shuffle(values)  # by NumPy
-    for batch in DataLoader(values, shuffle=True):  # drawn by a library
-        pass
-"""
-
-
-def test_random_splits_and_orders_of_the_program_are_recorded(place):
-    drawing = Made(place("drawing"), DRAWING).well()
-    (process,) = drawing.run.processes
-    first, again, different, *others = process.of(Drawn)
-    assert first == again
-    assert (first.name, first.size, first.where) == ("random_split", 50, drawing.line("# split"))
-    assert different.of == first.of
-    assert different.result != first.result
-    functions = ["torch.randperm", "random.shuffle", "shuffle", "random.sample", "numpy.random.permutation", "shuffle"]
-    assert [each.name for each in others] == functions
-    assert others[1].where == drawing.line("# by the module")
-    assert others[-1].where == drawing.line("# by NumPy")
-
-
-# ---------------------------------------------------------------- streams
-
-STREAMING = """
-    from torch.utils.data import DataLoader, IterableDataset
-
-    class Stream(IterableDataset):
-        def __iter__(self):
-            yield from range(4)
-
-    for workers in (0, 2):
-        for batch in DataLoader(Stream(), num_workers=workers):
-            pass
-"""
-
-
-def test_the_workers_of_a_stream_are_recorded(place):
-    streaming = Made(place("streaming"), STREAMING).well()
-    started = [each for process in streaming.run.processes for each in process.of(LoaderStarted)]
-    assert [each.workers for each in started] == [0, 2]
-    assert {each.source for each in started} == {streaming.line("def __iter__")}
-
-
-# ---------------------------------------------------------------- copies of models
-
-COPYING = """
-    import copy
-    import torch
-
-    @torch.no_grad()
-    def follow(average, model):
-        for old, new in zip(average.parameters(), model.parameters()):
-            old.lerp_(new, 0.1)
-
-    model = torch.nn.Linear(2, 1)
-    average = copy.deepcopy(model)
-    copy.deepcopy([1, [2]])
-    layer = torch.nn.TransformerEncoderLayer(4, 1, 4)
-    torch.nn.TransformerEncoder(layer, 2)  # copied by a library
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for step in range(3):
-        model(torch.randn(4, 2)).mean().backward()
-        optimizer.step()
-        follow(average, model)  # on every rank
-"""
-
-
-def test_copies_of_a_model_and_their_updates_are_recorded(place):
-    copying = Made(place("copying"), COPYING).well()
-    (process,) = copying.run.processes
-    (copied,) = process.of(ModelCopied)
-    assert (copied.model, copied.names) == ("Linear", ["weight", "bias"])
-    assert copied.where == copying.line("average = copy")
-    first, _ = process.of(ModelUpdated)
-    assert [where for _, where, *_ in first.calls] == [
-        copying.line("old.lerp_"),
-        copying.line("# on every rank"),
-    ]
-
-
-# ---------------------------------------------------------------- losses
-
-WEIGHTING = """
-    import torch
-    from torch import nn
-    from torch.utils.checkpoint import checkpoint
-
-    model, weights = nn.Linear(4, 3), torch.tensor([0.5, 1.0, 2.0])
-    labels = torch.tensor([0, 1, 2, 2, 0, 1, 2, 2])
-
-    def weighted(logits):
-        return (nn.functional.cross_entropy(logits, labels, reduction="none") * weights[labels]).mean()
-
-    nn.functional.cross_entropy(model(torch.randn(8, 4)), labels, weight=weights).backward()  # argument
-    weighted(model(torch.randn(8, 4))).backward()
-    checkpoint(weighted, model(torch.randn(8, 4)), use_reentrant=False).backward()  # its tensors are not there
-"""
-
-
-def test_the_constants_that_weight_a_loss_are_recorded(place):
-    weighting = Made(place("weighting"), WEIGHTING).well()
-    argument, factors = weighting.run.processes[0].of(LossWeighted)
-    assert argument.values == factors.values == [0.5, 1.0, 2.0]
-    assert argument.argument
-    assert not factors.argument
-    assert argument.where == weighting.line("# argument")
-    assert factors.where == weighting.line('reduction="none"')
-
-
-# ---------------------------------------------------------------- processes that a program starts
-
 STARTING = """
     import json, multiprocessing, os, random
     import numpy, torch
@@ -484,159 +350,3 @@ def test_a_step_with_a_closure_has_the_gradients_of_the_closure(alone):
     assert [backward.leftover for backward in process.of(Backward)] == [False, True]
     (first, second) = (event.bytes for event in process.of(ActivationsKept))
     assert (first, second) == (8, 24)
-
-
-META = """
-    import torch
-    from torch import nn
-    from torch.utils.data import DataLoader
-
-    with torch.device("meta"):
-        model = nn.Linear(2, 1)
-        data = torch.ones(4, 2)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for batch in DataLoader(data, 2):
-        loss = model(batch).mean()
-        loss.backward()
-        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-    strange = nn.Linear(2, 2, dtype=torch.complex64)
-    optimizer = torch.optim.SGD(strange.parameters(), lr=0.1)
-    strange(torch.ones(1, 2, dtype=torch.complex64)).abs().sum().backward()
-    optimizer.step()
-    torch.save({"weight": torch.empty(2, device="meta")}, "meta.pt")
-"""
-
-
-def test_tensors_without_data_cause_no_error_in_the_program(place):
-    made = Made(place("meta"), META).well()
-    (process,) = made.run.processes
-    assert process.stderr == ""
-    first, second, third = process.steps
-    assert first.before.gradients == first.after.weights == [None, None]
-    assert [event.loss for event in process.of(Backward)][:2] == [None, None]
-    assert not any(event.leftover for event in process.of(Backward)[:2])
-    assert second.keys == [("Tensor", 4, 2), ("Tensor", 4, 3)]
-    assert second.rows == []
-    assert third.before.weights[0][0] > 0
-
-
-# ---------------------------------------------------------------- a new loader in each epoch
-
-ANEW = """
-    import builtins
-    import torch
-    from torch import nn
-    from torch.utils.data import DataLoader, TensorDataset
-
-    identity = id
-    builtins.id = lambda thing: 1 if isinstance(thing, DataLoader) else identity(thing)  # by chance, without this line
-    data = TensorDataset(torch.arange(8.0).unsqueeze(1))
-    model = nn.Linear(1, 1)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    for half in ([0, 1, 2, 3], [4, 5, 6, 7], [3, 2, 1, 0]):
-        for (inputs,) in DataLoader(data, batch_size=2, sampler=half):
-            optimizer.zero_grad()
-            model(inputs).square().mean().backward()
-            optimizer.step()
-"""
-
-
-def test_epochs_are_told_apart_when_each_has_a_new_loader(place):
-    """Python may give a new loader the id() of an earlier loader that no longer exists."""
-    (process,) = Made(place("anew"), ANEW).well().run.processes
-    assert [[number for *_, number in epoch] for epoch in process.epochs] == [[0, 1, 2, 3], [4, 5, 6, 7], [3, 2, 1, 0]]
-
-
-# ---------------------------------------------------------------- sharded models
-
-SHARDED = """
-    import torch
-    import torch.distributed as dist
-    import torch.distributed.checkpoint as dcp
-    from torch import nn
-    from torch.distributed.fsdp import fully_shard
-
-    dist.init_process_group("gloo")
-    torch.manual_seed(0)
-
-    class Model(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
-            self.head = nn.Linear(4, 2, bias=False)
-
-        def forward(self, x):
-            for layer in self.layers:
-                x = layer(x)
-            return self.head(x)
-
-    model = Model()
-    for layer in model.layers:
-        fully_shard(layer)
-    fully_shard(model)  # the rest
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    model(torch.ones(2, 4)).sum().backward()
-    optimizer.step()
-    dcp.save({"model": model.state_dict()}, checkpoint_id="checkpoint")
-    dist.destroy_process_group()
-"""
-
-
-def test_sharded_models_are_recorded(place):
-    made = Made(place("sharded"), SHARDED, "torchrun", 2).well()
-    for rank in made.ranks:
-        *layers, rest = rank.of(FullySharded)
-        assert [event.held for event in layers] == [4 * 20] * 3
-        assert (rest.held, rest.offload, rest.where) == (4 * 8, "NoneType", made.line("# the rest"))
-        (layout,) = rank.of(LayoutSeen)
-        assert (layout.own, layout.whole) == (136, 272)
-        assert (layout.groups, layout.layers, layout.layer_groups) == (4, 3, 3)
-        assert layout.dtypes == ["torch.float32"]
-        assert layout.buffers == []
-        assert any(event.name.startswith("reduce_scatter") for event in rank.of(InnerCollective))
-        (saved,) = rank.of(CheckpointCalled)
-        assert (saved.name, saved.writer, saved.where) == ("save", "", made.line("dcp.save"))
-        assert not [event for event in rank.of(Collective) if event.where == saved.where]  # calls of the library itself
-        assert len(rank.of(ActivationsKept)) == 1
-
-
-LOOSE = """
-    import torch
-    import torch.distributed as dist
-    from torch import nn
-    from torch.nn.parallel import DistributedDataParallel
-
-    def main():
-        dist.init_process_group("gloo")
-        model = nn.Linear(2, 2)
-        ddp = DistributedDataParallel(model)
-        optimizer = torch.optim.Adam(ddp.parameters())
-        draws = torch.Generator().manual_seed(dist.get_rank())
-        for number in range(2):
-            with ddp.no_sync():  # local
-                ddp(torch.rand(3, 2, generator=draws)).sum().backward()
-            waited, lost = torch.ones(2), torch.ones(2)
-            dist.all_reduce(waited, async_op=True).wait()
-            handle = dist.all_reduce(lost, async_op=True)  # lost
-            optimizer.step()
-            handle.wait()
-        optimizer.load_state_dict(optimizer.state_dict())
-        torch.save({"optimizer": optimizer.state_dict()}, f"{dist.get_rank()}.pt")
-        dist.destroy_process_group()
-
-    main()
-"""
-
-
-def test_handles_variables_and_optimizer_states_are_recorded(place):
-    loose = Made(place("loose"), LOOSE, "torchrun", 2).well()
-    for rank in loose.ranks:
-        assert [event.where for event in rank.of(NotAwaited)] == [loose.line("# lost")]
-        assert {event.unsynced for event in rank.of(Backward)} == {loose.line("# local")}
-        assert rank.first(Wrapped).names == ("weight", "bias")
-        assert [event.numbers["number"] for event in rank.of(VariablesSeen)] == [0, 1]
-        assert rank.first(StateLoaded).where == loose.line("optimizer.load_state_dict")
-        assert rank.first(Saved).moments == rank.first(Saved).own == 12  # two moments of six parameters
-    states = [[event.states["draws"] for event in rank.of(VariablesSeen)] for rank in loose.ranks]
-    assert len({state for rank in states for state in rank}) == 4

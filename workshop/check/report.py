@@ -103,7 +103,7 @@ def show_all(verdicts: Iterator[Verdict], json_only: bool, verbose: bool) -> Ver
 def _next(verdicts: Iterator[Verdict], console: Console, waits: bool) -> Verdict | None:
     """Return the next verdict; None at the end. While it ``waits`` for a real start, a terminal shows the time."""
     columns = SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn()
-    with Progress(*columns, console=console, transient=True, disable=not (waits and console.is_terminal)) as progress:
+    with Progress(*columns, console=console, transient=True, disable=not (waits and console.file.isatty())) as progress:
         progress.add_task("started for real")
         return next(verdicts, None)
 

@@ -85,3 +85,61 @@ STACKED = """\
     images = torch.stack([image for image, _ in train_set]).to(device)
     labels = torch.tensor([label for _, label in train_set], device=device)
 """
+
+TRAINER = """\
+def wrap(model):
+    return DDP(model)
+
+
+def prepare_data(rank, world_size, args):
+    transform = transforms.Compose([transforms.ToTensor(), transforms.Normalize((0.5,), (0.5,))])
+    train_set, test_set = load_dataset(args.dataset, transform)
+    sampler = DistributedSampler(train_set, seed=SEED, drop_last=True)
+    share = Subset(test_set, range(rank, len(test_set), world_size))
+    return DataLoader(train_set, args.batch_size, sampler=sampler, drop_last=True), DataLoader(share, args.batch_size)
+
+
+class Trainer:
+    def __init__(self, rank, world_size, device, args):
+        self.rank, self.world_size, self.device, self.args = rank, world_size, device, args
+        torch.manual_seed(SEED)
+        plain_model = SmallCNN().to(device)
+        self.optimizer = torch.optim.AdamW(plain_model.parameters(), lr=1e-3)
+        self.first_epoch = load_checkpoint(args.checkpoint, plain_model, self.optimizer, device)
+        self.model = wrap(plain_model)
+        self.train_loader, self.test_loader = prepare_data(rank, world_size, args)
+        self.log = EpochLog(args.checkpoint, args.epochs, device, processes=world_size)
+
+    def fit(self):
+        for epoch in range(self.first_epoch, self.args.epochs):
+            torch.manual_seed(SEED + 1000 * epoch + self.rank)
+            self.train_loader.sampler.set_epoch(epoch)
+            start = time.perf_counter()
+            losses = self._run_epoch()
+            seconds = time.perf_counter() - start
+            accuracy = evaluate(self.model.module, self.test_loader, self.device)
+            if self.rank == 0:
+                speed = len(losses) * self.args.batch_size * self.world_size / seconds
+                self.log.write(epoch, losses, accuracy, speed)
+                if (epoch + 1) % self.args.save_every == 0 or epoch + 1 == self.args.epochs:
+                    save_checkpoint(self.args.checkpoint, self.model.module, self.optimizer, epoch)
+
+    def _run_epoch(self):
+        self.model.train()
+        losses = torch.stack([self._run_batch(*batch) for batch in self.train_loader])
+        dist.all_reduce(losses, dist.ReduceOp.AVG)
+        return losses.tolist()
+
+    def _run_batch(self, images, labels):
+        self.optimizer.zero_grad()
+        loss = F.cross_entropy(self.model(images.to(self.device)), labels.to(self.device))
+        loss.backward()
+        self.optimizer.step()
+        return loss.detach()
+
+
+def train(rank, world_size, device, args):
+    Trainer(rank, world_size, device, args).fit()
+
+
+"""

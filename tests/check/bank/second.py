@@ -46,3 +46,12 @@ LOCAL_STEPS = (  # each rank takes three steps of its own, and then they average
         "                    dist.all_reduce(parameter.data)\n                    parameter.data /= world_size\n",
     ),
 )
+
+FOLLOW = """\
+@torch.no_grad()
+def follow(average, model):
+    for old, new in zip(average.parameters(), model.parameters(), strict=True):
+        old.lerp_(new, 0.1)
+
+
+"""

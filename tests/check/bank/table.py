@@ -40,6 +40,13 @@ def edited_lines(case: Case) -> str:
     return ", ".join(f"{first}-{last}" if last > first else str(min(first, max(last, 1))) for first, last in ranges)
 
 
+def line_is_edited(row: dict) -> bool:
+    """Return whether the finding points at a line that the mistake has changed."""
+    line = row.get("line", "").rpartition(":")[2]
+    ranges = [each.partition("-") for each in row.get("edited", "").split(", ") if each]
+    return any(line.isdigit() and int(first) <= int(line) <= int(last or first) for first, _, last in ranges)
+
+
 def for_real(report: str) -> list[dict]:
     """Return a row for each mistake in a report of real runs."""
     rows = []
@@ -58,7 +65,7 @@ def main(arguments: list[str]) -> None:
     """Print the table."""
     rows = for_real(arguments[0]) if arguments else by_replay()
     right = sum(row["named"] in row["expected"].split(" or ") for row in rows)
-    head = json.dumps({"mistakes": len(rows), "named_right": right})
+    head = json.dumps({"mistakes": len(rows), "named_right": right, "line_is_edited": sum(map(line_is_edited, rows))})
     print(head[:-1] + ', "rows": [\n ' + ",\n ".join(map(json.dumps, rows)) + "\n]}")
 
 

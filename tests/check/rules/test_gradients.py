@@ -6,72 +6,6 @@ from check.bank.cases import bank_tests
 from check.bank.replay import replayed
 from check.bank.whole import case_of
 
-TRAINER = """\
-def wrap(model):
-    return DDP(model)
-
-
-def prepare_data(rank, world_size, args):
-    transform = transforms.Compose([transforms.ToTensor(), transforms.Normalize((0.5,), (0.5,))])
-    train_set, test_set = load_dataset(args.dataset, transform)
-    sampler = DistributedSampler(train_set, seed=SEED, drop_last=True)
-    share = Subset(test_set, range(rank, len(test_set), world_size))
-    return DataLoader(train_set, args.batch_size, sampler=sampler, drop_last=True), DataLoader(share, args.batch_size)
-
-
-class Trainer:
-    def __init__(self, rank, world_size, device, args):
-        self.rank, self.world_size, self.device, self.args = rank, world_size, device, args
-        torch.manual_seed(SEED)
-        plain_model = SmallCNN().to(device)
-        self.optimizer = torch.optim.AdamW(plain_model.parameters(), lr=1e-3)
-        self.first_epoch = load_checkpoint(args.checkpoint, plain_model, self.optimizer, device)
-        self.model = wrap(plain_model)
-        self.train_loader, self.test_loader = prepare_data(rank, world_size, args)
-        self.log = EpochLog(args.checkpoint, args.epochs, device, processes=world_size)
-
-    def fit(self):
-        for epoch in range(self.first_epoch, self.args.epochs):
-            torch.manual_seed(SEED + 1000 * epoch + self.rank)
-            self.train_loader.sampler.set_epoch(epoch)
-            start = time.perf_counter()
-            losses = self._run_epoch()
-            seconds = time.perf_counter() - start
-            accuracy = evaluate(self.model.module, self.test_loader, self.device)
-            if self.rank == 0:
-                speed = len(losses) * self.args.batch_size * self.world_size / seconds
-                self.log.write(epoch, losses, accuracy, speed)
-                if (epoch + 1) % self.args.save_every == 0 or epoch + 1 == self.args.epochs:
-                    save_checkpoint(self.args.checkpoint, self.model.module, self.optimizer, epoch)
-
-    def _run_epoch(self):
-        self.model.train()
-        losses = torch.stack([self._run_batch(*batch) for batch in self.train_loader])
-        dist.all_reduce(losses, dist.ReduceOp.AVG)
-        return losses.tolist()
-
-    def _run_batch(self, images, labels):
-        self.optimizer.zero_grad()
-        loss = F.cross_entropy(self.model(images.to(self.device)), labels.to(self.device))
-        loss.backward()
-        self.optimizer.step()
-        return loss.detach()
-
-
-def train(rank, world_size, device, args):
-    Trainer(rank, world_size, device, args).fit()
-
-
-"""
-
-FOLLOW = """\
-@torch.no_grad()
-def follow(average, model):
-    for old, new in zip(average.parameters(), model.parameters(), strict=True):
-        old.lerp_(new, 0.1)
-
-
-"""
 GAN = "tests/check/referee/gan/train.py"
 
 MISTAKES = (
@@ -162,7 +96,7 @@ MISTAKES = (
             "            optimizer.step()\n",
             "            optimizer.step()\n            if rank == 0:\n                follow(average, model)\n",
         ),
-        ("@torch.no_grad()\n", FOLLOW + "@torch.no_grad()\n"),
+        ("@torch.no_grad()\n", second.FOLLOW + "@torch.no_grad()\n"),
         ("evaluate(model, test_loader)", "evaluate(average, test_loader)"),
     ),
     mistake(
@@ -412,7 +346,7 @@ STYLES = (
         "trainer-class-and-helpers",
         ddp.SPAWN,
         "A Trainer class, helpers for the wrap and the data, no step numbers, no progress bar.",
-        (ddp.TRAIN, TRAINER),
+        (ddp.TRAIN, ddp.TRAINER),
     ),
     style(
         "wrapped-model-takes-the-name",

@@ -1,5 +1,6 @@
 """The events of the processes of a run, and properties of them that the rules read."""
 
+import math
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -169,30 +170,30 @@ class Process:
     @cached_property
     def evaluations(self) -> list[list[Key]]:
         """The evaluated samples, one list per evaluation between two steps."""
-        named = ([name for names in phase.values() for name in names] for phase in self.evaluated)
+        named = ([name for names in phase.values() for name in names] for _, phase in self.evaluated)
         return [phase for phase in named if phase]
 
     @cached_property
-    def evaluated(self) -> list[dict[Loader | None, list[Key]]]:
-        """The same for each iteration of a loader.
+    def evaluated(self) -> list[tuple[float, dict[Loader | None, list[Key]]]]:
+        """The same for each iteration of a loader, with the time at which the evaluation ended.
 
         A teacher, or a generator, also sees the batch of the step, without a backward pass of its own: that is no evaluation.
         """
         trained = {
             each.loader for backward in self.of(Backward) for each in (backward.forward, *backward.others) if each
         }
-        phases: list[dict[Loader | None, list[Key]]] = []
+        phases: list[tuple[float, dict[Loader | None, list[Key]]]] = []
         phase: list[Forward] = []
-        for _, event in [*self.events, (0.0, None)]:
+        for seconds, event in [*self.events, (math.inf, None)]:
             if isinstance(event, Evaluated):
                 phase.append(event.forward)
             elif event is None or isinstance(event, Backward):
                 used = {*event.forward.names(self.identity)} if event and event.forward else set()
                 own = [each for each in phase if each.loader is None or each.loader not in trained]
-                phases.append({})
+                phases.append((seconds, {}))
                 for each in own:
                     if not used or not used.issuperset(each.names(self.identity)):
-                        phases[-1].setdefault(each.loader, []).extend(each.names(self.identity))
+                        phases[-1][1].setdefault(each.loader, []).extend(each.names(self.identity))
                 phase = []
         return phases
 

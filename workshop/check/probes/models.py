@@ -91,7 +91,8 @@ class Models(Probe):
             tensor is not None and tensor.requires_grad
         )  # also a frozen discriminator passes gradients on to its input
         batch = None if tensor is None else self.recorder.take_batch(tensor)
-        content = [] if tensor is None else rows(tensor)
+        number = tensor is not None and tensor.dim() == 1 and not tensor.is_floating_point()
+        content = [] if tensor is None or number else rows(tensor)  # a number, such as that of a user, is no sample
         forward = Forward(
             wrapped=wrapped,
             sync=bool(module.require_backward_grad_sync) if wrapped else None,

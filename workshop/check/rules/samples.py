@@ -28,7 +28,18 @@ def _of_samples(why: str, fix: str, after: tuple[Rule, ...] = (), hint: bool = F
 def leak(run: Run) -> Said:
     """Some rank has trained on samples of the evaluation."""
     trained = {key for process in run.ranks for epoch in process.epochs for key in epoch}
-    passes = [set(keys) for process in run.ranks for phase in process.evaluated for keys in phase.values()]
+    began: dict[Key, float] = {}
+    for process in run.ranks:
+        for step in process.steps:
+            for key in step.keys:
+                began[key] = min(step.seconds, began.get(key, step.seconds))
+    passes = [
+        set(keys)
+        for process in run.ranks
+        for seconds, phase in process.evaluated
+        for loader, keys in phase.items()
+        if loader or not _collects(keys, seconds, began)
+    ]
     if any(
         trained.isdisjoint(each) for each in passes
     ):  # others may measure the training set, or fill a memory bank from it
@@ -39,6 +50,12 @@ def leak(run: Run) -> Said:
     if both > (0.02 if indexed else 0.2) * len(evaluated):
         seen = f"{both:,} of the {len(evaluated):,} evaluated samples are training samples of a rank"
         yield _by_draw(run, Seen(seen, run.where(Evaluated)))
+
+
+def _collects(keys: list[Key], seconds: float, began: dict[Key, float]) -> bool:
+    """Whether the program trains on samples of an evaluation only later, as on the games that a policy has just played."""
+    later = sum(began.get(key, 0.0) > seconds for key in set(keys))
+    return later > 0.2 * len(set(keys))
 
 
 @_of_samples(

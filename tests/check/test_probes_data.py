@@ -1,0 +1,136 @@
+"""What the probes record of the data, the copies of a model and the weights of a loss."""
+
+from check.made import Made
+from workshop.check.evidence.events import (
+    Drawn,
+    LoaderStarted,
+    LossWeighted,
+    ModelCopied,
+    ModelUpdated,
+)
+
+# ---------------------------------------------------------------- two ranks that train
+
+
+DRAWING = """
+    import random
+    import numpy, torch
+    from torch.utils.data import DataLoader, random_split
+
+    values = list(range(50))
+    for seed in (1, 1, 2):
+        parts = random_split(values, [30, 20], generator=torch.Generator().manual_seed(seed))  # split
+    torch.randperm(50)
+    random.shuffle(values)  # by the module
+    random.Random(1).shuffle(x=values)
+    random.sample(values, 10)
+    numpy.random.permutation(50)
+    numpy.random.default_rng(1).shuffle(values)  # by NumPy
+    for batch in DataLoader(values, shuffle=True):  # drawn by a library
+        pass
+"""
+
+
+def test_random_splits_and_orders_of_the_program_are_recorded(place):
+    drawing = Made(place("drawing"), DRAWING).well()
+    (process,) = drawing.run.processes
+    first, again, different, *others = process.of(Drawn)
+    assert first == again
+    assert (first.name, first.size, first.where) == ("random_split", 50, drawing.line("# split"))
+    assert different.of == first.of
+    assert different.result != first.result
+    functions = ["torch.randperm", "random.shuffle", "shuffle", "random.sample", "numpy.random.permutation", "shuffle"]
+    assert [each.name for each in others] == functions
+    assert others[1].where == drawing.line("# by the module")
+    assert others[-1].where == drawing.line("# by NumPy")
+
+
+# ---------------------------------------------------------------- streams
+
+STREAMING = """
+    from torch.utils.data import DataLoader, IterableDataset
+
+    class Stream(IterableDataset):
+        def __iter__(self):
+            yield from range(4)
+
+    for workers in (0, 2):
+        for batch in DataLoader(Stream(), num_workers=workers):
+            pass
+"""
+
+
+def test_the_workers_of_a_stream_are_recorded(place):
+    streaming = Made(place("streaming"), STREAMING).well()
+    started = [each for process in streaming.run.processes for each in process.of(LoaderStarted)]
+    assert [each.workers for each in started] == [0, 2]
+    assert {each.source for each in started} == {streaming.line("def __iter__")}
+
+
+# ---------------------------------------------------------------- copies of models
+
+COPYING = """
+    import copy
+    import torch
+
+    @torch.no_grad()
+    def follow(average, model):
+        for old, new in zip(average.parameters(), model.parameters()):
+            old.lerp_(new, 0.1)
+
+    model = torch.nn.Linear(2, 1)
+    average = copy.deepcopy(model)
+    copy.deepcopy([1, [2]])
+    layer = torch.nn.TransformerEncoderLayer(4, 1, 4)
+    torch.nn.TransformerEncoder(layer, 2)  # copied by a library
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(3):
+        model(torch.randn(4, 2)).mean().backward()
+        optimizer.step()
+        follow(average, model)  # on every rank
+"""
+
+
+def test_copies_of_a_model_and_their_updates_are_recorded(place):
+    copying = Made(place("copying"), COPYING).well()
+    (process,) = copying.run.processes
+    (copied,) = process.of(ModelCopied)
+    assert (copied.model, copied.names) == ("Linear", ["weight", "bias"])
+    assert copied.where == copying.line("average = copy")
+    first, _ = process.of(ModelUpdated)
+    assert [where for _, where, *_ in first.calls] == [
+        copying.line("old.lerp_"),
+        copying.line("# on every rank"),
+    ]
+
+
+# ---------------------------------------------------------------- losses
+
+WEIGHTING = """
+    import torch
+    from torch import nn
+    from torch.utils.checkpoint import checkpoint
+
+    model, weights = nn.Linear(4, 3), torch.tensor([0.5, 1.0, 2.0])
+    labels = torch.tensor([0, 1, 2, 2, 0, 1, 2, 2])
+
+    def weighted(logits):
+        return (nn.functional.cross_entropy(logits, labels, reduction="none") * weights[labels]).mean()
+
+    nn.functional.cross_entropy(model(torch.randn(8, 4)), labels, weight=weights).backward()  # argument
+    weighted(model(torch.randn(8, 4))).backward()
+    checkpoint(weighted, model(torch.randn(8, 4)), use_reentrant=False).backward()  # its tensors are not there
+"""
+
+
+def test_the_constants_that_weight_a_loss_are_recorded(place):
+    weighting = Made(place("weighting"), WEIGHTING).well()
+    argument, factors = weighting.run.processes[0].of(LossWeighted)
+    assert argument.values == factors.values == [0.5, 1.0, 2.0]
+    assert argument.argument
+    assert not factors.argument
+    assert argument.where == weighting.line("# argument")
+    assert factors.where == weighting.line('reduction="none"')
+
+
+# ---------------------------------------------------------------- processes that a program starts
