@@ -96,7 +96,7 @@ class Process:
 
     def forget(self) -> None:
         """Forget what was computed with other settings."""
-        for name in ("steps", "backwards", "optimizers", "epochs", "evaluations"):
+        for name in ("steps", "backwards", "optimizers", "epochs", "evaluations", "evaluated"):
             self.__dict__.pop(name, None)
 
     @cached_property
@@ -120,9 +120,7 @@ class Process:
     def steps(self) -> list[Step]:
         """The optimizer steps, each with the backward passes before it; not a warmup before a model is wrapped."""
         steps: list[Step] = []
-        running: list[
-            Step
-        ] = []  # the step of an optimizer such as ZeroRedundancyOptimizer contains that of another one
+        running: list[Step] = []  # that of ZeroRedundancyOptimizer, for example, contains the step of another optimizer
         backwards: list[Backward] = []
         for seconds, event in self.events:
             if isinstance(event, Backward):

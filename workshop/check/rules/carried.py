@@ -7,9 +7,8 @@ from workshop.check.evidence.run import Process, Run, Step
 from workshop.check.rules.words import listed, named
 from workshop.check.scenarios import Split
 
-Cause = tuple[
-    str, str, str, str
-]  # what was seen, what to do, the line ("": where the checkpoint is loaded), the origin
+# What was seen, what to do, the line ("": where the checkpoint is loaded), and the origin.
+Cause = tuple[str, str, str, str]
 
 
 def first_cause(whole: Run, split: Split) -> Cause | None:
