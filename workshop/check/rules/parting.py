@@ -15,7 +15,7 @@ from workshop.check.source import Statement
 AHEAD = 5000  # lines in which the ranks may come together again
 LOOPS = (ast.For, ast.AsyncFor, ast.While)
 BATCHES = (
-    "Give all ranks the same number of rounds of this loop: divide the data after filtering and packing it, and use "
+    "Give all ranks the same number of iterations of this loop: divide the data after filtering and packing it, and use "
     "DistributedSampler or drop_last=True, or take the smallest number of all ranks (all_reduce with ReduceOp.MIN)."
 )
 DECIDE = (
@@ -153,10 +153,10 @@ def _way(one: Walk, other: Walk, at: tuple[int, int], fork: _Fork, statement: St
 
 
 def _loop(one: Walk, other: Walk, at: tuple[int, int], fork: _Fork, statement: Statement, then: _Then) -> Seen | None:
-    """What to say about a loop that one rank leaves earlier, or about a round in which the ranks make different calls."""
-    rounds = one.rounds(at[0], statement), other.rounds(at[1], statement)
+    """What to say about a loop that one rank leaves earlier, or about an iteration in which the ranks make different calls."""
+    iterations = one.iterations(at[0], statement), other.iterations(at[1], statement)
     for mine, theirs in zip(
-        zip(rounds[0], rounds[0][1:], strict=False), zip(rounds[1], rounds[1][1:], strict=False), strict=False
+        zip(iterations[0], iterations[0][1:], strict=False), zip(iterations[1], iterations[1][1:], strict=False), strict=False
     ):
         if one.made(*mine) != other.made(*theirs):
             inner = _fork(one, other, [mine[0], theirs[0]], [mine[1], theirs[1]])
@@ -170,13 +170,13 @@ def _loop(one: Walk, other: Walk, at: tuple[int, int], fork: _Fork, statement: S
     if within[0] == within[1]:
         return _way(one, other, at, fork, statement, then)
     leaves, goes = (other, one) if within[0] else (one, other)
-    number = len(rounds[0 if leaves is one else 1]) - 1
+    number = len(iterations[0 if leaves is one else 1]) - 1
     counted = (
-        f"after {plural(number, 'round')} on {{}}, but {{}} begins round {number + 1}"
+        f"after {plural(number, 'iteration')} on {{}}, but {{}} begins iteration {number + 1}"
         if number >= 0
         else "on {}, not on {}"
     )
-    origin = _decided_by(one, other, at, statement) or _looped_over(one, other, rounds)
+    origin = _decided_by(one, other, at, statement) or _looped_over(one, other, iterations)
     seen = (
         f"the loop at line {one.steps[at[0]].line} (`{one.text(at[0])}`) ends "
         f"{counted.format(named(leaves.process), named(goes.process))}{then.text}"
@@ -196,12 +196,12 @@ def _decided_by(one: Walk, other: Walk, at: tuple[int, int], statement: Statemen
     return None
 
 
-def _looped_over(one: Walk, other: Walk, rounds: tuple[list[int], list[int]]) -> Origin | None:
+def _looped_over(one: Walk, other: Walk, iterations: tuple[list[int], list[int]]) -> Origin | None:
     """The line of the function of the program that returns what a loop runs over."""
-    if not rounds[0] or not rounds[1]:
+    if not iterations[0] or not iterations[1]:
         return None
-    at = inside(one, other, (rounds[0][0], rounds[1][0]))
-    if at[0] == rounds[0][0]:
+    at = inside(one, other, (iterations[0][0], iterations[1][0]))
+    if at[0] == iterations[0][0]:
         return None
     origins = (origin_of(one, other, at, name, sizes=True) for name in differing(one, other, at, sizes=True))
     returned = Origin("", ("", ""), one.place(at[0]), one.text(at[0]))

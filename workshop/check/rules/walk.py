@@ -129,8 +129,8 @@ class Walk:
         statement = self.statement(at)
         return statement.scope if statement else (-1, -1)
 
-    def rounds(self, at: int, statement: Statement) -> list[int]:
-        """The steps at which the rounds of a loop began, the last of which is ``at``; empty if the first is unknown."""
+    def iterations(self, at: int, statement: Statement) -> list[int]:
+        """The steps at which the iterations of a loop began, the last of which is ``at``; empty if the first is unknown."""
         found, end = [at], statement.node.end_lineno or 0
         for number in self.before(at):
             line = self.steps[number].line
