@@ -28,10 +28,10 @@ torch.save(model.module.state_dict(), "model.pt")
 dist.destroy_process_group()
 """
 COMMAND = ("torchrun", "--nproc-per-node=2", "train.py")
-CALL, SAVE = "    loss = (model(inputs) - targets).pow(2).mean()", 'torch.save(model.module.state_dict(), "model.pt")'
+LOADER, SAVE = "loader = DataLoader(dataset, batch_size=4)", 'torch.save(model.module.state_dict(), "model.pt")'
 # For each of its mistakes: the line that the finding names, and the repair.
 MISTAKES = {
-    "same-samples": (CALL, ("batch_size=4)", "batch_size=4, sampler=DistributedSampler(dataset))")),
+    "same-samples": (LOADER, ("batch_size=4)", "batch_size=4, sampler=DistributedSampler(dataset))")),
     "two-writers": (SAVE, (SAVE, f"if dist.get_rank() == 0:\n    {SAVE}")),
 }
 HANGS = PROGRAM.replace("    optimizer.step()\n", "    optimizer.step()\n    dist.get_rank() == 0 and dist.barrier()\n")

@@ -3,8 +3,12 @@
 import json
 import os
 import shutil
+import signal
+import subprocess
 import sys
+import time
 
+import psutil
 import pytest
 
 import runs
@@ -108,3 +112,22 @@ def test_ctrl_c_at_the_moment_of_a_fork_ends_the_check(tmp_path):
 def test_check_shows_its_findings_in_a_notebook(capsys):
     check("02_pytorch_ddp/exercise1_multigpu.py", "--device", "cpu")
     assert "one process trains" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("blow", [signal.SIGINT, signal.SIGTERM], ids=lambda blow: blow.name)
+def test_a_check_that_is_stopped_leaves_neither_files_nor_processes(blow, tmp_path):
+    program, own = tmp_path / "program", tmp_path / "temporary"
+    program.mkdir()
+    own.mkdir()
+    (program / "train.py").write_text("import time\nopen('begun', 'w').close()\ntime.sleep(600)\n")
+    command = [sys.executable, "-P", "-m", "workshop", "check", "--", "torchrun", "--nproc-per-node=2", "train.py"]
+    check = subprocess.Popen(command, cwd=program, env={**os.environ, "TMPDIR": str(own)})
+    deadline = time.monotonic() + 60
+    while not list(own.glob("workshop-check-*/*/program/begun")) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    family = psutil.Process(check.pid).children(recursive=True)
+    assert len(family) >= 2
+    check.send_signal(blow)
+    assert check.wait(30) == 128 + blow
+    assert list(own.glob("workshop-check-*")) == []
+    assert psutil.wait_procs(family, timeout=10)[1] == []

@@ -17,7 +17,7 @@ PROGRAMS = {
             warmup, total = 10, 3 * updates
             schedule = LambdaLR(optimizer, lambda step: rate(step, warmup, total))  # seen
     """,
-    "total:by hand": """
+    "total:by-hand": """
         def set_rate(optimizer, step, total):
             rate = 0.1 * (1 - step / total)
             optimizer.param_groups[0]["lr"] = rate
@@ -99,10 +99,203 @@ PROGRAMS = {
             state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}  # cause
             torch.save(state, path)  # seen
     """,
-    "seed:of each rank": """
+    "seed:of-each-rank": """
         def main(policy, seed, rank):
             generator = torch.Generator().manual_seed(seed + rank)
             policy(torch.rand(3, generator=generator))  # seen
+    """,
+    "call:Trainer.devices|Trainer": """
+        def main(module, data):
+            trainer = Trainer(
+                devices=1,  # cause
+            )
+            trainer.fit(module, data)  # seen
+    """,
+    "call:.Model.*from_": """
+        tokenizer = AutoTokenizer.from_pretrained("tiny")
+        model = AutoModelForCausalLM.from_pretrained("tiny")  # cause
+        fully_shard(model)  # seen
+    """,
+    "configured": """
+        def main(config):
+            config["zero_optimization"]["stage"] = 0  # cause
+            engine, *_ = initialize(config=config)  # seen
+    """,
+    "environ:MASTER_": """
+        def main():
+            os.environ["MASTER_ADDR"] = "localhost"  # cause
+            init_process_group("gloo")  # seen
+    """,
+    "figure:losses": """
+        def epoch(model, loader):
+            losses = torch.zeros(len(loader))
+            for step, batch in enumerate(loader):
+                losses[step] = model(batch).item()  # cause
+            return losses, time()
+
+        def main(model, loader, log):
+            losses, seconds = epoch(model, loader)
+            log.write(1, losses, seconds)  # seen
+    """,
+    "figure:accuracy": """
+        def evaluate(right, count):
+            mean = right / count  # cause
+            return mean
+
+        def main(right, count, log):
+            log.write(1, accuracy=evaluate(right, count))  # seen
+    """,
+    "gate": """
+        import torch
+
+        def save(path, model):
+            torch.save(model.state_dict(), path)  # seen
+
+        def main(model, epoch):
+            if epoch % 2 == 0:  # cause
+                save("model.pt", model)
+    """,
+    "gate:%": """
+        def main(loader, optimizer, every):
+            for number, batch in enumerate(loader):
+                last = number % every == 0  # cause
+                if last:
+                    optimizer.step()  # seen
+    """,
+    "holds:environ": """
+        def choose(index):
+            torch.accelerator.set_device_index(index)  # seen
+
+        rank = int(os.environ["RANK"])  # cause
+        choose(rank)
+    """,
+    "kept": """
+        def main(loader, model, optimizer, losses):
+            for step, batch in enumerate(loader):
+                loss = model(batch)
+                optimizer.step()  # seen
+                losses[step] = loss  # cause
+    """,
+    "loader": """
+        def epoch(model, loader):
+            for batch in tqdm(loader):
+                model(batch)  # seen
+
+        def main(model, data):
+            train_loader = DataLoader(data, 8, shuffle=True)  # cause
+            epoch(model, train_loader)
+    """,
+    "loader:of-a-sampler": """
+        def main(model, data):
+            sampler = DistributedSampler(data, num_replicas=1, rank=0)  # cause
+            loader = DataLoader(data, 8, sampler=sampler)
+            for batch in loader:
+                model(batch)  # seen
+    """,
+    "loader:itself": """
+        def main(model, data):
+            sampler = BatchSampler(RandomSampler(data), 8)
+            loader = DataLoader(data, sampler=sampler)  # cause
+            for batch in loader:
+                model(batch)  # seen
+    """,
+    "loader:order": """
+        def main(model, sampler, loader):
+            for epoch in range(3):
+                sampler.set_epoch(0)  # cause
+                for batch in loader:
+                    model(batch)  # seen
+    """,
+    "loader:evaluation": """
+        class Data(LightningDataModule):
+            def train_dataloader(self):
+                return DataLoader(self.train)
+
+            def val_dataloader(self):
+                return DataLoader(self.test)  # cause
+
+        Trainer().fit(Module(), Data())  # seen
+    """,
+    "loading:optim": """
+        def resume(path, model, optimizer):
+            state = torch.load(path)  # seen
+            model.load_state_dict(state["model"])
+            optimizer.load_state_dict(state["optimizer"])  # cause
+    """,
+    "logged:accuracy": """
+        class Module(LightningModule):
+            def validation_step(self, batch):
+                self.log("loss", self(batch))
+                self.log("accuracy", self.right(batch))  # cause
+
+        Trainer().fit(Module())  # seen
+    """,
+    "model": """
+        def epoch(model, loader):
+            for batch in loader:
+                cross_entropy(model(batch), batch)  # seen
+
+        def main(loader, device):
+            model = Net().to(device)  # cause
+            epoch(model, loader)
+    """,
+    "passed": """
+        import torch
+
+        def save(path, model):
+            torch.save(model.state_dict(), path)  # seen
+
+        save("model.pt", ddp_model)  # cause
+    """,
+    "printed": """
+        def main(rank, epoch, losses):  # seen
+            if rank == 0:
+                print("training")
+            print(f"epoch {epoch}: {losses.mean()}")  # cause
+    """,
+    "receiver:backward": """
+        def main(model, batch, optimizer):
+            loss = model(batch).sum()  # cause
+            loss.backward()
+            optimizer.step()  # seen
+    """,
+    "reseeded": """
+        def main(rank, model, batch):
+            torch.manual_seed(0)
+            torch.manual_seed(rank)  # cause
+            model(batch)  # seen
+    """,
+    "reseeded:loop": """
+        def main(model, loader):
+            torch.manual_seed(0)
+            for epoch in range(3):
+                torch.manual_seed(epoch)  # cause
+                model(next(loader))  # seen
+    """,
+    "returned:training_step": """
+        class Module(LightningModule):
+            def training_step(self, batch):
+                return self(batch).detach()  # cause
+
+        Trainer().fit(Module())  # seen
+    """,
+    "text:^[^#]*port=": """
+        # port=0 would let the system choose
+        port=29500  # cause
+        srun train.py  # seen
+    """,
+    "uncalled": """
+        def resume(path, model):  # cause
+            model.load_state_dict(torch.load(path))
+
+        def main(parser):
+            check_arguments(parser)  # seen
+    """,
+    "uncalled model": """
+        def main(loader):
+            model = Net()  # cause
+            for batch in loader:
+                model(batch)  # seen
     """,
 }
 
@@ -118,8 +311,23 @@ def test_the_line_of_the_cause_is_found(origin, tmp_path):
     assert found.where == f"train.py:{lines.get('cause', lines['seen'])}"
 
 
-def test_every_kind_of_cause_is_tested():
-    assert {origin.partition(":")[0] for origin in PROGRAMS} == FINDERS.keys()
+def test_every_kind_of_cause_is_tested_and_exists():
+    assert {origin.partition(":")[0] for origin in PROGRAMS} == {"text", *FINDERS, "uncalled model"}
+    kinds = {part.partition(":")[0] for rule in RULES.values() for part in rule.origin.split()}
+    assert kinds <= {"text", *FINDERS}
+
+
+def test_a_finding_without_a_line_gets_one(tmp_path):
+    (tmp_path / "train.py").write_text("def main():\n    loader = DataLoader(data)\n")
+    finding = Finding(RULES["loader-by-hand"], "seen")
+    assert at_origin(finding, tmp_path / "train.py", tmp_path).where == "train.py:2"
+
+
+def test_the_origin_of_a_finding_counts_more_than_that_of_its_rule(tmp_path):
+    (tmp_path / "train.py").write_text("loader = DataLoader(data)\nfor batch in loader:\n    model(batch)\n")
+    for origin, line in (("", 1), ("here", 3)):
+        finding = Finding(RULES["same-samples"], "seen", "train.py:3", origin=origin)
+        assert at_origin(finding, tmp_path / "train.py", tmp_path).where == f"train.py:{line}"
 
 
 def test_a_file_that_is_no_python_changes_nothing(tmp_path):

@@ -1,9 +1,15 @@
-"""Other numbers of processes, unseeded programs, and speeds that vary."""
+"""Other numbers of processes, unseeded programs, speeds that vary, and a machine that is busy with other work."""
+
+import subprocess
+import sys
 
 import pytest
 
 import runs
 from check.bank import ddp
+from check.bank.cases import assert_right
+from check.bank.replay import check_for_real
+from check.bank.whole import all_mistakes, all_styles
 from workshop.check.command import check_command
 from workshop.course.checking import check_file
 from workshop.course.exercises import find_exercise
@@ -56,3 +62,27 @@ def test_an_unseeded_program_may_differ_at_every_start(tmp_path):
 )
 def test_a_speed_counts_once_two_runs_agree(speeds, enough):
     assert settled(speeds) == enough
+
+
+@pytest.fixture
+def four_busy_loops():
+    loops = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(4)]
+    yield
+    for loop in loops:
+        loop.kill()
+        loop.wait()
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(case, id=case.name)
+        for case in [*all_mistakes()[::9], *all_styles()[::9]]
+        if not case.base.endswith(".sh")
+    ],
+)
+def test_other_work_on_the_machine_does_not_change_a_verdict(case, tmp_path, four_busy_loops):
+    """Check every ninth case of the bank while four processes that never pause share the cores with it."""
+    verdict, _ = check_for_real(case, tmp_path)
+    assert_right(case, verdict)

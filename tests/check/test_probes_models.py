@@ -154,7 +154,7 @@ LOOSE = """
             handle = dist.all_reduce(lost, async_op=True)  # lost
             optimizer.step()
             handle.wait()
-        optimizer.load_state_dict(optimizer.state_dict())
+        optimizer.load_state_dict(state_dict=optimizer.state_dict())
         torch.save({"optimizer": optimizer.state_dict()}, f"{dist.get_rank()}.pt")
         dist.destroy_process_group()
 

@@ -137,6 +137,73 @@ def test_a_package_for_gpus_is_checked_without_changes(package):
     assert sorted(str(path) for path in package.rglob("*")) == before
 
 
+def test_devices_and_backends_can_be_named_in_other_forms(package):
+    train = package / "trainer" / "train.py"
+    forms = {
+        "set_device(rank)": 'set_device(f"cuda:{rank}")\nassert torch.cuda.is_available()',
+        '"nccl"': '"NCCL"',
+        "torch.manual_seed(0)": "torch.manual_seed(0)\nnoise = torch.Generator(device=device)",
+    }
+    text = GPU_PROGRAM
+    for one, other in forms.items():
+        assert one in text
+        text = text.replace(one, other)
+    train.write_text(text)
+    *_, verdict = check_command(MODULE, folder=package)
+    assert [finding.seen for finding in verdict.errors] == []
+    assert verdict.status == 0
+
+
+LIGHTNING_PROGRAM = """
+import lightning as L
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+
+
+class Module(L.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.model = torch.nn.Linear(4, 1)
+
+    def training_step(self, batch, index):
+        return self.model(batch[0]).pow(2).mean()
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.01)
+
+
+if __name__ == "__main__":
+    L.seed_everything(1)
+    loader = DataLoader(TensorDataset(torch.randn(64, 4)), 8, shuffle=True)
+    trainer = L.Trainer(accelerator="gpu", devices=[0, 1], strategy="ddp", max_epochs=2, precision="16-mixed", logger=False)
+    trainer.fit(Module(), loader)
+    assert trainer.world_size == 2
+"""
+
+
+def test_lightning_for_gpus_is_checked_with_as_many_processes(tmp_path):
+    (tmp_path / "train.py").write_text(LIGHTNING_PROGRAM)
+    *_, verdict = check_command(["python", "train.py"], folder=tmp_path)
+    assert [finding.seen for finding in verdict.errors] == []
+    assert verdict.status == 0
+
+
+@pytest.mark.parametrize("exists", [False, True])
+def test_a_program_may_write_beside_its_folder(package, exists):
+    beside = package.parent / "out"
+    if exists:
+        beside.mkdir()
+        (beside / "other.pt").write_bytes(b"three weeks")
+    train = package / "trainer" / "train.py"
+    text = GPU_PROGRAM.replace("last.pt", "../out/last.pt").replace("new.pt", "../out/new.pt")
+    train.write_text(text.replace("start = 0\n", 'start = 0\nos.makedirs("../out", exist_ok=True)\n'))
+    *_, verdict = check_command(MODULE, folder=package)
+    assert [finding.seen for finding in verdict.errors] == []
+    assert verdict.status == 0
+    assert not any("resumes" in each for each in verdict.unchecked)
+    assert [path.name for path in package.parent.glob("out/*")] == (["other.pt"] if exists else [])
+
+
 def test_a_finding_names_the_file_of_the_package(package):
     data = package / "trainer" / "data.py"
     data.write_text(DATA.replace(" + rank", ""))

@@ -10,8 +10,11 @@ from workshop.check.evidence.run import Run
 from workshop.check.forked import Program
 from workshop.check.judge import Made, plan
 from workshop.check.probes import PROBES, Probe, Recorder, probes_for
+from workshop.check.probes.trails import Trails
 from workshop.check.scenarios import Scenario
 from workshop.check.subject import Subject
+
+TRACED = 150  # seconds of a run after which it is too long for a second run with tracing
 
 
 class ProgramBench:
@@ -70,3 +73,16 @@ class ProgramBench:
         for process in run.processes:
             process.identity = "rows" if self._by_content else process.identity
         return run
+
+    def traced(self, run: Run, again: Callable[..., Run]) -> Run:
+        """Run a program whose ranks have parted a second time, and trace its lines.
+
+        Args:
+            run: the first run. It counts if it was long, or if the ranks do not part again.
+            again: makes the second run; it is called with the probes of that run.
+        """
+        if run.seconds >= TRACED or not (run.apart or run.elsewhere()):
+            return run
+        second = again(probes=(*self.probes, Trails))
+        same = run.failed or not second.failed
+        return second if same and (second.apart or second.elsewhere()) else run

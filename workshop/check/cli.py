@@ -1,6 +1,7 @@
 """Define the command ``workshop-check``. ``workshop check`` has the same options, and calls the same function."""
 
 import os
+import signal
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -75,6 +76,8 @@ def leave(status: int) -> NoReturn:
 
 def call(command: click.Command, arguments: Sequence[str], name: str) -> NoReturn:
     """Run a command line. A mistake of the user ends it with one line on standard error and exit status 2."""
+    # As Ctrl-C does, SIGTERM (of ``timeout`` or Slurm) ends a command only after it has removed its temporary files.
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     try:
         command.main(args=list(arguments), prog_name=name, standalone_mode=False)
         sys.exit(0)

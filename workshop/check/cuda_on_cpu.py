@@ -7,8 +7,9 @@ import contextlib
 import os
 import sys
 import time
+from collections import defaultdict
 from collections.abc import Callable
-from functools import partial
+from functools import partial, wraps
 from types import SimpleNamespace
 from typing import Any
 
@@ -35,21 +36,29 @@ def is_gpu(device: object) -> bool:
     return isinstance(device, int) and not isinstance(device, bool)
 
 
-class _Device(type):
-    """The type of the replacement of ``torch.device``: its instances are those of the original."""
+class _OnCpu(type):
+    """The type of the replacement of a class that gets a device: its instances are those of the original."""
 
-    original: Any = torch.device
+    original: Any
 
     def __call__(cls, *args: Any, **kwargs: Any) -> Any:
         kind = args[0] if args else kwargs.get("type", kwargs.get("device"))
-        return _Device.original("cpu") if is_gpu(kind) else _Device.original(*args, **kwargs)
+        return cls.original("cpu") if is_gpu(kind) else cls.original(*args, **kwargs)
 
     def __instancecheck__(cls, value: object) -> bool:
-        return isinstance(value, _Device.original)
+        return isinstance(value, cls.original)
 
 
-class Device(metaclass=_Device):
+class Device(metaclass=_OnCpu):
     """In place of ``torch.device``."""
+
+    original = torch.device
+
+
+class Generator(metaclass=_OnCpu):
+    """In place of ``torch.Generator``."""
+
+    original = torch.Generator
 
 
 def _without_gpu(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -124,7 +133,7 @@ def install(count: int) -> None:
     Args:
         count: the number of GPUs that the program sees; with 0, ``torch.cuda.is_available()`` is False.
     """
-    torch.device = Device
+    torch.device, torch.Generator = Device, Generator
     for owner in (torch.Tensor, nn.Module):
         owner.to = _tensor_to(owner.to)
         owner.cuda = lambda self, *_, **__: self
@@ -145,6 +154,10 @@ def install(count: int) -> None:
     _autocast()
     _groups()
     _cuda(count)
+    _accelerate()
+    _deepspeed()
+    if count:
+        _lightning(count)
     nn.SyncBatchNorm.convert_sync_batchnorm = classmethod(lambda cls, module, *_: module)
     wrap = DistributedDataParallel.__init__
 
@@ -200,7 +213,69 @@ def _barrier(original: Callable[..., Any], group: Any = None, async_op: bool = F
 
 
 def _gloo(backend: Any) -> Any:
-    return "gloo" if isinstance(backend, str) and ("nccl" in backend or "cuda" in backend) else backend
+    name = backend.lower() if isinstance(backend, str) else ""
+    return "gloo" if "nccl" in name or "cuda" in name else backend
+
+
+def _accelerate() -> None:
+    """Started by torchrun without a GPU, Accelerate would form a group whose processes do not train together."""
+    if state := sys.modules.get("accelerate.state"):
+        original = state.PartialState.__init__
+
+        @wraps(original)
+        def init(self: Any, cpu: bool = False, **kwargs: Any) -> None:
+            original(self, True, **{name: value for name, value in kwargs.items() if name != "backend"})
+
+        state.PartialState.__init__ = init
+
+
+def _deepspeed() -> None:
+    """DeepSpeed refuses float16 on the CPU, so let it compute in bfloat16."""
+    config = sys.modules.get("deepspeed.runtime.config")
+    if original := getattr(getattr(config, "DeepSpeedConfig", None), "_initialize_params", None):
+
+        @wraps(original)
+        def initialize(self: Any, settings: dict[str, Any]) -> None:
+            half = settings.get("fp16", {})
+            if half.get("enabled"):
+                half["enabled"] = False
+                settings["bf16"] = {"enabled": True}
+            original(self, settings)
+
+        config.DeepSpeedConfig._initialize_params = initialize  # type: ignore[union-attr]
+
+
+def _lightning(count: int) -> None:
+    """Lightning asks the driver for GPUs, so let it use processes on the CPU, as many as it would use GPUs."""
+    for name, kind in (
+        ("lightning.pytorch", "Trainer"),
+        ("pytorch_lightning", "Trainer"),
+        ("lightning.fabric", "Fabric"),
+    ):
+        if name in sys.modules:
+            owner = getattr(sys.modules[name], kind)
+            owner.__init__ = _on_cpu_processes(owner.__init__, count)
+
+
+def _on_cpu_processes(original: Callable[..., None], count: int) -> Callable[..., None]:
+    @wraps(original)
+    def init(self: Any, *args: Any, **kwargs: Any) -> None:
+        if kwargs.get("accelerator") in ("gpu", "cuda"):
+            devices = kwargs.get("devices", "auto")
+            devices = devices.split(",") if isinstance(devices, str) and "," in devices else devices
+            number = (
+                len(devices)
+                if isinstance(devices, (list, tuple))
+                else count
+                if devices in ("auto", -1, "-1")
+                else int(devices)
+            )
+            kwargs |= {"accelerator": "cpu", "devices": number}
+        if "16" in str(kwargs.get("precision", "")):
+            kwargs["precision"] = "bf16-mixed"  # the CPU has no float16
+        original(self, *args, **kwargs)
+
+    return init
 
 
 def _cuda(count: int) -> None:
@@ -219,6 +294,8 @@ def _cuda(count: int) -> None:
     current = [0]
 
     def choose(device: Any = 0, *_: Any) -> None:
+        if isinstance(device, str):  # "cuda" or "cuda:1"
+            device = int(device.partition(":")[2] or 0)
         index = device if isinstance(device, int) else getattr(device, "index", None)
         if count and index is not None and not 0 <= index < count:
             raise RuntimeError(f"CUDA error: invalid device ordinal: device {index} of {count}")
@@ -244,7 +321,7 @@ def _cuda(count: int) -> None:
     answer(cuda, "get_device_capability", lambda *_: (9, 0))
     answer(cuda, "is_bf16_supported", lambda *_, **__: True)
     answer(cuda, "mem_get_info", lambda *_: (80 * 2**30, 80 * 2**30))
-    answer(cuda, "memory_stats", lambda *_: {})
+    answer(cuda, "memory_stats", lambda *_: defaultdict(int))
     answer(cuda, "memory_summary", lambda *_, **__: "")
     answer(cuda, "get_rng_state", lambda *_: torch.get_rng_state())
     answer(cuda, "get_rng_state_all", lambda: [torch.get_rng_state()])

@@ -20,6 +20,20 @@ def extensions() -> str:
     return os.environ.get("TORCH_EXTENSIONS_DIR") or os.path.join(cache, "torch_extensions")
 
 
+def own_caches(folder: Path) -> dict[str, str]:
+    """Link the owner's downloaded models and data sets into a folder; return the environment variables that name them there."""
+    cache = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    variables: dict[str, str] = {}
+    for name, usual in (("HF_HOME", "huggingface"), ("TORCH_HOME", "torch")):
+        place = os.environ.get(name) or os.path.join(cache, usual)
+        if os.path.isdir(place):
+            link = folder / f"of-owner-{usual}"
+            if not link.is_symlink() and not link.exists():
+                link.symlink_to(os.path.realpath(place))
+            variables[name] = str(link)
+    return variables
+
+
 def copy_folder(original: Path, copy: Path) -> None:
     """Fill a new folder ``copy`` with the contents of a folder, without virtual environments and version control."""
     entries = copied = 0

@@ -13,6 +13,7 @@ import socket
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,8 +31,8 @@ from workshop.check.evidence.events import (
 from workshop.check.evidence.run import Run
 from workshop.check.folder import copy_folder
 from workshop.check.judge import Made
+from workshop.check.launching import SHORT
 from workshop.check.probes import Recorder
-from workshop.check.probes.trails import Trails
 from workshop.check.scenarios import COMPARED, SPLIT, WHOLE, Compared, Scenario, Split, Unavailable
 from workshop.check.start import USUAL, Start
 from workshop.check.subject import Subject
@@ -39,10 +40,10 @@ from workshop.run.stillness import Patience
 
 # An unknown program may load a data set, or compute for a minute, before its first step.
 UNKNOWN = Patience(idle=10, busy=60, total=600)
-TRACED = 150  # seconds of a run after which it is too long for a second run with tracing
 STEPS = 30  # optimizer steps after which a long run is stopped
 BESIDE = 1000  # entries beside the folder of the program that it can see
 SOURCES = 200  # modules of the program that are read, to see which libraries it uses
+GPU = re.compile(r"cuda|\bgpus?\b")
 LIGHTNING = re.compile(r"^\s*(?:import|from)\s+(?:pytorch_)?lightning\b", re.MULTILINE)
 # An option with which programs resume: its name, and the rest of the call of add_argument().
 RESUME = re.compile(r"""["'](--(?:resume|restore|continue|load)[\w-]*)["']([^()]*(?:\([^()]*\)[^()]*)*)""")
@@ -102,12 +103,12 @@ class OwnersBench(ProgramBench):
             (*self.start.arguments, *arguments),
             scratch=scratch,
             script=scratch / self.script.relative_to(self.original) if inside else self.script,
-            patience=UNKNOWN,
             original=self.original,
             module=self.start.target if self.start.is_module else "",
             variables=self.start.variables,
             port=_free_port(),
             **{
+                "patience": UNKNOWN,
                 "gpus": self.gpus,
                 "steps": self.wishes.steps or STEPS,
                 "at_once": self.wishes.steps is not None,
@@ -123,26 +124,25 @@ class OwnersBench(ProgramBench):
 
     def _whole(self) -> Run:
         lightning = self.launch == "spawn" and LIGHTNING.search(self.text)
-        run = self._as_lightning_starts_it() if lightning else self._run(self.folder(), before=keep(self.kept))
-        if not run.trained and self.on_cpu and "cuda" in self.text:  # it may require a GPU
+        first = self._as_lightning_starts_it if lightning else partial(self._run, before=keep(self.kept))
+        run = first(self.folder())
+        if not run.trained and self.on_cpu and GPU.search(self.text):  # it may require a GPU
             before, self.gpus = self.gpus, self.start.nproc // self.start.nodes if self.launch != "spawn" else USUAL
-            again = self._run(self.folder(), before=keep(self.kept)) if self.gpus != before else run
-            if again.trained:
+            again = first(self.folder()) if self.gpus != before else run
+            if again.trained or _got_further(again, run):
                 run = again
             else:
                 self.gpus = before
-        short = run.seconds < TRACED and not lightning
-        return self._traced(run) if short and (run.apart or run.elsewhere()) else run
+        return run if lightning else self.traced(run, partial(self._again, before=keep(self.kept)))
 
-    def _traced(self, run: Run) -> Run:
-        """Run a program whose ranks have parted again, and trace its lines; the first run counts if they do not part again."""
-        again = self._run(self.folder(), before=keep(self.kept), probes=(*self.probes, Trails))
-        same = run.failed or not again.failed
-        return again if same and (again.apart or again.elsewhere()) else run
+    def _again(self, **changes: Any) -> Run:
+        patience = Patience(
+            idle=SHORT, busy=UNKNOWN.busy, total=UNKNOWN.total
+        )  # if the first run hung, this one hangs too
+        return self._run(self.folder(), patience=patience, **changes)
 
-    def _as_lightning_starts_it(self) -> Run:
+    def _as_lightning_starts_it(self, scratch: Path) -> Run:
         """Started with python, Lightning starts further copies of the program; fork this number of ranks instead."""
-        scratch = self.folder()
         asked = scratch / "tmp" / "ranks"
         run = self._run(scratch, before=_Ranks(asked))
         if not asked.exists():
@@ -213,6 +213,12 @@ class OwnersBench(ProgramBench):
                 yield [option, str(Path(latest).parent)]
         for name, kind in RESUME_FIELD.findall(self.text)[:1]:
             yield [f"--{name}", *{"bool": [], "int": ["1"], "str": [latest]}[kind]]
+
+
+def _got_further(run: Run, other: Run) -> bool:
+    """Whether neither run trains, but this one fails at a different line: it found the GPUs that the other one missed."""
+    here, there = run.first_exception(), other.first_exception()
+    return here is not None and there is not None and here[1].where != there[1].where
 
 
 def _special(folder: str, names: list[str]) -> list[str]:
@@ -330,7 +336,7 @@ def _first_save(run: Run) -> int | None:
 def _latest(run: Run, scratch: Path) -> str:
     """The newest checkpoint of a run that still exists, relative to its folder."""
     existing = [path for path in reversed(_checkpoints(run)) if Path(path).exists()]
-    return str(Path(existing[0]).relative_to(scratch.resolve())) if existing else ""
+    return os.path.relpath(existing[0], scratch.resolve()) if existing else ""
 
 
 def _checkpoints(run: Run) -> list[str]:

@@ -31,7 +31,7 @@ import torch.distributed as dist
 from workshop.check import cuda_on_cpu
 from workshop.check.evidence.events import Ended, Exited
 from workshop.check.evidence.run import Asked
-from workshop.check.folder import extensions
+from workshop.check.folder import extensions, own_caches
 from workshop.check.probes.probe import Probe
 from workshop.check.probes.process import note_exception
 from workshop.check.probes.recorder import Recorder
@@ -163,7 +163,8 @@ def _launch(program: Program) -> int:
         os.environ.pop(name, None)
     os.environ |= program.variables
     os.environ.update(OMP_NUM_THREADS="1", GLOO_SOCKET_IFNAME=loopback())
-    os.environ |= {"TORCH_EXTENSIONS_DIR": extensions()} | dict.fromkeys(CACHES, str(program.scratch / "tmp"))
+    kept = own_caches(program.scratch / "tmp") if program.original else {}
+    os.environ |= {"TORCH_EXTENSIONS_DIR": extensions()} | dict.fromkeys(CACHES, str(program.scratch / "tmp")) | kept
     if program.on_cpu:
         os.environ.update(CUDA_VISIBLE_DEVICES="", HIP_VISIBLE_DEVICES="", DS_ACCELERATOR="cpu")
     random.seed()  # otherwise the temporary files of all runs would have the same names
@@ -233,7 +234,8 @@ def _of_torchrun(program: Program, rank: int, local: int, port: int) -> dict[str
 
 def _of_deepspeed(program: Program, rank: int, local: int, port: int) -> dict[str, str]:
     variables = _of_torchrun(program, rank, local, port)
-    return {name: value for name, value in variables.items() if not name.startswith("TORCHELASTIC_")}
+    own = {name: value for name, value in variables.items() if not name.startswith("TORCHELASTIC_")}
+    return own | _addressed(program)  # rank 0 opens the store, so its port must be free
 
 
 def _of_srun(program: Program, rank: int, local: int, port: int) -> dict[str, str]:

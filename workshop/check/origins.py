@@ -1,8 +1,9 @@
 """Find the statement of a program that causes what a rule has seen, from the line where it was seen.
 
 A rule judges only what a run has shown. If its cause is a statement that the run cannot show, such as the one that computes a
-number, the rule names the kind of cause in ``Seen.origin``, and ``at_origin`` looks for it: it reads the statement of
-``where``, and follows the names in it back to their definitions. A line that it does not find stays as the rule has given it.
+number, the rule names the kinds of cause to look for: in ``Seen.origin``, or for all its findings in ``Rule.origin``.
+``at_origin`` returns the line of the first kind that is found: it reads the statement of ``where``, and follows the names in it
+back to their definitions. If none is found, or the origin is "here", the line stays as the rule has given it.
 """
 
 import ast
@@ -10,39 +11,30 @@ import itertools
 import re
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass, replace
-from functools import cached_property
+from dataclasses import replace
 from pathlib import Path
 
+from workshop.check.definitions import (
+    SEEDS,
+    Source,
+    Value,
+    assigned,
+    calls,
+    first,
+    header,
+    is_name,
+    name_of,
+    names_in,
+    names_stored,
+)
 from workshop.check.places import place_of
 from workshop.check.verdict import Finding
 
-DEPTH = 8  # definitions that are followed one after the other
-MOST = 200  # expressions that are read
 FILES = 200  # files in which a class is looked for
-SEEDS = (
-    "manual_seed",
-    "manual_seed_all",
-    "seed",
-    "default_rng",
-    "Random",
-    "RandomState",
-    "set_seed",
-    "seed_everything",
-)
 SYNC = ("require_backward_grad_sync", "set_requires_gradient_sync", "no_sync")
 COUNTS = ("sum", "numel", "count_nonzero", "len", "size")
 RANK = re.compile(r"rank|process_index|proc_id", re.IGNORECASE)
 PER_RANK = re.compile(r"batch|world|proc|rank|gpus|replicas", re.IGNORECASE)
-Function = ast.FunctionDef | ast.AsyncFunctionDef
-
-
-@dataclass(frozen=True)
-class Value:
-    """An expression, and the statement that contains it."""
-
-    expression: ast.AST
-    statement: ast.stmt
 
 
 def at_origin(finding: Finding, script: Path, folder: Path) -> Finding:
@@ -50,242 +42,44 @@ def at_origin(finding: Finding, script: Path, folder: Path) -> Finding:
 
     Args:
         finding: the finding.
-        script: the program.
+        script: the program, or a job script.
         folder: the folder in which it starts.
     """
-    kind, _, detail = finding.origin.partition(":")
-    if kind not in FINDERS:
-        return finding
-    with suppress(OSError, UnicodeDecodeError, SyntaxError, ValueError, RecursionError):
-        place = place_of(finding, script, folder)
-        source = Source(ast.parse(place.file.read_text()))
-        start = source.statement(place.line)
-        if start and (line := FINDERS[kind](source, start, detail)):
-            name = finding.where.rpartition(":")[0]
+    place = place_of(finding, script, folder)
+    name = finding.where.rpartition(":")[0] or script.name
+    for origin in (finding.origin or finding.rule.origin).split():
+        kind, _, detail = origin.partition(":")
+        if line := _line(place.file, place.line, kind, detail):
             return replace(finding, where=f"{name}:{line}", origin="")
-    others = _others(folder) if kind == "member" else ()  # a class is often in a file of its own
-    found = [f"{file.relative_to(folder)}:{line}" for file in others if (line := _member_in(file, detail))]
-    return replace(finding, where=found[0] if len(found) == 1 else finding.where, origin="")
+        if kind == "member":  # a class is often in a file of its own
+            found = [
+                f"{file.relative_to(folder)}:{line}"
+                for file in _others(folder)
+                if (line := _line(file, 1, *origin.split(":")))
+            ]
+            if len(found) == 1:
+                return replace(finding, where=found[0], origin="")
+    return replace(finding, origin="")
+
+
+def _line(file: Path, line: int, kind: str, detail: str) -> int | None:
+    """The line of a cause in a file, seen from a line (0: unknown)."""
+    with suppress(OSError, UnicodeDecodeError, SyntaxError, ValueError, RecursionError):
+        text = file.read_text()
+        if kind == "text":
+            return next((number for number, each in enumerate(text.splitlines(), 1) if re.search(detail, each)), None)
+        if kind in FINDERS:
+            source = Source(ast.parse(text))
+            start = source.statement(line)
+            if start is None and kind in ANYWHERE:
+                start = source.tree.body[0]
+            return FINDERS[kind](source, start, detail) if start else None
+    return None
 
 
 def _others(folder: Path) -> Iterator[Path]:
     """Yield the files of a program, if there are not too many."""
     yield from itertools.islice(folder.rglob("*.py"), FILES)
-
-
-def _member_in(file: Path, name: str) -> int | None:
-    with suppress(OSError, UnicodeDecodeError, SyntaxError, ValueError, RecursionError):
-        tree = ast.parse(file.read_text())
-        return _member(Source(tree), tree.body[0], name)
-    return None
-
-
-class Source:
-    """A parsed file, and the definitions in it."""
-
-    def __init__(self, tree: ast.Module):
-        self.tree = tree
-        self.parents = {child: node for node in ast.walk(tree) for child in ast.iter_child_nodes(node)}
-
-    @cached_property
-    def functions(self) -> dict[str, list[Function]]:
-        """The functions and methods, by name."""
-        found: dict[str, list[Function]] = {}
-        for node in ast.walk(self.tree):
-            if isinstance(node, Function):
-                found.setdefault(node.name, []).append(node)
-        return found
-
-    @cached_property
-    def imported(self) -> set[str]:
-        """The names of modules, and of what is imported from them."""
-        found = (each for each in ast.walk(self.tree) if isinstance(each, ast.Import | ast.ImportFrom))
-        return {alias.asname or alias.name.partition(".")[0] for each in found for alias in each.names}
-
-    def statement(self, line: int) -> ast.stmt | None:
-        """The innermost statement at a line."""
-        around = [
-            node
-            for node in ast.walk(self.tree)
-            if isinstance(node, ast.stmt) and node.lineno <= line <= (node.end_lineno or node.lineno)
-        ]
-        return max(around, key=lambda node: (node.lineno, -(node.end_lineno or 0)), default=None)
-
-    def above(self, node: ast.AST) -> Iterator[ast.AST]:
-        """Yield the nodes that contain a node, the innermost first."""
-        while node in self.parents:
-            node = self.parents[node]
-            yield node
-
-    def scopes(self, node: ast.AST) -> list[ast.AST]:
-        """The functions that contain a node, and the module."""
-        return [each for each in self.above(node) if isinstance(each, Function | ast.Module)]
-
-    def within(self, scope: ast.AST) -> Iterator[ast.stmt]:
-        """Yield the statements of a scope in order, without those of the functions and classes in it."""
-        for child in ast.iter_child_nodes(scope):
-            if isinstance(child, ast.stmt):
-                yield child
-            if not isinstance(child, Function | ast.ClassDef):
-                yield from self.within(child)
-
-    def trace(self, start: Iterable[Value], depth: int = DEPTH) -> Iterator[Value]:
-        """Yield these values and, step by step, the values of the names in them; the closest come first."""
-        level, seen, read = list(start), set[tuple[int, str]](), 0
-        for _ in range(depth):
-            following: list[Value] = []
-            for value in level:
-                read += 1
-                if read > MOST:
-                    return
-                yield value
-                for name in names_in(value.expression):
-                    if name in self.imported:
-                        continue
-                    for scope in self.scopes(value.statement):
-                        if found := self.definitions(name, scope, value.statement):
-                            if (id(scope), name) not in seen:
-                                following += found
-                            seen.add((id(scope), name))
-                            break
-                following += self.returned(value)
-            level = following
-
-    def definitions(self, name: str, scope: ast.AST, at: ast.stmt) -> list[Value]:
-        """The values that a name may have in a statement: the last assignment before it, or the arguments of all calls."""
-        if name.startswith("self."):
-            owner = next((each for each in self.above(at) if isinstance(each, ast.ClassDef)), None)
-            scopes: list[ast.AST] = [each for each in owner.body if isinstance(each, Function)] if owner else []
-        else:
-            scopes = [scope]
-        found = [value for each in scopes for inner in self.within(each) for value in assigned(inner, name)]
-        found = [value for value in found if value.statement is not at or isinstance(at, ast.AugAssign)]
-        before = [value for value in found if value.statement.lineno < at.lineno] or found
-        if before:
-            last = before[-1]
-            same = [value for value in before if value.statement is last.statement]
-            # ``rng = Generator()`` and ``rng.manual_seed(3)`` are two parts of a definition; so are ``x = ...`` and ``x /= y``.
-            partial = isinstance(last.statement, ast.Expr | ast.AugAssign)
-            return [*same, *before[-2:-1]] if partial else same
-        return list(self.passed(scope, name)) if isinstance(scope, Function) else []
-
-    def passed(self, function: Function, name: str) -> Iterator[Value]:
-        """Yield what calls in this file pass as a parameter of a function."""
-        parameters = [each.arg for each in (*function.args.posonlyargs, *function.args.args)]
-        if name not in parameters and all(each.arg != name for each in function.args.kwonlyargs):
-            return
-        method = bool(parameters) and parameters[0] in ("self", "cls")
-        wanted = next((each.name for each in self.above(function) if isinstance(each, ast.ClassDef)), "")
-        for call in ast.walk(self.tree):
-            if isinstance(call, ast.Call) and name_of(call.func) == (
-                wanted if function.name == "__init__" else function.name
-            ):
-                statement = next((each for each in self.above(call) if isinstance(each, ast.stmt)), None)
-                index = parameters.index(name) - method if name in parameters else len(call.args)
-                given = [each.value for each in call.keywords if each.arg == name]
-                given += call.args[index : index + 1]
-                if given and statement:
-                    yield Value(given[0], statement)
-
-    def returned(self, value: Value) -> Iterator[Value]:
-        """Yield what the functions of this file return that an expression calls; of a tuple, only the value in question."""
-        element, whole = None, value.expression
-        if isinstance(whole, ast.Subscript) and isinstance(whole.slice, ast.Constant):
-            element, whole = whole.slice.value, whole.value
-        for call in ast.walk(value.expression):
-            if isinstance(call, ast.Call):
-                for function in self.functions.get(name_of(call.func), []):
-                    for statement in self.within(function):
-                        if isinstance(statement, ast.Return) and statement.value:
-                            result: ast.AST = statement.value
-                            if call is whole and isinstance(element, int) and isinstance(result, ast.Tuple):
-                                result = result.elts[element] if element < len(result.elts) else result
-                            yield Value(result, statement)
-
-
-def names_in(expression: ast.AST) -> list[str]:
-    """The names that an expression reads, and ``self.name``; without those that it defines itself."""
-    own = {each.arg for node in ast.walk(expression) if isinstance(node, ast.Lambda) for each in node.args.args}
-    found: dict[str, None] = {}
-    for node in ast.walk(expression):
-        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "self":
-            found[f"self.{node.attr}"] = None
-        elif isinstance(node, ast.Name):
-            if isinstance(node.ctx, ast.Store):
-                own.add(node.id)
-            found[node.id] = None
-    return [name for name in found if name not in own and name != "self"]
-
-
-def name_of(node: ast.AST) -> str:
-    """The last part of a dotted name: "manual_seed" of ``torch.manual_seed``; "" for other expressions."""
-    return node.attr if isinstance(node, ast.Attribute) else node.id if isinstance(node, ast.Name) else ""
-
-
-def calls(node: ast.AST, *names: str) -> Iterator[ast.Call]:
-    """Yield the calls of functions or methods with these names."""
-    for each in ast.walk(node):
-        if isinstance(each, ast.Call) and name_of(each.func) in names:
-            yield each
-
-
-def assigned(statement: ast.stmt, name: str) -> Iterator[Value]:
-    """Yield the value that a statement gives to a name; for a part of a tuple, only this part."""
-    if isinstance(statement, ast.Assign):
-        for target in statement.targets:
-            yield from _unpacked(target, statement.value, name, statement)
-    elif isinstance(statement, ast.AnnAssign) and statement.value:
-        yield from _unpacked(statement.target, statement.value, name, statement)
-    elif isinstance(statement, ast.AugAssign) and _is(statement.target, name):
-        both = ast.BinOp(left=statement.target, op=statement.op, right=statement.value)
-        yield Value(both, statement)
-    elif isinstance(statement, ast.For | ast.AsyncFor):
-        if any(_is(each, name) for each in ast.walk(statement.target)):
-            yield Value(statement.iter, statement)
-    elif isinstance(statement, ast.With | ast.AsyncWith):
-        for item in statement.items:
-            if item.optional_vars and any(_is(each, name) for each in ast.walk(item.optional_vars)):
-                yield Value(item.context_expr, statement)
-    elif isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Call):
-        function = statement.value.func
-        if isinstance(function, ast.Attribute) and function.attr in SEEDS and _is(function.value, name):
-            yield Value(statement.value, statement)
-    for walrus in ast.walk(statement) if not hasattr(statement, "body") else ():
-        if isinstance(walrus, ast.NamedExpr) and _is(walrus.target, name):
-            yield Value(walrus.value, statement)
-
-
-def _unpacked(target: ast.AST, value: ast.expr, name: str, statement: ast.stmt) -> Iterator[Value]:
-    if _is(target, name):
-        yield Value(value, statement)
-    elif isinstance(target, ast.Tuple | ast.List):
-        for index, part in enumerate(target.elts):
-            if isinstance(value, ast.Tuple | ast.List) and len(value.elts) == len(target.elts):
-                yield from _unpacked(part, value.elts[index], name, statement)
-            elif any(_is(each, name) for each in ast.walk(part)):
-                whole = ast.Subscript(value=value, slice=ast.Constant(index), ctx=ast.Load())
-                yield Value(whole, statement)
-
-
-def _is(node: ast.AST, name: str) -> bool:
-    """Whether a node is this name, or ``self.name``."""
-    if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
-        return name == f"{node.value.id}.{node.attr}"
-    return isinstance(node, ast.Name) and node.id == name
-
-
-def header(statement: ast.stmt) -> Value:
-    """A statement without the block below it."""
-    parts = {"With": "items", "AsyncWith": "items", "For": "iter", "AsyncFor": "iter", "If": "test", "While": "test"}
-    if part := parts.get(type(statement).__name__):
-        found = getattr(statement, part)
-        return Value(ast.Tuple([each.context_expr for each in found]) if isinstance(found, list) else found, statement)
-    return Value(statement, statement)
-
-
-def first(values: Iterable[Value], fits: Callable[[Value], bool]) -> int | None:
-    """The line of the first value that fits."""
-    return next((value.statement.lineno for value in values if fits(value)), None)
 
 
 def _rates(source: Source) -> Iterator[Value]:
@@ -301,7 +95,7 @@ def _rates(source: Source) -> Iterator[Value]:
 def _total(source: Source, start: ast.stmt, detail: str) -> int | None:
     """The statement that computes a number of steps from the length of the data, or by a batch size."""
     begin = [header(start)]
-    if detail == "by hand":  # the program sets the rates itself: the length is what it divides the number of a step by
+    if detail == "by-hand":  # the program sets the rates itself: the length is what it divides the number of a step by
         begin = [
             Value(division.right, value.statement)
             for value in source.trace(_rates(source))
@@ -399,7 +193,7 @@ def _restored(source: Source, start: ast.stmt, detail: str) -> int | None:
     block = source.parents[start]
     own = source.scopes(start)[0]
     for call in calls(own, "set_state", "setstate") if detail else ():
-        if call.lineno >= start.lineno and isinstance(call.func, ast.Attribute) and _is(call.func.value, detail):
+        if call.lineno >= start.lineno and isinstance(call.func, ast.Attribute) and is_name(call.func.value, detail):
             return call.lineno
     loaded = [name for target in getattr(start, "targets", []) for name in names_stored(target)]
     after = [each for each in ast.iter_child_nodes(block) if isinstance(each, ast.stmt) and each.lineno >= start.lineno]
@@ -414,11 +208,6 @@ def _made(source: Source, start: ast.stmt, detail: str) -> int | None:
     return found[-1] if found else None
 
 
-def names_stored(target: ast.AST) -> list[str]:
-    """The names in the target of an assignment."""
-    return [node.id for node in ast.walk(target) if isinstance(node, ast.Name)]
-
-
 def _state(source: Source, start: ast.stmt, detail: str) -> int | None:
     """The statement that asks an optimizer for the state that is saved."""
 
@@ -428,15 +217,287 @@ def _state(source: Source, start: ast.stmt, detail: str) -> int | None:
     return first(source.trace([header(start)]), asks)
 
 
+# ---------------------------------------------------------------- statements of a kind
+
+
+def _call(source: Source, start: ast.stmt, detail: str) -> int | None:
+    """The first call of a function, or one of its arguments: of "Trainer.devices|Trainer" the first that the file has.
+
+    ".Model.*from_": the first call of a function whose dotted name matches this expression.
+    """
+    for each in detail.split("|"):
+        name, _, argument = each.partition(".")
+        for call in in_order(calls(source.tree, name) if name else _calls_like(source, argument)):
+            given = [keyword.value.lineno for keyword in call.keywords if keyword.arg == argument]
+            if given or not argument or not name:
+                return given[0] if given else call.lineno
+    return None
+
+
+def _calls_like(source: Source, pattern: str) -> Iterator[ast.Call]:
+    return (
+        each
+        for each in ast.walk(source.tree)
+        if isinstance(each, ast.Call) and re.search(pattern, ast.unparse(each.func))
+    )
+
+
+def in_order(found: Iterable[ast.Call]) -> list[ast.Call]:
+    """Calls in the order of the text."""
+    return sorted(found, key=lambda each: (each.lineno, each.col_offset))
+
+
+def _logged(source: Source, start: ast.stmt, detail: str) -> int | None:
+    """The call of ``log`` with this name."""
+    for call in in_order(calls(source.tree, "log", "log_dict")):
+        if any(isinstance(each, ast.Constant) and each.value == detail for each in ast.walk(call)):
+            return call.lineno
+    return None
+
+
+def _returned(source: Source, start: ast.stmt, detail: str) -> int | None:
+    """The last return statement of a function, or the function if it has none."""
+    for function in source.functions.get(detail, []):
+        found = [each.lineno for each in source.within(function) if isinstance(each, ast.Return)]
+        return found[-1] if found else function.lineno
+    return None
+
+
+def _environ(source: Source, start: ast.stmt, detail: str) -> int | None:
+    """The statement that sets an environment variable."""
+    for each in (node for node in ast.walk(source.tree) if isinstance(node, ast.Assign)):
+        for target in each.targets:
+            if (
+                isinstance(target, ast.Subscript)
+                and "environ" in ast.unparse(target.value)
+                and detail in ast.unparse(target)
+            ):
+                return each.lineno
+    return None
+
+
+def _reseeded(source: Source, start: ast.stmt, detail: str) -> int | None:
+    """The first call that seeds with the rank; ``detail``: "loop": the first one in a loop."""
+    found = in_order(calls(source.tree, *SEEDS))
+    if detail:
+        return next(
+            (call.lineno for call in found if any(isinstance(each, ast.For) for each in source.above(call))), None
+        )
+    return next((call.lineno for call in found if any(RANK.search(ast.unparse(each)) for each in call.args)), None)
+
+
+def _configured(source: Source, start: ast.stmt, detail: str) -> int | None:
+    """The only statement that changes an entry of a configuration."""
+    found = []
+    for each in ast.walk(source.tree):
+        if isinstance(each, ast.Assign | ast.Delete):
+            parts = [target for target in each.targets if isinstance(target, ast.Subscript)]
+            found += [each.lineno] if any("config" in ast.unparse(part.value).lower() for part in parts) else []
+    return found[0] if len(found) == 1 else None
+
+
+def _uncalled(source: Source, start: ast.stmt, detail: str) -> int | None:
+    """The function that loads a checkpoint, if nothing calls it."""
+    for function in itertools.chain.from_iterable(source.functions.values()):
+        loads = any(calls(function, "load", "load_state_dict", "load_checkpoint", "load_state"))
+        if loads and not source.calls_of(function):
+            return function.lineno
+    return None
+
+
+def _printed(source: Source, start: ast.stmt, detail: str) -> int | None:
+    """The only call of print() that no condition about the rank protects."""
+    free = [
+        call.lineno
+        for call in calls(source.tree, "print")
+        if not any(isinstance(each, ast.If) and RANK.search(ast.unparse(each.test)) for each in source.above(call))
+    ]
+    return free[0] if len(free) == 1 else None
+
+
+# ---------------------------------------------------------------- from the statement that was seen
+
+
+def _loader(source: Source, start: ast.stmt, detail: str) -> int | None:
+    """The statement that makes the sampler of the loop around a statement, or else its loader.
+
+    ``detail``: "order": rather the call that sets the order of an epoch; "evaluation": that of the evaluation with Lightning;
+    "itself": the loader, also if it has a sampler.
+    """
+    orders = in_order(calls(source.tree, "set_epoch"))
+    for call in orders:
+        if detail == "order" or any(RANK.search(ast.unparse(each)) for each in call.args):
+            return call.lineno
+    loops = [each for each in (start, *source.above(start)) if isinstance(each, ast.For | ast.AsyncFor)]
+    begin = [header(each) for each in loops] or [header(start)]
+    if any(calls(start, "fit", "validate", "test")):
+        names = ("val_dataloader", "test_dataloader") if detail == "evaluation" else ("train_dataloader",)
+        own = [each for name in names for each in source.functions.get(name, [])]
+        begin = [
+            Value(each, each) for function in own for each in source.within(function) if isinstance(each, ast.Return)
+        ]
+    for value in source.trace(begin):
+        for made in ast.walk(value.expression):
+            if isinstance(made, ast.Call) and name_of(made.func).lower().endswith("loader"):
+                named = ("sampler", "batch_sampler") if detail != "itself" else ()
+                given = [each.value for each in made.keywords if each.arg in named]
+                samplers = source.trace([Value(each, value.statement) for each in given])
+                return first(samplers, _makes_sampler) or value.statement.lineno
+    return None
+
+
+def _makes_sampler(value: Value) -> bool:
+    made = (each for each in ast.walk(value.expression) if isinstance(each, ast.Call))
+    return any(name_of(call.func).endswith("Sampler") for call in made)
+
+
+def _receiver(source: Source, start: ast.stmt, detail: str) -> int | None:
+    """The statement that makes what a method is called on, such as the loss of ``loss.backward()``.
+
+    ``detail``: the method; its last call before ``start`` counts, if ``start`` does not call it. Of ``engine.backward(loss)``,
+    the loss counts.
+    """
+    scope = source.scopes(start)[0]
+    before = [call for call in in_order(calls(scope, detail)) if call.lineno <= (start.end_lineno or start.lineno)]
+    for call in before[-1:]:
+        of = call.args[0] if call.args else call.func.value if isinstance(call.func, ast.Attribute) else None
+        around = next((each for each in source.above(call) if isinstance(each, ast.stmt)), start)
+        if isinstance(of, ast.Name | ast.Attribute):
+            return first(source.trace([Value(of, around)]), _defines)
+    return None
+
+
+def _model(source: Source, start: ast.stmt, detail: str) -> int | None:
+    """The assignment that makes the model that a statement calls."""
+    called = [
+        Value(each.func, start)
+        for each in ast.walk(start)
+        if isinstance(each, ast.Call) and isinstance(each.func, ast.Name)
+    ]
+    own = [each for each in called if name_of(each.expression) not in source.imported | set(source.functions)]
+    return first(source.trace(own), _defines)
+
+
+def _defines(value: Value) -> bool:
+    """Whether a value is what its statement assigns."""
+    given = getattr(value.statement, "value", None) if isinstance(value.statement, ast.Assign) else None
+    part = value.expression.value if isinstance(value.expression, ast.Subscript) else None
+    return given is not None and (value.expression is given or part is given)
+
+
+def _gate(source: Source, start: ast.stmt, detail: str) -> int | None:
+    """What decides whether a statement runs: the condition around it, or around the only call of its function.
+
+    ``detail``: "%": rather the statement that computes the condition with a remainder.
+    """
+    inner = start
+    for _ in range(2):
+        function = source.scopes(inner)[0]
+        around = itertools.takewhile(lambda each, end=function: each is not end, source.above(inner))  # type: ignore[misc]
+        condition = next((each for each in around if isinstance(each, ast.If)), None)
+        if condition:
+            remainder = first(source.trace([header(condition)]), _has_remainder) if detail else None
+            return remainder or condition.lineno
+        calling = source.calls_of(function)
+        if len(calling) != 1:
+            return None
+        inner = calling[0]
+    return None
+
+
+def _has_remainder(value: Value) -> bool:
+    return any(isinstance(each, ast.BinOp) and isinstance(each.op, ast.Mod) for each in ast.walk(value.expression))
+
+
+def _passed(source: Source, start: ast.stmt, detail: str) -> int | None:
+    """The only call of the function that contains a statement."""
+    found = source.calls_of(source.scopes(start)[0])
+    return found[0].lineno if len(found) == 1 else None
+
+
+def _holds(source: Source, start: ast.stmt, detail: str) -> int | None:
+    """The statement behind the arguments of a statement whose text matches ``detail``."""
+    return first(source.trace([header(start)]), lambda value: bool(re.search(detail, ast.unparse(value.expression))))
+
+
+def _figure(source: Source, start: ast.stmt, detail: str) -> int | None:
+    """The statement that computes a value which a call gets: the argument with this name, or a variable of this name."""
+    given = [
+        each.value for call in calls(start, "write", "log") for each in call.keywords if detail in (each.arg or "")
+    ]
+    given += [each for call in calls(start, "write", "log") for each in call.args if detail in ast.unparse(each)]
+    return first(source.trace([Value(each, start) for each in given[:1]]), _computes)
+
+
+def _computes(value: Value) -> bool:
+    divided = (isinstance(each, ast.BinOp) and isinstance(each.op, ast.Div) for each in ast.walk(value.expression))
+    return any(divided) or any(calls(value.expression, "mean", "all_reduce")) or _is_item(value.expression)
+
+
+def _is_item(expression: ast.AST) -> bool:
+    return isinstance(expression, ast.Call) and name_of(expression.func) == "item"
+
+
+def _kept(source: Source, start: ast.stmt, detail: str) -> int | None:
+    """The statement around the step that stores a tensor in a list or a larger tensor, without item() or detach()."""
+    for each in source.within(source.scopes(start)[0]):
+        stored: list[ast.expr] = []
+        whole = isinstance(each, ast.Assign) and not any(isinstance(target, ast.Subscript) for target in each.targets)
+        if isinstance(each, ast.Assign | ast.AugAssign) and not whole:
+            stored = [each.value]
+        elif isinstance(each, ast.Expr):
+            stored = [argument for call in calls(each, "append") for argument in call.args]
+        if any(isinstance(value, ast.Name) and "loss" in value.id for value in stored):
+            return each.lineno
+    return None
+
+
+def _loading(source: Source, start: ast.stmt, detail: str) -> int | None:
+    """The call of load_state_dict() of the object with this name, or with this key of the checkpoint."""
+    for call in in_order(calls(source.tree, "load_state_dict", "set_state_dict")):
+        if detail in ast.unparse(call).lower():
+            return call.lineno
+    return None
+
+
 FINDERS: dict[str, Callable[[Source, ast.stmt, str], int | None]] = {
+    "call": _call,
     "condition": _condition,
+    "configured": _configured,
     "divisor": _divisor,
+    "environ": _environ,
+    "figure": _figure,
+    "gate": _gate,
+    "holds": _holds,
+    "kept": _kept,
+    "loader": _loader,
+    "loading": _loading,
+    "logged": _logged,
     "made": _made,
     "member": _member,
+    "model": _model,
+    "passed": _passed,
+    "printed": _printed,
+    "receiver": _receiver,
+    "reseeded": _reseeded,
     "restored": _restored,
+    "returned": _returned,
     "seed": _seed,
     "state": _state,
     "sync": _sync,
     "tag": _tag,
     "total": _total,
+    "uncalled": _uncalled,
 }
+ANYWHERE = {
+    "call",
+    "configured",
+    "uncalled",
+    "environ",
+    "loading",
+    "logged",
+    "member",
+    "printed",
+    "reseeded",
+    "returned",
+}  # they need no line to begin with

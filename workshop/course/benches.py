@@ -98,10 +98,11 @@ class EpochsBench(ProgramBench):
 
     def makers(self) -> dict[Scenario[Any], Callable[[Made], object]]:
         """Return the function that makes each scenario."""
+        whole = partial(self._run, accumulate=self.accumulate)
         two_nodes = partial(self._run, nproc=4, nodes=2, epochs=1, batch=4, devices=True)
         script, place = self.script, self.place
         return {
-            WHOLE: lambda made: self._run(accumulate=self.accumulate),
+            WHOLE: lambda made: self.traced(whole(), whole),
             SPLIT: lambda made: self._in_two_parts(),
             SINGLE: lambda made: self._run(nproc=1, epochs=1, batch=BATCH * self.nproc * self.accumulate),
             DEVICES: lambda made: self._run(epochs=1, devices=True),
@@ -140,6 +141,7 @@ class EpochsBench(ProgramBench):
         devices: bool = False,
         fails: bool = False,
         dies: bool = False,
+        **changes: Any,
     ) -> Run:
         """Run the program with those of these options that it has."""
         nproc = nproc or self.nproc
@@ -166,6 +168,7 @@ class EpochsBench(ProgramBench):
             fails=fails,
             dies=dies,
             asked=Asked(epochs if self._saves else None, accumulate, metric, images),
+            **changes,
         )
 
     def _in_two_parts(self) -> Split:

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Protocol, runtime_checkable
 
 from workshop.check.judge import Bench, judge
+from workshop.check.origins import at_origin
 from workshop.check.subject import Subject
 from workshop.check.verdict import Verdict
 from workshop.course.exercises import Exercise, find_exercise, foreign_job
@@ -62,6 +63,7 @@ def check_file(
         before = time.monotonic() - start
         for verdict in judge(subject, bench, quick):
             verdict.seconds += before
+            verdict.findings = [at_origin(finding, file, file.parent) for finding in verdict.findings]
             if verdict.complete and not verdict.errors and (left := todos_left(exercise, file)):
                 verdict.unchecked.append(left)
             yield verdict

@@ -65,7 +65,7 @@ class EngineBench(ProgramBench):
     def makers(self) -> dict[Scenario[Any], Callable[[Made], object]]:
         """Return the function that makes each scenario."""
         return {
-            WHOLE: lambda made: self._run(scratch=self._whole_folder),
+            WHOLE: lambda made: self.traced(self._run(scratch=self._whole_folder), self._run),
             REFERENCE: lambda made: self._reference[0],
             ENGINE_CHECKPOINT: lambda made: read_checkpoint(self._whole_folder / "run"),
             ENGINE_SPLIT: self._in_two_parts,
@@ -108,12 +108,17 @@ class EngineBench(ProgramBench):
         batch: int = BATCH,
         scratch: Path | None = None,
         options: Sequence[str] = (),
+        **changes: Any,
     ) -> Run:
         """Run the program with those of these options that it has."""
         given = {"--epochs": epochs, "--batch-size": batch, "--folder": "run"}
         arguments = [str(part) for name, value in given.items() if self.has(name) for part in (name, value)]
         return self.launch_program(
-            [*arguments, *self.exercise.options, *options], nproc=nproc, scratch=scratch, asked=Asked(epochs)
+            [*arguments, *self.exercise.options, *options],
+            nproc=nproc,
+            scratch=scratch,
+            asked=Asked(epochs),
+            **changes,
         )
 
     def _in_two_parts(self, made: Made) -> Split:

@@ -110,7 +110,7 @@ class StepsBench(ProgramBench):
     def makers(self) -> dict[Scenario[Any], Callable[[Made], object]]:
         """Return the function that makes each scenario."""
         return {
-            WHOLE: lambda made: self._run(scratch=self._whole_folder),
+            WHOLE: lambda made: self.traced(self._run(scratch=self._whole_folder), self._run),
             CHECKPOINT: lambda made: read_checkpoint(self._whole_folder),
             ONE_PROCESS_TEXT: lambda made: self._run(nproc=1, batch=self.nproc * BATCH),
             RESTARTED: lambda made: self._restarted(),
@@ -142,6 +142,7 @@ class StepsBench(ProgramBench):
         steps: int = STEPS,
         scratch: Path | None = None,
         dies: bool = False,
+        **changes: Any,
     ) -> Run:
         """Run the program with its model and text, and with those of these options that it has."""
         given = {
@@ -161,6 +162,7 @@ class StepsBench(ProgramBench):
             dies=dies,
             patience=Patience(idle=5, busy=20, total=90),
             asked=Asked(validation_loss=self._task.loss),
+            **changes,
         )
 
     def _restarted(self) -> Restarted:

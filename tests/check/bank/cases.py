@@ -40,6 +40,8 @@ def bank_tests(file: str, mistakes: Sequence[Case], styles: Sequence[Case]):
             record_property("seconds", round(time.monotonic() - start, 1))
             record_property("expected", " or ".join(case.kinds))
             record_property("named", first_kind(verdict))
+            found = verdict.errors or verdict.findings
+            record_property("line", found[0].where if found else "")
         assert_right(case, verdict)
 
     return test_replay, test_for_real

@@ -1,17 +1,21 @@
 """Print the bank as JSON: PYTHONPATH=tests python -m check.bank.table prints which kind the check names for each mistake.
 
-With a report of the real runs (pytest --junit-xml) as its argument, it prints the kinds that these runs named, and their seconds.
+With a report of the real runs (pytest --junit-xml), it prints the kinds and lines that these runs named, and their
+seconds. Only real runs find the line at which ranks part, because recorded evidence has no traces of lines.
 """
 
 import difflib
 import json
 import sys
+import tempfile
 import xml.etree.ElementTree as ElementTree
+from pathlib import Path
 
 from check.bank.case import Case
 from check.bank.cases import first_kind
 from check.bank.replay import replayed
-from check.bank.whole import families
+from check.bank.whole import case_of, families
+from workshop.check.origins import at_origin
 from workshop.check.verdict import Verdict
 from workshop.repository import ROOT
 
@@ -22,7 +26,10 @@ def by_replay() -> list[dict]:
 
 
 def _row(case: Case, verdict: Verdict) -> dict:
-    found = verdict.errors or verdict.findings
+    with tempfile.TemporaryDirectory() as folder:
+        script = Path(folder, Path(case.base).name)
+        script.write_text(case.source())
+        found = [at_origin(finding, script, script.parent) for finding in verdict.errors or verdict.findings]
     return {
         "mistake": case.name,
         "expected": " or ".join(case.kinds),
@@ -55,9 +62,8 @@ def for_real(report: str) -> list[dict]:
         if "expected" in found:
             mistake = case.get("name", "").split("[")[1].rstrip("]")
             seconds = float(found["seconds"] or 0)
-            rows.append(
-                {"mistake": mistake, "expected": found["expected"], "named": found["named"], "seconds": seconds}
-            )
+            row = {name: found[name] for name in ("expected", "named", "line")}
+            rows.append({"mistake": mistake, **row, "edited": edited_lines(case_of(mistake)), "seconds": seconds})
     return rows
 
 

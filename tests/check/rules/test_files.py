@@ -36,6 +36,13 @@ MISTAKES = (
         (ddp.SAVE_IF, "        if (epoch + 1) % args.save_every == 0 or epoch + 1 == args.epochs:\n"),
     ),
     mistake(
+        "first-rank-of-each-node-saves",
+        ddp.TORCHRUN,
+        "two-writers",
+        "On two machines, rank 0 and the first rank of the other machine write the checkpoint at the same time.",
+        ("        if rank == 0 and ((epoch + 1)", '        if os.environ["LOCAL_RANK"] == "0" and ((epoch + 1)'),
+    ),
+    mistake(
         "second-all-save",
         second.PROGRAM,
         "two-writers",

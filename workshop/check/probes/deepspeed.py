@@ -35,7 +35,8 @@ class Engine(Probe):
             self.recorder.starting = False
         with self.recorder.guard:
             stage, batch = made[0].zero_optimization_stage(), made[0].train_micro_batch_size_per_gpu()
-            self.recorder.sharded = stage > 0
+            # With float16 or bfloat16, the optimizer has flat copies of the parameters in float32.
+            self.recorder.sharded = stage > 0 or made[0].bfloat16_enabled() or made[0].fp16_enabled()
             self.note_here(EngineMade(stage=stage, clipping=made[0].gradient_clipping(), batch=batch))
         return made
 

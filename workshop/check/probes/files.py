@@ -3,6 +3,7 @@
 import fcntl
 import os
 import sys
+import sysconfig
 import threading
 from typing import Any
 
@@ -17,6 +18,7 @@ from workshop.tensors import own_part
 # Changes without contents: one process may remove files of the others.
 ENTRIES = frozenset(("os.remove", "os.mkdir", "os.rmdir"))
 EVENTS = ENTRIES | {"open", "os.rename", "os.truncate"}
+LIBRARIES = tuple({os.path.realpath(sysconfig.get_path(name)) + os.sep for name in ("purelib", "platlib", "stdlib")})
 OUTSIDE = "workshop check: writing outside of the run's folder is not allowed"
 
 
@@ -29,9 +31,12 @@ class Files(Probe):
 
     def __init__(self, recorder: Recorder):
         super().__init__(recorder)
-        places = (recorder.scratch, recorder.folder, "/dev", "/proc", extensions())
+        # The folder around the copy of a program belongs to the check too: many programs write to ../output.
+        base = recorder.scratch.parent if recorder.original else recorder.scratch
+        own = recorder.scratch / "tmp"
+        places = (base, own, recorder.folder, "/dev", "/proc", extensions())
         self.allowed = tuple(os.path.realpath(place) + os.sep for place in places)
-        self.scratch, self.caches = self.allowed[0], os.path.join(self.allowed[0], "tmp") + os.sep
+        self.base, self.caches, self.evidence = self.allowed[:3]
 
     def install(self) -> None:
         super().install()
@@ -43,7 +48,8 @@ class Files(Probe):
             with self.recorder.guard:
                 path = self._changed(event, arguments)
             if path:
-                self._write(path, content=event not in ENTRIES)
+                appends = event == "open" and bool(arguments[2] & os.O_APPEND)  # a log: each line is written whole
+                self._write(path, content=event not in ENTRIES and not appends)
 
     def _changed(self, event: str, arguments: tuple[Any, ...]) -> str:
         """Return the path of the changed file, or "" if there is none."""
@@ -69,17 +75,19 @@ class Files(Probe):
             for name in [path, os.fsdecode(arguments[1])] if event == "os.rename" else [path]:
                 place = os.path.abspath(name)
                 whole = event in ("open", "os.truncate")
-                make_own(place if whole else os.path.dirname(place), self.scratch, f"{self.caches}links.lock")
+                make_own(place if whole else os.path.dirname(place), self.base, f"{self.caches}links.lock")
         finally:
             self.copying = False
 
     def _write(self, path: str, content: bool = True) -> None:
         """Allow the write only in permitted folders; otherwise raise the error of a write-protected folder."""
         if not (path + os.sep).startswith(self.allowed):
-            self.note_here(WroteOutside(path=path))
+            # A library that finds its own folder write-protected does without the cache that it wanted to write there.
+            if not f"{path}{os.sep}".startswith(LIBRARIES):
+                self.note_here(WroteOutside(path=path))
             raise PermissionError(13, OUTSIDE, path)
         # Ignore files in caches, and those that a library writes at its start.
-        of_run = path.startswith(self.scratch) and not path.startswith(self.caches)
+        of_run = path.startswith(self.base) and not path.startswith((self.caches, self.evidence))
         if content and of_run and not self.recorder.starting:
             self.note_here(FileWritten(path=path))
 

@@ -71,7 +71,8 @@ class Models(Probe):
             self.depth -= 1
         if pending:
             with recorder.guard:
-                tensor = first_tensor(output if isinstance(output, (torch.Tensor, list, tuple, dict)) else vars(output))
+                plain = isinstance(output, (torch.Tensor, list, tuple, dict))
+                tensor = first_tensor(output if plain else getattr(output, "__dict__", None))
                 pending.node = None if tensor is None else tensor.grad_fn
                 for each in self.untrained[:-KEPT]:
                     each.node = None  # a node keeps its graph in memory

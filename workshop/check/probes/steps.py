@@ -93,7 +93,7 @@ class Steps(Probe):
         return [name for name, each in named if each.requires_grad and id(each) not in held and not is_zero(each.grad)]
 
     @before(Optimizer, "load_state_dict")
-    def _load(self, optimizer: Optimizer, *args: Any) -> None:
+    def _load(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> None:
         self.note_here(StateLoaded())
 
     def _after(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

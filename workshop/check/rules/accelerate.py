@@ -21,14 +21,17 @@ def accelerator_idle(run: Run) -> Said:
     """Model and optimizer are not prepared, or the program calls loss.backward()."""
     where = run.trained[0].step_where if run.trained else ""
     if not _called(run, "prepare", "AdamW"):
-        yield Seen("accelerator.prepare() is not called with the model and the optimizer", where)
+        yield Seen("accelerator.prepare() is not called with the model and the optimizer", where, origin="call:prepare")
     elif not _called(run, "backward"):
-        yield Seen("the program calls loss.backward() instead of accelerator.backward(loss)", where)
+        yield Seen(
+            "the program calls loss.backward() instead of accelerator.backward(loss)", where, origin="call:backward"
+        )
 
 
 @rule(
     why="An unprepared loader moves no batches to the device, may give ranks different numbers of batches, and is not saved.",
     fix="Call accelerator.prepare() on a DataLoader with shuffle=True and without a DistributedSampler.",
+    origin="call:DataLoader",
 )
 def loader_by_hand(run: Run) -> Said:
     """The training loader is not prepared, or has its own sampler."""
@@ -39,6 +42,7 @@ def loader_by_hand(run: Run) -> Said:
 @rule(
     why="A prepared loader repeats samples so that all ranks have the same number, and a plain gather counts these twice.",
     fix="Call accelerator.gather_for_metrics() on the results of each batch: it drops the repeated samples.",
+    origin="call:gather|append",
 )
 def gathered_by_hand(run: Run) -> Said:
     """The results of the evaluation are not gathered by the Accelerator."""
@@ -53,7 +57,7 @@ def gathered_by_hand(run: Run) -> Said:
 def state_by_hand(run: Run) -> Said:
     """The Accelerator saves no checkpoint."""
     if run.trained and not _called(run, "save_state"):
-        yield Seen("save_state() is never called")
+        yield Seen("save_state() is never called", origin="call:save")
 
 
 @rule(

@@ -3,7 +3,7 @@
 from statistics import mode
 
 from workshop.check.evidence.events import LossComputed, Wrapped
-from workshop.check.evidence.run import Run
+from workshop.check.evidence.run import Process, Run
 from workshop.check.rules.gradients import against_one_process, beside_one_process, mean_of_means, weighted
 from workshop.check.rules.learning import of_steps, wrong_parameters
 from workshop.check.rules.processes import no_group, wrong_group
@@ -15,17 +15,25 @@ from workshop.check.rules.words import plural
     why="A step with more or fewer batches than the others has a gradient of a different scale.",
     fix="Step after every N-th batch, counted from 1: `if (batch + 1) % accumulate == 0`; call zero_grad() after the step only.",
     after=(no_group, wrong_group, wrong_parameters),
+    origin="call:Trainer.accumulate_grad_batches|Trainer gate:%",
 )
 def accumulation_uneven(run: Run) -> Said:
     """The steps have different numbers of batches, or not the number that was asked for."""
     for process in run.trained[:1]:
         if process.optimizers > 1 or process.steps[0].before.sharded:
             continue  # each has its own number of backward passes per step; a library that shards moves the gradients
+        if sum(step.after is None for step in process.steps) > 1:
+            continue  # L-BFGS calls its closure, which computes gradients, several times per step
         sizes = [len(step.backwards) for step in process.steps]
         wanted = run.asked.accumulate if run.asked else mode(sizes)
+        if run.asked is None:  # a program may take a last, smaller step with the batches that are left
+            sizes = [size for size, left in zip(sizes, _left_over(process, wanted), strict=True) if not left] or sizes
         cleared = [backward for step in process.steps for backward in step.backwards[1:] if not backward.leftover]
         if set(sizes) != {wanted}:
-            shown = ", ".join(map(str, sizes[:6])) + (", ..." if len(sizes) > 6 else "")
+            first = next(number for number, size in enumerate(sizes) if size != wanted)
+            shown = ", ".join(map(str, sizes[: max(6, first + 1)])) + (
+                ", ..." if len(sizes) > max(6, first + 1) else ""
+            )
             asked = f" ({wanted} were asked for)" if run.asked else ""
             yield Seen(f"batches per step: {shown}{asked}", process.step_where)
         elif wanted > 1 and len(cleared) > len(sizes) // 2:
@@ -34,9 +42,24 @@ def accumulation_uneven(run: Run) -> Said:
             yield Seen(f"no optimizer.step() follows the last {plural(last, 'backward() call')}", process.step_where)
 
 
+def _left_over(process: Process, wanted: int) -> list[bool]:
+    """Whether each step has only the batches that are left at the end of a pass over the loader."""
+    passes = [
+        step.backwards[-1].forward and step.backwards[-1].forward.loader for step in process.steps if step.backwards
+    ]
+    if len(passes) < len(process.steps):
+        return [False] * len(process.steps)
+    following = [*passes[1:], None]
+    return [
+        len(step.backwards) < wanted and own is not None and own != next_one
+        for step, own, next_one in zip(process.steps, passes, following, strict=True)
+    ]
+
+
 @beside_one_process(
     why="The gradient of a step must be the mean over its batches; the sum changes the effective learning rate.",
     fix="Divide the loss of each batch by the number of batches per step: (loss / accumulate).backward().",
+    origin="returned:training_step receiver:backward",
 )
 def accumulation_scale(run: Run, single: Run) -> Said:
     """The gradient is the sum over the batches of the step."""

@@ -1,9 +1,11 @@
 """Why a second start differs from an uninterrupted run: state of the training loop that it does not restore."""
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterator, Sequence
 
-from workshop.check.evidence.events import Saved, StateLoaded, StepBegun, VariablesSeen
+from workshop.check.evidence.events import ModelEvaluated, Saved, StateLoaded, StepBegun, VariablesSeen
 from workshop.check.evidence.run import Process, Run, Step
+from workshop.check.evidence.sketches import CLOSE, difference
 from workshop.check.rules.words import listed, named
 from workshop.check.scenarios import Split
 
@@ -18,6 +20,35 @@ def first_cause(whole: Run, split: Split) -> Cause | None:
     return (
         shard or _on_one_rank(split.second) or _same_generator(whole, split, done) or _begun_again(whole, split, done)
     )
+
+
+def copy_lost(whole: Run, second: Run, done: int) -> Cause | None:
+    """The second start evaluates a model with other parameters than the uninterrupted run, after the same step."""
+    due = {(steps, each.model, *each.names): each for steps, each in _evaluated(whole.trained[0], 0)}
+    for steps, each in _evaluated(second.trained[0], done):
+        # Before its first step a program may call the model only to initialize it, and load the checkpoint afterwards.
+        expected = steps > done and due.get((steps, each.model, *each.names))
+        if expected and difference(expected.weights, each.weights) > CLOSE:
+            seen = (
+                f"after the second start, {each.model} is evaluated with other parameters than in an uninterrupted run, although "
+                "the optimizer has the same ones: a copy, such as an EMA, is not restored"
+            )
+            fix = "Save the state_dict() of the copy in the checkpoint too, and load it where the checkpoint is loaded."
+            return seen, fix, "", "loading:model restored"
+    return None
+
+
+def _evaluated(process: Process, done: int) -> Iterator[tuple[int, ModelEvaluated]]:
+    """The models that are evaluated, each with the number of steps before; ``done`` are those of an earlier run.
+
+    If a program evaluates two models of one class after the same step, they cannot be told apart.
+    """
+    found = [
+        (done + sum(step.seconds <= seconds for step in process.steps), event)
+        for seconds, event in process.timed(ModelEvaluated)
+    ]
+    names = Counter((steps, event.model) for steps, event in found)
+    yield from (pair for pair in found if names[pair[0], pair[1].model] == 1)
 
 
 def _on_one_rank(second: Run) -> Cause | None:

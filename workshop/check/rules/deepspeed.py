@@ -30,6 +30,7 @@ INSTEAD = {"backward": "loss.backward()", "step": "optimizer.step()"}
     why="DeepSpeed averages gradients and partitions the optimizer state only if you train through its engine.",
     fix="Call deepspeed.initialize(model=, optimizer=, config=), then engine(inputs), engine.backward(loss), engine.step().",
     blocks=True,
+    origin="call:backward",
 )
 def engine_idle(run: Run) -> Said:
     """There is no engine, or the program does not call its backward() and step()."""
@@ -88,6 +89,7 @@ def tags_differ(run: Run) -> Said:
     why="DeepSpeed computes the number of batches to accumulate from the batch sizes in its configuration.",
     fix="In DeepSpeed's configuration, set train_micro_batch_size_per_gpu to the batch size of the DataLoader.",
     after=(engine_idle,),
+    origin="configured",
 )
 def batch_differs(run: Run) -> Said:
     """The configuration has a different batch size than the loader."""
@@ -120,6 +122,7 @@ def scaled_twice(run: Run) -> Said:
     why="AdamW's moments need twice the memory of the parameters on every rank; ZeRO stage 1 partitions them.",
     fix='In DeepSpeed\'s configuration, set "zero_optimization": {"stage": 1}, or a higher stage.',
     after=(engine_idle,),
+    origin="configured",
 )
 def optimizer_whole(run: Run) -> Said:
     """Each rank holds all moments of the optimizer, or most of them."""
@@ -137,6 +140,7 @@ def optimizer_whole(run: Run) -> Said:
     runs=(WHOLE, REFERENCE),
     needs=(Reported,),
     last=True,
+    origin="configured",
 )
 def differs_from_ddp(run: Run, reference: Run) -> Said:
     """The losses are not those of the same training without the engine."""

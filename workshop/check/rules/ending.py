@@ -56,7 +56,15 @@ def hang(run: Run) -> Said:
 )
 def endless(run: Run) -> Said:
     """A process computes without taking steps, or the run exceeds the time limit of the check."""
-    return [_standing(run)] if run.hung in ("busy", "long") else []
+    return [_standing(run)] if run.hung in ("busy", "long") and not _of_other_programs(run) else []
+
+
+def _of_other_programs(run: Run) -> str:
+    """The line at which the program waits for other programs that it has started; "" if it trains itself."""
+    for process in run.processes if not run.trained else ():
+        if re.search(r'File ".*/subprocess\.py", line \d+ in (_?wait|communicate)', process.stack):
+            return _position(process.stack)[0]
+    return ""
 
 
 @_ending(
@@ -76,8 +84,10 @@ def outside_write(run: Run) -> Said:
 def crash(run: Run) -> Said:
     """The run ended with an exception or an exit status, or a process died."""
     seen = None if run.hung or run.flooded else _error(run)
-    # Ranks that rename the same file make each other fail; then two-writers names the cause.
-    if seen and not ("No such file" in seen.text and run.shared_file()):
+    # Ranks that rename the same file make each other fail; then two-writers names the cause. If a rank only lost its connection
+    # because another one had made different calls, collectives-differ names the cause.
+    explained = seen and (("No such file" in seen.text and run.shared_file()) or (run.ended_by_echo and _parted(run)))
+    if seen and not explained:
         yield seen
 
 
@@ -88,10 +98,17 @@ def crash(run: Run) -> Said:
 )
 def no_training(run: Run) -> Said:
     """The run ended without an error, but took no step."""
-    if not run.trained and ending(run) is None:
+    if where := _of_other_programs(run):
+        seen = "the program only starts other programs and waits for them; the check does not see what these do"
+        yield Seen(seen, where, fix="Give the check the command of the training itself, as torchrun would start it.")
+    elif not run.trained and ending(run) is None:
         path = next((event.path for event in run.all(Loaded) if event.path), "")
         why = f": it resumes from {path.rsplit('/', 1)[-1]}, which may be from a finished run" if path else ""
         yield Seen(f"the run ended without an error, but took no step{why}", run.where(Loaded))
+
+
+def _parted(run: Run) -> bool:
+    return any(collectives_differ.detectors[0].function(run))
 
 
 def ending(run: Run) -> Seen | None:
@@ -178,6 +195,15 @@ EXPLAINED = {
 }
 
 
+# What caused an exception that Lightning raises after a method of the program has returned.
+CAUSES = {
+    "does not require grad|backward through the graph a second time": "returned:training_step",
+    "[Ee]arly ?[Ss]topping": "call:EarlyStopping",
+    "ModelCheckpoint|monitor": "call:ModelCheckpoint",
+    "has no logger|without a logger|logger=False": "call:Trainer.logger|Trainer",
+}
+
+
 def _error(run: Run) -> Seen | None:
     """The error that ended the run; the message of the library is in the detail."""
     if own := path_of_their_own(run):
@@ -203,8 +229,10 @@ def _error(run: Run) -> Seen | None:
             origin = f"member:{owner[-1] if owner else names[0]}" if names else ""
             of = f"; it does not use {listed(names)}" if names else ""
             return Seen(f"{who}{plain}{of} ({event.type})", event.where, event.traceback, origin=origin)
-        message = event.message[:300] + ("..." if len(event.message) > 300 else "")
-        return Seen(f"{who}{event.type}: {message}", event.where, event.traceback)
+        message = _last_cause(event.message)
+        message = message[:300] + ("..." if len(message) > 300 else "")
+        origin = next((kind for sign, kind in CAUSES.items() if re.search(sign, event.message)), "")
+        return Seen(f"{who}{event.type}: {message}", event.where, event.traceback, origin=origin)
     for process in run.processes:
         for exited in process.of(Exited):
             if exited.status != 0:
@@ -214,6 +242,12 @@ def _error(run: Run) -> Seen | None:
     silent = next((process for process in run.processes if not process.first(Ended)), None)
     who, line = (named(silent), _last_line(silent)) if silent else ("a process", "")
     return Seen(f"{who} died without a traceback (status {run.status}){line}")
+
+
+def _last_cause(message: str) -> str:
+    """Of "Caught TypeError in DataLoader worker process 0" and a traceback, the exception in the worker."""
+    lines = message.strip().splitlines()
+    return f"{lines[0]} {lines[-1].strip()}" if "Original Traceback" in message and len(lines) > 2 else message
 
 
 def _unused(process: Process, event: Raised) -> list[str]:

@@ -28,6 +28,7 @@ def _first_counts(run: Run) -> tuple[Counter[tuple[object, ...]], int]:
     after=(no_group, wrong_group),
     mild=True,
     anywhere=True,
+    origin="loader:evaluation",
 )
 def evaluation_missed(run: Run) -> Said:
     """Samples of the test set are evaluated by no rank."""
@@ -48,6 +49,7 @@ def evaluation_missed(run: Run) -> Said:
     after=(no_group, wrong_group, evaluation_missed),
     mild=True,  # each rank may evaluate the whole set
     anywhere=True,
+    origin="loader:evaluation",
 )
 def evaluation_repeated(run: Run) -> Said:
     """Samples of the test set are evaluated more than once."""
@@ -92,7 +94,8 @@ def metric_is_not_the_true_one(run: Run) -> Said:
     if reports and reports[0].failed:
         yield NotJudged(f"the reported figures ({reports[0].failed})", goal=False)
     if seen := _metric(reports):
-        yield Seen(seen, reports[0].where)
+        figure = seen.split()[1] if seen.startswith("the ") else ""
+        yield Seen(seen, reports[0].where, origin=f"logged:{figure} figure:{figure}")
 
 
 @rule(
@@ -144,15 +147,20 @@ def _exchanged(process: Process) -> bool:
 def log_wrong(run: Run) -> Said:
     """A reported loss is not the mean over all ranks, or the samples per second are not those of all ranks."""
     reports = list(run.all(Reported))
-    if seen := _losses(run, reports) or _throughput(run, reports):
-        yield Seen(seen, reports[0].where)
+    if seen := _losses(run, reports):
+        yield Seen(seen, reports[0].where, origin="figure:losses")
+    elif seen := _throughput(run, reports):
+        yield Seen(seen, reports[0].where, origin="figure:samples_per_second")
 
 
 @log_wrong.also(SPAWNED, after=(crash,))
 def number_of_processes_is_wrong(run: RealRun) -> Said:
     """The log names a different number of processes than 2, the number that the check asks for."""
     if run.processes and set(run.processes) != {2} and not any(run.statuses):
-        yield Seen(f"2 processes train, and the log says {run.processes[0]}: EpochLog(..., processes=world_size)")
+        yield Seen(
+            f"2 processes train, and the log says {run.processes[0]}: EpochLog(..., processes=world_size)",
+            origin="call:EpochLog",
+        )
 
 
 def _metric(reports: list[Reported]) -> str:

@@ -2,18 +2,20 @@
 
 import re
 from collections import Counter
+from dataclasses import replace
 
 from workshop.check.evidence.events import FileRenamed, Saved
 from workshop.check.evidence.run import Process, Run
 from workshop.check.rules.rule import Said, Seen, rule
 from workshop.check.rules.words import named, plural, rank_of
-from workshop.check.scenarios import SPLIT, WHOLE, Split
+from workshop.check.scenarios import SPLIT, TWO_NODES, WHOLE, Split
 
 
 @rule(
     why="If two processes write the same file at the same time, it can contain a mixture of both.",
     fix="Write only on rank 0 (`if rank == 0:`), or give each rank its own file name.",
     anywhere=True,
+    origin="gate",
 )
 def two_writers(run: Run) -> Said:
     """Several ranks write the same file."""
@@ -23,11 +25,19 @@ def two_writers(run: Run) -> Said:
         yield Seen(f"ranks {ranks} write the same file, {path.rsplit('/', 1)[-1]}", where)
 
 
+@two_writers.also(TWO_NODES)
+def _(run: Run) -> Said:
+    """On two machines that share a file system, a rank of each machine writes the same file."""
+    for seen in two_writers.detectors[0].function(run):
+        yield replace(seen, text=f"on two machines that share a file system, {seen.text}")
+
+
 @rule(
     why="With many processes, repeated lines hide the important output.",
     fix="Print on rank 0 only, and pass `disable=rank > 0` to tqdm; or begin each line with the rank.",
     anywhere=True,
     mild=True,
+    origin="printed",
 )
 def several_print(run: Run) -> Said:
     """Two ranks print the same lines."""
@@ -68,6 +78,7 @@ def checkpoint_torn(run: Run) -> Said:
     why="After a crash there is nothing to resume from.",
     fix="Save the state_dict() of model and optimizer and the epoch with torch.save at the end of each epoch, on rank 0.",
     after=(checkpoint_torn,),
+    origin="gate call:ModelCheckpoint|save_checkpoint|save",
 )
 def no_checkpoint(run: Run) -> Said:
     """Nothing is saved, or only at the end."""
@@ -88,6 +99,7 @@ def no_checkpoint(run: Run) -> Said:
     fix="Save the state_dict() of the model inside the wrapper: ddp_model.module.state_dict().",
     runs=(WHOLE, SPLIT),
     anywhere=True,
+    origin="passed",
 )
 def checkpoint_keys(_: Run, split: Split) -> Said:
     """The parameters are saved under names that begin with "module.", and the second start fails."""

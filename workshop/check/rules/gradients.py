@@ -28,6 +28,7 @@ from workshop.check.rules.rule import RULES, Makes, NotJudged, Rule, Said, Seen,
 from workshop.check.rules.words import listed, named
 from workshop.check.scenarios import SINGLE, WHOLE
 
+ROUNDED = 2e-3  # gradients of float32 agree more closely than this; those of bfloat16 often do not
 beside_one_process: "partial[Makes[[Run, Run]]]" = partial(rule, runs=(WHOLE, SINGLE), needs=(LayersSeen,), spoils=True)
 
 
@@ -113,7 +114,7 @@ def _apart(run: Run) -> Told:
     """Where two ranks first hold different gradients or parameters."""
     ranks = run.trained
     joined = any(process.first(UnevenJoined) for process in ranks)
-    if any(step.before.sharded for process in ranks for step in process.steps):
+    if any(step.before.sharded or not step.before.of_model for process in ranks for step in process.steps):
         return []  # each rank has its own part
     if _of_its_own(run):
         return []
@@ -155,10 +156,11 @@ def _apart_at(number: int, one: Step, two: Step, base: Process, joined: bool) ->
         also = ", and they began with different parameters" if begun else ""
         where, reason, fix, *origin = _why_unequal(base, one, two, len(which) < len(before.names))
         seen = f"before step {number} the ranks hold different gradients{of}{also}; {reason}"
-        return gradients_differ, Seen(seen, where, fix=fix, origin="".join(origin))
+        return gradients_differ, Seen(seen, where, fix=fix, origin="".join(origin) or "here")
     if begun:
         which = different_names(before.weights, other.weights, before.names)
-        return weights_differ, Seen(f"the ranks begin with different parameters ({listed(which)})", before.where)
+        seen = f"the ranks begin with different parameters ({listed(which)})"
+        return weights_differ, Seen(seen, before.where, origin="reseeded")
     if not joined and one.after and two.after and difference(one.after.weights, two.after.weights) > CLOSE:
         which = different_names(one.after.weights, two.after.weights, before.names)
         rates = f"; their learning rates are {before.rates} and {other.rates}" if before.rates != other.rates else ""
@@ -166,7 +168,7 @@ def _apart_at(number: int, one: Step, two: Step, base: Process, joined: bool) ->
         if rates and (where := reduced_to_one(base, before)):
             seen += f"; before that, reduce() at {where} gave its result to one rank only"
             return weights_differ, Seen(seen, where, fix=TO_ONE)
-        return weights_differ, Seen(seen, before.where)
+        return weights_differ, Seen(seen, before.where, origin="receiver:step" if rates else "")
     return None
 
 
@@ -222,12 +224,14 @@ def _unequal_by_hand(base: Process, one: Step) -> tuple[str, ...]:
         fix = "Keep the handle that the call with async_op=True returns, and call its wait() before you use the result."
         return lost.where, f"nothing waits for the asynchronous {lost.name} before the step", fix
     if not averaging:
-        return where, "nothing averages them, because the model is not wrapped in DistributedDataParallel", ""
+        what = "nothing averages them, because the model is not wrapped in DistributedDataParallel"
+        passes = [each.forward.where for each in one.backwards if each.forward]
+        return (passes[-1] if passes else where), what, "", "model"
     calls = collectives_since(base, Backward, one.before)
     if calls and all(call.name == "reduce" for call in calls):
         return calls[0].where, "reduce() gives the sum to one rank only", TO_ONE
     return (
-        where,
+        calls[0].where if calls else where,
         "not all of them are averaged",
         "Average the gradients of all parameters with all_reduce before each step.",
     )
@@ -266,6 +270,7 @@ def _passed_before(base: Process, step: Step) -> tuple[Forward, Forward] | None:
     fix="DistributedDataParallel divides the gradients by the number of processes, so do not divide the loss by it too. If you "
     "divide the loss by a count over all ranks, multiply it by the number of processes.",
     anywhere=True,
+    origin="call:register_comm_hook receiver:backward",
 )
 def gradient_scale(run: Run, single: Run) -> Said:
     """The gradient is a multiple of that of one process on the same samples."""
@@ -319,6 +324,8 @@ def _other_step(run: Run, number: int, step: Step, alone: Step) -> Told:
         seen = f"on the same samples the gradient of step 1 differs from that of one process ({which})"
     elif one.rates != two.rates:
         seen = f"the learning rate is {one.rates} with {run.nproc} processes and {two.rates} with one"
+    elif difference(one.gradients, two.gradients) > ROUNDED:
+        return []  # AdamW's first steps amplify the rounding of bfloat16, which differs between processors
     elif step.after and alone.after and difference(step.after.weights, alone.after.weights) > 0.05:
         seen = f"on the same samples the parameters after step {number} differ from those of one process"
     return [(differs_from_one_process, Seen(seen, one.where))] if seen else []
@@ -333,6 +340,8 @@ def _scaled(run: Run, number: int, factor: float, where: str) -> tuple[Rule, See
     if run.accumulate > 1 and abs(divided - run.nproc) < 0.1:
         by = f"by {run.nproc}, the number of processes, and not by {run.accumulate}, the number of batches"
         return RULES["accumulation-scale"], Seen(f"{seen}: the loss is divided {by}", where)
+    if by_hand := _after_backward(run.trained[0]):
+        return gradient_scale, Seen(seen, by_hand[0].where, origin="here")
     return gradient_scale, Seen(seen, where)
 
 

@@ -35,7 +35,10 @@ def directive_ignored(ignored: list[tuple[str, str]]) -> Said:
 def job_refused(script: Request | Job) -> Said:
     """Slurm rejects the directives, or the options that the check adds for a different shape or other nodes."""
     if script.refused:
-        yield Seen(f"Slurm rejects the script: {script.refused}")
+        option = re.search(r"--[\w-]+", script.refused)
+        yield Seen(
+            f"Slurm rejects the script: {script.refused}", origin=f"text:^#SBATCH.*{option[0]}" if option else ""
+        )
 
 
 for _scenario in (JOB, JOB_ELSEWHERE, JOB_FAILS, NODE_DIES, TIME_OVER, REAL_JOB):
@@ -48,6 +51,7 @@ for _scenario in (JOB, JOB_ELSEWHERE, JOB_FAILS, NODE_DIES, TIME_OVER, REAL_JOB)
     runs=REQUEST,
     after=(job_refused,),
     blocks=True,
+    origin="text:^#SBATCH.*--nodes",
 )
 def job_shape(request: Request, job: Job | None = None) -> Said:
     """The script asks for a different shape. If jobs can run here, the job may show the mistake in an earlier goal first."""
@@ -78,6 +82,7 @@ def _failed(job: Job, text: str) -> Seen:
     runs=JOB,
     after=(job_refused,),
     blocks=True,
+    origin="text:^[^#]*(torchrun|torch.distributed.run)",
 )
 def still_torchrun(job: Job) -> Said:
     """torchrun starts the processes, but in this exercise Slurm should start them."""
@@ -88,13 +93,14 @@ def still_torchrun(job: Job) -> Said:
 AFTER = (job_refused, still_torchrun)
 
 
-def _of_start(why: str, fix: str, blocks: bool = True) -> "Makes[[Job]]":
-    return rule(why=why, fix=fix, runs=JOB, after=AFTER, blocks=blocks, anywhere=True)
+def _of_start(why: str, fix: str, blocks: bool = True, origin: str = "") -> "Makes[[Job]]":
+    return rule(why=why, fix=fix, runs=JOB, after=AFTER, blocks=blocks, anywhere=True, origin=origin)
 
 
 @_of_start(
     why="Slurm runs the commands of a script only on the first node; you pay for the other nodes, but they do nothing.",
     fix="Start the processes with srun, which runs a command once per task, on all nodes of the job.",
+    origin=r"text:^[^#]*\b(srun|torchrun|torch\.distributed\.run)\b(?!.*getent)",
 )
 def one_node_only(job: Job) -> Said:
     """The processes run only on some of the nodes."""
@@ -105,6 +111,7 @@ def one_node_only(job: Job) -> Said:
     why="Processes that do not join one group train separate models, or wait until they time out.",
     fix="Use one address on all nodes: the first node of the job, and a port computed from SLURM_JOB_ID. Pass it to torchrun as "
     "--rdzv-endpoint, with --rdzv-backend=c10d and --rdzv-id; without torchrun, export MASTER_ADDR and MASTER_PORT.",
+    origin="text:--rdzv-endpoint",
 )
 def separate_groups(job: Job) -> Said:
     """The processes do not form one group."""
@@ -116,6 +123,7 @@ def separate_groups(job: Job) -> Said:
     fix="Export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK before srun, because srun ignores the script's --cpus-per-task, and "
     "set OMP_NUM_THREADS to the number of cores per process.",
     blocks=False,
+    origin="text:OMP_NUM_THREADS=|SRUN_CPUS_PER_TASK=",
 )
 def cores_lost(job: Job) -> Said:
     """The processes do not use all cores that the job has for them."""
@@ -223,6 +231,7 @@ def _number(name: str, step: str) -> int:
     fix='Take the host from Slurm: the first line of scontrol show hostnames "$SLURM_JOB_NODELIST".',
     runs=JOB_ELSEWHERE,
     after=(job_refused,),
+    origin="text:^[^#]*(MASTER_ADDR=|head)",
 )
 def meeting_place(job: Job) -> Said:
     """The processes connect to a node that is not in the job."""
@@ -236,6 +245,7 @@ def meeting_place(job: Job) -> Said:
     fix="Take the numbers from Slurm: SLURM_NNODES, SLURM_NTASKS, SLURM_GPUS_ON_NODE, SLURM_CPUS_PER_TASK.",
     runs=JOB_ELSEWHERE,
     after=(job_refused, meeting_place, device_index, cores_lost),
+    origin=r"text:^[^#]*--(nnodes|nproc-per-node|ntasks)=\d text:^[^#]*\bsrun\b(?!.*getent)",
 )
 def shape_fixed(job: Job) -> Said:
     """With a different number of nodes or GPUs, the script does not start one group with one process per GPU."""
@@ -269,6 +279,7 @@ def _place(job: Job) -> tuple[str, str]:
     runs=NODE_DIES,
     after=(job_refused,),
     blocks=True,
+    origin="text:^#SBATCH.*requeue text:^#SBATCH",
 )
 def not_requeued(job: Job) -> Said:
     """Slurm does not restart the job after one of its nodes has failed."""
@@ -283,6 +294,7 @@ def not_requeued(job: Job) -> Said:
     runs=TIME_OVER,
     after=(job_refused,),
     blocks=True,
+    origin="text:^#SBATCH.*--signal text:^#SBATCH",
 )
 def no_warning(job: Job) -> Said:
     """The script gets no signal before its time limit, or does not react to it."""
@@ -305,6 +317,7 @@ def asks_for_its_script(signal: str) -> bool:
     fix="Use `wait $!`, which a signal interrupts: start srun in the background with & and then wait for it.",
     runs=TIME_OVER,
     after=(job_refused, no_warning),
+    origin=r"text:^[^#]*\bsrun\b(?!.*getent)",
 )
 def trap_late(job: Job) -> Said:
     """The shell does not react to the signal while srun runs."""
@@ -337,6 +350,7 @@ def second_start(job: Job) -> Told:
     fix="Add #SBATCH --open-mode=append.",
     runs=NODE_DIES,
     after=(job_refused, resume_fails, never_resumes, epoch_repeated),
+    origin="text:^#SBATCH.*--open-mode text:^#SBATCH.*--output",
 )
 def log_overwritten(job: Job) -> Said:
     """The second start overwrites the log of the first."""
@@ -349,6 +363,7 @@ def log_overwritten(job: Job) -> Said:
     fix="End the script with the status of srun: `set -e`, and `wait $!` for srun in the background. Plain `wait` returns 0.",
     runs=JOB_FAILS,
     after=(job_refused,),
+    origin=r"text:^[^#]*\bwait\b",
 )
 def failure_hidden(job: Job) -> Said:
     """One process failed, and Slurm counts the job as completed."""
@@ -361,6 +376,7 @@ def failure_hidden(job: Job) -> Said:
     fix="Start srun with --kill-on-bad-exit=1: when one task fails, srun ends all others.",
     runs=JOB_FAILS,
     after=(job_refused,),
+    origin=r"text:^[^#]*\bsrun\b(?!.*getent)",
 )
 def failure_waits(job: Job) -> Said:
     """After one process failed, the job went on until the others noticed it."""
@@ -375,6 +391,7 @@ def failure_waits(job: Job) -> Said:
     fix='Pass --rdzv-id="$SLURM_JOB_ID" to torchrun.',
     runs=(JOB, JOB_ELSEWHERE),
     after=(job_refused, meeting_place, shape_fixed),
+    origin="text:--rdzv|rendezvous=",
 )
 def run_id_fixed(job: Job, other: Job) -> Said:
     """Two jobs have the same run id of torchrun."""

@@ -25,7 +25,9 @@ of_steps = partial(rule, after=(no_group, wrong_group), spoils=True, anywhere=Tr
 def wrong_parameters(run: Run) -> Said:
     """The optimizer holds none of the model's parameters."""
     for process in run.trained[:1]:
-        if not any(step.before.sharded or step.before.of_model for step in process.steps):
+        # An optimizer with copies of the parameters (in float32, or of a part of them) gets their gradients from the program.
+        copies = any(gradient for step in process.steps for gradient in step.before.gradients)
+        if not copies and not any(step.before.sharded or step.before.of_model for step in process.steps):
             where = process.steps[0].before.made or process.step_where
             yield Seen("the optimizer holds none of the parameters that the forward pass uses", where)
 
@@ -38,7 +40,8 @@ def wrong_parameters(run: Run) -> Said:
 def parameters_forgotten(run: Run) -> Said:
     """Parameters of the model have gradients, and the optimizer has parameters that were in their place before."""
     for process in run.trained[:1]:
-        names = next((step.before.forgotten for step in process.steps if step.before.forgotten), [])
+        own = (step.before for step in process.steps if step.before.of_model)  # others have copies of the parameters
+        names = next((begun.forgotten for begun in own if begun.forgotten), [])
         if names:
             where = process.steps[0].before.made or process.step_where
             yield Seen(f"no optimizer holds {listed(names)}, although backward() computes their gradients", where)
@@ -79,7 +82,7 @@ def _wrong_length(run: Run, process: Process, rates: list[float]) -> Said:
     length = 0 if process.first(ScheduleSeen) else _length(rates)
     if abs(length / len(process.steps) / run.nproc - 1) < 0.15:
         seen = f"the learning rate falls as in a schedule of {length} steps, but the run takes {len(process.steps)}"
-        yield Seen(f"{seen}: {run.nproc} times too many", process.step_where, origin="total:by hand")
+        yield Seen(f"{seen}: {run.nproc} times too many", process.step_where, origin="total:by-hand")
 
 
 def _length(rates: list[float]) -> int:
@@ -135,8 +138,8 @@ def loss_does_not_fall(run: Run) -> Said:
 def gradients_pile_up(run: Run) -> Said:
     """The first backward pass of a step adds to the gradients of the previous step."""
     for process in run.trained[:1]:
-        if process.optimizers > 1:
-            continue  # a generator's backward pass leaves gradients in the discriminator
+        if process.optimizers > 1 or not process.steps[0].before.of_model:
+            continue  # a generator's backward pass leaves gradients in the discriminator; copies get their gradients later
         piled = [each for step in process.steps[1:] for each in step.backwards[:1] if each.leftover]
         if len(piled) > len(process.steps) // 3:
             yield Seen("the first backward() of a step adds to the gradients of the previous step", piled[0].where)
@@ -147,6 +150,7 @@ def gradients_pile_up(run: Run) -> Said:
     fix="Keep numbers, not tensors with a graph: store or add up loss.detach() or loss.item().",
     after=(no_group, wrong_group, wrong_parameters, no_learning),
     anywhere=True,
+    origin="kept",
 )
 def graph_kept(run: Run) -> Said:
     """The largest autograd graph in memory grows by about the same number of nodes each time."""

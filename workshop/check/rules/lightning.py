@@ -80,6 +80,7 @@ def wrong_images(run: Run) -> Said:
     fix="Replace the stem by Conv2d(..., kernel_size=3, stride=1, padding=1), without pooling.",
     needs=(LayersSeen,),
     after=(*NOT_TRAINED, wrong_images),
+    origin="call:Conv2d",
 )
 def stem_shrinks(run: Run) -> Said:
     """The first layers reduce the size of the image."""
@@ -96,6 +97,7 @@ def stem_shrinks(run: Run) -> Said:
 @_of_training(
     why="A learning rate that suits the first steps is too high for the last steps, or vice versa.",
     fix="In LightningModule.configure_optimizers, return a schedule too, such as OneCycleLR(..., total_steps=...).",
+    origin="returned:configure_optimizers",
 )
 def schedule_flat(run: Run) -> Said:
     """The learning rate never changes."""
@@ -110,6 +112,7 @@ def schedule_flat(run: Run) -> Said:
     fix='In LightningModule.configure_optimizers, return "lr_scheduler": {"scheduler": ..., "interval": "step"}, with '
     "total_steps=self.trainer.estimated_stepping_batches.",
     after=(*NOT_TRAINED, schedule_flat),
+    origin="returned:configure_optimizers",
 )
 def schedule_uneven(run: Run) -> Said:
     """The learning rate does not rise and fall once over the steps of the run."""
@@ -139,6 +142,7 @@ def _watched(run: Run, which: str) -> list[tuple[str, str]]:
 @_of_training(
     why="The last epoch is not always the best, and you cannot restore a model that was not saved.",
     fix='Add ModelCheckpoint(folder, name, monitor="accuracy", mode="max") in addition to the checkpoint to resume from.',
+    origin="call:ModelCheckpoint",
 )
 def best_lost(run: Run) -> Said:
     """The checkpoint with the best accuracy is not kept."""
@@ -161,6 +165,7 @@ def best_lost(run: Run) -> Said:
 @_of_training(
     why="Epochs in which the model no longer improves cost time without any benefit.",
     fix='Add EarlyStopping("accuracy", mode="max", patience=5) to the callbacks.',
+    origin="call:Trainer.callbacks|Trainer",
 )
 def never_stops(run: Run) -> Said:
     """No callback stops the training when the accuracy no longer rises."""
@@ -171,6 +176,7 @@ def never_stops(run: Run) -> Said:
 @_of_training(
     why="The training ends while the model still improves.",
     fix='Give EarlyStopping mode="max" for an accuracy; its default, "min", is for a loss.',
+    origin="call:EarlyStopping",
 )
 def stops_too_early(run: Run) -> Said:
     """EarlyStopping watches the accuracy, but waits for it to fall."""
@@ -199,6 +205,7 @@ def monitor_differs(run: Run) -> Said:
 @_of_training(
     why="Without a log you cannot find out afterwards why a run went well or badly.",
     fix='Give the Trainer a logger, such as CSVLogger, and LearningRateMonitor("step") as a callback.',
+    origin="call:Trainer.logger|Trainer",
 )
 def not_logged(run: Run) -> Said:
     """No logger receives the learning rate."""
@@ -213,6 +220,7 @@ def not_logged(run: Run) -> Said:
     why="The Trainer must know the number of nodes; otherwise each node trains a separate model.",
     fix="Give the Trainer num_nodes=args.nodes.",
     runs=NODES_OPTION,
+    origin="call:Trainer.num_nodes|Trainer",
 )
 def nodes_ignored(run: Run) -> Said:
     """A run on two nodes fails, or its processes do not form one group."""
@@ -232,6 +240,7 @@ HOW = {SESSION: "in a Slurm job with one task", ALONE: "without a launcher", TAS
     fix="Give the Trainer the environment plugin of the launcher: TorchElasticEnvironment under torchrun, "
     "SLURMEnvironment where SLURM_STEP_NUM_TASKS is above 1, else LightningEnvironment.",
     runs=SESSION,
+    origin="text:SLURM_JOB_ID call:Trainer.plugins|Trainer",
 )
 def job_mistaken(run: RealRun) -> Said:
     """In a job with one task, the program does not start its second process."""

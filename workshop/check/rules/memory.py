@@ -31,6 +31,7 @@ def _judged(option: str, run: Run, plain: Run, missing: str, where: str = "") ->
 @_of_options(
     why="Activations grow with batch size and sequence length, and are often the first to exceed the memory.",
     fix="Call each layer through torch.utils.checkpoint.checkpoint(use_reentrant=False); set this up before fully_shard.",
+    origin="call:fully_shard",
 )
 def activations_kept(runs: OptionRuns) -> Said:
     """With activation checkpointing the forward pass keeps about the same amount of memory."""
@@ -43,6 +44,7 @@ def activations_kept(runs: OptionRuns) -> Said:
 @_of_options(
     why="Parameters that are freed after the forward pass are gathered a second time for the backward pass.",
     fix="Pass reshard_after_forward=False to fully_shard.",
+    origin="call:fully_shard",
 )
 def gathers_again(runs: OptionRuns) -> Said:
     """With --keep-gathered the backward pass gathers again."""
@@ -66,6 +68,7 @@ def not_offloaded(runs: OptionRuns) -> Said:
 @_of_options(
     why="Each small kernel reads its inputs from memory and writes its results there; fused kernels avoid most of this.",
     fix="Call layer.compile() on each layer before fully_shard.",
+    origin="call:compile",
 )
 def not_compiled(runs: OptionRuns) -> Said:
     """With --compile nothing is compiled."""

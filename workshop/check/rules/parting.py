@@ -156,7 +156,9 @@ def _loop(one: Walk, other: Walk, at: tuple[int, int], fork: _Fork, statement: S
     """What to say about a loop that one rank leaves earlier, or about an iteration in which the ranks make different calls."""
     iterations = one.iterations(at[0], statement), other.iterations(at[1], statement)
     for mine, theirs in zip(
-        zip(iterations[0], iterations[0][1:], strict=False), zip(iterations[1], iterations[1][1:], strict=False), strict=False
+        zip(iterations[0], iterations[0][1:], strict=False),
+        zip(iterations[1], iterations[1][1:], strict=False),
+        strict=False,
     ):
         if one.made(*mine) != other.made(*theirs):
             inner = _fork(one, other, [mine[0], theirs[0]], [mine[1], theirs[1]])

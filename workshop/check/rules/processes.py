@@ -18,6 +18,7 @@ LOCAL = ("127.0.0.1", "localhost", "::1")
     fix="Do not set MASTER_ADDR or MASTER_PORT; call init_process_group without an address, so it uses that of torchrun.",
     blocks=True,
     anywhere=True,
+    origin="environ:MASTER_",
 )
 def address_overwritten(run: Run) -> Said:
     """The program changed the address that torchrun had set."""
@@ -36,6 +37,7 @@ def address_overwritten(run: Run) -> Said:
     fix="Call torch.distributed.init_process_group in every process, with its rank and the number of processes.",
     blocks=True,
     anywhere=True,
+    origin="call:init_process_group text:^export",
 )
 def no_group(run: Run) -> Said:
     """No process joined a group."""
@@ -60,6 +62,7 @@ def no_group(run: Run) -> Said:
     fix="Pass rank and world_size (the number of all processes) to init_process_group; under torchrun omit both.",
     blocks=True,
     anywhere=True,
+    origin=r"call:Trainer.devices|Trainer text:\bRANK=",
 )
 def wrong_group(run: Run) -> Said:
     """The group has the wrong size, or its ranks are not those of the launcher."""
@@ -89,6 +92,7 @@ def wrong_group(run: Run) -> Said:
     fix="Choose the device by LOCAL_RANK: torch.accelerator.set_device_index(int(os.environ['LOCAL_RANK'])).",
     runs=TWO_NODES,
     anywhere=True,
+    origin="holds:environ|get_rank text:LOCAL_RANK=",
 )
 def device_index(run: Run) -> Said:
     """On two machines a process does not use the device with its local rank."""
@@ -133,6 +137,7 @@ def device_shared(run: Run) -> Said:
     fix="Let torch choose: init_process_group(dist.get_default_backend_for_device(device), ...), or no backend at all.",
     runs=DEVICES,
     after=(no_group, wrong_group),
+    origin="holds:gloo",
 )
 def backend_fixed(run: Run) -> Said:
     """On a machine with GPUs the group uses gloo."""
@@ -147,6 +152,7 @@ backend_fixed.also(TWO_NODES)(backend_fixed.detectors[0].function)
     why="Two runs on the same machine cannot use the same port.",
     fix="Let the system choose a free port: a TCPStore with port 0, or torchrun, which chooses one.",
     runs=(WHOLE, SPLIT),
+    origin="text:^[^#]*(MASTER_PORT=|port=)",
 )
 def port_fixed(run: Run, split: Split) -> Said:
     """Two runs use the same port."""
@@ -181,6 +187,7 @@ def _ports(run: Run) -> dict[str, str]:
     fix="Call torch.distributed.destroy_process_group() before the program ends, also after an error (try ... finally).",
     hint=True,
     anywhere=True,
+    origin="call:init_process_group",
 )
 def not_destroyed(run: Run) -> Said:
     """No rank destroyed the group. (Lightning does not destroy a gloo group before the process ends.)"""

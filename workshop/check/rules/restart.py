@@ -8,7 +8,7 @@ from workshop.check.evidence.events import GroupDestroyed, Joined, Loaded, Raise
 from workshop.check.evidence.real import Killed, Kills, RealRun
 from workshop.check.evidence.run import Run, Step
 from workshop.check.evidence.sketches import CLOSE, difference
-from workshop.check.rules.carried import first_cause
+from workshop.check.rules.carried import copy_lost, first_cause
 from workshop.check.rules.collectives import collectives_differ
 from workshop.check.rules.ending import crash, ending, hang, no_training
 from workshop.check.rules.files import checkpoint_keys
@@ -42,6 +42,7 @@ def never_resumes(whole: Run, split: Split) -> Said:
 @_of_restart(
     why="An epoch that is trained twice leads to different parameters than a run that was never stopped.",
     fix="Save the number of the last finished epoch, and resume with that number plus one.",
+    origin="restored",
 )
 def epoch_repeated(whole: Run, split: Split) -> Said:
     """Both parts together have more steps than the uninterrupted run."""
@@ -51,6 +52,7 @@ def epoch_repeated(whole: Run, split: Split) -> Said:
 @_of_restart(
     why="An epoch that is left out leads to different parameters than a run that was never stopped.",
     fix="Save the checkpoint after the epoch whose number it contains, and resume with that number plus one, up to --epochs.",
+    origin="restored",
 )
 def epoch_skipped(whole: Run, split: Split) -> Said:
     """Both parts together have fewer steps than the uninterrupted run."""
@@ -69,6 +71,7 @@ def resume_fails(whole: Run, split: Split) -> Said:
 @_of_restart(
     why="Without its state (AdamW's moments, SGD's momentum) the optimizer takes different steps than in an uninterrupted run.",
     fix="Save the current state_dict() of the optimizer in each checkpoint; load it with load_state_dict() on every rank.",
+    origin="loading:optim",
 )
 def optimizer_lost(whole: Run, split: Split) -> Said:
     """The optimizer state is not restored."""
@@ -78,6 +81,7 @@ def optimizer_lost(whole: Run, split: Split) -> Said:
 @_of_restart(
     why="The learning rate starts again from the beginning of its schedule.",
     fix="Save the state_dict() of the scheduler in the checkpoint, and load it with scheduler.load_state_dict().",
+    origin="loading:sched",
 )
 def schedule_lost(whole: Run, split: Split) -> Said:
     """The learning rate after the second start differs from that of an uninterrupted run."""
@@ -88,6 +92,7 @@ def schedule_lost(whole: Run, split: Split) -> Said:
     why="Dropout and augmentation draw different numbers after a restart, so the run is valid but not identical.",
     fix="Call torch.manual_seed with a function of seed, epoch and rank in each epoch; a checkpoint then needs no random state.",
     hint=True,
+    origin="reseeded:loop",
 )
 def random_lost(whole: Run, split: Split) -> Said:
     """After the second start the steps draw different random numbers."""
@@ -106,12 +111,13 @@ def resume_differs(whole: Run, split: Split) -> Said:
 @also(collectives_differ, weights_differ, runs=(WHOLE, SPLIT))
 def second_start(whole: Run, split: Split) -> Told:
     """How the second start differs from an uninterrupted run: the cause that explains most comes first."""
-    second, ended, load = split.second, ending(split.second), split.second.where(Loaded)
+    second, ended, load = split.second, ending(split.second), _loading(split.second)
     if second.trained and second.ended_by_echo:
         parts = ", ".join(f"rank {each.rank} takes {plural(len(each.steps), 'step')}" for each in second.trained)
         return [(collectives_differ, Seen(f"after the second start {parts}, and one rank loses the connection", load))]
     if ended and not second.trained:
-        return [(resume_fails, Seen(f"the second start fails: {ended.text}", ended.where, ended.detail))]
+        origin = "" if ended.where else "call:save"
+        return [(resume_fails, Seen(f"the second start fails: {ended.text}", ended.where, ended.detail, origin=origin))]
     if not whole.trained or not split.first.trained:
         return []
     base, done = whole.trained[0].steps, split.first.trained[0].steps
@@ -121,9 +127,13 @@ def second_start(whole: Run, split: Split) -> Told:
     fresh = _gap(rest[0], base[0]) < SAME / 10 or not (_reproducible(base, done) or _resumed(done, rest[0]))
     if fresh and (len(rest) >= len(base) or whole.cut):
         seen = f"the second start begins with fresh parameters and repeats all {len(rest)} steps"
-        return [(never_resumes, Seen(seen, load or rest[0].before.where))]
+        return [(never_resumes, Seen(seen, load or rest[0].before.where, origin="uncalled call:fit.ckpt_path"))]
     begun = [each.steps[0].before for each in second.trained]
-    if not begun[0].sharded and any(difference(begun[0].weights, each.weights) > CLOSE for each in begun):
+    if (
+        not begun[0].sharded
+        and begun[0].of_model
+        and any(difference(begun[0].weights, each.weights) > CLOSE for each in begun)
+    ):
         return [(weights_differ, Seen("after the second start the ranks begin with different parameters", load))]
     counts = sorted({len(process.steps) for process in second.trained})
     if len(counts) > 1 and not any(process.first(UnevenJoined) for process in second.trained):
@@ -140,10 +150,23 @@ def second_start(whole: Run, split: Split) -> Told:
         seen, fix, where, origin = cause
         about = optimizer_lost if where else resume_differs
         return [(about, Seen(f"{differences[0][1].partition(': ')[0]}: {seen}", where or load, fix=fix, origin=origin))]
+    if not differences and _reproducible(base, done) and (cause := copy_lost(whole, second, len(done))):
+        seen, fix, _, origin = cause
+        return [(resume_differs, Seen(seen, load, fix=fix, origin=origin))]
     if not differences and (name := _saved_too_often(whole, second, len(done))):
         seen = f"after the second start {name}, but not in an uninterrupted run: the best value so far is not restored"
         return [(resume_differs, Seen(seen, load, origin="restored"))]
-    return [(about, Seen(seen, load)) for about, seen in differences]
+    sampled = "call:set_epoch"
+    return [(about, Seen(seen, load, origin=sampled if " samples " in seen else "")) for about, seen in differences]
+
+
+def _loading(run: Run) -> str:
+    """The line that loads the checkpoint: the last one before the training, because a program may look into it first."""
+    for process in run.ranks[:1]:
+        begin = process.steps[0].seconds if process.steps else math.inf
+        found = [event.where for seconds, event in process.timed(Loaded) if seconds <= begin and event.where]
+        return found[-1] if found else ""
+    return run.where(Loaded)
 
 
 def _saved_too_often(whole: Run, second: Run, done: int) -> str:
@@ -241,6 +264,7 @@ def _resumed(done: list[Step], begin: Step) -> bool:
     why="torchrun reports only the exit code of the rank that failed, not the reason.",
     fix="Decorate main() with @record (torch.distributed.elastic.multiprocessing.errors): torchrun then shows the traceback.",
     runs=FAILING_RANK,
+    origin="returned:main",
 )
 def traceback_hidden(run: Run) -> Said:
     """torchrun gets no traceback of the rank that the check made fail."""
@@ -336,14 +360,16 @@ def _unlike_uninterrupted(gap: float | None) -> str:
 @also(crash, runs=STARTED, active=True)
 def wrong_in_reality(run: RealRun) -> Told:
     """With the real launcher the run hangs, fails, or writes neither log nor checkpoint."""
-    lead, meaning = f"with the real {run.launcher}", ""
+    lead, meaning, origin = f"with the real {run.launcher}", "", ""
     if "bootstrapping phase" in run.text:
         meaning = '; each new process runs the top level of the file again: call main() under if __name__ == "__main__"'
+        origin = r"text:^main\(\)"
     elif any(sign in run.text for sign in ("pickle", "Can't get attribute", "Can't get local")):
         meaning = "; spawn passes the function and its arguments with pickle, which does not accept lambdas or inner functions"
+        origin = "call:spawn"
     if None in run.statuses:
         yield hang, Seen(f"{lead} it had not ended after {run.limit:.0f} s", detail=run.end)
     if any(run.statuses):
-        yield crash, Seen(f"{lead}: {run.error}{meaning}", detail=run.end)
+        yield crash, Seen(f"{lead}: {run.error}{meaning}", detail=run.end, origin=origin)
     if set(run.statuses) == {0} and not run.processes and not run.checkpoint:
         yield no_training, Seen(f"{lead} it ends without an error, but without log or checkpoint", detail=run.end)

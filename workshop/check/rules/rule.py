@@ -91,6 +91,7 @@ class Rule:
     mild: bool = False  # a hint for programs that are not exercises
     always: bool = False  # asked of every program, whether or not an exercise lists it
     anywhere: bool = False  # also asked of programs that are not exercises
+    origin: str = ""  # the kinds of cause to look for, if a finding names none (see ``origins.py``)
     detectors: list[Detector] = field(default_factory=list, repr=False)
 
     @property
@@ -161,12 +162,14 @@ def rule(*, why: str, fix: str, **settings: Any) -> Makes[[Run]]: ...
 def rule(*, why: str, fix: str, runs: Any = WHOLE, **settings: Any) -> Makes[...]:
     """Declare a function as a rule; it judges the result of one scenario, or of two together."""
     flags = {name: settings.pop(name, False) for name in ("blocks", "spoils", "hint", "mild", "always", "anywhere")}
+    origin = settings.pop("origin", "")
 
     def declare(function: Callable[..., Said]) -> Rule:
         name = function.__name__.replace("_", "-")
         if name in RULES:
             raise ValueError(f"two rules have the name {name}")
-        RULES[name] = made = Rule(name, function.__module__.rpartition(".")[2], why, fix, **flags)
+        family = function.__module__.rpartition(".")[2]
+        RULES[name] = made = Rule(name, family, why, fix, **flags, origin=origin)
         made._add(function, runs, **settings)
         return made
 

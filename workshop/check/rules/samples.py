@@ -17,13 +17,17 @@ SAME_ORDER = (
 )
 
 
-def _of_samples(why: str, fix: str, after: tuple[Rule, ...] = (), hint: bool = False) -> "Makes[[Run]]":
-    return rule(why=why, fix=fix, needs=(Drawn,), after=(no_group, wrong_group, *after), hint=hint, anywhere=True)
+def _of_samples(
+    why: str, fix: str, after: tuple[Rule, ...] = (), hint: bool = False, origin: str = ""
+) -> "Makes[[Run]]":
+    after = (no_group, wrong_group, *after)
+    return rule(why=why, fix=fix, needs=(Drawn,), after=after, hint=hint, anywhere=True, origin=origin)
 
 
 @_of_samples(
     why="The model is evaluated on samples that it was trained on, so the metric is too good.",
     fix="Split the data set with the same seed on all ranks: random_split(..., generator=torch.Generator().manual_seed(SEED)).",
+    origin="loader",
 )
 def leak(run: Run) -> Said:
     """Some rank has trained on samples of the evaluation."""
@@ -47,9 +51,15 @@ def leak(run: Run) -> Said:
     evaluated = {key for each in passes for key in each}
     both = len(trained & evaluated)
     indexed = any(key[0] != "content" for key in evaluated)  # windows of a text can be equal by chance
-    if both > (0.02 if indexed else 0.2) * len(evaluated):
+    if both > (0.02 if indexed else 0.2) * len(evaluated) and (indexed or not _repeats(run)):
         seen = f"{both:,} of the {len(evaluated):,} evaluated samples are training samples of a rank"
         yield _by_draw(run, Seen(seen, run.where(Evaluated)))
+
+
+def _repeats(run: Run) -> bool:
+    """Whether many samples are equal, as short windows of a text are, so that content does not identify them."""
+    passes = [keys for process in run.ranks for keys in (*process.epochs[:1], *process.evaluations[:1])]
+    return any(len(set(keys)) < 0.95 * len(keys) for keys in passes)
 
 
 def _collects(keys: list[Key], seconds: float, began: dict[Key, float]) -> bool:
@@ -61,6 +71,7 @@ def _collects(keys: list[Key], seconds: float, began: dict[Key, float]) -> bool:
 @_of_samples(
     why="Every rank computes the same gradient, so more GPUs cost more but do not speed up the training.",
     fix="Pass a DistributedSampler to the DataLoader (sampler=..., without shuffle=True): each rank then gets a different part.",
+    origin="loader",
 )
 def same_samples(run: Run) -> Said:
     """Two ranks train on the same samples."""
@@ -71,6 +82,7 @@ def same_samples(run: Run) -> Said:
     why="Samples that two ranks train on count twice, and others not at all.",
     fix="Split and shuffle the data set with the same seed on all ranks, and let a DistributedSampler distribute it.",
     after=(same_samples,),
+    origin="loader",
 )
 def shares_overlap(run: Run) -> Said:
     """Two ranks share some of their samples."""
@@ -85,7 +97,10 @@ def _by_draw(run: Run, seen: Seen) -> Seen:
     split = drawn.name == "random_split"
     what = "makes different parts on each rank" if split else "returns a different result on each rank"
     return Seen(
-        f"{seen.text}: {drawn.name}() at {drawn.where} {what}", drawn.where, fix=leak.fix if split else SAME_ORDER
+        f"{seen.text}: {drawn.name}() at {drawn.where} {what}",
+        drawn.where,
+        fix=leak.fix if split else SAME_ORDER,
+        origin="here",
     )
 
 
@@ -127,11 +142,14 @@ def _overlaps(run: Run) -> Iterator[tuple[str, Seen]]:
     drawn = "" if by_epoch else "seed"  # the program draws samples itself
     for number, together in enumerate(zip(*(process.epochs for process in ranks), strict=False) if by_epoch else (), 1):
         sets = [set(keys) for keys in together]
+        batch = max(len(process.steps[0].keys) for process in ranks)
         again = any(len(part) < 0.97 * len(keys) for part, keys in zip(sets, together, strict=True))
         for one, two in pairs if min(map(len, sets)) >= 4 else ():
             both, smaller = len(sets[one] & sets[two]), min(len(sets[one]), len(sets[two]))
             if both >= 0.95 * smaller:
                 yield "same", Seen(f"{names[one, two]} saw the same {both:,} samples in epoch {number}", where)
+            elif both <= batch and _in_a_last_batch(sets[one] & sets[two], together[one], together[two], batch):
+                continue  # Accelerate repeats a batch so that all ranks have the same number
             elif both > run.nproc - 1 and both > 0.03 * smaller and not again:  # drawn with replacement: no mistake
                 text = f"{names[one, two]} share {both:,} of their {smaller:,} samples in epoch {number}"
                 yield "some", Seen(text, where)
@@ -147,6 +165,11 @@ def _overlaps(run: Run) -> Iterator[tuple[str, Seen]]:
         elif mean > 0.1:
             text = f"at each step {names[one, two]} share {mean:.0%} of their samples"
             yield "some", Seen(text, where, origin=drawn)
+
+
+def _in_a_last_batch(shared: set[Key], one: list[Key], two: list[Key], batch: int) -> bool:
+    """Whether common samples are in the last batch of one of two ranks."""
+    return any(shared.issubset(keys[-batch:]) for keys in (one, two))
 
 
 def _drawn_where(process: Process, shared: set[Key]) -> str:
@@ -190,6 +213,7 @@ def _read_alike(batches: list[list[Key]], workers: int) -> bool:
     fix="Give DistributedSampler the whole training set, with the number of processes and the rank of the group.",
     needs=(Drawn,),
     after=(no_group, wrong_group, same_samples, shares_overlap),
+    origin="loader",
 )
 def samples_missed(run: Run) -> Said:
     """In an epoch, samples of the data set are trained on by no rank."""
@@ -223,12 +247,14 @@ def _stopped_early(process: Process, number: int, accumulate: int) -> bool:
     why="With the same batches in every epoch the model learns less from the same data.",
     fix="Call set_epoch(epoch) of the DistributedSampler at the start of each epoch; with one process, use shuffle=True.",
     after=(same_samples, shares_overlap, samples_missed),
+    origin="loader:order",
 )
 def same_order(run: Run) -> Said:
     """Two epochs have the same samples in the same order."""
     for process in run.trained[:1]:
         epochs = process.epochs
-        if len(epochs) > 1 and len(epochs[0]) > 8 and epochs[0] == epochs[1] and len(set(epochs[0])) > 1:
+        whole = epochs and len(epochs[0]) <= len(process.steps[0].keys)  # each step trains on all samples
+        if not whole and len(epochs) > 1 and len(epochs[0]) > 8 and epochs[0] == epochs[1] and len(set(epochs[0])) > 1:
             calls = [event.epoch for event in process.of(EpochSet)]
             never = "; set_epoch was never called" if run.nproc > 1 else ""
             extra = f"; set_epoch was called with {calls}" if calls else never
@@ -239,6 +265,7 @@ def same_order(run: Run) -> Said:
     why="Loading a batch that is not used costs time, and starting the workers of the loader costs more.",
     fix="Use every batch of the DataLoader, or take a single sample from the data set itself.",
     hint=True,
+    origin="call:next",
 )
 def batch_wasted(run: Run) -> Said:
     """More batches are loaded than used."""

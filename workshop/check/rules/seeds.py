@@ -15,6 +15,7 @@ ROUNDING = 1e-3  # by which the losses of two orders of summation may differ aft
     why="All ranks would then apply the same augmentation and dropout in a step, so the samples of a step vary less.",
     fix="Seed each rank differently: torch.manual_seed(SEED + 1000 * epoch + rank).",
     after=(no_group, wrong_group, same_random),
+    origin="reseeded:loop",
 )
 def same_seed(run: Run) -> Said:
     """The ranks have the same random state in every step, whether or not the program draws random numbers."""

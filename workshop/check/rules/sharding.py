@@ -45,7 +45,7 @@ def not_sharded(run: Run) -> Said:
     elif layout and run.nproc > 1 and layout.own > layout.whole * (0.5 / run.nproc + 0.5):
         names = listed([name for name in layout.whole_here if not name.endswith("norm.weight")])
         share = f"{layout.own / layout.whole:.0%} of the parameters" + (f" ({names} among them)" if names else "")
-        yield Seen(f"each of {run.nproc} ranks holds {share}", run.where(FullySharded))
+        yield Seen(f"each of {run.nproc} ranks holds {share}", run.where(FullySharded), origin="call:init_device_mesh")
 
 
 _of_shards = partial(rule, needs=(DeviceSeen, FineTuningBegun, FullySharded, LayoutSeen), after=(not_sharded,))
@@ -72,7 +72,11 @@ def whole_model(run: Run) -> Said:
     held = max((event.held for event in run.all(FullySharded)), default=0)
     read = next(run.all(WeightsRead), None)
     if held:
-        yield Seen(f"before it is sharded, each rank holds {held / 1e6:.2f} MB of the model", run.where(FullySharded))
+        yield Seen(
+            f"before it is sharded, each rank holds {held / 1e6:.2f} MB of the model",
+            run.where(FullySharded),
+            origin="call:.Model.*from_",
+        )
     elif read and any(run.all(FullySharded)):
         yield Seen(f"each rank reads all {read.bytes / 1e6:.2f} MB of the parameters to keep its shard", read.where)
 
@@ -80,6 +84,7 @@ def whole_model(run: Run) -> Said:
 @_of_shards(
     why="AdamW changes a parameter by a thousandth of its value or less. In bfloat16 most of these updates round to zero.",
     fix="Create the model in float32, and compute in bfloat16: MixedPrecisionPolicy(param_dtype=torch.bfloat16).",
+    origin="call:.Model.*from_",
 )
 def master_rounded(run: Run) -> Said:
     """The parameters that the optimizer updates are not float32."""
@@ -92,6 +97,7 @@ def master_rounded(run: Run) -> Said:
     why="Gathering parameters in float32 communicates twice the bytes, before the forward and the backward of every layer.",
     fix="Set param_dtype=torch.bfloat16 in the MixedPrecisionPolicy, so FSDP converts before it gathers; remove torch.autocast.",
     after=(not_sharded, precision, master_rounded),
+    origin="call:MixedPrecisionPolicy",
 )
 def gathers_float32(run: Run) -> Said:
     """The layers compute in bfloat16, and the parameters are gathered in float32."""
@@ -103,6 +109,7 @@ def gathers_float32(run: Run) -> Said:
 @_of_shards(
     why="Summing gradients of many ranks in bfloat16 loses the small ones.",
     fix="Set reduce_dtype=torch.float32 in the MixedPrecisionPolicy (before torch 2.15 the default is param_dtype).",
+    origin="call:MixedPrecisionPolicy",
 )
 def reduce_rounded(run: Run) -> Said:
     """The gradients are reduced in bfloat16."""
@@ -126,6 +133,7 @@ def first_step(run: Run, name: str) -> list[str]:
 @_of_shards(
     why="to_empty() leaves the rotary buffers uninitialized, no checkpoint contains them, and the model confuses positions.",
     fix="Create the rotary embedding again after to_empty(), with the model's configuration, and move it to the device.",
+    origin="call:to_empty",
 )
 def buffers_empty(run: Run) -> Said:
     """A rotary buffer has wrong contents."""
@@ -152,6 +160,7 @@ def weights_not_loaded(run: Run) -> Said:
 @_of_shards(
     why="Each rank scales its shard by a different factor: the gradient changes direction, and its norm exceeds the limit.",
     fix="Call torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0): with DTensors it computes the norm over all ranks.",
+    origin="call:clip_grad_norm_",
 )
 def clip_local(run: Run) -> Said:
     """Each rank has clipped its own shard."""

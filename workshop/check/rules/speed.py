@@ -17,6 +17,7 @@ SLOWER = 1.15  # times the time of the solution
     why="In every epoch the device waits while one CPU core prepares the samples one by one.",
     fix="Transform all samples once into a TensorDataset on the device; use a BatchSampler and DataLoader(batch_size=None).",
     needs=(SamplesPrepared,),
+    origin="loader:itself",
 )
 def data_per_sample(run: Run) -> Said:
     """Samples are still prepared one by one when training has begun, or the steps wait for batches."""
@@ -51,6 +52,7 @@ def host_sync(run: Run) -> Said:
     why="This device computes several times as fast in bfloat16 as in float32.",
     fix='Compute under torch.autocast(device.type, dtype=torch.bfloat16); with Lightning: Trainer(precision="bf16-mixed").',
     needs=(LayersSeen, DeviceSeen),
+    origin="call:MixedPrecisionPolicy",
 )
 def precision(run: Run) -> Said:
     """The layers compute in a 32-bit type, although the device is faster in bfloat16."""
