@@ -63,7 +63,7 @@ def test_a_baseline_hides_only_what_is_in_it(folder):
     assert "kind   two-writers" in done.stdout
     assert "same-samples" not in done.stdout
     assert done.stdout.splitlines()[-1].endswith("; 1 known finding is in known.json")
-    program.write_text(program.read_text().replace(small.CALL, small.CALL.replace("pow(2)", "square()")))
+    program.write_text(program.read_text().replace(small.LOADER, small.LOADER.replace("batch_size=4", "4")))
     done = small.check(folder, "--baseline", "known.json", "--json", "--", *small.COMMAND)
     report = json.loads(done.stdout)
     assert ({each["kind"] for each in report["findings"]}, report["known"]) == (set(small.MISTAKES), 0)
