@@ -103,6 +103,10 @@ def test_a_bug_changes_only_a_few_lines(exercise):
 def test_with_only_this_todo_open_the_check_names_its_goal(exercise, goal, tmp_path):
     script = todo.write_version(exercise, set(exercise.todos) - {goal}, tmp_path)
     verdict = verdict_of(script)
+    if verdict.states()[goal] == "unjudged":  # the processor is not faster in bfloat16, and the check says so
+        assert verdict.errors == []
+        assert any("bfloat16" in each for each in verdict.unchecked)
+        return
     assert verdict.first_open == goal, seen(verdict)
     assert verdict.states()[goal] == "open"
     assert [other for other, state in verdict.states().items() if state == "open"] == [goal], seen(verdict)

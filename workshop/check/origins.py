@@ -406,7 +406,7 @@ def _gate(source: Source, start: ast.stmt, detail: str) -> int | None:
 
 
 def _has_remainder(value: Value) -> bool:
-    return any(isinstance(each, ast.BinOp) and isinstance(each.op, ast.Mod) for each in ast.walk(value.expression))
+    return any(isinstance(each, ast.Mod) for each in ast.walk(value.expression))
 
 
 def _passed(source: Source, start: ast.stmt, detail: str) -> int | None:
@@ -431,11 +431,8 @@ def _figure(source: Source, start: ast.stmt, detail: str) -> int | None:
 
 def _computes(value: Value) -> bool:
     divided = (isinstance(each, ast.BinOp) and isinstance(each.op, ast.Div) for each in ast.walk(value.expression))
-    return any(divided) or any(calls(value.expression, "mean", "all_reduce")) or _is_item(value.expression)
-
-
-def _is_item(expression: ast.AST) -> bool:
-    return isinstance(expression, ast.Call) and name_of(expression.func) == "item"
+    item = isinstance(value.expression, ast.Call) and name_of(value.expression.func) == "item"
+    return any(divided) or any(calls(value.expression, "mean", "all_reduce")) or item
 
 
 def _kept(source: Source, start: ast.stmt, detail: str) -> int | None:
