@@ -236,8 +236,8 @@ def _deepspeed() -> None:
 
         @wraps(original)
         def initialize(self: Any, settings: dict[str, Any]) -> None:
-            half = settings.get("fp16", {})
-            if half.get("enabled"):
+            half = settings.get("fp16")
+            if isinstance(half, dict) and half.get("enabled"):
                 half["enabled"] = False
                 settings["bf16"] = {"enabled": True}
             original(self, settings)
@@ -246,7 +246,7 @@ def _deepspeed() -> None:
 
 
 def _lightning(count: int) -> None:
-    """Lightning asks the driver for GPUs, so let it use processes on the CPU, as many as it would use GPUs."""
+    """Lightning finds no GPU, so let it start a process on the CPU for each GPU that the program asks for."""
     for name, kind in (
         ("lightning.pytorch", "Trainer"),
         ("pytorch_lightning", "Trainer"),
@@ -261,21 +261,21 @@ def _on_cpu_processes(original: Callable[..., None], count: int) -> Callable[...
     @wraps(original)
     def init(self: Any, *args: Any, **kwargs: Any) -> None:
         if kwargs.get("accelerator") in ("gpu", "cuda"):
-            devices = kwargs.get("devices", "auto")
-            devices = devices.split(",") if isinstance(devices, str) and "," in devices else devices
-            number = (
-                len(devices)
-                if isinstance(devices, (list, tuple))
-                else count
-                if devices in ("auto", -1, "-1")
-                else int(devices)
-            )
-            kwargs |= {"accelerator": "cpu", "devices": number}
-        if "16" in str(kwargs.get("precision", "")):
+            kwargs |= {"accelerator": "cpu", "devices": _number(kwargs.get("devices"), count)}
+        if str(kwargs.get("precision", "")).startswith("16"):
             kwargs["precision"] = "bf16-mixed"  # the CPU has no float16
         original(self, *args, **kwargs)
 
     return init
+
+
+def _number(devices: Any, count: int) -> int:
+    """How many GPUs Lightning would use, of ``count``: ``devices`` is a number, "0,1", [0, 1], "auto", -1 or None."""
+    if isinstance(devices, str) and "," in devices:
+        devices = devices.split(",")
+    if isinstance(devices, (list, tuple)):
+        return len(devices)
+    return count if devices in (None, "auto", -1, "-1") else int(devices)
 
 
 def _cuda(count: int) -> None:

@@ -136,9 +136,8 @@ class OwnersBench(ProgramBench):
         return run if lightning else self.traced(run, partial(self._again, before=keep(self.kept)))
 
     def _again(self, **changes: Any) -> Run:
-        patience = Patience(
-            idle=SHORT, busy=UNKNOWN.busy, total=UNKNOWN.total
-        )  # if the first run hung, this one hangs too
+        # If the first run hung, this one hangs too, and soon shows it.
+        patience = Patience(idle=SHORT, busy=UNKNOWN.busy, total=UNKNOWN.total)
         return self._run(self.folder(), patience=patience, **changes)
 
     def _as_lightning_starts_it(self, scratch: Path) -> Run:

@@ -30,10 +30,8 @@ def accumulation_uneven(run: Run) -> Said:
             sizes = [size for size, left in zip(sizes, _left_over(process, wanted), strict=True) if not left] or sizes
         cleared = [backward for step in process.steps for backward in step.backwards[1:] if not backward.leftover]
         if set(sizes) != {wanted}:
-            first = next(number for number, size in enumerate(sizes) if size != wanted)
-            shown = ", ".join(map(str, sizes[: max(6, first + 1)])) + (
-                ", ..." if len(sizes) > max(6, first + 1) else ""
-            )
+            number = max(6, next(number for number, size in enumerate(sizes, 1) if size != wanted))
+            shown = ", ".join(map(str, sizes[:number])) + (", ..." if len(sizes) > number else "")
             asked = f" ({wanted} were asked for)" if run.asked else ""
             yield Seen(f"batches per step: {shown}{asked}", process.step_where)
         elif wanted > 1 and len(cleared) > len(sizes) // 2:

@@ -93,8 +93,8 @@ def metric_is_not_the_true_one(run: Run) -> Said:
         return  # a missing metric comes first
     if reports and reports[0].failed:
         yield NotJudged(f"the reported figures ({reports[0].failed})", goal=False)
-    if seen := _metric(reports):
-        figure = seen.split()[1] if seen.startswith("the ") else ""
+    figure, seen = _metric(reports)
+    if seen:
         yield Seen(seen, reports[0].where, origin=f"logged:{figure} figure:{figure}")
 
 
@@ -163,15 +163,16 @@ def number_of_processes_is_wrong(run: RealRun) -> Said:
         )
 
 
-def _metric(reports: list[Reported]) -> str:
+def _metric(reports: list[Reported]) -> tuple[str, str]:
+    """A reported figure that is not the true one, and how it differs; "" if there is none."""
     for each in reports:
         for name, value in _figures(each).items():
             exact, digits = (EXACT, ".2%") if name == "accuracy" else (METRIC, ".4f")
             true = each.truth.get(name, value)
             if abs(value - true) > exact:
                 over = f"over all {each.samples:,} test samples it is {true:{digits}}"
-                return f"the {name.replace('_', ' ')} is reported as {value:{digits}}; {over}"
-    return ""
+                return name, f"the {name.replace('_', ' ')} is reported as {value:{digits}}; {over}"
+    return "", ""
 
 
 def _losses(run: Run, reports: list[Reported]) -> str:

@@ -26,7 +26,7 @@ def two_writers(run: Run) -> Said:
 
 
 @two_writers.also(TWO_NODES)
-def _(run: Run) -> Said:
+def writers_on_two_nodes(run: Run) -> Said:
     """On two machines that share a file system, a rank of each machine writes the same file."""
     for seen in two_writers.detectors[0].function(run):
         yield replace(seen, text=f"on two machines that share a file system, {seen.text}")
