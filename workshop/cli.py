@@ -152,6 +152,21 @@ def check(words, watch, nproc, **chosen) -> None:
     leave(run_check(words, watch=watch, nproc=nproc, **chosen))
 
 
+@app.command(context_settings={"ignore_unknown_options": True})
+@click.option("--gpus", type=click.IntRange(1, 16), default=2, show_default=True, help="Pretended GPUs per node.")
+@click.option("--nodes", type=click.IntRange(1, 8), default=1, show_default=True, help="Simulated nodes, for torchrun.")
+@click.argument("command", nargs=-1, type=click.UNPROCESSED, required=True, metavar="-- COMMAND")
+def pretend(gpus, nodes, command) -> None:
+    """Run a program on pretended GPUs, and show what it does with them.
+
+    COMMAND is the command of the program, for example torchrun --nproc-per-node=2 train.py. Its tensors are on cuda:0, cuda:1
+    and so on, and are computed on the CPU.
+    """
+    from workshop.pretend.command import run_pretended
+
+    sys.exit(run_pretended(gpus, nodes, command))
+
+
 @app.command()
 @click.argument("file")
 @click.argument("goal", type=int, required=False)

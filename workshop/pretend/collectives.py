@@ -1,0 +1,123 @@
+"""NCCL on pretended GPUs: gloo does the communication, after the checks that NCCL makes."""
+
+import os
+import threading
+from functools import wraps
+
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
+
+from workshop.pretend import devices
+
+NAMESPACES = ("c10d", "_c10d_functional", "_c10d_functional_autograd", "_dtensor")
+NODE = "WORKSHOP_PRETEND_NODE"  # the number of the simulated node that a process runs on
+declared: dict[str, str] = {}  # name of a group -> the backend that the program asked for
+_met: set[str] = set()  # groups whose ranks have compared their GPUs
+_inside = threading.local()
+
+
+def check(func, args, flat) -> None:
+    """Raise what NCCL raises for a collective that it cannot do.
+
+    Raises:
+        RuntimeError: a tensor is on the CPU, and the group has no backend for the CPU.
+        torch.distributed.DistBackendError: two ranks of the group use the same GPU.
+    """
+    group = _group_of(args)
+    if group is None or getattr(_inside, "comparing", False):
+        return
+    backend = declared.get(group.group_name, "gloo")
+    if "nccl" not in backend:
+        return
+    name = func._schema.name
+    if "barrier" in name:
+        if not devices.chosen:
+            devices.note("barrier before the process has chosen its GPU")
+        return
+    tensors = [each for each in flat if isinstance(each, torch.Tensor)]
+    on_gpu = [each.index for each in tensors if hasattr(each, "index") and hasattr(each, "inner")]
+    if "cpu:" not in backend and len(on_gpu) < len(tensors):
+        devices.note("refused: NCCL got a tensor on the CPU")
+        raise RuntimeError("No backend type associated with device type cpu")
+    between_two = "send" in name or "recv" in name
+    if on_gpu and not between_two and group.group_name not in _met:
+        _met.add(group.group_name)
+        _compare_gpus(group, on_gpu[0])
+
+
+def _group_of(args) -> dist.ProcessGroup | None:
+    for each in args:
+        if isinstance(each, torch.ScriptObject) and "ProcessGroup" in str(each._type()):
+            return dist.ProcessGroup.unbox(each)
+        if isinstance(each, str) and each in declared:
+            return c10d._resolve_process_group(each)
+    return None
+
+
+def _compare_gpus(group: dist.ProcessGroup, index: int) -> None:
+    """All ranks tell each other their GPUs. NCCL does the same in its first collective."""
+    _inside.comparing = True
+    try:
+        mine = torch.tensor([int(os.environ.get(NODE, 0)), devices.visible()[index]])
+        everyone = [torch.zeros_like(mine) for _ in range(group.size())]
+        group.allgather([everyone], [mine]).wait()
+    finally:
+        _inside.comparing = False
+    owners: dict[tuple, int] = {}
+    for rank, where in enumerate(tuple(each.tolist()) for each in everyone):
+        if where in owners:
+            devices.note(f"refused: ranks {owners[where]} and {rank} both use GPU {where[1]}")
+            raise dist.DistBackendError(
+                "NCCL error in: pretended GPUs, invalid usage\nncclInvalidUsage: This usually reflects invalid usage of NCCL "
+                f"library.\nLast error:\nDuplicate GPU detected : rank {rank} and rank {owners[where]} both on CUDA device "
+                f"{where[1]:x}000"
+            )
+        owners[where] = rank
+
+
+def install() -> None:
+    """Let programs ask for NCCL, and give them gloo."""
+    for module in (dist, c10d):
+        module.init_process_group = _init_process_group(module.init_process_group)
+        module.new_group = _new_group(module.new_group)
+        module.get_backend = _get_backend(module.get_backend)
+        module.is_nccl_available = lambda: True
+    c10d._get_object_coll_device = lambda group=None: "cuda" if "nccl" in _backend_of(group) else "cpu"
+
+
+def _backend_of(group) -> str:
+    name = (group or c10d._get_default_group()).group_name
+    return declared.get(name, "gloo")
+
+
+def _init_process_group(original):
+    @wraps(original)
+    def init_process_group(backend=None, *args, **kwargs):
+        kwargs.pop("device_id", None)
+        kwargs.pop("pg_options", None)
+        original("gloo", *args, **kwargs)
+        declared[c10d._get_default_group().group_name] = str(backend or "cpu:gloo,cuda:nccl").lower()
+
+    return init_process_group
+
+
+def _new_group(original):
+    @wraps(original)
+    def new_group(ranks=None, timeout=None, backend=None, pg_options=None, *args, **kwargs):
+        kwargs.pop("device_id", None)
+        group = original(ranks, timeout, "gloo", None, *args, **kwargs)
+        if isinstance(group, dist.ProcessGroup):
+            declared[group.group_name] = str(backend or _backend_of(None)).lower()
+        return group
+
+    return new_group
+
+
+def _get_backend(original):
+    @wraps(original)
+    def get_backend(group=None):
+        name = (group or c10d._get_default_group()).group_name
+        return declared[name].rpartition(":")[2] if name in declared else original(group)
+
+    return get_backend

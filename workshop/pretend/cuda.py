@@ -1,0 +1,215 @@
+"""``torch.cuda`` and ``torch.accelerator`` as a program on a machine with pretended GPUs sees them."""
+
+import random
+import threading
+import time
+from collections import namedtuple
+from types import ModuleType
+
+import torch
+
+from workshop.pretend import devices
+from workshop.pretend.devices import index_of
+
+MEMORY = 80 << 30  # bytes of a pretended GPU; the program never runs out of them
+Properties = namedtuple("Properties", "name major minor total_memory multi_processor_count")
+TITLE = "Pretended GPU"
+SYNCHRONIZE = "the CPU waits for all work of the GPU (synchronize)"
+
+
+class Stream:
+    """In place of ``torch.cuda.Stream``: all work is done at once, so a stream has nothing to wait for."""
+
+    stream_id = cuda_stream = device_index = priority = 0
+    device_type = int(torch._C._autograd.DeviceType.PrivateUse1)
+
+    def __init__(self, device=None, priority=0, **_):
+        self.device = torch.device("cuda", index_of(device))
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        pass
+
+    def record_event(self, event=None):
+        event = event or Event()
+        event.record()
+        return event
+
+    def synchronize(self):
+        devices.note(SYNCHRONIZE)
+
+    def wait_stream(self, stream):
+        pass
+
+    def wait_event(self, event):
+        pass
+
+    def query(self):
+        return True
+
+    def is_capturing(self):
+        return False
+
+
+class Event:
+    """In place of ``torch.cuda.Event``: it records the time of the CPU."""
+
+    def __init__(self, *_, **__):
+        self.time = 0.0
+
+    def record(self, stream=None):
+        self.time = time.perf_counter()
+
+    def wait(self, stream=None):
+        pass
+
+    def query(self):
+        return True
+
+    def synchronize(self):
+        devices.note(SYNCHRONIZE)
+
+    def elapsed_time(self, other):
+        return 1e3 * (other.time - self.time)
+
+
+class CurrentDevice:
+    """In place of ``torch.cuda.device``: a context in which another GPU is the current one."""
+
+    def __init__(self, device):
+        self.inside = devices.current() if isinstance(device, int) and device < 0 else index_of(device)
+
+    def __enter__(self):
+        self.outside = devices.current()
+        devices.set_current(self.inside)
+
+    def __exit__(self, *_):
+        devices.set_current(self.outside)
+
+
+class PrivateUse1Module:
+    """What PyTorch's C++ side asks about the device type of the pretended tensors. It knows one device."""
+
+    is_available = is_initialized = staticmethod(lambda: True)
+    current_device = staticmethod(lambda: 0)
+    device_count = staticmethod(lambda: 1)
+    _is_in_bad_fork = staticmethod(lambda: False)
+    get_amp_supported_dtype = staticmethod(lambda: [torch.bfloat16, torch.float16])
+
+    @staticmethod
+    def manual_seed_all(number):  # torch.manual_seed() calls this
+        for index in range(devices.total):
+            devices.seed(number, index)
+
+
+class Generator(torch.Generator):
+    """``torch.Generator("cuda")``: a generator of the CPU that may be used for tensors on a GPU."""
+
+    def __new__(cls, device="cpu"):
+        new = super().__new__(cls, "cpu")
+        new.index = index_of(device) if devices.is_gpu(device) else None
+        if new.index is not None:
+            devices.generators[new._cdata] = new  # operations get another Python object for the same generator
+        return new
+
+    @property
+    def device(self):
+        return torch.device("cpu") if self.index is None else torch.device("cuda", self.index)
+
+
+def set_device(device) -> None:
+    if isinstance(device, int) and device < 0:
+        return
+    devices.set_current(index_of(device))
+    devices.chosen = True
+
+
+def _memory(counter):
+    return lambda device=None: counter[index_of(device)]
+
+
+def _reset_peak(device=None) -> None:
+    devices.peak[index_of(device)] = devices.allocated[index_of(device)]
+
+
+def _memory_stats(device=None) -> dict[str, int]:
+    now, most = devices.allocated[index_of(device)], devices.peak[index_of(device)]
+    kinds = ("allocated_bytes", "active_bytes", "reserved_bytes", "requested_bytes")
+    sizes = {f"{kind}.all.{when}": size for kind in kinds for when, size in (("current", now), ("peak", most))}
+    return sizes | {"num_alloc_retries": 0, "num_ooms": 0}
+
+
+def _synchronize(*_, **__) -> None:
+    devices.note(SYNCHRONIZE)
+
+
+def _empty_cache() -> None:
+    devices.note("torch.cuda.empty_cache()")
+
+
+def _seed_current(number) -> None:
+    devices.seed(number, devices.current())
+
+
+def _set_state(state, device="cuda") -> None:
+    devices.states[index_of(device)] = state
+
+
+def install() -> None:
+    """Replace what the program asks ``torch.cuda`` and ``torch.accelerator``."""
+    current_stream = Stream.__new__(Stream)
+    current_stream.device = torch.device("cuda", 0)
+    streams = {name: lambda *_: current_stream for name in ("current_stream", "default_stream")}
+    streams |= {"Stream": Stream, "Event": Event, "set_stream": lambda stream: None}
+    memory = {
+        "memory_allocated": _memory(devices.allocated), "max_memory_allocated": _memory(devices.peak),
+        "memory_reserved": _memory(devices.allocated), "max_memory_reserved": _memory(devices.peak),
+        "reset_peak_memory_stats": _reset_peak, "memory_stats": _memory_stats, "empty_cache": _empty_cache,
+    }  # fmt: skip
+    both = streams | memory | {"is_available": lambda *_, **__: devices.count() > 0, "device_count": devices.count}
+    both["synchronize"] = _synchronize
+    cuda = {
+        "_lazy_init": devices.use, "init": devices.use, "is_initialized": lambda: devices.used,
+        "_is_in_bad_fork": lambda: devices.forked, "set_device": set_device, "current_device": index_of,
+        "device": CurrentDevice, "stream": lambda stream: stream or current_stream,
+        "get_device_name": lambda device=None: TITLE, "get_device_capability": lambda device=None: (9, 0),
+        "get_device_properties": lambda device=None: Properties(TITLE, 9, 0, MEMORY, 132),
+        "mem_get_info": lambda device=None: (MEMORY - devices.allocated[index_of(device)], MEMORY),
+        "is_bf16_supported": lambda *_, **__: True, "is_current_stream_capturing": lambda: False,
+        "can_device_access_peer": lambda *_: True, "ipc_collect": lambda: None,
+        "manual_seed": _seed_current, "manual_seed_all": PrivateUse1Module.manual_seed_all,
+        "get_rng_state": lambda device="cuda": devices.states[index_of(device)], "set_rng_state": _set_state,
+        "get_rng_state_all": lambda: [devices.states[index] for index in range(devices.count())],
+        "set_rng_state_all": lambda states: devices.states.update(enumerate(states)),
+    }  # fmt: skip
+    accelerator = {
+        "current_accelerator": lambda *_, **__: torch.device("cuda"), "device_index": CurrentDevice,
+        "set_device_index": set_device, "set_device_idx": set_device,
+        "current_device_index": index_of, "current_device_idx": index_of,
+    }  # fmt: skip
+    _replace(torch.cuda, both | cuda)
+    _replace(torch.cuda.random, {name: cuda[name] for name in cuda if "seed" in name or "rng" in name})
+    _replace(torch.accelerator, both | accelerator)
+    torch.Generator = Generator
+    PrivateUse1Module.manual_seed_all(random.getrandbits(32))
+    _start_threads_on_gpu_0()
+
+
+def _replace(module: ModuleType, names: dict) -> None:
+    for name, value in names.items():
+        setattr(module, name, value)
+
+
+def _start_threads_on_gpu_0() -> None:
+    from workshop.pretend.tensor import Dispatch, NameDevice
+
+    original = threading.Thread.run
+
+    def run(self):
+        devices.new_thread()
+        with Dispatch(), NameDevice():  # PyTorch keeps the modes of each thread separately
+            original(self)
+
+    threading.Thread.run = run

@@ -1,0 +1,178 @@
+"""The pretended GPUs of a process: which one is current, the bytes on each, and what the program did with them."""
+
+import os
+import sys
+import threading
+import weakref
+from collections import Counter, defaultdict
+
+import torch
+
+NAME = "pretend"  # the name that PyTorch's device type PrivateUse1 gets
+LIBRARIES = (os.path.dirname(os.path.dirname(torch.__file__)), os.path.dirname(os.__file__), os.path.dirname(__file__))
+
+total = 0  # pretended GPUs of this node
+_visible: list[int] = []  # the GPUs of the node that this process sees, once it has used one
+used = False  # whether the program has used one; a process that forks then has broken children, as with CUDA
+forked = False  # whether this process was forked after its parent had used a GPU
+chosen = False  # whether the program has chosen a GPU
+_main = 0  # the current GPU of the main thread and of the threads of the backward pass
+_threads = threading.local()  # the current GPU of each other thread, which starts with GPU 0
+
+allocated: Counter[int] = Counter()  # bytes on each GPU now
+peak: Counter[int] = Counter()  # the most bytes that were on each GPU at a time
+notes: defaultdict[str, Counter[str]] = defaultdict(Counter)  # what the program did -> FILE:LINE -> how often
+states: dict[int, torch.Tensor] = {}  # the state of the random number generator of each GPU
+generators: weakref.WeakValueDictionary = weakref.WeakValueDictionary()  # address -> a generator for GPUs
+_storages: dict[int, list] = {}  # address of a storage -> [weak reference, GPU, bytes]
+
+
+def visible() -> list[int]:
+    """Return the GPUs of the node that this process sees: all, or those in CUDA_VISIBLE_DEVICES before it uses one."""
+    if used:
+        return _visible
+    chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if chosen is None:
+        return list(range(total))
+    found = []
+    for word in chosen.split(","):
+        if not word.strip().isdigit() or int(word) >= total:
+            break  # CUDA ignores all devices after an invalid one
+        found.append(int(word))
+    return found
+
+
+def count() -> int:
+    """Return the number of GPUs that this process sees."""
+    return len(visible())
+
+
+def place() -> str | None:
+    """Return FILE:LINE of the innermost frame of the program, or None in a thread that runs only code of libraries."""
+    frame = sys._getframe(1)
+    while frame:
+        file = frame.f_code.co_filename
+        if not file.startswith((*LIBRARIES, "<")):
+            return f"{file}:{frame.f_lineno}"
+        frame = frame.f_back
+    return None
+
+
+def note(what: str) -> None:
+    """Count something that the program does, with its line."""
+    if line := place():
+        notes[what][line] += 1
+
+
+def is_gpu(device: object) -> bool:
+    """Return whether a device, in any form that PyTorch accepts, is a GPU."""
+    if isinstance(device, str):
+        return device.partition(":")[0] in ("cuda", NAME)
+    if isinstance(device, torch.device):
+        return device.type in ("cuda", NAME)
+    return isinstance(device, int) and not isinstance(device, bool)
+
+
+def current() -> int:
+    """Return the index of the current GPU of this thread."""
+    return getattr(_threads, "index", _main)
+
+
+def set_current(index: int) -> None:
+    """Make a GPU the current one of this thread."""
+    global _main
+    if hasattr(_threads, "index"):
+        _threads.index = index
+    else:
+        _main = index
+
+
+def new_thread() -> None:
+    """Start a thread of the program: its current GPU is GPU 0, as in CUDA."""
+    _threads.index = 0
+
+
+def use() -> None:
+    """Note that the program uses a GPU; raise what CUDA raises if it cannot."""
+    global used, _visible
+    if forked:
+        raise RuntimeError(
+            "Cannot re-initialize CUDA in forked subprocess. To use CUDA with multiprocessing, you must use the 'spawn' "
+            "start method"
+        )
+    if used:
+        return
+    _visible = visible()
+    if not _visible:
+        raise RuntimeError("No CUDA GPUs are available")
+    used = True
+
+
+def index_of(device: object = None) -> int:
+    """Return the index of a GPU, which is the current one if the device has no index.
+
+    Raises:
+        torch.AcceleratorError: this GPU does not exist.
+    """
+    use()
+    if device is None:
+        return current()
+    if isinstance(device, int):
+        index = device
+    else:
+        device = torch.device(device)
+        index = current() if device.index is None or device.type == NAME else device.index
+    if not 0 <= index < count():
+        raise torch.AcceleratorError(
+            "CUDA error: invalid device ordinal\nGPU device may be out of range, do you have enough GPUs?"
+        )
+    return index
+
+
+def hold(storage: torch.UntypedStorage, index: int) -> None:
+    """Count the bytes of a storage as bytes of a GPU, until the storage is freed."""
+    key = storage._cdata
+    if key in _storages:
+        return
+
+    def freed(_: object) -> None:
+        _, index, size = _storages.pop(key)
+        allocated[index] -= size
+
+    _storages[key] = [weakref.ref(storage, freed), index, 0]
+    resized(storage)
+
+
+def resized(storage: torch.UntypedStorage) -> None:
+    """Count the bytes of a storage again. FSDP frees its gathered parameters by resizing their storage to 0."""
+    if entry := _storages.get(storage._cdata):
+        allocated[entry[1]] += storage.nbytes() - entry[2]
+        entry[2] = storage.nbytes()
+        peak[entry[1]] = max(peak[entry[1]], allocated[entry[1]])
+
+
+class random_state:
+    """A context in which random numbers come from the generator of a GPU: each GPU has its own."""
+
+    def __init__(self, index: int):
+        self.index = index
+
+    def __enter__(self) -> None:
+        self.outside = torch.get_rng_state()
+        torch.set_rng_state(states[self.index])
+
+    def __exit__(self, *_: object) -> None:
+        states[self.index] = torch.get_rng_state()
+        torch.set_rng_state(self.outside)
+
+
+def seed(number: int, index: int) -> None:
+    """Seed the generator of a GPU."""
+    states[index] = torch.Generator().manual_seed(number).get_state()
+
+
+def after_fork() -> None:
+    """In a forked process: its own figures, and no GPU if the parent has used one."""
+    global forked, used
+    forked, used = forked or used, False
+    notes.clear()

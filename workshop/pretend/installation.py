@@ -1,0 +1,104 @@
+"""Put pretended GPUs into this process."""
+
+import os
+import weakref
+
+import torch
+
+from workshop.errors import UserError
+from workshop.pretend import devices
+
+_modes: list = []  # the two modes stay entered until the process ends
+
+
+def install(gpus: int) -> None:
+    """Give the node of this process ``gpus`` GPUs, from now on. Its program must not have looked for GPUs yet.
+
+    Raises:
+        UserError: this version of PyTorch lacks an interface that the pretended GPUs need.
+    """
+    devices.total = gpus
+    try:
+        _install()
+    except (AttributeError, ImportError) as error:
+        raise UserError(f"pretended GPUs do not work with torch {torch.__version__}: {error}") from None
+
+
+def _install() -> None:
+    from torch.distributed.tensor import DTensor
+    from torch.utils import _foreach_utils
+    from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
+
+    from workshop.pretend import autocast, checkpoints, collectives, cuda, tensor
+
+    _setup_privateuseone_for_python_backend(devices.NAME, cuda.PrivateUse1Module())
+    PretendTensor = tensor.PretendTensor
+    PretendTensor.device = property(lambda self: torch.device("cuda", self.index))
+    PretendTensor.is_cuda, PretendTensor.is_cpu = property(lambda self: True), property(lambda self: False)
+    DTensor.device = property(
+        lambda self: self._local_tensor.device
+    )  # C++ would say that it is on the pretended device type
+    cuda.install()
+    collectives.install()
+    checkpoints.install()
+    autocast.install()
+    _pin_memory(tensor.pinned)
+    _copy_between_gpus()
+    original = torch.UntypedStorage.resize_
+
+    def resize_(self, size):
+        result = original(self, size)
+        devices.resized(self)
+        return result
+
+    torch.UntypedStorage.resize_ = resize_
+    # Optimizers use foreach, their default on CUDA, for the types of tensors in this list.
+    _foreach_utils._foreach_supported_types.append(PretendTensor)
+    # PyTorch cannot compile for a device that it does not know, so the functions stay as they are.
+    torch.compile = lambda model=None, **_: (lambda function: function) if model is None else model
+    torch.nn.Module.compile = lambda self, *_, **__: None
+    torch._C._ensureCUDADeviceGuardSet()
+    torch._C._set_only_lift_cpu_tensors(
+        True
+    )  # torch.tensor(..., device="cuda") makes the tensor on the CPU and then copies it
+    _modes.extend((tensor.Dispatch(), tensor.NameDevice()))
+    for mode in _modes:
+        mode.__enter__()
+    os.register_at_fork(after_in_child=devices.after_fork)
+
+
+def _pin_memory(pinned: dict) -> None:
+    """Remember which tensors are in pinned memory. Here, pinned memory is a copy in usual memory."""
+
+    def pin_memory(self, device=None):
+        copy = torch.Tensor.clone(self).detach()
+        copy.storage_held = storage = copy.untyped_storage()
+        pinned[storage._cdata] = weakref.ref(storage, lambda _, key=storage._cdata: pinned.pop(key, None))
+        return copy
+
+    torch.Tensor.pin_memory = pin_memory
+    torch.Tensor.is_pinned = lambda self, device=None: self.untyped_storage()._cdata in pinned
+
+
+def _copy_between_gpus() -> None:
+    """What DataParallel uses, which PyTorch has in C++ for CUDA only."""
+    from torch.nn.parallel import comm
+
+    def place(device):
+        return torch.device("cuda", devices.index_of(device))
+
+    def scatter(tensor, devices=None, chunk_sizes=None, dim=0, streams=None, *, out=None):
+        parts = tensor.split(chunk_sizes, dim) if chunk_sizes else tensor.chunk(len(devices), dim)
+        return tuple(part.to(place(device)) for part, device in zip(parts, devices, strict=False))
+
+    def gather(tensors, dim=0, destination=None, *, out=None):
+        return torch.cat([each.to(place(destination)) for each in tensors], dim)
+
+    def broadcast_coalesced(tensors, devices, buffer_size=0):
+        return [[each.to(place(device), copy=True) for each in tensors] for device in devices]
+
+    def reduce_add_coalesced(inputs, destination=None, buffer_size=0):
+        return tuple(sum(each.to(place(destination)) for each in same) for same in zip(*inputs, strict=True))
+
+    comm.scatter, comm.gather = scatter, gather
+    comm.broadcast_coalesced, comm.reduce_add_coalesced = broadcast_coalesced, reduce_add_coalesced

@@ -1,0 +1,330 @@
+"""A tensor on a pretended GPU, and what happens when an operation of PyTorch gets one.
+
+In C++ the tensor is one of the device type PrivateUse1, so PyTorch's own autograd threads and DDP's reducer take it. In Python
+its ``device`` is ``cuda:N``. The C++ side knows only device 0, so the index of the GPU lives in Python.
+"""
+
+from collections import OrderedDict
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from workshop.pretend import collectives, devices
+from workshop.pretend.devices import index_of, is_gpu
+
+aten = torch.ops.aten
+# Operations that take tensors of different devices, and operations that take indices on the CPU.
+MIXING = {
+    *(aten.copy_.default, aten._to_copy.default, aten.set_.source_Tensor, aten._copy_from.default),
+    *(aten._foreach_copy_.default, aten.is_same_size.default, aten.is_set_to.default),
+}
+INDEXING = {
+    *(aten.index.Tensor, aten.index_put_.default, aten.index_put.default, aten._index_put_impl_.default),
+    *(aten._unsafe_index.Tensor, aten._unsafe_index_put.default),
+}
+# Operations after which the CPU needs a number from the GPU, often the size of the result.
+WAITING = {
+    *(aten._local_scalar_dense.default, aten.nonzero.default, aten.equal.default, aten.masked_select.default),
+    *(aten._unique2.default, aten.unique_dim.default, aten.repeat_interleave.Tensor, aten.bincount.default),
+}
+pinned: dict[int, Any] = {}  # address of a storage in pinned memory -> weak reference
+saved: dict[int, str] = {}  # address of a storage that torch.save is about to write -> its device
+
+
+class PretendTensor(torch.Tensor):
+    """A tensor on pretended GPU ``index`` that computes with ``inner``, a tensor on the CPU."""
+
+    inner: torch.Tensor
+    index: int
+
+    @staticmethod
+    def __new__(cls, inner: torch.Tensor, index: int):
+        self = torch.Tensor._make_wrapper_subclass(
+            cls, inner.size(), strides=inner.stride(), storage_offset=inner.storage_offset(), dtype=inner.dtype,
+            layout=inner.layout, device=torch.device(devices.NAME, 0), requires_grad=False,
+        )  # fmt: skip
+        self.inner, self.index = inner, index
+        if torch._C._has_storage(inner):
+            self.storage_held = inner.untyped_storage()  # otherwise the weak reference to the storage would die at once
+            devices.hold(self.storage_held, index)
+        return self
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        return compute(func, args, kwargs or {})
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        if answer := ANSWERS.get(func):
+            return answer(*args, **(kwargs or {}))
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **(kwargs or {}))
+
+    # Hooks of the backward pass run where __torch_function__ is switched off, so these must be methods as well.
+    def untyped_storage(self):
+        return self.inner.untyped_storage()
+
+    def data_ptr(self):
+        return self.inner.data_ptr()
+
+    def get_device(self):
+        return self.index
+
+    def tolist(self):
+        return _tolist(self)
+
+    def numpy(self, *_, **__):
+        return _numpy(self)
+
+    # With these two methods, Module.to() keeps the Parameter objects, which an optimizer may already hold.
+    def __tensor_flatten__(self):
+        return ["inner"], self.index
+
+    @staticmethod
+    def __tensor_unflatten__(inner, index, size, stride):
+        return PretendTensor(inner["inner"], index)
+
+    def __repr__(self, **_):
+        devices.note(WAIT)
+        with torch.no_grad():
+            return f"{repr(self.inner.detach())[:-1]}, device='cuda:{self.index}')"
+
+    def __deepcopy__(self, memo):
+        if id(self) not in memo:
+            new = PretendTensor(self.inner.detach().clone(), self.index)
+            if isinstance(self, torch.nn.Parameter):
+                new._is_param = True
+            memo[id(self)] = new.requires_grad_(self.requires_grad)
+        return memo[id(self)]
+
+    def __reduce_ex__(self, protocol):
+        """Save the tensor as PyTorch saves one on a GPU."""
+        storage = torch.storage.TypedStorage(
+            wrap_storage=self.inner.untyped_storage(), dtype=self.dtype, _internal=True
+        )
+        saved[storage._untyped_storage.data_ptr()] = f"cuda:{self.index}"
+        layout = (storage, self.storage_offset(), tuple(self.size()), self.stride())
+        if not isinstance(self, torch.nn.Parameter):
+            return torch._utils._rebuild_tensor_v2, (*layout, self.requires_grad, OrderedDict())
+        data = _Call(torch._utils._rebuild_tensor_v2, (*layout, False, OrderedDict()))
+        return torch._utils._rebuild_parameter, (data, self.requires_grad, OrderedDict())
+
+
+class _Call:
+    """A function and its arguments, which pickle writes as the call of this function."""
+
+    def __init__(self, *call: object):
+        self.call = call
+
+    def __reduce_ex__(self, protocol):
+        return self.call
+
+
+WAIT = "the CPU waits for the GPU"
+
+
+def _tolist(tensor: PretendTensor):
+    devices.note(WAIT)
+    return tensor.inner.tolist()
+
+
+def _numpy(tensor: PretendTensor, *_, **__):
+    raise TypeError(
+        f"can't convert cuda:{tensor.index} device type tensor to numpy. Use Tensor.cpu() to copy the tensor to host memory "
+        "first."
+    )
+
+
+def _to(self: torch.Tensor, *args, **kwargs):
+    """Tensor.to: the tensor itself if nothing changes. PyTorch would compare devices in C++, where all have index 0."""
+    with torch._C.DisableTorchFunctionSubclass():
+        if args and isinstance(args[0], torch.Tensor):
+            args = (args[0].device, args[0].dtype, *args[1:])
+        options = {name: value for name, value in kwargs.items() if name not in ("copy", "memory_format")}
+        device, dtype, *_ = torch._C._nn._parse_to(*args[:2], **options)
+        same_place = device is None or (is_gpu(device) and index_of(device) == getattr(self, "index", None))
+        if isinstance(self, PretendTensor) and same_place and not kwargs.get("copy"):
+            memory_format = kwargs.get("memory_format")
+            if dtype in (None, self.dtype) and (
+                memory_format is None or self.is_contiguous(memory_format=memory_format)
+            ):
+                return self
+        return torch.Tensor.to(self, *args, **kwargs)
+
+
+def _cuda(self: torch.Tensor, device=None, non_blocking=False, **_):
+    return _to(self, torch.device("cuda", index_of(device)), non_blocking=non_blocking)
+
+
+ANSWERS = {
+    torch.Tensor.tolist: _tolist,
+    torch.Tensor.numpy: _numpy,
+    torch.Tensor.__array__: _numpy,
+    torch.Tensor.device.__get__: lambda self: torch.device("cuda", self.index),
+    torch.Tensor.is_cuda.__get__: lambda self: True,
+    torch.Tensor.is_cpu.__get__: lambda self: False,
+    torch.Tensor.get_device: lambda self: self.index,
+    torch.Tensor.data_ptr: lambda self: self.inner.data_ptr(),
+    torch.Tensor.untyped_storage: lambda self: self.inner.untyped_storage(),
+    torch.Tensor.to: _to,
+    torch.Tensor.cuda: _cuda,
+}
+
+
+def _tensors(value, found: list) -> list:
+    """Collect the tensors of an argument, which may be a list of tensors or a list of lists."""
+    if isinstance(value, torch.Tensor):
+        found.append(value)
+    elif isinstance(value, (list, tuple)):
+        for each in value:
+            _tensors(each, found)
+    return found
+
+
+def _replaced(value, change):
+    """Return an argument or a result with each tensor changed."""
+    if isinstance(value, torch.Tensor):
+        return change(value)
+    if type(value) in (list, tuple):
+        return type(value)(_replaced(each, change) for each in value)
+    return value
+
+
+def _of_other_subclass(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor is one such as DTensor, which unpacks itself first."""
+    kind = type(tensor)
+    return (
+        kind not in (torch.Tensor, torch.nn.Parameter, PretendTensor)
+        and kind.__torch_dispatch__ is not torch._C._disabled_torch_dispatch_impl
+    )
+
+
+def compute(func, args, kwargs):
+    """Do an operation: check the devices as CUDA does, compute on the CPU, put the result on the GPU."""
+    tensors = _tensors((args, tuple(kwargs.values())), [])
+    if any(map(_of_other_subclass, tensors)):
+        return NotImplemented
+    communicates = func.namespace in collectives.NAMESPACES
+    if communicates:
+        collectives.check(func, args, tensors)
+    mixing = communicates or func in MIXING or "_foreach_copy_" in func._schema.name
+    index = _common_index(tensors, mixing, func in INDEXING)
+    target = kwargs.get("device")
+    if is_gpu(target):
+        index, kwargs = index_of(target), kwargs | {"device": torch.device("cpu")}
+    elif target is not None:
+        index = None
+    if index is not None:
+        devices.use()
+        _check_generator(kwargs.get("generator"))
+    if func in (aten.copy_.default, aten._to_copy.default):
+        _note_copy(func, args, kwargs, index)
+    elif func in WAITING and index is not None:
+        devices.note(WAIT)
+    if kwargs.get("pin_memory"):
+        kwargs = kwargs | {"pin_memory": False}
+    wrappers = {id(each.inner): each for each in tensors if isinstance(each, PretendTensor)}
+
+    def inner(tensor):
+        return tensor.inner if isinstance(tensor, PretendTensor) else tensor
+
+    args, kwargs = _replaced(args, inner), {name: _replaced(value, inner) for name, value in kwargs.items()}
+    if index is not None and torch.Tag.nondeterministic_seeded in func.tags and kwargs.get("generator") is None:
+        with devices.random_state(index):
+            result = func(*args, **kwargs)
+    else:
+        result = func(*args, **kwargs)
+    if index is None or (communicates and not wrappers):
+        return result
+
+    def wrapped(tensor):
+        if isinstance(tensor, PretendTensor):
+            return tensor
+        return wrappers[id(tensor)] if id(tensor) in wrappers else PretendTensor(tensor, index)
+
+    return _replaced(result, wrapped)
+
+
+def _common_index(tensors: list, mixing: bool, indexing: bool) -> int | None:
+    """Return the GPU of an operation's tensors; raise CUDA's error if they are on different devices."""
+    index, on_cpu = None, False
+    for each in tensors:
+        if not isinstance(each, PretendTensor):
+            on_cpu = on_cpu or each.dim() > 0
+        elif index is None:
+            index = each.index
+        elif index != each.index and not mixing and each.dim() > 0:
+            raise _two_devices(f"cuda:{index}", f"cuda:{each.index}")
+    if index is not None and on_cpu and not mixing and not indexing:
+        raise _two_devices(f"cuda:{index}", "cpu")
+    return index
+
+
+def _two_devices(first: str, second: str) -> RuntimeError:
+    devices.note(f"refused: tensors on {first} and {second}")
+    return RuntimeError(
+        f"Expected all tensors to be on the same device, but found at least two devices, {first} and {second}!"
+    )
+
+
+def _check_generator(generator: torch.Generator | None) -> None:
+    if generator is not None and generator._cdata not in devices.generators:
+        raise RuntimeError("Expected a 'cuda' device type for generator but found 'cpu'")
+
+
+def _note_copy(func, args, kwargs, index: int | None) -> None:
+    """Count a copy between the CPU and a GPU."""
+    in_place = func is aten.copy_.default
+    source = args[1] if in_place else args[0]
+    from_gpu = isinstance(source, PretendTensor)
+    to_gpu = isinstance(args[0], PretendTensor) if in_place else index is not None
+    non_blocking = bool(kwargs.get("non_blocking", args[2] if in_place and len(args) > 2 else False))
+    if from_gpu and not to_gpu:
+        devices.note("copy to the CPU, asynchronous" if non_blocking else WAIT)
+    elif to_gpu and not from_gpu and source.dim() > 0:
+        memory = "pinned" if is_pinned(source) else "pageable"
+        # A copy from pageable memory waits even with non_blocking=True.
+        devices.note(f"copy to the GPU from {memory} memory" + (", non_blocking" if non_blocking else ""))
+
+
+def is_pinned(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor on the CPU is in pinned memory."""
+    return tensor.untyped_storage()._cdata in pinned
+
+
+class Dispatch(TorchDispatchMode):
+    """Sends to ``compute`` what creates tensors on a GPU or gets some inside of lists."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if types or is_gpu(kwargs.get("device")) or func.namespace in collectives.NAMESPACES:
+            return compute(func, args, kwargs)
+        return func(*args, **kwargs)
+
+
+class NameDevice(TorchFunctionMode):
+    """Replaces "cuda" by the current GPU in all calls: C++ would ask CUDA which one that is."""
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if func is torch.Tensor.cuda:
+            return _cuda(*args, **kwargs)
+        if func is torch.device and len(args) == 1 and isinstance(args[0], int):
+            return func("cuda", args[0])
+        if func is torch.Tensor.to and len(args) > 1 and isinstance(args[1], int) and not isinstance(args[1], bool):
+            args = (args[0], torch.device("cuda", index_of(args[1])), *args[2:])
+        if isinstance(number := kwargs.get("device"), int):
+            kwargs = kwargs | {"device": torch.device("cuda", index_of(number))}
+        if func is torch.device or (func in ANSWERS and func is not torch.Tensor.to):
+            return func(*args, **kwargs)
+        return func(*map(_named, args), **{name: _named(value) for name, value in kwargs.items()})
+
+
+def _named(value):
+    if isinstance(value, torch.device) and value.type == "cuda" and value.index is None:
+        return torch.device("cuda", index_of("cuda"))
+    if isinstance(value, str) and value == "cuda":
+        return torch.device("cuda", index_of("cuda"))
+    return value
