@@ -33,7 +33,7 @@ from workshop.check.folder import copy_folder
 from workshop.check.judge import Made
 from workshop.check.launching import SHORT
 from workshop.check.probes import Recorder
-from workshop.check.scenarios import COMPARED, SPLIT, WHOLE, Compared, Scenario, Split, Unavailable
+from workshop.check.scenarios import COMPARED, DEVICES, SPLIT, TWO_NODES, WHOLE, Compared, Scenario, Split, Unavailable
 from workshop.check.start import USUAL, Start
 from workshop.check.subject import Subject
 from workshop.run.stillness import Patience
@@ -41,9 +41,10 @@ from workshop.run.stillness import Patience
 # An unknown program may load a data set, or compute for a minute, before its first step.
 UNKNOWN = Patience(idle=10, busy=60, total=600)
 STEPS = 30  # optimizer steps after which a long run is stopped
+PRETENDED = 6  # optimizer steps on pretended GPUs
 BESIDE = 1000  # entries beside the folder of the program that it can see
 SOURCES = 200  # modules of the program that are read, to see which libraries it uses
-GPU = re.compile(r"cuda|\bgpus?\b")
+GPU = re.compile(r"cuda|\bgpus?\b|torch\.accelerator")
 LIGHTNING = re.compile(r"^\s*(?:import|from)\s+(?:pytorch_)?lightning\b", re.MULTILINE)
 # An option with which programs resume: its name, and the rest of the call of add_argument().
 RESUME = re.compile(r"""["'](--(?:resume|restore|continue|load)[\w-]*)["']([^()]*(?:\([^()]*\)[^()]*)*)""")
@@ -81,11 +82,18 @@ class OwnersBench(ProgramBench):
     @property
     def offers(self) -> tuple[Scenario[Any], ...]:
         """The scenarios that it can make, in the order in which they are made."""
-        return (WHOLE, COMPARED, SPLIT)
+        pretended = (TWO_NODES if self.launch == "torchrun" and self.start.nodes == 1 else DEVICES,)
+        return (WHOLE, COMPARED, SPLIT, *(pretended if self.on_cpu and GPU.search(self.text) else ()))
 
     def makers(self) -> dict[Scenario[Any], Callable[[Made], object]]:
         """Map each scenario to the function that makes it from the earlier ones."""
-        return {WHOLE: lambda made: self._whole(), COMPARED: self._compare, SPLIT: self._split}
+        return {
+            WHOLE: lambda made: self._whole(),
+            COMPARED: self._compare,
+            SPLIT: self._split,
+            DEVICES: lambda made: self._pretended(made, self.nproc, self.start.nodes),
+            TWO_NODES: lambda made: self._pretended(made, 2 * self.nproc, 2),
+        }
 
     def folder(self) -> Path:
         """Create a copy of the program's folder for a run."""
@@ -163,6 +171,19 @@ class OwnersBench(ProgramBench):
         several = self._run(self.folder(), **alike)
         gpus = 1 if self.launch == "spawn" and self.gpus else self.gpus  # the program starts a process for each
         return Compared(several, self._run(self.folder(), nproc=1, nodes=1, gpus=gpus, **alike))
+
+    def _pretended(self, made: Made, nproc: int, nodes: int) -> Run:
+        """Run some steps on pretended GPUs. If the program resumes, the run is one that has resumed on them."""
+        whole: Run = made[WHOLE]
+        if whole.failed or not whole.trained:
+            raise Unavailable("")
+        run = partial(self._run, nproc=nproc, nodes=nodes, devices=True, gpus=None)
+        scratch, saves = self.folder(), _first_save(whole)
+        if saves and SPLIT in made and any(made[SPLIT].second.all(Loaded)):
+            first = run(scratch, dies=saves)
+            if not any(first.all(Saved)):  # it failed before
+                return first
+        return run(scratch, steps=PRETENDED + whole.trained[0].warmup, at_once=True)
 
     def _split(self, made: Made) -> Split:
         """Kill the program in the step after its first checkpoint, and start it again in the same folder."""

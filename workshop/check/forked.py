@@ -35,6 +35,8 @@ from workshop.check.folder import extensions, own_caches
 from workshop.check.probes.probe import Probe
 from workshop.check.probes.process import note_exception
 from workshop.check.probes.recorder import Recorder
+from workshop.pretend import devices, installation
+from workshop.pretend.collectives import NODE
 from workshop.run.environment import loopback, without_launcher
 from workshop.run.processes import family
 from workshop.run.stillness import Patience
@@ -59,7 +61,7 @@ class Program:
     arguments: tuple[str, ...] = ()
     probes: tuple[type[Probe], ...] = ()  # the probes to install in addition to those that are always installed
     nodes: int = 1  # simulated machines
-    devices: bool = False  # each simulated machine seems to have one device per process
+    devices: bool = False  # each simulated machine has one pretended GPU per process
     on_cpu: bool = True  # hide the GPUs
     fails: bool = False  # rank 1 raises an exception in its third step
     dies: int = 0  # the rank that saves is killed in the step after this number of its checkpoints; 0: it is not
@@ -172,9 +174,11 @@ def _launch(program: Program) -> int:
     sys.dont_write_bytecode = True
     torch.set_num_threads(1)
     _fork_in_place_of_spawn(program.entropy)
-    gpus = program.nproc // program.nodes if program.devices else program.gpus
-    if gpus is not None and (program.devices or program.on_cpu):
-        cuda_on_cpu.install(gpus)
+    if program.devices:
+        os.environ.pop("CUDA_VISIBLE_DEVICES")
+        installation.install(program.nproc // program.nodes)
+    elif program.gpus is not None and program.on_cpu:
+        cuda_on_cpu.install(program.gpus)
     if program.launch not in ("single", "spawn"):
         return _ranks(program)
     renew_random_state(program.entropy)
@@ -211,7 +215,7 @@ def _end_soon(children: set[int]) -> None:
 
 def _rank(program: Program, rank: int, port: int) -> int:
     local = program.nproc // program.nodes
-    os.environ |= LAUNCHERS[program.launch](program, rank, local, port)
+    os.environ |= LAUNCHERS[program.launch](program, rank, local, port) | {NODE: str(rank // local)}
     if program.launch == "deepspeed":
         program = replace(program, arguments=(f"--local_rank={rank % local}", *program.arguments))
     _prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
@@ -308,6 +312,7 @@ class SpawnedProcess(multiprocessing.context.ForkProcess):
         own.started += 1
 
         def renewed(*args: Any, **kwargs: Any) -> Any:
+            devices.renew()
             renew_random_state(entropy)
             _Salt.number = own.started - 1
             return bootstrap(*args, **kwargs)
@@ -337,19 +342,24 @@ def _fork_in_place_of_spawn(entropy: int) -> None:
     default._actual_context = None  # forget the choice of the process of the check
 
 
+def _sharded(program: Program) -> int:
+    """The number of complete checkpoints of DCP, which writes .metadata last; counted only for a run that is to be killed."""
+    return len(list(program.scratch.rglob(".metadata"))) if program.dies else 0
+
+
 def _run(program: Program) -> int:
     """Run the program as ``__main__`` in this process, to its end; return its exit status."""
     torch.set_num_threads(1)  # after the fork, creates the thread pool before threads of autograd do, which collide
     recorder = Recorder(program.folder, program.script, program.scratch, program.original and program.scratch)
     recorder.original = program.original
+    before = _sharded(program)
 
     def at_step() -> None:
         if program.steps is not None and recorder.steps >= program.steps:
             recorder.stop(after=0 if program.at_once else ENOUGH)
         if program.fails and recorder.steps == 2 and dist.is_initialized() and dist.get_rank() == 1:
             raise ZeroDivisionError("the check lets this rank fail")
-        # DCP writes .metadata last, when a checkpoint is complete.
-        if program.dies and recorder.saved + len(list(recorder.scratch.rglob(".metadata"))) >= program.dies:
+        if program.dies and recorder.saved + _sharded(program) - before >= program.dies:
             os.kill(os.getpid(), signal.SIGKILL)
 
     recorder.at_step = at_step

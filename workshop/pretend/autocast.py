@@ -7,12 +7,13 @@ computes in the type of its arguments.
 import torch
 from torch.utils._pytree import tree_map_only
 
+from workshop.pretend import devices
 from workshop.pretend.devices import NAME
 from workshop.pretend.tensor import PretendTensor
 
-LOWER = "conv1d conv2d conv3d linear matmul mm mv bmm addmm addmv baddbmm addbmm scaled_dot_product_attention".split()
+LOWER = """conv1d conv2d conv3d linear matmul mm mv bmm addmm addmv baddbmm addbmm scaled_dot_product_attention"""
 FULL = """softmax.int log_softmax.int layer_norm group_norm nll_loss cross_entropy_loss mse_loss l1_loss smooth_l1_loss kl_div
-    binary_cross_entropy_with_logits exp log pow.Tensor_Scalar norm.Scalar cumsum rsqrt""".split()
+    binary_cross_entropy_with_logits exp log pow.Tensor_Scalar norm.Scalar cumsum rsqrt"""
 _libraries: list = []  # PyTorch forgets an implementation when its library is freed
 
 
@@ -22,9 +23,9 @@ def install() -> None:
     others = torch.library.Library("_", "IMPL")
     others.fallback(torch.library.fallthrough_kernel, "AutocastPrivateUse1")
     _libraries.extend((operations, others))
-    for name in LOWER:
+    for name in LOWER.split():
         operations.impl(name, _casting(name, None), "AutocastPrivateUse1")
-    for name in FULL:
+    for name in FULL.split():
         operations.impl(name, _casting(name, torch.float32), "AutocastPrivateUse1")
     autocast = torch.amp.autocast_mode.autocast
     original, is_enabled, get_dtype = autocast.__init__, torch.is_autocast_enabled, torch.get_autocast_dtype
@@ -35,6 +36,13 @@ def install() -> None:
         original(self, device_type, dtype, *args, **kwargs)
 
     autocast.__init__ = __init__
+    scale = torch.amp.GradScaler.scale
+
+    def noted(self, outputs):
+        devices.note("scaled")
+        return scale(self, outputs)
+
+    torch.amp.GradScaler.scale = noted
     torch.is_autocast_enabled = lambda device_type="cuda": is_enabled(NAME if device_type == "cuda" else device_type)
     torch.get_autocast_dtype = lambda device_type: get_dtype(NAME if device_type == "cuda" else device_type)
 

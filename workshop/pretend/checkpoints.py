@@ -33,7 +33,7 @@ def _rebuild(original):
         index = getattr(getattr(storage, "_untyped_storage", storage), "pretended_index", None)
         if index is None:
             return tensor
-        devices.note(f"loaded to GPU {index}" + (", the GPU of another process" if index != devices.current() else ""))
+        devices.note("loaded" if index == devices.current() else "loaded-elsewhere", f"GPU {index}")
         return PretendTensor(tensor.detach(), index).requires_grad_(tensor.requires_grad)
 
     return rebuild

@@ -33,12 +33,12 @@ def check(func, args, flat) -> None:
     name = func._schema.name
     if "barrier" in name:
         if not devices.chosen:
-            devices.note("barrier before the process has chosen its GPU")
+            devices.note("barrier")
         return
     tensors = [each for each in flat if isinstance(each, torch.Tensor)]
     on_gpu = [each.index for each in tensors if hasattr(each, "index") and hasattr(each, "inner")]
     if "cpu:" not in backend and len(on_gpu) < len(tensors):
-        devices.note("refused: NCCL got a tensor on the CPU")
+        devices.note("cpu-tensor", name.removeprefix("c10d::"))
         raise RuntimeError("No backend type associated with device type cpu")
     between_two = "send" in name or "recv" in name
     if on_gpu and not between_two and group.group_name not in _met:
@@ -67,7 +67,7 @@ def _compare_gpus(group: dist.ProcessGroup, index: int) -> None:
     owners: dict[tuple, int] = {}
     for rank, where in enumerate(tuple(each.tolist()) for each in everyone):
         if where in owners:
-            devices.note(f"refused: ranks {owners[where]} and {rank} both use GPU {where[1]}")
+            devices.note("same-gpu", f"ranks {owners[where]} and {rank}, GPU {where[1]}")
             raise dist.DistBackendError(
                 "NCCL error in: pretended GPUs, invalid usage\nncclInvalidUsage: This usually reflects invalid usage of NCCL "
                 f"library.\nLast error:\nDuplicate GPU detected : rank {rank} and rank {owners[where]} both on CUDA device "

@@ -14,7 +14,6 @@ from workshop.pretend.devices import index_of
 MEMORY = 80 << 30  # bytes of a pretended GPU; the program never runs out of them
 Properties = namedtuple("Properties", "name major minor total_memory multi_processor_count")
 TITLE = "Pretended GPU"
-SYNCHRONIZE = "the CPU waits for all work of the GPU (synchronize)"
 
 
 class Stream:
@@ -38,7 +37,7 @@ class Stream:
         return event
 
     def synchronize(self):
-        devices.note(SYNCHRONIZE)
+        devices.note("synchronize")
 
     def wait_stream(self, stream):
         pass
@@ -69,7 +68,7 @@ class Event:
         return True
 
     def synchronize(self):
-        devices.note(SYNCHRONIZE)
+        devices.note("synchronize")
 
     def elapsed_time(self, other):
         return 1e3 * (other.time - self.time)
@@ -142,11 +141,11 @@ def _memory_stats(device=None) -> dict[str, int]:
 
 
 def _synchronize(*_, **__) -> None:
-    devices.note(SYNCHRONIZE)
+    devices.note("synchronize")
 
 
 def _empty_cache() -> None:
-    devices.note("torch.cuda.empty_cache()")
+    devices.note("empty-cache")
 
 
 def _seed_current(number) -> None:
@@ -194,6 +193,7 @@ def install() -> None:
     _replace(torch.accelerator, both | accelerator)
     torch.Generator = Generator
     PrivateUse1Module.manual_seed_all(random.getrandbits(32))
+    devices.seeded.clear()  # only what the program does counts
     _start_threads_on_gpu_0()
 
 

@@ -5,10 +5,17 @@ import sys
 import threading
 import weakref
 from collections import Counter, defaultdict
+from collections.abc import Callable
 
 import torch
 
 NAME = "pretend"  # the name that PyTorch's device type PrivateUse1 gets
+_TORCH = os.path.dirname(torch.__file__)
+# What PyTorch runs between a call of the program and the code of this package.
+_BETWEEN = tuple(
+    os.path.join(_TORCH, name) for name in ("_compile.py", "_dynamo", "overrides.py", "utils/_python_dispatch.py")
+)
+PIECE = 512  # PyTorch gives out the memory of a GPU in pieces of this number of bytes
 LIBRARIES = (os.path.dirname(os.path.dirname(torch.__file__)), os.path.dirname(os.__file__), os.path.dirname(__file__))
 
 total = 0  # pretended GPUs of this node
@@ -21,8 +28,10 @@ _threads = threading.local()  # the current GPU of each other thread, which star
 
 allocated: Counter[int] = Counter()  # bytes on each GPU now
 peak: Counter[int] = Counter()  # the most bytes that were on each GPU at a time
-notes: defaultdict[str, Counter[str]] = defaultdict(Counter)  # what the program did -> FILE:LINE -> how often
+notes: defaultdict[tuple[str, str], Counter[str]] = defaultdict(Counter)  # kind and detail -> FILE:LINE -> how often
+listeners: list[Callable[[str, str], None]] = []  # called with each kind and its detail
 states: dict[int, torch.Tensor] = {}  # the state of the random number generator of each GPU
+seeded: set[int] = set()  # the GPUs whose generator the program has seeded
 generators: weakref.WeakValueDictionary = weakref.WeakValueDictionary()  # address -> a generator for GPUs
 _storages: dict[int, list] = {}  # address of a storage -> [weak reference, GPU, bytes]
 
@@ -58,10 +67,20 @@ def place() -> str | None:
     return None
 
 
-def note(what: str) -> None:
-    """Count something that the program does, with its line."""
+def note(kind: str, detail: str = "") -> None:
+    """Count something that the program does, with its line; ``table.KINDS`` explains the kinds."""
     if line := place():
-        notes[what][line] += 1
+        notes[kind, detail][line] += 1
+        for listener in listeners:
+            listener(kind, detail)
+
+
+def called_by_program() -> bool:
+    """Return whether the program made this call itself, and not a library such as DDP."""
+    frame = sys._getframe(1)
+    while frame and frame.f_code.co_filename.startswith((os.path.dirname(__file__), *_BETWEEN)):
+        frame = frame.f_back
+    return frame is not None and not frame.f_code.co_filename.startswith(LIBRARIES)
 
 
 def is_gpu(device: object) -> bool:
@@ -96,6 +115,7 @@ def use() -> None:
     """Note that the program uses a GPU; raise what CUDA raises if it cannot."""
     global used, _visible
     if forked:
+        note("forked")
         raise RuntimeError(
             "Cannot re-initialize CUDA in forked subprocess. To use CUDA with multiprocessing, you must use the 'spawn' "
             "start method"
@@ -123,6 +143,7 @@ def index_of(device: object = None) -> int:
         device = torch.device(device)
         index = current() if device.index is None or device.type == NAME else device.index
     if not 0 <= index < count():
+        note("no-such-gpu", f"GPU {index}")
         raise torch.AcceleratorError(
             "CUDA error: invalid device ordinal\nGPU device may be out of range, do you have enough GPUs?"
         )
@@ -146,8 +167,9 @@ def hold(storage: torch.UntypedStorage, index: int) -> None:
 def resized(storage: torch.UntypedStorage) -> None:
     """Count the bytes of a storage again. FSDP frees its gathered parameters by resizing their storage to 0."""
     if entry := _storages.get(storage._cdata):
-        allocated[entry[1]] += storage.nbytes() - entry[2]
-        entry[2] = storage.nbytes()
+        size = -(-storage.nbytes() // PIECE) * PIECE
+        allocated[entry[1]] += size - entry[2]
+        entry[2] = size
         peak[entry[1]] = max(peak[entry[1]], allocated[entry[1]])
 
 
@@ -158,6 +180,8 @@ class random_state:
         self.index = index
 
     def __enter__(self) -> None:
+        if seeded and self.index not in seeded:
+            note("not-seeded", f"GPU {self.index}")
         self.outside = torch.get_rng_state()
         torch.set_rng_state(states[self.index])
 
@@ -169,10 +193,20 @@ class random_state:
 def seed(number: int, index: int) -> None:
     """Seed the generator of a GPU."""
     states[index] = torch.Generator().manual_seed(number).get_state()
+    seeded.add(index)
 
 
 def after_fork() -> None:
     """In a forked process: its own figures, and no GPU if the parent has used one."""
-    global forked, used
-    forked, used = forked or used, False
+    global forked
+    broken = forked or used
+    renew()
+    forked = broken
+
+
+def renew() -> None:
+    """Forget what this process has done with its GPUs."""
+    global forked, used, chosen, _main
+    forked = used = chosen = False
+    _main = 0
     notes.clear()

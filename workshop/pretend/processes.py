@@ -1,4 +1,4 @@
-"""The pretended GPUs of a process that a command starts: they begin with its first ``import torch``, and it reports about them."""
+"""The pretended GPUs of a process that a command starts: they exist from ``import torch`` on, and the process reports on them."""
 
 import atexit
 import json
@@ -65,7 +65,7 @@ def _write(folder: Path) -> None:
         "gpu": devices.current(),
         "visible": devices.visible(),
         "peak": {str(index): devices.peak[index] for index in range(devices.count()) if devices.peak[index]},
-        "notes": {what: dict(places) for what, places in list(devices.notes.items())},
+        "notes": [(*what, dict(places)) for what, places in list(devices.notes.items())],
     }
     target = folder / f"{os.getpid()}.json"
     part = target.with_suffix(".part")

@@ -11,22 +11,52 @@ NOT_SHOWN = (
     "Pretended GPUs compute on the CPU. They do not show speed, overlap, races, memory that runs out, or kernels, and "
     "torch.compile does nothing."
 )
-# What a program can do with its GPUs, the most important first: the start of a note -> what to do about it.
-ADVICE = {
-    "refused: tensors": "Move the model and each batch to the same device.",
-    "refused: ranks": "Call torch.accelerator.set_device_index(local_rank) before the first use of a GPU.",
-    "refused: NCCL got": "Move the tensor to the GPU of this rank before the collective.",
-    "loaded to GPU": 'Load with torch.load(..., map_location="cpu"): each process then copies to its own GPU.',
-    "barrier before": "Call torch.accelerator.set_device_index(local_rank) first. NCCL has to guess the GPU otherwise.",
-    "the CPU waits for the GPU": "Avoid this in each step: keep sums on the GPU, and read them once per epoch.",
-    "the CPU waits for all": "Avoid this in each step. Time measurements need it.",
-    "torch.cuda.empty_cache()": "Avoid this in each step: PyTorch then asks the driver for the same memory again.",
-    "copy to the GPU from pageable memory, non_blocking": "It waits all the same: DataLoader(..., pin_memory=True).",
-    "copy to the GPU from pageable": "If it happens in each step: DataLoader(..., pin_memory=True), then "
-    ".to(device, non_blocking=True).",
-    "copy to the GPU from pinned memory, non_blocking": "The CPU does not wait.",
-    "copy to the GPU from pinned": "The CPU waits. With .to(device, non_blocking=True) it does not.",
-    "copy to the CPU, asynchronous": "Wait for it before you read the copy: torch.accelerator.synchronize().",
+# What a program can do with its GPUs, the most important first: kind of note -> what happened, and what to do about it.
+KINDS = {
+    "two-devices": ("refused: an operation with tensors on", "Move the model and each batch to the same device."),
+    "same-gpu": ("refused: two ranks on one GPU:", "Call torch.accelerator.set_device_index(local_rank) first."),
+    "cpu-tensor": (
+        "refused: NCCL got a tensor on the CPU in",
+        "Move it to the GPU of this rank before the collective.",
+    ),
+    "no-such-gpu": (
+        "refused: the program asks for",
+        "Choose the GPU by the local rank, which begins at 0 on each node.",
+    ),
+    "forked": (
+        "refused: a forked process uses a GPU",
+        "Use the start method spawn; use no GPU in workers of a DataLoader.",
+    ),
+    "numpy": ("refused: numpy() of a tensor on a GPU", "Copy it first: tensor.cpu().numpy()."),
+    "generator": ("refused: a generator of the CPU for a tensor on a GPU", 'Create it with torch.Generator("cuda").'),
+    "loaded-elsewhere": ("torch.load puts tensors on the GPU of another rank,", 'torch.load(..., map_location="cpu").'),
+    "barrier": ("a barrier before the process has chosen its GPU", "NCCL has to guess the GPU: choose it first."),
+    "not-seeded": ("random numbers of a GPU that has no seed,", "torch.manual_seed() seeds all GPUs of the process."),
+    "wait": (
+        "the CPU waits for the GPU",
+        "Avoid this in each step: keep sums on the GPU, and read them once per epoch.",
+    ),
+    "synchronize": ("the CPU waits for all work of the GPU", "Avoid this in each step. Time measurements need it."),
+    "empty-cache": (
+        "torch.cuda.empty_cache()",
+        "Avoid this in each step: PyTorch then asks the driver for memory again.",
+    ),
+    "pageable-non-blocking": (
+        "non_blocking copy to the GPU from memory that is not pinned",
+        "It waits all the same: DataLoader(..., pin_memory=True).",
+    ),
+    "pageable": (
+        "copy to the GPU from memory that is not pinned",
+        "If it happens in each step: DataLoader(..., pin_memory=True), then .to(device, non_blocking=True).",
+    ),
+    "pinned": ("copy to the GPU from pinned memory", "The CPU waits. With .to(device, non_blocking=True) it does not."),
+    "pinned-non-blocking": ("non_blocking copy to the GPU from pinned memory", "The CPU does not wait."),
+    "to-cpu": (
+        "non_blocking copy to the CPU",
+        "Wait for it before you read the copy: torch.accelerator.synchronize().",
+    ),
+    "scaled": ("GradScaler.scale", "Only float16 needs it. It waits for the GPU in each step."),
+    "loaded": ("torch.load puts tensors on", ""),
 }
 
 
@@ -68,28 +98,29 @@ def _gpus(reports: list[dict], gpus: int, nodes: int) -> Table:
 
 def _print_lines(console: Console, reports: list[dict]) -> None:
     """Print what the lines of the program did: the most important kind first."""
-    kinds: defaultdict[str, defaultdict[str, dict]] = defaultdict(lambda: defaultdict(dict))
+    kinds: defaultdict[tuple, defaultdict[str, dict]] = defaultdict(lambda: defaultdict(dict))
     for report in reports:
-        for what, places in report["notes"].items():
+        for kind, detail, places in report["notes"]:
             for place, times in places.items():
-                kinds[what][place][report["rank"]] = times
-    order = list(ADVICE)
-    for what in sorted(kinds, key=lambda what: (order.index(_key(what)), what)):
-        console.print(Text(f"\n{what}", style="bold red" if what.startswith("refused") else "bold"), soft_wrap=True)
-        console.print(f"  {ADVICE[_key(what)]}", soft_wrap=True)
-        for place, ranks in sorted(kinds[what].items(), key=lambda each: -sum(each[1].values())):
-            times = sum(ranks.values())
-            if len(reports) == 1:
-                who = ""
-            elif len(ranks) == len(reports):
-                who = f", all {len(reports)} processes together"
-            else:
-                who = ", rank " + ", ".join(map(str, sorted(ranks)))
-            console.print(f"  {_short(place)}: {'once' if times == 1 else f'{times} times'}{who}", soft_wrap=True)
+                kinds[kind, detail][place][report["rank"]] = times
+    for kind, detail in sorted(kinds, key=lambda each: (list(KINDS).index(each[0]), each[1])):
+        what, advice = KINDS[kind]
+        style = "bold red" if what.startswith("refused") else "bold"
+        console.print(Text(f"\n{what} {detail}".rstrip(), style=style), soft_wrap=True)
+        if advice:
+            console.print(f"  {advice}", soft_wrap=True)
+        for place, ranks in sorted(kinds[kind, detail].items(), key=lambda each: -sum(each[1].values())):
+            console.print(f"  {_short(place)}: {_times(ranks, len(reports))}", soft_wrap=True)
 
 
-def _key(what: str) -> str:
-    return next(start for start in ADVICE if what.startswith(start))
+def _times(ranks: dict[int, int], processes: int) -> str:
+    """Return how often a line did something, and in which ranks."""
+    times = "once" if (total := sum(ranks.values())) == 1 else f"{total} times"
+    if processes == 1:
+        return times
+    if len(ranks) == processes:
+        return f"{times}, all {processes} processes together"
+    return f"{times}, rank {', '.join(map(str, sorted(ranks)))}"
 
 
 def _short(place: str) -> str:

@@ -29,6 +29,12 @@ WAITING = {
     *(aten._local_scalar_dense.default, aten.nonzero.default, aten.equal.default, aten.masked_select.default),
     *(aten._unique2.default, aten.unique_dim.default, aten.repeat_interleave.Tensor, aten.bincount.default),
 }
+# Operations that a GPU sums in float32, and that few CPUs compute fast in bfloat16 or float16.
+SUMMING = {
+    *(aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default),
+    *(aten.convolution.default, aten.convolution_backward.default),
+}
+LOW = (torch.bfloat16, torch.float16)
 pinned: dict[int, Any] = {}  # address of a storage in pinned memory -> weak reference
 saved: dict[int, str] = {}  # address of a storage that torch.save is about to write -> its device
 
@@ -87,9 +93,12 @@ class PretendTensor(torch.Tensor):
         return PretendTensor(inner["inner"], index)
 
     def __repr__(self, **_):
-        devices.note(WAIT)
+        devices.note("wait")
         with torch.no_grad():
             return f"{repr(self.inner.detach())[:-1]}, device='cuda:{self.index}')"
+
+    def __format__(self, spec):  # the one of Tensor formats the number only if the type is exactly Tensor
+        return format(self.item() if self.dim() == 0 else str(self), spec)
 
     def __deepcopy__(self, memo):
         if id(self) not in memo:
@@ -122,15 +131,13 @@ class _Call:
         return self.call
 
 
-WAIT = "the CPU waits for the GPU"
-
-
 def _tolist(tensor: PretendTensor):
-    devices.note(WAIT)
+    devices.note("wait")
     return tensor.inner.tolist()
 
 
 def _numpy(tensor: PretendTensor, *_, **__):
+    devices.note("numpy")
     raise TypeError(
         f"can't convert cuda:{tensor.index} device type tensor to numpy. Use Tensor.cpu() to copy the tensor to host memory "
         "first."
@@ -222,7 +229,7 @@ def compute(func, args, kwargs):
     if func in (aten.copy_.default, aten._to_copy.default):
         _note_copy(func, args, kwargs, index)
     elif func in WAITING and index is not None:
-        devices.note(WAIT)
+        devices.note("wait")
     if kwargs.get("pin_memory"):
         kwargs = kwargs | {"pin_memory": False}
     wrappers = {id(each.inner): each for each in tensors if isinstance(each, PretendTensor)}
@@ -234,6 +241,8 @@ def compute(func, args, kwargs):
     if index is not None and torch.Tag.nondeterministic_seeded in func.tags and kwargs.get("generator") is None:
         with devices.random_state(index):
             result = func(*args, **kwargs)
+    elif func in SUMMING and tensors[0].dtype in LOW:
+        result = _replaced(func(*_replaced(args, torch.Tensor.float), **kwargs), lambda each: each.to(tensors[0].dtype))
     else:
         result = func(*args, **kwargs)
     if index is None or (communicates and not wrappers):
@@ -244,26 +253,29 @@ def compute(func, args, kwargs):
             return tensor
         return wrappers[id(tensor)] if id(tensor) in wrappers else PretendTensor(tensor, index)
 
+    if torch.is_inference_mode_enabled() and func.is_view and not tensors[0].is_inference():
+        with torch.inference_mode(False):  # the view of a normal tensor is a normal tensor
+            return _replaced(result, wrapped)
     return _replaced(result, wrapped)
 
 
 def _common_index(tensors: list, mixing: bool, indexing: bool) -> int | None:
     """Return the GPU of an operation's tensors; raise CUDA's error if they are on different devices."""
-    index, on_cpu = None, False
+    index, on_cpu = None, None
     for each in tensors:
         if not isinstance(each, PretendTensor):
-            on_cpu = on_cpu or each.dim() > 0
+            on_cpu = each if on_cpu is None and each.dim() > 0 else on_cpu
         elif index is None:
             index = each.index
         elif index != each.index and not mixing and each.dim() > 0:
             raise _two_devices(f"cuda:{index}", f"cuda:{each.index}")
-    if index is not None and on_cpu and not mixing and not indexing:
-        raise _two_devices(f"cuda:{index}", "cpu")
+    if index is not None and on_cpu is not None and not mixing and not indexing:
+        raise _two_devices(f"cuda:{index}", "cpu", f" (a tensor of {' x '.join(map(str, on_cpu.shape))})")
     return index
 
 
-def _two_devices(first: str, second: str) -> RuntimeError:
-    devices.note(f"refused: tensors on {first} and {second}")
+def _two_devices(first: str, second: str, which: str = "") -> RuntimeError:
+    devices.note("two-devices", f"{first} and {second}{which}")
     return RuntimeError(
         f"Expected all tensors to be on the same device, but found at least two devices, {first} and {second}!"
     )
@@ -271,6 +283,7 @@ def _two_devices(first: str, second: str) -> RuntimeError:
 
 def _check_generator(generator: torch.Generator | None) -> None:
     if generator is not None and generator._cdata not in devices.generators:
+        devices.note("generator")
         raise RuntimeError("Expected a 'cuda' device type for generator but found 'cpu'")
 
 
@@ -282,11 +295,10 @@ def _note_copy(func, args, kwargs, index: int | None) -> None:
     to_gpu = isinstance(args[0], PretendTensor) if in_place else index is not None
     non_blocking = bool(kwargs.get("non_blocking", args[2] if in_place and len(args) > 2 else False))
     if from_gpu and not to_gpu:
-        devices.note("copy to the CPU, asynchronous" if non_blocking else WAIT)
+        devices.note("to-cpu" if non_blocking else "wait")
     elif to_gpu and not from_gpu and source.dim() > 0:
         memory = "pinned" if is_pinned(source) else "pageable"
-        # A copy from pageable memory waits even with non_blocking=True.
-        devices.note(f"copy to the GPU from {memory} memory" + (", non_blocking" if non_blocking else ""))
+        devices.note(memory + ("-non-blocking" if non_blocking and devices.called_by_program() else ""))
 
 
 def is_pinned(tensor: torch.Tensor) -> bool:

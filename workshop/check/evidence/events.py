@@ -81,6 +81,22 @@ class DeviceChosen(Event):  # the program asked for the device with this index
     index: int | None
 
 
+class GpuNoted(
+    Event
+):  # on pretended GPUs: a copy, a wait, an operation that CUDA refuses, or another thing that a GPU shows
+    kind: str  # see workshop/pretend/table.py
+    detail: str
+
+
+class GpuMemory(Event):  # on pretended GPUs, after a step
+    bytes: dict[int, int]  # of the tensors on each GPU; its number is that of the node
+
+
+class Autocasting(Event):  # on pretended GPUs: the program entered torch.autocast
+    device: str  # its device type
+    dtype: str
+
+
 class Collective(Event):  # the program called a collective
     name: str
     shape: tuple[int, ...] | None  # of the first tensor; None for objects

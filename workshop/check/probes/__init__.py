@@ -12,6 +12,7 @@ from workshop.check.probes.devices import Compiling, Devices, HostSync
 from workshop.check.probes.draws import Draws
 from workshop.check.probes.files import Files
 from workshop.check.probes.fsdp import Sharding
+from workshop.check.probes.gpus import Gpus
 from workshop.check.probes.group import Collectives, Groups
 from workshop.check.probes.layers import Activations, Layers
 from workshop.check.probes.lightning import Lightning, PytorchLightning
@@ -27,7 +28,18 @@ from workshop.check.probes.steps import Clipping, Steps
 __all__ = ["ALWAYS", "PROBES", "Probe", "Recorder", "probes_for"]
 
 # In the order of installation: the probes that are always installed, those that a rule needs, those of libraries.
-ALWAYS: tuple[type[Probe], ...] = (Processes, Devices, Groups, Collectives, Models, Samples, Steps, Files, Compiling)
+ALWAYS: tuple[type[Probe], ...] = (
+    Processes,
+    Devices,
+    Groups,
+    Collectives,
+    Models,
+    Samples,
+    Steps,
+    Files,
+    Compiling,
+    Gpus,
+)
 _OTHERS = (Copies, Draws, Schedules, Losses, Layers, HostSync, Sharding, Clipping, Checkpoints, Weights, Activations)
 _LIBRARIES = (Lightning, PytorchLightning, Accelerators, Engine)
 PROBES: tuple[type[Probe], ...] = (*ALWAYS, *_OTHERS, *_LIBRARIES)

@@ -45,6 +45,7 @@ class Recorder:
         self.scratch = scratch  # the folder that the program may write to
         self.original: Path | None = None  # the folder that ``scratch`` copies, with links to large files
         self.environment: dict[str, str | None] = {}  # what the launcher has set
+        self.guarding = 0  # above 0 in the code of a probe
         self.quiet = 0  # above 0 inside a library call that itself calls recorded functions
         self.in_backward = False  # whether a backward pass is running
         self.starting = False  # whether a library is starting, which writes its own files
@@ -136,6 +137,7 @@ class Recorder:
     @contextmanager
     def guard(self) -> Iterator[None]:
         """A context for the code of a probe: errors are written to a file and do not reach the program."""
+        self.guarding += 1
         try:
             yield
         except Exception as error:
@@ -143,6 +145,8 @@ class Recorder:
                 file = self._file("failures")
                 os.write(file, "".join(traceback.format_exception(error)).encode())
                 os.close(file)
+        finally:
+            self.guarding -= 1
 
     @contextmanager
     def quietly(self) -> Iterator[None]:

@@ -4,7 +4,7 @@ import importlib
 from pathlib import Path
 
 # Within a goal, findings are shown in this order.
-FAMILIES = ("lightning", "accelerate", "processes", "collectives", "ending", "files",
+FAMILIES = ("lightning", "accelerate", "processes", "gpus", "collectives", "ending", "files",
             "learning", "gradients", "comparison", "samples", "seeds", "accumulation", "evaluation", "speed", "restart",
             "sharding", "checkpoints", "memory", "deepspeed", "jobs")  # fmt: skip
 

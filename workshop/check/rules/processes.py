@@ -4,7 +4,16 @@ import itertools
 import re
 from itertools import islice
 
-from workshop.check.evidence.events import Backward, DeviceChosen, GroupDestroyed, Joined, Joining, Started, StoreOpened
+from workshop.check.evidence.events import (
+    Backward,
+    DeviceChosen,
+    GpuMemory,
+    GroupDestroyed,
+    Joined,
+    Joining,
+    Started,
+    StoreOpened,
+)
 from workshop.check.evidence.run import Process, Run
 from workshop.check.rules.rule import NotJudged, Said, Seen, rule
 from workshop.check.rules.words import named, plural
@@ -97,13 +106,17 @@ def wrong_group(run: Run) -> Said:
 def device_index(run: Run) -> Said:
     """On two machines a process does not use the device with its local rank."""
     for process in run.processes:
+        if any(started.local_rank and int(started.local_rank) in memory.bytes
+               for started, memory in itertools.product(process.of(Started), process.of(GpuMemory))):  # fmt: skip
+            continue  # the process sees only its own GPU
         for started, event in itertools.product(process.of(Started), process.of(DeviceChosen)):
             if started.local_rank is not None and event.index not in (None, int(started.local_rank)):
                 who = f"rank {started.rank} (local rank {started.local_rank})"
                 machines = f"on two machines of {run.nproc // 2} devices"
                 yield Seen(f"{machines}, {who} asks for device {event.index}", event.where)
                 return
-    if run.processes and not any(run.all(DeviceChosen)):
+    used = {gpu for event in run.all(GpuMemory) for gpu in event.bytes}
+    if run.processes and not any(run.all(DeviceChosen)) and len(used) < 2:
         yield Seen("with two devices per machine, no process chooses one: all use the first, or the CPU")
 
 
@@ -124,6 +137,8 @@ def device_shared(run: Run) -> Said:
         index = 0  # the device of a process that chooses none
         for event in process.of(DeviceChosen):
             index, where = (index, where) if event.index is None else (event.index, event.where)
+        for memory in process.of(GpuMemory)[-1:]:  # where its tensors are says more than the device that it chose
+            index = max(memory.bytes, key=memory.bytes.__getitem__, default=index)
         if index in used:
             never = "" if any(run.all(DeviceChosen)) else ", because no line chooses a device"
             both = f"{named(used[index])} and {named(process)} both use device {index}"

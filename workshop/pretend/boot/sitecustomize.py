@@ -1,4 +1,4 @@
-"""Python runs this file at its start if the folder is in PYTHONPATH: it gives each process pretended GPUs once it imports torch."""
+"""Python runs this file at its start if PYTHONPATH contains the folder. With ``import torch``, a process gets pretended GPUs."""
 
 import importlib.abc
 import importlib.machinery

@@ -1,0 +1,258 @@
+"""Programs on GPUs: what CUDA and NCCL refuse, what is on the wrong GPU, and why the CPU waits. Judged on pretended GPUs."""
+
+import itertools
+from collections import Counter
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from workshop.check.evidence.events import Autocasting, DeviceChosen, GpuMemory, GpuNoted, Raised, StepTaken
+from workshop.check.evidence.run import Process, Run
+from workshop.check.rules.processes import device_index, device_shared
+from workshop.check.rules.rule import NotJudged, Rule, Said, Seen, rule
+from workshop.check.rules.words import named, plural
+from workshop.check.scenarios import DEVICES, TWO_NODES
+
+STEPS = 3  # steps of a process from which on a rule judges what every step does
+REFUSED = ("two-devices", "numpy", "generator", "forked", "cpu-tensor", "no-such-gpu", "same-gpu")
+WAITS = ("wait", "synchronize")
+GROWTH = 512  # bytes by which every step increases the memory: the smallest piece that PyTorch takes from a GPU
+
+
+def gpu_rule(**settings: Any) -> Callable[[Callable[[Run], Said]], Rule]:
+    """Declare a rule about a run on pretended GPUs, on one node or on two."""
+
+    def declare(function: Callable[[Run], Said]) -> Rule:
+        made = rule(runs=DEVICES, anywhere=True, needs=(GpuNoted,), **settings)(function)
+        made.also(TWO_NODES, active=True, **{name: settings[name] for name in ("after",) if name in settings})(function)
+        return made
+
+    return declare
+
+
+def _bytes(process: Process, default: int = 0) -> list[int]:
+    """Return the bytes on all GPUs after each step of a process; ``default`` if it takes no step."""
+    return [sum(event.bytes.values()) for event in process.of(GpuMemory)] or [default]
+
+
+def _noted(run: Run, *kinds: str) -> Iterator[tuple[Process, GpuNoted]]:
+    """Yield what the processes have noted of these kinds; for each kind and line only once."""
+    seen: set[tuple[str, str]] = set()
+    for process in run.processes:
+        for event in process.of(GpuNoted):
+            if event.kind in kinds and (event.kind, event.where) not in seen:
+                seen.add((event.kind, event.where))
+                yield process, event
+
+
+def _failed(run: Run, *kinds: str) -> Iterator[GpuNoted]:
+    """Yield what ended the run: a refusal of these kinds that the program did not catch."""
+    if any(run.all(Raised)):
+        yield from itertools.islice((event for _, event in _noted(run, *kinds)), 1)
+
+
+@gpu_rule(
+    why="An operation cannot use tensors on different devices. On the CPU the mistake is invisible.",
+    fix="Move the model and every batch with .to(device); create tensors inside forward() with device=x.device.",
+)
+def two_devices(run: Run) -> Said:
+    """An operation gets tensors of different devices."""
+    for event in _failed(run, "two-devices"):
+        yield Seen(
+            f"on a machine with GPUs the program fails: an operation gets tensors on {event.detail}", event.where
+        )
+
+
+@gpu_rule(
+    why="CUDA refuses what works on the CPU.",
+    fix='Copy a tensor with .cpu() before numpy(), create generators with torch.Generator("cuda"), and use no GPU in a forked '
+    "process.",
+)
+def gpu_refused(run: Run) -> Said:
+    """The program does something else that CUDA refuses."""
+    texts = {
+        "numpy": "numpy() cannot read a tensor on a GPU",
+        "generator": "a generator of the CPU cannot draw random numbers on a GPU",
+        "forked": "a forked process cannot use a GPU that its parent has used",
+    }
+    for event in _failed(run, *texts):
+        yield Seen(f"on a machine with GPUs the program fails: {texts[event.kind]}", event.where)
+    if any("device_ids" in event.message for event in run.all(Raised)):
+        yield Seen("DDP refuses device_ids: the model is not on this GPU", run.where(Raised))
+    elif run.failed and not any(event.kind in REFUSED for event in run.all(GpuNoted)):
+        found = run.first_exception()
+        yield NotJudged(
+            f"what GPUs show (on pretended GPUs the program fails: {found[1].message if found else run.hung})"
+        )
+
+
+@gpu_rule(
+    why="NCCL communicates between GPUs only. On the CPU, gloo accepts the same line.",
+    fix='Move the tensor with .to(device) first, or create the group with backend="cpu:gloo,cuda:nccl".',
+)
+def nccl_on_cpu(run: Run) -> Said:
+    """A collective of NCCL gets a tensor on the CPU."""
+    for event in _failed(run, "cpu-tensor"):
+        yield Seen(f"with NCCL the program fails: {event.detail} gets a tensor on the CPU", event.where)
+
+
+@device_index.also(DEVICES, needs=(GpuNoted,))
+def no_such_gpu(run: Run) -> Said:
+    """The program asks for a GPU that its node does not have."""
+    for event in _failed(run, "no-such-gpu"):
+        yield Seen(f"the program asks for {event.detail}, which the node does not have", event.where)
+
+
+device_index.also(TWO_NODES, needs=(GpuNoted,))(no_such_gpu)
+
+
+@device_shared.also(TWO_NODES, after=(device_index,), needs=(GpuNoted,))
+def same_gpu(run: Run) -> Said:
+    """On two nodes with several GPUs each, two processes use the same one."""
+    for event in _failed(run, "same-gpu"):
+        where = next((chosen.where for chosen in run.all(DeviceChosen)), event.where)
+        yield Seen(f"on two nodes with GPUs, NCCL refuses {event.detail}", where)
+
+
+@gpu_rule(
+    why="The GPUs are idle, and a CPU trains many times slower.",
+    fix="Choose the GPU by the local rank: torch.accelerator.set_device_index(local_rank), and move the model there.",
+    after=(device_index, device_shared),
+)
+def gpu_unused(run: Run) -> Said:
+    """Processes train on the CPU although they see GPUs."""
+    idle = [process for process in run.ranks if not any(_bytes(process, default=1))]
+    if idle and not run.failed:
+        yield Seen(f"on a machine with GPUs, {named(idle[0])} trains on the CPU", idle[0].step_where)
+
+
+@gpu_rule(
+    why="The GPU of rank 0 then also stores the checkpoint once for every other rank, and can run out of memory.",
+    fix='Pass map_location="cpu" to torch.load: load_state_dict() copies to the GPU of each rank.',
+)
+def loaded_elsewhere(run: Run) -> Said:
+    """A rank loads tensors onto the GPU of another rank."""
+    for process, event in itertools.islice(_noted(run, "loaded-elsewhere"), 1):
+        yield Seen(f"{named(process)} loads tensors onto {event.detail}, which is not its own", event.where)
+
+
+@gpu_rule(
+    why="A step that waits for the GPU leaves it without work until the CPU has issued the next operations.",
+    fix="Keep values on the GPU with detach(), and read them with item() once per epoch; synchronize only to measure times.",
+    hint=True,
+)
+def step_waits(run: Run) -> Said:
+    """Each step waits for the GPU."""
+    for process in run.ranks[:1]:
+        lines = _each_step(process, WAITS)
+        if lines:
+            (where, times), *_ = lines.most_common(1)
+            yield Seen(f"the CPU waits for the GPU in every step ({plural(times, 'time')} at this line)", where)
+
+
+@gpu_rule(
+    why="PyTorch keeps freed memory to use it again. After empty_cache() it has to ask the driver, which stops all work.",
+    fix="Remove torch.cuda.empty_cache() from the loop; it does not make more memory available to this program.",
+    hint=True,
+)
+def cache_emptied(run: Run) -> Said:
+    """Each step calls torch.cuda.empty_cache()."""
+    for process in run.ranks[:1]:
+        for where in _each_step(process, ("empty-cache",)):
+            yield Seen("torch.cuda.empty_cache() is called in every step", where)
+
+
+def _each_step(process: Process, kinds: tuple[str, ...]) -> Counter[str]:
+    """Return the lines that note one of these kinds in every step but the first, each with how often in the last step."""
+    steps: list[Counter[str]] = [Counter()]
+    for _, event in process.events:
+        if isinstance(event, StepTaken):
+            steps.append(Counter())
+        elif isinstance(event, GpuNoted) and event.kind in kinds:
+            steps[-1][event.where] += 1
+    whole = steps[1:-1]  # from one step to the next
+    if len(whole) < STEPS:
+        return Counter()
+    always = set.intersection(*map(set, whole))
+    return Counter({where: whole[-1][where] for where in always})
+
+
+@gpu_rule(
+    why="CUDA copies to the GPU without waiting only from pinned memory, so the copy waits all the same.",
+    fix="Pass pin_memory=True to the DataLoader, or call pin_memory() on the tensor.",
+    hint=True,
+)
+def copy_not_pinned(run: Run) -> Said:
+    """A copy with non_blocking=True comes from memory that is not pinned."""
+    for process in run.ranks[:1]:
+        for where in _each_step(process, ("pageable-non-blocking",)):
+            yield Seen("non_blocking=True has no effect: the memory is not pinned", where)
+
+
+@gpu_rule(
+    why="The CPU waits for each copy, although the memory is pinned and it could already issue the forward pass.",
+    fix="Copy with .to(device, non_blocking=True): operations of the GPU after it wait for the copy by themselves.",
+    hint=True,
+)
+def copy_blocks(run: Run) -> Said:
+    """A copy from pinned memory waits."""
+    for process in run.ranks[:1]:
+        for where in _each_step(process, ("pinned",)):
+            yield Seen("the batch is in pinned memory, but its copy to the GPU waits", where)
+
+
+@gpu_rule(
+    why="Autocast changes only operations of its own device type, so on a GPU everything is computed in float32.",
+    fix="Pass the type of the device: torch.autocast(device.type, dtype=torch.bfloat16).",
+)
+def autocast_elsewhere(run: Run) -> Said:
+    """Autocast is entered for the CPU while the model computes on a GPU."""
+    for process in run.ranks[:1]:
+        others = [event for event in process.of(Autocasting) if event.device == "cpu"]
+        if others and any(_bytes(process)):
+            yield Seen("the model is on a GPU, but autocast is entered for the CPU", others[0].where)
+
+
+@gpu_rule(
+    why="NCCL has to guess the GPU of a barrier. If the guess is wrong, the run hangs or uses a second GPU.",
+    fix="Call torch.accelerator.set_device_index(local_rank) before the first collective.",
+)
+def barrier_before_gpu(run: Run) -> Said:
+    """A barrier comes before the process has chosen its GPU."""
+    for process, event in itertools.islice(_noted(run, "barrier"), 1):
+        yield Seen(f"{named(process)} is in a barrier before it has chosen its GPU", event.where)
+
+
+@gpu_rule(
+    why="Tensors that are kept on the GPU, often with the graph of a loss, take memory until it runs out.",
+    fix="Keep numbers, not tensors: loss.item() once in a while, or sums of detach(); move outputs with .cpu().",
+)
+def memory_grows(run: Run) -> Said:
+    """The memory on the GPU grows with every step."""
+    for process in run.ranks[:1]:
+        sizes = _bytes(process)[1:]  # the first step creates the state of the optimizer
+        growth = [after - before for before, after in itertools.pairwise(sizes)]
+        if len(growth) >= STEPS and min(growth) >= GROWTH:
+            yield Seen(f"each step leaves {min(growth):,} more bytes on the GPU", process.step_where)
+
+
+@gpu_rule(
+    why="Random numbers on this GPU, for example for dropout, differ in every run.",
+    fix="Call torch.manual_seed(seed), which seeds the CPU and all GPUs, or choose the GPU before torch.cuda.manual_seed().",
+)
+def gpu_not_seeded(run: Run) -> Said:
+    """A process draws random numbers on a GPU other than the one that it has seeded."""
+    for process, event in itertools.islice(_noted(run, "not-seeded"), 1):
+        yield Seen(f"{named(process)} has seeded a different GPU than {event.detail}, on which it draws", event.where)
+
+
+@gpu_rule(
+    why="bfloat16 has the range of float32, so no gradient underflows; the scaler costs a wait for the GPU in each step.",
+    fix="Use torch.amp.GradScaler only with float16; leave it out with bfloat16.",
+    hint=True,
+)
+def scaler_unneeded(run: Run) -> Said:
+    """Gradients are scaled although autocast computes in bfloat16."""
+    for process in run.ranks[:1]:
+        kinds = {event.dtype for event in process.of(Autocasting)}
+        for event in [event for event in process.of(GpuNoted) if event.kind == "scaled" and kinds == {"bfloat16"}][:1]:
+            yield Seen("a GradScaler scales the loss, but autocast computes in bfloat16", event.where)
