@@ -12,6 +12,7 @@ import torch
 
 import needs
 from workshop.errors import UserError
+from workshop.pretend.processes import variables
 from workshop.repository import ROOT
 from workshop.run.environment import environment as run_environment
 from workshop.run.processes import Background
@@ -38,6 +39,12 @@ def environment(**changes) -> dict:
 def with_gpus() -> dict:
     """Return changes for ``environment`` that make the GPUs of this process visible to the run."""
     return {name: os.environ.get(name) for name in ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES")}
+
+
+def pretended(gpus: int, report: Path | None = None) -> dict:
+    """Return changes for ``environment`` that give the processes of a run pretended GPUs."""
+    path = os.pathsep.join((str(PATCHES), str(ROOT)))
+    return {"CUDA_VISIBLE_DEVICES": None, "HIP_VISIBLE_DEVICES": None} | variables(gpus, path, report)
 
 
 def command(kind: str, nproc: int = 1) -> list[str]:

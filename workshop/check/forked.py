@@ -294,6 +294,7 @@ def renew_random_state(entropy: int) -> None:
         torch.manual_seed(entropy)
     else:
         torch.seed()
+    devices.seeded.clear()  # only what the program seeds counts
     if numpy := sys.modules.get("numpy"):
         numpy.random.seed(entropy or None)
     random.seed(entropy or None)

@@ -36,7 +36,7 @@ def check(func, args, flat) -> None:
             devices.note("barrier")
         return
     tensors = [each for each in flat if isinstance(each, torch.Tensor)]
-    on_gpu = [each.index for each in tensors if hasattr(each, "index") and hasattr(each, "inner")]
+    on_gpu = [each.gpu for each in tensors if hasattr(each, "gpu")]
     if "cpu:" not in backend and len(on_gpu) < len(tensors):
         devices.note("cpu-tensor", name.removeprefix("c10d::"))
         raise RuntimeError("No backend type associated with device type cpu")

@@ -75,6 +75,11 @@ def note(kind: str, detail: str = "") -> None:
             listener(kind, detail)
 
 
+def note_wait() -> None:
+    """Count that the CPU waits for the GPU, because of the program or inside of a library such as an optimizer."""
+    note("wait" if called_by_program() else "wait-inside")
+
+
 def called_by_program() -> bool:
     """Return whether the program made this call itself, and not a library such as DDP."""
     frame = sys._getframe(1)

@@ -33,7 +33,7 @@ def _install() -> None:
 
     _setup_privateuseone_for_python_backend(devices.NAME, cuda.PrivateUse1Module())
     PretendTensor = tensor.PretendTensor
-    PretendTensor.device = property(lambda self: torch.device("cuda", self.index))
+    PretendTensor.device = property(lambda self: torch.device("cuda", self.gpu))
     PretendTensor.is_cuda, PretendTensor.is_cpu = property(lambda self: True), property(lambda self: False)
     DTensor.device = property(
         lambda self: self._local_tensor.device

@@ -40,21 +40,21 @@ saved: dict[int, str] = {}  # address of a storage that torch.save is about to w
 
 
 class PretendTensor(torch.Tensor):
-    """A tensor on pretended GPU ``index`` that computes with ``inner``, a tensor on the CPU."""
+    """A tensor on the pretended GPU ``gpu`` that computes with ``on_cpu``, a tensor on the CPU."""
 
-    inner: torch.Tensor
-    index: int
+    on_cpu: torch.Tensor
+    gpu: int
 
     @staticmethod
-    def __new__(cls, inner: torch.Tensor, index: int):
+    def __new__(cls, on_cpu: torch.Tensor, gpu: int):
         self = torch.Tensor._make_wrapper_subclass(
-            cls, inner.size(), strides=inner.stride(), storage_offset=inner.storage_offset(), dtype=inner.dtype,
-            layout=inner.layout, device=torch.device(devices.NAME, 0), requires_grad=False,
+            cls, on_cpu.size(), strides=on_cpu.stride(), storage_offset=on_cpu.storage_offset(), dtype=on_cpu.dtype,
+            layout=on_cpu.layout, device=torch.device(devices.NAME, 0), requires_grad=False,
         )  # fmt: skip
-        self.inner, self.index = inner, index
-        if torch._C._has_storage(inner):
-            self.storage_held = inner.untyped_storage()  # otherwise the weak reference to the storage would die at once
-            devices.hold(self.storage_held, index)
+        self.on_cpu, self.gpu = on_cpu, gpu
+        if torch._C._has_storage(on_cpu):
+            self.storage_held = on_cpu.untyped_storage()  # otherwise the weak reference to the storage would die at once
+            devices.hold(self.storage_held, gpu)
         return self
 
     @classmethod
@@ -70,13 +70,16 @@ class PretendTensor(torch.Tensor):
 
     # Hooks of the backward pass run where __torch_function__ is switched off, so these must be methods as well.
     def untyped_storage(self):
-        return self.inner.untyped_storage()
+        return self.on_cpu.untyped_storage()
 
     def data_ptr(self):
-        return self.inner.data_ptr()
+        return self.on_cpu.data_ptr()
 
     def get_device(self):
-        return self.index
+        return self.gpu
+
+    def record_stream(self, stream):
+        pass
 
     def tolist(self):
         return _tolist(self)
@@ -86,23 +89,23 @@ class PretendTensor(torch.Tensor):
 
     # With these two methods, Module.to() keeps the Parameter objects, which an optimizer may already hold.
     def __tensor_flatten__(self):
-        return ["inner"], self.index
+        return ["on_cpu"], self.gpu
 
     @staticmethod
-    def __tensor_unflatten__(inner, index, size, stride):
-        return PretendTensor(inner["inner"], index)
+    def __tensor_unflatten__(inner, gpu, size, stride):
+        return PretendTensor(inner["on_cpu"], gpu)
 
     def __repr__(self, **_):
-        devices.note("wait")
+        devices.note_wait()
         with torch.no_grad():
-            return f"{repr(self.inner.detach())[:-1]}, device='cuda:{self.index}')"
+            return f"{repr(self.on_cpu.detach())[:-1]}, device='cuda:{self.gpu}')"
 
     def __format__(self, spec):  # the one of Tensor formats the number only if the type is exactly Tensor
         return format(self.item() if self.dim() == 0 else str(self), spec)
 
     def __deepcopy__(self, memo):
         if id(self) not in memo:
-            new = PretendTensor(self.inner.detach().clone(), self.index)
+            new = PretendTensor(self.on_cpu.detach().clone(), self.gpu)
             if isinstance(self, torch.nn.Parameter):
                 new._is_param = True
             memo[id(self)] = new.requires_grad_(self.requires_grad)
@@ -111,9 +114,9 @@ class PretendTensor(torch.Tensor):
     def __reduce_ex__(self, protocol):
         """Save the tensor as PyTorch saves one on a GPU."""
         storage = torch.storage.TypedStorage(
-            wrap_storage=self.inner.untyped_storage(), dtype=self.dtype, _internal=True
+            wrap_storage=self.on_cpu.untyped_storage(), dtype=self.dtype, _internal=True
         )
-        saved[storage._untyped_storage.data_ptr()] = f"cuda:{self.index}"
+        saved[storage._untyped_storage.data_ptr()] = f"cuda:{self.gpu}"
         layout = (storage, self.storage_offset(), tuple(self.size()), self.stride())
         if not isinstance(self, torch.nn.Parameter):
             return torch._utils._rebuild_tensor_v2, (*layout, self.requires_grad, OrderedDict())
@@ -132,14 +135,14 @@ class _Call:
 
 
 def _tolist(tensor: PretendTensor):
-    devices.note("wait")
-    return tensor.inner.tolist()
+    devices.note_wait()
+    return tensor.on_cpu.tolist()
 
 
 def _numpy(tensor: PretendTensor, *_, **__):
     devices.note("numpy")
     raise TypeError(
-        f"can't convert cuda:{tensor.index} device type tensor to numpy. Use Tensor.cpu() to copy the tensor to host memory "
+        f"can't convert cuda:{tensor.gpu} device type tensor to numpy. Use Tensor.cpu() to copy the tensor to host memory "
         "first."
     )
 
@@ -151,7 +154,7 @@ def _to(self: torch.Tensor, *args, **kwargs):
             args = (args[0].device, args[0].dtype, *args[1:])
         options = {name: value for name, value in kwargs.items() if name not in ("copy", "memory_format")}
         device, dtype, *_ = torch._C._nn._parse_to(*args[:2], **options)
-        same_place = device is None or (is_gpu(device) and index_of(device) == getattr(self, "index", None))
+        same_place = device is None or (is_gpu(device) and index_of(device) == getattr(self, "gpu", None))
         if isinstance(self, PretendTensor) and same_place and not kwargs.get("copy"):
             memory_format = kwargs.get("memory_format")
             if dtype in (None, self.dtype) and (
@@ -169,12 +172,13 @@ ANSWERS = {
     torch.Tensor.tolist: _tolist,
     torch.Tensor.numpy: _numpy,
     torch.Tensor.__array__: _numpy,
-    torch.Tensor.device.__get__: lambda self: torch.device("cuda", self.index),
+    torch.Tensor.device.__get__: lambda self: torch.device("cuda", self.gpu),
     torch.Tensor.is_cuda.__get__: lambda self: True,
     torch.Tensor.is_cpu.__get__: lambda self: False,
-    torch.Tensor.get_device: lambda self: self.index,
-    torch.Tensor.data_ptr: lambda self: self.inner.data_ptr(),
-    torch.Tensor.untyped_storage: lambda self: self.inner.untyped_storage(),
+    torch.Tensor.get_device: lambda self: self.gpu,
+    torch.Tensor.data_ptr: lambda self: self.on_cpu.data_ptr(),
+    torch.Tensor.untyped_storage: lambda self: self.on_cpu.untyped_storage(),
+    torch.Tensor.record_stream: lambda self, stream: None,
     torch.Tensor.to: _to,
     torch.Tensor.cuda: _cuda,
 }
@@ -218,6 +222,9 @@ def compute(func, args, kwargs):
         collectives.check(func, args, tensors)
     mixing = communicates or func in MIXING or "_foreach_copy_" in func._schema.name
     index = _common_index(tensors, mixing, func in INDEXING)
+    changes = func._schema.name.endswith("_") and isinstance(args[0], torch.Tensor)  # the first one, which must be on the GPU
+    if index is not None and changes and not mixing and not isinstance(args[0], PretendTensor):
+        raise _two_devices(f"cuda:{index}", "cpu")
     target = kwargs.get("device")
     if is_gpu(target):
         index, kwargs = index_of(target), kwargs | {"device": torch.device("cpu")}
@@ -229,13 +236,13 @@ def compute(func, args, kwargs):
     if func in (aten.copy_.default, aten._to_copy.default):
         _note_copy(func, args, kwargs, index)
     elif func in WAITING and index is not None:
-        devices.note("wait")
+        devices.note_wait()
     if kwargs.get("pin_memory"):
         kwargs = kwargs | {"pin_memory": False}
-    wrappers = {id(each.inner): each for each in tensors if isinstance(each, PretendTensor)}
+    wrappers = {id(each.on_cpu): each for each in tensors if isinstance(each, PretendTensor)}
 
     def inner(tensor):
-        return tensor.inner if isinstance(tensor, PretendTensor) else tensor
+        return tensor.on_cpu if isinstance(tensor, PretendTensor) else tensor
 
     args, kwargs = _replaced(args, inner), {name: _replaced(value, inner) for name, value in kwargs.items()}
     if index is not None and torch.Tag.nondeterministic_seeded in func.tags and kwargs.get("generator") is None:
@@ -266,9 +273,9 @@ def _common_index(tensors: list, mixing: bool, indexing: bool) -> int | None:
         if not isinstance(each, PretendTensor):
             on_cpu = each if on_cpu is None and each.dim() > 0 else on_cpu
         elif index is None:
-            index = each.index
-        elif index != each.index and not mixing and each.dim() > 0:
-            raise _two_devices(f"cuda:{index}", f"cuda:{each.index}")
+            index = each.gpu
+        elif index != each.gpu and not mixing and each.dim() > 0:
+            raise _two_devices(f"cuda:{index}", f"cuda:{each.gpu}")
     if index is not None and on_cpu is not None and not mixing and not indexing:
         raise _two_devices(f"cuda:{index}", "cpu", f" (a tensor of {' x '.join(map(str, on_cpu.shape))})")
     return index
@@ -295,7 +302,10 @@ def _note_copy(func, args, kwargs, index: int | None) -> None:
     to_gpu = isinstance(args[0], PretendTensor) if in_place else index is not None
     non_blocking = bool(kwargs.get("non_blocking", args[2] if in_place and len(args) > 2 else False))
     if from_gpu and not to_gpu:
-        devices.note("to-cpu" if non_blocking else "wait")
+        if non_blocking:
+            devices.note("to-cpu")
+        else:
+            devices.note_wait()
     elif to_gpu and not from_gpu and source.dim() > 0:
         memory = "pinned" if is_pinned(source) else "pageable"
         devices.note(memory + ("-non-blocking" if non_blocking and devices.called_by_program() else ""))

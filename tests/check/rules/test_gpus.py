@@ -50,6 +50,13 @@ MISTAKES = (
         ("            x, y = x.to(device), y.to(device)\n", "            x = x.to(device)\n"),
     ),
     mistake(
+        "sum-on-the-cpu",
+        GPUS,
+        "two-devices",
+        "A sum on the CPU cannot take numbers from the GPU without item().",
+        ("counts = torch.zeros(2, device=device)", "counts = torch.zeros(2)"),
+    ),
+    mistake(
         "constant-is-no-buffer",
         GPUS,
         "two-devices",
@@ -111,7 +118,7 @@ MISTAKES = (
         GPUS,
         "gpu-refused",
         "Noise on the GPU needs a generator of the GPU.",
-        (BEFORE_LOOP, "    noise = torch.Generator().manual_seed(rank)\n" + BEFORE_LOOP),
+        (EPOCH_SEED, EPOCH_SEED + "        noise = torch.Generator().manual_seed(100 * epoch + rank)\n"),
         (COPY, COPY + "\n            x = x + 0.01 * torch.randn(x.shape, device=device, generator=noise)"),
     ),
     mistake(
@@ -132,6 +139,7 @@ MISTAKES = (
         "nccl-on-cpu",
         "The counts are collected on the CPU, and NCCL cannot send them.",
         ("counts = torch.zeros(2, device=device)", "counts = torch.zeros(2)"),
+        ("(model(x).argmax(1) == y).sum()", "(model(x).argmax(1) == y).sum().item()"),
     ),
     mistake(
         "broadcast-of-a-flag",
@@ -343,6 +351,7 @@ STYLES = (
         "gloo for tensors on the CPU, NCCL for those on GPUs.",
         (GROUP, '    dist.init_process_group("cpu:gloo,cuda:nccl")\n'),
         ("counts = torch.zeros(2, device=device)", "counts = torch.zeros(2)"),
+        ("(model(x).argmax(1) == y).sum()", "(model(x).argmax(1) == y).sum().item()"),
     ),
     style(
         "map-location-of-the-rank",
@@ -383,7 +392,7 @@ STYLES = (
             "train_set = TensorDataset(*(each.to(device) for each in train_set.tensors))\n"
             "    loader = DataLoader(train_set, batch_size=16, sampler=sampler)",
         ),
-        (COPY, "assert x.is_cuda"),
+        (COPY, "x = x + 0"),
     ),
     style(
         "losses-in-a-tensor",

@@ -15,6 +15,7 @@ from workshop.check.scenarios import DEVICES, TWO_NODES
 STEPS = 3  # steps of a process from which on a rule judges what every step does
 REFUSED = ("two-devices", "numpy", "generator", "forked", "cpu-tensor", "no-such-gpu", "same-gpu")
 WAITS = ("wait", "synchronize")
+MANY = 4  # waits of a library in a step; GradScaler has one or two
 GROWTH = 512  # bytes by which every step increases the memory: the smallest piece that PyTorch takes from a GPU
 
 
@@ -147,6 +148,10 @@ def step_waits(run: Run) -> Said:
         if lines:
             (where, times), *_ = lines.most_common(1)
             yield Seen(f"the CPU waits for the GPU in every step ({plural(times, 'time')} at this line)", where)
+        for where, times in _each_step(process, ("wait-inside",)).items():
+            if times >= MANY:
+                seen = f"a library waits for the GPU {times} times in every step, as an optimizer does whose state is on it"
+                yield Seen(seen, where, fix='Load the optimizer with torch.load(..., map_location="cpu").')
 
 
 @gpu_rule(

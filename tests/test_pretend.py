@@ -1,0 +1,300 @@
+"""Pretended GPUs: they behave as CUDA's, count what a program does, and train as the CPU does."""
+
+import json
+import re
+import sys
+import textwrap
+
+import pytest
+import torch
+
+import runs
+from test_cli import workshop
+from workshop.pretend.table import KINDS, NOT_SHOWN
+from workshop.repository import ROOT
+
+TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--local-addr=127.0.0.1"]
+MINIMAL = ROOT / "02_pytorch_ddp" / "minimal_ddp.py"
+
+
+def pretended(code, tmp_path, gpus=2, **variables):
+    """Run code in a process with pretended GPUs; return what it prints, and fail if it fails."""
+    file = tmp_path / "program.py"
+    file.write_text("import torch\n" + textwrap.dedent(code))
+    done = runs.run([sys.executable, file], tmp_path, **(runs.pretended(gpus) | variables))
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def pretend(tmp_path, *command, gpus=2, nodes=1):
+    """Run ``workshop pretend``."""
+    return workshop("pretend", f"--gpus={gpus}", f"--nodes={nodes}", "--", *map(str, command), cwd=tmp_path)
+
+
+def test_tensors_are_on_the_gpu_that_the_program_names(tmp_path):
+    pretended(
+        """
+        cuda, first, second = torch.device("cuda"), torch.device("cuda:0"), torch.device("cuda:1")
+        assert torch.cuda.is_available() and torch.cuda.device_count() == torch.accelerator.device_count() == 2
+        assert torch.zeros(2, device="cuda").device == first
+        assert torch.zeros(2, device=1).device == torch.zeros(2).to(1).device == torch.zeros(2).cuda(1).device == second
+        torch.cuda.set_device(1)
+        assert torch.zeros(2, device=cuda).device == torch.zeros(2).cuda().device == second
+        assert torch.accelerator.current_device_index() == 1
+        with torch.cuda.device(0):
+            assert torch.ones(2).to("cuda").device == first
+        with torch.device("cuda:0"):
+            assert torch.ones(2).device == first
+        x = torch.arange(6.0, device="cuda").reshape(2, 3)
+        assert x.is_cuda and not x.cpu().is_cuda and (x @ x.T).device == second
+        assert x.to("cuda") is x and x.to(torch.float64).device == second
+        model = torch.nn.Linear(3, 1)
+        parameter = model.weight
+        assert model.to("cuda").weight is parameter and parameter.device == second  # an optimizer may hold it
+        """,
+        tmp_path,
+    )
+
+
+REFUSED = {
+    "torch.ones(2, device='cuda') + torch.ones(2)": "two devices, cuda:0 and cpu",
+    "torch.ones(2, device='cuda:0') + torch.ones(2, device='cuda:1')": "two devices, cuda:0 and cuda:1",
+    "torch.ones(2, device='cuda:7')": "CUDA error: invalid device ordinal",
+    "torch.ones(2, device='cuda').numpy()": "can't convert cuda:0 device type tensor to numpy",
+    "torch.rand(2, device='cuda', generator=torch.Generator())": "Expected a 'cuda' device type for generator but found 'cpu'",
+}
+
+
+@pytest.mark.parametrize("line", REFUSED)
+def test_what_cuda_refuses_is_refused_in_its_words(line, tmp_path):
+    out = pretended(
+        f"""
+        try:
+            {line}
+        except (RuntimeError, TypeError) as error:
+            print(error)
+        """,
+        tmp_path,
+    )
+    assert REFUSED[line] in out
+
+
+def test_a_forked_process_cannot_use_a_gpu_that_its_parent_has_used(tmp_path):
+    out = pretended(
+        """
+        import os
+        torch.zeros(1, device="cuda")
+        if not os.fork():
+            try:
+                torch.zeros(1, device="cuda")
+            except RuntimeError as error:
+                print(error, flush=True)
+            os._exit(0)
+        os.wait()
+        """,
+        tmp_path,
+    )
+    assert "Cannot re-initialize CUDA in forked subprocess" in out
+
+
+def test_each_gpu_has_its_own_random_numbers(tmp_path):
+    pretended(
+        """
+        draw = lambda gpu: torch.rand(3, device=f"cuda:{gpu}").tolist()
+        torch.manual_seed(0)
+        on_cpu, first, second = torch.rand(3).tolist(), draw(0), draw(1)
+        torch.manual_seed(0)
+        assert (torch.rand(3).tolist(), draw(0), draw(1)) == (on_cpu, first, second)
+        torch.cuda.manual_seed(0)  # only of the current GPU
+        assert draw(0) == first and draw(1) != second
+        state = torch.cuda.get_rng_state()
+        drawn = draw(0)
+        torch.cuda.set_rng_state(state)
+        assert draw(0) == drawn
+        dropped = torch.nn.functional.dropout(torch.ones(100, device="cuda"))
+        assert 0 < dropped.count_nonzero() < 100
+        """,
+        tmp_path,
+    )
+
+
+def test_the_bytes_of_each_gpu_are_counted_until_they_are_freed(tmp_path):
+    pretended(
+        """
+        x = torch.zeros(1000, 1000, device="cuda:1")
+        assert (torch.cuda.memory_allocated(0), torch.cuda.memory_allocated(1)) == (0, 4_000_256)  # in pieces of 512 bytes
+        view = x[0]
+        del x
+        assert torch.cuda.memory_allocated(1) == 4_000_256
+        del view
+        assert torch.cuda.memory_allocated(1) == 0 and torch.cuda.max_memory_allocated(1) == 4_000_256
+        torch.cuda.reset_peak_memory_stats(1)
+        assert torch.cuda.max_memory_allocated(1) == 0
+        """,
+        tmp_path,
+    )
+
+
+def test_copies_and_waits_are_noted_with_their_lines(tmp_path):
+    out = pretended(
+        """
+        from workshop.pretend import devices
+        x = torch.ones(4)
+        x.to("cuda")                              # 5
+        x.to("cuda", non_blocking=True)
+        pinned = x.pin_memory()
+        pinned.to("cuda")                         # 8
+        on_gpu = pinned.to("cuda", non_blocking=True)
+        on_gpu.sum().item()                       # 10
+        on_gpu.cpu()
+        on_gpu.to("cpu", non_blocking=True)       # 12
+        torch.cuda.synchronize()
+        assert (on_gpu > 0).all()                 # 14
+        for (kind, _), places in devices.notes.items():
+            print(kind, *(place.rpartition(":")[2] for place in places))
+        """,
+        tmp_path,
+    )
+    assert out.splitlines() == [
+        "pageable 5", "pageable-non-blocking 6", "pinned 8", "pinned-non-blocking 9", "wait 10 11 14", "to-cpu 12",
+        "synchronize 13",
+    ]  # fmt: skip
+
+
+def test_each_note_has_a_text_in_the_table():
+    source = "".join(file.read_text() for file in (ROOT / "workshop" / "pretend").glob("*.py"))
+    noted = set(re.findall(r'note\(\s*"([\w-]+)"', source)) | {
+        "pinned",
+        "pageable",
+        "loaded",
+        "loaded-elsewhere",
+        "to-cpu",
+        "wait",
+    }
+    assert noted | {"pinned-non-blocking", "pageable-non-blocking"} == set(KINDS)
+
+
+def test_a_checkpoint_knows_the_gpu_of_each_tensor(tmp_path):
+    pretended(
+        """
+        model = torch.nn.Linear(3, 1).to("cuda:1")
+        torch.save(model.state_dict(), "model.pt")
+        assert torch.load("model.pt")["weight"].device == torch.device("cuda:1")
+        assert torch.load("model.pt", map_location="cpu")["weight"].device.type == "cpu"
+        assert torch.load("model.pt", map_location={"cuda:1": "cuda:0"})["weight"].device == torch.device("cuda:0")
+        assert torch.equal(torch.load("model.pt")["weight"], model.weight)
+        """,
+        tmp_path,
+    )
+    there = "torch.load('model.pt')"
+    code = f"""
+        try:
+            {there}
+        except RuntimeError as error:
+            print(error)
+        """
+    assert "Attempting to deserialize object on CUDA device 1" in pretended(code, tmp_path, gpus=1)
+
+
+def test_autocast_and_scaler(tmp_path):
+    pretended(
+        """
+        model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.LayerNorm(4)).to("cuda")
+        optimizer, scaler = torch.optim.AdamW(model.parameters()), torch.amp.GradScaler("cuda")
+        x = torch.ones(2, 4, device="cuda")
+        with torch.autocast("cuda"):
+            assert model[0](x).dtype == torch.float16 and model(x).dtype == torch.float32
+            loss = model(x).sum()
+        before = model[0].weight.detach().clone()
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        assert not torch.equal(before, model[0].weight)
+        with torch.autocast("cpu"):
+            assert model[0](x).dtype == torch.float32  # not for this device
+        """,
+        tmp_path,
+    )
+
+
+def test_hidden_gpus_are_not_there(tmp_path):
+    assert pretended("print(torch.cuda.device_count())", tmp_path, gpus=4, CUDA_VISIBLE_DEVICES="2,3") == "2\n"
+    hidden = "print(torch.cuda.is_available(), torch.accelerator.is_available())"
+    assert pretended(hidden, tmp_path, CUDA_VISIBLE_DEVICES="") == "False False\n"
+
+
+def test_torchrun_on_four_gpus_trains_and_ends_with_the_table(tmp_path):
+    done = pretend(tmp_path, "python", *TORCHRUN, "--nproc-per-node=4", MINIMAL, gpus=4)
+    assert done.returncode == 0, done.stderr
+    weights = re.findall(r"rank (\d) of 4 on cuda\S*: weight (\S+),", done.stdout)
+    assert {rank for rank, _ in weights} == set("0123")
+    (weight,) = {weight for _, weight in weights}
+    assert float(weight) == pytest.approx(3, abs=0.1)
+    assert re.findall(r"cuda:(\d)\s+0\.\d\d MiB  rank (\d)", done.stdout) == [(n, n) for n in "0123"]
+    assert " ".join(NOT_SHOWN.split()) in " ".join(done.stdout.split())
+
+
+def test_two_ranks_on_one_gpu_are_refused(tmp_path):
+    program = tmp_path / "all_on_0.py"
+    program.write_text("".join(line for line in MINIMAL.read_text().splitlines(True) if "set_device_index" not in line))
+    done = pretend(tmp_path, "python", *TORCHRUN, "--nproc-per-node=2", program)
+    assert done.returncode != 0
+    assert "Duplicate GPU detected : rank 1 and rank 0 both on CUDA device 0" in done.stderr
+    assert "refused: two ranks on one GPU: ranks 0 and 1, GPU 0" in done.stdout
+
+
+def test_set_device_by_rank_fails_only_on_the_second_node(tmp_path):
+    program = tmp_path / "by_rank.py"
+    program.write_text(MINIMAL.read_text().replace('os.environ["LOCAL_RANK"]', 'os.environ["RANK"]'))
+    one = pretend(tmp_path, "torchrun", "--nproc-per-node=2", program)
+    assert one.returncode == 0, one.stderr
+    two = pretend(tmp_path, "torchrun", "--nproc-per-node=2", program, nodes=2)
+    assert two.returncode != 0
+    assert "CUDA error: invalid device ordinal" in two.stderr
+    (first, second) = re.findall(r"refused: the program asks for GPU (\d)", two.stdout)
+    assert (first, second) == ("2", "3")
+
+
+def test_two_nodes_of_two_gpus_train_one_model(tmp_path):
+    done = pretend(tmp_path, "torchrun", "--nproc-per-node=2", MINIMAL, nodes=2)
+    assert done.returncode == 0, done.stderr
+    (weight,) = set(re.findall(r"rank \d of 4 on cuda\S*: weight (\S+),", done.stdout))
+    assert float(weight) == pytest.approx(3, abs=0.1)
+    used = re.findall(r"(\d)\s+cuda:(\d)\s+0\.\d\d MiB  rank (\d)", done.stdout)
+    assert used == [("0", "0", "0"), ("0", "1", "1"), ("1", "0", "2"), ("1", "1", "3")]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--nodes=2", "--", "python", "train.py"], "--nodes needs the command of torchrun"),
+        (["--nodes=2", "--", "torchrun", "--nnodes=2", "train.py"], "leave out --nnodes=2: --nodes sets it"),
+        (["--gpus=0", "--", "python", "train.py"], "--gpus"),
+        (["--", "no-such-program"], "no-such-program: No such file or directory"),
+    ],
+)
+def test_mistakes_are_reported_in_one_line(arguments, message, tmp_path):
+    done = workshop("pretend", *arguments, cwd=tmp_path)
+    assert done.returncode == 2
+    assert message in done.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_torch_without_the_interfaces_is_named_in_one_sentence(tmp_path):
+    code = """
+import torch
+import torch.utils.backend_registration as registration
+from workshop.pretend.installation import install
+del registration._setup_privateuseone_for_python_backend
+install(2)
+"""
+    done = runs.run([sys.executable, "-c", code], tmp_path)
+    assert f"UserError: pretended GPUs do not work with torch {torch.__version__}: cannot import name" in done.stderr
+
+
+def test_the_reports_are_json_with_the_figures_of_each_process(tmp_path):
+    (tmp_path / "reports").mkdir()
+    pretended("torch.zeros(2, device='cuda').sum().item()", tmp_path, **runs.pretended(2, tmp_path / "reports"))
+    (report,) = (json.loads(file.read_text()) for file in (tmp_path / "reports").iterdir())
+    assert report["peak"] == {"0": 2 * 512}
+    assert report["visible"] == [0, 1]
