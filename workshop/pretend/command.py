@@ -7,6 +7,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from workshop.pretend.table import print_table
 from workshop.run.environment import environment, loopback
 from workshop.run.processes import end_family
 
+LAST_WORDS = 5  # seconds
 LAUNCHERS = ("torchrun", "torch.distributed.run")
 
 
@@ -104,15 +106,12 @@ def _run(commands: list[list[str]], gpus: int, reports: Path) -> list[int]:
 
 
 def _wait(started: list[subprocess.Popen]) -> list[int]:
-    """Return the exit statuses; the other nodes of a node that fails get 30 seconds, as torchrun gives them."""
-    patience = None
-    while True:
-        try:
-            for process in started:
-                process.wait(patience if patience is not None else 0.2)
-            return [process.returncode for process in started]
-        except subprocess.TimeoutExpired:
-            if patience is not None:
-                return [process.returncode or 0 for process in started]
-            if any(process.returncode for process in started):
-                patience = 30
+    """Return the exit statuses. If a node fails, the others get some seconds to fail as well: they may wait for it forever."""
+    failed_at = 0.0
+    while None in [process.poll() for process in started]:
+        if any(process.returncode for process in started):
+            failed_at = failed_at or time.monotonic()
+            if time.monotonic() - failed_at > LAST_WORDS:
+                break
+        time.sleep(0.05)
+    return [process.returncode or 0 for process in started]
