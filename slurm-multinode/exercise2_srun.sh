@@ -4,7 +4,7 @@
 # As delivered, this is the solution of exercise 1: torchrun starts the processes. After the TODOs, Slurm starts them.
 #SBATCH --job-name=exercise2_srun
 #SBATCH --nodes=2
-#SBATCH --gpus-per-node=2
+#SBATCH --gpus-per-node=2            # a task sees both; with --gpus-per-task=1 it sees only its own, with index 0
 # TODO 2: after TODO 1, each training process is a task of its own. Request one task per GPU of a node, and 2 cores per task.
 #         Look up: man sbatch: --ntasks-per-node, --cpus-per-task
 #SBATCH --cpus-per-task=4            # for all processes of a node together
@@ -18,7 +18,7 @@ export HF_HUB_OFFLINE=1 TRANSFORMERS_OFFLINE=1 HF_DATASETS_OFFLINE=1 # no downlo
 run=runs/$SLURM_JOB_NAME-$SLURM_JOB_ID # the common name of its checkpoint, its epoch log and its error files
 
 # The processes meet on the first node of this job, at a port that no other job on that node uses.
-# TODO 1, step a: the program reads variables that torchrun has set until now. Set those that have the same value in all
+# TODO 1, step a: until now, torchrun has set variables for the processes. Set those that have the same value in all
 #         processes, and export them, because srun passes exported variables to the tasks:
 #         MASTER_ADDR and MASTER_PORT (the host and the port below), WORLD_SIZE (the number of tasks of the job) and
 #         LOCAL_WORLD_SIZE (the number of tasks per node). The options for torchrun are no longer needed.
