@@ -4,8 +4,9 @@
 # As delivered, this is the solution of exercise 1: torchrun starts the processes. After the TODOs, Slurm starts them.
 #SBATCH --job-name=exercise2_srun
 #SBATCH --nodes=2
-#SBATCH --gpus-per-node=2            # a task sees both; with --gpus-per-task=1 it sees only its own, with index 0
+#SBATCH --gpus-per-node=2
 # TODO 2: after TODO 1, each training process is a task of its own. Request one task per GPU of a node, and 2 cores per task.
+#         Each task then sees both GPUs of its node. (With --gpus-per-task=1 it would see only its own GPU, with index 0.)
 #         Look up: man sbatch: --ntasks-per-node, --cpus-per-task
 #SBATCH --cpus-per-task=4            # for all processes of a node together
 #SBATCH --ntasks-per-node=1          # one torchrun per node, which starts one process per GPU
