@@ -42,7 +42,7 @@ def main():
     # Step d: each process uses one thread per core, so several processes compete for the cores. Before you start them,
     # set OMP_NUM_THREADS to 1, unless the user has set it.
     # Look up: os.environ.setdefault
-    device = choose_device(0, 1)
+    device = choose_device(0)
     train(0, 1, device, args)
 
 
@@ -59,14 +59,14 @@ def parse_arguments():
     return args
 
 
-def choose_device(local_rank, local_world_size):
+def choose_device(local_rank):
     # In a CUDA build, current_accelerator() returns "cuda" even without a GPU, so ask is_available() first.
-    # TODO 2: let each process use its own device: the one whose index is its local rank, the index of the process on this
-    # machine. If this machine has fewer devices than processes, all processes use the CPU.
-    # Look up: torch.accelerator.device_count, torch.accelerator.set_device_index
-    if torch.accelerator.is_available():
-        return torch.accelerator.current_accelerator()
-    return torch.device("cpu")
+    if not torch.accelerator.is_available():
+        return torch.device("cpu")
+    # TODO 2: let each process use its own device: choose the one whose index is its local rank, which is the index of the
+    # process on this machine. The line below then returns this device.
+    # Look up: torch.accelerator.set_device_index
+    return torch.accelerator.current_accelerator()
 
 
 def train(rank, world_size, device, args):

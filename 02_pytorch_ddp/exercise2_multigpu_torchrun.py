@@ -48,11 +48,11 @@ def main():
 def worker(rank, world_size, port, args):
     """Join the process group, train, and leave the group. mp.spawn runs this function in each process."""
     store = dist.TCPStore("127.0.0.1", port, is_master=False)
-    # Each process uses its own GPU, or the CPU if this machine has fewer GPUs than processes.
-    # TODO 2: the rank counts the processes of all machines, but each machine numbers its GPUs from 0. Choose the device
-    # by the index of the process on its own machine.
-    # Look up: "Environment Variables" in the documentation of torchrun: LOCAL_RANK, LOCAL_WORLD_SIZE
-    device = choose_device(rank, world_size)
+    # Each process uses its own GPU, or the CPU on a machine without one.
+    # TODO 2, step a: the rank counts the processes of all machines, but each machine numbers its GPUs from 0. Choose the
+    # device by the index of the process on its own machine. Step b is in choose_device().
+    # Look up: "Environment Variables" in the documentation of torchrun: LOCAL_RANK
+    device = choose_device(rank)
     backend = dist.get_default_backend_for_device(device)  # "nccl" on NVIDIA and AMD GPUs, "gloo" on the CPU
     # TODO 1, step b: join the group with the backend only. torchrun has set the address of the store (MASTER_ADDR and
     # MASTER_PORT), the rank and the world size in the environment, and init_process_group reads them there.
@@ -79,12 +79,15 @@ def parse_arguments():
     return args
 
 
-def choose_device(local_rank, local_world_size):
+def choose_device(local_rank):
     # In a CUDA build, current_accelerator() returns "cuda" even without a GPU, so ask is_available() first.
-    if torch.accelerator.is_available() and torch.accelerator.device_count() >= local_world_size:
-        torch.accelerator.set_device_index(local_rank)
-        return torch.accelerator.current_accelerator()
-    return torch.device("cpu")
+    if not torch.accelerator.is_available():
+        return torch.device("cpu")
+    # TODO 2, step b: a job can show each process only its own GPU, which then has index 0. Divide the local rank by the
+    # number of visible GPUs, and use the remainder as the index. It is right in both cases.
+    # Look up: torch.accelerator.device_count
+    torch.accelerator.set_device_index(local_rank)
+    return torch.accelerator.current_accelerator()
 
 
 def train(rank, world_size, device, args):

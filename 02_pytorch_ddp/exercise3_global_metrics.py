@@ -37,8 +37,8 @@ CLASSES = 10
 def main():
     args = parse_arguments()
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])  # torchrun sets these variables
-    # Each process uses its own GPU, or the CPU if this machine has fewer GPUs than processes.
-    device = choose_device(int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"]))
+    # Each process uses its own GPU, or the CPU on a machine without one.
+    device = choose_device(int(os.environ["LOCAL_RANK"]))
     backend = dist.get_default_backend_for_device(device)  # "nccl" on NVIDIA and AMD GPUs, "gloo" on the CPU
     dist.init_process_group(backend)
     try:
@@ -60,12 +60,12 @@ def parse_arguments():
     return args
 
 
-def choose_device(local_rank, local_world_size):
+def choose_device(local_rank):
     # In a CUDA build, current_accelerator() returns "cuda" even without a GPU, so ask is_available() first.
-    if torch.accelerator.is_available() and torch.accelerator.device_count() >= local_world_size:
-        torch.accelerator.set_device_index(local_rank)
-        return torch.accelerator.current_accelerator()
-    return torch.device("cpu")
+    if not torch.accelerator.is_available():
+        return torch.device("cpu")
+    torch.accelerator.set_device_index(local_rank % torch.accelerator.device_count())  # 0 if only one GPU is visible
+    return torch.accelerator.current_accelerator()
 
 
 def train(rank, world_size, device, args):

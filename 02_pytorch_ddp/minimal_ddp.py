@@ -13,8 +13,8 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 torch.manual_seed(0)
 device = torch.device("cpu")
-if torch.accelerator.device_count() >= int(os.environ["LOCAL_WORLD_SIZE"]):  # otherwise use the CPU
-    torch.accelerator.set_device_index(int(os.environ["LOCAL_RANK"]))
+if torch.accelerator.is_available():  # otherwise use the CPU
+    torch.accelerator.set_device_index(int(os.environ["LOCAL_RANK"]) % torch.accelerator.device_count())
     device = torch.accelerator.current_accelerator()
 backend = dist.get_default_backend_for_device(device)  # "nccl" for GPUs, "gloo" for the CPU
 dist.init_process_group(backend)  # reads RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT

@@ -48,9 +48,9 @@ def parse_arguments():
     return args
 
 
-def choose_accelerator(devices):
+def choose_accelerator():
     # Lightning's "auto" chooses the GPU if there is one, and fails if there are fewer GPUs than processes.
-    if torch.accelerator.is_available() and torch.accelerator.device_count() >= devices:
+    if torch.accelerator.is_available():
         return "auto"
     return "cpu"
 
@@ -109,8 +109,8 @@ def train(args):
     # Look up: os.path.splitext, os.path.split
     trainer = L.Trainer(
         max_epochs=args.epochs,
-        # TODO 2: train with args.devices processes: each on its own GPU, or all on the CPU if there are fewer GPUs than
-        # processes. Let DistributedDataParallel average the gradients.
+        # TODO 2: train with args.devices processes: each on its own GPU, or all on the CPU of a machine without a GPU.
+        # Let DistributedDataParallel average the gradients.
         # Look up: choose_accelerator above; Trainer(accelerator=, devices=, strategy=)
         accelerator="cpu",
         devices=1,

@@ -61,9 +61,9 @@ def parse_arguments():
     return args
 
 
-def choose_accelerator(devices):
+def choose_accelerator():
     # Lightning's "auto" chooses the GPU if there is one, and fails if there are fewer GPUs than processes.
-    if torch.accelerator.is_available() and torch.accelerator.device_count() >= devices:
+    if torch.accelerator.is_available():
         return "auto"
     return "cpu"
 
@@ -138,7 +138,7 @@ class Data(L.LightningDataModule):
 def train(args):
     L.seed_everything(SEED, verbose=False)  # the same initial parameters in every process and every run
     folder, name = os.path.split(os.path.splitext(args.checkpoint)[0])
-    accelerator = choose_accelerator(args.devices)
+    accelerator = choose_accelerator()
     # TODO 2: compute in bfloat16 ("bf16-mixed") if the device is faster in it than in float32. The device is the accelerator
     # of this machine if `accelerator` is "auto", and the CPU otherwise.
     # Look up: bf16_is_fast(device), torch.accelerator.current_accelerator()

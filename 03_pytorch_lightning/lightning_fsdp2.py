@@ -42,14 +42,14 @@ def parse_arguments():
     parser.add_argument("--dataset", default="digits", help="digits, or mnist after ./workshop.sh fetch mnist")
     args = parser.parse_args()
     check_launcher(parser, args.devices)
-    check_averaging(parser, args.devices)
+    check_averaging(parser)
     check_arguments(parser, args, Classifier(), world_size=args.devices)
     return args
 
 
-def choose_accelerator(devices):
+def choose_accelerator():
     # Lightning's "auto" chooses the GPU if there is one, and fails if there are fewer GPUs than processes.
-    if torch.accelerator.is_available() and torch.accelerator.device_count() >= devices:
+    if torch.accelerator.is_available():
         return "auto"
     return "cpu"
 
@@ -114,7 +114,7 @@ def train(args):
     folder, name = os.path.split(os.path.splitext(args.checkpoint)[0])
     trainer = L.Trainer(
         max_epochs=args.epochs,
-        accelerator=choose_accelerator(args.devices),
+        accelerator=choose_accelerator(),
         devices=args.devices,
         strategy=ModelParallelStrategy(
             # By default, the devices of a node are used for tensor parallelism, and their gradients are not averaged.

@@ -27,7 +27,7 @@ from workshop.training.finetuning import compare_losses, first_batches, parse_ex
 @record  # torchrun then shows the traceback of the rank that failed first
 def main():
     args = parse_extra(__doc__, "--shards", "processes that share one copy of the model: the GPUs of a node")
-    device = choose_device(int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"]))
+    device = choose_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group(dist.get_default_backend_for_device(device))
     try:
         # The last dimension contains consecutive ranks, and torchrun numbers the processes of a node consecutively. So the
@@ -44,12 +44,12 @@ def main():
         dist.destroy_process_group()
 
 
-def choose_device(local_rank, local_world_size):
+def choose_device(local_rank):
     # In a CUDA build, current_accelerator() returns "cuda" even without a GPU, so ask is_available() first.
-    if torch.accelerator.is_available() and torch.accelerator.device_count() >= local_world_size:
-        torch.accelerator.set_device_index(local_rank)
-        return torch.accelerator.current_accelerator()
-    return torch.device("cpu")
+    if not torch.accelerator.is_available():
+        return torch.device("cpu")
+    torch.accelerator.set_device_index(local_rank % torch.accelerator.device_count())  # 0 if only one GPU is visible
+    return torch.accelerator.current_accelerator()
 
 
 def load_model(device):

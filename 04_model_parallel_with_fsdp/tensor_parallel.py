@@ -37,7 +37,7 @@ PLAN = {
 @record  # torchrun then shows the traceback of the rank that failed first
 def main():
     args = parse_extra(__doc__)
-    device = choose_device(int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"]))
+    device = choose_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group(dist.get_default_backend_for_device(device))
     try:
         mesh = init_device_mesh(device.type, (dist.get_world_size(),))
@@ -51,12 +51,12 @@ def main():
         dist.destroy_process_group()
 
 
-def choose_device(local_rank, local_world_size):
+def choose_device(local_rank):
     # In a CUDA build, current_accelerator() returns "cuda" even without a GPU, so ask is_available() first.
-    if torch.accelerator.is_available() and torch.accelerator.device_count() >= local_world_size:
-        torch.accelerator.set_device_index(local_rank)
-        return torch.accelerator.current_accelerator()
-    return torch.device("cpu")
+    if not torch.accelerator.is_available():
+        return torch.device("cpu")
+    torch.accelerator.set_device_index(local_rank % torch.accelerator.device_count())  # 0 if only one GPU is visible
+    return torch.accelerator.current_accelerator()
 
 
 def load_model(device):

@@ -41,10 +41,10 @@ ORDER = None
 def main():
     args = parse_arguments()
     # TODO 1, step a: create an Accelerator instead. It finds rank and device, and creates the process group. Pass ORDER as its
-    # dataloader_config. Its argument cpu must be True if this machine has fewer GPUs than processes.
-    # Look up: Accelerator; torch.accelerator.device_count; the environment variable LOCAL_WORLD_SIZE
+    # dataloader_config. Its argument cpu must be True on a machine without a GPU.
+    # Look up: Accelerator; torch.accelerator.is_available
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])  # torchrun sets these variables
-    device = choose_device(int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"]))
+    device = choose_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group(dist.get_default_backend_for_device(device))
     try:
         train(rank, world_size, device, args)  # TODO 1, step b: pass the Accelerator and args.
@@ -64,12 +64,12 @@ def parse_arguments():
     return args
 
 
-def choose_device(local_rank, local_world_size):  # TODO 1, step h: delete this function.
+def choose_device(local_rank):  # TODO 1, step h: delete this function.
     # In a CUDA build, current_accelerator() returns "cuda" even without a GPU, so ask is_available() first.
-    if torch.accelerator.is_available() and torch.accelerator.device_count() >= local_world_size:
-        torch.accelerator.set_device_index(local_rank)
-        return torch.accelerator.current_accelerator()
-    return torch.device("cpu")
+    if not torch.accelerator.is_available():
+        return torch.device("cpu")
+    torch.accelerator.set_device_index(local_rank % torch.accelerator.device_count())  # 0 if only one GPU is visible
+    return torch.accelerator.current_accelerator()
 
 
 def train(rank, world_size, device, args):

@@ -15,7 +15,7 @@ from workshop.training.deepspeed import load_config, require_deepspeed
 from workshop.training.launcher import exit_with_launcher
 
 exit_with_launcher()  # this process must end if torchrun is killed (kill -9); before the slow imports
-require_deepspeed()  # ends with one line if DeepSpeed is missing; selects the CPU if there are fewer GPUs than processes
+require_deepspeed()  # ends with one line if DeepSpeed is missing; selects the CPU on a machine without a GPU
 
 import deepspeed
 import torch
@@ -36,7 +36,7 @@ CONFIG = os.path.join(os.path.dirname(os.path.abspath(__file__)), "zero3.json")
 @record  # torchrun then shows the traceback of the rank that failed first
 def main():
     args = parse_arguments()
-    device = choose_device(int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"]))
+    device = choose_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group(dist.get_default_backend_for_device(device))
     try:
         train(device, args)
@@ -72,12 +72,12 @@ def parse_arguments():
     return args
 
 
-def choose_device(local_rank, local_world_size):
+def choose_device(local_rank):
     # In a CUDA build, current_accelerator() returns "cuda" even without a GPU, so ask is_available() first.
-    if torch.accelerator.is_available() and torch.accelerator.device_count() >= local_world_size:
-        torch.accelerator.set_device_index(local_rank)
-        return torch.accelerator.current_accelerator()
-    return torch.device("cpu")
+    if not torch.accelerator.is_available():
+        return torch.device("cpu")
+    torch.accelerator.set_device_index(local_rank % torch.accelerator.device_count())  # 0 if only one GPU is visible
+    return torch.accelerator.current_accelerator()
 
 
 def train(device, args):

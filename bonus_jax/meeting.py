@@ -27,19 +27,21 @@ jax.config.update("jax_enable_preemption_service", False)
 
 
 def meet() -> None:
-    """Wait until all processes have connected, and choose the device: GPUs if there is one per process, otherwise the CPU.
+    """Wait until all processes have connected, and choose the device: a GPU per process, or the CPU on a machine without a GPU.
 
     A process waits ``$MEETING_SECONDS`` (default: 60) for the others. Then it prints one sentence and ends with exit status 1.
     """
     if os.environ.get(PREFLIGHT):  # the runner only checks the options
         sys.exit(0)
-    # The number of processes on this machine, from torchrun or from srun. With srun, "2(x3)" means 2 on each of 3 nodes.
-    here = os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("SLURM_STEP_TASKS_PER_NODE", "1")
-    # A CPU build of PyTorch cannot count GPUs, so JAX then chooses the device itself. If there are too few GPUs, JAX must not
-    # look for them, because without a GPU its CUDA plugin can crash.
+    # A CPU build of PyTorch cannot count GPUs, so JAX then chooses the device itself. On a machine without a GPU, JAX must not
+    # look for one, because its CUDA plugin can crash.
     built_for_gpus = torch.accelerator.current_accelerator() is not None
-    if built_for_gpus and torch.accelerator.device_count() < int(here.split("(")[0].split(",")[0]):
+    visible = torch.accelerator.device_count() if torch.accelerator.is_available() else 0
+    if built_for_gpus and not visible:
         jax.config.update("jax_platforms", "cpu")
+    # One GPU per process: the visible GPU with its local rank. If a job shows it only its own GPU, the index is 0.
+    local_rank = int(os.environ.get("LOCAL_RANK") or os.environ.get("SLURM_LOCALID", 0))
+    index = local_rank % visible if visible else local_rank
 
     if "RANK" in os.environ:
         if os.environ["RANK"] == "0":
@@ -48,10 +50,10 @@ def meet() -> None:
             "coordinator_address": f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}",
             "num_processes": int(os.environ["WORLD_SIZE"]),
             "process_id": int(os.environ["RANK"]),
-            "local_device_ids": int(os.environ["LOCAL_RANK"]),  # one GPU of this machine per process
+            "local_device_ids": index,
         }
     elif int(os.environ.get("SLURM_STEP_NUM_TASKS", 1)) > 1:
-        place = {}  # JAX reads the variables of Slurm
+        place = {"local_device_ids": index}  # JAX reads the rest from the variables of Slurm
     else:
         return
     seconds = int(os.environ.get("MEETING_SECONDS", 60))

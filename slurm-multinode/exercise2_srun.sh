@@ -6,6 +6,7 @@
 #SBATCH --nodes=2
 #SBATCH --gpus-per-node=2
 # TODO 2: after TODO 1, each training process is a task of its own. Request one task per GPU of a node, and 2 cores per task.
+#         Each task then sees both GPUs of its node. (With --gpus-per-task=1 it would see only its own GPU, with index 0.)
 #         Look up: man sbatch: --ntasks-per-node, --cpus-per-task
 #SBATCH --cpus-per-task=4            # for all processes of a node together
 #SBATCH --ntasks-per-node=1          # one torchrun per node, which starts one process per GPU
@@ -18,7 +19,7 @@ export HF_HUB_OFFLINE=1 TRANSFORMERS_OFFLINE=1 HF_DATASETS_OFFLINE=1 # no downlo
 run=runs/$SLURM_JOB_NAME-$SLURM_JOB_ID # the common name of its checkpoint, its epoch log and its error files
 
 # The processes meet on the first node of this job, at a port that no other job on that node uses.
-# TODO 1, step a: the program reads variables that torchrun has set until now. Set those that have the same value in all
+# TODO 1, step a: until now, torchrun has set variables for the processes. Set those that have the same value in all
 #         processes, and export them, because srun passes exported variables to the tasks:
 #         MASTER_ADDR and MASTER_PORT (the host and the port below), WORLD_SIZE (the number of tasks of the job) and
 #         LOCAL_WORLD_SIZE (the number of tasks per node). The options for torchrun are no longer needed.

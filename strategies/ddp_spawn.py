@@ -26,7 +26,7 @@ def options(parser):
 
 
 def start(rank, args, store):
-    os.environ.update(LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(args.nproc))
+    os.environ["LOCAL_RANK"] = str(rank)
     device = choose_device()
     backend = dist.get_default_backend_for_device(device)
     dist.init_process_group(backend, init_method=store, rank=rank, world_size=args.nproc)

@@ -13,8 +13,9 @@ import pytest
 from workshop.files import write_atomically
 from workshop.repository import ROOT, packages, requirements
 from workshop.run.environment import environment
-from workshop.run.failures import is_echo
+from workshop.run.failures import explanation, first_failure, is_echo
 from workshop.run.machine import cores, gpus, gpus_unopened
+from workshop.run.processes import Outcome
 from workshop.run.stillness import Patience, Watch
 from workshop.slurm.shape import Shape
 
@@ -113,6 +114,36 @@ def test_a_program_that_makes_progress_still_has_a_time_limit():
 )
 def test_an_error_caused_by_a_different_rank_is_recognized(text, type_name, echo):
     assert is_echo(text, type_name) == echo
+
+
+SHARED = """\
+torch.distributed.DistBackendError: NCCL error in: ProcessGroupNCCL.cpp:3690, invalid usage (run with NCCL_DEBUG=WARN for details)
+ncclInvalidUsage: This usually reflects invalid usage of NCCL library.
+Last error:
+Duplicate GPU detected : rank 1 and rank 0 both on CUDA device 1b000
+"""
+
+
+@pytest.mark.parametrize(
+    ("error", "words"),
+    [
+        (SHARED, "Ranks 0 and 1 use the same GPU (1b000), which NCCL refuses."),
+        (
+            "RuntimeError: CUDA error: invalid device ordinal",
+            "A process asked for a GPU with an index that it does not see.",
+        ),
+    ],
+)
+def test_the_error_of_two_processes_on_one_gpu_is_explained(error, words, tmp_path):
+    known = explanation(error)
+    assert known.startswith(words)
+    for remedy in ("at most as many processes", "set_device_index with the local rank", "CUDA_VISIBLE_DEVICES="):
+        assert remedy in known
+    outcome = Outcome(status=1, output=f"Traceback (most recent call last):\n{error}", seconds=1, peak_memory=1)
+    failure = first_failure(outcome, tmp_path)
+    assert error.strip() in failure
+    assert failure.splitlines()[-1] == known  # bench shows the last line
+    assert explanation("ZeroDivisionError: rank 1 divides by zero") == ""
 
 
 def test_a_shape_describes_what_a_job_requests():

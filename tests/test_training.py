@@ -12,6 +12,8 @@ from torchvision import transforms
 import runs
 from conftest import EPOCHS
 from workshop.data import load_dataset
+from workshop.run.environment import why_hidden
+from workshop.run.failures import explanation
 from workshop.training.models import SmallCNN
 
 # Losses of each step with torch 2.15.0 on an AMD EPYC (AVX-512). Torch 2.9.0 differs there by less than 1e-5, and
@@ -132,9 +134,13 @@ def test_two_processes_on_two_gpus_give_the_golden_losses(kind, tmp_path):
 
 @pytest.mark.gpu
 @needs_gpus
-def test_more_processes_than_gpus_train_on_the_cpu_and_say_so(tmp_path):
+def test_more_processes_than_gpus_do_not_silently_train_on_the_cpu(tmp_path):
     nproc = torch.cuda.device_count() + 1
-    command = [*runs.command("torchrun", nproc), "--epochs", 1, "--batch-size", 16]
-    done = runs.run(command, tmp_path, **runs.with_gpus())
+    options = ["--epochs", 1, "--batch-size", 16]
+    done = runs.run([*runs.command("torchrun", nproc), *options], tmp_path, **runs.with_gpus())
+    assert done.returncode != 0
+    assert "use the same GPU" in explanation(done.stderr)
+    done = runs.run([runs.TORCHRUN_RUNNER, *options], tmp_path, NPROC=nproc, **runs.with_gpus())
     assert done.returncode == 0, done.stderr
-    assert f"training on cpu from epoch 1: {nproc} processes, {nproc - 1} GPUs here" in done.stdout
+    assert why_hidden(nproc, nproc - 1) in done.stderr
+    assert f"training on cpu from epoch 1: {nproc} processes, 0 GPUs here" in done.stdout

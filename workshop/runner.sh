@@ -23,3 +23,21 @@ else
     fi
 fi
 export PYTHON
+
+# Two processes cannot train on one GPU. If NPROC or an option asks for more processes than there are GPUs, hide the GPUs. (Under
+# srun or mpirun, the job decides which GPUs a process sees; exercise1_run_deepspeed.sh then sets "place".)
+asked=${NPROC:-1} before=
+for word in "$@"; do
+    case $before in --nproc | --devices) asked=$word ;; esac
+    case $word in --nproc=* | --devices=*) asked=${word#*=} ;; esac
+    before=$word
+done
+if [[ $asked =~ ^[1-9][0-9]{0,5}$ ]] && [ "$asked" -gt 1 ] && [ -z "${place[*]-}" ]; then
+    hidden=$("$PYTHON" -P -c "
+from workshop.run import environment, machine
+print(environment.why_hidden($asked, machine.gpus_unopened()))")
+    if [ -n "$hidden" ]; then
+        echo "$hidden" >&2
+        export CUDA_VISIBLE_DEVICES='' HIP_VISIBLE_DEVICES=''
+    fi
+fi

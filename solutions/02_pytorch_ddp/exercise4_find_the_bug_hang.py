@@ -26,7 +26,7 @@ SEED = 42
 def main():
     args = parse_arguments()
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    device = choose_device(int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"]))
+    device = choose_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group(dist.get_default_backend_for_device(device), timeout=timedelta(seconds=30))
     try:
         train(rank, world_size, device, args)
@@ -46,11 +46,11 @@ def parse_arguments():
     return args
 
 
-def choose_device(local_rank, local_world_size):
-    if torch.accelerator.is_available() and torch.accelerator.device_count() >= local_world_size:
-        torch.accelerator.set_device_index(local_rank)
-        return torch.accelerator.current_accelerator()
-    return torch.device("cpu")
+def choose_device(local_rank):
+    if not torch.accelerator.is_available():
+        return torch.device("cpu")
+    torch.accelerator.set_device_index(local_rank % torch.accelerator.device_count())  # 0 if only one GPU is visible
+    return torch.accelerator.current_accelerator()
 
 
 def train(rank, world_size, device, args):

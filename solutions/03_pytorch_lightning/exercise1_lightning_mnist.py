@@ -44,9 +44,9 @@ def parse_arguments():
     return args
 
 
-def choose_accelerator(devices):
+def choose_accelerator():
     # Lightning's "auto" chooses the GPU if there is one, and fails if there are fewer GPUs than processes.
-    if torch.accelerator.is_available() and torch.accelerator.device_count() >= devices:
+    if torch.accelerator.is_available():
         return "auto"
     return "cpu"
 
@@ -103,7 +103,7 @@ def train(args):
     folder, name = os.path.split(os.path.splitext(args.checkpoint)[0])
     trainer = L.Trainer(
         max_epochs=args.epochs,
-        accelerator=choose_accelerator(args.devices),
+        accelerator=choose_accelerator(),
         devices=args.devices,
         strategy="ddp",
         enable_model_summary=False,

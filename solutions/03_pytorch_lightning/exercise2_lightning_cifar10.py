@@ -59,9 +59,9 @@ def parse_arguments():
     return args
 
 
-def choose_accelerator(devices):
+def choose_accelerator():
     # Lightning's "auto" chooses the GPU if there is one, and fails if there are fewer GPUs than processes.
-    if torch.accelerator.is_available() and torch.accelerator.device_count() >= devices:
+    if torch.accelerator.is_available():
         return "auto"
     return "cpu"
 
@@ -135,7 +135,7 @@ class Data(L.LightningDataModule):
 def train(args):
     L.seed_everything(SEED, verbose=False)  # the same initial parameters in every process and every run
     folder, name = os.path.split(os.path.splitext(args.checkpoint)[0])
-    accelerator = choose_accelerator(args.devices)
+    accelerator = choose_accelerator()
     device = torch.accelerator.current_accelerator() if accelerator == "auto" else torch.device("cpu")
     precision = "bf16-mixed" if bf16_is_fast(device) else "32-true"
     trainer = L.Trainer(

@@ -14,7 +14,7 @@ from workshop.training.deepspeed import require_deepspeed
 from workshop.training.launcher import exit_with_launcher
 
 exit_with_launcher()  # this process must end if torchrun is killed (kill -9); before the slow imports
-require_deepspeed()  # ends with one line if DeepSpeed is missing; selects the CPU if there are fewer GPUs than processes
+require_deepspeed()  # ends with one line if DeepSpeed is missing; selects the CPU on a machine without a GPU
 
 import deepspeed
 import torch
@@ -40,9 +40,9 @@ CONFIG = os.path.join(os.path.dirname(os.path.abspath(__file__)), "ds_config.jso
 def main():
     args = parse_arguments()
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])  # every launcher sets these
-    # Each process uses its own device. DeepSpeed's launcher calls the number of processes on this node LOCAL_SIZE.
-    local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ["LOCAL_SIZE"])
-    device = choose_device(int(os.environ["LOCAL_RANK"]), local_world_size)
+    # Each process uses its own GPU, or the CPU on a machine without one.
+    # DeepSpeed takes the index from LOCAL_RANK. If only one GPU is visible, require_deepspeed() sets LOCAL_RANK to 0.
+    device = choose_device(int(os.environ["LOCAL_RANK"]))
     backend = dist.get_default_backend_for_device(device)  # "nccl" on NVIDIA and AMD GPUs, "gloo" on the CPU
     dist.init_process_group(backend)
     try:
@@ -65,12 +65,12 @@ def parse_arguments():
     return args
 
 
-def choose_device(local_rank, local_world_size):
+def choose_device(local_rank):
     # In a CUDA build, current_accelerator() returns "cuda" even without a GPU, so ask is_available() first.
-    if torch.accelerator.is_available() and torch.accelerator.device_count() >= local_world_size:
-        torch.accelerator.set_device_index(local_rank)
-        return torch.accelerator.current_accelerator()
-    return torch.device("cpu")
+    if not torch.accelerator.is_available():
+        return torch.device("cpu")
+    torch.accelerator.set_device_index(local_rank % torch.accelerator.device_count())  # 0 if only one GPU is visible
+    return torch.accelerator.current_accelerator()
 
 
 def train(rank, world_size, device, args):

@@ -37,8 +37,8 @@ ORDER = DataLoaderConfiguration(use_seedable_sampler=True, data_seed=SEED)
 def main():
     args = parse_arguments()
     # The Accelerator detects the launcher, creates the process group, and chooses device and backend.
-    too_few = torch.accelerator.device_count() < int(os.environ["LOCAL_WORLD_SIZE"])
-    accelerator = Accelerator(cpu=too_few, dataloader_config=ORDER)
+    no_gpu = not torch.accelerator.is_available()
+    accelerator = Accelerator(cpu=no_gpu, dataloader_config=ORDER)
     try:
         train(accelerator, args)
     finally:

@@ -2,7 +2,7 @@
 # Train with DeepSpeed on 4 GPUs, 2 on each of two nodes:  sbatch launch_deepspeed_2N4G.sh --epochs 5 --config zero3.json
 #SBATCH --job-name=launch_deepspeed_2N4G
 #SBATCH --nodes=2
-#SBATCH --gpus-per-node=2
+#SBATCH --gpus-per-node=2            # a task sees both; with --gpus-per-task=1 it sees only its own, with index 0
 #SBATCH --cpus-per-task=2            # for each process
 #SBATCH --ntasks-per-node=2          # one task per GPU: Slurm starts the processes, and DeepSpeed needs no ssh
 #SBATCH --time=00:10:00

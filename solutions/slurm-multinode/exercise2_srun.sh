@@ -4,7 +4,7 @@
 #SBATCH --nodes=2
 #SBATCH --gpus-per-node=2
 #SBATCH --cpus-per-task=2            # for each process
-#SBATCH --ntasks-per-node=2          # one task per GPU: Slurm starts the processes
+#SBATCH --ntasks-per-node=2          # one per GPU. A task sees both GPUs; with --gpus-per-task=1 only its own, with index 0
 #SBATCH --time=00:10:00
 #SBATCH --output=%x-%j.log           # name and number of the job
 

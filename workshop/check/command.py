@@ -25,6 +25,7 @@ from workshop.check.start import Start, read_start
 from workshop.check.subject import Subject
 from workshop.check.verdict import Verdict
 from workshop.errors import UserError
+from workshop.run.environment import why_hidden
 from workshop.run.imports import no_collections
 
 # What the check can never judge of a program that it does not know.
@@ -60,7 +61,7 @@ def run_command(
     sift = sieve(settings)
     unchecked = use_interpreter_of(settings.command, module, settings.folder)
     os.chdir(settings.folder)
-    on_cpu = device == "cpu" or devices() < read_start(settings.command).nproc
+    on_cpu = hides_gpus(read_start(settings.command).nproc, device)
     verdicts = check_command(
         settings.command, on_cpu=on_cpu, steps=settings.steps, resume=settings.resume_args, unchecked=unchecked
     )
@@ -148,6 +149,21 @@ def devices() -> int:
     code = "import torch; print(torch.accelerator.device_count() if torch.accelerator.is_available() else 0)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     return int(done.stdout.strip() or 0)
+
+
+def hides_gpus(processes: int, device: str) -> bool:
+    """Return whether the check hides the GPUs from these processes, and say so if it has fewer GPUs than processes.
+
+    Args:
+        processes: the number of processes of a run.
+        device: "cpu", or "auto": use GPUs if there is one per process.
+    """
+    if device == "cpu":
+        return True
+    count = devices()
+    if hidden := why_hidden(processes, count):
+        print(hidden, file=sys.stderr)
+    return count < processes
 
 
 def use_interpreter_of(words: Sequence[str], module: str, folder: Path = Path()) -> str:

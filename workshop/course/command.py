@@ -8,7 +8,7 @@ from typing import Any, NoReturn
 
 from rich.console import Console
 
-from workshop.check.command import devices, run_command
+from workshop.check.command import hides_gpus, run_command
 from workshop.check.report import short, show, show_all
 from workshop.check.reports import write_reports
 from workshop.check.settings import read_settings
@@ -43,7 +43,7 @@ def run_check(words: Sequence[str], *, watch: bool, nproc: int, device: str, **c
     path = _find(words[0] if words else None)
     exercise = find_exercise(path)
     single = exercise is not None and exercise.launch == "single"
-    on_cpu = device == "cpu" or devices() < (1 if single else nproc)
+    on_cpu = hides_gpus(1 if single else nproc, device)
     if name := next((name for name in ("ignore", "baseline", "write_baseline") if chosen[name]), ""):
         raise UserError(f"--{name.replace('_', '-')} is for a COMMAND; an exercise is done when it has no finding")
     console, json, verbose = Console(highlight=False), chosen["json"], chosen["verbose"]

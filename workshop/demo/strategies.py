@@ -19,9 +19,9 @@ from pathlib import Path
 
 from workshop.files import write_atomically
 from workshop.repository import ROOT, open_folder, require_stages
-from workshop.run.environment import environment, torchrun
+from workshop.run.environment import environment, torchrun, why_hidden
 from workshop.run.failures import first_failure
-from workshop.run.machine import machine
+from workshop.run.machine import gpus, machine
 from workshop.run.processes import launch
 
 FOLDER = "strategies"
@@ -97,6 +97,8 @@ def run_strategies(
         f"Training a tiny CodeLlama for {steps} steps in {dtype}: {len(STRATEGIES)} strategies, {processes} processes",
         highlight=False,
     )
+    if hidden := why_hidden(processes, gpus()):
+        console.print(hidden, highlight=False)
     rows: dict[str, dict] = {}
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, TextColumn("{task.fields[note]}"), console=console) as progress:
@@ -164,8 +166,10 @@ def run_one(
     place = folder / strategy.name.lower().replace(" ", "-").replace(",", "").replace("(", "").replace(")", "")
     shutil.rmtree(place, ignore_errors=True)  # so that the report of an earlier run is not read
     place.mkdir()
-    # One thread per process, so that on a CPU a process stands for a device.
-    variables = environment(OMP_NUM_THREADS=1, PET_LOG_DIR=place / "torchrun")
+    # One thread per process, so that on a CPU a process stands for a device. The run with one process uses the same device as the
+    # others, so that their speeds can be compared.
+    visible = not why_hidden(processes, gpus())
+    variables = environment(gpus=visible, OMP_NUM_THREADS=1, PET_LOG_DIR=place / "torchrun")
     command = [*strategy.command(processes), f"--steps={steps}", f"--dtype={dtype}", f"--output={place}"]
     outcome = launch(command, variables, ROOT, on_line)
     (place / "output.txt").write_text(outcome.output)

@@ -21,7 +21,7 @@ from workshop.demo.strategies import run_strategies
 from workshop.errors import UserError
 from workshop.files import write_atomically
 from workshop.repository import open_folder, require_stages
-from workshop.run.environment import environment, torchrun
+from workshop.run.environment import environment, torchrun, why_hidden
 from workshop.run.failures import first_failure
 from workshop.run.machine import cores, gpus, machine
 from workshop.run.processes import launch
@@ -125,6 +125,8 @@ def _run_entries(entries: list[Entry], epochs: int, root: Path, folder: Path, co
             size = batches[language]
             console.print(f"{number} runs of {what}, each with global batches of {size}", highlight=False)
 
+    if hidden := why_hidden(max(count for _, count in plan), gpus()):
+        console.print(hidden, highlight=False)
     start = time.monotonic()
     # The first import of matplotlib on a machine takes seconds, because it searches for fonts. It runs beside the first program,
     # which uses only one core.
@@ -233,7 +235,8 @@ def _run(entry: Entry, processes: int, batch: int, epochs: int, root: Path, fold
     # One thread per process, so that on a CPU a process stands for a device, and more processes for more devices.
     # The temporary folder needs a short path, because the path of a socket that processes create there has at most 107 bytes.
     with tempfile.TemporaryDirectory() as temporary:
-        variables = environment(OMP_NUM_THREADS=1, PET_LOG_DIR=place / "torchrun", TMPDIR=temporary)
+        visible = not why_hidden(processes, gpus())
+        variables = environment(gpus=visible, OMP_NUM_THREADS=1, PET_LOG_DIR=place / "torchrun", TMPDIR=temporary)
         outcome = launch(command, variables, root, on_line)
         failure = first_failure(outcome, place / "torchrun", Path(temporary)) if outcome.status != 0 else ""
     (place / "output.txt").write_text(outcome.output)

@@ -12,6 +12,7 @@ from pathlib import Path
 from workshop.jupyter.checking import check, hint
 from workshop.jupyter.pictures import show_bars, show_curves, show_losses, show_which
 from workshop.repository import ROOT, python_path
+from workshop.run.environment import why_hidden
 from workshop.run.machine import cores, gpus_unopened
 from workshop.training.finetuning import read_training
 from workshop.training.logs import read_log
@@ -37,8 +38,8 @@ def start(folder: str, processes: int = 1, package: str = "torch") -> None:
 
     Args:
         folder: the folder of the notebook in the repository.
-        processes: the number of processes that train at the same time. With fewer GPUs, all runs use the CPU, so that they can
-            be compared.
+        processes: the number of processes that train at the same time. With fewer GPUs, the GPUs are hidden and all runs use the
+            CPU, so that they can be compared.
         package: an optional package that the notebook needs.
 
     Raises:
@@ -63,7 +64,7 @@ def start(folder: str, processes: int = 1, package: str = "torch") -> None:
     print(f"Python {platform.python_version()}, torch {version('torch')}, {here}")
     if gpus < processes:
         os.environ.update(CUDA_VISIBLE_DEVICES="", HIP_VISIBLE_DEVICES="")
-        print("training runs on the CPU")
+        print(why_hidden(processes, gpus) or "training runs on the CPU")
 
 
 def _problem(place: Path, package: str = "torch") -> str:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from workshop.errors import UserError
 from workshop.measure.scaling import read_run, series, write_and_show
 from workshop.repository import open_folder, require_stages
-from workshop.run.environment import environment, torchrun
+from workshop.run.environment import environment, torchrun, why_hidden
 from workshop.run.failures import first_failure
 from workshop.run.machine import cores, gpus, machine
 from workshop.run.processes import launch
@@ -135,7 +135,9 @@ def run_collectives(processes: str = "", output: str = "") -> int:
     command = [*torchrun(count), "-m", "workshop.measure.collectives"]
     if output:
         command.append(f"--output={open_folder(output) / 'collectives.json'}")
-    variables = environment(OMP_NUM_THREADS=os.environ.get("OMP_NUM_THREADS", 1))
+    if hidden := why_hidden(count, gpus()):
+        print(hidden, flush=True)
+    variables = environment(gpus=not hidden, OMP_NUM_THREADS=os.environ.get("OMP_NUM_THREADS", 1))
     outcome = launch(command, variables, Path.cwd(), lambda line: print(line, end="", flush=True))
     return 1 if outcome.status is None else outcome.status
 
@@ -176,7 +178,7 @@ def process_counts(text: str) -> list[int]:
         raise UserError(f"--processes {text}: give whole numbers of at least 1, separated by commas")
     if available and counts[-1] > available:
         raise UserError(
-            f"--processes {text}: {counts[-1]} processes do not fit on {available} GPUs, so they would train on the CPU; "
+            f"--processes {text}: {counts[-1]} processes do not fit on {available} GPUs, and NCCL refuses two on one GPU; "
             "to compare all numbers on the CPU, set CUDA_VISIBLE_DEVICES= (HIP_VISIBLE_DEVICES= on AMD)"
         )
     return counts

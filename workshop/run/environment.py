@@ -34,6 +34,20 @@ def environment(*, gpus: bool = True, **changes: object) -> dict[str, str]:
     return {name: str(value) for name, value in (variables | changes).items() if value is not None}
 
 
+def why_hidden(processes: int, gpus: int) -> str:
+    """Return the line with which a tool says that it hides the GPUs from several processes; "": each process has a GPU.
+
+    Two processes cannot train on one GPU, because NCCL refuses this. If there are fewer GPUs than processes, all of them use the
+    CPU. A machine without a GPU needs no such line.
+    """
+    if gpus == 0 or gpus >= processes:
+        return ""
+    return (
+        f"{processes} processes do not fit on {gpus} GPU{'s' * (gpus > 1)}, so the GPU{'s are' if gpus > 1 else ' is'} hidden "
+        "and these processes run on the CPU"
+    )
+
+
 def without_launcher(environment: Mapping[str, str]) -> dict[str, str]:
     """Return an environment without the variables that a job or a launcher sets for its processes."""
     prefixes = ("SLURM_", "SBATCH_", "PBS_", "PALS_", "PMI_", "PMIX_", "OMPI_", "TORCHELASTIC_", "MASTER_")

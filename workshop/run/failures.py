@@ -16,6 +16,12 @@ LOST_CONNECTION = re.compile(
     r"|NCCL.*(abort|timeout|timed out|unhandled system error|ncclSystemError|ncclRemoteError)"
     r"|(abort|timeout|timed out).*NCCL"
 )
+SHARED_GPU = re.compile(r"Duplicate GPU detected ?: rank (\d+) and rank (\d+) both on (?:CUDA )?device (\w+)")
+NO_SUCH_GPU = re.compile(r"invalid device ordinal")
+ONE_EACH = (
+    "Start at most as many processes per node as it has GPUs, and call torch.accelerator.set_device_index with the local rank "
+    "in each of them. To train on the CPU, hide the GPUs with CUDA_VISIBLE_DEVICES= (HIP_VISIBLE_DEVICES= on AMD)."
+)
 
 
 def first_failure(outcome: Outcome, torchrun_logs: Path, temporary: Path | None = None) -> str:
@@ -25,11 +31,34 @@ def first_failure(outcome: Outcome, torchrun_logs: Path, temporary: Path | None 
     log folder. mp.spawn prints one traceback, from the process that it found ended first. On a busy machine this can be a
     process that only lost its connection to the rank that failed. All tracebacks are in its folder for temporary files.
 
+    If ``explanation`` knows the error, the last line says what to do.
+
     Args:
         outcome: the result of ``launch``.
         torchrun_logs: torchrun's log folder (``PET_LOG_DIR``).
         temporary: the run's own folder for temporary files (``TMPDIR``), if it had one.
     """
+    failure = _first_failure(outcome, torchrun_logs, temporary)
+    # Of two ranks on one GPU, the one that failed first may have reported only a lost connection.
+    known = explanation(failure) or explanation(outcome.output)
+    return f"{failure.rstrip()}\n{known}" if known else failure
+
+
+def explanation(error: str) -> str:
+    """Return in plain words what an error of a library means and what to do; "": the error is not one of these.
+
+    Args:
+        error: a message, a traceback, or the output of a run.
+    """
+    if shared := SHARED_GPU.search(error):
+        first, second = sorted(map(int, shared.groups()[:2]))
+        return f"Ranks {first} and {second} use the same GPU ({shared[3]}), which NCCL refuses. {ONE_EACH}"
+    if NO_SUCH_GPU.search(error):
+        return f"A process asked for a GPU with an index that it does not see. {ONE_EACH}"
+    return ""
+
+
+def _first_failure(outcome: Outcome, torchrun_logs: Path, temporary: Path | None) -> str:
     if outcome.status is None:
         return "it made no progress and was ended; its last lines:\n" + "".join(
             outcome.output.splitlines(keepends=True)[-10:]

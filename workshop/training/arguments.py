@@ -165,31 +165,21 @@ def check_launcher(parser: ArgumentParser, devices: int, nodes: int | None = Non
         )
 
 
-def check_averaging(parser: ArgumentParser, processes: int | None = None) -> None:
+def check_averaging(parser: ArgumentParser) -> None:
     """End a program that uses FSDP with one line and exit status 2 if FSDP would not average its gradients.
 
     With torch 2.8, gloo silently adds up where FSDP asks for an average: https://github.com/pytorch/pytorch/issues/162338
 
     Args:
         parser: the parser of the script.
-        processes: the number of processes on this machine; None: the number that torchrun started.
     """
     import torch
 
-    if not on_gpus(processes) and tuple(int(part) for part in torch.__version__.split(".")[:2]) < (2, 9):
+    if not gpus() and tuple(int(part) for part in torch.__version__.split(".")[:2]) < (2, 9):
         parser.error(
             f"torch {torch.__version__}: on CPUs, FSDP adds up the gradients of all processes instead of averaging them; "
             "install torch 2.9 or newer"
         )
-
-
-def on_gpus(processes: int | None = None) -> bool:
-    """Return whether each process on this machine gets a GPU of its own, as the scripts choose their devices.
-
-    Args:
-        processes: the number of processes on this machine; None: the number that torchrun started.
-    """
-    return gpus() >= (processes or int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
 
 
 def _check_data(args, world_size, datasets):

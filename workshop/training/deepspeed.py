@@ -24,8 +24,9 @@ BLOCKS = frozenset(
 def require_deepspeed() -> None:
     """End the program with one line and exit status 2 if DeepSpeed is not installed. Call it before ``import deepspeed``.
 
-    DeepSpeed chooses the type of device when it is imported. If this machine has fewer GPUs than processes, this function
-    makes it choose the CPU, as the scripts do.
+    DeepSpeed chooses the type of device when it is imported. On a machine without a GPU, this function makes it choose the CPU.
+    DeepSpeed uses LOCAL_RANK as the index of the GPU. If a job shows each process only its own GPU, the only index is 0, so
+    this function sets LOCAL_RANK to 0.
     """
     if not importlib.util.find_spec("deepspeed"):
         print(
@@ -36,8 +37,12 @@ def require_deepspeed() -> None:
     take_own_ninja()
     # It would warn in each process that there is a CUDA compiler but no GPU.
     logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
-    if gpus() < int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE", 1)):
+    if not (visible := gpus()):
         os.environ["DS_ACCELERATOR"] = "cpu"
+        return
+    # DeepSpeed requires that Open MPI has set the same number.
+    for name in {"LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK"} & os.environ.keys():
+        os.environ[name] = str(int(os.environ[name]) % visible)
 
 
 def check_gathering() -> None:

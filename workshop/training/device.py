@@ -20,11 +20,19 @@ BUS_FACTOR = {
 
 
 def local_device() -> torch.device:
-    """Return the device of a process that torchrun started: the accelerator of its local rank, or the CPU if too few."""
-    if gpus() < int(os.environ["LOCAL_WORLD_SIZE"]):
+    """Return the device of this process: the visible GPU with its local rank, or the CPU on a machine without a GPU."""
+    if not gpus():
         return torch.device("cpu")
-    torch.accelerator.set_device_index(int(os.environ["LOCAL_RANK"]))
+    torch.accelerator.set_device_index(local_index())
     return torch.accelerator.current_accelerator()
+
+
+def local_index() -> int:
+    """Return the index of the GPU of this process. If the job shows each process only its own GPU, the index is 0.
+
+    Without a launcher, the local rank is 0.
+    """
+    return int(os.environ.get("LOCAL_RANK", 0)) % gpus()
 
 
 def synchronized_time(device: torch.device) -> float:

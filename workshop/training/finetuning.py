@@ -10,7 +10,8 @@ from pathlib import Path
 
 from workshop.errors import UserError
 from workshop.files import write_atomically
-from workshop.training.arguments import PREFLIGHT, check_averaging, is_restarted, on_gpus, require_writable
+from workshop.run.machine import gpus
+from workshop.training.arguments import PREFLIGHT, check_averaging, is_restarted, require_writable
 from workshop.training.deepspeed import check_gathering
 from workshop.training.memory import estimate
 from workshop.training.transformer import GIB, peak_flops, read_sizes
@@ -99,11 +100,11 @@ def check_memory(args, sizes, strategy: str, world_size: int) -> None:
     import torch
 
     from workshop.tensors import bf16_is_fast
-    from workshop.training.device import gpu_memory
+    from workshop.training.device import gpu_memory, local_index
 
-    on_gpu = on_gpus()
+    on_gpu = gpus() > 0
     if on_gpu:
-        device = torch.device(torch.accelerator.current_accelerator().type, int(os.environ.get("LOCAL_RANK", 0)))
+        device = torch.device(torch.accelerator.current_accelerator().type, local_index())
         available, place = gpu_memory(device.index), "this GPU has"
     else:
         device = torch.device("cpu")

@@ -42,7 +42,7 @@ class EpochReport(Callback):
         self.log = EpochLog(self.checkpoint, trainer.max_epochs, device, processes)
         if trainer.is_global_zero:
             epoch, gpus = trainer.current_epoch + 1, torch.accelerator.device_count()
-            print(f"training on {device.type} from epoch {epoch}: {processes} processes, {gpus} GPUs here", flush=True)
+            print(f"training on {device} from epoch {epoch}: {processes} processes, {gpus} GPUs here", flush=True)
 
     def on_train_epoch_start(self, trainer, module):
         self.losses, self.samples, self.start = [], 0, time.perf_counter()

@@ -20,11 +20,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from workshop.data.code import load_blocks
 from workshop.data.codellama import TINY, model_folder
 from workshop.errors import UserError
-from workshop.run.machine import gpus
 from workshop.tensors import own_part
 from workshop.training.arguments import ArgumentParser, check_averaging, positive_int, require_writable
 from workshop.training.deepspeed import check_gathering
-from workshop.training.device import BUS_FACTOR, synchronized_time
+from workshop.training.device import BUS_FACTOR, local_device, synchronized_time
 
 SEQUENCES, TOKENS = 8, 64  # per global batch; per sequence
 SEED = 42
@@ -62,11 +61,8 @@ def parse_arguments(doc: str, options=None, *, fsdp: bool = False) -> argparse.N
 
 
 def choose_device() -> torch.device:
-    """Return the accelerator of this process if each process on this machine has one, else the CPU."""
-    if gpus() >= int(os.environ.get("LOCAL_WORLD_SIZE", 1)):
-        torch.accelerator.set_device_index(int(os.environ.get("LOCAL_RANK", 0)))
-        return torch.accelerator.current_accelerator()
-    return torch.device("cpu")
+    """Return the visible GPU with the local rank of this process, or the CPU on a machine without a GPU."""
+    return local_device()
 
 
 def load_model(args):

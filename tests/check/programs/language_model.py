@@ -35,8 +35,8 @@ def main():
     parser.add_argument("--save-every", type=int, default=5, help="steps between two checkpoints")
     args = parser.parse_args()
     device = torch.device("cpu")
-    if torch.accelerator.is_available() and torch.accelerator.device_count() >= int(os.environ["LOCAL_WORLD_SIZE"]):
-        torch.accelerator.set_device_index(int(os.environ["LOCAL_RANK"]))
+    if torch.accelerator.is_available():
+        torch.accelerator.set_device_index(int(os.environ["LOCAL_RANK"]) % torch.accelerator.device_count())
         device = torch.accelerator.current_accelerator()
     dist.init_process_group(dist.get_default_backend_for_device(device))
     try:

@@ -121,6 +121,7 @@ MISTAKES = (
         "device-index",
         "The global rank picks the device: right on the first machine, out of range on the second.",
         ('int(os.environ["LOCAL_RANK"])', 'int(os.environ["RANK"])'),
+        ("set_device_index(local_rank % torch.accelerator.device_count())", "set_device_index(local_rank)"),
     ),
     # ---- device-shared
     mistake(
@@ -135,7 +136,7 @@ MISTAKES = (
         ddp.SPAWN,
         "device-shared",
         "Without an index, each process uses the first device.",
-        ("        torch.accelerator.set_device_index(local_rank)\n", ""),
+        ("    torch.accelerator.set_device_index(local_rank)\n", ""),
     ),
     # ---- backend-fixed
     mistake(
@@ -190,7 +191,7 @@ STYLES = (
         "devices-in-reverse",
         ddp.SPAWN,
         "Each rank uses a device of its own, but not the one with its own number.",
-        ("set_device_index(local_rank)", "set_device_index(local_world_size - 1 - local_rank)"),
+        ("set_device_index(local_rank)", "set_device_index(torch.accelerator.device_count() - 1 - local_rank)"),
     ),
     style(
         "context-process-instead-of-spawn",
@@ -252,18 +253,17 @@ STYLES = (
             ddp.RANKS,
             '    dist.init_process_group(init_method="env://")  # no backend: the one of each device\n'
             "    rank, world_size = dist.get_rank(), dist.get_world_size()\n"
-            '    device = choose_device(dist.get_node_local_rank(), int(os.environ["LOCAL_WORLD_SIZE"]))\n',
+            "    device = choose_device(dist.get_node_local_rank())\n",
         ),
         (part(ddp.TORCHRUN, "    backend = dist.get_default", "    try:\n"), ""),
     ),
     style(
         "device-by-remainder",
         ddp.TORCHRUN,
-        "rank % device_count() is right where each machine runs one process per device.",
+        "choose_device() takes rank % device_count(), which is right where each machine runs one process per device.",
         (
-            '    device = choose_device(int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"]))\n',
-            "    devices = torch.accelerator.device_count()\n"
-            '    device = choose_device(rank % max(devices, 1), int(os.environ["LOCAL_WORLD_SIZE"]))\n',
+            '    device = choose_device(int(os.environ["LOCAL_RANK"]))\n',
+            "    device = choose_device(rank)\n",
         ),
     ),
     style(
