@@ -69,7 +69,8 @@ def load_model(device):
 
 def train(model, batches):
     """Take one optimizer step per batch and return the loss of each step."""
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    # Only the split matrices are DTensors. The default on a GPU, foreach=True, does not accept them together with other tensors.
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, foreach=False)
     losses = []
     for batch in batches:
         loss = model(input_ids=batch, labels=batch, use_cache=False).loss

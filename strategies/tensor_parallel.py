@@ -37,7 +37,8 @@ def train(device, args):
     mesh = init_device_mesh(device.type, (dist.get_world_size(),))
     for layer in model.model.layers:
         parallelize_module(layer, mesh, PLAN)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    # Only the split matrices are DTensors. The default on a GPU, foreach=True, does not accept them together with other tensors.
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, foreach=False)
     report = Report(args, device)
     for batch in load_batches(args):
         loss = loss_of(model, batch.to(device))

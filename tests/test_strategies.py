@@ -1,12 +1,17 @@
 """One training with every strategy: equal losses and parameters, costs as predicted, and the page about them."""
 
+import importlib
 import importlib.util
 import json
+import runpy
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.distributed as dist
 from PIL import Image
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import runs
 from test_bad_input import refused_as_rank_0
@@ -96,6 +101,24 @@ def test_memory_and_communication_are_as_predicted(train, data):
     # Each layer sums activations twice in the forward pass, and in the backward pass once per matrix sharded by columns.
     activations = 8 * 64 * model.config.hidden_size * 4
     assert rows["tensor parallel"]["sent"] == pytest.approx(7 * len(model.model.layers) * activations, rel=0.02)
+
+
+@pytest.fixture
+def group():
+    """A process group in which this process is rank 0 of 2; its collectives do nothing."""
+    dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
+    yield
+    dist.destroy_process_group()
+
+
+def test_tensor_parallel_trains_with_the_optimizer_of_a_gpu(group, data, tmp_path, monkeypatch):
+    """On a GPU, AdamW chooses foreach, which does not accept DTensors together with other tensors."""
+    optimizer = importlib.import_module("torch.optim.optimizer")  # torch.optim does not show its module
+    monkeypatch.setattr(optimizer, "_get_foreach_kernels_supported_devices", lambda: ["cpu"])
+    monkeypatch.setenv("WORKSHOP_DATA", str(data))
+    args = SimpleNamespace(steps=4, dtype="float32", output=tmp_path)
+    runpy.run_path(str(runs.ROOT / FOLDER / "tensor_parallel.py"))["train"](torch.device("cpu"), args)
+    assert len(json.loads((tmp_path / "report.json").read_text())["losses"]) == 4
 
 
 @pytest.mark.gpu
