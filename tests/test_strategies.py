@@ -11,12 +11,15 @@ import pytest
 import torch
 import torch.distributed as dist
 from PIL import Image
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.parallel import parallelize_module
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import runs
 from test_bad_input import refused_as_rank_0
 from workshop.demo.strategies import FOLDER, STRATEGIES, draw, page, run_one, with_round
 from workshop.demo.tour import run_tour
+from workshop.training.strategies import Messages
 
 NAMES = [strategy.name for strategy in STRATEGIES]
 # Largest differences of losses (in nats) and of parameters: over 50 steps in float64, or over 20 steps in float32.
@@ -98,9 +101,9 @@ def test_memory_and_communication_are_as_predicted(train, data):
     # The whole parameters, and half of the moments, of the gradients and of the copy of the parameters in DeepSpeed.
     assert rows["ZeRO-1"]["memory"] == pytest.approx(3 * whole, rel=0.1)
     assert rows["one process"]["sent"] == 0
-    # Each layer sums activations twice in the forward pass, and in the backward pass once per matrix sharded by columns.
+    # Attention and the MLP of each layer sum activations once in the forward pass and once in the backward pass.
     activations = 8 * 64 * model.config.hidden_size * 4
-    assert rows["tensor parallel"]["sent"] == pytest.approx(7 * len(model.model.layers) * activations, rel=0.02)
+    assert rows["tensor parallel"]["sent"] == pytest.approx(4 * len(model.model.layers) * activations, rel=0.02)
 
 
 @pytest.fixture
@@ -109,6 +112,22 @@ def group():
     dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
     yield
     dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("folder", ["strategies", "04_model_parallel_with_fsdp"])
+def test_tensor_parallel_sums_activations_four_times_per_layer(folder, group):
+    """Attention and the MLP each call all-reduce once in the forward pass and once in the backward pass."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 4, "vocab_size": 50}
+    mesh, batch = init_device_mesh("cpu", (2,)), torch.arange(8).view(2, 4)
+    for script in (runs.ROOT / folder).glob("*tensor_parallel.py"):
+        model = LlamaForCausalLM(LlamaConfig(num_hidden_layers=3, **sizes))
+        for layer in model.model.layers:
+            parallelize_module(layer, mesh, runpy.run_path(str(script))["PLAN"])
+        with Messages() as messages:
+            model(input_ids=batch, labels=batch, use_cache=False).loss.backward()
+        assert messages.calls == {"all_reduce": 4 * 3}, script
 
 
 def test_tensor_parallel_trains_with_the_optimizer_of_a_gpu(group, data, tmp_path, monkeypatch):
