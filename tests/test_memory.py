@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -133,6 +134,25 @@ def test_the_speed_of_each_way_is_measured(tmp_path, data):
     assert rows[2]["activations"] > rows[3]["activations"]
     assert done.stdout.count(" tokens/s, communication ") == 4
     assert (tmp_path / "figures" / "language_model.png").stat().st_size > 20_000
+
+
+def test_annotations_on_a_gpu_are_neither_computation_nor_communication():
+    """FSDP annotates its all-gathers, so the annotation covers the kernel of NCCL; only a kernel can overlap with it."""
+    from workshop.measure.language_model import DeviceType, shares
+
+    def event(name, start, end, device_type=DeviceType.CUDA, annotation=False):
+        span = SimpleNamespace(start=start, end=end)
+        return SimpleNamespace(name=name, device_type=device_type, is_user_annotation=annotation, time_range=span)
+
+    events = [
+        event("ncclDevKernel_AllGather_RING_LL", 10, 30),
+        event("nccl:all_gather_into_tensor", 5, 30, annotation=True),
+        event("FSDP::all_gather", 0, 100, annotation=True),
+        event("FSDP::all_gather", 0, 100, DeviceType.CPU, annotation=True),
+        event("ampere_sgemm", 20, 60),
+    ]
+    assert shares(events, 100) == (0.2, 0.1)
+    assert shares([event("gloo:all_gather", 0, 25, DeviceType.CPU, annotation=True)], 100) == (0.25, None)
 
 
 def test_overlapping_events_count_once():
