@@ -17,6 +17,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import runs
 from test_bad_input import refused_as_rank_0
+from workshop.data.codellama import TINY
 from workshop.demo.strategies import FOLDER, STRATEGIES, draw, page, run_one, with_round
 from workshop.demo.tour import run_tour
 from workshop.training.strategies import Messages
@@ -84,8 +85,6 @@ def test_memory_and_communication_are_as_predicted(train, data):
     """Compare the bytes of float32 values on two processes; the formulas for communication are those of nccl-tests."""
     from transformers import AutoModelForCausalLM
 
-    from workshop.data.codellama import TINY
-
     model = AutoModelForCausalLM.from_pretrained(data / "models" / TINY, dtype=torch.float32)
     whole = sum(parameter.nbytes for parameter in model.parameters())
     layers = sum(parameter.nbytes for parameter in model.model.layers.parameters())
@@ -140,12 +139,17 @@ def test_tensor_parallel_trains_with_the_optimizer_of_a_gpu(group, data, tmp_pat
     assert len(json.loads((tmp_path / "report.json").read_text())["losses"]) == 4
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-@pytest.mark.parametrize("name", ["DDP, torchrun", "Accelerate (DDP)", "ZeRO-3", "FSDP2"])
-def test_each_strategy_trains_with_one_process_on_a_gpu(name, data, tmp_path, monkeypatch):
-    """Train one process on a GPU with each strategy; the allocator reports the memory, and nothing is communicated."""
-    for key, value in runs.environment(WORKSHOP_DATA=data, **runs.with_gpus()).items():
+needs_gpu = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
+
+
+@pytest.mark.parametrize("device", [pytest.param("cpu", marks=pytest.mark.full), pytest.param("cuda", marks=needs_gpu)])
+@pytest.mark.parametrize("name", ["DDP, torchrun", "Accelerate (DDP)", "ZeRO-3", "FSDP2", "tensor parallel"])
+def test_each_strategy_trains_with_one_process(name, device, data, tmp_path, monkeypatch):
+    """A single process has nobody to communicate with, but DDP still calls broadcast for the buffers of the model."""
+    from transformers import AutoModelForCausalLM
+
+    gpus = runs.with_gpus() if device == "cuda" else {}
+    for key, value in runs.environment(WORKSHOP_DATA=data, **gpus).items():
         monkeypatch.setenv(key, value)
     strategy = next(each for each in STRATEGIES if each.name == name)
     if not importlib.util.find_spec(strategy.package):
@@ -153,9 +157,10 @@ def test_each_strategy_trains_with_one_process_on_a_gpu(name, data, tmp_path, mo
     alone = run_one(STRATEGIES[0], tmp_path, 20, "float32", 1, lambda line: None)
     found = run_one(strategy, tmp_path, 20, "float32", 1, lambda line: None)
     assert alone["failure"] == found["failure"] == ""
-    assert alone["device"] == found["device"] == "cuda"
+    assert alone["device"] == found["device"] == device
     assert found["loss_difference"] < 1e-3  # a GPU sums in a different order each time
-    assert found["sent"] == 0
+    model = AutoModelForCausalLM.from_pretrained(data / "models" / TINY)
+    assert found["sent"] == (sum(buffer.nbytes for buffer in model.buffers()) if "DDP" in name else 0)
 
 
 def row(name, **figures):
