@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import UnsupportedOperatorException
 
 import runs
 from workshop.run.environment import torchrun
@@ -87,7 +88,10 @@ def test_the_predicted_peak_is_that_of_a_simulated_step(moment):
     sizes = Sizes(layers, 768, 2048, heads=6, kv_heads=6, head=128, vocabulary=vocabulary)
     settings = {"batch_size": batch_size, "sequence_length": sequence_length, "checkpointing": checkpointing}
     predicted = estimate(sizes, strategy, processes, on_gpu=True, **settings)
-    found = peak_of_a_step(sizes, strategy, processes, foreach=True, **settings)
+    try:
+        found = peak_of_a_step(sizes, strategy, processes, foreach=True, **settings)
+    except UnsupportedOperatorException as error:
+        pytest.skip(f"torch {torch.__version__} cannot simulate {error}")
     if strategy == "ddp":  # also one process has buckets
         assert predicted.exchange == predicted.gradients
         found += predicted.exchange

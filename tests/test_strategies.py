@@ -19,7 +19,6 @@ import runs
 from test_bad_input import refused_as_rank_0
 from workshop.data.codellama import TINY
 from workshop.demo.strategies import FOLDER, STRATEGIES, draw, page, run_one, with_round
-from workshop.demo.tour import run_tour
 from workshop.training.strategies import Messages
 
 NAMES = [strategy.name for strategy in STRATEGIES]
@@ -243,7 +242,7 @@ def test_a_tour_of_stage_05_runs_the_strategies(tmp_path, monkeypatch):
 
     calls = []
     monkeypatch.setattr(tour, "run_strategies", lambda **options: calls.append(options) or 1)
-    assert run_tour("05", output=str(tmp_path)) == 1
+    assert tour.run_tour("05", output=str(tmp_path)) == 1
     assert calls == [{"processes": 2, "output": str(tmp_path / "strategies")}]
 
 
