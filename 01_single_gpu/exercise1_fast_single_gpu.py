@@ -12,7 +12,7 @@ import time
 
 import torch
 from torch.nn import functional as F
-from torch.utils.data import BatchSampler, DataLoader, RandomSampler, SequentialSampler, TensorDataset, default_collate
+from torch.utils.data import BatchSampler, DataLoader, RandomSampler, TensorDataset, default_collate
 from torchvision import transforms
 from tqdm import tqdm
 
@@ -56,8 +56,11 @@ def train(device, args):
     # are next to each other in memory. Convert the model to this memory layout.
     # Look up: torch.channels_last, the argument memory_format of Module.to
     model = SmallCNN().to(device)
+    # TODO 3, step b: by default, AdamW updates the parameters with many small operations, and Python starts each of them.
+    # Let it update all parameters together.
+    # Look up: the argument fused of torch.optim.AdamW
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    first_epoch = load_checkpoint(args.checkpoint, model, optimizer, device)
+    first_epoch = load_checkpoint(args.checkpoint, model, optimizer)
     log = EpochLog(args.checkpoint, args.epochs, device, processes=1)
     print(f"training on {device} from epoch {first_epoch + 1}")
 
@@ -67,11 +70,13 @@ def train(device, args):
     # Look up: torch.utils.data.TensorDataset, default_collate
     train_set, test_set = load_dataset(args.dataset, transform)
     sampler = RandomSampler(train_set, generator=torch.Generator())
-    # TODO 1, step b: take a whole batch from the tensors at once, instead of one sample after the other.
-    # Look up: batch_size=None of DataLoader ("Disable automatic batching"), torch.utils.data.BatchSampler
+    # TODO 1, step b: take a whole batch from the tensors at once, instead of one sample after the other. Here, create only
+    # the batches of indices. Step d creates the loader.
+    # Look up: torch.utils.data.BatchSampler
     train_loader = DataLoader(train_set, args.batch_size, sampler=sampler, drop_last=True)
-    # TODO 1, step c: do the same for the test set. Do not shuffle it, and keep its last, smaller batch.
-    # Look up: torch.utils.data.SequentialSampler
+    # TODO 1, step c: the order of the test set never changes. Divide its indices, as a tensor on the device, into batches,
+    # and let the loader pass each of them to the data set. Keep the last, smaller batch.
+    # Look up: torch.arange, torch.Tensor.split, batch_size=None of DataLoader ("Disable automatic batching")
     test_loader = DataLoader(test_set, args.batch_size)
 
     for epoch in range(first_epoch, args.epochs):
@@ -79,6 +84,9 @@ def train(device, args):
         torch.manual_seed(SEED + 1000 * epoch)
         sampler.generator.manual_seed(SEED + epoch)
         start = time.perf_counter()
+        # TODO 1, step d: with a list of indices, each step would copy the list to the device and wait for the copy. Copy the
+        # batches of the whole epoch to the device at once, as a tensor with one row per batch, and create the loader from it.
+        # Look up: torch.tensor, the argument sampler of DataLoader
         losses = train_one_epoch(model, train_loader, optimizer, device)
         seconds = time.perf_counter() - start
         samples_per_second = len(losses) * args.batch_size / seconds
@@ -100,7 +108,7 @@ def train_one_epoch(model, loader, optimizer, device):
     for step, (images, labels) in enumerate(tqdm(loader, leave=False, disable=None)):
         images, labels = images.to(device), labels.to(device)
         optimizer.zero_grad()
-        # TODO 3, step b: compute the output and the loss in bfloat16, but only if bf16_is_fast(device) is true. The
+        # TODO 3, step c: compute the output and the loss in bfloat16, but only if bf16_is_fast(device) is true. The
         # parameters stay in float32, because small optimizer updates would round to zero in bfloat16.
         # Look up: torch.autocast
         loss = F.cross_entropy(model(images), labels)
@@ -134,11 +142,11 @@ def save_checkpoint(path, model, optimizer, epoch):
     os.replace(path + ".tmp", path)
 
 
-def load_checkpoint(path, model, optimizer, device):
+def load_checkpoint(path, model, optimizer):
     """Load the model and the optimizer from the checkpoint if it exists, and return the first epoch to train."""
     if not os.path.exists(path):
         return 0
-    checkpoint = torch.load(path, map_location=device, weights_only=True)
+    checkpoint = torch.load(path, map_location="cpu", weights_only=True)  # load_state_dict decides what goes to the GPU
     model.load_state_dict(checkpoint["model"])
     optimizer.load_state_dict(checkpoint["optimizer"])
     return checkpoint["epoch"] + 1

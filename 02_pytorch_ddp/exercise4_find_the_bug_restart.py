@@ -58,7 +58,7 @@ def train(rank, world_size, device, args):
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     first_epoch = 0
     if os.path.exists(args.checkpoint):
-        checkpoint = torch.load(args.checkpoint, map_location=device, weights_only=True)
+        checkpoint = torch.load(args.checkpoint, map_location="cpu", weights_only=True)
         model.load_state_dict(checkpoint["model"])
         first_epoch = checkpoint["epoch"]
     ddp_model = DDP(model)

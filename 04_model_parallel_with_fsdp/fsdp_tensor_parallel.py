@@ -16,7 +16,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.elastic.multiprocessing.errors import record
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.distributed.tensor import Replicate
+from torch.distributed.tensor.parallel import ColwiseParallel, PrepareModuleInput, RowwiseParallel, parallelize_module
 from transformers import AutoModelForCausalLM
 
 from workshop.data.codellama import model_folder
@@ -25,11 +26,16 @@ from workshop.training.finetuning import compare_losses, first_batches, parse_ex
 # In attention and in the MLP, the first matrices are split by columns and the last one by rows. The activations between them
 # are sharded too, so in the forward pass each of these blocks communicates only once: it adds up the results of the last
 # matrix. Attention is split between heads.
+# In the backward pass, each block also communicates only once: it adds up the gradients of its input. PrepareModuleInput
+# declares this input for the whole block. Without it, each of the first matrices would add up a gradient of its own.
+INPUT = {"hidden_states": Replicate()}  # the same on all ranks; transformers passes it to attention by this keyword
 PLAN = {
+    "self_attn": PrepareModuleInput(input_kwarg_layouts=INPUT, desired_input_kwarg_layouts=INPUT),
     "self_attn.q_proj": ColwiseParallel(),
     "self_attn.k_proj": ColwiseParallel(),
     "self_attn.v_proj": ColwiseParallel(),
     "self_attn.o_proj": RowwiseParallel(),
+    "mlp": PrepareModuleInput(input_layouts=Replicate(), desired_input_layouts=Replicate()),
     "mlp.gate_proj": ColwiseParallel(),
     "mlp.up_proj": ColwiseParallel(),
     "mlp.down_proj": RowwiseParallel(),

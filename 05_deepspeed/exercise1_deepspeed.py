@@ -86,7 +86,7 @@ def train(rank, world_size, device, args):
     # Look up: "zero_optimization" and "gradient_clipping" on https://www.deepspeed.ai/docs/config-json/)
     engine = DDP(model)  # the same parameters, but backward() averages the gradients over all processes
     log = EpochLog(f"{args.folder}/log", args.epochs, device, processes=world_size)
-    first_epoch = load_checkpoint(engine, optimizer, args.folder, device)  # TODO 3, step d: pass engine and folder.
+    first_epoch = load_checkpoint(engine, optimizer, args.folder)  # TODO 3, step d: pass engine and folder.
     if rank == 0:
         gpus = torch.accelerator.device_count()
         print(f"training on {device} from epoch {first_epoch + 1}: {world_size} processes, {gpus} GPUs here")
@@ -161,7 +161,7 @@ def save_checkpoint(engine, optimizer, folder, epoch):
         os.replace(f"{folder}/checkpoint.pt.tmp", f"{folder}/checkpoint.pt")
 
 
-def load_checkpoint(engine, optimizer, folder, device):  # TODO 3, step d: keep engine and folder.
+def load_checkpoint(engine, optimizer, folder):  # TODO 3, step d: keep engine and folder.
     """Load the engine from the checkpoint if it exists, and return the first epoch to train."""
     # TODO 3, step c: the file "latest" contains the name of the newest checkpoint. If it does not exist, begin with epoch 0.
     # Otherwise let the engine load this checkpoint.
@@ -169,7 +169,7 @@ def load_checkpoint(engine, optimizer, folder, device):  # TODO 3, step d: keep 
     if not os.path.exists(f"{folder}/checkpoint.pt"):
         return 0
     # TODO 3, step c: load it here. The number of the last completed epoch is in its client_state.
-    checkpoint = torch.load(f"{folder}/checkpoint.pt", map_location=device, weights_only=True)
+    checkpoint = torch.load(f"{folder}/checkpoint.pt", map_location="cpu", weights_only=True)
     engine.module.load_state_dict(checkpoint["model"])
     optimizer.load_state_dict(checkpoint["optimizer"])
     return checkpoint["epoch"] + 1

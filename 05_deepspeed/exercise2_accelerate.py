@@ -95,7 +95,7 @@ def train(rank, world_size, device, args):
 
     log = EpochLog(f"{args.folder}/log", args.epochs, device, processes=world_size)
     # TODO 4, step d: pass only the Accelerator and the folder.
-    first_epoch = load_checkpoint(model, optimizer, args.folder, device)
+    first_epoch = load_checkpoint(model, optimizer, args.folder)
     if rank == 0:
         gpus = torch.accelerator.device_count()
         print(f"training on {device} from epoch {first_epoch + 1}: {world_size} processes, {gpus} GPUs here")
@@ -163,14 +163,14 @@ def save_checkpoint(model, optimizer, folder, epoch):
         os.replace(f"{folder}/checkpoint.pt.tmp", f"{folder}/checkpoint.pt")
 
 
-def load_checkpoint(model, optimizer, folder, device):  # TODO 4, step d: take the Accelerator and the folder.
+def load_checkpoint(model, optimizer, folder):  # TODO 4, step d: take the Accelerator and the folder.
     """Load the model and the optimizer from the checkpoint if it exists, and return the first epoch to train."""
     # TODO 4, step c: find the folder with the largest number. If there is none, begin with epoch 0. Otherwise let the Accelerator
     # load everything that it has prepared from this folder. Look up: load_state
     if not os.path.exists(f"{folder}/checkpoint.pt"):
         return 0
     # TODO 4, step c: load it here, and return the number of the next epoch.
-    checkpoint = torch.load(f"{folder}/checkpoint.pt", map_location=device, weights_only=True)
+    checkpoint = torch.load(f"{folder}/checkpoint.pt", map_location="cpu", weights_only=True)
     getattr(model, "module", model).load_state_dict(checkpoint["model"])
     optimizer.load_state_dict(checkpoint["optimizer"])
     return checkpoint["epoch"] + 1

@@ -10,10 +10,12 @@ import re
 import shutil
 import sys
 import sysconfig
+import tomllib
 from collections import Counter
 
 import pytest
 
+from workshop.repository import ROOT, packages
 from workshop.slurm.cluster import PROGRAMS, SEARCH_PATH
 
 # Each program and the Debian package that contains it; "" if the program is already in the Python environment.
@@ -43,6 +45,12 @@ GPU = "a GPU"
 DAEMONS = ("slurmctld", "slurmd", "munged")  # in /usr/sbin, which an ordinary user does not have on the PATH
 # The programs of the environment are beside its Python. Search there too, because the environment may not be activated.
 PATH = os.pathsep.join([os.environ.get("PATH", os.defpath), os.path.dirname(sys.executable)])
+
+
+def modules() -> set[str]:
+    """Return the names of the modules of all packages in pyproject.toml."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    return {module for extra in ("", *project["optional-dependencies"]) for module in packages(extra).values()}
 
 
 def missing(*programs: str) -> list[str]:

@@ -24,7 +24,8 @@ SINGLE = ROOT / "01_single_gpu" / "single_gpu.py"
 SPAWN = ROOT / "solutions" / "02_pytorch_ddp" / "exercise1_multigpu.py"
 TORCHRUN = ROOT / "solutions" / "02_pytorch_ddp" / "exercise2_multigpu_torchrun.py"
 METRICS = ROOT / "solutions" / "02_pytorch_ddp" / "exercise3_global_metrics.py"
-PATCHES = ROOT / "tests" / "patches"  # its sitecustomize.py applies the changes that TEST_PATCH names
+# Its sitecustomize.py applies the changes that TEST_PATCH names, and always the optimizers of a GPU.
+PATCHES = ROOT / "tests" / "patches"
 TORCHRUN_RUNNER = TORCHRUN.with_name("exercise2_run_multigpu_torchrun.sh")
 
 

@@ -11,7 +11,6 @@ import venv
 import zipfile
 from pathlib import Path
 
-import grimp
 import pytest
 from packaging.requirements import Requirement
 
@@ -20,6 +19,7 @@ import runs
 from workshop.check import __version__, borrowed
 from workshop.check.command import NEEDED, use_interpreter_of
 
+grimp = pytest.importorskip("grimp")  # import-linter requires it
 pytestmark = needs.needs("uv")
 
 # A program in a package: it learns to add numbers, and each rank draws its own part of the data.

@@ -92,13 +92,16 @@ def test_bfloat16_changes_the_losses_only_by_rounding(ddp, data, tmp_path):
     assert losses(log) == pytest.approx(losses(ddp), abs=0.03)
 
 
-@pytest.mark.full
 @pytest.mark.parametrize(
-    ("script", "nproc", "options"),
-    [("tensor_parallel.py", 2, []), ("hsdp.py", 4, []), ("fsdp_tensor_parallel.py", 4, [])],
+    ("script", "nproc"),
+    [
+        ("tensor_parallel.py", 2),
+        pytest.param("hsdp.py", 4, marks=pytest.mark.full),
+        pytest.param("fsdp_tensor_parallel.py", 4, marks=pytest.mark.full),
+    ],
 )
-def test_the_extra_programs_have_the_losses_of_one_process(script, nproc, options, data, tmp_path, record_property):
-    done = runs.run([*torchrun(nproc, STAGE / script), *options], tmp_path, WORKSHOP_DATA=data)
+def test_the_extra_programs_have_the_losses_of_one_process(script, nproc, data, tmp_path, record_property):
+    done = runs.run(torchrun(nproc, STAGE / script), tmp_path, WORKSHOP_DATA=data)
     assert done.returncode == 0, done.stdout + done.stderr
     rows = [line.split("|") for line in done.stdout.splitlines() if line.count("|") == 2][1:]
     together, alone = ([float(row[column]) for row in rows] for column in (1, 2))

@@ -3,12 +3,13 @@
 import json
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import UnsupportedOperatorException
 
 import runs
-from workshop.measure import memory
 from workshop.run.environment import torchrun
 from workshop.training import transformer
 from workshop.training.memory import estimate
@@ -63,6 +64,41 @@ def test_predicted_activations_are_those_that_autograd_keeps(how, sizes):
     assert predicted.activations == pytest.approx(kept.bytes, rel=0.05)
 
 
+# A moment at which the memory is at its peak, and a training in which it is: layers, vocabulary, strategy, processes, sequences,
+# tokens per sequence, and whether it recomputes.
+PEAKS = {
+    "loss, FSDP": (3, 32000, "fsdp", 4, 8, 256, False),
+    "loss, FSDP, recompute": (3, 32000, "fsdp", 4, 8, 256, True),
+    "loss, DDP": (3, 32000, "ddp", 1, 8, 256, False),
+    "beginning of the backward pass": (6, 1024, "fsdp", 8, 4, 256, False),
+    "end of the backward pass": (12, 1024, "fsdp", 16, 1, 128, True),
+    "optimizer step, DDP": (6, 1024, "ddp", 1, 1, 128, False),
+    "optimizer step, FSDP": (12, 1024, "fsdp", 1, 1, 128, True),
+}
+DAILY = ("loss, FSDP", "beginning of the backward pass", "optimizer step, DDP")
+
+
+@pytest.mark.parametrize(
+    "moment", [name if name in DAILY else pytest.param(name, marks=pytest.mark.full) for name in PEAKS]
+)
+def test_the_predicted_peak_is_that_of_a_simulated_step(moment):
+    from simulated import peak_of_a_step
+
+    layers, vocabulary, strategy, processes, batch_size, sequence_length, checkpointing = PEAKS[moment]
+    sizes = Sizes(layers, 768, 2048, heads=6, kv_heads=6, head=128, vocabulary=vocabulary)
+    settings = {"batch_size": batch_size, "sequence_length": sequence_length, "checkpointing": checkpointing}
+    predicted = estimate(sizes, strategy, processes, on_gpu=True, **settings)
+    try:
+        found = peak_of_a_step(sizes, strategy, processes, foreach=True, **settings)
+    except UnsupportedOperatorException as error:
+        pytest.skip(f"torch {torch.__version__} cannot simulate {error}")
+    if strategy == "ddp":  # also one process has buckets
+        assert predicted.exchange == predicted.gradients
+        found += predicted.exchange
+    print(f"{moment}: predicted {predicted.peak / found - 1:+.1%}")
+    assert predicted.peak == pytest.approx(found, rel=0.06)
+
+
 @pytest.fixture(scope="module")
 def measured(tmp_path_factory, data):
     folder = tmp_path_factory.mktemp("measured")
@@ -104,6 +140,25 @@ def test_the_speed_of_each_way_is_measured(tmp_path, data):
     assert (tmp_path / "figures" / "language_model.png").stat().st_size > 20_000
 
 
+def test_annotations_on_a_gpu_are_neither_computation_nor_communication():
+    """FSDP annotates its all-gathers, so the annotation covers the kernel of NCCL; only a kernel can overlap with it."""
+    from workshop.measure.language_model import DeviceType, shares
+
+    def event(name, start, end, device_type=DeviceType.CUDA, annotation=False):
+        span = SimpleNamespace(start=start, end=end)
+        return SimpleNamespace(name=name, device_type=device_type, is_user_annotation=annotation, time_range=span)
+
+    events = [
+        event("ncclDevKernel_AllGather_RING_LL", 10, 30),
+        event("nccl:all_gather_into_tensor", 5, 30, annotation=True),
+        event("FSDP::all_gather", 0, 100, annotation=True),
+        event("FSDP::all_gather", 0, 100, DeviceType.CPU, annotation=True),
+        event("ampere_sgemm", 20, 60),
+    ]
+    assert shares(events, 100) == (0.2, 0.1)
+    assert shares([event("gloo:all_gather", 0, 25, DeviceType.CPU, annotation=True)], 100) == (0.25, None)
+
+
 def test_overlapping_events_count_once():
     from workshop.measure.language_model import covered
 
@@ -139,8 +194,8 @@ def test_the_table_names_the_smallest_gpu(tmp_path):
         if line.startswith(("DDP", "FSDP", "ZeRO", "LoRA"))
     }
     assert "(180)" in rows["DDP", "any"]
-    assert "(141)" in rows["FSDP", "1"]
-    assert rows["FSDP", "4"].split()[-4:-2] == ["34", "(40)"]
+    assert "(180)" in rows["FSDP", "1"]
+    assert rows["FSDP", "4"].split()[-4:-2] == ["37", "(40)"]
     assert (tmp_path / "memory.png").stat().st_size > 20_000
     assert max(map(len, done.stdout.splitlines()[:-1])) <= 90
 
@@ -201,5 +256,4 @@ def test_predicted_memory_agrees_with_the_allocator_of_a_gpu(tmp_path):
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     for row in json.loads((tmp_path / "memory.json").read_text())["measured"]:
-        predicted = sum(row["predicted"][part] for part in memory.PARTS if part != "allocator")
-        assert predicted == pytest.approx(row["measured"]["peak"], rel=0.2), row["strategy"]
+        assert row["predicted"]["peak"] == pytest.approx(row["measured"]["peak"], rel=0.2), row["strategy"]

@@ -1,6 +1,7 @@
 """The report on skipped tests at the end of a run, and the second run of .ci/run that takes only these tests."""
 
 import os
+import re
 import sys
 
 import pytest
@@ -40,6 +41,36 @@ def test_a_program_beside_this_python_is_found(tmp_path, monkeypatch):
     assert needs.reason("ruby", "git") == "needs ruby"
     with pytest.raises(pytest.skip.Exception, match="needs ruby"):
         needs.require("git", "ruby")
+
+
+# For an environment without packages that many machines with PyTorch do not have.
+WITHOUT = """
+import sys
+from importlib.machinery import PathFinder
+
+MISSING = "deepspeed grimp importlinter IPython ipykernel nbclient nbformat playwright pydantic requests xdist".split()
+
+
+class Finder(PathFinder):
+    @classmethod
+    def find_spec(cls, name, path=None, target=None):
+        return None if name.partition(".")[0] in MISSING else super().find_spec(name, path, target)
+
+
+sys.meta_path[sys.meta_path.index(PathFinder)] = Finder
+"""
+
+
+def test_the_tests_for_gpus_need_few_packages(tmp_path):
+    (tmp_path / "sitecustomize.py").write_text(WITHOUT)
+    arguments = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "--collect-only", "-q", "-m", "gpu", "tests"]
+    path = os.pathsep.join(map(str, (tmp_path, runs.ROOT)))
+    done = runs.run(arguments, runs.ROOT, PYTHONPATH=path, PYTEST_DISABLE_PLUGIN_AUTOLOAD=1)
+    assert done.returncode == 0, done.stdout
+    collected = {line.partition("::")[0] for line in done.stdout.splitlines() if "::" in line}
+    files = {path.relative_to(runs.ROOT).as_posix(): path.read_text() for path in runs.ROOT.glob("tests/**/test_*.py")}
+    assert collected == {name for name, text in files.items() if re.search(r"pytest\.mark\.gpu", text)}
+    assert "pydantic is not installed" in done.stdout
 
 
 TWO = """

@@ -1,14 +1,18 @@
 """A run that is killed with kill -9 and started again ends with exactly the parameters of an uninterrupted run."""
 
+import ast
 import json
 import random
+import runpy
 import time
 
 import psutil
 import pytest
+import torch
 
 import runs
 from conftest import EPOCHS, GLOBAL_BATCH
+from workshop.training.models import SmallCNN
 
 
 def options(nproc, checkpoint="run.pt"):
@@ -31,6 +35,35 @@ def gone_within(processes, seconds) -> bool:
             return False
         time.sleep(0.05)
     return True
+
+
+@pytest.mark.filterwarnings("ignore:for .* copying from a non-meta parameter")
+@pytest.mark.parametrize("script", [runs.SINGLE, runs.SPAWN], ids=lambda script: script.stem)
+def test_after_a_restart_the_step_counts_of_adamw_are_on_the_cpu(script, tmp_path):
+    """On a GPU, each optimizer step would wait for them. Here the meta device is in the place of the GPU."""
+    functions, path = runpy.run_path(str(script)), str(tmp_path / "run.pt")
+    for device in ("cpu", "meta"):
+        model = SmallCNN().to(device)
+        optimizer = torch.optim.AdamW(model.parameters())
+        if device == "cpu":
+            model(torch.zeros(2, 1, 28, 28)).sum().backward()
+            optimizer.step()
+            functions["save_checkpoint"](path, model, optimizer, 0)
+        else:
+            functions["load_checkpoint"](path, model, optimizer)
+    devices = [{name: value.device.type for name, value in state.items()} for state in optimizer.state.values()]
+    assert devices == [{"step": "cpu", "exp_avg": "meta", "exp_avg_sq": "meta"}] * len([*model.parameters()])
+
+
+def test_every_program_loads_its_checkpoint_on_the_cpu():
+    folders = [*runs.ROOT.glob("0*"), *(runs.ROOT / name for name in ("slurm-multinode", "solutions", "docs"))]
+    loads = {}
+    for path in (path for folder in folders for path in folder.rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Call) and ast.unparse(node.func) == "torch.load":
+                loads[f"{path.relative_to(runs.ROOT)}:{node.lineno}"] = ast.unparse(node)
+    assert len(loads) > 15
+    assert {place: call for place, call in loads.items() if "map_location='cpu'" not in call} == {}
 
 
 @pytest.mark.full

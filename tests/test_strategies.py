@@ -1,17 +1,25 @@
 """One training with every strategy: equal losses and parameters, costs as predicted, and the page about them."""
 
+import importlib
 import importlib.util
 import json
+import runpy
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.distributed as dist
 from PIL import Image
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.parallel import parallelize_module
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import runs
 from test_bad_input import refused_as_rank_0
+from workshop.data.codellama import TINY
 from workshop.demo.strategies import FOLDER, STRATEGIES, draw, page, run_one, with_round
-from workshop.demo.tour import run_tour
+from workshop.training.strategies import Messages
 
 NAMES = [strategy.name for strategy in STRATEGIES]
 # Largest differences of losses (in nats) and of parameters: over 50 steps in float64, or over 20 steps in float32.
@@ -76,8 +84,6 @@ def test_memory_and_communication_are_as_predicted(train, data):
     """Compare the bytes of float32 values on two processes; the formulas for communication are those of nccl-tests."""
     from transformers import AutoModelForCausalLM
 
-    from workshop.data.codellama import TINY
-
     model = AutoModelForCausalLM.from_pretrained(data / "models" / TINY, dtype=torch.float32)
     whole = sum(parameter.nbytes for parameter in model.parameters())
     layers = sum(parameter.nbytes for parameter in model.model.layers.parameters())
@@ -93,17 +99,56 @@ def test_memory_and_communication_are_as_predicted(train, data):
     # The whole parameters, and half of the moments, of the gradients and of the copy of the parameters in DeepSpeed.
     assert rows["ZeRO-1"]["memory"] == pytest.approx(3 * whole, rel=0.1)
     assert rows["one process"]["sent"] == 0
-    # Each layer sums activations twice in the forward pass, and in the backward pass once per matrix sharded by columns.
+    # Attention and the MLP of each layer sum activations once in the forward pass and once in the backward pass.
     activations = 8 * 64 * model.config.hidden_size * 4
-    assert rows["tensor parallel"]["sent"] == pytest.approx(7 * len(model.model.layers) * activations, rel=0.02)
+    assert rows["tensor parallel"]["sent"] == pytest.approx(4 * len(model.model.layers) * activations, rel=0.02)
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-@pytest.mark.parametrize("name", ["DDP, torchrun", "Accelerate (DDP)", "ZeRO-3", "FSDP2"])
-def test_each_strategy_trains_with_one_process_on_a_gpu(name, data, tmp_path, monkeypatch):
-    """Train one process on a GPU with each strategy; the allocator reports the memory, and nothing is communicated."""
-    for key, value in runs.environment(WORKSHOP_DATA=data, **runs.with_gpus()).items():
+@pytest.fixture
+def group():
+    """A process group in which this process is rank 0 of 2; its collectives do nothing."""
+    dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("folder", ["strategies", "04_model_parallel_with_fsdp"])
+def test_tensor_parallel_sums_activations_four_times_per_layer(folder, group):
+    """Attention and the MLP each call all-reduce once in the forward pass and once in the backward pass."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 4, "vocab_size": 50}
+    mesh, batch = init_device_mesh("cpu", (2,)), torch.arange(8).view(2, 4)
+    for script in (runs.ROOT / folder).glob("*tensor_parallel.py"):
+        model = LlamaForCausalLM(LlamaConfig(num_hidden_layers=3, **sizes))
+        for layer in model.model.layers:
+            parallelize_module(layer, mesh, runpy.run_path(str(script))["PLAN"])
+        with Messages() as messages:
+            model(input_ids=batch, labels=batch, use_cache=False).loss.backward()
+        assert messages.calls == {"all_reduce": 4 * 3}, script
+
+
+def test_tensor_parallel_trains_with_the_optimizer_of_a_gpu(group, data, tmp_path, monkeypatch):
+    """On a GPU, AdamW chooses foreach, which does not accept DTensors together with other tensors."""
+    optimizer = importlib.import_module("torch.optim.optimizer")  # torch.optim does not show its module
+    monkeypatch.setattr(optimizer, "_get_foreach_kernels_supported_devices", lambda: ["cpu"])
+    monkeypatch.setenv("WORKSHOP_DATA", str(data))
+    args = SimpleNamespace(steps=4, dtype="float32", output=tmp_path)
+    runpy.run_path(str(runs.ROOT / FOLDER / "tensor_parallel.py"))["train"](torch.device("cpu"), args)
+    assert len(json.loads((tmp_path / "report.json").read_text())["losses"]) == 4
+
+
+needs_gpu = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
+
+
+@pytest.mark.parametrize("device", [pytest.param("cpu", marks=pytest.mark.full), pytest.param("cuda", marks=needs_gpu)])
+@pytest.mark.parametrize("name", ["DDP, torchrun", "Accelerate (DDP)", "ZeRO-3", "FSDP2", "tensor parallel"])
+def test_each_strategy_trains_with_one_process(name, device, data, tmp_path, monkeypatch):
+    """A single process has nobody to communicate with, but DDP still calls broadcast for the buffers of the model."""
+    from transformers import AutoModelForCausalLM
+
+    gpus = runs.with_gpus() if device == "cuda" else {}
+    for key, value in runs.environment(WORKSHOP_DATA=data, **gpus).items():
         monkeypatch.setenv(key, value)
     strategy = next(each for each in STRATEGIES if each.name == name)
     if not importlib.util.find_spec(strategy.package):
@@ -111,9 +156,10 @@ def test_each_strategy_trains_with_one_process_on_a_gpu(name, data, tmp_path, mo
     alone = run_one(STRATEGIES[0], tmp_path, 20, "float32", 1, lambda line: None)
     found = run_one(strategy, tmp_path, 20, "float32", 1, lambda line: None)
     assert alone["failure"] == found["failure"] == ""
-    assert alone["device"] == found["device"] == "cuda"
+    assert alone["device"] == found["device"] == device
     assert found["loss_difference"] < 1e-3  # a GPU sums in a different order each time
-    assert found["sent"] == 0
+    model = AutoModelForCausalLM.from_pretrained(data / "models" / TINY)
+    assert found["sent"] == (sum(buffer.nbytes for buffer in model.buffers()) if "DDP" in name else 0)
 
 
 def row(name, **figures):
@@ -196,7 +242,7 @@ def test_a_tour_of_stage_05_runs_the_strategies(tmp_path, monkeypatch):
 
     calls = []
     monkeypatch.setattr(tour, "run_strategies", lambda **options: calls.append(options) or 1)
-    assert run_tour("05", output=str(tmp_path)) == 1
+    assert tour.run_tour("05", output=str(tmp_path)) == 1
     assert calls == [{"processes": 2, "output": str(tmp_path / "strategies")}]
 
 

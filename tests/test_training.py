@@ -3,10 +3,14 @@
 import json
 import math
 import re
+import runpy
+import warnings
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
+from torch.utils.data import DataLoader
 from torchvision import transforms
 
 import runs
@@ -16,6 +20,7 @@ from workshop.run.environment import why_hidden
 from workshop.run.failures import explanation
 from workshop.training.models import SmallCNN
 
+FAST = runs.ROOT / "solutions" / "01_single_gpu" / "exercise1_fast_single_gpu.py"
 # Losses of each step with torch 2.15.0 on an AMD EPYC (AVX-512). Torch 2.9.0 differs there by less than 1e-5, and
 # 2.15.0 limited to AVX2 by at most 1.3e-4, or 0.1 %, so a difference of 2 % means a different computation.
 GOLDEN = Path(__file__).with_name("golden_losses.json")
@@ -108,6 +113,29 @@ def test_float32_loss_curves_coincide(name, single, request):
     assert max(max(step) - min(step) for step in zip(*curves, strict=True)) < 1e-3
 
 
+def train_fast(device, folder, **names) -> dict:
+    """Train one epoch with the solution of stage 01 in this process, with other values for some names; return its checkpoint."""
+    functions = runpy.run_path(str(FAST))
+    functions["train"].__globals__.update(names)
+    path = str(folder / "fast.pt")
+    args = SimpleNamespace(epochs=1, batch_size=64, save_every=1, checkpoint=path, dataset="digits")
+    functions["train"](torch.device(device), args)
+    return runs.load(path)
+
+
+def test_the_fast_solution_indexes_with_tensors_and_updates_all_parameters_together(tmp_path):
+    """With a list of indices, each step would copy the list to the GPU and wait for the copy."""
+    samplers = []
+
+    def loader(*args, **kwargs):
+        samplers.append(kwargs["sampler"])
+        return DataLoader(*args, **kwargs)
+
+    checkpoint = train_fast("cpu", tmp_path, DataLoader=loader)
+    assert [type(batch) for sampler in samplers for batch in sampler] == [torch.Tensor] * (6 + 22)
+    assert checkpoint["optimizer"]["param_groups"][0]["fused"]
+
+
 needs_gpus = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 needs_2_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs a GPU")
 
@@ -121,6 +149,21 @@ def test_one_process_on_the_gpu_gives_the_golden_losses(kind, tmp_path):
     assert log[0]["device"] == "cuda"
     assert runs.losses(log) == pytest.approx(json.loads(GOLDEN.read_text()), rel=0.1, abs=2e-2)
     assert log[-1]["accuracy"] >= 0.95
+
+
+@pytest.mark.gpu
+@needs_gpus
+def test_no_step_of_the_fast_solution_waits_for_the_gpu(tmp_path):
+    """An epoch has 22 steps; the program may wait only outside of them, such as for the losses at the end of the epoch."""
+    torch.cuda.set_sync_debug_mode("warn")
+    try:
+        with warnings.catch_warnings(record=True) as seen:
+            warnings.simplefilter("always")
+            train_fast("cuda", tmp_path)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    waits = [f"{each.filename}:{each.lineno}" for each in seen if "synchronizing" in str(each.message)]
+    assert max(map(waits.count, waits), default=0) < 20, waits
 
 
 @pytest.mark.gpu

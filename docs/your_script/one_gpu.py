@@ -29,7 +29,7 @@ def main():
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, EPOCHS)
     first_epoch, best = 0, float("inf")
     if os.path.exists(CHECKPOINT):
-        state = torch.load(CHECKPOINT, map_location=device)
+        state = torch.load(CHECKPOINT, map_location="cpu")
         model.load_state_dict(state["model"])
         optimizer.load_state_dict(state["optimizer"])
         schedule.load_state_dict(state["schedule"])

@@ -72,7 +72,7 @@ def train(rank, world_size, device, args):
     torch.manual_seed(SEED)  # the same initial parameters in every run
     model = SmallCNN().to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    first_epoch = load_checkpoint(args.checkpoint, model, optimizer, device)
+    first_epoch = load_checkpoint(args.checkpoint, model, optimizer)
     log = EpochLog(args.checkpoint, args.epochs, device, processes=world_size)
     if rank == 0:
         gpus = torch.accelerator.device_count()
@@ -147,11 +147,11 @@ def save_checkpoint(path, model, optimizer, epoch):
     os.replace(path + ".tmp", path)
 
 
-def load_checkpoint(path, model, optimizer, device):
+def load_checkpoint(path, model, optimizer):
     """Load the model and the optimizer from the checkpoint if it exists, and return the first epoch to train."""
     if not os.path.exists(path):
         return 0
-    checkpoint = torch.load(path, map_location=device, weights_only=True)
+    checkpoint = torch.load(path, map_location="cpu", weights_only=True)  # step counts on a GPU would slow AdamW down
     model.load_state_dict(checkpoint["model"])
     optimizer.load_state_dict(checkpoint["optimizer"])
     return checkpoint["epoch"] + 1

@@ -4,6 +4,7 @@ import textwrap
 from pathlib import Path
 
 import pytest
+import torch
 
 from check.made import Made
 from workshop.check import launching
@@ -79,6 +80,56 @@ def test_two_simulated_nodes_have_two_devices_each(place):
         ["1", "2", "0"],
         ["1", "3", "1"],
     ]
+
+
+# Its first process asks whether there is a GPU, and with OPENS it also opens it. (These functions imitate a machine with a GPU.)
+SPAWNS = """
+    import os
+    import sys
+    import torch
+    import torch.multiprocessing as mp
+
+    opened = False
+
+    def count():
+        global opened
+        opened = True  # cuInit()
+        return 1
+
+    torch._C._cuda_getDeviceCount = count
+    torch.cuda._is_in_bad_fork = lambda: opened and os.environ.get("CUDA_VISIBLE_DEVICES") != ""
+    torch.cuda.device_count = lambda: 1  # NVML counts without opening the GPU
+
+    def worker(rank):
+        assert not torch.cuda._is_in_bad_fork(), "Cannot re-initialize CUDA in forked subprocess"
+        print("GPUs:", os.environ.get("CUDA_VISIBLE_DEVICES", "visible"))
+
+    if __name__ == "__main__":
+        torch.cuda.is_available()
+        OPENS
+        mp.spawn(worker, nprocs=2)
+"""
+
+
+@pytest.mark.parametrize(("opens", "seen"), [("", "GPUs: visible"), ("torch._C._cuda_getDeviceCount()", "GPUs: ")])
+def test_a_program_that_asks_for_a_gpu_before_it_spawns_is_checked(opens, seen, tmp_path, monkeypatch):
+    """Forked processes cannot use a GPU that their parent has opened; then the check runs the program on the CPU."""
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setattr(torch.cuda, "_is_compiled", lambda: True)
+    script = tmp_path / "program.py"
+    script.write_text(textwrap.dedent(SPAWNS.replace("OPENS", opens)))
+    (tmp_path / "place").mkdir()
+    bench = OwnersBench(
+        Subject(script, "", (), ()),
+        read_start(["python", script.name]),
+        on_cpu=False,
+        place=tmp_path / "place",
+        original=tmp_path,
+    )
+    run = bench.make(WHOLE, {})
+    assert run.status == 0, "\n".join(process.stderr for process in run.processes)
+    assert [process.stdout.strip() for process in run.processes][1:] == [seen.strip()] * 2
+    assert bench.on_cpu is bool(opens)
 
 
 def test_a_run_that_hangs_is_ended_and_its_stacks_are_kept(place):

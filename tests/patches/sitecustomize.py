@@ -1,10 +1,40 @@
 """Change what the scripts run on without changing the scripts: Python imports this file at its start from PYTHONPATH.
 
 TEST_PATCH names the changes, separated by commas. They apply to every process of a run, including spawned ones.
+ForeachOnCPU always applies.
 """
 
+import importlib.abc
+import importlib.util
 import os
 import signal
+import sys
+
+
+class ForeachOnCPU(importlib.abc.MetaPathFinder):
+    """Make the optimizers on the CPU choose ``foreach`` by default, as on a GPU, so that the tests see the errors of a GPU.
+
+    For example, ``foreach`` does not accept DTensors together with other tensors. This only waits for torch, because many
+    processes of a run never import it.
+    """
+
+    def find_spec(self, name, path, target=None):
+        if name != "torch.utils._foreach_utils":
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.util.find_spec(name)
+        execute = spec.loader.exec_module
+
+        def changed(module):
+            execute(module)
+            devices = module._get_foreach_kernels_supported_devices
+            module._get_foreach_kernels_supported_devices = lambda: [*devices(), "cpu"]
+
+        spec.loader.exec_module = changed
+        return spec
+
+
+sys.meta_path.insert(0, ForeachOnCPU())
 
 
 def float64():

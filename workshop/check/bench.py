@@ -1,6 +1,7 @@
 """The base of the benches of Python programs: runs with probes in each of the processes."""
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -67,7 +68,12 @@ class ProgramBench:
         launching.prepare(self.probes, self.on_cpu, self.text)
         own = {name: getattr(self, name) for name in ("script", "launch", "probes", "on_cpu", "before")}
         own |= {"nproc": nproc or self.nproc, "scratch": scratch or self.folder()}
-        run = launching.run_program(Program(arguments=tuple(map(str, arguments)), **(own | changes)))
+        program = Program(arguments=tuple(map(str, arguments)), **(own | changes))
+        try:
+            run = launching.run_program(program)
+        except launching.GpuOpened:
+            self.on_cpu = True  # for the following runs too
+            run = launching.run_program(replace(program, on_cpu=True))
         # Samples need the same names in all runs, but a short run may not show that each rank has its own data set.
         self._by_content |= any(process.identity == "rows" for process in run.processes)
         for process in run.processes:

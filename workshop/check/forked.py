@@ -45,6 +45,7 @@ PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36  # of prctl() on Linux
 FAILED = 70  # exit status if code of the check fails
 ENOUGH = 20  # seconds of computing in the steps of a run, after which it counts as long
 LAST_WORDS = 3  # seconds that the other ranks may continue after one has failed
+NO_GPU = "no-gpu"  # a file in the folder of the evidence: a process in place of a new interpreter cannot use the GPUs
 # Libraries must put their caches where the program may write.
 CACHES = ["TMPDIR", "XDG_CACHE_HOME", "XDG_CONFIG_HOME", "MPLCONFIGDIR", "TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR"]
 
@@ -169,13 +170,15 @@ def _launch(program: Program) -> int:
     os.environ |= {"TORCH_EXTENSIONS_DIR": extensions()} | dict.fromkeys(CACHES, str(program.scratch / "tmp")) | kept
     if program.on_cpu:
         os.environ.update(CUDA_VISIBLE_DEVICES="", HIP_VISIBLE_DEVICES="", DS_ACCELERATOR="cpu")
+    # Otherwise torch.cuda.is_available() opens the GPUs, and processes that are forked afterwards cannot use them.
+    os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
     random.seed()  # otherwise the temporary files of all runs would have the same names
     tempfile.tempdir = None
     sys.dont_write_bytecode = True
     torch.set_num_threads(1)
-    _fork_in_place_of_spawn(program.entropy)
+    _fork_in_place_of_spawn(program)
     if program.devices:
-        os.environ.pop("CUDA_VISIBLE_DEVICES")
+        os.environ.pop("CUDA_VISIBLE_DEVICES", None)
         installation.install(program.nproc // program.nodes)
     elif program.gpus is not None and program.on_cpu:
         cuda_on_cpu.install(program.gpus)
@@ -305,6 +308,7 @@ class SpawnedProcess(multiprocessing.context.ForkProcess):
 
     entropy = 0
     started = 0  # by this process; mp.spawn starts rank 0 first
+    evidence: Path | None = None  # the folder of the evidence, if the processes may use the GPUs
 
     @staticmethod  # multiprocessing calls it with a process of a different class
     def _Popen(process: Any) -> Popen:
@@ -313,7 +317,10 @@ class SpawnedProcess(multiprocessing.context.ForkProcess):
         own.started += 1
 
         def renewed(*args: Any, **kwargs: Any) -> Any:
-            devices.renew()
+            devices.renew()  # pretended GPUs
+            if own.evidence and torch.cuda._is_in_bad_fork():  # the parent has opened the real ones
+                (own.evidence / NO_GPU).touch()
+                os._exit(FAILED)
             renew_random_state(entropy)
             _Salt.number = own.started - 1
             return bootstrap(*args, **kwargs)
@@ -331,9 +338,10 @@ class SpawnContext(multiprocessing.context.ForkContext):
     Process = SpawnedProcess
 
 
-def _fork_in_place_of_spawn(entropy: int) -> None:
+def _fork_in_place_of_spawn(program: Program) -> None:
     """Let the start methods "spawn" and "forkserver" fork; keep the default of this system."""
-    SpawnedProcess.entropy = entropy
+    SpawnedProcess.entropy = program.entropy
+    SpawnedProcess.evidence = None if program.on_cpu else program.folder
     contexts: dict[str, Any] = multiprocessing.context._concrete_contexts  # type: ignore[attr-defined]
     default: Any = multiprocessing.context._default_context
     for name in ("spawn", "forkserver"):

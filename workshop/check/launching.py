@@ -49,8 +49,16 @@ def prepare(probes: Sequence[type[Probe]], on_cpu: bool, text: str = "") -> None
             importlib.import_module("accelerate.state")  # cuda_on_cpu.py changes it
 
 
+class GpuOpened(Exception):
+    """The first process of a program has opened the GPUs, so the processes forked from it cannot use them."""
+
+
 def run_program(program: Program) -> Run:
-    """Run a program, and return the evidence."""
+    """Run a program, and return the evidence.
+
+    Raises:
+        GpuOpened: the program cannot run on the GPUs here, although it can with new interpreters in place of forked processes.
+    """
     chosen = [probe for probe in PROBES if probe in (*ALWAYS, *program.probes)]
     program = replace(program, probes=(*chosen, *(probe for probe in program.probes if probe not in PROBES)))
     run = _run_once(program)
@@ -85,8 +93,11 @@ def _run_once(program: Program) -> Run:
     processes = [read_process(folder, pid) for pid in sorted(_pids(folder))]
     if failures := "".join(path.read_text(errors="replace") for path in sorted(folder.glob("failures-*"))):
         logging.getLogger(__name__).warning("the check failed to record a part of the run:\n%s", failures)
+    gpu_opened = (folder / forked.NO_GPU).exists()
     error_files = {int(path.stem.split("-")[1]) for path in folder.glob("error-*.json")}
     shutil.rmtree(folder, ignore_errors=True)
+    if gpu_opened:
+        raise GpuOpened
     run = Run(program.nproc, processes, status, hung, flooded, seconds, program.launch, program.asked, error_files)
     stopped = [process for process in processes if process.first(Stopped)]
     running = [process for process in run.trained if process not in stopped]

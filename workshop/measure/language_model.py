@@ -158,9 +158,8 @@ def measure(sizes: Sizes, way: str, device, steps: int, batch_size: int, sequenc
     if device.type != "cpu":
         found["peak"] = torch.get_device_module(device).max_memory_allocated()
     if steps:
-        rate, *shares = speed(step, steps, device)
+        rate, found["communication"], found["exposed"] = speed(step, steps, device)
         found["tokens_per_second"] = dist.get_world_size() * batch_size * sequence_length * rate
-        found["communication"], found["exposed"] = shares
         if peak := peak_flops(device):
             each = found["tokens_per_second"] / dist.get_world_size()
             found["mfu"] = each * sizes.flops_per_token(sequence_length) / peak[0]
@@ -222,16 +221,23 @@ def speed(step, steps: int, device) -> tuple[float, float, float | None]:
         for _ in range(TRACED):
             step()
         traced = (synchronized_time(device) - start) * 1e6  # in microseconds, as the trace counts
-    travelling, computing = [], []
-    for event in trace.events():
+    return 1 / statistics.median(seconds), *shares(trace.events(), traced)
+
+
+def shares(events: Iterable, traced: float) -> tuple[float, float | None]:
+    """Return the fractions ``communication`` and ``exposed`` of the traced microseconds, given the events of the profiler."""
+    communicating, computing = [], []
+    for event in events:
         span = (event.time_range.start, event.time_range.end)
-        if event.device_type != DeviceType.CPU:  # kernels and copies
-            (travelling if event.name.startswith("nccl") else computing).append(span)
+        if event.device_type != DeviceType.CPU:
+            # An annotation of the GPU, such as FSDP's "FSDP::all_gather", contains kernels and the gaps between them.
+            if not event.is_user_annotation:  # a kernel or a copy
+                (communicating if event.name.startswith("nccl") else computing).append(span)
         elif event.name.startswith("gloo:"):
-            travelling.append(span)
+            communicating.append(span)
     # The time of communication or computation, minus the time of computation.
-    exposed = (covered([*travelling, *computing]) - covered(computing)) / traced
-    return 1 / statistics.median(seconds), covered(travelling) / traced, exposed if computing else None
+    exposed = (covered([*communicating, *computing]) - covered(computing)) / traced
+    return covered(communicating) / traced, exposed if computing else None
 
 
 def covered(spans: Iterable[tuple[float, float]]) -> float:

@@ -24,7 +24,7 @@ PLANS = (
     ("LoRA", "lora"),
 )
 SAME_ON_ANY_NUMBER = ("DDP", "LoRA")
-PARTS = [field.name for field in fields(Memory)]
+PARTS = [field.name for field in fields(Memory) if field.name != "peak"]  # peak: the most of the others at one time
 
 
 def known_sizes(model: str) -> Sizes:
@@ -153,13 +153,15 @@ def show(console, name: str, sizes: Sizes, rows: list[dict], settings: dict) -> 
         "\nIn brackets: the memory of the smallest GPU that is large enough, in GB.\n"
         "other: DDP's buckets, the layers that FSDP and ZeRO-3 gather, temporary tensors,\n"
         "  and an assumed 5 % and 1.5 GiB for allocator and libraries.\n"
+        "total: the most at one time. This is less than the sum of the parts, because\n"
+        "  gradients are complete only when the backward pass has freed the activations.\n"
         "recompute: with activation checkpointing. offload: also with parameters,\n"
         "  gradients and optimizer state in CPU memory (ZeRO-1 and 2: optimizer state)."
     )
 
 
 def plot(path: Path, title: str, rows: list[dict]) -> None:
-    """Draw a bar of stacked parts for each row, and a line for each size of GPU."""
+    """Draw a bar of stacked parts for each row, marks for the most at one time, and a line for each size of GPU."""
     import matplotlib
 
     matplotlib.use("Agg")  # draws into files; needs no screen
@@ -175,9 +177,13 @@ def plot(path: Path, title: str, rows: list[dict]) -> None:
         values = [row[part] / 1e9 for row in rows]
         axes.bar(range(len(rows)), values, 0.8, bottom=bottom, label=part, color=colour)
         bottom = [low + value for low, value in zip(bottom, values, strict=True)]
+    totals = [row["total"] / 1e9 for row in rows]
+    axes.scatter(
+        range(len(rows)), totals, marker="_", color="black", s=220, zorder=3, label="total: the most at one time"
+    )
     less = [row["with_checkpointing"] / 1e9 for row in rows]
     axes.scatter(
-        range(len(rows)), less, marker="D", color="black", s=22, zorder=3, label="with activation checkpointing"
+        range(len(rows)), less, marker="D", color="black", s=22, zorder=3, label="total with activation checkpointing"
     )
     top = max(bottom) * 1.12
     for size, card in CARDS.items():
@@ -236,9 +242,9 @@ def measure_here(console, model: str, sizes: Sizes, settings: dict) -> list[dict
             f"{row['predicted'][part] / 1e6:,.1f} / {row['measured'][part] / 1e6:,.1f}"
             for part in ("parameters", "gradients", "optimizer", "activations")
         ]
-        total = sum(row["predicted"][part] for part in PARTS if part != "allocator")
         peak = row["measured"].get("peak")
-        table.add_row(row["strategy"], *cells, f"{total / 1e6:,.1f} / {peak / 1e6:,.1f}" if peak else "-")
+        predicted = row["predicted"]["peak"]
+        table.add_row(row["strategy"], *cells, f"{predicted / 1e6:,.1f} / {peak / 1e6:,.1f}" if peak else "-")
     console.print(table)
     for line in skipped:
         console.print(f"not measured, because this machine has too little memory: {line}")

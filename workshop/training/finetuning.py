@@ -123,11 +123,10 @@ def check_memory(args, sizes, strategy: str, world_size: int) -> None:
         offload=on_gpu and getattr(args, "offload", False),  # on a CPU, there is nowhere to offload to
         on_gpu=on_gpu,
     )
-    certain = needed.total - needed.allocator
-    if certain > available:
+    if needed.peak > available:
         standing = needed.parameters + needed.gradients + needed.optimizer
         raise UserError(
-            f"this needs about {certain / GIB:,.1f} GiB in each process ({standing / GIB:,.1f} for parameters, gradients and "
+            f"this needs about {needed.peak / GIB:,.1f} GiB in each process ({standing / GIB:,.1f} for parameters, gradients and "
             f"optimizer state, {needed.activations / GIB:,.1f} for activations), but {place} {available / GIB:,.1f}; "
             f"see what would fit: ./workshop.sh memory {args.model}"
         )

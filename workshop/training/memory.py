@@ -1,23 +1,30 @@
 """Predict the memory that training a model takes in each process, from the sizes of the model.
 
-Gradients, optimizer state and activations are counted tensor by tensor; the tests compare them with the bytes in PyTorch.
+Gradients, optimizer state and activations are counted tensor by tensor; the tests compare them, and the peak, with the bytes in
+PyTorch.
 """
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
+from typing import NamedTuple
 
 from workshop.training.transformer import GIB, Sizes
 
 
 @dataclass(frozen=True)
 class Memory:
-    """The bytes that training takes on one GPU (or in one process), by purpose.
+    """The bytes that training takes on one GPU (or in one process): the most for each purpose, and the most at one time.
+
+    They do not reach their maxima at the same time. For example, the gradients are complete only at the end of the backward
+    pass, when the activations are freed.
 
     Attributes:
         parameters, gradients, optimizer: what stays in memory from step to step, in float32 (ZeRO: as in its paper).
-        exchange: what communication needs in addition: the buckets of DDP, the layers that FSDP and ZeRO-3 gather at a time.
+        exchange: what communication needs in addition: the buckets of DDP, the layers that FSDP and ZeRO-3 gather at a time, and
+            the gradients that FSDP is reducing.
         activations: what the forward pass keeps for the backward pass.
-        temporary: the largest amount that is soon freed: the logits of all tokens and their gradients, or, with activation
-            checkpointing, the activations of the layer that is recomputed.
+        temporary: the largest amount that is soon freed: two gradients for the logits of all tokens, the activations of the layer
+            that is recomputed (with activation checkpointing), or what the optimizer step computes for each parameter.
+        peak: the most that all of these take at one time.
         allocator: what the allocator cannot use, and what libraries take: assumed, not measured.
     """
 
@@ -27,11 +34,29 @@ class Memory:
     exchange: float
     activations: float
     temporary: float
+    peak: float
     allocator: float
 
     @property
     def total(self) -> float:
-        return sum(getattr(self, field.name) for field in fields(self))
+        return self.peak + self.allocator
+
+
+class States(NamedTuple):
+    """The bytes of parameters, gradients and optimizer state in each process, and what communication needs at three moments.
+
+    Attributes:
+        parameters, gradients, optimizer: as in ``Memory``.
+        at_loss, in_backward, in_step: for communication while the process computes the loss, the backward pass of a layer, and
+            the optimizer step.
+    """
+
+    parameters: float
+    gradients: float
+    optimizer: float
+    at_loss: float
+    in_backward: float
+    in_step: float
 
 
 LORA_RANK = 8  # in lora.py
@@ -69,7 +94,7 @@ def estimate(
         bf16: compute in bfloat16, else in float32.
         checkpointing: keep only the input of each layer, and recompute the rest in the backward pass.
         offload: keep parameters, gradients and optimizer state in CPU memory (FSDP, ZeRO-3), or only the last (ZeRO-1, ZeRO-2).
-        on_gpu: add what libraries and the allocator take on a GPU.
+        on_gpu: add what libraries, the allocator and the default implementation of AdamW (``foreach``) take on a GPU.
     """
     width = 2 if bf16 else 4  # bytes per number in the computation
     tokens = batch_size * sequence_length
@@ -82,38 +107,64 @@ def estimate(
     activations += (_norm(sizes, autocast, width) + 4 * sizes.vocabulary) * tokens
     if strategy == "ddp" and bf16:  # autocast copies all parameters except the embedding
         activations += 2 * (sizes.parameters - sizes.vocabulary * sizes.hidden * (not sizes.tied))
-    # The logits, and their copy in float32 for the loss; in the backward pass, the gradients of both.
-    temporary = (width + 4) * sizes.vocabulary * tokens
-    if checkpointing:  # in the backward pass, one layer is recomputed
-        temporary = max(temporary, layer)
-    parameters, gradients, optimizer, exchange = _model_states(sizes, strategy, processes, width)
+    states = _states(sizes, strategy, processes, width)
     if offload and strategy not in ("ddp", "lora"):
-        optimizer = 0
+        states = states._replace(optimizer=0)
         if strategy in ("fsdp", "zero3"):
-            parameters = gradients = 0
-    parts = (parameters, gradients, optimizer, exchange, activations, temporary)
-    return Memory(*parts, allocator=0.05 * sum(parts) + 1.5 * GIB if on_gpu else 0)
+            states = states._replace(parameters=0, gradients=0)
+    # In the backward pass of the loss, the gradients of the logits before and after the softmax, in float32.
+    logits = 2 * 4 * sizes.vocabulary * tokens
+    # With foreach, AdamW computes the denominators of all parameters at once, as large as one of its two moments.
+    update = states.optimizer / 2 if on_gpu and strategy in ("ddp", "fsdp", "lora") else 0
+    kept = (between if checkpointing else layer) + 2 * sizes.layer_parameters * (strategy == "ddp" and bf16)
+    at_loss, in_step = states.at_loss + activations + logits, states.in_step + states.gradients + update
+    peak = states.parameters + states.optimizer + max(at_loss, in_step, *_in_backward(sizes, states, kept, layer))
+    temporary = max(logits, update, layer if checkpointing else 0)
+    allocator = 0.05 * peak + 1.5 * GIB if on_gpu else 0
+    return Memory(*states[:3], max(states[3:]), activations, temporary, peak, allocator)
 
 
-def _model_states(sizes: Sizes, strategy: str, n: int, width: int) -> tuple[float, float, float, float]:
-    """Return the bytes of parameters, gradients, optimizer and exchange per process; ``width``: bytes per computed number."""
-    p = sizes.parameters
+def _in_backward(sizes: Sizes, states: States, kept: float, layer: float) -> list[float]:
+    """Return the bytes at the beginning and at the end of the backward pass, without parameters and optimizer state.
+
+    Between these two moments, the bytes change linearly: each layer frees what it has kept, and adds its gradients.
+
+    Args:
+        sizes: the sizes of the model.
+        states: what the strategy needs.
+        kept: the activations that the forward pass of a layer has kept.
+        layer: the activations of a layer during its backward pass.
+    """
+    found = []
+    for left in {0, max(0, sizes.layers - 2)}:  # the number of layers whose backward pass has not begun
+        done = states.gradients * (sizes.layers - 1 - left) * sizes.layer_parameters / sizes.parameters
+        found.append(states.in_backward + left * kept + layer + done)
+    return found
+
+
+def _states(sizes: Sizes, strategy: str, n: int, width: int) -> States:
+    """Return what a strategy needs in each of n processes; ``width``: bytes per computed number."""
+    p, layer = sizes.parameters, sizes.layer_parameters
     if strategy == "ddp":
-        return 4 * p, 4 * p, 8 * p, 4 * p if n > 1 else 0  # the buckets are as large as the gradients
+        buckets = 4 * p  # as large as the gradients; one process has them too
+        return States(4 * p, 4 * p, 8 * p, buckets, buckets, buckets)
     if strategy == "lora":
         # Two matrices per matrix of a layer: one has the same number of columns, one the same number of rows.
         queries, keys = sizes.heads * sizes.head, sizes.kv_heads * sizes.head
         edges = 2 * (sizes.hidden + queries) + 2 * (sizes.hidden + keys) + 3 * (sizes.hidden + sizes.intermediate)
         adapters = sizes.layers * LORA_RANK * edges
-        return width * p + 4 * adapters, 4 * adapters, 8 * adapters, 4 * adapters if n > 1 else 0
+        return States(width * p + 4 * adapters, 4 * adapters, 8 * adapters, *[4 * adapters] * 3)
     if strategy == "fsdp":
-        # The root group stays gathered, and FSDP gathers the next layer while one computes. It reduces gradients in float32.
-        gathered = width * (sizes.root_parameters + 2 * sizes.layer_parameters)
-        leaving = (width + 4) * max(sizes.layer_parameters, sizes.root_parameters)
-        return 4 * p / n, 4 * p / n, 8 * p / n, gathered + leaving
+        # The root group stays gathered, and the gradient of the output layer is complete until the end of the backward pass.
+        # There, a layer has its parameters and its gradients, FSDP gathers the next layer, and it reduces the gradients of the
+        # previous one in float32.
+        output = sizes.vocabulary * sizes.hidden
+        in_backward = width * (sizes.root_parameters + output) + (4 + 3 * width) * layer
+        return States(4 * p / n, 4 * p / n, 8 * p / n, width * (sizes.root_parameters + layer), in_backward, 0)
     stage = int(strategy[-1])
-    gathered = 2 * (sizes.root_parameters + 2 * sizes.layer_parameters) if stage == 3 else 0
-    return 2 * p / (n if stage == 3 else 1), 2 * p / (n if stage >= 2 else 1), 12 * p / n, gathered
+    gathered = 2 * (sizes.root_parameters + 2 * layer) if stage == 3 else 0
+    stored = (2 * p / (n if stage == 3 else 1), 2 * p / (n if stage >= 2 else 1), 12 * p / n)
+    return States(*stored, gathered, gathered, 0)
 
 
 def _norm(sizes: Sizes, autocast: bool, width: int) -> int:

@@ -10,7 +10,7 @@ METRICS = "solutions/02_pytorch_ddp/exercise3_global_metrics.py"
 
 # Parts of these programs.
 OPTIMIZER = "    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)\n"
-LOAD_CALL = "first_epoch = load_checkpoint(args.checkpoint, model, optimizer, device)"
+LOAD_CALL = "first_epoch = load_checkpoint(args.checkpoint, model, optimizer)"
 WRAPPED = "ddp_model = DDP(model)  # the same parameters, but backward() averages the gradients over all processes"
 DATA_IMPORTS = "from torch.utils.data import DataLoader, DistributedSampler, Subset"
 SAMPLER = "    sampler = DistributedSampler(train_set, seed=SEED, drop_last=True)\n"
@@ -45,7 +45,7 @@ REDUCE_CONFUSION = "    dist.all_reduce(confusion)\n"
 F1 = "    f1 = 2 * correct / (confusion.sum(dim=0) + confusion.sum(dim=1)).clamp(min=1)  # one F1 score per class\n"
 SCORES = "    return (correct.sum() / confusion.sum()).item(), f1.mean().item()\n"
 STEP = "        optimizer.step()\n"
-LOAD = "    first_epoch = load_checkpoint(args.checkpoint, model, optimizer, device)\n"
+LOAD = "    first_epoch = load_checkpoint(args.checkpoint, model, optimizer)\n"
 WRITE = '    torch.save(checkpoint, path + ".tmp")\n'
 SAVE_BLOCK = SAVE_IF + SAVE_CALL
 IMPORTS = "import os\nimport time\n"
@@ -105,7 +105,7 @@ class Trainer:
         torch.manual_seed(SEED)
         plain_model = SmallCNN().to(device)
         self.optimizer = torch.optim.AdamW(plain_model.parameters(), lr=1e-3)
-        self.first_epoch = load_checkpoint(args.checkpoint, plain_model, self.optimizer, device)
+        self.first_epoch = load_checkpoint(args.checkpoint, plain_model, self.optimizer)
         self.model = wrap(plain_model)
         self.train_loader, self.test_loader = prepare_data(rank, world_size, args)
         self.log = EpochLog(args.checkpoint, args.epochs, device, processes=world_size)

@@ -258,7 +258,7 @@ MISTAKES = (
         (
             ddp.LOAD,
             "    # One reader is enough: DDP hands rank 0's weights to all.\n"
-            "    first_epoch = load_checkpoint(args.checkpoint, model, optimizer, device) if rank == 0 else 0\n"
+            "    first_epoch = load_checkpoint(args.checkpoint, model, optimizer) if rank == 0 else 0\n"
             "    first_epoch = torch.tensor(first_epoch, device=device)\n"
             "    dist.broadcast(first_epoch, src=0)\n"
             "    first_epoch = first_epoch.item()\n",

@@ -19,10 +19,10 @@ def save_checkpoint(path, model, optimizer, epoch):
 """
 
 DCP_LOAD = """\
-def load_checkpoint(path, model, optimizer, device):
+def load_checkpoint(path, model, optimizer):
     if not os.path.exists(path):
         return 0
-    epoch = torch.load(path, map_location=device, weights_only=True)["epoch"]
+    epoch = torch.load(path, map_location="cpu", weights_only=True)["epoch"]
     weights, state = get_state_dict(model, optimizer)
     dcp.load({"model": weights, "optimizer": state}, checkpoint_id=f"{path}.dcp{epoch}")
     set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=state)
@@ -366,7 +366,7 @@ STYLES = (
             "    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, nesterov=True)\n"
             "    schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, gamma=0.8)\n",
         ),
-        (ddp.LOAD, ddp.LOAD.replace("optimizer, device", "optimizer, schedule, device")),
+        (ddp.LOAD, ddp.LOAD.replace("optimizer)", "optimizer, schedule)")),
         (ddp.TRAIN_EPOCH, ddp.TRAIN_EPOCH + "        schedule.step()\n"),
         (ddp.STEP, "        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)\n" + ddp.STEP),
         (
@@ -382,8 +382,8 @@ STYLES = (
             ddp.SAVED + '    checkpoint["schedule"] = schedule.state_dict()\n',
         ),
         (
-            "def load_checkpoint(path, model, optimizer, device):",
-            "def load_checkpoint(path, model, optimizer, schedule, device):",
+            "def load_checkpoint(path, model, optimizer):",
+            "def load_checkpoint(path, model, optimizer, schedule):",
         ),
         (ddp.LOAD_OPTIMIZER, ddp.LOAD_OPTIMIZER + '    schedule.load_state_dict(checkpoint["schedule"])\n'),
     ),
@@ -392,8 +392,8 @@ STYLES = (
         ddp.TORCHRUN,
         "weights_only=False, a lambda as map_location, and an extra entry in the checkpoint.",
         (
-            "    checkpoint = torch.load(path, map_location=device, weights_only=True)\n",
-            "    checkpoint = torch.load(path, map_location=lambda storage, location: storage, weights_only=False)\n",
+            'torch.load(path, map_location="cpu", weights_only=True)',
+            "torch.load(path, map_location=lambda storage, location: storage, weights_only=False)",
         ),
         (ddp.SAVED, ddp.SAVED.replace('"epoch": epoch}', '"epoch": epoch, "seed": SEED}')),
     ),
@@ -433,7 +433,7 @@ STYLES = (
             "    optimizer = torch.optim.SGD(model.parameters(), lr=0.03, momentum=0.9)\n"
             "    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1, (step + 1) / 30))\n",
         ),
-        (ddp.LOAD, ddp.LOAD.replace("optimizer, device", "(optimizer, schedule), device")),
+        (ddp.LOAD, ddp.LOAD.replace("optimizer)", "(optimizer, schedule))")),
         (
             "train_one_epoch(model, train_loader, optimizer, device)\n",
             "train_one_epoch(model, train_loader, optimizer, schedule, device)\n",

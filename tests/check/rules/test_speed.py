@@ -39,7 +39,7 @@ MISTAKES = (
             "(on_device(part, device) for part in load_dataset(args.dataset, transform))",
             "load_dataset(args.dataset, transform)",
         ),
-        ("batch_size=None, sampler=train_batches", "batch_sampler=train_batches"),
+        ("batch_size=None, sampler=torch.tensor([*train_batches], device=device)", "batch_sampler=train_batches"),
         ("batch_size=None, sampler=test_batches", "batch_sampler=test_batches"),
     ),
     # ---- host-sync
