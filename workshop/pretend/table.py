@@ -36,7 +36,10 @@ KINDS = {
         "the CPU waits for the GPU",
         "Avoid this in each step: keep sums on the GPU, and read them once per epoch.",
     ),
-    "wait-inside": ("a library waits for the GPU", "An optimizer whose state was loaded onto the GPU waits in each step."),
+    "wait-inside": (
+        "a library waits for the GPU",
+        "An optimizer whose state was loaded onto the GPU waits in each step.",
+    ),
     "synchronize": ("the CPU waits for all work of the GPU", "Avoid this in each step. Time measurements need it."),
     "empty-cache": (
         "torch.cuda.empty_cache()",

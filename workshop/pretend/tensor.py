@@ -53,7 +53,9 @@ class PretendTensor(torch.Tensor):
         )  # fmt: skip
         self.on_cpu, self.gpu = on_cpu, gpu
         if torch._C._has_storage(on_cpu):
-            self.storage_held = on_cpu.untyped_storage()  # otherwise the weak reference to the storage would die at once
+            self.storage_held = (
+                on_cpu.untyped_storage()
+            )  # otherwise the weak reference to the storage would die at once
             devices.hold(self.storage_held, gpu)
         return self
 
@@ -220,50 +222,60 @@ def compute(func, args, kwargs):
     communicates = func.namespace in collectives.NAMESPACES
     if communicates:
         collectives.check(func, args, tensors)
-    mixing = communicates or func in MIXING or "_foreach_copy_" in func._schema.name
-    index = _common_index(tensors, mixing, func in INDEXING)
-    changes = func._schema.name.endswith("_") and isinstance(args[0], torch.Tensor)  # the first one, which must be on the GPU
-    if index is not None and changes and not mixing and not isinstance(args[0], PretendTensor):
-        raise _two_devices(f"cuda:{index}", "cpu")
-    target = kwargs.get("device")
-    if is_gpu(target):
-        index, kwargs = index_of(target), kwargs | {"device": torch.device("cpu")}
-    elif target is not None:
-        index = None
-    if index is not None:
+    gpu = _gpu_of(func, args, kwargs, tensors, communicates)
+    if gpu is not None:
         devices.use()
         _check_generator(kwargs.get("generator"))
     if func in (aten.copy_.default, aten._to_copy.default):
-        _note_copy(func, args, kwargs, index)
-    elif func in WAITING and index is not None:
+        _note_copy(func, args, kwargs, gpu)
+    elif func in WAITING and gpu is not None:
         devices.note_wait()
-    if kwargs.get("pin_memory"):
-        kwargs = kwargs | {"pin_memory": False}
+    result = _on_cpu(func, args, kwargs, gpu, tensors)
     wrappers = {id(each.on_cpu): each for each in tensors if isinstance(each, PretendTensor)}
-
-    def inner(tensor):
-        return tensor.on_cpu if isinstance(tensor, PretendTensor) else tensor
-
-    args, kwargs = _replaced(args, inner), {name: _replaced(value, inner) for name, value in kwargs.items()}
-    if index is not None and torch.Tag.nondeterministic_seeded in func.tags and kwargs.get("generator") is None:
-        with devices.random_state(index):
-            result = func(*args, **kwargs)
-    elif func in SUMMING and tensors[0].dtype in LOW:
-        result = _replaced(func(*_replaced(args, torch.Tensor.float), **kwargs), lambda each: each.to(tensors[0].dtype))
-    else:
-        result = func(*args, **kwargs)
-    if index is None or (communicates and not wrappers):
+    if gpu is None or (communicates and not wrappers):
         return result
 
     def wrapped(tensor):
         if isinstance(tensor, PretendTensor):
             return tensor
-        return wrappers[id(tensor)] if id(tensor) in wrappers else PretendTensor(tensor, index)
+        return wrappers[id(tensor)] if id(tensor) in wrappers else PretendTensor(tensor, gpu)
 
     if torch.is_inference_mode_enabled() and func.is_view and not tensors[0].is_inference():
         with torch.inference_mode(False):  # the view of a normal tensor is a normal tensor
             return _replaced(result, wrapped)
     return _replaced(result, wrapped)
+
+
+def _on_cpu(func, args, kwargs, gpu: int | None, tensors: list):
+    """Compute the operation with the tensors inside of those on a GPU."""
+    if is_gpu(kwargs.get("device")):
+        kwargs = kwargs | {"device": torch.device("cpu")}
+    if kwargs.get("pin_memory"):
+        kwargs = kwargs | {"pin_memory": False}
+
+    def inner(tensor):
+        return tensor.on_cpu if isinstance(tensor, PretendTensor) else tensor
+
+    args, kwargs = _replaced(args, inner), {name: _replaced(value, inner) for name, value in kwargs.items()}
+    if gpu is not None and torch.Tag.nondeterministic_seeded in func.tags and kwargs.get("generator") is None:
+        with devices.random_state(gpu):
+            return func(*args, **kwargs)
+    if func in SUMMING and tensors[0].dtype in LOW:
+        return _replaced(func(*_replaced(args, torch.Tensor.float), **kwargs), lambda each: each.to(tensors[0].dtype))
+    return func(*args, **kwargs)
+
+
+def _gpu_of(func, args, kwargs, tensors: list, communicates: bool) -> int | None:
+    """Return the GPU of the result, None for the CPU; raise what CUDA raises for tensors on different devices."""
+    mixing = communicates or func in MIXING or "_foreach_copy_" in func._schema.name
+    index = _common_index(tensors, mixing, func in INDEXING)
+    changes = func._schema.name.endswith("_") and isinstance(args[0], torch.Tensor)  # the first tensor
+    if index is not None and changes and not mixing and not isinstance(args[0], PretendTensor):
+        raise _two_devices(f"cuda:{index}", "cpu")
+    target = kwargs.get("device")
+    if target is None:
+        return index
+    return index_of(target) if is_gpu(target) else None
 
 
 def _common_index(tensors: list, mixing: bool, indexing: bool) -> int | None:

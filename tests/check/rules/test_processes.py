@@ -1,6 +1,6 @@
 """The rules about processes: mistakes that they must name, and correct styles that must pass."""
 
-from check.bank import ddp, lightning, zero
+from check.bank import ddp, gpus, lightning, zero
 from check.bank.case import mistake, part, style
 from check.bank.cases import bank_tests
 
@@ -183,6 +183,43 @@ MISTAKES = (
         "The runner starts one process.",
         real=True,
         runner=(('--nproc-per-node="$nproc"', "--nproc-per-node=1"),),
+    ),
+    # ---- device-index and device-shared, in a program for GPUs
+    mistake(
+        "no-set-device",
+        gpus.GPUS,
+        ("device-index", "device-shared"),
+        'Without set_device, "cuda" is GPU 0 in every process.',
+        (gpus.SET_DEVICE, ""),
+        (gpus.DEVICE, '    device = torch.device("cuda")\n'),
+        (gpus.WRAP, "DistributedDataParallel(model)"),
+    ),
+    mistake(
+        "cuda-0-in-every-rank",
+        gpus.GPUS,
+        ("device-index", "device-shared"),
+        "The GPU is written into the program.",
+        (gpus.SET_DEVICE, ""),
+        (gpus.DEVICE, '    device = torch.device("cuda:0")\n'),
+        (gpus.WRAP, "DistributedDataParallel(model, device_ids=[0])"),
+    ),
+    mistake(
+        "set-device-by-rank",
+        gpus.GPUS,
+        "device-index",
+        "On a second node the ranks begin at 2, but the GPUs at 0.",
+        (gpus.SET_DEVICE, "    torch.cuda.set_device(rank)\n"),
+        (gpus.DEVICE, '    device = torch.device("cuda", rank)\n'),
+        (gpus.WRAP, "DistributedDataParallel(model, device_ids=[rank])"),
+    ),
+    mistake(
+        "gpu-numbers-begin-at-1",
+        gpus.GPUS,
+        "device-index",
+        "The number of a GPU begins at 0, so the last process asks for a GPU that does not exist.",
+        (gpus.SET_DEVICE, "    torch.cuda.set_device(local_rank + 1)\n"),
+        (gpus.DEVICE, '    device = torch.device("cuda", local_rank + 1)\n'),
+        (gpus.WRAP, "DistributedDataParallel(model, device_ids=[local_rank + 1])"),
     ),
 )
 
