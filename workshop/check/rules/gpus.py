@@ -5,7 +5,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from workshop.check.evidence.events import Autocasting, DeviceChosen, GpuMemory, GpuNoted, Raised, StepTaken
+from workshop.check.evidence.events import Autocasting, GpuMemory, GpuNoted, Raised, StepTaken
 from workshop.check.evidence.run import Process, Run
 from workshop.check.rules.processes import device_index, device_shared
 from workshop.check.rules.rule import NotJudged, Rule, Said, Seen, rule
@@ -106,12 +106,7 @@ def no_such_gpu(run: Run) -> Said:
 device_index.also(TWO_NODES, needs=(GpuNoted,))(no_such_gpu)
 
 
-@device_shared.also(TWO_NODES, after=(device_index,), needs=(GpuNoted,))
-def same_gpu(run: Run) -> Said:
-    """On two nodes with several GPUs each, two processes use the same one."""
-    for event in _failed(run, "same-gpu"):
-        where = next((chosen.where for chosen in run.all(DeviceChosen)), event.where)
-        yield Seen(f"on two nodes with GPUs, NCCL refuses {event.detail}", where)
+device_shared.also(TWO_NODES, after=(device_index,), needs=(GpuNoted,))(device_shared.detectors[0].function)
 
 
 @gpu_rule(

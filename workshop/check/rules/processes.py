@@ -8,6 +8,7 @@ from workshop.check.evidence.events import (
     Backward,
     DeviceChosen,
     GpuMemory,
+    GpuNoted,
     GroupDestroyed,
     Joined,
     Joining,
@@ -128,10 +129,15 @@ def device_index(run: Run) -> Said:
 )
 def device_shared(run: Run) -> Said:
     """On a machine with one device per process, two processes use the same device."""
+    never = "" if any(run.all(DeviceChosen)) else ", because no line chooses one"
+    for refused in [event for event in run.all(GpuNoted) if event.kind == "same-gpu"][:1]:
+        where = run.where(DeviceChosen) or run.where(Joined) or refused.where
+        yield Seen(f"two processes use the same GPU{never}, and NCCL refuses it: {refused.detail}", where)
+        return
     if run.failed:
         yield NotJudged("which device each process uses (the program fails where devices are only pretended)")
         return
-    used: dict[int, Process] = {}
+    used: dict[tuple[int, int], Process] = {}
     for process in run.ranks:
         where = next((event.where for event in process.of(Joined)), "")
         index = 0  # the device of a process that chooses none
@@ -139,12 +145,18 @@ def device_shared(run: Run) -> Said:
             index, where = (index, where) if event.index is None else (event.index, event.where)
         for memory in process.of(GpuMemory)[-1:]:  # where its tensors are says more than the device that it chose
             index = max(memory.bytes, key=memory.bytes.__getitem__, default=index)
-        if index in used:
-            never = "" if any(run.all(DeviceChosen)) else ", because no line chooses a device"
-            both = f"{named(used[index])} and {named(process)} both use device {index}"
-            yield Seen(f"on a machine with {run.nproc} devices, {both}{never}", where)
+        place = (_node(process), index)
+        if place in used:
+            both = f"{named(used[place])} and {named(process)} both use device {index}"
+            yield Seen(f"on a machine with one device per process, {both}{never}", where)
             return
-        used[index] = process
+        used[place] = process
+
+
+def _node(process: Process) -> int:
+    """The number of the first rank on the node of a process."""
+    started = process.first(Started)
+    return int(started.rank) - int(started.local_rank) if started and started.rank and started.local_rank else 0
 
 
 @rule(
