@@ -239,7 +239,9 @@ def test_two_ranks_on_one_gpu_are_refused(tmp_path):
 
 def test_set_device_by_rank_fails_only_on_the_second_node(tmp_path):
     program = tmp_path / "by_rank.py"
-    program.write_text(MINIMAL.read_text().replace('os.environ["LOCAL_RANK"]', 'os.environ["RANK"]'))
+    index = 'int(os.environ["LOCAL_RANK"]) % torch.accelerator.device_count()'
+    assert index in MINIMAL.read_text()
+    program.write_text(MINIMAL.read_text().replace(index, 'int(os.environ["RANK"])'))
     one = pretend(tmp_path, "torchrun", "--nproc-per-node=2", program)
     assert one.returncode == 0, one.stderr
     two = pretend(tmp_path, "torchrun", "--nproc-per-node=2", program, nodes=2)
@@ -284,6 +286,14 @@ install(2)
 """
     done = runs.run([sys.executable, "-c", code], tmp_path)
     assert f"UserError: pretended GPUs do not work with torch {torch.__version__}: cannot import name" in done.stderr
+
+
+def test_deepspeed_is_refused_in_one_sentence(tmp_path):
+    pytest.importorskip("deepspeed")
+    program = ROOT / "solutions" / "05_deepspeed" / "exercise1_deepspeed.py"
+    done = pretend(tmp_path, "python", *TORCHRUN, "--nproc-per-node=1", program, "--epochs=1")
+    assert done.returncode != 0
+    assert "DeepSpeed has CUDA code of its own, which pretended GPUs cannot run" in done.stderr
 
 
 def test_the_reports_are_json_with_the_figures_of_each_process(tmp_path):

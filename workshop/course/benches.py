@@ -78,8 +78,7 @@ class EpochsBench(ProgramBench):
     def offers(self) -> tuple[Scenario[Any], ...]:
         """The scenarios that this bench can make, in the order in which it makes them."""
         offers: list[Scenario[Any]] = [WHOLE, *([SPLIT] if self._saves else [])]
-        if self.launch != "single":
-            offers.append(SINGLE)
+        offers.append(DEVICES if self.launch == "single" else SINGLE)
         if self.launch == "torchrun":
             offers += [TWO_NODES, FAILING_RANK, NODES_OPTION, KILLS, STARTED]
         if self.launch == "spawn":

@@ -42,6 +42,18 @@ def start() -> None:
         os.register_at_fork(after_in_child=lambda: _report_until_the_end(Path(folder)))
 
 
+def refuse_deepspeed() -> None:
+    """Let DeepSpeed, which has been imported, refuse to train."""
+    deepspeed = sys.modules["deepspeed"]
+
+    def initialize(*_: object, **__: object) -> None:
+        sys.exit(
+            'DeepSpeed has CUDA code of its own, which pretended GPUs cannot run: hide them with CUDA_VISIBLE_DEVICES=""'
+        )
+
+    deepspeed.initialize = initialize  # type: ignore[attr-defined]
+
+
 def _report_until_the_end(folder: Path) -> None:
     atexit.register(_write, folder)
     ended = threading.Event()

@@ -1,6 +1,6 @@
 """The rules about GPUs: mistakes that they must name, and correct styles that must pass. All run on pretended GPUs."""
 
-from check.bank import gpus
+from check.bank import ddp, gpus
 from check.bank.case import mistake, style
 from check.bank.cases import bank_tests
 
@@ -200,6 +200,33 @@ MISTAKES = (
         (gpus.SEED, ""),
         (gpus.EPOCH_SEED, ""),
     ),
+    # ---- step-copies, step-waits in the exercise of stage 01
+    mistake(
+        "fast-indices-in-lists",
+        ddp.FAST,
+        "step-copies",
+        "Indexing with a list copies the list to the GPU, twice in each step.",
+        ("sampler=torch.tensor([*train_batches], device=device)", "sampler=train_batches"),
+    ),
+    mistake(
+        "fast-batches-copied",
+        ddp.FAST,
+        "step-copies",
+        "All samples are prepared once, but on the CPU, so each step copies its batch.",
+        ("return TensorDataset(images.to(device), labels.to(device))", "return TensorDataset(images, labels)"),
+        ("sampler=torch.tensor([*train_batches], device=device)", "sampler=torch.tensor([*train_batches])"),
+        ("torch.arange(len(test_set), device=device)", "torch.arange(len(test_set))"),
+    ),
+    mistake(
+        "fast-asks-whether-the-loss-is-finite",
+        ddp.FAST,
+        ("step-waits", "host-sync"),
+        "The if statement waits for the device in every step.",
+        (
+            "        loss.backward()\n",
+            "        if not torch.isfinite(loss):\n            break\n        loss.backward()\n",
+        ),
+    ),
     # ---- hints
     mistake(
         "item-in-every-step",
@@ -251,6 +278,12 @@ MISTAKES = (
 
 STYLES = (
     style("gpu-program-as-it-is", gpus.GPUS, "The program itself."),
+    style(
+        "fast-indices-moved-together",
+        ddp.FAST,
+        "The indices of an epoch are moved to the device in one tensor.",
+        ("sampler=torch.tensor([*train_batches], device=device)", "sampler=torch.tensor([*train_batches]).to(device)"),
+    ),
     style(
         "accelerator-api",
         gpus.GPUS,

@@ -9,21 +9,26 @@ from workshop.check.evidence.events import Autocasting, GpuMemory, GpuNoted, Rai
 from workshop.check.evidence.run import Process, Run
 from workshop.check.rules.processes import device_index, device_shared
 from workshop.check.rules.rule import NotJudged, Rule, Said, Seen, rule
+from workshop.check.rules.speed import data_per_sample, host_sync
 from workshop.check.rules.words import named, plural
 from workshop.check.scenarios import DEVICES, TWO_NODES
 
 STEPS = 3  # steps of a process from which on a rule judges what every step does
 REFUSED = ("two-devices", "numpy", "generator", "forked", "cpu-tensor", "no-such-gpu", "same-gpu")
+COPIES = ("pageable", "pageable-non-blocking", "pinned", "pinned-non-blocking")
 WAITS = ("wait", "synchronize")
 MANY = 4  # waits of a library in a step; GradScaler has one or two
 GROWTH = 512  # bytes by which every step increases the memory: the smallest piece that PyTorch takes from a GPU
 
 
-def gpu_rule(**settings: Any) -> Callable[[Callable[[Run], Said]], Rule]:
-    """Declare a rule about a run on pretended GPUs, on one node or on two."""
+def gpu_rule(
+    *, why: str, fix: str, mild: bool = False, anywhere: bool = True, **settings: Any
+) -> Callable[[Callable[[Run], Said]], Rule]:
+    """Declare a rule about a run on pretended GPUs, on one node or on two; ``mild``: it is advice about speed and memory."""
 
     def declare(function: Callable[[Run], Said]) -> Rule:
-        made = rule(runs=DEVICES, anywhere=True, needs=(GpuNoted,), **settings)(function)
+        flags = {"mild": mild, "anywhere": anywhere, "always": anywhere and not mild}
+        made = rule(why=why, fix=fix, runs=DEVICES, needs=(GpuNoted,), **flags, **settings)(function)
         made.also(TWO_NODES, active=True, **{name: settings[name] for name in ("after",) if name in settings})(function)
         return made
 
@@ -134,7 +139,8 @@ def loaded_elsewhere(run: Run) -> Said:
 @gpu_rule(
     why="A step that waits for the GPU leaves it without work until the CPU has issued the next operations.",
     fix="Keep values on the GPU with detach(), and read them with item() once per epoch; synchronize only to measure times.",
-    hint=True,
+    mild=True,
+    after=(host_sync,),
 )
 def step_waits(run: Run) -> Said:
     """Each step waits for the GPU."""
@@ -150,9 +156,24 @@ def step_waits(run: Run) -> Said:
 
 
 @gpu_rule(
+    why="Each copy takes time, and the GPU waits for the batch.",
+    fix="Move all samples to the GPU before the first epoch, and select each batch with a tensor of indices that is there too: "
+    ".to(device).",
+    mild=True,
+    anywhere=False,
+    after=(data_per_sample,),
+)
+def step_copies(run: Run) -> Said:
+    """Each step copies from the CPU to the GPU, although all data fits on the GPU."""
+    for process in run.ranks[:1]:
+        for where, times in _each_step(process, COPIES).most_common(1):
+            yield Seen(f"every step copies to the GPU ({plural(times, 'time')} at this line)", where)
+
+
+@gpu_rule(
     why="PyTorch keeps freed memory to use it again. After empty_cache() it has to ask the driver, which stops all work.",
     fix="Remove torch.cuda.empty_cache() from the loop; it does not make more memory available to this program.",
-    hint=True,
+    mild=True,
 )
 def cache_emptied(run: Run) -> Said:
     """Each step calls torch.cuda.empty_cache()."""
@@ -179,7 +200,7 @@ def _each_step(process: Process, kinds: tuple[str, ...]) -> Counter[str]:
 @gpu_rule(
     why="CUDA copies to the GPU without waiting only from pinned memory, so the copy waits all the same.",
     fix="Pass pin_memory=True to the DataLoader, or call pin_memory() on the tensor.",
-    hint=True,
+    mild=True,
 )
 def copy_not_pinned(run: Run) -> Said:
     """A copy with non_blocking=True comes from memory that is not pinned."""
@@ -191,7 +212,7 @@ def copy_not_pinned(run: Run) -> Said:
 @gpu_rule(
     why="The CPU waits for each copy, although the memory is pinned and it could already issue the forward pass.",
     fix="Copy with .to(device, non_blocking=True): operations of the GPU after it wait for the copy by themselves.",
-    hint=True,
+    mild=True,
 )
 def copy_blocks(run: Run) -> Said:
     """A copy from pinned memory waits."""
@@ -248,7 +269,7 @@ def gpu_not_seeded(run: Run) -> Said:
 @gpu_rule(
     why="bfloat16 has the range of float32, so no gradient underflows; the scaler costs a wait for the GPU in each step.",
     fix="Use torch.amp.GradScaler only with float16; leave it out with bfloat16.",
-    hint=True,
+    mild=True,
 )
 def scaler_unneeded(run: Run) -> Said:
     """Gradients are scaled although autocast computes in bfloat16."""

@@ -7,28 +7,34 @@ import os
 import sys
 
 
-class _AfterTorch(importlib.abc.MetaPathFinder):
-    """Finds torch as Python would, and calls ``start`` when its import is complete."""
+class _After(importlib.abc.MetaPathFinder):
+    """Finds a package as Python would, and calls a function of ``workshop.pretend.processes`` when its import is complete."""
+
+    def __init__(self, package, function):
+        self.package, self.function, self.searching = package, function, False
 
     def find_spec(self, name, path, target=None):
-        if name != "torch":
+        if name != self.package or self.searching:
             return None
-        sys.meta_path.remove(self)
+        self.searching = True
         spec = importlib.util.find_spec(name)
+        self.searching = False
+        if spec is None:
+            return None
         run = spec.loader.exec_module
 
         def exec_module(module):
             run(module)
-            from workshop.pretend.processes import start
+            from workshop.pretend import processes
 
-            start()
+            getattr(processes, self.function)()
 
         spec.loader.exec_module = exec_module
         return spec
 
 
 if os.environ.get("WORKSHOP_PRETEND"):
-    sys.meta_path.insert(0, _AfterTorch())
+    sys.meta_path[:0] = [_After("torch", "start"), _After("deepspeed", "refuse_deepspeed")]
 
 # Python imports only the first sitecustomize that it finds, so this one runs the next, which may be one of the site.
 _others = [folder for folder in sys.path if os.path.abspath(folder) != os.path.dirname(os.path.abspath(__file__))]
