@@ -42,6 +42,13 @@ def with_gpus() -> dict:
     return {name: os.environ.get(name) for name in ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES")}
 
 
+def on_gpus(count: int):
+    """Run a test on GPUs (marked gpu) and on pretended ones; it gets ``gpus``, the changes for ``environment``."""
+    real = [pytest.mark.gpu, pytest.mark.skipif(torch.cuda.device_count() < count, reason="needs a GPU")]
+    cases = [pytest.param(with_gpus(), marks=real, id="gpu"), pytest.param(pretended(count), id="pretended")]
+    return pytest.mark.parametrize("gpus", cases)
+
+
 def pretended(gpus: int, report: Path | None = None) -> dict:
     """Return changes for ``environment`` that give the processes of a run pretended GPUs."""
     path = os.pathsep.join((str(PATCHES), str(ROOT)))

@@ -141,13 +141,23 @@ def test_tensor_parallel_trains_with_the_optimizer_of_a_gpu(group, data, tmp_pat
 needs_gpu = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 
 
-@pytest.mark.parametrize("device", [pytest.param("cpu", marks=pytest.mark.full), pytest.param("cuda", marks=needs_gpu)])
-@pytest.mark.parametrize("name", ["DDP, torchrun", "Accelerate (DDP)", "ZeRO-3", "FSDP2", "tensor parallel"])
-def test_each_strategy_trains_with_one_process(name, device, data, tmp_path, monkeypatch):
+ALONE = ["DDP, torchrun", "Accelerate (DDP)", "FSDP2", "tensor parallel", "ZeRO-3"]
+DEVICES = {"cpu": [pytest.mark.full], "cuda": needs_gpu, "pretended": []}
+
+
+@pytest.mark.parametrize(
+    ("device", "name"),
+    [
+        pytest.param(device, name, marks=marks, id=f"{device}-{name}")
+        for device, marks in DEVICES.items()
+        for name in (ALONE[:-1] if device == "pretended" else ALONE)  # DeepSpeed does not run on pretended GPUs
+    ],
+)
+def test_each_strategy_trains_with_one_process(device, name, data, tmp_path, monkeypatch):
     """A single process has nobody to communicate with, but DDP still calls broadcast for the buffers of the model."""
     from transformers import AutoModelForCausalLM
 
-    gpus = runs.with_gpus() if device == "cuda" else {}
+    gpus = {"cpu": {}, "cuda": runs.with_gpus(), "pretended": runs.pretended(1)}[device]
     for key, value in runs.environment(WORKSHOP_DATA=data, **gpus).items():
         monkeypatch.setenv(key, value)
     strategy = next(each for each in STRATEGIES if each.name == name)
@@ -156,10 +166,12 @@ def test_each_strategy_trains_with_one_process(name, device, data, tmp_path, mon
     alone = run_one(STRATEGIES[0], tmp_path, 20, "float32", 1, lambda line: None)
     found = run_one(strategy, tmp_path, 20, "float32", 1, lambda line: None)
     assert alone["failure"] == found["failure"] == ""
-    assert alone["device"] == found["device"] == device
+    assert alone["device"] == found["device"] == ("cpu" if device == "cpu" else "cuda")
     assert found["loss_difference"] < 1e-3  # a GPU sums in a different order each time
     model = AutoModelForCausalLM.from_pretrained(data / "models" / TINY)
-    assert found["sent"] == (sum(buffer.nbytes for buffer in model.buffers()) if "DDP" in name else 0)
+    # Accelerate wraps a model in DDP on a GPU only if there are several processes.
+    wrapped = name == "DDP, torchrun" or (name == "Accelerate (DDP)" and device == "cpu")
+    assert found["sent"] == (sum(buffer.nbytes for buffer in model.buffers()) if wrapped else 0)
 
 
 def row(name, **figures):

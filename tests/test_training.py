@@ -137,15 +137,13 @@ def test_the_fast_solution_indexes_with_tensors_and_updates_all_parameters_toget
 
 
 needs_gpus = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-needs_2_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs a GPU")
 
 
-@pytest.mark.gpu
-@needs_gpus
+@runs.on_gpus(1)
 @pytest.mark.parametrize("kind", ["single", "spawn", "torchrun"])
-def test_one_process_on_the_gpu_gives_the_golden_losses(kind, tmp_path):
+def test_one_process_on_the_gpu_gives_the_golden_losses(kind, gpus, tmp_path):
     """The tolerance is wider, because newer GPUs round convolutions to TF32."""
-    log = runs.train(kind, 1, tmp_path, "--epochs", EPOCHS, "--batch-size", 128, **runs.with_gpus())
+    log = runs.train(kind, 1, tmp_path, "--epochs", EPOCHS, "--batch-size", 128, **gpus)
     assert log[0]["device"] == "cuda"
     assert runs.losses(log) == pytest.approx(json.loads(GOLDEN.read_text()), rel=0.1, abs=2e-2)
     assert log[-1]["accuracy"] >= 0.95
@@ -166,11 +164,10 @@ def test_no_step_of_the_fast_solution_waits_for_the_gpu(tmp_path):
     assert max(map(waits.count, waits), default=0) < 20, waits
 
 
-@pytest.mark.gpu
-@needs_2_gpus
+@runs.on_gpus(2)
 @pytest.mark.parametrize("kind", ["spawn", "torchrun"])
-def test_two_processes_on_two_gpus_give_the_golden_losses(kind, tmp_path):
-    log = runs.train(kind, 2, tmp_path, "--epochs", EPOCHS, "--batch-size", 64, **runs.with_gpus())
+def test_two_processes_on_two_gpus_give_the_golden_losses(kind, gpus, tmp_path):
+    log = runs.train(kind, 2, tmp_path, "--epochs", EPOCHS, "--batch-size", 64, **gpus)
     assert log[0]["device"] == "cuda"
     assert runs.losses(log) == pytest.approx(json.loads(GOLDEN.read_text()), rel=0.1, abs=2e-2)
 
