@@ -12,7 +12,7 @@ import torch
 
 import needs
 from workshop.errors import UserError
-from workshop.pretend.processes import variables
+from workshop.measure.pretended_processes import variables
 from workshop.repository import ROOT
 from workshop.run.environment import environment as run_environment
 from workshop.run.processes import Background

@@ -10,7 +10,7 @@ import torch
 
 import runs
 from test_cli import workshop
-from workshop.pretend.table import KINDS, NOT_SHOWN
+from workshop.measure.pretended_table import KINDS, NOT_SHOWN
 from workshop.repository import ROOT
 
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--local-addr=127.0.0.1"]

@@ -58,7 +58,7 @@ def test_after_a_restart_the_step_counts_of_adamw_are_on_the_cpu(script, tmp_pat
 def test_every_program_loads_its_checkpoint_on_the_cpu():
     folders = [*runs.ROOT.glob("0*"), *(runs.ROOT / name for name in ("slurm-multinode", "solutions", "docs"))]
     loads = {}
-    for path in (path for folder in folders for path in folder.rglob("*.py")):
+    for path in (path for folder in folders for path in folder.rglob("*.py") if "runs" not in path.parts):
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Call) and ast.unparse(node.func) == "torch.load":
                 loads[f"{path.relative_to(runs.ROOT)}:{node.lineno}"] = ast.unparse(node)

@@ -162,7 +162,7 @@ def pretend(gpus, nodes, command) -> None:
     COMMAND is the command of the program, for example torchrun --nproc-per-node=2 train.py. Its tensors are on cuda:0, cuda:1
     and so on, and are computed on the CPU.
     """
-    from workshop.pretend.command import run_pretended
+    from workshop.measure.pretended import run_pretended
 
     sys.exit(run_pretended(gpus, nodes, command))
 

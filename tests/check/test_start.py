@@ -264,9 +264,7 @@ def test_only_the_modules_that_the_program_imports_are_read(package):
 def test_training_only_the_head_is_no_mistake(package):
     train = package / "trainer" / "train.py"
     model = "model = DDP(torch.nn.Linear(4, 1).cuda(), device_ids=[rank])\n"
-    head = (
-        "net = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 1))\nmodel = DDP(net, device_ids=[rank])\n"
-    )
+    head = "net = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 1)).cuda()\nmodel = DDP(net, device_ids=[rank])\n"
     assert GPU_PROGRAM.count(model) == GPU_PROGRAM.count("SGD(model.parameters()") == 1
     train.write_text(GPU_PROGRAM.replace(model, head).replace("SGD(model.parameters()", "SGD(net[1].parameters()"))
     *_, verdict = check_command(MODULE, folder=package)

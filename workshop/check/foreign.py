@@ -24,6 +24,7 @@ from workshop.check.evidence.events import (
     CheckpointCalled,
     FileRenamed,
     FileWritten,
+    GpuNoted,
     Joined,
     Loaded,
     Saved,
@@ -82,7 +83,7 @@ class OwnersBench(ProgramBench):
     @property
     def offers(self) -> tuple[Scenario[Any], ...]:
         """The scenarios that it can make, in the order in which they are made."""
-        pretended = (TWO_NODES if self.launch == "torchrun" and self.start.nodes == 1 else DEVICES,)
+        pretended = (*([TWO_NODES] if self.launch == "torchrun" and self.start.nodes == 1 else []), DEVICES)
         return (WHOLE, COMPARED, SPLIT, *(pretended if self.on_cpu and GPU.search(self.text) else ()))
 
     def makers(self) -> dict[Scenario[Any], Callable[[Made], object]]:
@@ -175,7 +176,10 @@ class OwnersBench(ProgramBench):
     def _pretended(self, made: Made, nproc: int, nodes: int) -> Run:
         """Run some steps on pretended GPUs. If the program resumes, the run is one that has resumed on them."""
         whole: Run = made[WHOLE]
-        if whole.failed or not whole.trained:
+        before: Run | None = made.get(TWO_NODES)
+        # A second run is needed only if the program has failed on the second node, as many do that are for one node.
+        enough = before and not any(event.kind == "no-such-gpu" for event in before.all(GpuNoted))
+        if whole.failed or not whole.trained or enough:
             raise Unavailable("")
         run = partial(self._run, nproc=nproc, nodes=nodes, devices=True, gpus=None)
         scratch, saves = self.folder(), _first_save(whole)

@@ -28,7 +28,7 @@ _threads = threading.local()  # the current GPU of each other thread, which star
 
 allocated: Counter[int] = Counter()  # bytes on each GPU now
 peak: Counter[int] = Counter()  # the most bytes that were on each GPU at a time
-notes: defaultdict[tuple[str, str], Counter[str]] = defaultdict(Counter)  # kind and detail -> FILE:LINE -> how often
+notes: defaultdict[tuple[str, str], Counter[str]] = defaultdict(Counter)  # kind and detail -> line -> how often
 listeners: list[Callable[[str, str], None]] = []  # called with each kind and its detail
 states: dict[int, torch.Tensor] = {}  # the state of the random number generator of each GPU
 seeded: set[int] = set()  # the GPUs whose generator the program has seeded
@@ -57,7 +57,7 @@ def count() -> int:
 
 
 def place() -> str | None:
-    """Return FILE:LINE of the innermost frame of the program, or None in a thread that runs only code of libraries."""
+    """Return the line of the innermost frame of the program, or None in a thread that runs only code of libraries."""
     frame = sys._getframe(1)
     while frame:
         file = frame.f_code.co_filename
@@ -68,7 +68,7 @@ def place() -> str | None:
 
 
 def note(kind: str, detail: str = "") -> None:
-    """Count something that the program does, with its line; ``table.KINDS`` explains the kinds."""
+    """Count something that the program does, with its line. ``workshop.measure.pretended_table`` explains the kinds."""
     if line := place():
         notes[kind, detail][line] += 1
         for listener in listeners:

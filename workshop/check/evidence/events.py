@@ -84,7 +84,7 @@ class DeviceChosen(Event):  # the program asked for the device with this index
 class GpuNoted(
     Event
 ):  # on pretended GPUs: a copy, a wait, an operation that CUDA refuses, or another thing that a GPU shows
-    kind: str  # see workshop/pretend/table.py
+    kind: str  # see workshop/measure/pretended_table.py
     detail: str
 
 

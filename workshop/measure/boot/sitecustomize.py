@@ -8,7 +8,7 @@ import sys
 
 
 class _After(importlib.abc.MetaPathFinder):
-    """Finds a package as Python would, and calls a function of ``workshop.pretend.processes`` when its import is complete."""
+    """Finds a package as Python would, and calls a function of ``pretended_processes`` when its import is complete."""
 
     def __init__(self, package, function):
         self.package, self.function, self.searching = package, function, False
@@ -25,7 +25,7 @@ class _After(importlib.abc.MetaPathFinder):
 
         def exec_module(module):
             run(module)
-            from workshop.pretend import processes
+            from workshop.measure import pretended_processes as processes
 
             getattr(processes, self.function)()
 

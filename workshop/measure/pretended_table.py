@@ -68,7 +68,7 @@ def print_table(reports: list[dict], gpus: int, nodes: int) -> None:
     """Print what the processes of a run did with their GPUs.
 
     Args:
-        reports: what each process has reported; see ``processes.py``.
+        reports: what each process has reported; see ``pretended_processes.py``.
         gpus: pretended GPUs per node.
         nodes: simulated nodes.
     """
@@ -128,6 +128,6 @@ def _times(ranks: dict[int, int], processes: int) -> str:
 
 
 def _short(place: str) -> str:
-    """Return FILE:LINE with the path from the working folder, if the file is below it."""
+    """Return a line with the path of its file from the working folder, if the file is below it."""
     file, _, line = place.rpartition(":")
     return f"{os.path.relpath(file)}:{line}" if file.startswith(os.getcwd() + os.sep) else place

@@ -12,8 +12,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from workshop.errors import UserError
-from workshop.pretend.processes import variables
-from workshop.pretend.table import print_table
+from workshop.measure.pretended_processes import variables
+from workshop.measure.pretended_table import print_table
 from workshop.run.environment import environment, loopback
 from workshop.run.processes import end_family
 
