@@ -39,7 +39,8 @@ def plan(subject: Subject, offers: tuple[Scenario[Any], ...]) -> tuple[list[Scen
 def _counts(subject: Subject, detector: Detector) -> bool:
     """Whether the check makes scenarios for a detector: not for hints, nor for always-asked rules that no goal lists."""
     listed = any(detector.rule in goal.rules for goal in subject.goals)
-    return not detector.passive and (listed or not (detector.rule.always or subject.advises(detector.rule)))
+    unlisted = bool(subject.goals) and detector.rule.always  # in a program without goals, no goal lists it
+    return not detector.passive and (listed or not (unlisted or subject.advises(detector.rule)))
 
 
 def in_order(detectors: list[Detector]) -> list[Detector]:
