@@ -176,9 +176,10 @@ def versions() -> dict[str, str]:
 def prepare(items: "Sequence[Item]", day: "Day") -> dict | None:
     """Write the small model and the data set once, before several items need them at the same time; return the row of this."""
     from workshop.measure.gpu_items import Item
-    from workshop.measure.gpu_runs import run_item
+    from workshop.measure.gpu_runs import obstacle_to, run_item
 
-    words = [word for item in items for command in item.commands for word in command]
+    able = [item for item in items if not obstacle_to(item, day)]
+    words = [word for item in able for command in item.commands for word in command]
     options = ["model"] if any(part in word for word in words for part in NEED_MODEL) else []
     if "--dataset=mnist" in words:
         options.append(f"mnist={os.environ.get('WORKSHOP_DATA') or require_stages() / 'data'}")

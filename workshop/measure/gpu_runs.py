@@ -89,7 +89,7 @@ def run_item(item: Item, day: Day) -> dict:
         with figures; ``reason``: why it failed or did not run, or "".
     """
     row = {"item": item.name, "state": NOT_RUN, "seconds": 0.0, "command": _shown(item), "figures": [], "reason": ""}
-    if obstacle := _obstacle(item, day):
+    if obstacle := obstacle_to(item, day):
         return row | {"reason": obstacle}
     place = day.scratch / slug(item.name)
     shutil.rmtree(place, ignore_errors=True)
@@ -134,7 +134,7 @@ def _shown(item: Item) -> str:
     return text.replace(f"{ROOT}/", "").replace(sys.executable, "python")
 
 
-def _obstacle(item: Item, day: Day) -> str:
+def obstacle_to(item: Item, day: Day) -> str:
     """Return why an item cannot run now, or ""."""
     if item.obstacle:
         return item.obstacle
