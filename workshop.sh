@@ -23,7 +23,7 @@ use_existing() {
     is_new_enough "$WORKSHOP_PYTHON" || die "WORKSHOP_PYTHON=$WORKSHOP_PYTHON: Python 3.11 or newer is needed"
     export PYTHONPATH=$root${PYTHONPATH:+:$PYTHONPATH}
     local missing
-    missing=$("$WORKSHOP_PYTHON" - "$root/pyproject.toml" <<'PY'
+    missing=$("$WORKSHOP_PYTHON" - "$root/pyproject.toml" "${1:-}" <<'PY'
 import re
 import sys
 import tomllib
@@ -33,6 +33,8 @@ modules = {"pillow": "PIL", "scikit-learn": "sklearn"}  # packages whose module 
 with open(sys.argv[1], "rb") as file:
     lines = tomllib.load(file)["project"]["dependencies"]
 names = [re.match(r"[\w-]+", line)[0] for line in lines]
+if sys.argv[2] == "gpu-day":  # it reports what the other packages prevent
+    names = ["torch", "torchvision", "numpy", "pillow", "scikit-learn", "tqdm", "click", "rich", "psutil"]
 print(*[name for name in names if find_spec(modules.get(name, name)) is None])
 PY
     )

@@ -61,6 +61,8 @@ def test_without_a_command_it_shows_the_help():
         ["submit", "nowhere.sh", "--site", "local"],
         ["submit", "nowhere.sh", "--site", "atlantis"],
         ["check", "nowhere.sh"],
+        ["gpu-day"],
+        ["gpu-day", "--output", "day", "--minutes", "x"],
     ],
 )
 def test_mistakes_are_reported_in_one_line(arguments, tmp_path):

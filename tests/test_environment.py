@@ -270,9 +270,9 @@ def test_a_terminal_shows_a_progress_bar_and_a_pipe_does_not(clone):
     ]
 
 
-def run_script(path: str, tmp_path, **environment) -> subprocess.CompletedProcess:
+def run_script(path: str, tmp_path, *command: str, **environment) -> subprocess.CompletedProcess:
     return subprocess.run(
-        ["/bin/bash", ROOT / "workshop.sh", "--help"],
+        ["/bin/bash", ROOT / "workshop.sh", *command, "--help"],
         env={"PATH": path, "HOME": str(tmp_path), **environment},
         capture_output=True,
         text=True,
@@ -321,6 +321,13 @@ def test_the_packages_missing_in_an_existing_environment_are_named(tmp_path):
     assert f"lacks: {' '.join(needed)} (add them: " in done.stderr.replace("PIL", "pillow").replace(
         "sklearn", "scikit-learn"
     )
+
+
+def test_gpu_day_asks_only_for_the_packages_that_all_its_items_need(tmp_path):
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", tmp_path / "bare"], check=True)
+    done = run_script("/usr/bin:/bin", tmp_path, "gpu-day", WORKSHOP_PYTHON=str(tmp_path / "bare" / "bin" / "python"))
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1)
+    assert "lacks: torch torchvision numpy pillow scikit-learn tqdm click rich psutil (add them: " in done.stderr
 
 
 SITE_RUNS = ["runner", pytest.param("job", marks=[pytest.mark.full, runs.needs_cluster])]

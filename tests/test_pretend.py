@@ -56,6 +56,27 @@ def test_tensors_are_on_the_gpu_that_the_program_names(tmp_path):
     )
 
 
+def test_fully_shard_moves_a_model_to_the_gpu(tmp_path):
+    """It moves the parameters of a model that is on the CPU. An integer buffer, as in BatchNorm, needs no gradient."""
+    pretended(
+        """
+        import torch.distributed as dist
+        from torch.distributed.fsdp import fully_shard
+
+        torch.cuda.set_device(1)
+        dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1)
+        for device in ("cpu", "cuda"):
+            model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.BatchNorm1d(4)).to(device)
+            fully_shard(model)
+            model(torch.ones(2, 4, device="cuda")).sum().backward()
+            found = [*model.parameters(), *model.buffers(), *(each.grad for each in model.parameters())]
+            assert {str(each.device) for each in found} == {"cuda:1"}, found
+        dist.destroy_process_group()
+        """,
+        tmp_path,
+    )
+
+
 REFUSED = {
     "torch.ones(2, device='cuda') + torch.ones(2)": "two devices, cuda:0 and cpu",
     "torch.ones(2, device='cuda:0') + torch.ones(2, device='cuda:1')": "two devices, cuda:0 and cuda:1",

@@ -258,6 +258,21 @@ def memory(model, batch_size, sequence_length, gpus, measure, output) -> None:
     sys.exit(run_memory(model, batch_size, sequence_length, gpus, measure, output))
 
 
+@app.command("gpu-day")
+@click.option("--minutes", type=float, default=9, show_default=True, help="Time until the command ends.")
+@click.option("--output", required=True, metavar="DIR", help="Folder for gpu-day.json and the logs.")
+@click.option("--only", default="", metavar="WORD", help="Only the items whose name contains WORD.  [default: all]")
+def gpu_day(minutes, output, only) -> None:
+    """Run everything that needs a GPU, the most valuable first.
+
+    The items are the tests for GPUs, the programs of all stages, and the benchmarks. The command ends in time, even if an item
+    hangs, and says which items did not run. It needs no network and only part of the packages of the course.
+    """
+    from workshop.measure.gpu_day import run_gpu_day
+
+    sys.exit(run_gpu_day(minutes, output, only))
+
+
 @app.command()
 @click.argument("script")
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)

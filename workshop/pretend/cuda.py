@@ -191,6 +191,7 @@ def install() -> None:
     _replace(torch.cuda, both | cuda)
     _replace(torch.cuda.random, {name: cuda[name] for name in cuda if "seed" in name or "rng" in name})
     _replace(torch.accelerator, both | accelerator)
+    torch._C._get_accelerator = lambda check=None: torch.device("cuda")  # fully_shard without a mesh asks this
     torch.Generator = Generator
     PrivateUse1Module.manual_seed_all(random.getrandbits(32))
     devices.seeded.clear()  # only what the program does counts

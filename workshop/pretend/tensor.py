@@ -338,6 +338,9 @@ class Dispatch(TorchDispatchMode):
         return func(*args, **kwargs)
 
 
+SET_DATA = torch.Tensor.data.__set__  # tensor.data = ...
+
+
 class NameDevice(TorchFunctionMode):
     """Replaces "cuda" by the current GPU in all calls: C++ would ask CUDA which one that is."""
 
@@ -351,9 +354,19 @@ class NameDevice(TorchFunctionMode):
             args = (args[0], torch.device("cuda", index_of(args[1])), *args[2:])
         if isinstance(number := kwargs.get("device"), int):
             kwargs = kwargs | {"device": torch.device("cuda", index_of(number))}
+        if func == SET_DATA and isinstance(args[1], PretendTensor) and not isinstance(args[0], PretendTensor):
+            return _move_to_gpu(*args)
         if func is torch.device or (func in ANSWERS and func is not torch.Tensor.to):
             return func(*args, **kwargs)
         return func(*map(_named, args), **{name: _named(value) for name, value in kwargs.items()})
+
+
+def _move_to_gpu(tensor: torch.Tensor, moved: torch.Tensor) -> None:
+    """Do what ``tensor.data = moved`` does, which fully_shard calls for the parameters of a model on the CPU."""
+    moved = moved.detach()
+    if isinstance(tensor, torch.nn.Parameter):
+        moved = torch.nn.Parameter(moved, tensor.requires_grad)
+    torch.utils.swap_tensors(tensor, moved)
 
 
 def _named(value):

@@ -183,11 +183,15 @@ def _memory() -> int:
 
 
 def end_family(process: subprocess.Popen[Any], grace: float = 5) -> None:
-    """End a program and all processes that it started: SIGTERM, and SIGKILL for what is left after ``grace`` seconds."""
+    """End a program and all processes that it started: SIGTERM, and SIGKILL for what is left after ``grace`` seconds.
+
+    This returns after a few times ``grace`` seconds, even if a process waits for the driver of a GPU and cannot be killed.
+    """
     members = family(process.pid)
     for signal in ("terminate", "kill"):
         for member in members:
             with suppress(psutil.NoSuchProcess):
                 getattr(member, signal)()
         members = psutil.wait_procs(members, timeout=grace)[1]
-    process.wait()
+    with suppress(subprocess.TimeoutExpired):
+        process.wait(grace)
