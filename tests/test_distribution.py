@@ -162,7 +162,10 @@ def test_the_wheel_contains_the_check_and_what_it_imports(wheel):
     with tarfile.open(next(wheel.parent.glob("*.tar.gz"))) as archive:
         assert inside <= {name.partition("/")[2] for name in archive.getnames()}
     assert expected - {"workshop/__init__.py"} <= inside
-    packages = ("workshop/run/", "workshop/pretend/__init__.py")  # Python needs the second one, but no module imports it
+    packages = (
+        "workshop/run/",
+        "workshop/pretend/__init__.py",
+    )  # Python needs the second one, but no module imports it
     others = {name for name in inside - expected if not name.startswith(packages)}
     assert not others, "the wheel contains files that the check does not import"
 

@@ -7,6 +7,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from workshop.repository import ROOT
+
 NOT_SHOWN = (
     "Pretended GPUs compute on the CPU. They do not show speed, overlap, races, memory that runs out, or kernels, and "
     "torch.compile does nothing."
@@ -128,6 +130,7 @@ def _times(ranks: dict[int, int], processes: int) -> str:
 
 
 def _short(place: str) -> str:
-    """Return a line with the path of its file from the working folder, if the file is below it."""
-    file, _, line = place.rpartition(":")
-    return f"{os.path.relpath(file)}:{line}" if file.startswith(os.getcwd() + os.sep) else place
+    """Return a line with the path of its file from the working folder or from the folder of the course, if it is in one."""
+    for folder in (os.getcwd(), str(ROOT)):
+        place = place.removeprefix(folder + os.sep)
+    return place
