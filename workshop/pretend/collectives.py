@@ -32,7 +32,8 @@ def check(func, args, flat) -> None:
         return
     name = func._schema.name
     if "barrier" in name:
-        if not devices.chosen:
+        # NCCL need not guess if the group already knows its GPU, or if there is only one.
+        if not devices.chosen and devices.count() > 1 and group.group_name not in _met:
             devices.note("barrier")
         return
     tensors = [each for each in flat if isinstance(each, torch.Tensor)]
@@ -94,7 +95,8 @@ def _backend_of(group) -> str:
 def _init_process_group(original):
     @wraps(original)
     def init_process_group(backend=None, *args, **kwargs):
-        kwargs.pop("device_id", None)
+        if kwargs.pop("device_id", None) is not None:
+            devices.chosen = True  # for the group, which then knows the GPU of its barriers
         kwargs.pop("pg_options", None)
         original("gloo", *args, **kwargs)
         declared[c10d._get_default_group().group_name] = str(backend or "cpu:gloo,cuda:nccl").lower()

@@ -33,6 +33,8 @@ class Gpus(Probe):
 
     @before(torch.amp.autocast_mode.autocast, "__enter__")
     def _autocast(self, context: Any) -> None:
+        if not context._enabled:
+            return
         device = "cuda" if context.device == devices.NAME else context.device
         self.note_here(Autocasting(device=device, dtype=str(context.fast_dtype).removeprefix("torch.")))
 

@@ -86,9 +86,8 @@ def gpu_refused(run: Run) -> Said:
         yield Seen("DDP refuses device_ids: the model is not on this GPU", run.where(Raised))
     elif run.failed and not any(event.kind in REFUSED for event in run.all(GpuNoted)):
         found = run.first_exception()
-        yield NotJudged(
-            f"what GPUs show (on pretended GPUs the program fails: {found[1].message if found else run.hung})"
-        )
+        message, *_ = (found[1].message if found else run.hung).splitlines() or [""]
+        yield NotJudged(f"what GPUs show (on pretended GPUs the program fails: {message})")
 
 
 @gpu_rule(
@@ -117,6 +116,7 @@ device_shared.also(TWO_NODES, after=(device_index,), needs=(GpuNoted,))(device_s
 @gpu_rule(
     why="The GPUs are idle, and a CPU trains many times slower.",
     fix="Choose the GPU by the local rank: torch.accelerator.set_device_index(local_rank), and move the model there.",
+    mild=True,  # the options of a program may ask for the CPU
     after=(device_index, device_shared),
 )
 def gpu_unused(run: Run) -> Said:
@@ -132,8 +132,12 @@ def gpu_unused(run: Run) -> Said:
 )
 def loaded_elsewhere(run: Run) -> Said:
     """A rank loads tensors onto the GPU of another rank."""
-    for process, event in itertools.islice(_noted(run, "loaded-elsewhere"), 1):
-        yield Seen(f"{named(process)} loads tensors onto {event.detail}, which is not its own", event.where)
+    for process, event in _noted(run, "loaded-elsewhere"):
+        memory = next((each.bytes for each in reversed(process.of(GpuMemory))), {})
+        own = max(memory, key=memory.__getitem__, default=None)  # a program can use a GPU that is not the current one
+        if event.detail != f"GPU {own}":
+            yield Seen(f"{named(process)} loads tensors onto {event.detail}, which is not its own", event.where)
+            return
 
 
 @gpu_rule(
@@ -245,7 +249,8 @@ def barrier_before_gpu(run: Run) -> Said:
 
 @gpu_rule(
     why="Tensors that are kept on the GPU, often with the graph of a loss, take memory until it runs out.",
-    fix="Keep numbers, not tensors: loss.item() once in a while, or sums of detach(); move outputs with .cpu().",
+    fix="Keep sums of detach(), or move outputs with .cpu(). A list of detached losses is small if it ends with the epoch.",
+    mild=True,
 )
 def memory_grows(run: Run) -> Said:
     """The memory on the GPU grows with every step."""

@@ -144,8 +144,11 @@ def device_shared(run: Run) -> Said:
         index = 0  # the device of a process that chooses none
         for event in process.of(DeviceChosen):
             index, where = (index, where) if event.index is None else (event.index, event.where)
-        for memory in process.of(GpuMemory)[-1:]:  # where its tensors are says more than the device that it chose
-            index = max(memory.bytes, key=memory.bytes.__getitem__, default=index)
+        memory = [event.bytes for event in process.of(GpuMemory)][-1:]
+        if memory == [{}]:
+            continue  # it trains on the CPU
+        for each in memory:  # where its tensors are says more than the device that it chose
+            index = max(each, key=each.__getitem__)
         place = (_node(process), index)
         if place in used:
             both = f"{named(used[place])} and {named(process)} both use device {index}"
