@@ -131,7 +131,7 @@ def figures(output: str) -> list[str]:
 def _shown(item: Item) -> str:
     """Return the commands of an item as a reader would type them in the top folder of the course."""
     text = " && ".join(shlex.join(command) for command in item.commands)
-    return text.replace(f"{ROOT}/", "").replace(sys.executable, "python")
+    return text.replace(sys.executable, "python").replace(f"{ROOT}/", "")
 
 
 def obstacle_to(item: Item, day: Day) -> str:
