@@ -1,0 +1,101 @@
+"""Build data parallelism: every process has the whole model and a part of each batch, and their gradients are averaged.
+
+N processes:  torchrun --standalone --nproc-per-node=2 06_build_your_own/exercise1_ddp.py
+Slurm:        srun --ntasks=1 --gpus=4 --cpus-per-task=32 06_build_your_own/exercise1_run_ddp.sh
+"""
+
+import os
+
+from workshop.training.launcher import exit_with_launcher
+
+exit_with_launcher()  # this process must end if torchrun is killed (kill -9); before the slow imports
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.elastic.multiprocessing.errors import record
+
+from workshop.training.building import SEED, Log, batches, loss_of, parse_arguments
+from workshop.training.decoder import Transformer
+
+
+class DDP(nn.Module):
+    """Keep a module equal on all ranks: average its gradients over the ranks.
+
+    Args:
+        module: any module, already on its device. All ranks must run equally many backward passes through it.
+        bucket_bytes: gradients are communicated together until they have this number of bytes.
+        group: the ranks that share the module; None: all.
+    """
+
+    def __init__(self, module, bucket_bytes=1 << 18, group=None):
+        super().__init__()
+        self.module, self.group = module, group
+        # TODO 1: All ranks start with the parameters and buffers of the first rank of the group, whatever they have created.
+        # Then remove the common seed in train(). Look up: torch.distributed.broadcast.
+
+        # TODO 2: Start to average each gradient during the backward pass, as soon as it is ready, and continue to compute. Wait
+        # for all of them at the end of the backward pass. Then remove average_gradients() and its call. Parameters that need
+        # no gradient, or that the backward pass did not use, must not make the ranks wait for each other forever.
+        # Look up: Tensor.register_post_accumulate_grad_hook, async_op. queue_callback is explained in the notebook.
+
+        # TODO 3: Average many small gradients in one call: collect them in buckets of bucket_bytes. All ranks must send the
+        # buckets in the same order. The gradients of the last layers are ready first.
+
+    def forward(self, *args, **kwargs):
+        # TODO 4: Raise a ValueError that names the parameter, if one was replaced, moved, frozen or unfrozen since the module
+        # was wrapped: its gradient would not be averaged, and the ranks would train different models without an error.
+        return self.module(*args, **kwargs)
+
+    def average_gradients(self):
+        """Average the gradients after the backward pass: one call for each parameter, while nothing is computed."""
+        for parameter in self.module.parameters():
+            if parameter.grad is not None:
+                dist.all_reduce(parameter.grad, group=self.group)
+                parameter.grad /= dist.get_world_size(self.group)
+
+
+@record  # torchrun then shows the traceback of the rank that failed first
+def main():
+    args = parse_arguments(__doc__, options, learning_rate=0.1)
+    device = choose_device(int(os.environ["LOCAL_RANK"]))
+    dist.init_process_group(dist.get_default_backend_for_device(device))
+    try:
+        train(device, args)
+    finally:
+        dist.destroy_process_group()
+
+
+def options(parser):
+    parser.add_argument("--pytorch", action="store_true", help="use PyTorch's DDP")
+
+
+def choose_device(local_rank):
+    # In a CUDA build, current_accelerator() returns "cuda" even without a GPU, so ask is_available() first.
+    if not torch.accelerator.is_available():
+        return torch.device("cpu")
+    torch.accelerator.set_device_index(local_rank % torch.accelerator.device_count())  # 0 if only one GPU is visible
+    return torch.accelerator.current_accelerator()
+
+
+def train(device, args):
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    torch.manual_seed(SEED)  # TODO 1: the same random parameters on all ranks; use SEED + rank when DDP does not need this
+    model = Transformer(args.config).to(device, args.dtype)
+    model = nn.parallel.DistributedDataParallel(model) if args.pytorch else DDP(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=args.learning_rate, momentum=0.9)
+    log = Log(args, device)
+    for inputs, targets in batches(args):
+        inputs, targets = inputs[rank::world_size].to(device), targets[rank::world_size].to(device)
+        loss = loss_of(model(inputs), targets)
+        loss.backward()
+        if not args.pytorch:
+            model.average_gradients()  # TODO 2: remove this
+        optimizer.step()
+        optimizer.zero_grad()
+        log.step(loss)
+    log.end()
+
+
+if __name__ == "__main__":
+    main()
