@@ -41,14 +41,13 @@ class ShardedOptimizer(torch.optim.Optimizer):
             ours.update({name: value for name, value in inner.items() if name not in ours})  # the default options
 
     def add_param_group(self, param_group):
-        """Add a group of parameters, each of which goes to the rank with the fewest elements so far; the largest come first."""
+        """Add a group of parameters."""
         super().add_param_group(param_group)
-        added = self.param_groups[-1]["params"]
-        for parameter in sorted(added, key=torch.numel, reverse=True):
+        for parameter in sorted(self.param_groups[-1]["params"], key=torch.numel, reverse=True):
             sizes = [0] * self.world_size
             for each, owner in self.owners.items():
                 sizes[owner] += each.numel()
-            self.owners[parameter] = sizes.index(min(sizes))
+            self.owners[parameter] = sizes.index(min(sizes))  # the rank with the fewest elements so far
         if self.inner:
             self.inner.add_param_group(self.own_part(self.param_groups[-1]))
 
@@ -71,7 +70,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def share_parameters(self):
-        """Send the updated parameters to all ranks: each rank sends all of its parameters of one type in one call."""
+        """Send the updated parameters to all ranks."""
         trained = [parameter for parameter in self.owners if parameter.requires_grad]
         sent = []
         for rank, dtype in sorted({(self.owners[each], each.dtype) for each in trained}, key=str):
@@ -84,7 +83,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 each.copy_(values.view_as(each))
 
     def state_dict(self):
-        """Return the state that ``optimizer_class`` would have without sharding. All ranks must call this together."""
+        """Return the state of the optimizer. All ranks must call this together."""
         full = super().state_dict()  # with the state of this rank's parameters
         everyone = [None] * self.world_size
         dist.all_gather_object(everyone, tree_map_only(torch.Tensor, torch.Tensor.cpu, full["state"]), self.group)
