@@ -43,9 +43,13 @@ class DDP(nn.Module):
     def average_gradients(self):
         """Average the gradients after the backward pass: one call for each parameter, while nothing is computed."""
         for parameter in self.module.parameters():
-            if parameter.grad is not None:
-                dist.all_reduce(parameter.grad, group=self.group)
-                parameter.grad /= dist.get_world_size(self.group)
+            if parameter.requires_grad:
+                users = torch.tensor(float(parameter.grad is not None), device=parameter.device)
+                dist.all_reduce(users, group=self.group)
+                if users > 0:  # otherwise the gradient stays None
+                    gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+                    dist.all_reduce(gradient, group=self.group)
+                    parameter.grad = gradient / dist.get_world_size(self.group)
 
 
 def options(parser):
@@ -57,7 +61,7 @@ def train(device, args):
     torch.manual_seed(SEED)  # TODO 1: the same random parameters on all ranks; use SEED + rank when DDP does not need this
     model = Transformer(args.config).to(device, args.dtype)
     model = nn.parallel.DistributedDataParallel(model) if args.pytorch else DDP(model)
-    optimizer = torch.optim.SGD(model.parameters(), lr=args.learning_rate, momentum=0.9)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     log = Log(args, device)
     for inputs, targets in batches(args):
         inputs, targets = inputs[rank::world_size].to(device), targets[rank::world_size].to(device)
@@ -72,4 +76,4 @@ def train(device, args):
 
 
 if __name__ == "__main__":
-    run(train, parse_arguments(__doc__, options, learning_rate=0.1))
+    run(train, parse_arguments(__doc__, options))

@@ -67,7 +67,7 @@ class Unit:
     """A layer, or the rest of the module: the parameters that are gathered and freed together."""
 
     def __init__(self, fsdp, part, parameters):
-        self.fsdp, self.shapes = fsdp, [each.shape for each in parameters]
+        self.fsdp, self.whole, self.shapes = fsdp, part is fsdp.module, [each.shape for each in parameters]
         self.world_size, rank = dist.get_world_size(fsdp.group), dist.get_rank(fsdp.group)
         self.shards = [nn.Parameter(self.divide(each.detach())[rank].clone(), each.requires_grad) for each in parameters]
         self.sizes = [len(each) for each in self.shards]
@@ -168,7 +168,7 @@ def train(device, args):
         fully_shard(model)
     else:
         model = FSDP(model, layers=[Block], compute_dtype=getattr(torch, args.compute) if args.compute else None)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=args.learning_rate)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     log = Log(args, device)
     for inputs, targets in batches(args):
         inputs, targets = inputs[rank::world_size].to(device), targets[rank::world_size].to(device)
@@ -181,4 +181,4 @@ def train(device, args):
 
 
 if __name__ == "__main__":
-    run(train, parse_arguments(__doc__, options, learning_rate=3e-3))
+    run(train, parse_arguments(__doc__, options))

@@ -113,7 +113,7 @@ def train(device, args):
     torch.manual_seed(SEED + rank)  # DDP replaces the random parameters of all ranks by those of rank 0
     model = Transformer(args.config).to(device, args.dtype)
     model = nn.parallel.DistributedDataParallel(model) if args.pytorch else DDP(model)
-    optimizer = torch.optim.SGD(model.parameters(), lr=args.learning_rate, momentum=0.9)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     log = Log(args, device)
     for inputs, targets in batches(args):
         inputs, targets = inputs[rank::world_size].to(device), targets[rank::world_size].to(device)
@@ -126,4 +126,4 @@ def train(device, args):
 
 
 if __name__ == "__main__":
-    run(train, parse_arguments(__doc__, options, learning_rate=0.1))
+    run(train, parse_arguments(__doc__, options))

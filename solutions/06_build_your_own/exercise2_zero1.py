@@ -108,7 +108,7 @@ def train(device, args):
     torch.manual_seed(SEED)
     model = DistributedDataParallel(Transformer(args.config).to(device, args.dtype))  # averages the gradients
     sharded = ZeroRedundancyOptimizer if args.pytorch else ShardedOptimizer
-    optimizer = sharded(model.parameters(), torch.optim.AdamW, lr=args.learning_rate)
+    optimizer = sharded(model.parameters(), torch.optim.AdamW, lr=3e-3)
     log = Log(args, device)
     for inputs, targets in batches(args):
         inputs, targets = inputs[rank::world_size].to(device), targets[rank::world_size].to(device)
@@ -121,4 +121,4 @@ def train(device, args):
 
 
 if __name__ == "__main__":
-    run(train, parse_arguments(__doc__, options, learning_rate=3e-3))
+    run(train, parse_arguments(__doc__, options))
