@@ -177,6 +177,8 @@ class Log:
     def end(self) -> None:
         """Print what each process holds and sends, and write the losses. Call it on all ranks."""
         self._hook.remove()
+        if self._own:
+            self.report()
         seconds = synchronized_time(self.device) - self._start
         everyone: list = [None] * dist.get_world_size()
         dist.all_gather_object(everyone, (self.held, self.messages.bytes, self.messages.calls))
