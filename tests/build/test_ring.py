@@ -3,11 +3,11 @@
 import pytest
 import torch
 import torch.distributed as dist
-from build.processes import in_processes, solution
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
+from build.processes import in_processes, solution
 from workshop.training.decoder import Config, Transformer
 
 exercise = solution("exercise6_ring")  # before the processes are forked, because it imports much of PyTorch

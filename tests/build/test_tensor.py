@@ -5,10 +5,10 @@ import functools
 import pytest
 import torch
 import torch.distributed as dist
-from build.processes import in_processes, solution
 from torch import nn
 from torch.nn import functional as F
 
+from build.processes import in_processes, solution
 from workshop.training.decoder import Config, Transformer
 
 exercise = solution("exercise4_tensor")  # before the processes are forked, because it imports much of PyTorch
