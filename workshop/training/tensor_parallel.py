@@ -2,6 +2,7 @@
 
 import torch
 import torch.distributed as dist
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import (
@@ -61,3 +62,8 @@ def parallelize_with_pytorch(model: Transformer, device: torch.device) -> Transf
         "head": gather,
     }
     return parallelize_module(model, init_device_mesh(device.type, (dist.get_world_size(),)), plan)
+
+
+def pytorch_state_dict(model: Transformer) -> dict[str, torch.Tensor]:
+    """Return the whole parameters of a model from ``parallelize_with_pytorch``. Call it on all ranks."""
+    return get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
