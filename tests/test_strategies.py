@@ -19,7 +19,7 @@ import runs
 from test_bad_input import refused_as_rank_0
 from workshop.data.codellama import TINY
 from workshop.demo.strategies import FOLDER, STRATEGIES, draw, page, run_one, with_round
-from workshop.training.strategies import Messages
+from workshop.training.traffic import Messages
 
 NAMES = [strategy.name for strategy in STRATEGIES]
 # Largest differences of losses (in nats) and of parameters: over 50 steps in float64, or over 20 steps in float32.

@@ -5,7 +5,6 @@ starts all scripts and compares their reports.
 """
 
 import argparse
-import gc
 import json
 import os
 import statistics
@@ -15,15 +14,14 @@ import torch
 import torch.distributed as dist
 from torch.nn import functional as F
 from torch.optim.optimizer import register_optimizer_step_post_hook
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from workshop.data.code import load_blocks
 from workshop.data.codellama import TINY, model_folder
 from workshop.errors import UserError
-from workshop.tensors import own_part
 from workshop.training.arguments import ArgumentParser, check_averaging, positive_int, require_writable
 from workshop.training.deepspeed import check_gathering
-from workshop.training.device import BUS_FACTOR, local_device, synchronized_time
+from workshop.training.device import local_device, synchronized_time
+from workshop.training.traffic import Messages, tensor_bytes
 
 SEQUENCES, TOKENS = 8, 64  # per global batch; per sequence
 SEED = 42
@@ -163,69 +161,3 @@ class Report:
 
 def rank() -> int:
     return dist.get_rank() if dist.is_initialized() else 0
-
-
-def tensor_bytes(device: torch.device) -> int:
-    """Return the bytes of all tensors in this process, with shared memory counted once; on an accelerator, the peak.
-
-    Directly after the optimizer step, these are parameters, gradients, moments, and what the strategy keeps in addition.
-    """
-    if device.type != "cpu":
-        return torch.get_device_module(device).max_memory_allocated()
-    found = {}
-    for each in gc.get_objects():
-        if not issubclass(type(each), torch.Tensor):
-            continue
-        for tensor in (each, each.grad if each.is_leaf else None):
-            if tensor is None or (tensor := own_part(tensor)).device.type != device.type:
-                continue
-            storage = tensor.untyped_storage()
-            found[storage.data_ptr()] = storage.nbytes()
-    return sum(found.values())
-
-
-# Parts of the names of PyTorch's operations, and the collective of nccl-tests for each.
-COLLECTIVES = (
-    ("allreduce", "all_reduce"),
-    ("all_reduce", "all_reduce"),
-    ("allgather", "all_gather"),
-    ("all_gather", "all_gather"),
-    ("reduce_scatter", "reduce_scatter"),
-    ("broadcast", "broadcast"),
-)
-
-
-class Messages(TorchDispatchMode):
-    """Count the bytes that this process sends in collectives in a with-block.
-
-    Attributes:
-        bytes: by the formulas of nccl-tests. For S bytes (of the full tensor) on N processes, each process sends 2 (N-1)/N S
-            in an all-reduce, (N-1)/N S in an all-gather or reduce-scatter, and S in a broadcast.
-        calls: how often each collective was called.
-    """
-
-    def __init__(self):
-        super().__init__()
-        self.bytes, self.calls = 0, {}
-
-    def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
-        space, _, name = operation.name().partition("::")
-        if space in ("c10d", "_c10d_functional"):
-            kind = next((kind for part, kind in COLLECTIVES if part in name), None)
-            if kind:
-                sizes = [_bytes(arg) for arg in args]
-                # The largest tensor is the full one: the output of an all-gather, the input of a reduce-scatter.
-                whole = max(sizes) if space == "c10d" and kind != "broadcast" else sizes[0]
-                if space == "_c10d_functional" and kind == "all_gather":
-                    whole *= dist.get_world_size()
-                self.bytes += round(whole * BUS_FACTOR[kind](dist.get_world_size()))
-                self.calls[kind] = self.calls.get(kind, 0) + 1
-        return operation(*args, **(kwargs or {}))
-
-
-def _bytes(value) -> int:
-    if isinstance(value, torch.Tensor):
-        return value.nbytes
-    if isinstance(value, list | tuple):
-        return sum(map(_bytes, value))
-    return 0
