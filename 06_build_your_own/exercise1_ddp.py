@@ -58,7 +58,9 @@ def options(parser):
 
 def train(device, args):
     rank, world_size = dist.get_rank(), dist.get_world_size()
-    torch.manual_seed(SEED)  # TODO 1: the same random parameters on all ranks; use SEED + rank when DDP does not need this
+    torch.manual_seed(
+        SEED
+    )  # TODO 1: the same random parameters on all ranks; use SEED + rank when DDP does not need this
     model = Transformer(args.config).to(device, args.dtype)
     model = nn.parallel.DistributedDataParallel(model) if args.pytorch else DDP(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)

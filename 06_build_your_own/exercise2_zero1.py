@@ -28,7 +28,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def __init__(self, parameters, optimizer_class, group=None, **options):
         if issubclass(optimizer_class, torch.optim.LBFGS):
-            raise ValueError("LBFGS computes with all parameters at once, so its state cannot be divided over the ranks")
+            raise ValueError(
+                "LBFGS computes with all parameters at once, so its state cannot be divided over the ranks"
+            )
         self.group, self.inner = group, None
         self.rank, self.world_size = dist.get_rank(group), dist.get_world_size(group)
         self.owners = {}  # parameter -> the rank that updates it
@@ -56,7 +58,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
         everyone = [None] * self.world_size
         dist.all_gather_object(everyone, [(tuple(each.shape), str(each.dtype)) for each in self.owners], self.group)
         if different := [rank for rank, each in enumerate(everyone) if each != everyone[0]]:
-            raise ValueError(f"the parameters of rank {different[0]} differ from those of rank 0 in number, shape or type")
+            raise ValueError(
+                f"the parameters of rank {different[0]} differ from those of rank 0 in number, shape or type"
+            )
 
     def step(self, closure=None):
         for ours, inner in zip(self.param_groups, self.inner.param_groups, strict=True):

@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_map_only
 
 from workshop.training.building import SEED, Log, batches, loss_of, parse_arguments, run
 from workshop.training.decoder import Block, Transformer
-from workshop.training.modules import describe, parts_of, places_of, put  # noqa: F401
+from workshop.training.modules import describe, parts_of, places_of, put
 
 
 class FSDP(nn.Module):
@@ -49,7 +49,9 @@ class FSDP(nn.Module):
             if unit.full or unit.work:
                 unit.free()  # what an earlier pass has gathered may be older than the last step
         if changed := self.wrapped ^ describe(self.module):
-            raise ValueError(f"{min(changed, key=str)[0]} was replaced, moved, frozen or unfrozen after FSDP() sharded it")
+            raise ValueError(
+                f"{min(changed, key=str)[0]} was replaced, moved, frozen or unfrozen after FSDP() sharded it"
+            )
         return self.module(*args, **kwargs)
 
     def full_state_dict(self):
@@ -69,7 +71,9 @@ class Unit:
     def __init__(self, fsdp, part, parameters):
         self.fsdp, self.whole, self.shapes = fsdp, part is fsdp.module, [each.shape for each in parameters]
         self.world_size, rank = dist.get_world_size(fsdp.group), dist.get_rank(fsdp.group)
-        self.shards = [nn.Parameter(self.divide(each.detach())[rank].clone(), each.requires_grad) for each in parameters]
+        self.shards = [
+            nn.Parameter(self.divide(each.detach())[rank].clone(), each.requires_grad) for each in parameters
+        ]
         self.sizes = [len(each) for each in self.shards]
         self.work, self.places = None, places_of(parameters, fsdp.module)
         self.free()
@@ -87,7 +91,9 @@ class Unit:
         # asks for it. Activation checkpointing computes a layer again in the backward pass, so the parameters must then be in
         # their places. Look up: torch.autograd.graph.saved_tensors_hooks, Tensor.as_strided, Tensor.register_hook.
         if dtype := self.fsdp.dtype:
-            return tree_map_only(torch.Tensor, lambda each: each.to(dtype) if each.is_floating_point() else each, (args, kwargs))
+            return tree_map_only(
+                torch.Tensor, lambda each: each.to(dtype) if each.is_floating_point() else each, (args, kwargs)
+            )
 
     def after_forward(self, part, args, output):
         self.free()  # TODO 2: without more, autograd keeps the parameters until the backward pass
@@ -127,7 +133,9 @@ class Gather(torch.autograd.Function):
         ctx.unit = unit
         ctx.set_materialize_grads(False)
         full = [each.view_as(each) for each in unit.gather(+1)]
-        ctx.mark_non_differentiable(*(each for each, shard in zip(full, shards, strict=True) if not shard.requires_grad))
+        ctx.mark_non_differentiable(
+            *(each for each, shard in zip(full, shards, strict=True) if not shard.requires_grad)
+        )
         return tuple(full)
 
     @staticmethod
@@ -138,7 +146,9 @@ class Gather(torch.autograd.Function):
         used = unit.shards[0].new_tensor([gradients[number] is not None for number in trained])
         sums = {}
         for number in trained:
-            full = unit.shards[number].new_zeros(unit.shapes[number]) if gradients[number] is None else gradients[number]
+            full = (
+                unit.shards[number].new_zeros(unit.shapes[number]) if gradients[number] is None else gradients[number]
+            )
             # TODO 4: Each rank needs only the sums for its shards. Do not send the others, and send all gradients of the unit in
             # one call. Look up: torch.distributed.reduce_scatter_tensor.
             full = full.to(unit.shards[number].dtype, copy=True)
@@ -155,7 +165,9 @@ class Gather(torch.autograd.Function):
 
 def options(parser):
     parser.add_argument("--pytorch", action="store_true", help="use PyTorch's fully_shard")
-    parser.add_argument("--compute", choices=["bfloat16", "float16"], help="the type in which layers are gathered and computed")
+    parser.add_argument(
+        "--compute", choices=["bfloat16", "float16"], help="the type in which layers are gathered and computed"
+    )
 
 
 def train(device, args):

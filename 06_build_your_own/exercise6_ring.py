@@ -34,7 +34,9 @@ def shard_sequence(tensor, dim=1, group=None):
     """
     ranks, length = dist.get_world_size(group), tensor.shape[dim]
     if length % (2 * ranks):
-        raise ValueError(f"a sequence of {length} tokens cannot be divided into 2 equal pieces for each of {ranks} ranks")
+        raise ValueError(
+            f"a sequence of {length} tokens cannot be divided into 2 equal pieces for each of {ranks} ranks"
+        )
     pieces = tensor.chunk(2 * ranks, dim)
     return torch.cat([pieces[number] for number in pieces_of(dist.get_rank(group), ranks)], dim)
 
@@ -64,7 +66,9 @@ def ring_attention(query, key, value, group=None, causal=True):
     same = query.dim() == 4 and key.shape == value.shape == (query.shape[0], *key.shape[1:2], *query.shape[2:])
     if not same or query.shape[1] % key.shape[1]:
         shapes = ", ".join(str(tuple(each.shape)) for each in (query, key, value))
-        raise ValueError(f"query, key and value must have 4 dimensions that differ only in the heads, not the shapes {shapes}")
+        raise ValueError(
+            f"query, key and value must have 4 dimensions that differ only in the heads, not the shapes {shapes}"
+        )
     if query.shape[2] % 2:
         raise ValueError(f"this rank has {query.shape[2]} tokens of the sequence, which are not 2 equal pieces")
     query = query.unflatten(1, (key.shape[1], -1))  # heads of keys x heads of queries for each of them

@@ -45,7 +45,9 @@ class DDP(nn.Module):
     def forward(self, *args, **kwargs):
         if changed := self.wrapped ^ describe(self.module):
             name = min(changed, key=str)[0]
-            raise ValueError(f"{name} was replaced, moved, frozen or unfrozen after DDP() wrapped the module; wrap it last")
+            raise ValueError(
+                f"{name} was replaced, moved, frozen or unfrozen after DDP() wrapped the module; wrap it last"
+            )
         return self.module(*args, **kwargs)
 
     def gradient_is_ready(self, parameter):
@@ -98,7 +100,10 @@ def divide(parameters, bucket_bytes):
     full, open_lists = [], {}
     for parameter in parameters:
         kind = (parameter.device, parameter.dtype)
-        if sum(each.nbytes for each in open_lists.get(kind, [])) + parameter.nbytes > bucket_bytes and kind in open_lists:
+        if (
+            sum(each.nbytes for each in open_lists.get(kind, [])) + parameter.nbytes > bucket_bytes
+            and kind in open_lists
+        ):
             full.append(open_lists.pop(kind))
         open_lists.setdefault(kind, []).append(parameter)
     return [*full, *open_lists.values()]

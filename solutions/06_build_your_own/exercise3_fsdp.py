@@ -48,7 +48,9 @@ class FSDP(nn.Module):
             if unit.full or unit.work:
                 unit.free()  # what an earlier pass has gathered may be older than the last step
         if changed := self.wrapped ^ describe(self.module):
-            raise ValueError(f"{min(changed, key=str)[0]} was replaced, moved, frozen or unfrozen after FSDP() sharded it")
+            raise ValueError(
+                f"{min(changed, key=str)[0]} was replaced, moved, frozen or unfrozen after FSDP() sharded it"
+            )
         return self.module(*args, **kwargs)
 
     def full_state_dict(self):
@@ -68,7 +70,9 @@ class Unit:
     def __init__(self, fsdp, part, parameters):
         self.fsdp, self.whole, self.shapes = fsdp, part is fsdp.module, [each.shape for each in parameters]
         self.world_size, rank = dist.get_world_size(fsdp.group), dist.get_rank(fsdp.group)
-        self.shards = [nn.Parameter(self.divide(each.detach())[rank].clone(), each.requires_grad) for each in parameters]
+        self.shards = [
+            nn.Parameter(self.divide(each.detach())[rank].clone(), each.requires_grad) for each in parameters
+        ]
         self.sizes = [len(each) for each in self.shards]
         self.work, self.places = None, places_of(parameters, fsdp.module)
         self.free()
@@ -84,7 +88,9 @@ class Unit:
         self.saving = torch.autograd.graph.saved_tensors_hooks(self.pack, self.unpack)
         self.saving.__enter__()
         if dtype := self.fsdp.dtype:
-            return tree_map_only(torch.Tensor, lambda each: each.to(dtype) if each.is_floating_point() else each, (args, kwargs))
+            return tree_map_only(
+                torch.Tensor, lambda each: each.to(dtype) if each.is_floating_point() else each, (args, kwargs)
+            )
 
     def after_forward(self, part, args, output):
         self.saving.__exit__(None, None, None)
@@ -117,7 +123,9 @@ class Unit:
                 self.fsdp.order.append(self)
             place = self.fsdp.order.index(self) + step
             if self.whole and step < 0:
-                place = len(self.fsdp.order) - 1  # the backward pass begins outside of the layers, and goes on in the last one
+                place = (
+                    len(self.fsdp.order) - 1
+                )  # the backward pass begins outside of the layers, and goes on in the last one
             if 0 <= place < len(self.fsdp.order):
                 self.fsdp.order[place].start_gather()
         return self.full
@@ -143,7 +151,9 @@ class Gather(torch.autograd.Function):
         ctx.unit = unit
         ctx.set_materialize_grads(False)
         full = [each.view_as(each) for each in unit.gather(+1)]
-        ctx.mark_non_differentiable(*(each for each, shard in zip(full, shards, strict=True) if not shard.requires_grad))
+        ctx.mark_non_differentiable(
+            *(each for each, shard in zip(full, shards, strict=True) if not shard.requires_grad)
+        )
         return tuple(full)
 
     @staticmethod
@@ -154,7 +164,9 @@ class Gather(torch.autograd.Function):
         used = unit.shards[0].new_tensor([gradients[number] is not None for number in trained])
         rows = [used.expand(unit.world_size, -1)]
         for number in trained:
-            full = unit.shards[number].new_zeros(unit.shapes[number]) if gradients[number] is None else gradients[number]
+            full = (
+                unit.shards[number].new_zeros(unit.shapes[number]) if gradients[number] is None else gradients[number]
+            )
             rows.append(unit.divide(full).to(unit.shards[number].dtype))
         sent = torch.cat(rows, dim=1) / unit.world_size
         sums = sent.new_empty(sent.shape[1])
@@ -169,7 +181,9 @@ class Gather(torch.autograd.Function):
 
 def options(parser):
     parser.add_argument("--pytorch", action="store_true", help="use PyTorch's fully_shard")
-    parser.add_argument("--compute", choices=["bfloat16", "float16"], help="the type in which layers are gathered and computed")
+    parser.add_argument(
+        "--compute", choices=["bfloat16", "float16"], help="the type in which layers are gathered and computed"
+    )
 
 
 def train(device, args):

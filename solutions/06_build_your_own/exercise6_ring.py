@@ -32,7 +32,9 @@ def shard_sequence(tensor, dim=1, group=None):
     """
     ranks, length = dist.get_world_size(group), tensor.shape[dim]
     if length % (2 * ranks):
-        raise ValueError(f"a sequence of {length} tokens cannot be divided into 2 equal pieces for each of {ranks} ranks")
+        raise ValueError(
+            f"a sequence of {length} tokens cannot be divided into 2 equal pieces for each of {ranks} ranks"
+        )
     pieces = tensor.chunk(2 * ranks, dim)
     return torch.cat([pieces[number] for number in pieces_of(dist.get_rank(group), ranks)], dim)
 
@@ -62,7 +64,9 @@ def ring_attention(query, key, value, group=None, causal=True):
     same = query.dim() == 4 and key.shape == value.shape == (query.shape[0], *key.shape[1:2], *query.shape[2:])
     if not same or query.shape[1] % key.shape[1]:
         shapes = ", ".join(str(tuple(each.shape)) for each in (query, key, value))
-        raise ValueError(f"query, key and value must have 4 dimensions that differ only in the heads, not the shapes {shapes}")
+        raise ValueError(
+            f"query, key and value must have 4 dimensions that differ only in the heads, not the shapes {shapes}"
+        )
     if query.shape[2] % 2:
         raise ValueError(f"this rank has {query.shape[2]} tokens of the sequence, which are not 2 equal pieces")
     query = query.unflatten(1, (key.shape[1], -1))  # heads of keys x heads of queries for each of them
@@ -85,7 +89,9 @@ class RingAttention(torch.autograd.Function):
                 keys, values = wide(block[..., columns, :])
                 scores = scores_of(wide_query[..., rows, :], keys, shift)
                 new = torch.logaddexp(total[..., rows], scores.logsumexp(-1))
-                output[..., rows, :] *= (total[..., rows] - new).exp()[..., None]  # the sum of the exponentials has grown
+                output[..., rows, :] *= (total[..., rows] - new).exp()[
+                    ..., None
+                ]  # the sum of the exponentials has grown
                 output[..., rows, :] += (scores - new[..., None]).exp() @ values
                 total[..., rows] = new
             block = arriving() if arriving else None
@@ -101,7 +107,9 @@ class RingAttention(torch.autograd.Function):
         rank, ranks, scale = dist.get_rank(group), dist.get_world_size(group), query.shape[-1] ** -0.5
         wide_query, gradient, d_arriving = wide(query), wide(gradient), None
         block, d_query = torch.stack([key, value]), torch.zeros_like(wide_query)
-        mean = (gradient * output).sum(-1, keepdim=True)  # of the gradients of the weights of a query, weighted by the weights
+        mean = (gradient * output).sum(
+            -1, keepdim=True
+        )  # of the gradients of the weights of a query, weighted by the weights
         for hop in range(ranks):
             arriving = rotate(block, group) if hop < ranks - 1 else None
             d_block = torch.zeros_like(block, dtype=d_query.dtype)
@@ -115,7 +123,9 @@ class RingAttention(torch.autograd.Function):
                 d_block[1, ..., columns, :] += (weights.mT @ d_output).sum(2, keepdim=True)
             if d_arriving:
                 d_block += d_arriving()  # the sum of the ranks that had this block before
-            d_arriving = rotate(d_block, group)  # to the rank that has the block next, and finally to the rank that it is from
+            d_arriving = rotate(
+                d_block, group
+            )  # to the rank that has the block next, and finally to the rank that it is from
             block = arriving() if arriving else None
         d_key, d_value = d_arriving()
         return d_query.to(query.dtype), d_key.to(key.dtype), d_value.to(value.dtype), None, None

@@ -36,7 +36,9 @@ class Layout:
             raise ValueError(f"a mesh of {' x '.join(map(str, sizes))} has {product} places for {world_size} processes")
         self.mesh = init_device_mesh(device.type, tuple(sizes), mesh_dim_names=AXES)
         self.pp, self.dp, self.cp, self.tp = (self.mesh.get_group(axis) for axis in AXES)
-        self.samples = self.mesh["dp", "cp"]._flatten("samples").get_group()  # ranks with the same parameters, other tokens
+        self.samples = (
+            self.mesh["dp", "cp"]._flatten("samples").get_group()
+        )  # ranks with the same parameters, other tokens
         self.parameters = self.mesh["pp", "tp"]._flatten("parameters").get_group()  # ranks that share one model
 
     def own_batch(self, inputs, targets):
@@ -49,7 +51,9 @@ class Layout:
     def build(self, model, length, device):
         """Divide a Transformer, which is equal on all ranks, and return the stage of this rank."""
         if length % (2 * dist.get_world_size(self.cp) * dist.get_world_size(self.tp)):
-            raise ValueError(f"2 cp tp = {2 * self.mesh['cp'].size() * self.mesh['tp'].size()} does not divide {length} tokens")
+            raise ValueError(
+                f"2 cp tp = {2 * self.mesh['cp'].size() * self.mesh['tp'].size()} does not divide {length} tokens"
+            )
         parallelize(model, self.tp)
         for block in model.blocks:
             block.attention.attend = lambda query, key, value: ring_attention(query, key, value, self.cp)
@@ -102,7 +106,9 @@ def checkpoint_state(stage, optimizer, layout):
 
 
 def options(parser):
-    for axis, what in zip(AXES, ("stages", "parts of the batch", "parts of each sequence", "parts of each layer"), strict=True):
+    for axis, what in zip(
+        AXES, ("stages", "parts of the batch", "parts of each sequence", "parts of each layer"), strict=True
+    ):
         parser.add_argument(f"--{axis}", type=positive_int, default=1, help=what)
     parser.add_argument("--microbatches", type=positive_int, default=2)
     parser.add_argument("--resume", action="store_true", help="continue from the checkpoint in --folder, on any mesh")
