@@ -7,12 +7,13 @@ import argparse
 import json
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch.distributed.elastic.multiprocessing.errors import record
 from torch.nn import functional as F
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
@@ -21,7 +22,8 @@ from workshop.errors import UserError
 from workshop.files import write_atomically
 from workshop.training.arguments import PREFLIGHT, ArgumentParser, positive_float, positive_int, require_writable
 from workshop.training.decoder import Config
-from workshop.training.device import synchronized_time
+from workshop.training.device import local_device, synchronized_time
+from workshop.training.launcher import exit_with_launcher
 from workshop.training.traffic import Messages, tensor_bytes
 
 SEED = 42
@@ -83,6 +85,23 @@ def check_division(processes: int, what: str, args: argparse.Namespace) -> None:
         number, parts, words = numbers[what]
         if number % parts:
             raise UserError(f"{processes} processes do not divide {words}")
+
+
+def run(train: Callable[[torch.device, argparse.Namespace], None], args: argparse.Namespace) -> None:
+    """Join the process group, call ``train(device, args)``, and leave the group. A ValueError ends the program with one line."""
+    exit_with_launcher()  # this process must end if torchrun is killed (kill -9)
+    record(_run)(train, args)
+
+
+def _run(train, args) -> None:
+    device = local_device()
+    dist.init_process_group(dist.get_default_backend_for_device(device))
+    try:
+        train(device, args)
+    except ValueError as error:
+        ArgumentParser().error(error)
+    finally:
+        dist.destroy_process_group()
 
 
 def batches(args: argparse.Namespace) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
