@@ -4,18 +4,11 @@ N processes:  torchrun --standalone --nproc-per-node=2 06_build_your_own/exercis
 Slurm:        srun --ntasks=1 --gpus=4 --cpus-per-task=32 06_build_your_own/exercise1_run_ddp.sh
 """
 
-import os
-
-from workshop.training.launcher import exit_with_launcher
-
-exit_with_launcher()  # this process must end if torchrun is killed (kill -9); before the slow imports
-
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.elastic.multiprocessing.errors import record
 
-from workshop.training.building import SEED, Log, batches, loss_of, parse_arguments
+from workshop.training.building import SEED, Log, batches, loss_of, parse_arguments, run
 from workshop.training.decoder import Transformer
 
 
@@ -50,32 +43,17 @@ class DDP(nn.Module):
     def average_gradients(self):
         """Average the gradients after the backward pass: one call for each parameter, while nothing is computed."""
         for parameter in self.module.parameters():
-            if parameter.grad is not None:
-                dist.all_reduce(parameter.grad, group=self.group)
-                parameter.grad /= dist.get_world_size(self.group)
-
-
-@record  # torchrun then shows the traceback of the rank that failed first
-def main():
-    args = parse_arguments(__doc__, options, learning_rate=0.1)
-    device = choose_device(int(os.environ["LOCAL_RANK"]))
-    dist.init_process_group(dist.get_default_backend_for_device(device))
-    try:
-        train(device, args)
-    finally:
-        dist.destroy_process_group()
+            if parameter.requires_grad:
+                users = torch.tensor(float(parameter.grad is not None), device=parameter.device)
+                dist.all_reduce(users, group=self.group)
+                if users > 0:  # otherwise the gradient stays None
+                    gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+                    dist.all_reduce(gradient, group=self.group)
+                    parameter.grad = gradient / dist.get_world_size(self.group)
 
 
 def options(parser):
     parser.add_argument("--pytorch", action="store_true", help="use PyTorch's DDP")
-
-
-def choose_device(local_rank):
-    # In a CUDA build, current_accelerator() returns "cuda" even without a GPU, so ask is_available() first.
-    if not torch.accelerator.is_available():
-        return torch.device("cpu")
-    torch.accelerator.set_device_index(local_rank % torch.accelerator.device_count())  # 0 if only one GPU is visible
-    return torch.accelerator.current_accelerator()
 
 
 def train(device, args):
@@ -83,7 +61,7 @@ def train(device, args):
     torch.manual_seed(SEED)  # TODO 1: the same random parameters on all ranks; use SEED + rank when DDP does not need this
     model = Transformer(args.config).to(device, args.dtype)
     model = nn.parallel.DistributedDataParallel(model) if args.pytorch else DDP(model)
-    optimizer = torch.optim.SGD(model.parameters(), lr=args.learning_rate, momentum=0.9)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     log = Log(args, device)
     for inputs, targets in batches(args):
         inputs, targets = inputs[rank::world_size].to(device), targets[rank::world_size].to(device)
@@ -98,4 +76,4 @@ def train(device, args):
 
 
 if __name__ == "__main__":
-    main()
+    run(train, parse_arguments(__doc__, options))

@@ -4,19 +4,13 @@ N processes:  torchrun --standalone --nproc-per-node=2 solutions/06_build_your_o
 Slurm:        srun --ntasks=1 --gpus=4 --cpus-per-task=32 solutions/06_build_your_own/exercise1_run_ddp.sh
 """
 
-import os
-
-from workshop.training.launcher import exit_with_launcher
-
-exit_with_launcher()  # this process must end if torchrun is killed (kill -9); before the slow imports
-
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.elastic.multiprocessing.errors import record
 
-from workshop.training.building import SEED, Log, batches, loss_of, parse_arguments
+from workshop.training.building import SEED, Log, batches, loss_of, parse_arguments, run
 from workshop.training.decoder import Transformer
+from workshop.training.modules import describe
 
 
 class DDP(nn.Module):
@@ -110,32 +104,8 @@ def divide(parameters, bucket_bytes):
     return [*full, *open_lists.values()]
 
 
-def describe(module):
-    """Return the name, identity, place and type of each parameter, and whether it is trained."""
-    return {(name, id(each), each.device, each.dtype, each.requires_grad) for name, each in module.named_parameters()}
-
-
-@record  # torchrun then shows the traceback of the rank that failed first
-def main():
-    args = parse_arguments(__doc__, options, learning_rate=0.1)
-    device = choose_device(int(os.environ["LOCAL_RANK"]))
-    dist.init_process_group(dist.get_default_backend_for_device(device))
-    try:
-        train(device, args)
-    finally:
-        dist.destroy_process_group()
-
-
 def options(parser):
     parser.add_argument("--pytorch", action="store_true", help="use PyTorch's DDP")
-
-
-def choose_device(local_rank):
-    # In a CUDA build, current_accelerator() returns "cuda" even without a GPU, so ask is_available() first.
-    if not torch.accelerator.is_available():
-        return torch.device("cpu")
-    torch.accelerator.set_device_index(local_rank % torch.accelerator.device_count())  # 0 if only one GPU is visible
-    return torch.accelerator.current_accelerator()
 
 
 def train(device, args):
@@ -143,7 +113,7 @@ def train(device, args):
     torch.manual_seed(SEED + rank)  # DDP replaces the random parameters of all ranks by those of rank 0
     model = Transformer(args.config).to(device, args.dtype)
     model = nn.parallel.DistributedDataParallel(model) if args.pytorch else DDP(model)
-    optimizer = torch.optim.SGD(model.parameters(), lr=args.learning_rate, momentum=0.9)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     log = Log(args, device)
     for inputs, targets in batches(args):
         inputs, targets = inputs[rank::world_size].to(device), targets[rank::world_size].to(device)
@@ -156,4 +126,4 @@ def train(device, args):
 
 
 if __name__ == "__main__":
-    main()
+    run(train, parse_arguments(__doc__, options))

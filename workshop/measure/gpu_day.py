@@ -21,6 +21,7 @@ from workshop.errors import UserError
 from workshop.files import write_atomically
 from workshop.repository import open_folder, packages, require_stages
 from workshop.run.environment import environment
+from workshop.run.processes import sigterm_interrupts
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -93,7 +94,8 @@ def run_day(items: "Sequence[Item]", folder: Path, end: float, hardware: dict, m
     console.print(
         f"{len(gpus)} x {gpus[0]}: {len(items)} items in {minutes:g} minutes; logs in {folder}", soft_wrap=True
     )
-    with tempfile.TemporaryDirectory(prefix="gpu-day-", ignore_cleanup_errors=True) as scratch:
+    scratch_folder = tempfile.TemporaryDirectory(prefix="gpu-day-", ignore_cleanup_errors=True)
+    with sigterm_interrupts(), scratch_folder as scratch:
         day = Day(folder, Path(scratch), end - min(RESERVE, (end - start) / 10))
         prepared = prepare(items, day)
         if prepared and prepared["state"] == FAILED:

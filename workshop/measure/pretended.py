@@ -15,7 +15,7 @@ from workshop.errors import UserError
 from workshop.measure.pretended_processes import variables
 from workshop.measure.pretended_table import print_table
 from workshop.run.environment import environment, loopback
-from workshop.run.processes import end_family
+from workshop.run.processes import end_family, sigterm_interrupts
 
 LAST_WORDS = 5  # seconds
 LAUNCHERS = ("torchrun", "torch.distributed.run")
@@ -83,26 +83,22 @@ def _run(commands: list[list[str]], gpus: int, reports: Path) -> list[int]:
     """Run the command of each node until all have ended; if one fails, end the others."""
     started: list[subprocess.Popen] = []
 
-    def stop(*_: object) -> None:
-        raise KeyboardInterrupt
-
-    before = signal.signal(signal.SIGTERM, stop)
-    try:
-        for node, command in enumerate(commands):
-            outer = environment(CUDA_VISIBLE_DEVICES=None, GLOO_SOCKET_IFNAME=loopback())
-            outer.setdefault("OMP_NUM_THREADS", "1")
-            outer |= variables(gpus, outer["PYTHONPATH"], reports, node)
-            try:
-                started.append(subprocess.Popen(command, env=outer))
-            except OSError as error:
-                raise UserError(f"{command[0]}: {os.strerror(error.errno or 0)}") from None
-        return _wait(started)
-    except KeyboardInterrupt:
-        return [128 + signal.SIGINT]
-    finally:
-        for process in started:
-            end_family(process)
-        signal.signal(signal.SIGTERM, before)
+    with sigterm_interrupts():
+        try:
+            for node, command in enumerate(commands):
+                outer = environment(CUDA_VISIBLE_DEVICES=None, GLOO_SOCKET_IFNAME=loopback())
+                outer.setdefault("OMP_NUM_THREADS", "1")
+                outer |= variables(gpus, outer["PYTHONPATH"], reports, node)
+                try:
+                    started.append(subprocess.Popen(command, env=outer))
+                except OSError as error:
+                    raise UserError(f"{command[0]}: {os.strerror(error.errno or 0)}") from None
+            return _wait(started)
+        except KeyboardInterrupt:
+            return [128 + signal.SIGINT]
+        finally:
+            for process in started:
+                end_family(process)
 
 
 def _wait(started: list[subprocess.Popen]) -> list[int]:

@@ -3,11 +3,12 @@
 import math
 import os
 import queue
+import signal
 import subprocess
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -188,10 +189,24 @@ def end_family(process: subprocess.Popen[Any], grace: float = 5) -> None:
     This returns after a few times ``grace`` seconds, even if a process waits for the driver of a GPU and cannot be killed.
     """
     members = family(process.pid)
-    for signal in ("terminate", "kill"):
+    for ending in ("terminate", "kill"):
         for member in members:
             with suppress(psutil.NoSuchProcess):
-                getattr(member, signal)()
+                getattr(member, ending)()
         members = psutil.wait_procs(members, timeout=grace)[1]
     with suppress(subprocess.TimeoutExpired):
         process.wait(grace)
+
+
+@contextmanager
+def sigterm_interrupts() -> Iterator[None]:
+    """Let SIGTERM raise a KeyboardInterrupt in a with-block, so that the block ends the processes that it has started."""
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)

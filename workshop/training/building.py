@@ -20,7 +20,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from workshop.data.code import library_files
 from workshop.errors import UserError
 from workshop.files import write_atomically
-from workshop.training.arguments import PREFLIGHT, ArgumentParser, positive_float, positive_int, require_writable
+from workshop.training.arguments import PREFLIGHT, ArgumentParser, positive_int, require_writable
 from workshop.training.decoder import Config
 from workshop.training.device import local_device, synchronized_time
 from workshop.training.launcher import exit_with_launcher
@@ -35,14 +35,14 @@ MIB = 1 << 20
 
 
 def parse_arguments(
-    doc: str, options=None, *, steps: int = 60, learning_rate: float = 3e-3, divides: str = "batch"
+    doc: str, options=None, *, steps: int = 60, divides: str = "batch"
 ) -> argparse.Namespace:
     """Read the options of a program of stage 06. A mistake ends the program with one line and exit status 2.
 
     Args:
         doc: the docstring of the program.
         options: a function that adds the program's own options to the parser, or None.
-        steps, learning_rate: the defaults of these options.
+        steps: the default number of steps.
         divides: what the number of processes must divide: "batch" (the sequences of a global batch), "length" (the tokens of a
             sequence; twice this number, because each process computes two pieces), "heads", "layers", or "" for nothing.
 
@@ -52,7 +52,7 @@ def parse_arguments(
     parser = ArgumentParser(description=doc.splitlines()[0])
     parser.add_argument("--steps", type=positive_int, default=steps)
     parser.add_argument("--batch-size", type=positive_int, default=8, help="sequences per global batch")
-    parser.add_argument("--learning-rate", type=positive_float, default=learning_rate)
+    parser.add_argument("--length", type=positive_int, default=Config.length, help="tokens per sequence")
     parser.add_argument("--dtype", choices=["float32", "float64"], default="float32", help="of the parameters")
     parser.add_argument("--folder", default="runs/build", help="folder for the losses of the run")
     if options:
@@ -177,6 +177,8 @@ class Log:
     def end(self) -> None:
         """Print what each process holds and sends, and write the losses. Call it on all ranks."""
         self._hook.remove()
+        if self._own:
+            self.report()
         seconds = synchronized_time(self.device) - self._start
         everyone: list = [None] * dist.get_world_size()
         dist.all_gather_object(everyone, (self.held, self.messages.bytes, self.messages.calls))

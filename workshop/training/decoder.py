@@ -9,7 +9,7 @@ from torch.nn import functional as F
 
 @dataclass(frozen=True)
 class Config:
-    """The sizes of a model. The default has 230,000 parameters."""
+    """The sizes of a model. The default has 220,000 parameters."""
 
     layers: int = 4
     width: int = 64  # numbers per token between the layers

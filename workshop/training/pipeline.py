@@ -35,10 +35,12 @@ class Stage(nn.Module):
         self.tokens, self.positions = (model.tokens, model.positions) if first else (None, None)
         self.blocks = nn.ModuleDict({str(number): model.blocks[number] for number in blocks})
         self.norm, self.head = (model.norm, model.head) if last else (None, None)
+        self.own_positions: torch.Tensor | None = None  # of the tokens of this rank; None: they start at 0
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if self.tokens is not None:
-            x = self.tokens(x) + self.positions(torch.arange(x.shape[1], device=x.device))
+            own = torch.arange(x.shape[1], device=x.device) if self.own_positions is None else self.own_positions
+            x = self.tokens(x) + self.positions(own)
         for block in self.blocks.values():
             x = block(x)
         return x if self.head is None else self.head(self.norm(x))

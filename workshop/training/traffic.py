@@ -61,18 +61,22 @@ class Messages(TorchDispatchMode):
         self.bytes, self.calls = 0, {}
 
     def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
-        space, _, name = operation.name().partition("::")
-        if space in ("c10d", "_c10d_functional"):
-            kind = next((kind for part, kind in COLLECTIVES if part in name), None)
-            if kind:
-                sizes, processes = [_bytes(arg) for arg in args], _group_size(args)
-                # The largest tensor is the full one: the output of an all-gather, the input of a reduce-scatter.
-                whole = max(sizes) if space == "c10d" and kind != "broadcast" else sizes[0]
-                if space == "_c10d_functional" and kind == "all_gather":
-                    whole *= processes
-                self.bytes += round(whole * SENT[kind](processes))
-                self.calls[kind] = self.calls.get(kind, 0) + 1
+        self.count(operation, args)
         return operation(*args, **(kwargs or {}))
+
+    def count(self, operation, args) -> None:
+        """Count an operation of PyTorch if it is a collective."""
+        space, _, name = operation.name().partition("::")
+        kind = next((kind for part, kind in COLLECTIVES if part in name), None)
+        if space not in ("c10d", "_c10d_functional") or not kind:
+            return
+        sizes, processes = [_bytes(arg) for arg in args], _group_size(args)
+        # The largest tensor is the full one: the output of an all-gather, the input of a reduce-scatter.
+        whole = max(sizes) if space == "c10d" and kind != "broadcast" else sizes[0]
+        if space == "_c10d_functional" and kind == "all_gather":
+            whole *= processes
+        self.bytes += round(whole * SENT[kind](processes))
+        self.calls[kind] = self.calls.get(kind, 0) + 1
 
 
 def _bytes(value) -> int:

@@ -1,0 +1,114 @@
+"""Build ZeRO stage 1: each process stores the optimizer state of some of the parameters, updates them, and sends them to all.
+
+N processes:  torchrun --standalone --nproc-per-node=2 06_build_your_own/exercise2_zero1.py
+Slurm:        srun --ntasks=1 --gpus=4 --cpus-per-task=32 06_build_your_own/exercise2_run_zero1.sh
+"""
+
+import torch
+import torch.distributed as dist
+from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.nn.parallel import DistributedDataParallel
+
+from workshop.training.building import SEED, Log, batches, loss_of, parse_arguments, run
+from workshop.training.decoder import Transformer
+
+
+class ShardedOptimizer(torch.optim.Optimizer):
+    """Divide the optimizer state over the ranks: each rank updates its own parameters, and sends them to the others.
+
+    Args:
+        parameters: parameters or parameter groups, the same on all ranks. Their gradients must be equal on all ranks.
+        optimizer_class: a class of ``torch.optim``, or a similar one, that updates each parameter without the others.
+        group: the ranks; None: all.
+        options: arguments for ``optimizer_class``.
+
+    Raises:
+        ValueError: the parameters differ between the ranks, or the class cannot update some parameters without the others.
+    """
+
+    def __init__(self, parameters, optimizer_class, group=None, **options):
+        if issubclass(optimizer_class, torch.optim.LBFGS):
+            raise ValueError("LBFGS computes with all parameters at once, so its state cannot be divided over the ranks")
+        self.group, self.inner = group, None
+        self.rank, self.world_size = dist.get_rank(group), dist.get_world_size(group)
+        self.owners = {}  # parameter -> the rank that updates it
+        super().__init__(parameters, options)
+        self.check_parameters()
+        self.inner = optimizer_class([self.own_part(each) for each in self.param_groups], **options)
+        self.state, self.defaults = self.inner.state, self.inner.defaults
+        for ours, inner in zip(self.param_groups, self.inner.param_groups, strict=True):
+            ours.update({name: value for name, value in inner.items() if name not in ours})  # the default options
+
+    def add_param_group(self, param_group):
+        """Add a group of parameters."""
+        super().add_param_group(param_group)
+        # TODO 1: Each parameter is updated by one rank, which alone stores its optimizer state. All ranks must choose the same
+        # rank for it, and all ranks must get about equally many elements, also if one parameter is much larger than the others.
+        for parameter in self.param_groups[-1]["params"]:
+            self.owners[parameter] = self.rank  # every rank updates all parameters
+        if self.inner:
+            self.inner.add_param_group(self.own_part(self.param_groups[-1]))
+
+    def own_part(self, param_group):
+        return {**param_group, "params": [each for each in param_group["params"] if self.owners[each] == self.rank]}
+
+    def check_parameters(self):
+        everyone = [None] * self.world_size
+        dist.all_gather_object(everyone, [(tuple(each.shape), str(each.dtype)) for each in self.owners], self.group)
+        if different := [rank for rank, each in enumerate(everyone) if each != everyone[0]]:
+            raise ValueError(f"the parameters of rank {different[0]} differ from those of rank 0 in number, shape or type")
+
+    def step(self, closure=None):
+        for ours, inner in zip(self.param_groups, self.inner.param_groups, strict=True):
+            # A schedule of the learning rate changes our groups.
+            inner.update({name: value for name, value in ours.items() if name != "params"})
+        loss = self.inner.step(closure)
+        self.share_parameters()
+        return loss
+
+    @torch.no_grad()
+    def share_parameters(self):
+        """Send the updated parameters to all ranks."""
+        # TODO 1: With one rank for each parameter, the other ranks need its new values. Look up: torch.distributed.broadcast,
+        # and its argument group_src.
+
+        # TODO 2: Each rank sends all of its parameters of one data type in one call, and the ranks do not wait for one call
+        # before they start the next. Leave out parameters that are not trained. Look up: async_op, Tensor.split.
+
+    def state_dict(self):
+        """Return the state of the optimizer. All ranks must call this together."""
+        # TODO 3: Return the state that optimizer_class would have without sharding, so that rank 0 can save all of it. Without
+        # this, a checkpoint has the state of one rank. Look up: torch.distributed.all_gather_object.
+        return super().state_dict()
+
+    def load_state_dict(self, state_dict):
+        """Load a state from ``state_dict``, or from ``optimizer_class`` itself, on any number of ranks."""
+        super().load_state_dict(state_dict)  # the state of all parameters
+        self.inner.state.clear()
+        self.inner.state.update(self.state)  # TODO 3: keep only the state of this rank's parameters
+        self.state = self.inner.state
+
+
+def options(parser):
+    parser.add_argument("--pytorch", action="store_true", help="use PyTorch's ZeroRedundancyOptimizer")
+
+
+def train(device, args):
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    torch.manual_seed(SEED)
+    model = DistributedDataParallel(Transformer(args.config).to(device, args.dtype))  # averages the gradients
+    sharded = ZeroRedundancyOptimizer if args.pytorch else ShardedOptimizer
+    optimizer = sharded(model.parameters(), torch.optim.AdamW, lr=3e-3)
+    log = Log(args, device)
+    for inputs, targets in batches(args):
+        inputs, targets = inputs[rank::world_size].to(device), targets[rank::world_size].to(device)
+        loss = loss_of(model(inputs), targets)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        log.step(loss)
+    log.end()
+
+
+if __name__ == "__main__":
+    run(train, parse_arguments(__doc__, options))
