@@ -9,6 +9,7 @@ from dataclasses import replace
 import torch
 import torch.distributed as dist
 
+from workshop.training.arguments import positive_int
 from workshop.training.building import SEED, Log, batches, loss_of, parse_arguments, run
 from workshop.training.decoder import Transformer
 from workshop.training.pipeline import SEVERAL, PyTorchPipeline, report_timeline, split, timed
@@ -40,7 +41,6 @@ class Pipeline:
         self.stage, self.loss_function, self.microbatches, self.group = stage, loss_function, microbatches, group
         self.previous, self.rank, self.next = rank - 1 if rank else None, rank, rank + 1 if rank + 1 < stages else None
         self.order = order_of_work(schedule, rank, stages, microbatches)
-        self.device = next((each.device for each in (*stage.parameters(), *stage.buffers())), torch.device("cpu"))
         self.shapes, self.outgoing, self.works = None, [], []
         dist.barrier(group)  # with NCCL, all ranks must have communicated before two of them use batch_isend_irecv
 
@@ -51,12 +51,15 @@ class Pipeline:
             inputs, targets: the batch, the same on all ranks. Only the first rank reads the inputs, and only the last one the
                 targets. The others may pass None if all batches have the same shape.
         """
-        shapes = [each.shape for each in (inputs, targets) if each is not None]
+        known = [each for each in (inputs, targets) if each is not None]
+        shapes = [each.shape for each in known]
         for samples, *_ in shapes:
             if samples % self.microbatches or samples != shapes[0][0]:
                 raise ValueError(f"{self.microbatches} micro-batches do not divide a batch of {samples} samples")
         if shapes != self.shapes:
             self.shapes, self.sent, self.expected = shapes, None, None
+        tensors = (*self.stage.parameters(), *self.stage.buffers(), *known)
+        self.device = tensors[0].device if tensors else torch.get_default_device()
         self.inputs = inputs.chunk(self.microbatches) if self.previous is None else None
         self.targets = targets.chunk(self.microbatches) if self.next is None else None
         self.kept, self.losses, self.timeline = {}, [], []
@@ -108,6 +111,8 @@ class Pipeline:
         if kind == "forward" and self.sent is None:
             self.sent = result.to("meta")  # the shape and the data type without the numbers
             dist.send_object_list([self.sent], group_dst=destination, group=self.group)
+        if kind == "forward" and (result.shape, result.dtype) != (self.sent.shape, self.sent.dtype):
+            raise ValueError(f"an output has the shape {list(result.shape)}, not {list(self.sent.shape)} as before")
         self.outgoing = [dist.P2POp(dist.isend, result, group=self.group, group_peer=destination)]
 
     def communicate(self, *receives):
@@ -137,8 +142,8 @@ def order_of_work(schedule, rank, stages, microbatches):
 
 
 def options(parser):
-    parser.add_argument("--layers", type=int, default=4, help="of the model")
-    parser.add_argument("--microbatches", type=int, default=4, help="equal parts of each global batch")
+    parser.add_argument("--layers", type=positive_int, default=4, help="of the model")
+    parser.add_argument("--microbatches", type=positive_int, default=4, help="equal parts of each global batch")
     parser.add_argument("--schedule", choices=["gpipe", "1f1b", *SEVERAL], default="1f1b")
     parser.add_argument("--pytorch", action="store_true", help="use PyTorch's pipelining; it has all these schedules")
 
@@ -152,7 +157,7 @@ def train(device, args):
     else:
         pipeline = Pipeline(split(model, world_size)[rank].to(device), loss_of, args.microbatches, args.schedule)
     del model
-    optimizer = torch.optim.AdamW(pipeline.stage.parameters(), lr=args.learning_rate)
+    optimizer = torch.optim.AdamW(pipeline.stage.parameters(), lr=3e-3)
     log, timelines = Log(args, device), []
     for inputs, targets in batches(args):
         loss = pipeline.step(inputs.to(device), targets.to(device))

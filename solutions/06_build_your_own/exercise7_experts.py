@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn import functional as F
 
+from workshop.training.arguments import positive_int
 from workshop.training.building import SEED, Log, batches, loss_of, parse_arguments, run
 from workshop.training.decoder import MLP, Transformer
 from workshop.training.experts import pytorch_all_to_all, report_experts
@@ -152,8 +153,8 @@ def average_gradients(module, group=None):
 
 
 def options(parser):
-    parser.add_argument("--experts", type=int, default=8, help="of each layer")
-    parser.add_argument("--top-k", type=int, default=1, help="experts for each token")
+    parser.add_argument("--experts", type=positive_int, default=8, help="of each layer")
+    parser.add_argument("--top-k", type=positive_int, default=1, help="experts for each token")
     parser.add_argument("--capacity-factor", type=float, help="limit for each expert, in equal shares of the tokens")
     parser.add_argument("--balance", type=float, default=0.0, help="factor of the load-balancing loss")
     parser.add_argument("--pytorch", action="store_true", help="use PyTorch's all-to-all with gradients")
@@ -168,7 +169,7 @@ def train(device, args):
     for block in model.blocks:
         block.mlp = MixtureOfExperts(width, lambda: MLP(args.config), **sizes, all_to_all=exchange)
     model.to(device, args.dtype)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=args.learning_rate)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     log, layers, counts = Log(args, device), [block.mlp for block in model.blocks], []
     for inputs, targets in batches(args):
         inputs, targets = inputs[rank::world_size].to(device), targets[rank::world_size].to(device)

@@ -263,6 +263,25 @@ def test_errors_are_raised_on_all_ranks():
     assert all(in_processes(3, run))
 
 
+def test_an_output_with_a_different_shape_is_an_error():
+    """The next rank could not receive it."""
+
+    class Shrinking(nn.Linear):
+        def forward(self, x):
+            self.calls = getattr(self, "calls", 0) + 1
+            return super().forward(x)[: 3 - self.calls]
+
+    def run():
+        stage = [Shrinking(2, 2), nn.Identity()][dist.get_rank()]
+        running = pipeline(stage, F.mse_loss, 2)
+        try:
+            running.step(torch.zeros(4, 2), torch.zeros(4, 2))
+        except (ValueError, RuntimeError) as error:  # on rank 1, the connection to rank 0 has ended
+            return str(error)
+
+    assert "an output has the shape [1, 2], not [2, 2] as before" in in_processes(2, run)[0]
+
+
 @pytest.mark.parametrize(
     ("tied", "stages", "message"),
     [

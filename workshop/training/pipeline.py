@@ -119,7 +119,8 @@ class PyTorchPipeline:
 def timed(work: Callable) -> Callable:
     """Decorate the methods ``forward`` and ``backward`` of a pipeline, so that each call adds an event to its ``timeline``.
 
-    The pipeline has the attributes ``rank``, ``device`` and ``timeline``. The first argument of the method is the micro-batch.
+    The pipeline has the attributes ``rank``, ``device`` and ``timeline``. The first argument of the method is the micro-batch. A
+    GPU computes later than Python calls, so the method waits for the device before and after the work.
     """
 
     @functools.wraps(work)
