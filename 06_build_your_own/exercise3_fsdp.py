@@ -143,7 +143,7 @@ class Gather(torch.autograd.Function):
         unit = ctx.unit
         unit.free()
         trained = [number for number, shard in enumerate(unit.shards) if shard.requires_grad]
-        used = unit.shards[0].new_tensor([gradients[number] is not None for number in trained])
+        used = torch.cat([unit.shards[number].new_full((1,), gradients[number] is not None) for number in trained])
         sums = {}
         for number in trained:
             full = (

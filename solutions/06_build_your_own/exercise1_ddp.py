@@ -79,7 +79,7 @@ class Bucket:
         self.missing = set(parameters)  # their gradients are not ready yet
 
     def start(self):
-        flags = self.parameters[0].new_tensor([each.grad is not None for each in self.parameters])
+        flags = torch.cat([each.new_full((1,), each.grad is not None) for each in self.parameters])
         gradients = [torch.zeros_like(each) if each.grad is None else each.grad for each in self.parameters]
         self.buffer = torch.cat([*(each.flatten() for each in gradients), flags])
         self.buffer /= dist.get_world_size(self.group)  # before the sum, which could be too large for float16

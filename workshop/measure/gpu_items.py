@@ -11,7 +11,7 @@ from workshop.training.memory import estimate
 from workshop.training.transformer import GIB, MODELS
 
 SINGLE, DDP, LIGHTNING = "01_single_gpu", "02_pytorch_ddp", "03_pytorch_lightning"
-FSDP, ZERO = "04_model_parallel_with_fsdp", "05_deepspeed"
+FSDP, ZERO, BUILT = "04_model_parallel_with_fsdp", "05_deepspeed", "06_build_your_own"
 ON_GPU, MODEL_ON_GPU = "training on cuda", "parameters on cuda"
 # The losses of a GPU differ a little from run to run, because it adds numbers in a different order.
 EQUAL = r"differ by at most (0\.0e\+00|\d\.\de-(0[4-9]|1\d))"
@@ -58,7 +58,9 @@ def all_items(gpus: int, memory: int) -> list[Item]:
     """
     many = group_size(gpus)
     counts = sorted({1, many})
-    correctness = [item for count in counts for item in (*_images(count), *_language(count), *_strategies(count))]
+    correctness = [
+        item for count in counts for item in (*_images(count), *_language(count), *_strategies(count), *_built(count))
+    ]
     rest = [item for count in counts for item in _rest(count)]
     return [_tests(), *_once(), *correctness, *_image_timings(many), *_language_timings(many, memory), *rest]
 
@@ -211,6 +213,27 @@ def _strategies(count: int) -> list[Item]:
         Item(_named(f"strategies {name}", count), (command,), "step 5/5", package=package)
         for name, command, package in commands
     ]
+
+
+def _built(count: int) -> list[Item]:
+    """Return the solutions of stage 06. The model has 4 layers and 4 heads, which more than 4 processes cannot divide."""
+    few = min(count, 4)
+    mesh = [f"--tp={min(count, 2)}", f"--dp={count // min(count, 2)}"]
+    found = [
+        ("DDP", "exercise1_ddp", count, []),
+        ("ZeRO-1", "exercise2_zero1", count, []),
+        ("FSDP", "exercise3_fsdp", count, []),
+        ("tensor parallel", "exercise4_tensor", few, []),
+        ("pipeline", "exercise5_pipeline", few, []),
+        ("ring attention", "exercise6_ring", count, []),
+        ("experts", "exercise7_experts", few, []),
+        ("mesh", "exercise8_all", count, mesh),
+    ]
+    commands = [
+        (name, processes, _launched(processes, f"solutions/{BUILT}/{script}.py", "--steps=5", *options))
+        for name, script, processes, options in found
+    ]
+    return [Item(_named(f"06 {name}", processes), (command,), ON_GPU) for name, processes, command in commands]
 
 
 def _rest(count: int) -> list[Item]:

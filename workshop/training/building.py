@@ -142,6 +142,8 @@ class Log:
         self.messages, self.held = Messages(), 0
         # Called after each optimizer step, while the gradients still exist.
         self._hook = register_optimizer_step_post_hook(self._count_memory)
+        if rank() == 0:
+            print(f"training on {device.type}", flush=True)
         self._start = synchronized_time(device)
 
     def _count_memory(self, *_) -> None:
