@@ -25,7 +25,8 @@ def solution(name: str) -> ModuleType:
     """Import a solution of stage 06, for example "exercise1_ddp", without running its training."""
     path = ROOT / "solutions" / "06_build_your_own" / f"{name}.py"
     spec = importlib.util.spec_from_file_location(name, path)
-    assert spec and spec.loader
+    assert spec
+    assert spec.loader
     module = sys.modules[name] = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module

@@ -2,10 +2,10 @@
 
 import pytest
 import torch
-from build.processes import in_processes, solution
 from torch import nn
 from torch.nn import functional as F
 
+from build.processes import in_processes, solution
 from workshop.training.decoder import Config, Transformer
 
 CLOSE = 1e-12

@@ -3,12 +3,12 @@
 import pytest
 import torch
 import torch.distributed as dist
-from build.processes import in_processes, solution
-from build.test_ddp import Odd
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
+from build.processes import in_processes, solution
+from build.test_ddp import Odd
 from workshop.training.decoder import Block, Config, Transformer
 from workshop.training.traffic import Messages
 
@@ -152,12 +152,14 @@ def test_a_rank_holds_its_shards_and_one_or_two_layers():
             each.register_hook(look)
         for _ in range(2):  # the order of the layers is known after the first step
             loss_of(model, tokens()[0]).backward()
-        return most, sum(each.numel() for each in model.parameters()), {each.grad.shape == each.shape for each in model.parameters()}
+        shapes = {each.grad.shape == each.shape for each in model.parameters()}
+        return most, sum(each.numel() for each in model.parameters()), shapes
 
     whole = sum(each.numel() for each in Transformer(CONFIG).parameters())
     for world_size in (2, 4):
         for most, own, shapes in in_processes(world_size, measure):
-            assert most == 2 and shapes == {True}
+            assert most == 2
+            assert shapes == {True}
             assert whole / world_size <= own <= whole / world_size + 60
 
 
@@ -173,12 +175,14 @@ def test_it_computes_in_low_precision_and_keeps_float32(name):
             each.register_forward_hook(lambda _, __, out: seen.add(out.dtype))
         with Messages() as messages:
             loss_of(model, tokens()[0]).backward()
-        return seen, {each.grad.dtype for each in model.parameters()}, {v.dtype for v in model.full_state_dict().values()}, messages.bytes
+        gradients, saved = (each.grad for each in model.parameters()), model.full_state_dict().values()
+        return seen, {each.dtype for each in gradients}, {each.dtype for each in saved}, messages.bytes
 
     whole = sum(each.nbytes for each in Transformer(CONFIG).parameters())
     for seen, gradients, saved, sent in in_processes(2, run):
         assert (seen, gradients, saved) == ({dtype}, {torch.float32}, {torch.float32})
-        assert sent == pytest.approx((0.5 + 0.5 + 1) * whole / 2, rel=0.02)  # two gathers in 2 bytes, a reduce-scatter in 4
+        # Two gathers with 2 bytes per element, and a reduce-scatter with 4.
+        assert sent == pytest.approx((0.5 + 0.5 + 1) * whole / 2, rel=0.02)
 
 
 def test_a_forward_pass_after_the_step_uses_the_new_parameters():
@@ -214,4 +218,5 @@ def test_what_cannot_work_is_one_sentence_on_all_ranks(change):
             return str(error)
 
     for message in in_processes(2, run):
-        assert "FSDP" in message and "\n" not in message
+        assert "FSDP" in message
+        assert "\n" not in message

@@ -3,8 +3,9 @@
 import pytest
 import torch
 import torch.distributed as dist
-from build.processes import in_processes, solution
 from torch import nn
+
+from build.processes import in_processes, solution
 
 CLOSE = 1e-12
 CLASSES = {
@@ -98,7 +99,8 @@ def test_each_rank_stores_its_part():
         state = train(sharded("AdamW"))[2].state
         return sum(value.numel() for each in state.values() for value in each.values() if value.dim())
 
-    whole = sum(each.numel() for each in Odd().parameters() if each.requires_grad) - 42  # without those that are not used
+    unused = 42
+    whole = sum(each.numel() for each in Odd().parameters() if each.requires_grad) - unused
     for world_size in (1, 2, 4):
         stored = in_processes(world_size, elements)
         assert sum(stored) == 2 * whole
@@ -117,7 +119,8 @@ def test_it_sends_few_messages():
         return count, sum(each.nbytes for each in model.parameters())
 
     for sent, size in in_processes(2, calls):
-        assert len(sent) == 2 and sum(sent) == size
+        assert len(sent) == 2
+        assert sum(sent) == size
         assert abs(sent[0] - sent[1]) < 0.1 * size
 
 
@@ -176,4 +179,5 @@ def test_what_cannot_work_is_one_sentence_on_all_ranks(case):
             return str(error)
 
     for message in in_processes(2, run):
-        assert message and "rank" in message
+        assert message
+        assert "rank" in message

@@ -52,9 +52,9 @@ RETURN = "        return self.module(*args, **kwargs)\n\n    def full_state_dict
 FREE_OLD = part(
     FSDP, "        for unit in self.units:\n            if unit.full or unit.work:", "        if changed :="
 )
-SHARDS = part(FSDP, "        self.shards = [nn.Parameter(", "        self.sizes = ")
+SHARDS = part(FSDP, "        rows = [self.divide(", "        self.shards = [")
 DIVIDED = "F.pad(tensor.flatten(), (0, -tensor.numel() % self.world_size)).view(self.world_size, -1)"
-SAVING = part(FSDP, "        self.saving = torch.autograd", "        if dtype := self.fsdp.dtype")
+SAVING = part(FSDP, "        self.saving = torch.autograd", "        if self.fsdp.dtype:")
 SAVED = "        self.saving.__exit__(None, None, None)\n"
 FREE_LAYER = "        self.free()\n        for each in tree_leaves(output):\n"
 NEXT = part(FSDP, "            if 0 <= place < len(self.fsdp.order):\n", "        return self.full")

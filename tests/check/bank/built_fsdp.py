@@ -64,9 +64,9 @@ MISTAKES = (
         "layers-kept",
         "The backward pass begins by gathering all layers.",
         (
-            "                place = len(self.fsdp.order) - 1  # the backward",
-            "                [unit.start_gather() for unit in self.fsdp.units]\n"
-            "                place = len(self.fsdp.order) - 1  # the backward",
+            "                place = len(self.fsdp.order) - 1\n",
+            "                place = len(self.fsdp.order) - 1\n"
+            "                [unit.start_gather() for unit in self.fsdp.units]\n",
         ),
     ),
     # ---- not-prefetched
