@@ -1,4 +1,4 @@
-"""Run a program of stage 06 as the check needs it: its own training, the same in one process, and its classes with other models."""
+"""Run a program of stage 06 as the check needs it: its training, the same with one process, and its classes alone."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -15,7 +15,7 @@ from workshop.course.exercises import Exercise
 from workshop.course.tracing import StepTracer
 from workshop.run.stillness import Patience
 
-STEPS, LENGTH = 5, 8  # so few tokens that the parameters need more memory than the activations
+STEPS, LENGTH = 5, 4  # so few tokens that the parameters need more memory than the activations
 PATIENCE = Patience(idle=5, busy=20, total=90)
 
 

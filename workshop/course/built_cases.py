@@ -7,7 +7,8 @@ KIND is the key ``cases`` of the exercise. Each case compares the class with one
 
 import importlib.util
 import sys
-from collections.abc import Callable, Iterator
+import traceback
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -15,14 +16,22 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.optim import Optimizer
 
 CLOSE = 1e-10
 STEPS = 3
-Case = tuple[str, Callable[[], str]]
+UNEVEN = 1.3  # the most that one rank may have, as a multiple of the mean
+State = dict[str, torch.Tensor]
 
 
-def report(name: str, problem: str | None) -> None:
-    """Tell the result of a case; a probe of the check records it. ``problem``: what went wrong, or ""; None: it begins."""
+def report(name: str, problem: str | None, where: str = "") -> None:
+    """Tell the result of a case; a probe of the check records it.
+
+    Args:
+        name: of the case.
+        problem: what went wrong, or ""; None: the case begins.
+        where: the line of the program, as "file.py:12".
+    """
 
 
 class Odd(nn.Module):
@@ -51,7 +60,7 @@ def batches() -> list[torch.Tensor]:
     return list(torch.randn(STEPS, size, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(1)))
 
 
-def alone(optimizer: Callable[..., Any] = torch.optim.SGD, **options: bool) -> dict[str, torch.Tensor]:
+def alone(optimizer: Callable[..., Any] = torch.optim.SGD, **options: bool) -> State:
     """Train with the parts of all ranks, in one process."""
     model, world_size = made(0, **options), dist.get_world_size()
     stepping = optimizer(model.parameters(), lr=0.1)
@@ -63,17 +72,26 @@ def alone(optimizer: Callable[..., Any] = torch.optim.SGD, **options: bool) -> d
     return model.state_dict()
 
 
-def together(model: nn.Module, wrapped: nn.Module, stepping: Any, finish: Callable[[], None] = lambda: None) -> None:
+def together(wrapped: nn.Module, stepping: Any) -> None:
     """Train with the part of this rank."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
     for batch in batches():
         wrapped(batch.chunk(world_size)[rank], rank).square().mean().backward()
-        finish()
+        finish(wrapped)
         stepping.step()
         stepping.zero_grad()
 
 
-def difference(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], what: str = "") -> str:
+def finish(wrapped: Any) -> None:
+    """Average the gradients, if the program does this after the backward pass, as it is delivered."""
+    getattr(wrapped, "average_gradients", lambda: None)()
+
+
+def decaying(parameters: Any, lr: float) -> Optimizer:
+    return torch.optim.AdamW(parameters, lr=lr, weight_decay=0.5)
+
+
+def difference(found: State, expected: State, what: str = "") -> str:
     """Name the parameter that differs most, or return ""."""
     sizes = {name: float((found[name] - value).abs().max()) for name, value in expected.items() if name in found}
     if missing := sorted(set(expected) - set(found)):
@@ -87,204 +105,253 @@ def difference(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]
 # ---------------------------------------------------------------- exercise 1
 
 
-def ddp_cases(module: ModuleType) -> Iterator[Case]:
-    """Yield the cases of data parallelism."""
-
-    def finish_of(wrapped: Any) -> Callable[[], None]:
-        return getattr(wrapped, "average_gradients", lambda: None)  # in the program as delivered
-
-    def start() -> str:
-        model = made(dist.get_rank(), uneven=False)
-        model.register_buffer("offset", torch.full((6,), float(dist.get_rank()), dtype=torch.float64))
-        module.DDP(model)
-        expected = made(0).state_dict() | {"offset": torch.zeros(6, dtype=torch.float64)}
-        wrong = [name for name, value in model.state_dict().items() if not torch.equal(value, expected[name])]
-        kind = "buffer" if wrong == ["offset"] else "parameter"
-        return f"the {kind} {wrong[0]} of rank {dist.get_rank()} is not that of rank 0 after DDP()" if wrong else ""
-
-    def odd() -> str:
-        model = made(0)
-        wrapped = module.DDP(model, bucket_bytes=200)
-        together(model, wrapped, torch.optim.SGD(model.parameters(), lr=0.1), finish_of(wrapped))
-        return difference(model.state_dict(), alone())
-
-    def no_gradient() -> str:
-        model = made(0)
-        wrapped = module.DDP(model)
-        together(model, wrapped, torch.optim.AdamW(model.parameters(), lr=0.1, weight_decay=0.5), finish_of(wrapped))
-        return difference(model.state_dict(), alone(_decaying), ", because a parameter without gradients was updated")
-
-    def twice() -> str:
-        model = made(0, uneven=False)
-        wrapped = module.DDP(model)
-        for part in batches()[0].chunk(dist.get_world_size())[dist.get_rank()].chunk(2):
-            (wrapped(part, 0).square().mean() / 2).backward()
-        finish_of(wrapped)()
-        single = made(0, uneven=False)
-        single(batches()[0], 0).square().mean().backward()
-        expected = {name: each.grad for name, each in single.named_parameters() if each.grad is not None}
-        found = {name: each.grad for name, each in model.named_parameters() if each.grad is not None}
-        return difference(found, expected, ", after two backward passes")
-
-    def changed() -> str:
-        model = made(0)
-        wrapped = module.DDP(model)
-        model.unused = nn.Linear(6, 6).double()
-        try:
-            wrapped(batches()[0][:2], 0)
-        except ValueError as error:
-            return "" if "unused" in str(error) else f"the ValueError does not name the parameter: {error}"
-        return "a parameter was replaced after DDP() wrapped the module, and forward() raises no ValueError"
-
-    yield "start", start
-    yield "odd", odd
-    yield "no-gradient", no_gradient
-    yield "twice", twice
-    yield "changed", changed
+def ddp_start(module: ModuleType) -> str:
+    model = made(dist.get_rank(), uneven=False)
+    model.register_buffer("offset", torch.full((6,), float(dist.get_rank()), dtype=torch.float64))
+    module.DDP(model)
+    expected = made(0).state_dict() | {"offset": torch.zeros(6, dtype=torch.float64)}
+    wrong = [name for name, value in model.state_dict().items() if not torch.equal(value, expected[name])]
+    wrong.sort(key="offset".__eq__)  # the buffer last
+    if not wrong:
+        return ""
+    kind = "buffer" if wrong == ["offset"] else "parameter"
+    return f"after DDP(), the {kind} {wrong[0]} of rank {dist.get_rank()} is not the one that rank 0 has created"
 
 
-def _decaying(parameters: Any, lr: float) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(parameters, lr=lr, weight_decay=0.5)
+def ddp_changed(module: ModuleType) -> str:
+    model = made(0)
+    wrapped = module.DDP(model)
+    model.unused = nn.Linear(6, 6).double()
+    try:
+        wrapped(batches()[0][:2], 0)
+    except ValueError as error:
+        return "" if "unused" in str(error) else f"the ValueError does not name the parameter: {error}"
+    return "forward() raises no ValueError, although a parameter was replaced after DDP() wrapped the module"
 
+
+def ddp_odd(module: ModuleType) -> str:
+    model = made(0)
+    together(module.DDP(model, bucket_bytes=200), torch.optim.SGD(model.parameters(), lr=0.1))
+    return difference(model.state_dict(), alone())
+
+
+def ddp_no_gradient(module: ModuleType) -> str:
+    model = made(0)
+    together(module.DDP(model), decaying(model.parameters(), lr=0.1))
+    return difference(model.state_dict(), alone(decaying), UPDATED)
+
+
+def ddp_twice(module: ModuleType) -> str:
+    model = made(0, uneven=False)
+    wrapped = module.DDP(model)
+    for part in batches()[0].chunk(dist.get_world_size())[dist.get_rank()].chunk(2):
+        (wrapped(part, 0).square().mean() / 2).backward()
+    finish(wrapped)
+    single = made(0, uneven=False)
+    single(batches()[0], 0).square().mean().backward()
+    found, expected = (
+        {name: each.grad for name, each in model.named_parameters() if each.grad is not None}
+        for model in (model, single)
+    )
+    return difference(found, expected, ", after two backward passes")
+
+
+UPDATED = ", because a parameter without gradients was updated"
 
 # ---------------------------------------------------------------- exercise 2
 
 
-def zero1_cases(module: ModuleType) -> Iterator[Case]:
-    """Yield the cases of the sharded optimizer."""
+def give_gradients(model: nn.Module, number: int) -> None:
+    chance = torch.Generator().manual_seed(number)
+    for each in model.parameters():
+        each.grad = torch.randn(each.shape, dtype=each.dtype, generator=chance) if each.requires_grad else None
 
-    def gradients(model: nn.Module, number: int) -> None:
-        chance = torch.Generator().manual_seed(number)
-        for each in model.parameters():
-            each.grad = torch.randn(each.shape, dtype=each.dtype, generator=chance) if each.requires_grad else None
 
-    def trained(make: Callable[..., Any], steps: range, state: Any = None, start: Any = None) -> tuple[Any, Any]:
-        model = made(0)
-        if start:
-            model.load_state_dict(start)
-        optimizer = make(model.parameters())
-        if state:
-            optimizer.load_state_dict(state)
-        for number in steps:
-            gradients(model, number)
-            optimizer.step()
-        return {name: value.clone() for name, value in model.state_dict().items()}, optimizer.state_dict()
+def plain(parameters: Any) -> Any:
+    return torch.optim.Adagrad(parameters, lr=0.1)
 
-    def plain(parameters: Any) -> Any:
-        return torch.optim.Adagrad(parameters, lr=0.1)
 
-    def sharded(parameters: Any) -> Any:
-        return module.ShardedOptimizer(parameters, torch.optim.Adagrad, lr=0.1)
+def sharded(module: ModuleType) -> Callable[[Any], Any]:
+    return lambda parameters: module.ShardedOptimizer(parameters, torch.optim.Adagrad, lr=0.1)
 
-    def other_class() -> str:
-        return difference(trained(sharded, range(3))[0], trained(plain, range(3))[0], ", with Adagrad")
 
-    def shares() -> str:
-        model = nn.Sequential(nn.Linear(2, 2), nn.Linear(40, 40), *(nn.Linear(20, 20) for _ in range(4)))
-        optimizer = module.ShardedOptimizer(model.parameters(), torch.optim.AdamW, lr=0.1)
-        gradients(model, 0)
+def trained(
+    make: Callable[..., Any], steps: range, state: Any = None, start: Any = None, scheduled: bool = False
+) -> tuple[State, Any]:
+    """Train with random gradients that are equal on all ranks; return the parameters and the optimizer."""
+    model = made(0)
+    if start:
+        model.load_state_dict(start)
+    optimizer = make(model.parameters())
+    if state:
+        optimizer.load_state_dict(state)
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5) if scheduled else None
+    for number in steps:
+        give_gradients(model, number)
         optimizer.step()
-        own = sum(value.numel() for each in optimizer.state.values() for value in each.values() if value.dim())
-        sizes: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(sizes, own)
-        if max(sizes) > 1.3 * sum(sizes) / len(sizes):
-            return f"the ranks store {' and '.join(map(str, sizes))} elements of optimizer state, which is uneven"
-        return ""
+        if schedule:
+            schedule.step()
+    return {name: value.clone() for name, value in model.state_dict().items()}, optimizer
 
-    def scheduled() -> str:
-        def run(make: Callable[..., Any]) -> Any:
-            model = made(0)
-            optimizer = make(model.parameters())
-            schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
-            for number in range(3):
-                gradients(model, number)
-                optimizer.step()
-                schedule.step()
-            return model.state_dict()
 
-        return difference(run(sharded), run(plain), ", with a schedule of the learning rate")
+def stored(optimizer: Any) -> int:
+    """The elements of the state that an optimizer, and those that it contains, stores on this rank."""
+    inner = [each for each in vars(optimizer).values() if isinstance(each, Optimizer)]
+    states = [value for each in (optimizer, *inner) for state in each.state.values() for value in state.values()]
+    return sum({id(each): each.numel() for each in states if isinstance(each, torch.Tensor) and each.dim()}.values())
 
-    def saved() -> str:
-        state = trained(sharded, range(2))[1]["state"]
-        expected = trained(plain, range(2))[1]["state"]
-        if set(state) != set(expected):
-            return f"state_dict() has the state of {len(state)} parameters, and {len(expected)} have one"
-        return difference(
-            {str(key): state[key]["sum"].cpu() for key in state}, {str(key): expected[key]["sum"] for key in expected}
-        )
 
-    def loaded() -> str:
-        start, state = trained(plain, range(2))
-        found = trained(sharded, range(2, 4), state, start)[0]
-        return difference(found, trained(plain, range(4))[0], ", after the state was loaded")
+def zero1_other_class(module: ModuleType) -> str:
+    return difference(trained(sharded(module), range(3))[0], trained(plain, range(3))[0], ", with Adagrad")
 
-    def loaded_part() -> str:
-        model = made(0)
-        optimizer = sharded(model.parameters())
-        optimizer.load_state_dict(trained(plain, range(2))[1])
-        own = sum(value.numel() for each in optimizer.state.values() for value in each.values() if value.dim())
-        whole = sum(each.numel() for each in model.parameters() if each.requires_grad)
-        return f"after load_state_dict() each rank stores all {own} elements" if own >= whole else ""
 
-    yield "other-class", other_class
-    yield "shares", shares
-    yield "scheduled", scheduled
-    yield "saved", saved
-    yield "loaded", loaded
-    yield "loaded-part", loaded_part
+def zero1_scheduled(module: ModuleType) -> str:
+    found = trained(sharded(module), range(3), scheduled=True)[0]
+    return difference(found, trained(plain, range(3), scheduled=True)[0])
+
+
+def zero1_shares(module: ModuleType) -> str:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(40, 40), *(nn.Linear(20, 20) for _ in range(4)))
+    optimizer = module.ShardedOptimizer(model.parameters(), torch.optim.AdamW, lr=0.1)
+    give_gradients(model, 0)
+    optimizer.step()
+    sizes: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(sizes, stored(optimizer))
+    if max(sizes) > UNEVEN * sum(sizes) / len(sizes):
+        return f"the ranks store {' and '.join(map(str, sizes))} elements of optimizer state, which is uneven"
+    return ""
+
+
+def zero1_saved(module: ModuleType) -> str:
+    state = trained(sharded(module), range(2))[1].state_dict()["state"]
+    expected = trained(plain, range(2))[1].state_dict()["state"]
+    if dist.get_rank() > 0:
+        return ""  # rank 0 saves the checkpoint
+    # Adagrad has a state for frozen parameters too, which no step uses.
+    expected = {number: expected[number] for number, each in enumerate(made(0).parameters()) if each.requires_grad}
+    if missing := set(expected) - set(state):
+        return f"on rank 0, state_dict() has no state of {len(missing)} of {len(expected)} trained parameters"
+    found, sums = (
+        {f"the state of parameter {key}": each[key]["sum"].cpu() for key in each} for each in (state, expected)
+    )
+    return difference(found, sums)
+
+
+def zero1_loaded(module: ModuleType) -> str:
+    start, optimizer = trained(plain, range(2))
+    found = trained(sharded(module), range(2, 4), optimizer.state_dict(), start)[0]
+    return difference(found, trained(plain, range(4))[0], ", after the state was loaded")
+
+
+def zero1_loaded_part(module: ModuleType) -> str:
+    share = stored(trained(sharded(module), range(1))[1])
+    state = trained(plain, range(2))[1].state_dict()
+    own = stored(trained(sharded(module), range(0), state)[1])
+    name = f"rank {dist.get_rank()}"
+    return f"after load_state_dict(), {name} stores {own} elements; its share is {share}" if own > share else ""
 
 
 # ---------------------------------------------------------------- exercise 3
 
 
-def fsdp_cases(module: ModuleType) -> Iterator[Case]:
-    """Yield the cases of sharded parameters."""
-
-    def wrapped(model: nn.Module, **options: Any) -> Any:
-        return module.FSDP(model, [], **options)
-
-    def odd() -> str:
-        model = made(dist.get_rank())
-        sharded = wrapped(model)
-        together(model, sharded, torch.optim.SGD(sharded.parameters(), lr=0.1))
-        return difference(sharded.full_state_dict(), alone())
-
-    def uneven_sizes() -> str:
-        torch.manual_seed(0)
-        model = nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 1)).double()
-        expected = {name: value.clone() for name, value in model.state_dict().items()}
-        return difference(module.FSDP(model, [nn.Linear]).full_state_dict(), expected)
-
-    def precision() -> str:
-        torch.manual_seed(0)
-        model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
-        sharded = module.FSDP(model, [nn.Linear], compute_dtype=torch.bfloat16)
-        output = sharded(torch.ones(2, 8))
-        output.float().sum().backward()
-        if output.dtype != torch.bfloat16:
-            return f"with compute_dtype=torch.bfloat16 the output is {output.dtype}"
-        kinds = {each.dtype for each in sharded.parameters()} | {
-            each.grad.dtype for each in sharded.parameters() if each.grad is not None
-        }
-        return "" if kinds == {torch.float32} else "with compute_dtype the shards or their gradients are not float32"
-
-    def old_parameters() -> str:
-        torch.manual_seed(0)
-        sharded = module.FSDP(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), [nn.Linear])
-        sharded(torch.ones(1, 4))  # no backward pass follows
-        with torch.no_grad():
-            for each in sharded.parameters():
-                each.zero_()
-        found = float(sharded(torch.ones(1, 4)).abs().sum().detach())
-        return "the forward pass uses parameters from before the optimizer step" if found else ""
-
-    yield "odd", odd
-    yield "uneven-sizes", uneven_sizes
-    yield "precision", precision
-    yield "old-parameters", old_parameters
+def fsdp_odd(module: ModuleType) -> str:
+    wrapped = module.FSDP(made(dist.get_rank()), [])
+    together(wrapped, torch.optim.SGD(wrapped.parameters(), lr=0.1))
+    return difference(wrapped.full_state_dict(), alone())
 
 
-KINDS = {"ddp": ddp_cases, "zero1": zero1_cases, "fsdp": fsdp_cases}
+def fsdp_no_gradient(module: ModuleType) -> str:
+    wrapped = module.FSDP(made(0), [])
+    together(wrapped, decaying(wrapped.parameters(), lr=0.1))
+    return difference(wrapped.full_state_dict(), alone(decaying), UPDATED)
+
+
+def fsdp_uneven_sizes(module: ModuleType) -> str:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 1)).double()
+    expected = {name: value.clone() for name, value in model.state_dict().items()}
+    return difference(module.FSDP(model, [nn.Linear]).full_state_dict(), expected)
+
+
+def fsdp_precision(module: ModuleType) -> str:
+    """The gradients of rank 0 and of the others are exact in bfloat16, but their sum is not."""
+    torch.manual_seed(0)
+    model, small = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), 2.0**-10
+    wrapped = module.FSDP(model, [nn.Linear], compute_dtype=torch.bfloat16)
+    output = wrapped(torch.ones(2, 8))
+    if output.dtype != torch.bfloat16:
+        return f"with compute_dtype=torch.bfloat16 the output is {output.dtype}"
+    (output.float().sum() * (small if dist.get_rank() else 1)).backward()
+    gradients = [each.grad for each in wrapped.parameters() if each.grad is not None]
+    if {each.dtype for each in (*wrapped.parameters(), *gradients)} != {torch.float32}:
+        return "with compute_dtype the shards or their gradients are not float32"
+    with torch.no_grad():
+        for shard in wrapped.parameters():
+            shard.copy_(torch.zeros_like(shard) if shard.grad is None else shard.grad)
+    others = dist.get_world_size() - 1
+    found, expected = wrapped.full_state_dict()["1.bias"], 2 * (1 + small * others) / (1 + others)
+    if float((found - expected).abs().max()) > 1e-6:
+        return f"the mean of gradients is {float(found[0]):.6f} instead of {expected:.6f}: it was rounded to bfloat16"
+    return ""
+
+
+def fsdp_old_parameters(module: ModuleType) -> str:
+    torch.manual_seed(0)
+    wrapped = module.FSDP(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), [nn.Linear])
+    wrapped(torch.ones(1, 4))  # no backward pass follows
+    with torch.no_grad():
+        for each in wrapped.parameters():
+            each.zero_()
+    found = float(wrapped(torch.ones(1, 4)).abs().sum().detach())
+    return "the forward pass uses parameters from before the optimizer step" if found else ""
+
+
+# ---------------------------------------------------------------- all of them
+
+Case = Callable[[ModuleType], str]
+# Cases in which ranks may wait for each other come last, because nothing can be tried after them.
+KINDS: dict[str, dict[str, Case]] = {
+    "ddp": {
+        "start": ddp_start,
+        "changed": ddp_changed,
+        "twice": ddp_twice,
+        "no-gradient": ddp_no_gradient,
+        "odd": ddp_odd,
+    },
+    "zero1": {
+        "shares": zero1_shares,
+        "other-class": zero1_other_class,
+        "scheduled": zero1_scheduled,
+        "saved": zero1_saved,
+        "loaded": zero1_loaded,
+        "loaded-part": zero1_loaded_part,
+    },
+    "fsdp": {
+        "old-parameters": fsdp_old_parameters,
+        "precision": fsdp_precision,
+        "uneven-sizes": fsdp_uneven_sizes,
+        "no-gradient": fsdp_no_gradient,
+        "odd": fsdp_odd,
+    },
+}
+
+
+def attempt(name: str, case: Case, module: ModuleType) -> None:
+    """Try a case; each rank reports what it has seen before the ranks wait for each other."""
+    report(name, None)
+    problem, where = "", ""
+    try:
+        problem = case(module)
+    except Exception as error:
+        problem = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+        frames = traceback.extract_tb(error.__traceback__)
+        where = next(
+            (f"{Path(each.filename).name}:{each.lineno}" for each in frames[::-1] if each.filename == module.__file__),
+            "",
+        )
+    report(name, problem or None, where)
+    dist.barrier()
+    report(name, problem, where)
 
 
 def main() -> None:
@@ -293,18 +360,12 @@ def main() -> None:
     dist.init_process_group("gloo")
     try:
         specification = importlib.util.spec_from_file_location(Path(file).stem, file)
-        assert specification and specification.loader
+        assert specification is not None
+        assert specification.loader is not None
         module = sys.modules[Path(file).stem] = importlib.util.module_from_spec(specification)
         specification.loader.exec_module(module)
-        for name, case in KINDS[kind](module):
-            report(name, None)
-            try:
-                problem = case()
-            except Exception as error:
-                problem = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
-            problems: list[Any] = [None] * dist.get_world_size()
-            dist.all_gather_object(problems, problem)
-            report(name, next((each for each in problems if each), ""))
+        for name, case in KINDS[kind].items():
+            attempt(name, case, module)
     finally:
         dist.destroy_process_group()
 

@@ -2,12 +2,15 @@
 
 import gc
 import weakref
+from collections.abc import MutableMapping
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.weak import WeakIdKeyDictionary
 
 from workshop.check.evidence.events import BuildReported, CaseTried, Moment, StepTraced
 from workshop.check.probes.probe import Function, Probe, after, around, before, on
@@ -17,6 +20,11 @@ from workshop.tensors import own_part
 from workshop.training.building import COUNTED, Log
 from workshop.training.decoder import Block
 from workshop.training.traffic import Messages
+
+ASYNCHRONOUS = """
+    all_reduce reduce broadcast all_gather all_gather_into_tensor all_gather_single reduce_scatter reduce_scatter_tensor
+    reduce_scatter_single all_to_all all_to_all_single
+"""
 
 
 class Tracing(TorchDispatchMode):
@@ -36,7 +44,10 @@ class Tracing(TorchDispatchMode):
             counted = Messages()
             counted.count(function, args)
             for name in counted.calls:
+                self.probe.called = name
                 self.note("call", name, counted.bytes)
+            if function.name() == "_c10d_functional::wait_tensor":
+                self.probe.ended(args[0])
             for each in result if isinstance(result, (list, tuple)) else (result,):
                 if isinstance(each, torch.Tensor):
                     self.tensors.append(weakref.ref(each))
@@ -50,8 +61,7 @@ class Tracing(TorchDispatchMode):
         """The bytes of the tensors that are alive, with shared memory counted once."""
         alive = [(each, tensor) for each in self.tensors if (tensor := each()) is not None]
         self.tensors = [each for each, _ in alive]
-        storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for _, tensor in alive}
-        return sum(storages.values())
+        return _bytes([tensor for _, tensor in alive])
 
 
 class StepTracer(Probe):
@@ -63,6 +73,9 @@ class StepTracer(Probe):
         self.tracing: Tracing | None = None
         self.numbers: dict[int, int] = {}  # of the blocks, by their ids
         self.in_step = self.in_forward = False
+        self.called = ""  # the last collective
+        # For each handle of a collective that was asked for: a list with the name of the collective, which its end removes.
+        self.handles: MutableMapping[object, list[str]] = WeakIdKeyDictionary()
 
     @property
     def phase(self) -> str:
@@ -87,6 +100,7 @@ class StepTracer(Probe):
             state = [value for optimizer in optimizers for each in optimizer.state.values() for value in each.values()]
             traced = StepTraced(
                 moments=tracing.moments,
+                optimizers=_classes(self.recorder),
                 parameters=_bytes([each for group in groups for each in group["params"]]),
                 state=_bytes([each for each in state if isinstance(each, torch.Tensor) and each.dim()]),
                 held=tracing.held(),
@@ -115,9 +129,30 @@ class StepTracer(Probe):
             output.register_hook(lambda _: self._note("backward", number))
         return output
 
+    @after(dist, *ASYNCHRONOUS.split())
+    @after(c10d, *ASYNCHRONOUS.split())
+    def _begun(self, handle: Any, *_: Any, **__: Any) -> None:
+        if handle is not None and handle not in self.handles:
+            self.handles[handle] = [self.called]
+
+    @after(dist.Work, "get_future")
+    def _future(self, future: Any, work: Any) -> None:
+        self.handles[future] = self.handles.setdefault(work, [self.called])
+
     @before(dist.Work, "wait")
-    def _wait(self, *_: Any, **__: Any) -> None:
-        self._note("wait")
+    @before(torch._C.Future, "wait")
+    def _wait(self, handle: Any, *_: Any, **__: Any) -> None:
+        self.ended(handle)
+
+    @after(dist.Work, "is_completed")
+    def _asked(self, completed: bool, work: Any) -> None:
+        if completed:
+            self.ended(work)
+
+    def ended(self, handle: Any) -> None:
+        """Note that the program has waited for a collective, the first time; a handle is unknown if the call itself waits."""
+        if names := self.handles.setdefault(handle, [self.called]):
+            self._note("wait", names.pop())
 
     def _note(self, what: str, name: str = "") -> None:
         with self.recorder.guard:
@@ -125,10 +160,23 @@ class StepTracer(Probe):
                 self.tracing.note(what, name)
 
     @before(built_cases, "report")
-    def _case(self, name: str, problem: str) -> None:
-        self.note_here(CaseTried(name=name, problem=problem))
+    def _case(self, name: str, problem: str | None, where: str = "") -> None:
+        self.recorder.note(CaseTried(name=name, problem=problem, where=where))
+
+
+def _classes(recorder: Recorder) -> dict[str, list[str]]:
+    """The classes of torch.distributed to which the optimizers of each line belong, also those inside of another one."""
+    found: dict[str, list[str]] = {}
+    for optimizer, line in recorder.optimizers.items():
+        kinds = type(optimizer).__mro__
+        found.setdefault(line, []).extend(
+            each.__name__ for each in kinds if each.__module__.startswith("torch.distributed")
+        )
+    return found
 
 
 def _bytes(tensors: list[torch.Tensor]) -> int:
     """The bytes of tensors, with shared memory counted once."""
-    return sum({each.untyped_storage().data_ptr(): each.nbytes for each in map(own_part, tensors)}.values())
+    storages = [each.untyped_storage() for each in map(own_part, tensors)]
+    # _cdata identifies a storage; data_ptr() of one that was resized to zero is an error.
+    return sum({storage._cdata: storage.nbytes() for storage in storages}.values())

@@ -75,11 +75,7 @@ def check_division(processes: int, what: str, args: argparse.Namespace) -> None:
     config = args.config
     numbers = {
         "batch": (args.batch_size, processes, f"the {args.batch_size} sequences of a global batch"),
-        "length": (
-            config.length,
-            2 * processes,
-            f"the {config.length} tokens of a sequence into 2 equal pieces for each",
-        ),
+        "length": (config.length, 2 * processes, f"the {config.length} tokens of a sequence into 2 pieces for each"),
         "heads": (config.heads, processes, f"the {config.heads} heads of the attention"),
         "layers": (config.layers, processes, f"the {config.layers} layers of the model"),
     }

@@ -395,7 +395,7 @@ class Moment:
     """Something that a process did in a step of a program of stage 06."""
 
     what: str  # "forward" or "backward" (a block of the model begins), "call" (of a collective), "wait" (for one)
-    name: str  # of the collective; the number of the block
+    name: str  # of the collective that was called or waited for; the number of the block
     bytes: int  # of the tensors of the collective
     phase: str  # "forward", "backward", "optimizer" or "" (before the first block and after the optimizer)
     held: int  # bytes of all tensors at this moment
@@ -404,6 +404,9 @@ class Moment:
 
 class StepTraced(Event):  # at the end of one step of a program of stage 06
     moments: list[Moment]
+    optimizers: dict[
+        str, list[str]
+    ]  # for each line that created one: the classes of torch.distributed to which it belongs
     parameters: int  # bytes of the parameters that the optimizers update
     state: int  # bytes of the state of the optimizers
     held: int  # bytes of all tensors

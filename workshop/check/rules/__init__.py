@@ -19,6 +19,7 @@ _files = {path.stem for path in Path(__file__).parent.glob("*.py")} - {
     "pages",
     "parting",
     "rule",
+    "traced",
     "words",
 }
 assert _files == set(FAMILIES), f"FAMILIES and the modules of this package differ: {sorted(_files ^ set(FAMILIES))}"

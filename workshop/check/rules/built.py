@@ -1,42 +1,36 @@
 """Programs that build a parallelism by hand (stage 06): what they compute, send and hold."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterator
+from itertools import islice
 
-from workshop.check.evidence.events import BuildReported, CaseTried, FullySharded, Moment, StepTraced, Wrapped
-from workshop.check.evidence.run import Process, Run
+from workshop.check.evidence.events import BuildReported, CaseTried, Event, FullySharded, Moment, StepTraced, Wrapped
+from workshop.check.evidence.run import Run
 from workshop.check.rules.ending import ending
-from workshop.check.rules.rule import NotJudged, Said, Seen, rule
-from workshop.check.rules.words import named, plural
+from workshop.check.rules.rule import NotJudged, Rule, Said, Seen, rule
+from workshop.check.rules.traced import GATHERS, TracedStep, size_of, steps_of
+from workshop.check.rules.words import plural
 from workshop.check.scenarios import BUILT_ALONE, BUILT_CASES, WHOLE
 
 CLOSE = 1e-9  # between losses in float64 after a few steps
 MOST_CALLS = 20  # of the 52 parameters of the model
 MANY = 8  # messages of an optimizer step
-UNEVEN = 1.3  # the most that one rank may have, as a multiple of the mean
+MOMENTS = 2  # values that AdamW stores for each element
 TWICE = 1.3  # the most that a rank may send, as a multiple of what is needed
-MORE = 0.2  # of the whole: how much more than its share a rank may hold
-KEPT = 0.9  # of the parameters: what a rank may hold at the start of the backward pass; it needs 0.5
-
-
-def _traced(run: Run) -> list[tuple[Process, StepTraced]]:
-    return [(process, event) for process in run.ranks for event in process.of(StepTraced)[:1]]
+MORE = 0.1  # of the whole: how much more than its share a rank may hold
+KEPT = 0.9  # of the parameters: the most that a pass may add to what a rank always holds; two layers need 0.5
+EARLY = 0.2  # of the gradients: the least that must be sent before the backward pass reaches the first of 4 layers
 
 
 def _mib(size: float) -> str:
     return f"{size / 2**20:.2f} MiB"
 
 
-def _calls(traced: StepTraced, *phases: str, names: Iterable[str] = ()) -> list[Moment]:
-    chosen = [each for each in traced.moments if each.what == "call" and (not names or each.name in names)]
-    return [each for each in chosen if not phases or each.phase in phases]
-
-
 # ---------------------------------------------------------------- equal to one process
 
 
 @rule(
-    why="A distributed training must compute what one process computes with the same global batches; otherwise it is another one.",
-    fix="Compare the gradients of one step with those of one process: run both with --dtype float64 --steps 1, and print them.",
+    why="Several processes must compute what one process computes with the same global batches.",
+    fix="Run one step with one process and with several (--dtype float64 --steps 1), and compare the gradients.",
     runs=(WHOLE, BUILT_ALONE),
     needs=(BuildReported,),
     spoils=True,
@@ -77,301 +71,341 @@ CASES = {
 
 def _case(run: Run, *names: str) -> Said:
     """What went wrong in these cases."""
-    tried = [event for process in run.ranks[:1] for event in process.of(CaseTried)]
     for name in names:
-        results = [event for event in tried if event.name == name]
+        results = [event for event in run.all(CaseTried) if event.name == name]
+        wrong = next((each for each in results if each.problem), None)
         if not results:
             yield NotJudged(f"{CASES[name]}: an earlier case did not end", goal=True)
-        elif results[-1].problem is None:
-            what = "the ranks wait for each other" if run.hung else "the program ended"
-            yield Seen(f"with {CASES[name]}, {what}")
-        elif results[-1].problem:
-            yield Seen(f"with {CASES[name]}: {results[-1].problem}")
+        elif wrong:
+            yield Seen(f"with {CASES[name]}: {wrong.problem}", wrong.where)
+            return
+        elif all(each.problem is None for each in results):
+            seen = ending(run) or Seen("the program ended")
+            yield Seen(f"with {CASES[name]}: {seen.text}", seen.where, seen.detail)
             return
 
 
-def _case_rule(name: str, why: str, fix: str, *cases: str) -> None:
+def _case_rule(name: str, why: str, fix: str, *cases: str, after: tuple[Rule, ...] = ()) -> Rule:
     def judge(run: Run) -> Said:
         yield from _case(run, *cases)
 
     judge.__name__, judge.__doc__, judge.__module__ = name, f"The cases {', '.join(cases)}.", __name__
-    rule(why=why, fix=fix, runs=BUILT_CASES, needs=(CaseTried,))(judge)
+    return rule(why=why, fix=fix, runs=BUILT_CASES, needs=(CaseTried,), after=after)(judge)
 
 
 _case_rule(
     "start_unequal",
-    "Ranks that begin with different parameters add up gradients of different models.",
+    "Ranks that start with different parameters average the gradients of different models.",
     "In __init__, send each parameter and each buffer of the first rank with torch.distributed.broadcast.",
     "start",
 )
 _case_rule(
     "case_fails",
-    "A class that works only for the model of the exercise is no use for your next one.",
-    "Handle parameters that are tied, frozen, not used, or used by some ranks only: all ranks must make the same calls, and a "
-    "gradient that no rank has must stay None. Several backward passes add up their gradients.",
+    "A class that works only for the model of the exercise fails with your own models.",
+    "Handle parameters that are tied, frozen, unused, or used by some ranks only: all ranks must make the same calls, "
+    "and a gradient that no rank has must stay None. Several backward passes add up their gradients.",
     "odd", "no-gradient", "twice",
 )  # fmt: skip
 _case_rule(
     "change_unnoticed",
-    "The gradient of a parameter that was replaced later is not averaged: the ranks then train different models, without an error.",
-    "In forward(), compare the parameters with those that the class has wrapped, and raise a ValueError that names the changed one.",
+    "The gradient of a parameter that was replaced later is not averaged, so the ranks train different models silently.",
+    "In forward(), compare the parameters with those that the class has wrapped, and raise a ValueError with the name "
+    "of the changed one.",
     "changed",
 )
-_case_rule(
+optimizer_case_fails = _case_rule(
     "optimizer_case_fails",
     "A sharded optimizer must do what its class does in one process.",
-    "Pass all options to the inner optimizer, and before each step also those that a schedule has changed in param_groups.",
+    "Pass all options to the inner optimizer. Before each step, copy the options in param_groups, which a schedule of "
+    "the learning rate changes.",
     "other-class", "scheduled",
 )  # fmt: skip
-_case_rule(
+state_uneven = _case_rule(
     "state_uneven",
-    "The rank with the largest part decides how much memory the training needs.",
+    "The rank with the largest part determines how much memory each GPU needs.",
     "Give each parameter, the largest first, to the rank with the fewest elements so far.",
     "shares",
 )
 _case_rule(
     "state_partial",
     "A checkpoint with the state of one rank cannot continue the training of the other parameters.",
-    "In state_dict(), collect the states of all ranks with torch.distributed.all_gather_object; in load_state_dict(), keep those of "
-    "the parameters of this rank.",
+    "In state_dict(), collect the states of all ranks with torch.distributed.all_gather_object. In load_state_dict(), "
+    "keep those of the parameters of this rank.",
     "saved", "loaded", "loaded-part",
+    after=(built_differs, optimizer_case_fails),
 )  # fmt: skip
 _case_rule(
     "shards_fail",
-    "A class that works only for the model of the exercise is no use for your next one.",
-    "Fill up the shards of all ranks to the same size, sum gradients in the type of the shards, gather again after each step, and "
-    "make the same calls on all ranks, also for parameters that only some ranks have used.",
-    "odd", "uneven-sizes", "precision", "old-parameters",
+    "A class that works only for the model of the exercise fails with your own models.",
+    "Pad the shards of all ranks to the same size, sum gradients in the type of the shards, gather again after each "
+    "step, and make the same calls on all ranks, also for parameters that only some ranks have used. A gradient that no "
+    "rank has must stay None.",
+    "odd", "no-gradient", "uneven-sizes", "precision", "old-parameters",
 )  # fmt: skip
 
 
-def _instead(name: str, kind: type[Wrapped] | type[FullySharded], what: str) -> None:
+def _instead(name: str, what: str, used: Callable[[Run], Iterator[str]], needs: type[Event]) -> None:
     def judge(run: Run) -> Said:
-        for event in run.all(kind):
-            yield Seen(f"the program uses {what} of PyTorch", event.where)
-            return
+        for where in islice(used(run), 1):
+            yield Seen(f"the program uses PyTorch's {what}", where)
 
     judge.__name__, judge.__doc__, judge.__module__ = name, "The program uses the class of PyTorch.", __name__
-    why = "The exercise is to build it; PyTorch's own class is for comparison, with the option --pytorch."
-    rule(why=why, fix="Use your own class unless --pytorch was given.", needs=(kind,))(judge)
+    why = "In this exercise you write this class yourself. PyTorch's class is only for comparison, with --pytorch."
+    rule(why=why, fix="Use your own class unless --pytorch is given.", needs=(needs,), blocks=True)(judge)
 
 
-_instead("ddp_of_pytorch", Wrapped, "DistributedDataParallel")
-_instead("fsdp_of_pytorch", FullySharded, "fully_shard")
+def _zero(run: Run) -> Iterator[str]:
+    of = (each.optimizers.items() for each in run.all(StepTraced))
+    return (line for lines in of for line, classes in lines if "ZeroRedundancyOptimizer" in classes)
+
+
+_instead("ddp_of_pytorch", "DistributedDataParallel", lambda run: (each.where for each in run.all(Wrapped)), Wrapped)
+_instead("zero_of_pytorch", "ZeroRedundancyOptimizer", _zero, StepTraced)
+_instead("fsdp_of_pytorch", "fully_shard", lambda run: (each.where for each in run.all(FullySharded)), FullySharded)
+
+# ---------------------------------------------------------------- one step of one process
+
+OfStep = Callable[[TracedStep], Seen | None]
+
+
+def _judging(function: OfStep) -> Callable[[Run, Run], Said]:
+    """Return a function that asks about the step of each process until one shows something."""
+
+    def judge(run: Run, alone: Run) -> Said:
+        steps = steps_of(run, alone)
+        if len(steps) < len(run.ranks) and not ending(run):
+            yield NotJudged("what a step sends and holds: the program does not call Log.step() at the end of each step")
+        yield from islice(filter(None, map(function, steps)), 1)
+
+    judge.__name__, judge.__doc__, judge.__module__ = function.__name__, function.__doc__, __name__
+    return judge
+
+
+def _needs(step: TracedStep, moment: Moment) -> str:
+    more, whole = _mib(step.more(moment)), _mib(step.whole)
+    return f"{step.who} stores {more} more than between two steps; all parameters have {whole}"
+
+
+def _of_step(why: str, fix: str, after: tuple[Rule, ...] = ()) -> Callable[[OfStep], Rule]:
+    """Declare a function of one step of one process as a rule."""
+    declare = rule(why=why, fix=fix, runs=(WHOLE, BUILT_ALONE), needs=(StepTraced,), after=after)
+    return lambda function: declare(_judging(function))
+
 
 # ---------------------------------------------------------------- exercise 1: data parallelism
 
-REDUCING = ("all_reduce", "reduce_scatter", "all_gather", "broadcast")
 
-
-@rule(
-    why="Gradients that are sent after the backward pass are sent while nothing is computed, so the step takes longer.",
-    fix="Start all_reduce with async_op=True in a hook of each parameter (register_post_accumulate_grad_hook), and wait at the end "
-    "of the backward pass.",
-    needs=(StepTraced,),
+@_of_step(
+    why="After the backward pass nothing is left to compute, so the GPU is idle while the gradients are communicated.",
+    fix="Start all_reduce with async_op=True in a hook of each parameter (register_post_accumulate_grad_hook), as soon "
+    "as its bucket is complete, and wait at the end of the backward pass.",
 )
-def average_late(run: Run) -> Said:
-    """Most gradients are sent after the backward pass."""
-    for process, traced in _traced(run):
-        calls = _calls(traced)
-        late = [each for each in calls if each.phase != "backward"]
-        whole, size = sum(each.bytes for each in calls), sum(each.bytes for each in late)
-        if size > whole / 2:
-            yield Seen(f"{named(process)} sends {_mib(size)} of {_mib(whole)} when the backward pass is over", late[0].where)
-            return
+def average_late(step: TracedStep) -> Seen | None:
+    """Most gradients are sent when the backward pass is nearly over."""
+    calls = step.calls()
+    whole, early = size_of(calls), size_of(step.early(calls))
+    if early < EARLY * whole:
+        late = f"{_mib(whole - early)} of {_mib(whole)}"
+        return Seen(
+            f"{step.who} sends {late} only after the backward pass has reached the first layer", calls[-1].where
+        )
+    return None
 
 
-@rule(
-    why="A rank that waits for each call sends and computes in turn: nothing overlaps, although the calls are in the backward pass.",
+@_of_step(
+    why="A rank that waits for each call does not compute while it communicates, so nothing overlaps.",
     fix="Pass async_op=True to all_reduce, keep what it returns, and call wait() at the end of the backward pass.",
-    needs=(StepTraced,),
     after=(average_late,),
 )
-def average_waits(run: Run) -> Said:
-    """Each call in the backward pass is waited for at once."""
-    for process, traced in _traced(run):
-        moments = [each for each in traced.moments if each.phase == "backward"]
-        pairs = [(each, after) for each, after in zip(moments, moments[1:], strict=False) if each.what == "call"]
-        waited = [each for each, after in pairs if after.what == "wait"]
-        if len(pairs) > 1 and len(waited) >= len(pairs) - 1:
-            yield Seen(f"{named(process)} waits for each of its {len(pairs)} calls before it computes on", waited[0].where)
-            return
+def average_waits(step: TracedStep) -> Seen | None:
+    """No call is under way when a block begins its backward pass."""
+    calls = step.early(step.calls())
+    if calls and not any(map(step.under_way, step.places("backward"))):
+        waits = [each for each in step.traced.moments if each.what == "wait" and each.phase == "backward"]
+        count = plural(len(calls), "call")
+        seen = f"in the backward pass, {step.who} waits for each of {count} before it computes the next layer"
+        return Seen(seen, (waits or calls)[0].where)
+    return None
 
 
-@rule(
+@_of_step(
     why="Each call has a fixed cost, so many small ones are slower than a few large ones with the same bytes.",
     fix="Join gradients to one tensor (torch.cat) until it has bucket_bytes, and send it with one all_reduce.",
-    needs=(StepTraced,),
 )
-def many_calls(run: Run) -> Said:
+def many_calls(step: TracedStep) -> Seen | None:
     """There is nearly one call for each parameter."""
-    for process, traced in _traced(run):
-        calls = _calls(traced)
-        if len(calls) > MOST_CALLS:
-            size = sum(each.bytes for each in calls) / len(calls)
-            yield Seen(f"{named(process)} makes {len(calls)} calls in a step, of {size / 1024:.1f} KiB each", calls[0].where)
-            return
+    calls = step.calls()
+    if len(calls) > MOST_CALLS:
+        mean = size_of(calls) / len(calls) / 1024
+        return Seen(f"{step.who} makes {len(calls)} calls in a step, of {mean:.1f} KiB each", calls[0].where)
+    return None
 
 
-@rule(
-    why="The network is the slowest part of a large training, so a byte that is sent twice costs time in each step.",
-    fix="Send each gradient once: leave out parameters that are not trained, and do not average again after the backward pass.",
-    needs=(StepTraced,),
+@_of_step(
+    why="With many GPUs the network limits the speed, so sending a byte twice makes each step slower.",
+    fix="Send each gradient once, and nothing else: do not average again after the backward pass, and do not send the "
+    "parameters.",
 )
-def sends_twice(run: Run) -> Said:
+def sends_twice(step: TracedStep) -> Seen | None:
     """More is sent than the gradients."""
-    for process, traced in _traced(run):
-        size, calls = len(run.ranks), _calls(traced)
-        needed, sent = 2 * (size - 1) / size * traced.parameters, sum(each.bytes for each in calls)
-        if size > 1 and sent > TWICE * needed:
-            yield Seen(f"{named(process)} sends {_mib(sent)} in a step; to average all gradients once takes {_mib(needed)}",
-                       calls[-1].where)  # fmt: skip
-            return
+    calls, needed = step.calls(), 2 * (step.ranks - 1) / step.ranks * step.whole
+    if size_of(calls) > TWICE * needed > 0:
+        seen = f"{step.who} sends {_mib(size_of(calls))} in a step; averaging all gradients once takes {_mib(needed)}"
+        return Seen(seen, calls[-1].where)
+    return None
 
 
 # ---------------------------------------------------------------- exercise 2: a sharded optimizer
 
 
-@rule(
-    why="Optimizer state that every rank stores in full needs the memory of one process, however many GPUs there are.",
+@_of_step(
+    why="If each rank stores the whole optimizer state, more GPUs do not reduce the memory per GPU.",
     fix="Give the inner optimizer of each rank only the parameters that this rank updates.",
-    needs=(StepTraced,),
 )
-def state_whole(run: Run) -> Said:
-    """Each rank stores the state of all parameters."""
-    for process, traced in _traced(run):
-        size, whole = len(run.ranks), 2 * traced.parameters  # AdamW has two values for each element
-        if size > 1 and traced.state > (1 / size + MORE) * whole:
-            yield Seen(f"{named(process)} stores {_mib(traced.state)} of optimizer state; its share is {_mib(whole / size)}")
-            return
+def state_whole(step: TracedStep) -> Seen | None:
+    """The ranks together store more than the state of one process."""
+    whole = MOMENTS * step.whole
+    if sum(step.states) > TWICE * whole > 0:
+        own, share = _mib(step.traced.state), _mib(whole / step.ranks)
+        return Seen(f"{step.who} stores {own} of optimizer state; its share is {share}", step.optimizer)
+    return None
 
 
-@rule(
+def one_rank_has_most(step: TracedStep) -> Seen | None:
+    """A rank stores more of the state than its share."""
+    whole, own = MOMENTS * step.whole, step.traced.state
+    if step.ranks > 1 and own > (1 / step.ranks + MORE) * whole > 0:
+        share = _mib(whole / step.ranks)
+        return Seen(f"{step.who} stores {_mib(own)} of optimizer state; an equal share is {share}", step.optimizer)
+    return None
+
+
+_also_of_step = state_uneven.also((WHOLE, BUILT_ALONE), needs=(StepTraced,), after=(state_whole,), active=True)
+_also_of_step(_judging(one_rank_has_most))
+
+
+@_of_step(
     why="Each call has a fixed cost, and the ranks wait for each other in each of them.",
     fix="Join the parameters that a rank has updated to one tensor, and send it with one broadcast (async_op=True).",
-    needs=(StepTraced,),
 )
-def many_messages(run: Run) -> Said:
+def many_messages(step: TracedStep) -> Seen | None:
     """The updated parameters are sent in many calls, or more than once."""
-    for process, traced in _traced(run):
-        calls = _calls(traced, "optimizer", "")
-        sent = sum(each.bytes for each in calls)
-        if len(calls) > MANY:
-            yield Seen(f"{named(process)} sends the updated parameters in {plural(len(calls), 'call')}", calls[0].where)
-            return
-        if sent > TWICE * traced.parameters:
-            yield Seen(f"{named(process)} sends {_mib(sent)} after the step; the parameters have {_mib(traced.parameters)}",
-                       calls[0].where)  # fmt: skip
-            return
+    calls = step.calls("optimizer", "")
+    if len(calls) > MANY:
+        return Seen(f"{step.who} sends the updated parameters in {plural(len(calls), 'call')}", calls[0].where)
+    if size_of(calls) > TWICE * step.whole > 0:
+        seen = f"{step.who} sends {_mib(size_of(calls))} after the step; all parameters have {_mib(step.whole)}"
+        return Seen(seen, calls[-1].where)
+    return None
 
 
 # ---------------------------------------------------------------- exercise 3: sharded parameters
 
 
-@rule(
-    why="Parameters that every rank stores in full between the steps need the memory of one process, however many GPUs there are.",
-    fix="Keep only the shard of this rank as the parameter, and free what was gathered.",
-    runs=(WHOLE, BUILT_ALONE),
-    needs=(StepTraced,),
+@_of_step(
+    why="If each rank stores all parameters between the steps, more GPUs do not reduce the memory per GPU.",
+    fix="Store only the shard of this rank, as a copy (clone()), because a view keeps the memory of the whole tensor in "
+    "use. Free the gathered parameters and the original ones.",
 )
-def held_whole(run: Run, alone: Run) -> Said:
-    """Each rank holds more than its share between the steps."""
-    whole = next((traced.held for _, traced in _traced(alone)), 0)
-    for process, traced in _traced(run):
-        size = len(run.ranks)
-        if whole and traced.held > (1 / size + MORE) * whole:
-            yield Seen(f"{named(process)} holds {_mib(traced.held)} between two steps; one process alone holds {_mib(whole)}")
-            return
+def held_whole(step: TracedStep) -> Seen | None:
+    """A rank holds more than its share between the steps."""
+    share = step.held_alone / step.ranks
+    if step.ranks > 1 and step.traced.held > share + MORE * step.held_alone > 0:
+        own, all_of_it = _mib(step.traced.held), _mib(step.held_alone)
+        return Seen(f"{step.who} stores {own} between two steps; one process alone stores {all_of_it}", step.optimizer)
+    return None
 
 
-def _blocks(traced: StepTraced, what: str = "forward") -> list[int]:
-    """The positions at which blocks begin."""
-    return [place for place, each in enumerate(traced.moments) if each.what == what]
-
-
-def _gathers(traced: StepTraced, *phases: str) -> list[Moment]:
-    return _calls(traced, *phases, names=("all_gather", "broadcast"))
-
-
-@rule(
-    why="If all layers are gathered together, each rank has the whole model in memory at once, as with DDP.",
+@_of_step(
+    why="If all layers are gathered together, each rank has the whole model in its memory, as with DDP.",
     fix="Make a unit of each layer, with parts_of(module, layers), and gather each unit when its forward pass begins.",
-    needs=(StepTraced,),
 )
-def layers_together(run: Run) -> Said:
-    """The forward pass gathers fewer times than there are layers."""
-    for process, traced in _traced(run):
-        calls, layers = _gathers(traced, "forward", ""), len(_blocks(traced))
-        if len(calls) < layers:
-            yield Seen(f"{named(process)} gathers the parameters of {layers} layers in {plural(len(calls), 'call')}",
-                       calls[0].where if calls else "")  # fmt: skip
-            return
+def layers_together(step: TracedStep) -> Seen | None:
+    """The forward pass gathers fewer times than there are layers, or it begins with all layers in memory."""
+    calls, layers = step.gathers("forward", ""), len(step.places("forward"))
+    if len(calls) < layers:
+        where = calls[0].where if calls else step.optimizer
+        return Seen(f"{step.who} gathers the parameters of {layers} layers in {plural(len(calls), 'call')}", where)
+    if begin := step.holds_most("forward", KEPT):
+        return Seen(f"when the first layer begins its forward pass, {_needs(step, begin)}", calls[-1].where)
+    return None
 
 
-@rule(
-    why="Layers that stay in full until the backward pass add up to the whole model in the memory of each rank.",
-    fix="Free a layer after its forward pass, and gather it again in the backward pass; autograd must not keep it either "
-    "(saved_tensors_hooks).",
-    runs=(WHOLE, BUILT_ALONE),
-    needs=(StepTraced,),
+@_of_step(
+    why="Each call has a fixed cost, so many small ones are slower than a few large ones with the same bytes.",
+    fix="Join the shards of a unit to one tensor (torch.cat), and gather it with one all_gather_into_tensor.",
+)
+def many_gathers(step: TracedStep) -> Seen | None:
+    """There is nearly one call for each parameter."""
+    calls, units = step.gathers(), len(step.places("forward")) + 1
+    if len(calls) > 2 * (units + 1) * step.ranks:  # two passes; each rank may send its shards in a call of its own
+        seen = f"{step.who} gathers {units} units in {len(calls)} calls; one per unit and pass is enough"
+        return Seen(seen, calls[0].where)
+    return None
+
+
+@_of_step(
+    why="If layers stay in full until the backward pass, each rank has the whole model in its memory.",
+    fix="Free a layer after its forward pass, and gather it again in the backward pass. Use saved_tensors_hooks, so that "
+    "autograd does not keep it either.",
     after=(layers_together,),
 )
-def layers_kept(run: Run, alone: Run) -> Said:
+def layers_kept(step: TracedStep) -> Seen | None:
     """The backward pass gathers nothing, or its start finds the whole model in memory."""
-    whole = next((traced.parameters for _, traced in _traced(alone)), 0)
-    for process, traced in _traced(run):
-        calls, layers = _gathers(traced, "backward"), len(_blocks(traced))
-        if len(calls) < layers:
-            yield Seen(f"{named(process)} gathers {plural(len(calls), 'time')} in the backward pass of {layers} layers: it keeps "
-                       "the layers in full from the forward pass on")  # fmt: skip
-            return
-        start = next(each for each in traced.moments if each.what == "backward")
-        if whole and start.held - traced.held > KEPT * whole:
-            yield Seen(f"when the backward pass begins, {named(process)} holds {_mib(start.held - traced.held)} more than between "
-                       f"two steps; all parameters have {_mib(whole)}", start.where)  # fmt: skip
-            return
+    calls, layers = step.gathers("backward"), len(step.places("forward"))
+    if len(calls) < layers - 1:  # the last layer may stay, because the backward pass begins with it
+        seen = f"the backward pass of {layers} layers gathers {plural(len(calls), 'time')}: {step.who} keeps the layers in full"
+        return Seen(seen, step.gathers()[-1].where)
+    if begin := step.holds_most("backward", KEPT):
+        return Seen(f"when the last layer begins its backward pass, {_needs(step, begin)}", calls[0].where)
+    return None
 
 
-@rule(
+@_of_step(
     why="A rank that gathers a layer only when it needs it waits for the network in each layer.",
-    fix="When a layer begins, start to gather the next one with async_op=True, in the backward pass the one before.",
-    needs=(StepTraced,),
-    after=(layers_together,),
+    fix="When a layer begins, start to gather the next one with async_op=True (in the backward pass, the previous one), "
+    "and call wait() when that layer begins.",
+    after=(layers_together, layers_kept),
 )
-def not_prefetched(run: Run) -> Said:
-    """The next layer is not gathered while a layer computes."""
-    for process, traced in _traced(run):
-        gathers = _gathers(traced)
-        size = max((each.bytes for each in gathers), key=[each.bytes for each in gathers].count, default=0)  # of a layer
-        for what, ahead in (("forward", 2), ("backward", 1)):
-            starts = _blocks(traced, what)
-            begin = next((place for place, each in enumerate(traced.moments) if each.phase == "backward"), 0) if ahead == 1 else 0
-            for number, place in list(enumerate(starts))[2 - ahead : len(starts) - ahead + 1]:
-                found = [each for each in traced.moments[begin:place] if each in gathers and each.bytes == size]
-                if len(found) < number + ahead:
-                    yield Seen(f"in the {what} pass, {named(process)} begins to gather layer {number + ahead} only after the one "
-                               "before was computed", gathers[-1].where)  # fmt: skip
-                    return
+def not_prefetched(step: TracedStep) -> Seen | None:
+    """No layer is being gathered while a different one is computed."""
+    # When the last layer begins, nothing is left to gather. A backward pass may be noted before or after its own gather.
+    for what, places in (("forward", step.places("forward")[:-1]), ("backward", step.places("backward")[1:-1])):
+        for place in places:
+            if not step.under_way(place, GATHERS):
+                number = int(step.traced.moments[place].name) + 1
+                seen = f"in the {what} pass, {step.who} gathers no other layer while it computes layer {number}"
+                return Seen(seen, step.gathers()[-1].where)
+    return None
 
 
-@rule(
-    why="An all-reduce gives every rank the sums of all gradients, twice as many bytes as the rank needs for its shards.",
-    fix="Use torch.distributed.reduce_scatter_tensor: each rank gets the sums for its own shards only.",
-    runs=(WHOLE, BUILT_ALONE),
-    needs=(StepTraced,),
+@_of_step(
+    why="A rank needs the sums of gradients only for its own shards; an all-reduce sends it the sums of all gradients too.",
+    fix="Use torch.distributed.reduce_scatter_tensor, once for each unit: each rank gets the sums for its own shards only.",
 )
-def reduces_whole(run: Run, alone: Run) -> Said:
-    """Gradients are summed with all_reduce."""
-    whole = next((traced.parameters for _, traced in _traced(alone)), 0)
-    for process, traced in _traced(run):
-        calls = _calls(traced, "backward", names=("all_reduce",))
-        if sum(each.bytes for each in calls) > MORE * whole > 0:
-            yield Seen(f"{named(process)} sends {_mib(sum(each.bytes for each in calls))} by all_reduce in the backward pass",
-                       calls[0].where)  # fmt: skip
-            return
-        sums = _calls(traced, "backward", names=("reduce_scatter",))
-        if len(sums) > 2 * len(_blocks(traced)) + 2:
-            yield Seen(f"{named(process)} sums gradients in {len(sums)} calls; one for each unit is enough", sums[0].where)
-            return
+def reduces_whole(step: TracedStep) -> Seen | None:
+    """A rank gets more sums than those of its shards, or gets them in many calls."""
+    calls, needed = step.sums(), (step.ranks - 1) / step.ranks * step.whole
+    if size_of(calls) > TWICE * needed > 0:
+        sent = _mib(size_of(calls))
+        seen = f"{step.who} sends {sent} to sum gradients; the sums for the shards take {_mib(needed)}"
+        return Seen(seen, calls[0].where)
+    if len(calls) > 2 * len(step.places("forward")) + 2:
+        return Seen(f"{step.who} sums gradients in {len(calls)} calls; one for each unit is enough", calls[0].where)
+    return None
 
 
+@_of_step(
+    why="Gradients that stay in full until the end of the backward pass need as much memory as the whole model.",
+    fix="Sum the gradients of a unit as soon as its backward pass is over, for example in backward() of the Function "
+    "that has gathered it.",
+    after=(layers_together, reduces_whole),
+)
+def reduces_late(step: TracedStep) -> Seen | None:
+    """Most gradients are summed when the backward pass is nearly over."""
+    calls = step.sums()
+    whole, early = size_of(calls), size_of(step.early(calls))
+    if early < EARLY * whole:
+        late = f"{_mib(whole - early)} of {_mib(whole)}"
+        return Seen(f"{step.who} sums {late} only after the backward pass has reached the first layer", calls[-1].where)
+    return None
