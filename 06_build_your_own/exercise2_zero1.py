@@ -31,7 +31,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def __init__(self, parameters, optimizer_class, group=None, **options):
         if issubclass(optimizer_class, torch.optim.LBFGS):
-            raise ValueError("LBFGS computes with all parameters at once, so its state cannot be divided")
+            raise ValueError("LBFGS computes with all parameters at once: its state cannot be divided over the ranks")
         self.group, self.inner = group, None
         self.rank, self.world_size = dist.get_rank(group), dist.get_world_size(group)
         self.owners = {}  # parameter -> the rank that updates it
