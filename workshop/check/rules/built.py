@@ -13,7 +13,7 @@ from workshop.check.scenarios import BUILT_ALONE, BUILT_CASES, WHOLE
 
 CLOSE = 1e-9  # between losses in float64 after a few steps
 MOST_CALLS = 20  # of the 52 parameters of the model
-MANY = 8  # messages of an optimizer step
+MANY = 4  # messages of an optimizer step, for each rank that sends some
 MOMENTS = 2  # values that AdamW stores for each element
 TWICE = 1.3  # the most that a rank may send, as a multiple of what is needed
 MORE = 0.1  # of the whole: how much more than its share a rank may hold
@@ -291,7 +291,7 @@ _also_of_step(_judging(one_rank_has_most))
 def many_messages(step: TracedStep) -> Seen | None:
     """The updated parameters are sent in many calls, or more than once."""
     calls = step.calls("optimizer", "")
-    if len(calls) > MANY:
+    if len(calls) > MANY * step.ranks:
         return Seen(f"{step.who} sends the updated parameters in {plural(len(calls), 'call')}", calls[0].where)
     if size_of(calls) > TWICE * step.whole > 0:
         seen = f"{step.who} sends {_mib(size_of(calls))} after the step; all parameters have {_mib(step.whole)}"
