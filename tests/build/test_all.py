@@ -60,3 +60,11 @@ def test_a_mesh_that_cannot_work_is_one_line(mesh, message, tmp_path):
     assert done.returncode != 0
     lines = [line for line in done.stderr.splitlines() if message in line]
     assert len(lines) == 1, done.stderr
+    assert "(exercise8_all.py:" in lines[0]
+
+
+def test_a_run_of_two_steps_says_what_it_cannot_show(tmp_path):
+    done = train(tmp_path, 1, "--steps", "2")
+    assert done.returncode == 0, done.stderr
+    assert "With --steps 3 or more, this program also prints what each rank holds and sends" in done.stdout
+    assert "holds 0.00 MiB" not in done.stdout

@@ -34,8 +34,8 @@ def train_odd(rank, world_size, wrap):
     model = wrap(Odd().double())
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, weight_decay=0.5)
     for batch in data:
-        for number, part in enumerate(batch.chunk(12 // (12 // world_size))):
-            if number == rank or world_size == 1:
+        for number, part in enumerate(batch.chunk(world_size)):
+            if number == rank:
                 (model(part, use=rank == 0).square().mean()).backward()
         optimizer.step()
         optimizer.zero_grad()

@@ -7,6 +7,7 @@ import argparse
 import json
 import os
 import sys
+import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -90,7 +91,10 @@ def check_division(processes: int, what: str, args: argparse.Namespace) -> None:
 
 
 def run(train: Callable[[torch.device, argparse.Namespace], None], args: argparse.Namespace) -> None:
-    """Join the process group, call ``train(device, args)``, and leave the group. A ValueError ends the program with one line."""
+    """Join the process group, call ``train(device, args)``, and leave the group.
+
+    A ValueError ends the program with one line, which names the place where it was raised, and exit status 2.
+    """
     exit_with_launcher()  # this process must end if torchrun is killed (kill -9)
     record(_run)(train, args)
 
@@ -101,7 +105,8 @@ def _run(train, args) -> None:
     try:
         train(device, args)
     except ValueError as error:
-        ArgumentParser().error(error)
+        place = traceback.extract_tb(error.__traceback__)[-1]
+        ArgumentParser().error(f"{error} ({Path(place.filename).name}:{place.lineno})")
     finally:
         dist.destroy_process_group()
 
@@ -181,6 +186,8 @@ class Log:
     def end(self) -> None:
         """Print what each process holds and sends, and write the losses. Call it on all ranks."""
         self._hook.remove()
+        if self.steps == COUNTED - 1:
+            self.messages.__exit__(None, None, None)
         if self._own:
             self.report()
         seconds = synchronized_time(self.device) - self._start
@@ -188,7 +195,9 @@ class Log:
         dist.all_gather_object(everyone, (self.held, self.messages.bytes, self.messages.calls))
         if rank() > 0:
             return
-        for number, (held, sent, calls) in enumerate(everyone):
+        if self.steps < COUNTED:
+            print(f"With --steps {COUNTED} or more, this program also prints what each rank holds and sends")
+        for number, (held, sent, calls) in enumerate(everyone if self.steps >= COUNTED else ()):
             words = ", ".join(f"{count} {name}" for name, count in sorted(calls.items())) or "no collectives"
             print(f"rank {number} holds {held / MIB:.2f} MiB and sends {sent / MIB:.2f} MiB in each step: {words}")
         tokens = self.args.batch_size * self.args.config.length * self.steps
