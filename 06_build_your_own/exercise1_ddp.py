@@ -1,7 +1,9 @@
-"""Build data parallelism: every process has the whole model and a part of each batch, and their gradients are averaged.
+"""Exercise 1: build data parallelism. Each process has the whole model and a part of each batch; gradients are averaged.
+This program works as delivered, but it communicates only when nothing is left to compute.
+Do the TODOs in order. Run and check the program after each TODO.
 
-N processes:  torchrun --standalone --nproc-per-node=2 06_build_your_own/exercise1_ddp.py
-Slurm:        srun --ntasks=1 --gpus=4 --cpus-per-task=32 06_build_your_own/exercise1_run_ddp.sh
+Run it:    06_build_your_own/exercise1_run_ddp.sh --steps 40
+Check it:  ./workshop.sh check 06_build_your_own/exercise1_ddp.py
 """
 
 import torch
@@ -10,46 +12,81 @@ from torch import nn
 
 from workshop.training.building import SEED, Log, batches, loss_of, parse_arguments, run
 from workshop.training.decoder import Transformer
+from workshop.training.modules import describe
 
 
 class DDP(nn.Module):
-    """Keep a module equal on all ranks: average its gradients over the ranks.
+    """Keep a module equal on all ranks: average its gradients over the ranks, while the backward pass still runs.
+
+    All ranks start with the parameters and buffers of the first rank. Later changes of buffers, for example by BatchNorm, stay
+    on their rank. Parameters that no rank has used in a backward pass keep the gradient None.
 
     Args:
         module: any module, already on its device. All ranks must run equally many backward passes through it.
         bucket_bytes: gradients are communicated together until they have this number of bytes.
         group: the ranks that share the module; None: all.
+
+    Raises:
+        ValueError: in ``forward``, if a parameter was replaced, moved, frozen or unfrozen after the module was wrapped.
     """
 
     def __init__(self, module, bucket_bytes=1 << 18, group=None):
         super().__init__()
         self.module, self.group = module, group
-        # TODO 1: All ranks start with the parameters and buffers of the first rank of the group, whatever they have created.
-        # Then remove the common seed in train(). Look up: torch.distributed.broadcast.
-
-        # TODO 2: Start to average each gradient during the backward pass, as soon as it is ready, and continue to compute. Wait
-        # for all of them at the end of the backward pass. Then remove average_gradients() and its call. Parameters that need
-        # no gradient, or that the backward pass did not use, must not make the ranks wait for each other forever.
-        # Look up: Tensor.register_post_accumulate_grad_hook, async_op. queue_callback is explained in the notebook.
-
-        # TODO 3: Average many small gradients in one call: collect them in buckets of bucket_bytes. All ranks must send the
-        # buckets in the same order. The gradients of the last layers are ready first.
+        # TODO 1: All ranks start with the parameters and buffers of the first rank of the group. Then change the seed in train().
+        # Look up: torch.distributed.broadcast and its argument group_src.
+        self.wrapped = describe(module)
+        # The backward pass computes the gradients of the last layers first, so the buckets go from the end to the beginning.
+        trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
+        self.buckets = [Bucket(parameters, group) for parameters in divide(reversed(trained), bucket_bytes)]
+        # TODO 2: Start each bucket during the backward pass, as soon as its gradients are ready, and wait at the end of the
+        # backward pass. All ranks must start the same buckets in the same order, also if the backward pass does not use some
+        # parameters. Look up: Tensor.register_post_accumulate_grad_hook. The notebook explains queue_callback.
 
     def forward(self, *args, **kwargs):
-        # TODO 4: Raise a ValueError that names the parameter, if one was replaced, moved, frozen or unfrozen since the module
-        # was wrapped: its gradient would not be averaged, and the ranks would train different models without an error.
+        # TODO 4: Raise a ValueError that names the parameter if one was replaced, moved, frozen or unfrozen after the module was
+        # wrapped. Its gradient would not be averaged, and the ranks would train different models. Look up: describe.
         return self.module(*args, **kwargs)
 
     def average_gradients(self):
-        """Average the gradients after the backward pass: one call for each parameter, while nothing is computed."""
-        for parameter in self.module.parameters():
-            if parameter.requires_grad:
-                users = torch.tensor(float(parameter.grad is not None), device=parameter.device)
-                dist.all_reduce(users, group=self.group)
-                if users > 0:  # otherwise the gradient stays None
-                    gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-                    dist.all_reduce(gradient, group=self.group)
-                    parameter.grad = gradient / dist.get_world_size(self.group)
+        """Average all gradients. train() calls this after the backward pass, when nothing is left to compute."""
+        # TODO 2: Replace this method with the hook of a parameter and a function for the end of the backward pass.
+        for bucket in self.buckets:
+            bucket.start()
+        for bucket in self.buckets:
+            bucket.finish()
+
+
+class Bucket:
+    """Gradients of one data type that are averaged together."""
+
+    def __init__(self, parameters, group):
+        self.parameters, self.group = parameters, group
+        self.missing = set(parameters)  # their gradients are not ready yet
+
+    def start(self):
+        flags = torch.cat([each.new_full((1,), each.grad is not None) for each in self.parameters])
+        gradients = [torch.zeros_like(each) if each.grad is None else each.grad for each in self.parameters]
+        # TODO 3: Join the gradients and the flags to one tensor, and average it in one call. Look up: torch.cat.
+        self.buffer = [each / dist.get_world_size(self.group) for each in (*gradients, flags)]
+        self.work = [dist.all_reduce(each, group=self.group, async_op=True) for each in self.buffer]
+
+    def finish(self):
+        # TODO 3: Wait for the one call, and divide the tensor again. Look up: Tensor.split.
+        for work in self.work:
+            work.wait()
+        *pieces, flags = self.buffer
+        for parameter, piece, flag in zip(self.parameters, pieces, flags, strict=True):
+            if parameter.grad is not None or flag > 0:  # reading the flag waits for the device, but it is needed rarely
+                parameter.grad = piece.view_as(parameter)
+        self.missing = set(self.parameters)
+        del self.buffer, self.work
+
+
+def divide(parameters, bucket_bytes):
+    """Divide parameters into lists of at most ``bucket_bytes`` (or one parameter), each of one device and data type."""
+    # TODO 3: Put as many parameters into a list as fit into bucket_bytes, so that few calls are needed.
+    return [[parameter] for parameter in parameters]
 
 
 def options(parser):
@@ -58,9 +95,7 @@ def options(parser):
 
 def train(device, args):
     rank, world_size = dist.get_rank(), dist.get_world_size()
-    torch.manual_seed(
-        SEED
-    )  # TODO 1: the same random parameters on all ranks; use SEED + rank when DDP does not need this
+    torch.manual_seed(SEED)  # TODO 1: change this to SEED + rank, so that each rank creates different parameters
     model = Transformer(args.config).to(device, args.dtype)
     model = nn.parallel.DistributedDataParallel(model) if args.pytorch else DDP(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
@@ -70,7 +105,7 @@ def train(device, args):
         loss = loss_of(model(inputs), targets)
         loss.backward()
         if not args.pytorch:
-            model.average_gradients()  # TODO 2: remove this
+            model.average_gradients()  # TODO 2: remove these two lines
         optimizer.step()
         optimizer.zero_grad()
         log.step(loss)

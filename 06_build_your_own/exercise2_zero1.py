@@ -1,13 +1,16 @@
-"""Build ZeRO stage 1: each process stores the optimizer state of some of the parameters, updates them, and sends them to all.
+"""Exercise 2: build ZeRO stage 1. Each process updates some of the parameters, and stores the optimizer state of these only.
+This program works as delivered, but the first rank stores the whole optimizer state.
+Do the TODOs in order. Run and check the program after each TODO.
 
-N processes:  torchrun --standalone --nproc-per-node=2 06_build_your_own/exercise2_zero1.py
-Slurm:        srun --ntasks=1 --gpus=4 --cpus-per-task=32 06_build_your_own/exercise2_run_zero1.sh
+Run it:    06_build_your_own/exercise2_run_zero1.sh --steps 40
+Check it:  ./workshop.sh check 06_build_your_own/exercise2_zero1.py
 """
 
 import torch
 import torch.distributed as dist
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils._pytree import tree_map_only
 
 from workshop.training.building import SEED, Log, batches, loss_of, parse_arguments, run
 from workshop.training.decoder import Transformer
@@ -28,9 +31,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def __init__(self, parameters, optimizer_class, group=None, **options):
         if issubclass(optimizer_class, torch.optim.LBFGS):
-            raise ValueError(
-                "LBFGS computes with all parameters at once, so its state cannot be divided over the ranks"
-            )
+            raise ValueError("LBFGS computes with all parameters at once: its state cannot be divided over the ranks")
         self.group, self.inner = group, None
         self.rank, self.world_size = dist.get_rank(group), dist.get_world_size(group)
         self.owners = {}  # parameter -> the rank that updates it
@@ -45,9 +46,10 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """Add a group of parameters."""
         super().add_param_group(param_group)
         # TODO 1: Each parameter is updated by one rank, which alone stores its optimizer state. All ranks must choose the same
-        # rank for it, and all ranks must get about equally many elements, also if one parameter is much larger than the others.
+        # rank for it, and all ranks must get about the same number of elements, also if one parameter is much larger than the
+        # others. Look up: ZeroRedundancyOptimizer.
         for parameter in self.param_groups[-1]["params"]:
-            self.owners[parameter] = self.rank  # every rank updates all parameters
+            self.owners[parameter] = 0  # the first rank updates all parameters
         if self.inner:
             self.inner.add_param_group(self.own_part(self.param_groups[-1]))
 
@@ -57,10 +59,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def check_parameters(self):
         everyone = [None] * self.world_size
         dist.all_gather_object(everyone, [(tuple(each.shape), str(each.dtype)) for each in self.owners], self.group)
-        if different := [rank for rank, each in enumerate(everyone) if each != everyone[0]]:
-            raise ValueError(
-                f"the parameters of rank {different[0]} differ from those of rank 0 in number, shape or type"
-            )
+        if other := [rank for rank, each in enumerate(everyone) if each != everyone[0]]:
+            raise ValueError(f"the parameters of rank {other[0]} differ from those of rank 0 in number, shape or type")
 
     def step(self, closure=None):
         for ours, inner in zip(self.param_groups, self.inner.param_groups, strict=True):
@@ -73,23 +73,23 @@ class ShardedOptimizer(torch.optim.Optimizer):
     @torch.no_grad()
     def share_parameters(self):
         """Send the updated parameters to all ranks."""
-        # TODO 1: With one rank for each parameter, the other ranks need its new values. Look up: torch.distributed.broadcast,
-        # and its argument group_src.
-
-        # TODO 2: Each rank sends all of its parameters of one data type in one call, and the ranks do not wait for one call
-        # before they start the next. Leave out parameters that are not trained. Look up: async_op, Tensor.split.
+        # TODO 2: Each rank sends all of its parameters of one data type in one call, and starts the next call without waiting
+        # for it. Leave out parameters that are not trained. Look up: torch.cat, Tensor.split, async_op.
+        for parameter, owner in self.owners.items():
+            dist.broadcast(parameter, group_src=owner, group=self.group)
 
     def state_dict(self):
         """Return the state of the optimizer. All ranks must call this together."""
-        # TODO 3: Return the state that optimizer_class would have without sharding, so that rank 0 can save all of it. Without
-        # this, a checkpoint has the state of one rank. Look up: torch.distributed.all_gather_object.
+        # TODO 3: Return the state that optimizer_class would have in one process, so that rank 0 can save all of it. Without
+        # this, a checkpoint contains the state of one rank. Look up: torch.distributed.all_gather_object.
         return super().state_dict()
 
     def load_state_dict(self, state_dict):
         """Load a state from ``state_dict``, or from ``optimizer_class`` itself, on any number of ranks."""
         super().load_state_dict(state_dict)  # the state of all parameters
+        own = self.state  # TODO 3: keep only the state of the parameters that this rank updates
         self.inner.state.clear()
-        self.inner.state.update(self.state)  # TODO 3: keep only the state of this rank's parameters
+        self.inner.state.update(own)
         self.state = self.inner.state
 
 

@@ -1,7 +1,9 @@
-"""Build FSDP: each process stores a shard of every parameter, and has a layer in full only while it computes this layer.
+"""Exercise 3: build FSDP. Each process stores a shard of every parameter, and gathers a layer only while it computes it.
+This program works as delivered, but each rank has the whole model in full during a step.
+Do the TODOs in order. Run and check the program after each TODO.
 
-N processes:  torchrun --standalone --nproc-per-node=2 06_build_your_own/exercise3_fsdp.py
-Slurm:        srun --ntasks=1 --gpus=4 --cpus-per-task=32 06_build_your_own/exercise3_run_fsdp.sh
+Run it:    06_build_your_own/exercise3_run_fsdp.sh --steps 40
+Check it:  ./workshop.sh check 06_build_your_own/exercise3_fsdp.py
 """
 
 import torch
@@ -9,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn import functional as F
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from workshop.training.building import SEED, Log, batches, loss_of, parse_arguments, run
 from workshop.training.decoder import Block, Transformer
@@ -39,7 +41,7 @@ class FSDP(nn.Module):
         for tensor in (*module.parameters(), *module.buffers()):
             dist.broadcast(tensor.detach(), group_src=0, group=group)
         self.module, self.dtype, self.group = module, compute_dtype, group
-        # TODO 1: Gather each layer alone, so that a rank never has the whole model in full. Look up: parts_of, imported above.
+        # TODO 1: Gather each layer alone, so that a rank never has the whole model in full. Look up: parts_of.
         self.units = [Unit(self, module, list(module.parameters()))]
         self.order = []  # the units in the order of the forward pass
         self.wrapped = describe(module)
@@ -49,9 +51,8 @@ class FSDP(nn.Module):
             if unit.full or unit.work:
                 unit.free()  # what an earlier pass has gathered may be older than the last step
         if changed := self.wrapped ^ describe(self.module):
-            raise ValueError(
-                f"{min(changed, key=str)[0]} was replaced, moved, frozen or unfrozen after FSDP() sharded it"
-            )
+            name = min(changed, key=str)[0]
+            raise ValueError(f"{name} was replaced, moved, frozen or unfrozen after FSDP() sharded it")
         return self.module(*args, **kwargs)
 
     def full_state_dict(self):
@@ -71,9 +72,8 @@ class Unit:
     def __init__(self, fsdp, part, parameters):
         self.fsdp, self.whole, self.shapes = fsdp, part is fsdp.module, [each.shape for each in parameters]
         self.world_size, rank = dist.get_world_size(fsdp.group), dist.get_rank(fsdp.group)
-        self.shards = [
-            nn.Parameter(self.divide(each.detach())[rank].clone(), each.requires_grad) for each in parameters
-        ]
+        rows = [self.divide(each.detach())[rank].clone() for each in parameters]
+        self.shards = [nn.Parameter(row, each.requires_grad) for row, each in zip(rows, parameters, strict=True)]
         self.sizes = [len(each) for each in self.shards]
         self.work, self.places = None, places_of(parameters, fsdp.module)
         self.free()
@@ -84,19 +84,20 @@ class Unit:
         """Return a tensor as a matrix with one row for each rank, filled up with zeros."""
         return F.pad(tensor.flatten(), (0, -tensor.numel() % self.world_size)).view(self.world_size, -1)
 
+    def convert(self, tensor):
+        return tensor.to(self.fsdp.dtype) if tensor.is_floating_point() else tensor
+
     def before_forward(self, part, args, kwargs):
         put(Gather.apply(self, *self.shards), self.places)
-        # TODO 2: Free the gathered parameters after the forward pass of the layer. They are freed only when autograd does not
-        # keep them either, so keep in their place which parameter it was, and gather the layer again when the backward pass
-        # asks for it. Activation checkpointing computes a layer again in the backward pass, so the parameters must then be in
-        # their places. Look up: torch.autograd.graph.saved_tensors_hooks, Tensor.as_strided, Tensor.register_hook.
-        if dtype := self.fsdp.dtype:
-            return tree_map_only(
-                torch.Tensor, lambda each: each.to(dtype) if each.is_floating_point() else each, (args, kwargs)
-            )
+        # TODO 2: Free the gathered parameters after the forward pass of the part. Autograd must not keep them either: let it keep
+        # which parameter it was, and gather the part again when the backward pass asks for it. Activation checkpointing computes
+        # a part again in the backward pass, so the parameters must then be in their places.
+        # Look up: torch.autograd.graph.saved_tensors_hooks, Tensor.as_strided, Tensor.register_hook.
+        if self.fsdp.dtype:
+            return tree_map_only(torch.Tensor, self.convert, (args, kwargs))
 
     def after_forward(self, part, args, output):
-        self.free()  # TODO 2: without more, autograd keeps the parameters until the backward pass
+        self.free()  # TODO 2: autograd still keeps the gathered parameters until the backward pass
 
     def gather(self, step):
         """Return the parameters in full, and begin to gather those of the next unit; ``step``: -1 in the backward pass."""
@@ -107,9 +108,10 @@ class Unit:
             self.full = [torch.cat(list(rows))[: shape.numel()].view(shape) for rows, shape in pairs]
             for full, shard in zip(self.full, self.shards, strict=True):
                 full.requires_grad_(shard.requires_grad)
+            self.numbers = {each.untyped_storage().data_ptr(): number for number, each in enumerate(self.full)}
             self.work = self.buffer = None
             # TODO 3: Begin to gather the next unit, so that it is ready when this one has been computed: in the forward pass the
-            # next one, in the backward pass the one before. Remember the order of the first forward pass.
+            # next one, in the backward pass the previous one. Remember the order of the first forward pass.
         return self.full
 
     def start_gather(self):
@@ -133,9 +135,8 @@ class Gather(torch.autograd.Function):
         ctx.unit = unit
         ctx.set_materialize_grads(False)
         full = [each.view_as(each) for each in unit.gather(+1)]
-        ctx.mark_non_differentiable(
-            *(each for each, shard in zip(full, shards, strict=True) if not shard.requires_grad)
-        )
+        frozen = [each for each, shard in zip(full, shards, strict=True) if not shard.requires_grad]
+        ctx.mark_non_differentiable(*frozen)
         return tuple(full)
 
     @staticmethod
@@ -144,20 +145,18 @@ class Gather(torch.autograd.Function):
         unit.free()
         trained = [number for number, shard in enumerate(unit.shards) if shard.requires_grad]
         used = torch.cat([unit.shards[number].new_full((1,), gradients[number] is not None) for number in trained])
-        sums = {}
-        for number in trained:
-            full = (
-                unit.shards[number].new_zeros(unit.shapes[number]) if gradients[number] is None else gradients[number]
-            )
-            # TODO 4: Each rank needs only the sums for its shards. Do not send the others, and send all gradients of the unit in
-            # one call. Look up: torch.distributed.reduce_scatter_tensor.
-            full = full.to(unit.shards[number].dtype, copy=True)
-            dist.all_reduce(full, group=unit.fsdp.group)
-            sums[number] = full
-        dist.all_reduce(used, group=unit.fsdp.group)
-        rank = dist.get_rank(unit.fsdp.group)
-        mean = {number: unit.divide(full)[rank].clone() / unit.world_size for number, full in sums.items()}
-        for number, use in zip(trained, used, strict=True):
+        full = [
+            used.new_zeros(unit.shapes[number]) if gradients[number] is None else gradients[number]
+            for number in trained
+        ]
+        # TODO 4: Each rank needs only the sums for its shards. Do not send the others, and send all gradients of the unit in one
+        # call. Look up: torch.distributed.reduce_scatter_tensor.
+        uses, *sums = [each.to(used.dtype, copy=True) / unit.world_size for each in (used, *full)]
+        for each in (uses, *sums):
+            dist.all_reduce(each, group=unit.fsdp.group)
+        pieces = [unit.divide(each)[dist.get_rank(unit.fsdp.group)].clone() for each in sums]
+        mean = dict(zip(trained, pieces, strict=True))
+        for number, use in zip(trained, uses, strict=True):
             if gradients[number] is None and use == 0:  # no rank has used this parameter
                 del mean[number]
         return None, *map(mean.get, range(len(gradients)))
@@ -165,9 +164,7 @@ class Gather(torch.autograd.Function):
 
 def options(parser):
     parser.add_argument("--pytorch", action="store_true", help="use PyTorch's fully_shard")
-    parser.add_argument(
-        "--compute", choices=["bfloat16", "float16"], help="the type in which layers are gathered and computed"
-    )
+    parser.add_argument("--compute", choices=["bfloat16", "float16"], help="the type in which layers are gathered")
 
 
 def train(device, args):

@@ -183,12 +183,34 @@ def judge_05(notebook):
     assert len(pictures(notebook)) == 4
 
 
+def judge_06(notebook):
+    assert "219,520 numbers in 52 parameters: 0.84 MiB" in text(notebook, "run-size")
+    differences = re.findall(r"gradient of the global batch: (\S+)", text(notebook, "ranks-average"))
+    assert len(differences) == 2
+    assert all(float(each) < 1e-6 for each in differences)
+    hooks = text(notebook, "ranks-hooks")
+    assert "rank 0 | ready: middle.weight" in hooks
+    assert "rank 1 | ready: middle.weight" not in hooks
+    end = "rank 1 | the end: without gradients are ['middle.weight', 'middle.bias']\nrank 1 | backward() returns"
+    assert end in text(notebook, "ranks-callback")
+    assert "rank 0 holds 2.92 MiB and sends 0.84 MiB in each step: " in text(notebook, "run-naive")
+    assert text(notebook, "run-saved").splitlines()[-1] == "unpack  a different tensor of shape (4, 3)"
+    for cell, count in (("run-ddp", 2), ("run-zero", 2), ("run-fsdp", 2), ("run-bfloat16", 1)):
+        assert text(notebook, cell).count("step 60/60: loss ") == count, cell
+    for cell, limit in (("plot-ddp", 1e-5), ("plot-zero", 1e-5), ("plot-fsdp", 1e-4), ("plot-bfloat16", 0.2)):
+        apart = re.findall(r"differ by at most (\S+) in 60 steps", text(notebook, cell))
+        assert apart, cell
+        assert all(float(each) < limit for each in apart), cell
+    assert len(pictures(notebook)) == 5
+
+
 JUDGES = {
     "01_single_gpu": judge_01,
     "02_pytorch_ddp": judge_02,
     "03_pytorch_lightning": judge_03,
     "04_model_parallel_with_fsdp": judge_04,
     "05_deepspeed": judge_05,
+    "06_build_your_own": judge_06,
 }  # the judge of slurm-multinode is in test_slurm_notebook.py
 
 

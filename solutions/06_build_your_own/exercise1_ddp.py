@@ -45,9 +45,7 @@ class DDP(nn.Module):
     def forward(self, *args, **kwargs):
         if changed := self.wrapped ^ describe(self.module):
             name = min(changed, key=str)[0]
-            raise ValueError(
-                f"{name} was replaced, moved, frozen or unfrozen after DDP() wrapped the module; wrap it last"
-            )
+            raise ValueError(f"{name} was replaced, moved, frozen or unfrozen after DDP() wrapped the module")
         return self.module(*args, **kwargs)
 
     def gradient_is_ready(self, parameter):
@@ -66,13 +64,13 @@ class DDP(nn.Module):
     def finish(self):
         """At the end of the backward pass: start the buckets with parameters that had no part in it, and wait for all."""
         self.start_buckets(all_of_them=True)
+        self.started = None
         for bucket in self.buckets:
             bucket.finish()
-        self.started = None
 
 
 class Bucket:
-    """Gradients of one data type that are averaged in one call."""
+    """Gradients of one data type that are averaged together."""
 
     def __init__(self, parameters, group):
         self.parameters, self.group = parameters, group
@@ -100,10 +98,8 @@ def divide(parameters, bucket_bytes):
     full, open_lists = [], {}
     for parameter in parameters:
         kind = (parameter.device, parameter.dtype)
-        if (
-            sum(each.nbytes for each in open_lists.get(kind, [])) + parameter.nbytes > bucket_bytes
-            and kind in open_lists
-        ):
+        size = sum(each.nbytes for each in open_lists.get(kind, []))
+        if size and size + parameter.nbytes > bucket_bytes:
             full.append(open_lists.pop(kind))
         open_lists.setdefault(kind, []).append(parameter)
     return [*full, *open_lists.values()]

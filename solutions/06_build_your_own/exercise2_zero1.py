@@ -29,9 +29,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def __init__(self, parameters, optimizer_class, group=None, **options):
         if issubclass(optimizer_class, torch.optim.LBFGS):
-            raise ValueError(
-                "LBFGS computes with all parameters at once, so its state cannot be divided over the ranks"
-            )
+            raise ValueError("LBFGS computes with all parameters at once: its state cannot be divided over the ranks")
         self.group, self.inner = group, None
         self.rank, self.world_size = dist.get_rank(group), dist.get_world_size(group)
         self.owners = {}  # parameter -> the rank that updates it
@@ -59,10 +57,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def check_parameters(self):
         everyone = [None] * self.world_size
         dist.all_gather_object(everyone, [(tuple(each.shape), str(each.dtype)) for each in self.owners], self.group)
-        if different := [rank for rank, each in enumerate(everyone) if each != everyone[0]]:
-            raise ValueError(
-                f"the parameters of rank {different[0]} differ from those of rank 0 in number, shape or type"
-            )
+        if other := [rank for rank, each in enumerate(everyone) if each != everyone[0]]:
+            raise ValueError(f"the parameters of rank {other[0]} differ from those of rank 0 in number, shape or type")
 
     def step(self, closure=None):
         for ours, inner in zip(self.param_groups, self.inner.param_groups, strict=True):
@@ -80,9 +76,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         for rank, dtype in sorted({(self.owners[each], each.dtype) for each in trained}, key=str):
             parameters = [each for each in trained if (self.owners[each], each.dtype) == (rank, dtype)]
             together = torch.cat([each.flatten() for each in parameters])
-            sent.append(
-                (parameters, together, dist.broadcast(together, group_src=rank, group=self.group, async_op=True))
-            )
+            work = dist.broadcast(together, group_src=rank, group=self.group, async_op=True)
+            sent.append((parameters, together, work))
         for parameters, together, work in sent:
             work.wait()
             for each, values in zip(parameters, together.split([each.numel() for each in parameters]), strict=True):

@@ -48,9 +48,8 @@ class FSDP(nn.Module):
             if unit.full or unit.work:
                 unit.free()  # what an earlier pass has gathered may be older than the last step
         if changed := self.wrapped ^ describe(self.module):
-            raise ValueError(
-                f"{min(changed, key=str)[0]} was replaced, moved, frozen or unfrozen after FSDP() sharded it"
-            )
+            name = min(changed, key=str)[0]
+            raise ValueError(f"{name} was replaced, moved, frozen or unfrozen after FSDP() sharded it")
         return self.module(*args, **kwargs)
 
     def full_state_dict(self):
@@ -70,9 +69,8 @@ class Unit:
     def __init__(self, fsdp, part, parameters):
         self.fsdp, self.whole, self.shapes = fsdp, part is fsdp.module, [each.shape for each in parameters]
         self.world_size, rank = dist.get_world_size(fsdp.group), dist.get_rank(fsdp.group)
-        self.shards = [
-            nn.Parameter(self.divide(each.detach())[rank].clone(), each.requires_grad) for each in parameters
-        ]
+        rows = [self.divide(each.detach())[rank].clone() for each in parameters]
+        self.shards = [nn.Parameter(row, each.requires_grad) for row, each in zip(rows, parameters, strict=True)]
         self.sizes = [len(each) for each in self.shards]
         self.work, self.places = None, places_of(parameters, fsdp.module)
         self.free()
@@ -83,14 +81,15 @@ class Unit:
         """Return a tensor as a matrix with one row for each rank, filled up with zeros."""
         return F.pad(tensor.flatten(), (0, -tensor.numel() % self.world_size)).view(self.world_size, -1)
 
+    def convert(self, tensor):
+        return tensor.to(self.fsdp.dtype) if tensor.is_floating_point() else tensor
+
     def before_forward(self, part, args, kwargs):
         put(Gather.apply(self, *self.shards), self.places)
         self.saving = torch.autograd.graph.saved_tensors_hooks(self.pack, self.unpack)
         self.saving.__enter__()
-        if dtype := self.fsdp.dtype:
-            return tree_map_only(
-                torch.Tensor, lambda each: each.to(dtype) if each.is_floating_point() else each, (args, kwargs)
-            )
+        if self.fsdp.dtype:
+            return tree_map_only(torch.Tensor, self.convert, (args, kwargs))
 
     def after_forward(self, part, args, output):
         self.saving.__exit__(None, None, None)
@@ -122,10 +121,8 @@ class Unit:
             if self not in self.fsdp.order:
                 self.fsdp.order.append(self)
             place = self.fsdp.order.index(self) + step
-            if self.whole and step < 0:
-                place = (
-                    len(self.fsdp.order) - 1
-                )  # the backward pass begins outside of the layers, and goes on in the last one
+            if self.whole and step < 0:  # the backward pass begins outside of the layers, and continues in the last one
+                place = len(self.fsdp.order) - 1
             if 0 <= place < len(self.fsdp.order):
                 self.fsdp.order[place].start_gather()
         return self.full
@@ -151,9 +148,8 @@ class Gather(torch.autograd.Function):
         ctx.unit = unit
         ctx.set_materialize_grads(False)
         full = [each.view_as(each) for each in unit.gather(+1)]
-        ctx.mark_non_differentiable(
-            *(each for each, shard in zip(full, shards, strict=True) if not shard.requires_grad)
-        )
+        frozen = [each for each, shard in zip(full, shards, strict=True) if not shard.requires_grad]
+        ctx.mark_non_differentiable(*frozen)
         return tuple(full)
 
     @staticmethod
@@ -162,12 +158,11 @@ class Gather(torch.autograd.Function):
         unit.free()
         trained = [number for number, shard in enumerate(unit.shards) if shard.requires_grad]
         used = torch.cat([unit.shards[number].new_full((1,), gradients[number] is not None) for number in trained])
-        rows = [used.expand(unit.world_size, -1)]
-        for number in trained:
-            full = (
-                unit.shards[number].new_zeros(unit.shapes[number]) if gradients[number] is None else gradients[number]
-            )
-            rows.append(unit.divide(full).to(unit.shards[number].dtype))
+        full = [
+            used.new_zeros(unit.shapes[number]) if gradients[number] is None else gradients[number]
+            for number in trained
+        ]
+        rows = [used.expand(unit.world_size, -1), *(unit.divide(each).to(used.dtype) for each in full)]
         sent = torch.cat(rows, dim=1) / unit.world_size
         sums = sent.new_empty(sent.shape[1])
         dist.reduce_scatter_tensor(sums, sent.view(-1), group=unit.fsdp.group)
@@ -181,9 +176,7 @@ class Gather(torch.autograd.Function):
 
 def options(parser):
     parser.add_argument("--pytorch", action="store_true", help="use PyTorch's fully_shard")
-    parser.add_argument(
-        "--compute", choices=["bfloat16", "float16"], help="the type in which layers are gathered and computed"
-    )
+    parser.add_argument("--compute", choices=["bfloat16", "float16"], help="the type in which layers are gathered")
 
 
 def train(device, args):

@@ -65,6 +65,9 @@ ONE_PROCESS_TEXT: Scenario[Run] = Scenario("one-process-text", "whether one proc
 RESTARTED: Scenario[Restarted] = Scenario("restarted", "second starts with the same and other numbers of processes")
 EXPORTED: Scenario[Exported] = Scenario("exported", "the exported model")
 OPTIONS: Scenario[OptionRuns] = Scenario("options", "the options of the program, one by one")
+# Of the programs of stage 06.
+BUILT_ALONE: Scenario[Run] = Scenario("built-alone", "whether one process computes the same")
+BUILT_CASES: Scenario[Run] = Scenario("built-cases", "other models")
 # Of the engine of DeepSpeed.
 REFERENCE: Scenario[Run] = Scenario("reference", "the same training without the engine")
 ENGINE_CHECKPOINT: Scenario[EngineCheckpoint] = Scenario("engine-checkpoint", "the checkpoint of the engine")

@@ -81,6 +81,7 @@ class Exercise(Table):
         interrupted: how the check stops a run before it resumes: "ended" (the run has fewer epochs), or "killed".
         images: channels, height and width of the images that its model takes.
         reference: the program with the same training but without the engine, as a path from the repository's root.
+        cases: which cases of ``built_cases.py`` try its classes.
         uneven_options: options for a run in which the processes evaluate different numbers of batches.
         shape: what its job must request; None: anything.
         other_shape: a different shape in which the script must also work.
@@ -88,7 +89,7 @@ class Exercise(Table):
 
     file: str = Field(pattern=r"^[^/]+\.(py|sh)$")
     launch: Literal["single", "spawn", "torchrun", "slurm"]
-    bench: Literal["epochs", "steps", "engine", "job"] = "epochs"
+    bench: Literal["epochs", "steps", "engine", "job", "built"] = "epochs"
     goals: Annotated[tuple[Goal, ...], Field(strict=False, min_length=1)]
     options: Words = ()
     metric: str = ""
@@ -97,6 +98,7 @@ class Exercise(Table):
     interrupted: Literal["ended", "killed"] = "ended"
     images: Annotated[tuple[int, int, int], Field(strict=False)] | None = None
     reference: str = ""
+    cases: str = ""
     uneven_options: Words = ()
     shape_: JobShape | None = Field(default=None, alias="shape")
     other_shape_: JobShape | None = Field(default=None, alias="other_shape")

@@ -112,7 +112,8 @@ def unlisted() -> Iterator[str]:
 def untested_rules() -> Iterator[str]:
     """Find rules for which the tests contain no mistake."""
     tests = require_stages() / "tests"
-    text = "\n".join(path.read_text() for path in (*tests.glob("check/rules/test_*.py"), tests / "test_jobs.py"))
+    files = (*tests.glob("check/rules/test_*.py"), *tests.glob("check/bank/*.py"), tests / "test_jobs.py")
+    text = "\n".join(path.read_text() for path in files)
     for name, rule in RULES.items():
         if f'"{name}"' not in text:
             yield f"rule {name}: add a mistake of this kind to tests/check/rules/test_{rule.family}.py"

@@ -388,3 +388,34 @@ class AcceleratorCalled(Event):  # a method of ``accelerate.Accelerator`` was ca
     name: str
     of: list[str] = field(default_factory=list)  # the types of its arguments (for a loader: of its sampler)
     rest: int = 0  # samples of the last batch of all ranks, if it is smaller and only single numbers are gathered
+
+
+@dataclass(frozen=True)
+class Moment:
+    """Something that a process did in a step of a program of stage 06."""
+
+    what: str  # "forward" or "backward" (a block of the model begins), "call" (of a collective), "wait" (for one)
+    name: str  # of the collective that was called or waited for; the number of the block
+    bytes: int  # of the tensors of the collective
+    phase: str  # "forward", "backward", "optimizer" or "" (before the first block and after the optimizer)
+    held: int  # bytes of all tensors at this moment
+    where: str  # the line of the program
+
+
+class StepTraced(Event):  # at the end of one step of a program of stage 06
+    moments: list[Moment]
+    optimizers: dict[
+        str, list[str]
+    ]  # for each line that created one: the classes of torch.distributed to which it belongs
+    parameters: int  # bytes of the parameters that the optimizers update
+    state: int  # bytes of the state of the optimizers
+    held: int  # bytes of all tensors
+
+
+class BuildReported(Event):  # a program of stage 06 reported the losses of its last steps
+    losses: list[float]
+
+
+class CaseTried(Event):  # the check tries a class of the program with a model of its own
+    name: str  # of the case
+    problem: str | None  # what went wrong, or ""; None: the case begins

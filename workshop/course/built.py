@@ -1,0 +1,57 @@
+"""Run a program of stage 06 as the check needs it: its training, the same with one process, and its classes alone."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from workshop.check.bench import ProgramBench
+from workshop.check.evidence.run import Asked, Run
+from workshop.check.judge import Made
+from workshop.check.probes import PROBES
+from workshop.check.scenarios import BUILT_ALONE, BUILT_CASES, WHOLE, Scenario
+from workshop.check.subject import Subject
+from workshop.course import built_cases
+from workshop.course.exercises import Exercise
+from workshop.course.tracing import StepTracer
+from workshop.run.stillness import Patience
+
+STEPS, LENGTH = 5, 4  # so few tokens that the parameters need more memory than the activations
+PATIENCE = Patience(idle=5, busy=20, total=90)
+
+
+class BuiltBench(ProgramBench):
+    """Makes the scenarios of a program of stage 06."""
+
+    offered_probes = (*PROBES, StepTracer)
+
+    def __init__(self, subject: Subject, exercise: Exercise, *, nproc: int, on_cpu: bool, place: Path):
+        super().__init__(subject, launch=exercise.launch, nproc=nproc, on_cpu=on_cpu, place=place)
+        self.exercise = exercise
+
+    @property
+    def offers(self) -> tuple[Scenario[Any], ...]:
+        """The scenarios that this bench can make, in the order in which it makes them."""
+        return (WHOLE, BUILT_ALONE, BUILT_CASES)
+
+    def makers(self) -> dict[Scenario[Any], Callable[[Made], object]]:
+        """Return the function that makes each scenario."""
+        return {
+            WHOLE: lambda made: self.traced(self._run(), self._run),
+            BUILT_ALONE: lambda made: self._run(nproc=1),
+            BUILT_CASES: lambda made: self._cases(),
+        }
+
+    def _run(self, **changes: Any) -> Run:
+        given = {
+            "--steps": STEPS,
+            "--batch-size": 2 * self.nproc,
+            "--length": LENGTH,
+            "--dtype": "float64",
+            "--folder": "run",
+        }
+        arguments = [str(part) for pair in given.items() for part in pair]
+        return self.launch_program([*arguments, *self.exercise.options], patience=PATIENCE, asked=Asked(), **changes)
+
+    def _cases(self) -> Run:
+        arguments = [self.exercise.cases, str(self.script)]
+        return self.launch_program(arguments, script=Path(built_cases.__file__), patience=PATIENCE, asked=Asked())
