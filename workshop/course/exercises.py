@@ -81,7 +81,7 @@ class Exercise(Table):
         interrupted: how the check stops a run before it resumes: "ended" (the run has fewer epochs), or "killed".
         images: channels, height and width of the images that its model takes.
         reference: the program with the same training but without the engine, as a path from the repository's root.
-        cases: which cases of ``built_cases.py`` try its classes.
+        cases: which module of ``workshop/course/built`` tries its classes.
         uneven_options: options for a run in which the processes evaluate different numbers of batches.
         shape: what its job must request; None: anything.
         other_shape: a different shape in which the script must also work.

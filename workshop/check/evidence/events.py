@@ -395,8 +395,11 @@ class Moment:
     """Something that a process did in a step of a program of stage 06."""
 
     what: str  # "forward" or "backward" (a block of the model begins), "call" (of a collective), "wait" (for one)
-    name: str  # of the collective that was called or waited for; the number of the block
-    bytes: int  # of the tensors of the collective
+    name: str  # of the collective that was called or waited for, also "send" and "recv"; the number of the block
+    bytes: int  # that this process sends in the collective
+    peer: int  # the rank to which a "send" or from which a "recv" is, in its group; -1 for others
+    group: tuple[int, ...]  # of a call: the ranks in the group
+    flops: int  # of the matrix products of this step so far
     phase: str  # "forward", "backward", "optimizer" or "" (before the first block and after the optimizer)
     held: int  # bytes of all tensors at this moment
     where: str  # the line of the program
@@ -410,6 +413,7 @@ class StepTraced(Event):  # at the end of one step of a program of stage 06
     parameters: int  # bytes of the parameters that the optimizers update
     state: int  # bytes of the state of the optimizers
     held: int  # bytes of all tensors
+    flops: int  # of all matrix products
 
 
 class BuildReported(Event):  # a program of stage 06 reported the losses of its last steps

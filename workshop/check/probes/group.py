@@ -58,7 +58,6 @@ class Groups(Probe):
         if event == "os.putenv" and self.installed and arguments[0] in (b"MASTER_ADDR", b"MASTER_PORT"):
             self.note_here(VariableSet(name=arguments[0].decode()))
 
-    @around(dist, "init_process_group")
     @around(c10d, "init_process_group")
     def _init(self, original: Function, *args: Any, **kwargs: Any) -> Any:
         with self.recorder.guard:
@@ -79,7 +78,6 @@ class Groups(Probe):
             self.note_here(Joined(rank=dist.get_rank(), world_size=dist.get_world_size()))
         return result
 
-    @before(dist, "destroy_process_group")
     @before(c10d, "destroy_process_group")
     def _destroy(self, *args: Any, **kwargs: Any) -> None:
         self.note_here(GroupDestroyed())
@@ -95,7 +93,6 @@ class Collectives(Probe):
         self.begun: dict[int, NotAwaited] = {}  # since the last step, by the ids of their handles
         self.told: set[str] = set()  # lines with a handle that was not waited for
 
-    @around(dist, *COLLECTIVES.split(), named=True)
     @around(c10d, *COLLECTIVES.split(), named=True)
     def _call(self, name: str, original: Function, *args: Any, **kwargs: Any) -> Any:
         if self.inside or threading.current_thread() is not threading.main_thread():

@@ -10,20 +10,22 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry
 from torch.utils.weak import WeakIdKeyDictionary
 
 from workshop.check.evidence.events import BuildReported, CaseTried, Moment, StepTraced
 from workshop.check.probes.probe import Function, Probe, after, around, before, on
 from workshop.check.probes.recorder import Recorder
-from workshop.course import built_cases
+from workshop.course.built import cases
 from workshop.tensors import own_part
 from workshop.training.building import COUNTED, Log
 from workshop.training.decoder import Block
-from workshop.training.traffic import Messages
+from workshop.training.traffic import Messages, group_of
 
+POINT_TO_POINT = {"c10d::send": "send", "c10d::recv_": "recv"}
 ASYNCHRONOUS = """
     all_reduce reduce broadcast all_gather all_gather_into_tensor all_gather_single reduce_scatter reduce_scatter_tensor
-    reduce_scatter_single all_to_all all_to_all_single
+    reduce_scatter_single all_to_all all_to_all_single isend irecv
 """
 
 
@@ -34,6 +36,7 @@ class Tracing(TorchDispatchMode):
         super().__init__()
         self.recorder, self.probe = recorder, probe
         self.moments: list[Moment] = []
+        self.flops = 0
         self.tensors: list[weakref.ref[torch.Tensor]] = [
             weakref.ref(own_part(each)) for each in gc.get_objects() if issubclass(type(each), torch.Tensor)
         ]
@@ -41,11 +44,14 @@ class Tracing(TorchDispatchMode):
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = function(*args, **(kwargs or {}))
         with self.recorder.guard:
+            if count := flop_registry.get(function.overloadpacket):
+                self.flops += count(*args, **(kwargs or {}), out_val=result)
             counted = Messages()
             counted.count(function, args)
-            for name in counted.calls:
+            peer = args[2] if function.name() in POINT_TO_POINT else -1  # (tensors, group, peer, tag)
+            for name in counted.calls or filter(None, [POINT_TO_POINT.get(function.name())]):
                 self.probe.called = name
-                self.note("call", name, counted.bytes)
+                self.note("call", name, counted.bytes, peer, _ranks(args))
             if function.name() == "_c10d_functional::wait_tensor":
                 self.probe.ended(args[0])
             for each in result if isinstance(result, (list, tuple)) else (result,):
@@ -53,9 +59,10 @@ class Tracing(TorchDispatchMode):
                     self.tensors.append(weakref.ref(each))
         return result
 
-    def note(self, what: str, name: str = "", size: int = 0) -> None:
+    def note(self, what: str, name: str = "", size: int = 0, peer: int = -1, group: tuple[int, ...] = ()) -> None:
         """Note a moment, and measure what is held."""
-        self.moments.append(Moment(what, name, size, self.probe.phase, self.held(), self.recorder.where()))
+        held, where = self.held(), self.recorder.where()
+        self.moments.append(Moment(what, name, size, peer, group, self.flops, self.probe.phase, held, where))
 
     def held(self) -> int:
         """The bytes of the tensors that are alive, with shared memory counted once."""
@@ -104,6 +111,7 @@ class StepTracer(Probe):
                 parameters=_bytes([each for group in groups for each in group["params"]]),
                 state=_bytes([each for each in state if isinstance(each, torch.Tensor) and each.dim()]),
                 held=tracing.held(),
+                flops=tracing.flops,
             )
             self.note_here(traced)
 
@@ -129,7 +137,6 @@ class StepTracer(Probe):
             output.register_hook(lambda _: self._note("backward", number))
         return output
 
-    @after(dist, *ASYNCHRONOUS.split())
     @after(c10d, *ASYNCHRONOUS.split())
     def _begun(self, handle: Any, *_: Any, **__: Any) -> None:
         if handle is not None and handle not in self.handles:
@@ -159,7 +166,7 @@ class StepTracer(Probe):
             if self.tracing:
                 self.tracing.note(what, name)
 
-    @before(built_cases, "report")
+    @before(cases, "report")
     def _case(self, name: str, problem: str | None, where: str = "") -> None:
         self.recorder.note(CaseTried(name=name, problem=problem, where=where))
 
@@ -173,6 +180,12 @@ def _classes(recorder: Recorder) -> dict[str, list[str]]:
             each.__name__ for each in kinds if each.__module__.startswith("torch.distributed")
         )
     return found
+
+
+def _ranks(args: Any) -> tuple[int, ...]:
+    """The ranks in the group of a collective."""
+    group = group_of(args)
+    return () if group is None else tuple(dist.get_process_group_ranks(group))
 
 
 def _bytes(tensors: list[torch.Tensor]) -> int:

@@ -10,9 +10,9 @@ from workshop.check.judge import Made
 from workshop.check.probes import PROBES
 from workshop.check.scenarios import BUILT_ALONE, BUILT_CASES, WHOLE, Scenario
 from workshop.check.subject import Subject
-from workshop.course import built_cases
+from workshop.course.built import cases
+from workshop.course.built.tracing import StepTracer
 from workshop.course.exercises import Exercise
-from workshop.course.tracing import StepTracer
 from workshop.run.stillness import Patience
 
 STEPS, LENGTH = 5, 4  # so few tokens that the parameters need more memory than the activations
@@ -54,4 +54,4 @@ class BuiltBench(ProgramBench):
 
     def _cases(self) -> Run:
         arguments = [self.exercise.cases, str(self.script)]
-        return self.launch_program(arguments, script=Path(built_cases.__file__), patience=PATIENCE, asked=Asked())
+        return self.launch_program(arguments, script=Path(cases.__file__), patience=PATIENCE, asked=Asked())

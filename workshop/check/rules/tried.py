@@ -1,0 +1,66 @@
+"""Rules about the classes of a program of stage 06: the cases in which the check tries them, and PyTorch's own classes."""
+
+from collections.abc import Callable, Iterator
+from itertools import islice
+
+from workshop.check.evidence.events import CaseTried, Event
+from workshop.check.evidence.run import Run
+from workshop.check.rules.ending import ending
+from workshop.check.rules.rule import NotJudged, Rule, Said, Seen, rule
+from workshop.check.scenarios import BUILT_CASES
+
+CASES = {
+    "start": "a model that each rank has created with other random numbers",
+    "odd": "a model with a tied, a frozen and an unused parameter, and one that only rank 0 uses",
+    "no-gradient": "AdamW and a parameter without gradients",
+    "twice": "two backward passes before the step",
+    "changed": "a parameter that was replaced",
+    "other-class": "a different class of optimizer",
+    "shares": "parameters of different sizes",
+    "scheduled": "a schedule of the learning rate",
+    "saved": "state_dict()",
+    "loaded": "load_state_dict()",
+    "loaded-part": "load_state_dict()",
+    "uneven-sizes": "parameters whose size the ranks do not divide",
+    "precision": "compute_dtype",
+    "old-parameters": "a forward pass without a backward pass",
+}
+
+
+def _tried(run: Run, *names: str) -> Said:
+    """What went wrong in these cases."""
+    for name in names:
+        results = [event for event in run.all(CaseTried) if event.name == name]
+        wrong = next((each for each in results if each.problem), None)
+        if not results:
+            yield NotJudged(f"{CASES[name]}: an earlier case did not end", goal=True)
+        elif wrong:
+            yield Seen(f"with {CASES[name]}: {wrong.problem}", wrong.where)
+            return
+        elif all(each.problem is None for each in results):
+            seen = ending(run) or Seen("the program ended")
+            yield Seen(f"with {CASES[name]}: {seen.text}", seen.where, seen.detail)
+            return
+
+
+def case_rule(family: str, name: str, why: str, fix: str, *cases: str, after: tuple[Rule, ...] = ()) -> Rule:
+    """Declare the rule that nothing goes wrong in some cases; ``family`` is the __name__ of the module that declares it."""
+
+    def judge(run: Run) -> Said:
+        yield from _tried(run, *cases)
+
+    judge.__name__, judge.__doc__, judge.__module__ = name, f"The cases {', '.join(cases)}.", family
+    return rule(why=why, fix=fix, runs=BUILT_CASES, needs=(CaseTried,), after=after)(judge)
+
+
+def instead(family: str, name: str, what: str, used: Callable[[Run], Iterator[str]], needs: type[Event]) -> None:
+    """Declare the rule that an exercise does not use the class of PyTorch that it builds."""
+
+    def judge(run: Run) -> Said:
+        for where in islice(used(run), 1):
+            yield Seen(f"the program uses PyTorch's {what}", where)
+
+    judge.__name__, judge.__doc__, judge.__module__ = name, "The program uses the class of PyTorch.", family
+    why = "In this exercise you write this class yourself. PyTorch's class is only for comparison, with --pytorch."
+    fix = f"Use your own class instead of {what}, unless --pytorch is given."
+    rule(why=why, fix=fix, needs=(needs,), blocks=True)(judge)
