@@ -101,6 +101,7 @@ class Collective(Event):  # the program called a collective
     name: str
     shape: tuple[int, ...] | None  # of the first tensor; None for objects
     dtype: str
+    group: tuple[int, ...] = ()  # the ranks in the group; empty if all ranks are
 
     @property
     def point_to_point(self) -> bool:

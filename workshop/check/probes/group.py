@@ -142,4 +142,13 @@ class Collectives(Probe):
         if tensor is None:
             tensor = next((each for each in arguments if isinstance(each, torch.Tensor)), None)  # a scalar
         shape = None if tensor is None or name.endswith(("object", "list")) else tuple(tensor.shape)
-        self.note_here(Collective(name=name, shape=shape, dtype="" if tensor is None else str(tensor.dtype)))
+        dtype = "" if tensor is None else str(tensor.dtype)
+        self.note_here(Collective(name=name, shape=shape, dtype=dtype, group=_part_of_the_ranks(arguments)))
+
+
+def _part_of_the_ranks(arguments: list[object]) -> tuple[int, ...]:
+    """The ranks in the group that is an argument of a collective; empty if all ranks are."""
+    for each in arguments:
+        if isinstance(each, dist.ProcessGroup) and each.size() < dist.get_world_size():
+            return tuple(dist.get_process_group_ranks(each))
+    return ()

@@ -24,6 +24,13 @@ CASES = {
     "uneven-sizes": "parameters whose size the ranks do not divide",
     "precision": "compute_dtype",
     "old-parameters": "a forward pass without a backward pass",
+    "order": "a mesh of four ranks",
+    "parts": "a mesh of dp 2 and tp 2",
+    "computed": "a mesh of cp 2 and tp 2",
+    "averaged": "a mesh of dp 2 and cp 2",
+    "clipped": "clip_gradients() on a mesh of pp 2 and tp 2",
+    "state": "checkpoint_state() on a mesh of dp 2 and tp 2",
+    "resumed": "resume()",
 }
 
 
