@@ -1,7 +1,7 @@
 """Train on a mesh, with gradients that are clipped by the norm of the whole model.
 
-TODO 1: with --tp 2 and --dtype float64, the second loss differs from that of one process from the seventh decimal on. With --dp 2,
---cp 2 or --pp 2, all digits are equal. AdamW hides most of the effect. Find the cause and repair it.
+TODO 1: with --tp 2 and --dtype float64, the second loss differs from that of one process from the seventh decimal on. With
+--dp 2, --cp 2 or --pp 2, all digits are equal. AdamW hides most of the effect. Find the cause and repair it.
 
 Run it:    NPROC=2 06_build_your_own/exercise9_run_find_the_bug_norm.sh --tp 2 --dtype float64 --steps 3
 Check it:  ./workshop.sh check 06_build_your_own/exercise9_find_the_bug_norm.py
