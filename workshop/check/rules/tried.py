@@ -24,6 +24,19 @@ CASES = {
     "uneven-sizes": "parameters whose size the ranks do not divide",
     "precision": "compute_dtype",
     "old-parameters": "a forward pass without a backward pass",
+    "linear-layers": "column-parallel and row-parallel layers in a different model",
+    "linear-model": "a transformer of a different size, without sequence parallelism",
+    "linear-group": "a group of some of the ranks",
+    "linear-undivided": "a layer whose features the ranks do not divide",
+    "sequence-model": "a transformer of a different size, with sequence parallelism",
+    "sequence-undivided": "a sequence whose tokens the ranks do not divide",
+    "whole-state": "full_state_dict()",
+    "experts-layer": "a layer with experts of a different size",
+    "experts-group": "a group of some of the ranks",
+    "experts-impossible": "impossible arguments",
+    "no-tokens": "a rank without tokens, and experts that no token needs",
+    "capacity": "a capacity factor",
+    "balance": "the load-balancing loss",
 }
 
 
