@@ -107,6 +107,11 @@ class Collective(Event):  # the program called a collective
         """Whether only two ranks take part."""
         return self.name in ("send", "recv", "isend", "irecv")
 
+    @property
+    def common_shape(self) -> tuple[int, ...] | None:
+        """The shape that the first tensor must have on all ranks; None: any, for example as many rows as a rank receives."""
+        return None if self.name in ("all_gather", "all_to_all", "all_to_all_single") else self.shape
+
 
 class NotAwaited(Event):  # at a step: the program has not waited for an asynchronous collective, called in this line
     name: str

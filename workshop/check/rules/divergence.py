@@ -37,9 +37,8 @@ def calls_of(process: Process) -> list[Call]:
 def call_of(event: Event) -> Call | None:
     """The call that needs all ranks behind an event, if there is one."""
     if isinstance(event, Collective) and not event.point_to_point:
-        shape = event.shape if event.name != "all_gather" else None
         text = event.name + (f" of {list(event.shape)}" if event.shape else "")
-        return Call((event.name, shape), text, event.where)
+        return Call((event.name, event.common_shape), text, event.where)
     if isinstance(event, Backward) and event.forward and event.forward.wrapped and event.sync:
         return Call(("backward",), "backward() of the DDP model", event.where)
     if isinstance(event, Evaluated) and event.forward.wrapped:

@@ -58,7 +58,7 @@ class Reference(nn.Module):
         return kept
 
     def balance_loss(self) -> torch.Tensor:
-        counts = self.choices.flatten().bincount(minlength=len(self.experts))
+        counts = self.choices.flatten().bincount(minlength=len(self.experts)).double()
         mean = self.probabilities.flatten(0, -2).mean(0)
         return len(self.experts) * (counts / counts.sum() * mean).sum()
 
