@@ -420,7 +420,9 @@ class StepTraced(Event):  # at the end of one step of a program of stage 06
     held: int  # bytes of all tensors
     flops: int  # of all matrix products
     normalized: int = 0  # bytes of the inputs of all layer norms
-    exchanges: list[str] = field(default_factory=list)  # the lines that called a function of torch.distributed.nn, which has a backward pass
+    exchanges: list[str] = field(
+        default_factory=list
+    )  # the lines that called a collective of PyTorch with a backward pass
 
 
 class BuildReported(Event):  # a program of stage 06 reported the losses of its last steps

@@ -75,7 +75,9 @@ def tokens_to_all(run: Run, alone: Run) -> Said:
     """In the forward pass, all ranks together send more than each token once, and once back."""
     steps = steps_of(run, alone)
     calls = [call for step in steps for call in forward_calls(step)]
-    begins = [each for step in steps for each in step.traced.moments if each.what == "forward" and each.phase == "forward"]
+    begins = [
+        each for step in steps for each in step.traced.moments if each.what == "forward" and each.phase == "forward"
+    ]
     needed = 2 * (len(steps) - 1) / max(len(steps), 1) * size_of(begins)
     if steps and not begins:
         yield NotJudged("how many tokens are sent: the program has no blocks")

@@ -9,7 +9,9 @@ from workshop.check.rules.traced import BIT, TracedStep, mib, of_step, size_of
 from workshop.check.rules.tried import case_rule, instead
 
 SPARED = 0.8  # of what other ranks can store for a rank: the least that it must not store
-HALVES = 11.5  # of an all-reduce of an activation, per block and step: needed are 8, and 10 if inputs are gathered again
+HALVES = (
+    11.5  # of an all-reduce of an activation, per block and step: needed are 8, and 10 if inputs are gathered again
+)
 PART = 1.05  # times the share of a rank: the most tokens for which it may compute norms
 
 
@@ -105,7 +107,9 @@ def norms_whole(step: TracedStep) -> Seen | NotJudged | None:
         share = step.traced.normalized / alone.normalized
         calls = step.calls("forward", "")
         where = calls[0].where if calls else step.optimizer
-        return Seen(f"{step.who} computes {share:.0%} of the norms of one process; its share is {1 / step.ranks:.0%}", where)
+        return Seen(
+            f"{step.who} computes {share:.0%} of the norms of one process; its share is {1 / step.ranks:.0%}", where
+        )
     begins = [each for each in step.traced.moments if each.what == "forward"]
     if whole := next((each for each in begins if each.bytes > most * step.activation > 0), None):
         seen = f"the input of block {int(whole.name) + 1} of {step.who} has all tokens; its part has 1/{step.ranks} of them"

@@ -136,7 +136,9 @@ def of_layer(module: ModuleType, setting: Setting) -> str:
             wrong.append(f"the experts compute {rows} rows for {int(single.kept.sum())} choices of tokens")
         losses = [scaled(expected) / ranks, scaled(found)]
         if setting.balance:
-            losses = [loss + setting.balance * each.balance_loss() for loss, each in zip(losses, (single, layer), strict=True)]
+            losses = [
+                loss + setting.balance * each.balance_loss() for loss, each in zip(losses, (single, layer), strict=True)
+            ]
         stepped(single, losses[0])
         stepped(layer, losses[1], lambda: module.average_gradients(layer, group))
         if len(own) and not setting.balance:

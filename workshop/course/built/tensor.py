@@ -64,7 +64,9 @@ def layers(module: ModuleType) -> str:
 
 def started(seed: int = 0, **sizes: Any) -> Transformer:
     ranks = dist.get_world_size()
-    config = Config(**{"layers": 2, "width": 8 * ranks, "heads": 2 * ranks, "length": 3 * ranks, "vocabulary": 30} | sizes)
+    config = Config(
+        **{"layers": 2, "width": 8 * ranks, "heads": 2 * ranks, "length": 3 * ranks, "vocabulary": 30} | sizes
+    )
     torch.manual_seed(seed)
     return Transformer(config).double()
 

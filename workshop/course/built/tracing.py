@@ -199,7 +199,10 @@ def _with_gradients() -> bool:
     frame = sys._getframe(1)
     while frame:
         code = frame.f_code
-        if code.co_filename.endswith("torch/distributed/nn/functional.py") or code.co_name == "all_to_all_single_autograd":
+        if (
+            code.co_filename.endswith("torch/distributed/nn/functional.py")
+            or code.co_name == "all_to_all_single_autograd"
+        ):
             return True
         frame = frame.f_back
     return False
