@@ -114,7 +114,7 @@ FIRST_CHOICES = """        number = self.router.out_features
 
 LARGEST = """        number = self.router.out_features
         capacity = math.ceil(self.capacity_factor * self.top_k * experts.shape[-2] / number)
-        order = gates.detach().flatten(-2).argsort(-1, descending=True, stable=True)
+        order = gates.detach().flatten(-2).argsort(dim=-1, descending=True, stable=True)
         chosen = F.one_hot(experts.flatten(-2).gather(-1, order), number)
         kept = (chosen.cumsum(-2) * chosen).sum(-1) <= capacity
         return torch.zeros_like(kept).scatter(-1, order, kept)

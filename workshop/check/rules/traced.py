@@ -13,7 +13,7 @@ from workshop.check.scenarios import BUILT_ALONE, WHOLE
 
 COLLECTIVES = ("all_reduce", "reduce_scatter", "all_gather", "broadcast", "all_to_all", "send")
 GATHERS = ("all_gather", "broadcast")
-DIVIDED = 0.9  # of the parameters: matrices of blocks, or experts, that the ranks divide among themselves
+DIVIDED = 0.9  # of what one process stores: matrices of blocks, or experts, that the ranks divide among themselves
 BIT = 0.1  # of what one process computes: what a rank may compute in addition to its share
 
 
@@ -63,8 +63,7 @@ class TracedStep:
         """How much less than one process this one stores between two steps; 1: all that other ranks can store for it."""
         if not self.alone or self.ranks == 1:
             return 1.0
-        others = (1 - 1 / self.ranks) * DIVIDED * (self.alone.parameters + self.alone.state)
-        return (self.alone.held - self.traced.held) / others
+        return (self.alone.held - self.traced.held) / ((1 - 1 / self.ranks) * DIVIDED * self.alone.held)
 
     @property
     def activation(self) -> int:

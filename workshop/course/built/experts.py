@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from workshop.check.rules.words import plural
 from workshop.course.built.cases import CLOSE, STEPS, Case, far
 
 WIDTH, LENGTH = 6, 5
@@ -124,7 +125,7 @@ def of_layer(module: ModuleType, setting: Setting) -> str:
     layer = setting.uneven(module.MixtureOfExperts(WIDTH, make_expert, setting.experts, **sizes, group=group))
     first = sum(map(len, setting.parts[:rank]))
     for step in range(STEPS):
-        when = f" after {step} steps" if step else ""
+        when = f" after {plural(step, 'step')}" if step else ""
         whole, own = torch.cat(setting.parts).requires_grad_(), setting.parts[rank].clone().requires_grad_()
         for each in made:
             each.rows = 0
@@ -205,7 +206,7 @@ def balance(module: ModuleType) -> str:
             layer(own)
             expected, found = single.balance_loss(), layer.balance_loss()
             if not abs(float(found - expected)) < CLOSE:
-                when = f"after {step} steps with its gradient" if step else "before the first step"
+                when = f"after {plural(step, 'step')} with its gradient" if step else "before the first step"
                 return f"{when}, balance_loss() is {float(found):.6f} on rank {dist.get_rank()} instead of {float(expected):.6f}"
             if not found.requires_grad:
                 return "balance_loss() has no gradient"

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn import functional as F
 
+from workshop.check.rules.words import plural
 from workshop.course.built.cases import STEPS, Case, State, difference, far
 from workshop.training.decoder import Config, Transformer
 
@@ -45,7 +46,7 @@ def of_layers(module: ModuleType, bias: bool, shape: tuple[int, ...]) -> str:
         x = torch.randn(*shape, 5, dtype=torch.float64)
         inputs = [x.clone().requires_grad_() for _ in optimizers]
         expected, found = single(inputs[0]), model(inputs[1])
-        where = f" after {step} steps" if step else ""
+        where = f" after {plural(step, 'step')}" if step else ""
         if wrong := far(found, expected, f"the output{where}"):
             return wrong
         for output, optimizer in zip((expected, found), optimizers, strict=True):
@@ -98,7 +99,7 @@ def of_transformer(module: ModuleType, sequence_parallel: bool, seed: int = 0, g
         model = module.parallelize(frozen(started(seed, tied=tied)), group, sequence_parallel)
         found = losses(model)
         for number, (our, their) in enumerate(zip(found, expected, strict=True)):
-            if wrong := far(our, their, f"the loss after {number} backward passes"):
+            if wrong := far(our, their, f"the loss after {plural(number, 'backward pass')}"):
                 return wrong
     return ""
 
