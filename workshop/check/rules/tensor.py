@@ -122,8 +122,8 @@ case_rule(
     "sequence_case_fails",
     "With sequence parallelism, each rank uses norms and some biases for its tokens only, so it has only a term of their "
     "gradients.",
-    "Sum the gradients of all norms, and of the biases of row-parallel layers, with all_reduce in a hook "
-    "(Tensor.register_hook). The backward pass of a gather is a reduce-scatter only where each rank has a term of the "
+    "Sum the gradients of all norms, and of the biases of row-parallel layers, in a hook (Tensor.register_hook) that calls "
+    "all_reduce. The backward pass of a gather is a reduce-scatter only where each rank has a term of the "
     "gradient. Divide dimension 1.",
     "sequence-model", "sequence-undivided",
     after=(*WHOLE_LAYERS, linear_case_fails, norms_whole),
