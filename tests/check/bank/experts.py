@@ -130,6 +130,13 @@ MISTAKES = (
         ),
     ),
     mistake(
+        "experts-backward-without-some-ranks",
+        EXPERTS,
+        "experts-case-fails",
+        "A rank whose tokens need no gradient takes no part in the backward pass, and the others wait for it.",
+        ("        tokens.requires_grad_(torch.is_grad_enabled())\n", ""),
+    ),
+    mistake(
         "experts-compute-all-rows",
         EXPERTS,
         "experts-case-fails",

@@ -165,7 +165,7 @@ def group(module: ModuleType) -> str:
 
 
 def no_tokens(module: ModuleType) -> str:
-    """Rank 0 has no tokens, and all tokens need one expert; the input needs no gradient."""
+    """Rank 0 has no tokens, and all tokens need one expert; only the tokens of the last rank need a gradient."""
     ranks, rank = dist.get_world_size(), dist.get_rank()
     torch.manual_seed(0)
     layer = module.MixtureOfExperts(WIDTH, Expert, 2 * ranks)
@@ -173,8 +173,8 @@ def no_tokens(module: ModuleType) -> str:
         layer.router.weight.fill_(-1)
         layer.router.weight[1] = 1
     start = layer.router.weight.detach().clone()
-    output = layer(torch.ones(0 if rank == 0 else 2, LENGTH, WIDTH))
     shape = [0 if rank == 0 else 2, LENGTH, WIDTH]
+    output = layer(torch.ones(shape, requires_grad=rank == ranks - 1))
     if list(output.shape) != shape:
         return f"the output has the shape {list(output.shape)} instead of {shape}"
     output.sum().backward()
