@@ -1,7 +1,9 @@
-"""Build tensor and sequence parallelism: every process computes a part of each layer, for the whole batch.
+"""Exercise 4: build tensor and sequence parallelism. Each process computes a part of each layer, for the whole batch.
+This program works as delivered, but all processes compute the whole model.
+Do the TODOs in order. Run and check the program after each TODO.
 
-N processes:  torchrun --standalone --nproc-per-node=2 06_build_your_own/exercise4_tensor.py
-Slurm:        srun --ntasks=1 --gpus=4 --cpus-per-task=32 06_build_your_own/exercise4_run_tensor.sh
+Run it:    06_build_your_own/exercise4_run_tensor.sh --steps 40
+Check it:  ./workshop.sh check 06_build_your_own/exercise4_tensor.py
 """
 
 import os

@@ -182,7 +182,14 @@ def test_each_strategy_trains_with_one_process(device, name, data, tmp_path, mon
 
 def row(name, **figures):
     reference = "" if name == "one process" else "one process"
-    found = {"name": name, "missing": "", "failure": "", "lines": 12, "before": "one_process.py", "reference": reference}
+    found = {
+        "name": name,
+        "missing": "",
+        "failure": "",
+        "lines": 12,
+        "before": "one_process.py",
+        "reference": reference,
+    }
     return found | figures
 
 

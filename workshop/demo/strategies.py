@@ -304,7 +304,11 @@ def draw(path: Path, summary: dict) -> None:
             differences = [abs(a - b) for a, b in zip(row["losses"], reference["losses"], strict=True)]
             # A difference of 0 has no place on a logarithmic scale.
             apart.plot(steps, [each or float("nan") for each in differences], linewidth=1.5, marker=".", **look)
-    curves.set(xlabel="step", ylabel="loss (mean over the global batch)", title="Same global batches: one loss curve for each model")
+    curves.set(
+        xlabel="step",
+        ylabel="loss (mean over the global batch)",
+        title="Same global batches: one loss curve for each model",
+    )
     curves.legend(fontsize=8)
     apart.set(xlabel="step", ylabel="difference from one process", title="Difference: the order of sums", yscale="log")
     names, places = [row["name"] for row in rows], range(len(rows))

@@ -52,7 +52,7 @@ def _uneven_steps(ranks: list[Process], calls: list[list[Collective]]) -> Seen |
 
 def _unequal_calls(ranks: list[Process], calls: list[list[Collective]]) -> Seen | None:
     for number, together in enumerate(zip(*calls, strict=False), 1):
-        if len({(call.name, call.shape if call.name != "all_gather" else None) for call in together}) > 1:
+        if len({(call.name, call.common_shape) for call in together}) > 1:
             text = ", ".join(
                 f"rank {process.rank} calls {call.name}{'' if call.shape is None else list(call.shape)} at {call.where}"
                 for process, call in zip(ranks, together, strict=True)

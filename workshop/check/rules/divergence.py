@@ -42,9 +42,8 @@ def calls_of(process: Process) -> list[Call]:
 def call_of(event: Event) -> Call | None:
     """The call that needs other ranks behind an event, if there is one."""
     if isinstance(event, Collective) and not event.point_to_point:
-        shape = event.shape if event.name != "all_gather" else None
         text = event.name + (f" of {list(event.shape)}" if event.shape else "")
-        return Call((event.name, shape, event.group), text, event.where, event.group)
+        return Call((event.name, event.common_shape, event.group), text, event.where, event.group)
     if isinstance(event, Backward) and event.forward and event.forward.wrapped and event.sync:
         return Call(("backward",), "backward() of the DDP model", event.where)
     if isinstance(event, Evaluated) and event.forward.wrapped:

@@ -7,6 +7,7 @@ from workshop.repository import ROOT
 _TORCH, _GLOSSARY = "https://docs.pytorch.org/docs/stable", "docs/glossary.md"
 _DATA, _DISTRIBUTED = f"{_TORCH}/data.html#torch.utils.data", f"{_TORCH}/distributed.html"
 _DDP, _FSDP = "torch.nn.parallel.DistributedDataParallel", f"{_TORCH}/distributed.fsdp.fully_shard.html"
+_MODULE = f"{_TORCH}/generated/torch.nn.Module.html#torch.nn.Module"
 _LIGHTNING, _SLURM = "https://lightning.ai/docs/pytorch/stable", "https://slurm.schedmd.com"
 
 # A web address, or a path of the repository. Add an entry only if the remedy of a rule needs it.
@@ -32,6 +33,7 @@ PAGES: dict[str, str] = {
     "SLURM_NNODES": f"{_SLURM}/sbatch.html#SECTION_OUTPUT-ENVIRONMENT-VARIABLES",
     "Subset": f"{_DATA}.Subset",
     "TCPStore": f"{_DISTRIBUTED}#torch.distributed.TCPStore",
+    "Tensor.register_hook": f"{_TORCH}/generated/torch.Tensor.register_hook.html",
     "TensorDataset": f"{_DATA}.TensorDataset",
     "Trainer": f"{_LIGHTNING}/common/trainer.html",
     "ZeroRedundancyOptimizer": f"{_TORCH}/distributed.optim.html#torch.distributed.optim.ZeroRedundancyOptimizer",
@@ -40,6 +42,7 @@ PAGES: dict[str, str] = {
     "all_gather": f"{_DISTRIBUTED}#torch.distributed.all_gather",
     "all_gather_into_tensor": f"{_DISTRIBUTED}#torch.distributed.all_gather_into_tensor",
     "all_reduce": f"{_DISTRIBUTED}#torch.distributed.all_reduce",
+    "all_to_all_single": f"{_DISTRIBUTED}#torch.distributed.all_to_all_single",
     "async_op=True": f"{_DISTRIBUTED}#synchronous-and-asynchronous-collective-operations",
     "backend=": f"{_DISTRIBUTED}#torch.distributed.init_process_group",
     "broadcast": f"{_DISTRIBUTED}#torch.distributed.broadcast",
@@ -47,7 +50,7 @@ PAGES: dict[str, str] = {
     "clip_grad_norm_": f"{_TORCH}/generated/torch.nn.utils.clip_grad_norm_.html",
     "clone()": f"{_TORCH}/generated/torch.Tensor.clone.html",
     "collectives": f"{_GLOSSARY}#collective",
-    "compile()": f"{_TORCH}/generated/torch.nn.Module.html#torch.nn.Module.compile",
+    "compile()": f"{_MODULE}.compile",
     "deepspeed.initialize": "https://deepspeed.readthedocs.io/en/latest/initialize.html",
     "describe(module)": "workshop/training/modules.py",
     "destroy_process_group": f"{_DISTRIBUTED}#shutdown",
@@ -65,14 +68,18 @@ PAGES: dict[str, str] = {
     "meta": f"{_TORCH}/meta.html",
     "no_sync": f"{_TORCH}/generated/{_DDP}.html#{_DDP}.no_sync",
     "non_blocking=True": "https://docs.pytorch.org/tutorials/intermediate/pinmem_nonblock.html",
+    "one_hot": f"{_TORCH}/generated/torch.nn.functional.one_hot.html",
     "optimizer": f"{_TORCH}/optim.html",
     "os.replace": "https://docs.python.org/3/library/os.html#os.replace",
+    "parallelize_module": f"{_TORCH}/distributed.tensor.parallel.html",
     "parts_of": "workshop/training/modules.py",
     "pdb": "https://docs.python.org/3/library/pdb.html",
     "pin_memory=True": "https://docs.pytorch.org/tutorials/intermediate/pinmem_nonblock.html",
     "random_split": f"{_DATA}.random_split",
     "rank 0": f"{_GLOSSARY}#rank",
+    "reduce_scatter": f"{_DISTRIBUTED}#torch.distributed.reduce_scatter",
     "reduce_scatter_tensor": f"{_DISTRIBUTED}#torch.distributed.reduce_scatter_tensor",
+    "register_forward_pre_hook": f"{_MODULE}.register_forward_pre_hook",
     "resume": f"{_GLOSSARY}#resume",
     "save_checkpoint": "https://deepspeed.readthedocs.io/en/latest/model-checkpointing.html",
     "save_pretrained": "https://huggingface.co/docs/transformers/main_classes/model#transformers.PreTrainedModel.save_pretrained",
@@ -80,7 +87,7 @@ PAGES: dict[str, str] = {
     "scontrol": f"{_SLURM}/scontrol.html",
     "srun": f"{_SLURM}/srun.html",
     "state_dict": "https://docs.pytorch.org/tutorials/beginner/saving_loading_models.html",
-    "to_empty": f"{_TORCH}/generated/torch.nn.Module.html#torch.nn.Module.to_empty",
+    "to_empty": f"{_MODULE}.to_empty",
     "torch.accelerator": f"{_TORCH}/accelerator.html",
     "torch.autocast": f"{_TORCH}/amp.html#torch.autocast",
     "torch.autograd.Function": f"{_TORCH}/autograd.html#torch.autograd.Function",

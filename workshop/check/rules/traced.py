@@ -13,6 +13,8 @@ from workshop.check.scenarios import BUILT_ALONE, WHOLE
 
 COLLECTIVES = ("all_reduce", "reduce_scatter", "all_gather", "broadcast", "all_to_all", "send")
 GATHERS = ("all_gather", "broadcast")
+DIVIDED = 0.9  # of what one process stores: matrices of blocks, or experts, that the ranks divide among themselves
+BIT = 0.1  # of what one process computes: what a rank may compute in addition to its share
 
 
 def mib(size: float) -> str:
@@ -55,6 +57,25 @@ class TracedStep:
     def ranks(self) -> int:
         """The number of processes."""
         return len(self.states)
+
+    @property
+    def spared(self) -> float:
+        """How much less than one process this one stores between two steps; 1: all that other ranks can store for it."""
+        if not self.alone or self.ranks == 1:
+            return 1.0
+        return (self.alone.held - self.traced.held) / ((1 - 1 / self.ranks) * DIVIDED * self.alone.held)
+
+    @property
+    def activation(self) -> int:
+        """The bytes of the input of a block in one process; 0: the program has no blocks."""
+        first = next((each for each in self.alone.moments if each.what == "forward"), None) if self.alone else None
+        return first.bytes if first else 0
+
+    @property
+    def computed(self) -> float:
+        """The matrix products of the forward pass, as a share of those of one process."""
+        alone = _products(self.alone) if self.alone else 0
+        return _products(self.traced) / alone if alone else 0.0
 
     @property
     def optimizer(self) -> str:
@@ -103,6 +124,12 @@ class TracedStep:
         return begin if begin and self.more(begin) > limit * self.whole > 0 else None
 
 
+def _products(traced: StepTraced) -> int:
+    """The matrix products from the first to the last block of the forward pass, or of the whole step without blocks."""
+    begins = [each.flops for each in traced.moments if each.what == "forward" and each.phase == "forward"]
+    return begins[-1] - begins[0] if len(begins) > 1 else traced.flops
+
+
 def steps_of(run: Run, alone: Run) -> list[TracedStep]:
     """The steps that were traced in a run; ``alone``: the run with one process."""
     first = next(alone.all(StepTraced), None)
@@ -111,7 +138,7 @@ def steps_of(run: Run, alone: Run) -> list[TracedStep]:
     return [TracedStep(named(process), event, states, first) for process, event in traced]
 
 
-OfStep = Callable[[TracedStep], Seen | None]
+OfStep = Callable[[TracedStep], Seen | NotJudged | None]
 
 
 def judging(function: OfStep) -> Callable[[Run, Run], Said]:

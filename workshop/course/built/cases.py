@@ -105,6 +105,14 @@ def difference(found: State, expected: State, what: str = "") -> str:
     return f"{name} differs by {sizes[name]:.1e} from training in one process{what}"
 
 
+def far(found: torch.Tensor, expected: torch.Tensor, what: str) -> str:
+    """Say how much a result differs, or return ""."""
+    if found.shape != expected.shape:
+        return f"{what} has the shape {list(found.shape)} instead of {list(expected.shape)}"
+    size = float((found - expected).detach().abs().max())
+    return "" if size < CLOSE else f"{what} differs by {size:.1e} from that of one process"
+
+
 UPDATED = ", because a parameter without gradients was updated"
 
 

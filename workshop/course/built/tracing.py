@@ -1,6 +1,7 @@
 """Trace one step of a program of stage 06: what it computes, sends and holds, in order."""
 
 import gc
+import sys
 import weakref
 from collections.abc import MutableMapping
 from typing import Any
@@ -36,7 +37,8 @@ class Tracing(TorchDispatchMode):
         super().__init__()
         self.recorder, self.probe = recorder, probe
         self.moments: list[Moment] = []
-        self.flops = 0
+        self.flops = self.normalized = 0
+        self.exchanges: list[str] = []
         self.tensors: list[weakref.ref[torch.Tensor]] = [
             weakref.ref(own_part(each)) for each in gc.get_objects() if issubclass(type(each), torch.Tensor)
         ]
@@ -46,11 +48,15 @@ class Tracing(TorchDispatchMode):
         with self.recorder.guard:
             if count := flop_registry.get(function.overloadpacket):
                 self.flops += count(*args, **(kwargs or {}), out_val=result)
+            if function.name() == "aten::native_layer_norm":
+                self.normalized += args[0].nbytes
             counted = Messages()
             counted.count(function, args)
             peer = args[2] if function.name() in POINT_TO_POINT else -1  # (tensors, group, peer, tag)
             for name in counted.calls or filter(None, [POINT_TO_POINT.get(function.name())]):
                 self.probe.called = name
+                if _with_gradients():
+                    self.exchanges.append(self.recorder.where())
                 self.note("call", name, counted.bytes, peer, _ranks(args))
             if function.name() == "_c10d_functional::wait_tensor":
                 self.probe.ended(args[0])
@@ -112,6 +118,8 @@ class StepTracer(Probe):
                 state=_bytes([each for each in state if isinstance(each, torch.Tensor) and each.dim()]),
                 held=tracing.held(),
                 flops=tracing.flops,
+                normalized=tracing.normalized,
+                exchanges=tracing.exchanges,
             )
             self.note_here(traced)
 
@@ -131,7 +139,7 @@ class StepTracer(Probe):
     def _block(self, original: Function, block: Block, *args: Any, **kwargs: Any) -> Any:
         number = str(self.numbers.setdefault(id(block), len(self.numbers)))
         self.in_forward = True
-        self._note("forward", number)
+        self._note("forward", number, sum(each.nbytes for each in args if isinstance(each, torch.Tensor)))
         output = original(block, *args, **kwargs)
         if self.tracing and isinstance(output, torch.Tensor) and output.requires_grad:
             output.register_hook(lambda _: self._note("backward", number))
@@ -161,10 +169,10 @@ class StepTracer(Probe):
         if names := self.handles.setdefault(handle, [self.called]):
             self._note("wait", names.pop())
 
-    def _note(self, what: str, name: str = "") -> None:
+    def _note(self, what: str, name: str = "", size: int = 0) -> None:
         with self.recorder.guard:
             if self.tracing:
-                self.tracing.note(what, name)
+                self.tracing.note(what, name, size)
 
     @before(cases, "report")
     def _case(self, name: str, problem: str | None, where: str = "") -> None:
@@ -172,14 +180,32 @@ class StepTracer(Probe):
 
 
 def _classes(recorder: Recorder) -> dict[str, list[str]]:
-    """The classes of torch.distributed to which the optimizers of each line belong, also those inside of another one."""
+    """The classes of torch.distributed to which the optimizers of each line and their parameters belong.
+
+    This includes optimizers inside of another one.
+    """
     found: dict[str, list[str]] = {}
     for optimizer, line in recorder.optimizers.items():
-        kinds = type(optimizer).__mro__
+        parameters = {type(each) for group in optimizer.param_groups for each in group["params"]}
+        kinds = (*type(optimizer).__mro__, *parameters)
         found.setdefault(line, []).extend(
             each.__name__ for each in kinds if each.__module__.startswith("torch.distributed")
         )
     return found
+
+
+def _with_gradients() -> bool:
+    """Whether a function of PyTorch that adds a backward pass to a collective is running."""
+    frame = sys._getframe(1)
+    while frame:
+        code = frame.f_code
+        if (
+            code.co_filename.endswith("torch/distributed/nn/functional.py")
+            or code.co_name == "all_to_all_single_autograd"
+        ):
+            return True
+        frame = frame.f_back
+    return False
 
 
 def _ranks(args: Any) -> tuple[int, ...]:
