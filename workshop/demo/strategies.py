@@ -397,14 +397,14 @@ def _newer_readings(rows: dict) -> list[str]:
     if "pipeline parallel" in rows:
         pipeline = rows["pipeline parallel"]
         lines.append(
-            f"- A process of the pipeline sends at most {pipeline['sent'] / MIB:.1f} MiB per step: one activation, or its gradient, "
-            "for each part of the batch. It holds the parameters, gradients and moments of its layers only."
+            f"- A process of the pipeline sends at most {pipeline['sent'] / MIB:.1f} MiB per step: one activation, or its "
+            "gradient, for each part of the batch. It holds the parameters, gradients and moments of its layers only."
         )
     if "context parallel" in rows:
         context = rows["context parallel"]
         lines.append(
-            f"- Context parallelism holds as much as DDP and sends {context['sent'] / MIB:.0f} MiB: it divides the activations of "
-            "long sequences, and the 64 tokens of these are few."
+            f"- Context parallelism holds as much as DDP and sends {context['sent'] / MIB:.0f} MiB: it divides the activations "
+            "of long sequences, and the 64 tokens of these are few."
         )
     if {"8 experts, one process", "8 experts, parallel"} <= rows.keys():
         alone, experts = rows["8 experts, one process"], rows["8 experts, parallel"]

@@ -15,6 +15,13 @@ MOMENTS = '(("parameter", parameter.detach()), *sorted(optimizer.state[parameter
 
 MISTAKES = (
     mistake(
+        "mesh-layers-whole",
+        MESH,
+        "parts-missing",
+        "Each rank along tp computes whole layers.",
+        ("        parallelize(model, self.tp)\n", ""),
+    ),
+    mistake(
         "mesh-axes-reversed",
         MESH,
         "axes-in-wrong-order",
@@ -139,7 +146,7 @@ MISTAKES = (
     mistake(
         "mesh-same-sequences",
         MESH,
-        "built-differs",
+        "mesh-computes-other",
         "All ranks along dp train on the same sequences.",
         ("each[rank::size]", "each[: len(each) // size]"),
     ),

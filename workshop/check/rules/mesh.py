@@ -12,14 +12,16 @@ parts_missing = case_rule(
     __name__,
     "parts_missing",
     "Along tp, each rank stores and writes its own part of a layer. Without tensor parallelism there are no parts.",
-    "Complete exercise 4 in the same folder, or copy its solution there.",
+    "Complete exercise 4 (tensor parallelism) in the same folder, or copy its solution there.",
     "parts",
 )
 case_rule(
     __name__,
     "mesh_computes_other",
-    "The ranks of cp and tp together must compute what one process computes with the whole model.",
-    "Give each rank its tokens with shard_sequence(), the positions of these tokens, and ring_attention() over the group of cp.",
+    "The ranks of a mesh together must compute what one process computes: each token of a global batch once, with the whole model.",
+    "Along dp, give each rank other sequences. For context parallelism, give each rank its tokens with shard_sequence(), the "
+    "positions of these tokens, and ring_attention() over the group of cp.",
+    "divided",
     "computed",
 )
 case_rule(

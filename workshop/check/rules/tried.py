@@ -39,6 +39,7 @@ CASES = {
     "balance": "the load-balancing loss",
     "order": "a mesh of four ranks",
     "parts": "a mesh of dp 2 and tp 2",
+    "divided": "a mesh of dp 2 and cp 2",
     "computed": "a mesh of cp 2 and tp 2",
     "averaged": "a mesh of dp 2 and cp 2",
     "clipped": "clip_gradients() on a mesh of pp 2 and tp 2",

@@ -66,6 +66,17 @@ def computed(module: ModuleType) -> str:
     return ""
 
 
+def divided(module: ModuleType) -> str:
+    layout = made(module, dp=2, cp=2)[0]
+    tokens = torch.arange(4 * CONFIG.length).view(4, -1)
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, layout.own_batch(tokens, tokens)[0].flatten().tolist())
+    times = torch.tensor([number for own in everyone for number in own]).bincount(minlength=tokens.numel())
+    if missing := int((times == 0).sum()):
+        return f"own_batch() gives {missing} of {tokens.numel()} tokens of a global batch to no rank"
+    return f"own_batch() gives {int((times > 1).sum())} tokens to several ranks" if int(times.max()) > 1 else ""
+
+
 def averaged(module: ModuleType) -> str:
     layout, stage, _ = made(module, dp=2, cp=2)
     for parameter in stage.parameters():
@@ -147,6 +158,7 @@ def resumed(module: ModuleType) -> str:
 CASES: dict[str, Case] = {
     "order": order,
     "parts": parts,
+    "divided": divided,
     "computed": computed,
     "averaged": averaged,
     "clipped": clipped,
