@@ -24,6 +24,14 @@ CASES = {
     "uneven-sizes": "parameters whose size the ranks do not divide",
     "precision": "compute_dtype",
     "old-parameters": "a forward pass without a backward pass",
+    "gpipe": "the schedule gpipe",
+    "one-forward-one-backward": "the schedule 1f1b",
+    "other-shape": "batches of different shapes",
+    "stages": "stages whose outputs have different shapes and data types",
+    "frozen-stage": "a stage without trained parameters",
+    "whole-numbers": "a stage that returns whole numbers",
+    "one-stage": "a group of one rank",
+    "microbatch-errors": "arguments that cannot work",
 }
 
 

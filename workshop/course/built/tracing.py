@@ -1,6 +1,7 @@
 """Trace one step of a program of stage 06: what it computes, sends and holds, in order."""
 
 import gc
+import sys
 import weakref
 from collections.abc import MutableMapping
 from typing import Any
@@ -102,6 +103,9 @@ class StepTracer(Probe):
         if log.steps == COUNTED and self.tracing:
             tracing, self.tracing = self.tracing, None
             tracing.__exit__(None, None, None)
+            if _has_pipeline():
+                where = next((each.where for each in tracing.moments if each.name == "send"), "")
+                tracing.moments.append(Moment("class", "PipelineStage", 0, -1, (), tracing.flops, "", 0, where))
             optimizers = list(self.recorder.optimizers)
             groups = [group for optimizer in optimizers for group in optimizer.param_groups]
             state = [value for optimizer in optimizers for each in optimizer.state.values() for value in each.values()]
@@ -180,6 +184,12 @@ def _classes(recorder: Recorder) -> dict[str, list[str]]:
             each.__name__ for each in kinds if each.__module__.startswith("torch.distributed")
         )
     return found
+
+
+def _has_pipeline() -> bool:
+    """Whether this process has a stage of PyTorch's pipelines. Importing their module takes a second, so only a program does."""
+    module = sys.modules.get("torch.distributed.pipelining.stage")
+    return module is not None and any(isinstance(each, module._PipelineStageBase) for each in gc.get_objects())
 
 
 def _ranks(args: Any) -> tuple[int, ...]:
