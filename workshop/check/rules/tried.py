@@ -32,6 +32,17 @@ CASES = {
     "whole-numbers": "a stage that returns whole numbers",
     "one-stage": "a group of one rank",
     "microbatch-errors": "arguments that cannot work",
+    "sequence-shards": "shard_sequence() and gather_sequence()",
+    "attention": "queries, keys and values of other sizes",
+    "large-scores": "large scores",
+    "attention-gradients": "queries, keys and values of other sizes",
+    "low-precision": "bfloat16",
+    "one-member": "a group of one rank",
+    "sequence-errors": "arguments that cannot work",
+    "forward-bytes": "4 heads of queries and 2 of keys",
+    "backward-bytes": "4 heads of queries and 2 of keys",
+    "scores": "a causal mask",
+    "scores-of-ranks": "a causal mask",
 }
 
 

@@ -37,7 +37,9 @@ class Meeting:
                 f"while rank {self.rank} computes the first micro-batch, rank {previous} does not begin the second one"
             )
         if number == 1 and following < self.ranks and not self._has_begun(following, 0):
-            self.missed = f"rank {self.rank} computes the second micro-batch, and rank {following} does not have the first yet"
+            self.missed = (
+                f"rank {self.rank} computes the second micro-batch, and rank {following} does not have the first yet"
+            )
 
     def _has_begun(self, rank: int, number: int) -> bool:
         end = time.monotonic() + WAIT
