@@ -10,7 +10,9 @@ from workshop.check.rules.tried import case_rule, instead
 from workshop.check.rules.words import plural
 
 MORE = 1.5  # times as many layers as its share: a rank with more does not have a stage only
-GROWTH = 0.5  # of an activation per micro-batch: the most by which the memory may grow when equally many are kept
+# Of the size of a message, per micro-batch: the most by which the memory may grow when equally many are kept. A rank may keep
+# what it sends until the step ends; the input of a micro-batch and its gradient are twice this size.
+GROWTH = 1.5
 OTHER_CALLS = 2  # of a step: for example the sum of a loss
 LATE = 1  # message that a rank may still send when its step ends
 
@@ -40,6 +42,14 @@ def _most_kept(step: TracedStep) -> int:
 # ---------------------------------------------------------------- the whole program
 
 
+microbatches_differ = case_rule(
+    __name__,
+    "microbatches_differ",
+    "The micro-batches together must have the gradients of the whole batch.",
+    "Divide the loss of each micro-batch by their number, divide inputs and targets in the same way, and let all ranks compute "
+    "the passes of the micro-batches in the same order.",
+    "microbatches",
+)
 case_rule(
     __name__,
     "pipeline_fails",
@@ -47,6 +57,7 @@ case_rule(
     "The stages may return any shape and data type, parameters may be frozen, and group says which ranks have the stages. "
     "Raise each ValueError of the docstring on all ranks, before a rank sends something.",
     "microbatch-errors", "one-stage", "stages", "frozen-stage", "whole-numbers",
+    after=(microbatches_differ,),
 )  # fmt: skip
 
 
@@ -84,6 +95,7 @@ case_rule(
     "For the schedule gpipe, compute the forward passes of all micro-batches first, and then all backward passes. Send each "
     "activation before the next forward pass begins (look up GPipe in torch.distributed.pipelining).",
     "gpipe",
+    after=(microbatches_differ,),
 )
 
 # ---------------------------------------------------------------- goal 2: 1F1B
@@ -93,6 +105,7 @@ case_rule(
     why="A rank that does not begin the next micro-batch while the later stages compute waits for their gradients.",
     fix="In 1F1B, rank r of p computes p - 1 - r forward passes, and then a forward and a backward pass in turn (look up "
     "Schedule1F1B in torch.distributed.pipelining).",
+    after=(stage_whole,),
 )
 def stage_waits(step: TracedStep) -> Seen | None:
     """A rank has fewer micro-batches under way than there are stages from its own on."""
@@ -165,7 +178,7 @@ case_rule(
     "In 1F1B, rank r of p computes p - 1 - r forward passes, and then a forward and a backward pass in turn. Send a result and "
     "receive the next input in one call of batch_isend_irecv, and do not hold a result back until the next one is ready.",
     "one-forward-one-backward",
-    after=(stage_waits, many_kept),
+    after=(stage_waits, many_kept, microbatches_differ),
 )
 
 # ---------------------------------------------------------------- goal 3: one message for each micro-batch and direction
@@ -197,4 +210,5 @@ case_rule(
     "Compare the shapes of each batch with those of the last one on all ranks. If they differ, announce the shape of the "
     "outputs again with send_object_list.",
     "other-shape",
+    after=(microbatches_differ,),
 )

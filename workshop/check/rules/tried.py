@@ -24,6 +24,7 @@ CASES = {
     "uneven-sizes": "parameters whose size the ranks do not divide",
     "precision": "compute_dtype",
     "old-parameters": "a forward pass without a backward pass",
+    "microbatches": "linear layers as stages",
     "gpipe": "the schedule gpipe",
     "one-forward-one-backward": "the schedule 1f1b",
     "other-shape": "batches of different shapes",

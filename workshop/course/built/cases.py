@@ -105,6 +105,13 @@ def difference(found: State, expected: State, what: str = "") -> str:
     return f"{name} differs by {sizes[name]:.1e} from training in one process{what}"
 
 
+def first_problem(problem: str) -> str:
+    """Return what the first rank with a problem has seen, on all ranks, so that they all go on or all end."""
+    problems: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(problems, problem)
+    return next(filter(None, problems), "")
+
+
 UPDATED = ", because a parameter without gradients was updated"
 
 

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
-from workshop.course.built.cases import UNEVEN, Case
+from workshop.course.built.cases import UNEVEN, Case, first_problem
 from workshop.training.traffic import Messages
 
 CLOSE = 1e-10  # of float64, relative to the largest number
@@ -57,14 +57,14 @@ def differing(module: ModuleType, found: Tensors, expected: Tensors, what: str, 
 
 
 def attention(module: ModuleType) -> str:
-    found = ""
+    found = []
     for causal in (True, False):
         for heads, key_heads in ((2, 2), (4, 2), (3, 1)):
             whole = tensors(heads, key_heads)
             output = module.ring_attention(*on_this_rank(module, *whole[:3]), causal=causal)
             what = f", with causal={causal} and {heads} heads of queries for {key_heads} of keys"
-            found = found or differing(module, [output.detach()], in_one_process(*whole, causal), what)
-    return found
+            found.append(differing(module, [output.detach()], in_one_process(*whole, causal), what))
+    return next(filter(None, found), "")
 
 
 def large_scores(module: ModuleType) -> str:
@@ -83,13 +83,13 @@ def computed(module: ModuleType, whole: Tensors, causal: bool = True) -> Tensors
 
 
 def attention_gradients(module: ModuleType) -> str:
-    found = ""
+    found = []
     for causal in (True, False):
         for heads, key_heads in ((2, 2), (4, 2)):
             whole = tensors(heads, key_heads)
             what = f", with causal={causal} and {heads} heads of queries for {key_heads} of keys"
-            found = found or differing(module, computed(module, whole, causal), in_one_process(*whole, causal), what)
-    return found
+            found.append(differing(module, computed(module, whole, causal), in_one_process(*whole, causal), what))
+    return next(filter(None, found), "")
 
 
 def low_precision(module: ModuleType) -> str:
@@ -109,8 +109,14 @@ def sequence_shards(module: ModuleType) -> str:
     for shape, dim in (((2, 4 * ranks, 3), 1), ((6 * ranks,), 0), ((2, 3, 2 * ranks), 2)):
         whole = torch.arange(torch.Size(shape).numel(), dtype=torch.float64).view(shape)
         own = module.shard_sequence(whole, dim)
-        if own.shape[dim] * ranks != shape[dim]:
-            return f"shard_sequence() returns {own.shape[dim]} of {shape[dim]} tokens on rank {dist.get_rank()}"
+        size, rank = own.shape[dim], dist.get_rank()
+        wrong = (
+            ""
+            if size * ranks == shape[dim]
+            else f"shard_sequence() returns {size} of {shape[dim]} tokens on rank {rank}"
+        )
+        if wrong := first_problem(wrong):
+            return wrong
         if not torch.equal(module.gather_sequence(own, dim), whole):
             return f"gather_sequence(shard_sequence(tensor, {dim}), {dim}) is not the tensor, with the shape {shape}"
     return ""
