@@ -303,6 +303,6 @@ STYLES = (
         PIPELINE,
         "The activations inside of a stage are computed again in the backward pass.",
         ("        output = self.stage(x)\n", "        output = checkpoint(self.stage, x, use_reentrant=False)\n"),
-        ("import torch.distributed as dist\n", "import torch.distributed as dist\nfrom torch.utils.checkpoint import checkpoint\n"),
+        ("import torch\n", "import torch\nfrom torch.utils.checkpoint import checkpoint\n"),
     ),
 )  # fmt: skip
