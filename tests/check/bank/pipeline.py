@@ -220,7 +220,7 @@ MISTAKES = (
     mistake(
         "pipeline-everything-everywhere",
         PIPELINE,
-        "stage-whole",
+        ("stage-whole", "held-whole"),
         "Each rank is a pipeline of its own with all layers, so the losses are equal and nothing is sent.",
         (OWN_STAGE,
          "        groups = [dist.new_group([each]) for each in range(world_size)]\n"

@@ -13,8 +13,12 @@ FORWARD_HOPS = part(RING, "            arriving = rotate(block, group) if hop < 
 BACKWARD = part(RING, "        rank, ranks, scale = dist.get_rank(group)", "        return d_query.to(")
 BACKWARD_HOPS = "            arriving = rotate(block, group) if hop < ranks - 1 else None\n            d_block"
 HOPS = "        for hop in range(ranks):\n"
-SEND_ON = part(RING, "            d_arriving = rotate(\n", "            block = arriving() if arriving else None\n        d_key")
-CORRECTION = part(RING, "                output[..., rows, :] *= (total", "                output[..., rows, :] += (scores")
+SEND_ON = part(
+    RING, "            d_arriving = rotate(\n", "            block = arriving() if arriving else None\n        d_key"
+)
+CORRECTION = part(
+    RING, "                output[..., rows, :] *= (total", "                output[..., rows, :] += (scores"
+)
 ADD_ARRIVED = part(RING, "            if d_arriving:", "            d_arriving = rotate(")
 LAST_GRADIENTS = "        d_key, d_value = d_arriving()\n"
 SKIP = part(RING, "            if shift >= 0:", "\n\ndef scores_of")
@@ -180,11 +184,19 @@ MISTAKES = (
         (SKIP, SKIP.replace("shift >= 0", "True")),
     ),
     mistake(
-        "ring-skips-whole-ranks",
+        "ring-backward-pass-skips-nothing",
         RING,
         "future-computed",
-        "Only a source whose keys are all in the future would be skipped, which zig-zag order does not have.",
-        (SKIP, SKIP.replace("shift >= 0", "source <= rank or causal")),
+        "The forward pass skips keys in the future, and the backward pass computes their weights, which are zero.",
+        (BACKWARD, BACKWARD.replace("in visible(", "in everything(")),
+        ("def visible(",
+         "def everything(query, rank, source, ranks, causal):\n"
+         "    size = query.shape[-2] // 2\n"
+         "    for row, query_piece in enumerate(pieces_of(rank, ranks)):\n"
+         "        for column, key_piece in enumerate(pieces_of(source, ranks)):\n"
+         "            shift = (query_piece - key_piece) * size if causal else math.inf\n"
+         "            yield slice(row * size, (row + 1) * size), slice(column * size, (column + 1) * size), shift\n\n\n"
+         "def visible("),
     ),
     # ---- work-uneven
     mistake(
@@ -228,8 +240,8 @@ MISTAKES = (
         "ring-gradients-not-returned",
         RING,
         ("attention-fails", "built-differs"),
-        "The last message is missing: each rank has the gradients of keys of the next rank.",
-        (LAST_GRADIENTS, "        d_key, d_value = d_block\n"),
+        "Each rank uses the gradients of the keys of the next rank, which it sends, and not those that arrive.",
+        (LAST_GRADIENTS, "        d_arriving()\n        d_key, d_value = d_block\n"),
     ),
     mistake(
         "ring-gradients-replaced",

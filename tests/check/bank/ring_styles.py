@@ -1,6 +1,6 @@
 """Longer pieces of text for the cases of exercise 6 of stage 06: ring attention that is built in a different way."""
 
-OF_AUTOGRAD = '''
+OF_AUTOGRAD = """
 class Rotated(torch.autograd.Function):
     @staticmethod
     def forward(ctx, tensor, group):
@@ -37,7 +37,7 @@ class RingAttention:
             parts = torch.stack(total).softmax(0)[..., None]
             result.append((torch.stack(out) * parts).sum(0))
         return torch.cat(result, -2).to(key.dtype)
-'''
+"""
 
 LARGEST_SCORE = '''
 class RingAttention(torch.autograd.Function):
@@ -209,7 +209,7 @@ def hops(query, key, value, group, causal):
         block = arriving() if arriving else None
 '''
 
-ALL_TO_ALL = '''    sizes = [[tensor.numel() * (each == (rank + step) % ranks) for each in range(ranks)] for step in (1, -1)]
+ALL_TO_ALL = """    sizes = [[tensor.numel() * (each == (rank + step) % ranks) for each in range(ranks)] for step in (1, -1)]
     flat, received = tensor.contiguous().view(-1), torch.empty_like(tensor, memory_format=torch.contiguous_format)
     job = dist.all_to_all_single(received.view(-1), flat, sizes[1], sizes[0], group=group, async_op=True)
 
@@ -218,11 +218,11 @@ ALL_TO_ALL = '''    sizes = [[tensor.numel() * (each == (rank + step) % ranks) f
         return received
 
     return wait
-'''
+"""
 
-SINGLE_MESSAGES = '''    received, tensor = torch.empty_like(tensor, memory_format=torch.contiguous_format), tensor.contiguous()
+SINGLE_MESSAGES = """    received, tensor = torch.empty_like(tensor, memory_format=torch.contiguous_format), tensor.contiguous()
     send = lambda: dist.isend(tensor, group_dst=(rank + 1) % ranks, group=group)  # noqa: E731
     receive = lambda: dist.irecv(received, group_src=(rank - 1) % ranks, group=group)  # noqa: E731
     jobs = [function() for function in ((send, receive) if rank % 2 else (receive, send))]
     return lambda: ([job.wait() for job in jobs], received)[1]
-'''
+"""

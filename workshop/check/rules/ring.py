@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 
 from workshop.check.evidence.events import Moment
+from workshop.check.rules.built import built_differs
 from workshop.check.rules.rule import Seen
 from workshop.check.rules.traced import TracedStep, mib, of_step, size_of
 from workshop.check.rules.tried import case_rule
@@ -32,7 +33,7 @@ def _computed_meanwhile(step: TracedStep, phase: str) -> Iterator[bool]:
 # ---------------------------------------------------------------- the whole program
 
 
-case_rule(
+attention_fails = case_rule(
     __name__,
     "attention_fails",
     "An attention that is right only for the sizes of the exercise gives wrong results in your own models.",
@@ -159,7 +160,12 @@ case_rule(
 
 # ---------------------------------------------------------------- goal 3: the work of each rank
 
-
+RIGHT = (
+    built_differs,
+    attention_fails,
+    keys_gathered,
+    gradients_reduced,
+)  # nothing of these found: what is computed is right
 case_rule(
     __name__,
     "future_computed",
@@ -167,7 +173,7 @@ case_rule(
     "Divide the tokens of each rank into two pieces. Skip the products of queries and keys if all keys of the piece are after "
     "all queries, also in the backward pass.",
     "scores",
-    after=(keys_gathered, gradients_reduced),
+    after=RIGHT,
 )
 case_rule(
     __name__,
@@ -175,5 +181,5 @@ case_rule(
     "All ranks wait for the one that computes most.",
     "Give each rank an early and a late piece of the sequence: of 2 N pieces, rank r gets r and 2 N - 1 - r (zig-zag).",
     "scores-of-ranks",
-    after=(keys_gathered, gradients_reduced),
+    after=RIGHT,
 )

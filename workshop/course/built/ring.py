@@ -23,10 +23,10 @@ Tensors = list[torch.Tensor]
 NAMES = ("output", "gradient of query", "gradient of key", "gradient of value")
 
 
-def tensors(heads: int = 2, key_heads: int = 2, dtype: torch.dtype = torch.float64) -> Tensors:
+def tensors(heads: int = 2, key_heads: int = 2, piece: int = PIECE, dtype: torch.dtype = torch.float64) -> Tensors:
     """Query, key, value and a gradient of the output, equal on all ranks, with the memory layout of a model."""
     chance = torch.Generator().manual_seed(0)
-    length = 2 * dist.get_world_size() * PIECE
+    length = 2 * dist.get_world_size() * piece
     shapes = [(2, length, count, SIZE) for count in (heads, key_heads, key_heads, heads)]
     return [torch.randn(shape, dtype=torch.float64, generator=chance).transpose(1, 2).to(dtype) for shape in shapes]
 
@@ -95,14 +95,14 @@ def attention_gradients(module: ModuleType) -> str:
 
 def low_precision(module: ModuleType) -> str:
     """The sums have many terms, so a program must not add them up in bfloat16."""
-    whole = tensors(dtype=torch.bfloat16)
+    whole = tensors(4, 1, piece=16, dtype=torch.bfloat16)
     found = computed(module, whole)
     if {each.dtype for each in found} != {torch.bfloat16}:
         return (
             f"output and gradients of inputs in bfloat16 have the types {', '.join(str(each.dtype) for each in found)}"
         )
     expected = in_one_process(*(each.double() for each in whole), True)
-    return differing(module, found, expected, ", with bfloat16", close=torch.finfo(torch.bfloat16).eps)
+    return differing(module, found, expected, "", close=torch.finfo(torch.bfloat16).eps)
 
 
 def sequence_shards(module: ModuleType) -> str:
