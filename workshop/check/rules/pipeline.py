@@ -46,16 +46,16 @@ microbatches_differ = case_rule(
     __name__,
     "microbatches_differ",
     "The micro-batches together must have the gradients of the whole batch.",
-    "Divide the loss of each micro-batch by their number, divide inputs and targets in the same way, and let all ranks compute "
-    "the passes of the micro-batches in the same order.",
+    "Divide the loss of each micro-batch by their number, as when you accumulate gradients. Divide inputs and targets in the "
+    "same way, and let all ranks compute the passes of the micro-batches in the same order.",
     "microbatches",
 )
 case_rule(
     __name__,
     "pipeline_fails",
     "A class that works only for the stages of the exercise fails with your own models.",
-    "The stages may return any shape and data type, parameters may be frozen, and group says which ranks have the stages. "
-    "Raise each ValueError of the docstring on all ranks, before a rank sends something.",
+    "Receive each activation with the shape and data type that its rank has announced (send_object_list). Allow frozen "
+    "parameters, and use the ranks of group. Raise each ValueError of the docstring on all ranks, before a rank sends something.",
     "microbatch-errors", "one-stage", "stages", "frozen-stage", "whole-numbers",
     after=(microbatches_differ,),
 )  # fmt: skip

@@ -105,8 +105,8 @@ case_rule(
     __name__,
     "sends_more_blocks",
     "The bytes that each rank sends determine how long its messages take.",
-    "Send the keys and values of a rank once to each other rank: N - 1 messages for N ranks. Do not send the last block, which "
-    "no other rank needs, and send keys before you expand them to the heads of the query.",
+    "With N ranks, call batch_isend_irecv N - 1 times, because no other rank needs the last block. Send keys before you expand "
+    "them to the heads of the query.",
     "forward-bytes",
     after=(keys_gathered,),
 )
@@ -152,8 +152,8 @@ case_rule(
     __name__,
     "sends_more_gradients",
     "The bytes that each rank sends determine how long its messages take.",
-    "In the backward pass of N ranks, send N - 1 times the keys and values of a block (not again after the last products), and "
-    "N times their gradients.",
+    "In the backward pass of N ranks, call batch_isend_irecv N - 1 times for keys and values (not again after the last "
+    "products), and N times for their gradients.",
     "backward-bytes",
     after=(keys_gathered, gradients_reduced),
 )
@@ -171,7 +171,7 @@ case_rule(
     "future_computed",
     "The mask removes scores of keys in the future, so the time to compute them is lost.",
     "Divide the tokens of each rank into two pieces. Skip the products of queries and keys if all keys of the piece are after "
-    "all queries, also in the backward pass.",
+    "all queries, also in the backward pass (look up context parallelism).",
     "scores",
     after=RIGHT,
 )
@@ -179,7 +179,8 @@ case_rule(
     __name__,
     "work_uneven",
     "All ranks wait for the one that computes most.",
-    "Give each rank an early and a late piece of the sequence: of 2 N pieces, rank r gets r and 2 N - 1 - r (zig-zag).",
+    "Give each rank an early and a late piece of the sequence: of 2 N pieces, rank r gets r and 2 N - 1 - r (look up context "
+    "parallelism).",
     "scores-of-ranks",
     after=RIGHT,
 )
