@@ -400,8 +400,10 @@ class AcceleratorCalled(Event):  # a method of ``accelerate.Accelerator`` was ca
 class Moment:
     """Something that a process did in a step of a program of stage 06."""
 
-    what: str  # "forward" or "backward" (a block of the model begins), "call" (of a collective), "wait" (for one)
-    name: str  # of the collective that was called or waited for, also "send" and "recv"; the number of the block
+    # "forward" or "backward" (a block of the model begins), "call" (of a collective), "wait" (for one), "class" (the step has
+    # used a class of PyTorch)
+    what: str
+    name: str  # of the collective that was called or waited for, also "send" and "recv"; the number of the block; the class
     bytes: int  # that this process sends in the collective; for "forward": of the input of the block
     peer: int  # the rank to which a "send" or from which a "recv" is, in its group; -1 for others
     group: tuple[int, ...]  # of a call: the ranks in the group

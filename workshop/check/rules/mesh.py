@@ -18,7 +18,8 @@ parts_missing = case_rule(
 case_rule(
     __name__,
     "mesh_computes_other",
-    "The ranks of a mesh together must compute what one process computes: each token of a global batch once, with the whole model.",
+    "The ranks of a mesh together must compute what one process computes: each token of a global batch once, with the whole "
+    "model.",
     "Along dp, give each rank other sequences. For context parallelism, give each rank its tokens with shard_sequence(), the "
     "positions of these tokens, and ring_attention() over the group of cp.",
     "divided",

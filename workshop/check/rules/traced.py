@@ -33,12 +33,14 @@ class TracedStep:
 
     Attributes:
         who: "rank 0".
+        rank: its number.
         traced: the evidence.
         states: the bytes of the optimizer state of each rank.
         alone: the evidence of one process that trains alone; None if it did not end.
     """
 
     who: str
+    rank: int
     traced: StepTraced
     states: list[int]
     alone: StepTraced | None
@@ -135,7 +137,7 @@ def steps_of(run: Run, alone: Run) -> list[TracedStep]:
     first = next(alone.all(StepTraced), None)
     traced = [(process, event) for process in run.ranks for event in process.of(StepTraced)[:1]]
     states = [each.state for _, each in traced]
-    return [TracedStep(named(process), event, states, first) for process, event in traced]
+    return [TracedStep(named(process), process.rank or 0, event, states, first) for process, event in traced]
 
 
 OfStep = Callable[[TracedStep], Seen | NotJudged | None]

@@ -113,6 +113,13 @@ def far(found: torch.Tensor, expected: torch.Tensor, what: str) -> str:
     return "" if size < CLOSE else f"{what} differs by {size:.1e} from that of one process"
 
 
+def first_problem(problem: str) -> str:
+    """Return what the first rank with a problem has seen, on all ranks, so that they all go on or all end."""
+    problems: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(problems, problem)
+    return next(filter(None, problems), "")
+
+
 UPDATED = ", because a parameter without gradients was updated"
 
 

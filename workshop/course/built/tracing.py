@@ -108,6 +108,9 @@ class StepTracer(Probe):
         if log.steps == COUNTED and self.tracing:
             tracing, self.tracing = self.tracing, None
             tracing.__exit__(None, None, None)
+            if _has_pipeline():
+                where = next((each.where for each in tracing.moments if each.name == "send"), "")
+                tracing.moments.append(Moment("class", "PipelineStage", 0, -1, (), tracing.flops, "", 0, where))
             optimizers = list(self.recorder.optimizers)
             groups = [group for optimizer in optimizers for group in optimizer.param_groups]
             state = [value for optimizer in optimizers for each in optimizer.state.values() for value in each.values()]
@@ -206,6 +209,12 @@ def _with_gradients() -> bool:
             return True
         frame = frame.f_back
     return False
+
+
+def _has_pipeline() -> bool:
+    """Whether this process has a stage of PyTorch's pipelines. Importing their module takes a second, so only a program does."""
+    module = sys.modules.get("torch.distributed.pipelining.stage")
+    return module is not None and any(isinstance(each, module._PipelineStageBase) for each in gc.get_objects())
 
 
 def _ranks(args: Any) -> tuple[int, ...]:
