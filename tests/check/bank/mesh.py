@@ -146,7 +146,7 @@ MISTAKES = (
     mistake(
         "mesh-same-sequences",
         MESH,
-        "mesh-computes-other",
+        ("mesh-computes-other", "built-differs"),
         "All ranks along dp train on the same sequences.",
         ("each[rank::size]", "each[: len(each) // size]"),
     ),

@@ -105,7 +105,8 @@ class Collectives(Probe):
             result = original(*args, **kwargs)
         finally:
             self.inside -= made_of_others
-        if kwargs.get("async_op") and made_of_others and result is not None:
+        starts_only = kwargs.get("async_op") or name in ("isend", "irecv")
+        if starts_only and made_of_others and result is not None:
             with self.recorder.guard:
                 self._lost(self.begun.pop(id(result), None))  # the memory of an earlier handle is used again
                 self.begun[id(result)] = NotAwaited(name=name, where=self.recorder.where())
@@ -130,7 +131,9 @@ class Collectives(Probe):
     @around(DTensor, "full_tensor", named=True)
     def _full(self, name: str, original: Function, tensor: Any, *args: Any, **kwargs: Any) -> Any:
         if not self.inside and not self.recorder.quiet:
-            self.note_here(Collective(name=name, shape=tuple(tensor.shape), dtype=str(tensor.dtype)))
+            ranks = tuple(tensor.device_mesh.mesh.flatten().tolist())
+            group = ranks if len(ranks) < dist.get_world_size() else ()
+            self.note_here(Collective(name=name, shape=tuple(tensor.shape), dtype=str(tensor.dtype), group=group))
         return original(tensor, *args, **kwargs)
 
     def _note(self, name: str, arguments: list[object]) -> None:

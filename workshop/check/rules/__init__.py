@@ -6,7 +6,8 @@ from pathlib import Path
 # Within a goal, findings are shown in this order.
 FAMILIES = ("lightning", "accelerate", "processes", "gpus", "collectives", "ending", "files",
             "learning", "gradients", "comparison", "samples", "seeds", "accumulation", "evaluation", "speed", "restart",
-            "sharding", "checkpoints", "memory", "deepspeed", "built", "tensor", "pipeline", "ring", "experts", "mesh", "jobs")  # fmt: skip
+            "sharding", "checkpoints", "memory", "deepspeed", "built", "tensor", "pipeline", "ring", "experts", "mesh",
+            "jobs")  # fmt: skip
 
 for _family in FAMILIES:
     importlib.import_module(f"{__name__}.{_family}")
