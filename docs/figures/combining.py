@@ -119,7 +119,7 @@ def draw_ring_attention(canvas: Canvas) -> None:
     draw_scores(canvas, 476, 96)
     lines = (
         "Each rank computes with the keys and values that it has, while it sends them to the next rank. Three hops are enough.",
-        "The queries of piece i need the keys of the pieces 0 to i: i + 1 blocks. Blocks on the diagonal are computed with a mask.",
+        "The queries of piece i need the keys of the pieces 0 to i: i + 1 blocks. Those on the diagonal have a mask.",
         "In zig-zag order, rank r has the pieces r and 7 - r, so each rank computes (r + 1) + (8 - r) = 9 blocks.",
     )
     for row, line in enumerate(lines):
@@ -177,14 +177,25 @@ def draw_mesh(canvas: Canvas) -> None:
     canvas.arrow((370, 187), (430, 187), both=True, colour=PURPLE, thick=3.2)
     canvas.number(400, 166, 3)
     lines = (
-        (1, "tp: an all-gather or reduce-scatter for each part of each block. It needs the fastest network, within a node."),
+        (
+            1,
+            "tp: an all-gather or reduce-scatter for each part of each block. It needs the fastest network, within a node.",
+        ),
         (2, "cp: keys, values and their gradients for each block. The communication overlaps with the attention."),
-        (3, "pp: the activations of one micro-batch, between ranks with the same part. It tolerates the slowest network."),
+        (
+            3,
+            "pp: the activations of one micro-batch, between ranks with the same part. It tolerates the slowest network.",
+        ),
     )
     for row, (number, line) in enumerate(lines):
         canvas.number(34, 310 + 26 * row, number)
         canvas.text(52, 310 + 26 * row, line, align="left")
-    canvas.text(24, 392, "With dp = 2, eight more ranks would have the same stages and parts, and different sequences.", align="left")
+    canvas.text(
+        24,
+        392,
+        "With dp = 2, eight more ranks would have the same stages and parts, and different sequences.",
+        align="left",
+    )
 
 
 def draw_place(canvas: Canvas, x: float, y: float, rank: int, piece: int, part: int) -> None:

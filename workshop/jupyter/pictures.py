@@ -204,7 +204,9 @@ def show_shares(runs: Mapping[str, Sequence[Sequence[float]]], what: str) -> Non
             if share > 0.04:
                 axes.text(len(steps) + 0.02 * len(steps), middle + share / 2, number, va="center", fontsize=9)
             middle += share
-        parts.append(f"{label}, the largest is {max(steps[0]):.0%} in the first and {max(steps[-1]):.0%} in the last step")
+        parts.append(
+            f"{label}, the largest is {max(steps[0]):.0%} in the first and {max(steps[-1]):.0%} in the last step"
+        )
     plots[0, 0].set_ylabel(f"share of each {what}")
     show_figure(figure, f"Shares of each {what}: " + "; ".join(parts))
 
