@@ -14,12 +14,12 @@ BACKWARD = part(RING, "        rank, ranks, scale = dist.get_rank(group)", "    
 BACKWARD_HOPS = "            arriving = rotate(block, group) if hop < ranks - 1 else None\n            d_block"
 HOPS = "        for hop in range(ranks):\n"
 SEND_ON = part(
-    RING, "            d_arriving = rotate(\n", "            block = arriving() if arriving else None\n        d_key"
+    RING,
+    "            d_arriving = rotate(d_block",
+    "            block = arriving() if arriving else None\n        d_key",
 )
-CORRECTION = part(
-    RING, "                output[..., rows, :] *= (total", "                output[..., rows, :] += (scores"
-)
-ADD_ARRIVED = part(RING, "            if d_arriving:", "            d_arriving = rotate(")
+CORRECTION = part(RING, "                shrink = (total", "                output[..., rows, :] += (scores")
+ADD_ARRIVED = part(RING, "            if d_arriving:", "            d_arriving = rotate(d_block")
 LAST_GRADIENTS = "        d_key, d_value = d_arriving()\n"
 SKIP = part(RING, "            if shift >= 0:", "\n\ndef scores_of")
 PIECES = part(RING, "    return [rank, 2 * ranks - 1 - rank]", "\n\ndef shard_sequence")
