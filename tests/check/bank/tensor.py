@@ -256,8 +256,8 @@ MISTAKES = (
             "parallelize_with_pytorch(model, device)",
         ),
         (
-            "        pytorch_state_dict(model) if args.pytorch else full_state_dict(model)\n",
-            "        pytorch_state_dict(model)\n",
+            "    state = pytorch_state_dict(model) if args.pytorch else full_state_dict(model)\n",
+            "    state = pytorch_state_dict(model)\n",
         ),
     ),
 )
