@@ -1,7 +1,9 @@
-"""Build tensor and sequence parallelism: every process computes a part of each layer, for the whole batch.
+"""Exercise 4: build tensor and sequence parallelism. Each process computes a part of each layer, for the whole batch.
+This program works as delivered, but all processes compute the whole model.
+Do the TODOs in order. Run and check the program after each TODO.
 
-N processes:  torchrun --standalone --nproc-per-node=2 06_build_your_own/exercise4_tensor.py
-Slurm:        srun --ntasks=1 --gpus=4 --cpus-per-task=32 06_build_your_own/exercise4_run_tensor.sh
+Run it:    06_build_your_own/exercise4_run_tensor.sh --steps 40
+Check it:  ./workshop.sh check 06_build_your_own/exercise4_tensor.py
 """
 
 import os
@@ -116,9 +118,8 @@ def parallelize(model, group=None, sequence_parallel=True):
         # TODO 2: Query, key and value have the same input, and each of them communicates it. Communicate it only once.
         # Look up: nn.Module.register_forward_pre_hook.
         for name in ("query", "key", "value"):
-            setattr(
-                attention, name, ColumnParallelLinear(getattr(attention, name), group, on_input)
-            )  # TODO 2: not again
+            # TODO 2: not again
+            setattr(attention, name, ColumnParallelLinear(getattr(attention, name), group, on_input))
         attention.output = RowParallelLinear(attention.output, group, on_output)
         mlp.up, mlp.down = ColumnParallelLinear(mlp.up, group, on_input), RowParallelLinear(mlp.down, group, on_output)
     # TODO 3: With sequence_parallel, the first block gets only this rank's part of the sequence, and the output of the last norm
@@ -152,9 +153,8 @@ def train(device, args):
         optimizer.zero_grad()
         log.step(loss)
     log.end()
-    state = (
-        pytorch_state_dict(model) if args.pytorch else full_state_dict(model)
-    )  # on all ranks, because they communicate
+    # On all ranks, because they communicate.
+    state = pytorch_state_dict(model) if args.pytorch else full_state_dict(model)
     if dist.get_rank() == 0:
         torch.save(state, f"{args.folder}/model.pt.tmp")
         os.replace(f"{args.folder}/model.pt.tmp", f"{args.folder}/model.pt")

@@ -1,7 +1,9 @@
-"""Build pipeline parallelism: each process has some of the layers, and the micro-batches of a batch pass through all processes.
+"""Exercise 5: build pipeline parallelism. Each process has some of the layers, and micro-batches pass through all processes.
+This program works as delivered, but only one process computes at a time.
+Do the TODOs in order. Run and check the program after each TODO.
 
-N processes:  torchrun --standalone --nproc-per-node=2 06_build_your_own/exercise5_pipeline.py
-Slurm:        srun --ntasks=1 --gpus=4 --cpus-per-task=32 06_build_your_own/exercise5_run_pipeline.sh
+Run it:    06_build_your_own/exercise5_run_pipeline.sh --steps 40
+Check it:  ./workshop.sh check 06_build_your_own/exercise5_pipeline.py
 """
 
 from dataclasses import replace

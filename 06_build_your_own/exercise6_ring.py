@@ -1,7 +1,9 @@
-"""Build ring attention: every process has a part of each sequence, and the keys and values rotate.
+"""Exercise 6: build ring attention. Each process has a part of each sequence, and the keys and values rotate.
+This program works as delivered, but each rank gathers the keys and values of the whole sequence.
+Do the TODOs in order. Run and check the program after each TODO.
 
-N processes:  torchrun --standalone --nproc-per-node=2 06_build_your_own/exercise6_ring.py
-Slurm:        srun --ntasks=1 --gpus=4 --cpus-per-task=32 06_build_your_own/exercise6_run_ring.sh
+Run it:    06_build_your_own/exercise6_run_ring.sh --steps 40
+Check it:  ./workshop.sh check 06_build_your_own/exercise6_ring.py
 """
 
 import math

@@ -1,7 +1,6 @@
 #!/usr/bin/env bash
 # Train with torchrun: one process per GPU of this machine, or two processes on the CPU if it has no GPU.
-# Options are passed to the script. NPROC sets a different number of processes:  NPROC=4 exercise6_run_ring.sh --steps
-# 40
+# Options are passed to the script. NPROC sets a different number of processes:  NPROC=4 exercise6_run_ring.sh --steps 40
 set -euo pipefail
 here=$(cd "$(dirname "$0")" && pwd)
 source "$here/../workshop/runner.sh"      # sets $PYTHON

@@ -1,7 +1,9 @@
-"""Build expert parallelism: each process has some experts of each layer, and sends each token to the process of its expert.
+"""Exercise 7: build expert parallelism. Each process has some experts, and sends each token to the process of its expert.
+This program works as delivered, but each process has all experts of each layer.
+Do the TODOs in order. Run and check the program after each TODO.
 
-N processes:  torchrun --standalone --nproc-per-node=2 06_build_your_own/exercise7_experts.py
-Slurm:        srun --ntasks=1 --gpus=4 --cpus-per-task=32 06_build_your_own/exercise7_run_experts.sh
+Run it:    06_build_your_own/exercise7_run_experts.sh --steps 40
+Check it:  ./workshop.sh check 06_build_your_own/exercise7_experts.py
 """
 
 import math

@@ -197,11 +197,30 @@ def judge_06(notebook):
     assert text(notebook, "run-saved").splitlines()[-1] == "unpack  a different tensor of shape (4, 3)"
     for cell, count in (("run-ddp", 2), ("run-zero", 2), ("run-fsdp", 2), ("run-bfloat16", 1)):
         assert text(notebook, cell).count("step 60/60: loss ") == count, cell
-    for cell, limit in (("plot-ddp", 1e-5), ("plot-zero", 1e-5), ("plot-fsdp", 1e-4), ("plot-bfloat16", 0.2)):
-        apart = re.findall(r"differ by at most (\S+) in 60 steps", text(notebook, cell))
+    for cell, count in (
+        ("run-tensor", 2),
+        ("run-pipeline", 3),
+        ("run-schedules", 2),
+        ("run-ring", 2),
+        ("run-experts", 3),
+    ):
+        assert text(notebook, cell).count("step 60/60: loss ") == count, cell
+    assert text(notebook, "run-all").count("step 20/20: loss ") == 4
+    limits = {"plot-ddp": 1e-5, "plot-zero": 1e-5, "plot-fsdp": 1e-4, "plot-bfloat16": 0.2, "plot-tensor": 1e-3}
+    limits |= dict.fromkeys(("plot-pipeline", "compare-schedules", "plot-ring", "plot-experts", "plot-all"), 1e-3)
+    for cell, limit in limits.items():
+        apart = re.findall(r"differ by at most (\S+) in [26]0 steps", text(notebook, cell))
         assert apart, cell
         assert all(float(each) < limit for each in apart), cell
-    assert len(pictures(notebook)) == 5
+    ideas = text(notebook, "run-online") + text(notebook, "run-mesh") + text(notebook, "ranks-norm")
+    assert "factor 0.5, output 3, exp(total) 8" in ideas
+    assert "cp: rank 5 has index 0 in the group [5, 7]" in ideas
+    assert ideas.count("each parameter once: 5.00") == 2
+    assert text(notebook, "ranks-cross").count("waited 5 s for the other ranks, and gave up") == 1
+    assert text(notebook, "ranks-batch").count("received 100000.0") == 2
+    shown = pictures(notebook)
+    assert len(shown) == 16
+    assert any("rank 1 computes F0 B0 F1 B1 F2 B2 F3 B3" in picture for picture in shown)
 
 
 JUDGES = {

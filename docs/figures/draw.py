@@ -10,6 +10,7 @@ from pathlib import Path
 
 # Each of these modules registers its figures.
 import choosing  # noqa: F401
+import combining  # noqa: F401
 import launching  # noqa: F401
 import learning  # noqa: F401
 import sharding  # noqa: F401

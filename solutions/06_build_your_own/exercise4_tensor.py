@@ -178,9 +178,8 @@ def train(device, args):
         optimizer.zero_grad()
         log.step(loss)
     log.end()
-    state = (
-        pytorch_state_dict(model) if args.pytorch else full_state_dict(model)
-    )  # on all ranks, because they communicate
+    # On all ranks, because they communicate.
+    state = pytorch_state_dict(model) if args.pytorch else full_state_dict(model)
     if dist.get_rank() == 0:
         torch.save(state, f"{args.folder}/model.pt.tmp")
         os.replace(f"{args.folder}/model.pt.tmp", f"{args.folder}/model.pt")

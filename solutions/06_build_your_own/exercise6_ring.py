@@ -89,9 +89,8 @@ class RingAttention(torch.autograd.Function):
                 keys, values = wide(block[..., columns, :])
                 scores = scores_of(wide_query[..., rows, :], keys, shift)
                 new = torch.logaddexp(total[..., rows], scores.logsumexp(-1))
-                output[..., rows, :] *= (total[..., rows] - new).exp()[
-                    ..., None
-                ]  # the sum of the exponentials has grown
+                shrink = (total[..., rows] - new).exp()  # the sum of the exponentials has grown
+                output[..., rows, :] *= shrink[..., None]
                 output[..., rows, :] += (scores - new[..., None]).exp() @ values
                 total[..., rows] = new
             block = arriving() if arriving else None
@@ -107,9 +106,8 @@ class RingAttention(torch.autograd.Function):
         rank, ranks, scale = dist.get_rank(group), dist.get_world_size(group), query.shape[-1] ** -0.5
         wide_query, gradient, d_arriving = wide(query), wide(gradient), None
         block, d_query = torch.stack([key, value]), torch.zeros_like(wide_query)
-        mean = (gradient * output).sum(
-            -1, keepdim=True
-        )  # of the gradients of the weights of a query, weighted by the weights
+        # The mean of the gradients of a query's weights, weighted by these weights.
+        mean = (gradient * output).sum(-1, keepdim=True)
         for hop in range(ranks):
             arriving = rotate(block, group) if hop < ranks - 1 else None
             d_block = torch.zeros_like(block, dtype=d_query.dtype)
@@ -123,9 +121,7 @@ class RingAttention(torch.autograd.Function):
                 d_block[1, ..., columns, :] += (weights.mT @ d_output).sum(2, keepdim=True)
             if d_arriving:
                 d_block += d_arriving()  # the sum of the ranks that had this block before
-            d_arriving = rotate(
-                d_block, group
-            )  # to the rank that has the block next, and finally to the rank that it is from
+            d_arriving = rotate(d_block, group)  # in the end to the rank that the block is from
             block = arriving() if arriving else None
         d_key, d_value = d_arriving()
         return d_query.to(query.dtype), d_key.to(key.dtype), d_value.to(value.dtype), None, None

@@ -50,7 +50,7 @@ def test_another_mesh_resumes_the_checkpoint(alone, tmp_path):
 @pytest.mark.parametrize(
     ("mesh", "message"),
     [
-        ("--pp 3", "a mesh of 3 x 1 x 1 x 1 has 3 places for 2 processes"),
+        ("--pp 3", "a mesh of {'pp': 3, 'dp': 1, 'cp': 1, 'tp': 1} has 3 places for 2 processes"),
         ("--dp 2 --batch-size 3", "dp = 2 does not divide the 3 sequences of a global batch"),
         ("--cp 2 --length 18", "2 cp tp = 4 does not divide 18 tokens"),
     ],

@@ -80,8 +80,8 @@ def _nodes(*folders: Path) -> list[ast.AST]:
 @pytest.mark.parametrize("name", all_events())
 def test_each_event_is_written_and_read(name):
     writers, readers = (
-        _nodes(CHECK, CHECK / "probes", COURSE),
-        _nodes(CHECK / "rules", CHECK / "evidence", CHECK, COURSE),
+        _nodes(CHECK, CHECK / "probes", COURSE, COURSE / "built"),
+        _nodes(CHECK / "rules", CHECK / "evidence", CHECK, COURSE, COURSE / "built"),
     )
     made = {node.func.id for node in writers if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)}
     assert name in made, "no probe writes it"

@@ -38,6 +38,7 @@ from workshop.check.probes import ALWAYS, PROBES, Recorder, probes_for
 from workshop.check.probes.accelerate import Accelerators
 from workshop.check.probes.deepspeed import Engine
 from workshop.check.probes.lightning import Lightning, PytorchLightning
+from workshop.course.built.tracing import StepTracer
 from workshop.course.digits import TEST_SAMPLES, prepare_digits, small_digits
 from workshop.course.probes import COURSE_PROBES, FineTuning
 
@@ -248,7 +249,7 @@ def test_a_report_without_a_test_set_says_so(place):
 
 
 def test_every_event_is_written_by_a_probe():
-    written = {kind for probe in (*PROBES, *COURSE_PROBES) for kind in probe.writes}
+    written = {kind for probe in (*PROBES, *COURSE_PROBES, StepTracer) for kind in probe.writes}
     parts = {events.Forward}  # part of other events
     assert written == set(all_events().values()) - parts
 

@@ -79,6 +79,10 @@ TRAINING = """
             model(images)  # evaluation
     counts = torch.tensor([1.0, 2.0])
     dist.all_reduce(counts)
+    received = torch.empty(2)
+    messages = [dist.P2POp(dist.isend, counts, 1 - rank), dist.P2POp(dist.irecv, received, 1 - rank)]
+    for message in dist.batch_isend_irecv(messages):
+        message.wait()
     with Join([ddp]):
         pass
     torch.save({"model": model.state_dict()}, "shared.tmp")
@@ -113,6 +117,8 @@ def test_collectives_are_recorded(training):
         (reduced,) = (each for each in rank.of(Collective) if each.where == training.line("dist.all_reduce"))
         assert (reduced.name, reduced.shape, reduced.dtype) == ("all_reduce", (2,), "torch.float32")
         assert len(rank.of(UnevenJoined)) == 1
+        sent = [each.name for each in rank.of(Collective) if each.where == training.line("dist.batch_isend_irecv")]
+        assert sent == ["isend", "irecv"]
 
 
 def test_forward_and_backward_passes_are_recorded(training):

@@ -199,10 +199,14 @@ def _groups() -> None:
 
         return called
 
-    for owner in (dist, c10d):
-        owner.init_process_group = on_gloo(owner.init_process_group, 0)
-        owner.new_group = on_gloo(owner.new_group, 2)
-        owner.barrier = partial(_barrier, owner.barrier)
+    changed = {
+        "init_process_group": on_gloo(c10d.init_process_group, 0),
+        "new_group": on_gloo(c10d.new_group, 2),
+        "barrier": partial(_barrier, c10d.barrier),
+    }
+    for name, function in changed.items():
+        for owner in (dist, c10d):  # the same object in both, as before
+            setattr(owner, name, function)
     dist.is_nccl_available = lambda: True
     for owner in (device_mesh, dist):
         owner.init_device_mesh = _without_gpu(owner.init_device_mesh)

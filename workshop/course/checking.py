@@ -107,7 +107,7 @@ def _bench(subject: Subject, exercise: Exercise | None, nproc: int, on_cpu: bool
 
         return EngineBench(subject, exercise, nproc=nproc, on_cpu=on_cpu, place=place)
     if exercise.bench == "built":
-        from workshop.course.built import BuiltBench
+        from workshop.course.built.bench import BuiltBench
 
         return BuiltBench(subject, exercise, nproc=nproc, on_cpu=on_cpu, place=place)
     from workshop.course.benches import EpochsBench

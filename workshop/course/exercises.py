@@ -77,11 +77,13 @@ class Exercise(Table):
         options: options for the check's runs. Here and below, "{stage}" stands for the path of the stage folder.
         metric: the metric that it must report: "accuracy", or a different figure of ``log.write()``; "": none.
         beside: its other files, in the same folder.
+        imports: the files of other exercises in this folder that it imports.
         todo_of: for each of these files that cannot contain comments: the TODO that all changes in it belong to.
         interrupted: how the check stops a run before it resumes: "ended" (the run has fewer epochs), or "killed".
         images: channels, height and width of the images that its model takes.
         reference: the program with the same training but without the engine, as a path from the repository's root.
-        cases: which cases of ``built_cases.py`` try its classes.
+        cases: which module of ``workshop/course/built`` tries its classes.
+        mesh: options with the sizes of the axes of a mesh, for the runs with several processes.
         uneven_options: options for a run in which the processes evaluate different numbers of batches.
         shape: what its job must request; None: anything.
         other_shape: a different shape in which the script must also work.
@@ -94,11 +96,13 @@ class Exercise(Table):
     options: Words = ()
     metric: str = ""
     beside: Words = ()
+    imports: Words = ()
     todo_of: dict[str, int] = {}
     interrupted: Literal["ended", "killed"] = "ended"
     images: Annotated[tuple[int, int, int], Field(strict=False)] | None = None
     reference: str = ""
     cases: str = ""
+    mesh: Words = ()
     uneven_options: Words = ()
     shape_: JobShape | None = Field(default=None, alias="shape")
     other_shape_: JobShape | None = Field(default=None, alias="other_shape")
@@ -376,6 +380,9 @@ def _problems(file: StageFile, folder: Path) -> Iterator[str]:
     for kind, tables in (("exercise", file.exercise), ("given", file.given)):
         for exercise in tables:
             key = f"{kind}[{exercise.file}]"
+            for name in exercise.imports:
+                if solutions.is_dir() and not (solutions / name).exists():
+                    yield f"{key}.imports names {name}, which solutions/{folder.name} does not contain"
             for place, name in (("file", exercise.file), *(("beside", each) for each in exercise.beside)):
                 if name in owners:
                     yield f"{key}.{place} names {name}, which belongs to {owners[name]}"

@@ -74,10 +74,15 @@ def version(own: Path, solution: Path, done: Collection[int]) -> str:
 
 
 def write_version(exercise: Exercise, done: Collection[int], folder: Path) -> Path:
-    """Write all files of an exercise into a folder with these TODOs done; return the path of the program or job script."""
+    """Write all files of an exercise into a folder with these TODOs done; return the path of the program or job script.
+
+    Of other exercises that the program imports, write the solutions.
+    """
     for own, solution in exercise.pairs:
         (folder / own.name).write_text(version(own, solution, done))
         (folder / own.name).chmod(0o755)
+    for name in exercise.imports:
+        (folder / name).write_text(exercise.solution.with_name(name).read_text())
     return folder / exercise.file
 
 

@@ -39,6 +39,7 @@ class Strategy:
         before: the script that it is compared with; "" for the first strategy.
         package: the package that it needs.
         refuses_float64: whether it fails with float64 (deepspeed.zero.Init accepts float32, float16 and bfloat16).
+        reference: the strategy whose losses it must have; "" for one that is a reference itself, and runs in one process.
         in_float64: whether ``--dtype float64`` applies to everything. (ZeRO always updates a float32 copy of the parameters.)
     """
 
@@ -47,20 +48,21 @@ class Strategy:
     options: tuple[str, ...] = ()
     before: str = "one_process.py"
     package: str = "torch"
+    reference: str = "one process"
     in_float64: bool = True
     refuses_float64: bool = False
 
     def command(self, processes: int) -> list[str]:
         path = str(Path(FOLDER) / self.script)
-        if not self.before:
-            return [sys.executable, path]
+        if not self.reference:
+            return [sys.executable, path, *self.options]
         if self.script == "ddp_spawn.py":
             return [sys.executable, path, f"--nproc={processes}"]
         return [*torchrun(processes), path, *self.options]
 
 
 STRATEGIES = (
-    Strategy("one process", "one_process.py", before=""),
+    Strategy("one process", "one_process.py", before="", reference=""),
     Strategy("DDP, mp.spawn", "ddp_spawn.py"),
     Strategy("DDP, torchrun", "ddp_torchrun.py"),
     Strategy("Lightning (DDP)", "ddp_lightning.py", package="lightning"),
@@ -70,6 +72,10 @@ STRATEGIES = (
     Strategy("ZeRO-3", "zero.py", ("--stage=3",), package="deepspeed", in_float64=False, refuses_float64=True),
     Strategy("FSDP2", "fsdp.py"),
     Strategy("tensor parallel", "tensor_parallel.py"),
+    Strategy("pipeline parallel", "pipeline.py"),
+    Strategy("context parallel", "context_parallel.py"),
+    Strategy("8 experts, one process", "expert_parallel.py", reference=""),
+    Strategy("8 experts, parallel", "expert_parallel.py", reference="8 experts, one process"),
 )
 
 
@@ -148,22 +154,23 @@ def run_one(
 
     Args:
         strategy: the strategy.
-        folder: the parent of the run's folder; for the comparison, it must already contain the run with one process.
+        folder: the parent of the run's folder; for the comparison, it must already contain the run of the reference.
         steps, dtype, processes: as for ``run_strategies``.
         on_line: called with each line of the output.
 
     Returns:
         Its ``name``; ``missing``: the package that is not installed, or ""; ``failure``: why it failed, or ""; ``lines``: how
         many lines differ from ``before``. If it trained, also what ``workshop.training.strategies.Report`` writes, and how far
-        its losses (``loss_difference``) and final parameters (``parameter_difference``) are from those of one process.
+        its losses (``loss_difference``) and final parameters (``parameter_difference``) are from those of its reference.
     """
     lines = changed_lines(ROOT / FOLDER / strategy.before, ROOT / FOLDER / strategy.script) if strategy.before else 0
     row = {"name": strategy.name, "missing": "", "failure": "", "lines": lines, "before": strategy.before}
+    row["reference"] = strategy.reference
     if importlib.util.find_spec(strategy.package) is None:
         return row | {"missing": f"{strategy.package} is not installed"}
     if dtype == "float64" and strategy.refuses_float64:
         return row | {"missing": "does not accept float64"}
-    place = folder / strategy.name.lower().replace(" ", "-").replace(",", "").replace("(", "").replace(")", "")
+    place = folder / _folder_name(strategy.name)
     shutil.rmtree(place, ignore_errors=True)  # so that the report of an earlier run is not read
     place.mkdir()
     # One thread per process, so that on a CPU a process stands for a device. The run with one process uses the same device as the
@@ -176,9 +183,13 @@ def run_one(
     if outcome.status != 0:
         return row | {"failure": first_failure(outcome, place / "torchrun")}
     row |= json.loads((place / "report.json").read_text()) | {"seconds": outcome.seconds}
-    if strategy.before:
-        row |= _differences(row, place, folder / "one-process")
+    if strategy.reference:
+        row |= _differences(row, place, folder / _folder_name(strategy.reference))
     return row
+
+
+def _folder_name(name: str) -> str:
+    return name.lower().replace(" ", "-").replace(",", "").replace("(", "").replace(")", "")
 
 
 def _differences(row: dict, place: Path, reference: Path) -> dict:
@@ -238,7 +249,7 @@ COLUMNS = ("strategy", "tokens/s", "MiB held", "MiB sent", "lines", "losses", "p
 LEGEND = (
     "MiB held: the tensors of each process after the optimizer step (on a GPU: the peak of the allocator). MiB sent: per "
     "process and step, by the formulas of nccl-tests. Lines: changed from one_process.py. Losses, parameters: the largest "
-    "difference from one process."
+    "difference from one process, for experts from one process with experts."
 )
 
 
@@ -287,12 +298,17 @@ def draw(path: Path, summary: dict) -> None:
         }
         steps = range(1, len(row["losses"]) + 1)
         # The curves coincide, so each one is narrower than the one before, which remains visible at the edges.
-        curves.plot(steps, row["losses"], linewidth=1.5 + 1.6 * (len(rows) - 1 - index), **look)
-        if "loss_difference" in row and rows[0]["name"] == "one process":
-            differences = [abs(a - b) for a, b in zip(row["losses"], rows[0]["losses"], strict=True)]
+        curves.plot(steps, row["losses"], linewidth=1.5 + 1.2 * (len(rows) - 1 - index), **look)
+        reference = next((each for each in rows if each["name"] == row["reference"]), None)
+        if reference and "loss_difference" in row:
+            differences = [abs(a - b) for a, b in zip(row["losses"], reference["losses"], strict=True)]
             # A difference of 0 has no place on a logarithmic scale.
             apart.plot(steps, [each or float("nan") for each in differences], linewidth=1.5, marker=".", **look)
-    curves.set(xlabel="step", ylabel="loss (mean over the global batch)", title="Same global batches: one loss curve")
+    curves.set(
+        xlabel="step",
+        ylabel="loss (mean over the global batch)",
+        title="Same global batches: one loss curve for each model",
+    )
     curves.legend(fontsize=8)
     apart.set(xlabel="step", ylabel="difference from one process", title="Difference: the order of sums", yscale="log")
     names, places = [row["name"] for row in rows], range(len(rows))
@@ -366,9 +382,34 @@ def _readings(rows: dict) -> list[str]:
         f"DDP{zero}.",
         f"- Tensor parallelism sends {tensor['sent'] / MIB:.0f} MiB per step with 512 tokens. This amount grows with the batch; "
         "the amount that DDP, FSDP and ZeRO send does not.",
+        *_newer_readings(rows),
         "- DDP with mp.spawn, torchrun, Lightning and Accelerate is the same algorithm, so their speeds differ mostly by noise. "
         "Do not rank strategies whose speeds differ less.",
         f"- Speeds and their ratios are {'medians of ' if count > 1 else 'from '}{count} round{'s' * (count > 1)}"
         f"{', with the lowest and the highest value in brackets' if count > 1 else ''}.",
         f"- All losses differ from those of one process by at most {largest:.0e}; only the costs differ.",
     ]
+
+
+def _newer_readings(rows: dict) -> list[str]:
+    """Describe pipeline, context and expert parallelism, if they were measured."""
+    lines = []
+    if "pipeline parallel" in rows:
+        pipeline = rows["pipeline parallel"]
+        lines.append(
+            f"- A process of the pipeline sends at most {pipeline['sent'] / MIB:.1f} MiB per step: one activation, or its "
+            "gradient, for each part of the batch. It holds the parameters, gradients and moments of its layers only."
+        )
+    if "context parallel" in rows:
+        context = rows["context parallel"]
+        lines.append(
+            f"- Context parallelism holds as much as DDP and sends {context['sent'] / MIB:.0f} MiB: it divides the activations "
+            "of long sequences, and the 64 tokens of these are few."
+        )
+    if {"8 experts, one process", "8 experts, parallel"} <= rows.keys():
+        alone, experts = rows["8 experts, one process"], rows["8 experts, parallel"]
+        lines.append(
+            f"- A process with half of the experts holds {experts['memory'] / alone['memory']:.2f} times as much as one process "
+            "with all of them. This is a larger model, so its losses are different from the others."
+        )
+    return lines

@@ -10,7 +10,14 @@ from importlib.metadata import version
 from pathlib import Path
 
 from workshop.jupyter.checking import check, hint
-from workshop.jupyter.pictures import show_bars, show_curves, show_losses, show_which
+from workshop.jupyter.pictures import (
+    show_bars,
+    show_curves,
+    show_losses,
+    show_shares,
+    show_timeline,
+    show_which,
+)
 from workshop.repository import ROOT, python_path
 from workshop.run.environment import why_hidden
 from workshop.run.machine import cores, gpus_unopened
@@ -26,6 +33,8 @@ __all__ = [
     "show_bars",
     "show_curves",
     "show_losses",
+    "show_shares",
+    "show_timeline",
     "show_which",
     "start",
 ]

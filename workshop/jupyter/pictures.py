@@ -146,6 +146,71 @@ def show_bars(values: Mapping[str, float], unit: str, guesses: Mapping[str, floa
     show_figure(figure, f"Bars, in {unit}: {text}" + (f"; you guessed {said}" if said else ""))
 
 
+def show_timeline(runs: Mapping[str, dict]) -> None:
+    """Draw when each rank of a pipeline computes which micro-batch, in one plot for each run.
+
+    Args:
+        runs: for the label of each run, the content of its timeline.json (``workshop.training.pipeline.report_timeline``).
+    """
+    import matplotlib.pyplot as plt
+
+    ranks = max(rank for run in runs.values() for rank, *_ in run["timeline"]) + 1
+    size = (7.5, (0.45 * ranks + 0.9) * len(runs) + 0.3)
+    figure, rows = plt.subplots(len(runs), figsize=size, sharex=True, squeeze=False, layout="constrained")
+    colours = {"forward": COLOURS[5], "backward": COLOURS[1]}
+    for axes, (label, run) in zip(rows[:, 0], runs.items(), strict=True):
+        named = set()
+        for rank, kind, number, start, end in run["timeline"]:
+            bar = (1e3 * start, 1e3 * (end - start))
+            name = None if kind in named else kind
+            axes.broken_barh([bar], (rank - 0.4, 0.8), color=colours[kind], edgecolor="white", label=name)
+            axes.text(bar[0] + bar[1] / 2, rank, number, ha="center", va="center", fontsize=9)
+            named.add(kind)
+        axes.set_yticks(range(ranks), [f"rank {rank}" for rank in range(ranks)])
+        axes.invert_yaxis()
+        axes.set_title(f"{label}: bubble {run['bubble']:.0%}, by the formula {run['expected']:.0%}", fontsize=10)
+        axes.spines[["top", "right"]].set_visible(False)
+    rows[-1, 0].set_xlabel("milliseconds since the start of the step; the number is the micro-batch")
+    figure.legend(*rows[0, 0].get_legend_handles_labels(), loc="outside right upper")
+    show_figure(figure, "Timelines of a step: " + "; ".join(f"{label}, {_order(run)}" for label, run in runs.items()))
+
+
+def _order(run: dict) -> str:
+    """Say in which order each rank computes, for example "rank 0 computes F0 F1 B0 B1"."""
+    order: dict[int, list[str]] = {}
+    for rank, kind, number, *_ in sorted(run["timeline"], key=lambda event: event[3]):
+        order.setdefault(rank, []).append(f"{kind[0].upper()}{number}")
+    return ", ".join(f"rank {rank} computes {' '.join(each)}" for rank, each in sorted(order.items()))
+
+
+def show_shares(runs: Mapping[str, Sequence[Sequence[float]]], what: str) -> None:
+    """Draw how a whole divides into shares in each step, as areas on top of each other, in one plot for each run.
+
+    Args:
+        runs: for the label of each run and each step, the shares, which add up to 1.
+        what: what has the shares, for example "expert".
+    """
+    import matplotlib.pyplot as plt
+
+    figure, plots = plt.subplots(1, len(runs), figsize=(3.6 * len(runs), 3), sharey=True, squeeze=False)
+    parts = []
+    for axes, (label, steps) in zip(plots[0], runs.items(), strict=True):
+        places = range(1, len(steps) + 1)
+        colours = [COLOURS[number % len(COLOURS)] for number in range(len(steps[0]))]
+        axes.stackplot(places, *zip(*steps, strict=True), colors=colours, edgecolor="white", linewidth=0.3)
+        axes.set(xlabel="step", title=label, xlim=(1, len(steps)), ylim=(0, 1))
+        middle = 0.0
+        for number, share in enumerate(steps[-1]):
+            if share > 0.04:
+                axes.text(len(steps) + 0.02 * len(steps), middle + share / 2, number, va="center", fontsize=9)
+            middle += share
+        parts.append(
+            f"{label}, the largest is {max(steps[0]):.0%} in the first and {max(steps[-1]):.0%} in the last step"
+        )
+    plots[0, 0].set_ylabel(f"share of each {what}")
+    show_figure(figure, f"Shares of each {what}: " + "; ".join(parts))
+
+
 def show_which() -> None:
     """Show the page "Which should I use?": with your newest measurement, or else with the one from two CPU cores."""
     from IPython.display import Markdown, display

@@ -79,11 +79,15 @@ def _compare_gpus(group: dist.ProcessGroup, index: int) -> None:
 
 def install() -> None:
     """Let programs ask for NCCL, and give them gloo."""
-    for module in (dist, c10d):
-        module.init_process_group = _init_process_group(module.init_process_group)
-        module.new_group = _new_group(module.new_group)
-        module.get_backend = _get_backend(module.get_backend)
-        module.is_nccl_available = lambda: True
+    changed = {
+        "init_process_group": _init_process_group(c10d.init_process_group),
+        "new_group": _new_group(c10d.new_group),
+        "get_backend": _get_backend(c10d.get_backend),
+        "is_nccl_available": lambda: True,
+    }
+    for name, function in changed.items():
+        for module in (dist, c10d):  # the same object in both, as before
+            setattr(module, name, function)
     c10d._get_object_coll_device = lambda group=None: "cuda" if "nccl" in _backend_of(group) else "cpu"
 
 

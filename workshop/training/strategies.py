@@ -88,7 +88,11 @@ def load_batches(args, rank: int = 0, world_size: int = 1) -> list[torch.Tensor]
 
 def loss_of(model, batch):
     """Return the mean loss per token, in the precision of the logits. (The ``loss`` that the model returns is in float32.)"""
-    logits = model(input_ids=batch, use_cache=False).logits
+    return loss_of_logits(model(input_ids=batch, use_cache=False).logits, batch)
+
+
+def loss_of_logits(logits: torch.Tensor, batch: torch.Tensor) -> torch.Tensor:
+    """Return the mean loss per token of logits, which are sequences x TOKENS x vocabulary."""
     return F.cross_entropy(logits[:, :-1].flatten(0, 1), batch[:, 1:].flatten())
 
 

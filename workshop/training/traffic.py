@@ -87,12 +87,17 @@ def _bytes(value) -> int:
     return 0
 
 
-def _group_size(args) -> int:
-    """Return the number of processes in the group of a collective, which is one of its arguments."""
+def group_of(args) -> dist.ProcessGroup | None:
+    """Return the group of a collective, which is one of the arguments of PyTorch's operation; None: not found."""
     for each in args:
         if isinstance(each, torch.ScriptObject) and "ProcessGroup" in str(each._type()):
-            return dist.ProcessGroup.unbox(each).size()
+            return dist.ProcessGroup.unbox(each)
         if isinstance(each, str):
             with suppress(Exception):  # other arguments are texts too, such as "sum"
-                return c10d._resolve_process_group(each).size()
-    return dist.get_world_size()
+                return c10d._resolve_process_group(each)
+    return None
+
+
+def _group_size(args) -> int:
+    group = group_of(args)
+    return dist.get_world_size() if group is None else group.size()

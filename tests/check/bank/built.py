@@ -6,6 +6,8 @@ STAGE = "solutions/06_build_your_own"
 DDP = f"{STAGE}/exercise1_ddp.py"
 ZERO1 = f"{STAGE}/exercise2_zero1.py"
 FSDP = f"{STAGE}/exercise3_fsdp.py"
+TENSOR = f"{STAGE}/exercise4_tensor.py"
+EXPERTS = f"{STAGE}/exercise7_experts.py"
 
 # ---------------------------------------------------------------- exercise 1
 

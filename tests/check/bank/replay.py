@@ -82,7 +82,7 @@ def check_for_real(case: Case, folder: Path) -> tuple[Verdict, Recorded]:
     base, record = ROOT / case.base, Recorded(case.name)
     exercise = find_exercise(base)
     others = [path.name for path in base.parent.iterdir() if path.is_file() and path.suffix != ".toml"]
-    names = [exercise.file, *exercise.beside] if exercise else [base.name, *others]
+    names = [exercise.file, *exercise.beside, *exercise.imports] if exercise else [base.name, *others]
     with _place(case, folder) as place:
         for name in names:
             shutil.copy(base.with_name(name), place)

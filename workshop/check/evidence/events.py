@@ -101,11 +101,17 @@ class Collective(Event):  # the program called a collective
     name: str
     shape: tuple[int, ...] | None  # of the first tensor; None for objects
     dtype: str
+    group: tuple[int, ...] = ()  # the ranks in the group; empty if all ranks are
 
     @property
     def point_to_point(self) -> bool:
         """Whether only two ranks take part."""
         return self.name in ("send", "recv", "isend", "irecv")
+
+    @property
+    def common_shape(self) -> tuple[int, ...] | None:
+        """The shape that the first tensor must have on all ranks; None: any, for example as many rows as a rank receives."""
+        return None if self.name in ("all_gather", "all_to_all", "all_to_all_single") else self.shape
 
 
 class NotAwaited(Event):  # at a step: the program has not waited for an asynchronous collective, called in this line
@@ -394,9 +400,14 @@ class AcceleratorCalled(Event):  # a method of ``accelerate.Accelerator`` was ca
 class Moment:
     """Something that a process did in a step of a program of stage 06."""
 
-    what: str  # "forward" or "backward" (a block of the model begins), "call" (of a collective), "wait" (for one)
-    name: str  # of the collective that was called or waited for; the number of the block
-    bytes: int  # of the tensors of the collective
+    # "forward" or "backward" (a block of the model begins), "call" (of a collective), "wait" (for one), "class" (the step has
+    # used a class of PyTorch)
+    what: str
+    name: str  # of the collective that was called or waited for, also "send" and "recv"; the number of the block; the class
+    bytes: int  # that this process sends in the collective; for "forward": of the input of the block
+    peer: int  # the rank to which a "send" or from which a "recv" is, in its group; -1 for others
+    group: tuple[int, ...]  # of a call: the ranks in the group
+    flops: int  # of the matrix products of this step so far
     phase: str  # "forward", "backward", "optimizer" or "" (before the first block and after the optimizer)
     held: int  # bytes of all tensors at this moment
     where: str  # the line of the program
@@ -406,10 +417,15 @@ class StepTraced(Event):  # at the end of one step of a program of stage 06
     moments: list[Moment]
     optimizers: dict[
         str, list[str]
-    ]  # for each line that created one: the classes of torch.distributed to which it belongs
+    ]  # for each line that created one: the classes of torch.distributed to which it or a parameter belongs
     parameters: int  # bytes of the parameters that the optimizers update
     state: int  # bytes of the state of the optimizers
     held: int  # bytes of all tensors
+    flops: int  # of all matrix products
+    normalized: int = 0  # bytes of the inputs of all layer norms
+    exchanges: list[str] = field(
+        default_factory=list
+    )  # the lines that called a collective of PyTorch with a backward pass
 
 
 class BuildReported(Event):  # a program of stage 06 reported the losses of its last steps

@@ -308,9 +308,9 @@ class Run:
         ranks = [process for process in self.ranks if process.rank is not None]
         if len(ranks) < 2 or self.flooded or self.cut:
             return False
-        calls = {len([call for call in process.of(Collective) if not call.point_to_point]) for process in ranks}
+        unequal = any(len({len(each) for each in calls}) > 1 for _, calls in collectives_of_groups(ranks))
         silent = self.first_exception() is None and not any(event.status for event in self.all(Exited))
-        return self.hung == "idle" or (self.ended_by_echo or silent if self.failed else len(calls) > 1)
+        return self.hung == "idle" or (self.ended_by_echo or silent if self.failed else unequal)
 
     def elsewhere(self) -> tuple[Process, Raised, Process, FileWritten] | None:
         """A rank that misses a file, and a rank that has written a file of this name in a different folder beside it."""
@@ -332,6 +332,20 @@ class Run:
         """Whether the first exception only says that a different process has ended."""
         found = self.first_exception()
         return found is not None and is_echo(found[1].message, found[1].type)
+
+
+def collectives_of_groups(ranks: list[Process]) -> list[tuple[list[Process], list[list[Collective]]]]:
+    """Return for each process group its ranks, and the collectives that each of them called in this group, in order."""
+    calls = [[call for call in process.of(Collective) if not call.point_to_point] for process in ranks]
+    groups = {call.group for each in calls for call in each} | {()}
+    found = []
+    for group in sorted(groups):
+        members = [
+            (process, each) for process, each in zip(ranks, calls, strict=True) if not group or process.rank in group
+        ]
+        own = [[call for call in each if call.group == group] for _, each in members]
+        found.append(([process for process, _ in members], own))
+    return found
 
 
 def _rows_by_key(process: Process) -> dict[Key, list[Key]]:

@@ -58,7 +58,6 @@ class Groups(Probe):
         if event == "os.putenv" and self.installed and arguments[0] in (b"MASTER_ADDR", b"MASTER_PORT"):
             self.note_here(VariableSet(name=arguments[0].decode()))
 
-    @around(dist, "init_process_group")
     @around(c10d, "init_process_group")
     def _init(self, original: Function, *args: Any, **kwargs: Any) -> Any:
         with self.recorder.guard:
@@ -79,7 +78,6 @@ class Groups(Probe):
             self.note_here(Joined(rank=dist.get_rank(), world_size=dist.get_world_size()))
         return result
 
-    @before(dist, "destroy_process_group")
     @before(c10d, "destroy_process_group")
     def _destroy(self, *args: Any, **kwargs: Any) -> None:
         self.note_here(GroupDestroyed())
@@ -95,7 +93,6 @@ class Collectives(Probe):
         self.begun: dict[int, NotAwaited] = {}  # since the last step, by the ids of their handles
         self.told: set[str] = set()  # lines with a handle that was not waited for
 
-    @around(dist, *COLLECTIVES.split(), named=True)
     @around(c10d, *COLLECTIVES.split(), named=True)
     def _call(self, name: str, original: Function, *args: Any, **kwargs: Any) -> Any:
         if self.inside or threading.current_thread() is not threading.main_thread():
@@ -108,7 +105,8 @@ class Collectives(Probe):
             result = original(*args, **kwargs)
         finally:
             self.inside -= made_of_others
-        if kwargs.get("async_op") and made_of_others and result is not None:
+        starts_only = kwargs.get("async_op") or name in ("isend", "irecv")
+        if starts_only and made_of_others and result is not None:
             with self.recorder.guard:
                 self._lost(self.begun.pop(id(result), None))  # the memory of an earlier handle is used again
                 self.begun[id(result)] = NotAwaited(name=name, where=self.recorder.where())
@@ -133,7 +131,9 @@ class Collectives(Probe):
     @around(DTensor, "full_tensor", named=True)
     def _full(self, name: str, original: Function, tensor: Any, *args: Any, **kwargs: Any) -> Any:
         if not self.inside and not self.recorder.quiet:
-            self.note_here(Collective(name=name, shape=tuple(tensor.shape), dtype=str(tensor.dtype)))
+            ranks = tuple(tensor.device_mesh.mesh.flatten().tolist())
+            group = ranks if len(ranks) < dist.get_world_size() else ()
+            self.note_here(Collective(name=name, shape=tuple(tensor.shape), dtype=str(tensor.dtype), group=group))
         return original(tensor, *args, **kwargs)
 
     def _note(self, name: str, arguments: list[object]) -> None:
@@ -145,4 +145,13 @@ class Collectives(Probe):
         if tensor is None:
             tensor = next((each for each in arguments if isinstance(each, torch.Tensor)), None)  # a scalar
         shape = None if tensor is None or name.endswith(("object", "list")) else tuple(tensor.shape)
-        self.note_here(Collective(name=name, shape=shape, dtype="" if tensor is None else str(tensor.dtype)))
+        dtype = "" if tensor is None else str(tensor.dtype)
+        self.note_here(Collective(name=name, shape=shape, dtype=dtype, group=_part_of_the_ranks(arguments)))
+
+
+def _part_of_the_ranks(arguments: list[object]) -> tuple[int, ...]:
+    """The ranks in the group that is an argument of a collective; empty if all ranks are."""
+    for each in arguments:
+        if isinstance(each, dist.ProcessGroup) and each.size() < dist.get_world_size():
+            return tuple(dist.get_process_group_ranks(each))
+    return ()

@@ -5,6 +5,9 @@ from contextlib import ExitStack
 from functools import partial, wraps
 from typing import Any
 
+import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
+
 from workshop.check.probes.recorder import Recorder
 
 Function = Callable[..., Any]
@@ -14,13 +17,16 @@ class Patches(ExitStack):
     """Replacements that ``close`` reverts, the last one first."""
 
     def set(self, owner: object, name: str, value: object) -> None:
-        """Replace an attribute with a value."""
-        # Delete an inherited attribute later. Read vars(), because getattr() would turn a staticmethod into a function.
-        if name in vars(owner):
-            self.callback(setattr, owner, name, vars(owner)[name])
-        else:
-            self.callback(delattr, owner, name)
-        setattr(owner, name, value)
+        """Replace an attribute with a value: a function of ``distributed_c10d`` also in ``torch.distributed``."""
+        # Both must stay the same object, because PyTorch compares them: P2POp accepts no isend but that of distributed_c10d.
+        shared = owner is c10d and name in vars(dist) and vars(dist)[name] is vars(c10d)[name]
+        for place in (c10d, dist) if shared else (owner,):
+            # Delete an inherited attribute later. Read vars(), because getattr() would turn a staticmethod into a function.
+            if name in vars(place):
+                self.callback(setattr, place, name, vars(place)[name])
+            else:
+                self.callback(delattr, place, name)
+            setattr(place, name, value)
 
 
 def replacement(recorder: Recorder, when: str, method: Function, original: Function) -> Function:

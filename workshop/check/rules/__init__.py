@@ -6,7 +6,8 @@ from pathlib import Path
 # Within a goal, findings are shown in this order.
 FAMILIES = ("lightning", "accelerate", "processes", "gpus", "collectives", "ending", "files",
             "learning", "gradients", "comparison", "samples", "seeds", "accumulation", "evaluation", "speed", "restart",
-            "sharding", "checkpoints", "memory", "deepspeed", "built", "jobs")  # fmt: skip
+            "sharding", "checkpoints", "memory", "deepspeed", "built", "tensor", "pipeline", "ring", "experts", "mesh",
+            "jobs")  # fmt: skip
 
 for _family in FAMILIES:
     importlib.import_module(f"{__name__}.{_family}")
@@ -20,6 +21,7 @@ _files = {path.stem for path in Path(__file__).parent.glob("*.py")} - {
     "parting",
     "rule",
     "traced",
+    "tried",
     "words",
 }
 assert _files == set(FAMILIES), f"FAMILIES and the modules of this package differ: {sorted(_files ^ set(FAMILIES))}"

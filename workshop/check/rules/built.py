@@ -1,15 +1,15 @@
 """Programs that build a parallelism by hand (stage 06): what they compute, send and hold."""
 
-from collections.abc import Callable, Iterator
-from itertools import islice
+from collections.abc import Iterator
 
-from workshop.check.evidence.events import BuildReported, CaseTried, Event, FullySharded, Moment, StepTraced, Wrapped
+from workshop.check.evidence.events import BuildReported, FullySharded, StepTraced, Wrapped
 from workshop.check.evidence.run import Run
 from workshop.check.rules.ending import ending
-from workshop.check.rules.rule import NotJudged, Rule, Said, Seen, rule
-from workshop.check.rules.traced import GATHERS, TracedStep, size_of, steps_of
+from workshop.check.rules.rule import NotJudged, Said, Seen, rule
+from workshop.check.rules.traced import GATHERS, TracedStep, judging, mib, needs_more, of_step, size_of
+from workshop.check.rules.tried import case_rule, instead
 from workshop.check.rules.words import plural
-from workshop.check.scenarios import BUILT_ALONE, BUILT_CASES, WHOLE
+from workshop.check.scenarios import BUILT_ALONE, WHOLE
 
 CLOSE = 1e-9  # between losses in float64 after a few steps
 MOST_CALLS = 20  # of the 52 parameters of the model
@@ -19,10 +19,6 @@ TWICE = 1.3  # the most that a rank may send, as a multiple of what is needed
 MORE = 0.1  # of the whole: how much more than its share a rank may hold
 KEPT = 0.9  # of the parameters: the most that a pass may add to what a rank always holds; two layers need 0.5
 EARLY = 0.2  # of the gradients: the least that must be sent before the backward pass reaches the first of 4 layers
-
-
-def _mib(size: float) -> str:
-    return f"{size / 2**20:.2f} MiB"
 
 
 # ---------------------------------------------------------------- equal to one process
@@ -51,83 +47,47 @@ def built_differs(run: Run, alone: Run) -> Said:
             return
 
 
-CASES = {
-    "start": "a model that each rank has created with other random numbers",
-    "odd": "a model with a tied, a frozen and an unused parameter, and one that only rank 0 uses",
-    "no-gradient": "AdamW and a parameter without gradients",
-    "twice": "two backward passes before the step",
-    "changed": "a parameter that was replaced",
-    "other-class": "a different class of optimizer",
-    "shares": "parameters of different sizes",
-    "scheduled": "a schedule of the learning rate",
-    "saved": "state_dict()",
-    "loaded": "load_state_dict()",
-    "loaded-part": "load_state_dict()",
-    "uneven-sizes": "parameters whose size the ranks do not divide",
-    "precision": "compute_dtype",
-    "old-parameters": "a forward pass without a backward pass",
-}
-
-
-def _case(run: Run, *names: str) -> Said:
-    """What went wrong in these cases."""
-    for name in names:
-        results = [event for event in run.all(CaseTried) if event.name == name]
-        wrong = next((each for each in results if each.problem), None)
-        if not results:
-            yield NotJudged(f"{CASES[name]}: an earlier case did not end", goal=True)
-        elif wrong:
-            yield Seen(f"with {CASES[name]}: {wrong.problem}", wrong.where)
-            return
-        elif all(each.problem is None for each in results):
-            seen = ending(run) or Seen("the program ended")
-            yield Seen(f"with {CASES[name]}: {seen.text}", seen.where, seen.detail)
-            return
-
-
-def _case_rule(name: str, why: str, fix: str, *cases: str, after: tuple[Rule, ...] = ()) -> Rule:
-    def judge(run: Run) -> Said:
-        yield from _case(run, *cases)
-
-    judge.__name__, judge.__doc__, judge.__module__ = name, f"The cases {', '.join(cases)}.", __name__
-    return rule(why=why, fix=fix, runs=BUILT_CASES, needs=(CaseTried,), after=after)(judge)
-
-
-_case_rule(
+case_rule(
+    __name__,
     "start_unequal",
     "Ranks that start with different parameters average the gradients of different models.",
     "In __init__, send each parameter and each buffer of the first rank with torch.distributed.broadcast.",
     "start",
 )
-_case_rule(
+case_rule(
+    __name__,
     "case_fails",
     "A class that works only for the model of the exercise fails with your own models.",
     "Handle parameters that are tied, frozen, unused, or used by some ranks only: all ranks must call the same "
     "collectives, and a gradient that no rank has must stay None. Several backward passes add up their gradients.",
     "odd", "no-gradient", "twice",
 )  # fmt: skip
-_case_rule(
+case_rule(
+    __name__,
     "change_unnoticed",
     "The gradient of a parameter that was replaced later is not averaged, so the ranks train different models silently.",
     "In forward(), compare describe(module) with its result in __init__(), and raise a ValueError with the name of the "
     "changed parameter.",
     "changed",
 )
-optimizer_case_fails = _case_rule(
+optimizer_case_fails = case_rule(
+    __name__,
     "optimizer_case_fails",
     "A sharded optimizer must do what its class does in one process.",
     "Pass all options to the inner optimizer. Before each step, copy the options in param_groups, which a schedule of "
     "the learning rate changes.",
     "other-class", "scheduled",
 )  # fmt: skip
-state_uneven = _case_rule(
+state_uneven = case_rule(
+    __name__,
     "state_uneven",
     "The rank with the largest part determines how much memory each GPU needs.",
     "Give each parameter, the largest first, to the rank with the fewest elements so far, as ZeroRedundancyOptimizer "
     "does.",
     "shares",
 )
-_case_rule(
+case_rule(
+    __name__,
     "state_partial",
     "A checkpoint with the state of one rank cannot continue the training of the other parameters.",
     "In state_dict(), collect the states of all ranks with torch.distributed.all_gather_object. In load_state_dict(), "
@@ -135,7 +95,8 @@ _case_rule(
     "saved", "loaded", "loaded-part",
     after=(built_differs, optimizer_case_fails),
 )  # fmt: skip
-_case_rule(
+case_rule(
+    __name__,
     "shards_fail",
     "A class that works only for the model of the exercise fails with your own models.",
     "Pad the shards of all ranks to the same size, sum gradients in the type of the shards, gather again after each "
@@ -145,59 +106,27 @@ _case_rule(
 )  # fmt: skip
 
 
-def _instead(name: str, what: str, used: Callable[[Run], Iterator[str]], needs: type[Event]) -> None:
-    def judge(run: Run) -> Said:
-        for where in islice(used(run), 1):
-            yield Seen(f"the program uses PyTorch's {what}", where)
-
-    judge.__name__, judge.__doc__, judge.__module__ = name, "The program uses the class of PyTorch.", __name__
-    why = "In this exercise you write this class yourself. PyTorch's class is only for comparison, with --pytorch."
-    fix = f"Use your own class instead of {what}, unless --pytorch is given."
-    rule(why=why, fix=fix, needs=(needs,), blocks=True)(judge)
-
-
 def _zero(run: Run) -> Iterator[str]:
     of = (each.optimizers.items() for each in run.all(StepTraced))
     return (line for lines in of for line, classes in lines if "ZeroRedundancyOptimizer" in classes)
 
 
-_instead("ddp_of_pytorch", "DistributedDataParallel", lambda run: (each.where for each in run.all(Wrapped)), Wrapped)
-_instead("zero_of_pytorch", "ZeroRedundancyOptimizer", _zero, StepTraced)
-_instead("fsdp_of_pytorch", "fully_shard", lambda run: (each.where for each in run.all(FullySharded)), FullySharded)
-
-# ---------------------------------------------------------------- one step of one process
-
-OfStep = Callable[[TracedStep], Seen | None]
-
-
-def _judging(function: OfStep) -> Callable[[Run, Run], Said]:
-    """Return a function that asks about the step of each process until one shows something."""
-
-    def judge(run: Run, alone: Run) -> Said:
-        steps = steps_of(run, alone)
-        if len(steps) < len(run.ranks) and not ending(run):
-            yield NotJudged("what a step sends and holds: the program does not call Log.step() at the end of each step")
-        yield from islice(filter(None, map(function, steps)), 1)
-
-    judge.__name__, judge.__doc__, judge.__module__ = function.__name__, function.__doc__, __name__
-    return judge
-
-
-def _needs(step: TracedStep, moment: Moment) -> str:
-    more, whole = _mib(step.more(moment)), _mib(step.whole)
-    return f"{step.who} stores {more} more than between two steps; all parameters have {whole}"
-
-
-def _of_step(why: str, fix: str, after: tuple[Rule, ...] = ()) -> Callable[[OfStep], Rule]:
-    """Declare a function of one step of one process as a rule."""
-    declare = rule(why=why, fix=fix, runs=(WHOLE, BUILT_ALONE), needs=(StepTraced,), after=after)
-    return lambda function: declare(_judging(function))
-
+instead(
+    __name__,
+    "ddp_of_pytorch",
+    "DistributedDataParallel",
+    lambda run: (each.where for each in run.all(Wrapped)),
+    Wrapped,
+)
+instead(__name__, "zero_of_pytorch", "ZeroRedundancyOptimizer", _zero, StepTraced)
+instead(
+    __name__, "fsdp_of_pytorch", "fully_shard", lambda run: (each.where for each in run.all(FullySharded)), FullySharded
+)
 
 # ---------------------------------------------------------------- exercise 1: data parallelism
 
 
-@_of_step(
+@of_step(
     why="After the backward pass nothing is left to compute, so the GPU is idle while the gradients are communicated.",
     fix="Start all_reduce with async_op=True in a hook of each parameter (register_post_accumulate_grad_hook), as soon "
     "as its bucket is complete, and wait at the end of the backward pass.",
@@ -207,14 +136,14 @@ def average_late(step: TracedStep) -> Seen | None:
     calls = step.calls()
     whole, early = size_of(calls), size_of(step.early(calls))
     if early < EARLY * whole:
-        late = f"{_mib(whole - early)} of {_mib(whole)}"
+        late = f"{mib(whole - early)} of {mib(whole)}"
         return Seen(
             f"{step.who} sends {late} only after the backward pass has reached the first layer", calls[-1].where
         )
     return None
 
 
-@_of_step(
+@of_step(
     why="A rank that waits for each call does not compute while it communicates, so nothing overlaps.",
     fix="Pass async_op=True to all_reduce, keep what it returns, and call wait() at the end of the backward pass.",
     after=(average_late,),
@@ -230,7 +159,7 @@ def average_waits(step: TracedStep) -> Seen | None:
     return None
 
 
-@_of_step(
+@of_step(
     why="Each call has a fixed cost, so many small ones are slower than a few large ones with the same bytes.",
     fix="Join gradients to one tensor (torch.cat) until it has bucket_bytes, and send it with one all_reduce.",
 )
@@ -243,7 +172,7 @@ def many_calls(step: TracedStep) -> Seen | None:
     return None
 
 
-@_of_step(
+@of_step(
     why="With many GPUs the network limits the speed, so sending a byte twice makes each step slower.",
     fix="Send each gradient once, with all_reduce, and nothing else: do not average again after the backward pass, and "
     "do not send the parameters.",
@@ -252,7 +181,7 @@ def sends_twice(step: TracedStep) -> Seen | None:
     """More is sent than the gradients."""
     calls, needed = step.calls(), 2 * (step.ranks - 1) / step.ranks * step.whole
     if size_of(calls) > TWICE * needed > 0:
-        seen = f"{step.who} sends {_mib(size_of(calls))} in a step; averaging all gradients once takes {_mib(needed)}"
+        seen = f"{step.who} sends {mib(size_of(calls))} in a step; averaging all gradients once takes {mib(needed)}"
         return Seen(seen, calls[-1].where)
     return None
 
@@ -260,7 +189,7 @@ def sends_twice(step: TracedStep) -> Seen | None:
 # ---------------------------------------------------------------- exercise 2: a sharded optimizer
 
 
-@_of_step(
+@of_step(
     why="If each rank stores the whole optimizer state, more GPUs do not reduce the memory per GPU.",
     fix="Give the inner optimizer of each rank only the parameters that this rank updates.",
 )
@@ -268,7 +197,7 @@ def state_whole(step: TracedStep) -> Seen | None:
     """The ranks together store more than the state of one process."""
     whole = MOMENTS * step.whole
     if sum(step.states) > TWICE * whole > 0:
-        own, share = _mib(step.traced.state), _mib(whole / step.ranks)
+        own, share = mib(step.traced.state), mib(whole / step.ranks)
         return Seen(f"{step.who} stores {own} of optimizer state; its share is {share}", step.optimizer)
     return None
 
@@ -277,16 +206,16 @@ def one_rank_has_most(step: TracedStep) -> Seen | None:
     """A rank stores more of the state than its share."""
     whole, own = MOMENTS * step.whole, step.traced.state
     if step.ranks > 1 and own > (1 / step.ranks + MORE) * whole > 0:
-        share = _mib(whole / step.ranks)
-        return Seen(f"{step.who} stores {_mib(own)} of optimizer state; an equal share is {share}", step.optimizer)
+        share = mib(whole / step.ranks)
+        return Seen(f"{step.who} stores {mib(own)} of optimizer state; an equal share is {share}", step.optimizer)
     return None
 
 
 _also_of_step = state_uneven.also((WHOLE, BUILT_ALONE), needs=(StepTraced,), after=(state_whole,), active=True)
-_also_of_step(_judging(one_rank_has_most))
+_also_of_step(judging(one_rank_has_most))
 
 
-@_of_step(
+@of_step(
     why="Each call has a fixed cost, and the ranks wait for each other in each of them.",
     fix="Join the parameters that a rank has updated to one tensor, and send it with one broadcast (async_op=True).",
 )
@@ -296,7 +225,7 @@ def many_messages(step: TracedStep) -> Seen | None:
     if len(calls) > MANY * step.ranks:
         return Seen(f"{step.who} sends the updated parameters in {plural(len(calls), 'call')}", calls[0].where)
     if size_of(calls) > TWICE * step.whole > 0:
-        seen = f"{step.who} sends {_mib(size_of(calls))} after the step; all parameters have {_mib(step.whole)}"
+        seen = f"{step.who} sends {mib(size_of(calls))} after the step; all parameters have {mib(step.whole)}"
         return Seen(seen, calls[-1].where)
     return None
 
@@ -304,7 +233,7 @@ def many_messages(step: TracedStep) -> Seen | None:
 # ---------------------------------------------------------------- exercise 3: sharded parameters
 
 
-@_of_step(
+@of_step(
     why="If each rank stores all parameters between the steps, more GPUs do not reduce the memory per GPU.",
     fix="Store only the shard of this rank, as a copy (clone()), because a view keeps the memory of the whole tensor in "
     "use. Free the gathered parameters and the original ones.",
@@ -313,12 +242,12 @@ def held_whole(step: TracedStep) -> Seen | None:
     """A rank holds more than its share between the steps."""
     share = step.held_alone / step.ranks
     if step.ranks > 1 and step.traced.held > share + MORE * step.held_alone > 0:
-        own, all_of_it = _mib(step.traced.held), _mib(step.held_alone)
+        own, all_of_it = mib(step.traced.held), mib(step.held_alone)
         return Seen(f"{step.who} stores {own} between two steps; one process alone stores {all_of_it}", step.optimizer)
     return None
 
 
-@_of_step(
+@of_step(
     why="If all layers are gathered together, each rank has the whole model in its memory, as with DDP.",
     fix="Make a unit of each layer, with parts_of(module, layers), and gather each unit when its forward pass begins.",
 )
@@ -329,11 +258,11 @@ def layers_together(step: TracedStep) -> Seen | None:
         where = calls[0].where if calls else step.optimizer
         return Seen(f"{step.who} gathers the parameters of {layers} layers in {plural(len(calls), 'call')}", where)
     if begin := step.holds_most("forward", KEPT):
-        return Seen(f"when the first layer begins its forward pass, {_needs(step, begin)}", calls[-1].where)
+        return Seen(f"when the first layer begins its forward pass, {needs_more(step, begin)}", calls[-1].where)
     return None
 
 
-@_of_step(
+@of_step(
     why="Each call has a fixed cost, so many small ones are slower than a few large ones with the same bytes.",
     fix="Join the shards of a unit to one tensor (torch.cat), and gather it with one all_gather_into_tensor.",
 )
@@ -346,7 +275,7 @@ def many_gathers(step: TracedStep) -> Seen | None:
     return None
 
 
-@_of_step(
+@of_step(
     why="If layers stay in full until the backward pass, each rank has the whole model in its memory.",
     fix="Free a layer after its forward pass, and gather it again in the backward pass. Use saved_tensors_hooks, so that "
     "autograd does not keep it either.",
@@ -359,11 +288,11 @@ def layers_kept(step: TracedStep) -> Seen | None:
         seen = f"the backward pass of {layers} layers gathers {plural(len(calls), 'time')}: {step.who} keeps the layers in full"
         return Seen(seen, step.gathers()[-1].where)
     if begin := step.holds_most("backward", KEPT):
-        return Seen(f"when the last layer begins its backward pass, {_needs(step, begin)}", calls[0].where)
+        return Seen(f"when the last layer begins its backward pass, {needs_more(step, begin)}", calls[0].where)
     return None
 
 
-@_of_step(
+@of_step(
     why="A rank that gathers a layer only when it needs it waits for the network in each layer.",
     fix="When a layer begins, start to gather the next one with async_op=True (in the backward pass, the previous one), "
     "and call wait() when that layer begins.",
@@ -381,7 +310,7 @@ def not_prefetched(step: TracedStep) -> Seen | None:
     return None
 
 
-@_of_step(
+@of_step(
     why="A rank needs the sums of gradients only for its own shards; an all-reduce sends it the sums of all gradients too.",
     fix="Use torch.distributed.reduce_scatter_tensor, once for each unit: each rank gets the sums for its own shards only.",
 )
@@ -389,15 +318,15 @@ def reduces_whole(step: TracedStep) -> Seen | None:
     """A rank gets more sums than those of its shards, or gets them in many calls."""
     calls, needed = step.sums(), (step.ranks - 1) / step.ranks * step.whole
     if size_of(calls) > TWICE * needed > 0:
-        sent = _mib(size_of(calls))
-        seen = f"{step.who} sends {sent} to sum gradients; the sums for the shards take {_mib(needed)}"
+        sent = mib(size_of(calls))
+        seen = f"{step.who} sends {sent} to sum gradients; the sums for the shards take {mib(needed)}"
         return Seen(seen, calls[0].where)
     if len(calls) > 2 * len(step.places("forward")) + 2:
         return Seen(f"{step.who} sums gradients in {len(calls)} calls; one for each unit is enough", calls[0].where)
     return None
 
 
-@_of_step(
+@of_step(
     why="Gradients that stay in full until the end of the backward pass need as much memory as the whole model.",
     fix="Sum the gradients of a unit as soon as its backward pass is over, for example in backward() of the "
     "torch.autograd.Function that has gathered it.",
@@ -408,6 +337,6 @@ def reduces_late(step: TracedStep) -> Seen | None:
     calls = step.sums()
     whole, early = size_of(calls), size_of(step.early(calls))
     if early < EARLY * whole:
-        late = f"{_mib(whole - early)} of {_mib(whole)}"
+        late = f"{mib(whole - early)} of {mib(whole)}"
         return Seen(f"{step.who} sums {late} only after the backward pass has reached the first layer", calls[-1].where)
     return None

@@ -1,7 +1,7 @@
 """Whether all ranks make the same calls."""
 
 from workshop.check.evidence.events import Collective, UnevenJoined, Wrapped
-from workshop.check.evidence.run import Process, Run
+from workshop.check.evidence.run import Process, Run, collectives_of_groups
 from workshop.check.rules.divergence import TO_ONE, reduced_to_one
 from workshop.check.rules.parting import parting
 from workshop.check.rules.rule import Said, Seen, rule
@@ -21,12 +21,12 @@ def collectives_differ(run: Run) -> Said:
         return
     if run.hung or (run.failed and not run.ended_by_echo):
         return  # the rank that waits or fails explains more than different numbers of steps
-    calls = [[call for call in process.of(Collective) if not call.point_to_point] for process in ranks]
+    groups = collectives_of_groups(ranks)
     if run.cut:  # at the same step, but not at the same moment
-        shortest = min(map(len, calls))
-        calls = [each[:shortest] for each in calls]
-    seen = (not run.cut and _uneven_steps(ranks, calls)) or _unequal_calls(ranks, calls)
-    if seen:
+        groups = [(members, [each[: min(map(len, calls))] for each in calls]) for members, calls in groups]
+    of_all = next(calls for members, calls in groups if len(members) == len(ranks))
+    unequal = filter(None, (_unequal_calls(members, calls) for members, calls in groups))
+    if seen := (not run.cut and _uneven_steps(ranks, of_all)) or next(unequal, None):
         cause = parting(run)
         yield Seen(f"{seen.text}; {cause.text}", cause.where, fix=cause.fix) if cause else seen
 
@@ -52,7 +52,7 @@ def _uneven_steps(ranks: list[Process], calls: list[list[Collective]]) -> Seen |
 
 def _unequal_calls(ranks: list[Process], calls: list[list[Collective]]) -> Seen | None:
     for number, together in enumerate(zip(*calls, strict=False), 1):
-        if len({(call.name, call.shape if call.name != "all_gather" else None) for call in together}) > 1:
+        if len({(call.name, call.common_shape) for call in together}) > 1:
             text = ", ".join(
                 f"rank {process.rank} calls {call.name}{'' if call.shape is None else list(call.shape)} at {call.where}"
                 for process, call in zip(ranks, together, strict=True)

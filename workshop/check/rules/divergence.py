@@ -13,11 +13,16 @@ EVALUATED = ("evaluated",)
 
 @dataclass(frozen=True)
 class Call:
-    """A call that needs all ranks."""
+    """A call that needs all ranks of a group."""
 
     key: tuple[object, ...]  # equal for calls that belong together
     text: str  # "all_reduce of [3]"
     where: str
+    group: tuple[int, ...] = ()  # empty if it needs all ranks
+
+    def needs(self, process: Process) -> bool:
+        """Whether a rank must make this call too."""
+        return not self.group or process.rank in self.group
 
 
 @dataclass(frozen=True)
@@ -29,17 +34,16 @@ class Divergence:
 
 
 def calls_of(process: Process) -> list[Call]:
-    """The calls of a rank that need all ranks, in order."""
+    """The calls of a rank that need other ranks, in order."""
     found = (call_of(event) for _, event in process.events)
     return [call for call in found if call]
 
 
 def call_of(event: Event) -> Call | None:
-    """The call that needs all ranks behind an event, if there is one."""
+    """The call that needs other ranks behind an event, if there is one."""
     if isinstance(event, Collective) and not event.point_to_point:
-        shape = event.shape if event.name != "all_gather" else None
         text = event.name + (f" of {list(event.shape)}" if event.shape else "")
-        return Call((event.name, shape), text, event.where)
+        return Call((event.name, event.common_shape, event.group), text, event.where, event.group)
     if isinstance(event, Backward) and event.forward and event.forward.wrapped and event.sync:
         return Call(("backward",), "backward() of the DDP model", event.where)
     if isinstance(event, Evaluated) and event.forward.wrapped:
@@ -55,7 +59,8 @@ def first_divergence(run: Run) -> Divergence | None:
     for evaluated in (False, True):  # a DDP model without buffers does not communicate in evaluation
         calls = [[call for call in calls_of(process) if evaluated or call.key != EVALUATED] for process in ranks]
         for (one, mine), (other, theirs) in combinations(zip(ranks, calls, strict=True), 2):
-            if found := _between(one, mine, other, theirs):
+            common = [call for call in mine if call.needs(other)], [call for call in theirs if call.needs(one)]
+            if found := _between(one, common[0], other, common[1]):
                 return found
     return None
 

@@ -1,14 +1,25 @@
 """One step of one process of a program of stage 06, as the rules about it read it."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from itertools import islice
 
 from workshop.check.evidence.events import Moment, StepTraced
 from workshop.check.evidence.run import Run
+from workshop.check.rules.ending import ending
+from workshop.check.rules.rule import NotJudged, Rule, Said, Seen, rule
 from workshop.check.rules.words import named
+from workshop.check.scenarios import BUILT_ALONE, WHOLE
 
-COLLECTIVES = ("all_reduce", "reduce_scatter", "all_gather", "broadcast", "all_to_all")
+COLLECTIVES = ("all_reduce", "reduce_scatter", "all_gather", "broadcast", "all_to_all", "send")
 GATHERS = ("all_gather", "broadcast")
+DIVIDED = 0.9  # of what one process stores: matrices of blocks, or experts, that the ranks divide among themselves
+BIT = 0.1  # of what one process computes: what a rank may compute in addition to its share
+
+
+def mib(size: float) -> str:
+    """Write a number of bytes in MiB."""
+    return f"{size / 2**20:.2f} MiB"
 
 
 def size_of(calls: Iterable[Moment]) -> int:
@@ -22,22 +33,51 @@ class TracedStep:
 
     Attributes:
         who: "rank 0".
+        rank: its number.
         traced: the evidence.
         states: the bytes of the optimizer state of each rank.
-        whole: the bytes of all parameters.
-        held_alone: the bytes that one process alone holds between two steps.
+        alone: the evidence of one process that trains alone; None if it did not end.
     """
 
     who: str
+    rank: int
     traced: StepTraced
     states: list[int]
-    whole: int
-    held_alone: int
+    alone: StepTraced | None
+
+    @property
+    def whole(self) -> int:
+        """The bytes of all parameters."""
+        return self.alone.parameters if self.alone else 0
+
+    @property
+    def held_alone(self) -> int:
+        """The bytes that one process alone holds between two steps."""
+        return self.alone.held if self.alone else 0
 
     @property
     def ranks(self) -> int:
         """The number of processes."""
         return len(self.states)
+
+    @property
+    def spared(self) -> float:
+        """How much less than one process this one stores between two steps; 1: all that other ranks can store for it."""
+        if not self.alone or self.ranks == 1:
+            return 1.0
+        return (self.alone.held - self.traced.held) / ((1 - 1 / self.ranks) * DIVIDED * self.alone.held)
+
+    @property
+    def activation(self) -> int:
+        """The bytes of the input of a block in one process; 0: the program has no blocks."""
+        first = next((each for each in self.alone.moments if each.what == "forward"), None) if self.alone else None
+        return first.bytes if first else 0
+
+    @property
+    def computed(self) -> float:
+        """The matrix products of the forward pass, as a share of those of one process."""
+        alone = _products(self.alone) if self.alone else 0
+        return _products(self.traced) / alone if alone else 0.0
 
     @property
     def optimizer(self) -> str:
@@ -86,11 +126,43 @@ class TracedStep:
         return begin if begin and self.more(begin) > limit * self.whole > 0 else None
 
 
+def _products(traced: StepTraced) -> int:
+    """The matrix products from the first to the last block of the forward pass, or of the whole step without blocks."""
+    begins = [each.flops for each in traced.moments if each.what == "forward" and each.phase == "forward"]
+    return begins[-1] - begins[0] if len(begins) > 1 else traced.flops
+
+
 def steps_of(run: Run, alone: Run) -> list[TracedStep]:
     """The steps that were traced in a run; ``alone``: the run with one process."""
     first = next(alone.all(StepTraced), None)
-    whole, held = (first.parameters, first.held) if first else (0, 0)
     traced = [(process, event) for process in run.ranks for event in process.of(StepTraced)[:1]]
-    return [
-        TracedStep(named(process), event, [each.state for _, each in traced], whole, held) for process, event in traced
-    ]
+    states = [each.state for _, each in traced]
+    return [TracedStep(named(process), process.rank or 0, event, states, first) for process, event in traced]
+
+
+OfStep = Callable[[TracedStep], Seen | NotJudged | None]
+
+
+def judging(function: OfStep) -> Callable[[Run, Run], Said]:
+    """Return a function that asks about the step of each process until one shows something."""
+
+    def judge(run: Run, alone: Run) -> Said:
+        steps = steps_of(run, alone)
+        if len(steps) < len(run.ranks) and not ending(run):
+            yield NotJudged("what a step sends and holds: the program does not call Log.step() at the end of each step")
+        yield from islice(filter(None, map(function, steps)), 1)
+
+    judge.__name__, judge.__doc__, judge.__module__ = function.__name__, function.__doc__, function.__module__
+    return judge
+
+
+def needs_more(step: TracedStep, moment: Moment) -> str:
+    """Write how much memory a process needs at a moment, in addition to what it always holds."""
+    more, whole = mib(step.more(moment)), mib(step.whole)
+    return f"{step.who} stores {more} more than between two steps; all parameters have {whole}"
+
+
+def of_step(why: str, fix: str, after: tuple[Rule, ...] = ()) -> Callable[[OfStep], Rule]:
+    """Declare a function of one step of one process as a rule."""
+    declare = rule(why=why, fix=fix, runs=(WHOLE, BUILT_ALONE), needs=(StepTraced,), after=after)
+    return lambda function: declare(judging(function))

@@ -1,5 +1,6 @@
 """Run a program of stage 06 as the check needs it: its training, the same with one process, and its classes alone."""
 
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,9 +11,9 @@ from workshop.check.judge import Made
 from workshop.check.probes import PROBES
 from workshop.check.scenarios import BUILT_ALONE, BUILT_CASES, WHOLE, Scenario
 from workshop.check.subject import Subject
-from workshop.course import built_cases
+from workshop.course.built import cases
+from workshop.course.built.tracing import StepTracer
 from workshop.course.exercises import Exercise
-from workshop.course.tracing import StepTracer
 from workshop.run.stillness import Patience
 
 STEPS, LENGTH = 5, 4  # so few tokens that the parameters need more memory than the activations
@@ -36,12 +37,21 @@ class BuiltBench(ProgramBench):
     def makers(self) -> dict[Scenario[Any], Callable[[Made], object]]:
         """Return the function that makes each scenario."""
         return {
-            WHOLE: lambda made: self.traced(self._run(), self._run),
+            WHOLE: lambda made: self.traced(self._together(), self._together),
             BUILT_ALONE: lambda made: self._run(nproc=1),
             BUILT_CASES: lambda made: self._cases(),
         }
 
-    def _run(self, **changes: Any) -> Run:
+    @property
+    def processes(self) -> int:
+        """The number of processes of a run: that of the mesh, if the exercise has one."""
+        sizes = [int(size) for size in self.exercise.mesh[1::2]]
+        return math.prod(sizes) if sizes else self.nproc
+
+    def _together(self, **changes: Any) -> Run:
+        return self._run(*self.exercise.mesh, nproc=self.processes, **changes)
+
+    def _run(self, *options: str, **changes: Any) -> Run:
         given = {
             "--steps": STEPS,
             "--batch-size": 2 * self.nproc,
@@ -50,8 +60,10 @@ class BuiltBench(ProgramBench):
             "--folder": "run",
         }
         arguments = [str(part) for pair in given.items() for part in pair]
-        return self.launch_program([*arguments, *self.exercise.options], patience=PATIENCE, asked=Asked(), **changes)
+        arguments += [*self.exercise.options, *options]
+        return self.launch_program(arguments, patience=PATIENCE, asked=Asked(), **changes)
 
     def _cases(self) -> Run:
         arguments = [self.exercise.cases, str(self.script)]
-        return self.launch_program(arguments, script=Path(built_cases.__file__), patience=PATIENCE, asked=Asked())
+        script = Path(cases.__file__)
+        return self.launch_program(arguments, nproc=self.processes, script=script, patience=PATIENCE, asked=Asked())
