@@ -1,8 +1,8 @@
 """Train with a pipeline: each process has some of the layers, and the micro-batches of a batch pass through all of them.
 
 TODO 1: the first loss, which only the last stage knows, is that of one process with one micro-batch (NPROC=1, --microbatches 1).
-The later ones differ from the fourth or fifth decimal on, also with --dtype float64. AdamW hides most of the effect. Find the cause
-and repair it.
+The later ones differ from the fourth or fifth decimal on, also with --dtype float64. AdamW hides most of the effect. Find the
+cause and repair it.
 
 Run it:    06_build_your_own/exercise9_run_find_the_bug_pipeline.sh --dtype float64 --steps 5 --microbatches 8
 Check it:  ./workshop.sh check 06_build_your_own/exercise9_find_the_bug_pipeline.py

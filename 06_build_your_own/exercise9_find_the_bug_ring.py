@@ -1,7 +1,7 @@
 """Train with ring attention: each process has a part of each sequence, and the keys and values rotate.
 
-TODO 1: the first loss is that of one process, and the later ones differ from the fifth decimal on, also with --dtype float64. Find
-the cause and repair it.
+TODO 1: the first loss is that of one process, and the later ones differ from the fifth decimal on, also with --dtype float64.
+Find the cause and repair it.
 
 Run it:    06_build_your_own/exercise9_run_find_the_bug_ring.sh --dtype float64 --steps 5
 Check it:  ./workshop.sh check 06_build_your_own/exercise9_find_the_bug_ring.py
