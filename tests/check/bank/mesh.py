@@ -40,7 +40,7 @@ MISTAKES = (
         MESH,
         "axis-not-averaged",
         "Gradients are averaged along dp only.",
-        (SAMPLES, "self.samples = self.dp"),
+        (SAMPLES, 'self.samples = self.mesh.get_group("dp")'),
     ),
     mistake(
         "mesh-mean-of-all-ranks",

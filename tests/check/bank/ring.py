@@ -164,7 +164,7 @@ MISTAKES = (
          .replace("block = arriving() if arriving else None", "block = arriving")
          .replace("            if d_arriving:\n", "            if d_arriving is not None:\n")
          .replace("d_block += d_arriving()", "d_block += d_arriving")
-         .replace("                d_block, group\n            )", "                d_block, group\n            )()")
+         .replace("rotate(d_block, group)", "rotate(d_block, group)()")
          .replace(LAST_GRADIENTS, "        d_key, d_value = d_arriving\n")),
     ),
     # ---- sends-more-gradients

@@ -1,0 +1,172 @@
+"""Train with a pipeline: each process has some of the layers, and the micro-batches of a batch pass through all of them.
+
+N processes:  torchrun --standalone --nproc-per-node=2 solutions/06_build_your_own/exercise9_find_the_bug_pipeline.py
+"""
+
+from dataclasses import replace
+
+import torch
+import torch.distributed as dist
+
+from workshop.training.arguments import positive_int
+from workshop.training.building import SEED, Log, batches, loss_of, parse_arguments, run
+from workshop.training.decoder import Transformer
+from workshop.training.pipeline import SEVERAL, PyTorchPipeline, report_timeline, split, timed
+
+
+class Pipeline:
+    """Train a model whose stages are on the ranks of a group, in the order of the ranks.
+
+    Args:
+        stage: the module of this rank, on its device. It takes one tensor and returns one. All micro-batches have the same shape.
+        loss_function: called on the last rank with the output and the targets of a micro-batch; returns the mean of its samples.
+        microbatches: the number of equal parts of each batch.
+        schedule: "gpipe" or "1f1b".
+        group: the ranks of the pipeline; None: all.
+
+    Attributes:
+        timeline: of the last step, a list of (rank, "forward" or "backward", micro-batch, start, end), in seconds.
+
+    Raises:
+        ValueError: an unknown schedule, fewer micro-batches than stages, or (in ``step``) a batch that they do not divide.
+    """
+
+    def __init__(self, stage, loss_function, microbatches, schedule="1f1b", group=None):
+        rank, stages = dist.get_rank(group), dist.get_world_size(group)
+        if schedule not in ("gpipe", "1f1b"):
+            raise ValueError(f"the schedule {schedule!r} is unknown; choose gpipe or 1f1b")
+        if microbatches < stages:
+            raise ValueError(f"{microbatches} micro-batches are fewer than the {stages} stages; use at least {stages}")
+        self.stage, self.loss_function, self.microbatches, self.group = stage, loss_function, microbatches, group
+        self.previous, self.rank, self.next = rank - 1 if rank else None, rank, rank + 1 if rank + 1 < stages else None
+        self.order = order_of_work(schedule, rank, stages, microbatches)
+        self.shapes, self.outgoing, self.works = None, [], []
+        dist.barrier(group)  # with NCCL, all ranks must have communicated before two of them use batch_isend_irecv
+
+    def step(self, inputs, targets):
+        """Compute the gradients of the mean loss of a batch. Return the loss on the last rank, None on the others.
+
+        Args:
+            inputs, targets: the batch, the same on all ranks. Only the first rank reads the inputs, and only the last one the
+                targets. The others may pass None if all batches have the same shape.
+        """
+        known = [each for each in (inputs, targets) if each is not None]
+        shapes = [each.shape for each in known]
+        for samples, *_ in shapes:
+            if samples % self.microbatches or samples != shapes[0][0]:
+                raise ValueError(f"{self.microbatches} micro-batches do not divide a batch of {samples} samples")
+        if shapes != self.shapes:
+            self.shapes, self.sent, self.expected = shapes, None, None
+        tensors = (*self.stage.parameters(), *self.stage.buffers(), *known)
+        self.device = tensors[0].device if tensors else torch.get_default_device()
+        self.inputs = inputs.chunk(self.microbatches) if self.previous is None else None
+        self.targets = targets.chunk(self.microbatches) if self.next is None else None
+        self.kept, self.losses, self.timeline = {}, [], []
+        for kind, number in self.order:
+            received = self.receive(kind, number)
+            result = self.forward(number, received) if kind == "forward" else self.backward(number, received)
+            self.send(kind, result)
+        self.communicate()
+        self.wait()
+        return torch.stack(self.losses).sum() if self.losses else None
+
+    @timed
+    def forward(self, number, x):
+        output = self.stage(x)
+        if self.next is None:
+            output = self.loss_function(output, self.targets[number]) / self.microbatches
+            self.losses.append(output.detach())
+        self.kept[number] = x, output
+        return output
+
+    @timed
+    def backward(self, number, gradient):
+        x, output = self.kept.pop(number)
+        if output.requires_grad:  # false if all parameters up to here are frozen
+            output.backward(gradient)
+        if self.previous is not None:
+            return torch.zeros_like(x) if x.grad is None else x.grad
+
+    def receive(self, kind, number):
+        """Return the input of a forward pass, or the gradient for a backward pass."""
+        source = self.previous if kind == "forward" else self.next
+        if source is None:
+            self.communicate()
+            return self.inputs[number] if kind == "forward" else None
+        if kind == "forward" and self.expected is None:
+            received = [None]
+            dist.recv_object_list(received, group_src=source, group=self.group)
+            self.expected = received[0]
+        like = self.expected if kind == "forward" else self.kept[number][1]
+        buffer = torch.empty_like(like, device=self.device, memory_format=torch.contiguous_format)
+        self.communicate(dist.P2POp(dist.irecv, buffer, group=self.group, group_peer=source))
+        return buffer.requires_grad_(buffer.is_floating_point())
+
+    def send(self, kind, result):
+        destination = self.next if kind == "forward" else self.previous
+        if destination is None:
+            return
+        result = result.detach().contiguous()
+        if kind == "forward" and self.sent is None:
+            self.sent = result.to("meta")  # the shape and the data type without the numbers
+            dist.send_object_list([self.sent], group_dst=destination, group=self.group)
+        if kind == "forward" and (result.shape, result.dtype) != (self.sent.shape, self.sent.dtype):
+            raise ValueError(f"an output has the shape {list(result.shape)}, not {list(self.sent.shape)} as before")
+        self.outgoing = [dist.P2POp(dist.isend, result, group=self.group, group_peer=destination)]
+
+    def communicate(self, *receives):
+        """Start the last send and a receive together: two ranks that both wait in send() for each other would wait forever."""
+        self.wait()
+        self.operations, self.outgoing = [*self.outgoing, *receives], []
+        self.works = dist.batch_isend_irecv(self.operations) if self.operations else []
+        if receives:
+            self.wait()
+
+    def wait(self):
+        for work in self.works:
+            work.wait()
+        self.works, self.operations = [], []
+
+
+def order_of_work(schedule, rank, stages, microbatches):
+    """Return a list of ("forward" or "backward", micro-batch) for a rank."""
+    if schedule == "gpipe":
+        order = [(kind, number) for kind in ("forward", "backward") for number in range(microbatches)]
+    else:
+        order, ahead = [], stages - 1 - rank  # a micro-batch for each later stage, until the first gradient comes back
+        for number in range(microbatches + ahead):
+            order += [("forward", number)] if number < microbatches else []
+            order += [("backward", number - ahead)] if number >= ahead else []
+    return order
+
+
+def options(parser):
+    parser.add_argument("--layers", type=positive_int, default=4, help="of the model")
+    parser.add_argument("--microbatches", type=positive_int, default=4, help="equal parts of each global batch")
+    parser.add_argument("--schedule", choices=["gpipe", "1f1b", *SEVERAL], default="1f1b")
+    parser.add_argument("--pytorch", action="store_true", help="use PyTorch's pipelining; it has all these schedules")
+
+
+def train(device, args):
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    torch.manual_seed(SEED)  # each process creates the whole model, with the same numbers, and keeps its stage
+    model = Transformer(replace(args.config, tied=False)).to(args.dtype)
+    if args.pytorch:
+        pipeline = PyTorchPipeline(model, loss_of, args.microbatches, args.schedule, device)
+    else:
+        pipeline = Pipeline(split(model, world_size)[rank].to(device), loss_of, args.microbatches, args.schedule)
+    del model
+    optimizer = torch.optim.AdamW(pipeline.stage.parameters(), lr=3e-3)
+    log, timelines = Log(args, device), []
+    for inputs, targets in batches(args):
+        loss = pipeline.step(inputs.to(device), targets.to(device))
+        optimizer.step()
+        optimizer.zero_grad()
+        log.step(loss)
+        timelines.append(pipeline.timeline)
+    log.end()
+    report_timeline(args, timelines)
+
+
+if __name__ == "__main__":
+    run(train, parse_arguments(__doc__, options, divides="layers"))
