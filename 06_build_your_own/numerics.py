@@ -14,6 +14,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from workshop.files import write_atomically
+from workshop.run.machine import machine
 from workshop.training.arguments import ArgumentParser, positive_int
 from workshop.training.building import SEED, batches, loss_of
 from workshop.training.decoder import Config, Transformer
@@ -112,7 +113,8 @@ def main():
         print(f"{name:40} {loss:6.3f}  {gradients:14.1%}  {updates:12.1%}", flush=True)
     folder = Path(args.folder)
     folder.mkdir(parents=True, exist_ok=True)
-    write_atomically(folder / "numerics.json", json.dumps({"steps": args.steps, "lr": args.lr, "rows": rows}, indent=1))
+    table = {"machine": machine(), "steps": args.steps, "lr": args.lr, "rows": rows}
+    write_atomically(folder / "numerics.json", json.dumps(table, indent=1))
 
 
 if __name__ == "__main__":

@@ -41,7 +41,7 @@ CASES = {
     "parts": "a mesh of dp 2 and tp 2",
     "divided": "a mesh of dp 2 and cp 2",
     "computed": "a mesh of cp 2 and tp 2",
-    "averaged": "a mesh of dp 2 and cp 2",
+    "averaged": "a mesh of dp 2 and cp 2 or tp 2",
     "clipped": "clip_gradients() on a mesh of pp 2 and tp 2",
     "state": "checkpoint_state() on a mesh of dp 2 and tp 2",
     "resumed": "resume()",

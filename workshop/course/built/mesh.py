@@ -78,14 +78,17 @@ def divided(module: ModuleType) -> str:
 
 
 def averaged(module: ModuleType) -> str:
-    layout, stage, _ = made(module, dp=2, cp=2)
-    for parameter in stage.parameters():
-        parameter.grad = torch.full_like(parameter, dist.get_rank())
-    module.average_gradients(stage, layout)
-    mean = (dist.get_world_size() - 1) / 2
-    for name, parameter in stage.named_parameters():
-        if float((parameter.grad - mean).abs().max()) > CLOSE:
-            return f"after average_gradients(), the gradient of {name} is not the mean of the four ranks"
+    for sizes in ({"dp": 2, "cp": 2}, {"dp": 2, "tp": 2}):
+        layout, stage, _ = made(module, **sizes)
+        for parameter in stage.parameters():
+            parameter.grad = torch.full_like(parameter, dist.get_rank())
+        module.average_gradients(stage, layout)
+        together = range(dist.get_world_size()) if "cp" in sizes else dist.get_process_group_ranks(layout.dp)
+        mean = sum(together) / len(together)
+        for name, parameter in stage.named_parameters():
+            if float((parameter.grad - mean).abs().max()) > CLOSE:
+                ranks = " and ".join(map(str, together))
+                return f"after average_gradients(), the gradient of {name} is not the mean of ranks {ranks}"
     return ""
 
 
