@@ -19,7 +19,7 @@ from workshop.measure.gpu_runs import slug
 
 MEMORY = 80 << 30
 # Programs that are not for GPUs, or that an item of a different name runs.
-NOT_RUN = {"first_failure.py", "image_formats.py"}
+NOT_RUN = {"first_failure.py", "image_formats.py", "numerics.py"}  # they use no GPU
 
 
 def gpu_day(folder, *options, **changes):

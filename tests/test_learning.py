@@ -332,7 +332,7 @@ def test_an_ambiguous_name_lists_the_exercises_that_match(text, some, other):
     assert other not in str(error.value)
 
 
-@pytest.mark.parametrize("text", ["exercise9", "01_single_gpu/single_gpu.py", "README.md", "x" * 5000])
+@pytest.mark.parametrize("text", ["exercise99", "01_single_gpu/single_gpu.py", "README.md", "x" * 5000])
 def test_an_unknown_name_lists_all_exercises(text):
     with pytest.raises(UserError, match="the exercises are: ") as error:
         learning.resolve_exercise(text)

@@ -120,11 +120,13 @@ def _contents(caption: str, pages: Iterable[str]) -> str:
 
 def _rewritten(document: Path, root: Path, linked: set[Path]) -> Iterator[str]:
     """Yield the lines of a document with links that work in the book, and add the files that they lead to to ``linked``."""
-    code = False
+    code = code_cell = False
     for line in document.read_text().splitlines(keepends=True):
+        if kind := re.match(r'^ *"cell_type": "(\w+)"', line):
+            code, code_cell = False, kind[1] == "code"  # code such as layers["first"](x) is no link
         if FENCE.match(line) or re.match(r'^ *"```', line):  # in the JSON of a notebook, each line is a string
             code = not code
-        yield line if code else LINK.sub(lambda link: _book_link(link, document, root, linked), line)
+        yield line if code or code_cell else LINK.sub(lambda link: _book_link(link, document, root, linked), line)
 
 
 def _book_link(link: re.Match[str], document: Path, root: Path, linked: set[Path]) -> str:

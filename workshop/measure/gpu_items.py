@@ -199,6 +199,9 @@ def _strategies(count: int) -> list[Item]:
         ("ddp_accelerate", [], "accelerate"),
         ("fsdp", [], "transformers"),
         ("tensor_parallel", [], "transformers"),
+        ("pipeline", [], "transformers"),
+        ("context_parallel", [], "transformers"),
+        ("expert_parallel", [], "transformers"),
         *(("zero", [f"--stage={stage}"], "deepspeed") for stage in (1, 2, 3)),
     ]
     short = ["--steps=5", "--output=run"]
@@ -228,6 +231,9 @@ def _built(count: int) -> list[Item]:
         ("ring attention", "exercise6_ring", count, []),
         ("experts", "exercise7_experts", few, []),
         ("mesh", "exercise8_all", count, mesh),
+        ("bug in a ring", "exercise9_find_the_bug_ring", count, []),
+        ("bug in a pipeline", "exercise9_find_the_bug_pipeline", few, []),
+        ("bug on a mesh", "exercise9_find_the_bug_norm", count, mesh),
     ]
     commands = [
         (name, processes, _launched(processes, f"solutions/{BUILT}/{script}.py", "--steps=5", *options))
