@@ -205,7 +205,7 @@ MISTAKES = (
         "pipeline-announces-once",
         PIPELINE,
         ("shape-forgotten",),
-        "The shape of the first batch is expected for ever.",
+        "The shape of the first batch is expected in all later steps too.",
         (FORGET, FORGET.replace("shapes != self.shapes", "self.shapes is None")),
     ),
     mistake(
