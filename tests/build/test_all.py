@@ -4,9 +4,12 @@ import json
 import sys
 
 import pytest
+import torch
 
 import runs
+from build.processes import in_processes, solution
 from workshop.repository import ROOT
+from workshop.training.decoder import Config, Transformer
 
 PROGRAM = ROOT / "solutions" / "06_build_your_own" / "exercise8_all.py"
 SMALL = ("--dtype", "float64", "--length", "16", "--batch-size", "4", "--folder", "run")
@@ -48,19 +51,48 @@ def test_another_mesh_resumes_the_checkpoint(alone, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("mesh", "message"),
+    ("program", "options", "message"),
     [
-        ("--pp 3", "a mesh of {'pp': 3, 'dp': 1, 'cp': 1, 'tp': 1} has 3 places for 2 processes"),
-        ("--dp 2 --batch-size 3", "dp = 2 does not divide the 3 sequences of a global batch"),
-        ("--cp 2 --length 18", "2 cp tp = 4 does not divide 18 tokens"),
+        ("exercise8_run_all.sh", "--pp 3", "a mesh of pp 3 x dp 1 x cp 1 x tp 1 has 3 places for 2 processes"),
+        ("exercise8_run_all.sh", "--dp 2 --batch-size 3", "dp = 2 does not divide the 3 sequences of a global batch"),
+        ("exercise8_run_all.sh", "--cp 2 --length 18", "2 x cp x tp = 4 does not divide the 18 tokens of a sequence"),
+        (
+            "exercise8_run_all.sh",
+            "--pp 2 --microbatches 1",
+            "1 micro-batches are fewer than the 2 stages; use at least 2",
+        ),
+        ("exercise8_run_all.sh", "--dp 2 --microbatches 3", "3 micro-batches do not divide a batch of 4 sequences"),
+        (
+            "exercise5_run_pipeline.sh",
+            "--microbatches 1",
+            "1 micro-batches are fewer than the 2 stages; use at least 2",
+        ),
+        ("exercise7_run_experts.sh", "--experts 3", "2 processes do not divide the 3 experts"),
     ],
 )
-def test_a_mesh_that_cannot_work_is_one_line(mesh, message, tmp_path):
-    done = train(tmp_path, 2, "--steps", "2", *mesh.split())
-    assert done.returncode != 0
-    lines = [line for line in done.stderr.splitlines() if message in line]
-    assert len(lines) == 1, done.stderr
-    assert "(exercise8_all.py:" in lines[0]
+def test_sizes_that_cannot_work_are_one_line_before_anything_starts(program, options, message, tmp_path):
+    done = runs.run([PROGRAM.with_name(program), *options.split()], tmp_path, NPROC=2)
+    assert done.returncode == 2, done.stdout + done.stderr
+    assert done.stderr.endswith(f": {message}\n")
+    assert done.stderr.count("\n") == 1
+    assert list(tmp_path.iterdir()) == []
+
+
+def refused_by_layout():
+    module, cpu = solution("exercise8_all"), torch.device("cpu")
+    with pytest.raises(ValueError, match="has 3 places for 2 processes"):
+        module.Layout(cpu, pp=3, dp=1, cp=1, tp=1)
+    layout = module.Layout(cpu, pp=1, dp=2, cp=1, tp=1)
+    with pytest.raises(ValueError, match="dp = 2 does not divide the 3 sequences"):
+        layout.own_batch(torch.zeros(3, 4), torch.zeros(3, 4))
+    with pytest.raises(ValueError, match="2 cp tp = 2 does not divide 5 tokens"):
+        layout.build(Transformer(Config(tied=False)), 5, cpu)
+    return True
+
+
+def test_a_layout_that_cannot_work_is_an_error_on_all_ranks(monkeypatch):
+    monkeypatch.syspath_prepend(str(PROGRAM.parent))  # for the exercises that it imports
+    assert in_processes(2, refused_by_layout) == [True, True]
 
 
 def test_a_run_of_two_steps_says_what_it_cannot_show(tmp_path):

@@ -5,6 +5,7 @@ Each program trains the same small transformer (``decoder.py``) on the same glob
 
 import argparse
 import json
+import math
 import os
 import sys
 import traceback
@@ -63,6 +64,7 @@ def parse_arguments(doc: str, options=None, *, steps: int = 60, divides: str = "
         if "RANK" not in os.environ:
             raise UserError("start this program with torchrun: torchrun --standalone --nproc-per-node=2 " + sys.argv[0])
         check_division(int(os.environ["WORLD_SIZE"]), divides, args)
+        check_combination(int(os.environ["WORLD_SIZE"]), args)
         require_writable(f"--folder {args.folder}", Path(args.folder))
     except UserError as error:
         parser.error(error)
@@ -88,6 +90,35 @@ def check_division(processes: int, what: str, args: argparse.Namespace) -> None:
         number, parts, words = numbers[what]
         if number % parts:
             raise UserError(f"{processes} processes do not divide {words}")
+
+
+def check_combination(processes: int, args: argparse.Namespace) -> None:
+    """Raise a UserError if a mesh, the micro-batches or the experts of a program cannot work with a number of processes."""
+    config, stages, samples = args.config, processes, args.batch_size
+    if hasattr(args, "tp"):
+        from workshop.training.mesh import mesh_sizes  # its module imports DCP, which only this program needs
+
+        sizes = mesh_sizes(args, processes)
+        stages, samples = sizes["pp"], args.batch_size // sizes["dp"]
+        if math.prod(sizes.values()) != processes:
+            text = " x ".join(f"{axis} {size}" for axis, size in sizes.items())
+            raise UserError(f"a mesh of {text} has {math.prod(sizes.values())} places for {processes} processes")
+        for parts, what, number, words in (
+            (sizes["dp"], "dp", args.batch_size, "sequences of a global batch"),
+            (2 * sizes["cp"] * sizes["tp"], "2 x cp x tp", config.length, "tokens of a sequence"),
+            (sizes["pp"], "pp", config.layers, "layers of the model"),
+            (sizes["tp"], "tp", config.heads, "heads of the attention"),
+        ):
+            if number % parts:
+                raise UserError(f"{what} = {parts} does not divide the {number} {words}")
+    if hasattr(args, "microbatches"):
+        count = args.microbatches
+        if count < stages:
+            raise UserError(f"{count} micro-batches are fewer than the {stages} stages; use at least {stages}")
+        if samples % count:
+            raise UserError(f"{count} micro-batches do not divide a batch of {samples} sequences")
+    if hasattr(args, "experts") and args.experts % processes:
+        raise UserError(f"{processes} processes do not divide the {args.experts} experts")
 
 
 def run(train: Callable[[torch.device, argparse.Namespace], None], args: argparse.Namespace) -> None:

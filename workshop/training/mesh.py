@@ -10,11 +10,17 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.device_mesh import DeviceMesh
 
 
-def mesh_sizes(args: argparse.Namespace) -> dict[str, int]:
-    """Return the sizes of the axes pp, dp, cp and tp, in this order. Without the option --dp, dp has the ranks that are left."""
+def mesh_sizes(args: argparse.Namespace, processes: int | None = None) -> dict[str, int]:
+    """Return the sizes of the axes pp, dp, cp and tp, in this order. Without the option --dp, dp has the ranks that are left.
+
+    Args:
+        args: the options, with the sizes; None: 1.
+        processes: their number; None: that of the process group.
+    """
+    processes = processes or dist.get_world_size()
     sizes = {axis: getattr(args, axis) or 1 for axis in ("pp", "dp", "cp", "tp")}
     if not args.dp:
-        sizes["dp"] = max(dist.get_world_size() // (sizes["pp"] * sizes["cp"] * sizes["tp"]), 1)
+        sizes["dp"] = max(processes // (sizes["pp"] * sizes["cp"] * sizes["tp"]), 1)
     return sizes
 
 
