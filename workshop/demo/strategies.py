@@ -382,8 +382,8 @@ def _readings(rows: dict) -> list[str]:
         f"- Tensor parallelism sends {tensor['sent'] / MIB:.0f} MiB per step with 512 tokens. This amount grows with the batch; "
         "the amount that DDP, FSDP and ZeRO send does not.",
         *_newer_readings(rows),
-        "- DDP with mp.spawn, torchrun, Lightning and Accelerate is the same algorithm, so these four speeds differ mostly by noise. "
-        "If the speeds of two strategies differ by less than these four, do not rank them.",
+        "- DDP with mp.spawn, torchrun, Lightning and Accelerate is the same algorithm, so these four speeds differ mostly by "
+        "noise. If the speeds of two strategies differ by less than these four, do not rank them.",
         f"- Speeds and their ratios are {'medians of ' if count > 1 else 'from '}{count} round{'s' * (count > 1)}"
         f"{', with the lowest and the highest value in brackets' if count > 1 else ''}.",
         f"- All losses differ from those of one process by at most {largest:.0e}; only the costs differ.",
@@ -402,8 +402,8 @@ def _newer_readings(rows: dict) -> list[str]:
     if "context parallel" in rows:
         context = rows["context parallel"]
         lines.append(
-            f"- Context parallelism holds about as much as DDP and sends {context['sent'] / MIB:.0f} MiB per step. It divides the "
-            "activations of each sequence, which saves memory only if sequences are long; here they have 64 tokens."
+            f"- Context parallelism holds about as much as DDP and sends {context['sent'] / MIB:.0f} MiB per step. It divides "
+            "the activations of each sequence, which saves memory only if sequences are long; here they have 64 tokens."
         )
     if {"8 experts, one process", "8 experts, parallel"} <= rows.keys():
         alone, experts = rows["8 experts, one process"], rows["8 experts, parallel"]
