@@ -266,7 +266,7 @@ def _passed_before(base: Process, step: Step) -> tuple[Forward, Forward] | None:
 
 
 @beside_one_process(
-    why="The gradient is a multiple of the average, which changes the effective learning rate.",
+    why="The gradient is a multiple of the average, which changes clipping and the effective learning rate of SGD.",
     fix="DistributedDataParallel divides the gradients by the number of processes, so do not divide the loss by it too. If you "
     "divide the loss by a count over all ranks, multiply it by the number of processes.",
     anywhere=True,
