@@ -19,7 +19,7 @@ LOST_CONNECTION = re.compile(
 SHARED_GPU = re.compile(r"Duplicate GPU detected ?: rank (\d+) and rank (\d+) both on (?:CUDA )?device (\w+)")
 NO_SUCH_GPU = re.compile(r"invalid device ordinal")
 ONE_EACH = (
-    "Do not start more processes per node than it has GPUs, and call torch.accelerator.set_device_index with the local rank "
+    "Start at most as many processes per node as it has GPUs, and call torch.accelerator.set_device_index with the local rank "
     "in each of them. To train on the CPU, hide the GPUs with CUDA_VISIBLE_DEVICES= (HIP_VISIBLE_DEVICES= on AMD)."
 )
 
