@@ -76,7 +76,7 @@ def require_free_port(port: int) -> None:
         socket.create_server(("", port)).close()
     except OSError:
         print(
-            f"port {port} is in use, by default by torchrun itself; bonus_jax/run_jax.sh starts torchrun so that the port is free",
+            f"port {port} is in use, by default by torchrun itself; bonus_jax/run_jax.sh starts torchrun so that it is free",
             file=sys.stderr,
         )
         sys.exit(2)
