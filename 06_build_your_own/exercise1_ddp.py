@@ -85,7 +85,7 @@ class Bucket:
 
 def divide(parameters, bucket_bytes):
     """Divide parameters into lists of at most ``bucket_bytes`` (or one parameter), each of one device and data type."""
-    # TODO 3: Put as many parameters into a list as fit into bucket_bytes, so that few calls are needed.
+    # TODO 3: Fill each list up to bucket_bytes, so that few calls are needed.
     return [[parameter] for parameter in parameters]
 
 
