@@ -24,16 +24,25 @@ def show(console: Console, plans: list[Plan], title: str, training: float, rate:
     best = plans[0]
     request = best.request
     console.print(f"{title}, {request.sequence_length:,} tokens a sequence, {request.sequences:,} sequences a step")
-    console.print(_table(plans[:10]))
+    console.print(_table(best_meshes(plans)[:10]))
     console.print(f"The best of {len(plans):,} layouts that fit: {describe(best.layout)}")
-    console.print(f"  it needs {memory_words(best)}")
+    console.print(f"  it needs {memory_words(best)}", soft_wrap=True)
     console.print(f"  a step takes {best.times.step:.2f} s: {shares(best)}")
-    console.print(f"Why: {why(plans)}")
+    console.print(f"Why: {why(plans)}", soft_wrap=True)
     for line in changes(best):
         console.print(f"  {line}")
     if training:
         console.print(bill(best, training, rate))
     console.print(error_line(request))
+
+
+def best_meshes(plans: list[Plan]) -> list[Plan]:
+    """Return the best plan of each mesh and strategy, the fastest first."""
+    found: dict[tuple, Plan] = {}
+    for plan in plans:
+        layout = plan.layout
+        found.setdefault((layout.tp, layout.pp, layout.cp, layout.ep, layout.zero, layout.replicas), plan)
+    return list(found.values())
 
 
 def _table(plans: list[Plan]) -> Table:
@@ -160,16 +169,29 @@ def bill(plan: Plan, training: float, rate: float) -> str:
 
 
 def error_line(request: Request | None = None) -> str:
-    """Return the error of predictions, which stands under each of them."""
+    """Return the error of predictions, which stands under each of them; with a request, also whether its card was tried."""
     errors = known_errors()
     kind = "experts" if request is not None and request.model.experts > 1 else "dense"
     if kind not in errors:
         return "The error of these predictions is unknown: run workshop plan --validate."
-    found = errors[kind]
-    memory = errors["dense"]
+    found, memory = errors[kind], errors["dense"]
     words = f"{found['runs']} published runs of {found['projects']} project{'s' * (found['projects'] > 1)}"
+    lines = (
+        f"Error on {words}, each predicted without the runs of its own project: tokens/s median {found['median']:.0%},\n"
+        f"  nine of ten below {found['nine_of_ten']:.0%}, largest {found['largest']:.0%}; memory median "
+        f"{memory['memory_median']:.0%}, largest {memory['memory_largest']:.0%}."
+    )
+    if request is not None and not found["cards"].get(request.card.name):
+        lines += f" None of them ran on {request.card.name}: the error may be larger."
+    return lines
+
+
+def memory_error_line() -> str:
+    """Return the error of the predicted memory, in a line of at most 90 characters."""
+    found = known_errors().get("dense")
+    if not found:
+        return ""
     return (
-        f"Error on {words}, each predicted without the runs of its own project: tokens/s median {found['median']:.0%}, nine of "
-        f"ten below {found['nine_of_ten']:.0%}, largest {found['largest']:.0%}; memory median {memory['memory_median']:.0%}, "
-        f"largest {memory['memory_largest']:.0%}."
+        f"\nerror: on {found['memory_runs']} published runs, workshop plan is off by {found['memory_median']:.0%} (median), "
+        f"{found['memory_largest']:.0%} (most)."
     )
