@@ -79,6 +79,22 @@ def test_fsdp_stores_sixteen_bytes_a_parameter_divided_by_the_ranks():
     assert found == pytest.approx([LLAMA.parameters * width / 8 for width in (4, 4, 8)])
 
 
+@pytest.mark.parametrize(
+    ("layout", "parameters", "optimizer", "peak"),
+    [
+        (Layout(dp=4, tp=4), 1_684_836_352, 3_369_673_868, 9_519_621_268),
+        (Layout(dp=8), 3_369_273_344, 6_738_547_852, 24_697_924_756),
+    ],
+)
+def test_the_states_are_those_that_workshop_simulate_counts(layout, parameters, optimizer, peak):
+    """``workshop simulate codellama-7b --ranks 16 --mesh fsdp=4,tp=4``, and ``--ranks 8 --mesh fsdp=8``, with 2,048 tokens."""
+    model = find_model("codellama-7b")
+    found = states(model, layout, model.layers, 2)
+    assert found == pytest.approx((parameters, parameters, optimizer), rel=1e-3)
+    eager = replace(layout, kernels="eager", fused_loss=False)
+    assert predict_bytes(model, eager, 2048).peak == pytest.approx(peak, rel=0.06)
+
+
 def test_zero_1_stores_the_optimizer_state_once():
     found = states(LLAMA, Layout(dp=8, zero=1, gradient_bytes=4), LLAMA.layers, 2)
     assert found == pytest.approx([LLAMA.parameters * width for width in (2, 4, 12 / 8)])

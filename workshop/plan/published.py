@@ -33,12 +33,15 @@ CARDS = (
     ("MI300", "mi300x"),
 )
 UNGATED = "GPT|OPT|BLOOM|MPT|NeoX|Falcon|Turing|NLG|PaLM"
+SHARDED = (
+    "torchtitan|llm-foundry|FSDP|ZeRO-3|fully sharded"  # sources that shard parameters if a row states no ZeRO stage
+)
 SOFTWARE = (
     ("torchtitan", "torchtitan"),
     ("nanotron", "nanotron"),
     ("llm-foundry", "llm-foundry"),
     ("bigscience", "deepspeed"),
-    ("Megatron|NeMo|Korthikanti|Narayanan|Llama 3 |2407.21783", "megatron"),
+    ("Megatron|NeMo|MegaScale|Nemotron|Korthikanti|Narayanan|Llama 3 |2407.21783", "megatron"),
 )
 
 
@@ -189,7 +192,7 @@ def _layout(row: dict[str, str], model: Model, gpus: int, software: str, text: s
     early = bool(re.search("2104.04473|bigscience", text))  # before sequence parallelism
     layout = Layout(
         dp=dp,
-        zero=3 if "ColossalAI" in text else _number(row["zero"], 3 if software in ("torchtitan", "llm-foundry") else 1),
+        zero=3 if "ColossalAI" in text else _number(row["zero"], 3 if re.search(SHARDED, text, re.IGNORECASE) else 1),
         replicas=max(1, dp // int(node[1])) if node else 1,
         tp=tp,
         pp=pp,
