@@ -104,7 +104,7 @@ def estimate(
     between = sizes.hidden * (4 if autocast else width) * tokens
     activations = sizes.layers * (between if checkpointing else layer)
     # The last norm, and the logarithms of all token probabilities, in float32.
-    activations += (_norm(sizes, autocast, width) + 4 * sizes.vocabulary) * tokens
+    activations += (norm_bytes(sizes, autocast, width) + 4 * sizes.vocabulary) * tokens
     if strategy == "ddp" and bf16:  # autocast copies all parameters except the embedding
         activations += 2 * (sizes.parameters - sizes.vocabulary * sizes.hidden * (not sizes.tied))
     states = _states(sizes, strategy, processes, width)
@@ -167,17 +167,23 @@ def _states(sizes: Sizes, strategy: str, n: int, width: int) -> States:
     return States(*stored, gathered, gathered, 0)
 
 
-def _norm(sizes: Sizes, autocast: bool, width: int) -> int:
+def norm_bytes(sizes: Sizes, autocast: bool, width: int) -> int:
     """Return the bytes per token that an RMSNorm and the next layer keep: float32 input, normalized input, and output."""
     return sizes.hidden * (4 + (4 if autocast else width) + width)
 
 
+def attention_bytes(sizes: Sizes, width: int) -> int:
+    """Return the bytes per token that the attention keeps: queries, output, keys, values, and one float32 sum per head."""
+    return width * (2 * sizes.heads * sizes.head + 2 * sizes.kv_heads * sizes.head) + 4 * sizes.heads
+
+
+def mlp_bytes(sizes: Sizes, width: int) -> int:
+    """Return the bytes per token that the MLP keeps: gate, its SiLU, the other branch, their product."""
+    return width * 4 * sizes.intermediate
+
+
 def _layer_activations(sizes: Sizes, autocast: bool, width: int) -> int:
     """Return the bytes per token that a decoder layer keeps for the backward pass."""
-    queries, keys = sizes.heads * sizes.head, sizes.kv_heads * sizes.head
-    # Queries, output, keys, values, and one float32 sum per head.
-    attention = width * (2 * queries + 2 * keys) + 4 * sizes.heads
-    mlp = width * 4 * sizes.intermediate  # gate, its SiLU, the other branch, their product
     # Autocast converts an input for each layer that takes it: three times for queries, keys and values, twice in the MLP.
     again = width * sizes.hidden * 3 if autocast else 0
-    return 2 * _norm(sizes, autocast, width) + attention + mlp + again
+    return 2 * norm_bytes(sizes, autocast, width) + attention_bytes(sizes, width) + mlp_bytes(sizes, width) + again
