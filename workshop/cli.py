@@ -6,12 +6,15 @@ import click
 
 from workshop.check.cli import call, leave
 from workshop.check.cli import options as check_options
+from workshop.plan.cli import plan
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
 def app() -> None:
     """Learn multi-GPU and multi-node PyTorch training, hands on."""
 
+
+app.add_command(plan)
 
 @app.command()
 @click.option("--stages", default="", metavar="01,02", help="Run only these stages.  [default: all]")

@@ -104,7 +104,7 @@ def estimate(
     between = sizes.hidden * (4 if autocast else width) * tokens
     activations = sizes.layers * (between if checkpointing else layer)
     # The last norm, and the logarithms of all token probabilities, in float32.
-    activations += (_norm(sizes, autocast, width) + 4 * sizes.vocabulary) * tokens
+    activations += (norm_bytes(sizes, autocast, width) + 4 * sizes.vocabulary) * tokens
     if strategy == "ddp" and bf16:  # autocast copies all parameters except the embedding
         activations += 2 * (sizes.parameters - sizes.vocabulary * sizes.hidden * (not sizes.tied))
     states = _states(sizes, strategy, processes, width)
@@ -167,7 +167,7 @@ def _states(sizes: Sizes, strategy: str, n: int, width: int) -> States:
     return States(*stored, gathered, gathered, 0)
 
 
-def _norm(sizes: Sizes, autocast: bool, width: int) -> int:
+def norm_bytes(sizes: Sizes, autocast: bool, width: int) -> int:
     """Return the bytes per token that an RMSNorm and the next layer keep: float32 input, normalized input, and output."""
     return sizes.hidden * (4 + (4 if autocast else width) + width)
 
@@ -180,4 +180,4 @@ def _layer_activations(sizes: Sizes, autocast: bool, width: int) -> int:
     mlp = width * 4 * sizes.intermediate  # gate, its SiLU, the other branch, their product
     # Autocast converts an input for each layer that takes it: three times for queries, keys and values, twice in the MLP.
     again = width * sizes.hidden * 3 if autocast else 0
-    return 2 * _norm(sizes, autocast, width) + attention + mlp + again
+    return 2 * norm_bytes(sizes, autocast, width) + attention + mlp + again
