@@ -42,7 +42,8 @@ def copy(tmp_path, monkeypatch):
     for name in ("workshop.sh", "pyproject.toml"):
         shutil.copy2(runs.ROOT / name, tmp_path)
     (tmp_path / "results").mkdir()
-    shutil.copy2(runs.ROOT / "results" / "which-2-cores.md", tmp_path / "results")
+    for name in ("which-2-cores.md", "plan-validation.json"):
+        shutil.copy2(runs.ROOT / "results" / name, tmp_path / "results")
     changes = {"PYTHONPATH": tmp_path, "JUPYTER_PLATFORM_DIRS": 1, "IPYTHONDIR": tmp_path / "ipython"}
     changes |= {"WORKSHOP_PROGRESS": tmp_path / "progress.json", "WORKSHOP_PYTHON": None, "OMP_NUM_THREADS": None}
     environment = runs.environment(**changes)
@@ -224,9 +225,17 @@ def judge_06(notebook):
 
 
 def judge_scale(notebook):
-    said = text(notebook)
-    assert "Traceback" not in said
-    raise NotImplementedError
+    assert re.search(r"this machine needs an intensity of \d", text(notebook, "run-own"))
+    assert re.search(r"alpha = [\d,]+ us, 1/beta = \d", text(notebook, "fit-collectives"))
+    for cell in ("run-plan", "run-bill"):
+        assert "GPU-hours" in text(notebook, cell)
+        assert "each predicted without the runs of its own project" in text(notebook, cell)  # never without its error
+    assert text(notebook, "compare-days").startswith("57.9 billion operations per token; the plan has an MFU of ")
+    by_hand = ["TP  8: computes 9.6 ms, communicates 2.1 ms", "TP 16: computes 4.8 ms, communicates 2.5 ms"]
+    assert text(notebook, "run-tensor").splitlines() == by_hand
+    assert re.search(r"\d+ runs of \d+ projects: median error \d", text(notebook, "plot-validate"))
+    assert "16,384 GPUs: " in text(notebook, "plot-bends")
+    assert len(pictures(notebook)) == 15
 
 
 JUDGES = {

@@ -217,7 +217,7 @@ def show_plot(
     lines: Mapping[str, Sequence[tuple[float, float]]],
     points: Mapping[str, Sequence[tuple[float, float]]] | None = None,
 ) -> None:
-    """Draw lines and points on logarithmic axes.
+    """Draw lines and points. An axis whose values differ by more than a factor of five is logarithmic; else it starts at zero.
 
     Args:
         x, y: the descriptions of the axes, with their units.
@@ -227,7 +227,7 @@ def show_plot(
     import matplotlib.pyplot as plt
 
     points = points or {}
-    figure, axes = plt.subplots(figsize=(7, 4))
+    figure, axes = plt.subplots(figsize=(7, 4), layout="constrained")
     labels = list(dict.fromkeys([*lines, *points]))
     for number, label in enumerate(labels):
         style = {"color": COLOURS[number % len(COLOURS)], "label": label}
@@ -236,10 +236,18 @@ def show_plot(
             style.pop("label")
         if points.get(label):
             axes.scatter(*zip(*points[label], strict=True), **style, marker="osD^vP*X"[number % 8], s=28, zorder=3)
-    axes.set(xscale="log", yscale="log", xlabel=x, ylabel=y)
+    places = [place for named in (lines, points) for several in named.values() for place in several]
+    wide = [max(values) > 5 * min(values) > 0 for values in zip(*places, strict=True)]
+    axes.set(xlabel=x, ylabel=y, xscale="log" if wide[0] else "linear", yscale="log" if wide[1] else "linear")
+    if not wide[1]:
+        axes.set_ylim(bottom=0)
+    marked = sorted({place[0] for place in places})
+    if len(marked) <= 8 and marked[-1] < 1e5:
+        axes.set_xticks(marked, [f"{mark:,g}" for mark in marked], minor=False)
+        axes.minorticks_off()
     axes.grid(alpha=0.25)
     axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(fontsize=9)
+    figure.legend(loc="outside right upper", fontsize=9) if len(labels) > 4 else axes.legend(fontsize=9)
     parts = [f"{label} from ({_place(line[0])}) to ({_place(line[-1])})" for label, line in lines.items() if line]
     parts += [f"{label}: {len(marks)} points" for label, marks in points.items()]
     show_figure(figure, f"{y} against {x}: " + "; ".join(parts))
@@ -272,7 +280,8 @@ def show_parts(bars: Mapping[str, Mapping[str, float]], unit: str) -> None:
     axes.spines[["top", "right"]].set_visible(False)
     figure.legend(loc="outside right upper", fontsize=9)
     text = "; ".join(
-        f"{label}: " + ", ".join(f"{name} {value:.3g}" for name, value in parts.items()) for label, parts in bars.items()
+        f"{label}: " + ", ".join(f"{name} {value:.3g}" for name, value in parts.items())
+        for label, parts in bars.items()
     )
     show_figure(figure, f"Bars of parts, in {unit}: {text}")
 

@@ -21,7 +21,9 @@ RUNG = re.compile(r"rung-([0-3])")
 ONLY_IN_THE_STAGE = {"left", "progress"}  # cells about a learner's own progress
 
 
-MORE = {"strategies": "scale"}  # notebooks with questions but without exercises: the folder, and the name of the notebook
+MORE = {
+    "strategies": "scale"
+}  # notebooks with questions but without exercises: the folder, and the name of the notebook
 
 
 def paths(stage: str) -> tuple[Path, Path]:
