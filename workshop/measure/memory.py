@@ -28,7 +28,7 @@ PARTS = [field.name for field in fields(Memory) if field.name != "peak"]  # peak
 
 
 def known_sizes(model: str) -> Sizes:
-    """Return the sizes of a model, given its name ("codellama-7b", ..., "tiny-codellama") or its folder.
+    """Return the sizes of a model, given its name ("codellama-7b", ..., "tiny-codellama"), its folder or its ``config.json``.
 
     Raises:
         UserError: there is no such model.
@@ -39,7 +39,7 @@ def known_sizes(model: str) -> Sizes:
 
     if model == TINY:
         return read_sizes(model_folder(TINY))
-    if not Path(model).is_dir():
+    if not Path(model).is_dir() and Path(model).suffix != ".json":
         raise UserError(f"there is no model {model}: name a folder, or one of: {', '.join(MODELS)}, {TINY}")
     return read_sizes(model)
 
