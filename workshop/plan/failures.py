@@ -3,7 +3,8 @@
 import math
 from dataclasses import dataclass
 
-# Llama 3 was interrupted 466 times in 54 days on 16,384 GPUs: Dubey et al., 2024, https://arxiv.org/abs/2407.21783, section 3.3.4.
+# Llama 3 was interrupted 466 times in 54 days on 16,384 GPUs: Dubey et al., 2024, section 3.3.4,
+# https://arxiv.org/abs/2407.21783
 RATE = 466 / (54 * 24 * 16384)  # interruptions per hour and GPU
 
 

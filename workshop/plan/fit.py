@@ -12,12 +12,12 @@ from workshop.plan.time import CONSTANTS, Constants, predict
 EXPECTED = {
     "matmul": (0.85, 0.1),
     "attention": (0.6, 0.3),
-    "traffic": (1.2, 0.4),
+    "traffic": (1.1, 0.25),
     "link": (0.75, 0.2),
-    "network": (0.7, 0.35),
-    "latency": (1.5, 0.7),
+    "network": (0.75, 0.2),
+    "latency": (1.2, 0.4),
     "overlap": (0.85, 0.1),
-    "step": (0.03, 0.7),
+    "step": (0.03, 0.35),
 }
 BOUNDS = {"matmul": (0.5, 1.1), "link": (0.3, 1.0), "network": (0.15, 1.0), "overlap": (0.3, 1.0)}
 SPREAD = 0.1  # of tokens/s: the error that we expect of a row

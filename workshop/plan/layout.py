@@ -8,6 +8,7 @@ from workshop.plan.sizes import Model
 
 SCHEDULES = ("1f1b", "interleaved", "zero-bubble")
 ATTENTION = ("plain", "flash2", "flash3")
+KERNELS = ("eager", "partly", "fused")
 RECOMPUTE = ("none", "selective", "half", "full")
 
 
@@ -30,10 +31,11 @@ class Layout:
         recompute: what the backward pass computes again: "none", "selective" (half of the matrix products of a layer, and all
             that needs few operations), "half" (every second layer) or "full" (each layer).
         fp8: "" (bfloat16), "tensorwise" or "rowwise" (float8 in the matrix products of the layers).
-        fused: element-wise operations are fused (torch.compile, or Megatron's kernels); else each one reads and writes memory.
+        kernels: how element-wise operations run: "fused" (torch.compile, or Megatron's kernels), "partly" (fused, but what they
+            keep for the backward pass is not) or "eager" (each one reads and writes memory).
         fused_loss: the loss is computed without float32 copies of the logits for each operation.
-        attention: "plain" (writes the scores of all pairs of tokens), "flash2" (FlashAttention-2) or "flash3" (FlashAttention-3, or
-            cuDNN's, on Hopper and newer).
+        attention: "plain" (writes the scores of all pairs of tokens), "flash2" (FlashAttention-2) or "flash3" (FlashAttention-3,
+            or cuDNN's, on Hopper and newer).
         sp: sequence parallelism: norms and residual additions are divided over the GPUs of tensor parallelism.
         async_tp: the matrix products of tensor parallelism begin before the exchange has ended.
         gradient_bytes: bytes of each gradient that is reduced.
@@ -54,7 +56,7 @@ class Layout:
     microbatches: int = 1
     recompute: str = "none"
     fp8: str = ""
-    fused: bool = True
+    kernels: str = "fused"
     fused_loss: bool = True
     attention: str = "flash2"
     sp: bool = True
@@ -131,8 +133,8 @@ def misfit(layout: Layout, model: Model, sequence_length: int) -> str:
         return f"replicas={layout.replicas} needs zero=3 and must divide dp={layout.dp}"
     if layout.schedule not in SCHEDULES or layout.recompute not in RECOMPUTE:
         return f"schedule is one of {', '.join(SCHEDULES)}; recompute is one of {', '.join(RECOMPUTE)}"
-    if layout.attention not in ATTENTION:
-        return f"attention is one of {', '.join(ATTENTION)}"
+    if layout.attention not in ATTENTION or layout.kernels not in KERNELS:
+        return f"attention is one of {', '.join(ATTENTION)}; kernels is one of {', '.join(KERNELS)}"
     if layout.fp8 not in ("", "tensorwise", "rowwise") or layout.zero not in (0, 1, 2, 3):
         return "fp8 is tensorwise or rowwise; zero is 0, 1, 2 or 3"
     return ""

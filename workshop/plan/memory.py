@@ -76,22 +76,23 @@ def layer_bytes(model: Model, layout: Layout, sequence_length: int) -> float:
     own, tp = part(model, layout.tp, ep=layout.ep), layout.tp
     tokens = layout.mbs * sequence_length / layout.cp
     queries, keys = own.heads * own.head, own.kv_heads * own.head
+    fused = layout.kernels == "fused"
     # A fused norm keeps its input and its output; else also the input in float32 and the normalized input.
-    norms = 2 * (4 * model.hidden if layout.fused else norm_bytes(model, False, 2)) / (tp if layout.sp else 1)
+    norms = 2 * (4 * model.hidden if fused else norm_bytes(model, False, 2)) / (tp if layout.sp else 1)
     attention = 2 * (2 * queries + 2 * keys) + 4 * own.heads
     if layout.attention == "plain":  # scores before and after the softmax, and the mask of the dropout
         attention += 5 * own.heads * sequence_length
     mlp = 2 * (4 if model.gated else 2) * own.intermediate * model.active
-    if layout.fused and model.gated:
+    if fused and model.gated:
         mlp *= 0.75  # the SiLU is computed again in the fused backward pass
-    again = 4 * model.hidden if layout.tp > 1 and not layout.fused else 0  # Megatron gathers these inputs again instead
+    again = 4 * model.hidden if layout.tp > 1 and not fused else 0  # Megatron gathers these inputs again instead
     return tokens * (norms + attention + mlp + again)
 
 
 def _kept(model: Model, layout: Layout, sequence_length: int, layer: float) -> float:
     """Return the bytes that a layer keeps until its backward pass."""
     tokens = layout.mbs * sequence_length / layout.cp
-    between = 2 * model.hidden * tokens / layout.tp
+    between = 2 * model.hidden * tokens / (layout.tp if layout.sp else 1)
     if layout.recompute == "none":
         return layer
     if layout.recompute == "half":

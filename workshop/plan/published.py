@@ -1,6 +1,7 @@
 """Published training runs: one row of a CSV file each, as a model, a layout, a card, and what was measured.
 
-The columns are those of published.csv. Its first 40 rows were given with the task; the others were collected later. What a source leaves out, we choose as its software does; ``Run.assumed`` says so.
+The columns are those of published.csv. Its first 40 rows were given with the task; the others were collected later. What a source
+leaves out, we choose as its software does; ``Run.assumed`` says so.
 """
 
 import csv
@@ -172,20 +173,23 @@ def _layout(row: dict[str, str], model: Model, gpus: int, software: str, text: s
     """Return the layout as far as the row states it; micro-batches of 0 and the recomputation "" are not stated."""
     tp, cp, pp, vpp = (_number(row[key], 1) for key in ("tp", "cp", "pp", "vpp"))
     dp = gpus // (tp * cp * pp)
-    stated = row["recompute"] not in ("", "not stated")
+    stated = row["recompute"] not in ("", "not stated") and "share of layers recomputed not stated" not in text
     assumed = [] if stated else ["recomputation"]
     mbs, count = _number(row["mbs_per_rank"], 0), _number(row["microbatches"], 0)
+    if "micro-batches not stated" in text or "ColossalAI" in text:  # then it is the batch of a rank in a whole step
+        mbs = 0
     if software == "torchtitan" and pp > 1 and mbs:  # it cuts the batch of a rank into micro-batches
         count = count or pp
         mbs = max(1, mbs // count)
     node = re.search(r"sharded over the (\d+) GPUs", text)
     compiled = row["compile"] == "1"
+    fuses = software in ("megatron", "deepspeed", "llm-foundry") or "JAX" in text
     # Megatron's fused attention and its overlap of tensor parallelism came with the Transformer Engine, for Hopper.
     transformer_engine = software == "megatron" and "A100" not in row["gpu"] and "Llama 3 " not in text
     early = bool(re.search("2104.04473|bigscience", text))  # before sequence parallelism
     layout = Layout(
         dp=dp,
-        zero=_number(row["zero"], 3 if software in ("torchtitan", "llm-foundry") else 1),
+        zero=3 if "ColossalAI" in text else _number(row["zero"], 3 if software in ("torchtitan", "llm-foundry") else 1),
         replicas=max(1, dp // int(node[1])) if node else 1,
         tp=tp,
         pp=pp,
@@ -196,16 +200,16 @@ def _layout(row: dict[str, str], model: Model, gpus: int, software: str, text: s
         microbatches=count,
         recompute=_recompute(row["recompute"]) if stated else "",
         fp8=_fp8(row["dtype"]),
-        fused=compiled or software in ("megatron", "deepspeed", "llm-foundry") or "JAX" in text,
+        kernels="fused" if compiled or fuses else "partly" if software == "nanotron" else "eager",
         fused_loss=(compiled and "202412" not in text) or software != "torchtitan",
         attention="plain"
-        if early or "A100" in row["gpu"] and "Korthikanti" in text
+        if early or ("A100" in row["gpu"] and "Korthikanti" in text)
         else "flash3"
         if transformer_engine
         else "flash2",
         sp=not early,
         async_tp=("async TP" in text and "vanilla" not in text) or transformer_engine,
-        gradient_bytes=4 if "fp32 grad" in row["dtype"] or software == "torchtitan" else 2,
+        gradient_bytes=4 if "fp32 grad" in row["dtype"] + text or software == "torchtitan" else 2,
         by_tensor=software == "nanotron",
         balanced=bool(re.search("nanotron|Llama 3 |2407.21783|counted as a layer", text)),
     )
@@ -223,7 +227,7 @@ def _completed(
     else:
         sizes = [layout.mbs]
     found = layout
-    choices = [layout.recompute] if layout.recompute else ["none", "full"]
+    choices = [layout.recompute] if layout.recompute else ["none", "selective", "full"]
     if "recomputation mostly off" in text:
         choices = ["none"]
     for recompute in choices:

@@ -131,7 +131,7 @@ def _with_mesh(layout: Layout, **sizes: int) -> Layout | None:
         return None
     dp = layout.gpus // rest
     count = layout.global_batch // dp // layout.mbs
-    if layout.replicas > 1 and dp % layout.replicas or dp % layout.ep:
+    if (layout.replicas > 1 and dp % layout.replicas) or dp % layout.ep:
         return None
     return replace(changed, dp=dp, microbatches=count)
 

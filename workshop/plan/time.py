@@ -14,6 +14,7 @@ EAGER = 2.5  # without fusion, each element-wise operation of a norm, a rotation
 FLASH3 = (
     1.75  # on Hopper, 1.5 to 2.0 times as fast as FlashAttention-2: Shah et al., 2024, https://arxiv.org/abs/2407.08608
 )
+HEAD = 1.25  # FlashAttention is slower for small heads: d / (d + 32), as much as FlashAttention-2's figures show; 1 for 128
 INSIDE = 0.2  # the latency between two GPUs of a node, in units of that between two nodes
 
 
@@ -174,12 +175,12 @@ def layer_times(model: Model, layout: Layout, machine: Machine, sequence_length:
     product += machine.product(routed, model.hidden, up, fp8, own.experts)
     product += machine.product(routed, own.intermediate, model.hidden, fp8, own.experts)
     # Causal: a token sees half of the others. The backward pass has five products in place of two.
-    scores = 2 * tokens * sequence_length * queries / machine.attention
+    scores = 2 * tokens * sequence_length * queries / (machine.attention * HEAD * own.head / (own.head + 32))
     if layout.attention == "flash3" and machine.card.fp8:
         scores /= FLASH3
     moved = tokens / (tp if layout.sp else 1) * 20 * model.hidden + tokens * 4 * (queries + keys)
     moved += routed * (6 if model.gated else 4) * own.intermediate
-    moved *= machine.constants.traffic * (1 if layout.fused else EAGER)
+    moved *= machine.constants.traffic * (EAGER if layout.kernels == "eager" else 1)
     if model.experts > 1:  # the rows are sorted by expert, and back
         moved += 8 * routed * model.hidden
     if layout.attention == "plain":  # scores, softmax, mask and dropout, each read and written
@@ -272,7 +273,7 @@ def _head(model: Model, layout: Layout, machine: Machine, sequence_length: int) 
     """Return the seconds of the output layer and the loss for one micro-batch."""
     tokens = layout.mbs * sequence_length / layout.cp
     own = -(-model.vocabulary // layout.tp)
-    moved = (16 if layout.fused else 24) * tokens * own
+    moved = (24 if layout.kernels == "eager" else 16) * tokens * own
     return 3 * machine.product(tokens, model.hidden, own) + moved / machine.card.memory_bandwidth
 
 
@@ -297,10 +298,13 @@ def _data_parallel(model: Model, layout: Layout, machine: Machine, layer: Layer,
         # A pipeline gathers once in a step, and reduces after the last micro-batch.
         once = layers * (gather + scatter) + ring((2 + layout.gradient_bytes) * root)
         return 0.0, machine.hidden(once, layers * (layer.computing(0) + layer.computing(1)))
+    # With several parts on each stage, the last group of micro-batches goes through one part after the other, so that a part
+    # exchanges its gradients while the others compute.
+    window = layers * (min(layout.pp, layout.microbatches) if layout.vpp > 1 else 1)
     full, calls = layers * size + root, layers * (6 if layout.by_tensor and layout.zero else 1)
     ring = lambda full: machine.ring(full, ranks, per_node, calls)  # noqa: E731
     reduce = ring(layout.gradient_bytes * full)
     if layout.zero == 0:
-        return 0.0, machine.hidden(2 * reduce, layers * layer.computing(1))
-    gathered = machine.hidden(ring(2 * full), layers * layer.computing(0))
-    return 0.0, machine.hidden(reduce, layers * layer.computing(1)) + gathered
+        return 0.0, machine.hidden(2 * reduce, window * layer.computing(1))
+    gathered = machine.hidden(ring(2 * full), window * layer.computing(0))
+    return 0.0, machine.hidden(reduce, window * layer.computing(1)) + gathered

@@ -91,8 +91,8 @@ class Site(Table):
         account_required: whether a job must name an account.
         gpu_option: the option that requests GPUs; ``%d`` is the number per node. On PBS: the resource in a chunk.
         gpus_per_node: GPUs of a whole node.
-        card, card_network: the GPU and the network between nodes for ``workshop plan``, a file and a table in workshop/plan/cards;
-            "": no GPU that it knows, and the usual network of the GPU.
+        card, card_network: the GPU and the network between nodes for ``workshop plan``: a file, and a table of networks.toml, in
+            workshop/plan/cards; "": a GPU that has no such file, and the usual network of the GPU.
         max_nodes: the maximum number of nodes of any job; None: only the limits of the queues apply.
         cores_per_gpu: CPU cores per GPU.
         usable_cores_per_node: the cores of a whole node that jobs can use.
