@@ -235,7 +235,8 @@ def judge_scale(notebook):
     assert text(notebook, "run-tensor").splitlines() == by_hand
     assert re.search(r"\d+ runs of \d+ projects: median error \d", text(notebook, "plot-validate"))
     assert "16,384 GPUs: " in text(notebook, "plot-bends")
-    assert len(pictures(notebook)) == 15
+    assert "8 collectives in each layer" in text(notebook, "compare-count")
+    assert len(pictures(notebook)) == 16
 
 
 JUDGES = {
