@@ -16,6 +16,7 @@ def app() -> None:
 
 app.add_command(plan)
 
+
 @app.command()
 @click.option("--stages", default="", metavar="01,02", help="Run only these stages.  [default: all]")
 @click.option(
