@@ -227,7 +227,8 @@ def progress() -> None:
 @click.option("--output", default="", metavar="FOLDER", help="Folder for the table, the picture and the data.")
 @click.option("--collectives", is_flag=True, help="Measure how fast the processes communicate, without a SCRIPT.")
 @click.option("--logs", is_flag=True, help="Run nothing: compare the logs of jobs, which are the arguments.")
-def bench(script, arguments, processes, mode, repeats, output, collectives, logs) -> None:
+@click.option("--card", is_flag=True, help="Measure this machine for workshop plan --gpu here; --output is a file.")
+def bench(script, arguments, processes, mode, repeats, output, collectives, logs, card) -> None:
     """Measure how much faster SCRIPT trains with more processes.
 
     Write the ARGUMENTS of SCRIPT after --. To measure several nodes, submit the job script with 1, 2 and 4 nodes, then run:
@@ -236,6 +237,10 @@ def bench(script, arguments, processes, mode, repeats, output, collectives, logs
     from workshop.measure.bench import run_bench, run_collectives
     from workshop.measure.scaling import run_logs
 
+    if card:
+        from workshop.measure.card import run_card
+
+        sys.exit(run_card(processes, output))
     if collectives:
         sys.exit(run_collectives(processes, output))
     if logs:
@@ -321,6 +326,7 @@ def gpu_day(minutes, output, only) -> None:
 @click.option("--time", metavar="HH:MM:SS", help="Time limit, instead of the one in SCRIPT.")
 @click.option("--reservation", metavar="NAME", help="Reservation, for example the one of a course.")
 @click.option("--container", metavar="FILE.sif", help="Apptainer image in which Python runs.")
+@click.option("--plan", metavar="FILE", help="Nodes and GPUs from the file that workshop plan --output wrote.")
 @click.option("--dry-run", is_flag=True, help="Print the command and the site's settings; submit nothing.")
 def submit(script, site, arguments, **options) -> None:
     """Submit the job SCRIPT to a site; write its ARGUMENTS after --."""

@@ -180,6 +180,20 @@ def run_fit() -> None:
     print(f"written to {fit.CONSTANTS.name}; now run workshop plan --validate")
 
 
+def _compare_here() -> None:
+    """Print predictions beside trainings on this machine, if it has been measured as a card."""
+    from workshop.plan.here import compare_here
+
+    rows = compare_here()
+    if not rows:
+        print("not compared with this machine: workshop bench --card has not measured it\n")
+    for row in rows:
+        print(
+            f"this machine, {row['strategy']} on {row['processes']}: measured {row['measured']:,.0f}, "
+            f"predicted {row['predicted']:,.0f} tokens/s per process, {row['error']:+.0%}"
+        )
+
+
 def run_validate(output: str | None, rows: str | None) -> None:
     """Predict published runs, print the table of errors, and write it.
 
@@ -203,6 +217,7 @@ def run_validate(output: str | None, rows: str | None) -> None:
         print()
     else:
         found = validate.validate(read_runs(), lambda group: print(f"held out: {group}", file=sys.stderr))
+        _compare_here()
     print(validate.table(found, validate.summary(found)).split("\n| project")[0].strip())
     if output or not rows:
         folder = open_folder(output or ROOT / "results")

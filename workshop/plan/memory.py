@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from workshop.plan.layout import Layout
 from workshop.plan.sizes import Model, part
-from workshop.training.memory import norm_bytes
+from workshop.training.memory import attention_bytes, mlp_bytes, norm_bytes
 
 GIB = 2**30
 ALLOCATOR = 0.08  # of the peak: what the caching allocator reserves and cannot use
@@ -17,14 +17,15 @@ LIBRARIES = 2.0 * GIB  # the contexts of CUDA or ROCm, of NCCL or RCCL, and thei
 
 @dataclass(frozen=True)
 class Bytes:
-    """The bytes of a training step on the fullest GPU.
+    """The bytes of a training step on the fullest GPU: the most for each purpose, and the most at one time.
 
     Attributes:
-        parameters, gradients, optimizer: what stays from step to step. FSDP and DDP: float32; else bfloat16 parameters, gradients
-            of ``Layout.gradient_bytes``, and a float32 copy with two moments for the optimizer.
+        parameters, gradients, optimizer: what stays from step to step. FSDP: float32; else bfloat16 parameters, gradients of
+            ``Layout.gradient_bytes``, and a float32 copy with two moments for the optimizer.
         gathered: parameters that FSDP gathers, and gradients that it has not reduced yet.
         activations: what the forward passes in flight keep.
         temporary: the most that is soon freed: a layer in its backward pass, or the logits and their gradients.
+        peak: the most that all of these take at one time; less than their sum, because they do not reach their maxima together.
         allocator: what the allocator cannot use, and what libraries take.
     """
 
@@ -34,16 +35,12 @@ class Bytes:
     gathered: float
     activations: float
     temporary: float
+    peak: float
     allocator: float
 
     @property
     def total(self) -> float:
-        return sum(vars(self).values())
-
-    @property
-    def peak(self) -> float:
-        """The bytes of all tensors at the worst moment, without what the allocator and the libraries take."""
-        return self.total - self.allocator
+        return self.peak + self.allocator
 
 
 def states(model: Model, layout: Layout, layers: int, roots: int) -> tuple[float, float, float]:
@@ -75,14 +72,13 @@ def layer_bytes(model: Model, layout: Layout, sequence_length: int) -> float:
     """Return the bytes that a layer keeps in each process for one micro-batch without recomputation."""
     own, tp = part(model, layout.tp, ep=layout.ep), layout.tp
     tokens = layout.mbs * sequence_length / layout.cp
-    queries, keys = own.heads * own.head, own.kv_heads * own.head
     fused = layout.kernels == "fused"
     # A fused norm keeps its input and its output; else also the input in float32 and the normalized input.
     norms = 2 * (4 * model.hidden if fused else norm_bytes(model, False, 2)) / (tp if layout.sp else 1)
-    attention = 2 * (2 * queries + 2 * keys) + 4 * own.heads
+    attention = attention_bytes(own, 2)
     if layout.attention == "plain":  # scores before and after the softmax, and the mask of the dropout
         attention += 5 * own.heads * sequence_length
-    mlp = 2 * (4 if model.gated else 2) * own.intermediate * model.active
+    mlp = mlp_bytes(own, 2) * (1 if model.gated else 0.5) * model.active
     if fused and model.gated:
         mlp *= 0.75  # the SiLU is computed again in the fused backward pass
     again = 4 * model.hidden if layout.tp > 1 and not fused else 0  # Megatron gathers these inputs again instead
@@ -123,18 +119,35 @@ def _stage(
 ) -> Bytes:
     parameters, gradients, optimizer = states(model, layout, layers, roots)
     layer = layer_bytes(model, layout, sequence_length)
-    kept = layers * flight * _kept(model, layout, sequence_length, layer)
+    each = flight * _kept(model, layout, sequence_length, layer)
+    kept = layers * each
     tokens = layout.mbs * sequence_length / layout.cp
     own = part(model, layout.tp, ep=layout.ep)
-    root = roots * own.vocabulary * model.hidden
-    gathered = 0.0
-    if layout.zero == 3 and layout.pp == 1:
-        gathered = 2 * root + (2 + 2 + 4) * own.layer_parameters
-    elif layout.zero == 3:  # a pipeline keeps its parameters gathered, and adds up whole gradients
-        gathered = (2 + layout.gradient_bytes) * (root + layers * own.layer_parameters)
-    # In tensor parallelism, the whole inputs of attention and MLP and their gradients exist besides.
-    backward = 1.5 * layer + (8 * tokens * model.hidden if layout.tp > 1 else 0)
+    output = own.vocabulary * model.hidden
+    # The logits in the type of the computation and in float32, their logarithms, and two gradients; a fused loss needs two.
     logits = (8 if layout.fused_loss else 14) * tokens * own.vocabulary if loss else 0.0
-    temporary = max(backward, logits)
-    peak = parameters + gradients + optimizer + gathered + kept + temporary
-    return Bytes(parameters, gradients, optimizer, gathered, kept, temporary, ALLOCATOR * peak + LIBRARIES)
+    # In tensor parallelism, the whole inputs of attention and MLP and their gradients exist besides.
+    backward = layer + (0.5 * layer + 8 * tokens * model.hidden if layout.tp > 1 else 0)
+    early = late = 0.0  # what FSDP gathers, with the loss and in the backward pass
+    if layout.zero == 3 and layout.pp == 1:
+        # The root stays gathered; the gradient of the output layer is whole until the backward pass ends. There, a layer has its
+        # parameters and gradients, FSDP gathers the next layer, and reduces the gradients of the one before in float32.
+        early = 2 * (roots * output + own.layer_parameters)
+        late = 2 * (roots + 1) * output + (6 + layout.gradient_bytes) * own.layer_parameters
+    elif layout.zero == 3:  # a pipeline keeps its parameters gathered, and adds up whole gradients
+        early = late = (2 + layout.gradient_bytes) * (roots * output + layers * own.layer_parameters)
+    first = layout.zero == 3 and layout.pp == 1 and layout.microbatches == 1
+    held = (
+        0.0 if first else gradients
+    )  # before the backward pass: of an earlier micro-batch, or a buffer for all gradients
+    update = optimizer / 2 if layout.zero == 3 and layout.kernels == "eager" else 0.0  # AdamW's foreach
+    peak = parameters + optimizer
+    peak += max(
+        early + kept + logits + held,
+        late + max(0.0, kept - each) + backward + held,
+        late + backward + gradients,
+        gradients + update,
+    )
+    temporary = max(backward, logits, update)
+    allocator = ALLOCATOR * peak + LIBRARIES
+    return Bytes(parameters, gradients, optimizer, max(early, late), kept, temporary, peak, allocator)

@@ -65,9 +65,11 @@ def describe(layout: Layout) -> str:
 
 def memory_words(plan: Plan) -> str:
     """Return what takes the memory of a GPU, the largest part first."""
-    parts = sorted(((size, name) for name, size in vars(plan.bytes).items() if size > 5e8), reverse=True)
+    parts = sorted(
+        ((size, name) for name, size in vars(plan.bytes).items() if size > 5e8 and name != "peak"), reverse=True
+    )
     words = ", ".join(f"{name} {size / 1e9:.0f}" for size, name in parts)
-    return f"{plan.bytes.total / 1e9:.0f} of {plan.request.card.memory / 1e9:.0f} GB: {words}"
+    return f"{plan.bytes.total / 1e9:.0f} of {plan.request.card.memory / 1e9:.0f} GB at the peak: at most {words}"
 
 
 def shares(plan: Plan) -> str:

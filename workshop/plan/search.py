@@ -35,7 +35,10 @@ class Request:
     @property
     def sequences(self) -> int:
         """The sequences in a step."""
-        return self.batch or max(1, round(4 * 2**20 / self.sequence_length))
+        if self.batch:
+            return self.batch
+        usual = max(1, round(4 * 2**20 / self.sequence_length))
+        return round(usual / self.gpus) * self.gpus if usual >= self.gpus else usual
 
 
 @dataclass(frozen=True)
@@ -87,6 +90,8 @@ def meshes(request: Request) -> Iterator[Layout]:
                 if gpus % (tp * cp * pp):
                     continue
                 dp = gpus // (tp * cp * pp)
+                if fixed.get("dp", dp) != dp:
+                    continue
                 for ep in _choices(fixed, "ep", _divisors(model.experts) if model.experts > 1 else [1]):
                     if dp % ep == 0:
                         yield Layout(dp=dp, tp=tp, cp=cp, pp=pp, ep=ep)
@@ -176,10 +181,12 @@ def _no_mesh(request: Request) -> str:
     product = 1
     for name, value in request.fixed:
         product *= value if name in ("tp", "pp", "cp", "dp") else 1
-    if request.gpus % product or (dict(request.fixed).get("dp") and request.gpus != product):
+    if request.gpus % product:
         return (
             f"the mesh has {product:,} GPUs, which does not divide {request.gpus:,}; use a multiple of {product:,} GPUs"
         )
+    if {"dp", "tp", "pp", "cp"} <= dict(request.fixed).keys() and product != request.gpus:
+        return f"the mesh has {product:,} GPUs, not {request.gpus:,}; use --gpus {product}, or leave out dp"
     per = max(1, request.gpus // max(1, product))
     most = next((n for n in range(per, 0, -1) if request.sequences % n == 0), 1)
     return (

@@ -86,9 +86,12 @@ def find_model(name: str) -> Model:
     models = known_models()
     if name.lower() in models:
         return models[name.lower()]
-    path = Path(name)
+    from workshop.data.codellama import TINY, model_folder
+
+    path = model_folder(TINY) if name == TINY else Path(name)
     if not path.exists():
-        raise UserError(f"there is no model {name}: name a folder or a config.json, or one of: {', '.join(models)}")
+        names = ", ".join([*models, TINY])
+        raise UserError(f"there is no model {name}: name a folder or a config.json, or one of: {names}")
     return _read(path / "config.json" if path.is_dir() else path)
 
 

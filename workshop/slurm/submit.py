@@ -12,6 +12,7 @@ from pathlib import Path
 from workshop.errors import UserError
 from workshop.files import write_atomically
 from workshop.repository import workshop_command
+from workshop.slurm.planned import read_plan
 from workshop.slurm.sites import detect_site, find_site, known_sites
 from workshop.slurm.submission import Submission, submission
 
@@ -36,7 +37,13 @@ def on_practice_cluster() -> bool:
 
 
 def run_submit(
-    script: str, site: str | None = None, *, dry_run: bool = False, arguments: Sequence[str] = (), **options
+    script: str,
+    site: str | None = None,
+    *,
+    dry_run: bool = False,
+    arguments: Sequence[str] = (),
+    plan: str | None = None,
+    **options,
 ) -> int:
     """``workshop submit``: show or submit a job; returns the exit status.
 
@@ -45,11 +52,19 @@ def run_submit(
         site: the name of the site's profile; None: the site of this host.
         dry_run: show the command, and the file that the script sources; submit nothing.
         arguments: the arguments of the script.
+        plan: a file of ``workshop plan --output``, which gives nodes, GPUs per node, and the site if none is named.
         **options: the options of ``submission``.
 
     Raises:
         UserError: the job cannot be submitted, or the scheduler refuses it.
     """
+    if plan:
+        planned = read_plan(Path(plan))
+        if options.get("nodes") or options.get("gpus_per_node"):
+            raise UserError("--plan gives nodes and GPUs per node; leave out --nodes and --gpus-per-node")
+        options |= {"nodes": planned.nodes, "gpus_per_node": planned.gpus_per_node}
+        site = site or planned.site or None
+        print(f"mesh of the plan: {planned.mesh}")
     name = choose_site(site)
     profile = find_site(name)
     job = submission(Path(script), name, profile, arguments=arguments, **options)

@@ -172,12 +172,18 @@ def norm_bytes(sizes: Sizes, autocast: bool, width: int) -> int:
     return sizes.hidden * (4 + (4 if autocast else width) + width)
 
 
+def attention_bytes(sizes: Sizes, width: int) -> int:
+    """Return the bytes per token that the attention keeps: queries, output, keys, values, and one float32 sum per head."""
+    return width * (2 * sizes.heads * sizes.head + 2 * sizes.kv_heads * sizes.head) + 4 * sizes.heads
+
+
+def mlp_bytes(sizes: Sizes, width: int) -> int:
+    """Return the bytes per token that the MLP keeps: gate, its SiLU, the other branch, their product."""
+    return width * 4 * sizes.intermediate
+
+
 def _layer_activations(sizes: Sizes, autocast: bool, width: int) -> int:
     """Return the bytes per token that a decoder layer keeps for the backward pass."""
-    queries, keys = sizes.heads * sizes.head, sizes.kv_heads * sizes.head
-    # Queries, output, keys, values, and one float32 sum per head.
-    attention = width * (2 * queries + 2 * keys) + 4 * sizes.heads
-    mlp = width * 4 * sizes.intermediate  # gate, its SiLU, the other branch, their product
     # Autocast converts an input for each layer that takes it: three times for queries, keys and values, twice in the MLP.
     again = width * sizes.hidden * 3 if autocast else 0
-    return 2 * norm_bytes(sizes, autocast, width) + attention + mlp + again
+    return 2 * norm_bytes(sizes, autocast, width) + attention_bytes(sizes, width) + mlp_bytes(sizes, width) + again
