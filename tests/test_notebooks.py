@@ -1,7 +1,9 @@
 """The notebooks run from top to bottom, as delivered and solved; the solution notebooks show a solved run."""
 
+import json
 import re
 import shutil
+import statistics
 
 import nbformat
 import pytest
@@ -313,6 +315,26 @@ def test_the_solution_notebook_has_the_same_cells_and_shows_a_solved_run(stage):
     assert re.search(r"Python [\d.]+, torch [\d.]+\S*, \d+ CPU cores, ", text(there, "start"))  # its machine
     assert "/home" not in path.read_text()
     assert path.stat().st_size < 1_000_000
+
+
+PLANNED = ("plot-tensor", "plot-validate", "show-worst", "plot-scaling", "plot-bends", "plot-bill")
+
+
+def test_the_cells_of_scale_that_call_the_planner_run():
+    """Run them here, without a kernel, because the whole notebook runs only with --full."""
+    cells = {cell["id"]: cell.source for cell in nbformat.read(solutions.paths("strategies")[0], as_version=4).cells}
+    shown = []
+    names = {"json": json, "statistics": statistics, "ROOT": runs.ROOT}
+    names |= dict.fromkeys(("show_bars", "show_parts", "show_plot"), lambda *arguments: shown.append(arguments))
+    for name, source in cells.items():
+        if name.startswith("guess-") or name in PLANNED:
+            exec(source, names)
+    parts, _, _, within, speeds, lost, shares, *_ = shown
+    assert parts[0]["TP 16: 40 GB"]["TP"] > 2 * parts[0]["TP 8: 69 GB"]["TP"]
+    assert 40 < within[0]["within 10 %"] < within[0]["within 25 %"] < 100
+    assert speeds[3]["published"]
+    assert 0 < lost[0]["1,024 to 16,384 GPUs"] < 50
+    assert shares[0]["16,384 GPUs"]["bubble"] > 2 * shares[0]["4,096 GPUs"]["bubble"]
 
 
 def test_a_cell_that_fails_is_named(copy):
