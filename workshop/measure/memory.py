@@ -3,28 +3,17 @@
 import json
 import os
 import tempfile
-from dataclasses import asdict, fields
+from dataclasses import asdict
 from pathlib import Path
 
 from workshop.errors import UserError
-from workshop.training.memory import Memory, estimate
+from workshop.plan.report import memory_error_line
+from workshop.plan.strategies import PARTS, SAME_ON_ANY_NUMBER, predictions
+from workshop.training.memory import estimate
 from workshop.training.transformer import GIB, MODELS, Sizes, read_sizes
 
 # The memory of GPUs in GB, with examples for each size.
 CARDS = {40: "A100-40", 64: "A100-64, MI250X", 80: "A100-80, H100", 96: "GH200", 141: "H200", 180: "B200"}
-
-
-# The rows of the table: the name, and the strategy for ``estimate``.
-PLANS = (
-    ("DDP", "ddp"),
-    ("ZeRO-1", "zero1"),
-    ("ZeRO-2", "zero2"),
-    ("ZeRO-3", "zero3"),
-    ("FSDP", "fsdp"),
-    ("LoRA", "lora"),
-)
-SAME_ON_ANY_NUMBER = ("DDP", "LoRA")
-PARTS = [field.name for field in fields(Memory) if field.name != "peak"]  # peak: the most of the others at one time
 
 
 def known_sizes(model: str) -> Sizes:
@@ -93,35 +82,6 @@ def run_memory(
     return 0
 
 
-def predictions(sizes: Sizes, counts: list[int], settings: dict) -> list[dict]:
-    """Return a row for each strategy and number of GPUs: bytes by part, and totals also with checkpointing and offload.
-
-    Args:
-        sizes: the sizes of the model.
-        counts: the numbers of GPUs.
-        settings: ``batch_size`` and ``sequence_length``.
-    """
-    rows = []
-    for name, strategy in PLANS:
-        for count in counts if name not in SAME_ON_ANY_NUMBER else [counts[-1]]:
-            if count == 1 and len(counts) > 1 and strategy in ("zero1", "zero2"):
-                continue  # on one GPU nothing is sharded: the same as ZeRO-3
-            plain = estimate(sizes, strategy, count, **settings)
-            less = estimate(sizes, strategy, count, checkpointing=True, **settings)
-            offloaded = estimate(sizes, strategy, count, checkpointing=True, offload=True, **settings)
-            rows.append(
-                {
-                    "strategy": name,
-                    "gpus": count,
-                    **asdict(plain),
-                    "total": plain.total,
-                    "with_checkpointing": less.total,
-                    "with_checkpointing_and_offload": offloaded.total,
-                }
-            )
-    return rows
-
-
 def smallest_card(total: float) -> str:
     """Return the memory in GB of the smallest GPU with room for ``total`` bytes, or "-"."""
     return next((str(size) for size in CARDS if total <= size * 1e9), "-")
@@ -156,7 +116,7 @@ def show(console, name: str, sizes: Sizes, rows: list[dict], settings: dict) -> 
         "total: the most at one time. This is less than the sum of the parts, because\n"
         "  gradients are complete only when the backward pass has freed the activations.\n"
         "recompute: with activation checkpointing. offload: also with parameters,\n"
-        "  gradients and optimizer state in CPU memory (ZeRO-1 and 2: optimizer state)."
+        "  gradients and optimizer state in CPU memory (ZeRO-1 and 2: optimizer state)." + memory_error_line()
     )
 
 

@@ -26,6 +26,9 @@ if TYPE_CHECKING:
 @click.option("--layout", default="", metavar="tp=8,pp=4", help="Fix parts of the layout.")
 @click.option("--fp8", is_flag=True, help="Also try float8.")
 @click.option("--failures", type=float, metavar="N", help="Interruptions per 1,000 GPUs and day.  [default: Llama 3's]")
+@click.option(
+    "--checkpoint-every", type=click.FloatRange(min=1), metavar="MINUTES", help="[default: the best interval]"
+)
 @click.option("--output", metavar="FILE", help="Write the best plan as JSON, for workshop submit --plan.")
 @click.option("--validate", is_flag=True, help="Predict published runs, and write the errors into --output FOLDER.")
 @click.option("--rows", metavar="FILE.csv", help="With --validate: predict the runs of this file instead.")
@@ -57,6 +60,7 @@ def run_plan(
     layout: str = "",
     fp8: bool = False,
     failures: float | None = None,
+    checkpoint_every: float | None = None,
     output: str | None = None,
 ) -> "Plan":
     """Search, print the best plans, and return the best.
@@ -67,7 +71,7 @@ def run_plan(
     from rich.console import Console
 
     from workshop.plan import report
-    from workshop.plan.failures import RATE
+    from workshop.plan.failures import RATE, Failures
     from workshop.plan.search import search
 
     training = parse_tokens(tokens)
@@ -76,7 +80,8 @@ def run_plan(
     console = Console(highlight=False, width=None if sys.stdout.isatty() else 130)
     where = f"{request.gpus:,} x {request.card.name}"
     rate = failures / 24 / 1000 if failures is not None else RATE
-    report.show(console, plans, f"{Path(model).name} on {where}", training, rate)
+    lost = Failures(rate, 60 * (checkpoint_every or 0))
+    report.show(console, plans, f"{Path(model).name} on {where}", training, lost)
     if output:
         _write(Path(output), model, site, plans[0])
         console.print(f"the best plan: {output}")

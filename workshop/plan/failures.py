@@ -9,6 +9,19 @@ RATE = 466 / (54 * 24 * 16384)  # interruptions per hour and GPU
 
 
 @dataclass(frozen=True)
+class Failures:
+    """How often a training is interrupted, and how often it writes a checkpoint.
+
+    Attributes:
+        rate: interruptions per hour and GPU.
+        interval: seconds between checkpoints; 0: the best.
+    """
+
+    rate: float = RATE
+    interval: float = 0
+
+
+@dataclass(frozen=True)
 class Losses:
     """What interruptions cost a run.
 

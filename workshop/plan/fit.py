@@ -1,6 +1,7 @@
 """``workshop plan --fit``: find the constants with which predictions agree best with published runs."""
 
 import math
+import re
 from collections import Counter, defaultdict
 from dataclasses import fields
 
@@ -82,7 +83,8 @@ def write(constants: Constants, runs: list[Run], path=CONSTANTS) -> None:
     """Write constants.toml."""
     lines = [
         f"# Written by `workshop plan --fit` from {len(runs)} published runs of {len({run.group for run in runs})} projects.",
-        "# workshop/plan/time.py explains each constant.",
     ]
-    lines += [f"{name} = {value:.4g}" for name, value in vars(constants).items()]
+    meanings = dict(re.findall(r"^ +(\w+): (.+?)(?=^ +\w+: |\Z)", Constants.__doc__ or "", re.MULTILINE | re.DOTALL))
+    for name, value in vars(constants).items():
+        lines += ["", f"# {' '.join(meanings[name].split())}", f"{name} = {value:.4g}"]
     path.write_text("\n".join(lines) + "\n")

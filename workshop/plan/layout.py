@@ -116,7 +116,7 @@ def misfit(layout: Layout, model: Model, sequence_length: int) -> str:
         return (
             f"tp={tp} does not divide the MLP of {model.intermediate:,}; {_choice(_divisors(model.intermediate))} would"
         )
-    if pp * layout.vpp > model.layers:
+    if pp * layout.vpp > model.layers + 2 * layout.balanced:
         return (
             f"pp={pp} times vpp={layout.vpp} is more than {model.layers} layers; at most {model.layers} parts would fit"
         )

@@ -5,13 +5,13 @@ from dataclasses import replace
 from rich.console import Console
 from rich.table import Table
 
-from workshop.plan.failures import RATE, expected
+from workshop.plan.failures import RATE, Failures, expected
 from workshop.plan.layout import Layout, misfit
 from workshop.plan.search import Plan, Request, evaluate
 from workshop.plan.validate import known_errors
 
 
-def show(console: Console, plans: list[Plan], title: str, training: float, rate: float = RATE) -> None:
+def show(console: Console, plans: list[Plan], title: str, training: float, failures: Failures) -> None:
     """Print the best ten plans, and the details of the best.
 
     Args:
@@ -19,21 +19,30 @@ def show(console: Console, plans: list[Plan], title: str, training: float, rate:
         plans: the fastest first.
         title: the model and the GPUs.
         training: tokens of the whole training; 0: not given.
-        rate: interruptions per hour and GPU.
+        failures: how often it is interrupted, and writes a checkpoint.
     """
     best = plans[0]
     request = best.request
     console.print(f"{title}, {request.sequence_length:,} tokens a sequence, {request.sequences:,} sequences a step")
-    console.print(_table(plans[:10]))
-    console.print(f"The best of {len(plans):,} layouts that fit: {describe(best.layout)}")
-    console.print(f"  it needs {memory_words(best)}")
-    console.print(f"  a step takes {best.times.step:.2f} s: {shares(best)}")
-    console.print(f"Why: {why(plans)}")
+    console.print(_table(best_meshes(plans)[:10]))
+    console.print(f"The best of {len(plans):,} layouts that fit: {describe(best.layout)}", soft_wrap=True)
+    console.print(f"  it needs {memory_words(best)}", soft_wrap=True)
+    console.print(f"  a step takes {best.times.step:.2f} s: {shares(best)}", soft_wrap=True)
+    console.print(f"Why: {why(plans)}", soft_wrap=True)
     for line in changes(best):
         console.print(f"  {line}")
     if training:
-        console.print(bill(best, training, rate))
+        console.print(bill(best, training, failures))
     console.print(error_line(request))
+
+
+def best_meshes(plans: list[Plan]) -> list[Plan]:
+    """Return the best plan of each mesh and strategy, the fastest first."""
+    found: dict[tuple, Plan] = {}
+    for plan in plans:
+        layout = plan.layout
+        found.setdefault((layout.tp, layout.pp, layout.cp, layout.ep, layout.zero, layout.replicas), plan)
+    return list(found.values())
 
 
 def _table(plans: list[Plan]) -> Table:
@@ -143,33 +152,48 @@ def _with_batch(layout: Layout, mbs: int) -> Layout | None:
     return replace(layout, mbs=mbs, microbatches=mine // mbs) if mbs and mine % mbs == 0 else None
 
 
-def bill(plan: Plan, training: float, rate: float) -> str:
+def bill(plan: Plan, training: float, failures: Failures) -> str:
     """Return days, GPU-hours, energy and interruptions for a number of tokens."""
     gpus, card = plan.layout.gpus, plan.request.card
     hours = training / (plan.tokens * gpus) / 3600
-    lost = expected(gpus, hours, rate=rate)
+    lost = expected(gpus, hours, rate=failures.rate, interval=failures.interval)
     whole = hours + lost.hours
     energy = whole * gpus * card.power / 1e6
+    known = " (Llama 3 had 466 in 54 days on 16,384 GPUs)" if failures.rate == RATE else ""
+    best = "" if failures.interval else " (Young and Daly) loses the fewest hours,"
+    words = f"A checkpoint every {lost.interval / 60:,.0f} minutes{best or ' loses'} {lost.hours:,.1f}."
     return (
         f"{training:,.0f} tokens take {hours / 24:,.1f} days ({hours * gpus:,.0f} GPU-hours) without interruptions.\n"
-        f"  Expect {lost.interruptions:,.1f} interruptions (Llama 3 had 466 in 54 days on 16,384 GPUs). A checkpoint every "
-        f"{lost.interval / 60:,.0f} minutes (Young and Daly)\n"
-        f"  loses the fewest hours, {lost.hours:,.1f}. In total: {whole / 24:,.1f} days, {whole * gpus:,.0f} GPU-hours, and "
+        f"  Expect {lost.interruptions:,.1f} interruptions{known}.\n  {words}\n"
+        f"  In total: {whole / 24:,.1f} days, {whole * gpus:,.0f} GPU-hours, and "
         f"{energy:,.1f} MWh for the GPUs at {card.power:,.0f} W."
     )
 
 
 def error_line(request: Request | None = None) -> str:
-    """Return the error of predictions, which stands under each of them."""
+    """Return the error of predictions, which stands under each of them; with a request, also whether its card was tried."""
     errors = known_errors()
     kind = "experts" if request is not None and request.model.experts > 1 else "dense"
     if kind not in errors:
         return "The error of these predictions is unknown: run workshop plan --validate."
-    found = errors[kind]
-    memory = errors["dense"]
+    found, memory = errors[kind], errors["dense"]
     words = f"{found['runs']} published runs of {found['projects']} project{'s' * (found['projects'] > 1)}"
+    lines = (
+        f"Error on {words}, each predicted without the runs of its own project: tokens/s median {found['median']:.0%},\n"
+        f"  nine of ten below {found['nine_of_ten']:.0%}, largest {found['largest']:.0%}; memory median "
+        f"{memory['memory_median']:.0%}, largest {memory['memory_largest']:.0%}."
+    )
+    if request is not None and not found["cards"].get(request.card.name):
+        lines += f"\n  None of them ran on {request.card.name}: the error may be larger."
+    return lines
+
+
+def memory_error_line() -> str:
+    """Return the error of the predicted memory, in a line of at most 90 characters."""
+    found = known_errors().get("dense")
+    if not found:
+        return ""
     return (
-        f"Error on {words}, each predicted without the runs of its own project: tokens/s median {found['median']:.0%}, nine of "
-        f"ten below {found['nine_of_ten']:.0%}, largest {found['largest']:.0%}; memory median {memory['memory_median']:.0%}, "
-        f"largest {memory['memory_largest']:.0%}."
+        f"\nerror: on {found['memory_runs']} published runs, workshop plan is off by {found['memory_median']:.0%} (median), "
+        f"{found['memory_largest']:.0%} (most)."
     )

@@ -10,7 +10,7 @@ from workshop.plan.memory import Bytes, predict_bytes
 from workshop.plan.sizes import Model
 from workshop.plan.time import Times, predict
 
-ROOM = 0.95  # of the memory of a card; the rest is for what no prediction sees
+ROOM = 0.9  # of the memory of a card; the rest is about the median error of the prediction
 
 
 @dataclass(frozen=True)

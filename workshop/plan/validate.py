@@ -2,6 +2,7 @@
 
 import json
 import statistics
+from collections import Counter
 from collections.abc import Callable, Sequence
 from itertools import combinations
 from pathlib import Path
@@ -111,6 +112,7 @@ def _errors(rows: Sequence[dict]) -> dict:
     return {
         "runs": len(rows),
         "projects": len({row["project"] for row in rows}),
+        "cards": dict(Counter(row["card"] for row in rows)),
         "median": round(statistics.median(errors), 4),
         "nine_of_ten": round(errors[int(0.9 * (len(errors) - 1))], 4),
         "largest": round(errors[-1], 4),
