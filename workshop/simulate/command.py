@@ -23,6 +23,10 @@ def run(words: Sequence[str], ranks: int, rank: int, mesh: str, **options) -> in
     check_rank(rank, ranks)
     if not words:
         raise UserError("name a model, such as codellama-7b, or write a training script after --")
+    if any(word.endswith(".py") for word in words):
+        if mesh:
+            raise UserError("--mesh is for a MODEL; a script makes its own mesh")
+        return run_program(words, ranks, rank, options["output"])
     if len(words) > 1:
         raise UserError(f"name one model, not {len(words)}: {' '.join(words)}")
     return run_simulate(words[0], ranks, mesh or f"fsdp={ranks}", rank, **options)
@@ -91,6 +95,44 @@ def run_simulate(
         options |= {"recompute": recompute} | ({"schedule": schedule} if layout.pp > 1 else {})
         write(console, folder, recorder, name_of, described | options, f"{name}, rank {rank} of {ranks:,}, {layout}")
     return 0
+
+
+def run_program(words: Sequence[str], ranks: int, rank: int, output: str) -> int:
+    """Simulate a training script, print what happened in its last step, and write it; return 0 if a step was complete, or 1."""
+    from workshop.simulate.script import MADE_UP, run_script
+
+    outcome = run_script(words, ranks, rank)
+    console, name = Console(highlight=False), next(word for word in words if word.endswith(".py"))
+    console.print(f"\n{name}: rank {rank} of {ranks:,}; optimizer steps: {outcome.steps}", soft_wrap=True)
+    for line in outcome.read:
+        console.print(
+            f"{line} reads a value. It got {MADE_UP}, because tensors of a simulation have none.", soft_wrap=True
+        )
+    if outcome.stopped:
+        console.print(outcome.stopped, soft_wrap=True)
+    if outcome.step is None:
+        raise UserError(f"{name}: no module of the program computed anything")
+    what = (
+        f"optimizer step {outcome.steps}" if outcome.steps else "until the program stopped, without an optimizer step"
+    )
+    console.print(f"What happened {'in ' if outcome.steps else ''}{what}:\n", soft_wrap=True)
+
+    def name_of(group: dist.ProcessGroup | None) -> tuple[str, int]:
+        if group is None or group.group_desc == "default_pg":
+            return "all", ranks
+        return group.group_desc.removeprefix("mesh_"), group.size()
+
+    described = {"program": name, "ranks": ranks, "rank": rank, "steps": outcome.steps, "stopped": outcome.stopped}
+    folder = open_folder(output or require_stages() / "runs" / "simulate")
+    write(
+        console,
+        folder,
+        outcome.step,
+        name_of,
+        described | {"made_up": outcome.read},
+        f"{name}, rank {rank} of {ranks:,}",
+    )
+    return 0 if outcome.steps else 1
 
 
 def check_rank(rank: int, ranks: int) -> None:
