@@ -2,6 +2,7 @@
 
 import json
 import os
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -147,12 +148,19 @@ def check_rank(rank: int, ranks: int) -> None:
 
 def write(console: Console, folder: Path, recorder, name_of, described: dict, title: str) -> None:
     """Print the summary of a step, and write it and its picture into a folder."""
-    from workshop.simulate.report import draw, show
+    from workshop.simulate.report import draw, show, size
     from workshop.simulate.summary import summary
+
+    import resource
+
+    import torch
 
     found = summary(recorder, name_of)
     show(console, found)
+    memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+    described |= {"torch": torch.__version__, "process": {"memory": memory}}
+    console.print(f"\nThe simulation itself took {size(memory)} of memory at its peak.", soft_wrap=True)
     (folder / "simulate.json").write_text(json.dumps(described | found) + "\n")
     draw(folder / "simulate.png", title, recorder, found, name_of)
     shown = os.path.relpath(folder) if folder.is_relative_to(Path.cwd()) else folder
-    console.print(f"\nfigures and timeline: {shown}/simulate.json and simulate.png", soft_wrap=True)
+    console.print(f"figures and timeline: {shown}/simulate.json and simulate.png", soft_wrap=True)
