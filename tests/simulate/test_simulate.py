@@ -1,4 +1,4 @@
-"""``workshop simulate``: bytes against arithmetic, against the prediction and against pretended GPUs; collectives; wrong options."""
+"""``workshop simulate``: bytes against arithmetic and the prediction, collectives, the command, and wrong options."""
 
 import json
 import sys

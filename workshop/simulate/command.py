@@ -148,12 +148,12 @@ def check_rank(rank: int, ranks: int) -> None:
 
 def write(console: Console, folder: Path, recorder, name_of, described: dict, title: str) -> None:
     """Print the summary of a step, and write it and its picture into a folder."""
-    from workshop.simulate.report import draw, show, size
-    from workshop.simulate.summary import summary
-
     import resource
 
     import torch
+
+    from workshop.simulate.report import draw, show, size
+    from workshop.simulate.summary import summary
 
     found = summary(recorder, name_of)
     show(console, found)

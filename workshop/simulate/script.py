@@ -25,6 +25,7 @@ from torch.distributed import fsdp
 from torch.distributed.tensor import parallel
 from torch.nn.modules import module as hooks
 from torch.nn.parallel import DistributedDataParallel as DDP
+from torch.optim import optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.weak import WeakTensorKeyDictionary
 
@@ -194,6 +195,10 @@ class Run:
 
         found = [(torch.autograd, name, within(getattr(torch.autograd, name))) for name in ("backward", "grad")]
         found += [(module, "init_process_group", join) for module in (dist, c10d)]
+        # On a GPU, foreach is the default of the optimizers.
+        devices = [*optimizer._get_foreach_kernels_supported_devices(), "cpu"]
+        found += [(optimizer, "_get_foreach_kernels_supported_devices", lambda: devices)]
+        found += [(optimizer, "_foreach_supported_types", [*optimizer._foreach_supported_types, FakeTensor])]
         # Module.to() calls _apply(), which cannot exchange fake tensors.
         found += [(nn.Module, "_apply", applied)]
         # An optimizer gets the parameters, and DDP reads them; both must get the fake ones.
