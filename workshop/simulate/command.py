@@ -2,6 +2,7 @@
 
 import json
 import os
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -23,6 +24,10 @@ def run(words: Sequence[str], ranks: int, rank: int, mesh: str, **options) -> in
     check_rank(rank, ranks)
     if not words:
         raise UserError("name a model, such as codellama-7b, or write a training script after --")
+    if any(word.endswith(".py") for word in words):
+        if mesh:
+            raise UserError("--mesh is for a MODEL; a script makes its own mesh")
+        return run_program(words, ranks, rank, options["output"])
     if len(words) > 1:
         raise UserError(f"name one model, not {len(words)}: {' '.join(words)}")
     return run_simulate(words[0], ranks, mesh or f"fsdp={ranks}", rank, **options)
@@ -93,6 +98,44 @@ def run_simulate(
     return 0
 
 
+def run_program(words: Sequence[str], ranks: int, rank: int, output: str) -> int:
+    """Simulate a training script, print what happened in its last step, and write it; return 0 if a step was complete, or 1."""
+    from workshop.simulate.script import MADE_UP, run_script
+
+    outcome = run_script(words, ranks, rank)
+    console, name = Console(highlight=False), next(word for word in words if word.endswith(".py"))
+    console.print(f"\n{name}: rank {rank} of {ranks:,}; optimizer steps: {outcome.steps}", soft_wrap=True)
+    for line in outcome.read:
+        console.print(
+            f"{line} reads a value. It got {MADE_UP}, because tensors of a simulation have none.", soft_wrap=True
+        )
+    if outcome.stopped:
+        console.print(outcome.stopped, soft_wrap=True)
+    if outcome.step is None:
+        raise UserError(f"{name}: no module of the program computed anything")
+    what = (
+        f"optimizer step {outcome.steps}" if outcome.steps else "until the program stopped, without an optimizer step"
+    )
+    console.print(f"What happened {'in ' if outcome.steps else ''}{what}:\n", soft_wrap=True)
+
+    def name_of(group: dist.ProcessGroup | None) -> tuple[str, int]:
+        if group is None or group.group_desc == "default_pg":
+            return "all", ranks
+        return group.group_desc.removeprefix("mesh_"), group.size()
+
+    described = {"program": name, "ranks": ranks, "rank": rank, "steps": outcome.steps, "stopped": outcome.stopped}
+    folder = open_folder(output or require_stages() / "runs" / "simulate")
+    write(
+        console,
+        folder,
+        outcome.step,
+        name_of,
+        described | {"made_up": outcome.read},
+        f"{name}, rank {rank} of {ranks:,}",
+    )
+    return 0 if outcome.steps else 1
+
+
 def check_rank(rank: int, ranks: int) -> None:
     """Check that there is such a rank.
 
@@ -105,12 +148,19 @@ def check_rank(rank: int, ranks: int) -> None:
 
 def write(console: Console, folder: Path, recorder, name_of, described: dict, title: str) -> None:
     """Print the summary of a step, and write it and its picture into a folder."""
-    from workshop.simulate.report import draw, show
+    import resource
+
+    import torch
+
+    from workshop.simulate.report import draw, show, size
     from workshop.simulate.summary import summary
 
     found = summary(recorder, name_of)
     show(console, found)
+    memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+    described |= {"torch": torch.__version__, "process": {"memory": memory}}
+    console.print(f"\nThe simulation itself took {size(memory)} of memory at its peak.", soft_wrap=True)
     (folder / "simulate.json").write_text(json.dumps(described | found) + "\n")
     draw(folder / "simulate.png", title, recorder, found, name_of)
     shown = os.path.relpath(folder) if folder.is_relative_to(Path.cwd()) else folder
-    console.print(f"\nfigures and timeline: {shown}/simulate.json and simulate.png", soft_wrap=True)
+    console.print(f"figures and timeline: {shown}/simulate.json and simulate.png", soft_wrap=True)

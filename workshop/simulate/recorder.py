@@ -7,7 +7,7 @@ step needs, without taking this memory.
 import weakref
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from typing import Any
@@ -15,7 +15,7 @@ from unittest import mock
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensor
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -50,7 +50,7 @@ class Storage:
 
 @dataclass(frozen=True)
 class Call:
-    """A collective: the operation at which it began, its kind, the name of its group, the bytes of the whole tensor, and where."""
+    """A collective: the operation at which it began, its kind, its group, the bytes of the whole tensor, and where."""
 
     position: int
     kind: str
@@ -71,6 +71,7 @@ class Recorder:
         passes: for each change of the pass, the operation and the new pass.
         kept: bytes of each kind at the end of the step.
         gradients: bytes of the gradients when the optimizer step begins.
+        inside: whether an operation is running.
         calls: the collectives.
         flops: floating-point operations by module and pass.
     """
@@ -82,7 +83,7 @@ class Recorder:
         # The numbers of autograd's nodes grow. From the first number on, nodes belong to the module of the second list.
         self._numbers, self._owners = [0], [""]
         self._last = ""  # the module of the last node; nodes that accumulate gradients have no number
-        self.updating = self.paused = self._ended = False
+        self.updating = self.paused = self.inside = self._ended = False
         self.now = self.peak = self.gradients = 0
         self.kept: dict[str, int] = {}
         self.begin()
@@ -207,25 +208,48 @@ class Recorder:
         self.calls.append(Call(self.position, *found, *self.where()))
         for each in (*args, result):
             for tensor in each if isinstance(each, list | tuple) else (each,):
-                if isinstance(tensor, FakeTensor) and (entry := self._live.get(tensor.untyped_storage()._cdata)):
-                    if entry[1].kind in (ACTIVATIONS, TEMPORARY):
-                        entry[1].kind = MESSAGES
+                entry = isinstance(tensor, FakeTensor) and self._live.get(tensor.untyped_storage()._cdata)
+                if entry and entry[1].kind in (ACTIVATIONS, TEMPORARY):
+                    entry[1].kind = MESSAGES
 
 
 class Watch(TorchDispatchMode):
-    """Tell a recorder of each operation in a with-block. Enter it after a ``FakeTensorMode``."""
+    """Tell a recorder of each operation in a with-block that has to do with fake tensors.
 
-    def __init__(self, recorder: Recorder):
+    Args:
+        recorder: to tell.
+        value_of: returns the value for an operation that reads the value of a fake tensor, or raises the error that it gets.
+    """
+
+    def __init__(
+        self, recorder: Recorder, value_of: Callable[[FakeTensor, DataDependentOutputException], float] | None = None
+    ):
         super().__init__()
-        self.recorder = recorder
+        self.recorder, self.value_of = recorder, value_of
 
     def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
         if any(each is not FakeTensor for each in types):
             return NotImplemented  # a DTensor: see the operations that it makes of this one
-        result = operation(*args, **(kwargs or {}))
-        if operation.namespace != "prim":
+        if self.recorder.inside:  # an operation that is part of the current one
+            return operation(*args, **(kwargs or {}))
+        self.recorder.inside = True
+        try:
+            result = operation(*args, **(kwargs or {}))
+        except DataDependentOutputException as error:
+            if self.value_of is None or operation is not torch.ops.aten._local_scalar_dense.default:
+                raise
+            return self.value_of(args[0], error)
+        finally:
+            self.recorder.inside = False
+        if operation.namespace == "c10d" or (operation.namespace != "prim" and (types or has_fake(result))):
             self.recorder.saw(operation, args, kwargs or {}, result)
         return result
+
+
+def has_fake(result: Any) -> bool:
+    """Return whether the result of an operation is a fake tensor, or a list that begins with one."""
+    first = result[0] if isinstance(result, list | tuple) and result else result
+    return isinstance(first, FakeTensor)
 
 
 def observed(recorder: Recorder) -> AbstractContextManager:

@@ -4,7 +4,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from workshop.simulate.recorder import FORWARD, KINDS, PASSES, UPDATE, Recorder
+from workshop.simulate.recorder import FORWARD, KINDS, PASSES, RECOMPUTE, UPDATE, Recorder
 from workshop.simulate.summary import curves
 
 MEANING = {
@@ -110,6 +110,8 @@ def draw(path: Path, title: str, recorder: Recorder, found: dict, name_of) -> No
     unit, name = (1e9, "GB") if recorder.peak > 1e9 else (1e6, "MB")
     values = [[value / unit for value in series[kind]] for kind in shown]
     colours = [COLOURS[KINDS.index(kind)] for kind in shown]
+    together = [sum(each) for each in zip(*values, strict=True)]
+    upper.step(positions, together, where="post", color="black", linewidth=0.5)
     upper.stackplot(positions, values, labels=shown, colors=colours, step="post", linewidth=0)
     peak = recorder.peak_at[0]
     upper.plot([peak], [recorder.peak / unit], "kv", label=f"peak: {size(recorder.peak)}")
@@ -138,8 +140,11 @@ def draw(path: Path, title: str, recorder: Recorder, found: dict, name_of) -> No
 
 def _mark_passes(axes, recorder: Recorder) -> None:
     """Write where the passes begin. (In a pipeline they alternate, and have no room for names.)"""
-    begins = [(position, doing) for position, doing in recorder.passes if doing != "recompute"]
+    begins = [(position, doing) for position, doing in recorder.passes if doing != RECOMPUTE]
+    while begins and begins[-1][1] == FORWARD:  # what follows the optimizer step is none
+        begins.pop()
     changes = [each for before, each in zip([(0, ""), *begins], begins, strict=False) if each[1] != before[1]]
     for position, doing in changes if len(changes) <= 4 else ():
         axes.axvline(position, color="grey", linewidth=0.8, linestyle="dashed")
-        axes.text(position, axes.get_ylim()[1], f" {doing}", va="top", fontsize=9)
+        side = "right" if doing == UPDATE else "left"
+        axes.text(position, axes.get_ylim()[1], f" {doing} ", va="top", ha=side, fontsize=9)

@@ -22,10 +22,14 @@ def world(rank: int, ranks: int) -> Iterator[None]:
             dist.destroy_process_group()
 
 
+init_process_group = dist.init_process_group  # a script's own call of it is replaced
+
+
 def join(rank: int, ranks: int) -> None:
+    """Join the fake process group as a rank."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=ranks)
+    init_process_group("fake", store=FakeStore(), rank=rank, world_size=ranks)
 
 
 @contextmanager
@@ -44,7 +48,7 @@ def ddp_of_fake_tensors() -> Iterator[None]:
         model.reducer = _Reducer(model.reducer)
 
     with (
-        mock.patch.object(ddp_module, "_verify_param_shape_across_processes", lambda *_: True),
+        mock.patch.object(ddp_module, "_verify_param_shape_across_processes", return_value=True),
         mock.patch.object(DDP, "__init__", made),
     ):
         yield
