@@ -24,6 +24,18 @@ def test_the_documents_have_no_wrong_links():
     assert list(documents.wrong_links()) == []
 
 
+def test_the_page_of_the_planner_has_the_errors_of_the_result_file():
+    found = json.loads((runs.ROOT / "results" / "plan-validation.json").read_text())["summary"]["dense"]
+    page = " ".join((DOCS / "plan.md").read_text().split())
+    assert f"On {found['runs']} runs of {found['projects']} projects" in page
+    for what, name in (
+        ("the median error of tokens/s", "median"),
+        ("nine of ten", "nine_of_ten"),
+        ("the largest", "largest"),
+    ):
+        assert re.search(rf"{what}\D* {100 * found[name]:.0f} %", page), (what, found[name])
+
+
 def test_a_wrong_link_is_named_with_its_line(tmp_path, monkeypatch):
     (tmp_path / "docs").mkdir()
     (tmp_path / "docs" / "glossary.md").write_text("# Glossary\n\n## all-reduce\n\nA sum.\n\n## MASTER_ADDR and `x`\n")

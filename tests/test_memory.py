@@ -73,7 +73,7 @@ PEAKS = {
     "beginning of the backward pass": (6, 1024, "fsdp", 8, 4, 256, False),
     "end of the backward pass": (12, 1024, "fsdp", 16, 1, 128, True),
     "optimizer step, DDP": (6, 1024, "ddp", 1, 1, 128, False),
-    "optimizer step, FSDP": (12, 1024, "fsdp", 1, 1, 128, True),
+    "optimizer step, FSDP": (12, 1024, "fsdp", 2, 1, 128, True),
 }
 DAILY = ("loss, FSDP", "beginning of the backward pass", "optimizer step, DDP")
 
@@ -82,14 +82,18 @@ DAILY = ("loss, FSDP", "beginning of the backward pass", "optimizer step, DDP")
     "moment", [name if name in DAILY else pytest.param(name, marks=pytest.mark.full) for name in PEAKS]
 )
 def test_the_predicted_peak_is_that_of_a_simulated_step(moment):
-    from simulated import peak_of_a_step
+    from workshop.simulate.layout import Layout
+    from workshop.simulate.step import Settings, simulate
+    from workshop.simulate.world import world
 
     layers, vocabulary, strategy, processes, batch_size, sequence_length, checkpointing = PEAKS[moment]
     sizes = Sizes(layers, 768, 2048, heads=6, kv_heads=6, head=128, vocabulary=vocabulary)
     settings = {"batch_size": batch_size, "sequence_length": sequence_length, "checkpointing": checkpointing}
     predicted = estimate(sizes, strategy, processes, on_gpu=True, **settings)
     try:
-        found = peak_of_a_step(sizes, strategy, processes, foreach=True, **settings)
+        with world(0, processes):
+            layout = Layout(fsdp=processes) if strategy == "fsdp" else Layout()
+            found = simulate(sizes, layout, Settings(sequence_length, batch_size, recompute=checkpointing)).peak
     except UnsupportedOperatorException as error:
         pytest.skip(f"torch {torch.__version__} cannot simulate {error}")
     if strategy == "ddp":  # also one process has buckets

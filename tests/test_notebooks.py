@@ -1,7 +1,9 @@
 """The notebooks run from top to bottom, as delivered and solved; the solution notebooks show a solved run."""
 
+import json
 import re
 import shutil
+import statistics
 
 import nbformat
 import pytest
@@ -42,7 +44,8 @@ def copy(tmp_path, monkeypatch):
     for name in ("workshop.sh", "pyproject.toml"):
         shutil.copy2(runs.ROOT / name, tmp_path)
     (tmp_path / "results").mkdir()
-    shutil.copy2(runs.ROOT / "results" / "which-2-cores.md", tmp_path / "results")
+    for name in ("which-2-cores.md", "plan-validation.json"):
+        shutil.copy2(runs.ROOT / "results" / name, tmp_path / "results")
     changes = {"PYTHONPATH": tmp_path, "JUPYTER_PLATFORM_DIRS": 1, "IPYTHONDIR": tmp_path / "ipython"}
     changes |= {"WORKSHOP_PROGRESS": tmp_path / "progress.json", "WORKSHOP_PYTHON": None, "OMP_NUM_THREADS": None}
     environment = runs.environment(**changes)
@@ -223,6 +226,21 @@ def judge_06(notebook):
     assert any("rank 1 computes F0 B0 F1 B1 F2 B2 F3 B3" in picture for picture in shown)
 
 
+def judge_scale(notebook):
+    assert re.search(r"this machine needs an intensity of \d", text(notebook, "run-own"))
+    assert re.search(r"alpha = [\d,]+ us, 1/beta = \d", text(notebook, "fit-collectives"))
+    for cell in ("run-plan", "run-bill"):
+        assert "GPU-hours" in text(notebook, cell)
+        assert "each predicted without the runs of its own project" in text(notebook, cell)  # never without its error
+    assert text(notebook, "compare-days").startswith("57.9 billion operations per token; the plan has an MFU of ")
+    by_hand = ["TP  8: computes 9.6 ms, communicates 2.1 ms", "TP 16: computes 4.8 ms, communicates 2.5 ms"]
+    assert text(notebook, "run-tensor").splitlines() == by_hand
+    assert re.search(r"\d+ runs of \d+ projects: median error \d", text(notebook, "plot-validate"))
+    assert "16,384 GPUs: " in text(notebook, "plot-bends")
+    assert "8 collectives in each layer" in text(notebook, "compare-count")
+    assert len(pictures(notebook)) == 16
+
+
 JUDGES = {
     "01_single_gpu": judge_01,
     "02_pytorch_ddp": judge_02,
@@ -230,6 +248,7 @@ JUDGES = {
     "04_model_parallel_with_fsdp": judge_04,
     "05_deepspeed": judge_05,
     "06_build_your_own": judge_06,
+    "strategies": judge_scale,
 }  # the judge of slurm-multinode is in test_slurm_notebook.py
 
 
@@ -243,7 +262,7 @@ def test_a_notebook_runs_as_delivered(stage, copy):
     """Run the notebook while all exercises are unsolved."""
     if stage == "02_pytorch_ddp":
         require("pkill")
-    notebook = execute(copy / stage / f"{stage}.ipynb")
+    notebook = execute(copy / solutions.paths(stage)[0].relative_to(runs.ROOT))
     JUDGES[stage](notebook)
     assert goals_left(notebook) == exercises(stage)
     # The notebook must not change the exercises.
@@ -255,7 +274,7 @@ def test_a_notebook_runs_as_delivered(stage, copy):
 @pytest.mark.parametrize("stage", JUDGES)
 def test_a_notebook_runs_with_the_solutions(stage, copy):
     solve(copy)
-    notebook = execute(copy / stage / f"{stage}.ipynb")
+    notebook = execute(copy / solutions.paths(stage)[0].relative_to(runs.ROOT))
     JUDGES[stage](notebook)
     assert checks(notebook).keys() == exercises(stage)
     assert goals_left(notebook) == set()
@@ -296,6 +315,26 @@ def test_the_solution_notebook_has_the_same_cells_and_shows_a_solved_run(stage):
     assert re.search(r"Python [\d.]+, torch [\d.]+\S*, \d+ CPU cores, ", text(there, "start"))  # its machine
     assert "/home" not in path.read_text()
     assert path.stat().st_size < 1_000_000
+
+
+PLANNED = ("plot-tensor", "plot-validate", "show-worst", "plot-scaling", "plot-bends", "plot-bill")
+
+
+def test_the_cells_of_scale_that_call_the_planner_run():
+    """Run them here, without a kernel, because the whole notebook runs only with --full."""
+    cells = {cell["id"]: cell.source for cell in nbformat.read(solutions.paths("strategies")[0], as_version=4).cells}
+    shown = []
+    names = {"json": json, "statistics": statistics, "ROOT": runs.ROOT}
+    names |= dict.fromkeys(("show_bars", "show_parts", "show_plot"), lambda *arguments: shown.append(arguments))
+    for name, source in cells.items():
+        if name.startswith("guess-") or name in PLANNED:
+            exec(source, names)
+    parts, _, _, within, speeds, lost, shares, *_ = shown
+    assert parts[0]["TP 16: 40 GB"]["TP"] > 2 * parts[0]["TP 8: 69 GB"]["TP"]
+    assert 40 < within[0]["within 10 %"] < within[0]["within 25 %"] < 100
+    assert speeds[3]["published"]
+    assert 0 < lost[0]["1,024 to 16,384 GPUs"] < 50
+    assert shares[0]["16,384 GPUs"]["bubble"] > 2 * shares[0]["4,096 GPUs"]["bubble"]
 
 
 def test_a_cell_that_fails_is_named(copy):

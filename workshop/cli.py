@@ -272,6 +272,39 @@ def memory(model, batch_size, sequence_length, gpus, measure, output) -> None:
     sys.exit(run_memory(model, batch_size, sequence_length, gpus, measure, output))
 
 
+@app.command(context_settings={"ignore_unknown_options": True})
+@click.argument("words", nargs=-1, type=click.UNPROCESSED, metavar="[MODEL | -- train.py ...]")
+@click.option("--ranks", type=click.IntRange(min=1), default=1, show_default=True, help="Number of ranks (GPUs).")
+@click.option("--rank", type=click.IntRange(min=0), default=0, show_default=True, help="The rank to simulate.")
+@click.option("--mesh", default="", metavar="fsdp=128,tp=8", help="Sizes of dp, fsdp, tp, pp and cp.  [default: fsdp]")
+@click.option("--sequence-length", type=click.IntRange(min=2), help="Tokens.  [default: 2048 or the model's maximum]")
+@click.option(
+    "--batch-size", type=click.IntRange(min=1), default=1, show_default=True, help="Sequences per micro-batch."
+)
+@click.option("--micro-batches", type=click.IntRange(min=1), help="Per step.  [default: 1, or 2 per stage with pp]")
+@click.option(
+    "--schedule",
+    type=click.Choice(["gpipe", "1f1b", "interleaved", "zero-bubble"]),
+    default="1f1b",
+    show_default=True,
+    help="Schedule of the pipeline.",
+)
+@click.option("--recompute", is_flag=True, help="Keep only the input of each layer for the backward pass.")
+@click.option(
+    "--dtype", type=click.Choice(["bf16", "float32"]), default="bf16", show_default=True, help="To compute in."
+)
+@click.option("--output", default="", metavar="FOLDER", help="Folder for the timeline and the data.")
+def simulate(words, ranks, rank, mesh, **options) -> None:
+    """Run one rank of many without GPUs, memory or network.
+
+    The strategies of PyTorch run, but tensors have no values. MODEL is codellama-7b, -13b, -34b, -70b, llama-3-8b, -70b, -405b,
+    tinyllama-1.1b, tiny-codellama, or the folder or config.json of a model. Or write a training script after --.
+    """
+    from workshop.simulate.command import run
+
+    leave(run(words, ranks, rank, mesh, **options))
+
+
 @app.command("gpu-day")
 @click.option("--minutes", type=float, default=9, show_default=True, help="Time until the command ends.")
 @click.option("--output", required=True, metavar="DIR", help="Folder for gpu-day.json and the logs.")

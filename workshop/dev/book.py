@@ -12,6 +12,7 @@ from pathlib import Path
 from workshop.course.exercises import Exercise, exercises, stage_files
 from workshop.dev.documents import FENCE, LINK, documents
 from workshop.errors import UserError
+from workshop.jupyter.solutions import MORE
 from workshop.repository import packages, require_stages
 
 SETTINGS = "docs/book"  # conf.py of Sphinx, and the style sheet
@@ -24,6 +25,8 @@ PARTS = {
         "docs/your-script",
         "docs/check-your-program",
         "docs/numerics",
+        "docs/plan",
+        "docs/simulate",
         "docs/glossary",
         "strategies/RULES",
         "results/README",
@@ -94,6 +97,9 @@ def write_sources(root: Path, source: Path) -> None:
             page.write(_contents("", pages if own else pages[:1]))
         if own:
             (source / stage / "exercises.md").write_text("\n".join(_exercise_page(stage, own)))
+    for folder, name in MORE.items():
+        with (source / folder / "README.md").open("a") as page:
+            page.write(_contents("", [f"Notebook </solutions/{folder}/{name}>"]))
     with (source / FRONT).open("a") as page:
         page.write(_contents("The course", [f"{stage}/README" for stage in stage_files()] + MORE_STAGES))
         for caption, pages in PARTS.items():

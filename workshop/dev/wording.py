@@ -5,7 +5,6 @@ from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
-from workshop.course.exercises import stage_files
 from workshop.dev.documents import LINK, documents, prose
 from workshop.repository import require_stages
 
@@ -22,10 +21,7 @@ RATE = re.compile(
 def unexplained_terms() -> Iterator[str]:
     """Find terms of the glossary whose first use in a notebook has no link to it, unless bold type marks a definition there."""
     root = require_stages()
-    for stage in stage_files():
-        notebook = root / stage / f"{stage}.ipynb"
-        if not notebook.exists():
-            continue
+    for notebook in sorted(root.glob("*/*.ipynb")):
         lines = [line for line in prose(notebook) if not re.match(r"#|You are here|\| *\d+\. ", line[1])]
         for term, anchor in glossary(root):
             for place, line in lines:

@@ -211,6 +211,81 @@ def show_shares(runs: Mapping[str, Sequence[Sequence[float]]], what: str) -> Non
     show_figure(figure, f"Shares of each {what}: " + "; ".join(parts))
 
 
+def show_plot(
+    x: str,
+    y: str,
+    lines: Mapping[str, Sequence[tuple[float, float]]],
+    points: Mapping[str, Sequence[tuple[float, float]]] | None = None,
+) -> None:
+    """Draw lines and points. An axis whose values differ by more than a factor of five is logarithmic; else it starts at zero.
+
+    Args:
+        x, y: the descriptions of the axes, with their units.
+        lines: for each label, the places that a line connects.
+        points: for each label, places that get a mark; a label that also has a line gets its colour.
+    """
+    import matplotlib.pyplot as plt
+
+    points = points or {}
+    figure, axes = plt.subplots(figsize=(7, 4), layout="constrained")
+    labels = list(dict.fromkeys([*lines, *points]))
+    for number, label in enumerate(labels):
+        style = {"color": COLOURS[number % len(COLOURS)], "label": label}
+        if label in lines:
+            axes.plot(*zip(*lines[label], strict=True), **style, linestyle="-" if number < 5 else "--")
+            style.pop("label")
+        if points.get(label):
+            axes.scatter(*zip(*points[label], strict=True), **style, marker="osD^vP*X"[number % 8], s=28, zorder=3)
+    places = [place for named in (lines, points) for several in named.values() for place in several]
+    wide = [max(values) > 5 * min(values) > 0 for values in zip(*places, strict=True)]
+    axes.set(xlabel=x, ylabel=y, xscale="log" if wide[0] else "linear", yscale="log" if wide[1] else "linear")
+    if not wide[1]:
+        axes.set_ylim(bottom=0)
+    marked = sorted({place[0] for place in places})
+    if len(marked) <= 8 and marked[-1] < 1e5:
+        axes.set_xticks(marked, [f"{mark:,g}" for mark in marked], minor=False)
+        axes.minorticks_off()
+    axes.grid(alpha=0.25)
+    axes.spines[["top", "right"]].set_visible(False)
+    figure.legend(loc="outside right upper", fontsize=9) if len(labels) > 4 else axes.legend(fontsize=9)
+    parts = [f"{label} from ({_place(line[0])}) to ({_place(line[-1])})" for label, line in lines.items() if line]
+    parts += [f"{label}: {len(marks)} points" for label, marks in points.items()]
+    show_figure(figure, f"{y} against {x}: " + "; ".join(parts))
+
+
+def _place(place: tuple[float, float]) -> str:
+    return ", ".join(f"{number:.3g}" for number in place)
+
+
+def show_parts(bars: Mapping[str, Mapping[str, float]], unit: str) -> None:
+    """Draw a bar for each label that is divided into named parts.
+
+    Args:
+        bars: for the label of each bar, its parts by their names.
+        unit: the unit of the parts.
+    """
+    import matplotlib.pyplot as plt
+
+    names = list(dict.fromkeys(name for parts in bars.values() for name in parts))
+    figure, axes = plt.subplots(figsize=(7.5, 0.5 * len(bars) + 1.3), layout="constrained")
+    left = [0.0] * len(bars)
+    for number, name in enumerate(names):
+        widths = [parts.get(name, 0.0) for parts in bars.values()]
+        colour, hatch = COLOURS[number % len(COLOURS)], "//" if number >= len(COLOURS) else ""
+        axes.barh(range(len(bars)), widths, left=left, color=colour, hatch=hatch, edgecolor="white", label=name)
+        left = [start + width for start, width in zip(left, widths, strict=True)]
+    axes.set_yticks(range(len(bars)), list(bars))
+    axes.set_xlabel(unit)
+    axes.invert_yaxis()
+    axes.spines[["top", "right"]].set_visible(False)
+    figure.legend(loc="outside right upper", fontsize=9)
+    text = "; ".join(
+        f"{label}: " + ", ".join(f"{name} {value:.3g}" for name, value in parts.items())
+        for label, parts in bars.items()
+    )
+    show_figure(figure, f"Bars of parts, in {unit}: {text}")
+
+
 def show_which() -> None:
     """Show the page "Which should I use?": with your newest measurement, or else with the one from two CPU cores."""
     from IPython.display import Markdown, display

@@ -21,13 +21,18 @@ RUNG = re.compile(r"rung-([0-3])")
 ONLY_IN_THE_STAGE = {"left", "progress"}  # cells about a learner's own progress
 
 
+MORE = {
+    "strategies": "scale"
+}  # notebooks with questions but without exercises: the folder, and the name of the notebook
+
+
 def paths(stage: str) -> tuple[Path, Path]:
     """Return the paths of the notebook of a stage and of its solved twin."""
-    name = f"{stage}/{stage}.ipynb"
+    name = f"{stage}/{MORE.get(stage, stage)}.ipynb"
     return ROOT / name, ROOT / "solutions" / name
 
 
-STAGES = tuple(stage for stage in stage_files() if paths(stage)[0].exists())
+STAGES = tuple(stage for stage in (*stage_files(), *MORE) if paths(stage)[0].exists())
 
 
 def twin(stage: str) -> nbformat.NotebookNode:
@@ -96,6 +101,7 @@ def main() -> None:
     for stage in sys.argv[1:] or STAGES:
         notebook = twin(stage)
         _, target = paths(stage)
+        target.parent.mkdir(exist_ok=True)
         with console.status(f"running {target.relative_to(ROOT)}"):
             execute(notebook, target.parent)
         text = nbformat.writes(notebook)

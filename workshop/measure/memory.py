@@ -17,7 +17,7 @@ CARDS = {40: "A100-40", 64: "A100-64, MI250X", 80: "A100-80, H100", 96: "GH200",
 
 
 def known_sizes(model: str) -> Sizes:
-    """Return the sizes of a model, given its name ("codellama-7b", ..., "tiny-codellama") or its folder.
+    """Return the sizes of a model, given its name ("codellama-7b", ..., "tiny-codellama"), its folder or its ``config.json``.
 
     Raises:
         UserError: there is no such model.
@@ -28,7 +28,7 @@ def known_sizes(model: str) -> Sizes:
 
     if model == TINY:
         return read_sizes(model_folder(TINY))
-    if not Path(model).is_dir():
+    if not Path(model).is_dir() and Path(model).suffix != ".json":
         raise UserError(f"there is no model {model}: name a folder, or one of: {', '.join(MODELS)}, {TINY}")
     return read_sizes(model)
 

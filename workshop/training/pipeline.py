@@ -65,7 +65,20 @@ def split(model: nn.Module, stages: int) -> list[Stage]:
     return [Stage(model, range(first, first + each)) for first in range(0, layers, each)]
 
 
+SCHEDULES = {
+    "gpipe": "ScheduleGPipe",
+    "1f1b": "Schedule1F1B",
+    "interleaved": "ScheduleInterleaved1F1B",
+    "zero-bubble": "ScheduleInterleavedZeroBubble",
+}
 SEVERAL = ("interleaved", "zero-bubble")  # the schedules of PyTorch with several stages on each rank
+
+
+def schedule_class(name: str) -> type:
+    """Return the class of ``torch.distributed.pipelining`` for a schedule of ``SCHEDULES``."""
+    from torch.distributed import pipelining  # this import needs a second
+
+    return getattr(pipelining, SCHEDULES[name])
 
 
 class PyTorchPipeline:
@@ -101,12 +114,7 @@ class PyTorchPipeline:
             pipelining.PipelineStage(stage, number, len(stages), device, group=group)
             for number, stage in zip(range(self.rank, len(stages), ranks), self.stage, strict=True)
         ]
-        kind = {
-            "gpipe": pipelining.ScheduleGPipe,
-            "1f1b": pipelining.Schedule1F1B,
-            "interleaved": pipelining.ScheduleInterleaved1F1B,
-            "zero-bubble": pipelining.ScheduleInterleavedZeroBubble,
-        }[schedule]
+        kind = schedule_class(schedule)
         self.schedule = kind(own if schedule in SEVERAL else own[0], microbatches, loss_fn=loss_function)
 
     def step(self, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor | None:

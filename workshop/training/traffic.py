@@ -66,17 +66,25 @@ class Messages(TorchDispatchMode):
 
     def count(self, operation, args) -> None:
         """Count an operation of PyTorch if it is a collective."""
-        space, _, name = operation.name().partition("::")
-        kind = next((kind for part, kind in COLLECTIVES if part in name), None)
-        if space not in ("c10d", "_c10d_functional") or not kind:
-            return
-        sizes, processes = [_bytes(arg) for arg in args], _group_size(args)
-        # The largest tensor is the full one: the output of an all-gather, the input of a reduce-scatter.
-        whole = max(sizes) if space == "c10d" and kind != "broadcast" else sizes[0]
-        if space == "_c10d_functional" and kind == "all_gather":
-            whole *= processes
-        self.bytes += round(whole * SENT[kind](processes))
-        self.calls[kind] = self.calls.get(kind, 0) + 1
+        if found := collective_of(operation, args):
+            kind, group, whole = found
+            processes = dist.get_world_size() if group is None else group.size()
+            self.bytes += round(whole * SENT[kind](processes))
+            self.calls[kind] = self.calls.get(kind, 0) + 1
+
+
+def collective_of(operation, args) -> tuple[str, dist.ProcessGroup | None, int] | None:
+    """Return the kind of a collective, its group (None: not found) and the bytes of the whole tensor; None: it is not one."""
+    space, _, name = operation.name().partition("::")
+    kind = next((kind for part, kind in COLLECTIVES if part in name), None)
+    if space not in ("c10d", "_c10d_functional") or not kind:
+        return None
+    sizes, group = [_bytes(arg) for arg in args], group_of(args)
+    # The largest tensor is the full one: the output of an all-gather, the input of a reduce-scatter.
+    whole = max(sizes) if space == "c10d" and kind != "broadcast" else sizes[0]
+    if space == "_c10d_functional" and kind == "all_gather":
+        whole *= dist.get_world_size() if group is None else group.size()
+    return kind, group, whole
 
 
 def _bytes(value) -> int:
@@ -96,8 +104,3 @@ def group_of(args) -> dist.ProcessGroup | None:
             with suppress(Exception):  # other arguments are texts too, such as "sum"
                 return c10d._resolve_process_group(each)
     return None
-
-
-def _group_size(args) -> int:
-    group = group_of(args)
-    return dist.get_world_size() if group is None else group.size()

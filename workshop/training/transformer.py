@@ -84,16 +84,20 @@ MODELS = {
     "codellama-13b": Sizes(40, 5120, 13824, 40, 40, 128, 32016, context=16384),
     "codellama-34b": Sizes(48, 8192, 22016, 64, 8, 128, 32000, context=16384),
     "codellama-70b": Sizes(80, 8192, 28672, 64, 8, 128, 32016, context=16384),
+    # Version 3.1 has the same sizes as version 3, and accepts longer sequences.
+    "llama-3-8b": Sizes(32, 4096, 14336, 32, 8, 128, 128256, context=131072),
+    "llama-3-70b": Sizes(80, 8192, 28672, 64, 8, 128, 128256, context=131072),
+    "llama-3-405b": Sizes(126, 16384, 53248, 128, 8, 128, 128256, context=131072),
 }
 
 
-def read_sizes(folder: str | Path) -> Sizes:
-    """Read the sizes of the model in a folder from its ``config.json``.
+def read_sizes(place: str | Path) -> Sizes:
+    """Read the sizes of a model from its ``config.json``, or from the file with this name in its folder.
 
     Raises:
         UserError: the file cannot be read, or the model does not have the Llama architecture.
     """
-    path = Path(folder) / "config.json"
+    path = Path(place) if Path(place).suffix == ".json" else Path(place) / "config.json"
     try:
         config = json.loads(path.read_text())
         if config.get("model_type") not in ("llama", "mistral"):
