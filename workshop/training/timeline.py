@@ -4,7 +4,6 @@ import os
 from collections.abc import Iterable
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch.autograd import DeviceType
 from torch.profiler import profile, record_function
@@ -53,7 +52,7 @@ def pieces(events: Iterable[Any]) -> list[Piece]:
     A computation is the time of PyTorch's operations, on a GPU of the kernels. A communication lasts from the call until this
     process has its result (on a GPU: as long as the kernel runs), so it includes the time in which it waits for other ranks.
     """
-    events = sorted(events, key=lambda event: event.time_range.start)
+    events = sorted(events, key=lambda event: (event.time_range.start, -event.time_range.end))  # callers first
     start = next(event.time_range.end for event in events if event.name == START)
     events = [event for event in events if event.time_range.start >= start]
     on_cpu = [event for event in events if event.device_type == DeviceType.CPU]

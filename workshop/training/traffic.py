@@ -31,7 +31,7 @@ def tensor_bytes(device: torch.device) -> int:
     return sum(found.values())
 
 
-# Parts of the names of PyTorch's operations and of NCCL's kernels, without underscores, and the collective of nccl-tests for each.
+# Parts of the names of PyTorch's operations and NCCL's kernels, without underscores, and the collective of nccl-tests for each.
 COLLECTIVES = {
     "allreduce": "all_reduce",
     "allgather": "all_gather",
