@@ -81,6 +81,38 @@ def test_a_job_trains_a_resnet_with_fsdp(cluster, tmp_path):
     assert len(figures["losses"]) == 3
 
 
+def python_on_gpus(bound, reports):
+    """Return a shell script that starts Python with pretended GPUs; ``bound`` hides them as --gpus-per-task=1 does."""
+    variables = " ".join(f"{name}={value}" for name, value in runs.pretended(2).items() if value)
+    hide = "export CUDA_VISIBLE_DEVICES=$SLURM_LOCALID" if bound else ""
+    return f"""#!/usr/bin/env bash
+export {variables} WORKSHOP_PRETEND_NODE=$SLURM_NODEID WORKSHOP_PRETEND_REPORT={reports}/$SLURM_PROCID
+mkdir -p "$WORKSHOP_PRETEND_REPORT"
+{hide}
+exec {sys.executable} "$@"
+"""
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("bound", "indices"), [(False, [0, 1, 0, 1]), (True, [0, 0, 0, 0])], ids=["all", "bound"])
+def test_each_task_of_srun_uses_a_gpu_of_its_own(bound, indices, cluster, tmp_path, monkeypatch):
+    """A job shows each task all GPUs of its node, or only its own one, which then has index 0."""
+    reports, python = tmp_path / "reports", tmp_path / "python"
+    python.write_text(python_on_gpus(bound, reports))
+    python.chmod(0o755)
+    monkeypatch.setenv("PYTHON", str(python))
+    trial = Trial(SOLUTIONS / "exercise2_srun.sh", tmp_path, cluster, None)
+    job = done(trial, "--epochs", 1, "--batch-size", 64)
+    assert job.state == "COMPLETED", job.output
+    assert "training on cuda from epoch 1: 4 processes" in job.output
+    found = [json.loads(path.read_text()) for rank in range(4) for path in (reports / str(rank)).glob("*.json")]
+    assert [each["rank"] for each in found] == [0, 1, 2, 3]
+    assert [each["gpu"] for each in found] == indices
+    assert [[*each["peak"]] for each in found] == [[str(index)] for index in indices]  # it uses no other GPU
+    places = [(each["node"], each["visible"][each["gpu"]]) for each in found]
+    assert places == [(0, 0), (0, 1), (1, 0), (1, 1)]
+
+
 FAILING = """
 import os
 import time

@@ -261,3 +261,18 @@ def test_predicted_memory_agrees_with_the_allocator_of_a_gpu(tmp_path):
     assert done.returncode == 0, done.stderr
     for row in json.loads((tmp_path / "memory.json").read_text())["measured"]:
         assert row["predicted"]["peak"] == pytest.approx(row["measured"]["peak"], rel=0.2), row["strategy"]
+
+
+def test_memory_is_measured_on_pretended_gpus(tmp_path):
+    """Parameters, gradients and optimizer state are exact; temporary tensors of the CPU are not those of a GPU."""
+    sizes = {"model_type": "llama", "num_hidden_layers": 3, "hidden_size": 192, "intermediate_size": 512,
+             "num_attention_heads": 6, "vocab_size": 1024, "max_position_embeddings": 512}  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(sizes))
+    options = ["--batch-size", 4, "--sequence-length", 96, "--measure", "--output", tmp_path]
+    done = workshop("memory", tmp_path, *options, cwd=tmp_path, **runs.pretended(1))
+    assert done.returncode == 0, done.stderr
+    rows = json.loads((tmp_path / "memory.json").read_text())["measured"]
+    assert len(rows) == 4
+    for row in rows:
+        for part, most in (("parameters", 0.01), ("gradients", 0.01), ("optimizer", 0.01), ("peak", 0.5)):
+            assert row["measured"][part] == pytest.approx(row["predicted"][part], rel=most), (row["strategy"], part)

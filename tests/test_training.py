@@ -4,6 +4,7 @@ import json
 import math
 import re
 import runpy
+import sys
 import warnings
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,6 +17,7 @@ from torchvision import transforms
 import runs
 from conftest import EPOCHS
 from workshop.data import load_dataset
+from workshop.measure.pretended_processes import GPUS
 from workshop.run.environment import why_hidden
 from workshop.run.failures import explanation
 from workshop.training.models import SmallCNN
@@ -164,6 +166,25 @@ def test_no_step_of_the_fast_solution_waits_for_the_gpu(tmp_path):
     assert max(map(waits.count, waits), default=0) < 20, waits
 
 
+WAITS = ("wait", "wait-inside", "synchronize", "pageable", "pinned")
+
+
+def test_no_step_of_a_resumed_run_waits_for_a_pretended_gpu(tmp_path):
+    """The optimizer state of a checkpoint must not make each step wait. An epoch has 22 steps; other waits are rarer."""
+    for epochs in (1, 2):
+        reports = tmp_path / str(epochs)
+        reports.mkdir()
+        options = ["--epochs", epochs, "--batch-size", 64, "--checkpoint", tmp_path / "run.pt"]
+        done = runs.run([sys.executable, FAST, *options], tmp_path, **runs.pretended(1, reports))
+        assert done.returncode == 0, done.stderr
+        assert f"epoch {epochs}/{epochs}" in done.stdout
+        (report,) = reports.glob("*.json")
+        notes = json.loads(report.read_text())["notes"]
+        found = {(kind, line): count for kind, _, places in notes if kind in WAITS for line, count in places.items()}
+        assert found, "it certainly copies the data to the GPU"
+        assert max(found.values()) < 20, found
+
+
 @runs.on_gpus(2)
 @pytest.mark.parametrize("kind", ["spawn", "torchrun"])
 def test_two_processes_on_two_gpus_give_the_golden_losses(kind, gpus, tmp_path):
@@ -172,15 +193,16 @@ def test_two_processes_on_two_gpus_give_the_golden_losses(kind, gpus, tmp_path):
     assert runs.losses(log) == pytest.approx(json.loads(GOLDEN.read_text()), rel=0.1, abs=2e-2)
 
 
-@pytest.mark.gpu
-@needs_gpus
-def test_more_processes_than_gpus_do_not_silently_train_on_the_cpu(tmp_path):
-    nproc = torch.cuda.device_count() + 1
+@runs.on_gpus(1)
+def test_more_processes_than_gpus_do_not_silently_train_on_the_cpu(gpus, tmp_path):
+    nproc = int(gpus.get(GPUS) or torch.cuda.device_count()) + 1
     options = ["--epochs", 1, "--batch-size", 16]
-    done = runs.run([*runs.command("torchrun", nproc), *options], tmp_path, **runs.with_gpus())
+    done = runs.run([*runs.command("torchrun", nproc), *options], tmp_path, **gpus)
     assert done.returncode != 0
     assert "use the same GPU" in explanation(done.stderr)
-    done = runs.run([runs.TORCHRUN_RUNNER, *options], tmp_path, NPROC=nproc, **runs.with_gpus())
+    if GPUS in gpus:
+        return  # the runner looks for the device files of real GPUs
+    done = runs.run([runs.TORCHRUN_RUNNER, *options], tmp_path, NPROC=nproc, **gpus)
     assert done.returncode == 0, done.stderr
     assert why_hidden(nproc, nproc - 1) in done.stderr
     assert f"training on cpu from epoch 1: {nproc} processes, 0 GPUs here" in done.stdout

@@ -124,16 +124,21 @@ def options(parser):
         parser.add_argument(f"--{axis}", type=positive_int, help="the number of ranks along this axis of the mesh")
     parser.add_argument("--microbatches", type=positive_int, default=2, help="equal parts of the batch of a rank")
     parser.add_argument("--resume", action="store_true", help="continue from the checkpoint in --folder, on any mesh")
+    parser.add_argument("--pytorch", action="store_true", help="use PyTorch's classes; then --cp must be 1")
 
 
 def train(device, args):
+    if args.pytorch:
+        from workshop.training.mesh_pytorch import train_with_pytorch  # these imports need a second
+
+        return train_with_pytorch(device, args)
     layout, checkpoint = Layout(device, **mesh_sizes(args)), f"{args.folder}/checkpoint"
     torch.manual_seed(SEED)
     stage = layout.build(Transformer(replace(args.config, tied=False)).to(args.dtype), args.length, device)
     pipeline = Pipeline(stage, loss_of, args.microbatches, group=layout.pp)
     optimizer = torch.optim.AdamW(stage.parameters(), lr=3e-3, foreach=False)
     done = resume(stage, optimizer, layout, checkpoint) if args.resume else 0
-    log = Log(args, device)
+    log = Log(args, device, done)
     for inputs, targets in islice(batches(args), done, None):
         loss = pipeline.step(*(each.to(device) for each in layout.own_batch(inputs, targets)))
         average_gradients(stage, layout)

@@ -1,6 +1,7 @@
 """Exercise 8 of stage 06: any mesh has the losses of one process, and another mesh can resume its checkpoint."""
 
 import json
+import re
 import sys
 
 import pytest
@@ -50,6 +51,29 @@ def test_another_mesh_resumes_the_checkpoint(alone, tmp_path):
     assert max(abs(a - b) for a, b in zip(found, alone[2:], strict=True)) < CLOSE
 
 
+def test_a_resumed_run_prints_the_steps_of_the_whole_training(tmp_path):
+    losses(tmp_path, 1, "--steps", "9")
+    done = train(tmp_path, 1, "--steps", "11", "--resume")
+    assert re.findall(r"step (\d+)/(\d+)", done.stdout) == [("10", "11"), ("11", "11")]
+
+
+@pytest.mark.parametrize("mesh", ["--pp 2 --tp 2", pytest.param("--pp 2 --dp 2 --tp 2", marks=pytest.mark.full)])
+def test_the_classes_of_pytorch_have_the_same_losses(mesh, alone, tmp_path):
+    words = mesh.split()
+    found = losses(tmp_path, 2 ** (len(words) // 2), "--steps", "4", *words, "--pytorch")
+    assert max(abs(a - b) for a, b in zip(found, alone, strict=True)) < CLOSE
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("first", ["exercise", "pytorch"])
+def test_the_exercise_and_pytorch_resume_the_checkpoint_of_each_other(first, alone, tmp_path):
+    with_pytorch = ["--pytorch"]
+    losses(tmp_path, 4, "--steps", "2", "--dp", "2", "--tp", "2", *(with_pytorch if first == "pytorch" else []))
+    second = with_pytorch if first == "exercise" else []
+    found = losses(tmp_path, 4, "--steps", "4", "--pp", "2", "--dp", "2", "--resume", *second)
+    assert max(abs(a - b) for a, b in zip(found, alone[2:], strict=True)) < CLOSE
+
+
 @pytest.mark.parametrize(
     ("program", "options", "message"),
     [
@@ -62,6 +86,12 @@ def test_another_mesh_resumes_the_checkpoint(alone, tmp_path):
             "1 micro-batches are fewer than the 2 stages; use at least 2",
         ),
         ("exercise8_run_all.sh", "--dp 2 --microbatches 3", "3 micro-batches do not divide a batch of 4 sequences"),
+        (
+            "exercise8_run_all.sh",
+            "--cp 2 --pytorch",
+            "--pytorch: use --cp 1, because PyTorch's context_parallel does not run on the CPU",
+        ),
+        ("exercise6_run_ring.sh", "--pytorch", "--pytorch: PyTorch's context_parallel does not run on the CPU"),
         (
             "exercise5_run_pipeline.sh",
             "--microbatches 1",
@@ -98,5 +128,5 @@ def test_a_layout_that_cannot_work_is_an_error_on_all_ranks(monkeypatch):
 def test_a_run_of_two_steps_says_what_it_cannot_show(tmp_path):
     done = train(tmp_path, 1, "--steps", "2")
     assert done.returncode == 0, done.stderr
-    assert "With --steps 3 or more, this program also prints what each rank holds and sends" in done.stdout
+    assert "A run of 3 or more steps also prints what each rank holds and sends" in done.stdout
     assert "holds 0.00 MiB" not in done.stdout

@@ -45,6 +45,8 @@ def prepare(probes: Sequence[type[Probe]], on_cpu: bool, text: str = "") -> None
             library = name.partition(".")[0]
             if library in text and importlib.util.find_spec(library):
                 importlib.import_module(name)
+        if "torch.distributed.checkpoint" in text:
+            importlib.import_module("torch.distributed.checkpoint")
         if re.search("accelerate|transformers", text) and importlib.util.find_spec("accelerate"):
             importlib.import_module("accelerate.state")  # cuda_on_cpu.py changes it
 

@@ -1,7 +1,8 @@
 """Run ``workshop strategies``: train one model with every strategy, compare the costs, and say which strategy to use.
 
 The programs in ``strategies/`` train the same model on the same global batches. Each reports its losses, its time, the memory
-of the tensors in each process and the bytes that a process sends. The results are a picture, a table and a page with rules.
+of the tensors in each process, the bytes that a process sends, and the timeline of a step. The results are two pictures, a table
+and a page with rules.
 """
 
 import ast
@@ -17,6 +18,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from workshop.demo.timelines import draw_timelines
 from workshop.files import write_atomically
 from workshop.repository import ROOT, open_folder, require_stages
 from workshop.run.environment import environment, torchrun, why_hidden
@@ -88,7 +90,8 @@ def run_strategies(
         steps: the number of steps per training.
         dtype: "float32" or "float64".
         processes: 2, 4 or 8; the first strategy always uses one process.
-        output: the folder for strategies.json, strategies.png, which.md and the runs; None for runs/strategies in the repository.
+        output: the folder for strategies.json, strategies.png, strategies-timeline.png, which.md and the runs; None for
+            runs/strategies in the repository.
         rounds: how often to run each strategy, to know how much the speed of the same program varies.
 
     Raises:
@@ -131,6 +134,7 @@ def run_strategies(
         "runs": [*rows.values()],
     }
     draw(folder / "strategies.png", summary)
+    _draw_timelines(folder, summary)
     (folder / "which.md").write_text(page(summary))
     write_atomically(folder / "strategies.json", json.dumps(summary, indent=1))
     _show(console, folder, summary)
@@ -269,8 +273,29 @@ def _show(console, folder: Path, summary: dict) -> None:
             console.print(f"\n[bold red]{row['name']} failed:", highlight=False)
             console.print(row["failure"], markup=False, highlight=False, soft_wrap=True)
     console.print(
-        f"Which should I use? {folder / 'which.md'}; picture: strategies.png", highlight=False, soft_wrap=True
+        f"Which should I use? {folder / 'which.md'}; pictures: strategies.png, strategies-timeline.png",
+        highlight=False,
+        soft_wrap=True,
     )
+
+
+def setting(summary: dict) -> str:
+    """Return where and how the strategies ran, for the title of a picture."""
+    where = " and ".join(sorted({row["device"] for row in trained(summary)})) or "no run succeeded"
+    return f"{where}, {summary['processes']} processes, {summary['dtype']}, torch {summary['machine']['torch']}"
+
+
+def _draw_timelines(folder: Path, summary: dict) -> None:
+    """Draw the timelines of the strategies that ran long enough to record one."""
+    found = {
+        row["name"]: json.loads((folder / _folder_name(row["name"]) / "timeline.json").read_text())
+        for row in trained(summary)
+        if row["computing"]
+    }
+    if found:
+        shares = {row["name"]: row["computing"] for row in trained(summary)}
+        title = f"One step of every strategy ({setting(summary)})"
+        draw_timelines(folder / "strategies-timeline.png", found, shares, title)
 
 
 def draw(path: Path, summary: dict) -> None:
@@ -286,9 +311,7 @@ def draw(path: Path, summary: dict) -> None:
     figure, ((curves, speed), (apart, cost)) = plt.subplots(
         2, 2, figsize=(13, 9), facecolor="white", layout="constrained"
     )
-    where = " and ".join(sorted({row["device"] for row in rows})) or "no run succeeded"
-    setting = f"{where}, {summary['processes']} processes, {summary['dtype']}, torch {summary['machine']['torch']}"
-    figure.suptitle(f"One training with every strategy ({setting})")
+    figure.suptitle(f"One training with every strategy ({setting(summary)})")
     styles = ("-", "--", ":")
     for index, row in enumerate(rows):
         look = {

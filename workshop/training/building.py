@@ -103,6 +103,8 @@ def check_combination(processes: int, args: argparse.Namespace) -> None:
         if math.prod(sizes.values()) != processes:
             text = " x ".join(f"{axis} {size}" for axis, size in sizes.items())
             raise UserError(f"a mesh of {text} has {math.prod(sizes.values())} places for {processes} processes")
+        if args.pytorch and sizes["cp"] > 1:
+            raise UserError("--pytorch: use --cp 1, because PyTorch's context_parallel does not run on the CPU")
         for parts, what, number, words in (
             (sizes["dp"], "dp", args.batch_size, "sequences of a global batch"),
             (2 * sizes["cp"] * sizes["tp"], "2 x cp x tp", config.length, "tokens of a sequence"),
@@ -168,12 +170,13 @@ class Log:
     Args:
         args: the options from ``parse_arguments``.
         device: the device that the process trains on.
+        done: the steps of the checkpoint from which the run continues.
     """
 
-    def __init__(self, args: argparse.Namespace, device: torch.device):
-        self.args, self.device = args, device
+    def __init__(self, args: argparse.Namespace, device: torch.device, done: int = 0):
+        self.args, self.device, self.done = args, device, done
         self.losses: list[float] = []  # of the global batches, as far as they are known
-        self.steps = 0
+        self.steps = 0  # of this run
         self._own: list[torch.Tensor] = []  # the losses of this process since then, not a number where it has none
         self.messages, self.held = Messages(), 0
         # Called after each optimizer step, while the gradients still exist.
@@ -199,7 +202,7 @@ class Log:
             self.messages.__enter__()
         elif self.steps == COUNTED:
             self.messages.__exit__(None, None, None)
-        if self.steps % REPORT_EVERY == 0 or self.steps == self.args.steps:
+        if (self.done + self.steps) % REPORT_EVERY == 0 or self.done + self.steps == self.args.steps:
             self.report()
 
     def report(self) -> list[float]:
@@ -211,7 +214,7 @@ class Log:
         self.losses += losses
         self._own = []
         if rank() == 0:
-            print(f"step {self.steps}/{self.args.steps}: loss {losses[-1]:.4f}", flush=True)
+            print(f"step {self.done + self.steps}/{self.args.steps}: loss {losses[-1]:.4f}", flush=True)
         return losses
 
     def end(self) -> None:
@@ -227,7 +230,7 @@ class Log:
         if rank() > 0:
             return
         if self.steps < COUNTED:
-            print(f"With --steps {COUNTED} or more, this program also prints what each rank holds and sends")
+            print(f"A run of {COUNTED} or more steps also prints what each rank holds and sends")
         for number, (held, sent, calls) in enumerate(everyone if self.steps >= COUNTED else ()):
             words = ", ".join(f"{count} {name}" for name, count in sorted(calls.items())) or "no collectives"
             print(f"rank {number} holds {held / MIB:.2f} MiB and sends {sent / MIB:.2f} MiB in each step: {words}")

@@ -21,12 +21,14 @@ from workshop.errors import UserError
 from workshop.training.arguments import ArgumentParser, check_averaging, positive_int, require_writable
 from workshop.training.deepspeed import check_gathering
 from workshop.training.device import local_device, synchronized_time
+from workshop.training.timeline import Timeline, computing_share
 from workshop.training.traffic import Messages, tensor_bytes
 
 SEQUENCES, TOKENS = 8, 64  # per global batch; per sequence
 SEED = 42
 COUNTED = 3  # count messages and memory in this step, when AdamW already has its moments
-REPORT, WEIGHTS = "report.json", "weights.pt"
+TIMED = 5  # record the timeline of this step
+REPORT, WEIGHTS, TIMELINE = "report.json", "weights.pt", "timeline.json"
 
 
 def parse_arguments(doc: str, options=None, *, fsdp: bool = False) -> argparse.Namespace:
@@ -97,7 +99,7 @@ def loss_of_logits(logits: torch.Tensor, batch: torch.Tensor) -> torch.Tensor:
 
 
 class Report:
-    """Record the losses, time, memory and messages of a run.
+    """Record the losses, time, memory and messages of a run, and the timeline of a step.
 
     Args:
         args: the options from ``parse_arguments``.
@@ -107,7 +109,7 @@ class Report:
     def __init__(self, args, device: torch.device):
         self.args, self.device = args, device
         self.losses, self.seconds = [], []
-        self.messages, self.memory = Messages(), None
+        self.messages, self.memory, self.timeline = Messages(), None, Timeline()
         # Called after each optimizer step, also of a library, while the gradients still exist.
         self._hook = register_optimizer_step_post_hook(self._count_memory)
         self._start = synchronized_time(device)
@@ -120,13 +122,17 @@ class Report:
         """Record the end of a step, and its loss on this process."""
         self.losses.append(loss.detach())
         now = synchronized_time(self.device)
-        if len(self.losses) != COUNTED:  # counting messages slows this step down
-            self.seconds.append(now - self._start)
-        if len(self.losses) == COUNTED - 1:
-            self.messages.__enter__()
-        elif len(self.losses) == COUNTED:
-            self.messages.__exit__(None, None, None)
         done = len(self.losses)
+        if done not in (COUNTED, TIMED):  # recording slows these steps down
+            self.seconds.append(now - self._start)
+        if done == COUNTED - 1:
+            self.messages.__enter__()
+        elif done == COUNTED:
+            self.messages.__exit__(None, None, None)
+        elif done == TIMED:
+            self.timeline.stop()
+        if done == TIMED - 1 < self.args.steps - 1:
+            self.timeline.start()
         if (done % 10 == 0 or done == self.args.steps) and rank() == 0:
             print(f"step {done}/{self.args.steps}", flush=True)
         self._start = synchronized_time(self.device)
@@ -135,7 +141,7 @@ class Report:
         """Write the report and the full parameters on rank 0. Call this on all ranks before the process group is destroyed."""
         self._hook.remove()
         losses = torch.stack(self.losses).double().cpu()
-        held, sent = [self.memory or 0], [self.messages.bytes]
+        held, sent, timeline = [self.memory or 0], [self.messages.bytes], [self.timeline.pieces]
         if dist.is_initialized():
             losses = losses.to(self.device)
             dist.all_reduce(losses)
@@ -144,6 +150,8 @@ class Report:
             rows = [torch.zeros_like(together) for _ in range(dist.get_world_size())]
             dist.all_gather(rows, together)
             held, sent = zip(*[row.tolist() for row in rows], strict=True)
+            timeline = [None] * dist.get_world_size()
+            dist.all_gather_object(timeline, self.timeline.pieces)
         if rank() > 0:
             return
         later = self.seconds[2:] or self.seconds  # the first steps warm up
@@ -156,10 +164,12 @@ class Report:
             "memory": max(held),
             "sent": max(sent),
             "calls": self.messages.calls,
+            "computing": computing_share(timeline),
         }
         folder = Path(self.args.output)
         folder.mkdir(parents=True, exist_ok=True)
         torch.save({name: tensor.detach().cpu() for name, tensor in weights.items()}, folder / WEIGHTS)
+        (folder / TIMELINE).write_text(json.dumps(timeline))
         (folder / REPORT).write_text(json.dumps(report, indent=1))
 
 

@@ -31,18 +31,15 @@ def tensor_bytes(device: torch.device) -> int:
     return sum(found.values())
 
 
-# Parts of the names of PyTorch's operations, and the collective of nccl-tests for each.
-COLLECTIVES = (
-    ("allreduce", "all_reduce"),
-    ("all_reduce", "all_reduce"),
-    ("allgather", "all_gather"),
-    ("all_gather", "all_gather"),
-    ("reduce_scatter", "reduce_scatter"),
-    ("broadcast", "broadcast"),
-    ("alltoall", "all_to_all"),
-    ("all_to_all", "all_to_all"),
-    ("send", "send"),
-)
+# Parts of the names of PyTorch's operations and NCCL's kernels, without underscores, and the collective of nccl-tests for each.
+COLLECTIVES = {
+    "allreduce": "all_reduce",
+    "allgather": "all_gather",
+    "reducescatter": "reduce_scatter",
+    "broadcast": "broadcast",
+    "alltoall": "all_to_all",
+    "send": "send",
+}
 # Of S bytes on N processes, each process sends this share.
 SENT = {**BUS_FACTOR, "all_to_all": lambda n: (n - 1) / n, "send": lambda n: 1}
 
@@ -76,7 +73,7 @@ class Messages(TorchDispatchMode):
 def collective_of(operation, args) -> tuple[str, dist.ProcessGroup | None, int] | None:
     """Return the kind of a collective, its group (None: not found) and the bytes of the whole tensor; None: it is not one."""
     space, _, name = operation.name().partition("::")
-    kind = next((kind for part, kind in COLLECTIVES if part in name), None)
+    kind = collective(name)
     if space not in ("c10d", "_c10d_functional") or not kind:
         return None
     sizes, group = [_bytes(arg) for arg in args], group_of(args)
@@ -85,6 +82,12 @@ def collective_of(operation, args) -> tuple[str, dist.ProcessGroup | None, int] 
     if space == "_c10d_functional" and kind == "all_gather":
         whole *= dist.get_world_size() if group is None else group.size()
     return kind, group, whole
+
+
+def collective(name: str) -> str:
+    """Return the collective of an operation or kernel, for example "all_gather" for "_allgather_base_"; "": none."""
+    name = name.replace("_", "").lower()
+    return next((kind for part, kind in COLLECTIVES.items() if part in name), "")
 
 
 def _bytes(value) -> int:
