@@ -178,10 +178,10 @@ def _autocast() -> None:
     torch.autocast.__init__ = init
     scaler = torch.amp.GradScaler.__init__
 
-    def without_scaling(self: Any, device: str = "cuda", *args: Any, **kwargs: Any) -> None:
-        scaler(self, "cpu", enabled=False)  # the CPU computes in bfloat16, without a scaler
+    def on_cpu(self: Any, device: str = "cuda", *args: Any, **kwargs: Any) -> None:
+        scaler(self, "cpu" if is_gpu(device) else device, *args, **kwargs)
 
-    torch.amp.GradScaler.__init__ = without_scaling
+    torch.amp.GradScaler.__init__ = on_cpu
 
 
 def _groups() -> None:

@@ -77,7 +77,7 @@ def clipping_differs(run: Run) -> Said:
 )
 def models_differ(run: Run) -> Said:
     """The ranks evaluate a model with different parameters."""
-    ranks = [process.of(ModelEvaluated) for process in run.trained]
+    ranks = [] if run.divided else [process.of(ModelEvaluated) for process in run.trained]
     for together in zip(*ranks, strict=False) if len(ranks) > 1 else ():
         base = together[0]
         for other in together[1:]:
@@ -116,7 +116,7 @@ def _apart(run: Run) -> Told:
     joined = any(process.first(UnevenJoined) for process in ranks)
     if any(step.before.sharded or not step.before.of_model for process in ranks for step in process.steps):
         return []  # each rank has its own part
-    if _of_its_own(run):
+    if run.divided or _of_its_own(run):
         return []
     for process in ranks[1:]:
         for number, (one, two) in enumerate(zip(ranks[0].steps, process.steps, strict=False), 1):
@@ -357,7 +357,7 @@ def mean_of_means(run: Run) -> Said:
     """Each loss is the mean over its own targets, whose numbers differ within the step."""
     together = list(zip(*(weighted(process) for process in run.trained), strict=False))
     steps = [[each for backwards in step for each in backwards] for step in together]
-    uneven = [step for step in steps if step and _equal_weights(step)] if not _of_its_own(run) else []
+    uneven = [] if run.divided or _of_its_own(run) else [step for step in steps if step and _equal_weights(step)]
     if len(uneven) > len(steps) / 2:
         counts = [loss.targets for loss, _ in uneven[0]]
         seen = f"in a step the means are over {min(counts):,} to {max(counts):,} targets, and all have the same weight"

@@ -4,7 +4,7 @@ import math
 from collections.abc import Iterator
 from functools import partial
 
-from workshop.check.evidence.events import GroupDestroyed, Joined, Loaded, Raised, Saved, UnevenJoined
+from workshop.check.evidence.events import GroupDestroyed, Joined, Loaded, Raised, Saved, StepSkipped, UnevenJoined
 from workshop.check.evidence.real import Killed, Kills, RealRun
 from workshop.check.evidence.run import Run, Step
 from workshop.check.evidence.sketches import CLOSE, difference
@@ -22,6 +22,7 @@ SAME = 1e-6  # parameters of two runs count as equal up to this relative differe
 # The same at the end of runs with more than two processes. DDP changes the order of its buckets after the first step of each
 # start, so that more than two numbers are added up in another order, and AdamW makes the difference larger.
 ROUNDING = 1e-3
+SCALER = "Save the state_dict() of the GradScaler in the checkpoint, and load it where the checkpoint is loaded."
 
 # A rule that ``second_start`` judges; it reports only one of them.
 _of_restart: "partial[Makes[[Run, Split]]]" = partial(
@@ -115,12 +116,18 @@ def second_start(whole: Run, split: Split) -> Told:
     if second.trained and second.ended_by_echo:
         parts = ", ".join(f"rank {each.rank} takes {plural(len(each.steps), 'step')}" for each in second.trained)
         return [(collectives_differ, Seen(f"after the second start {parts}, and one rank loses the connection", load))]
+    if ended and not second.trained and _torn_by_writers(split):
+        return []  # two-writers names the cause
     if ended and not second.trained:
         origin = "" if ended.where else "call:save"
         return [(resume_fails, Seen(f"the second start fails: {ended.text}", ended.where, ended.detail, origin=origin))]
     if not whole.trained or not split.first.trained:
         return []
     base, done = whole.trained[0].steps, split.first.trained[0].steps
+    more = 0 if whole.cut else _skipped(second) + _skipped(split.first) - _skipped(whole)
+    if more > 0:
+        seen = f"after the second start GradScaler skips {plural(more, 'step')} that it does not skip in an uninterrupted run"
+        return [(resume_differs, Seen(f"{seen}: its scale is not restored", load, fix=SCALER, origin="loading:scaler"))]
     if not second.trained:
         return [(epoch_skipped, Seen(f"the second start takes no step, but {len(base) - len(done)} are left", load))]
     rest = second.trained[0].steps
@@ -131,6 +138,7 @@ def second_start(whole: Run, split: Split) -> Told:
     begun = [each.steps[0].before for each in second.trained]
     if (
         not begun[0].sharded
+        and not second.divided
         and begun[0].of_model
         and any(difference(begun[0].weights, each.weights) > CLOSE for each in begun)
     ):
@@ -158,6 +166,18 @@ def second_start(whole: Run, split: Split) -> Told:
         return [(resume_differs, Seen(seen, load, origin="restored"))]
     sampled = "call:set_epoch"
     return [(about, Seen(seen, load, origin=sampled if " samples " in seen else "")) for about, seen in differences]
+
+
+def _torn_by_writers(split: Split) -> bool:
+    """Whether the second start fails with a file that several ranks of the first run wrote."""
+    shared = split.first.shared_file()
+    loaded = {event.path.rsplit("/", 1)[-1] for event in split.second.all(Loaded) if event.path}
+    return shared is not None and shared[0].rsplit("/", 1)[-1] in loaded
+
+
+def _skipped(run: Run) -> int:
+    """The number of steps that a GradScaler has skipped in the first rank."""
+    return sum(len(process.of(StepSkipped)) for process in run.ranks[:1])
 
 
 def _loading(run: Run) -> str:
