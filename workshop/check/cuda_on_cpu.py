@@ -205,8 +205,9 @@ def _groups() -> None:
         "barrier": partial(_barrier, c10d.barrier),
     }
     for name, function in changed.items():
-        for owner in (dist, c10d):  # the same object in both, as before
-            setattr(owner, name, function)
+        for owner in (dist, c10d, device_mesh):  # the same object in all, as before
+            if hasattr(owner, name):
+                setattr(owner, name, function)
     dist.is_nccl_available = lambda: True
     for owner in (device_mesh, dist):
         owner.init_device_mesh = _without_gpu(owner.init_device_mesh)

@@ -1,6 +1,6 @@
 """The rules about learning: mistakes that they must name, and correct styles that must pass."""
 
-from check.bank import ddp, lightning, second, sharded
+from check.bank import ddp, gpus, lightning, second, sharded
 from check.bank.case import mistake, style
 from check.bank.cases import bank_tests
 
@@ -150,6 +150,18 @@ MISTAKES = (
         held_out=True,
     ),
 )
+
+MISTAKES += (
+    mistake(
+        "loss-of-nothing",
+        gpus.GPUS,
+        "loss-not-finite",
+        "From the third batch on, the loss is the mean over no values.",
+        ("loss = nn.functional.cross_entropy(ddp_model(x), y)", "loss = nn.functional.cross_entropy(ddp_model(x)[:left], y[:left])"),
+        ("        for x, y in loader:\n            x, y = x.to(device, non",
+         "        for number, (x, y) in enumerate(loader):\n            left = len(x) if number < 2 else 0\n            x, y = x.to(device, non"),
+    ),
+)  # fmt: skip
 
 STYLES = (
     style(

@@ -1,6 +1,6 @@
 """Checkpoints that are read, but do not reach the model."""
 
-from workshop.check.evidence.events import Loaded, ModelLoaded, Saved
+from workshop.check.evidence.events import FileRenamed, FileWritten, Loaded, ModelLoaded, Saved
 from workshop.check.evidence.run import Process, Run
 from workshop.check.evidence.sketches import difference
 from workshop.check.rules.restart import SAME, never_resumes, resume_differs
@@ -32,9 +32,23 @@ def _unmatched(process: Process) -> Said:
             return
 
 
-@nothing_loaded.also(
-    (WHOLE, SPLIT), needs=(ModelLoaded,), instead_of=(never_resumes, resume_differs)
-)
+def _saved(run: Run) -> set[str]:
+    """The files with parameters that a run saved, also under the names that they got afterwards."""
+    found: set[str] = set()
+    for process in run.processes:
+        renamed = False
+        for _, event in process.events:
+            if isinstance(event, Saved) and event.keys:
+                found.add(event.path)
+            elif isinstance(event, FileRenamed):
+                renamed = event.source in found
+            elif isinstance(event, FileWritten) and renamed:
+                found.add(event.path)
+                renamed = False
+    return found
+
+
+@nothing_loaded.also((WHOLE, SPLIT), needs=(ModelLoaded,), instead_of=(never_resumes, resume_differs))
 def nothing_restored(whole: Run, split: Split) -> Said:
     """The second start reads the checkpoint, and the model begins with fresh parameters all the same."""
     for process in split.second.trained[:1]:
@@ -42,7 +56,7 @@ def nothing_restored(whole: Run, split: Split) -> Said:
         if unmatched:
             yield from unmatched
             return
-        begin, saved = process.steps[0], {event.path: event for event in split.first.all(Saved) if event.keys}
+        begin, saved = process.steps[0], _saved(split.first)
         loads = [(seconds, event) for seconds, event in process.timed(Loaded) if event.path in saved]
         early = [each for seconds, each in loads if seconds < begin.seconds]
         given = any(seconds < begin.seconds for seconds, _ in process.timed(ModelLoaded))

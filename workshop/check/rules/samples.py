@@ -163,17 +163,19 @@ def _overlaps(run: Run) -> Iterator[tuple[str, Seen]]:
         where = _drawn_where(ranks[one], set().union(*(here & there for here, there in keys))) or where
         fractions = [len(here & there) / min(len(here), len(there)) for here, there in keys if here and there]
         same, mean = sum(each >= 0.95 for each in fractions), sum(fractions) / max(len(fractions), 1)
+        if by_epoch and repeats and _different_steps(ranks[one], ranks[two]):
+            continue  # a sampler that repeats samples, so that each rank changes them in its own way, or draws with replacement
         if same > len(fractions) / 2:
             text = f"at {same} of {len(fractions)} steps {names[one, two]} train on the same samples"
             yield "same", Seen(text, where, origin=drawn)
-        elif mean > 0.1 and not (by_epoch and repeats):  # drawn with replacement: no mistake
+        elif mean > 0.1:
             text = f"at each step {names[one, two]} share {mean:.0%} of their samples"
             yield "some", Seen(text, where, origin=drawn)
 
 
 def _different_steps(one: Process, two: Process) -> bool:
-    """Whether two ranks train on different samples in most steps."""
-    steps = [set(here.keys) == set(there.keys) for here, there in zip(one.steps, two.steps, strict=False)]
+    """Whether two ranks train on different samples, or in a different order, in most steps."""
+    steps = [here.keys == there.keys for here, there in zip(one.steps, two.steps, strict=False)]
     return sum(steps) < len(steps) / 2
 
 
