@@ -132,7 +132,10 @@ def main():
         known = set(labelled)
         unlabelled = [i for i in range(len(pool)) if i not in known]
         values, indices = score_pool(net, pool, unlabelled, device)
-        bought = indices[values.topk(cfg.buy).indices].tolist()
+        # not simply the best: a sample is drawn in proportion to its score, which avoids buying the same thing many times
+        noise = torch.rand(len(values), generator=torch.Generator().manual_seed(cfg.seed + rnd)).log().neg().log().neg()
+        keys = values.clamp_min(1e-9).log() + noise.to(device)
+        bought = indices[keys.topk(cfg.buy).indices].tolist()
         if dist.get_rank() == 0:
             rare = (pool.tensors[1][bought] == 3).float().mean()
             print(f"round {rnd}: {len(labelled)} labels, loss {before:.3f} -> {after:.3f}, "
