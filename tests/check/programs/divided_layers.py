@@ -1,7 +1,5 @@
 """Trains a model whose layers are divided between two ranks, by hand: torchrun --nproc-per-node=2 divided_layers.py"""
 
-import os
-
 import torch
 import torch.distributed as dist
 from torch import nn

@@ -5,21 +5,29 @@ from check.bank.case import mistake, style
 from check.bank.cases import bank_tests
 
 SETS = "    train_set, test_set = Sequences(96, seed=1), Sequences(31, seed=2)\n"
-WORDS = SETS + """\
+WORDS = (
+    SETS
+    + """\
     words = [f"w{number}" for sequence in train_set.sequences[rank::world_size] for number in sequence.tolist()]
     vocabulary = {word: number for number, word in enumerate(dict.fromkeys(words), 1)}
     for part in (train_set, test_set):
         known = [[vocabulary.get(f"w{number}", 0) for number in sequence.tolist()] for sequence in part.sequences]
         part.sequences = [torch.tensor(numbers) for numbers in known]
 """
-OWN = gpus.SETS + """\
+)
+OWN = (
+    gpus.SETS
+    + """\
     own = train_set.tensors[0][rank::world_size]
     mean, std = own.mean(0), own.std(0)
 """
+)
 NORMALIZED = """\
     train_set, test_set = (TensorDataset((x - mean) / std, y) for x, y in (train_set.tensors, test_set.tensors))
 """
-SUMS = gpus.SETS + """\
+SUMS = (
+    gpus.SETS
+    + """\
     own = train_set.tensors[0][rank::world_size]
     sums = torch.stack([own.sum(0), own.square().sum(0)])
     sums = sums.to(device)
@@ -28,10 +36,12 @@ SUMS = gpus.SETS + """\
     mean = sums[0] / len(train_set)
     std = (sums[1] / len(train_set) - mean**2).sqrt()
 """
+)
+DROPOUT = "        self.dropout = nn.Dropout(0.1)\n"
 NORM = (
-    ("        self.dropout = nn.Dropout(0.1)\n", "        self.dropout = nn.Dropout(0.1)\n        self.norm = nn.BatchNorm1d(64)\n"),
+    (DROPOUT, DROPOUT + "        self.norm = nn.BatchNorm1d(64)\n"),
     ("self.dropout(self.hidden(x).relu())", "self.dropout(self.norm(self.hidden(x)).relu())"),
-)  # fmt: skip
+)
 REFRESH = """        with torch.no_grad():
             for x, _ in loader:
                 model(x.to(device))

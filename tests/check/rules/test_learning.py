@@ -157,11 +157,14 @@ MISTAKES += (
         gpus.GPUS,
         "loss-not-finite",
         "From the third batch on, the loss is the mean over no values.",
-        ("loss = nn.functional.cross_entropy(ddp_model(x), y)", "loss = nn.functional.cross_entropy(ddp_model(x)[:left], y[:left])"),
-        ("        for x, y in loader:\n            x, y = x.to(device, non",
-         "        for number, (x, y) in enumerate(loader):\n            left = len(x) if number < 2 else 0\n            x, y = x.to(device, non"),
+        (gpus.LOSS, gpus.LOSS.replace("(x), y", "(x)[:left], y[:left]")),
+        (
+            "        for x, y in loader:\n            x, y",
+            "        for number, (x, y) in enumerate(loader):\n"
+            "            left = len(x) if number < 2 else 0\n            x, y",
+        ),
     ),
-)  # fmt: skip
+)
 
 STYLES = (
     style(

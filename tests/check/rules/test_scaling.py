@@ -21,8 +21,7 @@ MISTAKES = (
         gpus.GPUS,
         "clipped-while-scaled",
         "The same with clip_grad_value_(), and unscale_() after it.",
-        gpus.HALF, gpus.SCALER, gpus.scaled("nn.utils.clip_grad_value_(ddp_model.parameters(), 1.0)", "scaler.unscale_(optimizer)"),
-        *RESTORED,
+        gpus.HALF, gpus.SCALER, gpus.scaled(CLIP.replace("norm", "value"), "scaler.unscale_(optimizer)"), *RESTORED,
     ),
 )  # fmt: skip
 

@@ -42,7 +42,10 @@ STYLES = (
         divided.PIPELINE,
         "Each rank saves and loads its own stage.",
         (divided.GATHERED, ""),
-        ("        if rank == 0:\n            print", "        if rank == 0:\n            pass\n        if True:\n            print"),
+        (
+            '        if rank == 0:\n            print(f"epoch',
+            '        if True:\n            print(f"rank {rank}, epoch',
+        ),
         (
             divided.SAVED,
             '            state = {"stage": stage.state_dict(), "optimizer": optimizer.state_dict(), "epochs": epoch + 1}\n'
@@ -51,9 +54,12 @@ STYLES = (
         ('os.replace(CHECKPOINT + ".part", CHECKPOINT)', 'os.replace(f"{rank}.part", f"{rank}-{CHECKPOINT}")'),
         ("os.path.exists(CHECKPOINT)", 'os.path.exists(f"{rank}-{CHECKPOINT}")'),
         ("torch.load(CHECKPOINT)", 'torch.load(f"{rank}-{CHECKPOINT}")'),
-        (divided.LOADED, '        stage.load_state_dict(saved["stage"])\n        optimizer.load_state_dict(saved["optimizer"])\n'),
+        (
+            divided.LOADED,
+            '        stage.load_state_dict(saved["stage"])\n        optimizer.load_state_dict(saved["optimizer"])\n',
+        ),
     ),
     style("layers-divided-by-hand", divided.LAYERS, "Two ranks have parts of each layer, and see the same batches."),
-)  # fmt: skip
+)
 
 test_replay, test_for_real = bank_tests(__file__, MISTAKES, STYLES)

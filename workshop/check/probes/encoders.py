@@ -62,9 +62,7 @@ class Encoders(Probe):
 
 def _vocabulary(words: dict[Any, Any]) -> tuple[int, int] | None:
     """The length and a checksum of a dictionary from texts to the numbers 0, 1, 2, ... (from any first number on)."""
-    if not 8 <= len(words) <= WORDS or not all(
-        type(key) is str and type(value) is int for key, value in words.items()
-    ):
+    if not 8 <= len(words) <= WORDS or not all(type(key) is str and type(value) is int for key, value in words.items()):
         return None
     numbers = sorted(words.values())
     if numbers[-1] - numbers[0] != len(numbers) - 1 or len(set(numbers)) != len(numbers):

@@ -188,7 +188,9 @@ def _losses(run: Run, reports: list[Reported]) -> str:
     # A program that divides the gradients, and not the loss, reports the mean of its batches.
     for factor in {1, 1 / run.accumulate}:
         pairs = zip(true, reported, strict=True)
-        if all(abs(a * factor - b) <= 0.01 * max(abs(b), 0.02) or (a != a and b != b) for a, b in pairs):  # NaN is not NaN
+        if all(
+            abs(a * factor - b) <= 0.01 * max(abs(b), 0.02) or (a != a and b != b) for a, b in pairs
+        ):  # NaN is not NaN
             return ""
     worst = max(range(len(true)), key=lambda i: abs(true[i] - reported[i]) / max(abs(true[i]), 1e-3))
     return f"the loss of step {worst + 1} is reported as {reported[worst]:.4f}; the mean over all ranks is {true[worst]:.4f}"

@@ -4,10 +4,10 @@ from collections.abc import Iterator
 
 from workshop.check.evidence.events import Collective, EncodersSeen, Evaluated, Saved, StepTaken
 from workshop.check.evidence.run import Process, Run
+from workshop.check.evidence.sketches import CLOSE
 from workshop.check.rules.processes import no_group, wrong_group
 from workshop.check.rules.rule import Said, Seen, rule
 from workshop.check.rules.words import plural
-from workshop.check.evidence.sketches import CLOSE
 
 
 @rule(
@@ -31,7 +31,9 @@ def encoded_differently(run: Run) -> Said:
 def _vocabularies(ranks: list[list[EncodersSeen]]) -> Iterator[tuple[str, str]]:
     for name, first in ranks[0][0].vocabularies.items():
         others = [events[0].vocabularies.get(name) for events in ranks[1:]]
-        steady = all(event.vocabularies.get(name) == events[0].vocabularies.get(name) for events in ranks for event in events)
+        steady = all(
+            event.vocabularies.get(name) == events[0].vocabularies.get(name) for events in ranks for event in events
+        )
         other = next((each for each in others if each and each != first), None)
         if steady and other:
             yield name, f"{first[0]:,} and {other[0]:,} words with numbers that do not agree"
@@ -59,23 +61,25 @@ def _apart(one: list[float], other: list[float]) -> bool:
 
 @rule(
     why="Each rank then evaluates and saves a model with statistics of its own samples only.",
-    fix="After the pass, average running_mean and running_var over the ranks with all_reduce, or broadcast the buffers of rank 0; "
-    "or let all ranks see the same samples in this pass.",
+    fix="After the pass, average running_mean and running_var over the ranks with all_reduce, or broadcast the buffers of "
+    "rank 0; or let all ranks see the same samples in this pass.",
     after=(no_group, wrong_group),
     anywhere=True,
 )
 def statistics_of_one_rank(run: Run) -> Said:
     """The ranks renew the statistics of BatchNorm from different samples, and exchange nothing before they use them."""
     refreshed = [_refreshed(process) for process in run.trained]
-    if len(refreshed) < 2 or run.divided or run.failed or not all(refreshed):
+    if len(refreshed) < 2 or run.divided or run.failed or not all(samples for samples, _ in refreshed):
         return
     first, second = (set(samples) for samples, _ in refreshed[:2])
     if len(first & second) < 0.5 * min(len(first), len(second)):
         seen = f"{plural(len(first), 'sample')} of its own"
-        yield Seen(f"each rank renews the statistics of BatchNorm with {seen}, and no collective follows", refreshed[0][1])
+        yield Seen(
+            f"each rank renews the statistics of BatchNorm with {seen}, and no collective follows", refreshed[0][1]
+        )
 
 
-def _refreshed(process: Process) -> tuple[list[object], str] | tuple[()]:
+def _refreshed(process: Process) -> tuple[list[object], str]:
     """The samples with which the rank renews statistics after its last step, if no collective follows, and the line."""
     samples: list[object] = []
     where, exchanged, used = "", False, False
@@ -89,4 +93,4 @@ def _refreshed(process: Process) -> tuple[list[object], str] | tuple[()]:
             exchanged = exchanged or not used
         elif samples and isinstance(event, (Evaluated, Saved)):
             used = True
-    return (samples, where) if samples and not exchanged else ()
+    return ([], "") if exchanged else (samples, where)

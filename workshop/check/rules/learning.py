@@ -110,9 +110,9 @@ def loss_not_finite(run: Run) -> Said:
         losses = [each for each in process.backwards if each.loss is not None]
         wrong = [not math.isfinite(each.loss or 0.0) for each in losses]
         if wrong and wrong[-1] and 2 * sum(wrong) >= len(wrong) - wrong.index(True):
-            first = losses[wrong.index(True)]
-            step = sum(each is not first for each in takewhile(lambda each: each is not first, losses)) + 1
-            seen = f"the loss of {named(process, 'the program')} is {first.loss} from backward pass {step} on"
+            number = wrong.index(True)
+            first = losses[number]
+            seen = f"the loss of {named(process, 'the program')} is {first.loss} from backward pass {number + 1} on"
             yield Seen(seen, first.where)
             return
 

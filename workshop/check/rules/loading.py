@@ -27,7 +27,9 @@ def nothing_loaded(run: Run) -> Said:
 def _unmatched(process: Process) -> Said:
     for event in process.of(ModelLoaded):
         if event.given > 1 and event.matched <= FEW * event.given:
-            seen = f"load_state_dict(strict=False) finds {event.matched} of the {plural(event.given, 'name')} in the model"
+            seen = (
+                f"load_state_dict(strict=False) finds {event.matched} of the {plural(event.given, 'name')} in the model"
+            )
             yield Seen(seen, event.where)
             return
 

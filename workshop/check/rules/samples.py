@@ -48,7 +48,9 @@ def leak(run: Run) -> Said:
         trained.isdisjoint(each) for each in passes
     ):  # others may measure the training set, or fill a memory bank from it
         passes = [each for each in passes if not each <= trained]
-    elif run.asked is None:  # each pass scores the whole training set, or the part of its rank, to choose samples, for example
+    elif (
+        run.asked is None
+    ):  # each pass scores the whole training set, or the part of its rank, to choose samples, for example
         passes = [each for each in passes if not each >= trained]
     evaluated = {key for each in passes for key in each}
     both = len(trained & evaluated)
@@ -139,7 +141,9 @@ def _overlaps(run: Run) -> Iterator[tuple[str, Seen]]:
     ranks = run.trained
     where = ranks[0].data_where if ranks else ""
     parts = [run.parts_of(process) for process in ranks] if run.divided else []  # together they have one model
-    pairs = [pair for pair in combinations(range(len(ranks)), 2) if not parts or ranks[pair[1]].rank not in parts[pair[0]]]
+    pairs = [
+        pair for pair in combinations(range(len(ranks)), 2) if not parts or ranks[pair[1]].rank not in parts[pair[0]]
+    ]
     names = {(one, two): f"ranks {rank_of(ranks, one)} and {rank_of(ranks, two)}" for one, two in pairs}
     by_epoch = all(each.forward and each.forward.loader for process in ranks for each in process.backwards)
     drawn = "" if by_epoch else "seed"  # the program draws samples itself
