@@ -34,3 +34,10 @@ def scaled(*between: str) -> tuple[str, str]:
     """Return the edit that takes steps with a GradScaler; ``between``: lines between backward() and the step."""
     lines = ["scaler.scale(loss).backward()", *between, "scaler.step(optimizer)", "scaler.update()"]
     return BACKWARD, "".join(f"            {line}\n" for line in lines)
+
+
+AVERAGED = """\
+            with torch.no_grad():
+                for old, new in zip(average.parameters(), model.parameters(), strict=True):
+                    old.lerp_(new, 0.2)
+"""

@@ -358,6 +358,16 @@ MISTAKES = (
 
 MISTAKES += (
     mistake(
+        "average-not-restored",
+        gpus.GPUS,
+        "resume-differs",
+        "The second start copies the loaded model, and the moving average of the parameters is lost.",
+        ("import os\n", "import copy\nimport os\n"),
+        (gpus.WRAPPED, "    average = copy.deepcopy(model)\n" + gpus.WRAPPED),
+        (gpus.STEP, gpus.STEP + gpus.AVERAGED),
+        ("evaluate(model, test_set", "evaluate(average, test_set"),
+    ),
+    mistake(
         "scale-not-restored",
         gpus.GPUS,
         "resume-differs",

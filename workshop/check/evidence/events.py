@@ -190,6 +190,9 @@ class Evaluated(Event):  # a forward pass without a backward pass
     forward: Forward
 
 
+SUBSET = "Subset"  # what ``Drawn`` names a Subset that a DistributedSampler divides; it is not random in itself
+
+
 class Drawn(Event):  # the program itself split, shuffled or sampled something at random
     name: str  # of the function
     size: int  # of what it chose from

@@ -4,13 +4,16 @@ from collections import Counter
 from collections.abc import Iterator
 from itertools import combinations
 
-from workshop.check.evidence.events import Backward, BatchLoaded, Drawn, EpochSet, Evaluated, Key, LoaderStarted
+from workshop.check.evidence.events import SUBSET, Backward, BatchLoaded, Drawn, EpochSet, Evaluated, Key, LoaderStarted
 from workshop.check.evidence.run import Process, Run
 from workshop.check.rules.processes import no_group, wrong_group
 from workshop.check.rules.rule import Makes, Rule, Said, Seen, if_first, rule
 from workshop.check.rules.words import named, plural, rank_of
 
 TURNS = 8  # of the workers of a loader
+SAME_SUBSET = (
+    "Compute the indices on all ranks from the same values, or choose them on rank 0 and send them with broadcast_object_list."
+)
 SAME_ORDER = (
     "Draw the order from a generator that has the same seed on all ranks, such as "
     "torch.Generator().manual_seed(SEED + epoch) or random.Random(SEED + epoch)."
@@ -98,6 +101,9 @@ def _by_draw(run: Run, seen: Seen) -> Seen:
     drawn = _unequal_draw(run)
     if drawn is None:
         return seen
+    if drawn.name == SUBSET:
+        lists = f"the DistributedSampler at {drawn.where} divides a Subset whose indices differ between the ranks"
+        return Seen(f"{seen.text}: {lists}", drawn.where, fix=SAME_SUBSET)
     split = drawn.name == "random_split"
     what = "makes different parts on each rank" if split else "returns a different result on each rank"
     return Seen(
@@ -116,6 +122,11 @@ def _unequal_draw(run: Run) -> Drawn | None:
             theirs = other.get(place)
             if theirs and theirs.of == drawn.of and theirs.result != drawn.result:
                 return drawn
+    # A Subset that the program chooses while it trains, such as that of the most useful samples.
+    subsets = [[each for each in process.of(Drawn) if each.name == SUBSET] for process in run.trained]
+    for together in zip(*subsets, strict=False):
+        if len({each.where for each in together}) == 1 < len({each.result for each in together}):
+            return together[0]
     return None
 
 
