@@ -8,7 +8,11 @@ FOLDER = "tests/check/referee"
 MISTAKES = ()
 STYLES = (
     style("public-lbfgs", f"{FOLDER}/pinn_lbfgs/train.py", "L-BFGS calls its closure several times in a step."),
-    style("public-zero-by-hand", f"{FOLDER}/zero1_by_hand/train.py", "Each rank has the state of a part of the parameters."),
+    style(
+        "public-zero-by-hand",
+        f"{FOLDER}/zero1_by_hand/train.py",
+        "Each rank has the state of a part of the parameters.",
+    ),
     style("public-repeated-batch", f"{FOLDER}/accelerate_onecycle/train.py", "Accelerate repeats a batch at the end."),
 )
 

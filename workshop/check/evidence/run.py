@@ -270,8 +270,8 @@ class Run:
             return "layers"
         if len(ranks) < 2 or any(process.steps[0].before.sharded for process in ranks):
             return ""
-        first, *others = [process.steps[0].before for process in ranks]
-        if all(each.names == first.names and difference(each.weights, first.weights) <= CLOSE for each in others):
+        first, *others = [_first_of_each_optimizer(process) for process in ranks]
+        if all(_alike(each, first) for each in others):
             return ""
         calls = [call for process in ranks for call in _before_backward(process)]
         inside = {call.name for call in calls if call.inside}
@@ -395,6 +395,22 @@ def collectives_of_groups(ranks: list[Process]) -> list[tuple[list[Process], lis
         own = [[call for call in each if call.group == group] for _, each in members]
         found.append(([process for process, _ in members], own))
     return found
+
+
+def _first_of_each_optimizer(process: Process) -> list[StepBegun]:
+    """The first step of each optimizer, by the lines that created them."""
+    found: dict[str, StepBegun] = {}
+    for step in process.steps:
+        found.setdefault(step.before.made, step.before)
+    return list(found.values())
+
+
+def _alike(ones: list[StepBegun], others: list[StepBegun]) -> bool:
+    """Whether optimizers of two ranks begin with the same parameters."""
+    return len(ones) == len(others) and all(
+        one.names == other.names and difference(one.weights, other.weights) <= CLOSE
+        for one, other in zip(ones, others, strict=True)
+    )
 
 
 def _before_backward(process: Process) -> list[Collective]:

@@ -39,8 +39,11 @@ def _uneven_steps(run: Run, calls: list[list[Collective]]) -> Seen | None:
     wrapped = any(process.first(Wrapped) for process in ranks)
     if len(set(counts)) == 1 or not (wrapped or any(calls)):
         return None
-    if not wrapped and len(set(backwards)) == 1 and len(set(map(len, calls))) == 1:
-        return None  # rank 0 takes the steps and sends the parameters
+    if not wrapped and len(set(map(len, calls))) == 1:
+        if len(set(backwards)) == 1:
+            return None  # rank 0 takes the steps and sends the parameters
+        if run.asked is None and 0 < len(calls[0]) < min(steps):
+            return None  # between two collectives, each rank trains on its own, as in federated learning
     text = ", ".join(f"rank {process.rank} {count}" for process, count in zip(ranks, counts, strict=True))
     shorter = ranks[counts.index(min(counts))]
     seen = f"the ranks take different numbers of {word}: {text}"

@@ -138,10 +138,36 @@ def _of_its_own(run: Run) -> bool:
     ranks = run.trained
     if run.asked or any(process.first(Wrapped) for process in ranks):
         return False
+    if all(_begin_rounds_alike(ranks[0], process) for process in ranks[1:]):
+        return len(ranks) > 1
     alike = []
     for first, *others in zip(*(process.steps for process in ranks), strict=False):
         alike.append(all(difference(first.before.weights, step.before.weights) <= CLOSE for step in others))
     return bool(alike) and alike[0] and (False, True) in pairwise(alike)
+
+
+def _begin_rounds_alike(one: Process, other: Process) -> bool:
+    """Whether two ranks have the same parameters after each exchange, and then take several steps, each its own number."""
+    mine, theirs = _rounds(one), _rounds(other)
+    alike = all(difference(a.weights, b.weights) <= CLOSE for a, b in zip(mine, theirs, strict=False))
+    return (
+        2 < len(mine) == len(theirs) < len(one.steps) / 2
+        and alike
+        and one.steps[1].before.weights != other.steps[1].before.weights
+    )
+
+
+def _rounds(process: Process) -> list[StepBegun]:
+    """The first step after each exchange."""
+    found: list[StepBegun] = []
+    exchanged = True
+    for _, event in process.events:
+        if isinstance(event, Collective) and "barrier" not in event.name:
+            exchanged = True
+        elif isinstance(event, StepBegun) and exchanged:
+            found.append(event)
+            exchanged = False
+    return found
 
 
 def _apart_at(number: int, one: Step, two: Step, base: Process, joined: bool) -> tuple[Rule, Seen] | None:

@@ -100,8 +100,8 @@ def _length(rates: list[float]) -> int:
 
 @of_steps(
     why="NaN in the loss becomes NaN in all gradients and parameters, so nothing after it trains the model.",
-    fix="Find the first operation that returns NaN with set_detect_anomaly(True) of torch.autograd: a division by zero, a mean over "
-    "no values, the logarithm of 0, or a learning rate that is too high.",
+    fix="Find the first operation that returns NaN with set_detect_anomaly(True) of torch.autograd: a division by zero, a mean "
+    "over no values, the logarithm of 0, or a learning rate that is too high.",
     instead_of=(crash,),
 )
 def loss_not_finite(run: Run) -> Said:

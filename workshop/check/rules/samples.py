@@ -12,7 +12,8 @@ from workshop.check.rules.words import named, plural, rank_of
 
 TURNS = 8  # of the workers of a loader
 SAME_SUBSET = (
-    "Compute the indices on all ranks from the same values, or choose them on rank 0 and send them with broadcast_object_list."
+    "Compute the indices on all ranks from the same values, or choose them on rank 0 and send them with "
+    "broadcast_object_list."
 )
 SAME_ORDER = (
     "Draw the order from a generator that has the same seed on all ranks, such as "

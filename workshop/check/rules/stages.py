@@ -32,15 +32,16 @@ def batches_of_a_layer_differ(run: Run) -> Said:
 
 
 @rule(
-    why="Each rank of a pipeline has other layers. A checkpoint with the layers of one rank cannot be resumed.",
+    why="Each rank has other layers, or another part of each layer. A checkpoint with the parameters of one rank "
+    "loses the others.",
     fix="Save on every rank with torch.distributed.checkpoint, or one file per rank, or gather the state_dict() of all ranks "
     "before rank 0 saves them.",
     after=(no_group, wrong_group),
     anywhere=True,
 )
 def one_stage_saved(run: Run) -> Said:
-    """Only one rank of a pipeline saves parameters, and only its own."""
-    if run.divided != "stages" or run.failed or any(run.all(CheckpointCalled)):
+    """Only one rank of a pipeline, or of divided layers, saves parameters, and only its own."""
+    if run.divided not in ("stages", "layers") or run.failed or any(run.all(CheckpointCalled)):
         return
     saving = [(process, [each for each in process.of(Saved) if each.keys]) for process in run.trained]
     own = {id(process): len(process.steps[0].before.names) for process in run.trained}
@@ -50,11 +51,14 @@ def one_stage_saved(run: Run) -> Said:
     process, saves = with_files[0]
     most = max(len(each.keys) for each in saves)
     whole = sum(own.values())
-    if most < 0.8 * whole:
+    if run.divided == "layers" and most >= own[id(process)] and len(run.parts_of(process)) > 1:
+        seen = f"only {named(process)} saves parameters, and it has only its own part of the layers"
+        yield Seen(seen, saves[0].where)
+    elif run.divided == "stages" and most < 0.8 * whole:
         seen = f"only {named(process)} saves parameters: {most} of the {whole} of all ranks"
         yield Seen(seen, saves[0].where)
 
 
 def _gathers(process: Process) -> bool:
     """Whether the rank receives objects or tensors of all ranks."""
-    return any("gather" in event.name for event in process.of(Collective))
+    return any("gather" in event.name or event.name == "full_tensor" for event in process.of(Collective))
