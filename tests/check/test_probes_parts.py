@@ -158,6 +158,7 @@ ENCODERS = """
             return torch.ones(2)
 
     loader = DataLoader(Texts(), batch_size=2)
+    scaler = {"mean": torch.zeros(1), "std": torch.ones(1)}
     model = nn.Linear(2, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for batch in loader:
@@ -171,4 +172,5 @@ def test_vocabularies_and_statistics_are_recorded(place):
     first, second = process.of(EncodersSeen)
     words = zlib.crc32(repr([(letter, number) for number, letter in enumerate("abcdefghij")]).encode())
     assert first.vocabularies == {"loader.vocab": (10, words)}
-    assert first.statistics == second.statistics == {"loader.mean": [1.0, 1.0], "loader.std": [2.0]}
+    of_loader = {"loader.mean": [1.0, 1.0], "loader.std": [2.0]}
+    assert first.statistics == second.statistics == of_loader | {"scaler.mean": [0.0], "scaler.std": [1.0]}

@@ -17,6 +17,7 @@ from workshop.check.probes.probe import Probe, on
 
 LOOKED = (0, 3)  # steps before which the variables are looked at
 VARIABLES = 200  # of a function that are looked at
+FEW = 32  # entries of a dictionary whose values are looked at
 WORDS, NUMBERS = 200_000, 4096  # the largest vocabulary, and the longest statistics
 STATISTICS = re.compile(
     r"(^|_|\b)(mean|means|std|stds|stdev|mu|sigma|var|variance|minimum|maximum|lo|hi|offset)\d?$", re.I
@@ -48,7 +49,9 @@ class Encoders(Probe):
                 yield name, value
                 value = value.dataset if isinstance(value, DataLoader) else value
                 value = value.dataset if isinstance(value, Subset) else value
-                if self._of_program(value):
+                if type(value) is dict and len(value) <= FEW and all(type(key) is str for key in value):
+                    yield from ((f"{name}.{key}", each) for key, each in value.items())
+                elif self._of_program(value):
                     yield from ((f"{name}.{part}", each) for part, each in list(vars(value).items())[:VARIABLES])
 
     def _of_program(self, value: Any) -> bool:
