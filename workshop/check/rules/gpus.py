@@ -87,8 +87,10 @@ def gpu_refused(run: Run) -> Said:
         yield Seen("DDP refuses device_ids: the model is not on this GPU", run.where(Raised))
     elif run.failed and not any(event.kind in REFUSED for event in run.all(GpuNoted)):
         found = run.first_exception()
-        message, *_ = (found[1].message if found else run.hung).splitlines() or [""]
-        if message and not re.search(r"aten::|c10d::|\bpretend|backend", message):
+        message, *_ = (found[1].message if found else "").splitlines() or [""]
+        if run.hung and not found:
+            yield NotJudged("what GPUs show: the run on pretended GPUs takes too long")
+        elif message and not re.search(r"aten::|c10d::|\bpretend|backend", message):
             yield NotJudged(f"what GPUs show (on pretended GPUs the program fails: {message})")
         else:
             at = f" at {found[1].where}" if found and found[1].where else ""
