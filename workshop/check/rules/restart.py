@@ -135,10 +135,8 @@ def second_start(whole: Run, split: Split) -> Told:
     if not whole.trained or not split.first.trained:
         return []
     base, done = whole.trained[0].steps, split.first.trained[0].steps
-    more = 0 if whole.cut else _skipped(second) + _skipped(split.first) - _skipped(whole)
-    if more > 0:
-        seen = f"after the second start GradScaler skips {plural(more, 'step')} that it does not skip in an uninterrupted run"
-        return [(resume_differs, Seen(f"{seen}: its scale is not restored", load, fix=SCALER, origin="loading:scaler"))]
+    if lost := _scale_lost(whole, split):
+        return [(resume_differs, Seen(lost, load, fix=SCALER, origin="loading:scaler"))]
     if not second.trained:
         return [(epoch_skipped, Seen(f"the second start takes no step, but {len(base) - len(done)} are left", load))]
     rest = second.trained[0].steps
@@ -155,8 +153,7 @@ def second_start(whole: Run, split: Split) -> Told:
     ):
         return [(weights_differ, Seen("after the second start the ranks begin with different parameters", load))]
     counts = sorted({len(process.steps) for process in second.trained})
-    uneven = len({len(process.steps) for process in whole.trained}) > 1  # it is no mistake there, so it is none here
-    if len(counts) > 1 and not uneven and not any(process.first(UnevenJoined) for process in second.trained):
+    if len(counts) > 1 and not _uneven(whole) and not any(process.first(UnevenJoined) for process in second.trained):
         seen = f"after the second start the ranks take {' and '.join(map(str, counts))} steps"
         return [(collectives_differ, Seen(seen, load))]
     if left := len(base) - len(done) - len(rest):
@@ -202,6 +199,20 @@ def _plays(process: Process) -> bool:
             played += len(new & seen)
             trained |= new
     return played > 0.1 * len(trained) > 0
+
+
+def _uneven(whole: Run) -> bool:
+    """Whether the ranks of an uninterrupted run take different numbers of steps, so that it is no mistake of the restart."""
+    return len({len(process.steps) for process in whole.trained}) > 1
+
+
+def _scale_lost(whole: Run, split: Split) -> str:
+    """Whether a GradScaler skips more steps in two starts than in one; "" if not."""
+    more = 0 if whole.cut else _skipped(split.second) + _skipped(split.first) - _skipped(whole)
+    seen = (
+        f"after the second start GradScaler skips {plural(more, 'step')} that it does not skip in an uninterrupted run"
+    )
+    return f"{seen}: its scale is not restored" if more > 0 else ""
 
 
 def _skipped(run: Run) -> int:
