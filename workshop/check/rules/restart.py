@@ -127,11 +127,8 @@ def second_start(whole: Run, split: Split) -> Told:
     if second.trained and second.ended_by_echo:
         parts = ", ".join(f"rank {each.rank} takes {plural(len(each.steps), 'step')}" for each in second.trained)
         return [(collectives_differ, Seen(f"after the second start {parts}, and one rank loses the connection", load))]
-    if ended and not second.trained and _torn_by_writers(split):
-        return []  # two-writers names the cause
     if ended and not second.trained:
-        origin = "" if ended.where else "call:save"
-        return [(resume_fails, Seen(f"the second start fails: {ended.text}", ended.where, ended.detail, origin=origin))]
+        return _failed(split, ended)
     if not whole.trained or not split.first.trained:
         return []
     base, done = whole.trained[0].steps, split.first.trained[0].steps
@@ -177,6 +174,13 @@ def second_start(whole: Run, split: Split) -> Told:
         return [(resume_differs, Seen(seen, load, origin="restored"))]
     sampled = "call:set_epoch"
     return [(about, Seen(seen, load, origin=sampled if " samples " in seen else "")) for about, seen in differences]
+
+
+def _failed(split: Split, ended: Seen) -> Told:
+    """How a second start fails that takes no step; nothing, if two-writers names the cause."""
+    origin = "" if ended.where else "call:save"
+    seen = Seen(f"the second start fails: {ended.text}", ended.where, ended.detail, origin=origin)
+    return [] if _torn_by_writers(split) else [(resume_fails, seen)]
 
 
 def _torn_by_writers(split: Split) -> bool:

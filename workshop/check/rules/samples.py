@@ -127,7 +127,8 @@ def _unequal_draw(run: Run) -> Drawn | None:
     subsets = [[each for each in process.of(Drawn) if each.name == SUBSET] for process in run.trained]
     for together in zip(*subsets, strict=False):
         if len({each.where for each in together}) == 1 < len({each.result for each in together}):
-            return together[0]
+            first: Drawn = together[0]
+            return first
     return None
 
 
