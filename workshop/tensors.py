@@ -30,7 +30,9 @@ class Kept:
         """Note a tensor that autograd keeps, and return it."""
         base = tensor if tensor._base is None else tensor._base
         if not isinstance(base, torch.nn.Parameter):
-            storage = tensor.untyped_storage()
+            # A DTensor has no memory of its own, and the result of its unfinished collective neither: the tensor in it has.
+            inner = getattr(tensor, "_local_tensor", tensor)
+            storage = getattr(inner, "elem", inner).untyped_storage()
             # Keep the tensor, so that no other tensor gets the same address.
             self._found.setdefault(storage.data_ptr(), (storage.nbytes(), tensor))
         return tensor

@@ -17,7 +17,7 @@ from workshop.check.rules.rule import RULES
 from workshop.course.exercises import programs
 from workshop.repository import ROOT
 
-NOT_RULES = {"solutions"}  # files of the bank that do not belong to one family
+NOT_RULES = {"solutions", "public"}  # files of the bank that do not belong to one family
 
 
 def test_case_names_are_unique_and_the_bank_does_not_shrink():

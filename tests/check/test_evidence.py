@@ -1,15 +1,17 @@
 """Evidence: the comparison of sketches of tensors, and files that are written and read."""
 
 import lzma
+import math
 import pickle
 
 import pytest
 
 from workshop.check.evidence import recorded
-from workshop.check.evidence.events import Ended, Joined, Raised, StepBegun
+from workshop.check.evidence.events import Ended, FileWritten, Joined, Loaded, Raised, StepBegun
 from workshop.check.evidence.recorded import LONGEST, Recorded, read, write
 from workshop.check.evidence.run import Process, Run
 from workshop.check.evidence.sketches import difference, different_names
+from workshop.check.rules.restart import second_start
 from workshop.check.rules.rule import RULES
 from workshop.check.scenarios import Split
 from workshop.errors import UserError
@@ -121,3 +123,30 @@ def test_only_evidence_is_read(tmp_path):
 def test_a_rule_says_why_and_what_to_do(rule):
     assert rule.why.endswith(".")
     assert rule.fix.endswith(".")
+
+
+def test_a_restart_that_fails_with_a_file_of_two_writers_is_no_second_error():
+    def process(pid, *events):
+        return Process(pid, [(float(number), event) for number, event in enumerate(events)])
+
+    step = StepBegun(gradients=[], weights=[], names=[], rates=[0.1], state=0, of_model=True, fitting=False)
+    ranks = [
+        process(rank, Joined(rank=rank, world_size=2), step, FileWritten(path="/run/last.pt", where="train.py:9"))
+        for rank in range(2)
+    ]
+    error = Raised(type="RuntimeError", message="PytorchStreamReader failed reading zip archive", traceback="")
+    again = [process(rank, Joined(rank=rank, world_size=2), Loaded(path="/run/last.pt"), error) for rank in range(2)]
+    first, second = (
+        Run(nproc=2, processes=each, status=status, hung="", flooded=False, seconds=1.0, launch="torchrun")
+        for each, status in ((ranks, 0), (again, 1))
+    )
+    assert [rule.name for rule, _ in second_start(first, Split(first, second))] == []
+    alone = Run(nproc=2, processes=ranks[:1], status=0, hung="", flooded=False, seconds=1.0, launch="torchrun")
+    assert [rule.name for rule, _ in second_start(alone, Split(alone, second))] == ["resume-fails"]
+
+
+def test_nan_is_equal_to_nan():
+    nan, one = (math.nan, [math.nan]), (1.0, [1.0])
+    assert difference([nan, one], [nan, one]) == 0
+    assert difference([nan], [one]) == difference([one], [nan]) == math.inf
+    assert difference([(math.inf, [math.inf])], [(math.inf, [math.inf])]) == 0

@@ -178,10 +178,10 @@ def _autocast() -> None:
     torch.autocast.__init__ = init
     scaler = torch.amp.GradScaler.__init__
 
-    def without_scaling(self: Any, device: str = "cuda", *args: Any, **kwargs: Any) -> None:
-        scaler(self, "cpu", enabled=False)  # the CPU computes in bfloat16, without a scaler
+    def on_cpu(self: Any, device: str = "cuda", *args: Any, **kwargs: Any) -> None:
+        scaler(self, "cpu" if is_gpu(device) else device, *args, **kwargs)
 
-    torch.amp.GradScaler.__init__ = without_scaling
+    torch.amp.GradScaler.__init__ = on_cpu
 
 
 def _groups() -> None:
@@ -205,8 +205,9 @@ def _groups() -> None:
         "barrier": partial(_barrier, c10d.barrier),
     }
     for name, function in changed.items():
-        for owner in (dist, c10d):  # the same object in both, as before
-            setattr(owner, name, function)
+        for owner in (dist, c10d, device_mesh):  # the same object in all, as before
+            if hasattr(owner, name):
+                setattr(owner, name, function)
     dist.is_nccl_available = lambda: True
     for owner in (device_mesh, dist):
         owner.init_device_mesh = _without_gpu(owner.init_device_mesh)

@@ -41,8 +41,10 @@ from workshop.run.stillness import Patience
 
 # An unknown program may load a data set, or compute for a minute, before its first step.
 UNKNOWN = Patience(idle=10, busy=60, total=600)
+LONGEST = 180  # seconds of a run on pretended GPUs
 STEPS = 30  # optimizer steps after which a long run is stopped
 PRETENDED = 6  # optimizer steps on pretended GPUs
+PASSES = 300  # backward passes before the first checkpoint, for which pretended GPUs are fast enough
 BESIDE = 1000  # entries beside the folder of the program that it can see
 SOURCES = 200  # modules of the program that are read, to see which libraries it uses
 GPU = re.compile(r"cuda|\bgpus?\b|torch\.accelerator")
@@ -181,8 +183,11 @@ class OwnersBench(ProgramBench):
         enough = before and not any(event.kind == "no-such-gpu" for event in before.all(GpuNoted))
         if whole.failed or not whole.trained or enough:
             raise Unavailable("")
-        run = partial(self._run, nproc=nproc, nodes=nodes, devices=True, gpus=None)
+        patience = Patience(idle=UNKNOWN.idle, busy=UNKNOWN.busy, total=LONGEST)
+        run = partial(self._run, nproc=nproc, nodes=nodes, devices=True, gpus=None, patience=patience)
         scratch, saves = self.folder(), _first_save(whole)
+        if saves and len(whole.trained[0].backwards) > PASSES * max(1, _saves_of(whole)):
+            saves = None  # it would take minutes
         if saves and SPLIT in made and any(made[SPLIT].second.all(Loaded)):
             first = run(scratch, dies=saves)
             if not any(first.all(Saved)):  # it failed before
@@ -355,6 +360,11 @@ def _first_save(run: Run) -> int | None:
         if rounds:
             return min(next(iter(rounds.values())).values())
     return None
+
+
+def _saves_of(run: Run) -> int:
+    """The number of checkpoints that a run saves."""
+    return max(len(process.of(Saved)) + len(process.of(CheckpointCalled)) for process in run.processes)
 
 
 def _latest(run: Run, scratch: Path) -> str:

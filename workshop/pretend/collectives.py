@@ -6,6 +6,7 @@ from functools import wraps
 
 import torch
 import torch.distributed as dist
+from torch.distributed import device_mesh
 from torch.distributed import distributed_c10d as c10d
 
 from workshop.pretend import devices
@@ -86,8 +87,9 @@ def install() -> None:
         "is_nccl_available": lambda: True,
     }
     for name, function in changed.items():
-        for module in (dist, c10d):  # the same object in both, as before
-            setattr(module, name, function)
+        for module in (dist, c10d, device_mesh):  # the same object in all, as before
+            if hasattr(module, name):
+                setattr(module, name, function)
     c10d._get_object_coll_device = lambda group=None: "cuda" if "nccl" in _backend_of(group) else "cpu"
 
 

@@ -32,6 +32,9 @@ def _install() -> None:
     from workshop.pretend import autocast, checkpoints, collectives, cuda, tensor
 
     _setup_privateuseone_for_python_backend(devices.NAME, cuda.PrivateUse1Module())
+    torch.nn.RNNBase.flatten_parameters = lambda self: (
+        None
+    )  # it arranges the parameters for cuDNN, and asks CUDA for the GPU
     PretendTensor = tensor.PretendTensor
     PretendTensor.device = property(lambda self: torch.device("cuda", self.gpu))
     PretendTensor.is_cuda, PretendTensor.is_cpu = property(lambda self: True), property(lambda self: False)

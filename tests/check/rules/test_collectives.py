@@ -1,6 +1,6 @@
 """The rules about collectives: mistakes that they must name, and correct styles that must pass."""
 
-from check.bank import ddp, second
+from check.bank import ddp, gpus, second
 from check.bank.case import mistake, style
 from check.bank.cases import bank_tests
 
@@ -140,6 +140,24 @@ MISTAKES = (
 )
 
 STYLES = (
+    style(
+        "federated-with-uneven-shares",
+        gpus.GPUS,
+        "Each rank trains on samples of its own for an epoch, with its own number of steps; then the parameters are averaged.",
+        (gpus.WRAP, "model"),
+        (gpus.ADAMW, "optimizer = torch.optim.SGD(model.parameters(), lr=0.05)"),
+        (
+            "    sampler = DistributedSampler(train_set, seed=4)\n",
+            "    train_set = Subset(train_set, range(160) if rank == 0 else range(160, 384))\n",
+        ),
+        (gpus.LOADER, "loader = DataLoader(train_set, batch_size=16, shuffle=True, pin_memory=True)"),
+        ("        sampler.set_epoch(epoch)\n", ""),
+        (
+            "        dist.all_reduce(total)\n",
+            "        for parameter in model.parameters():\n            dist.all_reduce(parameter.data)\n"
+            "            parameter.data /= world_size\n        dist.all_reduce(total)\n",
+        ),
+    ),
     style(
         "join-for-uneven-batches",
         ddp.SPAWN,

@@ -1,6 +1,6 @@
 """The rules about learning: mistakes that they must name, and correct styles that must pass."""
 
-from check.bank import ddp, lightning, second, sharded
+from check.bank import ddp, gpus, lightning, second, sharded
 from check.bank.case import mistake, style
 from check.bank.cases import bank_tests
 
@@ -148,6 +148,21 @@ MISTAKES = (
         "The loss goes into the tensor of losses with its graph, so all graphs of an epoch stay in memory.",
         ("        losses[step] = loss.item()\n", "        losses[step] = loss\n"),
         held_out=True,
+    ),
+)
+
+MISTAKES += (
+    mistake(
+        "loss-of-nothing",
+        gpus.GPUS,
+        "loss-not-finite",
+        "From the third batch on, the loss is the mean over no values.",
+        (gpus.LOSS, gpus.LOSS.replace("(x), y", "(x)[:left], y[:left]")),
+        (
+            "        for x, y in loader:\n            x, y",
+            "        for number, (x, y) in enumerate(loader):\n"
+            "            left = len(x) if number < 2 else 0\n            x, y",
+        ),
     ),
 )
 

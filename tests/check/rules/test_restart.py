@@ -1,6 +1,6 @@
 """The rules about restart: mistakes that they must name, and correct styles that must pass."""
 
-from check.bank import ddp, lightning, second, sharded, zero
+from check.bank import ddp, gpus, lightning, second, sharded, zero
 from check.bank.case import mistake, part, style
 from check.bank.cases import bank_tests
 
@@ -355,6 +355,26 @@ MISTAKES = (
         runner=(("export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1\n", ""),),
     ),
 )
+
+MISTAKES += (
+    mistake(
+        "average-not-restored",
+        gpus.GPUS,
+        "resume-differs",
+        "The second start copies the loaded model, and the moving average of the parameters is lost.",
+        ("import os\n", "import copy\nimport os\n"),
+        (gpus.WRAPPED, "    average = copy.deepcopy(model)\n" + gpus.WRAPPED),
+        (gpus.STEP, gpus.STEP + gpus.AVERAGED),
+        ("evaluate(model, test_set", "evaluate(average, test_set"),
+    ),
+    mistake(
+        "scale-not-restored",
+        gpus.GPUS,
+        "resume-differs",
+        "The second start begins with the first scale of the GradScaler, and skips steps again.",
+        gpus.HALF, gpus.SCALER, gpus.scaled(), gpus.SCALER_SAVED,
+    ),
+)  # fmt: skip
 
 STYLES = (
     style(

@@ -102,6 +102,7 @@ class Collective(Event):  # the program called a collective
     shape: tuple[int, ...] | None  # of the first tensor; None for objects
     dtype: str
     group: tuple[int, ...] = ()  # the ranks in the group; empty if all ranks are
+    inside: bool = False  # it was called in a forward pass of the model
 
     @property
     def point_to_point(self) -> bool:
@@ -139,6 +140,7 @@ class Forward(Event):  # one forward pass of the whole model; part of ``Backward
     shape: tuple[int, ...] | None  # of one sample; None: the input is not a tensor
     loader: Loader | None  # the loader that returned the batch, if known
     follows: bool = False  # its input has gradients, because it is the output of a different model
+    refreshes: bool = False  # without gradients, and BatchNorm updates its statistics
 
     def names(self, identity: str) -> list[Key]:
         """The samples, named by ``Process.identity``."""
@@ -186,6 +188,9 @@ class ModelUpdated(Event):  # a copy was changed in place, after a step
 
 class Evaluated(Event):  # a forward pass without a backward pass
     forward: Forward
+
+
+SUBSET = "Subset"  # what ``Drawn`` names a Subset that a DistributedSampler divides; it is not random in itself
 
 
 class Drawn(Event):  # the program itself split, shuffled or sampled something at random
@@ -237,6 +242,29 @@ class VariablesSeen(Event):  # before a step: variables of the functions of the 
 
 class StateLoaded(Event):
     """``load_state_dict`` of an optimizer was called."""
+
+
+class ModelLoaded(Event):  # ``load_state_dict`` of a model returned
+    given: int  # number of tensors that it was given
+    matched: int  # of these, the tensors whose names the model has
+
+
+class StepSkipped(Event):  # ``GradScaler.step`` did not call ``optimizer.step()``, because a gradient was not finite
+    scale: float  # the factor in the loss
+
+
+class ScaledClipped(Event):  # gradients were clipped that contain the scale of a GradScaler
+    scale: float
+
+
+class EncodersSeen(Event):  # at two of the first steps: variables that turn the data into the inputs of the model
+    # Dictionaries from texts to the numbers 0, 1, 2, ...: their lengths, and checksums of their items.
+    vocabularies: dict[str, tuple[int, int]]
+    statistics: dict[str, list[float]]  # means, deviations and limits
+
+
+class ModelDivided(Event):  # before the first step: the layers are DTensors that several ranks have together
+    ranks: list[int]  # these ranks, which must see the same samples
 
 
 class ScheduleSeen(Event):  # at the end: a schedule of the learning rate; ``where`` is the line that created it

@@ -19,13 +19,16 @@ from workshop.check.evidence.events import (
     Joined,
     Key,
     Loader,
+    ModelDivided,
     Raised,
     StepBegun,
+    StepSkipped,
     StepTaken,
     Trainer,
     Wrapped,
     WroteOutside,
 )
+from workshop.check.evidence.sketches import CLOSE, difference
 from workshop.check.evidence.trail import NO_TRAIL
 from workshop.run.failures import is_echo
 
@@ -52,6 +55,7 @@ class Step:
     backwards: list[Backward]  # since the previous step
     identity: str = "keys"  # what identifies a sample, as in ``Process``
     after: StepTaken | None = None  # None: the run ended in the step
+    skipped: list[Backward] = field(default_factory=list)  # of steps before it that a GradScaler has skipped
 
     @property
     def keys(self) -> list[Key]:
@@ -122,13 +126,16 @@ class Process:
         steps: list[Step] = []
         running: list[Step] = []  # that of ZeroRedundancyOptimizer, for example, contains the step of another optimizer
         backwards: list[Backward] = []
+        skipped: list[Backward] = []
         for seconds, event in self.events:
             if isinstance(event, Backward):
                 backwards.append(event)
+            elif isinstance(event, StepSkipped):
+                skipped, backwards = skipped + backwards, []
             elif isinstance(event, StepBegun):
-                steps.append(Step(seconds, event, backwards, self.identity))
+                steps.append(Step(seconds, event, backwards, self.identity, skipped=skipped))
                 running.append(steps[-1])
-                backwards = []
+                backwards, skipped = [], []
             elif isinstance(event, StepTaken) and running:
                 running.pop().after = event
         if self.warmup < len(steps):
@@ -136,13 +143,19 @@ class Process:
         # A library takes a first step without a backward pass to create the optimizer state: ignore it.
         while len(steps) > 1 and not steps[0].backwards and steps[1].backwards:
             del steps[0]
-        self.trailing = backwards
+        self.trailing, self.skipped = backwards, skipped
         return [step for step in steps if step.before.trainer not in self.ignored]
 
     @cached_property
     def backwards(self) -> list[Backward]:
         """The backward passes of these steps, and those after the last step."""
-        return [each for step in self.steps for each in step.backwards] + self.trailing
+        taken = [each for step in self.steps for each in (*step.skipped, *step.backwards)]
+        return taken + self.skipped + self.trailing
+
+    @property
+    def attempts(self) -> int:
+        """The number of steps, with those that a GradScaler has skipped."""
+        return len(self.steps) + len(self.of(StepSkipped))
 
     @cached_property
     def optimizers(self) -> int:
@@ -246,6 +259,42 @@ class Run:
         """The first rank that took a step, in a list; empty if the run failed or did not train."""
         return [] if self.failed else self.trained[:1]
 
+    @cached_property
+    def divided(self) -> str:
+        """How the ranks divide one model; "" if each rank has all of it, or FSDP or ZeRO gathers it.
+
+        "stages" of a pipeline, "layers" of which each rank has a part (tensor parallelism), "experts", or other "parts".
+        """
+        ranks = self.trained
+        if any(self.all(ModelDivided)):
+            return "layers"
+        if len(ranks) < 2 or any(process.steps[0].before.sharded for process in ranks):
+            return ""
+        first, *others = [_first_of_each_optimizer(process) for process in ranks]
+        if all(_alike(each, first) for each in others):
+            return ""
+        calls = [call for process in ranks for call in _before_backward(process)]
+        inside = {call.name for call in calls if call.inside}
+        if any(call.point_to_point for call in calls):
+            return "stages"
+        if inside and all(name.startswith("all_to_all") for name in inside):
+            return "experts"
+        summed = any(name.startswith(("all_reduce", "reduce_scatter")) for name in inside)
+        return "layers" if summed else "parts" if inside else ""
+
+    def parts_of(self, process: Process) -> set[int | None]:
+        """The ranks that have one model together with this one, so that they must see the same samples."""
+        own = {process.rank}
+        if self.divided in ("stages", "parts"):
+            return {each.rank for each in self.trained}
+        if given := process.first(ModelDivided):
+            return own | set(given.ranks)
+        if self.divided == "layers":
+            for call in _before_backward(process):
+                if call.inside:
+                    own |= set(call.group) or {each.rank for each in self.trained}
+        return own
+
     def all(self, kind: type[E]) -> Iterator[E]:
         """The events of this kind, of all processes."""
         return (event for process in self.processes for event in process.of(kind))
@@ -345,6 +394,33 @@ def collectives_of_groups(ranks: list[Process]) -> list[tuple[list[Process], lis
         ]
         own = [[call for call in each if call.group == group] for _, each in members]
         found.append(([process for process, _ in members], own))
+    return found
+
+
+def _first_of_each_optimizer(process: Process) -> list[StepBegun]:
+    """The first step of each optimizer, by the lines that created them."""
+    found: dict[str, StepBegun] = {}
+    for step in process.steps:
+        found.setdefault(step.before.made, step.before)
+    return list(found.values())
+
+
+def _alike(ones: list[StepBegun], others: list[StepBegun]) -> bool:
+    """Whether optimizers of two ranks begin with the same parameters."""
+    return len(ones) == len(others) and all(
+        one.names == other.names and difference(one.weights, other.weights) <= CLOSE
+        for one, other in zip(ones, others, strict=True)
+    )
+
+
+def _before_backward(process: Process) -> list[Collective]:
+    """The collectives of a rank before its first backward pass, and the messages that it sends or receives."""
+    found = []
+    for _, event in process.events:
+        if isinstance(event, Backward):
+            break
+        if isinstance(event, Collective):
+            found.append(event)
     return found
 
 

@@ -25,9 +25,11 @@ def difference(first: Sequence[Sketch], second: Sequence[Sketch], least: float =
 def _tensor_difference(one: Sketch, other: Sketch, floor: float = 0.0) -> float:
     if one is None or other is None:
         return 0.0 if one is other else math.inf
+    if not math.isfinite(one[0]) or not math.isfinite(other[0]):
+        return 0.0 if one[0] == other[0] or (math.isnan(one[0]) and math.isnan(other[0])) else math.inf
     scale = max(one[0], other[0], floor)
-    if scale == 0 or not math.isfinite(scale):
-        return 0.0 if one[0] == other[0] else math.inf
+    if scale == 0:
+        return 0.0
     norm = abs(one[0] - other[0]) / scale
     top = max([floor, *map(abs, (*one[1], *other[1]))]) or scale
     return max([norm, *(abs(a - b) / top for a, b in zip(one[1], other[1], strict=False))])
@@ -43,7 +45,7 @@ def ratio(first: Sequence[Sketch], second: Sequence[Sketch]) -> float | None:
     """Return the factor between all tensors of ``first`` and ``second``; None if there is no common factor."""
     ratios = []
     for one, other in zip(first, second, strict=False):
-        if one and other and one[0] and other[0]:
+        if one and other and one[0] and other[0] and math.isfinite(one[0]) and math.isfinite(other[0]):
             factor = one[0] / other[0]
             top = max(map(abs, one[1]), default=0.0)
             if top and max(abs(a - factor * b) for a, b in zip(one[1], other[1], strict=False)) > 0.02 * top:

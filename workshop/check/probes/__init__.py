@@ -5,11 +5,13 @@ from collections.abc import Sequence
 
 from workshop.check.evidence.events import Event
 from workshop.check.probes.accelerate import Accelerators
-from workshop.check.probes.checkpoints import Checkpoints, Weights
+from workshop.check.probes.checkpoints import Checkpoints, ModelStates, Weights
 from workshop.check.probes.copies import Copies
 from workshop.check.probes.deepspeed import Engine
 from workshop.check.probes.devices import Compiling, Devices, HostSync
+from workshop.check.probes.divided import Divided
 from workshop.check.probes.draws import Draws
+from workshop.check.probes.encoders import Encoders
 from workshop.check.probes.files import Files
 from workshop.check.probes.fsdp import Sharding
 from workshop.check.probes.gpus import Gpus
@@ -22,6 +24,7 @@ from workshop.check.probes.probe import Probe
 from workshop.check.probes.process import Processes
 from workshop.check.probes.recorder import Recorder
 from workshop.check.probes.samples import Samples
+from workshop.check.probes.scaling import Scaling
 from workshop.check.probes.schedules import Schedules
 from workshop.check.probes.steps import Clipping, Steps
 
@@ -39,8 +42,11 @@ ALWAYS: tuple[type[Probe], ...] = (
     Files,
     Compiling,
     Gpus,
+    Scaling,
+    Divided,
 )
-_OTHERS = (Copies, Draws, Schedules, Losses, Layers, HostSync, Sharding, Clipping, Checkpoints, Weights, Activations)
+_OTHERS = (Copies, Draws, Schedules, Losses, Layers, HostSync, Sharding, Clipping, Checkpoints, Weights, Activations,
+           ModelStates, Encoders)  # fmt: skip
 _LIBRARIES = (Lightning, PytorchLightning, Accelerators, Engine)
 PROBES: tuple[type[Probe], ...] = (*ALWAYS, *_OTHERS, *_LIBRARIES)
 

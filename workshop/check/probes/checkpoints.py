@@ -1,8 +1,11 @@
-"""Distributed checkpoints, and safetensors files that a process reads in full."""
+"""Distributed checkpoints, safetensors files that a process reads in full, and what a model accepts of a state."""
 
+from collections.abc import Mapping
 from typing import Any
 
-from workshop.check.evidence.events import CheckpointCalled, WeightsRead
+from torch import nn
+
+from workshop.check.evidence.events import CheckpointCalled, ModelLoaded, WeightsRead
 from workshop.check.probes.probe import Function, Probe, after, around
 
 
@@ -29,3 +32,15 @@ class Weights(Probe):
     @after(lambda package: package, "load_file")
     def _load_file(self, tensors: dict[str, Any], *args: Any, **kwargs: Any) -> None:
         self.note_here(WeightsRead(bytes=sum(tensor.nbytes for tensor in tensors.values())))
+
+
+class ModelStates(Probe):
+    """Records ``load_state_dict`` of a model."""
+
+    writes = (ModelLoaded,)
+
+    @after(nn.Module, "load_state_dict")
+    def _load(self, result: Any, model: nn.Module, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> None:
+        if not self.recorder.quiet:
+            unknown = len(result.unexpected_keys) if result else 0
+            self.note_here(ModelLoaded(given=len(state_dict), matched=len(state_dict) - unknown))

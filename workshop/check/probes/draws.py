@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch.utils import data
 
-from workshop.check.evidence.events import Drawn
+from workshop.check.evidence.events import SUBSET, Drawn
 from workshop.check.probes.probe import Function, Probe, after, around
 
 PER_LINE = 6  # draws of a line that are recorded
@@ -34,6 +34,12 @@ class Draws(Probe):
     @after(data.dataset, "random_split")
     def _split(self, parts: list[Any], dataset: Any, *args: Any, **kwargs: Any) -> None:
         self._note("random_split", range(len(dataset)), [index for part in parts for index in part.indices])
+
+    @after(data.DistributedSampler, "__init__")
+    def _sampled(self, result: None, sampler: Any, dataset: Any, *args: Any, **kwargs: Any) -> None:
+        if isinstance(dataset, data.Subset) and len(dataset) <= MOST:
+            indices = [int(index) for index in dataset.indices]
+            self._note(SUBSET, range(len(indices)), indices)
 
     @after(torch, "randperm")
     def _permute(self, order: torch.Tensor, n: int, *args: Any, **kwargs: Any) -> None:

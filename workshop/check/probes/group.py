@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed import device_mesh
 from torch.distributed import distributed_c10d as c10d
 from torch.distributed.tensor import DTensor
 
@@ -59,6 +60,7 @@ class Groups(Probe):
             self.note_here(VariableSet(name=arguments[0].decode()))
 
     @around(c10d, "init_process_group")
+    @around(device_mesh, "init_process_group")  # init_device_mesh() calls it in a program that does not
     def _init(self, original: Function, *args: Any, **kwargs: Any) -> Any:
         with self.recorder.guard:
             size = kwargs.get("world_size", os.environ.get("WORLD_SIZE"))
@@ -146,7 +148,8 @@ class Collectives(Probe):
             tensor = next((each for each in arguments if isinstance(each, torch.Tensor)), None)  # a scalar
         shape = None if tensor is None or name.endswith(("object", "list")) else tuple(tensor.shape)
         dtype = "" if tensor is None else str(tensor.dtype)
-        self.note_here(Collective(name=name, shape=shape, dtype=dtype, group=_part_of_the_ranks(arguments)))
+        group, inside = _part_of_the_ranks(arguments), self.recorder.in_forward
+        self.note_here(Collective(name=name, shape=shape, dtype=dtype, group=group, inside=inside))
 
 
 def _part_of_the_ranks(arguments: list[object]) -> tuple[int, ...]:

@@ -1,5 +1,6 @@
 """Forward and backward passes: the samples that the model sees, those that it is trained on, and the loss."""
 
+import dataclasses
 import zlib
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -9,6 +10,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import nn
 from torch.distributed.algorithms.join import Join
+from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
@@ -62,6 +64,7 @@ class Models(Probe):
             with recorder.guard:
                 pending = self._forward(module, first_tensor([*args, *kwargs.values()]))
         self.depth += 1
+        recorder.in_forward = True
         try:
             with ExitStack() as stack:
                 for context in recorder.around_forward if outermost else ():
@@ -69,6 +72,7 @@ class Models(Probe):
                 output = original(module, *args, **kwargs)
         finally:
             self.depth -= 1
+            recorder.in_forward = self.depth > 0
         if pending:
             with recorder.guard:
                 plain = isinstance(output, (torch.Tensor, list, tuple, dict))
@@ -104,10 +108,13 @@ class Models(Probe):
             follows=passes,
             where=self.recorder.where(),
         )
-        if torch.is_grad_enabled() and (passes or any(each.requires_grad for each in model.parameters())):
+        passes = passes or any(each.requires_grad for each in model.parameters())
+        if torch.is_grad_enabled() and passes:
             self.untrained.append(Pending(forward, None, module.training, self.recorder.steps))
             return self.untrained[-1]
         self._weigh(model, forward.where)
+        if any(isinstance(each, _NormBase) and each.training and each.track_running_stats for each in model.modules()):
+            forward = dataclasses.replace(forward, refreshes=True)
         self.recorder.note(Evaluated(forward=forward, where=forward.where))
         return None
 
@@ -190,10 +197,11 @@ class Models(Probe):
         state = torch.get_rng_state()
         random = zlib.crc32(content(state))
         sync = forward.sync if forward else None
+        value, scale = mean(loss), self.recorder.unscaled(loss)
         event = Backward(
             forward=forward,
             others=others,
-            loss=mean(loss),
+            loss=None if value is None else value / scale,
             sync=sync,
             leftover=left,
             random=random,

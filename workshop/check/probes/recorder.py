@@ -48,6 +48,8 @@ class Recorder:
         self.guarding = 0  # above 0 in the code of a probe
         self.quiet = 0  # above 0 inside a library call that itself calls recorded functions
         self.in_backward = False  # whether a backward pass is running
+        self.in_forward = False  # whether a forward pass of a model is running
+        self.unscaled: Callable[[torch.Tensor | None], float] = lambda loss: 1.0  # what a GradScaler multiplied it with
         self.starting = False  # whether a library is starting, which writes its own files
         self.saved = 0  # number of checkpoints that this process has saved
         self.fitting = False  # whether Lightning's Trainer is training

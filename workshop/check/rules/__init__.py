@@ -5,7 +5,8 @@ from pathlib import Path
 
 # Within a goal, findings are shown in this order.
 FAMILIES = ("lightning", "accelerate", "processes", "gpus", "collectives", "ending", "files",
-            "learning", "gradients", "comparison", "samples", "seeds", "accumulation", "evaluation", "speed", "restart",
+            "learning", "scaling", "stages", "inputs",
+            "gradients", "comparison", "samples", "seeds", "accumulation", "evaluation", "speed", "loading", "restart",
             "sharding", "checkpoints", "memory", "deepspeed", "built", "tensor", "pipeline", "ring", "experts", "mesh",
             "jobs")  # fmt: skip
 

@@ -36,7 +36,7 @@ def accumulation_uneven(run: Run) -> Said:
             yield Seen(f"batches per step: {shown}{asked}", process.step_where)
         elif wanted > 1 and len(cleared) > len(sizes) // 2:
             yield Seen("zero_grad() clears the gradients of all batches except the last of each step", cleared[0].where)
-        elif last := 0 if run.cut else len(process.backwards) - sum(sizes):
+        elif last := 0 if run.cut else len(process.trailing):
             yield Seen(f"no optimizer.step() follows the last {plural(last, 'backward() call')}", process.step_where)
 
 

@@ -26,20 +26,24 @@ def collectives_differ(run: Run) -> Said:
         groups = [(members, [each[: min(map(len, calls))] for each in calls]) for members, calls in groups]
     of_all = next(calls for members, calls in groups if len(members) == len(ranks))
     unequal = filter(None, (_unequal_calls(members, calls) for members, calls in groups))
-    if seen := (not run.cut and _uneven_steps(ranks, of_all)) or next(unequal, None):
+    if seen := (not run.cut and _uneven_steps(run, of_all)) or next(unequal, None):
         cause = parting(run)
         yield Seen(f"{seen.text}; {cause.text}", cause.where, fix=cause.fix) if cause else seen
 
 
-def _uneven_steps(ranks: list[Process], calls: list[list[Collective]]) -> Seen | None:
+def _uneven_steps(run: Run, calls: list[list[Collective]]) -> Seen | None:
+    ranks = run.ranks
     steps = [len(process.steps) for process in ranks]
     backwards = [sum(each.sync is not False for each in process.backwards) for process in ranks]
-    counts, word = (steps, "steps") if len(set(steps)) > 1 else (backwards, "backward passes")
+    counts, word = (steps, "steps") if len(set(steps)) > 1 or run.divided else (backwards, "backward passes")
     wrapped = any(process.first(Wrapped) for process in ranks)
     if len(set(counts)) == 1 or not (wrapped or any(calls)):
         return None
-    if not wrapped and len(set(backwards)) == 1 and len(set(map(len, calls))) == 1:
-        return None  # rank 0 takes the steps and sends the parameters
+    if not wrapped and len(set(map(len, calls))) == 1:
+        if len(set(backwards)) == 1:
+            return None  # rank 0 takes the steps and sends the parameters
+        if run.asked is None and 0 < len(calls[0]) < min(steps):
+            return None  # between two collectives, each rank trains on its own, as in federated learning
     text = ", ".join(f"rank {process.rank} {count}" for process, count in zip(ranks, counts, strict=True))
     shorter = ranks[counts.index(min(counts))]
     seen = f"the ranks take different numbers of {word}: {text}"

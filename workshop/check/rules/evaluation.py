@@ -34,7 +34,7 @@ def evaluation_missed(run: Run) -> Said:
     """Samples of the test set are evaluated by no rank."""
     counts, _ = _first_counts(run)
     names = {key[:2] for key in counts if key[0] != "content"}
-    if len(names) != 1 or run.failed:
+    if len(names) != 1 or run.failed or run.divided:
         return
     size = int(str(next(iter(names))[1]))
     trained = any(key[:2] in names for process in run.ranks for epoch in process.epochs for key in epoch)
@@ -55,7 +55,7 @@ def evaluation_repeated(run: Run) -> Said:
     """Samples of the test set are evaluated more than once."""
     counts, ranks = _first_counts(run)
     twice = sum(1 for count in counts.values() if count > 1)
-    if not twice or ranks < 2 or run.failed:
+    if not twice or ranks < 2 or run.failed or run.divided:
         return
     if run.asked is None and any("gather" in event.name for event in run.all(Collective)):
         return  # it may remove the repeated samples after it has gathered them, as gather_for_metrics() does
@@ -107,7 +107,7 @@ def metric_is_not_the_true_one(run: Run) -> Said:
 def metric_of_one_rank(run: Run) -> Said:
     """Each rank evaluates its own part of a data set, and no collective follows before the next step."""
     parts = [process.evaluations[0] if process.evaluations else [] for process in run.ranks]
-    if len(parts) < 2 or not all(parts) or run.failed or set.intersection(*map(set, parts)):
+    if len(parts) < 2 or not all(parts) or run.failed or run.divided or set.intersection(*map(set, parts)):
         return
     if any(_exchanged(process) for process in run.ranks) or not any(map(_from_a_loader, run.ranks)):
         return
@@ -187,7 +187,10 @@ def _losses(run: Run, reports: list[Reported]) -> str:
         return ""
     # A program that divides the gradients, and not the loss, reports the mean of its batches.
     for factor in {1, 1 / run.accumulate}:
-        if all(abs(a * factor - b) <= 0.01 * max(abs(b), 0.02) for a, b in zip(true, reported, strict=True)):
+        pairs = zip(true, reported, strict=True)
+        if all(
+            abs(a * factor - b) <= 0.01 * max(abs(b), 0.02) or (a != a and b != b) for a, b in pairs
+        ):  # NaN is not NaN
             return ""
     worst = max(range(len(true)), key=lambda i: abs(true[i] - reported[i]) / max(abs(true[i]), 1e-3))
     return f"the loss of step {worst + 1} is reported as {reported[worst]:.4f}; the mean over all ranks is {true[worst]:.4f}"

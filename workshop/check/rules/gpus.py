@@ -1,6 +1,7 @@
 """Programs on GPUs: what CUDA and NCCL refuse, what is on the wrong GPU, and why the CPU waits. Judged on pretended GPUs."""
 
 import itertools
+import re
 from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -86,8 +87,14 @@ def gpu_refused(run: Run) -> Said:
         yield Seen("DDP refuses device_ids: the model is not on this GPU", run.where(Raised))
     elif run.failed and not any(event.kind in REFUSED for event in run.all(GpuNoted)):
         found = run.first_exception()
-        message, *_ = (found[1].message if found else run.hung).splitlines() or [""]
-        yield NotJudged(f"what GPUs show (on pretended GPUs the program fails: {message})")
+        message, *_ = (found[1].message if found else "").splitlines() or [""]
+        if run.hung and not found:
+            yield NotJudged("what GPUs show: the run on pretended GPUs takes too long")
+        elif message and not re.search(r"aten::|c10d::|\bpretend|backend", message):
+            yield NotJudged(f"what GPUs show (on pretended GPUs the program fails: {message})")
+        else:
+            at = f" at {found[1].where}" if found and found[1].where else ""
+            yield NotJudged(f"what GPUs show: the pretended GPUs of the check do not support what the program does{at}")
 
 
 @gpu_rule(

@@ -77,7 +77,7 @@ def clipping_differs(run: Run) -> Said:
 )
 def models_differ(run: Run) -> Said:
     """The ranks evaluate a model with different parameters."""
-    ranks = [process.of(ModelEvaluated) for process in run.trained]
+    ranks = [] if run.divided else [process.of(ModelEvaluated) for process in run.trained]
     for together in zip(*ranks, strict=False) if len(ranks) > 1 else ():
         base = together[0]
         for other in together[1:]:
@@ -116,7 +116,7 @@ def _apart(run: Run) -> Told:
     joined = any(process.first(UnevenJoined) for process in ranks)
     if any(step.before.sharded or not step.before.of_model for process in ranks for step in process.steps):
         return []  # each rank has its own part
-    if _of_its_own(run):
+    if run.divided or _of_its_own(run):
         return []
     for process in ranks[1:]:
         for number, (one, two) in enumerate(zip(ranks[0].steps, process.steps, strict=False), 1):
@@ -138,10 +138,36 @@ def _of_its_own(run: Run) -> bool:
     ranks = run.trained
     if run.asked or any(process.first(Wrapped) for process in ranks):
         return False
+    if all(_begin_rounds_alike(ranks[0], process) for process in ranks[1:]):
+        return len(ranks) > 1
     alike = []
     for first, *others in zip(*(process.steps for process in ranks), strict=False):
         alike.append(all(difference(first.before.weights, step.before.weights) <= CLOSE for step in others))
     return bool(alike) and alike[0] and (False, True) in pairwise(alike)
+
+
+def _begin_rounds_alike(one: Process, other: Process) -> bool:
+    """Whether two ranks have the same parameters after each exchange, and then take several steps, each its own number."""
+    mine, theirs = _rounds(one), _rounds(other)
+    alike = all(difference(a.weights, b.weights) <= CLOSE for a, b in zip(mine, theirs, strict=False))
+    return (
+        2 < len(mine) == len(theirs) < len(one.steps) / 2
+        and alike
+        and one.steps[1].before.weights != other.steps[1].before.weights
+    )
+
+
+def _rounds(process: Process) -> list[StepBegun]:
+    """The first step after each exchange."""
+    found: list[StepBegun] = []
+    exchanged = True
+    for _, event in process.events:
+        if isinstance(event, Collective) and "barrier" not in event.name:
+            exchanged = True
+        elif isinstance(event, StepBegun) and exchanged:
+            found.append(event)
+            exchanged = False
+    return found
 
 
 def _apart_at(number: int, one: Step, two: Step, base: Process, joined: bool) -> tuple[Rule, Seen] | None:
@@ -357,7 +383,7 @@ def mean_of_means(run: Run) -> Said:
     """Each loss is the mean over its own targets, whose numbers differ within the step."""
     together = list(zip(*(weighted(process) for process in run.trained), strict=False))
     steps = [[each for backwards in step for each in backwards] for step in together]
-    uneven = [step for step in steps if step and _equal_weights(step)] if not _of_its_own(run) else []
+    uneven = [] if run.divided or _of_its_own(run) else [step for step in steps if step and _equal_weights(step)]
     if len(uneven) > len(steps) / 2:
         counts = [loss.targets for loss, _ in uneven[0]]
         seen = f"in a step the means are over {min(counts):,} to {max(counts):,} targets, and all have the same weight"

@@ -10,7 +10,7 @@ from workshop.check.evidence.sketches import difference
 from workshop.check.rules.ending import crash
 from workshop.check.rules.processes import no_group, wrong_group
 from workshop.check.rules.rule import Said, Seen, rule
-from workshop.check.rules.words import listed, plural
+from workshop.check.rules.words import listed, named, plural
 from workshop.check.scenarios import WHOLE
 
 # A rule about the steps of one process: if it finds something, the reported figures cannot be right.
@@ -58,7 +58,7 @@ def schedule_length(run: Run) -> Said:
     """The schedule is as long as the steps of all processes together, or shorter by their number."""
     for process in run.trained[:1] if not run.cut and not run.failed and run.nproc > 1 else ():
         rates = [step.before.rates[0] for step in process.steps if step.before.rates]
-        complete = run.planned.intersection((len(process.steps), len(process.epochs)))  # else it may have stopped early
+        complete = run.planned.intersection((process.attempts, len(process.epochs)))  # else it may have stopped early
         if complete and (found := [*_wrong_length(run, process, rates)]):
             return found
         least = rates[-1] if rates and rates[-1] < 1e-3 * max(rates) else 0.0
@@ -99,9 +99,28 @@ def _length(rates: list[float]) -> int:
 
 
 @of_steps(
+    why="NaN in the loss becomes NaN in all gradients and parameters, so nothing after it trains the model.",
+    fix="Find the first operation that returns NaN with set_detect_anomaly(True) of torch.autograd: a division by zero, a mean "
+    "over no values, the logarithm of 0, or a learning rate that is too high.",
+    instead_of=(crash,),
+)
+def loss_not_finite(run: Run) -> Said:
+    """From some backward pass on, the loss of a rank is NaN or infinite."""
+    for process in run.trained:
+        losses = [each for each in process.backwards if each.loss is not None]
+        wrong = [not math.isfinite(each.loss or 0.0) for each in losses]
+        if wrong and wrong[-1] and 2 * sum(wrong) >= len(wrong) - wrong.index(True):
+            number = wrong.index(True)
+            first = losses[number]
+            seen = f"the loss of {named(process, 'the program')} is {first.loss} from backward pass {number + 1} on"
+            yield Seen(seen, first.where)
+            return
+
+
+@of_steps(
     why="Parameters that do not change, or a loss that does not fall, mean that nothing is learned.",
     fix="Call backward() before step(). Use no detach(), .data or no_grad() in the loss, and check learning rate and labels.",
-    after=(no_group, wrong_group, wrong_parameters),
+    after=(no_group, wrong_group, wrong_parameters, loss_not_finite),
 )
 def no_learning(run: Run) -> Said:
     """There is no gradient, or the parameters do not change."""
@@ -116,16 +135,16 @@ def no_learning(run: Run) -> Said:
 
 @no_learning.also(WHOLE, last=True)
 def loss_does_not_fall(run: Run) -> Said:
-    """The loss is not finite, is constant, or rises: the few steps of a check cannot show more."""
+    """The loss is constant, or rises: the few steps of a check cannot show more."""
     for process in run.trained[:1]:
         backwards = process.backwards
         losses = [each.loss for each in backwards if each.loss is not None]
-        if len(losses) < 6 or process.optimizers > 1:
+        if len(losses) < 6 or process.optimizers > 1 or not all(map(math.isfinite, losses)):
             return
         third = len(losses) // 3
         first, last = sum(losses[:third]) / third, sum(losses[-third:]) / third
         rises = run.asked is not None and last > first + 0.1 * abs(first)  # that of a policy gradient may rise
-        if not math.isfinite(last) or rises or max(losses) == min(losses):
+        if rises or (max(losses) == min(losses) and run.divided != "stages"):
             seen = f"the loss goes from {first:.3f} to {last:.3f} in {len(process.steps)} steps"
             yield Seen(seen, backwards[0].where)
 

@@ -90,6 +90,7 @@ PAGES: dict[str, str] = {
     "scaled_dot_product_attention": f"{_TORCH}/generated/torch.nn.functional.scaled_dot_product_attention.html",
     "scontrol": f"{_SLURM}/scontrol.html",
     "send_object_list": f"{_DISTRIBUTED}#torch.distributed.send_object_list",
+    "set_detect_anomaly": f"{_TORCH}/autograd.html#anomaly-detection",
     "split(model, stages)": "workshop/training/pipeline.py",
     "srun": f"{_SLURM}/srun.html",
     "state_dict": "https://docs.pytorch.org/tutorials/beginner/saving_loading_models.html",

@@ -4,9 +4,20 @@ import math
 from collections.abc import Iterator
 from functools import partial
 
-from workshop.check.evidence.events import GroupDestroyed, Joined, Loaded, Raised, Saved, UnevenJoined
+from workshop.check.evidence.events import (
+    Backward,
+    Evaluated,
+    GroupDestroyed,
+    Joined,
+    Key,
+    Loaded,
+    Raised,
+    Saved,
+    StepSkipped,
+    UnevenJoined,
+)
 from workshop.check.evidence.real import Killed, Kills, RealRun
-from workshop.check.evidence.run import Run, Step
+from workshop.check.evidence.run import Process, Run, Step
 from workshop.check.evidence.sketches import CLOSE, difference
 from workshop.check.rules.carried import copy_lost, first_cause
 from workshop.check.rules.collectives import collectives_differ
@@ -22,6 +33,7 @@ SAME = 1e-6  # parameters of two runs count as equal up to this relative differe
 # The same at the end of runs with more than two processes. DDP changes the order of its buckets after the first step of each
 # start, so that more than two numbers are added up in another order, and AdamW makes the difference larger.
 ROUNDING = 1e-3
+SCALER = "Save the state_dict() of the GradScaler in the checkpoint, and load it where the checkpoint is loaded."
 
 # A rule that ``second_start`` judges; it reports only one of them.
 _of_restart: "partial[Makes[[Run, Split]]]" = partial(
@@ -116,11 +128,12 @@ def second_start(whole: Run, split: Split) -> Told:
         parts = ", ".join(f"rank {each.rank} takes {plural(len(each.steps), 'step')}" for each in second.trained)
         return [(collectives_differ, Seen(f"after the second start {parts}, and one rank loses the connection", load))]
     if ended and not second.trained:
-        origin = "" if ended.where else "call:save"
-        return [(resume_fails, Seen(f"the second start fails: {ended.text}", ended.where, ended.detail, origin=origin))]
+        return _failed(split, ended)
     if not whole.trained or not split.first.trained:
         return []
     base, done = whole.trained[0].steps, split.first.trained[0].steps
+    if lost := _scale_lost(whole, split):
+        return [(resume_differs, Seen(lost, load, fix=SCALER, origin="loading:scaler"))]
     if not second.trained:
         return [(epoch_skipped, Seen(f"the second start takes no step, but {len(base) - len(done)} are left", load))]
     rest = second.trained[0].steps
@@ -131,12 +144,13 @@ def second_start(whole: Run, split: Split) -> Told:
     begun = [each.steps[0].before for each in second.trained]
     if (
         not begun[0].sharded
+        and not second.divided
         and begun[0].of_model
         and any(difference(begun[0].weights, each.weights) > CLOSE for each in begun)
     ):
         return [(weights_differ, Seen("after the second start the ranks begin with different parameters", load))]
     counts = sorted({len(process.steps) for process in second.trained})
-    if len(counts) > 1 and not any(process.first(UnevenJoined) for process in second.trained):
+    if len(counts) > 1 and not _uneven(whole) and not any(process.first(UnevenJoined) for process in second.trained):
         seen = f"after the second start the ranks take {' and '.join(map(str, counts))} steps"
         return [(collectives_differ, Seen(seen, load))]
     if left := len(base) - len(done) - len(rest):
@@ -146,6 +160,8 @@ def second_start(whole: Run, split: Split) -> Told:
         return [(resume_fails, Seen(f"the second start ends with: {ended.text}", ended.where, ended.detail))]
     bound = SAME if whole.nproc <= 2 else ROUNDING
     differences = list(_not_restored(base, done, rest, whole.trained[0].draws, bound))
+    if differences and " samples " in differences[0][1] and _plays(second.trained[0]):
+        return []  # the second start begins new games, as most programs of reinforcement learning do
     if differences and differences[0][0] in (resume_differs, optimizer_lost) and (cause := first_cause(whole, split)):
         seen, fix, where, origin = cause
         about = optimizer_lost if where else resume_differs
@@ -158,6 +174,54 @@ def second_start(whole: Run, split: Split) -> Told:
         return [(resume_differs, Seen(seen, load, origin="restored"))]
     sampled = "call:set_epoch"
     return [(about, Seen(seen, load, origin=sampled if " samples " in seen else "")) for about, seen in differences]
+
+
+def _failed(split: Split, ended: Seen) -> Told:
+    """How a second start fails that takes no step; nothing, if two-writers names the cause."""
+    origin = "" if ended.where else "call:save"
+    seen = Seen(f"the second start fails: {ended.text}", ended.where, ended.detail, origin=origin)
+    return [] if _torn_by_writers(split) else [(resume_fails, seen)]
+
+
+def _torn_by_writers(split: Split) -> bool:
+    """Whether the second start fails with a file that several ranks of the first run wrote."""
+    shared = split.first.shared_file()
+    loaded = {event.path.rsplit("/", 1)[-1] for event in split.second.all(Loaded) if event.path}
+    return shared is not None and shared[0].rsplit("/", 1)[-1] in loaded
+
+
+def _plays(process: Process) -> bool:
+    """Whether a program without a loader trains on samples for which the model has decided something before, as in a game."""
+    seen: set[Key] = set()
+    trained: set[Key] = set()
+    played = 0
+    for _, event in process.events:
+        if isinstance(event, Evaluated) and event.forward.loader is None:
+            seen.update(event.forward.rows)
+        elif isinstance(event, Backward) and event.forward and event.forward.loader is None:
+            new = set(event.forward.rows) - trained
+            played += len(new & seen)
+            trained |= new
+    return played > 0.1 * len(trained) > 0
+
+
+def _uneven(whole: Run) -> bool:
+    """Whether the ranks of an uninterrupted run take different numbers of steps, so that it is no mistake of the restart."""
+    return len({len(process.steps) for process in whole.trained}) > 1
+
+
+def _scale_lost(whole: Run, split: Split) -> str:
+    """Whether a GradScaler skips more steps in two starts than in one; "" if not."""
+    more = 0 if whole.cut else _skipped(split.second) + _skipped(split.first) - _skipped(whole)
+    seen = (
+        f"after the second start GradScaler skips {plural(more, 'step')} that it does not skip in an uninterrupted run"
+    )
+    return f"{seen}: its scale is not restored" if more > 0 else ""
+
+
+def _skipped(run: Run) -> int:
+    """The number of steps that a GradScaler has skipped in the first rank."""
+    return sum(len(process.of(StepSkipped)) for process in run.ranks[:1])
 
 
 def _loading(run: Run) -> str:

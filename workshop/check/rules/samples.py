@@ -4,13 +4,17 @@ from collections import Counter
 from collections.abc import Iterator
 from itertools import combinations
 
-from workshop.check.evidence.events import Backward, BatchLoaded, Drawn, EpochSet, Evaluated, Key, LoaderStarted
+from workshop.check.evidence.events import SUBSET, Backward, BatchLoaded, Drawn, EpochSet, Evaluated, Key, LoaderStarted
 from workshop.check.evidence.run import Process, Run
 from workshop.check.rules.processes import no_group, wrong_group
 from workshop.check.rules.rule import Makes, Rule, Said, Seen, if_first, rule
 from workshop.check.rules.words import named, plural, rank_of
 
 TURNS = 8  # of the workers of a loader
+SAME_SUBSET = (
+    "Compute the indices on all ranks from the same values, or choose them on rank 0 and send them with "
+    "broadcast_object_list."
+)
 SAME_ORDER = (
     "Draw the order from a generator that has the same seed on all ranks, such as "
     "torch.Generator().manual_seed(SEED + epoch) or random.Random(SEED + epoch)."
@@ -48,6 +52,10 @@ def leak(run: Run) -> Said:
         trained.isdisjoint(each) for each in passes
     ):  # others may measure the training set, or fill a memory bank from it
         passes = [each for each in passes if not each <= trained]
+    elif (
+        run.asked is None
+    ):  # each pass scores the whole training set, or the part of its rank, to choose samples, for example
+        passes = [each for each in passes if not each >= trained]
     evaluated = {key for each in passes for key in each}
     both = len(trained & evaluated)
     indexed = any(key[0] != "content" for key in evaluated)  # windows of a text can be equal by chance
@@ -94,6 +102,9 @@ def _by_draw(run: Run, seen: Seen) -> Seen:
     drawn = _unequal_draw(run)
     if drawn is None:
         return seen
+    if drawn.name == SUBSET:
+        lists = f"the DistributedSampler at {drawn.where} divides a Subset whose indices differ between the ranks"
+        return Seen(f"{seen.text}: {lists}", drawn.where, fix=SAME_SUBSET)
     split = drawn.name == "random_split"
     what = "makes different parts on each rank" if split else "returns a different result on each rank"
     return Seen(
@@ -112,6 +123,12 @@ def _unequal_draw(run: Run) -> Drawn | None:
             theirs = other.get(place)
             if theirs and theirs.of == drawn.of and theirs.result != drawn.result:
                 return drawn
+    # A Subset that the program chooses while it trains, such as that of the most useful samples.
+    subsets = [[each for each in process.of(Drawn) if each.name == SUBSET] for process in run.trained]
+    for together in zip(*subsets, strict=False):
+        if len({each.where for each in together}) == 1 < len({each.result for each in together}):
+            first: Drawn = together[0]
+            return first
     return None
 
 
@@ -136,7 +153,10 @@ def _overlaps(run: Run) -> Iterator[tuple[str, Seen]]:
     """Ranks with the "same" or "some" common samples, per epoch or, without a loader that shows epochs, per step."""
     ranks = run.trained
     where = ranks[0].data_where if ranks else ""
-    pairs = list(combinations(range(len(ranks)), 2))
+    parts = [run.parts_of(process) for process in ranks] if run.divided else []  # together they have one model
+    pairs = [
+        pair for pair in combinations(range(len(ranks)), 2) if not parts or ranks[pair[1]].rank not in parts[pair[0]]
+    ]
     names = {(one, two): f"ranks {rank_of(ranks, one)} and {rank_of(ranks, two)}" for one, two in pairs}
     by_epoch = all(each.forward and each.forward.loader for process in ranks for each in process.backwards)
     drawn = "" if by_epoch else "seed"  # the program draws samples itself
@@ -146,25 +166,34 @@ def _overlaps(run: Run) -> Iterator[tuple[str, Seen]]:
         again = any(len(part) < 0.97 * len(keys) for part, keys in zip(sets, together, strict=True))
         for one, two in pairs if min(map(len, sets)) >= 4 else ():
             both, smaller = len(sets[one] & sets[two]), min(len(sets[one]), len(sets[two]))
-            if both >= 0.95 * smaller:
+            if both >= 0.95 * smaller and not (again and _different_steps(ranks[one], ranks[two])):
                 yield "same", Seen(f"{names[one, two]} saw the same {both:,} samples in epoch {number}", where)
             elif both <= batch and _in_a_last_batch(sets[one] & sets[two], together[one], together[two], batch):
                 continue  # Accelerate repeats a batch so that all ranks have the same number
             elif both > run.nproc - 1 and both > 0.03 * smaller and not again:  # drawn with replacement: no mistake
                 text = f"{names[one, two]} share {both:,} of their {smaller:,} samples in epoch {number}"
                 yield "some", Seen(text, where)
+    repeats = any(len(set(keys)) < 0.97 * len(keys) for process in ranks for keys in process.epochs[:1])
     for one, two in pairs:
         steps = zip(ranks[one].steps, ranks[two].steps, strict=False)
         keys = [(set(here.keys), set(there.keys)) for here, there in steps]
         where = _drawn_where(ranks[one], set().union(*(here & there for here, there in keys))) or where
         fractions = [len(here & there) / min(len(here), len(there)) for here, there in keys if here and there]
         same, mean = sum(each >= 0.95 for each in fractions), sum(fractions) / max(len(fractions), 1)
+        if by_epoch and repeats and _different_steps(ranks[one], ranks[two]):
+            continue  # a sampler that repeats samples, so that each rank changes them in its own way, or draws with replacement
         if same > len(fractions) / 2:
             text = f"at {same} of {len(fractions)} steps {names[one, two]} train on the same samples"
             yield "same", Seen(text, where, origin=drawn)
         elif mean > 0.1:
             text = f"at each step {names[one, two]} share {mean:.0%} of their samples"
             yield "some", Seen(text, where, origin=drawn)
+
+
+def _different_steps(one: Process, two: Process) -> bool:
+    """Whether two ranks train on different samples, or in a different order, in most steps."""
+    steps = [here.keys == there.keys for here, there in zip(one.steps, two.steps, strict=False)]
+    return sum(steps) < len(steps) / 2
 
 
 def _in_a_last_batch(shared: set[Key], one: list[Key], two: list[Key], batch: int) -> bool:
@@ -217,7 +246,7 @@ def _read_alike(batches: list[list[Key]], workers: int) -> bool:
 )
 def samples_missed(run: Run) -> Said:
     """In an epoch, samples of the data set are trained on by no rank."""
-    ranks = run.trained
+    ranks = [] if run.divided else run.trained
     evaluated = {key for process in ranks for phase in process.evaluations for key in phase}
     step = sum(len(process.steps[0].keys) for process in ranks) * run.accumulate
     epochs = zip(*(process.epochs for process in ranks), strict=False) if len(ranks) > 1 else ()

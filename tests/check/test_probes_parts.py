@@ -1,0 +1,176 @@
+"""What the probes record of GradScaler, of states given to models, of divided models, and of what encodes the data."""
+
+import zlib
+
+from check.made import Made
+from workshop.check import cuda_on_cpu
+from workshop.check.evidence.events import (
+    Collective,
+    EncodersSeen,
+    Evaluated,
+    ModelDivided,
+    ModelLoaded,
+    ScaledClipped,
+    StepSkipped,
+)
+
+SCALER = """
+    import torch
+    from torch import nn
+
+    torch.manual_seed(0)
+    model = nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 10)
+    for number in range(5):
+        optimizer.zero_grad()
+        loss = model(torch.full((1, 2), float("inf") if number == 2 else 1.0)).sum()
+        scaler.scale(loss).backward()
+        if number == 1:
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)  # scaled
+        elif number == 3:
+            nn.utils.clip_grad_value_(list(model.parameters()), scaler.get_scale())
+        elif number == 4:
+            scaler.unscale_(optimizer)
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        scaler.step(optimizer)  # skips
+        scaler.update()
+        schedule.step()
+"""
+
+
+def test_skipped_steps_and_clipping_with_the_scale_are_recorded(place):
+    made = Made(place("scaler"), SCALER).well()
+    (process,) = made.run.processes
+    assert [(event.scale, event.where) for event in process.of(StepSkipped)] == [(4.0, made.line("# skips"))]
+    assert [(event.scale, event.where) for event in process.of(ScaledClipped)] == [(4.0, made.line("# scaled"))]
+    assert (len(process.steps), process.attempts, len(process.backwards)) == (4, 5, 5)
+    assert [len(step.backwards) for step in process.steps] == [1, 1, 1, 1]
+    first, second, *_ = process.backwards
+    assert first.loss - second.loss > 0.1  # without the scale, one step changes the loss by lr * 3
+    assert abs(first.loss - second.loss) < 1
+
+
+ON_CPU = """
+    import torch
+
+    scaler = torch.cuda.amp.GradScaler(init_scale=8.0)
+    off = torch.amp.GradScaler("cuda", enabled=False)
+    print(scaler.is_enabled(), scaler.get_scale(), off.is_enabled(), float(scaler.scale(torch.ones(1))))
+"""
+
+
+def test_a_scaler_for_gpus_scales_on_the_cpu(place):
+    made = Made(place("on-cpu"), ON_CPU, gpus=1, on_cpu=True).well()
+    assert made.run.processes[0].stdout.split() == ["True", "8.0", "False", "8.0"]
+    assert cuda_on_cpu.is_gpu("cuda:0")
+
+
+STATES = """
+    import torch
+    from torch import nn
+
+    model = nn.Linear(2, 1)
+    model.load_state_dict({f"module.{name}": each for name, each in model.state_dict().items()}, strict=False)
+    model.load_state_dict(model.state_dict())
+"""
+
+
+def test_what_a_model_accepts_of_a_state_is_recorded(place):
+    (process,) = Made(place("states"), STATES).well().run.processes
+    assert [(event.given, event.matched) for event in process.of(ModelLoaded)] == [(2, 0), (2, 2)]
+
+
+DIVIDED = """
+    import torch
+    import torch.distributed as dist
+    from torch import nn
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+    mesh = init_device_mesh("cpu", (2,))
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
+    parallelize_module(model, mesh, {"0": ColwiseParallel(), "2": RowwiseParallel()})
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model(torch.ones(3, 4)).sum().backward()
+    optimizer.step()
+    dist.destroy_process_group()
+"""
+
+
+def test_the_ranks_that_divide_layers_are_recorded(place):
+    made = Made(place("divided"), DIVIDED, "torchrun", 2).well()
+    assert [[event.ranks for event in rank.of(ModelDivided)] for rank in made.ranks] == [[[0, 1]]] * 2
+    assert made.run.divided == "layers"
+    assert [rank.rank for rank in made.ranks] == [0, 1]  # init_device_mesh() has made the group
+    assert made.run.parts_of(made.ranks[0]) == {0, 1}
+
+
+INSIDE = """
+    import torch
+    import torch.distributed as dist
+    from torch import nn
+
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.norm = nn.BatchNorm1d(2)
+
+        def forward(self, x):
+            dist.all_reduce(x)  # inside
+            return self.norm(x)
+
+    dist.init_process_group("gloo")
+    model = Model()
+    with torch.no_grad():
+        model(torch.rand(4, 2))
+        dist.barrier()  # outside
+        model.eval()(torch.rand(4, 2))
+    dist.destroy_process_group()
+"""
+
+
+def test_collectives_of_a_forward_pass_and_renewed_statistics_are_told_apart(place):
+    made = Made(place("inside"), INSIDE, "torchrun", 2).well()
+    for rank in made.ranks:
+        calls = {event.where: event.inside for event in rank.of(Collective)}
+        assert calls == {made.line("# inside"): True, made.line("# outside"): False}
+        assert [event.forward.refreshes for event in rank.of(Evaluated)] == [True, False]
+
+
+ENCODERS = """
+    import torch
+    from torch import nn
+    from torch.utils.data import DataLoader, Dataset
+
+    class Texts(Dataset):
+        def __init__(self):
+            self.vocab = {letter: number for number, letter in enumerate("abcdefghij")}
+            self.mean, self.std = torch.ones(2), 2.0
+            self.counts = {letter: 7 for letter in self.vocab}
+
+        def __len__(self):
+            return 8
+
+        def __getitem__(self, index):
+            return torch.ones(2)
+
+    loader = DataLoader(Texts(), batch_size=2)
+    scaler = {"mean": torch.zeros(1), "std": torch.ones(1)}
+    model = nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for batch in loader:
+        model(batch).sum().backward()
+        optimizer.step()
+"""
+
+
+def test_vocabularies_and_statistics_are_recorded(place):
+    (process,) = Made(place("encoders"), ENCODERS).well().run.processes
+    first, second = process.of(EncodersSeen)
+    words = zlib.crc32(repr([(letter, number) for number, letter in enumerate("abcdefghij")]).encode())
+    assert first.vocabularies == {"loader.vocab": (10, words)}
+    of_loader = {"loader.mean": [1.0, 1.0], "loader.std": [2.0]}
+    assert first.statistics == second.statistics == of_loader | {"scaler.mean": [0.0], "scaler.std": [1.0]}
