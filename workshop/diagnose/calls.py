@@ -9,7 +9,15 @@ from typing import Literal
 from workshop.diagnose.evidence import Call, Rank
 
 # All ranks of these give tensors of the same size.
-SAME_SIZE = {"all_reduce", "broadcast", "reduce", "reduce_scatter", "all_gather", "_reduce_scatter_base", "_all_gather_base"}
+SAME_SIZE = {
+    "all_reduce",
+    "broadcast",
+    "reduce",
+    "reduce_scatter",
+    "all_gather",
+    "_reduce_scatter_base",
+    "_all_gather_base",
+}
 DEFAULT = ("default_pg", "0", "")
 
 
@@ -64,11 +72,9 @@ def _in_group(ranks: Iterable[Rank], group: str) -> Difference | None:
         calls = {rank: own.get(number) for rank, own in called.items()}
         if kind := _kind(calls.values()):
             # The lines parted earlier, and have differed since: that is where the ranks took different branches.
-            return by_line if by_line and kind != "missing" else by_line or Difference(kind, number, calls)
-        if _lines_differ(calls.values()):
-            by_line = by_line or Difference("line", number, calls)
-        else:
-            by_line = None
+            return by_line or Difference(kind, number, calls)
+        parted = _lines_differ(calls.values())
+        by_line = (by_line or Difference("line", number, calls)) if parted else None
     return None
 
 

@@ -9,10 +9,18 @@ from workshop.errors import UserError
 
 @click.command(context_settings={"ignore_unknown_options": True})
 @click.argument("words", nargs=-1, type=click.UNPROCESSED, metavar="[JOBID | FOLDER | -- COMMAND]")
-@click.option("--pid", type=click.IntRange(min=1), help="A process of the program: torchrun, or the Python that started it.")
+@click.option(
+    "--pid", type=click.IntRange(min=1), help="A process of the program: torchrun, or the Python that started it."
+)
 @click.option("--output", default="", metavar="FOLDER", help="Folder of the report.  [default: diagnosis-DATE-TIME]")
-@click.option("--patience", type=click.FloatRange(min=2), default=10, show_default=True, metavar="SECONDS",
-              help="With COMMAND: time without progress before the first look.")
+@click.option(
+    "--patience",
+    type=click.FloatRange(min=2),
+    default=10,
+    show_default=True,
+    metavar="SECONDS",
+    help="With COMMAND: time without progress before the first look.",
+)
 @click.option("--end", is_flag=True, help="With COMMAND: end the program when it hangs, with exit status 1.")
 def diagnose(words, pid, output, patience, end) -> None:
     """Say why a distributed program stands still: the rank, the call and the line.

@@ -82,7 +82,9 @@ def _processor_seconds(process: psutil.Process) -> float:
     return 0.0
 
 
-def collect(members: Callable[[], Sequence[psutil.Process]], folder: Path | None = None, ended: Sequence[Rank] = ()) -> tuple[Scene, dict[int, str]]:
+def collect(
+    members: Callable[[], Sequence[psutil.Process]], folder: Path | None = None, ended: Sequence[Rank] = ()
+) -> tuple[Scene, dict[int, str]]:
     """Return what can be seen of a program on this node, and the stacks as text by process ID.
 
     Args:
@@ -103,7 +105,11 @@ def collect(members: Callable[[], Sequence[psutil.Process]], folder: Path | None
     time.sleep(BETWEEN)
     second = look({pid: process for pid, process in ranks.items() if process.is_running()})
     node = os.environ.get("SLURMD_NODENAME") or socket.gethostname()
-    found = [_rank(pid, process, answers.get(pid), first, second, node) for pid, process in ranks.items() if pid in second.doing]
+    found = [
+        _rank(pid, process, answers.get(pid), first, second, node)
+        for pid, process in ranks.items()
+        if pid in second.doing
+    ]
     known = {rank.rank for rank in found if rank.rank >= 0}
     found += [rank for rank in ended if rank.rank not in known]
     scene = Scene(
@@ -116,13 +122,17 @@ def collect(members: Callable[[], Sequence[psutil.Process]], folder: Path | None
     return scene, second.texts
 
 
-def _waiting_launchers(processes: Sequence[psutil.Process], ranks: Mapping[int, psutil.Process]) -> dict[int, psutil.Process]:
+def _waiting_launchers(
+    processes: Sequence[psutil.Process], ranks: Mapping[int, psutil.Process]
+) -> dict[int, psutil.Process]:
     """Return torchrun itself if it has started no rank yet, because it waits for other nodes."""
     launchers = {each.pid: each for each in processes if is_launcher(each)}
     return launchers if launchers and set(ranks) <= set(launchers) else {}
 
 
-def _rank(pid: int, process: psutil.Process, answer: recorder.Answer | None, first: Look, second: Look, node: str) -> Rank:
+def _rank(
+    pid: int, process: psutil.Process, answer: recorder.Answer | None, first: Look, second: Look, node: str
+) -> Rank:
     settings = settings_of(process)
     if is_launcher(process):
         with suppress(psutil.Error):
@@ -159,16 +169,18 @@ def lost_workers(process: psutil.Process) -> tuple[int, ...]:
     return tuple(gone)
 
 
-def _missing(seen: Look, folder: Path | None, answers: Mapping[int, recorder.Answer], ranks: Mapping[int, psutil.Process]) -> list[str]:
+def _missing(
+    seen: Look, folder: Path | None, answers: Mapping[int, recorder.Answer], ranks: Mapping[int, psutil.Process]
+) -> list[str]:
     missing = [] if py_spy() is None else list(seen.problems)
     if py_spy() is None:
-        missing.append("py-spy is not installed here, so the lines of the program are not known (pip install py-spy)")
+        missing.append("the lines of the program, because py-spy is not installed here (pip install py-spy)")
     if folder is None:
         missing.append(
-            "the collectives of the ranks have no numbers, because the program was not started with `workshop diagnose -- COMMAND`"
+            "the numbers of the collectives, because the program was not started with `workshop diagnose -- COMMAND`"
         )
     elif ranks and not any(answer.calls is not None for answer in answers.values()):
-        missing.append("no rank answers, so the numbers and sizes of the collectives are not known")
+        missing.append("the numbers and sizes of the collectives, because no rank answers")
     return missing
 
 

@@ -9,7 +9,9 @@ from typing import Any, Literal
 
 # What a process does. "waits": it is in a collective. "joins": it is in init_process_group. "loads": it waits for a worker of
 # its DataLoader. "ends": it waits for other processes in order to end. The others are what the kernel says of its main thread.
-Kind = Literal["waits", "joins", "loads", "ends", "lock", "sleep", "file", "network", "child", "computes", "stopped", "unknown"]
+Kind = Literal[
+    "waits", "joins", "loads", "ends", "lock", "sleep", "file", "network", "child", "computes", "stopped", "unknown"
+]
 
 
 @dataclass(frozen=True)
@@ -295,7 +297,9 @@ def _rank(data: dict[str, Any]) -> Rank:
         "before": _doing(before) if before else None,
         "calls": None if calls is None else tuple(map(call, calls)),
         "children": _processes(data.get("children", ())),
-        "failure": Failure(**{**failure, "place": place(failure.get("place")), "stack": _stack(failure)}) if failure else None,
+        "failure": Failure(**{**failure, "place": place(failure.get("place")), "stack": _stack(failure)})
+        if failure
+        else None,
         "lost_workers": tuple(data.get("lost_workers", ())),
     }
     return Rank(**{**data, **changes})

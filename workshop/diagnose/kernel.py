@@ -12,7 +12,9 @@ from workshop.diagnose.evidence import Kind
 # The numbers of system calls, from the tables of Linux (syscall_64.tbl; asm-generic/unistd.h for aarch64).
 CALLS: dict[str, dict[int, Kind]] = {
     "x86_64": {
-        **dict.fromkeys((0, 1, 17, 18, 19, 20, 2, 257, 4, 5, 6, 262, 332, 74, 75, 72, 73, 78, 217, 82, 87, 263, 285), "file"),
+        **dict.fromkeys(
+            (0, 1, 17, 18, 19, 20, 2, 257, 4, 5, 6, 262, 332, 74, 75, 72, 73, 78, 217, 82, 87, 263, 285), "file"
+        ),
         **dict.fromkeys((7, 23, 42, 43, 45, 44, 46, 47, 232, 270, 271, 281, 288, 441), "network"),
         **dict.fromkeys((35, 230), "sleep"),
         **dict.fromkeys((61, 247), "child"),

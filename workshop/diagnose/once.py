@@ -35,7 +35,9 @@ def diagnose_process(pid: int, output: str = "") -> int:
     except psutil.NoSuchProcess:
         raise UserError(f"there is no process {pid}: it has ended, or it runs on a different node") from None
     except psutil.AccessDenied:
-        raise UserError(f"process {pid} belongs to a different user ({process.username()}), so it cannot be read") from None
+        raise UserError(
+            f"process {pid} belongs to a different user ({process.username()}), so it cannot be read"
+        ) from None
     folder = environment.get("WORKSHOP_DIAGNOSE", "")
     scene, _ = collect(lambda: family(process.pid), Path(folder) if folder and Path(folder).is_dir() else None)
     diagnosis = judge(scene)

@@ -12,9 +12,26 @@ import psutil
 from workshop.diagnose.evidence import Place
 
 # "<frozen runpy>" and the like are Python's own; "<string>" is a program after "python -c".
-LIBRARY = re.compile(r"/(site|dist)-packages/|/lib(64)?/python3[^/]*/|^<frozen|^<built|sitecustomize\.py$|/bin/torchrun$")
-SETTINGS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT")
-SETTINGS += ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "SLURM_PROCID", "SLURM_JOB_ID", "SLURM_NNODES", "SLURMD_NODENAME")
+LIBRARY = re.compile(
+    r"/(site|dist)-packages/|/lib(64)?/python3[^/]*/|^<frozen|^<built|sitecustomize\.py$|/bin/torchrun$"
+)
+SETTINGS: tuple[str, ...] = (
+    "RANK",
+    "LOCAL_RANK",
+    "WORLD_SIZE",
+    "LOCAL_WORLD_SIZE",
+    "GROUP_RANK",
+    "MASTER_ADDR",
+    "MASTER_PORT",
+)
+SETTINGS += (
+    "GLOO_SOCKET_IFNAME",
+    "NCCL_SOCKET_IFNAME",
+    "SLURM_PROCID",
+    "SLURM_JOB_ID",
+    "SLURM_NNODES",
+    "SLURMD_NODENAME",
+)
 SETTINGS += ("TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT", "CUDA_VISIBLE_DEVICES")
 RANKS = ("RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "PMI_RANK")
 
@@ -67,7 +84,11 @@ def find_ranks(members: Sequence[psutil.Process], known: Iterable[int] = ()) -> 
         rank = rank_of(settings[pid])
         with suppress(psutil.Error):
             parent = member.ppid()
-            if rank >= 0 and not is_launcher(member) and (rank_of(settings.get(parent, {})) != rank or _launches(pythons, parent)):
+            if (
+                rank >= 0
+                and not is_launcher(member)
+                and (rank_of(settings.get(parent, {})) != rank or _launches(pythons, parent))
+            ):
                 found.setdefault(pid, member)
     if found:
         # A worker that was forked has inherited everything, also the process group.

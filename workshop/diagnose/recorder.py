@@ -153,5 +153,7 @@ def last_stack(folder: Path, pid: int) -> tuple[Place, ...]:
     except OSError:
         return ()
     # Python writes the main thread last.
-    found = re.findall(r'  File "(.*)", line (\d+) in (.*)', re.split(r"^(?:Current thread|Thread) .*$", text, flags=re.M)[-1])
+    found = re.findall(
+        r'  File "(.*)", line (\d+) in (.*)', re.split(r"^(?:Current thread|Thread) .*$", text, flags=re.M)[-1]
+    )
     return tuple(Place(file, int(line), function) for file, line, function in found)

@@ -80,7 +80,10 @@ def first_error(folder: Path) -> str:
             lines = log.read(LARGEST).splitlines()
         for index, line in enumerate(lines):
             if ERROR.match(line):
-                begin = max((at for at in range(index) if lines[at].rstrip().endswith("Traceback (most recent call last):")), default=index)
+                begin = max(
+                    (at for at in range(index) if lines[at].rstrip().endswith("Traceback (most recent call last):")),
+                    default=index,
+                )
                 error = "\n".join(lines[begin : index + 1])
                 if not is_echo(error):
                     return error

@@ -60,7 +60,8 @@ def write(diagnosis: Diagnosis, scene: Scene, output: str = "") -> Path | None:
         folder = folder_for(output)
         write_atomically(folder / "scene.json", json.dumps(to_json(scene), indent=1) + "\n")
         write_atomically(folder / "report.txt", text(diagnosis, scene, "report") + "\n\n" + details(scene))
-        for pid in [each.pid for rank in scene.alive if rank.node in (scene.here, "") for each in (rank, *rank.children)]:
+        here = [rank for rank in scene.alive if rank.node == scene.here]
+        for pid in [pid for rank in here for pid in (rank.pid, *(child.pid for child in rank.children))]:
             if stacks := native_stacks(pid) or read_stacks(pid).text:
                 write_atomically(folder / f"stacks-{pid}.txt", stacks + "\n")
     except Exception as error:  # a full disk must not end the program that is watched

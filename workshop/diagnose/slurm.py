@@ -39,8 +39,24 @@ def diagnose_job(job: str, output: str = "") -> int:
     nodes = _nodes(job)
     folder = folder_for(output)
     # --overlap: the step uses the processors and GPUs of the program, which keeps running.
-    command = ["srun", f"--jobid={job}", "--overlap", f"--nodes={len(nodes)}", f"--ntasks={len(nodes)}", "--ntasks-per-node=1"]
-    command += ["--mem=0", "--kill-on-bad-exit=0", sys.executable, "-P", "-m", "workshop.diagnose.slurm", job, str(folder)]
+    command = [
+        "srun",
+        f"--jobid={job}",
+        "--overlap",
+        f"--nodes={len(nodes)}",
+        f"--ntasks={len(nodes)}",
+        "--ntasks-per-node=1",
+    ]
+    command += [
+        "--mem=0",
+        "--kill-on-bad-exit=0",
+        sys.executable,
+        "-P",
+        "-m",
+        "workshop.diagnose.slurm",
+        job,
+        str(folder),
+    ]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     try:
         step = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=TIMEOUT)

@@ -11,16 +11,40 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from workshop.diagnose.evidence import Doing, Kind, Place
 from workshop.diagnose.kernel import waits_for
 from workshop.diagnose.programs import own_place
 
 # Functions of torch.distributed in which a rank joins the others.
-JOINS = {"init_process_group", "rendezvous", "_store_based_barrier", "_create_c10d_store", "init_device_mesh", "_new_process_group_helper"}
+JOINS = {
+    "init_process_group",
+    "rendezvous",
+    "_store_based_barrier",
+    "_create_c10d_store",
+    "init_device_mesh",
+    "_new_process_group_helper",
+}
 COLLECTIVES = {
-    *("all_reduce", "all_gather", "all_gather_into_tensor", "all_gather_object", "reduce_scatter", "reduce_scatter_tensor"),
-    *("reduce", "broadcast", "broadcast_object_list", "scatter", "scatter_object_list", "gather", "gather_object", "barrier"),
+    *(
+        "all_reduce",
+        "all_gather",
+        "all_gather_into_tensor",
+        "all_gather_object",
+        "reduce_scatter",
+        "reduce_scatter_tensor",
+    ),
+    *(
+        "reduce",
+        "broadcast",
+        "broadcast_object_list",
+        "scatter",
+        "scatter_object_list",
+        "gather",
+        "gather_object",
+        "barrier",
+    ),
     *("monitored_barrier", "all_to_all", "all_to_all_single", "send", "recv", "isend", "irecv", "batch_isend_irecv"),
 }
 
@@ -61,7 +85,10 @@ def read_stacks(pid: int, timeout: float = 5) -> Stacks:
     try:
         # --nonblocking: py-spy would otherwise stop the process while it reads.
         result = subprocess.run(
-            [program, "dump", "--nonblocking", "--json", "--pid", str(pid)], capture_output=True, text=True, timeout=timeout
+            [program, "dump", "--nonblocking", "--json", "--pid", str(pid)],
+            capture_output=True,
+            text=True,
+            timeout=timeout,
         )
         threads = json.loads(result.stdout) if result.returncode == 0 else None
     except subprocess.TimeoutExpired:
@@ -73,14 +100,19 @@ def read_stacks(pid: int, timeout: float = 5) -> Stacks:
     return _stacks(threads, pid)
 
 
-def _stacks(threads: list[dict], pid: int) -> Stacks:
+def _stacks(threads: list[dict[str, Any]], pid: int) -> Stacks:
     """Return the stacks in the JSON of py-spy."""
     main = next((each for each in threads if each.get("os_thread_id") == pid), threads[-1])
     lines = []
     for thread in threads:
-        lines.append(f"thread {thread.get('thread_name') or thread['thread_id']}" + (", has the GIL" if thread.get("owns_gil") else ""))
+        lines.append(
+            f"thread {thread.get('thread_name') or thread['thread_id']}"
+            + (", has the GIL" if thread.get("owns_gil") else "")
+        )
         lines += [f"    {frame['name']} ({frame['filename']}:{frame['line']})" for frame in thread["frames"]]
-    places = tuple(Place(frame["filename"], int(frame["line"] or 0), frame["name"].rpartition(".")[2]) for frame in main["frames"])
+    places = tuple(
+        Place(frame["filename"], int(frame["line"] or 0), frame["name"].rpartition(".")[2]) for frame in main["frames"]
+    )
     return Stacks(places, bool(main.get("owns_gil")), "\n".join(lines))
 
 
@@ -90,7 +122,9 @@ def wanted_world(pid: int, timeout: float = 5) -> int:
     with suppress(OSError, ValueError, subprocess.TimeoutExpired):
         command = [program or "py-spy", "dump", "--nonblocking", "--locals", "--json", "--pid", str(pid)]
         threads = json.loads(subprocess.run(command, capture_output=True, text=True, timeout=timeout).stdout)
-        for frame in (frame for thread in threads for frame in thread["frames"] if frame["name"].endswith(tuple(JOINS))):
+        for frame in (
+            frame for thread in threads for frame in thread["frames"] if frame["name"].endswith(tuple(JOINS))
+        ):
             for local in frame.get("locals") or ():
                 if local["name"] == "world_size" and str(local.get("repr", "")).isdigit():
                     return int(local["repr"])
@@ -103,7 +137,9 @@ def native_stacks(pid: int, timeout: float = 20) -> str:
     if program is None:
         return ""
     try:
-        result = subprocess.run([program, "dump", "--native", "--pid", str(pid)], capture_output=True, text=True, timeout=timeout)
+        result = subprocess.run(
+            [program, "dump", "--native", "--pid", str(pid)], capture_output=True, text=True, timeout=timeout
+        )
     except subprocess.TimeoutExpired:
         return ""
     return result.stdout if result.returncode == 0 else ""
@@ -116,7 +152,9 @@ def _why_not(pid: int, error: str) -> str:
         reason = "the kernel does not allow you to trace it"
         scope = Path("/proc/sys/kernel/yama/ptrace_scope")
         if scope.exists() and scope.read_text().strip() not in ("", "0"):
-            reason += f" (ptrace_scope is {scope.read_text().strip()}: start the program with `workshop diagnose -- COMMAND`)"
+            reason += (
+                f" (ptrace_scope is {scope.read_text().strip()}: start the program with `workshop diagnose -- COMMAND`)"
+            )
         return f"no stack of process {pid}: {reason}"
     first = error.strip().splitlines()[0] if error.strip() else "no answer"
     return f"no stack of process {pid}: py-spy says: {first.removeprefix('Error: ')}"
@@ -157,7 +195,9 @@ def _from_stack(stack: Sequence[Place]) -> tuple[Kind, str] | None:
     named = [frame for frame in in_torch if "torch/distributed" in frame.file and frame.function in COLLECTIVES]
     if named:
         return "waits", named[-1].function  # the outermost: barrier() may call all_reduce()
-    if any(frame.file.endswith("torch/utils/data/dataloader.py") and "__next__" in frame.function for frame in in_torch):
+    if any(
+        frame.file.endswith("torch/utils/data/dataloader.py") and "__next__" in frame.function for frame in in_torch
+    ):
         return "loads", ""
     if any(frame.function == "destroy_process_group" for frame in in_torch):
         return "ends", ""
@@ -165,7 +205,9 @@ def _from_stack(stack: Sequence[Place]) -> tuple[Kind, str] | None:
 
 
 def _ends(stack: Sequence[Place]) -> bool:
-    return any(frame.function in ("_shutdown", "_exit_function", "_run_exitfuncs") for frame in stack) or not own_place(stack)
+    return any(frame.function in ("_shutdown", "_exit_function", "_run_exitfuncs") for frame in stack) or not own_place(
+        stack
+    )
 
 
 def _inside(stack: Sequence[Place], file: str) -> bool:

@@ -18,7 +18,8 @@ from typing import Any
 import psutil
 
 from workshop.diagnose import recorder
-from workshop.diagnose.causes import is_waiting, judge
+from workshop.diagnose.causes import judge
+from workshop.diagnose.causes.words import is_waiting
 from workshop.diagnose.collect import collect, killed_for_memory
 from workshop.diagnose.evidence import Diagnosis, Failure, Rank, Scene
 from workshop.diagnose.programs import own_place
@@ -103,7 +104,7 @@ def leave_as(status: int) -> int:
     return status
 
 
-def _watch(process: subprocess.Popen, folder: Path, output: str, patience: float, end: bool) -> bool:
+def _watch(process: subprocess.Popen[bytes], folder: Path, output: str, patience: float, end: bool) -> bool:
     """Watch until the program has ended; return whether this function has ended it."""
     seen = Seen()
     ask_next = time.monotonic() + EVERY
@@ -133,14 +134,18 @@ def _look(pid: int, folder: Path, seen: Seen, patience: float) -> Diagnosis | No
     """Return a diagnosis if the program makes no progress and this was not reported yet."""
     members = family(pid)
     seen.pids |= {member.pid for member in members}
-    progress = [(each.pid, recorder.progress(folder, each.pid)) for each in members if (folder / f"{each.pid}.socket").exists()]
+    progress = [
+        (each.pid, recorder.progress(folder, each.pid)) for each in members if (folder / f"{each.pid}.socket").exists()
+    ]
     still = time.monotonic() - seen.moved
     if progress != seen.progress:
         if seen.reported:
             print(f"workshop diagnose: the program moves again, after {still:.0f} s", file=sys.stderr)
         seen.progress, seen.moved, seen.reported = progress, time.monotonic(), ""
         return None
-    if still < min(3.0, patience) or (still < patience and seen.scene and seen.scene.seconds > 0 and still - seen.scene.seconds < 4):
+    if still < min(3.0, patience) or (
+        still < patience and seen.scene and seen.scene.seconds > 0 and still - seen.scene.seconds < 4
+    ):
         return None
     scene, _ = collect(lambda: family(pid), folder)
     seen.scene = replace(scene, seconds=still)
@@ -173,7 +178,7 @@ def _with_failure(rank: Rank, folder: Path) -> Rank:
     return replace(rank, failure=failure) if failure else rank
 
 
-def _end(process: subprocess.Popen) -> None:
+def _end(process: subprocess.Popen[bytes]) -> None:
     members = family(process.pid)
     for ending in ("terminate", "kill"):
         for member in members:
@@ -249,4 +254,3 @@ def _spawned(failure: Failure) -> Failure:
     lines = failure.message.strip().splitlines()
     kind, _, message = lines[-1].partition(": ")
     return Failure(kind.rpartition(".")[2], message, failure.message, None, failure.seconds)
-

@@ -1,7 +1,7 @@
-"""Python runs this file at its start if PYTHONPATH contains the folder: the process then answers questions of ``workshop diagnose``.
+"""Python runs this file at its start if PYTHONPATH contains the folder. The process then answers ``workshop diagnose``.
 
-A thread waits at a Unix socket and uses no time until it is asked. The file imports nothing of the workshop, because the Python of
-the program need not have it.
+A thread waits at a Unix socket and uses no time until it is asked. The file imports nothing of the workshop, because the Python
+of the program need not have it.
 """
 
 import atexit
