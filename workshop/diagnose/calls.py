@@ -75,7 +75,8 @@ def _in_group(ranks: Iterable[Rank], group: str) -> Difference | None:
             return by_line or Difference(kind, number, calls)
         parted = _lines_differ(calls.values())
         by_line = (by_line or Difference("line", number, calls)) if parted else None
-    return None
+    # In a correct program, ranks may make one call from two lines (if rank == 0: ... else: ...), but seldom several in a row.
+    return by_line if by_line and by_line.number < last else None
 
 
 def _kind(calls: Iterable[Call | None]) -> Literal["missing", "name", "size", "dtype"] | None:

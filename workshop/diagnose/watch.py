@@ -19,7 +19,7 @@ import psutil
 
 from workshop.diagnose import recorder
 from workshop.diagnose.causes import judge
-from workshop.diagnose.causes.words import is_waiting
+from workshop.diagnose.causes.words import BUSY, is_waiting
 from workshop.diagnose.collect import collect, killed_for_memory
 from workshop.diagnose.evidence import Diagnosis, Failure, Rank, Scene
 from workshop.diagnose.programs import own_place
@@ -92,14 +92,14 @@ def variables(environment: dict[str, str] | os._Environ[str], folder: Path) -> d
     """Return the environment in which the processes of a program answer, and PyTorch records the collectives."""
     path = [str(BOOT), *filter(None, [environment.get("PYTHONPATH")])]
     own = {"PYTHONPATH": os.pathsep.join(path), "WORKSHOP_DIAGNOSE": str(folder)}
-    sizes = {"TORCH_FR_BUFFER_SIZE": "2000", "TORCH_NCCL_TRACE_BUFFER_SIZE": "2000"}
-    return {**sizes, **environment, **own}
+    return {"TORCH_FR_BUFFER_SIZE": "2000", **environment, **own}
 
 
 def leave_as(status: int) -> int:
     """Return an exit status, or end this process by the signal that ended the program."""
     if status < 0:
-        signal.signal(-status, signal.SIG_DFL)
+        if -status not in (signal.SIGKILL, signal.SIGSTOP):
+            signal.signal(-status, signal.SIG_DFL)
         os.kill(os.getpid(), -status)
     return status
 
@@ -164,7 +164,7 @@ def _look(pid: int, folder: Path, seen: Seen, patience: float) -> Diagnosis | No
 
 def _works(rank: Rank) -> bool:
     """Return whether a rank that waits for no other rank uses the processor."""
-    return not is_waiting(rank) and rank.busy > 0.3 and rank.doing.kind not in ("loads", "joins")
+    return not is_waiting(rank) and rank.busy > BUSY and rank.doing.kind not in ("loads", "joins")
 
 
 def _report(diagnosis: Diagnosis, seen: Seen, folder: Path, output: str) -> None:

@@ -1,4 +1,4 @@
-"""A worker of rank 1's DataLoader stands: it waits for a queue that nobody fills."""
+"""A worker of the DataLoader of rank 1 waits for a queue that nobody fills."""
 
 import queue
 

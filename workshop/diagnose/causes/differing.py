@@ -159,9 +159,8 @@ def absent(scene: Scene) -> Diagnosis | None:
         return None
     return Diagnosis(
         "ended",
-        f"{names(gone).capitalize()} of {world} {verb(gone, 'was', 'were')} not found: {verb(gone, 'it has', 'they have')} ended, "
-        "or "
-        f"{verb(gone, 'runs', 'run')} on a different node.",
+        f"{names(gone).capitalize()} of {world} {verb(gone, 'was', 'were')} not found: "
+        f"{verb(gone, 'it has ended, or runs', 'they have ended, or run')} on a different node.",
         waits(scene.alive),
         "Look at the end of the log of these ranks, and at the state of their nodes (sinfo, sacct).",
     )

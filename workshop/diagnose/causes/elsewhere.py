@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from workshop.diagnose.causes.words import BUSY, SAME_ORDER, call_words, is_waiting, waits
+from workshop.diagnose.causes.words import SAME_ORDER, call_words, is_waiting, waits
 from workshop.diagnose.evidence import Diagnosis, Rank, Scene
+
+LITTLE = 0.05  # of one core: a process that only waits uses less
 
 
 def elsewhere(scene: Scene) -> Diagnosis | None:
@@ -17,6 +19,8 @@ def elsewhere(scene: Scene) -> Diagnosis | None:
         return None
     missed = f" never called {call_words(waiting[0])}: it" if waiting else ""
     why = waits(scene.alive)
+    if rank.busy > LITTLE and rank.doing.kind in ("lock", "network", "unknown"):
+        return _slow(rank, missed, why)  # an operation of PyTorch waits for its threads: the rank computes
     if rank.doing.kind == "loads":
         return _loader(rank, missed, why)
     fixes = {
@@ -88,27 +92,21 @@ def _loader(rank: Rank, missed: str, why: str) -> Diagnosis:
 
 
 def _slow(rank: Rank, missed: str, why: str) -> Diagnosis:
-    moves = (
-        rank.busy > BUSY
-        or rank.doing.kind == "computes"
-        or (rank.before is not None and rank.before.stack != rank.doing.stack)
-    )
-    what = (
-        rank.doing.words()
-        if rank.doing.kind != "unknown" or not moves
-        else "computing" + (f" ({rank.doing.place})" if rank.doing.place else "")
-    )
-    if moves or rank.doing.kind == "sleep":
-        verdict = "It is slow, but it moves." if moves else "It may wake up again."
+    changed = rank.before is not None and rank.before.stack != rank.doing.stack
+    moves = rank.busy > LITTLE or rank.doing.kind == "computes" or changed
+    if not moves and rank.doing.kind != "sleep":
         return Diagnosis(
-            "slow",
-            f"{rank.name.capitalize()}{missed} is {what}. {verdict}",
-            why,
-            f"If only {rank.name} does this work, let the other ranks not wait for it, or share the work. If it is the same work "
-            "as "
-            "on the other ranks, look at its node and its GPU.",
-            rank.doing.place,
+            "skipped", f"{rank.name.capitalize()}{missed} is {rank.doing.words()}.", why, SAME_ORDER, rank.doing.place
         )
+    at = f" ({rank.doing.place})" if rank.doing.place else ""
+    what, verdict = (
+        (f"computing{at}", "It is slow, but it moves.") if moves else (rank.doing.words(), "It may wake up again.")
+    )
     return Diagnosis(
-        "skipped", f"{rank.name.capitalize()}{missed} is {rank.doing.words()}.", why, SAME_ORDER, rank.doing.place
+        "slow",
+        f"{rank.name.capitalize()}{missed} is {what}. {verdict}",
+        why,
+        f"If only {rank.name} does this work, let the other ranks not wait for it, or share the work. If the other ranks do the "
+        "same work, look at the node and the GPU of this rank.",
+        rank.doing.place,
     )
