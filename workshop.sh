@@ -3,8 +3,8 @@
 # folder of "workshop pack", from the wheels in that folder and without a network. Then it starts the command "workshop".
 #
 #   ./workshop.sh                    list the commands
-#   ./workshop.sh tour               train every stage on this machine and compare
-#   ./workshop.sh test               test that everything works on this machine
+#   ./workshop.sh tour               train stages 01 to 04 and all strategies on this machine, and compare
+#   ./workshop.sh test               run the tests on this machine
 #
 #   WORKSHOP_TORCH=cpu ./workshop.sh tour       create the environment without CUDA, for a machine without an NVIDIA GPU
 #   WORKSHOP_PYTHON=/path/to/python ./workshop.sh tour      use an environment that exists: a module, conda, a container

@@ -1,7 +1,7 @@
 """Exercise 1: make the training on one device as fast as possible.
-This program is single_gpu.py with three TODOs, and it works as delivered. Run it once to measure its throughput in samples per
-second.
-Then do the TODOs in order. After each TODO, run the program again, compare the throughput, and check the program.
+This program is single_gpu.py with three TODOs, and it works as delivered.
+Run it once to measure how many samples per second it processes. Then do the TODOs in order.
+After each TODO, run the program again, compare the samples per second, and check the program.
 
 Run it:    01_single_gpu/exercise1_run_fast_single_gpu.sh --epochs 3
 Check it:  ./workshop.sh check 01_single_gpu/exercise1_fast_single_gpu.py

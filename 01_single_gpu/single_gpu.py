@@ -1,5 +1,5 @@
 """Train a small CNN on handwritten digits on one device: the GPU if there is one, otherwise the CPU.
-It saves a checkpoint after each epoch. Started again, it resumes from it, with the result of an uninterrupted run.
+It saves a checkpoint after each epoch. If you start it again, it resumes, as if it had never been stopped.
 
 One process:  python 01_single_gpu/single_gpu.py --epochs 5
 N processes:  python solutions/02_pytorch_ddp/exercise1_multigpu.py --epochs 5     (the next stage)

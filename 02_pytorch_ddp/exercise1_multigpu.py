@@ -83,14 +83,14 @@ def train(rank, world_size, device, args):
     # Look up: torch.nn.parallel.DistributedDataParallel
     transform = transforms.Compose([transforms.ToTensor(), transforms.Normalize((0.5,), (0.5,))])
     train_set, test_set = load_dataset(args.dataset, transform)
-    # TODO 5, step a: let each process train on different samples. With the seed SEED on all ranks, the processes together
-    # use the same global batches as single_gpu.py does with a batch size as large as all of theirs together. All ranks need
+    # TODO 5, step a: let each process train on different samples. With the seed SEED on all ranks, two processes with a
+    # batch size of 64 together use the same global batches as single_gpu.py does with a batch size of 128. All ranks need
     # the same number of samples.
     # Look up: torch.utils.data.DistributedSampler, its arguments seed and drop_last
     sampler = RandomSampler(train_set, generator=torch.Generator())
     train_loader = DataLoader(train_set, args.batch_size, sampler=sampler, drop_last=True)
     # TODO 6, step a: let each process evaluate a different part of the test set. Each sample must count exactly once, so
-    # do not use DistributedSampler: it repeats some samples to make all parts equally large.
+    # do not use DistributedSampler, which repeats some samples to make all parts equally large.
     # Look up: torch.utils.data.Subset
     test_loader = DataLoader(test_set, args.batch_size)
 
@@ -109,8 +109,8 @@ def train(rank, world_size, device, args):
         samples_per_second = len(losses) * args.batch_size / seconds
 
         accuracy = evaluate(model, test_loader, device)
-        # TODO 3, step b: let only rank 0 write the log, because two writers can damage a file. The checkpoint is saved by
-        # rank 0 only already.
+        # TODO 3, step b: let only rank 0 write the log, because two writers can damage a file. The program already lets
+        # only rank 0 save the checkpoint.
         log.write(epoch, losses, accuracy, samples_per_second)
         if rank == 0 and ((epoch + 1) % args.save_every == 0 or epoch + 1 == args.epochs):
             save_checkpoint(args.checkpoint, model, optimizer, epoch)

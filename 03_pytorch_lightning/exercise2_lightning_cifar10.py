@@ -1,5 +1,5 @@
 """Exercise 2: train a ResNet-18 with Lightning in bfloat16, with a one-cycle learning rate, on many nodes, under any launcher.
-It saves a checkpoint after each epoch. Started again, it resumes from it, with the result of an uninterrupted run.
+It saves a checkpoint after each epoch. If you start it again, it resumes, as if it had never been stopped.
 
 As delivered, this is the solution of exercise 1 with two more options that it does not use yet: --accumulate and --nodes.
 It works as delivered. Do the TODOs in order, and the steps of each TODO in the order of their letters.

@@ -1,5 +1,5 @@
 """Train a small CNN on handwritten digits on any number of devices with FSDP2: each process stores a shard of each parameter.
-It saves a checkpoint after each epoch. Started again, it resumes from it, with the result of an uninterrupted run.
+It saves a checkpoint after each epoch. If you start it again, it resumes, as if it had never been stopped.
 
 One process:  python 03_pytorch_lightning/lightning_fsdp2.py --devices 1
 N processes:  python 03_pytorch_lightning/lightning_fsdp2.py --devices 2

@@ -1,5 +1,5 @@
 """Fine-tune a language model for code with DDP: each process stores all parameters, gradients and optimizer states.
-It computes in bfloat16 if the device is fast at it, clips the gradients, warms up the learning rate, and writes a completion of
+It computes in bfloat16 if the device is fast in it, clips the gradients, warms up the learning rate, and writes a completion of
 a prompt before and after the training.
 
 One process:  torchrun --standalone --nproc-per-node=1 04_model_parallel_with_fsdp/finetune_ddp.py

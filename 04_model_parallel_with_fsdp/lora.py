@@ -115,7 +115,7 @@ def train(device, args):
 
 
 def load_model(args, device):
-    """Return the model with LoRA adapters. The model is in bfloat16 if the device is fast at it, the adapters are in float32.
+    """Return the model with LoRA adapters. The model is in bfloat16 if the device is fast in it; the adapters are in float32.
 
     bfloat16 would round small updates to zero. The model is frozen and gets no updates, but the adapters are trained.
     """

@@ -22,7 +22,7 @@ class DDP(nn.Module):
     on their rank. Parameters that no rank has used in a backward pass keep the gradient None.
 
     Args:
-        module: any module, already on its device. All ranks must run equally many backward passes through it.
+        module: any module, already on its device. All ranks must run the same number of backward passes through it.
         bucket_bytes: gradients are communicated together until they have this number of bytes.
         group: the ranks that share the module; None: all.
 
@@ -67,7 +67,7 @@ class Bucket:
     def start(self):
         flags = torch.cat([each.new_full((1,), each.grad is not None) for each in self.parameters])
         gradients = [torch.zeros_like(each) if each.grad is None else each.grad for each in self.parameters]
-        # TODO 3: Join the gradients and the flags to one tensor, and average it in one call. Look up: torch.cat.
+        # TODO 3: Join the gradients and the flags into one tensor, and average it in one call. Look up: torch.cat.
         self.buffer = [each / dist.get_world_size(self.group) for each in (*gradients, flags)]
         self.work = [dist.all_reduce(each, group=self.group, async_op=True) for each in self.buffer]
 
@@ -85,7 +85,7 @@ class Bucket:
 
 def divide(parameters, bucket_bytes):
     """Divide parameters into lists of at most ``bucket_bytes`` (or one parameter), each of one device and data type."""
-    # TODO 3: Put as many parameters into a list as fit into bucket_bytes, so that few calls are needed.
+    # TODO 3: Fill each list up to bucket_bytes, so that few calls are needed.
     return [[parameter] for parameter in parameters]
 
 

@@ -59,8 +59,8 @@ class Pipeline:
             if samples % self.microbatches or samples != shapes[0][0]:
                 raise ValueError(f"{self.microbatches} micro-batches do not divide a batch of {samples} samples")
         # TODO 3: Each activation costs three messages, because its shape and data type are announced before it. All micro-batches
-        # have the same, so announce them once: in the first step, and in a step whose batch has a new shape. Forget in such a
-        # step what was sent and expected. Look up: torch.distributed.send_object_list (how many messages does it send?).
+        # have the same, so announce them once: in the first step, and in a step whose batch has a new shape. In such a step,
+        # forget what was sent and expected. Look up: torch.distributed.send_object_list (how many messages does it send?).
         tensors = (*self.stage.parameters(), *self.stage.buffers(), *known)
         self.device = tensors[0].device if tensors else torch.get_default_device()
         self.inputs = inputs.chunk(self.microbatches) if self.previous is None else None
@@ -131,7 +131,7 @@ def order_of_work(schedule, rank, stages, microbatches):
     else:
         # TODO 2: GPipe keeps the activations of all micro-batches. Begin with the backward passes as early as possible: one
         # forward pass for each later stage, then alternately a forward pass and the backward pass of the oldest micro-batch, and
-        # in the end the other backward passes. Rank r of p then keeps at most p - r micro-batches. Look up: "1F1B" in both.
+        # at the end the remaining backward passes. Rank r of p then keeps at most p - r micro-batches. Look up: "1F1B" in both.
         order = [(kind, number) for number in range(microbatches) for kind in ("forward", "backward")]
     return order
 

@@ -80,9 +80,9 @@ class MixtureOfExperts(nn.Module):
         return (results.view(*experts.shape, self.width) * gates.to(outputs.dtype).unsqueeze(-1)).sum(-2)
 
     def has_place(self, experts):
-        """Return for each choice whether its expert still has place for it. Each sequence has its own places.
+        """Return for each choice whether its expert still has a place for it. Each sequence has its own places.
 
-        With common places, a result would depend on the other sequences of the same rank, and so on the number of ranks. Earlier
+        If sequences shared places, a result would depend on the other sequences of its rank and on the number of ranks. Earlier
         tokens get the places, because in a language model the result of a token must not depend on later tokens.
         """
         # TODO 2: An expert that gets most of the tokens delays all ranks, and its rank needs memory for them. Give each expert
@@ -129,7 +129,7 @@ def average_gradients(module, group=None):
 
     Each rank has all tokens of its experts, so it already has the sum of their gradients over the ranks.
     """
-    # TODO 1: In the end, do not sum the gradients of the experts here: other ranks have other experts. But do divide them.
+    # TODO 1: In the end, do not sum the gradients of the experts here: other ranks have other experts. But divide them.
     for parameter in module.parameters():
         if parameter.requires_grad:
             if parameter.grad is None:  # this rank has not used it, but others may have

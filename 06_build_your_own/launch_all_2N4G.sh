@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Train on a mesh of 4 GPUs, 2 on each of two nodes:  sbatch launch_all_2N4G.sh --pp 2 --tp 2
-# The ranks of a node follow each other. So the last axis, tp, stays inside of a node, and pp goes over the network between them.
+# The ranks of a node follow each other. So the last axis, tp, stays within a node, and pp communicates between the nodes.
 #SBATCH --job-name=launch_all_2N4G
 #SBATCH --nodes=2
 #SBATCH --gpus-per-node=2
@@ -33,7 +33,7 @@ env | grep -E '^(NCCL|RCCL|FI|GLOO)_' || true # print the network settings; ofte
 trap '${PYTHON:-python} "$(ls ../{,../}slurm-multinode/first_failure.py 2>/dev/null | head -n 1)" "$run.logs"' ERR
 
 # shellcheck disable=SC2086 # $PYTHON may be several words: a container, and the Python in it
-# srun starts torchrun on each node. With --kill-on-bad-exit, srun ends all nodes when one of them fails.
+# srun starts torchrun on each node. With --kill-on-bad-exit, srun ends all tasks when one of them fails.
 srun --kill-on-bad-exit=1 ${PYTHON:-python} -m torch.distributed.run "${rendezvous[@]}" \
     --nproc-per-node="$SLURM_GPUS_ON_NODE" --log-dir="$run.logs" \
     exercise8_all.py --folder "$run" "$@"

@@ -17,7 +17,7 @@ import torch
 from workshop.training.arguments import PREFLIGHT
 
 if not all(importlib.util.find_spec(name) for name in ("jax", "optax")):
-    print("JAX is not installed here, an extra: pip install -e '.[jax]' in the workshop's folder", file=sys.stderr)
+    print("JAX is not installed here; run pip install -e '.[jax]' in the folder of the workshop", file=sys.stderr)
     sys.exit(2)
 import jax
 
@@ -76,7 +76,7 @@ def require_free_port(port: int) -> None:
         socket.create_server(("", port)).close()
     except OSError:
         print(
-            f"port {port} is taken, by torchrun itself if it has started this: bonus_jax/run_jax.sh starts it so that it is not",
+            f"port {port} is in use, by default by torchrun itself; bonus_jax/run_jax.sh starts torchrun so that it is free",
             file=sys.stderr,
         )
         sys.exit(2)
@@ -84,7 +84,7 @@ def require_free_port(port: int) -> None:
 
 def give_up(seconds: int) -> None:
     """Report that not all processes have connected, and end this process, which is waiting inside JAX."""
-    print(f"not all processes have come to the meeting within {seconds} s", file=sys.stderr, flush=True)
+    print(f"not all processes have connected within {seconds} s", file=sys.stderr, flush=True)
     os._exit(1)
 
 

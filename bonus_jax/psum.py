@@ -42,7 +42,7 @@ def main():
 
     print(f"process {jax.process_index()} of {jax.process_count()} had {mine.tolist()}, the sum is {total}", flush=True)
     each = jax.local_device_count()
-    assert total == each * sum(range(1, jax.process_count() + 1)), "every process has as many devices"
+    assert total == each * sum(range(1, jax.process_count() + 1)), "all processes must have the same number of devices"
 
 
 if __name__ == "__main__":

@@ -47,7 +47,7 @@ trap '${PYTHON:-python} first_failure.py "$run.logs"' ERR
 #         then become the program: srun bash -c '...' bash PROGRAM OPTIONS
 #         Look up: man srun: OUTPUT ENVIRONMENT VARIABLES: SLURM_PROCID, SLURM_LOCALID; help exec
 # shellcheck disable=SC2086 # $PYTHON may be several words: a container, and the Python in it
-# srun starts torchrun on each node. --kill-on-bad-exit: when one gives up, the others do not wait for it.
+# srun starts torchrun on each node. With --kill-on-bad-exit, srun ends all tasks when one of them fails.
 srun --kill-on-bad-exit=1 ${PYTHON:-python} -m torch.distributed.run "${rendezvous[@]}" \
     --nproc-per-node="$SLURM_GPUS_ON_NODE" --log-dir="$run.logs" \
     multigpu_torchrun.py --checkpoint "$run.pt" "$@"

@@ -47,7 +47,7 @@ trap '${PYTHON:-python} first_failure.py "$run.logs"' ERR
 # TODO 1, step b: when a node dies, the torchrun on the other node fails. With --kill-on-bad-exit, srun then ends before Slurm
 #         knows that the node is dead, and Slurm does not requeue a job that has failed. Let srun wait until then.
 #         Look up: man srun: --kill-on-bad-exit
-# srun starts torchrun on each node. --kill-on-bad-exit: when one gives up, the others do not wait for it.
+# srun starts torchrun on each node. With --kill-on-bad-exit, srun ends all tasks when one of them fails.
 srun --kill-on-bad-exit=1 ${PYTHON:-python} -m torch.distributed.run "${rendezvous[@]}" \
     --nproc-per-node="$SLURM_GPUS_ON_NODE" --log-dir="$run.logs" \
     multigpu_torchrun.py --checkpoint "$run.pt" "$@"

@@ -59,7 +59,7 @@ def measure(samples, args):
     """Write the images in each format, read them, and report the figures as a table, a picture and a JSON file."""
     formats = {"folder": packed.write_folder, "images.zip": packed.write_zip, "images.h5": packed.write_hdf5}
     if not importlib.util.find_spec("h5py"):
-        print("HDF5 is left out, because h5py is not installed here, an extra: pip install -e '.[hdf5]'", flush=True)
+        print("HDF5 is left out, because h5py is not installed here; run pip install -e '.[hdf5]'", flush=True)
         del formats["images.h5"]
     rows = {name: store(samples, write, Path(args.output) / name) for name, write in formats.items()}
     for number in range(

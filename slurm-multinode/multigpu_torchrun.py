@@ -1,5 +1,5 @@
 """Train a small CNN on handwritten digits on any number of nodes and devices: torchrun starts the processes.
-It saves a checkpoint after each epoch. Started again, it resumes from it, with the result of an uninterrupted run.
+It saves a checkpoint after each epoch. If you start it again, it resumes, as if it had never been stopped.
 
 One process:  torchrun --standalone --nproc-per-node=1 slurm-multinode/multigpu_torchrun.py
 N processes:  torchrun --standalone --nproc-per-node=2 slurm-multinode/multigpu_torchrun.py

@@ -102,7 +102,7 @@ def test_the_compiler_adds_the_all_reduce(tmp_path):
         (["--dataset", "cifar10"], "its images do not fit this program's model"),
         (["--output", "losses.txt"], "--output losses.txt: its name has to end in .jsonl"),
         (["--output", "file/log.jsonl"], "file is a file, so nothing can be written beneath it"),
-        (None, "JAX is not installed here, an extra: pip install -e '.[jax]'"),
+        (None, "JAX is not installed here; run pip install -e '.[jax]'"),
     ],
 )
 def test_mistakes_are_reported_in_one_line(options, message, tmp_path, monkeypatch, capfd):
@@ -141,8 +141,8 @@ def test_processes_that_cannot_meet_are_reported_in_one_line(case, tmp_path):
         meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "MEETING_SECONDS": 2}
         done = runs.run([sys.executable, PSUM], tmp_path, **place, **meeting)
     status, message = {
-        "alone": (1, "not all processes have come to the meeting within 2 s"),
-        "taken": (2, f"port {port} is taken"),
+        "alone": (1, "not all processes have connected within 2 s"),
+        "taken": (2, f"port {port} is in use"),
     }[case]
     assert (done.returncode, done.stdout, done.stderr.count("\n")) == (status, "", 1), done.stderr
     assert message in done.stderr

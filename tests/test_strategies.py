@@ -228,7 +228,7 @@ def test_the_page_shows_what_was_measured(summary):
     assert "| FSDP2 | 900 | 32 | 24 | 12 | 3e-07 | 2e-05 |" in text
     assert "| ZeRO-3 | deepspeed is not installed |" in text
     assert "DDP with 2 processes is 1.80 times as fast" in text
-    assert "holds 0.50 times as much as one process alone, sends 1.50 times as much as with DDP" in text
+    assert "holds 0.50 times as much as one process alone, and sends 1.50 times as much as with DDP" in text
     assert "FSDP2 is 0.50 times as fast as DDP" in text
     assert "## The questions, in this order" in text
     assert "](../" not in text  # relative links of RULES.md would be wrong in the folder of the page

@@ -25,7 +25,7 @@ def app() -> None:
 )
 @click.option("--output", metavar="FOLDER", help="Folder for tour.json, tour.png and the logs.  [default: runs/tour]")
 def tour(stages, epochs, output) -> None:
-    """Train the solutions of all stages here, and compare them."""
+    """Train stages 01 to 04 and all strategies, and compare them."""
     from workshop.demo.tour import run_tour
 
     sys.exit(run_tour(stages, epochs, output))
@@ -40,13 +40,13 @@ def tour(stages, epochs, output) -> None:
     type=click.IntRange(min=1),
     default=1,
     show_default=True,
-    help="Runs of each strategy; the table then has the median, the lowest and the highest speed.",
+    help="Runs of each strategy; the table shows their median, lowest and highest speed.",
 )
 @click.option("--output", metavar="FOLDER", help="Folder for the results.  [default: runs/strategies]")
 def strategies(steps, dtype, processes, rounds, output) -> None:
     """Train one model with every strategy, and compare the costs.
 
-    The losses agree; speed, memory and communication differ. The results say which strategy to use.
+    The losses agree; speed, memory and communication differ. A page of the results says when to use which strategy.
     """
     from workshop.demo.strategies import run_strategies
 
@@ -70,7 +70,11 @@ def lab(port, ip, no_browser) -> None:
 
 @app.command()
 @click.option(
-    "--class", "people", type=click.IntRange(min=1), metavar="PEOPLE", help="Also check if a course can begin here."
+    "--class",
+    "people",
+    type=click.IntRange(min=1),
+    metavar="PEOPLE",
+    help="Also check whether a course can begin here.",
 )
 def doctor(people) -> None:
     """Check this machine, and say how to solve each problem."""
@@ -102,8 +106,8 @@ def profile(script, options) -> None:
 def fetch(name, mirror, source, sha256) -> None:
     """Download a data set or a model once, and verify it.
 
-    NAME is mnist, cifar10, chess, codellama, or tiny-codellama (which is not downloaded, but generated). The files go into
-    $WORKSHOP_DATA or, if this variable is not set, into data/ in the repository.
+    NAME is mnist, cifar10, chess, codellama, or tiny-codellama (which is created, not downloaded). The command writes the files
+    to $WORKSHOP_DATA or, if this variable is not set, to data/ in the repository.
     """
     from workshop.data.fetch import fetch_dataset
 
@@ -136,13 +140,14 @@ def pack(folder, data, model, platform, python) -> None:
     type=click.IntRange(min=2, max=8),
     default=2,
     show_default=True,
-    help="Number of processes of FILE. A COMMAND says it itself.",
+    help="Number of processes for FILE. A COMMAND sets its own number.",
 )
 @check_options
 def check(words, watch, nproc, **chosen) -> None:
-    """Run FILE of an exercise, or COMMAND, and report what the processes really do.
+    """Run FILE or COMMAND, and report what its processes really do.
 
-    Without both, run the command in [tool.workshop-check] of pyproject.toml, or check the first exercise that is not done.
+    FILE is an exercise. Without FILE and COMMAND, run the command in [tool.workshop-check] of pyproject.toml, or, if there is
+    none, check the first exercise that is not done.
 
     To check a program of your own, change to its folder, and write the command that starts it after --:
 
@@ -158,10 +163,10 @@ def check(words, watch, nproc, **chosen) -> None:
 @click.option("--nodes", type=click.IntRange(1, 8), default=1, show_default=True, help="Simulated nodes, for torchrun.")
 @click.argument("command", nargs=-1, type=click.UNPROCESSED, required=True, metavar="-- COMMAND")
 def pretend(gpus, nodes, command) -> None:
-    """Run a program on pretended GPUs, and show what it does with them.
+    """Run a program on pretended GPUs, and show how it uses them.
 
-    COMMAND is the command of the program, for example torchrun --nproc-per-node=2 train.py. Its tensors are on cuda:0, cuda:1
-    and so on, and are computed on the CPU.
+    COMMAND is the command of the program, for example torchrun --nproc-per-node=2 train.py. Its tensors say that they are on
+    cuda:0, cuda:1 and so on, but the CPU computes them.
     """
     from workshop.measure.pretended import run_pretended
 
@@ -269,8 +274,8 @@ def memory(model, batch_size, sequence_length, gpus, measure, output) -> None:
 def gpu_day(minutes, output, only) -> None:
     """Run everything that needs a GPU, the most valuable first.
 
-    The items are the tests for GPUs, the programs of all stages, and the benchmarks. The command ends in time, even if an item
-    hangs, and says which items did not run. It needs no network and only part of the packages of the course.
+    The items are the tests for GPUs, the programs of all stages, and the benchmarks. The command ends within the given time,
+    even if an item hangs, and says which items did not run. It needs no network and only some packages of the course.
     """
     from workshop.measure.gpu_day import run_gpu_day
 
@@ -298,7 +303,7 @@ def submit(script, site, arguments, **options) -> None:
 
 @app.group()
 def cluster() -> None:
-    """Practise on a real Slurm cluster on this machine."""
+    """Practice on a real Slurm cluster on this machine."""
 
 
 cluster_name = click.option("--name", default="local", show_default=True, help="Name; several clusters can be up.")
@@ -375,7 +380,7 @@ def test(full, pytest_options) -> None:
 @app.command()
 @click.option("--output", metavar="FOLDER", help="The folder of the web site.  [default: runs/book]")
 def book(output) -> None:
-    """Build the course as a web site, with the outputs of all notebooks."""
+    """Build the course as a web site, with all solved notebooks."""
     from workshop.dev.book import run_book
 
     sys.exit(run_book(output))
@@ -428,7 +433,7 @@ def dev_check(files, everything) -> None:
 def versions(sets, stage, output) -> None:
     """Test the stages with other versions of the packages.
 
-    If a test fails, the command names the package that caused it. newest (the default): the newest versions that
+    If a test fails, the command names the package that causes the failure. newest (the default): the newest versions that
     pyproject.toml allows. lock: the versions of requirements.lock. oldest: the lower bounds in pyproject.toml. uv creates each
     environment in a temporary folder, which is removed afterwards.
     """

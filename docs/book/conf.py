@@ -3,7 +3,7 @@
 project = "Multi-GPU and multi-node PyTorch training"
 html_title = "Multi-GPU PyTorch"
 author = ""
-copyright = "the authors of this course; MIT licence"
+copyright = "the authors of this course; MIT license"
 
 extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx_design"]
 root_doc = "index"

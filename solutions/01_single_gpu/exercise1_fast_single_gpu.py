@@ -1,5 +1,5 @@
 """Train a small CNN on handwritten digits as fast as possible on one device: the GPU if there is one, else the CPU.
-It saves a checkpoint after each epoch. Started again, it resumes from it, with the result of an uninterrupted run.
+It saves a checkpoint after each epoch. If you start it again, it resumes, as if it had never been stopped.
 
 One process:  python solutions/01_single_gpu/exercise1_fast_single_gpu.py --epochs 5
 Slurm:        srun --ntasks=1 --gpus=1 --cpus-per-task=4 solutions/01_single_gpu/exercise1_run_fast_single_gpu.sh

@@ -1,5 +1,5 @@
 """Train a small CNN on handwritten digits on all devices of one machine: mp.spawn starts the processes.
-It saves a checkpoint after each epoch. Started again, it resumes from it, with the result of an uninterrupted run.
+It saves a checkpoint after each epoch. If you start it again, it resumes, as if it had never been stopped.
 
 One process:  python solutions/02_pytorch_ddp/exercise1_multigpu.py --nproc 1
 N processes:  python solutions/02_pytorch_ddp/exercise1_multigpu.py --nproc 2

@@ -1,5 +1,5 @@
 """Train a small CNN on handwritten digits with gradient accumulation, and compute its metrics over all processes.
-It saves a checkpoint after each epoch. Started again, it resumes from it, with the result of an uninterrupted run.
+It saves a checkpoint after each epoch. If you start it again, it resumes, as if it had never been stopped.
 
 One process:  torchrun --standalone --nproc-per-node=1 solutions/02_pytorch_ddp/exercise3_global_metrics.py
 N processes:  torchrun --standalone --nproc-per-node=2 solutions/02_pytorch_ddp/exercise3_global_metrics.py

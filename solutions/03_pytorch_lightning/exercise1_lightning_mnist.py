@@ -1,5 +1,5 @@
 """Train a small CNN on handwritten digits with Lightning, whose Trainer starts the processes and runs the loop.
-It saves a checkpoint after each epoch. Started again, it resumes from it, with the result of an uninterrupted run.
+It saves a checkpoint after each epoch. If you start it again, it resumes, as if it had never been stopped.
 
 One process:  python solutions/03_pytorch_lightning/exercise1_lightning_mnist.py --devices 1
 N processes:  python solutions/03_pytorch_lightning/exercise1_lightning_mnist.py --devices 2

@@ -1,5 +1,5 @@
 """Train a ResNet-18 with Lightning in bfloat16, with a one-cycle learning rate, on any number of nodes, under any launcher.
-It saves a checkpoint after each epoch. Started again, it resumes from it, with the result of an uninterrupted run.
+It saves a checkpoint after each epoch. If you start it again, it resumes, as if it had never been stopped.
 
 One process:  python solutions/03_pytorch_lightning/exercise2_lightning_cifar10.py --devices 1
 N processes:  python solutions/03_pytorch_lightning/exercise2_lightning_cifar10.py --devices 2      (or torchrun starts them)

@@ -1,5 +1,5 @@
 """Fine-tune a language model for code with FSDP: each process stores a shard of parameters, gradients and optimizer state.
-It computes in bfloat16 if the device is fast at it, clips the gradients, warms up the learning rate, and writes a completion of
+It computes in bfloat16 if the device is fast in it, clips the gradients, warms up the learning rate, and writes a completion of
 a prompt before and after the training.
 
 One process:  torchrun --standalone --nproc-per-node=1 solutions/04_model_parallel_with_fsdp/exercise1_fsdp_codellama.py

@@ -20,7 +20,7 @@ class DDP(nn.Module):
     on their rank. Parameters that no rank has used in a backward pass keep the gradient None.
 
     Args:
-        module: any module, already on its device. All ranks must run equally many backward passes through it.
+        module: any module, already on its device. All ranks must run the same number of backward passes through it.
         bucket_bytes: gradients are communicated together until they have this number of bytes.
         group: the ranks that share the module; None: all.
 

@@ -78,9 +78,9 @@ class MixtureOfExperts(nn.Module):
         return (results.view(*experts.shape, self.width) * gates.to(outputs.dtype).unsqueeze(-1)).sum(-2)
 
     def has_place(self, experts):
-        """Return for each choice whether its expert still has place for it. Each sequence has its own places.
+        """Return for each choice whether its expert still has a place for it. Each sequence has its own places.
 
-        With common places, a result would depend on the other sequences of the same rank, and so on the number of ranks. Earlier
+        If sequences shared places, a result would depend on the other sequences of its rank and on the number of ranks. Earlier
         tokens get the places, because in a language model the result of a token must not depend on later tokens.
         """
         number = self.router.out_features

@@ -39,7 +39,7 @@ def shard_sequence(tensor, dim=1, group=None):
 
 
 def gather_sequence(tensor, dim=1, group=None):
-    """Return the whole tensor of which each rank has the pieces from ``shard_sequence``. It has no gradient."""
+    """Return the whole tensor, given this rank's pieces from ``shard_sequence``. The result has no gradient."""
     ranks, pieces = dist.get_world_size(group), {}
     parts = [torch.empty_like(tensor, memory_format=torch.contiguous_format) for _ in range(ranks)]
     dist.all_gather(parts, tensor.detach().contiguous(), group=group)

@@ -111,7 +111,7 @@ def test_a_trail_has_the_lines_the_values_and_the_calls(place):
     [
         (OWN_DECISION, "# decided alone", "`solved` is False on rank 0 and True on rank 1"),
         (UNEVEN, "# after the division", "ends after 3 iterations on rank 1, but rank 0 begins iteration 4"),
-        (SKIPPED, "# skips alone", "the ranks part at line"),
+        (SKIPPED, "# skips alone", "the ranks diverge at line"),
         (FIRST_RANK, "# rank 0 alone", "rank 0 calls all_reduce of [2]"),
         (SHAPES, "# a different width", "is a tensor of shape [2, 3] on rank 0 and a tensor of shape [2, 4] on rank 1"),
     ],

@@ -84,7 +84,7 @@ def replace(file: Path, ranks: int) -> Callable[[Recorder], None]:
 
 
 class _Pickler(pickle.Pickler):
-    """Stores the values of tensors. (Their own way calls ``torch.save``, which the probes record.)"""
+    """Stores the values of tensors. (Pickling a tensor otherwise calls ``torch.save``, which the probes record.)"""
 
     def reducer_override(self, value: Any) -> Any:
         if not isinstance(value, torch.Tensor):

@@ -148,7 +148,9 @@ def _accelerate(words: list[str]) -> Start:
     if args.gradient_accumulation_steps:
         variables["ACCELERATE_GRADIENT_ACCUMULATION_STEPS"] = str(args.gradient_accumulation_steps)
     if args.use_deepspeed or args.use_fsdp or given.get("fsdp_config") or given.get("deepspeed_config"):
-        raise UserError("accelerate launch with FSDP or DeepSpeed: the check runs DDP, and plugins set in the program")
+        raise UserError(
+            "accelerate launch with FSDP or DeepSpeed: the check cannot set their plugins; set them in the program"
+        )
     return Start(
         args.training_script,
         is_module=bool(args.module),

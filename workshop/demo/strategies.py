@@ -234,7 +234,7 @@ def cells(row: dict) -> list[str]:
         row["name"],
         spread(row["tokens_per_second"], row.get("rounds", []), ",.0f"),
         f"{row['memory'] / MIB:.0f}",
-        f"{row['sent'] / MIB:.0f}",
+        f"{row['sent'] / MIB:.{int(0 < row['sent'] < MIB)}f}",
         str(row["lines"]),
         *differences,
     ]
@@ -248,8 +248,8 @@ def spread(median: float, values: list[float], form: str) -> str:
 COLUMNS = ("strategy", "tokens/s", "MiB held", "MiB sent", "lines", "losses", "parameters")
 LEGEND = (
     "MiB held: the tensors of each process after the optimizer step (on a GPU: the peak of the allocator). MiB sent: per "
-    "process and step, by the formulas of nccl-tests. Lines: changed from one_process.py. Losses, parameters: the largest "
-    "difference from one process, for experts from one process with experts."
+    "process and step, by the formulas of nccl-tests. Lines: the number of lines that differ from one_process.py. Losses, "
+    "parameters: the largest difference from one process (for experts, from one process with experts)."
 )
 
 
@@ -377,14 +377,13 @@ def _readings(rows: dict) -> list[str]:
         "",
         f"- DDP with {ddp['processes']} processes is {speed(ddp, one)} as fast as one process, and each of "
         f"its processes holds {times('memory', ddp, one)} as much.",
-        f"- Each process of FSDP2 holds {times('memory', fsdp, one)} as much as one process alone, sends "
-        f"{times('sent', fsdp, ddp)} as much as with DDP, and FSDP2 is {speed(fsdp, ddp)} as fast as "
-        f"DDP{zero}.",
+        f"- With FSDP2, each process holds {times('memory', fsdp, one)} as much as one process alone, and sends "
+        f"{times('sent', fsdp, ddp)} as much as with DDP. FSDP2 is {speed(fsdp, ddp)} as fast as DDP{zero}.",
         f"- Tensor parallelism sends {tensor['sent'] / MIB:.0f} MiB per step with 512 tokens. This amount grows with the batch; "
         "the amount that DDP, FSDP and ZeRO send does not.",
         *_newer_readings(rows),
-        "- DDP with mp.spawn, torchrun, Lightning and Accelerate is the same algorithm, so their speeds differ mostly by noise. "
-        "Do not rank strategies whose speeds differ less.",
+        "- DDP with mp.spawn, torchrun, Lightning and Accelerate is the same algorithm, so these four speeds differ mostly by "
+        "noise. If the speeds of two strategies differ by less than these four, do not rank them.",
         f"- Speeds and their ratios are {'medians of ' if count > 1 else 'from '}{count} round{'s' * (count > 1)}"
         f"{', with the lowest and the highest value in brackets' if count > 1 else ''}.",
         f"- All losses differ from those of one process by at most {largest:.0e}; only the costs differ.",
@@ -398,18 +397,18 @@ def _newer_readings(rows: dict) -> list[str]:
         pipeline = rows["pipeline parallel"]
         lines.append(
             f"- A process of the pipeline sends at most {pipeline['sent'] / MIB:.1f} MiB per step: one activation, or its "
-            "gradient, for each part of the batch. It holds the parameters, gradients and moments of its layers only."
+            "gradient, for each micro-batch. It holds only the parameters, gradients and moments of its own layers."
         )
     if "context parallel" in rows:
         context = rows["context parallel"]
         lines.append(
-            f"- Context parallelism holds as much as DDP and sends {context['sent'] / MIB:.0f} MiB: it divides the activations "
-            "of long sequences, and the 64 tokens of these are few."
+            f"- Context parallelism holds about as much as DDP and sends {context['sent'] / MIB:.0f} MiB per step. It divides "
+            "the activations of each sequence, which saves memory only if sequences are long; here they have 64 tokens."
         )
     if {"8 experts, one process", "8 experts, parallel"} <= rows.keys():
         alone, experts = rows["8 experts, one process"], rows["8 experts, parallel"]
         lines.append(
             f"- A process with half of the experts holds {experts['memory'] / alone['memory']:.2f} times as much as one process "
-            "with all of them. This is a larger model, so its losses are different from the others."
+            "with all of them. The model with experts is larger, so its losses differ from those of the other rows."
         )
     return lines

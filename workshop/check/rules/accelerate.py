@@ -74,7 +74,7 @@ def saved_by_some(run: Run) -> Said:
 
 
 @rule(
-    why="The samples of the last batch, which is smaller, count more than the others, and the samples that fill it up count too.",
+    why="The last batch is smaller, so each of its samples counts more, and the repeated samples that fill it up count too.",
     fix="Give accelerator.gather_for_metrics() one value for each sample (such as a loss with reduction='none'), and compute the "
     "mean over all gathered values.",
     needs=(AcceleratorCalled,),

@@ -55,7 +55,7 @@ def _left_over(process: Process, wanted: int) -> list[bool]:
 
 
 @beside_one_process(
-    why="The gradient of a step must be the mean over its batches; the sum changes the effective learning rate.",
+    why="The gradient of a step must be the mean over its batches. A sum changes clipping and the learning rate of SGD.",
     fix="Divide the loss of each batch by the number of batches per step: (loss / accumulate).backward().",
     origin="returned:training_step receiver:backward",
 )
@@ -65,7 +65,7 @@ def accumulation_scale(run: Run, single: Run) -> Said:
 
 
 @rule(
-    why="The gradient of a step is then the mean over its batches, divided by their number once more: each step is too small.",
+    why="The gradient of a step is then the mean over its batches divided by their number once more, so it is too small.",
     fix="Divide the loss by the number of batches per step only once: accelerator.backward() and the engine of DeepSpeed already "
     "do so.",
     needs=(LossComputed,),

@@ -161,7 +161,7 @@ def average_waits(step: TracedStep) -> Seen | None:
 
 @of_step(
     why="Each call has a fixed cost, so many small ones are slower than a few large ones with the same bytes.",
-    fix="Join gradients to one tensor (torch.cat) until it has bucket_bytes, and send it with one all_reduce.",
+    fix="Join gradients into one tensor (torch.cat) until it has bucket_bytes, and send it with one all_reduce.",
 )
 def many_calls(step: TracedStep) -> Seen | None:
     """There is nearly one call for each parameter."""
@@ -217,7 +217,7 @@ _also_of_step(judging(one_rank_has_most))
 
 @of_step(
     why="Each call has a fixed cost, and the ranks wait for each other in each of them.",
-    fix="Join the parameters that a rank has updated to one tensor, and send it with one broadcast (async_op=True).",
+    fix="Join the parameters that a rank has updated into one tensor, and send it with one broadcast (async_op=True).",
 )
 def many_messages(step: TracedStep) -> Seen | None:
     """The updated parameters are sent in many calls, or more than once."""
@@ -264,7 +264,7 @@ def layers_together(step: TracedStep) -> Seen | None:
 
 @of_step(
     why="Each call has a fixed cost, so many small ones are slower than a few large ones with the same bytes.",
-    fix="Join the shards of a unit to one tensor (torch.cat), and gather it with one all_gather_into_tensor.",
+    fix="Join the shards of a unit into one tensor (torch.cat), and gather it with one all_gather_into_tensor.",
 )
 def many_gathers(step: TracedStep) -> Seen | None:
     """There is nearly one call for each parameter."""

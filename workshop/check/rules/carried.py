@@ -80,7 +80,7 @@ def _shard_saved(first: Run) -> Cause | None:
 
 
 def _same_generator(whole: Run, split: Split, done: int) -> Cause | None:
-    """After the second start all ranks have the same state of a generator, of which each has a state of its own before."""
+    """After the second start all ranks have the same state of a generator, although each rank had its own before."""
     due = [_variables(process, process.steps[done : done + 1]) for process in whole.trained]
     begun = [_variables(process, process.steps[:1]) for process in split.second.trained]
     if len(due) < 2 or len(due) != len(begun) or not all((*due, *begun)):

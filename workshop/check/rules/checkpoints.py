@@ -60,7 +60,7 @@ def optimizer_not_saved(run: Run, checkpoint: Checkpoint) -> Said:
 
 
 @_of_checkpoint(
-    why="All GPUs are idle while the files are written, for a large model several minutes per checkpoint.",
+    why="All GPUs are idle while the files are written. For a large model this can take minutes per checkpoint.",
     fix="Call torch.distributed.checkpoint.async_save with a gloo group (dist.new_group); wait for it before the next save.",
     after=(not_saved, whole_saved),
 )
@@ -119,7 +119,7 @@ def _first_difference(base: list[Step], again: list[Step]) -> Told:
 
 @rule(
     why="The next job may get a different number of GPUs.",
-    fix="Use get_state_dict(), torch.distributed.checkpoint.load and set_state_dict(), which reshard; put no rank in file names.",
+    fix="Use get_state_dict(), torch.distributed.checkpoint.load and set_state_dict(): they reshard. Put no rank in file names.",
     runs=(WHOLE, RESTARTED),
     needs=(FineTuningReported,),
 )
@@ -139,8 +139,8 @@ def reshard_fails(whole: Run, restarted: Restarted) -> Said:
 
 
 @rule(
-    why="Only this program can read the model, so no other program can use it.",
-    fix="Write safetensors, and config and tokenizer with save_pretrained(); ZeRO: get_fp32_state_dict_from_zero_checkpoint().",
+    why="Other programs, such as transformers, cannot load the checkpoint of a training.",
+    fix="Write safetensors, config and tokenizer: save_pretrained(); for ZeRO, get_fp32_state_dict_from_zero_checkpoint() first.",
     runs=EXPORTED,
 )
 def not_exported(exported: Exported) -> Said:

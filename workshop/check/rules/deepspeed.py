@@ -102,7 +102,7 @@ def batch_differs(run: Run) -> Said:
 
 
 @rule(
-    why="The engine already averages over the processes and over the accumulated batches, so the gradient is divided twice.",
+    why="The engine averages over the processes and the accumulated batches. If you divide too, the gradient is too small.",
     fix="Pass the loss of the batch to engine.backward() without dividing it.",
     needs=(Reported,),
     after=(engine_idle,),

@@ -115,7 +115,7 @@ case_rule(
     __name__,
     "balance_case_fails",
     "The mean of the losses of single ranks is a different number than the loss of the global batch, and a loss without the "
-    "right gradient balances nothing.",
+    "right gradient does not balance the experts.",
     "Sum the counts of the choices (before the capacity) and the probabilities over the ranks with all_reduce, and add the "
     "gradient of the own probabilities, times the number of ranks (Tensor.detach).",
     "balance",

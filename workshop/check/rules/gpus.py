@@ -69,12 +69,12 @@ def two_devices(run: Run) -> Said:
 
 
 @gpu_rule(
-    why="CUDA refuses what works on the CPU.",
+    why="CUDA refuses some operations that work on the CPU.",
     fix='Copy a tensor with .cpu() before numpy(), create generators with torch.Generator("cuda"), and use no GPU in a forked '
     "process.",
 )
 def gpu_refused(run: Run) -> Said:
-    """The program does something else that CUDA refuses."""
+    """The program calls a different operation that CUDA refuses."""
     texts = {
         "numpy": "numpy() cannot read a tensor on a GPU",
         "generator": "a generator of the CPU cannot draw random numbers on a GPU",
@@ -155,7 +155,7 @@ def step_waits(run: Run) -> Said:
             yield Seen(f"the CPU waits for the GPU in every step ({plural(times, 'time')} at this line)", where)
         for where, times in _each_step(process, ("wait-inside",)).items():
             if times >= MANY:
-                seen = f"a library waits for the GPU {times} times in every step, as an optimizer does whose state is on it"
+                seen = f"a library waits for the GPU {times} times in every step, such as an optimizer whose step count is there"
                 yield Seen(seen, where, fix='Load the optimizer with torch.load(..., map_location="cpu").')
 
 
@@ -175,7 +175,7 @@ def step_copies(run: Run) -> Said:
 
 
 @gpu_rule(
-    why="PyTorch keeps freed memory to use it again. After empty_cache() it has to ask the driver, which stops all work.",
+    why="PyTorch keeps freed memory to use it again. After empty_cache() it must ask the driver again, which stops the GPU.",
     fix="Remove torch.cuda.empty_cache() from the loop; it does not make more memory available to this program.",
     mild=True,
 )
@@ -202,7 +202,7 @@ def _each_step(process: Process, kinds: tuple[str, ...]) -> Counter[str]:
 
 
 @gpu_rule(
-    why="CUDA copies to the GPU without waiting only from pinned memory, so the copy waits all the same.",
+    why="From memory that is not pinned, CUDA cannot copy in the background, so the CPU still waits for the copy.",
     fix="Pass pin_memory=True to the DataLoader, or call pin_memory() on the tensor.",
     mild=True,
 )
@@ -248,7 +248,7 @@ def barrier_before_gpu(run: Run) -> Said:
 
 
 @gpu_rule(
-    why="Tensors that are kept on the GPU, often with the graph of a loss, take memory until it runs out.",
+    why="Each step keeps more tensors on the GPU, often with the graph of a loss, until the memory is full.",
     fix="Keep sums of detach(), or move outputs with .cpu(). A list of detached losses is small if it ends with the epoch.",
     mild=True,
 )
@@ -272,7 +272,7 @@ def gpu_not_seeded(run: Run) -> Said:
 
 
 @gpu_rule(
-    why="bfloat16 has the range of float32, so no gradient underflows; the scaler costs a wait for the GPU in each step.",
+    why="bfloat16 has the range of float32, so no gradient underflows. The scaler makes the CPU wait for the GPU in each step.",
     fix="Use torch.amp.GradScaler only with float16; leave it out with bfloat16.",
     mild=True,
 )

@@ -192,7 +192,7 @@ def _why_unequal(base: Process, one: Step, two: Step, some: bool) -> tuple[str, 
         fix = "Call the wrapper of DistributedDataParallel in the forward pass, not the model inside it (`.module`)."
         return last.forward.where, "the forward pass bypasses DistributedDataParallel: call the wrapper", fix
     if last and last.sync is False:
-        fix = "Run the forward pass and backward() of the last batch of each step outside of no_sync()."
+        fix = "Run the forward pass and backward() of the last batch of each step outside no_sync()."
         if last.unsynced:
             return last.unsynced, "the last backward() before the step is under no_sync()", fix
         fix = "Set require_backward_grad_sync to True before the forward pass of the last batch of each step."
@@ -266,7 +266,7 @@ def _passed_before(base: Process, step: Step) -> tuple[Forward, Forward] | None:
 
 
 @beside_one_process(
-    why="The gradient is a multiple of the average, which changes the effective learning rate.",
+    why="The gradient is a multiple of the average, which changes clipping and the effective learning rate of SGD.",
     fix="DistributedDataParallel divides the gradients by the number of processes, so do not divide the loss by it too. If you "
     "divide the loss by a count over all ranks, multiply it by the number of processes.",
     anywhere=True,

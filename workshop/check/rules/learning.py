@@ -100,7 +100,7 @@ def _length(rates: list[float]) -> int:
 
 @of_steps(
     why="Parameters that do not change, or a loss that does not fall, mean that nothing is learned.",
-    fix="Call backward() before optimizer.step(); no detach(), .data or no_grad() in the loss; check learning rate and labels.",
+    fix="Call backward() before step(). Use no detach(), .data or no_grad() in the loss, and check learning rate and labels.",
     after=(no_group, wrong_group, wrong_parameters),
 )
 def no_learning(run: Run) -> Said:

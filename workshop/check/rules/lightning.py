@@ -16,7 +16,7 @@ from workshop.check.scenarios import ALONE, NODES_OPTION, SESSION, TASKS, WHOLE
 
 
 @rule(
-    why="Lightning distributes, saves and moves to the device only the training that Trainer.fit() runs.",
+    why="Lightning distributes the data, saves checkpoints and uses the GPU only in a training that Trainer.fit() runs.",
     fix="Move the loop to LightningModule.training_step and configure_optimizers; call Trainer.fit(model, datamodule=...).",
     blocks=True,
 )
@@ -95,7 +95,7 @@ def stem_shrinks(run: Run) -> Said:
 
 
 @_of_training(
-    why="A learning rate that suits the first steps is too high for the last steps, or vice versa.",
+    why="A constant learning rate that suits the first steps is too high for the last steps.",
     fix="In LightningModule.configure_optimizers, return a schedule too, such as OneCycleLR(..., total_steps=...).",
     origin="returned:configure_optimizers",
 )
@@ -186,7 +186,7 @@ def stops_too_early(run: Run) -> Said:
 
 
 @rule(
-    why="Each rank has the value of its own part, so callbacks stop, save or lower the learning rate by only a part of the data.",
+    why="Each rank has the value of its own part, so callbacks decide from only a part of the data.",
     fix="In the LightningModule, call self.log(..., sync_dist=True), or log a metric object of torchmetrics.",
     needs=(MonitorSeen,),
     after=NOT_TRAINED[1:],

@@ -11,7 +11,7 @@ TWICE = 1.3  # the most that a rank may send, as a multiple of what is needed
 parts_missing = case_rule(
     __name__,
     "parts_missing",
-    "Along tp, each rank stores and writes its own part of a layer. Without tensor parallelism there are no parts.",
+    "Along the axis tp, each rank stores and writes its own part of a layer. Without tensor parallelism there are no parts.",
     "Complete exercise 4 (tensor parallelism) in the same folder, or copy its solution there.",
     "parts",
 )
@@ -20,7 +20,7 @@ case_rule(
     "mesh_computes_other",
     "The ranks of a mesh together must compute what one process computes: each token of a global batch once, with the whole "
     "model.",
-    "Along dp, give each rank other sequences. For context parallelism, give each rank its tokens with shard_sequence(), the "
+    "Along dp, give each rank different sequences. For context parallelism, give each rank its tokens with shard_sequence(), the "
     "positions of these tokens, and ring_attention() over the group of cp.",
     "divided",
     "computed",
@@ -93,7 +93,7 @@ def axes_averaged_alone(step: TracedStep) -> Seen | None:
 
 @of_step(
     why="The norm is one number. Sending all gradients for it takes as long as averaging them.",
-    fix="Add the squares of the own gradients on each rank, and sum these numbers with one all_reduce.",
+    fix="On each rank, add the squares of its own gradients, and sum these numbers with one all_reduce.",
 )
 def norm_sends_gradients(step: TracedStep) -> Seen | None:
     """More is sent after the backward pass than averaging the gradients takes."""

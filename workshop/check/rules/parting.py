@@ -140,7 +140,7 @@ def _way(one: Walk, other: Walk, at: tuple[int, int], fork: _Fork, statement: St
         + ("runs no line after it" if following is None else f"goes to {walk.place(following)}")
         for walk, following in zip((one, other), fork.next, strict=True)
     ]
-    seen = f"the ranks part at line {line} (`{text}`): {ways[0]}, {ways[1]}"
+    seen = f"the ranks diverge at line {line} (`{text}`): {ways[0]}, {ways[1]}"
     where, why, fix = one.place(at[0]), "", DECIDE
     if statement and isinstance(statement.node, (ast.If, ast.While)):
         origin = _decided_by(one, other, at, statement)

@@ -91,7 +91,7 @@ def stage_whole(step: TracedStep) -> Seen | None:
 case_rule(
     __name__,
     "gpipe_waits",
-    "A rank that has nothing to compute waits, so the stages are no faster than one GPU.",
+    "If only one stage computes at a time, all stages together are no faster than one GPU.",
     "For the schedule gpipe, compute the forward passes of all micro-batches first, and then all backward passes. Send each "
     "activation before the next forward pass begins (look up GPipe in torch.distributed.pipelining).",
     "gpipe",
@@ -102,7 +102,7 @@ case_rule(
 
 
 @of_step(
-    why="A rank that does not begin the next micro-batch while the later stages compute waits for their gradients.",
+    why="A rank is idle if it waits for the gradients of the later stages and does not begin the next micro-batch meanwhile.",
     fix="In 1F1B, rank r of p computes p - 1 - r forward passes, and then a forward and a backward pass in turn (look up "
     "Schedule1F1B in torch.distributed.pipelining).",
     after=(stage_whole,),

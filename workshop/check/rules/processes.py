@@ -98,7 +98,7 @@ def wrong_group(run: Run) -> Said:
 
 
 @rule(
-    why="Ranks count over all machines, but device numbers begin at 0 on each machine: on a second machine this fails.",
+    why="Ranks count over all machines, but device numbers begin at 0 on each machine, so this fails on a second machine.",
     fix="Choose the device by LOCAL_RANK: torch.accelerator.set_device_index(int(os.environ['LOCAL_RANK'])).",
     runs=TWO_NODES,
     anywhere=True,

@@ -12,7 +12,7 @@ ROUNDING = 1e-3  # by which the losses of two orders of summation may differ aft
 
 
 @rule(
-    why="All ranks would then apply the same augmentation and dropout in a step, so the samples of a step vary less.",
+    why="Ranks with the same random state apply the same augmentation and dropout, so the samples of a step vary less.",
     fix="Seed each rank differently: torch.manual_seed(SEED + 1000 * epoch + rank).",
     after=(no_group, wrong_group, same_random),
     origin="reseeded:loop",
@@ -32,7 +32,7 @@ def same_seed(run: Run) -> Said:
     passive=True,  # its goal does not wait for the real launcher
 )
 def curve_differs(whole: Run, run: RealRun) -> Said:
-    """The losses of the first epoch are not those of the solution, which has those of one process."""
+    """The losses of the first epoch are not those of the solution, which equal those of one process."""
     if not run.losses or any(run.statuses) or None in run.statuses:
         return
     where = next((process.data_where for process in whole.trained), "")

@@ -131,7 +131,7 @@ def first_step(run: Run, name: str) -> list[str]:
 
 
 @_of_shards(
-    why="to_empty() leaves the rotary buffers uninitialized, no checkpoint contains them, and the model confuses positions.",
+    why="to_empty() leaves the rotary buffers uninitialized and no checkpoint has them, so the model confuses positions.",
     fix="Create the rotary embedding again after to_empty(), with the model's configuration, and move it to the device.",
     origin="call:to_empty",
 )

@@ -68,7 +68,7 @@ linear_case_fails = case_rule(
 
 
 @of_step(
-    why="All ranks wait for each communication inside of a block, so its bytes limit the speed of tensor parallelism.",
+    why="The ranks wait for each communication inside a block, so its bytes limit the speed of tensor parallelism.",
     fix="Query, key and value have the same input: apply the pair of functions once, in a hook of the attention "
     "(register_forward_pre_hook). Per block and step, 4 calls of all_reduce are enough or, with sequence parallelism, "
     "4 gathers and 4 of reduce_scatter.",
