@@ -23,6 +23,7 @@ PARTS = {
     "To look things up": [
         "docs/your-script",
         "docs/check-your-program",
+        "docs/diagnose",
         "docs/numerics",
         "docs/glossary",
         "strategies/RULES",
