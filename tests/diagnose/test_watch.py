@@ -34,7 +34,8 @@ def test_a_signal_that_ends_the_program_ends_the_command():
 
 
 def test_signals_reach_the_program():
-    program = "import signal, sys, time\nsignal.signal(signal.SIGUSR1, lambda *_: sys.exit(7))\nprint('ready', flush=True)\ntime.sleep(60)"
+    program = "import signal, sys, time\nsignal.signal(signal.SIGUSR1, lambda *_: sys.exit(7))\n"
+    program += "print('ready', flush=True)\ntime.sleep(60)"
     process = subprocess.Popen(
         [*COMMAND, "--", sys.executable, "-c", program], env=environment(), stdout=subprocess.PIPE, text=True
     )

@@ -54,7 +54,9 @@ def is_python(process: psutil.Process) -> bool:
     """Return whether a process is a Python interpreter, and neither a helper of multiprocessing nor ``workshop diagnose``."""
     with suppress(psutil.Error, OSError):
         words = process.cmdline()
-        other = any("resource_tracker" in word or "semaphore_tracker" in word for word in words) or "diagnose" in words[:5]
+        other = (
+            any("resource_tracker" in word or "semaphore_tracker" in word for word in words) or "diagnose" in words[:5]
+        )
         return bool(words) and "python" in os.path.basename(process.exe()) and not other
     return False
 
