@@ -6,6 +6,7 @@ import click
 
 from workshop.check.cli import call, leave
 from workshop.check.cli import options as check_options
+from workshop.diagnose.cli import diagnose
 from workshop.plan.cli import plan
 
 
@@ -174,6 +175,9 @@ def pretend(gpus, nodes, command) -> None:
     from workshop.measure.pretended import run_pretended
 
     sys.exit(run_pretended(gpus, nodes, command))
+
+
+app.add_command(diagnose)
 
 
 @app.command()

@@ -92,7 +92,9 @@ def packages(extra: str = "") -> dict[str, str]:
     else:  # installed as a wheel
         lines = [line for line in importlib.metadata.requires(DISTRIBUTION) or () if _extra(line) == extra]
     names = [re.match(r"[\w.-]+", line)[0].lower() for line in lines if _is_for_this_system(line)]
-    return {name: MODULES.get(name, name.replace("-", "_")) for name in names}
+    return {
+        name: MODULES.get(name, name.replace("-", "_")) for name in names if name != "py-spy"
+    }  # a program without a module
 
 
 def requirements(extra: str = "") -> list[str]:

@@ -24,6 +24,7 @@ PARTS = {
     "To look things up": [
         "docs/your-script",
         "docs/check-your-program",
+        "docs/diagnose",
         "docs/numerics",
         "docs/plan",
         "docs/simulate",

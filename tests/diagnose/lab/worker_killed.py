@@ -1,0 +1,29 @@
+"""The kernel kills a worker of rank 1's DataLoader, as it does when memory runs out."""
+
+import os
+import signal
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, Dataset
+
+
+class Samples(Dataset):
+    def __len__(self):
+        return 64
+
+    def __getitem__(self, index):
+        if index == 40 and dist.get_rank() == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return torch.randn(4)
+
+
+def main():
+    dist.init_process_group("gloo")
+    model = DistributedDataParallel(torch.nn.Linear(4, 1))
+    for batch in DataLoader(Samples(), batch_size=8, num_workers=1):  # the cause
+        model(batch).square().mean().backward()
+
+
+main()
