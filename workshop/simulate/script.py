@@ -153,7 +153,11 @@ class Run:
 
     def changes(self, rank: int, ranks: int) -> list[tuple]:
         """Return what to replace: the owner, the name, and the new function."""
-        call = nn.Module.__call__
+        call, init = nn.Module.__call__, DDP.__init__
+
+        def ddp_init(model, module, *args, **kwargs):
+            with self.inside():  # the buckets are fake too
+                init(model, self.convert(module), *args, **kwargs)
 
         def module_call(module, *args, **kwargs):
             if self.depth or not any(isinstance(own(each), FakeTensor) for each in module.parameters()):
@@ -206,7 +210,7 @@ class Run:
             (nn.Module, "__call__", module_call),
             *((nn.Module, name, converted(getattr(nn.Module, name))) for name in USES),
         ]
-        found += [(DDP, "__init__", within(DDP.__init__))]  # its buckets are fake too
+        found += [(DDP, "__init__", ddp_init)]
         found += [(fsdp, "fully_shard", converted(fsdp.fully_shard))]
         found += [(parallel, "parallelize_module", converted(parallel.parallelize_module))]
         found += [(torch.multiprocessing, "spawn", spawn), (torch, "compile", compile_nothing)]
