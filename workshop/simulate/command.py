@@ -74,8 +74,7 @@ def run_simulate(
     settings = Settings(length, batch_size, micro_batches, schedule, recompute, dtype == "bf16")
     check_model(layout, sizes, length, settings.stages(layout), micro_batches)
     folder = open_folder(output or require_stages() / "runs" / "simulate")
-    console = Console(highlight=False)
-    name = Path(model).name
+    console, name = Console(highlight=False), Path(model).name
     what = f"{name}: {sizes.parameters:,} parameters. Rank {rank} of {ranks:,}, mesh: {layout}."
     console.print(what, soft_wrap=True)
     console.print(
@@ -88,7 +87,7 @@ def run_simulate(
         recorder = simulate(sizes, layout, settings)
         names = layout.group_names()
 
-        def name_of(group: dist.ProcessGroup | None) -> tuple[str, int]:
+        def name_of(group):
             return (names.get(group.group_name, group.group_desc), group.size()) if group else ("all", ranks)
 
         described = {"model": name, "parameters": sizes.parameters, "ranks": ranks, "rank": rank, "mesh": layout.sizes}
