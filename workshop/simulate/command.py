@@ -4,6 +4,7 @@ import json
 import os
 import sys
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 
 import torch.distributed as dist
@@ -91,9 +92,14 @@ def run_simulate(
             return (names.get(group.group_name, group.group_desc), group.size()) if group else ("all", ranks)
 
         described = {"model": name, "parameters": sizes.parameters, "ranks": ranks, "rank": rank, "mesh": layout.sizes}
-        options = {"sequence_length": length, "batch_size": batch_size, "micro_batches": micro_batches, "dtype": dtype}
-        options |= {"recompute": recompute} | ({"schedule": schedule} if layout.pp > 1 else {})
-        write(console, folder, recorder, name_of, described | options, f"{name}, rank {rank} of {ranks:,}, {layout}")
+        write(
+            console,
+            folder,
+            recorder,
+            name_of,
+            described | asdict(settings),
+            f"{name}, rank {rank} of {ranks:,}, {layout}",
+        )
     return 0
 
 
