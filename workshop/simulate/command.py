@@ -76,9 +76,8 @@ def run_simulate(
     check_model(layout, sizes, length, settings.stages(layout), micro_batches)
     folder = open_folder(output or require_stages() / "runs" / "simulate")
     console, name = Console(highlight=False), Path(model).name
-    what = f"{name}: {sizes.parameters:,} parameters. Rank {rank} of {ranks:,}, mesh: {layout}."
-    console.print(what, soft_wrap=True)
     console.print(
+        f"{name}: {sizes.parameters:,} parameters. Rank {rank} of {ranks:,}, mesh: {layout}.\n"
         f"Per step, {micro_batches} x {batch_size} x {length:,} tokens (micro-batches x sequences x tokens) for each rank of "
         f"dp and fsdp, {layout.dp * layout.fsdp * micro_batches * batch_size * length:,} together; {dtype}, AdamW"
         f"{', recomputing each layer' if recompute else ''}.\n",
