@@ -90,15 +90,9 @@ def run_simulate(
         def name_of(group):
             return (names.get(group.group_name, group.group_desc), group.size()) if group else ("all", ranks)
 
+        title = f"{name}, rank {rank} of {ranks:,}, {layout}"
         described = {"model": name, "parameters": sizes.parameters, "ranks": ranks, "rank": rank, "mesh": layout.sizes}
-        write(
-            console,
-            folder,
-            recorder,
-            name_of,
-            described | asdict(settings),
-            f"{name}, rank {rank} of {ranks:,}, {layout}",
-        )
+        write(console, folder, recorder, name_of, described | asdict(settings), title)
     return 0
 
 
