@@ -78,15 +78,15 @@ def test_a_script_may_print_its_loss(tmp_path):
     file = program(TRAIN.format(line='print("loss", loss.item())'), tmp_path)
     done, found = simulated(["torchrun", "--nproc-per-node=2", file, "--epochs", "1"], tmp_path, ranks=64)
     assert done.returncode == 0, done.stderr
-    assert "train.py:16 reads a value. It got 1.0" in done.stdout
+    assert "train.py:15 reads a value. It got 1.0" in done.stdout
     assert found["steps"] == 3
     assert found["between_steps"]["optimizer"] == found["between_steps"]["parameters"] == 4 * (17 * 2048 + 2049 * 1024)
     assert [(row["collective"], row["ranks"]) for row in found["collectives"]] == [("all_reduce", 64)]
 
 
 STOPPED = {
-    "assert (loss > 0).item()": "train.py:16 (assert (loss > 0).item()): this line needs a value",
-    "raise RuntimeError('no more')": "train.py:16 (raise RuntimeError('no more')): RuntimeError: no more",
+    "assert (loss > 0).item()": "train.py:15 (assert (loss > 0).item()): this line needs a value",
+    "raise RuntimeError('no more')": "train.py:15 (raise RuntimeError('no more')): RuntimeError: no more",
 }
 
 

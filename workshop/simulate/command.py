@@ -4,6 +4,7 @@ import json
 import os
 import sys
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 
 import torch.distributed as dist
@@ -74,11 +75,9 @@ def run_simulate(
     settings = Settings(length, batch_size, micro_batches, schedule, recompute, dtype == "bf16")
     check_model(layout, sizes, length, settings.stages(layout), micro_batches)
     folder = open_folder(output or require_stages() / "runs" / "simulate")
-    console = Console(highlight=False)
-    name = Path(model).name
-    what = f"{name}: {sizes.parameters:,} parameters. Rank {rank} of {ranks:,}, mesh: {layout}."
-    console.print(what, soft_wrap=True)
+    console, name = Console(highlight=False), Path(model).name
     console.print(
+        f"{name}: {sizes.parameters:,} parameters. Rank {rank} of {ranks:,}, mesh: {layout}.\n"
         f"Per step, {micro_batches} x {batch_size} x {length:,} tokens (micro-batches x sequences x tokens) for each rank of "
         f"dp and fsdp, {layout.dp * layout.fsdp * micro_batches * batch_size * length:,} together; {dtype}, AdamW"
         f"{', recomputing each layer' if recompute else ''}.\n",
@@ -88,13 +87,12 @@ def run_simulate(
         recorder = simulate(sizes, layout, settings)
         names = layout.group_names()
 
-        def name_of(group: dist.ProcessGroup | None) -> tuple[str, int]:
+        def name_of(group):
             return (names.get(group.group_name, group.group_desc), group.size()) if group else ("all", ranks)
 
+        title = f"{name}, rank {rank} of {ranks:,}, {layout}"
         described = {"model": name, "parameters": sizes.parameters, "ranks": ranks, "rank": rank, "mesh": layout.sizes}
-        options = {"sequence_length": length, "batch_size": batch_size, "micro_batches": micro_batches, "dtype": dtype}
-        options |= {"recompute": recompute} | ({"schedule": schedule} if layout.pp > 1 else {})
-        write(console, folder, recorder, name_of, described | options, f"{name}, rank {rank} of {ranks:,}, {layout}")
+        write(console, folder, recorder, name_of, described | asdict(settings), title)
     return 0
 
 

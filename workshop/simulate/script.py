@@ -133,7 +133,7 @@ class Run:
         with stack:
             stack.enter_context(world.ddp_of_fake_tensors())
             stack.enter_context(observed(self.recorder))
-            for owner, name, changed in self.changes(rank, ranks):
+            for owner, name, changed in (*self.changes(), *self.launching(rank, ranks)):
                 stack.enter_context(mock.patch.object(owner, name, changed))
             handles = (
                 hooks.register_module_parameter_registration_hook(self.registered),
@@ -151,9 +151,13 @@ class Run:
                 if dist.is_initialized():
                     dist.destroy_process_group()
 
-    def changes(self, rank: int, ranks: int) -> list[tuple]:
+    def changes(self) -> list[tuple]:
         """Return what to replace: the owner, the name, and the new function."""
-        call = nn.Module.__call__
+        call, init = nn.Module.__call__, DDP.__init__
+
+        def ddp_init(model, module, *args, **kwargs):
+            with self.inside():  # the buckets are fake too
+                init(model, self.convert(module), *args, **kwargs)
 
         def module_call(module, *args, **kwargs):
             if self.depth or not any(isinstance(own(each), FakeTensor) for each in module.parameters()):
@@ -187,14 +191,7 @@ class Run:
                         held[name] = tensor if tensor is None else made[tensor]
             return self.convert(module)
 
-        def spawn(function, args=(), *_, **__):
-            function(rank % GPUS, *args)
-
-        def join(*_, **__):
-            world.join(rank, ranks)
-
         found = [(torch.autograd, name, within(getattr(torch.autograd, name))) for name in ("backward", "grad")]
-        found += [(module, "init_process_group", join) for module in (dist, c10d)]
         # On a GPU, foreach is the default of the optimizers.
         devices = [*optimizer._get_foreach_kernels_supported_devices(), "cpu"]
         found += [(optimizer, "_get_foreach_kernels_supported_devices", lambda: devices)]
@@ -206,11 +203,22 @@ class Run:
             (nn.Module, "__call__", module_call),
             *((nn.Module, name, converted(getattr(nn.Module, name))) for name in USES),
         ]
-        found += [(DDP, "__init__", within(DDP.__init__))]  # its buckets are fake too
+        found += [(DDP, "__init__", ddp_init)]
         found += [(fsdp, "fully_shard", converted(fsdp.fully_shard))]
         found += [(parallel, "parallelize_module", converted(parallel.parallelize_module))]
-        found += [(torch.multiprocessing, "spawn", spawn), (torch, "compile", compile_nothing)]
         return found
+
+    def launching(self, rank: int, ranks: int) -> list[tuple]:
+        """Return what to replace so that the script joins the fake process group, and neither starts nor compiles anything."""
+
+        def spawn(function, args=(), *_, **__):
+            function(rank % GPUS, *args)
+
+        def join(*_, **__):
+            world.join(rank, ranks)
+
+        found = [(module, "init_process_group", join) for module in (dist, c10d)]
+        return [*found, (torch.multiprocessing, "spawn", spawn), (torch, "compile", compile_nothing)]
 
     def registered(self, module: nn.Module, name: str, tensor):
         """Return what a module shall keep in place of a tensor that it gets."""
