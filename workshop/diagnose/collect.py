@@ -31,6 +31,7 @@ class Look:
         doing: what each rank does, by process ID.
         children: the other processes of each rank, by the process ID of the rank.
         seconds: the processor time of each rank and its children so far.
+        transferred: the bytes that they have read and written so far.
         texts: all stacks as text, by process ID.
         problems: why stacks could not be read.
         at: the time of the look, as ``time.monotonic()``.
@@ -39,6 +40,7 @@ class Look:
     doing: dict[int, Doing] = field(default_factory=dict)
     children: dict[int, list[Process]] = field(default_factory=dict)
     seconds: dict[int, float] = field(default_factory=dict)
+    transferred: dict[int, int] = field(default_factory=dict)
     texts: dict[int, str] = field(default_factory=dict)
     problems: list[str] = field(default_factory=list)
     at: float = field(default_factory=time.monotonic)
@@ -64,6 +66,7 @@ def look(ranks: Mapping[int, psutil.Process]) -> Look:
                 worker = any(frame.function == "_worker_loop" for frame in stacks.main)
                 seen.children[pid].append(Process(child.pid, what_it_does(child.pid, stacks), worker))
         seen.seconds[pid] = sum(map(_processor_seconds, members))
+        seen.transferred[pid] = sum(map(_transferred, members))
     return seen
 
 
@@ -80,6 +83,13 @@ def _processor_seconds(process: psutil.Process) -> float:
         times = process.cpu_times()
         return times.user + times.system
     return 0.0
+
+
+def _transferred(process: psutil.Process) -> int:
+    with suppress(psutil.Error, AttributeError):  # macOS has no such counters
+        counters = process.io_counters()
+        return int(counters.read_chars + counters.write_chars)
+    return 0
 
 
 def collect(
@@ -150,6 +160,7 @@ def _rank(
         doing=second.doing[pid],
         before=first.doing.get(pid),
         busy=(second.seconds[pid] - first.seconds.get(pid, second.seconds[pid])) / passed,
+        transferred=second.transferred[pid] - first.transferred.get(pid, second.transferred[pid]),
         calls=answer.calls if answer else None,
         children=tuple(second.children[pid]),
         settings=settings,

@@ -162,6 +162,7 @@ class Rank:
         doing: what its main thread does.
         before: what it did some seconds earlier; None: it was seen only once.
         busy: the share of one core that its processes used between the two.
+        transferred: the bytes that they read and wrote between the two, in files and pipes.
         calls: its last collectives, in order; None: the flight recorder could not be asked.
         children: its other processes.
         failure: the exception that ended it.
@@ -179,6 +180,7 @@ class Rank:
     doing: Doing = field(default_factory=Doing)
     before: Doing | None = None
     busy: float = 0
+    transferred: int = 0
     calls: tuple[Call, ...] | None = None
     children: tuple[Process, ...] = ()
     failure: Failure | None = None

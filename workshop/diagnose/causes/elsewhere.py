@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from workshop.diagnose.causes.words import SAME_ORDER, call_words, is_waiting, waits
+from workshop.diagnose.causes.words import LITTLE, SAME_ORDER, call_words, is_waiting, moves, waits
 from workshop.diagnose.evidence import Diagnosis, Rank, Scene
-
-LITTLE = 0.05  # of one core: a process that only waits uses less
 
 
 def elsewhere(scene: Scene) -> Diagnosis | None:
@@ -19,8 +17,8 @@ def elsewhere(scene: Scene) -> Diagnosis | None:
         return None
     missed = f" never called {call_words(waiting[0])}: it" if waiting else ""
     why = waits(scene.alive)
-    if rank.busy > LITTLE and rank.doing.kind in ("lock", "network", "unknown"):
-        return _slow(rank, missed, why)  # an operation of PyTorch waits for its threads: the rank computes
+    if moves(rank) and rank.doing.kind not in ("stopped", "child", "ends"):
+        return _slow(rank, missed, why)
     if rank.doing.kind == "loads":
         return _loader(rank, missed, why)
     fixes = {
@@ -45,7 +43,9 @@ def elsewhere(scene: Scene) -> Diagnosis | None:
         return Diagnosis(
             cause, f"{rank.name.capitalize()}{missed} is {rank.doing.words()}.", why, fix, rank.doing.place
         )
-    return _slow(rank, missed, why)
+    return Diagnosis(
+        "skipped", f"{rank.name.capitalize()}{missed} is {rank.doing.words()}.", why, SAME_ORDER, rank.doing.place
+    )
 
 
 ORDER = ("stopped", "loads", "file", "lock", "child", "network", "ends", "sleep", "unknown", "computes")
@@ -92,19 +92,13 @@ def _loader(rank: Rank, missed: str, why: str) -> Diagnosis:
 
 
 def _slow(rank: Rank, missed: str, why: str) -> Diagnosis:
-    changed = rank.before is not None and rank.before.stack != rank.doing.stack
-    moves = rank.busy > LITTLE or rank.doing.kind == "computes" or changed
-    if not moves and rank.doing.kind != "sleep":
-        return Diagnosis(
-            "skipped", f"{rank.name.capitalize()}{missed} is {rank.doing.words()}.", why, SAME_ORDER, rank.doing.place
-        )
-    at = f" ({rank.doing.place})" if rank.doing.place else ""
-    what, verdict = (
-        (f"computing{at}", "It is slow, but it moves.") if moves else (rank.doing.words(), "It may wake up again.")
-    )
+    asleep = rank.doing.kind == "sleep" and rank.busy <= LITTLE
+    what = rank.doing.words()
+    if rank.doing.kind in ("lock", "unknown", "network"):  # an operation of PyTorch waits for its threads
+        what = "computing" + (f" ({rank.doing.place})" if rank.doing.place else "")
     return Diagnosis(
         "slow",
-        f"{rank.name.capitalize()}{missed} is {what}. {verdict}",
+        f"{rank.name.capitalize()}{missed} is {what}. {'It may wake up again.' if asleep else 'It is slow, but it moves.'}",
         why,
         f"If only {rank.name} does this work, let the other ranks not wait for it, or share the work. If the other ranks do the "
         "same work, look at the node and the GPU of this rank.",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-from workshop.diagnose.causes.words import names, verb
+from workshop.diagnose.causes.words import moves, names, verb
 from workshop.diagnose.evidence import Diagnosis, Rank, Scene
 
 
@@ -39,7 +39,7 @@ def rendezvous(scene: Scene) -> Diagnosis | None:
     if late:
         rank = late[0]
         return Diagnosis(
-            "rendezvous",
+            "slow" if moves(rank) else "rendezvous",
             f"{rank.name.capitalize()} has not called init_process_group: it is {rank.doing.words()}.",
             f"{names(joining).capitalize()} {verb(joining, 'waits', 'wait')} for it.",
             "All ranks must call init_process_group. Do long preparations afterwards, or give it a longer timeout.",

@@ -6,6 +6,8 @@ from collections.abc import Iterable, Sequence
 
 from workshop.diagnose.evidence import Rank
 
+LITTLE = 0.05  # of one core: a process that only waits uses less
+SOME_BYTES = 1 << 16  # a process that only waits reads and writes less
 BUSY = 0.3  # of one core: more than this is work
 SAME_ORDER = "All ranks must call the same collectives in the same order, with the same sizes and types."
 # A rank that does one of these has a reason of its own to stand still, even if a collective of its is not complete.
@@ -54,3 +56,11 @@ def is_waiting(rank: Rank) -> bool:
     return rank.alive and (
         rank.doing.kind == "waits" or (rank.pending() is not None and rank.doing.kind not in OWN_REASONS)
     )
+
+
+def moves(rank: Rank) -> bool:
+    """Return whether a rank that waits for no other rank computes, reads or writes, or will wake up from a sleep."""
+    if rank.doing.kind in ("computes", "sleep"):
+        return True
+    changed = rank.before is not None and rank.before.stack != rank.doing.stack
+    return rank.busy > LITTLE or rank.transferred > SOME_BYTES or changed
