@@ -140,7 +140,7 @@ def _look(pid: int, folder: Path, seen: Seen, patience: float) -> Diagnosis | No
     still = time.monotonic() - seen.moved
     if progress != seen.progress:
         if seen.reported:
-            print(f"workshop diagnose: the program moves again, after {still:.0f} s", file=sys.stderr)
+            print(f"workshop diagnose: the program makes progress again after {still:.0f} s", file=sys.stderr)
         seen.progress, seen.moved, seen.reported = progress, time.monotonic(), ""
         return None
     if still < min(3.0, patience) or (

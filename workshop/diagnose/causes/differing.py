@@ -104,7 +104,7 @@ def _branch(difference: Difference, ranks: dict[int, Rank]) -> Diagnosis:
     return Diagnosis(
         "skipped",
         f"The ranks take different branches before call #{difference.number}: {said}.{hint}",
-        "From this call on, the collectives of this rank no longer match those of the other ranks.",
+        "From this call on, the collectives of the ranks no longer match.",
         f"{SAME_ORDER} "
         + (
             "Let all ranks decide together: all_reduce the flag first."
