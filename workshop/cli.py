@@ -281,7 +281,9 @@ def memory(model, batch_size, sequence_length, gpus, measure, output) -> None:
 @click.option("--ranks", type=click.IntRange(min=1), default=1, show_default=True, help="Number of ranks (GPUs).")
 @click.option("--rank", type=click.IntRange(min=0), default=0, show_default=True, help="The rank to simulate.")
 @click.option("--mesh", default="", metavar="fsdp=128,tp=8", help="Sizes of dp, fsdp, tp, pp and cp.  [default: fsdp]")
-@click.option("--sequence-length", type=click.IntRange(min=2), help="Tokens.  [default: 2048 or the model's maximum]")
+@click.option(
+    "--sequence-length", type=click.IntRange(min=2), help="Tokens per sequence.  [default: 2048 or the model's maximum]"
+)
 @click.option(
     "--batch-size", type=click.IntRange(min=1), default=1, show_default=True, help="Sequences per micro-batch."
 )
@@ -307,8 +309,8 @@ def memory(model, batch_size, sequence_length, gpus, measure, output) -> None:
 def simulate(words, ranks, rank, mesh, **options) -> None:
     """Run one rank of many without GPUs, memory or network.
 
-    The parallel strategies of PyTorch run on tensors without values. MODEL is codellama-7b, -13b, -34b, -70b, llama-3-8b, -70b, -405b,
-    tinyllama-1.1b, tiny-codellama, or the folder or config.json of a model. Or write a training script after --.
+    The parallel strategies of PyTorch run on tensors without values. MODEL is codellama-7b, -13b, -34b, -70b, llama-3-8b, -70b,
+    -405b, tinyllama-1.1b, tiny-codellama, or the folder or config.json of a model. Or write a training script after --.
     """
     from workshop.simulate.command import run
 

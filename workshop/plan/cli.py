@@ -19,7 +19,9 @@ if TYPE_CHECKING:
 @click.argument("model", required=False)
 @click.option("--site", metavar="SITE", help="Plan for the GPUs and the network of this site.")
 @click.option(
-    "--gpu", metavar="CARD", help="Plan for this GPU, such as h100; here: this machine, measured by bench --card."
+    "--gpu",
+    metavar="CARD",
+    help="Plan for this GPU, such as h100, or for this machine (here), measured by bench --card.",
 )
 @click.option("--gpus", type=click.IntRange(min=1), help="Number of GPUs.  [default: one node]")
 @click.option("--tokens", metavar="1T", default="", help="Tokens of the whole training; also prints days and energy.")
