@@ -24,14 +24,14 @@ TIMEOUT = 60  # seconds for the job step
 
 
 def diagnose_job(job: str, output: str = "") -> int:
-    """Report why a running Slurm job stands still.
+    """Report why a running Slurm job hangs.
 
     Args:
         job: the job ID.
         output: the folder of the report; all nodes of the job must see it.
 
     Returns:
-        0: it moves; 1: it stands still.
+        0: it makes progress; 1: it hangs.
 
     Raises:
         UserError: Slurm is not here, or the job does not run, or it belongs to a different user.

@@ -1,4 +1,4 @@
-"""Judge why a program stands still: each function looks at the scene for one family of causes, the clearest first."""
+"""Judge why a program hangs: each function looks at the scene for one family of causes, the clearest first."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ CAUSES: tuple[Callable[[Scene], Diagnosis | None], ...] = (
 
 
 def judge(scene: Scene) -> Diagnosis:
-    """Return why the program stands still, or what is known if no cause is recognised."""
+    """Return why the program hangs, or what is known if no cause is recognised."""
     for cause in CAUSES:
         if diagnosis := cause(scene):
             return diagnosis

@@ -8,7 +8,7 @@ from workshop.diagnose.evidence import Rank
 
 BUSY = 0.3  # of one core: more than this is work
 SAME_ORDER = "All ranks must call the same collectives in the same order, with the same sizes and types."
-# A rank that does one of these has a reason of its own to stand still, even if a collective of its is not complete.
+# A rank that does one of these has its own reason to wait, even if one of its collectives is not complete.
 OWN_REASONS = ("loads", "file", "sleep", "stopped", "child", "joins")
 
 
