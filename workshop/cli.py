@@ -281,11 +281,15 @@ def memory(model, batch_size, sequence_length, gpus, measure, output) -> None:
 @click.option("--ranks", type=click.IntRange(min=1), default=1, show_default=True, help="Number of ranks (GPUs).")
 @click.option("--rank", type=click.IntRange(min=0), default=0, show_default=True, help="The rank to simulate.")
 @click.option("--mesh", default="", metavar="fsdp=128,tp=8", help="Sizes of dp, fsdp, tp, pp and cp.  [default: fsdp]")
-@click.option("--sequence-length", type=click.IntRange(min=2), help="Tokens.  [default: 2048 or the model's maximum]")
+@click.option(
+    "--sequence-length", type=click.IntRange(min=2), help="Tokens per sequence.  [default: 2048 or the model's maximum]"
+)
 @click.option(
     "--batch-size", type=click.IntRange(min=1), default=1, show_default=True, help="Sequences per micro-batch."
 )
-@click.option("--micro-batches", type=click.IntRange(min=1), help="Per step.  [default: 1, or 2 per stage with pp]")
+@click.option(
+    "--micro-batches", type=click.IntRange(min=1), help="Micro-batches per step.  [default: 1, or 2 per stage with pp]"
+)
 @click.option(
     "--schedule",
     type=click.Choice(["gpipe", "1f1b", "interleaved", "zero-bubble"]),
@@ -295,14 +299,18 @@ def memory(model, batch_size, sequence_length, gpus, measure, output) -> None:
 )
 @click.option("--recompute", is_flag=True, help="Keep only the input of each layer for the backward pass.")
 @click.option(
-    "--dtype", type=click.Choice(["bf16", "float32"]), default="bf16", show_default=True, help="To compute in."
+    "--dtype",
+    type=click.Choice(["bf16", "float32"]),
+    default="bf16",
+    show_default=True,
+    help="Data type of the computation.",
 )
 @click.option("--output", default="", metavar="FOLDER", help="Folder for the timeline and the data.")
 def simulate(words, ranks, rank, mesh, **options) -> None:
     """Run one rank of many without GPUs, memory or network.
 
-    The strategies of PyTorch run, but tensors have no values. MODEL is codellama-7b, -13b, -34b, -70b, llama-3-8b, -70b, -405b,
-    tinyllama-1.1b, tiny-codellama, or the folder or config.json of a model. Or write a training script after --.
+    The parallel strategies of PyTorch run on tensors without values. MODEL is codellama-7b, -13b, -34b, -70b, llama-3-8b, -70b,
+    -405b, tinyllama-1.1b, tiny-codellama, or the folder or config.json of a model. Or write a training script after --.
     """
     from workshop.simulate.command import run
 

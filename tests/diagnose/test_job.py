@@ -22,7 +22,7 @@ def cluster():
 
 
 def diagnosed(cluster, folder, program, start, sentence):
-    """Submit a job, diagnose it until it stands still, and return what was printed."""
+    """Submit a job, diagnose it until it hangs, and return what was printed."""
     (folder / "job.sh").write_text(SCRIPT.format(start=start, program=LAB / program))
     python = [sys.executable, "-P", "-m", "workshop"]
 

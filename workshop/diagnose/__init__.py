@@ -1,1 +1,1 @@
-"""``workshop diagnose``: say why a distributed program stands still, and name the rank, the call and the line."""
+"""``workshop diagnose``: say why a distributed program hangs, and name the rank, the call and the line."""

@@ -10,7 +10,9 @@ from workshop.errors import UserError
 @click.command(context_settings={"ignore_unknown_options": True})
 @click.argument("words", nargs=-1, type=click.UNPROCESSED, metavar="[JOBID | FOLDER | -- COMMAND]")
 @click.option(
-    "--pid", type=click.IntRange(min=1), help="A process of the program: torchrun, or the Python that started it."
+    "--pid",
+    type=click.IntRange(min=1),
+    help="A process of the program: torchrun, a rank, or the script that calls mp.spawn.",
 )
 @click.option("--output", default="", metavar="FOLDER", help="Folder of the report.  [default: diagnosis-DATE-TIME]")
 @click.option(
@@ -19,16 +21,16 @@ from workshop.errors import UserError
     default=10,
     show_default=True,
     metavar="SECONDS",
-    help="With COMMAND: time without progress before the first look.",
+    help="With COMMAND: time without progress before the first diagnosis.",
 )
 @click.option("--end", is_flag=True, help="With COMMAND: end the program when it hangs, with exit status 1.")
 def diagnose(words, pid, output, patience, end) -> None:
-    """Say why a distributed program stands still: the rank, the call and the line.
+    """Say why a distributed program hangs: the rank, the call and the line.
 
     workshop diagnose -- torchrun --nproc-per-node=2 train.py
 
-    runs the program as it is, and reports when nothing moves or when it has failed. Without a COMMAND, it looks once at a job of
-    Slurm (JOBID), at a process of this machine (--pid), or at what a program has left behind (FOLDER: its log files, and the
+    runs the program without changes, and reports when it makes no progress or has failed. Without a COMMAND, it looks once at a
+    Slurm job (JOBID), at a process on this machine (--pid), or at the files that a program has written (FOLDER: log files, and
     files of PyTorch's flight recorder).
     """
     if sum((bool(words), pid is not None)) != 1:

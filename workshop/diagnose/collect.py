@@ -191,7 +191,7 @@ def _missing(
             "the numbers of the collectives, because the program was not started with `workshop diagnose -- COMMAND`"
         )
     elif ranks and not any(answer.calls is not None for answer in answers.values()):
-        missing.append("the numbers and sizes of the collectives, because no rank answers")
+        missing.append("the numbers and sizes of the collectives, because no rank answered")
     return missing
 
 

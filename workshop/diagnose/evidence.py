@@ -1,4 +1,4 @@
-"""What was seen of a program that stands still: its ranks, what each of them does, and its collectives."""
+"""What was seen of a program that hangs: its ranks, what each of them does, and its collectives."""
 
 from __future__ import annotations
 
@@ -230,7 +230,7 @@ class Scene:
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """Why the program stands still.
+    """Why the program hangs.
 
     Attributes:
         cause: one word, such as "skipped" or "loader": see ``causes.py``.

@@ -21,7 +21,7 @@ def diagnose_process(pid: int, output: str = "") -> int:
         output: the folder of the report.
 
     Returns:
-        0: it moves; 1: it stands still.
+        0: it makes progress; 1: it hangs.
 
     Raises:
         UserError: there is no such process, or it belongs to a different user.

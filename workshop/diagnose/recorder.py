@@ -98,11 +98,13 @@ def read(trace: bytes) -> tuple[Call, ...]:
     try:
         data = json.loads(trace) if trace[:1] == b"{" else _Plain(io.BytesIO(trace)).load()
     except (pickle.UnpicklingError, EOFError, ValueError, IndexError, KeyError, AttributeError, TypeError) as error:
-        raise ValueError(f"it is no complete dump of the flight recorder ({error or type(error).__name__})") from None
+        raise ValueError(
+            f"it is not a complete dump of the flight recorder ({error or type(error).__name__})"
+        ) from None
     if not isinstance(data, dict) or "version" not in data:
         raise ValueError("it is no dump of the flight recorder")
     if not str(data["version"]).startswith(VERSIONS):
-        raise ValueError(f"its version is {data['version']}; this program reads versions 2.x")
+        raise ValueError(f"its version is {data['version']}, but this program reads only versions 2.x")
     try:
         return tuple(_call(entry) for entry in data.get("entries", ()))
     except (KeyError, TypeError, ValueError, IndexError) as error:

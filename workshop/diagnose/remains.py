@@ -51,7 +51,9 @@ def _scene(folder: Path) -> Scene:
         try:
             return from_json(json.loads(earlier.read_text()))
         except (OSError, ValueError, KeyError, TypeError):
-            return Scene((), missing=(f"{earlier.name} is no report of this version, or it is cut short",))
+            return Scene(
+                (), missing=(f"{earlier.name} is not a report of this version of the command, or it is incomplete",)
+            )
     ranks, missing = [], []
     for file in sorted(each for each in folder.rglob("*") if each.is_file() and TRACE.search(each.name)):
         number = TRACE.search(file.name)

@@ -24,14 +24,14 @@ TIMEOUT = 60  # seconds for the job step
 
 
 def diagnose_job(job: str, output: str = "") -> int:
-    """Report why a running Slurm job stands still.
+    """Report why a running Slurm job hangs.
 
     Args:
         job: the job ID.
         output: the folder of the report; all nodes of the job must see it.
 
     Returns:
-        0: it moves; 1: it stands still.
+        0: it makes progress; 1: it hangs.
 
     Raises:
         UserError: Slurm is not here, or the job does not run, or it belongs to a different user.
@@ -89,7 +89,9 @@ def join(scenes: Sequence[Scene], missing: Sequence[str] = ()) -> Scene:
 
 def _nodes(job: str) -> list[str]:
     if shutil.which("squeue") is None:
-        raise UserError("Slurm is not here: there is no squeue. Use --pid on the node on which the program runs")
+        raise UserError(
+            "squeue was not found, so there is no Slurm here. Use --pid on the node on which the program runs"
+        )
     line = subprocess.run(["squeue", "-h", "-j", job, "-o", "%T|%N|%u"], capture_output=True, text=True)
     words = line.stdout.strip().splitlines()
     if not words:
@@ -99,7 +101,7 @@ def _nodes(job: str) -> list[str]:
         raise UserError(f"job {job} is {state}, so it has no processes to look at")
     hosts = subprocess.run(["scontrol", "show", "hostnames", names], capture_output=True, text=True).stdout.split()
     if not hosts:
-        raise UserError(f"job {job} of {user} has no nodes that Slurm names")
+        raise UserError(f"Slurm names no nodes for job {job} of {user}")
     return hosts
 
 

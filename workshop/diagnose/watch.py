@@ -1,4 +1,4 @@
-"""``workshop diagnose -- COMMAND``: run a program as it is, and report when it stands still or has failed."""
+"""``workshop diagnose -- COMMAND``: run a program as it is, and report when it hangs or has failed."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class Seen:
 
 
 def run_watched(command: Sequence[str], output: str = "", patience: float = PATIENCE, end: bool = False) -> int:
-    """Run a command, and report on standard error when it stands still or fails.
+    """Run a command, and report on standard error when it hangs or fails.
 
     Args:
         command: the program and its options. It gets the standard input and output of this process, and its signals.
@@ -140,7 +140,7 @@ def _look(pid: int, folder: Path, seen: Seen, patience: float) -> Diagnosis | No
     still = time.monotonic() - seen.moved
     if progress != seen.progress:
         if seen.reported:
-            print(f"workshop diagnose: the program moves again, after {still:.0f} s", file=sys.stderr)
+            print(f"workshop diagnose: the program makes progress again after {still:.0f} s", file=sys.stderr)
         seen.progress, seen.moved, seen.reported = progress, time.monotonic(), ""
         return None
     if still < min(3.0, patience) or (

@@ -18,16 +18,27 @@ if TYPE_CHECKING:
 @click.command()
 @click.argument("model", required=False)
 @click.option("--site", metavar="SITE", help="Plan for the GPUs and the network of this site.")
-@click.option("--gpu", metavar="CARD", help="Plan for this GPU, such as h100, or here (measured by bench --card).")
-@click.option("--gpus", type=click.IntRange(min=1), help="Number of GPUs.  [default: one node]")
-@click.option("--tokens", metavar="1T", default="", help="Tokens of the whole training: also print days and energy.")
-@click.option("--global-batch", type=click.IntRange(min=1), help="Sequences in a step.  [default: 4M tokens]")
-@click.option("--sequence-length", type=click.IntRange(min=2), help="Tokens.  [default: 4096 or the model's maximum]")
-@click.option("--layout", default="", metavar="tp=8,pp=4", help="Fix parts of the layout.")
-@click.option("--fp8", is_flag=True, help="Also try float8.")
-@click.option("--failures", type=float, metavar="N", help="Interruptions per 1,000 GPUs and day.  [default: Llama 3's]")
 @click.option(
-    "--checkpoint-every", type=click.FloatRange(min=1), metavar="MINUTES", help="[default: the best interval]"
+    "--gpu",
+    metavar="CARD",
+    help="Plan for this GPU, such as h100, or for this machine (here), measured by bench --card.",
+)
+@click.option("--gpus", type=click.IntRange(min=1), help="Number of GPUs.  [default: one node]")
+@click.option("--tokens", metavar="1T", default="", help="Tokens of the whole training; also prints days and energy.")
+@click.option("--global-batch", type=click.IntRange(min=1), help="Sequences per step.  [default: 4M tokens]")
+@click.option(
+    "--sequence-length", type=click.IntRange(min=2), help="Tokens per sequence.  [default: 4096 or the model's maximum]"
+)
+@click.option("--layout", default="", metavar="tp=8,pp=4", help="Fix these parts of the layout.")
+@click.option("--fp8", is_flag=True, help="Also try float8.")
+@click.option(
+    "--failures", type=float, metavar="N", help="Interruptions per day and 1,000 GPUs.  [default: as for Llama 3]"
+)
+@click.option(
+    "--checkpoint-every",
+    type=click.FloatRange(min=1),
+    metavar="MINUTES",
+    help="Minutes between checkpoints.  [default: the best interval]",
 )
 @click.option("--output", metavar="FILE", help="Write the best plan as JSON, for workshop submit --plan.")
 @click.option("--validate", is_flag=True, help="Predict published runs, and write the errors into --output FOLDER.")
@@ -124,7 +135,7 @@ def site_card(name: str):
 
     site = find_site(name)
     if not site.card:
-        raise UserError(f"the profile of {name} names no card: its GPUs cannot be planned; use --gpu")
+        raise UserError(f"the profile of {name} names no card, so workshop plan does not know its GPUs; use --gpu")
     most = site.max_nodes * site.gpus_per_node if site.max_nodes else None
     return find_card(site.card, site.card_network, site.gpus_per_node), most
 
@@ -191,7 +202,7 @@ def _compare_here() -> None:
 
     rows = compare_here()
     if not rows:
-        print("not compared with this machine: workshop bench --card has not measured it\n")
+        print("There is no comparison with this machine, because workshop bench --card has not measured it.\n")
     for row in rows:
         print(
             f"this machine, {row['strategy']} on {row['processes']}: measured {row['measured']:,.0f}, "

@@ -23,7 +23,7 @@ def show(console: Console, plans: list[Plan], title: str, training: float, failu
     """
     best = plans[0]
     request = best.request
-    console.print(f"{title}, {request.sequence_length:,} tokens a sequence, {request.sequences:,} sequences a step")
+    console.print(f"{title}, {request.sequence_length:,} tokens per sequence, {request.sequences:,} sequences per step")
     console.print(_table(best_meshes(plans)[:10]))
     console.print(f"The best of {len(plans):,} layouts that fit: {describe(best.layout)}", soft_wrap=True)
     console.print(f"  it needs {memory_words(best)}", soft_wrap=True)
@@ -95,7 +95,7 @@ def why(plans: list[Plan]) -> str:
     shape = lambda plan: (plan.layout.tp, plan.layout.pp, plan.layout.cp, plan.layout.zero)  # noqa: E731
     other = next((plan for plan in plans if shape(plan) != shape(best)), None)
     if other is None:
-        return "no other mesh fits."
+        return "no other mesh fits into the memory."
     batch = best.layout.global_batch / other.layout.global_batch
     saved = {name: getattr(other.times, name) * batch - getattr(best.times, name) for name in vars(best.times)}
     name = max(saved, key=lambda each: saved[each])
@@ -105,7 +105,7 @@ def why(plans: list[Plan]) -> str:
     gain = best.tokens / other.tokens - 1
     return (
         f"it is {gain:.0%} faster than the best other mesh ({other.layout.mesh()}, {other.layout.recompute}), mostly because it "
-        f"spends {saved[name]:.2f} s a step less {where}."
+        f"spends {saved[name]:.2f} s less per step {where}."
     )
 
 
@@ -160,8 +160,8 @@ def bill(plan: Plan, training: float, failures: Failures) -> str:
     whole = hours + lost.hours
     energy = whole * gpus * card.power / 1e6
     known = " (Llama 3 had 466 in 54 days on 16,384 GPUs)" if failures.rate == RATE else ""
-    best = "" if failures.interval else " (Young and Daly) loses the fewest hours,"
-    words = f"A checkpoint every {lost.interval / 60:,.0f} minutes{best or ' loses'} {lost.hours:,.1f}."
+    best = "" if failures.interval else " (Young and Daly) loses the least time,"
+    words = f"A checkpoint every {lost.interval / 60:,.0f} minutes{best or ' loses'} {lost.hours:,.1f} hours."
     return (
         f"{training:,.0f} tokens take {hours / 24:,.1f} days ({hours * gpus:,.0f} GPU-hours) without interruptions.\n"
         f"  Expect {lost.interruptions:,.1f} interruptions{known}.\n  {words}\n"
@@ -195,5 +195,5 @@ def memory_error_line() -> str:
         return ""
     return (
         f"\nerror: on {found['memory_runs']} published runs, workshop plan is off by {found['memory_median']:.0%} (median), "
-        f"{found['memory_largest']:.0%} (most)."
+        f"{found['memory_largest']:.0%} (largest)."
     )

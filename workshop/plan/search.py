@@ -209,5 +209,5 @@ def _too_large(request: Request, smallest: Bytes) -> str:
             if layout.recompute != "full" or layout.mbs > 1 or misfit(layout, request.model, request.sequence_length):
                 continue
             if predict_bytes(request.model, layout, request.sequence_length).total <= ROOM * request.card.memory:
-                return f"{said}; {gpus:,} GPUs would do ({layout.mesh()}, recompute full)"
-    return f"{said}; shorter sequences (--sequence-length) or cards with more memory would do"
+                return f"{said}; {gpus:,} GPUs would do ({layout.mesh()}, full recomputation)"
+    return f"{said}; shorter sequences (--sequence-length) or GPUs with more memory would help"

@@ -23,13 +23,13 @@ class Constants:
     """What we cannot compute: fitted to published runs by ``workshop plan --fit``.
 
     Attributes:
-        matmul: share of the best rate of a matrix product (of the card) that is kept up in training, with hot GPUs.
-        attention: the rate of the attention, in units of FlashAttention-2's (of the card).
-        traffic: bytes of element-wise operations, in units of those that a perfect fusion moves.
+        matmul: share of the best matrix-product rate of the card that hot GPUs sustain in training.
+        attention: rate of the attention, relative to that of FlashAttention-2 on the card.
+        traffic: bytes that element-wise operations move, relative to perfectly fused operations.
         link: share of the peak of the link in a node that collectives reach.
         network: share of the peak of the network that collectives reach.
-        latency: seconds for each node that a ring crosses, in units of the latency of a message.
-        overlap: share of the communication beside computation that costs no time.
+        latency: seconds per node that a ring crosses, relative to the latency of a message.
+        overlap: share of the communication during computation that costs no time.
         step: seconds in each step for data, logging, the norm of the gradients and the wait for the slowest rank.
     """
 

@@ -27,7 +27,7 @@ def run(words: Sequence[str], ranks: int, rank: int, mesh: str, **options) -> in
         raise UserError("name a model, such as codellama-7b, or write a training script after --")
     if any(word.endswith(".py") for word in words):
         if mesh:
-            raise UserError("--mesh is for a MODEL; a script makes its own mesh")
+            raise UserError("--mesh is only for a MODEL, because a script creates its own mesh; leave out --mesh")
         return run_program(words, ranks, rank, options["output"])
     if len(words) > 1:
         raise UserError(f"name one model, not {len(words)}: {' '.join(words)}")
@@ -105,12 +105,12 @@ def run_program(words: Sequence[str], ranks: int, rank: int, output: str) -> int
     console.print(f"\n{name}: rank {rank} of {ranks:,}; optimizer steps: {outcome.steps}", soft_wrap=True)
     for line in outcome.read:
         console.print(
-            f"{line} reads a value. It got {MADE_UP}, because tensors of a simulation have none.", soft_wrap=True
+            f"{line} reads a value. It got {MADE_UP}, because simulated tensors have no values.", soft_wrap=True
         )
     if outcome.stopped:
         console.print(outcome.stopped, soft_wrap=True)
     if outcome.step is None:
-        raise UserError(f"{name}: no module of the program computed anything")
+        raise UserError(f"{name}: the program did not call any module with parameters, so there is no step to show")
     what = (
         f"optimizer step {outcome.steps}" if outcome.steps else "until the program stopped, without an optimizer step"
     )

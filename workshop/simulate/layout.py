@@ -95,7 +95,7 @@ def check_model(layout: Layout, sizes: Sizes, sequence_length: int, stages: int,
         UserError: it cannot; the message says what would work.
     """
     tp, cp = layout.tp, layout.cp
-    for what, number in (("heads", sizes.heads), ("heads of keys and values", sizes.kv_heads)):
+    for what, number in (("heads", sizes.heads), ("key-value heads", sizes.kv_heads)):
         if number % tp:
             raise UserError(f"tp={tp} does not divide the {number} {what} of the model; {_divisors(number)} would")
     for what, number in (
@@ -115,7 +115,7 @@ def check_model(layout: Layout, sizes: Sizes, sequence_length: int, stages: int,
         )
     if stages > sizes.layers:
         raise UserError(
-            f"{stages} stages are more than the {sizes.layers} layers of the model; each needs at least one"
+            f"{stages} stages are more than the {sizes.layers} layers of the model; each stage needs at least one layer"
         )
     if stages > 1 and sizes.tied:
         raise UserError("the first and the last stage of a pipeline cannot share the embedding, as this model does")

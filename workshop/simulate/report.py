@@ -30,7 +30,7 @@ def place(module: str, doing: str) -> str:
     """Return where in the step something happens, as a text."""
     if doing == UPDATE:
         return "the optimizer step"
-    where = module or ("the loss, or another line outside of the modules" if doing == FORWARD else "the loss")
+    where = module or ("the loss, or a different line outside the modules" if doing == FORWARD else "the loss")
     return {"forward": "the forward pass", "backward": "the backward pass", "recompute": "recomputing"}[
         doing
     ] + f" of {where}"
@@ -77,7 +77,7 @@ def _show_flops(console: Console, found: list[dict]) -> None:
     rows = [("TFLOP of this rank", "modules", *passes)]
     for row in found:
         cells = (f"{row[each] / 1e12:,.3f}" if each in row else "-" for each in passes)
-        rows.append((row["module"] or "outside of the modules", row["modules"], *cells))
+        rows.append((row["module"] or "outside the modules", row["modules"], *cells))
     sums = [sum(row.get(each, 0) for row in found) for each in passes]
     rows.append(("together", "", *(f"{each / 1e12:,.3f}" for each in sums)))
     console.print()

@@ -75,7 +75,7 @@ def run_script(words: Sequence[str], ranks: int, rank: int) -> Outcome:
     """
     at = next((number for number, word in enumerate(words) if word.endswith(".py")), None)
     if at is None:
-        raise UserError(f"{' '.join(words)}: name a program of Python, such as: -- train.py --epochs 1")
+        raise UserError(f"{' '.join(words)}: name a Python program, such as: -- train.py --epochs 1")
     program = Path(words[at])
     if not program.is_file():
         raise UserError(f"{program}: there is no such file")
@@ -284,7 +284,7 @@ class Run:
         place, _, number = self.line_of(frames).rpartition(":")
         where = f"{place}:{number} ({linecache.getline(place, int(number)).strip()})" if place else "its start"
         if isinstance(error, DataDependentOutputException):
-            return f"Stopped at {where}: this line needs a value, and the tensors of a simulation have none."
+            return f"Stopped at {where}: this line needs a value, but simulated tensors have no values."
         words = " ".join(str(error).split())[:200]
         return f"Stopped at {where}: {type(error).__name__}{': ' if words else ''}{words}"
 

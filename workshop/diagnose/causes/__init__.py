@@ -1,4 +1,4 @@
-"""Judge why a program stands still: each function looks at the scene for one family of causes, the clearest first."""
+"""Judge why a program hangs: each function looks at the scene for one family of causes, the clearest first."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ CAUSES: tuple[Callable[[Scene], Diagnosis | None], ...] = (
 
 
 def judge(scene: Scene) -> Diagnosis:
-    """Return why the program stands still, or what is known if no cause is recognised."""
+    """Return why the program hangs, or what is known if no cause is recognised."""
     for cause in CAUSES:
         if diagnosis := cause(scene):
             return diagnosis
@@ -32,7 +32,11 @@ def judge(scene: Scene) -> Diagnosis:
 def unexplained(scene: Scene) -> Diagnosis:
     """Return what is known if no cause was recognised."""
     if not scene.alive:
-        return Diagnosis("nothing", "No process of the program runs.", fix="Name a program that runs, or its folder.")
+        return Diagnosis(
+            "nothing",
+            "No process of the program is running.",
+            fix="Name a running program, or the folder with its logs.",
+        )
     parts: dict[str, list[Rank]] = {}
     for rank in scene.alive:
         parts.setdefault(f"waiting in {call_words(rank)}" if is_waiting(rank) else rank.doing.words(), []).append(rank)
@@ -42,6 +46,8 @@ def unexplained(scene: Scene) -> Diagnosis:
     )
     said = f"{said[0].upper()}{said[1:]}."
     if any(rank.busy > BUSY for rank in scene.alive):
-        return Diagnosis("moves", f"{said} At least one rank computes, so this is no hang.")
-    fix = "Send the folder of the report to somebody who knows the program. The native stacks in it show which C function waits."
-    return Diagnosis("unknown", said, "No known cause explains this.", fix)
+        return Diagnosis("moves", f"{said} At least one rank computes, so this is not a hang.")
+    fix = (
+        "Send the folder of the report to someone who knows the program. Its native stacks show which C function waits."
+    )
+    return Diagnosis("unknown", said, "This matches none of the causes that the command knows.", fix)

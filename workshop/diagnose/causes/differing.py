@@ -30,7 +30,7 @@ def different_calls(scene: Scene) -> Diagnosis | None:
         f"{names(absent).capitalize()} never called {_words(call, ranks[there[0]])}: {verb(absent, 'it is', 'they are')} "
         f"{late.doing.words()}.",
         waits([ranks[rank] for rank in there]),
-        f"{SAME_ORDER} Look for a branch on the rank, or a loop of different length, around this call.",
+        f"{SAME_ORDER} Look for a branch on the rank, or a loop whose length differs between ranks, around this call.",
         call.place or ranks[there[0]].doing.place,
     )
 
@@ -53,7 +53,7 @@ def _different(difference: Difference, ranks: dict[int, Rank]) -> Diagnosis:
     causes = {"name": "order", "size": "shape", "dtype": "dtype"}
     fixes = {
         "name": "Look for a branch on the rank, or a step that one rank skips, before this call.",
-        "size": "Bring the tensors to one size first, or use all_gather_object or padding.",
+        "size": "Pad the tensors to the same size first, or use all_gather_object.",
         "dtype": "Convert the tensors to one dtype first.",
     }
     place = _rarest(difference, ranks) or ranks[_odd(parts.values())[-1]].doing.place
@@ -65,7 +65,7 @@ def _different(difference: Difference, ranks: dict[int, Rank]) -> Diagnosis:
     return Diagnosis(
         causes[difference.kind],
         f"The ranks use {what[difference.kind]} in call #{difference.number}: {said}.",
-        "A collective pairs the calls of all ranks by their order.",
+        "PyTorch matches the collectives of the ranks by the order of their calls.",
         f"{SAME_ORDER} {fixes[difference.kind]}",
         place,
     )
@@ -100,11 +100,11 @@ def _branch(difference: Difference, ranks: dict[int, Rank]) -> Diagnosis:
     odd = _odd(groups.values())
     ahead = difference.calls[odd[-1]]
     skip = skipped_step([rank.doing.place for rank in ranks.values()] + [ahead.place if ahead else None])
-    hint = f" {skip} skips the step if a value is not finite: a decision of one rank alone." if skip else ""
+    hint = f" {skip} skips the step if a value is not finite, and each rank decides this alone." if skip else ""
     return Diagnosis(
         "skipped",
         f"The ranks take different branches before call #{difference.number}: {said}.{hint}",
-        "From then on each call of one rank meets a different call of the other ranks.",
+        "From this call on, the collectives of the ranks no longer match.",
         f"{SAME_ORDER} "
         + (
             "Let all ranks decide together: all_reduce the flag first."
@@ -145,7 +145,7 @@ def _by_stack(ranks: Sequence[Rank]) -> Diagnosis | None:
     return Diagnosis(
         "order" if len(kinds) > 1 else "skipped",
         f"The ranks wait in different calls: {said}.",
-        "A collective pairs the calls of all ranks by their order.",
+        "PyTorch matches the collectives of the ranks by the order of their calls.",
         f"{SAME_ORDER} Look for a branch on the rank, or a step that one rank skips, before these calls.",
         place,
     )

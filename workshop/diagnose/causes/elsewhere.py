@@ -28,13 +28,13 @@ def elsewhere(scene: Scene) -> Diagnosis | None:
         ),
         "lock": (
             "lock",
-            "Find out who holds the lock: the stacks of all threads are in the folder of the report.",
+            "Find out which thread holds the lock: the folder of the report contains the stacks of all threads.",
         ),
-        "stopped": ("stopped", f"Continue it with `kill -CONT {rank.pid}`, or find out who stopped it."),
-        "child": ("child", "Look at the child process: its stack is in the folder of the report."),
+        "stopped": ("stopped", f"Resume it with `kill -CONT {rank.pid}`, or find out who stopped it."),
+        "child": ("child", "Find out why the child process does not end: the folder of the report contains its stack."),
         "network": (
             "network",
-            "Look at the call: it waits for a server. Give it a time-out, and do it before the training.",
+            "This call waits for a server. Give it a timeout, and make it before the training.",
         ),
         "ends": ("skipped", f"{SAME_ORDER} Look at what makes {rank.name} leave its loop earlier."),
     }
@@ -76,8 +76,8 @@ def _loader(rank: Rank, missed: str, why: str) -> Diagnosis:
         return Diagnosis(
             "fork",
             f"{subject}, whose worker waits for a lock ({place}).",
-            "A fork copies a lock as it is. If a thread of the parent held it at that moment, nobody in the worker releases it. "
-            + why,
+            "A fork copies a lock as it is. If a thread of the parent held it at that moment, no thread in the worker releases "
+            "it. " + why,
             "Create the lock in the worker (worker_init_fn), do not hold it while the DataLoader starts, or use "
             "multiprocessing_context='spawn'.",
             place,
@@ -100,7 +100,7 @@ def _slow(rank: Rank, missed: str, why: str) -> Diagnosis:
         "slow",
         f"{rank.name.capitalize()}{missed} is {what}. {'It may wake up again.' if asleep else 'It is slow, but it moves.'}",
         why,
-        f"If only {rank.name} does this work, let the other ranks not wait for it, or share the work. If the other ranks do the "
-        "same work, look at the node and the GPU of this rank.",
+        f"If only {rank.name} does this work, do not make the other ranks wait for it, or divide the work among the "
+        "ranks. If the other ranks do the same work, look at the node and the GPU of this rank.",
         rank.doing.place,
     )

@@ -43,12 +43,12 @@ def ended(scene: Scene) -> Diagnosis | None:
 
 def _ended_early(early: Sequence[Rank], lost: Place) -> Diagnosis:
     skip = skipped_step([lost])
-    hint = f" {skip} skips the step if a value is not finite: a decision of one rank alone." if skip else ""
+    hint = f" {skip} skips the step if a value is not finite, and each rank decides this alone." if skip else ""
     return Diagnosis(
         "skipped" if skip else "ended",
         f"{names(early).capitalize()} {verb(early, 'has', 'have')} ended without an error, while another rank was at "
         f"{lost}.{hint}",
-        "The other rank waited for a call of this rank, and lost its connection.",
+        "The other rank waited for a call of this rank and lost the connection to it.",
         f"{SAME_ORDER} "
         + (
             "Let all ranks decide together: all_reduce the flag first."
@@ -98,7 +98,7 @@ def _failed(scene: Scene, rank: Rank) -> Diagnosis:
         "error",
         f"{rank.name.capitalize()} failed first{at}: {failure.kind}: {message}",
         waits(scene.alive) or "The other ranks lose their connection to it and end too.",
-        "Correct this error. Errors of other ranks that mention a closed connection are its consequence.",
+        "Correct this error. If other ranks report a closed connection, this error is the cause.",
         failure.place,
     )
 
@@ -161,6 +161,6 @@ def _aborted(scene: Scene, rank: Rank) -> Diagnosis:
         f"{rank.name.capitalize()} was aborted {rank.doing.words()}" + (f"; {said}." if said else "."),
         "gloo aborts a rank that receives more bytes than it expects. The ranks used tensors of different sizes, or different "
         "calls.",
-        f"{SAME_ORDER} Print the size of the tensor on each rank before this call, and look for a branch on the rank before it.",
+        f"{SAME_ORDER} Print the size of the tensor on each rank before this call, and look for a branch on the rank above it.",
         rank.doing.place,
     )

@@ -54,13 +54,13 @@ def rendezvous(scene: Scene) -> Diagnosis | None:
             f"{names(absent).capitalize()} of {first.world} {verb(absent, 'has', 'have')} not started, or not here.",
             f"{names(joining).capitalize()} {verb(joining, 'waits', 'wait')} in init_process_group"
             + (f" at {where}." if where else "."),
-            "Start as many processes as WORLD_SIZE says, and give all of them the same MASTER_ADDR and MASTER_PORT.",
+            "Start WORLD_SIZE processes, and give all of them the same MASTER_ADDR and MASTER_PORT.",
             first.doing.place,
         )
     return Diagnosis(
         "rendezvous",
         f"All {first.world or len(joining)} ranks wait in init_process_group, and cannot connect to each other.",
-        f"They meet at {where}." if where else "",
+        f"They try to connect at {where}." if where else "",
         "Check that MASTER_ADDR is an address of the node of rank 0 that the other nodes reach, and that no firewall closes the "
         "ports. GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME choose the network interface.",
         first.doing.place,
@@ -78,7 +78,7 @@ def _different_settings(ranks: Sequence[Rank]) -> Diagnosis | None:
             return Diagnosis(
                 "rendezvous",
                 f"The ranks have different values of {name} ({said}).",
-                "They wait in init_process_group for ranks that never come, or at different places.",
+                "So they wait in init_process_group for ranks that never join, or at different addresses.",
                 f"Give all ranks the same {name}. On several nodes, give each torchrun the same --nnodes and --rdzv-endpoint.",
             )
     return None

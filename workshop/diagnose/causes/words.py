@@ -10,7 +10,7 @@ LITTLE = 0.05  # of one core: a process that only waits uses less
 SOME_BYTES = 1 << 16  # a process that only waits reads and writes less
 BUSY = 0.3  # of one core: more than this is work
 SAME_ORDER = "All ranks must call the same collectives in the same order, with the same sizes and types."
-# A rank that does one of these has a reason of its own to stand still, even if a collective of its is not complete.
+# A rank that does one of these has its own reason to wait, even if one of its collectives is not complete.
 OWN_REASONS = ("loads", "file", "sleep", "stopped", "child", "joins")
 
 
