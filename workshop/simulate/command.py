@@ -79,7 +79,7 @@ def run_simulate(
     console.print(
         f"{name}: {sizes.parameters:,} parameters. Rank {rank} of {ranks:,}, mesh: {layout}.\n"
         f"Per step, {micro_batches} x {batch_size} x {length:,} tokens (micro-batches x sequences x tokens) for each rank of "
-        f"dp and fsdp, {layout.dp * layout.fsdp * micro_batches * batch_size * length:,} together; {dtype}, AdamW"
+        f"dp and fsdp, {layout.dp * layout.fsdp * micro_batches * batch_size * length:,} in total; {dtype}, AdamW"
         f"{', recomputing each layer' if recompute else ''}.\n",
         soft_wrap=True,
     )

@@ -14,7 +14,7 @@ MEANING = {
     "activations": "made in a forward pass; most are kept for the backward pass",
     "gathered": "whole parameters that FSDP has gathered",
     "messages": "buffers of collectives; DDP keeps its buckets",
-    "temporary": "gradients on their way, recomputed activations, the optimizer's results",
+    "temporary": "gradients in transit, recomputed activations, the optimizer's results",
 }
 
 
@@ -51,16 +51,16 @@ def aligned(rows: list[tuple], left: set[int]) -> str:
 
 def show(console: Console, found: dict) -> None:
     """Print the tables of a summary."""
-    rows = [("bytes on this rank", "between steps", "most", "at the peak", "")]
+    rows = [("bytes on this rank", "between steps", "maximum", "at the peak", "")]
     for kind in KINDS:
         if found["most"][kind]:
             cells = (found["between_steps"].get(kind, 0), found["most"][kind], found["peak"]["of"][kind])
             rows.append((kind, *map(size, cells), MEANING[kind]))
-    rows.append(("together", size(sum(found["between_steps"].values())), "", size(found["peak"]["bytes"]), ""))
+    rows.append(("total", size(sum(found["between_steps"].values())), "", size(found["peak"]["bytes"]), ""))
     console.print(aligned(rows, {0, 4}), soft_wrap=True)
     console.print(f"The peak is in {place(found['peak']['module'], found['peak']['pass'])}.\n", soft_wrap=True)
     if found["collectives"]:
-        rows = [("group", "ranks", "collective", "pass", "module", "bytes", "times", "together")]
+        rows = [("group", "ranks", "collective", "pass", "module", "bytes", "times", "total")]
         for row in found["collectives"]:
             sizes = (size(row["bytes"]), f"{row['times']:,}", size(row["bytes"] * row["times"]))
             rows.append((row["group"], row["ranks"], row["collective"], row["pass"], row["module"] or "-", *sizes))
@@ -79,7 +79,7 @@ def _show_flops(console: Console, found: list[dict]) -> None:
         cells = (f"{row[each] / 1e12:,.3f}" if each in row else "-" for each in passes)
         rows.append((row["module"] or "outside the modules", row["modules"], *cells))
     sums = [sum(row.get(each, 0) for row in found) for each in passes]
-    rows.append(("together", "", *(f"{each / 1e12:,.3f}" for each in sums)))
+    rows.append(("total", "", *(f"{each / 1e12:,.3f}" for each in sums)))
     console.print()
     console.print(aligned(rows, {0}), soft_wrap=True)
 
