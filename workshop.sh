@@ -32,7 +32,7 @@ from importlib.util import find_spec
 modules = {"pillow": "PIL", "scikit-learn": "sklearn"}  # packages whose module has a different name
 with open(sys.argv[1], "rb") as file:
     lines = tomllib.load(file)["project"]["dependencies"]
-names = [re.match(r"[\w-]+", line)[0] for line in lines]
+names = [re.match(r"[\w-]+", line)[0] for line in lines if not line.startswith("py-spy")]  # a program without a module
 if sys.argv[2] == "gpu-day":  # it reports what the other packages prevent
     names = ["torch", "torchvision", "numpy", "pillow", "scikit-learn", "tqdm", "click", "rich", "psutil"]
 print(*[name for name in names if find_spec(modules.get(name, name)) is None])

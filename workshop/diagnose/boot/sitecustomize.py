@@ -76,6 +76,14 @@ def _start():
         threading.Thread(target=_serve, args=(server,), name="workshop-diagnose", daemon=True).start()
 
 
+def _allow_tracing():
+    """Let other processes of this user read the stacks, where the kernel allows it to parents only (Yama, ptrace_scope 1)."""
+    import ctypes
+
+    set_ptracer, any_process = 0x59616D61, ctypes.c_ulong(-1)  # prctl(2)
+    ctypes.CDLL(None).prctl(set_ptracer, any_process, 0, 0, 0)
+
+
 def _note_signals():
     """Let Python write its stacks into the folder if the process aborts, or if the launcher ends it."""
     file = open(os.path.join(FOLDER, f"{os.getpid()}.fault"), "w")  # noqa: SIM115  (open until the process ends)
@@ -109,6 +117,8 @@ def _note_end():
 if FOLDER:
     _start()
     atexit.register(_note_end)
+    with suppress(Exception):
+        _allow_tracing()
     with suppress(OSError, RuntimeError):
         _note_signals()
     os.register_at_fork(after_in_child=_start)  # a fork has no threads
