@@ -168,7 +168,9 @@ def main() -> None:
             f"{case.name}: {'right' if rows[-1].right else 'WRONG'}, {time.monotonic() - start:.0f} s", file=sys.stderr
         )
     here = os.fspath(ROOT)
-    data = [{**asdict(row), "first": re.sub(r"/\S+/(?=\w+\.pt)", "", row.first.replace(here + "/", ""))} for row in rows]
+    data = [
+        {**asdict(row), "first": re.sub(r"/\S+/(?=\w+\.pt)", "", row.first.replace(here + "/", ""))} for row in rows
+    ]
     print(json.dumps({"machine": machine(), "command": "python -m diagnose.cases", "programs": data}, indent=1))
 
 
