@@ -115,7 +115,7 @@ class Pipeline:
             dist.send_object_list([self.sent], group_dst=destination, group=self.group)
         if kind == "forward" and (result.shape, result.dtype) != (self.sent.shape, self.sent.dtype):
             raise ValueError(f"an output has the shape {list(result.shape)}, not {list(self.sent.shape)} as before")
-        # TODO 2: With 1F1B, two neighbours send to each other at the same time. If both wait until their message is received,
+        # TODO 2: With 1F1B, two neighbors send to each other at the same time. If both wait until their message is received,
         # both wait forever. Only note the message here, in self.outgoing. Before the next pass, send it and receive the input of
         # that pass in one call, and wait for both. Look up: torch.distributed.batch_isend_irecv, P2POp and its group_peer.
         dist.send(result, group_dst=destination, group=self.group)

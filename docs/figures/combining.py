@@ -46,7 +46,7 @@ def start_times(schedule: str) -> dict[tuple[int, Work], int]:
             before = stage - 1 if kind == "F" else stage + 1
             needed = ends.get((before, (kind, number))) if before in orders else 0
             if needed is None:
-                continue  # the neighbour has not computed it yet
+                continue  # the neighbor has not computed it yet
             start = max(free[stage], needed)
             starts[stage, (kind, number)] = start
             free[stage] = ends[stage, (kind, number)] = start + (FORWARD if kind == "F" else BACKWARD)
@@ -155,7 +155,7 @@ def draw_scores(canvas: Canvas, x: float, y: float) -> None:
     title="A mesh of 8 ranks: pp = 2, cp = 2, tp = 2",
     alt="Two nodes with four ranks each. Node 0 has ranks 0 to 3 and pipeline stage 0, node 1 has ranks 4 to 7 and "
     "stage 1. Within a node, the two rows have different pieces of each sequence, and the two columns have different "
-    "halves of each layer. Arrows between neighbours in a row are tensor parallelism, arrows between the rows are "
+    "halves of each layer. Arrows between neighbors in a row are tensor parallelism, arrows between the rows are "
     "context parallelism, and the arrow between the nodes is pipeline parallelism.",
 )
 def draw_mesh(canvas: Canvas) -> None:

@@ -27,7 +27,7 @@ def test_batches_are_joined_by_their_fields():
     assert pair.tags[0].tolist() == [[1, 2, 0], [3, 4, 5]]
 
 
-def test_shorter_sequences_are_padded_as_their_neighbours_are():
+def test_shorter_sequences_are_padded_as_their_neighbors_are():
     short, long = torch.tensor([[1, 2], [3, 0]]), torch.tensor([[5, 6, 7, 0], [8, 0, 0, 0]])
     assert joined([short, long]).tolist() == [[1, 2, 0, 0], [3, 0, 0, 0], [5, 6, 7, 0], [8, 0, 0, 0]]
     assert joined([short, long], rank=0).tolist() == [[1, 2, 0, 0], [3, 0, 0, 0]]

@@ -32,7 +32,7 @@ MISTAKES = (
         "mesh-pipeline-last",
         MESH,
         "axes-in-wrong-order",
-        "The stages of a pipeline are neighbours, and the parts of a layer are not.",
+        "The stages of a pipeline are neighbors, and the parts of a layer are not.",
         (ORDER, 'AXES = ("dp", "cp", "tp", "pp")\n'),
     ),
     mistake(
@@ -174,7 +174,7 @@ STYLES = (
     style(
         "mesh-context-outside",
         MESH,
-        "cp and dp are exchanged; the ranks of tp are still neighbours.",
+        "cp and dp are exchanged; the ranks of tp are still neighbors.",
         (ORDER, 'AXES = ("pp", "cp", "dp", "tp")\n'),
         ('self.mesh["dp", "cp"]', 'self.mesh["cp", "dp"]'),
     ),

@@ -162,7 +162,7 @@ MISTAKES = (
         "pipeline-blocking-messages",
         PIPELINE,
         ("one-forward-one-backward-fails", "hang"),
-        "Two neighbours both wait in dist.send, until the check stops them.",
+        "Two neighbors both wait in dist.send, until the check stops them.",
         (RECEIVE, "        dist.recv(buffer, group_src=source, group=self.group)\n"),
         (NOTE_SEND, "        dist.send(result, group_dst=destination, group=self.group)\n"),
     ),
@@ -286,7 +286,7 @@ STYLES = (
     style(
         "pipeline-style-broadcasts",
         PIPELINE,
-        "Two neighbours form two groups, and each message is a broadcast in one of them.",
+        "Two neighbors form two groups, and each message is a broadcast in one of them.",
         pipeline(pipeline_styles.BROADCASTS),
     ),
     style(

@@ -190,7 +190,7 @@ case_rule(
 )
 def many_announcements(step: TracedStep) -> Seen | None:
     """A rank sends more messages than one per micro-batch and direction."""
-    needed = _microbatches(step) * (2 if 0 < step.rank < step.ranks - 1 else 1)  # neighbours
+    needed = _microbatches(step) * (2 if 0 < step.rank < step.ranks - 1 else 1)  # neighbors
     calls = step.calls("", "forward", "backward")
     sends = [each for each in calls if each.name == "send"]
     count = (

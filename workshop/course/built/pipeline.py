@@ -13,13 +13,13 @@ from torch.nn import functional as F
 
 from workshop.course.built.cases import Case, difference, first_problem
 
-WAIT = 3  # seconds until a pass of a neighbour counts as late; a right program needs none
+WAIT = 3  # seconds until a pass of a neighbor counts as late; a right program needs none
 ROUNDED = 1e-5  # between numbers of float32
 Shape = tuple[int, ...]
 
 
 class Meeting:
-    """Two neighbours meet in the passes that they must compute at the same time.
+    """Two neighbors meet in the passes that they must compute at the same time.
 
     Rank r can compute the second micro-batch while rank r + 1 computes the first one. Each of them waits here for the other.
     """
@@ -29,7 +29,7 @@ class Meeting:
         self.store, self.missed = dist.PrefixStore(name, c10d._get_default_store()), ""
 
     def begin(self, number: int) -> None:
-        """Wait in the forward pass of a micro-batch for the neighbour."""
+        """Wait in the forward pass of a micro-batch for the neighbor."""
         self.store.set(f"{self.rank}-{number}", "")
         previous, following = self.rank - 1, self.rank + 1
         if number == 0 and self.rank and not self._has_begun(previous, 1):
