@@ -132,7 +132,7 @@ def train(device, args):
     pipeline = Pipeline(stage, loss_of, args.microbatches, group=layout.pp)
     optimizer = torch.optim.AdamW(stage.parameters(), lr=3e-3, foreach=False)
     done = resume(stage, optimizer, layout, checkpoint) if args.resume else 0
-    log = Log(args, device)
+    log = Log(args, device, done)
     for inputs, targets in islice(batches(args), done, None):
         loss = pipeline.step(*(each.to(device) for each in layout.own_batch(inputs, targets)))
         average_gradients(stage, layout)

@@ -191,12 +191,12 @@ class Evil:
 @pytest.mark.parametrize(
     ("trace", "words"),
     [
-        (pickle.dumps({"version": "2.10", "entries": [ENTRY]})[:-40], "no complete dump"),
+        (pickle.dumps({"version": "2.10", "entries": [ENTRY]})[:-40], "not a complete dump"),
         (pickle.dumps({"version": "1.0", "entries": []}), "its version is 1.0"),
         (pickle.dumps([1, 2]), "no dump of the flight recorder"),
         (pickle.dumps({"version": "2.10", "entries": [{"a": 1}]}), "cannot be read"),
         (pickle.dumps(Evil()), "no plain value"),
-        (b"", "no complete dump"),
+        (b"", "not a complete dump"),
     ],
     ids=["cut short", "other version", "other data", "other fields", "code", "empty"],
 )

@@ -101,7 +101,7 @@ def test_the_line_at_which_a_script_stops_is_named(line, tmp_path):
 
 def test_a_script_without_a_module_is_one_line(tmp_path):
     for words, message in (
-        ([program("x = 1", tmp_path)], "no module of the program computed"),
+        ([program("x = 1", tmp_path)], "the program did not call any module with parameters"),
         (["no.py"], "there is no such"),
     ):
         done, _ = simulated(words, tmp_path)

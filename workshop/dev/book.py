@@ -19,7 +19,7 @@ SETTINGS = "docs/book"  # conf.py of Sphinx, and the style sheet
 LANGUAGES = {".py": "python", ".sh": "bash", ".toml": "toml", ".json": "json", ".yml": "yaml", ".yaml": "yaml"}
 FRONT = "index.md"  # made from README.md
 MORE_STAGES = ["bonus_jax/README", "strategies/README"]  # those without exercises
-RESULTS = ["results/which-2-cores", "results/versions-2-cores"]
+RESULTS = ["results/which-2-cores", "results/versions-2-cores", "results/plan-validation"]
 PARTS = {
     "To look things up": [
         "docs/your-script",

@@ -1,4 +1,4 @@
-"""The cards (models of GPUs) and networks that a plan can use: cards/*.toml and cards/networks.toml, with source and date."""
+"""The cards (models of GPUs) and networks that a plan can use, each with its source and date: the files in ``cards/``."""
 
 import tomllib
 from dataclasses import dataclass, fields, replace

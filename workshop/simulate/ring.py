@@ -15,6 +15,7 @@ class RingAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, query, key, value, group: dist.ProcessGroup):
+        """Return the attention of the own queries to the keys and values of all ranks of a group."""
         from torch.distributed.tensor.experimental._context_parallel._attention import _templated_ring_attention
 
         flash = aten._scaled_dot_product_flash_attention_for_cpu
@@ -25,6 +26,7 @@ class RingAttention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, gradient):
+        """Return the gradients of query, key and value."""
         from torch.distributed.tensor.experimental._context_parallel._attention import (
             _templated_ring_attention_backward,
         )

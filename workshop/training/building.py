@@ -103,7 +103,7 @@ def check_combination(processes: int, args: argparse.Namespace) -> None:
         if math.prod(sizes.values()) != processes:
             text = " x ".join(f"{axis} {size}" for axis, size in sizes.items())
             raise UserError(f"a mesh of {text} has {math.prod(sizes.values())} places for {processes} processes")
-        if args.pytorch and sizes["cp"] > 1:
+        if getattr(args, "pytorch", False) and sizes["cp"] > 1:  # only exercise 8 has this option
             raise UserError("--pytorch: use --cp 1, because PyTorch's context_parallel does not run on the CPU")
         for parts, what, number, words in (
             (sizes["dp"], "dp", args.batch_size, "sequences of a global batch"),
