@@ -47,15 +47,15 @@ class Seen:
         progress: what the processes said last.
         moved: when this changed, as ``time.monotonic()``.
         scene: the last look at a run that made no progress; None: none.
+        looked: when this was, as ``time.monotonic()``.
         reported: the cause of the last report; "": none since the program moved.
-        pids: process IDs that the program has had.
     """
 
     progress: object = None
     moved: float = field(default_factory=time.monotonic)
     scene: Scene | None = None
+    looked: float = 0.0
     reported: str = ""
-    pids: set[int] = field(default_factory=set)
 
 
 def run_watched(command: Sequence[str], output: str = "", patience: float = PATIENCE, end: bool = False) -> int:
@@ -75,17 +75,25 @@ def run_watched(command: Sequence[str], output: str = "", patience: float = PATI
     """
     with tempfile.TemporaryDirectory(prefix="diagnose-") as name:
         folder = Path(name)
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, FORWARDED)  # _watch() receives them
         try:
-            process = subprocess.Popen(command, env=variables(os.environ, folder))
-        except OSError as error:
-            raise UserError(f"{command[0]}: {os.strerror(error.errno or 0)}") from None
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, FORWARDED)
-        ended_by_us = False
-        try:
+            process = _start(command, folder, before)
             ended_by_us = _watch(process, folder, output, patience, end)
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
     return 1 if ended_by_us else leave_as(process.returncode)
+
+
+def _start(command: Sequence[str], folder: Path, mask: set[int | signal.Signals]) -> subprocess.Popen[bytes]:
+    """Start the program with the signal mask that this process had."""
+
+    def restore() -> None:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+
+    try:
+        return subprocess.Popen(command, env=variables(os.environ, folder), preexec_fn=restore)
+    except OSError as error:
+        raise UserError(f"{command[0]}: {os.strerror(error.errno or 0)}") from None
 
 
 def variables(environment: dict[str, str] | os._Environ[str], folder: Path) -> dict[str, str]:
@@ -133,7 +141,6 @@ def _watch(process: subprocess.Popen[bytes], folder: Path, output: str, patience
 def _look(pid: int, folder: Path, seen: Seen, patience: float) -> Diagnosis | None:
     """Return a diagnosis if the program makes no progress and this was not reported yet."""
     members = family(pid)
-    seen.pids |= {member.pid for member in members}
     progress = [
         (each.pid, recorder.progress(folder, each.pid)) for each in members if (folder / f"{each.pid}.socket").exists()
     ]
@@ -143,12 +150,10 @@ def _look(pid: int, folder: Path, seen: Seen, patience: float) -> Diagnosis | No
             print(f"workshop diagnose: the program makes progress again after {still:.0f} s", file=sys.stderr)
         seen.progress, seen.moved, seen.reported = progress, time.monotonic(), ""
         return None
-    if still < min(3.0, patience) or (
-        still < patience and seen.scene and seen.scene.seconds > 0 and still - seen.scene.seconds < 4
-    ):
+    if still < min(3.0, patience) or (still < patience and time.monotonic() - seen.looked < 4):
         return None
     scene, _ = collect(lambda: family(pid), folder)
-    seen.scene = replace(scene, seconds=still)
+    seen.scene, seen.looked = replace(scene, seconds=still), time.monotonic()
     if still < patience:
         return None  # this look serves only to know what each rank did, if one of them gives up soon
     diagnosis = judge(seen.scene)
