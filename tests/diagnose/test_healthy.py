@@ -9,9 +9,7 @@ from workshop.repository import ROOT
 from workshop.run.environment import environment, torchrun
 
 STRATEGIES = sorted(
-    file
-    for file in (ROOT / "strategies").glob("*.py")
-    if file.stem not in ("ddp_spawn", "one_process", "ddp_lightning")
+    file for file in (ROOT / "strategies").glob("*.py") if file.stem not in ("ddp_spawn", "one_process")
 )
 START = "import time, torch, torch.distributed as dist\ndist.init_process_group('gloo')\n"
 COMPUTES = """
@@ -57,7 +55,7 @@ def test_a_strategy_is_not_reported(script, tmp_path, data):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("name", ["ddp_spawn", "one_process", "ddp_lightning"])
+@pytest.mark.parametrize("name", ["ddp_spawn", "one_process"])
 def test_a_strategy_that_python_starts_is_not_reported(name, tmp_path, data):
     command = [sys.executable, ROOT / "strategies" / f"{name}.py", "--steps", 4, "--output", tmp_path / "out"]
     assert "workshop diagnose" not in stderr_of(command, tmp_path, WORKSHOP_DATA=data)

@@ -159,7 +159,7 @@ def _look(pid: int, folder: Path, seen: Seen, patience: float) -> Diagnosis | No
     diagnosis = judge(seen.scene)
     if diagnosis.cause in ("slow", "moves", "unknown") and still < max(SLOW, patience):
         return None
-    if diagnosis.cause == "moves" or diagnosis.cause == seen.reported:
+    if diagnosis.cause in ("moves", "nothing", seen.reported):  # "nothing": the program is just ending
         return None
     if diagnosis.cause != "slow" and any(_works(rank) for rank in scene.alive):
         return None
