@@ -1,6 +1,5 @@
 """``workshop diagnose`` names the cause from what was seen of the ranks."""
 
-import io
 import json
 import pickle
 from dataclasses import replace
@@ -204,10 +203,6 @@ def test_a_bad_file_of_the_flight_recorder_is_one_sentence_and_runs_no_code(trac
     with pytest.raises(ValueError, match=words):
         recorder.read(trace)
     assert capsys.readouterr().out == ""
-
-
-def test_a_recorder_that_writes_its_own_class_is_refused():
-    assert isinstance(recorder._Plain(io.BytesIO(pickle.dumps({"a": [1, "b", (2.5,)]}))).load(), dict)
 
 
 def test_the_first_error_of_a_log_is_not_the_lost_connection(tmp_path):

@@ -63,7 +63,7 @@ def test_a_healthy_run_is_not_reported(tmp_path):
 @pytest.mark.parametrize("name", ["fork_lock", "error"])
 def test_two_programs_of_the_lab(tmp_path, name):
     case = next(case for case in CASES if case.name == name)
-    named = run(case, tmp_path, patience=5)
+    named = run(case, tmp_path)
     assert named.right, named.first
     assert named.line == named.cause_line
 

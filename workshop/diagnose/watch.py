@@ -27,7 +27,7 @@ from workshop.diagnose.report import show
 from workshop.diagnose.stacks import from_stack
 from workshop.errors import UserError
 from workshop.run.failures import LAUNCHER_ERRORS
-from workshop.run.processes import family
+from workshop.run.processes import end_family, family
 
 BOOT = Path(__file__).with_name("boot")
 EVERY = 2.0  # seconds between two questions to the ranks
@@ -130,7 +130,7 @@ def _watch(process: subprocess.Popen[bytes], folder: Path, output: str, patience
         if diagnosis and seen.scene:
             _report(diagnosis, seen, folder, output)
             if end and diagnosis.cause not in ("slow", "moves", "unknown"):
-                _end(process)
+                end_family(process)
                 print(f"workshop diagnose: ended the program. {diagnosis.line}", file=sys.stderr)
                 return True
     if process.returncode:
@@ -181,17 +181,6 @@ def _report(diagnosis: Diagnosis, seen: Seen, folder: Path, output: str) -> None
 def _with_failure(rank: Rank, folder: Path) -> Rank:
     failure = None if rank.alive else recorder.failure(folder, rank.pid)
     return replace(rank, failure=failure) if failure else rank
-
-
-def _end(process: subprocess.Popen[bytes]) -> None:
-    members = family(process.pid)
-    for ending in ("terminate", "kill"):
-        for member in members:
-            with suppress(psutil.Error):
-                getattr(member, ending)()
-        members = psutil.wait_procs(members, timeout=5)[1]
-    with suppress(subprocess.TimeoutExpired):
-        process.wait(5)
 
 
 def _after_end(status: int, folder: Path, seen: Seen, output: str) -> None:

@@ -185,7 +185,18 @@ def prepare(sizes: Sizes, strategy: str, options: Sequence[str], device) -> Llam
 
 def make_model(sizes: Sizes) -> LlamaForCausalLM:
     """Return the model on the meta device, without memory for its parameters."""
-    config = LlamaConfig(
+    with torch.device("meta"):
+        return LlamaForCausalLM(llama_config(sizes))
+
+
+def llama_config(sizes: Sizes, attention: str = "sdpa") -> LlamaConfig:
+    """Return the configuration for transformers.
+
+    Args:
+        sizes: the sizes of the model.
+        attention: the implementation of the attention, as transformers names it.
+    """
+    return LlamaConfig(
         vocab_size=sizes.vocabulary,
         hidden_size=sizes.hidden,
         intermediate_size=sizes.intermediate,
@@ -194,9 +205,8 @@ def make_model(sizes: Sizes) -> LlamaForCausalLM:
         num_key_value_heads=sizes.kv_heads,
         head_dim=sizes.head,
         tie_word_embeddings=sizes.tied,
+        attn_implementation=attention,
     )
-    with torch.device("meta"):
-        return LlamaForCausalLM(config)
 
 
 @torch.no_grad()

@@ -2,7 +2,6 @@
 
 import json
 import os
-import tempfile
 from dataclasses import asdict
 from pathlib import Path
 
@@ -213,21 +212,11 @@ def measure_here(console, model: str, sizes: Sizes, settings: dict) -> list[dict
 
 def _measured(model: str, ways: list[str], settings: dict, count: int) -> dict[str, dict]:
     """Return the memory that language_model.py measures with ``count`` processes, for each of the ways."""
-    from workshop.run.environment import environment, torchrun
-    from workshop.run.failures import first_failure
-    from workshop.run.processes import launch
+    from workshop.plan.here import train
 
     if not ways:
         return {}
     model = os.path.abspath(model) if os.path.isdir(model) else model
-    options = [f"--model={model}", "--steps=0", "--output=.", f"--sequence-length={settings['sequence_length']}"]
+    options = [f"--model={model}", "--steps=0", f"--sequence-length={settings['sequence_length']}"]
     options += ["--batch-sizes", str(settings["batch_size"]), "--ways", *ways]
-    with tempfile.TemporaryDirectory(prefix="workshop-memory-") as scratch:
-        place = Path(scratch)
-        threads = os.environ.get("OMP_NUM_THREADS", 1)
-        variables = environment(OMP_NUM_THREADS=threads, PET_LOG_DIR=place / "torchrun")
-        command = [*torchrun(count), "-m", "workshop.measure.language_model", *options]
-        outcome = launch(command, variables, place, lambda line: None)
-        if outcome.status != 0:
-            raise UserError(f"measuring failed: {first_failure(outcome, place / 'torchrun')}")
-        return {row["way"]: row for row in json.loads((place / "language_model.json").read_text())["rows"]}
+    return {row["way"]: row for row in train(count, options)}

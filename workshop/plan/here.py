@@ -53,15 +53,28 @@ def compare_here(steps: int = 5) -> list[dict]:
 
 def _measured(count: int, steps: int) -> dict[str, float]:
     """Return the tokens per second of each process, by strategy."""
-    options = ["--model", MODEL, "--steps", str(steps), "--sequence-length", str(TOKENS), "--output", "."]
+    options = ["--model", MODEL, "--steps", str(steps), "--sequence-length", str(TOKENS)]
     options += ["--batch-sizes", str(BATCH), "--ways", *WAYS]
-    with tempfile.TemporaryDirectory(prefix="workshop-plan-") as scratch:
+    rows = train(count, options)
+    return {row["way"]: row["tokens_per_second"] / count for row in rows if row["tokens_per_second"]}
+
+
+def train(count: int, options: list[str]) -> list[dict]:
+    """Train with ``workshop.measure.language_model`` on this machine, and return the rows of its result.
+
+    Args:
+        count: the number of processes.
+        options: its options, without --output.
+
+    Raises:
+        UserError: the training failed.
+    """
+    with tempfile.TemporaryDirectory(prefix="workshop-train-") as scratch:
         place = Path(scratch)
         threads = os.environ.get("OMP_NUM_THREADS", 1)
         variables = environment(OMP_NUM_THREADS=threads, PET_LOG_DIR=place / "torchrun")
-        command = [*torchrun(count), "-m", "workshop.measure.language_model", *options]
+        command = [*torchrun(count), "-m", "workshop.measure.language_model", "--output=.", *options]
         outcome = launch(command, variables, place, lambda line: None)
         if outcome.status != 0:
             raise UserError(f"measuring failed: {first_failure(outcome, place / 'torchrun')}")
-        rows = json.loads((place / "language_model.json").read_text())["rows"]
-    return {row["way"]: row["tokens_per_second"] / count for row in rows if row["tokens_per_second"]}
+        return json.loads((place / "language_model.json").read_text())["rows"]

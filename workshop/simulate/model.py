@@ -15,8 +15,9 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 from torch.utils.checkpoint import checkpoint
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaForCausalLM
 
+from workshop.measure.language_model import llama_config
 from workshop.training.transformer import Sizes
 
 
@@ -48,18 +49,7 @@ class Part(nn.Module):
 
 def make_model(sizes: Sizes, attention: str = "sdpa") -> LlamaForCausalLM:
     """Return the whole model. Call this with a ``FakeTensorMode``."""
-    config = LlamaConfig(
-        vocab_size=sizes.vocabulary,
-        hidden_size=sizes.hidden,
-        intermediate_size=sizes.intermediate,
-        num_hidden_layers=sizes.layers,
-        num_attention_heads=sizes.heads,
-        num_key_value_heads=sizes.kv_heads,
-        head_dim=sizes.head,
-        tie_word_embeddings=sizes.tied,
-        attn_implementation=attention,
-    )
-    return LlamaForCausalLM(config)
+    return LlamaForCausalLM(llama_config(sizes, attention))
 
 
 def divide(layers: int, stages: int) -> list[range]:
