@@ -82,6 +82,7 @@ DAILY = ("loss, FSDP", "beginning of the backward pass", "optimizer step, DDP")
     "moment", [name if name in DAILY else pytest.param(name, marks=pytest.mark.full) for name in PEAKS]
 )
 def test_the_predicted_peak_is_that_of_a_simulated_step(moment):
+    from workshop.plan.sizes import Model
     from workshop.simulate.layout import Layout
     from workshop.simulate.step import Settings, simulate
     from workshop.simulate.world import world
@@ -93,7 +94,9 @@ def test_the_predicted_peak_is_that_of_a_simulated_step(moment):
     try:
         with world(0, processes):
             layout = Layout(fsdp=processes) if strategy == "fsdp" else Layout()
-            found = simulate(sizes, layout, Settings(sequence_length, batch_size, recompute=checkpointing)).peak
+            found = simulate(
+                Model(**vars(sizes)), layout, Settings(sequence_length, batch_size, recompute=checkpointing)
+            ).peak
     except UnsupportedOperatorException as error:
         pytest.skip(f"torch {torch.__version__} cannot simulate {error}")
     if strategy == "ddp":  # also one process has buckets

@@ -280,7 +280,9 @@ def memory(model, batch_size, sequence_length, gpus, measure, output) -> None:
 @click.argument("words", nargs=-1, type=click.UNPROCESSED, metavar="[MODEL | -- train.py ...]")
 @click.option("--ranks", type=click.IntRange(min=1), default=1, show_default=True, help="Number of ranks (GPUs).")
 @click.option("--rank", type=click.IntRange(min=0), default=0, show_default=True, help="The rank to simulate.")
-@click.option("--mesh", default="", metavar="fsdp=128,tp=8", help="Sizes of dp, fsdp, tp, pp and cp.  [default: fsdp]")
+@click.option(
+    "--mesh", default="", metavar="fsdp=128,tp=8", help="Sizes of dp, fsdp, tp, pp, cp; ep: of fsdp.  [default: fsdp]"
+)
 @click.option(
     "--sequence-length", type=click.IntRange(min=2), help="Tokens per sequence.  [default: 2048 or the model's maximum]"
 )
@@ -309,8 +311,8 @@ def memory(model, batch_size, sequence_length, gpus, measure, output) -> None:
 def simulate(words, ranks, rank, mesh, **options) -> None:
     """Run one rank of many without GPUs, memory or network.
 
-    The parallel strategies of PyTorch run on tensors without values. MODEL is codellama-7b, -13b, -34b, -70b, llama-3-8b, -70b,
-    -405b, tinyllama-1.1b, tiny-codellama, or the folder or config.json of a model. Or write a training script after --.
+    The parallel strategies of PyTorch run on tensors without values. MODEL is a name that workshop plan knows, such as
+    llama-3-70b or mixtral-8x7b, or the folder or config.json of a model. Or write a training script after --.
     """
     from workshop.simulate.command import run
 

@@ -2,30 +2,41 @@
 
 import json
 import sys
+from dataclasses import replace
 
 import pytest
+from torch.distributed.tensor import _redistribute
+from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
 import runs
 from workshop.errors import UserError
+from workshop.plan.layout import Layout as Planned
+from workshop.plan.memory import states
+from workshop.plan.sizes import FAMILIES, Model
 from workshop.repository import ROOT
 from workshop.simulate.layout import check_model, read_layout
 from workshop.simulate.step import Settings, simulate
 from workshop.simulate.summary import summary
 from workshop.simulate.world import world
 from workshop.training.memory import estimate
-from workshop.training.transformer import MODELS, Sizes
+from workshop.training.transformer import MODELS
 
-TINY = Sizes(layers=4, hidden=256, intermediate=512, heads=8, kv_heads=8, head=32, vocabulary=1024, context=4096)
+TINY = Model(layers=4, hidden=256, intermediate=512, heads=8, kv_heads=8, head=32, vocabulary=1024, context=4096)
+EXPERTS = replace(TINY, experts=8, active=2, family="mixtral")
 STATE = {"parameters": 4, "optimizer": 8}  # bytes per parameter
 
 
-def step_of(mesh: str, sizes: Sizes = TINY, rank: int = 0, **settings):
+def step_of(mesh: str, sizes: Model = TINY, rank: int = 0, **settings):
     """Return the recorder of a step, and its summary."""
     ranks = 1
     for part in mesh.split(","):
-        ranks *= int(part.partition("=")[2])
+        axis, _, size = part.partition("=")
+        ranks *= 1 if axis == "ep" else int(size)
     layout, chosen = read_layout(mesh, ranks), Settings(**{"sequence_length": 128} | settings)
-    check_model(layout, sizes, chosen.sequence_length, chosen.stages(layout), chosen.micro_batches)
+    check_model(layout, sizes, chosen.sequence_length, chosen.stages(layout), chosen.micro_batches, chosen.batch_size)
+    # DTensor remembers the groups of the previous simulation in this process.
+    _clear_sharding_prop_cache()
+    _redistribute._gen_transform_infos.cache_clear()
     with world(rank, ranks):
         recorder = simulate(sizes, layout, chosen)
         names = layout.group_names()
@@ -108,6 +119,44 @@ def test_each_rank_of_a_pipeline_keeps_its_stage(schedule):
         assert peaks[0] < step_of("pp=2", schedule="gpipe", micro_batches=8)[1]["most"]["activations"]
 
 
+# With experts: the collectives of a step. The ranks of ep exchange the tokens of each layer twice in each pass.
+EXPERT_MESHES = {
+    "fsdp=4": {("fsdp", "all_gather"): 9, ("fsdp", "reduce_scatter"): 5},
+    "fsdp=4,ep=2": {("ep", "all_to_all"): 16, ("fsdp", "all_gather"): 9, ("fsdp/ep", "reduce_scatter"): 4},
+    "fsdp=4,ep=4": {("fsdp, ep", "all_to_all"): 16, ("fsdp, ep", "reduce_scatter"): 5},
+    "fsdp=2,tp=2,ep=2": {("fsdp, ep", "all_to_all"): 16, ("tp", "reduce_scatter"): 18},
+    "fsdp=16,ep=8": {("fsdp/ep", "reduce_scatter"): 4},  # fewer experts than shards
+    "dp=2,fsdp=4,ep=2": {("ep", "all_to_all"): 16, ("dp", "all_reduce"): 9},
+}
+
+
+@pytest.mark.parametrize("mesh", EXPERT_MESHES)
+def test_experts_are_shared_as_the_plan_says(mesh):
+    recorder, found = step_of(mesh, EXPERTS)
+    layout = read_layout(mesh, {"d": 8, "f": 16 if "16" in mesh else 4}[mesh[0]])
+    planned = Planned(
+        dp=layout.dp * layout.fsdp, replicas=layout.dp, tp=layout.tp, ep=layout.ep, zero=3, kernels="eager"
+    )
+    parameters, _, optimizer = states(EXPERTS, planned, EXPERTS.layers, roots=2)
+    assert recorder.kept["parameters"] == pytest.approx(parameters, rel=0.001)
+    assert recorder.kept["optimizer"] == pytest.approx(optimizer, rel=0.001)
+    assert recorder.gradients == recorder.kept["parameters"]
+    assert calls_of(found) == calls_of(found) | EXPERT_MESHES[mesh]
+    expected = EXPERTS.flops_per_token(128) * 128 / layout.tp
+    assert sum(recorder.flops.values()) == pytest.approx(expected, rel=0.02)
+    # Each token goes to two experts, in bfloat16.
+    exchanged = [row["bytes"] for row in found["collectives"] if row["collective"] == "all_to_all"]
+    assert set(exchanged) <= {2 * 2 * 128 * EXPERTS.hidden}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_each_family_of_models_keeps_its_parameters(family):
+    """Qwen has biases or norms in the attention besides: less than 0.1 %."""
+    sizes = replace(TINY, family=family, **({"experts": 4, "active": 2} if "mix" in family or "moe" in family else {}))
+    recorder, _ = step_of("fsdp=2,tp=2", sizes)
+    assert recorder.kept["parameters"] == pytest.approx(sizes.parameters, rel=0.002)
+
+
 def test_all_axes_together():
     recorder, found = step_of("pp=2,fsdp=2,cp=2,tp=2", rank=15, micro_batches=2)
     assert {row["group"] for row in found["collectives"]} == {"pp", "fsdp+cp", "cp", "tp"}
@@ -125,7 +174,9 @@ def test_bytes_are_those_that_workshop_memory_predicts():
 
 WRONG = {
     "fsdp=4,tp=4 --ranks 8": "4 x 4 is 16, not the 8 ranks of --ranks; fsdp=2 would",
-    "ep=8 --ranks 8": "write sizes for pp, dp, fsdp, cp, tp, such as fsdp=128,tp=8",
+    "xp=8 --ranks 8": "write sizes for pp, dp, fsdp, cp, tp, ep, such as fsdp=128,tp=8",
+    "ep=8 --ranks 8": "ep=8 does not divide fsdp=1; the ranks of ep are a part of those of fsdp",
+    "fsdp=8,ep=2 --ranks 8": "ep=2 does not divide the 1 experts of a layer; 1 would",
     "tp=64 --ranks 64": "tp=64 does not divide the 32 heads of the model; 16 or 32 would",
     "cp=8 --ranks 8 --sequence-length 100": "2 cp tp = 16 does not divide the 100 tokens",
     "pp=64 --ranks 64": "64 stages are more than the 32 layers",
@@ -144,6 +195,28 @@ def test_wrong_options_are_one_line(options, tmp_path, capsys):
     assert WRONG[options] in message
     assert message.count("\n") == 1
     assert not (tmp_path / "out").exists()
+
+
+WRONG_EXPERTS = {
+    "fsdp=16,ep=16 --ranks 16": "ep=16 does not divide the 8 experts of a layer; 4 or 8 would",
+    "fsdp=24,ep=8 --ranks 24": "fsdp/ep = 3 does not divide the rows of the matrices of the experts; 32 or 64 would",
+    "fsdp=4,cp=2,ep=2 --ranks 8": "ep and cp cannot be simulated together; use only one of them",
+    "fsdp=8,ep=8 --ranks 8 --sequence-length 10": "1 x 10 tokens cannot be divided equally among 8 experts",
+}
+
+
+@pytest.mark.parametrize("options", WRONG_EXPERTS)
+def test_experts_that_cannot_be_divided_are_one_line(options, tmp_path, capsys):
+    mesh, *others = options.split()
+    assert command("mixtral-8x7b", "--mesh", mesh, *others, "--output", tmp_path / "out") == 2
+    message = capsys.readouterr().err
+    assert WRONG_EXPERTS[options] in message
+    assert message.count("\n") == 1
+
+
+def test_a_model_without_a_gate_is_one_line(capsys):
+    assert command("gpt-3-175b", "--ranks", "8") == 2
+    assert "has no gate" in capsys.readouterr().err
 
 
 def test_an_unknown_model_is_one_line(capsys):

@@ -7,6 +7,9 @@ from pathlib import Path
 from workshop.errors import UserError
 from workshop.training.transformer import MODELS, Sizes
 
+# The types of models in Transformers with the architecture of Llama: the others add biases or norms, or experts.
+FAMILIES = ("llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe")
+
 
 @dataclass(frozen=True)
 class Model(Sizes):
@@ -16,11 +19,13 @@ class Model(Sizes):
         gated: the MLP has three matrices (SwiGLU, as in Llama), else two (GELU, as in GPT).
         experts: MLPs in each layer.
         active: the experts that process each token.
+        family: the type of the model in Transformers, one of ``FAMILIES``.
     """
 
     gated: bool = True
     experts: int = 1
     active: int = 1
+    family: str = "llama"
 
     @property
     def attention_parameters(self) -> int:
@@ -62,8 +67,8 @@ KNOWN = {
     "llama-3-70b": _llama(80, 8192, 28672, 64, 8, 128256, 131072),
     "llama-3-405b": _llama(126, 16384, 53248, 128, 8, 128256, 131072),
     "mistral-7b": _llama(32, 4096, 14336, 32, 8, 32000, 32768),
-    "mixtral-8x7b": _llama(32, 4096, 14336, 32, 8, 32000, 32768, experts=8, active=2),
-    "mixtral-8x22b": _llama(56, 6144, 16384, 48, 8, 32768, 65536, experts=8, active=2),
+    "mixtral-8x7b": _llama(32, 4096, 14336, 32, 8, 32000, 32768, experts=8, active=2, family="mixtral"),
+    "mixtral-8x22b": _llama(56, 6144, 16384, 48, 8, 32768, 65536, experts=8, active=2, family="mixtral"),
     "gpt-3-175b": _llama(96, 12288, 49152, 96, 96, 50257, 2048, gated=False),
 }
 
@@ -99,27 +104,30 @@ def _read(path: Path) -> Model:
     try:
         config = json.loads(path.read_text())
         kind = config.get("model_type")
-        if kind not in ("llama", "mistral", "mixtral", "qwen2", "qwen3"):
-            raise UserError(f"{path}: the model type is {kind}; a plan needs llama, mistral, mixtral, qwen2 or qwen3")
+        if kind not in FAMILIES:
+            raise UserError(f"{path}: the model type is {kind}; the supported types are {', '.join(FAMILIES)}")
+        if kind == "qwen3_moe" and (config.get("mlp_only_layers") or config.get("decoder_sparse_step", 1) != 1):
+            raise UserError(f"{path}: only some layers of this model have experts; that is not supported")
         heads, hidden = config["num_attention_heads"], config["hidden_size"]
         model = Model(
             config["num_hidden_layers"],
             hidden,
-            config["intermediate_size"],
+            config["moe_intermediate_size" if kind == "qwen3_moe" else "intermediate_size"],
             heads,
             config.get("num_key_value_heads") or heads,
             config.get("head_dim") or hidden // heads,
             config["vocab_size"],
             config.get("tie_word_embeddings", False),
             config.get("max_position_embeddings", 2**30),
-            experts=config.get("num_local_experts", 1),
+            experts=config["num_experts"] if kind == "qwen3_moe" else config.get("num_local_experts", 1),
             active=config.get("num_experts_per_tok", 1),
+            family=kind,
         )
     except OSError as error:
         raise UserError(f"{path}: {error.strerror}") from error
     except (ValueError, KeyError, AttributeError, TypeError, ZeroDivisionError) as error:
         raise UserError(f"{path} does not describe a model ({type(error).__name__}: {error})") from error
-    numbers = {key: value for key, value in vars(model).items() if key not in ("tied", "gated")}
+    numbers = {key: value for key, value in vars(model).items() if key not in ("tied", "gated", "family")}
     for key, value in numbers.items():
         if not isinstance(value, int) or value < 1:
             raise UserError(f"{path} does not describe a model ({key} is {value}, not a whole number of at least 1)")

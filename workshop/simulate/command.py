@@ -11,7 +11,7 @@ import torch.distributed as dist
 from rich.console import Console
 
 from workshop.errors import UserError
-from workshop.measure.memory import known_sizes
+from workshop.plan.sizes import find_model
 from workshop.repository import open_folder, require_stages
 from workshop.simulate.layout import check_model, read_layout
 
@@ -51,7 +51,7 @@ def run_simulate(
     """Simulate a step of training a known model, print what happened, and write it; return the exit status, 0.
 
     Args:
-        model: a name, a folder or a configuration file for ``known_sizes``.
+        model: a name, a folder or a configuration file for ``find_model``.
         ranks, rank: how many ranks there are, and which one to be.
         mesh: the sizes of the axes, for ``read_layout``.
         sequence_length: tokens per sequence; None: 2,048, or the maximum of the model if that is less.
@@ -63,7 +63,7 @@ def run_simulate(
     Raises:
         UserError: the model, the mesh and the options do not fit together.
     """
-    sizes, layout = known_sizes(model), read_layout(mesh, ranks)
+    sizes, layout = find_model(model), read_layout(mesh, ranks)
     length = sequence_length or min(2048, sizes.context)
     if length > sizes.context:
         raise UserError(f"{model} takes sequences of up to {sizes.context:,} tokens, not {length:,}")
@@ -73,7 +73,7 @@ def run_simulate(
     from workshop.simulate.world import world
 
     settings = Settings(length, batch_size, micro_batches, schedule, recompute, dtype == "bf16")
-    check_model(layout, sizes, length, settings.stages(layout), micro_batches)
+    check_model(layout, sizes, length, settings.stages(layout), micro_batches, batch_size)
     folder = open_folder(output or require_stages() / "runs" / "simulate")
     console, name = Console(highlight=False), Path(model).name
     console.print(

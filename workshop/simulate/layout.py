@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from workshop.errors import UserError
-from workshop.training.transformer import Sizes
+from workshop.plan.sizes import Model
 
 
 @dataclass(frozen=True)
@@ -21,6 +21,8 @@ class Layout:
         fsdp: ranks that share the parameters of a copy with FSDP.
         cp: ranks that share the tokens of a sequence.
         tp: ranks that share each matrix.
+        ep: ranks of fsdp that share the experts of each layer. Each has all parameters of its experts, or shares them with the
+            ranks of fsdp that have the same experts.
     """
 
     pp: int = 1
@@ -28,6 +30,7 @@ class Layout:
     fsdp: int = 1
     cp: int = 1
     tp: int = 1
+    ep: int = 1
 
     @property
     def sizes(self) -> dict[str, int]:
@@ -40,9 +43,17 @@ class Layout:
     @cached_property
     def mesh(self) -> DeviceMesh | None:
         """The mesh of the axes with more than one place, None without such an axis. The process group must exist."""
-        if not self.sizes:
+        if not self._axes:
             return None
-        return init_device_mesh("cpu", tuple(self.sizes.values()), mesh_dim_names=tuple(self.sizes))
+        return init_device_mesh("cpu", tuple(self._axes.values()), mesh_dim_names=tuple(self._axes))
+
+    @property
+    def _axes(self) -> dict[str, int]:
+        """The axes of the mesh: those of ``sizes``, but with experts the axis fsdp consists of two axes."""
+        if self.ep == 1:
+            return self.sizes
+        sizes = {"pp": self.pp, "dp": self.dp, SAME: self.fsdp // self.ep, "ep": self.ep, "tp": self.tp}
+        return {axis: size for axis, size in sizes.items() if size > 1 or axis == SAME}
 
     def together(self, *axes: str) -> DeviceMesh | None:
         """Return the mesh of some axes as one axis, without those that have only one place; None: all have one."""
@@ -50,15 +61,23 @@ class Layout:
         if not found or self.mesh is None:
             return None
         name = "+".join(found)
-        return self.mesh[found[0]] if len(found) == 1 else self.mesh[tuple(found)]._flatten(name)
+        parts = [part for axis in found for part in ((SAME, "ep") if self.ep > 1 and axis == "fsdp" else (axis,))]
+        return self.mesh[parts[0]] if len(parts) == 1 else self.mesh[tuple(parts)]._flatten(name)
 
     def group(self, axis: str) -> dist.ProcessGroup | None:
-        return self.mesh.get_group(axis) if self.mesh is not None and axis in self.sizes else None
+        if axis not in self.sizes:
+            return None
+        mesh = self.together(axis)
+        return mesh.get_group() if mesh is not None else None
 
     def group_names(self) -> dict[str, str]:
         """Return the axis of each group of this rank, by the name that PyTorch gave to the group."""
         names = {self.group(axis).group_name: axis for axis in self.sizes}
+        if self.ep == self.fsdp > 1:
+            names[self.group("ep").group_name] = "fsdp, ep"  # the same ranks
         shared = self.together("fsdp" if self.fsdp > 1 else "dp", "cp")
+        if self.ep > 1 and self.fsdp > self.ep:
+            names[self.mesh[SAME].get_group().group_name] = SAME
         return names if shared is None else {shared.get_group().group_name: shared.mesh_dim_names[0]} | names
 
     def rank(self, axis: str) -> int:
@@ -67,6 +86,7 @@ class Layout:
 
 
 AXES = tuple(field.name for field in fields(Layout))
+SAME = "fsdp/ep"  # the axis of the mesh with the ranks of fsdp that have the same experts
 
 
 def read_layout(text: str, ranks: int) -> Layout:
@@ -81,20 +101,45 @@ def read_layout(text: str, ranks: int) -> Layout:
         if axis not in AXES or axis in sizes or not size.isdecimal() or int(size) < 1:
             raise UserError(f"--mesh {text}: write sizes for {', '.join(AXES)}, such as fsdp=128,tp=8")
         sizes[axis] = int(size)
+    ep, fsdp = sizes.pop("ep", 1), sizes.get("fsdp", 1)
+    if fsdp % ep:
+        raise UserError(
+            f"--mesh {text}: ep={ep} does not divide fsdp={fsdp}; the ranks of ep are a part of those of fsdp"
+        )
     if (places := math.prod(sizes.values())) != ranks:
         product = " x ".join(map(str, sizes.values())) or "nothing"
         hint = f"; fsdp={ranks // others} would" if not ranks % (others := places // sizes.get("fsdp", 1)) else ""
         raise UserError(f"--mesh {text}: {product} is {places}, not the {ranks} ranks of --ranks{hint}")
-    return Layout(**sizes)
+    return Layout(**sizes, ep=ep)
 
 
-def check_model(layout: Layout, sizes: Sizes, sequence_length: int, stages: int, micro_batches: int) -> None:
+def check_model(
+    layout: Layout, sizes: Model, sequence_length: int, stages: int, micro_batches: int, batch_size: int = 1
+) -> None:
     """Check that a model can be divided over a mesh.
 
     Raises:
         UserError: it cannot; the message says what would work.
     """
-    tp, cp = layout.tp, layout.cp
+    tp, cp, ep = layout.tp, layout.cp, layout.ep
+    if not sizes.gated:
+        raise UserError("the MLP of this model has no gate; the simulation needs a model like Llama, Qwen or Mixtral")
+    if sizes.experts % ep:
+        raise UserError(
+            f"ep={ep} does not divide the {sizes.experts} experts of a layer; {_divisors(sizes.experts)} would"
+        )
+    if ep > 1 and cp > 1:
+        raise UserError("ep and cp cannot be simulated together; use only one of them")
+    rows, shards = math.gcd(sizes.hidden, sizes.intermediate // tp), layout.fsdp // ep
+    if sizes.experts > 1 and rows % shards:
+        raise UserError(
+            f"fsdp/ep = {shards} does not divide the rows of the matrices of the experts; {_divisors(rows)} would"
+        )
+    if sizes.experts > 1 and batch_size * sequence_length // cp * sizes.active % sizes.experts:
+        raise UserError(
+            f"{batch_size} x {sequence_length:,} tokens cannot be divided equally among {sizes.experts} experts; "
+            f"with a --sequence-length that {sizes.experts * cp} divides, they can"
+        )
     for what, number in (("heads", sizes.heads), ("key-value heads", sizes.kv_heads)):
         if number % tp:
             raise UserError(f"tp={tp} does not divide the {number} {what} of the model; {_divisors(number)} would")

@@ -1,28 +1,30 @@
-"""The model of a simulation: a part of a Llama of transformers, divided over the ranks by PyTorch's own functions."""
+"""The model of a simulation: a part of a model of Transformers, divided over the ranks by PyTorch's own functions."""
 
 from collections.abc import Iterable
 from functools import partial
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
+    ParallelStyle,
     PrepareModuleInput,
     RowwiseParallel,
     SequenceParallel,
     parallelize_module,
 )
 from torch.utils.checkpoint import checkpoint
-from transformers import LlamaForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from workshop.measure.language_model import llama_config
-from workshop.training.transformer import Sizes
+from workshop.plan.sizes import Model
+from workshop.simulate.experts import MixtureOfExperts
 
 
 class Part(nn.Module):
-    """Some layers of a Llama; with the first one also the embedding, with the last one also the output layer.
+    """Some layers of a model; with the first one also the embedding, with the last one also the output layer.
 
     Args:
         model: the whole model, whose modules the part uses.
@@ -30,7 +32,7 @@ class Part(nn.Module):
         tokens: the tokens of a sequence on this rank (with tensor parallelism: before it divides the sequence).
     """
 
-    def __init__(self, model: LlamaForCausalLM, numbers: range, tokens: int):
+    def __init__(self, model: PreTrainedModel, numbers: range, tokens: int):
         super().__init__()
         last = len(model.model.layers) - 1
         self.tokens, self.rotary = tokens, model.model.rotary_emb
@@ -47,9 +49,37 @@ class Part(nn.Module):
         return x if self.lm_head is None else self.lm_head(self.norm(x))
 
 
-def make_model(sizes: Sizes, attention: str = "sdpa") -> LlamaForCausalLM:
-    """Return the whole model. Call this with a ``FakeTensorMode``."""
-    return LlamaForCausalLM(llama_config(sizes, attention))
+def make_model(
+    sizes: Model, attention: str = "sdpa", experts: dist.ProcessGroup | None = None, tp: int = 1
+) -> PreTrainedModel:
+    """Return the whole model. Call this with a ``FakeTensorMode``.
+
+    Args:
+        sizes: the sizes of the model.
+        attention: the implementation of the attention, as Transformers names it.
+        experts, tp: see ``Experts``.
+    """
+    width = {"moe_intermediate_size": sizes.intermediate, "num_experts": 1} if sizes.family == "qwen3_moe" else {}
+    config = AutoConfig.for_model(
+        sizes.family,
+        vocab_size=sizes.vocabulary,
+        hidden_size=sizes.hidden,
+        intermediate_size=sizes.intermediate,
+        num_hidden_layers=sizes.layers,
+        num_attention_heads=sizes.heads,
+        num_key_value_heads=sizes.kv_heads,
+        head_dim=sizes.head,
+        tie_word_embeddings=sizes.tied,
+        pad_token_id=None,
+        bos_token_id=None,
+        eos_token_id=None,
+        **({"num_local_experts": 1} if sizes.family == "mixtral" else width),
+    )
+    model = AutoModelForCausalLM.from_config(config, attn_implementation=attention)
+    if sizes.experts > 1:  # those of Transformers need the values of the router
+        for layer in model.model.layers:
+            layer.mlp = MixtureOfExperts(sizes, experts, tp)
+    return model
 
 
 def divide(layers: int, stages: int) -> list[range]:
@@ -71,6 +101,24 @@ def recompute(layers: Iterable[nn.Module]) -> None:
         layer.forward = partial(checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False)
 
 
+class DividedExperts(ParallelStyle):
+    """Give experts, which already have only their part of each matrix, all tokens, and add up their results.
+
+    They take and return this rank's tokens, as the other modules between the layers do.
+    """
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        def gather(_, inputs):  # the norm before the experts returns a DTensor
+            return inputs[0].redistribute(placements=[Replicate()]).to_local(grad_placements=[Partial()])
+
+        def reduce(_, inputs, output):
+            return DTensor.from_local(output, device_mesh, [Partial()]).redistribute(placements=[Shard(1)]).to_local()
+
+        module.register_forward_pre_hook(gather)
+        module.register_forward_hook(reduce)
+        return module
+
+
 def parallelize(part: Part, mesh: DeviceMesh) -> None:
     """Divide a part with tensor and sequence parallelism. It then takes and returns this rank's tokens between the layers."""
     gather = {"hidden_states": Shard(1)}, {"hidden_states": Replicate()}
@@ -88,7 +136,16 @@ def parallelize(part: Part, mesh: DeviceMesh) -> None:
         "mlp.down_proj": RowwiseParallel(output_layouts=Shard(1)),
     }
     for layer in part.layers.values():
-        parallelize_module(layer, mesh, plan)
+        own = dict(plan)
+        if isinstance(layer.mlp, MixtureOfExperts):  # it has only its part of each matrix already
+            own = {name: style for name, style in plan.items() if not name.startswith("mlp")}
+            own["mlp"] = DividedExperts()
+        if hasattr(layer.self_attn, "q_norm"):  # they normalize each head (sequences x tokens x heads x size of a head)
+            own |= {
+                f"self_attn.{name}": SequenceParallel(sequence_dim=2, use_local_output=True)
+                for name in ("q_norm", "k_norm")
+            }
+        parallelize_module(layer, mesh, own)
     outside = {}
     if part.embed_tokens is not None:
         outside["embed_tokens"] = RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1))

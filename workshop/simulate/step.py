@@ -8,17 +8,18 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import loss_parallel
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel as DDP
 
-from workshop.simulate.layout import Layout
+from workshop.plan.sizes import Model
+from workshop.simulate.experts import Experts
+from workshop.simulate.layout import SAME, Layout
 from workshop.simulate.model import Part, divide, make_model, parallelize, recompute
 from workshop.simulate.recorder import PARAMETERS, Recorder, Watch, observed
 from workshop.simulate.ring import use_ring
 from workshop.training.pipeline import SEVERAL, schedule_class
-from workshop.training.transformer import Sizes
 
 
 @dataclass(frozen=True)
@@ -46,7 +47,7 @@ class Settings:
         return layout.pp * (2 if self.schedule in SEVERAL and layout.pp > 1 else 1)
 
 
-def simulate(sizes: Sizes, layout: Layout, settings: Settings) -> Recorder:
+def simulate(sizes: Model, layout: Layout, settings: Settings) -> Recorder:
     """Run a step as a rank of the process group, which exists already, and return what happened in it.
 
     The parameters, the optimizer state and, with DDP, the buckets exist before the step.
@@ -56,7 +57,7 @@ def simulate(sizes: Sizes, layout: Layout, settings: Settings) -> Recorder:
     own_tokens = settings.sequence_length // layout.cp
     ring = layout.group("cp")
     with fake:
-        model = make_model(sizes, use_ring(ring) if ring else "sdpa")
+        model = make_model(sizes, use_ring(ring) if ring else "sdpa", layout.group("ep"), layout.tp)
     stages = settings.stages(layout)
     numbers = divide(sizes.layers, stages)[layout.rank("pp") :: layout.pp]
     parts = [Part(model, each, own_tokens) for each in numbers]
@@ -92,8 +93,12 @@ def _distribute(part: Part, layout: Layout, settings: Settings, fake, recorder: 
         shard = layout.together("fsdp", "cp")
         mesh = layout.mesh["dp", shard.mesh_dim_names[0]] if layout.dp > 1 else shard
         policy = MixedPrecisionPolicy(torch.bfloat16 if settings.bf16 else None, reduce_dtype=torch.float32)
+        if layout.ep > 1:  # each rank has only some experts, which it shares with fewer ranks
+            same = layout.mesh["dp", SAME] if layout.dp > 1 else layout.mesh[SAME]
+            for experts in (each for each in part.modules() if isinstance(each, Experts)):
+                fully_shard(experts, mesh=same, mp_policy=policy, shard_placement_fn=_shard)
         for each in (*part.layers.values(), part):
-            fully_shard(each, mesh=mesh, mp_policy=policy)
+            fully_shard(each, mesh=mesh, mp_policy=policy, shard_placement_fn=_shard)
         return part
     copies = layout.together("dp", "cp")
     if copies is None:
@@ -104,6 +109,11 @@ def _distribute(part: Part, layout: Layout, settings: Settings, fake, recorder: 
         _pre_dp_module_transform(part)  # DDP needs plain tensors
     with fake, Watch(recorder):  # the buckets
         return DDP(part, process_group=copies.get_group())
+
+
+def _shard(parameter: nn.Parameter) -> Shard | None:
+    """Shard the matrices of experts by their rows, because a rank can have fewer experts than there are shards."""
+    return Shard(1) if parameter.ndim == 3 else None
 
 
 def _precision(layout: Layout, settings: Settings):
