@@ -280,9 +280,7 @@ def memory(model, batch_size, sequence_length, gpus, measure, output) -> None:
 @click.argument("words", nargs=-1, type=click.UNPROCESSED, metavar="[MODEL | -- train.py ...]")
 @click.option("--ranks", type=click.IntRange(min=1), default=1, show_default=True, help="Number of ranks (GPUs).")
 @click.option("--rank", type=click.IntRange(min=0), default=0, show_default=True, help="The rank to simulate.")
-@click.option(
-    "--mesh", default="", metavar="fsdp=128,tp=8", help="Sizes of dp, fsdp, tp, pp, cp and ep.  [default: fsdp]"
-)
+@click.option("--mesh", default="", metavar="fsdp=128,tp=8", help="Sizes of dp, fsdp, tp, pp, cp, ep.  [default: fsdp]")
 @click.option(
     "--sequence-length", type=click.IntRange(min=2), help="Tokens per sequence.  [default: 2048 or the model's maximum]"
 )
