@@ -92,6 +92,18 @@ def test_a_figure_that_was_not_measured_is_named_with_its_line(tmp_path, monkeyp
     ]
 
 
+def test_a_duration_that_was_not_measured_is_named_with_its_line(tmp_path, monkeypatch):
+    (tmp_path / "results").mkdir()
+    (tmp_path / "results/time.json").write_text('{"seconds": 148.3, "cores": 2}')
+    text = "takes {} minutes on two CPU cores ([seconds](results/time.json))."
+    (tmp_path / "README.md").write_text(f"It {text.format('2')}\n\nIt {text.format('six')}\n")
+    for module in (wording, documents):
+        monkeypatch.setattr(module, "require_stages", lambda: tmp_path)
+    assert list(wording.unmeasured_figures()) == [
+        "README.md:3: six minutes is in no result file that this paragraph links to",
+    ]
+
+
 def test_the_readme_shows_what_the_check_says():
     (quoted,) = re.findall(r"```text\n(01_single_gpu/.*?)\.\.\.\n", (runs.ROOT / "README.md").read_text(), re.DOTALL)
     console = Console(file=io.StringIO(), width=200, color_system=None)
