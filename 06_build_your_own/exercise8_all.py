@@ -93,7 +93,7 @@ def clip_gradients(stage, layout, most):
     trained = {name: each for name, each in stage.named_parameters() if each.grad is not None}
     # TODO 3: All ranks send all of their gradients to all others, but the norm is one number. Let each rank compute the sum of
     # the squares of its gradients, and add these sums over the ranks that have one whole model together. Some parameters are
-    # divided along tp. Of the others each rank of tp has a copy, and their squares must count once.
+    # divided along tp. Each rank of tp has a copy of the others, whose squares must count only once.
     own, everyone = {}, [None] * dist.get_world_size()
     for name, each in trained.items():
         part = 0 if layout.divided(name, each) is None else dist.get_rank(layout.tp)

@@ -239,6 +239,21 @@ def test_only_a_restarted_run_may_have_no_epochs_left(restarted, message, tmp_pa
     assert message in capfd.readouterr().err
 
 
+@pytest.mark.parametrize("declared", ["checkpoint", "snapshot"])
+def test_the_old_name_of_the_option_checkpoint_still_works(declared, monkeypatch):
+    monkeypatch.setattr("workshop.training.arguments.closed_to_gpus", lambda: "")
+    parser = ArgumentParser()
+    parser.add_argument(f"--{declared}", default="runs/default.pt", help="the file")
+    assert vars(parser.parse_args([])) == {declared: "runs/default.pt"}
+    for used in ("--checkpoint", "--snapshot"):
+        assert vars(parser.parse_args([used, "other.pt"])) == {declared: "other.pt"}
+    described = parser.format_help()
+    assert ("--checkpoint" in described, "--snapshot" in described) == (
+        declared == "checkpoint",
+        declared == "snapshot",
+    )
+
+
 def test_more_processes_than_samples_are_refused(tmp_path):
     done = runs.run([*runs.command("spawn", 2048), "--batch-size", 1], tmp_path)
     assert (done.returncode, done.stderr.count("\n")) == (2, 1), done.stderr

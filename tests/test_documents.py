@@ -30,7 +30,7 @@ def test_the_page_of_the_planner_has_the_errors_of_the_result_file():
     assert f"On {found['runs']} runs of {found['projects']} projects" in page
     for what, name in (
         ("the median error of tokens/s", "median"),
-        ("nine of ten", "nine_of_ten"),
+        ("90 % of the errors are below", "nine_of_ten"),
         ("the largest", "largest"),
     ):
         assert re.search(rf"{what}\D* {100 * found[name]:.0f} %", page), (what, found[name])
@@ -89,6 +89,18 @@ def test_a_figure_that_was_not_measured_is_named_with_its_line(tmp_path, monkeyp
         monkeypatch.setattr(module, "require_stages", lambda: tmp_path)
     assert list(wording.unmeasured_figures()) == [
         "README.md:4: 1,300 is in no result file that this paragraph links to",
+    ]
+
+
+def test_a_duration_that_was_not_measured_is_named_with_its_line(tmp_path, monkeypatch):
+    (tmp_path / "results").mkdir()
+    (tmp_path / "results/time.json").write_text('{"seconds": 148.3, "cores": 2}')
+    text = "takes {} minutes on two CPU cores ([seconds](results/time.json))."
+    (tmp_path / "README.md").write_text(f"It {text.format('2')}\n\nIt {text.format('six')}\n")
+    for module in (wording, documents):
+        monkeypatch.setattr(module, "require_stages", lambda: tmp_path)
+    assert list(wording.unmeasured_figures()) == [
+        "README.md:3: six minutes is in no result file that this paragraph links to",
     ]
 
 

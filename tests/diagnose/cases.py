@@ -1,4 +1,4 @@
-"""The lab of ``workshop diagnose``: programs that stand still or fail, each with the cause that must be named.
+"""The lab of ``workshop diagnose``: programs that hang or fail, each with the cause that must be named.
 
 ``python -m diagnose.cases`` runs all of them and prints what each was named as JSON (results/diagnose-lab.json).
 """
@@ -139,9 +139,7 @@ def run(case: Case, folder: Path, patience: float = 10) -> Named:
 
 def named(case: Case, output: str) -> Named:
     """Return what a program was named, from the output of ``workshop diagnose``."""
-    report = re.search(
-        r"^workshop diagnose: (nothing has moved for (\d+) s|the program has ended .*)\n  (.*)", output, re.M
-    )
+    report = re.search(r"^workshop diagnose: (no progress for (\d+) s|the program has ended .*)\n  (.*)", output, re.M)
     if report is None:
         return Named(case.name, f"nothing: {output[-500:]}", 0, case.line(), False, None)
     place = re.search(rf"^  where: .*/{case.name}\.py:(\d+)", output[report.start() :], re.M)

@@ -81,7 +81,7 @@ class ProgramBench:
         return run
 
     def traced(self, run: Run, again: Callable[..., Run]) -> Run:
-        """Run a program whose ranks have parted a second time, and trace its lines.
+        """Run a program whose ranks have diverged a second time, and trace its lines.
 
         Args:
             run: the first run. It counts if it was long, or if the ranks do not part again.

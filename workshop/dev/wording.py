@@ -17,6 +17,12 @@ RATE = re.compile(
     r" (?:(?:samples|tokens|images)(?:/s| per second)|times as fast|% of the throughput)"
 )
 
+NUMBERS = ["zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven", "twelve"]
+DURATION = re.compile(
+    rf"(\d[\d,]*(?:\.\d+)?|{'|'.join(NUMBERS)}) (seconds?|minutes?|hours?) on (?:\d+|two) (?:CPU )?cores"
+)
+SECONDS = {"second": 1, "minute": 60, "hour": 3600}
+
 
 def unexplained_terms() -> Iterator[str]:
     """Find terms of the glossary whose first use in a notebook has no link to it, unless bold type marks a definition there."""
@@ -60,7 +66,7 @@ def used(term: str, line: str) -> bool:
 
 
 def unmeasured_figures() -> Iterator[str]:
-    """Find measured speeds in the prose that are in none of the result files to which their paragraph links."""
+    """Find measured speeds and durations in the prose that are in none of the result files to which their paragraph links."""
     root = require_stages()
     for path in documents():
         name = path.relative_to(root)
@@ -72,6 +78,11 @@ def unmeasured_figures() -> Iterator[str]:
             for figure in filter(None, (figure for found in RATE.findall(text) for figure in found)):
                 if not any(contains(file, figure) for file in sources):
                     yield f"{name}:{place}: {figure} is in no result file that this paragraph links to"
+            for number, unit in DURATION.findall(text):
+                figure = str(NUMBERS.index(number)) if number in NUMBERS else number
+                scales = (1, 1 / SECONDS[unit.removesuffix("s")])  # the file has the same unit, or seconds
+                if not any(contains(file, figure, scales) for file in sources):
+                    yield f"{name}:{place}: {number} {unit} is in no result file that this paragraph links to"
 
 
 def paragraphs(path: Path) -> Iterator[tuple[str, str]]:
@@ -92,8 +103,14 @@ def numbers(file: Path) -> set[float]:
     return {float(number.replace(",", "")) for number in re.findall(r"\d[\d,]*(?:\.\d+)?", file.read_text()) if number}
 
 
-def contains(file: Path, figure: str) -> bool:
-    """Return whether a file contains a number that rounds to this figure, or a fraction that rounds to this percentage."""
+def contains(file: Path, figure: str, scales: tuple[float, ...] = (1, 100)) -> bool:
+    """Return whether a file contains a number that rounds to this figure; by default also a fraction for a percentage.
+
+    Args:
+        file: a result file.
+        figure: the figure as the text writes it.
+        scales: factors between the numbers in the file and the figure.
+    """
     wanted = float(figure.replace(",", ""))
     tolerance = 0.5 * 10.0 ** -len(figure.partition(".")[2]) + 1e-9
-    return any(abs(number * scale - wanted) <= tolerance for number in numbers(file) for scale in (1, 100))
+    return any(abs(number * scale - wanted) <= tolerance for number in numbers(file) for scale in scales)

@@ -210,7 +210,7 @@ class Scene:
         missing: what could not be found out, one sentence each.
         log: the first error in the output of the program; "": none.
         killed_for_memory: process IDs that the kernel killed because memory ran out.
-        seconds: how long nothing has moved.
+        seconds: how long the program has made no progress.
         here: the node on which this was seen; "": the ranks have ended, or run on several nodes.
     """
 

@@ -28,7 +28,7 @@ def diagnose_folder(folder: Path, output: str = "") -> int:
         output: the folder of the report.
 
     Returns:
-        1: something has failed or stood still; 0: nothing was found.
+        1: something has failed or hung; 0: nothing was found.
 
     Raises:
         UserError: the folder contains none of these.

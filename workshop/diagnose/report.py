@@ -23,7 +23,7 @@ def show(diagnosis: Diagnosis, scene: Scene, output: str, reason: str) -> None:
         diagnosis: what to print.
         scene: what was seen; its ``missing`` is printed too.
         output: the folder; "": diagnosis-DATE-TIME in the current folder.
-        reason: why it is printed now, such as "nothing has moved for 12 s".
+        reason: why it is printed now, such as "no progress for 12 s".
     """
     print(text(diagnosis, scene, reason), file=sys.stderr, flush=True)
     if folder := write(diagnosis, scene, output):

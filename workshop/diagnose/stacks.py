@@ -73,7 +73,7 @@ def py_spy() -> str | None:
 
 
 def read_stacks(pid: int, timeout: float = 5) -> Stacks:
-    """Read the stacks of a process, which goes on running.
+    """Read the stacks of a process, which keeps running.
 
     Args:
         pid: the process ID of a Python process.

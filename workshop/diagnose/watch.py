@@ -175,7 +175,7 @@ def _works(rank: Rank) -> bool:
 def _report(diagnosis: Diagnosis, seen: Seen, folder: Path, output: str) -> None:
     assert seen.scene is not None
     scene = replace(seen.scene, ranks=tuple(_with_failure(rank, folder) for rank in seen.scene.ranks))
-    show(diagnosis, scene, output, f"nothing has moved for {scene.seconds:.0f} s")
+    show(diagnosis, scene, output, f"no progress for {scene.seconds:.0f} s")
 
 
 def _with_failure(rank: Rank, folder: Path) -> Rank:

@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 @click.option("--rows", metavar="FILE.csv", help="With --validate: predict the runs of this file instead.")
 @click.option("--fit", is_flag=True, help="Fit the constants to the published runs.")
 def plan(model, validate, rows, fit, output, **options) -> None:
-    """Plan a training on up to thousands of GPUs: layout, speed, memory, days.
+    """Plan a training on one to thousands of GPUs: layout, speed, memory, days.
 
     MODEL is llama-3-8b, -70b, -405b, codellama-7b, -13b, -34b, -70b, mixtral-8x7b, or a config.json of Hugging Face.
     """

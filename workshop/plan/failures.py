@@ -49,7 +49,7 @@ def expected(
         hours: the length of the training without interruptions.
         rate: interruptions per hour and GPU.
         checkpoint: seconds in which training stops to write a checkpoint.
-        restart: seconds from an interruption until training goes on.
+        restart: seconds from an interruption until training continues.
         interval: seconds between checkpoints; 0: the best.
     """
     between = 3600 / (rate * gpus) if rate else math.inf

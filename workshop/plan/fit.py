@@ -68,7 +68,7 @@ def fit(runs: list[Run], start: Constants | None = None) -> Constants:
 
 
 def thinned(runs: list[Run]) -> list[Run]:
-    """Return at most MOST runs of each source, spread evenly over its rows."""
+    """Return at most MOST runs of each source, at equal distances in its rows."""
     groups = defaultdict(list)
     for run in runs:
         groups[run.group].append(run)

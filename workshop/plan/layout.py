@@ -1,4 +1,4 @@
-"""A layout: how a training is spread over GPUs, and whether a model and a number of GPUs allow it."""
+"""A layout: how a training is divided among GPUs, and whether a model and a number of GPUs allow it."""
 
 import math
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ RECOMPUTE = ("none", "selective", "half", "full")
 
 @dataclass(frozen=True)
 class Layout:
-    """How a training is spread over dp x tp x pp x cp GPUs.
+    """How a training is divided among dp x tp x pp x cp GPUs.
 
     Attributes:
         dp: copies of the model's pipeline that get different sequences; with FSDP they also share its parameters.

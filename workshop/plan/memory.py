@@ -48,7 +48,7 @@ def states(model: Model, layout: Layout, layers: int, roots: int) -> tuple[float
 
     Args:
         model: its sizes.
-        layout: how it is spread.
+        layout: how it is divided among the GPUs.
         layers: the layers of the stage.
         roots: embedding and output layer: how many of them the stage has.
     """
@@ -57,7 +57,9 @@ def states(model: Model, layout: Layout, layers: int, roots: int) -> tuple[float
     dense = layers * (own.layer_parameters - experts) + roots * own.vocabulary * model.hidden + model.hidden
     found = [0.0, 0.0, 0.0]
     for count, ep in ((dense, 1), (layers * experts, layout.ep)):
-        shards = max(1, layout.sharding // ep)  # the experts are spread over a part of the data-parallel ranks already
+        shards = max(
+            1, layout.sharding // ep
+        )  # the experts are divided among a part of the data-parallel ranks already
         count /= ep
         if layout.zero == 3:
             each = (4 / shards, 4 / shards, 8 / shards)

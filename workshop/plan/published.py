@@ -1,7 +1,7 @@
 """Published training runs: one row of a CSV file each, as a model, a layout, a card, and what was measured.
 
-The columns are those of published.csv. Its first 40 rows were given with the task; the others were collected later. What a source
-leaves out, we choose as its software does; ``Run.assumed`` says so.
+The columns are those of published.csv. Its first 40 rows were collected first; their errors are also reported alone. What a
+source leaves out, we choose as its software does; ``Run.assumed`` says so.
 """
 
 import csv

@@ -45,7 +45,7 @@ class Model(Sizes):
 
     @property
     def active_parameters(self) -> int:
-        """Parameters that a token is multiplied with, without the embedding (a table); a tied output layer counts."""
+        """Parameters of the matrices that process a token, without the embedding (a table); a tied output layer counts."""
         layer = self.attention_parameters + self.active * self.mlp_parameters
         return self.layers * layer + self.vocabulary * self.hidden
 

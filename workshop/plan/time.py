@@ -110,7 +110,7 @@ class Machine:
         Args:
             m, k, n: the sizes.
             fp8: "", "tensorwise" or "rowwise".
-            weights: the number of k x n matrices among which the m rows are spread (experts).
+            weights: the number of k x n matrices among which the m rows are divided (experts).
         """
         bandwidth = self.card.memory_bandwidth
         moved = 2 * (m * k + weights * k * n + m * n)
@@ -237,7 +237,7 @@ def predict(
 
     Args:
         model: its sizes.
-        layout: how it is spread.
+        layout: how it is divided among the GPUs.
         card: the GPU, its node and its network.
         sequence_length: tokens.
         constants: None: those of constants.toml.

@@ -92,7 +92,7 @@ def pairs(rows: Sequence[dict]) -> tuple[int, int]:
 
 
 def summary(rows: Sequence[dict]) -> dict:
-    """Return the errors of all rows of dense models, of the rows that were given, and of models with experts."""
+    """Return the errors of all rows of dense models, of the first 40 rows, and of models with experts."""
     parts = {
         "dense": [row for row in rows if row["experts"] == 1],
         "given": [row for row in rows if row["given"]],
@@ -133,7 +133,7 @@ def write(rows: list[dict], folder: Path) -> None:
 
 
 def table(rows: list[dict], found: dict) -> str:
-    """Return the errors as Markdown: a line for each project, then one for each run that was given."""
+    """Return the errors as Markdown: a line for each project, then one for each of the first 40 runs."""
     lines = [
         "# Predictions of `workshop plan` compared with published runs",
         "",

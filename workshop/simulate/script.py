@@ -221,7 +221,7 @@ class Run:
         return [*found, (torch.multiprocessing, "spawn", spawn), (torch, "compile", compile_nothing)]
 
     def registered(self, module: nn.Module, name: str, tensor):
-        """Return what a module shall keep in place of a tensor that it gets."""
+        """Return what a module keeps in place of a tensor that it gets."""
         return self.faked(tensor) if tensor is not None and tensor.numel() >= LARGE else tensor
 
     def faked(self, tensor):

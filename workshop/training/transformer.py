@@ -70,7 +70,7 @@ class Sizes:
     def flops_per_token(self, sequence_length: int) -> float:
         """Return the floating-point operations per token in training, forward and backward, as MFU counts them.
 
-        These are 6 for each parameter that a token is multiplied with (all except the embedding, which is a table), and, for the
+        These are 6 for each parameter that processes a token (all except the embedding, which is a table), and, for the
         attention, 12 x layers x size of all heads x sequence length. Recomputation in activation checkpointing does not
         count. Source: Chowdhery et al., "PaLM", 2022, appendix B, https://arxiv.org/abs/2204.02311.
         """

@@ -1,6 +1,6 @@
 """The trail of a process: which lines of the program's own files it ran, in order, and what it saw there.
 
-Only a second run of a program whose ranks have parted has trails, because tracing is slow.
+Only a second run of a program whose ranks have diverged has trails, because tracing is slow.
 """
 
 import json

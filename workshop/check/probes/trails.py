@@ -1,6 +1,6 @@
 """Trails: which lines of its own files a process runs, what the names there are, and with what it calls libraries.
 
-Tracing makes the program slower, so only a second run of a program whose ranks have parted installs this probe.
+Tracing makes the program slower, so only a second run of a program whose ranks have diverged installs this probe.
 """
 
 import inspect

@@ -136,7 +136,7 @@ def gradients_reduced(step: TracedStep) -> Seen | None:
 @of_step(
     why="A rank that only waits during each message is idle for as long as the message takes.",
     fix="Start batch_isend_irecv for the next keys and values before the products with the present ones, and call wait() after "
-    "them. Let the gradients of the last block be under way meanwhile, too.",
+    "them. Send the gradients of the last block during these products too.",
     after=(keys_gathered, gradients_reduced),
 )
 def backward_waits(step: TracedStep) -> Seen | None:

@@ -10,7 +10,8 @@ from workshop.check.rules.words import named, plural
 
 
 @rule(
-    why="Each rank computes a part of the same layer, and the parts are added up. Parts of different batches are no result.",
+    why="Each rank computes a part of the same layer, and the parts are added up. The sum is wrong if they come from different "
+    "batches.",
     fix="Give all ranks of a group of tensor parallelism the same batch: pass num_replicas and rank of data parallelism to "
     "DistributedSampler, not those of all processes, and use the same seed on these ranks.",
     after=(no_group, wrong_group),
@@ -32,7 +33,7 @@ def batches_of_a_layer_differ(run: Run) -> Said:
 
 
 @rule(
-    why="Each rank has other layers, or another part of each layer. A checkpoint with the parameters of one rank "
+    why="Each rank has different layers, or a different part of each layer. A checkpoint with the parameters of one rank "
     "loses the others.",
     fix="Save on every rank with torch.distributed.checkpoint, or one file per rank, or gather the state_dict() of all ranks "
     "before rank 0 saves them.",

@@ -114,7 +114,7 @@ def far(found: torch.Tensor, expected: torch.Tensor, what: str) -> str:
 
 
 def first_problem(problem: str) -> str:
-    """Return what the first rank with a problem has seen, on all ranks, so that they all go on or all end."""
+    """Return what the first rank with a problem has seen, on all ranks, so that they all continue or all end."""
     problems: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(problems, problem)
     return next(filter(None, problems), "")
