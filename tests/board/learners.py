@@ -9,10 +9,41 @@ from pathlib import Path
 from workshop.check.subject import KEPT
 from workshop.course.exercises import exercises
 
-NAMES = (
-    "Ada Amir Ana Björn Chen Chiara Dmitri Elif Emeka Fatima Freya Goran Hana Ines Ivan Jonas Kofi Lena Li Maja Mateo Nadia Noor "
-    "Olga Pedro Priya Sven Tomás Yuki Zoë"
-).split()
+NAMES = [
+    *(
+        "Ada",
+        "Amir",
+        "Ana",
+        "Björn",
+        "Chen",
+        "Chiara",
+        "Dmitri",
+        "Elif",
+        "Emeka",
+        "Fatima",
+        "Freya",
+        "Goran",
+        "Hana",
+        "Ines",
+    ),
+    *(
+        "Ivan",
+        "Jonas",
+        "Kofi",
+        "Lena",
+        "Li",
+        "Maja",
+        "Mateo",
+        "Nadia",
+        "Noor",
+        "Olga",
+        "Pedro",
+        "Priya",
+        "Sven",
+        "Tomás",
+    ),
+    *("Yuki", "Zoë"),
+]
 STAGE = "02_pytorch_ddp"
 
 
@@ -43,9 +74,9 @@ def _check(exercise: str, goals: dict[int, bool], rule: str) -> dict:
     return {"event": "check", "exercise": exercise, "goals": dict(goals), "rule": rule, "seconds": 6.0}
 
 
-def write_class(folder: Path, now: float, minutes: float = 55) -> None:
+def write_class(folder: Path, now: float, minutes: float = 55, seed: int = 5) -> None:
     """Write the files of thirty learners who have worked for some minutes until ``now``; goal 2 takes many of them long."""
-    chance = random.Random(5)
+    chance = random.Random(seed)
     for number, name in enumerate(NAMES):
         at = now - 60 * minutes + chance.uniform(0, 300)
         lines = [{"event": "join", "at": at, "name": name}, {"event": "start", "at": at + 5, "stage": STAGE}]

@@ -6,6 +6,7 @@ the moment at which the learner's call returned until the page shows the row as 
 
 import argparse
 import fcntl
+import http.client
 import json
 import multiprocessing
 import os
@@ -20,9 +21,8 @@ import tempfile
 import termios
 import threading
 import time
-import urllib.error
-import urllib.request
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import psutil
 
@@ -88,21 +88,20 @@ class Screen:
 
 def watch(address: str, until: float) -> list[tuple[float, dict]]:
     """Ask for the state until the given time, as a browser does; return each new state with its time."""
-    seen, version = [], ""
+    seen, version, place = [], "", urlsplit(address)
+    connection = http.client.HTTPConnection(place.netloc, timeout=10)
     while time.time() < until:
-        request = urllib.request.Request(address + "state", headers={"Board-Version": version})
-        try:
-            with urllib.request.urlopen(request, timeout=10) as answer:
-                version = answer.headers["Board-Version"]
-                state = json.loads(answer.read())
-                rows = {
-                    row["name"]: row | {"exercise": each["name"]} for each in state["exercises"] for row in each["rows"]
-                }
-                seen.append((time.time(), rows))
-        except urllib.error.HTTPError as error:
-            if error.code != 304:
-                raise
+        connection.request("GET", place.path + "state", headers={"Board-Version": version})
+        answer = connection.getresponse()
+        content, version = answer.read(), answer.headers["Board-Version"]
+        if answer.status == 200:
+            state = json.loads(content)
+            rows = {
+                row["name"]: row | {"exercise": each["name"]} for each in state["exercises"] for row in each["rows"]
+            }
+            seen.append((time.time(), rows))
         time.sleep(SAMPLED)
+    connection.close()
     return seen
 
 

@@ -71,10 +71,7 @@ class Row:
     @property
     def goal(self) -> int | None:
         """The goal that the learner works on: the first one that is not met; None: all are met, or no exercise was begun."""
-        goals = self.states.get(self.exercise, {})
-        return next(
-            (number for number in sorted(goals, key=lambda each: (each == KEPT, each)) if not goals[number].met), None
-        )
+        return next((number for number, state in self.states.get(self.exercise, {}).items() if not state.met), None)
 
     @property
     def current(self) -> GoalState | None:
@@ -139,8 +136,8 @@ class Row:
 
 @cache
 def known_goals() -> dict[str, tuple[int, ...]]:
-    """Return the numbers of the goals of each exercise of this copy of the course."""
-    return {each.name: tuple(each.titles) for each in exercises()}
+    """Return the numbers of the goals of each exercise of this copy of the course, goal 0 last."""
+    return {each.name: tuple(sorted(each.titles, key=lambda number: (number == KEPT, number))) for each in exercises()}
 
 
 def parse(line: bytes) -> Event | str:

@@ -8,7 +8,7 @@ from functools import cache
 from statistics import median, median_low
 from typing import Any
 
-from workshop.board.rows import Row
+from workshop.board.rows import Row, known_goals
 from workshop.check.rules.rule import RULES
 from workshop.check.subject import KEPT
 from workshop.course.exercises import HINTS_PER_GOAL, Exercise, exercises
@@ -90,38 +90,38 @@ def _exercise(
     exercise: Exercise, here: Mapping[str, Row], rows: Mapping[str, Row], now: float, last: LastCourse
 ) -> dict[str, Any]:
     """Return an exercise: its goals, with the figures of all learners, and the rows of those who work on it now."""
-    goals = []
-    for goal in sorted(exercise.goals, key=lambda each: (each.number == KEPT, each.number)):
-        states = [row.states[exercise.name][goal.number] for row in rows.values() if exercise.name in row.states]
+    name, goals = exercise.name, []
+    begun = [row.states[name] for row in rows.values() if name in row.states]
+    waiting = Counter(row.goal for row in here.values() if not row.is_quiet(now))
+    for number in known_goals()[name]:
+        states = [states[number] for states in begun]
         minutes = [state.minutes for state in states if state.minutes is not None]
-        waiting = [row for row in here.values() if row.goal == goal.number and not row.is_quiet(now)]
         goals.append(
             {
-                "number": goal.number,
-                "title": goal.title,
+                "number": number,
+                "title": exercise.titles[number],
                 "met": sum(state.met for state in states),
-                "waiting": len(waiting),
+                "waiting": waiting[number],
                 "minutes": round(median(minutes), 1) if minutes else None,
-                "last": last.get((exercise.name, goal.number)),
+                "last": last.get((name, number)),
             }
         )
     order = sorted(
         here, key=lambda name: (here[name].goal is None, here[name].is_quiet(now), -here[name].waits(now), name)
     )
     return {
-        "name": exercise.name,
+        "name": name,
         "short": short(exercise),
-        "taught": taught(exercise.name),
+        "taught": taught(name),
         "goals": goals,
-        "rows": [_row(name, here[name], [goal["number"] for goal in goals], now) for name in order],
+        "rows": [_row(each, here[each], now) for each in order],
     }
 
 
-def _row(name: str, row: Row, numbers: list[int], now: float) -> dict[str, Any]:
-    states = row.states[row.exercise]
+def _row(name: str, row: Row, now: float) -> dict[str, Any]:
     return {
         "name": name,
-        "met": [states[number].met for number in numbers],
+        "met": [state.met for state in row.states[row.exercise].values()],
         "goal": row.goal,
         "waits": round(row.waits(now)),
         "checks": row.current.checks if row.current else 0,
@@ -165,7 +165,7 @@ def _next(working: Mapping[str, Row], now: float) -> dict[str, Any] | None:
     hints = median_low(row.current.hints for row in there if row.current)
     minutes = round(median(row.waits(now) for row in there) / 60)
     said = {
-        "seen": f"{waiting} of {len(working)} who work wait at goal {number} of {short(exercise)} "
+        "seen": f"{waiting} of the {len(working)} learners at work wait at goal {number} of {name} "
         f"({exercise.goal(number).title}), half of them for {minutes} min or more",
         "taught": taught(name),
         "hint": "",
