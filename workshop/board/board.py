@@ -35,9 +35,11 @@ class Board:
     def __init__(self, folder: Path) -> None:
         self.folder, self._files = folder, Folder(folder)
         self.rows: dict[str, Row] = {}
-        self.version, self.state, self.body, self.looked = 0, {}, b"{}", 0.0
+        self.version = time.time_ns()  # a page that was open before a restart does not know this version
+        self.state: dict[str, Any] = {}
+        self.body, self.looked, self._renewed = b"{}", 0.0, 0.0
+        self._problems: list[str] = []
         self._left_out: dict[str, Counter[str]] = {}
-        self._renewed = 0.0
         self._last_course = read_last_course(folder)
 
     def look(self) -> bool:
@@ -50,9 +52,9 @@ class Board:
         for name in gone:
             del self.rows[name], self._left_out[name]
         self.looked = time.time()
-        changed = bool(new or gone) or not 0 <= now - self._renewed < RENEWED
+        changed = bool(new or gone) or self._problems != self._files.problems or not 0 <= now - self._renewed < RENEWED
         if changed:
-            self._renewed = now
+            self._renewed, self._problems = now, self._files.problems
             self.version += 1
             self.state = summary(self.named_rows(), now, self._last_course) | {"left_out": self.left_out(now)}
             self.body = json.dumps(self.state).encode()

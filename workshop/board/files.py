@@ -111,6 +111,7 @@ class Folder:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.files: dict[str, LearnerFile] = {}
+        self._found: set[str] = set()
         self.problems: list[str] = []
 
     def look(self) -> dict[str, list[bytes]]:
@@ -121,9 +122,7 @@ class Folder:
         except OSError as error:  # keep what is known
             self.problems.append(f"the folder {self.path} cannot be read ({error.strerror})")
             return {}
-        for name in self.files.keys() - set(found):
-            del self.files[name]
-        self._add([name for name in sorted(found) if name not in self.files])
+        self._choose(found)
         new = {}
         failed: Counter[str] = Counter()
         for name, file in list(self.files.items()):
@@ -131,30 +130,29 @@ class Folder:
                 lines = file.read()
             except FileNotFoundError:
                 del self.files[name]
+                self._found = set()
                 continue
             except OSError as error:
                 failed[error.strerror or "not an ordinary file"] += 1
                 continue
             if lines or file.first or file.restarted:
                 new[name] = lines
+        if len(found) > MOST_FILES:
+            self.problems.append(f"the board shows {MOST_FILES} of {len(found)} files, equally many of each account")
         self.problems += [f"files that cannot be read ({why}): {number}" for why, number in sorted(failed.items())]
         return new
 
-    def _add(self, names: list[str]) -> None:
-        """Add files. If there are too many, each account gets the same number, so that no learner can displace the others."""
-        room = MOST_FILES - len(self.files)
-        if len(names) > room:
-            turns: Counter[str] = Counter(file.owner for file in self.files.values())
-            order = {name: (_next(turns, _owner(self.path / name)), name) for name in names}
-            self.problems.append(f"files above the limit of {MOST_FILES}: {len(names) - max(room, 0)}")
-            names = sorted(names, key=order.__getitem__)[: max(room, 0)]
-        for name in names:
-            self.files[name] = LearnerFile(self.path / name)
-
-
-def _next(turns: Counter[str], owner: str) -> int:
-    turns[owner] += 1
-    return turns[owner]
+    def _choose(self, found: list[str]) -> None:
+        """Keep at most ``MOST_FILES``, equally many of each account, so that no learner can displace the others."""
+        if set(found) == self._found:
+            return
+        self._found, turns, turn = set(found), Counter[str](), {}
+        for name in sorted(found, key=lambda each: (each not in self.files, each)):
+            owner = _owner(self.path / name) if len(found) > MOST_FILES else ""
+            turns[owner] += 1
+            turn[name] = turns[owner]
+        chosen = sorted(turn, key=turn.__getitem__)[:MOST_FILES]
+        self.files = {name: self.files.get(name) or LearnerFile(self.path / name) for name in chosen}
 
 
 def _owner(path: Path) -> str:

@@ -1,6 +1,8 @@
 """Judge the folder of a class: can learners write into it, and can they read, change or delete the files of others?"""
 
+import grp
 import os
+import pwd
 import shutil
 import stat
 from dataclasses import dataclass
@@ -46,6 +48,16 @@ def gaps(folder: Path) -> list[Gap]:
     if mode & stat.S_IROTH:
         found.append(Gap("everybody can list who shares", f"chmod o-r {folder}"))
     return found
+
+
+def readers(folder: Path) -> str:
+    """Return who can read what learners share, as far as the mode of the folder says it."""
+    status = folder.stat()
+    try:
+        owner, group = pwd.getpwuid(status.st_uid).pw_name, grp.getgrgid(status.st_gid).gr_name
+    except KeyError:
+        owner, group = str(status.st_uid), str(status.st_gid)
+    return f"{owner} and the group {group}" if status.st_mode & stat.S_IRGRP else owner
 
 
 def _has_acl(folder: Path) -> bool:

@@ -39,12 +39,15 @@ def board_lines(state: dict[str, Any], width: int, address: str = "") -> Iterato
     if found := state["next"]:
         yield ""
         yield from _wrapped(found["seen"] + ".", width, YELLOW)
-        yield from _wrapped(f"Show {found['show']}. {found['taught']}", width)
+        taught = f" Taught in {found['taught']}." if found["taught"] else ""
+        yield from _wrapped(f"Show {found['show']}.{taught}", width)
         yield f"  {BOLD}{found['command']}{PLAIN}"
-    for mistake in state["mistakes"]:
-        yield ""
-        yield from _wrapped(f"{mistake['learners']} have now: {mistake['rule']}. {mistake['why']}", width)
-        yield from _wrapped(f"fix: {mistake['fix']}", width, DIM)
+    for number, mistake in enumerate(state["mistakes"]):
+        if number == 0:
+            yield ""
+        yield from _wrapped(f"{mistake['learners']} have now {mistake['rule']}: {mistake['why']}", width)
+        if number == 0:
+            yield from _wrapped(f"fix: {mistake['fix']}", width, DIM)
     for exercise in state["exercises"]:
         yield ""
         yield from _exercise(exercise, width)
@@ -61,10 +64,10 @@ def _exercise(exercise: dict[str, Any], width: int) -> Iterator[str]:
     yield BOLD + _cut(f"{exercise['short']}: {len(exercise['rows'])} learners", width) + PLAIN
     for goal in exercise["goals"]:
         if goal["waiting"] or goal["minutes"] is not None:
-            figures = f"{goal['met']} met, {goal['waiting']} wait"
+            figures = f"{goal['met']:>2} met, {goal['waiting']:>2} wait"
             figures += f", median {goal['minutes']:g} min" if goal["minutes"] is not None else ""
             figures += f" (last course {goal['last']:g})" if goal["last"] is not None else ""
-            yield _cut(f"  {goal['number']} {goal['title']}: {figures}", width)
+            yield _cut(f"  goal {goal['number']}: {figures}: {goal['title']}", width)
     name = min(LONGEST_NAME, max([len(row["name"]) for row in exercise["rows"]] + [8]))
     head = f"{'':{name}} {''.join(f'{number} ' for number in numbers)}{'waits at':>18} checks hints mistake"
     yield DIM + _cut(head, width) + PLAIN
