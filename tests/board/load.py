@@ -175,9 +175,9 @@ def main() -> None:
                 "bytes_to_the_terminal": screen.bytes,
             },
         }
-        screen.process.send_signal(2)
-        result["board"]["exit_status"] = screen.process.wait(10)
-    print(json.dumps(result, indent=1))
+        print(json.dumps(result, indent=1), flush=True)
+        screen.process.terminate()
+        screen.process.wait(20)
 
 
 if __name__ == "__main__":

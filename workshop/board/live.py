@@ -4,6 +4,7 @@ import re
 import shutil
 import sys
 import time
+from contextlib import suppress
 
 from workshop.board.board import EVERY, open_board
 from workshop.board.page import Server, how_to_open
@@ -41,19 +42,23 @@ def run_live(port: int) -> int:
     size = None
     try:
         if terminal:
-            sys.stdout.write(ENTER)
+            _write(ENTER)
         while True:
             changed = board.look()
             if terminal and (changed or size != shutil.get_terminal_size()):
                 size = shutil.get_terminal_size()
-                sys.stdout.write(screen(board.state, address))
-                sys.stdout.flush()
+                _write(screen(board.state, address))
             time.sleep(EVERY)
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, OSError):  # Ctrl-C, or the terminal was closed
         return 0
     finally:
         server.shutdown()
         server.server_close()
         if terminal:
-            sys.stdout.write(LEAVE)
-            sys.stdout.flush()
+            with suppress(OSError):
+                _write(LEAVE)
+
+
+def _write(text: str) -> None:
+    sys.stdout.write(text)
+    sys.stdout.flush()

@@ -25,7 +25,7 @@ def page(nonce: str) -> bytes:
 
 def headers(nonce: str) -> dict[str, str]:
     """Return the headers of each answer: the page loads nothing from another host, and no browser keeps it."""
-    policy = f"default-src 'none'; style-src 'nonce-{nonce}'; script-src 'nonce-{nonce}'; connect-src 'self'; "
+    policy = f"default-src 'none'; style-src 'nonce-{nonce}'; script-src 'nonce-{nonce}'; connect-src 'self'; img-src data:; "
     return {
         "Content-Security-Policy": policy + "base-uri 'none'; form-action 'none'; frame-ancestors 'self'",
         "Referrer-Policy": "no-referrer",
