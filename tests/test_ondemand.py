@@ -214,6 +214,15 @@ def request(url, opener=None, **fields) -> tuple[int, str, str]:
         return error.code, error.url, error.read().decode()
 
 
+def joined_and_served(folder, state, opener):
+    """The learner has joined the board of the class under the nickname, and this user can read the board in the session."""
+    [file] = folder.glob("learner-*.jsonl")
+    assert json.loads(file.read_text())["name"] == "Ada $(id) 'x'"
+    assert "/login?next=" in request(state)[1]
+    status, _, answer = request(state, opener)
+    assert (status, json.loads(answer)["not_begun"]) == (200, [{"name": "Ada $(id) 'x'", "stage": ""}])
+
+
 def test_a_session_starts_serves_the_notebook_and_ends(app, job, tmp_path, record_property):
     begun = time.monotonic()
     (tmp_path / "class").mkdir()
@@ -253,13 +262,8 @@ def test_a_session_starts_serves_the_notebook_and_ends(app, job, tmp_path, recor
         tmp_path / "learner"
     )  # the learner's own copy, not the shared one
 
-    # The learner has joined the board of the class under the nickname, and this user can read the board in the session.
-    [file] = (tmp_path / "class").glob("learner-*.jsonl")
-    assert json.loads(file.read_text())["name"] == "Ada $(id) 'x'"
     assert "Open the board of the class" in view
-    assert "/login?next=" in request(f"{root}/workshop/board/state")[1]
-    status, _, state = request(f"{root}/workshop/board/state", opener)
-    assert (status, json.loads(state)["not_begun"]) == (200, [{"name": "Ada $(id) 'x'", "stage": ""}])
+    joined_and_served(tmp_path / "class", f"{root}/workshop/board/state", opener)
 
     # The copy is complete: a run starts from it, with the shared environment.
     learner = tmp_path / "learner"
