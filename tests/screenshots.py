@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from pathlib import Path
 
@@ -17,7 +18,7 @@ from playwright.sync_api import sync_playwright
 import runs
 from board.learners import write_class
 from test_jupyter import LAB, address
-from workshop.board.board import LAST_COURSE, Board
+from workshop.board.board import EVERY, LAST_COURSE, Board
 from workshop.board.export import report
 from workshop.board.page import Server
 
@@ -116,6 +117,12 @@ def book(playwright) -> None:
     chromium.close()
 
 
+def look_forever(shown) -> None:
+    while True:
+        shown.look()
+        time.sleep(EVERY)
+
+
 def board(playwright) -> None:
     """Show the board in both themes, and on a phone."""
     chromium = playwright.chromium.launch(executable_path=shutil.which("chromium"), args=["--no-sandbox"])
@@ -130,6 +137,7 @@ def board(playwright) -> None:
         shown = Board(folder)
         shown.look()
         server = Server(shown, 0)
+        threading.Thread(target=look_forever, args=(shown,), daemon=True).start()
         for name, theme, width in (("light", "light", 1300), ("dark", "dark", 1300), ("phone", "light", 390)):
             page = chromium.new_page(viewport={"width": width, "height": 1000}, color_scheme=theme)
             page.goto(server.address)
