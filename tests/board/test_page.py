@@ -185,7 +185,7 @@ def opened(chromium, served):
         page.on("console", lambda said: said.type in ("error", "warning") and wrong.append(said.text))
         page.on("pageerror", lambda error: wrong.append(str(error)))
         page.goto(server.address)
-        page.locator("#total").get_by_text("learners").wait_for()
+        page.locator("#total").get_by_text("learner").wait_for()
         return board, server, page
 
     yield open_page

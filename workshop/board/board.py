@@ -29,6 +29,7 @@ class Board:
         rows: the row of each learner, by the name of the file.
         version: it increases when ``state`` changes.
         state: what the page and the terminal show, see ``summary``.
+        body: the state as JSON.
         looked: when the last look ended, in seconds since 1970.
     """
 

@@ -33,7 +33,7 @@ def screen(state: dict[str, Any], address: str) -> str:
 def board_lines(state: dict[str, Any], width: int, address: str = "") -> Iterator[str]:
     """Yield the lines of the board: what to do next first, then the learners of each exercise."""
     clock = time.strftime("%H:%M:%S", time.localtime(state["now"]))
-    yield BOLD + _cut(f"{state['learners']} learners, {state['working']} at work, {clock}", width) + PLAIN
+    yield BOLD + _cut(f"{_learners(state['learners'])}, {state['working']} at work, {clock}", width) + PLAIN
     if address:
         yield DIM + address + PLAIN
     if found := state["next"]:
@@ -61,7 +61,7 @@ def board_lines(state: dict[str, Any], width: int, address: str = "") -> Iterato
 
 def _exercise(exercise: dict[str, Any], width: int) -> Iterator[str]:
     numbers = [goal["number"] for goal in exercise["goals"]]
-    yield BOLD + _cut(f"{exercise['short']}: {len(exercise['rows'])} learners", width) + PLAIN
+    yield BOLD + _cut(f"{exercise['short']}: {_learners(len(exercise['rows']))}", width) + PLAIN
     for goal in exercise["goals"]:
         if goal["waiting"] or goal["minutes"] is not None:
             figures = f"{goal['met']:>2} met, {goal['waiting']:>2} wait"
@@ -87,6 +87,10 @@ def _row(row: dict[str, Any], numbers: list[int], name: int, width: int) -> str:
         where = "quiet" if row["quiet"] else f"goal {row['goal']}, {duration(row['waits'])}"
         rest = f"{where:>18} {row['checks']:>6} {row['hints']:>5} {row['mistake']}"
     return style + _cut(f"{set_cell_size(row['name'], name)} {squares}{rest}", width) + PLAIN
+
+
+def _learners(number: int) -> str:
+    return f"{number} learner{'s' * (number != 1)}"
 
 
 def _cut(text: str, width: int) -> str:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, TypedDict
 
 from workshop.course.exercises import HINTS_PER_GOAL, Exercise, exercises
 from workshop.course.sharing import class_folder, membership, share
-from workshop.repository import ROOT
+from workshop.repository import ROOT, workshop_command
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -190,8 +190,9 @@ def show_progress(console: "Console") -> None:
 
 def _sharing() -> str:
     """Return whether the learner shares with the board of a class; "": no class has a board here."""
+    command = f"{workshop_command()} board"
     if member := membership(sharing_path()):
-        return f"The board of the class in {member.folder} shows this as {member.name!r}. To stop: ./workshop.sh board leave"
+        return f"The board of the class in {member.folder} shows this as {member.name!r}. To stop: {command} leave"
     if class_folder():
-        return "Your class has a board, and you share nothing with it. To share: ./workshop.sh board join NICKNAME"
+        return f"Your class has a board, and you share nothing with it. To share: {command} join NICKNAME"
     return ""
