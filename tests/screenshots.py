@@ -1,6 +1,7 @@
-"""Take pictures for results/: solved notebooks in JupyterLab, the web book, and the card of an Open OnDemand session.
+"""Take pictures for results/: solved notebooks in JupyterLab, the web book, the card of an Open OnDemand session, and the board
+of a class with thirty simulated learners.
 
-Run python tests/screenshots.py [card] [book] [notebooks], then look at each picture.
+Run python tests/screenshots.py [card] [book] [board] [notebooks], then look at each picture.
 """
 
 import json
@@ -8,12 +9,18 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import threading
+import time
 from pathlib import Path
 
 from playwright.sync_api import sync_playwright
 
 import runs
+from board.learners import write_class
 from test_jupyter import LAB, address
+from workshop.board.board import EVERY, LAST_COURSE, Board
+from workshop.board.export import report
+from workshop.board.page import Server
 
 RESULTS = runs.ROOT / "results"
 SCENES = {  # the cell to show, by stage and theme
@@ -110,8 +117,41 @@ def book(playwright) -> None:
     chromium.close()
 
 
+def look_forever(shown) -> None:
+    while True:
+        shown.look()
+        time.sleep(EVERY)
+
+
+def board(playwright) -> None:
+    """Show the board in both themes, and on a phone."""
+    chromium = playwright.chromium.launch(executable_path=shutil.which("chromium"), args=["--no-sandbox"])
+    with tempfile.TemporaryDirectory() as place:
+        folder = Path(place)
+        folder.chmod(0o3773)
+        write_class(folder, time.time() - 7 * 86400, seed=6)
+        last = Board(folder)
+        last.look()
+        (folder / LAST_COURSE).write_text(json.dumps(report(last, names=False)))
+        write_class(folder, time.time())
+        shown = Board(folder)
+        shown.look()
+        server = Server(shown, 0)
+        threading.Thread(target=look_forever, args=(shown,), daemon=True).start()
+        for name, theme, width in (("light", "light", 1300), ("dark", "dark", 1300), ("phone", "light", 390)):
+            page = chromium.new_page(viewport={"width": width, "height": 1000}, color_scheme=theme)
+            page.goto(server.address)
+            page.locator("tbody tr").first.wait_for()
+            if width < 500:
+                row = page.locator("tbody tr").first
+                row.evaluate("it => window.scrollTo(0, it.getBoundingClientRect().top + window.scrollY - 300)")
+            page.screenshot(path=RESULTS / f"board-{name}.png", full_page=width > 500)
+        server.shutdown()
+    chromium.close()
+
+
 if __name__ == "__main__":
     with sync_playwright() as playwright:
-        for picture in (card, book, notebooks):
-            if picture.__name__ in (sys.argv[1:] or ("card", "book", "notebooks")):
+        for picture in (card, book, board, notebooks):
+            if picture.__name__ in (sys.argv[1:] or ("card", "book", "board", "notebooks")):
                 picture(playwright)

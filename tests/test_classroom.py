@@ -115,3 +115,19 @@ def test_notebooks_with_outputs_are_a_warning(tmp_path, monkeypatch):
     nbformat.write(notebook, tmp_path / "01" / "a.ipynb")
     monkeypatch.setattr(classroom, "ROOT", tmp_path)
     assert classroom.check_notebooks().status == WARNING
+
+
+def test_the_folder_of_the_board_is_checked(tmp_path, monkeypatch):
+    monkeypatch.delenv("WORKSHOP_CLASS", raising=False)
+    assert classroom.check_board().status == OK
+    assert "no folder of a class is set" in classroom.check_board().seen
+    monkeypatch.setenv("WORKSHOP_CLASS", str(tmp_path / "class"))
+    assert classroom.check_board().status == PROBLEM
+    (tmp_path / "class").mkdir(mode=0o755)
+    assert classroom.check_board().status == PROBLEM
+    assert classroom.check_board().advice == f"chmod 3773 {tmp_path}/class"
+    (tmp_path / "class").chmod(0o2773)
+    assert classroom.check_board().status == WARNING
+    (tmp_path / "class").chmod(0o3773)
+    assert classroom.check_board().status == OK
+    assert "learners can write into" in classroom.check_board().seen

@@ -121,6 +121,24 @@ def test_the_preset_starts_with_one_click(app):
     assert app.render(sub_app="choose")["form"]["form"] == app.render()["form"]["form"]
 
 
+def test_the_card_offers_the_board_only_to_those_who_can_read_it(app):
+    connection = {"host": "n1", "port": "2000", "password": "secret", "notebook": "x.ipynb"}
+    assert "board" not in app.render(connection=connection | {"board": "hidden"})["view"]
+    view = app.render(connection=connection | {"board": "offered"})["view"]
+    assert view.count("<form") == 2
+    assert "/node/n1/2000/login?next=%2Fnode%2Fn1%2F2000%2Fworkshop%2Fboard%2F" in view
+
+
+def test_the_form_asks_for_a_nickname_only_if_the_class_has_a_board(app):
+    assert "nickname" not in app.render()["form"]["form"]
+    app.set(**{"class": "/shared/course"})
+    form = app.render()["form"]
+    assert form["attributes"]["nickname"]["value"] == ""
+    assert set(form["form"]) == set(form["attributes"])
+    assert app.render(sub_app="preset")["preset"] is True
+    assert app.render(sub_app="choose")["form"]["form"] == form["form"]
+
+
 class Form(HTMLParser):
     """The form of a page: its action, its method and its hidden fields."""
 
@@ -167,9 +185,9 @@ def job(app, shared, tmp_path):
     started = []
     app.set(workshop=shared, python=sys.executable, folder=tmp_path / "learner")
 
-    def start(**settings):
+    def start(nickname="", **settings):
         app.set(**settings)
-        app.render(values=ENTERED, stage=True)
+        app.render(values=ENTERED | ({"nickname": nickname} if nickname else {}), stage=True)
         subprocess.run(["bash", "-n", app.session / "job.sh"], check=True)
         home = tmp_path / "home"
         home.mkdir(exist_ok=True)
@@ -196,9 +214,19 @@ def request(url, opener=None, **fields) -> tuple[int, str, str]:
         return error.code, error.url, error.read().decode()
 
 
+def joined_and_served(folder, state, opener):
+    """The learner has joined the board of the class under the nickname, and this user can read the board in the session."""
+    [file] = folder.glob("learner-*.jsonl")
+    assert json.loads(file.read_text())["name"] == "Ada $(id) 'x'"
+    assert "/login?next=" in request(state)[1]
+    status, _, answer = request(state, opener)
+    assert (status, json.loads(answer)["not_begun"]) == (200, [{"name": "Ada $(id) 'x'", "stage": ""}])
+
+
 def test_a_session_starts_serves_the_notebook_and_ends(app, job, tmp_path, record_property):
     begun = time.monotonic()
-    running = job()
+    (tmp_path / "class").mkdir()
+    running = job(nickname="Ada $(id) 'x'", **{"class": tmp_path / "class"})
     connection = app.session / "connection.yml"
     while not connection.exists() or "password" not in connection.read_text():
         assert running.process.poll() is None, running.text()
@@ -207,7 +235,9 @@ def test_a_session_starts_serves_the_notebook_and_ends(app, job, tmp_path, recor
     record_property("ready", round(time.monotonic() - begun, 1))
     members = psutil.Process(running.process.pid).children(recursive=True)
     values = yaml.safe_load(connection.read_text())
-    form = Form(app.render(values=ENTERED, connection={name: str(value) for name, value in values.items()})["view"])
+    values = {name: str(value) for name, value in values.items()}
+    view = app.render(values=ENTERED, connection=values)["view"]
+    form = Form(view.partition("</form>")[0])
     base = f"http://127.0.0.1:{values['port']}"
     root = f"{base}/node/{socket.gethostname()}/{values['port']}"
 
@@ -231,6 +261,9 @@ def test_a_session_starts_serves_the_notebook_and_ends(app, job, tmp_path, recor
     assert kernel["spec"]["env"]["PYTHONPATH"] == str(
         tmp_path / "learner"
     )  # the learner's own copy, not the shared one
+
+    assert "Open the board of the class" in view
+    joined_and_served(tmp_path / "class", f"{root}/workshop/board/state", opener)
 
     # The copy is complete: a run starts from it, with the shared environment.
     learner = tmp_path / "learner"

@@ -4,6 +4,7 @@ import sys
 
 import click
 
+from workshop.board.cli import board
 from workshop.check.cli import call, leave
 from workshop.check.cli import options as check_options
 from workshop.diagnose.cli import diagnose
@@ -15,7 +16,8 @@ def app() -> None:
     """Learn multi-GPU and multi-node PyTorch training, hands on."""
 
 
-app.add_command(plan)
+for command in (board, diagnose, plan):
+    app.add_command(command)
 
 
 @app.command()
@@ -175,9 +177,6 @@ def pretend(gpus, nodes, command) -> None:
     from workshop.measure.pretended import run_pretended
 
     sys.exit(run_pretended(gpus, nodes, command))
-
-
-app.add_command(diagnose)
 
 
 @app.command()

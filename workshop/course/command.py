@@ -17,7 +17,8 @@ from workshop.check.verdict import Verdict
 from workshop.course.checking import check_file
 from workshop.course.exercises import find_exercise
 from workshop.course.learning import resolve_exercise
-from workshop.course.progress import next_exercise, record_check
+from workshop.course.progress import next_exercise, record_check, sharing_path
+from workshop.course.sharing import share
 from workshop.errors import UserError
 from workshop.repository import ROOT, require_stages, workshop_command
 
@@ -83,11 +84,27 @@ def _find(file: str | None) -> Path:
     return path.with_name(exercise.file) if exercise else path
 
 
+def _is_own(verdict: Verdict) -> bool:
+    """Whether the file that was checked is the learner's own, and not a solution or a copy."""
+    return bool(verdict.subject.name) and verdict.subject.file == (ROOT / verdict.subject.name).resolve()
+
+
 def _record(verdict: Verdict) -> None:
     """Record which goals are met, if the file that was checked is the learner's own."""
-    if verdict.subject.name and verdict.subject.file == (ROOT / verdict.subject.name).resolve():
+    if _is_own(verdict):
         states = verdict.states()
         record_check(verdict.subject.name, {goal: state in ("met", "unjudged") for goal, state in states.items()})
+        _share(verdict)
+
+
+def _share(verdict: Verdict) -> None:
+    """Share a check with the board of the class: the goals that it has judged, and the rule of the first finding."""
+    if _is_own(verdict):
+        judged = {"met": True, "unjudged": True, "open": False}  # the other states say nothing about a goal
+        goals = {goal: judged[state] for goal, state in verdict.states().items() if state in judged}
+        rule = verdict.errors[0].kind if verdict.errors else ""
+        event = {"event": "check", "exercise": verdict.subject.name, "goals": goals, "rule": rule}
+        share(sharing_path(), **event, seconds=round(verdict.seconds, 1))
 
 
 def _watch(path: Path, nproc: int, on_cpu: bool, console: Console, verbose: bool) -> NoReturn:
@@ -103,6 +120,7 @@ def _watch(path: Path, nproc: int, on_cpu: bool, console: Console, verbose: bool
                     show(verdict, console, verbose)
                     if "waiting" in verdict.states().values():
                         console.print("[dim]to check the remaining goals, run the check once without --watch[/]")
+                _share(verdict)
             except UserError as error:
                 console.print(f"[red]{error}[/]", markup=True)
             console.print("[dim]waiting for the next save; press Ctrl-C to stop[/]")

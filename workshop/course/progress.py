@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypedDict
 
 from workshop.course.exercises import HINTS_PER_GOAL, Exercise, exercises
-from workshop.repository import ROOT
+from workshop.course.sharing import class_folder, membership, share
+from workshop.repository import ROOT, workshop_command
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -37,6 +38,11 @@ NEVER: Entry = {"goals": {}, "hints": {}, "first_checked": None, "last_checked":
 def progress_path() -> Path:
     """Return the path of the progress file: ``$WORKSHOP_PROGRESS``, or ``.progress.json`` in the repository."""
     return Path(os.environ.get("WORKSHOP_PROGRESS") or ROOT / ".progress.json").expanduser()
+
+
+def sharing_path() -> Path:
+    """Return the path of the file, beside the progress, that says whether the learner shares with the board of a class."""
+    return progress_path().with_name(progress_path().name + ".board")
 
 
 def read_progress() -> dict[str, Entry]:
@@ -144,6 +150,7 @@ def next_hint(exercise: Exercise, goal: int) -> tuple[int, str]:
     """Return the number and the text of the next hint for a goal, and record it as shown. After the last hint, repeat it."""
     number = min(hints_shown(exercise.name, goal) + 1, HINTS_PER_GOAL)
     _change(exercise.name, lambda entry: entry["hints"].update({goal: number}))
+    share(sharing_path(), event="hint", exercise=exercise.name, goal=goal, number=number)
     return number, exercise.goal(goal).hints[number - 1]
 
 
@@ -153,7 +160,10 @@ def _when(last: datetime) -> str:
 
 
 def show_progress(console: "Console") -> None:
-    """Print a table to a rich console: each exercise, its goals met, the hints used, and when it was last checked."""
+    """Print a table to a rich console: each exercise, its goals met, the hints used, and when it was last checked.
+
+    Below it is whether the learner shares with the board of the class, if there is one.
+    """
     from rich.table import Table
 
     progress = read_progress()
@@ -174,3 +184,15 @@ def show_progress(console: "Console") -> None:
             style="green" if met == len(exercise.goals) else None,
         )
     console.print(table)
+    if note := _sharing():
+        console.print(note, markup=False, soft_wrap=True)
+
+
+def _sharing() -> str:
+    """Return whether the learner shares with the board of a class; "": no class has a board here."""
+    command = f"{workshop_command()} board"
+    if member := membership(sharing_path()):
+        return f"The board of the class in {member.folder} shows this as {member.name!r}. To stop: {command} leave"
+    if class_folder():
+        return f"Your class has a board, and you share nothing with it. To share: {command} join NICKNAME"
+    return ""

@@ -13,7 +13,9 @@ from datetime import datetime
 from functools import partial
 from pathlib import Path
 
+from workshop.board.protection import gaps, readers
 from workshop.course.exercises import exercises
+from workshop.course.sharing import class_folder
 from workshop.doctor.result import GIB, OK, PROBLEM, WARNING, Result
 from workshop.repository import ROOT
 
@@ -32,6 +34,7 @@ def class_checks(people: int) -> list:
         partial(check_room, people),
         check_app,
         check_reservation,
+        check_board,
     ]
 
 
@@ -184,3 +187,19 @@ def check_reservation() -> Result:
         seen = f"{name} begins at {begins[1]}; sessions wait until then"
         return Result("reservation", WARNING, seen, "to try a session earlier, empty the field in the form")
     return Result("reservation", OK, words[:160])
+
+
+def check_board() -> Result:
+    """Check that learners can write into the folder of the class, and cannot read or change the files of others."""
+    folder = class_folder()
+    if folder is None:
+        return Result(
+            "board", OK, "no folder of a class is set", "INSTRUCTORS.md, 'See who is stuck', says how to use it"
+        )
+    if not folder.is_dir():
+        return Result("board", PROBLEM, f"{folder} does not exist", f"mkdir -m 3773 {folder}")
+    for gap in gaps(folder):
+        return Result("board", PROBLEM if gap.prevents else WARNING, gap.seen, gap.advice)
+    if not os.access(folder, os.R_OK):
+        return Result("board", WARNING, f"you cannot read {folder}", "run ./workshop.sh board with an account that can")
+    return Result("board", OK, f"learners can write into {folder}; {readers(folder)} can read it")

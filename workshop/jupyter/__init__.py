@@ -9,6 +9,8 @@ import warnings
 from importlib.metadata import version
 from pathlib import Path
 
+from workshop.course.progress import sharing_path
+from workshop.course.sharing import share
 from workshop.jupyter.checking import check, hint
 from workshop.jupyter.pictures import (
     show_bars,
@@ -74,6 +76,7 @@ def start(folder: str, processes: int = 1, package: str = "torch") -> None:
     get_ipython().register_magic_function(ranks.ranks, "cell")
     gpus = gpus_unopened()
     here = f"{cores()} CPU cores, {gpus or 'no'} GPU{'' if gpus == 1 else 's'}"
+    share(sharing_path(), event="start", stage=folder)
     print(f"Python {platform.python_version()}, torch {version('torch')}, {here}")
     if gpus < processes:
         os.environ.update(CUDA_VISIBLE_DEVICES="", HIP_VISIBLE_DEVICES="")

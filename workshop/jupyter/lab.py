@@ -26,6 +26,7 @@ c.IdentityProvider.token = os.environ.pop("WORKSHOP_TOKEN")
 c.PasswordIdentityProvider.hashed_password = ""
 c.ServerApp.open_browser = os.environ.pop("WORKSHOP_BROWSER") == "1"
 c.ServerApp.port_retries = 0
+c.ServerApp.jpserver_extensions = {"workshop.jupyter.board": True}
 """
 
 
@@ -53,6 +54,7 @@ def run_lab(port: int | None, ip: str, browser: bool) -> None:
         "JUPYTERLAB_WORKSPACES_DIR": str(settings / "workspaces"),
         "WORKSHOP_TOKEN": token,
         "WORKSHOP_BROWSER": str(int(browser)),
+        "WORKSHOP_LAB": "/",  # the path below which it serves its pages
     }
     environment.pop("JUPYTER_TOKEN", None)
     print(

@@ -35,6 +35,7 @@ c.IdentityProvider.token = ""
 c.ServerApp.allow_origin = "*"
 c.ServerApp.allow_remote_access = True
 c.ServerApp.disable_check_xsrf = True
+c.ServerApp.jpserver_extensions = {{"workshop.jupyter.board": True}}
 """
 
 
