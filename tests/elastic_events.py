@@ -133,9 +133,11 @@ def run(folder: Path, epochs: int, events: int, seed: int) -> dict:
         for _ in range(2):
             group.join()
         group.trains_with(2, 0)
-        while len(rows) < events and group.position()[2] < epochs - 1 and not group.ended():
+        while len(rows) < events:
             time.sleep(chance.uniform(1, 15))
             start, _, epoch, step = group.position()
+            if epoch >= epochs - 1 or group.ended():
+                break
             before = len(group.nodes)
             how = ""
             if before == 1 or (before < 3 and chance.random() < 0.5):
@@ -143,7 +145,7 @@ def run(folder: Path, epochs: int, events: int, seed: int) -> dict:
             else:
                 how = chance.choice(("SIGTERM", "SIGKILL", "the whole node"))
                 group.leave(how)
-            event, moment = "leaves: " + how if how else "joins", time.monotonic()
+            event, moment, clock = "leaves: " + how if how else "joins", time.monotonic(), time.time_ns()
             row = {"event": event, "second": round(moment - began, 1), "epoch": epoch, "step": step,
                    "nodes_before": before, "nodes_after": len(group.nodes)}  # fmt: skip
             # In one case of three, the next event comes while the ranks still meet.
@@ -153,15 +155,20 @@ def run(folder: Path, epochs: int, events: int, seed: int) -> dict:
             else:
                 group.trains_with(len(group.nodes), start)
                 row["seconds_until_training"] = round(time.monotonic() - moment, 1)
-            rows.append(row)
+            rows.append(row | {"clock": clock})
             print(json.dumps(row), file=sys.stderr, flush=True)
         group._until(group.ended, "the nodes do not end", 20 * 60)
         statuses = [node.process.returncode for node in group.nodes]
+        lines = group.lines()
+        for row in rows:  # where the first start after the event has resumed, if this event alone caused it
+            later = next((line for line in lines if line["start"] > row["clock"]), None)
+            row["resumed_from"] = later["from"] if later and row["seconds_until_training"] is not None else None
+            del row["clock"]
         return {
             "events": rows,
             "statuses": statuses,
             "seconds": round(time.monotonic() - began),
-            **judge(group.lines(), epochs),
+            **judge(lines, epochs),
         }
     except (TimeoutError, psutil.Error) as problem:
         print(problem, file=sys.stderr)

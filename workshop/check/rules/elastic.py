@@ -118,13 +118,14 @@ def parts_unweighted(whole: Run, resized: Restarted) -> Said:
     why="Samples that are left out or repeated are seen less or more often than the others.",
     fix="Continue after the steps that the checkpoint counts: deal only the rest of that epoch to the ranks.",
     runs=(WHOLE, RESIZED),
+    after=(batch_follows_ranks, resume_fails, never_resumes, resume_differs),
 )
 def rest_misdealt(whole: Run, resized: Restarted) -> Said:
     """A different number of ranks repeats samples of the epoch, or leaves some out."""
     return findings(rest_misdealt, resizing, whole, resized)
 
 
-@also(resume_fails, never_resumes, resume_differs, optimizer_lost, runs=(WHOLE, RESIZED))
+@also(resume_fails, never_resumes, resume_differs, optimizer_lost, runs=(WHOLE, RESIZED), after=(batch_follows_ranks,))
 def resizing(whole: Run, resized: Restarted) -> Told:
     """What goes wrong when other numbers of ranks continue: the cause that explains most comes first."""
     if not whole.trained:
@@ -134,10 +135,10 @@ def resizing(whole: Run, resized: Restarted) -> Told:
     for run in runs:
         own = joined(run)
         if own and own[0] and base[0] and len(own[0]) != len(base[0]):
-            sizes = " and ".join(
-                f"{len(of[0])} with {plural(by.nproc, 'rank')}" for by, of in ((whole, base), (run, own))
-            )
-            return [(batch_follows_ranks, Seen(f"a step trains on {sizes}", whole.trained[0].data_where))]
+            sizes = (f"{len(of[0])} samples with {plural(by.nproc, 'rank')}" for by, of in ((whole, base), (run, own)))
+            return [
+                (batch_follows_ranks, Seen(f"a step trains on {' and on '.join(sizes)}", whole.trained[0].data_where))
+            ]
     if not any(resized.first.all(Saved)):
         return [(never_resumes, Seen("the training saves no checkpoint before it is interrupted"))]
     for run in runs:
