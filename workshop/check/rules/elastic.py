@@ -21,6 +21,7 @@ from workshop.check.rules.words import plural
 from workshop.check.scenarios import RESIZED, RUNNER, WHOLE
 
 GRADIENTS = 0.01  # relative difference above which two gradients of the same parameters and samples are different
+SAVE = "Call save_checkpoint after every --save-every steps; it writes a checkpoint that any number of ranks can load."
 ONE_FILE = "Let rank 0 save one checkpoint, in a file without the rank in its name, and load this file on all ranks."
 
 
@@ -139,8 +140,10 @@ def resizing(whole: Run, resized: Restarted) -> Told:
             return [
                 (batch_follows_ranks, Seen(f"a step trains on {' and on '.join(sizes)}", whole.trained[0].data_where))
             ]
-    if not any(resized.first.all(Saved)):
-        return [(never_resumes, Seen("the training saves no checkpoint before it is interrupted"))]
+    taken = [process.steps for process in resized.first.trained[:1]]
+    if not any(resized.first.all(Saved)) or (taken and len(taken[0]) == len(whole.trained[0].steps)):
+        seen = Seen("there is no checkpoint before the last step", resized.first.where(Saved), fix=SAVE)
+        return [(never_resumes, seen)]
     for run in runs:
         if found := next(_unlike(whole, run), None):
             about, seen = found
