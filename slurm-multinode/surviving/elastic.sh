@@ -10,6 +10,8 @@
 #SBATCH --time=00:10:00
 #SBATCH --output=%x-%j.log           # name and number of the job
 #SBATCH --no-kill                    # if a node dies, the job continues on its other nodes
+#SBATCH --requeue                    # for scontrol requeue: see below
+#SBATCH --open-mode=append           # a second start appends to the same log
 
 set -euo pipefail
 source "${WORKSHOP_SITE:-/dev/null}" # settings of this site (modules, network, Python); "workshop submit" sets the variable
@@ -18,8 +20,10 @@ name=elastic-${JOIN:-$SLURM_JOB_ID}    # a node that joins has a different job, 
 run=runs/$name
 
 # The torchruns meet in a store. If a torchrun hosted it, the others could not outlive that torchrun. So this script hosts it,
-# on the first node of the job. If that node dies, this script dies as well, and so does the training.
+# on the first node of the job. If that node dies, all torchruns end. Because of --no-kill, Slurm then does not end the job, which
+# does nothing until its time limit. Start it again with scontrol requeue NUMBER: the training resumes from its checkpoint.
 if [[ -z ${JOIN:-} ]]; then
+    rm -f "$run.store" # of an earlier start
     ${PYTHON:-python} rendezvous_store.py "$run.store" &
     store=$!
     trap 'kill "$store" 2>/dev/null || true' EXIT
@@ -28,7 +32,7 @@ fi
 [[ -s $run.store ]] || { echo "there is no $run.store: job $JOIN does not run, or does not use this folder" >&2 && exit 2; }
 rendezvous=(--nnodes=1:3 --rdzv-id="$name" --rdzv-backend=c10d --rdzv-endpoint="$(<"$run.store")")
 # is_host=0: no torchrun hosts a store. last_call_timeout: how many seconds the nodes wait for further ones before they start.
-rendezvous+=(--rdzv-conf=is_host=0,last_call_timeout=5 --max-restarts=100)
+rendezvous+=("--rdzv-conf=is_host=0,last_call_timeout=5" --max-restarts=100)
 # Without this variable, ranks look for the store of an earlier rank 0, whose node may have left, and hang.
 export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
 

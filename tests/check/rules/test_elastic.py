@@ -20,12 +20,8 @@ OPTIMIZER = '    optimizer.load_state_dict(checkpoint["optimizer"])\n'
 DEALT = "        parts = [batch[rank::world_size].tolist() for batch in batches[first_step:]]\n"
 SAVING = "            if (step + 1) % args.save_every == 0 or step + 1 == len(batches):\n"
 # Parts of the runner.
-RANGE, RESTARTS, OWN = (
-    "--nnodes=1:3",
-    "rendezvous+=(--max-restarts=100)\n",
-    "export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1\n",
-)
-ID, ENDPOINT = "--rdzv-id=elastic", '--rdzv-endpoint="$endpoint"'
+RANGE, OWN = "--nnodes=1:3", "export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1\n"
+ID, ENDPOINT = "--rdzv-id=elastic", '--rdzv-endpoint="${ENDPOINT:-127.0.0.1:29400}"'
 
 MISTAKES = (
     # ---- what the runner tells torchrun
@@ -62,7 +58,7 @@ MISTAKES = (
         ELASTIC,
         "not-restarted",
         "When a node leaves, the ranks of the others fail, and torchrun gives up.",
-        runner=((RESTARTS, ""), ("--rdzv-conf", "--max-restarts=0 --rdzv-conf")),
+        runner=((" --max-restarts=100", ""),),
     ),
     mistake(
         "elastic-store-of-an-earlier-rank-0",
@@ -204,7 +200,7 @@ STYLES = (
         runner=(
             (RANGE, "--nnodes 1:8"),
             (ID, "--rdzv_id job-7"),
-            (ENDPOINT, '--rdzv_endpoint "$endpoint"'),
+            (ENDPOINT, '--rdzv_endpoint "$ENDPOINT"'),
             ("--max-restarts=100", "--max_restarts 20"),
         ),
     ),
