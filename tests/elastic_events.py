@@ -2,14 +2,18 @@
 
     OMP_NUM_THREADS=1 python tests/elastic_events.py --events 20 > results/elastic-2-cores.json
 
-A node is a torchrun with one or two workers on this machine. A table on standard error shows each event.
+A node is a torchrun with one worker on this machine. With --cluster, the nodes are those of a practice cluster, and elastic.sh starts
+them. Standard error shows each event.
 """
 
 import argparse
 import json
 import os
 import random
+import re
+import shutil
 import signal
+import subprocess
 import sys
 import tempfile
 import time
@@ -25,6 +29,7 @@ import torch
 from workshop.run.environment import environment, loopback, torchrun
 from workshop.run.machine import machine
 from workshop.run.processes import Background, family
+from workshop.slurm import cluster as practice
 
 SURVIVING = ROOT / "slurm-multinode" / "surviving"
 BATCH, SAVE_EVERY, SAMPLES = 100, 4, 1437  # 100 is not divisible by 3, and 1437 not by 100
@@ -98,11 +103,10 @@ class Group:
         return (last["start"], last["ranks"], last["epoch"], last["step"]) if last else (0, 0, 0, 0)
 
     def _until(self, condition, problem: str, limit: float) -> None:
-        end = time.monotonic() + limit
-        while not condition():
-            if time.monotonic() > end:
-                raise TimeoutError(f"{problem}\n{self.said()}")
-            time.sleep(0.1)
+        try:
+            _wait(condition, problem, limit)
+        except TimeoutError as error:
+            raise TimeoutError(f"{error}\n{self.said()}") from None
 
     def said(self) -> str:
         """Return the last lines that each node has printed."""
@@ -175,6 +179,88 @@ def run(folder: Path, epochs: int, events: int, seed: int) -> dict:
         return {"events": rows, "problem": str(problem).splitlines()[0]}
     finally:
         group.close()
+
+
+class Job:
+    """The same on a practice cluster: jobs of elastic.sh, whose nodes leave and join."""
+
+    def __init__(self, folder: Path, epochs: int, cluster: practice.Cluster):
+        self.folder, self.epochs, self.cluster = folder, epochs, cluster
+        for file in ("elastic.sh", "elastic.py", "rendezvous_store.py"):
+            shutil.copy(SURVIVING / file, folder)
+
+    def submit(self, nodes: int, **variables: str) -> str:
+        """Submit elastic.sh and return the number of the job."""
+        given = [
+            f"{name}={value}"
+            for name, value in (variables | {"PYTHONPATH": str(ROOT), "PYTHON": sys.executable}).items()
+        ]
+        options = [word for word in training(self.folder, self.epochs)[1:] if "--checkpoint" not in word]
+        command = ["sbatch", "--parsable", f"--nodes={nodes}", f"--chdir={self.folder}", "elastic.sh", *options]
+        done = subprocess.run(
+            self.cluster.inside(["env", *given, *command], folder=self.folder),
+            env=practice.environment(),
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        return done.stdout.strip()
+
+    def state(self, number: str) -> str:
+        """Return the state of a job."""
+        said = self.cluster.run("scontrol", "--oneliner", "show", "job", number)
+        return re.search(r"JobState=(\w+)", said)[1]
+
+    lines = Group.lines
+    position = Group.position
+    _new = Group._new
+
+
+def run_on_cluster(folder: Path, epochs: int) -> dict:
+    """Train on three nodes; one leaves with scancel, one dies, and two join as jobs of their own."""
+    expected = fixed(folder / "fixed", epochs)
+    cluster = practice.up(4, gpus=1, name=f"elastic{os.getpid()}", mine=True)
+    try:
+        job = Job(folder, epochs, cluster)
+        first, rows, joined = job.submit(3), [], []
+
+        def joins() -> None:
+            joined.append(job.submit(1, JOIN=first))
+
+        events = (
+            ("leaves: scancel of its step", lambda: cluster.run("scancel", f"{first}.1"), 2),
+            ("joins: a job of its own", joins, 3),
+            ("leaves: the node dies", lambda: cluster.fault("kill", "node3"), 2),
+            ("leaves: the job of a node that has joined is cancelled", lambda: cluster.run("scancel", joined[0]), 1),
+            ("joins: a job of its own", joins, 2),
+        )
+        _wait(lambda: job._new(3, 0), "no step with 3 nodes")
+        for event, act, nodes in events:
+            start, _, epoch, step = job.position()
+            moment, clock = time.monotonic(), time.time_ns()
+            act()
+            _wait(lambda: job._new(nodes, start), f"after {event}: no step with {nodes} nodes")  # noqa: B023
+            seconds = round(time.monotonic() - moment, 1)
+            later = next(line for line in job.lines() if line["start"] > clock)
+            rows.append({"event": event, "epoch": epoch, "step": step, "nodes_after": nodes, "seconds_until_training": seconds,
+                         "resumed_from": later["from"]})  # fmt: skip
+            print(json.dumps(rows[-1]), file=sys.stderr, flush=True)
+        _wait(lambda: job.state(first) != "RUNNING", "the job does not end", 20 * 60)
+        found = judge(job.lines(), epochs)
+        own = found.pop("losses")
+        return {"events": rows, "state": job.state(first), **found, "losses_compared": len(own),
+                "loss_difference": max(abs(own[at] - expected[at]) for at in own),
+                "parameter_difference": difference(folder / "runs" / f"elastic-{first}.pt", folder / "fixed" / "run.pt")}  # fmt: skip
+    finally:
+        cluster.end()
+
+
+def _wait(condition, problem: str, limit: float = STALL) -> None:
+    end = time.monotonic() + limit
+    while not condition():
+        if time.monotonic() > end:
+            raise TimeoutError(problem)
+        time.sleep(0.3)
 
 
 def judge(lines: list[dict], epochs: int) -> dict:
@@ -275,10 +361,16 @@ def main() -> None:
     parser.add_argument("--events", type=int, default=20)
     parser.add_argument("--epochs", type=int, default=12)
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--cluster", action="store_true", help="five events on a practice cluster, without --events")
     args = parser.parse_args()
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     with tempfile.TemporaryDirectory(prefix="elastic-") as place:
-        print(json.dumps(measure(args.events, args.epochs, args.seed, Path(place)), indent=1))
+        if args.cluster:
+            command = f"OMP_NUM_THREADS=1 python tests/elastic_events.py --cluster --epochs {args.epochs}"
+            result = {"command": command, "machine": machine(), **run_on_cluster(Path(place), args.epochs)}
+        else:
+            result = measure(args.events, args.epochs, args.seed, Path(place))
+        print(json.dumps(result, indent=1))
 
 
 if __name__ == "__main__":
