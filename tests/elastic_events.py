@@ -2,8 +2,8 @@
 
     OMP_NUM_THREADS=1 python tests/elastic_events.py --events 20 > results/elastic-2-cores.json
 
-A node is a torchrun with one worker on this machine. With --cluster, the nodes are those of a practice cluster, and elastic.sh starts
-them. Standard error shows each event.
+A node is a torchrun with one worker on this machine. With --cluster, the nodes are those of a practice cluster, and elastic.sh
+starts them. Standard error shows each event.
 """
 
 import argparse
@@ -247,10 +247,10 @@ def run_on_cluster(folder: Path, epochs: int) -> dict:
             print(json.dumps(rows[-1]), file=sys.stderr, flush=True)
         _wait(lambda: job.state(first) != "RUNNING", "the job does not end", 20 * 60)
         found = judge(job.lines(), epochs)
-        own = found.pop("losses")
+        own, saved = found.pop("losses"), folder / "runs" / f"elastic-{first}.pt"
         return {"events": rows, "state": job.state(first), **found, "losses_compared": len(own),
                 "loss_difference": max(abs(own[at] - expected[at]) for at in own),
-                "parameter_difference": difference(folder / "runs" / f"elastic-{first}.pt", folder / "fixed" / "run.pt")}  # fmt: skip
+                "parameter_difference": difference(saved, folder / "fixed" / "run.pt")}  # fmt: skip
     finally:
         cluster.end()
 
