@@ -86,7 +86,8 @@ def train(device, args):
         order = torch.randperm(len(images), generator=torch.Generator().manual_seed(SEED + epoch))
         batches = order.split(args.batch_size)  # the last one may be smaller
         for step in range(first_step, len(batches)):
-            part = batches[step][rank::world_size]  # of the global batch; some ranks may have one sample more
+            batch = batches[step]
+            part = batch[rank::world_size]  # some ranks may have one sample more than others
             log.write(epoch, step, samples=part.tolist(), rate=optimizer.param_groups[0]["lr"])
             optimizer.zero_grad()
             loss = 0.0
@@ -94,11 +95,9 @@ def train(device, args):
             for number, micro_batch in enumerate(micro_batches, 1):
                 # Only the last backward pass of the step communicates.
                 with nullcontext() if number == len(micro_batches) else ddp_model.no_sync():
-                    outputs = ddp_model(images[micro_batch].to(device))
-                    # DDP divides the sum over the ranks by their number, and we want the mean over the global batch.
-                    share = F.cross_entropy(outputs, labels[micro_batch].to(device), reduction="sum") / len(
-                        batches[step]
-                    )
+                    outputs, targets = ddp_model(images[micro_batch].to(device)), labels[micro_batch].to(device)
+                    share = F.cross_entropy(outputs, targets, reduction="sum") / len(batch)
+                    # DDP divides the sum over the ranks by their number, but we want the mean over the global batch.
                     (share * world_size).backward()
                 loss += share.item()
             optimizer.step()

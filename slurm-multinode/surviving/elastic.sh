@@ -18,6 +18,8 @@ source "${WORKSHOP_SITE:-/dev/null}" # settings of this site (modules, network, 
 export HF_HUB_OFFLINE=1 TRANSFORMERS_OFFLINE=1 HF_DATASETS_OFFLINE=1 # no downloads: a node may have no internet access
 name=elastic-${JOIN:-$SLURM_JOB_ID}    # a node that joins has a different job, and the same name
 run=runs/$name
+# A mistake in the options ends the job here, with one line, before torchrun restarts anything because of it.
+${PYTHON:-python} -m workshop.training.preflight elastic.py --checkpoint "$run.pt" "$@" >/dev/null
 
 # The torchruns meet in a store. If a torchrun hosted it, the others could not outlive that torchrun. So this script hosts it,
 # on the first node of the job. If that node dies, all torchruns end. Because of --no-kill, Slurm then does not end the job, which
@@ -32,7 +34,8 @@ fi
 [[ -s $run.store ]] || { echo "there is no $run.store: job $JOIN does not run, or does not use this folder" >&2 && exit 2; }
 rendezvous=(--nnodes=1:3 --rdzv-id="$name" --rdzv-backend=c10d --rdzv-endpoint="$(<"$run.store")")
 # is_host=0: no torchrun hosts a store. last_call_timeout: how many seconds the nodes wait for further ones before they start.
-rendezvous+=("--rdzv-conf=is_host=0,last_call_timeout=5" --max-restarts=100)
+# Each node that leaves costs the others one of the restarts; a node that joins costs none.
+rendezvous+=("--rdzv-conf=is_host=0,last_call_timeout=5" --max-restarts=20)
 # Without this variable, ranks look for the store of an earlier rank 0, whose node may have left, and hang.
 export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
 
