@@ -88,7 +88,7 @@ def train(device, args):
                 save_checkpoint(args.checkpoint, model, optimizer, epoch, step + 1)
         # TODO 4, step c: the steps that are done belong to the epoch of the checkpoint only. The next epochs are complete.
         if rank == 0:
-            print(f"epoch {epoch + 1}/{args.epochs}: {world_size} ranks", flush=True)
+            print(f"epoch {epoch + 1}/{args.epochs}: world size {world_size}", flush=True)
 
 
 def global_batches(samples, epoch, batch_size):

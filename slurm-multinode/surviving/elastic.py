@@ -75,7 +75,7 @@ def train(device, args):
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.learning_rate)
     first_epoch, first_step = load_checkpoint(args.checkpoint, model, optimizer, device)
     if rank == 0:
-        print(f"start with {world_size} rank(s) at epoch {first_epoch + 1}, step {first_step + 1}", flush=True)
+        print(f"world size {world_size}: start at epoch {first_epoch + 1}, step {first_step + 1}", flush=True)
     ddp_model = DDP(model)
     train_set, test_set = load_dataset("digits")
     # The digits are small, so they are two tensors here. A DataLoader with a batch_sampler can yield the same parts.
@@ -107,7 +107,7 @@ def train(device, args):
         first_step = 0
         accuracy = evaluate(model, test_set, device)
         if rank == 0:
-            print(f"epoch {epoch + 1}/{args.epochs}: accuracy {accuracy:.3f}, {world_size} rank(s)", flush=True)
+            print(f"epoch {epoch + 1}/{args.epochs}: accuracy {accuracy:.3f}, world size {world_size}", flush=True)
 
 
 @torch.inference_mode()

@@ -82,7 +82,7 @@ def train(device, args):
                 save_checkpoint(args.checkpoint, model, optimizer, epoch, step + 1)
         first_step = 0
         if rank == 0:
-            print(f"epoch {epoch + 1}/{args.epochs}: {world_size} ranks", flush=True)
+            print(f"epoch {epoch + 1}/{args.epochs}: world size {world_size}", flush=True)
 
 
 def global_batches(samples, epoch, batch_size):
