@@ -65,6 +65,9 @@ ONE_PROCESS_TEXT: Scenario[Run] = Scenario("one-process-text", "whether one proc
 RESTARTED: Scenario[Restarted] = Scenario("restarted", "second starts with the same and other numbers of processes")
 EXPORTED: Scenario[Exported] = Scenario("exported", "the exported model")
 OPTIONS: Scenario[OptionRuns] = Scenario("options", "the options of the program, one by one")
+# Of a program that may continue with a different number of ranks.
+RUNNER: Scenario[dict[str, str]] = Scenario("runner", "what the runner tells torchrun")
+RESIZED: Scenario[Restarted] = Scenario("resized", "whether a different number of ranks can continue")
 # Of the programs of stage 06.
 BUILT_ALONE: Scenario[Run] = Scenario("built-alone", "whether one process computes the same")
 BUILT_CASES: Scenario[Run] = Scenario("built-cases", "other models")

@@ -1,7 +1,8 @@
 """Check a file: find the exercise that it belongs to and the bench that runs it, and let the judge decide.
 
 The key ``bench`` of an exercise says which bench runs it: "epochs" for programs that train on images, "steps" for the
-language model of stage 04, "engine" for DeepSpeed, "built" for stage 06, "job" for job scripts.
+language model of stage 04, "engine" for DeepSpeed, "built" for stage 06, "resizing" for a program that may continue with a
+different number of ranks, "job" for job scripts.
 """
 
 import gc
@@ -110,6 +111,10 @@ def _bench(subject: Subject, exercise: Exercise | None, nproc: int, on_cpu: bool
         from workshop.course.built.bench import BuiltBench
 
         return BuiltBench(subject, exercise, nproc=nproc, on_cpu=on_cpu, place=place)
+    if exercise.bench == "resizing":
+        from workshop.course.resizing import ResizingBench
+
+        return ResizingBench(subject, exercise, nproc=nproc, on_cpu=on_cpu, place=place)
     from workshop.course.benches import EpochsBench
 
     return EpochsBench(subject, exercise, nproc=nproc, on_cpu=on_cpu, place=place)

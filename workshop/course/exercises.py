@@ -91,7 +91,7 @@ class Exercise(Table):
 
     file: str = Field(pattern=r"^[^/]+\.(py|sh)$")
     launch: Literal["single", "spawn", "torchrun", "slurm"]
-    bench: Literal["epochs", "steps", "engine", "job", "built"] = "epochs"
+    bench: Literal["epochs", "steps", "engine", "job", "built", "resizing"] = "epochs"
     goals: Annotated[tuple[Goal, ...], Field(strict=False, min_length=1)]
     options: Words = ()
     metric: str = ""

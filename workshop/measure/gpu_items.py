@@ -255,6 +255,12 @@ def _rest(count: int) -> list[Item]:
     found = [
         ("02 minimal_ddp", _launched(count, f"{DDP}/minimal_ddp.py"), "on cuda"),
         ("slurm-multinode DDP", _launched(count, "slurm-multinode/multigpu_torchrun.py", "--epochs=1"), ON_GPU),
+        ("slurm-multinode elastic", _launched(count, "slurm-multinode/surviving/elastic.py", "--epochs=1"), "epoch"),
+        (
+            "slurm-multinode 4",
+            _launched(count, "solutions/slurm-multinode/exercise4_elastic.py", "--epochs=1"),
+            "epoch",
+        ),
         ("slurm-multinode FSDP2", _launched(count, "slurm-multinode/train_at_scale.py", *scale), "on cuda"),
         *(
             (f"02 find the bug: {bug}", _launched(count, f"solutions/{DDP}/exercise4_find_the_bug_{bug}.py"), "epoch")

@@ -2,6 +2,7 @@
 
 import json
 import os
+import time
 from pathlib import Path
 
 from workshop.files import write_atomically
@@ -77,3 +78,40 @@ class EpochLog:
             write_atomically(path, "".join(kept))
         with open(path, "a") as file:
             file.write(json.dumps(entry) + "\n")
+
+
+class SampleLog:
+    """A log of the samples of each step, with a file for each process that writes it.
+
+    Each line also contains the rank, the number of ranks, and where this start of the program began (epoch and step), so that a
+    reader can follow the steps over several starts with different numbers of ranks.
+
+    Args:
+        folder: the folder of the files; None: write nothing.
+        epoch, step: where this start began, from 0.
+        device: the device of this rank.
+    """
+
+    def __init__(self, folder: str | os.PathLike | None, epoch: int, step: int, device):
+        self.path = None
+        if folder is None:
+            return
+        import torch
+        import torch.distributed as dist
+
+        began = torch.tensor([time.time_ns()], device=device)
+        dist.broadcast(began, src=0)  # the time of rank 0 identifies this start on all ranks
+        os.makedirs(folder, exist_ok=True)
+        self.path = Path(folder, f"{began.item()}-{dist.get_rank()}.jsonl")
+        self.common = {
+            "start": began.item(),
+            "from": [epoch, step],
+            "rank": dist.get_rank(),
+            "ranks": dist.get_world_size(),
+        }
+
+    def write(self, epoch: int, step: int, **facts) -> None:
+        """Append a line about a step; ``facts`` must be values that JSON has."""
+        if self.path:
+            with open(self.path, "a") as file:
+                file.write(json.dumps({**self.common, "epoch": epoch, "step": step, **facts}) + "\n")

@@ -1,6 +1,6 @@
 """The rules about restart: mistakes that they must name, and correct styles that must pass."""
 
-from check.bank import ddp, gpus, lightning, second, sharded, zero
+from check.bank import ddp, elastic, gpus, lightning, second, sharded, zero
 from check.bank.case import mistake, part, style
 from check.bank.cases import bank_tests
 
@@ -354,6 +354,7 @@ MISTAKES = (
         real=True,
         runner=(("export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1\n", ""),),
     ),
+    *elastic.RESTARTS,
 )
 
 MISTAKES += (

@@ -8,7 +8,7 @@ FAMILIES = ("lightning", "accelerate", "processes", "gpus", "collectives", "endi
             "learning", "scaling", "stages", "inputs",
             "gradients", "comparison", "samples", "seeds", "accumulation", "evaluation", "speed", "loading", "restart",
             "sharding", "checkpoints", "memory", "deepspeed", "built", "tensor", "pipeline", "ring", "experts", "mesh",
-            "jobs")  # fmt: skip
+            "elastic", "jobs")  # fmt: skip
 
 for _family in FAMILIES:
     importlib.import_module(f"{__name__}.{_family}")
