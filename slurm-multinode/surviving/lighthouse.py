@@ -20,7 +20,9 @@ import torch.distributed as dist
 def launch(args, log):
     """Start the lighthouse and the replicas, and a new replica for each one that is killed; return the exit status."""
     server = socket.create_server(("127.0.0.1", 0))
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # where process groups find each other
+    store = dist.TCPStore(
+        "127.0.0.1", 0, is_master=True, wait_for_workers=False
+    )  # where process groups find each other
     command = [sys.executable, *sys.argv, "--join", str(server.getsockname()[1]), str(store.port)]
     replicas = [subprocess.Popen(command) for _ in range(args.replicas)]
     print(f"replicas: {' '.join(str(each.pid) for each in replicas)}", flush=True)
@@ -40,7 +42,7 @@ def launch(args, log):
 
 def decide(server, args, log):
     """Collect the votes of all replicas that live. Answer: is the step valid, and who are the members of the next quorum?"""
-    connections, members, votes, quorum, step = [], [], {}, 0, 0
+    connections, members, votes, pids, quorum, step = [], [], {}, {}, 0, 0
     while step < args.steps:
         patience = args.patience if votes and members else None
         readable, _, _ = select.select([server, *connections], [], [], patience)

@@ -28,9 +28,13 @@ def main():
     parser = ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--replicas", type=positive_int, default=3, help="replicas to start")
     parser.add_argument("--steps", type=positive_int, default=200, help="optimizer steps")
-    parser.add_argument("--patience", type=positive_float, default=10, help="seconds after which a silent replica is killed")
+    parser.add_argument(
+        "--patience", type=positive_float, default=10, help="seconds after which a silent replica is killed"
+    )
     parser.add_argument("--log", default="runs/tolerate.jsonl", help="file for the loss of each step")
-    parser.add_argument("--join", type=int, nargs=2, metavar="PORT", help="the program starts its replicas with this option")
+    parser.add_argument(
+        "--join", type=int, nargs=2, metavar="PORT", help="the program starts its replicas with this option"
+    )
     args = parser.parse_args()
     if args.replicas > PARTS:
         parser.error(f"--replicas {args.replicas}: a global batch has {PARTS} parts, so use at most {PARTS} replicas")
@@ -39,11 +43,10 @@ def main():
         return
     try:
         os.makedirs(os.path.dirname(args.log) or ".", exist_ok=True)
-        log = open(args.log, "w", buffering=1)
+        with open(args.log, "w", buffering=1) as log:
+            sys.exit(launch(args, log))
     except OSError as error:
         parser.error(f"--log {args.log}: {error.strerror}")
-    with log:
-        sys.exit(launch(args, log))
 
 
 def train(args):
