@@ -181,17 +181,15 @@ def main() -> None:
     folder = open_folder(args.output)
     _import_before_forking()
     console = Console(highlight=False)
-    measured = costs(console)
+    measured = costs(console, args.epochs)
+    between = args.between or max(2.0, 4 * measured.restart)
+    console.print(f"all processes are killed every {between:.1f} s on average")
     runs = {
-        every: [_one(every, seed, measured, args.between, console) for seed in range(args.seeds)]
+        every: [_one(every, args.epochs, seed, measured, between, console) for seed in range(args.seeds)]
         for every in args.every
     }
-    result = report(console, measured, runs, args.between)
-    result = {
-        "machine": machine(),
-        "command": " ".join(["python -m workshop.measure.goodput", *sys.argv[1:]]),
-        **result,
-    }
+    command = " ".join(["python -m workshop.measure.goodput", *sys.argv[1:]])
+    result = {"machine": machine(), "command": command, **report(console, measured, runs, between)}
     write_atomically(folder / f"{args.name}.json", json.dumps(result, indent=1) + "\n")
     plot_goodput(folder / f"{args.name}.png", result)
 

@@ -56,7 +56,9 @@ class Run:
 
     def start(self, *command: object) -> Background:
         """Start a program of this training."""
-        program = Background(command, self.folder, environment(gpus=False, OMP_NUM_THREADS=1))
+        # With a shared store, restarted processes could read the addresses of the killed ones.
+        changes = {"OMP_NUM_THREADS": 1, "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": 1}
+        program = Background(command, self.folder, environment(gpus=False, **changes))
         self.programs.append(program)
         return program
 
