@@ -166,7 +166,7 @@ def undisturbed(every: int, epochs: int) -> Trained:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split(":")[0].replace("\n", " "))
     parser.add_argument(
-        "--every", type=int, nargs="+", default=[1, 2, 5, 10, 20, 50, 100], help="steps between checkpoints"
+        "--every", type=int, nargs="+", default=[1, 5, 10, 20, 50, 100], help="steps between checkpoints"
     )
     parser.add_argument("--seeds", type=int, default=3, help="runs for each of them, with different times of the kills")
     parser.add_argument(
