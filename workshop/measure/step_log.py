@@ -28,6 +28,8 @@ def note_steps(path: Path) -> None:
     file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT)  # one write per line: no process interrupts another
 
     def note(optimizer, *_):
+        if not any(group["lr"] for group in optimizer.param_groups):
+            return  # not a step of the training: DCP creates the optimizer state in this way before it loads a checkpoint
         number = int(next(iter(optimizer.state.values()))["step"])
         os.write(file, f"{time.time()} {os.getpid()} {number}\n".encode())
 

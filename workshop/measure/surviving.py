@@ -74,9 +74,14 @@ class Run:
         """Wait until the training has done a step."""
         end = time.monotonic() + LIMIT
         while not any(each.number >= step for each in self.steps()):
-            if time.monotonic() > end or self.programs[-1].process.poll() is not None:
-                sys.exit(f"the training did not reach step {step}:\n{self.programs[-1].text()[-3000:]}")
+            ended = all(program.process.poll() is not None for program in self.programs)
+            if time.monotonic() > end or ended:
+                sys.exit(f"the training did not reach step {step}:\n" + "\n".join(self.outputs())[-3000:])
             time.sleep(0.01)
+
+    def outputs(self) -> list[str]:
+        """Return what its programs have printed."""
+        return [program.text() for program in self.programs]
 
     def end(self) -> None:
         """End all its processes."""
@@ -177,8 +182,7 @@ def measure(answer: str, step: int) -> Loss:
                 killed = max(each.number for each in steps if each.process in old)
             after = [each for each in steps if each.time > killed_at and (tolerant or each.process not in old)]
             again = next(each.time for each in after if each.number == killed + 1)
-            output = "".join(program.text() for program in run.programs)
-            repeated = output.count("is not valid") if tolerant else killed + 1 - after[0].number
+            repeated = "".join(run.outputs()).count("is not valid") if tolerant else killed + 1 - after[0].number
             return Loss(killed, repeated, round(again - killed_at - seconds_per_step(steps, killed_at), 3))
         finally:
             run.end()
