@@ -101,7 +101,7 @@ def test_a_new_replica_joins_and_trains(tmp_path, undisturbed):
 
 
 def test_a_replica_that_hangs_is_killed(tmp_path, undisturbed):
-    training = Training(tmp_path, "--patience", 2)
+    training = Training(tmp_path, "--patience", 5)
     training.wait_until(20)
     training.replicas()[1].send_signal(signal.SIGSTOP)
     assert_complete(training, undisturbed, kills=1)

@@ -18,26 +18,30 @@ import torch.distributed as dist
 
 
 def launch(args, log):
-    """Start the lighthouse and the replicas, and a new replica for each one that is killed; return the exit status."""
+    """Start the replicas and be their lighthouse. Return the exit status."""
     server = socket.create_server(("127.0.0.1", 0))
-    store = dist.TCPStore(
-        "127.0.0.1", 0, is_master=True, wait_for_workers=False
-    )  # where process groups find each other
+    # The members of each quorum find each other in this store.
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     command = [sys.executable, *sys.argv, "--join", str(server.getsockname()[1]), str(store.port)]
     replicas = [subprocess.Popen(command) for _ in range(args.replicas)]
     print(f"replicas: {' '.join(str(each.pid) for each in replicas)}", flush=True)
-    lighthouse = threading.Thread(target=decide, args=(server, args, log), daemon=True)
-    lighthouse.start()
-    while lighthouse.is_alive():
+    ended = threading.Event()
+    threading.Thread(target=replace_killed, args=(replicas, command, ended), daemon=True).start()
+    decide(server, args, log)
+    ended.set()
+    return max(replica.wait() for replica in replicas)
+
+
+def replace_killed(replicas, command, ended):
+    """Start a new replica for each one that is killed."""
+    while not ended.wait(0.05):
         for place, replica in enumerate(replicas):
             status = replica.poll() or 0
             if status > 0:  # it failed with an error, and a new replica would fail too
-                return status
+                os._exit(status)
             if status < 0:  # it was killed by a signal
                 replicas[place] = subprocess.Popen(command)
                 print(f"replica {replica.pid} was killed; replica {replicas[place].pid} starts", flush=True)
-        lighthouse.join(0.05)
-    return max(replica.wait() for replica in replicas)
 
 
 def decide(server, args, log):
@@ -56,7 +60,8 @@ def decide(server, args, log):
                 votes.pop(each, None)
         if not readable:  # a replica that hangs must not come back later with old parameters, so kill it
             for each in set(members) & set(connections) - set(votes):
-                os.kill(pids[each], signal.SIGKILL)
+                with suppress(ProcessLookupError):
+                    os.kill(pids[each], signal.SIGKILL)
         if not votes or len(votes) < (len(connections) if members else args.replicas):
             continue
 
@@ -77,7 +82,9 @@ def decide(server, args, log):
         pids = {each: votes[each]["pid"] for each in members}
         votes = {}
         for rank, each in enumerate(members):
-            send(each, {"valid": valid, "quorum": quorum, "rank": rank, "size": len(members)})
+            old = each in survivors  # a new replica has no gradients
+            answer = {"valid": valid and old, "quorum": quorum, "rank": rank, "size": len(members)}
+            send(each, answer | {"end": step == args.steps})
     server.close()
 
 

@@ -29,7 +29,7 @@ def main():
     parser.add_argument("--replicas", type=positive_int, default=3, help="replicas to start")
     parser.add_argument("--steps", type=positive_int, default=200, help="optimizer steps")
     parser.add_argument(
-        "--patience", type=positive_float, default=10, help="seconds after which a silent replica is killed"
+        "--patience", type=positive_float, default=30, help="seconds after which a silent replica is killed"
     )
     parser.add_argument("--log", default="runs/tolerate.jsonl", help="file for the loss of each step")
     parser.add_argument(
@@ -56,23 +56,24 @@ def train(args):
     optimizer = torch.optim.AdamW(model.parameters())
     transform = transforms.Compose([transforms.ToTensor(), transforms.Normalize((0.5,), (0.5,))])
     train_set, test_set = (default_collate(list(each)) for each in load_dataset("digits", transform))  # images, labels
-    lighthouse, store = connect(*args.join)
+    patience = timedelta(seconds=args.patience)
+    lighthouse, store = connect(*args.join, patience)
     step, quorum, ok, loss = 0, 0, False, 0.0
     while True:
         send(lighthouse, {"pid": os.getpid(), "step": step, "ok": ok, "loss": loss})
         answer = receive(lighthouse)
         if not answer:
-            sys.exit("the lighthouse has ended")
+            return  # the launcher was killed, or the training ended while this replica was starting
         rank, size = answer["rank"], answer["size"]
         if answer["valid"]:
             optimizer.step()
             step += 1
-        if step == args.steps:
+        if answer["end"]:
             break
         try:
             if answer["quorum"] != quorum:  # a replica has died or joined
                 quorum = answer["quorum"]
-                form_group(dist.PrefixStore(str(quorum), store), rank, size, args.patience)
+                form_group(dist.PrefixStore(str(quorum), store), rank, size, patience)
                 step = copy_state(model, optimizer, step)
             loss = average_gradients(model, train_set, step, rank, size)
             ok = True
@@ -86,12 +87,12 @@ def train(args):
         print(f"step {step}: accuracy {right.float().mean():.3f} on {size} replicas")
 
 
-def connect(port, store_port):
+def connect(port, store_port, patience):
     """Connect to the lighthouse and to the store in which process groups find each other."""
     try:
-        connection = socket.create_connection(("127.0.0.1", port)).makefile("rwb", buffering=0)
-        return connection, dist.TCPStore("127.0.0.1", store_port)
-    except (ConnectionRefusedError, RuntimeError):
+        store = dist.TCPStore("127.0.0.1", store_port, timeout=patience)
+        return socket.create_connection(("127.0.0.1", port)).makefile("rwb", buffering=0), store
+    except (OSError, RuntimeError):
         sys.exit(0)  # the training has ended while this replica was starting
 
 
@@ -129,7 +130,7 @@ def copy_state(model, optimizer, step):
 def form_group(store, rank, size, patience):
     """Form a new process group of the members of the quorum."""
     leave_group()
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=patience))
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=patience)
 
 
 def leave_group():
