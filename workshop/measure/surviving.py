@@ -204,6 +204,7 @@ def main() -> None:
     parser.add_argument("--only", default="", metavar="WORD", help="only the answers whose name contains this word")
     parser.add_argument("--output", type=Path, default=ROOT / "results" / "surviving-2-cores.json")
     args = parser.parse_args()
+    args.output.parent.mkdir(parents=True, exist_ok=True)
     console, losses = Console(), {}
     for answer in (name for name in ANSWERS if args.only in name):
         losses[answer] = []
