@@ -122,7 +122,7 @@ def test_the_replicas_end_with_their_launcher(tmp_path):
         (("--replicas", "0"), "'0' is not a whole number of at least 1"),
         (("--replicas", "13"), "--replicas 13: a global batch has 12 parts, so use at most 12 replicas"),
         (("--steps", "none"), "'none' is not a whole number of at least 1"),
-        (("--log", "/dev/null/log"), "--log /dev/null/log: Not a directory"),
+        (("--log", "."), "--log .: Is a directory"),
     ],
 )
 def test_bad_options(options, message, tmp_path):

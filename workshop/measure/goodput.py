@@ -188,7 +188,8 @@ def main() -> None:
         every: [_one(every, args.epochs, seed, measured, between, console) for seed in range(args.seeds)]
         for every in args.every
     }
-    command = " ".join(["python -m workshop.measure.goodput", *sys.argv[1:]])
+    every = " ".join(map(str, args.every))
+    command = f"python -P -m workshop.measure.goodput --every {every} --seeds {args.seeds} --epochs {args.epochs}"
     result = {"machine": machine(), "command": command, **report(console, measured, runs, between)}
     write_atomically(folder / f"{args.name}.json", json.dumps(result, indent=1) + "\n")
     plot_goodput(folder / f"{args.name}.png", result)

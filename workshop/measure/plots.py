@@ -131,7 +131,7 @@ def plot_goodput(path: Path, figures: Mapping) -> None:
     axes.set(
         xlabel=f"steps between two checkpoints (a step takes {step:.0f} ms)",
         ylabel="goodput, % of the time",
-        title=f"A training that is killed every {between:g} s on average",
+        title=f"A training that is killed every {between:.1f} s on average",
         xscale="log",
     )
     axes.set_xticks(places, [str(place) for place in places])

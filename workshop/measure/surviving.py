@@ -221,7 +221,7 @@ def main() -> None:
     console.print(table)
     result = {
         "machine": machine(),
-        "command": f"python -m workshop.measure.surviving --kills {args.kills}",
+        "command": f"python -P -m workshop.measure.surviving --kills {args.kills}",
         "steps_per_epoch": EPOCH,
         "median": {
             answer: {what: statistics.median(getattr(loss, what) for loss in each) for what in ("steps", "seconds")}
