@@ -112,7 +112,7 @@ def test_the_replicas_end_with_their_launcher(tmp_path):
     training.wait_until(3)
     replicas = training.replicas()
     os.kill(training.process.pid, signal.SIGKILL)
-    _, alive = psutil.wait_procs(replicas, timeout=20)
+    _, alive = psutil.wait_procs(replicas, timeout=60)
     assert alive == []
 
 
