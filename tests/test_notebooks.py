@@ -4,6 +4,7 @@ import json
 import re
 import shutil
 import statistics
+from pathlib import Path
 
 import nbformat
 import pytest
@@ -39,7 +40,8 @@ def test_the_links_of_a_notebook_exist(stage):
 @pytest.fixture
 def copy(tmp_path, monkeypatch):
     """A copy of the stages, so that the cells write nothing to the repository."""
-    for name in (*solutions.STAGES, "solutions", "workshop"):
+    folders = {solutions.paths(stage)[0].parent.name for stage in solutions.STAGES}
+    for name in (*folders, "solutions", "workshop"):
         shutil.copytree(runs.ROOT / name, tmp_path / name, ignore=shutil.ignore_patterns("runs", "__pycache__"))
     for name in ("workshop.sh", "pyproject.toml"):
         shutil.copy2(runs.ROOT / name, tmp_path)
@@ -110,8 +112,12 @@ def solve(copy):
             (copy / name).write_text(content)
 
 
-def exercises(stage):
-    return {exercise.file for exercise in course.exercises() if exercise.stage == stage}
+def exercises(name):
+    """Return the files of the exercises in a notebook."""
+    folder = solutions.paths(name)[0].parent.name
+    own = {exercise.file for exercise in course.exercises() if exercise.stage == folder}
+    elastic = {file for file in own if file.startswith("exercise4_elastic")}  # this one is in the notebook surviving
+    return elastic if name == "surviving" else own - elastic
 
 
 def judge_01(notebook):
@@ -241,6 +247,30 @@ def judge_scale(notebook):
     assert len(pictures(notebook)) == 16
 
 
+def judge_surviving(notebook):
+    lost = text(notebook, "run-kill")
+    answers = "restart from the epoch", "start the job again", "checkpoint every 4 steps", "per-step tolerance"
+    assert all(f"{answer}: Loss(killed=" in lost for answer in (*answers, "elastic, checkpoint every 4 steps"))
+    steps = {answer: int(re.search(rf"^{answer}: Loss.* steps=(\d+)", lost, re.MULTILINE)[1]) for answer in answers}
+    assert steps["per-step tolerance"] <= 1
+    assert steps["checkpoint every 4 steps"] <= 16  # a checkpoint that is being written does not count
+    assert steps["restart from the epoch"] <= 59
+    assert "class StatefulLoader" in text(notebook, "show-steps")
+    assert "form_group(" in text(notebook, "show-tolerance")
+    killed = text(notebook, "run-tolerance")
+    assert killed.count("was killed; replica") == 2
+    assert re.search(r"step 150: accuracy 0\.9\d+", killed)
+    said = text(notebook, "plot-tolerance")
+    assert said.startswith("steps True; ")
+    assert float(re.search(r"differ by at most (\S+)", said)[1]) < 1e-2
+    assert " 2 " in said.partition("replicas:")[2]
+    assert re.search(r"error of the model: median \d+%", text(notebook, "run-goodput"))
+    assert "16,384 GPUs: an interruption every 167 minutes" in text(notebook, "run-thousand")
+    assert "8,000 GPUs: an interruption every 342 minutes" in text(notebook, "run-thousand")
+    assert [int(share) for share in re.findall(r"goodput is (\d+)%", text(notebook, "run-plan"))] == [86, 92]
+    assert len(pictures(notebook)) == 8
+
+
 JUDGES = {
     "01_single_gpu": judge_01,
     "02_pytorch_ddp": judge_02,
@@ -249,6 +279,7 @@ JUDGES = {
     "05_deepspeed": judge_05,
     "06_build_your_own": judge_06,
     "strategies": judge_scale,
+    "surviving": judge_surviving,
 }  # the judge of slurm-multinode is in test_slurm_notebook.py
 
 
@@ -266,8 +297,9 @@ def test_a_notebook_runs_as_delivered(stage, copy):
     JUDGES[stage](notebook)
     assert goals_left(notebook) == exercises(stage)
     # The notebook must not change the exercises.
+    folder = solutions.paths(stage)[0].parent.name
     for name in exercises(stage):
-        assert (copy / stage / name).read_text() == (runs.ROOT / stage / name).read_text()
+        assert (copy / folder / name).read_text() == (runs.ROOT / folder / name).read_text()
 
 
 @pytest.mark.full
@@ -335,6 +367,38 @@ def test_the_cells_of_scale_that_call_the_planner_run():
     assert speeds[3]["published"]
     assert 0 < lost[0]["1,024 to 16,384 GPUs"] < 50
     assert shares[0]["16,384 GPUs"]["bubble"] > 2 * shares[0]["4,096 GPUs"]["bubble"]
+
+
+def test_the_cells_of_surviving_that_only_calculate_run(tmp_path, monkeypatch, capsys):
+    """Run them here, without a kernel and with made-up measurements, because the whole notebook runs only with --full."""
+    cells = {cell["id"]: cell.source for cell in nbformat.read(solutions.paths("surviving")[0], as_version=4).cells}
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "runs").mkdir()
+    steps = [json.dumps({"step": step, "loss": 2 / step, "replicas": 3}) + "\n" for step in range(1, 151)]
+    for name in ("undisturbed", "tolerate"):
+        (tmp_path / "runs" / f"{name}.jsonl").write_text("".join(steps))
+    lost = {"restart from the epoch": {"steps": 30, "seconds": 5.0}, "per-step tolerance": {"steps": 1, "seconds": 0.1}}
+    (tmp_path / "runs" / "surviving.json").write_text(json.dumps({"median": lost}))
+    costs = {"training": 5.0, "steps": 179, "step": 5 / 179, "checkpoint": 0.05, "restart": 0.4}
+    rows = {every: {"goodput": 0.5, "runs": [{"goodput": 0.4}, {"goodput": 0.6}]} for every in (2, 20, 100)}
+    (tmp_path / "runs" / "goodput.json").write_text(json.dumps({"costs": costs, "between": 2.0, "every": rows}))
+    shown = []
+    names = {"Path": Path}
+    names |= dict.fromkeys(("show_bars", "show_curves", "show_plot"), lambda *arguments: shown.append(arguments))
+    for name, source in cells.items():
+        if name.startswith(("guess-", "plot-")) or name == "run-thousand":
+            exec(source, names)
+    said = capsys.readouterr().out
+    assert "steps True; the losses differ by at most 0.0e+00" in said
+    assert (
+        "16,384 GPUs: an interruption every 167 minutes; best interval 18.3 minutes (Young), 17.6 minutes (Daly)"
+        in said
+    )
+    shares, improved = shown[-2][0], shown[-1][2]
+    assert shares["16,384 GPUs"] == pytest.approx(84.2, abs=0.1)  # the answers of the notebook have these values
+    by_stop = {name: dict(line) for name, line in improved.items()}
+    assert by_stop["restart 10 minutes"][5] == pytest.approx(91.3, abs=0.2)
+    assert by_stop["restart 5 minutes"][5] == pytest.approx(94.1, abs=0.2)
 
 
 def test_a_cell_that_fails_is_named(copy):

@@ -14,6 +14,7 @@ import combining  # noqa: F401
 import launching  # noqa: F401
 import learning  # noqa: F401
 import sharding  # noqa: F401
+import surviving  # noqa: F401
 from canvas import FIGURES, write
 
 

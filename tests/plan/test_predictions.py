@@ -1,12 +1,14 @@
 """Times, bytes and failures, computed by hand."""
 
+import math
+import random
 from dataclasses import replace
 
 import pytest
 from torch._subclasses.fake_tensor import UnsupportedOperatorException
 
 from workshop.plan.cards import find_card
-from workshop.plan.failures import RATE, expected
+from workshop.plan.failures import RATE, daly, expected, goodput
 from workshop.plan.layout import Layout
 from workshop.plan.memory import predict_bytes, states
 from workshop.plan.sizes import Model, find_model
@@ -163,3 +165,43 @@ def test_interruptions_are_those_of_llama_3():
     assert found.hours < expected(16384, 54 * 24, interval=4 * found.interval).hours
     assert found.hours < expected(16384, 54 * 24, interval=found.interval / 4).hours
     assert expected(8, 24, rate=0).hours < 0.05
+
+
+@pytest.mark.parametrize(("between", "best"), [(24 * 60, 117), (6 * 60, 57), (15, 9.1)])
+def test_the_best_interval_is_that_of_dalys_paper(between, best):
+    """The captions of figures 3, 4 and 5 have these values in minutes, for a checkpoint of 5 minutes."""
+    assert daly(5, between) == pytest.approx(best, rel=0.01)
+    ways = {interval: goodput(interval, checkpoint=5, restart=10, between=between) for interval in range(1, 200)}
+    assert max(ways, key=ways.__getitem__) == pytest.approx(best, abs=2)
+
+
+def test_the_goodput_for_rare_interruptions_is_that_to_first_order():
+    found = expected(16384, 54 * 24, checkpoint=5)
+    between = 3600 / (RATE * 16384)
+    exact = goodput(found.interval, checkpoint=5, restart=600, between=between)
+    assert exact == pytest.approx(found.goodput(54 * 24), abs=0.01)
+    assert exact > 0.9  # Meta reports an effective training time of more than 90 %
+
+
+def test_the_goodput_agrees_with_simulated_interruptions():
+    interval, checkpoint, restart, between = 60.0, 5.0, 20.0, 200.0
+    random_numbers, work, now = random.Random(0), 200_000.0, 0.0
+    done, failure = 0.0, random_numbers.expovariate(1 / between)
+    while done < work:
+        if now + interval + checkpoint <= failure:
+            now, done = now + interval + checkpoint, done + interval
+            continue
+        now = failure
+        failure = now + random_numbers.expovariate(1 / between)
+        while now + restart > failure:  # interrupted again while it restarts
+            now, failure = failure, failure + random_numbers.expovariate(1 / between)
+        now += restart
+    found = goodput(interval, checkpoint=checkpoint, restart=restart, between=between)
+    assert found == pytest.approx(done / now, rel=0.02)
+
+
+def test_the_goodput_of_extreme_cases():
+    assert goodput(60, checkpoint=0, restart=0, between=1e12) == pytest.approx(1)
+    assert goodput(1e6, checkpoint=60, restart=600, between=100) == 0
+    assert goodput(60, checkpoint=20, restart=600, between=math.inf) == 0.75
+    assert daly(500, 100) == 100

@@ -98,9 +98,9 @@ def write_sources(root: Path, source: Path) -> None:
             page.write(_contents("", pages if own else pages[:1]))
         if own:
             (source / stage / "exercises.md").write_text("\n".join(_exercise_page(stage, own)))
-    for folder, name in MORE.items():
-        with (source / folder / "README.md").open("a") as page:
-            page.write(_contents("", [f"Notebook </solutions/{folder}/{name}>"]))
+    for notebook in MORE.values():
+        with (source / notebook).with_name("README.md").open("a") as page:
+            page.write(_contents("", [f"Notebook </solutions/{notebook}>"]))
     with (source / FRONT).open("a") as page:
         page.write(_contents("The course", [f"{stage}/README" for stage in stage_files()] + MORE_STAGES))
         for caption, pages in PARTS.items():

@@ -21,14 +21,13 @@ RUNG = re.compile(r"rung-([0-3])")
 ONLY_IN_THE_STAGE = {"left", "progress"}  # cells about a learner's own progress
 
 
-MORE = {
-    "strategies": "scale"
-}  # notebooks with questions but without exercises: the folder, and the name of the notebook
+# Further notebooks: the name under which the commands know each of them, and its path without the suffix.
+MORE = {"strategies": "strategies/scale", "surviving": "slurm-multinode/surviving"}
 
 
 def paths(stage: str) -> tuple[Path, Path]:
-    """Return the paths of the notebook of a stage and of its solved twin."""
-    name = f"{stage}/{MORE.get(stage, stage)}.ipynb"
+    """Return the paths of the notebook of a stage, or of a name in MORE, and of its solved twin."""
+    name = f"{MORE.get(stage, f'{stage}/{stage}')}.ipynb"
     return ROOT / name, ROOT / "solutions" / name
 
 
@@ -47,7 +46,7 @@ def twin(stage: str) -> nbformat.NotebookNode:
             )
         elif rung := RUNG.fullmatch(cell["id"]):
             cell.source = _rung(int(rung[1]))
-        cell.source = cell.source.replace(f'start("{stage}"', f'start("solutions/{stage}"')
+        cell.source = cell.source.replace(f'start("{source.parent.name}"', f'start("solutions/{source.parent.name}"')
     title = notebook.cells[0]
     title.source += (
         "\n**Solved.** These outputs are from one run on the machine in the first cell. Yours are in your notebook.\n"

@@ -96,3 +96,49 @@ def plot_formats(path: Path, figures: Mapping) -> None:
     panels[0].legend(loc="upper left")
     figure.savefig(path, dpi=110)
     plt.close(figure)
+
+
+def plot_goodput(path: Path, figures: Mapping) -> None:
+    """Draw the goodput of a training that is killed again and again against the steps between two checkpoints.
+
+    Args:
+        path: the PNG file to write.
+        figures: the results of ``workshop.measure.goodput``.
+    """
+    import matplotlib
+
+    matplotlib.use("Agg")  # draws into files; needs no screen
+    import matplotlib.pyplot as plt
+
+    from workshop.plan.failures import goodput
+
+    costs, rows = figures["costs"], figures["every"]
+    figure, axes = plt.subplots(figsize=(8, 4.6), facecolor="white", layout="constrained")
+    places = [int(every) for every in rows]
+    means = [100 * row["goodput"] for row in rows.values()]
+    all_runs = [[100 * run["goodput"] for run in row["runs"]] for row in rows.values()]
+    low = [mean - min(runs) for mean, runs in zip(means, all_runs, strict=True)]
+    high = [max(runs) - mean for mean, runs in zip(means, all_runs, strict=True)]
+    label = "measured: mean, lowest and highest run"
+    axes.errorbar(places, means, [low, high], fmt="o", color=COLOURS[0], capsize=4, label=label, zorder=3)
+    model = {name: costs[name] for name in ("checkpoint", "restart")} | {"between": figures["between"]}
+    line = [min(places) * (max(places) / min(places)) ** (index / 100) for index in range(101)]
+    predicted = [100 * goodput(place * costs["step"], **model) for place in line]
+    axes.plot(line, predicted, color=COLOURS[1], linewidth=2, label="Daly's model")
+    for (name, best), style in zip(figures["best"].items(), ("--", ":"), strict=True):
+        axes.axvline(best, color=COLOURS[2], linestyle=style, label=f"best interval, {name.title()}: {best:.0f} steps")
+    between, step = figures["between"], 1e3 * costs["step"]
+    axes.set(
+        xlabel=f"steps between two checkpoints (a step takes {step:.0f} ms)",
+        ylabel="goodput, % of the time",
+        title=f"A training that is killed every {between:.1f} s on average",
+        xscale="log",
+    )
+    axes.set_xticks(places, [str(place) for place in places])
+    axes.minorticks_off()
+    axes.set_ylim(bottom=0)
+    axes.grid(alpha=0.25)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(loc="lower center", fontsize=9)
+    figure.savefig(path, dpi=110)
+    plt.close(figure)

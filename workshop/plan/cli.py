@@ -40,6 +40,22 @@ if TYPE_CHECKING:
     metavar="MINUTES",
     help="Minutes between checkpoints.  [default: the best interval]",
 )
+@click.option(
+    "--checkpoint-seconds",
+    type=click.FloatRange(min=0, min_open=True),
+    default=60,
+    show_default=True,
+    metavar="SECONDS",
+    help="How long a checkpoint stops the training.",
+)
+@click.option(
+    "--restart",
+    type=click.FloatRange(min=0),
+    default=10,
+    show_default=True,
+    metavar="MINUTES",
+    help="Time from an interruption until training goes on.",
+)
 @click.option("--output", metavar="FILE", help="Write the best plan as JSON, for workshop submit --plan.")
 @click.option("--validate", is_flag=True, help="Predict published runs, and write the errors into --output FOLDER.")
 @click.option("--rows", metavar="FILE.csv", help="With --validate: predict the runs of this file instead.")
@@ -72,6 +88,8 @@ def run_plan(
     fp8: bool = False,
     failures: float | None = None,
     checkpoint_every: float | None = None,
+    checkpoint_seconds: float = 60,
+    restart: float = 10,
     output: str | None = None,
 ) -> "Plan":
     """Search, print the best plans, and return the best.
@@ -91,7 +109,7 @@ def run_plan(
     console = Console(highlight=False, width=None if sys.stdout.isatty() else 130)
     where = f"{request.gpus:,} x {request.card.name}"
     rate = failures / 24 / 1000 if failures is not None else RATE
-    lost = Failures(rate, 60 * (checkpoint_every or 0))
+    lost = Failures(rate, 60 * (checkpoint_every or 0), checkpoint_seconds, 60 * restart)
     report.show(console, plans, f"{Path(model).name} on {where}", training, lost)
     if output:
         _write(Path(output), model, site, plans[0])

@@ -156,7 +156,8 @@ def bill(plan: Plan, training: float, failures: Failures) -> str:
     """Return days, GPU-hours, energy and interruptions for a number of tokens."""
     gpus, card = plan.layout.gpus, plan.request.card
     hours = training / (plan.tokens * gpus) / 3600
-    lost = expected(gpus, hours, rate=failures.rate, interval=failures.interval)
+    costs = {"checkpoint": failures.checkpoint, "restart": failures.restart}
+    lost = expected(gpus, hours, rate=failures.rate, interval=failures.interval, **costs)
     whole = hours + lost.hours
     energy = whole * gpus * card.power / 1e6
     known = " (Llama 3 had 466 in 54 days on 16,384 GPUs)" if failures.rate == RATE else ""
@@ -166,7 +167,7 @@ def bill(plan: Plan, training: float, failures: Failures) -> str:
         f"{training:,.0f} tokens take {hours / 24:,.1f} days ({hours * gpus:,.0f} GPU-hours) without interruptions.\n"
         f"  Expect {lost.interruptions:,.1f} interruptions{known}.\n  {words}\n"
         f"  In total: {whole / 24:,.1f} days, {whole * gpus:,.0f} GPU-hours, and "
-        f"{energy:,.1f} MWh for the GPUs at {card.power:,.0f} W."
+        f"{energy:,.1f} MWh for the GPUs at {card.power:,.0f} W. The goodput is {lost.goodput(hours):.0%}."
     )
 
 
