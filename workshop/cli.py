@@ -6,7 +6,9 @@ import click
 
 from workshop.check.cli import call, leave
 from workshop.check.cli import options as check_options
+from workshop.course.cli import hint
 from workshop.diagnose.cli import diagnose
+from workshop.grades.cli import report
 from workshop.plan.cli import plan
 
 
@@ -180,14 +182,7 @@ def pretend(gpus, nodes, command) -> None:
 app.add_command(diagnose)
 
 
-@app.command()
-@click.argument("file")
-@click.argument("goal", type=int, required=False)
-def hint(file, goal) -> None:
-    """Show the next hint for a GOAL (default: the first open one)."""
-    from workshop.course.learning import run_hint
-
-    sys.exit(run_hint(file, goal))
+app.add_command(hint)
 
 
 @app.command()
@@ -217,6 +212,9 @@ def progress() -> None:
     from workshop.course.progress import show_progress
 
     show_progress(Console(highlight=False))
+
+
+app.add_command(report)
 
 
 @app.command(context_settings={"ignore_unknown_options": True})
