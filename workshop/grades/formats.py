@@ -35,7 +35,7 @@ def safe(text: str) -> str:
 
 def label(goal: GoalResult) -> str:
     """Return the number and the title of a goal; goal 0 has no number in the exercise."""
-    return goal.title if goal.number == KEPT else f"{goal.number} {goal.title}"
+    return safe(goal.title) if goal.number == KEPT else f"{goal.number} {safe(goal.title)}"
 
 
 def outcome(goal: GoalResult) -> str:
