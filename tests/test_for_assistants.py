@@ -98,7 +98,10 @@ def test_the_exit_status_of_each_case_is_documented(checks):
     statuses = {name: done.returncode for name, (done, _) in checks.items()}
     assert statuses == {"untouched": 1, "failing": 1, "passing": 0, "no exercise": 1, "not judged": 2}
     assert [document["passed"] for _, document in checks.values()] == [False, False, True, False, False]
-    assert {name for name, (_, document) in checks.items() if document["exercise"] is None} == {"no exercise", "not judged"}
+    assert {name for name, (_, document) in checks.items() if document["exercise"] is None} == {
+        "no exercise",
+        "not judged",
+    }
     assert {goal["state"] for goal in checks["passing"][1]["goals"]} == {"met"}
     assert checks["untouched"][1]["goals"][0]["findings"] == checks["untouched"][1]["findings"]
 

@@ -1,7 +1,7 @@
 """Programs that try to change the report: each is submitted in place of an exercise."""
 
 # It forks a process that leaves its session, prints a report and 1 GB, and deletes its copy of the course.
-VANDAL = '''
+VANDAL = """
 import json, os, shutil, sys, time
 from pathlib import Path
 
@@ -18,9 +18,9 @@ shutil.rmtree(workshop.repository.ROOT, ignore_errors=True)
 shutil.rmtree(Path(__file__).resolve().parents[1], ignore_errors=True)
 for _ in range(1024):
     os.write(1, b"x" * (1 << 20))
-'''
+"""
 # It writes the result of its check, and ends the check.
-KILLER = '''
+KILLER = """
 import json, os, signal
 from pathlib import Path
 
@@ -32,11 +32,11 @@ for process in reversed(psutil.Process().parents()):
     if "workshop.grades.one" in words:
         Path(words[-1]).write_text(json.dumps(met))
         process.kill()
-'''
+"""
 # It sleeps, and ignores SIGTERM.
-SLEEPER = '''
+SLEEPER = """
 import signal, time
 signal.signal(signal.SIGTERM, signal.SIG_IGN)
 time.sleep(10_000)
-'''
+"""
 BROKEN = "def main(:\n"

@@ -70,7 +70,9 @@ def attacked(tmp_path_factory):
         for name, met in goals.items()
     }
     (folder / ".progress.json").write_text(json.dumps(entries))
-    (stage / "exercises.toml").write_text('order = 2\n[[exercise]]\nfile = "exercise1_multigpu.py"\nlaunch = "single"\n')
+    (stage / "exercises.toml").write_text(
+        'order = 2\n[[exercise]]\nfile = "exercise1_multigpu.py"\nlaunch = "single"\n'
+    )
     points = folder / "points.toml"
     points.write_text(f'[[exercise]]\nname = "{LATE.name}"\ntime_limit = 12\n')
     points.write_text(
@@ -157,7 +159,9 @@ def test_all_formats_agree_on_the_points(attacked):
     assert sum(sum(each["points"]) for each in otter["test_file_results"]) == total["possible"]
     assert sum(test["score"] for test in scope["tests"]) == scope["score"] == total["points"]
     assert sum(test["max_score"] for test in scope["tests"]) == total["possible"]
-    passed = [case for case in in_xml(content["junit"]).iter("testcase") if [child.tag for child in case] == ["system-out"]]
+    passed = [
+        case for case in in_xml(content["junit"]).iter("testcase") if [child.tag for child in case] == ["system-out"]
+    ]
     assert len(passed) == sum(test["status"] == "passed" for test in scope["tests"]) == 2
     assert f"## {total['points']:g} of {total['possible']:g} points" in content["markdown"]
 
@@ -213,7 +217,9 @@ def test_text_of_a_program_cannot_leave_its_place(name, made):
     assert "\x1b" not in text
     assert "\x00" not in text
     if name == "markdown":
-        assert [line for line in text.splitlines() if line.startswith("#")] == [f"## 1.5 of {1.5 * len(STATES):g} points"]
+        assert [line for line in text.splitlines() if line.startswith("#")] == [
+            f"## 1.5 of {1.5 * len(STATES):g} points"
+        ]
         assert "<b>" not in text
         assert len({line.count("|") for line in text.splitlines() if line.startswith("| ")}) == 1
 
@@ -320,7 +326,10 @@ NAMED = '[[exercise]]\nname = "exercise1_multigpu"\n'
         (NAMED + "points = nan\n", "points is wrong"),
         (NAMED + 'points = "2"\n', "points is wrong"),
         (NAMED + "points = true\n", "points is wrong"),
-        (NAMED + "goals = { 7 = 1 }\n", "02_pytorch_ddp/exercise1_multigpu.py has no goal 7; its goals are 1, 2, 3, 4, 5, 6, 0"),
+        (
+            NAMED + "goals = { 7 = 1 }\n",
+            "02_pytorch_ddp/exercise1_multigpu.py has no goal 7; its goals are 1, 2, 3, 4, 5, 6, 0",
+        ),
         (NAMED + "goals = { 1 = -2 }\n", "goals.1 is wrong"),
         (NAMED + "time_limit = 0\n", "time_limit is wrong"),
         (NAMED + "points = 0\n", "no goal gives points"),

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 HINT_VERSION = 1  # of the fields of ``hint --json``; it increases if a field is removed or changes its meaning
 HINT_KINDS = ("question", "api", "partial solution")  # of the hints of a goal, in their order
 
+
 def resolve_exercise(text: str | os.PathLike[str]) -> Exercise:
     """Find the exercise that the user has named.
 

@@ -120,7 +120,9 @@ def as_junit(report: Report) -> str:
                 SubElement(case, tag, type=goal.state, message=STATES[goal.state]).text = clean(outcome(goal))
             SubElement(case, "system-out").text = of(goal)
         if exercise.not_checked:
-            SubElement(suite, "system-out").text = "\n".join(f"not checked: {safe(text)}" for text in exercise.not_checked)
+            SubElement(suite, "system-out").text = "\n".join(
+                f"not checked: {safe(text)}" for text in exercise.not_checked
+            )
         _count(suite)
     _count(root)
     root.set("time", f"{report.seconds:.2f}")

@@ -27,8 +27,10 @@ LEFT_OUT = {".ipynb_checkpoints", "runs"}
 LAST_WORDS = 600  # characters of the output of a check that failed
 GRACE = 10  # seconds that a check may need to end its processes after its time limit
 # The other variables, which may contain passwords and tokens, are not passed to the programs of learners.
-PASSED = {"PATH", "HOME", "USER", "LOGNAME", "SHELL", "LANG", "TZ", "TERM", "LD_LIBRARY_PATH", "VIRTUAL_ENV", "PYTHONPATH"}
-PASSED |= {"XDG_CACHE_HOME", "HF_HOME", "TORCH_HOME", "TORCH_EXTENSIONS_DIR", "WORKSHOP_DATA", "WORKSHOP_PYTHON", "CC", "CXX"}
+PASSED = (
+    *("PATH", "HOME", "USER", "LOGNAME", "SHELL", "LANG", "TZ", "TERM", "LD_LIBRARY_PATH", "VIRTUAL_ENV", "CC", "CXX"),
+    *("XDG_CACHE_HOME", "HF_HOME", "TORCH_HOME", "TORCH_EXTENSIONS_DIR", "WORKSHOP_DATA", "WORKSHOP_PYTHON"),
+)
 
 
 @dataclass(frozen=True)

@@ -29,7 +29,7 @@ class ExerciseTable(Table):
 
     name: str
     points: Number = 1.0
-    goals: dict[str, Number] = {}
+    goals: dict[str, Number] = Field(default={})
     time_limit: Seconds | None = None
 
 
