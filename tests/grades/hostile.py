@@ -19,10 +19,9 @@ shutil.rmtree(Path(__file__).resolve().parents[1], ignore_errors=True)
 for _ in range(1024):
     os.write(1, b"x" * (1 << 20))
 """
-# It writes the result of its check, and ends the check.
+# It writes the result of its check and ends the check. It uses a shell, because the check does not let the program write there.
 KILLER = """
-import json, os, signal
-from pathlib import Path
+import json, subprocess
 
 import psutil
 
@@ -30,7 +29,7 @@ met = {"states": {"0": "met", "1": "met"}, "findings": [], "not_checked": [], "j
 for process in reversed(psutil.Process().parents()):
     words = process.cmdline()
     if "workshop.grades.one" in words:
-        Path(words[-1]).write_text(json.dumps(met))
+        subprocess.run(["sh", "-c", 'echo "$1" >"$2"', "sh", json.dumps(met), words[-1]], check=True)
         process.kill()
 """
 # It sleeps, and ignores SIGTERM.

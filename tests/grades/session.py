@@ -18,17 +18,13 @@ from workshop.course.todo import write_version
 from workshop.run.machine import machine
 
 WORKFLOW = runs.ROOT / "docs" / "grading" / "classroom.yml"
-# What the learner has done: the TODOs of each exercise. The last exercise is counted, but not submitted.
-DONE = {
-    "exercise3_global_metrics": (1,),
-    "exercise4_find_the_bug_leak": (1,),
-    "exercise4_find_the_bug_restart": (),
-    "exercise1_ddp": (1, 2),
-    "exercise9_find_the_bug_ring": None,
-}
+# What the learner has done: the TODOs of each exercise.
+DONE = {"exercise3_global_metrics": (1,), "exercise4_find_the_bug_restart": (), "exercise1_ddp": (1, 2)}
+SOLVED, MISSING = "exercise4_find_the_bug_leak", "exercise9_find_the_bug_ring"
 STYLE = """
 body { font: 15px/1.5 sans-serif; max-width: 1100px; margin: 24px auto; padding: 0 24px; color: #1f2328; background: #fff; }
-table { border-collapse: collapse; } th, td { border: 1px solid #d1d9e0; padding: 6px 12px; } tr:nth-child(even) { background: #f6f8fa; }
+table { border-collapse: collapse; } tr:nth-child(even) { background: #f6f8fa; }
+th, td { border: 1px solid #d1d9e0; padding: 6px 12px; }
 """
 HEAD = """\
 The commands of docs/grading/classroom.yml, run on a machine of our own and not on GitHub: {cores} cores, {gpus}, {system},
@@ -41,15 +37,16 @@ def prepare(folder: Path) -> None:
     """Write the folders as the steps that check out leave them."""
     found = {exercise.path.stem: exercise for exercise in exercises()}
     for name, done in DONE.items():
-        if done is not None:
-            stage = folder / "submission" / found[name].stage
-            stage.mkdir(parents=True, exist_ok=True)
-            write_version(found[name], done, stage)
+        stage = folder / "submission" / found[name].stage
+        stage.mkdir(parents=True, exist_ok=True)
+        write_version(found[name], done, stage)
+    solution = found[SOLVED].solution
+    shutil.copy(solution, folder / "submission" / found[SOLVED].stage)
     course = folder / "course"
     (course / "docs" / "grading").mkdir(parents=True)
     for name in ("workshop.sh", "pyproject.toml"):
         (course / name).symlink_to(runs.ROOT / name)
-    points = "".join(f'[[exercise]]\nname = "{name}"\n' for name in DONE)
+    points = "".join(f'[[exercise]]\nname = "{name}"\n' for name in (SOLVED, *DONE, MISSING))
     (course / "docs" / "grading" / "points.toml").write_text(points)
 
 

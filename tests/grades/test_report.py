@@ -4,7 +4,9 @@ import json
 import os
 import re
 import shutil
+import signal
 import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 from xml.etree import ElementTree
@@ -25,6 +27,7 @@ from workshop.grades.points import every_task, read_points
 from workshop.grades.results import STATES, ExerciseResult, GoalResult, Report, settled
 from workshop.grades.submission import own_names, read_submission
 from workshop.repository import ROOT
+from workshop.run.processes import family
 
 EXERCISES = {exercise.path.stem: exercise for exercise in exercises()}
 BUG = "exercise4_find_the_bug_{}"
@@ -451,6 +454,23 @@ def test_one_format_without_a_file_is_printed_alone(tmp_path):
     (exercise,) = json.loads(done.stdout)["exercises"]
     assert (done.returncode, exercise["state"]) == (1, "untouched")
     assert "not begun" in done.stderr
+
+
+def test_ctrl_c_ends_the_check_and_removes_its_files(tmp_path):
+    folder, temporary = tmp_path / "submission", tmp_path / "t"
+    folder.mkdir()
+    temporary.mkdir()
+    (folder / LATE.file).write_text(hostile.SLEEPER)
+    command = [sys.executable, "-P", "-m", "workshop", "report", folder]
+    running = runs.Running(command, tmp_path, TMPDIR=temporary)
+    end = time.monotonic() + 60
+    while not (ranks := [p for p in family(running.process.pid)[1:] if p.ppid() != running.process.pid]):
+        assert time.monotonic() < end, running.text()
+        time.sleep(0.05)
+    running.process.send_signal(signal.SIGINT)
+    assert running.wait(60) == 130
+    assert not psutil.wait_procs(ranks, timeout=5)[1]
+    assert os.listdir(temporary) == []
 
 
 # ---------------------------------------------------------------- the copy of the course

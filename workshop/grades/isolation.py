@@ -20,7 +20,7 @@ from typing import Any
 from workshop.course.exercises import Exercise, stage_files
 from workshop.repository import python_path, require_stages
 from workshop.run.environment import environment
-from workshop.run.processes import adopt_orphans, end_family, family, kill_below
+from workshop.run.processes import adopt_orphans, family, kill_below
 
 LARGEST = 5_000_000  # bytes of a file of the course
 LEFT_OUT = {".ipynb_checkpoints", "runs"}
@@ -112,12 +112,10 @@ def check_alone(course: Course, exercise: Exercise, files: Mapping[str, bytes], 
         said, problem = _read(result, log, status)
         return Outcome(said, problem, False, time.monotonic() - start)
     finally:
-        if process:
-            with suppress(ProcessLookupError):
-                process.terminate()  # the check ends the programs that it has started
+        if process and process.poll() is None:
+            process.terminate()  # the check ends the programs that it has started
             with suppress(subprocess.TimeoutExpired):
                 process.wait(GRACE)
-            end_family(process, grace=1)
         kill_below(os.getpid(), spared=earlier)
         shutil.rmtree(place, ignore_errors=True)
 

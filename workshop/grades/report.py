@@ -80,7 +80,7 @@ def _judge(tasks: Sequence[Task], submitted: dict[str, Submitted]) -> Iterator[E
         name = task.exercise.name
         found = submitted.get(name)
         if found is None:
-            yield _same(task, "missing", "missing", f"there is no file {task.exercise.file}")
+            yield _same(task, "missing", "missing")
         elif found.problem:
             yield _same(task, "unjudged", "unjudged", found.problem)
         elif name in untouched:
