@@ -9,13 +9,13 @@ from pathlib import Path
 from workshop.check.reports import save
 from workshop.errors import UserError
 from workshop.grades.formats import FORMATS, as_text, exercise_text
-from workshop.grades.isolation import Course, check_alone
+from workshop.grades.isolation import Course, Outcome, check_alone
 from workshop.grades.points import Task, every_task, read_points
 from workshop.grades.results import STATES, ExerciseResult, GoalResult, Report, settled
 from workshop.grades.submission import Submitted, is_untouched, read_submission
 from workshop.run.machine import cores
 
-# Findings of these rules can come from a busy machine. The check is repeated once, and a real hang repeats.
+# Findings of these rules can come from a moment in which the machine was busy. The check is repeated once: a real hang repeats.
 TIMED = ("hang", "slower")
 BUSY = 1.5  # runnable processes per core
 
@@ -101,9 +101,9 @@ def _checked(course: Course, task: Task, found: Submitted) -> ExerciseResult:
     """Check an exercise, and return its result."""
     exercise = task.exercise
     outcome = check_alone(course, exercise, found.files, task.time_limit)
-    seconds, busy = outcome.seconds, ""
-    if any(finding["kind"] in TIMED for finding in outcome.said.get("findings", ())):
-        outcome, busy = check_alone(course, exercise, found.files, task.time_limit), _load()
+    seconds, busy = outcome.seconds, _load()
+    if _may_be_slow(outcome, busy):
+        outcome = check_alone(course, exercise, found.files, task.time_limit)
         seconds += outcome.seconds
     said = outcome.said
     if outcome.late:
@@ -125,8 +125,14 @@ def _checked(course: Course, task: Task, found: Submitted) -> ExerciseResult:
             if each["goal"] == goal.number
         )
         goals.append(GoalResult(goal.number, goal.title, states[goal.number], task.points[goal.number], own))
-    reasons = [*said["not_checked"], *([busy] if busy and any(each["kind"] in TIMED for each in findings) else [])]
+    reasons = [*said["not_checked"], *([busy] if busy and _may_be_slow(outcome, busy) else [])]
     return ExerciseResult(exercise.name, "judged", tuple(goals), tuple(reasons), seconds)
+
+
+def _may_be_slow(outcome: Outcome, busy: str) -> bool:
+    """Return whether a slow machine can be the reason for what a check has found: many rules have time limits."""
+    kinds = {finding["kind"] for finding in outcome.said.get("findings", ()) if finding["level"] == "error"}
+    return bool(kinds and (busy or kinds.intersection(TIMED)))
 
 
 def _load() -> str:
@@ -135,6 +141,6 @@ def _load() -> str:
     if load <= BUSY * cores():
         return ""
     return (
-        f"whether the program is as slow on an idle machine: during the check, {load:.0f} processes shared {cores()} cores; "
+        f"whether a busy machine is the reason: during the check, {load:.0f} processes shared {cores()} cores; "
         "run the report again when the machine is idle"
     )
