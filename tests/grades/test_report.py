@@ -291,12 +291,15 @@ def test_ctrl_c_ends_the_check_and_removes_its_files(tmp_path):
     (folder / LATE.file).write_text(hostile.SLEEPER)
     command = [sys.executable, "-P", "-m", "workshop", "report", folder]
     running = runs.Running(command, tmp_path, TMPDIR=temporary)
-    end = time.monotonic() + 60
-    while not (ranks := [p for p in family(running.process.pid)[1:] if p.ppid() != running.process.pid]):
-        assert time.monotonic() < end, running.text()
-        time.sleep(0.05)
-    running.process.send_signal(signal.SIGINT)
-    assert running.wait(60) == 130
+    try:
+        end = time.monotonic() + 180
+        while not (ranks := [p for p in family(running.process.pid)[1:] if p.ppid() != running.process.pid]):
+            assert time.monotonic() < end, running.text()
+            time.sleep(0.05)
+        running.process.send_signal(signal.SIGINT)
+        assert running.wait(60) == 130
+    finally:
+        running.end()
     assert not psutil.wait_procs(ranks, timeout=5)[1]
     assert os.listdir(temporary) == []
 
