@@ -7,7 +7,9 @@ import click
 from workshop.board.cli import board
 from workshop.check.cli import call, leave
 from workshop.check.cli import options as check_options
+from workshop.course.cli import hint
 from workshop.diagnose.cli import diagnose
+from workshop.grades.cli import report
 from workshop.plan.cli import plan
 
 
@@ -16,7 +18,7 @@ def app() -> None:
     """Learn multi-GPU and multi-node PyTorch training, hands on."""
 
 
-for command in (board, diagnose, plan):
+for command in (board, diagnose, hint, plan, report):
     app.add_command(command)
 
 
@@ -177,16 +179,6 @@ def pretend(gpus, nodes, command) -> None:
     from workshop.measure.pretended import run_pretended
 
     sys.exit(run_pretended(gpus, nodes, command))
-
-
-@app.command()
-@click.argument("file")
-@click.argument("goal", type=int, required=False)
-def hint(file, goal) -> None:
-    """Show the next hint for a GOAL (default: the first open one)."""
-    from workshop.course.learning import run_hint
-
-    sys.exit(run_hint(file, goal))
 
 
 @app.command()

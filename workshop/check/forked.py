@@ -4,7 +4,6 @@ The keeper becomes the parent of each process that loses its parent, so it can e
 """
 
 import atexit
-import ctypes
 import faulthandler
 import gc
 import multiprocessing.context
@@ -24,7 +23,6 @@ from multiprocessing.popen_fork import Popen
 from pathlib import Path
 from typing import Any
 
-import psutil
 import torch
 import torch.distributed as dist
 
@@ -38,10 +36,10 @@ from workshop.check.probes.recorder import Recorder
 from workshop.pretend import devices, installation
 from workshop.pretend.collectives import NODE
 from workshop.run.environment import loopback, without_launcher
-from workshop.run.processes import family
+from workshop.run.processes import adopt_orphans, kill_below, prctl
 from workshop.run.stillness import Patience
 
-PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36  # of prctl() on Linux
+PR_SET_PDEATHSIG = 1  # of prctl() on Linux
 FAILED = 70  # exit status if code of the check fails
 ENOUGH = 20  # seconds of computing in the steps of a run, after which it counts as long
 LAST_WORDS = 3  # seconds that the other ranks may continue after one has failed
@@ -89,7 +87,7 @@ def start(program: Program) -> int:
 
 def end(keeper: int) -> None:
     """End a run and all processes that it has started."""
-    _kill_below(keeper)
+    kill_below(keeper)
     os.kill(keeper, signal.SIGKILL)  # last, because it becomes the parent of orphaned processes
     os.waitpid(keeper, 0)
 
@@ -108,16 +106,11 @@ def _fork(function: Callable[..., int], *arguments: object) -> int:
         os._exit(status)
 
 
-def _prctl(option: int, value: int) -> None:
-    if sys.platform == "linux":
-        ctypes.CDLL(None, use_errno=True).prctl(option, value, 0, 0, 0)
-
-
 def _keep(program: Program) -> int:
     """Keeper: wait for the launcher, then end what is left; the exit status is that of the launcher."""
     os.setsid()
-    _prctl(PR_SET_CHILD_SUBREAPER, 1)  # a process that loses its parent becomes a child of this one
-    _prctl(PR_SET_PDEATHSIG, signal.SIGTERM)  # sent when the process of the check dies
+    adopt_orphans()
+    prctl(PR_SET_PDEATHSIG, signal.SIGTERM)  # sent when the process of the check dies
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, _give_up)
     launcher = _fork(_launch, program)
@@ -125,36 +118,20 @@ def _keep(program: Program) -> int:
     while pid != launcher:
         pid, ended = os.wait()
     code = os.waitstatus_to_exitcode(ended)
-    _kill_below(os.getpid())
+    kill_below(os.getpid())
     return code if code >= 0 else 128 - code
 
 
 def _give_up(*_: object) -> None:
-    _kill_below(os.getpid())
+    kill_below(os.getpid())
     os._exit(FAILED)
-
-
-def _kill_below(pid: int) -> None:
-    """Kill all descendants of a process, including those started meanwhile, until none is left."""
-    for _ in range(500):
-        members = family(pid)[1:]
-        if not members:
-            return
-        for member in members:
-            with suppress(psutil.NoSuchProcess):
-                member.kill()
-        if pid == os.getpid():
-            with suppress(ChildProcessError):
-                while os.waitpid(-1, os.WNOHANG)[0]:
-                    pass
-        time.sleep(0.005)
 
 
 def _launch(program: Program) -> int:
     """Run the first process of the program; its exit status is that of the run."""
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.SIG_DFL)
-    _prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # it does not outlive the keeper
+    prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # it does not outlive the keeper
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     # pytest or a notebook may have redirected the output of this process, and registered handlers for a crash or exit.
     sys.stdout, sys.stderr = (os.fdopen(number, "w", buffering=1, closefd=False) for number in (1, 2))
@@ -221,7 +198,7 @@ def _rank(program: Program, rank: int, port: int) -> int:
     os.environ |= LAUNCHERS[program.launch](program, rank, local, port) | {NODE: str(rank // local)}
     if program.launch == "deepspeed":
         program = replace(program, arguments=(f"--local_rank={rank % local}", *program.arguments))
-    _prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     renew_random_state(program.entropy and program.entropy + rank)
     _Salt.number = rank
     return _run(program)

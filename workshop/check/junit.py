@@ -20,7 +20,7 @@ def as_junit(verdict: Verdict) -> str:
     for rule in (rule for rule in verdict.subject.rules if rule in rules):
         _judged(_case(suite, rule.family, rule.name), rule, verdict)
     for text in verdict.unchecked:
-        SubElement(_case(suite, "not checked", text), "skipped", message=_clean(text))
+        SubElement(_case(suite, "not checked", text), "skipped", message=clean(text))
     for name, outcome in (("tests", "testcase"), ("failures", "failure"), ("errors", "error"), ("skipped", "skipped")):
         suite.set(name, str(sum(1 for _ in suite.iter(outcome))))
     suite.set("time", f"{verdict.seconds:.2f}")
@@ -45,18 +45,19 @@ def _judged(case: Element, rule: Rule, verdict: Verdict) -> None:
 
 
 def _case(suite: Element, family: str, name: str) -> Element:
-    return SubElement(suite, "testcase", classname=f"workshop-check.{family}", name=_clean(name))
+    return SubElement(suite, "testcase", classname=f"workshop-check.{family}", name=clean(name))
 
 
 def _fails(case: Element, outcome: str, message: str, text: str) -> None:
-    SubElement(case, outcome, type=case.get("name", ""), message=_clean(message)).text = text
+    SubElement(case, outcome, type=case.get("name", ""), message=clean(message)).text = text
 
 
 def _text(finding: Finding) -> str:
     lines = [finding.seen, f"why: {finding.rule.why}", f"fix: {finding.fix}"]
     lines += [f"read: {finding.rule.read}", f"where: {finding.where}", finding.detail]
-    return _clean("\n".join(line for line in lines if not re.fullmatch(r"(\w+: )?", line)))
+    return clean("\n".join(line for line in lines if not re.fullmatch(r"(\w+: )?", line)))
 
 
-def _clean(text: str) -> str:
+def clean(text: str) -> str:
+    """Return a text without the characters that XML cannot contain, such as terminal escapes."""
     return FORBIDDEN.sub("", text)

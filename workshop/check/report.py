@@ -26,6 +26,7 @@ SIGNS = {
 }
 LEGEND = "✓ met   ✗ not met   · not checked yet   - a hint, on which no goal depends"
 SHOWN = 2  # findings per goal without --verbose
+JSON_VERSION = 1  # of the fields of ``as_json``; it increases if a field is removed or changes its meaning
 
 
 def short(path: Path) -> str:
@@ -157,14 +158,15 @@ def _finding(finding: Finding, console: Console, sign: str, verbose: bool, kind:
 
 
 def as_json(verdict: Verdict) -> str:
-    """Return the verdict as JSON."""
+    """Return the verdict as JSON; docs/for-assistants.md of the course describes each field."""
     states = verdict.states()
     findings = [(verdict.goal_of(finding), finding.as_dict()) for finding in verdict.findings]
     goals: list[dict[str, object]] = []
     for goal in verdict.subject.goals:
         own = [finding for number, finding in findings if number == goal.number]
         goals.append({"number": goal.number, "title": goal.title, "state": states[goal.number], "findings": own})
-    content: dict[str, object] = {"file": os.fspath(verdict.subject.file), "exercise": verdict.subject.name or None}
+    content: dict[str, object] = {"version": JSON_VERSION, "status": verdict.status}
+    content |= {"file": os.fspath(verdict.subject.file), "exercise": verdict.subject.name or None}
     content |= {"passed": not verdict.errors, "goals": goals, "findings": [finding for _, finding in findings]}
     content |= {"known": len(verdict.known), "not_checked": verdict.unchecked, "seconds": round(verdict.seconds, 2)}
     return json.dumps(content, indent=2)

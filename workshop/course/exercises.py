@@ -351,13 +351,13 @@ def read_stage_file(path: Path) -> StageFile:
         first = error.errors()[0]
         known = {"missing": "is missing", "extra_forbidden": f"is not a key of {FILE}"}
         said = known.get(first["type"], "is wrong: " + first["msg"])
-        raise UserError(f"{name}: {_key(content, first['loc'])} {said}") from None
+        raise UserError(f"{name}: {key_of(content, first['loc'])} {said}") from None
     for problem in _problems(file, path.parent):
         raise UserError(f"{name}: {problem}")
     return file
 
 
-def _key(content: Any, places: tuple[int | str, ...]) -> str:
+def key_of(content: Any, places: tuple[int | str, ...]) -> str:
     """Return a key as text: "exercise[exercise1_multigpu.py].goals[2].title"."""
     words = ""
     for place in places:

@@ -1,6 +1,7 @@
 """Help with an exercise (``workshop hint``), compare it with its solution (``diff``), or restore it (``reset``)."""
 
 import difflib
+import json
 import os
 import shutil
 import subprocess
@@ -16,6 +17,9 @@ from workshop.repository import ORIGIN, require_stages, workshop_command
 
 if TYPE_CHECKING:
     from rich.console import Console
+
+HINT_VERSION = 1  # of the fields of ``hint --json``; it increases if a field is removed or changes its meaning
+HINT_KINDS = ("question", "api", "partial solution")  # of the hints of a goal, in their order
 
 
 def resolve_exercise(text: str | os.PathLike[str]) -> Exercise:
@@ -47,15 +51,17 @@ def resolve_exercise(text: str | os.PathLike[str]) -> Exercise:
     return found[0]
 
 
-def run_hint(file: str | os.PathLike[str], goal: int | None = None) -> int:
+def run_hint(file: str | os.PathLike[str], goal: int | None = None, *, as_json: bool = False) -> int:
     """Print the next hint for a goal of an exercise, by default the first goal that is not met, and return 0.
+
+    Args:
+        file: the exercise.
+        goal: the number of the goal.
+        as_json: print JSON; docs/for-assistants.md describes its fields.
 
     Raises:
         UserError: there is no such exercise, or no hint for that goal.
     """
-    from rich.markdown import Markdown
-    from rich.text import Text
-
     exercise = resolve_exercise(file)
     goals = exercise.todos
     if goal is None:
@@ -63,8 +69,22 @@ def run_hint(file: str | os.PathLike[str], goal: int | None = None) -> int:
     if goal not in goals:
         raise UserError(f"{exercise.name} has hints for {_goals(exercise, goals)}, but not for goal {goal}")
     number, text = next_hint(exercise, goal)
-    left = HINTS_PER_GOAL - number
+    saved = hints_shown(exercise.name, goal) >= number
+    if as_json:
+        said: dict[str, object] = {"version": HINT_VERSION, "exercise": exercise.name, "goal": goal}
+        said |= {"title": exercise.goal(goal).title, "number": number, "of": HINTS_PER_GOAL}
+        print(json.dumps(said | {"kind": HINT_KINDS[number - 1], "text": text, "saved": saved}, indent=2))
+    else:
+        _show_hint(exercise, goal, number, text, saved)
+    return 0
 
+
+def _show_hint(exercise: Exercise, goal: int, number: int, text: str, saved: bool) -> None:
+    """Print a hint for a person."""
+    from rich.markdown import Markdown
+    from rich.text import Text
+
+    left = HINTS_PER_GOAL - number
     console = _console()
     console.print(Text(f"{exercise.name}, goal {goal}: {exercise.goal(goal).title}", "bold"))
     console.print()
@@ -77,10 +97,9 @@ def run_hint(file: str | os.PathLike[str], goal: int | None = None) -> int:
         command, what = f"check {exercise.name}", "No hints left. Change your program, then run:"
     # Not wrapped, so that the command can be copied.
     console.print(Text.assemble(f"{what} ", (f"{workshop_command()} {command}", "bold")), soft_wrap=True)
-    if hints_shown(exercise.name, goal) < number:
+    if not saved:
         note = f"{progress_path()} is not writable, so your progress is not saved. Set WORKSHOP_PROGRESS to a writable file."
         console.print(Text(note, "yellow"), soft_wrap=True)
-    return 0
 
 
 def run_diff(file: str | os.PathLike[str], force: bool = False) -> int:
@@ -133,7 +152,7 @@ def run_reset(file: str | os.PathLike[str]) -> int:
     from rich.text import Text
 
     exercise = resolve_exercise(file)
-    revision, delivered = _delivered(exercise)
+    revision, delivered = delivered_files(exercise)
     console = _console()
     number = 1
     while any(_kept(path, number).exists() for path in delivered):
@@ -187,8 +206,12 @@ def _kept(path: Path, number: int) -> Path:
     return path.with_name(f"{path.stem}.mine-{number}{path.suffix}")
 
 
-def _delivered(exercise: Exercise) -> tuple[str, dict[Path, bytes]]:
-    """Return the source of the original files (a short commit hash, or a folder), and their contents."""
+def delivered_files(exercise: Exercise) -> tuple[str, dict[Path, bytes]]:
+    """Return the source of the original files (a short commit hash, or a folder), and their contents.
+
+    Raises:
+        UserError: neither git nor a shared course has them.
+    """
     root = require_stages()
     if (root / ORIGIN).exists():
         origin = Path((root / ORIGIN).read_text().splitlines()[1])

@@ -25,6 +25,7 @@ PARTS = {
         "docs/your-script",
         "docs/check-your-program",
         "docs/diagnose",
+        "docs/for-assistants",
         "docs/numerics",
         "docs/plan",
         "docs/simulate",
@@ -35,12 +36,13 @@ PARTS = {
     ],
     "For instructors and sites": [
         "INSTRUCTORS",
+        "docs/grades",
         "OFFLINE",
         "containers/README",
         "ondemand/README",
         "slurm-multinode/pbs/README",
     ],
-    "For contributors": ["CONTRIBUTING", "ARCHITECTURE", "CHANGELOG", "SECURITY", "api/index"],
+    "For contributors": ["CONTRIBUTING", "ARCHITECTURE", "AGENTS", "CHANGELOG", "SECURITY", "api/index"],
 }
 PICTURES = {".png", ".svg"}
 

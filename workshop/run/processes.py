@@ -1,13 +1,15 @@
 """Run a training program: record its output, time and memory, and end all its processes."""
 
+import ctypes
 import math
 import os
 import queue
 import signal
 import subprocess
+import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +18,8 @@ from typing import Any
 import psutil
 
 from workshop.run.stillness import Patience, Watch
+
+PR_SET_CHILD_SUBREAPER = 36  # of prctl() on Linux
 
 
 @dataclass(frozen=True)
@@ -196,6 +200,38 @@ def end_family(process: subprocess.Popen[Any], grace: float = 5) -> None:
         members = psutil.wait_procs(members, timeout=grace)[1]
     with suppress(subprocess.TimeoutExpired):
         process.wait(grace)
+
+
+def prctl(option: int, value: int) -> None:
+    """Call prctl(2) of Linux; on other systems, do nothing."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(option, value, 0, 0, 0)
+
+
+def adopt_orphans() -> None:
+    """Become the parent of each process below this one that loses its parent, so that ``kill_below`` finds it."""
+    prctl(PR_SET_CHILD_SUBREAPER, 1)
+
+
+def kill_below(pid: int, spared: Collection[int] = ()) -> None:
+    """Kill all descendants of a process, including those started meanwhile, until none is left.
+
+    Args:
+        pid: the process. If it is this process, the children that have ended are waited for.
+        spared: the ids of descendants that may continue.
+    """
+    for _ in range(500):
+        members = [member for member in family(pid)[1:] if member.pid not in spared]
+        if not members:
+            return
+        for member in members:
+            with suppress(psutil.NoSuchProcess):
+                member.kill()
+        if pid == os.getpid():
+            for member in members:
+                with suppress(ChildProcessError):
+                    os.waitpid(member.pid, os.WNOHANG)
+        time.sleep(0.005)
 
 
 @contextmanager

@@ -1,0 +1,1 @@
+"""Judge the exercises of a learner again, and report their points: ``workshop report``."""
