@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from workshop.training.building import SEED, Log, batches, loss_of, parse_arguments, run
 from workshop.training.decoder import Block, Transformer
-from workshop.training.modules import describe, parts_of, places_of, put
+from workshop.training.modules import describe, parts_of, places_of, put, require_same
 
 
 class FSDP(nn.Module):
@@ -31,13 +31,14 @@ class FSDP(nn.Module):
         group: the ranks; None: all.
 
     Raises:
-        ValueError: types differ, memory is missing; in ``forward``: a parameter was replaced, moved, frozen or unfrozen.
+        ValueError: types or ranks differ, or (in ``forward``) a parameter was replaced, moved, frozen or unfrozen.
     """
 
     def __init__(self, module, layers=(), compute_dtype=None, group=None):
         super().__init__()
-        if len({each.dtype for each in module.parameters()}) > 1 or any(each.is_meta for each in module.parameters()):
-            raise ValueError("FSDP needs parameters of one data type that are not on the meta device")
+        if len({each.dtype for each in module.parameters()}) > 1:
+            raise ValueError("FSDP needs parameters of one data type")
+        require_same([*module.parameters(), *module.buffers()], group)
         for tensor in (*module.parameters(), *module.buffers()):
             dist.broadcast(tensor.detach(), group_src=0, group=group)
         self.module, self.dtype, self.group = module, compute_dtype, group
@@ -110,6 +111,8 @@ class Unit:
                 full.requires_grad_(shard.requires_grad)
             self.numbers = {each.untyped_storage().data_ptr(): number for number, each in enumerate(self.full)}
             self.work = self.buffer = None
+            if step < 0:  # a layer without trained parameters is not freed when its gradients are ready
+                torch.autograd.Variable._execution_engine.queue_callback(self.free)
             # TODO 3: Begin to gather the next unit, so that it is ready when this one has been computed: in the forward pass the
             # next one, in the backward pass the previous one. Remember the order of the first forward pass.
         return self.full
