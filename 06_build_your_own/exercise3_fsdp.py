@@ -49,8 +49,7 @@ class FSDP(nn.Module):
 
     def forward(self, *args, **kwargs):
         for unit in self.units:
-            if unit.full or unit.work:
-                unit.free()  # what an earlier pass has gathered may be older than the last step
+            unit.free()  # what an earlier pass has gathered may be older than the last step
         if changed := self.wrapped ^ describe(self.module):
             name = min(changed, key=str)[0]
             raise ValueError(f"{name} was replaced, moved, frozen or unfrozen after FSDP() sharded it")
@@ -148,10 +147,7 @@ class Gather(torch.autograd.Function):
         unit.free()
         trained = [number for number, shard in enumerate(unit.shards) if shard.requires_grad]
         used = torch.cat([unit.shards[number].new_full((1,), gradients[number] is not None) for number in trained])
-        full = [
-            used.new_zeros(unit.shapes[number]) if gradients[number] is None else gradients[number]
-            for number in trained
-        ]
+        full = [used.new_zeros(unit.shapes[i]) if gradients[i] is None else gradients[i] for i in trained]
         # TODO 4: Each rank needs only the sums for its shards. Do not send the others, and send all gradients of the unit in one
         # call. Look up: torch.distributed.reduce_scatter_tensor.
         uses, *sums = [each.to(used.dtype, copy=True) / unit.world_size for each in (used, *full)]

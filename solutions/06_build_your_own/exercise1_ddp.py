@@ -45,7 +45,9 @@ class DDP(nn.Module):
 
     def forward(self, *args, **kwargs):
         if self.started is not None and torch._C._current_graph_task_id() < 0:
-            self.reset()  # an exception has ended the last backward pass
+            self.started = None  # an exception has ended the last backward pass
+            for bucket in self.buckets:
+                bucket.missing = set(bucket.parameters)
         if changed := self.wrapped ^ describe(self.module):
             name = min(changed, key=str)[0]
             raise ValueError(f"{name} was replaced, moved, frozen or unfrozen after DDP() wrapped the module")
@@ -67,14 +69,9 @@ class DDP(nn.Module):
     def finish(self):
         """At the end of the backward pass: start the buckets with parameters that had no part in it, and wait for all."""
         self.start_buckets(all_of_them=True)
-        for bucket in self.buckets:
-            bucket.finish()
-        self.reset()
-
-    def reset(self):
         self.started = None
         for bucket in self.buckets:
-            bucket.missing = set(bucket.parameters)
+            bucket.finish()
 
 
 class Bucket:
@@ -97,6 +94,7 @@ class Bucket:
         for parameter, piece, flag in zip(self.parameters, pieces, flags, strict=True):
             if parameter.grad is not None or flag > 0:  # reading the flag waits for the device, but it is needed rarely
                 parameter.grad = piece.view_as(parameter)
+        self.missing = set(self.parameters)
         del self.buffer, self.work
 
 

@@ -46,8 +46,7 @@ class FSDP(nn.Module):
 
     def forward(self, *args, **kwargs):
         for unit in self.units:
-            if unit.full or unit.work:
-                unit.free()  # what an earlier pass has gathered may be older than the last step
+            unit.free()  # what an earlier pass has gathered may be older than the last step
         if changed := self.wrapped ^ describe(self.module):
             name = min(changed, key=str)[0]
             raise ValueError(f"{name} was replaced, moved, frozen or unfrozen after FSDP() sharded it")
@@ -161,10 +160,7 @@ class Gather(torch.autograd.Function):
         unit.free()
         trained = [number for number, shard in enumerate(unit.shards) if shard.requires_grad]
         used = torch.cat([unit.shards[number].new_full((1,), gradients[number] is not None) for number in trained])
-        full = [
-            used.new_zeros(unit.shapes[number]) if gradients[number] is None else gradients[number]
-            for number in trained
-        ]
+        full = [used.new_zeros(unit.shapes[i]) if gradients[i] is None else gradients[i] for i in trained]
         rows = [used.expand(unit.world_size, -1), *(unit.divide(each).to(used.dtype) for each in full)]
         sent = torch.cat(rows, dim=1) / unit.world_size
         sums = sent.new_empty(sent.shape[1])
