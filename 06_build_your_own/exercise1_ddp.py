@@ -12,7 +12,7 @@ from torch import nn
 
 from workshop.training.building import SEED, Log, batches, loss_of, parse_arguments, run
 from workshop.training.decoder import Transformer
-from workshop.training.modules import describe
+from workshop.training.modules import describe, require_same
 
 
 class DDP(nn.Module):
@@ -27,12 +27,13 @@ class DDP(nn.Module):
         group: the ranks that share the module; None: all.
 
     Raises:
-        ValueError: in ``forward``, if a parameter was replaced, moved, frozen or unfrozen after the module was wrapped.
+        ValueError: the modules of the ranks differ, or (in ``forward``) a parameter was replaced, moved, frozen or unfrozen.
     """
 
     def __init__(self, module, bucket_bytes=1 << 18, group=None):
         super().__init__()
         self.module, self.group = module, group
+        require_same([*module.parameters(), *module.buffers()], group)
         # TODO 1: All ranks start with the parameters and buffers of the first rank of the group. Then change the seed in train().
         # Look up: torch.distributed.broadcast and its argument group_src.
         self.wrapped = describe(module)
@@ -66,7 +67,7 @@ class Bucket:
 
     def start(self):
         flags = torch.cat([each.new_full((1,), each.grad is not None) for each in self.parameters])
-        gradients = [torch.zeros_like(each) if each.grad is None else each.grad for each in self.parameters]
+        gradients = [torch.zeros_like(each) if each.grad is None else each.grad.to_dense() for each in self.parameters]
         # TODO 3: Join the gradients and the flags into one tensor, and average it in one call. Look up: torch.cat.
         self.buffer = [each / dist.get_world_size(self.group) for each in (*gradients, flags)]
         self.work = [dist.all_reduce(each, group=self.group, async_op=True) for each in self.buffer]

@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from workshop.training.building import SEED, Log, batches, loss_of, parse_arguments, run
 from workshop.training.decoder import Block, Transformer
-from workshop.training.modules import describe, parts_of, places_of, put
+from workshop.training.modules import describe, parts_of, places_of, put, require_same
 
 
 class FSDP(nn.Module):
@@ -31,13 +31,14 @@ class FSDP(nn.Module):
         group: the ranks; None: all.
 
     Raises:
-        ValueError: types differ, memory is missing; in ``forward``: a parameter was replaced, moved, frozen or unfrozen.
+        ValueError: types or ranks differ, or (in ``forward``) a parameter was replaced, moved, frozen or unfrozen.
     """
 
     def __init__(self, module, layers=(), compute_dtype=None, group=None):
         super().__init__()
-        if len({each.dtype for each in module.parameters()}) > 1 or any(each.is_meta for each in module.parameters()):
-            raise ValueError("FSDP needs parameters of one data type that are not on the meta device")
+        if len({each.dtype for each in module.parameters()}) > 1:
+            raise ValueError("FSDP needs parameters of one data type")
+        require_same([*module.parameters(), *module.buffers()], group)
         for tensor in (*module.parameters(), *module.buffers()):
             dist.broadcast(tensor.detach(), group_src=0, group=group)
         self.module, self.dtype, self.group = module, compute_dtype, group
@@ -48,8 +49,7 @@ class FSDP(nn.Module):
 
     def forward(self, *args, **kwargs):
         for unit in self.units:
-            if unit.full or unit.work:
-                unit.free()  # what an earlier pass has gathered may be older than the last step
+            unit.free()  # what an earlier pass has gathered may be older than the last step
         if changed := self.wrapped ^ describe(self.module):
             name = min(changed, key=str)[0]
             raise ValueError(f"{name} was replaced, moved, frozen or unfrozen after FSDP() sharded it")
@@ -110,6 +110,8 @@ class Unit:
                 full.requires_grad_(shard.requires_grad)
             self.numbers = {each.untyped_storage().data_ptr(): number for number, each in enumerate(self.full)}
             self.work = self.buffer = None
+            if step < 0:  # a layer without trained parameters is not freed when its gradients are ready
+                torch.autograd.Variable._execution_engine.queue_callback(self.free)
             # TODO 3: Begin to gather the next unit, so that it is ready when this one has been computed: in the forward pass the
             # next one, in the backward pass the previous one. Remember the order of the first forward pass.
         return self.full
@@ -145,10 +147,7 @@ class Gather(torch.autograd.Function):
         unit.free()
         trained = [number for number, shard in enumerate(unit.shards) if shard.requires_grad]
         used = torch.cat([unit.shards[number].new_full((1,), gradients[number] is not None) for number in trained])
-        full = [
-            used.new_zeros(unit.shapes[number]) if gradients[number] is None else gradients[number]
-            for number in trained
-        ]
+        full = [used.new_zeros(unit.shapes[i]) if gradients[i] is None else gradients[i] for i in trained]
         # TODO 4: Each rank needs only the sums for its shards. Do not send the others, and send all gradients of the unit in one
         # call. Look up: torch.distributed.reduce_scatter_tensor.
         uses, *sums = [each.to(used.dtype, copy=True) / unit.world_size for each in (used, *full)]

@@ -1,6 +1,9 @@
 """Each exercise differs from its solution only at TODOs and runs after each TODO; the check names the open goal."""
 
+import ast
+import io
 import re
+import tokenize
 from pathlib import Path
 
 import pytest
@@ -70,6 +73,23 @@ def test_every_exercise_is_complete_and_short(exercise):
     most = {"steps": 255, "built": 210}.get(exercise.bench, 180)
     assert len(exercise.path.read_text().splitlines()) <= most
     assert "./workshop.sh check " + exercise.name in exercise.path.read_text()
+
+
+def lines_of_code(path):
+    """Count the lines of a program without blank lines, comments and docstrings."""
+    text = path.read_text()
+    nodes = [
+        each for each in ast.walk(ast.parse(text)) if isinstance(each, ast.Module | ast.ClassDef | ast.FunctionDef)
+    ]
+    texts = [each.body[0] for each in nodes if ast.get_docstring(each)]
+    lines = {token.start[0] for token in tokenize.generate_tokens(io.StringIO(text).readline) if token.string.strip()}
+    comments = {number for number, line in enumerate(text.splitlines(), 1) if line.strip().startswith("#")}
+    return len(lines - comments - {number for each in texts for number in range(each.lineno, each.end_lineno + 1)})
+
+
+@pytest.mark.parametrize("exercise", [each for each in EXERCISES if each.bench == "built"], ids=name)
+def test_a_solution_of_stage_06_has_at_most_150_lines_of_code(exercise):
+    assert lines_of_code(exercise.solution) <= 150
 
 
 @pytest.mark.parametrize("exercise", STEPS, ids=name)

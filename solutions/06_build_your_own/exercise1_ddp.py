@@ -10,7 +10,7 @@ from torch import nn
 
 from workshop.training.building import SEED, Log, batches, loss_of, parse_arguments, run
 from workshop.training.decoder import Transformer
-from workshop.training.modules import describe
+from workshop.training.modules import describe, require_same
 
 
 class DDP(nn.Module):
@@ -25,12 +25,13 @@ class DDP(nn.Module):
         group: the ranks that share the module; None: all.
 
     Raises:
-        ValueError: in ``forward``, if a parameter was replaced, moved, frozen or unfrozen after the module was wrapped.
+        ValueError: the modules of the ranks differ, or (in ``forward``) a parameter was replaced, moved, frozen or unfrozen.
     """
 
     def __init__(self, module, bucket_bytes=1 << 18, group=None):
         super().__init__()
         self.module, self.group = module, group
+        require_same([*module.parameters(), *module.buffers()], group)
         for tensor in (*module.parameters(), *module.buffers()):  # a tied parameter is listed once
             dist.broadcast(tensor.detach(), group_src=0, group=group)
         self.wrapped = describe(module)
@@ -43,6 +44,10 @@ class DDP(nn.Module):
             parameter.register_post_accumulate_grad_hook(self.gradient_is_ready)
 
     def forward(self, *args, **kwargs):
+        if self.started is not None and torch._C._current_graph_task_id() < 0:
+            self.started = None  # an exception has ended the last backward pass
+            for bucket in self.buckets:
+                bucket.missing = set(bucket.parameters)
         if changed := self.wrapped ^ describe(self.module):
             name = min(changed, key=str)[0]
             raise ValueError(f"{name} was replaced, moved, frozen or unfrozen after DDP() wrapped the module")
@@ -78,7 +83,7 @@ class Bucket:
 
     def start(self):
         flags = torch.cat([each.new_full((1,), each.grad is not None) for each in self.parameters])
-        gradients = [torch.zeros_like(each) if each.grad is None else each.grad for each in self.parameters]
+        gradients = [torch.zeros_like(each) if each.grad is None else each.grad.to_dense() for each in self.parameters]
         self.buffer = torch.cat([*(each.flatten() for each in gradients), flags])
         self.buffer /= dist.get_world_size(self.group)  # before the sum, which could be too large for float16
         self.work = dist.all_reduce(self.buffer, group=self.group, async_op=True)

@@ -12,6 +12,7 @@ from torch.utils._pytree import tree_map_only
 
 from workshop.training.building import SEED, Log, batches, loss_of, parse_arguments, run
 from workshop.training.decoder import Transformer
+from workshop.training.modules import require_same
 
 
 class ShardedOptimizer(torch.optim.Optimizer):
@@ -28,13 +29,13 @@ class ShardedOptimizer(torch.optim.Optimizer):
     """
 
     def __init__(self, parameters, optimizer_class, group=None, **options):
-        if issubclass(optimizer_class, torch.optim.LBFGS):
+        if optimizer_class is torch.optim.LBFGS:
             raise ValueError("LBFGS computes with all parameters at once: its state cannot be divided over the ranks")
         self.group, self.inner = group, None
         self.rank, self.world_size = dist.get_rank(group), dist.get_world_size(group)
         self.owners = {}  # parameter -> the rank that updates it
         super().__init__(parameters, options)
-        self.check_parameters()
+        require_same(self.owners, group)
         self.inner = optimizer_class([self.own_part(each) for each in self.param_groups], **options)
         self.state, self.defaults = self.inner.state, self.inner.defaults
         for ours, inner in zip(self.param_groups, self.inner.param_groups, strict=True):
@@ -53,12 +54,6 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def own_part(self, param_group):
         return {**param_group, "params": [each for each in param_group["params"] if self.owners[each] == self.rank]}
-
-    def check_parameters(self):
-        everyone = [None] * self.world_size
-        dist.all_gather_object(everyone, [(tuple(each.shape), str(each.dtype)) for each in self.owners], self.group)
-        if other := [rank for rank, each in enumerate(everyone) if each != everyone[0]]:
-            raise ValueError(f"the parameters of rank {other[0]} differ from those of rank 0 in number, shape or type")
 
     def step(self, closure=None):
         for ours, inner in zip(self.param_groups, self.inner.param_groups, strict=True):

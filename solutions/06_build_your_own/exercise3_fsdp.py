@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from workshop.training.building import SEED, Log, batches, loss_of, parse_arguments, run
 from workshop.training.decoder import Block, Transformer
-from workshop.training.modules import describe, parts_of, places_of, put
+from workshop.training.modules import describe, parts_of, places_of, put, require_same
 
 
 class FSDP(nn.Module):
@@ -29,13 +29,14 @@ class FSDP(nn.Module):
         group: the ranks; None: all.
 
     Raises:
-        ValueError: types differ, memory is missing; in ``forward``: a parameter was replaced, moved, frozen or unfrozen.
+        ValueError: types or ranks differ, or (in ``forward``) a parameter was replaced, moved, frozen or unfrozen.
     """
 
     def __init__(self, module, layers=(), compute_dtype=None, group=None):
         super().__init__()
-        if len({each.dtype for each in module.parameters()}) > 1 or any(each.is_meta for each in module.parameters()):
-            raise ValueError("FSDP needs parameters of one data type that are not on the meta device")
+        if len({each.dtype for each in module.parameters()}) > 1:
+            raise ValueError("FSDP needs parameters of one data type")
+        require_same([*module.parameters(), *module.buffers()], group)
         for tensor in (*module.parameters(), *module.buffers()):
             dist.broadcast(tensor.detach(), group_src=0, group=group)
         self.module, self.dtype, self.group = module, compute_dtype, group
@@ -45,8 +46,7 @@ class FSDP(nn.Module):
 
     def forward(self, *args, **kwargs):
         for unit in self.units:
-            if unit.full or unit.work:
-                unit.free()  # what an earlier pass has gathered may be older than the last step
+            unit.free()  # what an earlier pass has gathered may be older than the last step
         if changed := self.wrapped ^ describe(self.module):
             name = min(changed, key=str)[0]
             raise ValueError(f"{name} was replaced, moved, frozen or unfrozen after FSDP() sharded it")
@@ -118,6 +118,8 @@ class Unit:
                 full.requires_grad_(shard.requires_grad)
             self.numbers = {each.untyped_storage().data_ptr(): number for number, each in enumerate(self.full)}
             self.work = self.buffer = None
+            if step < 0:  # a layer without trained parameters is not freed when its gradients are ready
+                torch.autograd.Variable._execution_engine.queue_callback(self.free)
             if self not in self.fsdp.order:
                 self.fsdp.order.append(self)
             place = self.fsdp.order.index(self) + step
@@ -158,10 +160,7 @@ class Gather(torch.autograd.Function):
         unit.free()
         trained = [number for number, shard in enumerate(unit.shards) if shard.requires_grad]
         used = torch.cat([unit.shards[number].new_full((1,), gradients[number] is not None) for number in trained])
-        full = [
-            used.new_zeros(unit.shapes[number]) if gradients[number] is None else gradients[number]
-            for number in trained
-        ]
+        full = [used.new_zeros(unit.shapes[i]) if gradients[i] is None else gradients[i] for i in trained]
         rows = [used.expand(unit.world_size, -1), *(unit.divide(each).to(used.dtype) for each in full)]
         sent = torch.cat(rows, dim=1) / unit.world_size
         sums = sent.new_empty(sent.shape[1])

@@ -10,6 +10,7 @@ from check.made import Made
 from workshop.check import launching
 from workshop.check.evidence.events import DeviceChosen, Ended
 from workshop.check.foreign import OwnersBench
+from workshop.check.forked import Program
 from workshop.check.probes import ALWAYS, Probe
 from workshop.check.scenarios import COMPARED, SPLIT, WHOLE, Unavailable
 from workshop.check.start import read_start
@@ -144,6 +145,35 @@ def test_a_run_that_hangs_is_ended_and_its_stacks_are_kept(place):
     assert (made.run.status, made.run.hung) == (None, "idle")
     assert any("line 6" in process.stack for process in made.run.processes)
     assert len(made.run.processes) == 2
+
+
+@pytest.mark.parametrize("status", [0, 3])
+def test_programs_run_at_the_same_time_and_end_if_the_first_one_fails(status, place):
+    """The first program waits for a file of the second one. If the first one fails, the second one would wait forever."""
+    folders = [place("first"), place("second")]
+    texts = [
+        f"""
+        import os, sys, time
+        while not os.path.exists("{folders[1]}/run/started"):
+            time.sleep(0.05)
+        sys.exit({status})
+        """,
+        f"""
+        import time
+        open("started", "w").close()
+        while {status}:
+            time.sleep(0.05)
+        """,
+    ]
+    programs = []
+    for folder, text in zip(folders, texts, strict=True):
+        (folder / "program.py").write_text(textwrap.dedent(text))
+        programs.append(Program(script=folder / "program.py", launch="single", nproc=1, scratch=folder / "run"))
+    launching.prepare((), on_cpu=True)
+    run, (other,) = launching.run_beside(*programs)
+    assert run.status == status
+    assert other is None if status else other.status == 0
+    assert all([path.name for path in folder.iterdir() if path.name.startswith("evidence")] == [] for folder in folders)
 
 
 def test_a_run_that_prints_without_end_is_ended(place, monkeypatch):

@@ -65,20 +65,31 @@ class ProgramBench:
         self, arguments: Sequence[str], *, nproc: int | None = None, scratch: Path | None = None, **changes: Any
     ) -> Run:
         """Run the program; ``changes`` are further fields of ``Program``, such as a different script."""
-        launching.prepare(self.probes, self.on_cpu, self.text)
+        run, _ = self.launch_beside(self.program(arguments, nproc=nproc, scratch=scratch, **changes))
+        return run
+
+    def program(
+        self, arguments: Sequence[str], *, nproc: int | None = None, scratch: Path | None = None, **changes: Any
+    ) -> Program:
+        """Return what ``launch_program`` runs."""
         own = {name: getattr(self, name) for name in ("script", "launch", "probes", "on_cpu", "before")}
         own |= {"nproc": nproc or self.nproc, "scratch": scratch or self.folder()}
-        program = Program(arguments=tuple(map(str, arguments)), **(own | changes))
+        return Program(arguments=tuple(map(str, arguments)), **(own | changes))
+
+    def launch_beside(self, *programs: Program) -> tuple[Run, list[Run | None]]:
+        """Run programs at the same time; see ``launching.run_beside``."""
+        launching.prepare(self.probes, self.on_cpu, self.text)
         try:
-            run = launching.run_program(program)
+            run, others = launching.run_beside(*programs)
         except launching.GpuOpened:
             self.on_cpu = True  # for the following runs too
-            run = launching.run_program(replace(program, on_cpu=True))
+            run, others = launching.run_beside(*(replace(each, on_cpu=True) for each in programs))
         # Samples need the same names in all runs, but a short run may not show that each rank has its own data set.
-        self._by_content |= any(process.identity == "rows" for process in run.processes)
-        for process in run.processes:
+        processes = [process for each in (run, *others) if each for process in each.processes]
+        self._by_content |= any(process.identity == "rows" for process in processes)
+        for process in processes:
             process.identity = "rows" if self._by_content else process.identity
-        return run
+        return run, others
 
     def traced(self, run: Run, again: Callable[..., Run]) -> Run:
         """Run a program whose ranks have diverged a second time, and trace its lines.

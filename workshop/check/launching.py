@@ -61,37 +61,83 @@ def run_program(program: Program) -> Run:
     Raises:
         GpuOpened: the program cannot run on the GPUs here, although it can with new interpreters in place of forked processes.
     """
-    chosen = [probe for probe in PROBES if probe in (*ALWAYS, *program.probes)]
-    program = replace(program, probes=(*chosen, *(probe for probe in program.probes if probe not in PROBES)))
-    run = _run_once(program)
-    forming = any(process.first(StoreOpened) or process.first(Joining) for process in run.processes)
-    if run.hung == "idle" and forming and not any(process.first(Backward) for process in run.processes):
-        # The forking process runs a thread of a store. A fork at the wrong moment copies a held lock, so in one of some
-        # hundred runs a rank waits forever. Run again: new interpreters have no such locks, and a real hang repeats.
-        patience = replace(program.patience, idle=min(program.patience.idle, SHORT))
-        run = _run_once(replace(program, patience=patience))
-    run.settle_steps()
-    run.settle_identity()
+    run, _ = run_beside(program)
     return run
 
 
-def _run_once(program: Program) -> Run:
-    folder = Path(tempfile.mkdtemp(prefix="evidence-", dir=program.scratch.parent))
-    program = replace(program, folder=folder)
-    (program.scratch / "tmp").mkdir(parents=True, exist_ok=True)
+def run_beside(program: Program, *others: Program) -> tuple[Run, list[Run | None]]:
+    """Run programs at the same time, which takes less time than one after the other.
+
+    Args:
+        program: the most important one. If it fails, the others are ended at once.
+        others: programs that can be run again if they are ended or hang while they form the process group.
+
+    Returns:
+        The evidence of the program, and that of the others; None: run it again.
+
+    Raises:
+        GpuOpened: as ``run_program`` does.
+    """
+    program = _with_all_probes(program)
+    run, beside = _run_once(program, *map(_with_all_probes, others))
+    if _hangs_while_forming(run):
+        patience = replace(program.patience, idle=min(program.patience.idle, SHORT))
+        run, _ = _run_once(replace(program, patience=patience))
+    beside = [None if each and _hangs_while_forming(each) else each for each in beside]
+    for each in filter(None, (run, *beside)):
+        each.settle_steps()
+        each.settle_identity()
+    return run, beside
+
+
+def _hangs_while_forming(run: Run) -> bool:
+    """Whether a run hangs before the training, so that it must be run again.
+
+    The forking process runs a thread of a store. A fork at the wrong moment copies a held lock, so in one of some hundred runs a
+    rank waits forever. New interpreters have no such locks, and a real hang repeats.
+    """
+    forming = any(process.first(StoreOpened) or process.first(Joining) for process in run.processes)
+    return run.hung == "idle" and forming and not any(process.first(Backward) for process in run.processes)
+
+
+def _with_all_probes(program: Program) -> Program:
+    chosen = [probe for probe in PROBES if probe in (*ALWAYS, *program.probes)]
+    return replace(program, probes=(*chosen, *(probe for probe in program.probes if probe not in PROBES)))
+
+
+def _run_once(*programs: Program) -> tuple[Run, list[Run | None]]:
+    """Run programs at the same time, and return the evidence of the first one and of the others; see ``run_beside``."""
+    programs = tuple(
+        replace(each, folder=Path(tempfile.mkdtemp(prefix="evidence-", dir=each.scratch.parent))) for each in programs
+    )
+    for each in programs:
+        (each.scratch / "tmp").mkdir(parents=True, exist_ok=True)
     start = time.monotonic()
     sys.stdout.flush()
     sys.stderr.flush()
-    keeper = None
+    keepers: list[int] = []
+    ends: list[tuple[int | None, str, bool, float]] = []
     try:
         with _interrupts_later():
-            keeper = forked.start(program)
-        status, hung, flooded = _watch(keeper, folder, program.patience)
+            keepers += map(forked.start, programs)
+        for keeper, each in zip(keepers, programs, strict=True):
+            ends.append((*_watch(keeper, each.folder, each.patience), time.monotonic() - start))
+            if ends[0][0] != 0:
+                break
     finally:
-        with _interrupts_later(), suppress(ProcessLookupError, ChildProcessError):
-            if keeper:
-                forked.end(keeper)
-    seconds = time.monotonic() - start
+        with _interrupts_later():
+            for keeper in keepers:
+                with suppress(ProcessLookupError, ChildProcessError):
+                    forked.end(keeper)
+    run, *others = [_evidence(program, *end) for program, end in zip(programs, ends, strict=False)]
+    ended = programs[len(ends) :]
+    for each in ended:
+        shutil.rmtree(each.folder, ignore_errors=True)
+    return run, [*others, *(None for _ in ended)]
+
+
+def _evidence(program: Program, status: int | None, hung: str, flooded: bool, seconds: float) -> Run:
+    folder = program.folder
     processes = [read_process(folder, pid) for pid in sorted(_pids(folder))]
     if failures := "".join(path.read_text(errors="replace") for path in sorted(folder.glob("failures-*"))):
         logging.getLogger(__name__).warning("the check failed to record a part of the run:\n%s", failures)

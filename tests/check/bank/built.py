@@ -51,9 +51,7 @@ CHOOSE = "    sharded = ZeroRedundancyOptimizer if args.pytorch else ShardedOpti
 
 UNITS = "        self.units = [Unit(self, part, parameters) for part, parameters in parts_of(module, layers)]\n"
 RETURN = "        return self.module(*args, **kwargs)\n\n    def full_state_dict"
-FREE_OLD = part(
-    FSDP, "        for unit in self.units:\n            if unit.full or unit.work:", "        if changed :="
-)
+FREE_OLD = part(FSDP, "        for unit in self.units:\n            unit.free()", "        if changed :=")
 SHARDS = part(FSDP, "        rows = [self.divide(", "        self.shards = [")
 DIVIDED = "F.pad(tensor.flatten(), (0, -tensor.numel() % self.world_size)).view(self.world_size, -1)"
 SAVING = part(FSDP, "        self.saving = torch.autograd", "        if self.fsdp.dtype:")

@@ -7,7 +7,8 @@ from typing import Any
 
 from workshop.check.bench import ProgramBench
 from workshop.check.evidence.run import Asked, Run
-from workshop.check.judge import Made
+from workshop.check.forked import Program
+from workshop.check.judge import Made, plan
 from workshop.check.probes import PROBES
 from workshop.check.scenarios import BUILT_ALONE, BUILT_CASES, WHOLE, Scenario
 from workshop.check.subject import Subject
@@ -28,6 +29,7 @@ class BuiltBench(ProgramBench):
     def __init__(self, subject: Subject, exercise: Exercise, *, nproc: int, on_cpu: bool, place: Path):
         super().__init__(subject, launch=exercise.launch, nproc=nproc, on_cpu=on_cpu, place=place)
         self.exercise = exercise
+        self._beside: dict[Scenario[Any], Run] = {}  # runs beside the whole one
 
     @property
     def offers(self) -> tuple[Scenario[Any], ...]:
@@ -37,10 +39,28 @@ class BuiltBench(ProgramBench):
     def makers(self) -> dict[Scenario[Any], Callable[[Made], object]]:
         """Return the function that makes each scenario."""
         return {
-            WHOLE: lambda made: self.traced(self._together(), self._together),
-            BUILT_ALONE: lambda made: self._run(nproc=1),
-            BUILT_CASES: lambda made: self._cases(),
+            WHOLE: lambda made: self.traced(self._whole(), self._together),
+            BUILT_ALONE: lambda made: self._other(BUILT_ALONE),
+            BUILT_CASES: lambda made: self._other(BUILT_CASES),
         }
+
+    def _whole(self) -> Run:
+        """Make the whole run and, at the same time, the others. With few cores it waits for messages more than it computes."""
+        needed, _ = plan(self.subject, self.offers)
+        others = {scenario: self._programs[scenario]() for scenario in needed if scenario != WHOLE}
+        run, found = self.launch_beside(self._training(*self.exercise.mesh, nproc=self.processes), *others.values())
+        self._beside = {scenario: each for scenario, each in zip(others, found, strict=True) if each}
+        return run
+
+    def _other(self, scenario: Scenario[Any]) -> Run:
+        """Return a run from beside the whole one, or make it if the whole one has failed."""
+        if scenario not in self._beside:
+            self._beside[scenario], _ = self.launch_beside(self._programs[scenario]())
+        return self._beside[scenario]
+
+    @property
+    def _programs(self) -> dict[Scenario[Any], Callable[[], Program]]:
+        return {BUILT_ALONE: lambda: self._training(nproc=1), BUILT_CASES: self._cases}
 
     @property
     def processes(self) -> int:
@@ -49,9 +69,10 @@ class BuiltBench(ProgramBench):
         return math.prod(sizes) if sizes else self.nproc
 
     def _together(self, **changes: Any) -> Run:
-        return self._run(*self.exercise.mesh, nproc=self.processes, **changes)
+        run, _ = self.launch_beside(self._training(*self.exercise.mesh, nproc=self.processes, **changes))
+        return run
 
-    def _run(self, *options: str, **changes: Any) -> Run:
+    def _training(self, *options: str, **changes: Any) -> Program:
         given = {
             "--steps": STEPS,
             "--batch-size": 2 * self.nproc,
@@ -61,9 +82,9 @@ class BuiltBench(ProgramBench):
         }
         arguments = [str(part) for pair in given.items() for part in pair]
         arguments += [*self.exercise.options, *options]
-        return self.launch_program(arguments, patience=PATIENCE, asked=Asked(), **changes)
+        return self.program(arguments, patience=PATIENCE, asked=Asked(), **changes)
 
-    def _cases(self) -> Run:
+    def _cases(self) -> Program:
         arguments = [self.exercise.cases, str(self.script)]
         script = Path(cases.__file__)
-        return self.launch_program(arguments, nproc=self.processes, script=script, patience=PATIENCE, asked=Asked())
+        return self.program(arguments, nproc=self.processes, script=script, patience=PATIENCE, asked=Asked())
