@@ -1,11 +1,13 @@
 """Kill training runs at random moments with kill -9, and compare how they end with a run that nobody has killed.
 
-``PYTHONPATH=tests python -m kills WAY`` kills 100 runs that save checkpoints in this way, and writes the results. If you stop it
-and start it again, it continues. The runs use the real torchrun, but fork from this process, which has imported torch already.
+``PYTHONPATH=tests python -m kills epochs steps`` kills 100 runs of each way to save checkpoints, and writes the results. If you
+stop it and start it again, it continues. The runs use the real torchrun, but fork from this process, which has imported torch.
 """
 
 import argparse
+import fcntl
 import json
+import multiprocessing
 import os
 import random
 import re
@@ -15,7 +17,7 @@ import socket
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import wraps
@@ -36,7 +38,7 @@ from workshop.training.models import SmallCNN
 
 STAGE = runs.ROOT / "slurm-multinode"
 EPOCHS, STEPS = 3, 6  # of the runs: the small data set has 6 global batches of 16 samples
-PATIENCE = 120  # seconds after which a run counts as hanging
+PATIENCE = 400  # seconds after which a run counts as hanging
 KINDS = (
     "worker",
     "torchrun",
@@ -352,7 +354,7 @@ def one_kill(way: Way, kind: str, moment: str, seed: str, expected: dict, place:
         writing, done = bool(way.writing(folder)), steps_done(folder)
         if kind != "worker":
             again = start(way, folder, nodes)  # at once: processes of the first start may still run
-        alone = until(lambda: not any(map(alive, orphans)), 35)
+        alone = until(lambda: not any(map(alive, orphans)), 90)
         status, text = again.wait(), again.text()
     finally:
         first.end()
@@ -390,46 +392,69 @@ def undisturbed(way: Way, place: Path, small: bool = True) -> dict:
 # ---------------------------------------------------------------- many kills
 
 
-def many_kills(way: Way, count: int, place: Path, rows: list[dict]) -> Iterator[dict]:
-    """Kill runs one after the other until there are ``count`` rows; yield each new row.
+def kill_number(way: Way, number: int, expected: dict, place: Path) -> dict:
+    """Kill one run, and return its row. The number determines what is killed, and when."""
+    kind, moment = KINDS[number % len(KINDS)], MOMENTS[number % len(MOMENTS)]
+    for attempt in range(10):  # a run that ends before its kill does not count
+        seed = f"{way.name} {number} {attempt}"
+        if row := one_kill(way, kind, moment, seed, expected, place):
+            return {"kill": number, **row}
+    raise RuntimeError(f"ten runs in a row ended before their kill: {seed}")
 
-    Args:
-        rows: the rows that exist already.
-    """
-    expected = undisturbed(way, place)
-    for number in range(len(rows), count):
-        kind, moment = KINDS[number % len(KINDS)], MOMENTS[number % len(MOMENTS)]
-        for attempt in range(10):  # a run that ends before its kill does not count
-            seed = f"{way.name} {number} {attempt}"
-            if row := one_kill(way, kind, moment, seed, expected, place):
-                yield row
-                break
-        else:
-            raise RuntimeError(f"ten runs in a row ended before their kill: {seed}")
+
+def read(result: Path) -> list[dict]:
+    """Return the rows of a file of results; none if it does not exist."""
+    return json.loads(result.read_text())["kills"] if result.exists() else []
+
+
+def add(row: dict, result: Path, about: dict) -> None:
+    """Add a row to a file of results, which several processes may extend."""
+    with open(f"{result}.lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        rows = sorted([*read(result), row], key=lambda row: row["kill"])
+        good = sum(row["same"] and row.get("tidy", True) for row in rows)
+        write_atomically(
+            result, json.dumps({**about, "as_undisturbed": good, "of": len(rows), "kills": rows}, indent=1) + "\n"
+        )
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("way", choices=WAYS)
+    parser.add_argument("ways", choices=WAYS, nargs="+")
     parser.add_argument("--count", type=int, default=100)
+    parser.add_argument("--jobs", type=int, default=1, help="number of runs at the same time")
     parser.add_argument("--place", help="folder for the runs; None: the folder for temporary files")
-    parser.add_argument("--output", help="None: results/kills-WAY-2-cores.json")
+    parser.add_argument("--output", default=runs.ROOT / "results", type=Path, help="folder for the results")
     args = parser.parse_args()
-    result = Path(args.output or runs.ROOT / "results" / f"kills-{args.way}-2-cores.json")
-    rows = json.loads(result.read_text())["kills"] if result.exists() else []
+    results = {name: args.output / f"kills-{name}-2-cores.json" for name in args.ways}
     warm_up()
     place = Path(tempfile.mkdtemp(prefix="kills-", dir=args.place))
-    for row in many_kills(WAYS[args.way], args.count, place, rows):
-        rows.append(row)
-        print(json.dumps(row), flush=True)
-        good = sum(row["same"] and row["tidy"] for row in rows)
-        about = {"machine": machine(), "command": f"PYTHONPATH=tests python -m kills {args.way}"}
-        about |= {"file_system": file_system(place), "as_undisturbed": good, "of": len(rows), "kills": rows}
-        write_atomically(result, json.dumps(about, indent=1) + "\n")
-    bad = [row for row in rows if not (row["same"] and row["tidy"])]
+    expected = {name: undisturbed(WAYS[name], place) for name in args.ways}
+    done = {name: {row["kill"] for row in read(result)} for name, result in results.items()}
+    left = [(name, number) for number in range(args.count) for name in args.ways if number not in done[name]]
+    about = {
+        "machine": machine(),
+        "command": "PYTHONPATH=tests python -m kills epochs steps",
+        "file_system": file_system(place),
+    }
+
+    def work(kills: list) -> None:
+        for name, number in kills:
+            row = kill_number(WAYS[name], number, expected[name], place)
+            print(json.dumps(row), flush=True)
+            add(row, results[name], about)
+
+    fork = multiprocessing.get_context("fork")
+    workers = [fork.Process(target=work, args=(left[job :: args.jobs],)) for job in range(args.jobs)]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join()
+    rows = [row for result in results.values() for row in read(result)]
+    bad = len(rows) < args.count * len(args.ways) or not all(row["same"] and row["tidy"] for row in rows)
     if not bad:
         shutil.rmtree(place)
-    return len(bad) > 0
+    return bad
 
 
 def file_system(place: Path) -> str:

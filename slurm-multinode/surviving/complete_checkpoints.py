@@ -23,6 +23,7 @@ class Checkpoints:
         # Each start uses its own temporary names: if an earlier start still runs, the two never write to the same folder.
         choice = [None, secrets.token_hex(4)]
         if dist.get_rank() == 0:
+            self.folder.mkdir(parents=True, exist_ok=True)
             newest_first = sorted(self.folder.glob("step-*[0-9]"), reverse=True)  # the clock plays no role
             problems = {path: problem_of(path) for path in newest_first}
             choice[0] = next((path for path in newest_first if not problems[path]), None)
@@ -48,9 +49,13 @@ class Checkpoints:
                 self.complete = self.writer.step
         except dcp.CheckpointException as error:  # the same on all ranks
             if dist.get_rank() == 0:
+                free = shutil.disk_usage(self.folder).free / 10**6
                 shutil.rmtree(self.writer.path, ignore_errors=True)
                 reasons = "; ".join(str(reason) for reason, _ in error.failures.values())
-                print(f"the checkpoint of step {self.writer.step} was not saved: {reasons}", flush=True)
+                print(
+                    f"the checkpoint of step {self.writer.step} was not saved ({free:,.0f} MB free): {reasons}",
+                    flush=True,
+                )
         self.saving = None
 
     def close(self):
