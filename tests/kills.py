@@ -409,13 +409,15 @@ def read(result: Path) -> list[dict]:
 
 def add(row: dict, result: Path, about: dict) -> None:
     """Add a row to a file of results, which several processes may extend."""
-    with open(f"{result}.lock", "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+    held = os.open(result.parent, os.O_RDONLY)
+    try:
+        fcntl.flock(held, fcntl.LOCK_EX)
         rows = sorted([*read(result), row], key=lambda row: row["kill"])
         good = sum(row["same"] and row.get("tidy", True) for row in rows)
-        write_atomically(
-            result, json.dumps({**about, "as_undisturbed": good, "of": len(rows), "kills": rows}, indent=1) + "\n"
-        )
+        whole = {**about, "as_undisturbed": good, "of": len(rows), "kills": rows}
+        write_atomically(result, json.dumps(whole, indent=1) + "\n")
+    finally:
+        os.close(held)
 
 
 def main() -> int:
