@@ -117,14 +117,14 @@ def test_workshop_test_passes_on_the_option_full(copy):
         env=runs.environment(PYTHONPATH=copy),
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "test_torchrun_recovers_from_20_kills_in_a_row" in done.stdout
+    assert "test_torchrun_restarts_a_worker_that_dies_while_saving" in done.stdout
     done = subprocess.run(
         [copy / "workshop.sh", "test", "--collect-only", "-q", "tests/test_restart.py"],
         capture_output=True,
         text=True,
         env=runs.environment(PYTHONPATH=copy),
     )
-    assert "test_torchrun_recovers_from_20_kills_in_a_row" not in done.stdout
+    assert "test_torchrun_restarts_a_worker_that_dies_while_saving" not in done.stdout
 
 
 @pytest.mark.full

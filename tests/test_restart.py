@@ -1,8 +1,6 @@
 """A run that is killed with kill -9 and started again ends with exactly the parameters of an uninterrupted run."""
 
 import ast
-import json
-import random
 import runpy
 import time
 
@@ -134,39 +132,3 @@ def test_stopping_the_runner_leaves_no_process(tmp_path):
     run.process.terminate()
     run.wait(timeout=40)
     assert gone_within(workers, 2)
-
-
-@pytest.mark.full
-def test_torchrun_recovers_from_20_kills_in_a_row(tmp_path, record_property):
-    """Each of 20 runs recovers from a kill -9 of a worker at a random moment and ends with the same parameters.
-
-    One kill in four hits workers while they start and form their group, the others while they train or save.
-    """
-    chance = random.Random(0)
-    epochs = 6
-    common = ["--epochs", epochs, "--batch-size", GLOBAL_BATCH // 2]
-    reference = runs.train("torchrun", 2, tmp_path, *common, checkpoint="reference.pt")
-    epoch_seconds = (1437 // GLOBAL_BATCH * GLOBAL_BATCH) / reference[-1]["samples_per_second"]
-    table = []
-    for number in range(20):
-        checkpoint = f"run{number}.pt"
-        run = runs.Running([runs.TORCHRUN_RUNNER, *common, "--checkpoint", checkpoint], tmp_path, NPROC=2)
-        epoch = 0 if number % 4 == 0 else chance.randint(1, epochs - 2)
-        if epoch == 0:
-            while len(run.workers()) < 2:
-                assert run.process.poll() is None, run.text()
-                time.sleep(0.05)
-            time.sleep(chance.uniform(0, 5))
-        else:
-            run.wait_for(f"epoch {epoch}/{epochs}")
-            time.sleep(chance.uniform(0, epoch_seconds))
-        chance.choice(run.workers()).kill()
-        killed = time.monotonic()
-        status = run.wait(timeout=120)
-        same = status == 0 and runs.largest_difference(tmp_path / checkpoint, tmp_path / "reference.pt") == 0.0
-        same = same and runs.losses(runs.read_log(tmp_path / checkpoint)) == runs.losses(reference)
-        row = {"kill": number + 1, "after_epoch": epoch, "status": status, "same_weights_and_losses": same}
-        table.append({**row, "seconds_to_the_end": round(time.monotonic() - killed, 1)})
-        print(json.dumps(table[-1]), flush=True)
-    record_property("kills", json.dumps(table))
-    assert all(row["same_weights_and_losses"] for row in table), table

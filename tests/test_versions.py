@@ -297,7 +297,7 @@ def test_versions_are_the_lower_bounds(oldest):
 OTHERS = {
     "bad input, data, tour": ("tests/test_bad_input.py", "tests/test_data.py", "tests/test_tour.py"),
     "the whole check": ("tests/test_exercises.py", "tests/check"),
-    "20 kills in a row": ("tests/test_restart.py", "-m", "full", "-k", "20_kills"),
+    "20 kills in a row": ("tests/test_checkpoint_steps.py", "-m", "full", "-k", "20_kills"),
 }
 
 

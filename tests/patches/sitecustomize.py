@@ -107,6 +107,14 @@ def die_while_saving():
     torch.save = half
 
 
+def clock_jumps():
+    """Set the clock back by eleven days."""
+    import time
+
+    clock = time.time
+    time.time = lambda: clock() - 10**6
+
+
 def large_disk():
     """Report 100 GB of free disk space on any machine."""
     import shutil

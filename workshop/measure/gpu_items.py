@@ -12,6 +12,7 @@ from workshop.training.transformer import GIB, MODELS
 
 SINGLE, DDP, LIGHTNING = "01_single_gpu", "02_pytorch_ddp", "03_pytorch_lightning"
 FSDP, ZERO, BUILT = "04_model_parallel_with_fsdp", "05_deepspeed", "06_build_your_own"
+SURVIVING = "slurm-multinode/surviving"
 ON_GPU, MODEL_ON_GPU = "training on cuda", "parameters on cuda"
 # The losses of a GPU differ a little from run to run, because it adds numbers in a different order.
 EQUAL = r"differ by at most (0\.0e\+00|\d\.\de-(0[4-9]|1\d))"
@@ -261,6 +262,7 @@ def _rest(count: int) -> list[Item]:
             _launched(count, "solutions/slurm-multinode/exercise4_elastic.py", "--epochs=1"),
             "epoch",
         ),
+        ("slurm-multinode, step-wise", _launched(count, f"{SURVIVING}/checkpoint_steps.py", "--epochs=1"), ON_GPU),
         ("slurm-multinode FSDP2", _launched(count, "slurm-multinode/train_at_scale.py", *scale), "on cuda"),
         *(
             (f"02 find the bug: {bug}", _launched(count, f"solutions/{DDP}/exercise4_find_the_bug_{bug}.py"), "epoch")

@@ -107,7 +107,7 @@ def check_arguments(
         if checkpoint := getattr(args, "checkpoint", getattr(args, "snapshot", None)):
             _check_checkpoint(Path(checkpoint), args.epochs, model)
         if hasattr(args, "folder"):
-            _check_folder(args)
+            _check_folder(args, model)
     except UserError as error:
         parser.error(error)
     except OSError as error:
@@ -241,11 +241,28 @@ def _check_checkpoint(path, epochs, model):
     _require_epochs_left(f"--checkpoint {path}", done, epochs)
 
 
-def _check_folder(args):
+def _check_folder(args, model):
     require_writable(f"--folder {args.folder}", Path(args.folder))
     saved = [path.name.removeprefix("epoch-") for path in Path(args.folder).glob("epoch-*")]
     done = 1 + max((int(number) for number in saved if number.isdecimal()), default=-1)
     _require_epochs_left(f"--folder {args.folder}", done, args.epochs)
+    for newest in sorted(Path(args.folder).glob("step-*[0-9]"))[-1:] if model else ():
+        _require_same_model(f"--folder {args.folder}: {newest.name}", newest, model)
+
+
+def _require_same_model(what, checkpoint, model):
+    """Raise a UserError if a distributed checkpoint belongs to a different model. The program itself skips a damaged one."""
+    from torch.distributed.checkpoint import FileSystemReader
+
+    try:
+        saved = FileSystemReader(checkpoint).read_metadata().state_dict_metadata
+    except Exception:  # what it raises on a damaged file differs from version to version
+        return
+    own = {f"state.model.{name}": tuple(value.shape) for name, value in model.state_dict().items()}
+    if own != {name: tuple(entry.size) for name, entry in saved.items() if name.startswith("state.model.")}:
+        raise UserError(
+            f"{what} does not fit this model (a different program wrote it); delete it or choose a different folder"
+        )
 
 
 def _require_epochs_left(option, done, asked):
