@@ -7,6 +7,7 @@ import click
 from workshop.check.cli import call, leave
 from workshop.check.cli import options as check_options
 from workshop.diagnose.cli import diagnose
+from workshop.doctor.cli import doctor
 from workshop.plan.cli import plan
 
 
@@ -16,6 +17,7 @@ def app() -> None:
 
 
 app.add_command(plan)
+app.add_command(doctor)
 
 
 @app.command()
@@ -70,21 +72,6 @@ def lab(port, ip, no_browser) -> None:
     from workshop.jupyter.lab import run_lab
 
     run_lab(port, ip, browser=not no_browser)
-
-
-@app.command()
-@click.option(
-    "--class",
-    "people",
-    type=click.IntRange(min=1),
-    metavar="PEOPLE",
-    help="Also check whether a course can begin here.",
-)
-def doctor(people) -> None:
-    """Check this machine, and say how to solve each problem."""
-    from workshop.doctor.machine import run_doctor
-
-    sys.exit(run_doctor(people))
 
 
 @app.command(context_settings={"ignore_unknown_options": True})

@@ -1,0 +1,192 @@
+"""Give orders to the agents on all nodes, collect their measurements, and repeat them while a node seems slow."""
+
+import json
+import socket
+import time
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from workshop.doctor.nodes.agent import STARTING
+from workshop.doctor.nodes.compare import METRICS, slow_nodes
+from workshop.files import write_atomically
+
+PASSES = 3  # of all measurements; the best value of each counts, because other work only makes a node slower
+MOST = 8  # passes while a node seems slow: a node is named only if it is slow in all of them
+PATIENCE = 30  # seconds for an answer
+
+
+class Member:
+    """A node that takes part.
+
+    Attributes:
+        about: what it says about itself: see ``Agent.describe``.
+        values: its best measurements so far, by the keys of ``compare.METRICS``.
+        silent: the order that it did not answer; "": it answers.
+    """
+
+    def __init__(self, connection: socket.socket):
+        self.connection, self.lines = connection, connection.makefile("rw")
+        self.about, self.values, self.silent = {}, {}, ""
+
+    @property
+    def name(self) -> str:
+        """The name of the node."""
+        return self.about["node"]
+
+    def ask(self, order: str, **options) -> dict:
+        """Send an order and return the answer; {}: the node does not answer."""
+        if self.silent:
+            return {}
+        try:
+            self.connection.settimeout(PATIENCE)
+            self.lines.write(json.dumps({"do": order, **options}) + "\n")
+            self.lines.flush()
+            line = self.lines.readline()
+            if line:
+                return json.loads(line)
+        except OSError:
+            pass
+        self.silent = order
+        return {}
+
+    def keep(self, values: dict) -> None:
+        """Keep the better of the old and the new measurement of each kind."""
+        for key, value in values.items():
+            value = min(value, default=0.0) if isinstance(value, list) else value
+            if key == "error" or not value:
+                continue
+            better = min if key in METRICS and METRICS[key].limit > 1 else max
+            self.values[key] = better(value, self.values.get(key, value))
+
+
+class Lead:
+    """Measures all nodes.
+
+    Args:
+        port: the port at which the agents connect; 0: any.
+        names: the names of the nodes.
+    """
+
+    def __init__(self, port: int, names: Sequence[str]):
+        self.names = list(names)
+        self.server = socket.create_server(("", port), backlog=len(self.names))
+        self.port = self.server.getsockname()[1]
+        self.members: list[Member] = []
+        self.directions: dict[tuple[str, str], dict] = {}
+        self.unreachable: dict[tuple[str, str], str] = {}
+        self.passes = 0
+
+    def run(self, result: Path) -> None:
+        """Measure, and write the result."""
+        begin = time.monotonic()
+        self.gather()
+        while self.members and (self.passes < PASSES or (self.passes < MOST and slow_nodes(self.nodes))):
+            self.measure()
+            self.passes += 1
+        for member in self.members:
+            if not member.silent:
+                member.lines.write('{"do": "end"}\n')
+                member.lines.flush()
+        content = {
+            "nodes": self.nodes,
+            "missing": [name for name in self.names if name not in self.nodes],
+            "silent": {member.name: member.silent for member in self.members if member.silent},
+            "pairs": [{"from": a, "to": b, **values} for (a, b), values in self.directions.items()],
+            "unreachable": [{"from": a, "to": b, "error": error} for (a, b), error in self.unreachable.items()],
+            "passes": self.passes,
+            "seconds": round(time.monotonic() - begin, 1),
+        }
+        write_atomically(result, json.dumps(content, indent=1) + "\n")
+
+    def gather(self) -> None:
+        """Wait for all agents, at most a minute."""
+        end = time.monotonic() + STARTING
+        self.server.settimeout(1)
+        while len(self.members) < len(self.names) and time.monotonic() < end:
+            try:
+                member = Member(self.server.accept()[0])
+            except TimeoutError:
+                continue
+            member.about = member.ask("describe")
+            if not member.silent:
+                self.members.append(member)
+        self.members.sort(key=lambda member: self.names.index(member.name) if member.name in self.names else 0)
+
+    @property
+    def nodes(self) -> dict[str, dict]:
+        """The measurements of each node, for ``compare.slow_nodes``."""
+        found = {}
+        for member in self.members:
+            about = {key: member.about[key] for key in ("cores", "gpus")}
+            found[member.name] = about | member.values | self._network(member.name)
+        return found
+
+    def _network(self, name: str) -> dict[str, float]:
+        """Return the best connections of a node: slow only if it is slow with all other nodes, in one direction or both."""
+        out = [values for (a, _), values in self.directions.items() if a == name]
+        into = [values for (_, b), values in self.directions.items() if b == name]
+        if not out or not into:
+            return {}
+        rates = [max(values["rate"] for values in way) for way in (out, into)]
+        return {"network": min(rates), "latency": min(values["latency"] for values in out + into)}
+
+    def measure(self) -> None:
+        """Take one pass: the clocks, the speed of each node, its connection with itself, and all pairs."""
+        for member in self.members:
+            self._clock(member)
+        for order in (
+            "speed",
+            "loopback",
+            *(["gpu_speed"] if any(each.about["gpus"] for each in self.members) else []),
+        ):
+            self._together([lambda each=each, order=order: each.keep(each.ask(order)) for each in self.members])
+        for pairs in rounds(self.members):
+            for turned in (False, True):
+                ways = [(b, a) if turned else (a, b) for a, b in pairs]
+                self._together([lambda way=way: self._pair(*way) for way in ways])
+
+    def _together(self, works: Iterable[Callable[[], None]]) -> None:
+        """Do this on all nodes at the same time; in turn if nodes share a machine, because they would slow each other down."""
+        works = list(works)
+        machines = [member.about["machine"] for member in self.members]
+        with ThreadPoolExecutor(1 if len(set(machines)) < len(machines) else max(1, len(works))) as pool:
+            list(pool.map(lambda work: work(), works))
+
+    def _clock(self, member: Member) -> None:
+        for _ in range(5):
+            sent = time.time()
+            answer = member.ask("time")
+            error = (time.time() - sent) / 2
+            if answer and error < member.values.get("clock_error", 1e9):
+                member.values |= {"clock": answer["time"] - sent - error, "clock_error": error}
+
+    def _pair(self, a: Member, b: Member) -> None:
+        """Measure the connection from one node to a different one."""
+        if a.silent or b.silent:
+            return
+        with ThreadPoolExecutor(1) as pool:
+            answering = pool.submit(b.ask, "answer")
+            seen = a.ask("call", host=b.about["host"], port=b.about["port"])
+            answering.result()
+        way = (a.name, b.name)
+        if "rate" not in seen:
+            self.unreachable[way] = seen.get("error", "no answer")
+            return
+        self.unreachable.pop(way, None)
+        known = self.directions.get(way, seen)
+        self.directions[way] = {
+            "rate": max(seen["rate"], known["rate"]),
+            "latency": min(seen["latency"], known["latency"]),
+        }
+
+
+def rounds(members: Sequence) -> list[list[tuple]]:
+    """Return all pairs in rounds, in each of which a member is at most once: n - 1 rounds for an even number of n members."""
+    circle = [*members, *([None] * (len(members) % 2))]
+    found = []
+    for _ in range(len(circle) - 1):
+        pairs = zip(circle[: len(circle) // 2], reversed(circle[len(circle) // 2 :]), strict=True)
+        found.append([pair for pair in pairs if None not in pair])
+        circle = [circle[0], circle[-1], *circle[1:-1]]
+    return found
