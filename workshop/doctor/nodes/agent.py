@@ -22,7 +22,7 @@ from workshop.run.machine import cores, gpus
 
 STARTING = 60  # seconds in which the programs on all nodes must have started
 CALLING = 10  # seconds to wait for a different node
-WINDOW = 0.25  # seconds of one measurement of speed: longer than the period (0.1 s) with which Linux limits the time of a job
+WINDOW = 0.5  # seconds of one measurement of speed: some periods (0.1 s) with which Linux limits the time of a job
 SENDING = 0.2  # the same for a connection
 CHUNK = 2**20  # bytes
 PINGS = 100

@@ -12,7 +12,7 @@ from workshop.doctor.nodes.compare import METRICS, slow_nodes
 from workshop.files import write_atomically
 
 PASSES = 3  # of all measurements; the best value of each counts, because other work only makes a node slower
-MOST = 8  # passes while a node seems slow: a node is named only if it is slow in all of them
+MOST = 12  # passes while a node seems slow: a node is named only if it is slow in all of them
 PATIENCE = 30  # seconds for an answer
 
 
