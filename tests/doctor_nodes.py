@@ -3,7 +3,7 @@
     python -m doctor_nodes 10 > results/doctor-nodes-2-cores.json
 
 runs it on three nodes of a practice cluster: 10 times on healthy nodes, and 10 times on nodes of which one is slow (its programs
-run only half of the time, or its network is slow).
+run only a tenth of the time, or its network is slow).
 """
 
 import json
@@ -37,8 +37,8 @@ def agents(node: str) -> list[psutil.Process]:
 
 
 @contextmanager
-def half_speed(node: str) -> Iterator[None]:
-    """Stop the programs of a node during half of each 0.1 s, as a limit of the processor's power or of a cgroup does."""
+def slow_cores(node: str) -> Iterator[None]:
+    """Stop the programs of a node during 0.09 s of each 0.1 s, as a limit of a cgroup does."""
     over = threading.Event()
 
     def slow_down() -> None:
@@ -46,11 +46,11 @@ def half_speed(node: str) -> Iterator[None]:
         while not over.is_set():
             if time.monotonic() - looked > 2:
                 found, looked = agents(node), time.monotonic()
-            for change in ("suspend", "resume"):
+            for change, seconds in (("suspend", 0.9 * PERIOD), ("resume", 0.1 * PERIOD)):
                 for process in found:
                     with suppress(psutil.Error):
                         getattr(process, change)()
-                time.sleep(PERIOD / 2)
+                time.sleep(seconds)
 
     thread = threading.Thread(target=slow_down)
     thread.start()
@@ -84,7 +84,7 @@ def main() -> None:
     times = int(sys.argv[1])
     cluster = practice.up(3, name="doctornodes", mine=True)
     faults = {
-        "node3 computes half of the time": lambda: half_speed("node3"),
+        "node3 computes a tenth of the time": lambda: slow_cores("node3"),
         "node2 sends at most 100 Mbit/s": lambda: slow_network(cluster, "node2"),
     }
     rows = []

@@ -15,7 +15,7 @@ import doctor_nodes
 import runs
 from workshop.doctor.nodes import command, lead
 from workshop.doctor.nodes.agent import Agent, connect
-from workshop.doctor.nodes.compare import slow_nodes
+from workshop.doctor.nodes.compare import METRICS, busy, slow_nodes
 from workshop.errors import UserError
 
 GOOD = {"cores": 8, "gpus": 4, "product": 4e11, "share": 0.99, "memory": 4e10, "loopback": 5e9, "network": 2e9}
@@ -24,7 +24,9 @@ GOOD |= {"latency": 2e-5, "clock": 0.0, "clock_error": 1e-4}
 
 def nodes(**changes) -> dict:
     """Return four nodes, of which node3 has changes."""
-    return {f"node{number}": GOOD | (changes if number == 3 else {}) for number in range(1, 5)}
+    listed = {name: [value] * 3 if name in (*METRICS, "share") else value for name, value in (GOOD | changes).items()}
+    usual = {name: [value] * 3 if name in (*METRICS, "share") else value for name, value in GOOD.items()}
+    return {f"node{number}": listed if number == 3 else usual for number in range(1, 5)}
 
 
 @pytest.mark.parametrize(
@@ -59,8 +61,17 @@ def test_small_differences_are_not_named(changes):
 
 
 def test_one_node_and_missing_values_are_compared_with_nothing():
-    assert slow_nodes({"node1": GOOD}) == []
-    assert slow_nodes({"node1": GOOD, "node2": {"cores": 8, "gpus": 4}}) == []
+    assert slow_nodes({"node1": nodes()["node1"]}) == []
+    assert slow_nodes({"node1": nodes()["node1"], "node2": {"cores": 8, "gpus": 4}}) == []
+
+
+def test_other_work_on_the_machine_is_no_slow_node_and_is_reported():
+    noisy = nodes()
+    for number, node in enumerate(noisy.values()):
+        node["product"] = [4e11 * factor for factor in (0.2, 0.3, 0.9 - 0.2 * number, 0.2)]
+    assert slow_nodes(noisy) == []
+    assert busy(noisy) is None
+    assert busy(nodes() | {f"node{number}": {"share": [0.1, 0.3]} for number in range(4, 9)}) == pytest.approx(0.2)
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 4, 5, 8])
@@ -94,7 +105,7 @@ def test_agents_are_measured_over_sockets_and_a_wrong_clock_and_an_absent_node_a
     assert result["silent"] == {}
     assert result["unreachable"] == []
     assert len(result["pairs"]) == 6
-    assert all(values["product"] > 0 and values["loopback"] > 0 for values in result["nodes"].values())
+    assert all(min(values["product"] + values["loopback"]) > 0 for values in result["nodes"].values())
     clocks = [reason for slow in slow_nodes(result["nodes"]) for reason in slow.reasons if "clock" in reason]
     assert clocks == ["its clock is 50.0 s ahead"]
     said = command.sentences(result, slow_nodes(result["nodes"]))
@@ -168,7 +179,7 @@ def test_this_machine_alone_is_measured_without_slurm(tmp_path, monkeypatch):
     )
     assert done.returncode == 0, done.stderr
     (node,) = json.loads((tmp_path / "r.json").read_text())["nodes"].values()
-    assert node["product"] > 0
+    assert min(node["product"]) > 0
     assert "network" not in node
 
 
@@ -201,7 +212,7 @@ def test_a_job_that_cannot_start_is_cancelled_and_so_is_one_that_is_stopped(clus
 def test_three_nodes_are_alike_until_one_is_made_slow(cluster, tmp_path, fault):
     slowed = {
         "none": doctor_nodes.nullcontext,
-        "computes": lambda: doctor_nodes.half_speed("node3"),
+        "computes": lambda: doctor_nodes.slow_cores("node3"),
         "network": lambda: doctor_nodes.slow_network(cluster, "node2"),
     }
     with slowed[fault]():

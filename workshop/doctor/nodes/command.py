@@ -11,7 +11,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from workshop.doctor.nodes.compare import METRICS, Slow, slow_nodes
+from workshop.doctor.nodes.compare import METRICS, Slow, busy, slow_nodes
 from workshop.errors import UserError
 from workshop.files import write_atomically
 from workshop.repository import ROOT, open_folder
@@ -209,7 +209,7 @@ def show(content: dict, slow: Sequence[Slow]) -> None:
         table.add_column(title, justify="left" if title == "node" else "right")
     for name, node in nodes.items():
         style = "yellow" if any(each.node == name for each in slow) else None
-        values = [METRICS[key].show(node[key]) if key in node else "" for key in keys]
+        values = [METRICS[key].show(METRICS[key].best(node[key])) if key in node else "" for key in keys]
         table.add_row(name, str(node["cores"]), str(node["gpus"]), *values, _clock(node, nodes), style=style)
     console.print(f"{content['where']}: {content['passes']} passes in {content['seconds']:.0f} s")
     console.print(table)
@@ -233,6 +233,11 @@ def sentences(content: dict, slow: Sequence[Slow]) -> list[str]:
     ]
     said += [f"{name} stopped answering ({order})." for name, order in content["silent"].items()]
     said += [f"{pair['from']} cannot connect to {pair['to']}: {pair['error']}." for pair in content["unreachable"]]
+    if (share := busy(content["nodes"])) is not None:
+        said.append(
+            f"Something else uses the cores: the median node got {share:.0%} of their time. Only large differences can be seen; "
+            "measure again when the nodes are idle."
+        )
     for each in slow:
         said.append(f"{each.node} differs from the other nodes:")
         said += [f"  - {reason}" for reason in each.reasons]

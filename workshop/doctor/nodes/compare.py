@@ -1,9 +1,10 @@
 """Compare the nodes of a job, and name those that are slower than the others."""
 
 import statistics
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+BUSY = 0.7  # the least share of the time of its cores that a node gets if nothing else uses them
 CLOCK = 0.1  # seconds by which a clock may differ from the median of all clocks
 
 
@@ -14,7 +15,7 @@ class Metric:
     Attributes:
         words: its name in a sentence.
         unit, size: the unit in which it is shown, and the number of base units in it.
-        limit: a node is slow if its value is below this part of the median of the other nodes; above 1: if it is above.
+        limit: a node is slow if its best pass is below this part of the median pass of the other nodes; above 1: above it.
         computes: whether a training computes at this speed.
     """
 
@@ -23,6 +24,10 @@ class Metric:
     size: float
     limit: float
     computes: bool = False
+
+    def best(self, values: Sequence[float]) -> float:
+        """Return the best of several measurements."""
+        return max(values) if self.limit < 1 else min(values)
 
     def show(self, value: float) -> str:
         """Return a value with its unit."""
@@ -63,9 +68,12 @@ class Slow:
 def slow_nodes(nodes: Mapping[str, Mapping]) -> list[Slow]:
     """Return the nodes that differ from the others.
 
+    Other work on a machine makes a node slow for a while. So the best pass of a node is compared with the median pass of the
+    others: a node that is like the others is in half of its passes at least as fast as this median.
+
     Args:
-        nodes: the measurements of each node by name: the keys of METRICS and COUNTS, "share" (of the time of its cores that the
-            product got), and "clock" and "clock_error" in seconds. A value may be missing.
+        nodes: the measurements of each node by name: the keys of METRICS, and "share" (of the time of its cores that the product
+            got), each with one value per pass; the keys of COUNTS; "clock" and "clock_error" in seconds. A value may be missing.
     """
     found = []
     for name, node in nodes.items():
@@ -77,12 +85,12 @@ def slow_nodes(nodes: Mapping[str, Mapping]) -> list[Slow]:
                 plural = "s" * (node[key] != 1)
                 reasons.append(f"it has {node[key]} {word}{plural}, and the others have {usual:g}")
         for key, metric in METRICS.items():
-            usual = _median(others, key)
-            if usual is None or key not in node or not _is_slow(node[key] / usual, metric.limit):
+            usual, own = _median(others, key), metric.best(node[key]) if node.get(key) else None
+            if usual is None or own is None or not _is_slow(own / usual, metric.limit):
                 continue
-            reasons.append(_reason(metric, node[key], usual) + (_why(node, others) if key == "product" else ""))
+            reasons.append(_reason(metric, own, usual) + (_why(node, others) if key == "product" else ""))
             if metric.computes:
-                pace = min(pace, node[key] / usual)
+                pace = min(pace, own / usual)
         if (clock := _median(list(nodes.values()), "clock")) is not None and "clock" in node:
             off = node["clock"] - clock
             if abs(off) - node.get("clock_error", 0) > CLOCK:
@@ -92,9 +100,20 @@ def slow_nodes(nodes: Mapping[str, Mapping]) -> list[Slow]:
     return found
 
 
+def busy(nodes: Mapping[str, Mapping]) -> float | None:
+    """Return the share of the time of its cores that the median node got, if something else uses the cores of most nodes."""
+    share = _median(list(nodes.values()), "share")
+    return share if share is not None and share < BUSY else None
+
+
 def _median(nodes: list[Mapping], key: str) -> float | None:
+    """Return the median over nodes of a value, or of the median of its passes."""
     values = [node[key] for node in nodes if key in node]
-    return statistics.median(values) if values else None
+    return (
+        statistics.median(statistics.median(each) if isinstance(each, list) else each for each in values)
+        if values
+        else None
+    )
 
 
 def _is_slow(ratio: float, limit: float) -> bool:
@@ -108,7 +127,7 @@ def _reason(metric: Metric, value: float, usual: float) -> str:
 
 def _why(node: Mapping, others: list[Mapping]) -> str:
     """Say whether a slow product shares its cores, or whether the cores themselves are slow."""
-    share, usual = node.get("share"), _median(others, "share")
+    share, usual = _median([node], "share"), _median(others, "share")
     if share is None or usual is None:
         return ""
     if share < 0.8 * usual:

@@ -8,11 +8,11 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from workshop.doctor.nodes.agent import STARTING
-from workshop.doctor.nodes.compare import METRICS, slow_nodes
+from workshop.doctor.nodes.compare import slow_nodes
 from workshop.files import write_atomically
 
-PASSES = 3  # of all measurements; the best value of each counts, because other work only makes a node slower
-MOST = 12  # passes while a node seems slow: a node is named only if it is slow in all of them
+PASSES = 3  # of all measurements
+MOST = 12  # passes while a node seems slow: see slow_nodes
 PATIENCE = 30  # seconds for an answer
 
 
@@ -21,13 +21,14 @@ class Member:
 
     Attributes:
         about: what it says about itself: see ``Agent.describe``.
-        values: its best measurements so far, by the keys of ``compare.METRICS``.
+        values: its measurements so far, one per pass: see ``compare.slow_nodes``.
+        clock: the difference of its clock, and the error of this difference, in seconds.
         silent: the order that it did not answer; "": it answers.
     """
 
     def __init__(self, connection: socket.socket):
         self.connection, self.lines = connection, connection.makefile("rw")
-        self.about, self.values, self.silent = {}, {}, ""
+        self.about, self.values, self.clock, self.silent = {}, {}, {}, ""
 
     @property
     def name(self) -> str:
@@ -51,13 +52,11 @@ class Member:
         return {}
 
     def keep(self, values: dict) -> None:
-        """Keep the better of the old and the new measurement of each kind."""
+        """Keep the measurements of a pass; of several GPUs, the slowest."""
         for key, value in values.items():
             value = min(value, default=0.0) if isinstance(value, list) else value
-            if key == "error" or not value:
-                continue
-            better = min if key in METRICS and METRICS[key].limit > 1 else max
-            self.values[key] = better(value, self.values.get(key, value))
+            if key != "error" and value:
+                self.values.setdefault(key, []).append(value)
 
 
 class Lead:
@@ -119,17 +118,17 @@ class Lead:
         found = {}
         for member in self.members:
             about = {key: member.about[key] for key in ("cores", "gpus")}
-            found[member.name] = about | member.values | self._network(member.name)
+            found[member.name] = about | member.values | member.clock
         return found
 
-    def _network(self, name: str) -> dict[str, float]:
-        """Return the best connections of a node: slow only if it is slow with all other nodes, in one direction or both."""
-        out = [values for (a, _), values in self.directions.items() if a == name]
-        into = [values for (_, b), values in self.directions.items() if b == name]
-        if not out or not into:
-            return {}
-        rates = [max(values["rate"] for values in way) for way in (out, into)]
-        return {"network": min(rates), "latency": min(values["latency"] for values in out + into)}
+    def _keep_network(self, seen: dict[tuple[str, str], dict]) -> None:
+        """Keep the best connections of each node in a pass: slow only if it is slow with all others, in a direction or both."""
+        for member in self.members:
+            out = [values for (a, _), values in seen.items() if a == member.name]
+            into = [values for (_, b), values in seen.items() if b == member.name]
+            if out and into:
+                rate = min(max(values["rate"] for values in way) for way in (out, into))
+                member.keep({"network": rate, "latency": min(values["latency"] for values in out + into)})
 
     def measure(self) -> None:
         """Take one pass: the clocks, the speed of each node, its connection with itself, and all pairs."""
@@ -141,10 +140,12 @@ class Lead:
             *(["gpu_speed"] if any(each.about["gpus"] for each in self.members) else []),
         ):
             self._together([lambda each=each, order=order: each.keep(each.ask(order)) for each in self.members])
+        seen = {}
         for pairs in rounds(self.members):
             for turned in (False, True):
                 ways = [(b, a) if turned else (a, b) for a, b in pairs]
-                self._together([lambda way=way: self._pair(*way) for way in ways])
+                self._together([lambda way=way: self._pair(*way, seen) for way in ways])
+        self._keep_network(seen)
 
     def _together(self, works: Iterable[Callable[[], None]]) -> None:
         """Do this on all nodes at the same time; in turn if nodes share a machine, because they would slow each other down."""
@@ -158,26 +159,27 @@ class Lead:
             sent = time.time()
             answer = member.ask("time")
             error = (time.time() - sent) / 2
-            if answer and error < member.values.get("clock_error", 1e9):
-                member.values |= {"clock": answer["time"] - sent - error, "clock_error": error}
+            if answer and error < member.clock.get("clock_error", 1e9):
+                member.clock = {"clock": answer["time"] - sent - error, "clock_error": error}
 
-    def _pair(self, a: Member, b: Member) -> None:
+    def _pair(self, a: Member, b: Member, seen: dict[tuple[str, str], dict]) -> None:
         """Measure the connection from one node to a different one."""
         if a.silent or b.silent:
             return
         with ThreadPoolExecutor(1) as pool:
             answering = pool.submit(b.ask, "answer")
-            seen = a.ask("call", host=b.about["host"], port=b.about["port"])
+            values = a.ask("call", host=b.about["host"], port=b.about["port"])
             answering.result()
         way = (a.name, b.name)
-        if "rate" not in seen:
-            self.unreachable[way] = seen.get("error", "no answer")
+        if "rate" not in values:
+            self.unreachable[way] = values.get("error", "no answer")
             return
         self.unreachable.pop(way, None)
-        known = self.directions.get(way, seen)
+        known = self.directions.get(way, values)
+        seen[way] = values
         self.directions[way] = {
-            "rate": max(seen["rate"], known["rate"]),
-            "latency": min(seen["latency"], known["latency"]),
+            "rate": max(values["rate"], known["rate"]),
+            "latency": min(values["latency"], known["latency"]),
         }
 
 
