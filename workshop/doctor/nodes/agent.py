@@ -20,7 +20,7 @@ import psutil
 
 from workshop.run.machine import cores, gpus
 
-STARTING = 60  # seconds in which the programs on all nodes must have started
+STARTING = 120  # seconds in which the programs on all nodes must have started
 CALLING = 10  # seconds to wait for a different node
 WINDOW = 0.5  # seconds of one measurement of speed: some periods (0.1 s) with which Linux limits the time of a job
 SENDING = 0.2  # the same for a connection
@@ -211,7 +211,7 @@ def connect(host: str, port: int) -> socket.socket:
     """Connect to the program on the first node, which may start later.
 
     Raises:
-        OSError: it did not answer within a minute.
+        OSError: it did not answer within two minutes.
     """
     end = time.monotonic() + STARTING
     while True:

@@ -228,7 +228,7 @@ def _clock(node: dict, nodes: dict) -> str:
 def sentences(content: dict, slow: Sequence[Slow]) -> list[str]:
     """Return what is wrong with the nodes, what it means, and what to do."""
     said = [
-        f"{name} did not start the program within a minute, or cannot reach the first node."
+        f"{name} did not start the program within two minutes, or cannot reach the first node."
         for name in content["missing"]
     ]
     said += [f"{name} stopped answering ({order})." for name, order in content["silent"].items()]

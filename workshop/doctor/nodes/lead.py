@@ -80,9 +80,7 @@ class Lead:
         """Measure, and write the result."""
         begin = time.monotonic()
         self.gather()
-        while self.members and (self.passes < PASSES or (self.passes < MOST and slow_nodes(self.nodes))):
-            self.measure()
-            self.passes += 1
+        self.measure()
         for member in self.members:
             if not member.silent:
                 member.lines.write('{"do": "end"}\n')
@@ -99,7 +97,7 @@ class Lead:
         write_atomically(result, json.dumps(content, indent=1) + "\n")
 
     def gather(self) -> None:
-        """Wait for all agents, at most a minute."""
+        """Wait for all agents, at most two minutes."""
         end = time.monotonic() + STARTING
         self.server.settimeout(1)
         while len(self.members) < len(self.names) and time.monotonic() < end:
@@ -131,7 +129,13 @@ class Lead:
                 member.keep({"network": rate, "latency": min(values["latency"] for values in out + into)})
 
     def measure(self) -> None:
-        """Take one pass: the clocks, the speed of each node, its connection with itself, and all pairs."""
+        """Take passes, and more of them while a node seems slow."""
+        while self.members and (self.passes < PASSES or (self.passes < MOST and slow_nodes(self.nodes))):
+            self.take_pass()
+            self.passes += 1
+
+    def take_pass(self) -> None:
+        """Measure once: the clocks, the speed of each node, its connection with itself, and all pairs."""
         for member in self.members:
             self._clock(member)
         for order in (
