@@ -260,6 +260,10 @@ def _rest(count: int) -> list[Item]:
             (f"02 find the bug: {bug}", _launched(count, f"solutions/{DDP}/exercise4_find_the_bug_{bug}.py"), "epoch")
             for bug in ("accumulation", "hang", "leak", "no_learning", "restart")
         ),
+        *(
+            (f"slurm-multinode stands still: {cause}", _launched(count, f"solutions/{STILL}_{cause}.py"), "epoch 3/3")
+            for cause in ("shards", "workers", "scans")
+        ),
     ]
     if count == 1:
         found.append(("02 DataParallel", _python(f"{DDP}/data_parallel.py", "--epochs=1"), ON_GPU))
