@@ -175,7 +175,7 @@ def test_a_failed_job_is_explained_by_its_first_error():
 def test_this_machine_alone_is_measured_without_slurm(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     done = runs.run(
-        [sys.executable, "-P", "-m", "workshop.doctor.nodes.agent", tmp_path / "r.json", 0, "here"], tmp_path
+        [sys.executable, "-P", "-m", "workshop.doctor.nodes.program", tmp_path / "r.json", 0, "here"], tmp_path
     )
     assert done.returncode == 0, done.stderr
     (node,) = json.loads((tmp_path / "r.json").read_text())["nodes"].values()

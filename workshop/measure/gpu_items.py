@@ -10,6 +10,7 @@ from workshop.run.environment import torchrun
 from workshop.training.memory import estimate
 from workshop.training.transformer import GIB, MODELS
 
+STILL = "slurm-multinode/exercise5_stands_still"
 SINGLE, DDP, LIGHTNING = "01_single_gpu", "02_pytorch_ddp", "03_pytorch_lightning"
 FSDP, ZERO, BUILT = "04_model_parallel_with_fsdp", "05_deepspeed", "06_build_your_own"
 ON_GPU, MODEL_ON_GPU = "training on cuda", "parameters on cuda"

@@ -56,7 +56,7 @@ MISTAKES = (
     mistake(
         "still-shards-without-ddp",
         f"{STAGE}shards.py",
-        ("gradients-differ", "weights-differ", "models-differ"),
+        ("gradients-differ", "weights-differ", "collectives-differ"),
         "Without DDP no rank waits in backward(), and each rank trains a model of its own.",
         ("DDP(SmallCNN().to(device))", "SmallCNN().to(device)"),
     ),
@@ -94,11 +94,11 @@ MISTAKES = (
         (NOT_FINITE, ""),
     ),
     mistake(
-        "still-scans-rank-0-decides",
+        "still-scans-last-rank-decides",
         SCANS,
         ("loss-not-finite", "no-learning"),
-        "Rank 0 does not know that the loss of rank 1 is not finite.",
-        ("dist.all_reduce(finite, dist.ReduceOp.MIN)", "dist.broadcast(finite, src=0)"),
+        "The last rank does not know that the loss of rank 0 is not finite.",
+        ("dist.all_reduce(finite, dist.ReduceOp.MIN)", "dist.broadcast(finite, src=dist.get_world_size() - 1)"),
     ),
 )
 

@@ -1,6 +1,4 @@
-"""Measure one node: this program runs once on each node, and follows the orders of ``lead.py`` on the first node.
-
-    srun --ntasks-per-node=1 python -P -m workshop.doctor.nodes.agent RESULT PORT NODE [NODE ...]
+"""Measure one node, by the orders of ``lead.py``, which runs on the first node.
 
 Orders and answers are lines of JSON on one connection per node.
 """
@@ -9,7 +7,6 @@ import json
 import os
 import socket
 import statistics
-import sys
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -223,28 +220,3 @@ def connect(host: str, port: int) -> socket.socket:
             if time.monotonic() > end:
                 raise
             time.sleep(0.2)
-
-
-def main() -> None:
-    from workshop.doctor.nodes.lead import Lead
-
-    result, port, *names = sys.argv[1:]
-    host, lead = names[0], None
-    if int(os.environ.get("SLURM_PROCID", 0)) == 0:
-        lead = Lead(int(port), names)
-        leading = Thread(target=lead.run, args=(Path(result),))
-        leading.start()
-        host, port = "127.0.0.1", lead.port
-    agent = Agent()
-    try:
-        connection = connect(host, int(port))
-    except OSError as error:
-        sys.exit(f"{node_name()} cannot reach {host}:{port}: {error}")
-    with suppress(ConnectionError):
-        agent.work(connection)
-    if lead:
-        leading.join()
-
-
-if __name__ == "__main__":
-    main()

@@ -103,7 +103,7 @@ def _measure(nodes: int, gpus: int | None, site: str | None, wait: float, result
 
 def _here(result: Path) -> str:
     """Measure this machine alone."""
-    program = [sys.executable, "-P", "-m", "workshop.doctor.nodes.agent"]
+    program = [sys.executable, "-P", "-m", "workshop.doctor.nodes.program"]
     return _run([*program, str(result), "0", socket.gethostname()], result, "this machine")
 
 

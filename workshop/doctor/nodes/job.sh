@@ -22,4 +22,4 @@ while (: <"/dev/tcp/${names[0]}/$port") 2>/dev/null; do port=$((port + 1)); done
 # --kill-on-bad-exit=0, --no-kill: if a node fails, the programs on the others go on, and report it.
 # shellcheck disable=SC2086 # $PYTHON may be several words: a container, and the Python in it
 exec srun --overlap --kill-on-bad-exit=0 --no-kill --nodes="$nodes" --ntasks="$nodes" --ntasks-per-node=1 \
-    ${PYTHON:-python} -P -m workshop.doctor.nodes.agent "$result" "$port" "${names[@]}"
+    ${PYTHON:-python} -P -m workshop.doctor.nodes.program "$result" "$port" "${names[@]}"
