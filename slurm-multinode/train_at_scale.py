@@ -223,6 +223,8 @@ def report(figures, output):
         line = "{with_exchange:,.1f} images/s with the exchange of gradients, {without_exchange:,.1f} without it: "
         line += "efficiency {efficiency:.1%}, communication {communication:.1%} of each step"
         print(line.format(**figures))
+        for sentence in figures["stragglers"]:
+            print(f"slow: {sentence}")
     with open(output + ".tmp", "w") as file:
         json.dump(figures, file, indent=1)
     os.replace(output + ".tmp", output)

@@ -9,6 +9,7 @@ from workshop.check.cli import call, leave
 from workshop.check.cli import options as check_options
 from workshop.course.cli import hint
 from workshop.diagnose.cli import diagnose
+from workshop.doctor.cli import doctor
 from workshop.grades.cli import report
 from workshop.plan.cli import plan
 
@@ -18,7 +19,7 @@ def app() -> None:
     """Learn multi-GPU and multi-node PyTorch training, hands on."""
 
 
-for command in (board, diagnose, hint, plan, report):
+for command in (board, diagnose, doctor, hint, plan, report):
     app.add_command(command)
 
 
@@ -74,21 +75,6 @@ def lab(port, ip, no_browser) -> None:
     from workshop.jupyter.lab import run_lab
 
     run_lab(port, ip, browser=not no_browser)
-
-
-@app.command()
-@click.option(
-    "--class",
-    "people",
-    type=click.IntRange(min=1),
-    metavar="PEOPLE",
-    help="Also check whether a course can begin here.",
-)
-def doctor(people) -> None:
-    """Check this machine, and say how to solve each problem."""
-    from workshop.doctor.machine import run_doctor
-
-    sys.exit(run_doctor(people))
 
 
 @app.command(context_settings={"ignore_unknown_options": True})

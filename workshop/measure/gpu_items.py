@@ -10,6 +10,7 @@ from workshop.run.environment import torchrun
 from workshop.training.memory import estimate
 from workshop.training.transformer import GIB, MODELS
 
+STILL = "slurm-multinode/exercise5_stands_still"
 SINGLE, DDP, LIGHTNING = "01_single_gpu", "02_pytorch_ddp", "03_pytorch_lightning"
 FSDP, ZERO, BUILT = "04_model_parallel_with_fsdp", "05_deepspeed", "06_build_your_own"
 SURVIVING = "slurm-multinode/surviving"
@@ -267,6 +268,10 @@ def _rest(count: int) -> list[Item]:
         *(
             (f"02 find the bug: {bug}", _launched(count, f"solutions/{DDP}/exercise4_find_the_bug_{bug}.py"), "epoch")
             for bug in ("accumulation", "hang", "leak", "no_learning", "restart")
+        ),
+        *(
+            (f"slurm-multinode stands still: {cause}", _launched(count, f"solutions/{STILL}_{cause}.py"), "epoch 3/3")
+            for cause in ("shards", "workers", "scans")
         ),
     ]
     if count == 1:

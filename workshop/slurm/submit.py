@@ -71,7 +71,7 @@ def run_submit(
     if not job.sources_site:
         line = 'source "${WORKSHOP_SITE:-/dev/null}"'
         print(f"workshop: {Path(script).name} does not use the site's settings: begin it with {line}", file=sys.stderr)
-    _write(job.settings_path, job.settings)
+    write_settings(job.settings_path, job.settings)
     if dry_run:
         if profile.scheduler == "pbs":  # qsub has no --chdir
             print(f"cd {shlex.quote(str(job.folder))}")
@@ -80,7 +80,7 @@ def run_submit(
         print(f"{shell_line(job.command)}\n")
         print(f"{job.settings_path}, which the script sources, contains:\n\n{job.settings}", end="")
         return 0
-    number = _submit(job, name)
+    number = submit_job(job, name)
     watch = {"slurm": f"squeue --job={number}", "pbs": f"qstat {number}"}[profile.scheduler]
     if name == "local" and not on_practice_cluster():
         watch = f"{workshop_command()} cluster exec {watch}"
@@ -92,7 +92,7 @@ def run_submit(
     return 0
 
 
-def _write(path: Path, text: str) -> None:
+def write_settings(path: Path, text: str) -> None:
     """Write a file atomically, so that a job that starts meanwhile reads all of the old text or all of the new text."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -101,7 +101,7 @@ def _write(path: Path, text: str) -> None:
         raise UserError(f"cannot write {path}: {error.strerror}") from None
 
 
-def _submit(job: Submission, name: str) -> str:
+def submit_job(job: Submission, name: str) -> str:
     """Submit a job to the scheduler, and return its number.
 
     Raises:

@@ -10,6 +10,8 @@ from workshop.diagnose.calls import Difference, first_difference
 from workshop.diagnose.causes.words import SAME_ORDER, is_waiting, names, verb, waits
 from workshop.diagnose.evidence import Call, Diagnosis, Place, Rank, Scene
 
+TOGETHER = "Let all ranks decide together: all_reduce the flag first."
+
 
 def different_calls(scene: Scene) -> Diagnosis | None:
     """Return the diagnosis if the ranks wait in different collectives."""
@@ -62,12 +64,14 @@ def _different(difference: Difference, ranks: dict[int, Rank]) -> Diagnosis:
         "size": "tensors of different sizes",
         "dtype": "tensors of different dtypes",
     }
+    places = [rank.doing.place for rank in ranks.values()] + [call.place for call in difference.calls.values() if call]
+    skip = skipped_step(places) if difference.kind == "name" else None
     return Diagnosis(
         causes[difference.kind],
-        f"The ranks use {what[difference.kind]} in call #{difference.number}: {said}.",
+        f"The ranks use {what[difference.kind]} in call #{difference.number}: {said}.{_skips(skip)}",
         "PyTorch matches the collectives of the ranks by the order of their calls.",
-        f"{SAME_ORDER} {fixes[difference.kind]}",
-        place,
+        f"{SAME_ORDER} {TOGETHER if skip else fixes[difference.kind]}",
+        skip or place,
     )
 
 
@@ -100,19 +104,17 @@ def _branch(difference: Difference, ranks: dict[int, Rank]) -> Diagnosis:
     odd = _odd(groups.values())
     ahead = difference.calls[odd[-1]]
     skip = skipped_step([rank.doing.place for rank in ranks.values()] + [ahead.place if ahead else None])
-    hint = f" {skip} skips the step if a value is not finite, and each rank decides this alone." if skip else ""
     return Diagnosis(
         "skipped",
-        f"The ranks take different branches before call #{difference.number}: {said}.{hint}",
+        f"The ranks take different branches before call #{difference.number}: {said}.{_skips(skip)}",
         "From this call on, the collectives of the ranks no longer match.",
-        f"{SAME_ORDER} "
-        + (
-            "Let all ranks decide together: all_reduce the flag first."
-            if skip
-            else "Look for a branch that depends on the rank or on its data."
-        ),
+        f"{SAME_ORDER} {TOGETHER if skip else 'Look for a branch that depends on the rank or on its data.'}",
         skip or (ahead.place if ahead else None),
     )
+
+
+def _skips(skip: Place | None) -> str:
+    return f" {skip} skips the step if a value is not finite, and each rank decides this alone." if skip else ""
 
 
 def skipped_step(places: Iterable[Place | None]) -> Place | None:
