@@ -185,8 +185,8 @@ def _print(done: subprocess.CompletedProcess) -> None:
 
 @_with_scheduler
 def slurm(command: str) -> None:
-    """Run a command of Slurm on the login node, and print its output."""
-    print(f"$ {command}")
+    """Run a command on the login node, and print it and its output, with paths relative to the repository."""
+    print(f"$ {command}".replace(f"{ROOT}/", ""))
     _print(_scheduler("bash", "-c", command))
 
 
