@@ -4,7 +4,9 @@ import json
 import re
 from collections import Counter
 from collections.abc import Mapping
+from contextlib import suppress
 from functools import cache
+from pathlib import Path
 from statistics import median, median_low
 from typing import Any
 
@@ -30,19 +32,26 @@ def by_name() -> dict[str, Exercise]:
 def taught(name: str) -> str:
     """Return the part of the notebook that an exercise belongs to, such as "notebook 02, part 3: ..."; "": it has none."""
     exercise = by_name()[name]
+    own = ROOT / exercise.stage / f"{exercise.stage}.ipynb"
+    others = sorted(path for path in own.parent.glob("*.ipynb") if path != own)
+    for path in (own, *others):
+        if part := _part(path, exercise.file):
+            notebook = short(exercise).split()[0] if path == own else path.stem
+            return f"notebook {notebook}, part {part}"
+    return ""
+
+
+def _part(path: Path, file: str) -> str:
+    """Return the number and title of the part of a notebook that checks an exercise; "": no part does."""
     heading = ""
-    try:
-        notebook = json.loads((ROOT / exercise.stage / f"{exercise.stage}.ipynb").read_text())
-        for cell in notebook["cells"]:
+    with suppress(OSError, ValueError, LookupError):
+        for cell in json.loads(path.read_text())["cells"]:
             text = "".join(cell["source"])
             if cell["cell_type"] == "markdown":
-                headings = re.findall(r"^## (.*)", text, re.MULTILINE)
-                heading = headings[-1] if headings else heading
-            elif f'check("{exercise.file}"' in text:
-                number, _, title = heading.partition(". ")
-                return f"notebook {short(exercise).split()[0]}, part {number}: {title}"
-    except (OSError, ValueError, LookupError):
-        pass
+                headings = re.findall(r"^## (?:Part )?(\d+)[.:] (.*)", text, re.MULTILINE)
+                heading = ": ".join(headings[-1]) if headings else heading
+            elif f'check("{file}"' in text:
+                return heading
     return ""
 
 
