@@ -10,6 +10,7 @@
 
 set -euo pipefail
 source "${WORKSHOP_SITE:-/dev/null}" # settings of this site (modules, network, Python); "workshop submit" sets the variable
+export HF_HUB_OFFLINE=1 TRANSFORMERS_OFFLINE=1 HF_DATASETS_OFFLINE=1 # no downloads: a node may have no internet access
 
 # The processes meet on the first node of this job, at a port that no other job on that node uses.
 head=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)

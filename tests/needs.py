@@ -32,6 +32,7 @@ PACKAGES = {
     "mpiexec.openmpi": "openmpi-bin",
     "mpiexec.mpich": "mpich",
     "setpriv": "util-linux",
+    "mount": "mount",
     "pkill": "procps",
     "cc": "gcc",
     "scontrol": "slurm-client",

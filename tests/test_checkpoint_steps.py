@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader, DistributedSampler
 import kills
 import runs
 from conftest import EPOCHS, GLOBAL_BATCH
+from needs import require
 
 SURVIVING = runs.ROOT / "slurm-multinode" / "surviving"
 STEPS = kills.WAYS["steps"]
@@ -195,6 +196,7 @@ def test_the_clock_plays_no_role(started, tmp_path, monkeypatch):
 @pytest.fixture
 def small_disk(tmp_path):
     """A function that creates a file system of a few megabytes in memory."""
+    require("mount")
     folder = tmp_path / "disk"
     folder.mkdir()
 

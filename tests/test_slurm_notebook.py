@@ -159,8 +159,9 @@ def test_without_a_cluster_the_notebook_says_what_is_missing(notebook):
         assert set(text(there, name).splitlines()) <= {
             "not done: no jobs can be submitted here (see the cell with use_site)",
         }, name
-    for exercise in checks(there).values():
-        assert "not checked: what the script does: a practice cluster needs programs" in " ".join(exercise.split())
+    for name, exercise in checks(there).items():
+        if name.endswith(".sh"):  # the programs of exercise 5 need no cluster
+            assert "not checked: what the script does: a practice cluster needs programs" in " ".join(exercise.split())
     assert "qsub" in text(there, "run-sites")  # cells that need no cluster still run
 
 

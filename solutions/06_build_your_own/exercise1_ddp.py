@@ -42,16 +42,20 @@ class DDP(nn.Module):
         self.started = None  # the number of buckets that this backward pass has started; None outside of one
         for parameter in trained:
             parameter.register_post_accumulate_grad_hook(self.gradient_is_ready)
+        self.register_forward_pre_hook(DDP.forget_failed_pass)
 
     def forward(self, *args, **kwargs):
-        if self.started is not None and torch._C._current_graph_task_id() < 0:
-            self.started = None  # an exception has ended the last backward pass
-            for bucket in self.buckets:
-                bucket.missing = set(bucket.parameters)
         if changed := self.wrapped ^ describe(self.module):
             name = min(changed, key=str)[0]
             raise ValueError(f"{name} was replaced, moved, frozen or unfrozen after DDP() wrapped the module")
         return self.module(*args, **kwargs)
+
+    def forget_failed_pass(self, _):
+        """If an exception has ended the last backward pass, forget the buckets that it has started."""
+        if self.started is not None and torch._C._current_graph_task_id() < 0:
+            self.started = None
+            for bucket in self.buckets:
+                bucket.missing = set(bucket.parameters)
 
     def gradient_is_ready(self, parameter):
         if self.started is None:  # the first gradient of this backward pass

@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 import runs
+from needs import needs
 from workshop.board.board import Board
 from workshop.board.protection import gaps
 from workshop.course import progress, sharing
@@ -184,6 +185,7 @@ def test_a_link_is_not_followed(folder, record, tmp_path, capsys):
     assert "did not get this" in capsys.readouterr().err
 
 
+@needs("mount")
 @as_root
 def test_a_full_disk_costs_one_sentence_and_the_board_shows_the_rest(tmp_path):
     """On a disk of 32 kB: learners share until it is full, then space is freed, and they share again."""

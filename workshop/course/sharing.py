@@ -1,6 +1,6 @@
 """Share checks and hints with the board of the class: one line of JSON per event, in a file of the learner in a shared folder.
 
-A learner shares nothing before ``workshop board join NAME``. The lines contain no text of programs, no output and no paths:
+A learner shares nothing before ``workshop board join NAME``. The lines contain no text of programs, no output and no paths::
 
     {"at": 1795700000.0, "event": "join", "name": "Ada"}
     {"at": 1795700010.0, "event": "start", "stage": "02_pytorch_ddp"}
