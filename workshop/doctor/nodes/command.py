@@ -63,7 +63,7 @@ def run_nodes(shape: str, site: str | None, wait: float, output: str | None, **o
 
 
 def parse_shape(text: str) -> tuple[int, int | None]:
-    """Return nodes and GPUs per node (None: as many as the site has) for "2", "2x4".
+    """Return nodes and GPUs per node (None: the number that a node of the site has) for "2", "2x4".
 
     Raises:
         UserError: the text is no shape.
