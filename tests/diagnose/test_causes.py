@@ -126,6 +126,18 @@ def test_ranks_with_different_addresses_are_named():
     assert judge(Scene((rank(0, "n1"),))).line == "Rank 1 of 2 has not started, or not here."
 
 
+def test_torchrun_on_one_node_waits_for_no_other_node():
+    """On a very busy machine, the ranks may start only after the first look at the processes."""
+
+    def line(options):
+        command = {"COMMAND": f"torchrun {options} train.py"}
+        return judge(Scene((Rank(-1, doing=Doing("joins"), node="n1", settings=command),))).line
+
+    assert line("--standalone --nproc-per-node=2") == "torchrun on n1 has not started the ranks yet."
+    assert line("--nproc-per-node=2") == "torchrun on n1 has not started the ranks yet."
+    assert line("--nnodes=2 --rdzv-endpoint=n0:29500").startswith("torchrun on n1 waits for the other nodes at n0:29500")
+
+
 def test_a_program_that_computes_is_no_hang():
     assert judge(Scene((Rank(0, doing=Doing("computes", "", at(7)), busy=0.9),))).cause == "moves"
 

@@ -88,6 +88,13 @@ def _agent(launcher: Rank) -> Diagnosis:
     command = launcher.settings.get("COMMAND", "torchrun")
     nodes = re.search(r"--nnodes[= ](\S+)", command)
     endpoint = re.search(r"--rdzv[-_]endpoint[= ](\S+)", command) or re.search(r"--master[-_]addr[= ](\S+)", command)
+    if not endpoint and (not nodes or nodes[1] in ("1", "1:1")):
+        return Diagnosis(  # as with --standalone: no other node can be missing
+            "slow",
+            f"torchrun on {launcher.node} has not started the ranks yet.",
+            "It runs on one node, so it waits for no other torchrun: a busy machine needs longer to start.",
+            "Wait, and look at what else runs on this node (`top`).",
+        )
     place = f" at {endpoint[1]}" if endpoint else ""
     return Diagnosis(
         "rendezvous",
