@@ -12,6 +12,7 @@ from workshop.check.evidence.events import DeviceChosen, Ended
 from workshop.check.foreign import OwnersBench
 from workshop.check.forked import Program
 from workshop.check.probes import ALWAYS, Probe
+from workshop.check.probes.checkpoints import Checkpoints
 from workshop.check.scenarios import COMPARED, SPLIT, WHOLE, Unavailable
 from workshop.check.start import read_start
 from workshop.check.subject import Subject
@@ -220,3 +221,40 @@ def test_the_bench_runs_a_program_that_is_not_an_exercise(tmp_path):
     with pytest.raises(Unavailable, match="it saves none before its last step"):
         bench.make(SPLIT, {WHOLE: never})
     assert Path(bench.place).is_dir()
+
+
+SHARDED = """
+    import os
+    import torch
+    import torch.distributed as dist
+    import torch.distributed.checkpoint as dcp
+
+    dist.init_process_group("gloo")
+    model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(1, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    state = {"model": model.module.state_dict(), "step": 0}
+    if os.path.exists("saved/.metadata"):
+        dcp.load(state, checkpoint_id="saved")
+    for step in range(state["step"], 4):
+        model(torch.ones(1, 1)).sum().backward()
+        optimizer.step()
+        if step == 1:
+            state = {"model": model.module.state_dict(), "step": step + 1}
+            saving = dcp.async_save(state, checkpoint_id="saved")
+            saving.result()
+    dist.destroy_process_group()
+"""
+
+
+def test_a_program_is_killed_after_a_distributed_checkpoint(tmp_path):
+    script = tmp_path / "program.py"
+    script.write_text(textwrap.dedent(SHARDED))
+    (tmp_path / "place").mkdir()
+    start = read_start(["torchrun", "--nproc-per-node=2", script.name])
+    bench = OwnersBench(Subject(script, "", (), ()), start, on_cpu=True, place=tmp_path / "place", original=tmp_path)
+    assert Checkpoints in bench.probes
+    whole = bench.make(WHOLE, {})
+    assert [len(process.steps) for process in whole.trained] == [4, 4]
+    split = bench.make(SPLIT, {WHOLE: whole})
+    assert [len(process.steps) for process in split.second.trained] == [2, 2]
+    assert split.first.status != 0 == split.second.status

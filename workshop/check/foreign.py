@@ -13,7 +13,7 @@ import socket
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -29,11 +29,12 @@ from workshop.check.evidence.events import (
     Loaded,
     Saved,
 )
-from workshop.check.evidence.run import Run
+from workshop.check.evidence.run import Process, Run
 from workshop.check.folder import copy_folder
 from workshop.check.judge import Made
 from workshop.check.launching import SHORT
-from workshop.check.probes import Recorder
+from workshop.check.probes import Probe, Recorder
+from workshop.check.probes.checkpoints import Checkpoints
 from workshop.check.scenarios import COMPARED, DEVICES, SPLIT, TWO_NODES, WHOLE, Compared, Scenario, Split, Unavailable
 from workshop.check.start import USUAL, Start
 from workshop.check.subject import Subject
@@ -87,6 +88,12 @@ class OwnersBench(ProgramBench):
         """The scenarios that it can make, in the order in which they are made."""
         pretended = (*([TWO_NODES] if self.launch == "torchrun" and self.start.nodes == 1 else []), DEVICES)
         return (WHOLE, COMPARED, SPLIT, *(pretended if self.on_cpu and GPU.search(self.text) else ()))
+
+    @cached_property
+    def probes(self) -> tuple[type[Probe], ...]:
+        """The probes that the rules need, and the one that tells SPLIT when a distributed checkpoint is saved."""
+        chosen = super().probes
+        return (*chosen, Checkpoints) if "distributed.checkpoint" in self.text and Checkpoints not in chosen else chosen
 
     def makers(self) -> dict[Scenario[Any], Callable[[Made], object]]:
         """Map each scenario to the function that makes it from the earlier ones."""
@@ -190,7 +197,7 @@ class OwnersBench(ProgramBench):
             saves = None  # it would take minutes
         if saves and SPLIT in made and any(made[SPLIT].second.all(Loaded)):
             first = run(scratch, dies=saves)
-            if not any(first.all(Saved)):  # it failed before
+            if not _saves_of(first):  # it failed before
                 return first
         return run(scratch, steps=PRETENDED + whole.trained[0].warmup, at_once=True)
 
@@ -343,7 +350,7 @@ def _first_save(run: Run) -> int | None:
     the second start shows whether it knows the best value so far.
     """
     for process in run.processes:
-        saves = sorted((*process.timed(Saved), *process.timed(CheckpointCalled)), key=lambda each: each[0])
+        saves = sorted(_saved(process), key=lambda each: each[0])
         steps = [step.seconds for step in (process.steps or (run.trained[0].steps if run.trained else []))]
         rounds: dict[
             int, dict[str, int]
@@ -364,7 +371,13 @@ def _first_save(run: Run) -> int | None:
 
 def _saves_of(run: Run) -> int:
     """The number of checkpoints that a run saves."""
-    return max(len(process.of(Saved)) + len(process.of(CheckpointCalled)) for process in run.processes)
+    return max((len(_saved(process)) for process in run.processes), default=0)
+
+
+def _saved(process: Process) -> list[tuple[float, Saved | CheckpointCalled]]:
+    """When a process saved a file, or its part of a distributed checkpoint, in seconds."""
+    sharded = [each for each in process.timed(CheckpointCalled) if each[1].name != "load"]
+    return [*process.timed(Saved), *sharded]
 
 
 def _latest(run: Run, scratch: Path) -> str:

@@ -214,9 +214,9 @@ def run_fit() -> None:
     print(f"written to {fit.CONSTANTS.name}; now run workshop plan --validate")
 
 
-def _compare_here() -> None:
-    """Print predictions beside trainings on this machine, if it has been measured as a card."""
-    from workshop.plan.here import compare_here
+def _compare_here(folder: Path | None) -> None:
+    """Print predictions beside trainings on this machine, if it has been measured as a card; write them into a folder."""
+    from workshop.plan.here import compare_here, write_here
 
     rows = compare_here()
     if not rows:
@@ -226,6 +226,8 @@ def _compare_here() -> None:
             f"this machine, {row['strategy']} on {row['processes']}: measured {row['measured']:,.0f}, "
             f"predicted {row['predicted']:,.0f} tokens/s per process, {row['error']:+.0%}"
         )
+    if rows and folder:
+        write_here(rows, folder / "plan-here.json")
 
 
 def run_validate(output: str | None, rows: str | None) -> None:
@@ -240,6 +242,7 @@ def run_validate(output: str | None, rows: str | None) -> None:
     from workshop.plan.time import fitted
     from workshop.repository import ROOT, open_folder
 
+    folder = open_folder(output or ROOT / "results") if output or not rows else None
     if rows:
         found = validate.predict_rows(read_runs(Path(rows)), fitted())
         for row in found:
@@ -251,9 +254,8 @@ def run_validate(output: str | None, rows: str | None) -> None:
         print()
     else:
         found = validate.validate(read_runs(), lambda group: print(f"held out: {group}", file=sys.stderr))
-        _compare_here()
+        _compare_here(folder)
     print(validate.table(found, validate.summary(found)).split("\n| project")[0].strip())
-    if output or not rows:
-        folder = open_folder(output or ROOT / "results")
+    if folder:
         validate.write(found, folder)
         print(f"\nwritten: plan-validation.json, .md and .png in {folder.name}/")

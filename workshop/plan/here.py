@@ -3,16 +3,18 @@
 import json
 import os
 import tempfile
+from dataclasses import asdict
 from pathlib import Path
 
 from workshop.errors import UserError
+from workshop.files import write_atomically
 from workshop.plan.cards import HERE, find_card
 from workshop.plan.layout import Layout
 from workshop.plan.sizes import find_model
 from workshop.plan.time import fitted, predict
 from workshop.run.environment import environment, torchrun
 from workshop.run.failures import first_failure
-from workshop.run.machine import cores, gpus
+from workshop.run.machine import cores, gpus, machine
 from workshop.run.processes import launch
 
 MODEL = "tiny-codellama"
@@ -49,6 +51,14 @@ def compare_here(steps: int = 5) -> list[dict]:
                 }
             )
     return found
+
+
+def write_here(rows: list[dict], path: Path) -> None:
+    """Write the result of ``compare_here`` with the machine, and what ``bench --card`` has measured of it."""
+    card = asdict(find_card("here"))
+    options = {"model": MODEL, "sequences_per_process": BATCH, "sequence_length": TOKENS}
+    document = {"machine": machine(), "command": "./workshop.sh bench --card && ./workshop.sh plan --validate"}
+    write_atomically(path, json.dumps(document | options | {"card": card, "rows": rows}, indent=1, default=str) + "\n")
 
 
 def _measured(count: int, steps: int) -> dict[str, float]:
