@@ -56,6 +56,57 @@ def test_tensors_are_on_the_gpu_that_the_program_names(tmp_path):
     )
 
 
+LAYERS = """
+    import copy
+    from torch import nn
+    from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
+
+    torch.manual_seed(0)
+    x, lengths = torch.randn(3, 6, 4), torch.tensor([4, 6, 2])
+
+    def packed(layer, x):
+        sequence = pack_padded_sequence(x, lengths, batch_first=True, enforce_sorted=False)
+        assert not sequence.batch_sizes.is_cuda
+        return pad_packed_sequence(layer(sequence)[0], batch_first=True)[0]
+
+    def whole(layer, x):
+        return layer(x)[0]
+
+    def turned(layer, x):
+        return torch.polar(torch.ones_like(x), layer(x)).conj().imag
+
+    def in_place(layer, x):
+        return (layer(x) * 1).unsqueeze_(0).transpose_(1, 2).squeeze_(0)
+
+    cases = [
+        *((nn.LSTM(4, 5, 2, batch_first=True, bidirectional=True), each) for each in (whole, packed)),
+        *((nn.GRU(4, 5, 2, batch_first=True, bidirectional=True), each) for each in (whole, packed)),
+        (nn.RNN(4, 5, batch_first=True), packed),
+        (nn.LSTM(4, 5, bias=False, proj_size=2), whole),
+        (nn.GRU(4, 5, bias=False), whole),
+        (nn.LSTMCell(4, 5), lambda layer, x: layer(x[0])[0]),
+        (nn.GRUCell(4, 5), lambda layer, x: layer(x[0])),
+        (nn.Linear(4, 4), turned),
+        (nn.Linear(4, 4), in_place),
+    ]
+    for layer, call in cases:
+        results = []
+        for device in ("cpu", "cuda"):
+            moved = copy.deepcopy(layer).to(device)
+            y = call(moved, x.to(device))
+            assert y.device.type == device
+            y.pow(2).sum().backward()
+            results.append([y.detach().cpu(), *(each.grad.cpu() for each in moved.parameters())])
+        torch.testing.assert_close(*results)
+    print("alike")
+"""
+
+
+def test_recurrent_layers_complex_numbers_and_shapes_in_place_are_those_of_the_cpu(tmp_path):
+    """PyTorch computes an LSTM and a GRU on a GPU with operations that it does not have for the CPU."""
+    assert pretended(LAYERS, tmp_path).endswith("alike\n")
+
+
 def test_fully_shard_moves_a_model_to_the_gpu(tmp_path):
     """It moves the parameters of a model that is on the CPU. An integer buffer, as in BatchNorm, needs no gradient."""
     pretended(

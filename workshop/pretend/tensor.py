@@ -9,10 +9,12 @@ from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
+from torch.utils._mode_utils import no_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from workshop.pretend import collectives, devices
 from workshop.pretend.devices import index_of, is_gpu
+from workshop.pretend.recurrent import CELLS, PACKING
 
 aten = torch.ops.aten
 # Operations that take tensors of different devices, and operations that take indices on the CPU.
@@ -231,6 +233,9 @@ def compute(func, args, kwargs):
     elif func in WAITING and gpu is not None:
         devices.note_wait()
     result = _on_cpu(func, args, kwargs, gpu, tensors)
+    if torch.Tag.inplace_view in func.tags and isinstance(args[0], PretendTensor):
+        with no_dispatch():  # transpose_() and others also change the shape of the outer tensor
+            func(*args, **kwargs)
     wrappers = {id(each.on_cpu): each for each in tensors if isinstance(each, PretendTensor)}
     if gpu is None or (communicates and not wrappers):
         return result
@@ -238,8 +243,14 @@ def compute(func, args, kwargs):
     def wrapped(tensor):
         if isinstance(tensor, PretendTensor):
             return tensor
-        return wrappers[id(tensor)] if id(tensor) in wrappers else PretendTensor(tensor, gpu)
+        if id(tensor) in wrappers:
+            return wrappers[id(tensor)]
+        if tensor.is_complex():  # the outer tensor would not say that its values are to be conjugated or negated
+            tensor = tensor.resolve_conj().resolve_neg()
+        return PretendTensor(tensor, gpu)
 
+    if func in PACKING and isinstance(result, tuple):
+        return wrapped(result[0]), result[1]
     if torch.is_inference_mode_enabled() and func.is_view and not tensors[0].is_inference():
         with torch.inference_mode(False):  # the view of a normal tensor is a normal tensor
             return _replaced(result, wrapped)
@@ -257,6 +268,8 @@ def _on_cpu(func, args, kwargs, gpu: int | None, tensors: list):
         return tensor.on_cpu if isinstance(tensor, PretendTensor) else tensor
 
     args, kwargs = _replaced(args, inner), {name: _replaced(value, inner) for name, value in kwargs.items()}
+    if cell := CELLS.get(func):
+        return cell(*args, **kwargs)
     if gpu is not None and torch.Tag.nondeterministic_seeded in func.tags and kwargs.get("generator") is None:
         with devices.random_state(gpu):
             return func(*args, **kwargs)
@@ -267,7 +280,7 @@ def _on_cpu(func, args, kwargs, gpu: int | None, tensors: list):
 
 def _gpu_of(func, args, kwargs, tensors: list, communicates: bool) -> int | None:
     """Return the GPU of the result, None for the CPU; raise what CUDA raises for tensors on different devices."""
-    mixing = communicates or func in MIXING or "_foreach_copy_" in func._schema.name
+    mixing = communicates or func in MIXING or func in PACKING or "_foreach_copy_" in func._schema.name
     index = _common_index(tensors, mixing, func in INDEXING)
     changes = func._schema.name.endswith("_") and isinstance(args[0], torch.Tensor)  # the first tensor
     if index is not None and changes and not mixing and not isinstance(args[0], PretendTensor):
