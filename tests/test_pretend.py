@@ -47,6 +47,9 @@ def test_tensors_are_on_the_gpu_that_the_program_names(tmp_path):
             assert torch.ones(2).device == first
         x = torch.arange(6.0, device="cuda").reshape(2, 3)
         assert x.is_cuda and not x.cpu().is_cuda and (x @ x.T).device == second
+        pair = torch.tensor([x.sum(), 2, x[0, 1]], device="cuda")
+        assert pair.device == second and pair.tolist() == [15, 2, 1]
+        assert torch.tensor([[x[0, 1]], [3]]).tolist() == [[1], [3]] and x.new_tensor([x.max()]).device == second
         assert x.to("cuda") is x and x.to(torch.float64).device == second
         model = torch.nn.Linear(3, 1)
         parameter = model.weight
@@ -278,6 +281,24 @@ def test_autocast_and_scaler(tmp_path):
         assert not torch.equal(before, model[0].weight)
         with torch.autocast("cpu"):
             assert model[0](x).dtype == torch.float32  # not for this device
+        """,
+        tmp_path,
+    )
+
+
+def test_a_gather_compares_only_the_number_of_elements(tmp_path):
+    """Accelerate gathers a tensor of shape (1, 2) into one of shape (2,), which NCCL can do."""
+    pretended(
+        """
+        import torch.distributed as dist
+
+        torch.cuda.set_device(0)
+        dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1)
+        gathered, part = torch.zeros(2, device="cuda"), torch.zeros(1, 2, device="cuda")
+        dist.all_gather_into_tensor(gathered, torch.tensor([[1.0, 2.0]], device="cuda"))
+        dist.reduce_scatter_tensor(part, gathered)
+        assert gathered.tolist() == [1, 2] and part.tolist() == [[1, 2]]
+        dist.destroy_process_group()
         """,
         tmp_path,
     )

@@ -12,6 +12,8 @@ from torch.distributed import distributed_c10d as c10d
 from workshop.pretend import devices
 
 NAMESPACES = ("c10d", "_c10d_functional", "_c10d_functional_autograd", "_dtensor")
+# NCCL compares only the number of elements of input and output, and gloo the shapes as well.
+FLAT = ("c10d::_allgather_base_", "c10d::_reduce_scatter_base_")
 NODE = "WORKSHOP_PRETEND_NODE"  # the number of the simulated node that a process runs on
 declared: dict[str, str] = {}  # name of a group -> the backend that the program asked for
 _met: set[str] = set()  # groups whose ranks have compared their GPUs

@@ -5,6 +5,7 @@ its ``device`` is ``cuda:N``. The C++ side knows only device 0, so the index of 
 """
 
 from collections import OrderedDict
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -234,8 +235,10 @@ def compute(func, args, kwargs):
         devices.note_wait()
     result = _on_cpu(func, args, kwargs, gpu, tensors)
     if torch.Tag.inplace_view in func.tags and isinstance(args[0], PretendTensor):
-        with no_dispatch():  # transpose_() and others also change the shape of the outer tensor
-            func(*args, **kwargs)
+        inner = args[0].on_cpu
+        # transpose_(), resize_() and others also change the shape of the outer tensor, but that one cannot grow.
+        with no_dispatch(), suppress(RuntimeError):
+            args[0].as_strided_(inner.size(), inner.stride(), inner.storage_offset())
     wrappers = {id(each.on_cpu): each for each in tensors if isinstance(each, PretendTensor)}
     if gpu is None or (communicates and not wrappers):
         return result
@@ -270,6 +273,9 @@ def _on_cpu(func, args, kwargs, gpu: int | None, tensors: list):
     args, kwargs = _replaced(args, inner), {name: _replaced(value, inner) for name, value in kwargs.items()}
     if cell := CELLS.get(func):
         return cell(*args, **kwargs)
+    if func._schema.name in collectives.FLAT and args[0].is_contiguous() and args[1].is_contiguous():
+        _, work = func(args[0].view(-1), args[1].view(-1), *args[2:], **kwargs)
+        return args[0], work
     if gpu is not None and torch.Tag.nondeterministic_seeded in func.tags and kwargs.get("generator") is None:
         with devices.random_state(gpu):
             return func(*args, **kwargs)
@@ -352,6 +358,7 @@ class Dispatch(TorchDispatchMode):
 
 
 SET_DATA = torch.Tensor.data.__set__  # tensor.data = ...
+CREATING = (torch.tensor, torch.as_tensor, torch.asarray, torch.Tensor.new_tensor)  # from numbers, also those on a GPU
 
 
 class NameDevice(TorchFunctionMode):
@@ -369,6 +376,8 @@ class NameDevice(TorchFunctionMode):
             kwargs = kwargs | {"device": torch.device("cuda", index_of(number))}
         if func == SET_DATA and isinstance(args[1], PretendTensor) and not isinstance(args[0], PretendTensor):
             return _move_to_gpu(*args)
+        if func in CREATING:
+            args = tuple(map(_fetched, args))
         if func is torch.device or (func in ANSWERS and func is not torch.Tensor.to):
             return func(*args, **kwargs)
         return func(*map(_named, args), **{name: _named(value) for name, value in kwargs.items()})
@@ -380,6 +389,16 @@ def _move_to_gpu(tensor: torch.Tensor, moved: torch.Tensor) -> None:
     if isinstance(tensor, torch.nn.Parameter):
         moved = torch.nn.Parameter(moved, tensor.requires_grad)
     torch.utils.swap_tensors(tensor, moved)
+
+
+def _fetched(value):
+    """Return lists with the tensors on the CPU that are in them on a GPU."""
+    if type(value) not in (list, tuple):
+        return value
+    inside = [isinstance(each, PretendTensor) for each in value]
+    if any(inside):
+        devices.note_wait()
+    return type(value)(each.on_cpu if gpu else _fetched(each) for each, gpu in zip(value, inside, strict=True))
 
 
 def _named(value):
