@@ -26,8 +26,10 @@ def wrong_parameters(run: Run) -> Said:
     """The optimizer holds none of the model's parameters."""
     for process in run.trained[:1]:
         # An optimizer with copies of the parameters (in float32, or of a part of them) gets their gradients from the program.
-        copies = any(gradient for step in process.steps for gradient in step.before.gradients)
-        if not copies and not any(step.before.sharded or step.before.of_model for step in process.steps):
+        # With learning rates of 0, get_state_dict of torch.distributed.checkpoint takes a step that creates the state.
+        steps = [step for step in process.steps if any(step.before.rates or [1.0])]
+        copies = any(gradient for step in steps for gradient in step.before.gradients)
+        if steps and not copies and not any(step.before.sharded or step.before.of_model for step in steps):
             where = process.steps[0].before.made or process.step_where
             yield Seen("the optimizer holds none of the parameters that the forward pass uses", where)
 
