@@ -354,6 +354,8 @@ class Dispatch(TorchDispatchMode):
         kwargs = kwargs or {}
         if types or is_gpu(kwargs.get("device")) or func.namespace in collectives.NAMESPACES:
             return compute(func, args, kwargs)
+        if args and type(args[0]) in (int, float) and str(func._schema.arguments[0].type) == "Tensor":
+            args = (torch.tensor(args[0]), *args[1:])  # the 0.5 of 0.5 * x, read from the graph, arrives as a number
         return func(*args, **kwargs)
 
 

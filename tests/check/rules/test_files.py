@@ -26,6 +26,11 @@ def save_checkpoint(path, model, optimizer, epoch):
     path.with_name(f"{path.stem}-epoch{epoch - 2}{path.suffix}").unlink(missing_ok=True)  # the last two are enough
 """
 
+READ_AGAIN = """\
+    load_checkpoint(args.checkpoint, model, optimizer)
+    evaluate(model, test_loader, device)
+"""
+
 MISTAKES = (
     # ---- two-writers
     mistake(
@@ -69,6 +74,21 @@ MISTAKES = (
             sharded.SAVE,
             "    os.makedirs(run, exist_ok=True)\n    torch.save(state.model.state_dict(), f'{run}/model.pt')\n",
         ),
+    ),
+    # ---- read-before-written
+    mistake(
+        "last-checkpoint-read-at-once",
+        ddp.TORCHRUN,
+        "read-before-written",
+        "At the end, all ranks load the last checkpoint, while rank 0 may still write it.",
+        (ddp.SAVE_CALL, ddp.SAVE_CALL + READ_AGAIN),
+    ),
+    mistake(
+        "each-checkpoint-read-at-once",
+        ddp.SPAWN,
+        "read-before-written",
+        "After each epoch, all ranks continue with what rank 0 saves, and may load the checkpoint before this one.",
+        (ddp.SAVE_CALL, ddp.SAVE_CALL + "        load_checkpoint(args.checkpoint, model, optimizer)\n"),
     ),
     # ---- several-print
     mistake(
@@ -181,6 +201,22 @@ MISTAKES = (
 )
 
 STYLES = (
+    style(
+        "checkpoint-read-after-a-barrier",
+        ddp.TORCHRUN,
+        "All ranks load the last checkpoint when rank 0 has written it.",
+        (ddp.SAVE_CALL, ddp.SAVE_CALL + "    dist.barrier()\n" + READ_AGAIN),
+    ),
+    style(
+        "checkpoint-read-after-an-all-reduce",
+        ddp.SPAWN,
+        "After each epoch, all ranks load the checkpoint; an all_reduce of the number of saved epochs makes them wait.",
+        (
+            ddp.SAVE_CALL,
+            ddp.SAVE_CALL + "        saved = torch.tensor(epoch if rank == 0 else 0, device=device)\n"
+            "        dist.all_reduce(saved)\n        load_checkpoint(args.checkpoint, model, optimizer)\n",
+        ),
+    ),
     style(
         "module-keys-both-ways",
         ddp.SPAWN,

@@ -4,8 +4,20 @@ import re
 from collections import Counter
 from dataclasses import replace
 
-from workshop.check.evidence.events import FileRenamed, Saved
+from workshop.check.evidence.events import (
+    Backward,
+    Collective,
+    FileRenamed,
+    FileWritten,
+    FullySharded,
+    InnerCollective,
+    Joined,
+    Loaded,
+    Saved,
+    Wrapped,
+)
 from workshop.check.evidence.run import Process, Run
+from workshop.check.rules.ending import crash
 from workshop.check.rules.rule import Said, Seen, rule
 from workshop.check.rules.words import named, plural, rank_of
 from workshop.check.scenarios import SPLIT, TWO_NODES, WHOLE, Split
@@ -32,6 +44,58 @@ def writers_on_two_nodes(run: Run) -> Said:
         return
     for seen in two_writers.detectors[0].function(run):
         yield replace(seen, text=f"on two machines that share a file system, {seen.text}")
+
+
+@rule(
+    why="A rank that does not wait can find an earlier version of the file, a part of it, or none.",
+    fix="Call torch.distributed.barrier() on all ranks between torch.save() on one rank and torch.load() on the others.",
+    instead_of=(crash,),
+    anywhere=True,
+)
+def read_before_written(run: Run) -> Said:
+    """A rank loads a file that a different rank writes, and no collective makes it wait for that rank."""
+    if run.nproc < 2 or any(run.all(FullySharded)):  # the collectives of its forward passes are not recorded
+        return
+    ranks = {process.rank: process for process in run.ranks}
+    for rank, reader in ranks.items():
+        own = {*(event.path for event in reader.of(FileWritten)), *(event.path for event in reader.of(Saved))}
+        for seconds, event in reader.timed(Loaded):
+            for other, writer in ranks.items():
+                if event.path in own or other == rank:
+                    continue
+                written, now = _written(writer, event.path), _meetings(reader, seconds)
+                ends = [end for end, met in written if met == now]
+                # A program that waits until the file exists cannot wait in this way for a second version.
+                if ends and (seconds < max(ends) or min(met for _, met in written) < now):
+                    name = event.path.rsplit("/", 1)[-1]
+                    yield Seen(
+                        f"{named(reader)} loads {name} without waiting until {named(writer)} has written it",
+                        event.where,
+                    )
+                    return
+
+
+def _meetings(process: Process, seconds: float) -> int:
+    """How often a process has met all others before a time: it cannot pass a collective that a different rank has not reached."""
+    meets = (Backward, Collective, InnerCollective, Joined, Wrapped)
+    return sum(isinstance(event, meets) and not _of_some(event) for at, event in process.events if at < seconds)
+
+
+def _of_some(event: object) -> bool:
+    """Whether only some ranks take part in a collective."""
+    return isinstance(event, Collective) and bool(event.group or event.point_to_point)
+
+
+def _written(process: Process, path: str) -> list[tuple[float, int]]:
+    """When the process had written a file: until then, a different rank cannot read it. With the number of meetings before."""
+    found, renamed = [], False
+    for index, (seconds, event) in enumerate(process.events):
+        if isinstance(event, (FileWritten, Saved)) and event.path == path:
+            following = process.events[index + 1 :]  # it has written the file when it does something else
+            end = seconds if renamed else next((at for at, each in following if not isinstance(each, Saved)), seconds)
+            found.append((end, _meetings(process, seconds)))
+        renamed = isinstance(event, FileRenamed)
+    return found
 
 
 @rule(

@@ -45,6 +45,7 @@ PAGES: dict[str, str] = {
     "all_to_all_single": f"{_DISTRIBUTED}#torch.distributed.all_to_all_single",
     "async_op=True": f"{_DISTRIBUTED}#synchronous-and-asynchronous-collective-operations",
     "backend=": f"{_DISTRIBUTED}#torch.distributed.init_process_group",
+    "barrier": f"{_DISTRIBUTED}#torch.distributed.barrier",
     "batch_isend_irecv": f"{_DISTRIBUTED}#torch.distributed.batch_isend_irecv",
     "broadcast": f"{_DISTRIBUTED}#torch.distributed.broadcast",
     "checkpoint": f"{_GLOSSARY}#checkpoint",
