@@ -135,7 +135,9 @@ def test_torchrun_on_one_node_waits_for_no_other_node():
 
     assert line("--standalone --nproc-per-node=2") == "torchrun on n1 has not started the ranks yet."
     assert line("--nproc-per-node=2") == "torchrun on n1 has not started the ranks yet."
-    assert line("--nnodes=2 --rdzv-endpoint=n0:29500").startswith("torchrun on n1 waits for the other nodes at n0:29500")
+    assert line("--nnodes=2 --rdzv-endpoint=n0:29500").startswith(
+        "torchrun on n1 waits for the other nodes at n0:29500"
+    )
 
 
 def test_a_program_that_computes_is_no_hang():
