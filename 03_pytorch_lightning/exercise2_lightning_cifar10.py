@@ -83,7 +83,7 @@ class Classifier(L.LightningModule):
     def __init__(self, dataset):
         super().__init__()
         # TODO 1, step a: use a ResNet-18, with width 64 for cifar10 and width 16 for the digits. Its stem, the first layers, is
-        # made for 224 x 224 pixels: of 32 x 32 pixels it leaves 8 x 8. Replace the stem by one that keeps all pixels: a 3 x 3
+        # made for 224 x 224 pixels: it reduces 32 x 32 pixels to 8 x 8. Replace the stem with one that keeps all pixels: a 3 x 3
         # convolution to `width` channels without bias, a BatchNorm and a ReLU, without pooling.
         # Look up: models.ResNet18 and its attribute stem; nn.Sequential
         self.model = models.SmallCNN()

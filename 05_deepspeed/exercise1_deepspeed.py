@@ -81,7 +81,7 @@ def train(rank, world_size, device, args):
     # TODO 1, step a: with ZeRO, no rank has the whole optimizer. Let DeepSpeed create an engine from the model, the optimizer and
     # args.config. It controls the steps and averages the gradients, so it replaces DDP.
     # Look up: deepspeed.initialize
-    # (TODO 2 is in ds_config.json, because a JSON file has no comments. Step a: let ZeRO shard the optimizer state. Step b: one
+    # (TODO 2 changes ds_config.json, which cannot contain comments. Step a: let ZeRO shard the optimizer state. Step b: one
     # default of DeepSpeed changes the losses. Compare them with those of stage 02, and switch this default off.
     # Look up: "zero_optimization" and "gradient_clipping" on https://www.deepspeed.ai/docs/config-json/)
     engine = DDP(model)  # the same parameters, but backward() averages the gradients over all processes
@@ -152,7 +152,7 @@ def evaluate(engine, loader, device):  # TODO 4, step c: add the number of sampl
 
 def save_checkpoint(engine, optimizer, folder, epoch):
     # TODO 3, step a: each rank has moments that no other rank has, so a file of rank 0 is not enough. Let the engine save the
-    # shards of all ranks. Name the epoch in the tag, and store it in client_state. Then rank 0 deletes the previous one.
+    # shards of all ranks. Name the epoch in the tag, and store it in client_state. Then rank 0 deletes the previous checkpoint.
     # Look up: save_checkpoint of the engine. Which ranks must call it?
     if dist.get_rank() == 0:
         os.makedirs(folder, exist_ok=True)

@@ -90,8 +90,8 @@ class Unit:
     def before_forward(self, part, args, kwargs):
         put(Gather.apply(self, *self.shards), self.places)
         # TODO 2: Free the gathered parameters after the forward pass of the part. Autograd must not keep them either: let it keep
-        # which parameter it was, and gather the part again when the backward pass asks for it. Activation checkpointing computes
-        # a part again in the backward pass, so the parameters must then be in their places.
+        # only the number of the parameter, and gather the part again when the backward pass needs it. Activation checkpointing
+        # computes a part again in the backward pass, so the module must contain the gathered parameters then.
         # Look up: torch.autograd.graph.saved_tensors_hooks, Tensor.as_strided, Tensor.register_hook.
         if self.fsdp.dtype:
             return tree_map_only(torch.Tensor, self.convert, (args, kwargs))

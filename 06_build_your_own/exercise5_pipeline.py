@@ -59,8 +59,8 @@ class Pipeline:
             if samples % self.microbatches or samples != shapes[0][0]:
                 raise ValueError(f"{self.microbatches} micro-batches do not divide a batch of {samples} samples")
         # TODO 3: Each activation costs three messages, because its shape and data type are announced before it. All micro-batches
-        # have the same, so announce them once: in the first step, and in a step whose batch has a new shape. In such a step,
-        # forget what was sent and expected. Look up: torch.distributed.send_object_list (how many messages does it send?).
+        # of a batch have the same ones: announce them only in the first step and when the shape of the batch changes. Then reset
+        # self.sent and self.expected. Look up: torch.distributed.send_object_list (how many messages does it send?).
         tensors = (*self.stage.parameters(), *self.stage.buffers(), *known)
         self.device = tensors[0].device if tensors else torch.get_default_device()
         self.inputs = inputs.chunk(self.microbatches) if self.previous is None else None

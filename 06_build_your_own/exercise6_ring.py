@@ -104,8 +104,8 @@ class RingAttention(torch.autograd.Function):
     def backward(ctx, gradient):
         group, causal = ctx.group, ctx.causal
         # TODO 2: Compute the gradients block by block too. The saved total gives the weights of the softmax: exp(scores - total).
-        # The gradients of keys and values rotate after them, and each rank adds its terms. Finally each rank has the sum for
-        # its own keys and values. Look up: the backward pass in the paper on FlashAttention.
+        # The gradients follow the keys and values from rank to rank, and each rank adds its terms. Finally each rank has the
+        # sum for its own keys and values. Look up: the backward pass in the paper on FlashAttention.
         query, key, value, *_ = ctx.saved_tensors
         keys, values = gather_sequence(torch.stack([key, value]), -2, group)
         positions = torch.arange(keys.shape[-2], device=query.device)

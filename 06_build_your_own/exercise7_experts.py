@@ -85,9 +85,9 @@ class MixtureOfExperts(nn.Module):
         If sequences shared places, a result would depend on the other sequences of its rank and on the number of ranks. Earlier
         tokens get the places, because in a language model the result of a token must not depend on later tokens.
         """
-        # TODO 2: An expert that gets most of the tokens delays all ranks, and its rank needs memory for them. Give each expert
-        # capacity_factor times its equal share of the choices of a sequence (rounded up) as places. Count for each choice how
-        # many of the earlier choices of its sequence, in the order of (token, choice), have the same expert.
+        # TODO 2: An expert that gets most of the tokens delays all ranks, and its rank needs memory for them. Give each expert a
+        # number of places per sequence: capacity_factor times its equal share of the choices, rounded up. Count for each choice
+        # how many of the earlier choices of its sequence, in the order of (token, choice), have the same expert.
         # Look up: torch.nn.functional.one_hot, Tensor.cumsum.
         return torch.ones_like(experts, dtype=torch.bool)
 
@@ -129,7 +129,7 @@ def average_gradients(module, group=None):
 
     Each rank has all tokens of its experts, so it already has the sum of their gradients over the ranks.
     """
-    # TODO 1: In the end, do not sum the gradients of the experts here: other ranks have other experts. But divide them.
+    # TODO 1: In the end, only divide the gradients of the experts here, and do not sum them: other ranks have other experts.
     for parameter in module.parameters():
         if parameter.requires_grad:
             if parameter.grad is None:  # this rank has not used it, but others may have

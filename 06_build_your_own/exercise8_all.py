@@ -92,7 +92,7 @@ def clip_gradients(stage, layout, most):
     """Scale the gradients so that their norm over the whole model is at most ``most``; return the norm before that."""
     trained = {name: each for name, each in stage.named_parameters() if each.grad is not None}
     # TODO 3: All ranks send all of their gradients to all others, but the norm is one number. Let each rank compute the sum of
-    # the squares of its gradients, and add these sums over the ranks that have one whole model together. Some parameters are
+    # the squares of its gradients, and add these sums over the ranks that together hold one model. Some parameters are
     # divided along tp. Each rank of tp has a copy of the others, whose squares must count only once.
     own, everyone = {}, [None] * dist.get_world_size()
     for name, each in trained.items():
@@ -112,7 +112,7 @@ def checkpoint_state(stage, optimizer, layout):
     for name, parameter in stage.named_parameters():
         dimension = layout.divided(name, parameter)
         # TODO 4: Each rank gathers and writes whole tensors. Store tensors that know which part of the whole one they are. Then
-        # each rank writes its part, and any mesh can load other parts. Look up: DTensor.from_local, Shard, Replicate.
+        # each rank writes its part, and any mesh can load the parts that it needs. Look up: DTensor.from_local, Shard, Replicate.
         for kind, tensor in (("parameter", parameter.detach()), *sorted(optimizer.state[parameter].items())):
             whole = dimension is None or not tensor.dim()  # TODO 4: "step" is a number, which has no parts
             state[f"{name}.{kind}"] = tensor if whole else all_gather(tensor, layout.tp, dimension)

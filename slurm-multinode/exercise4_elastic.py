@@ -74,7 +74,7 @@ def train(device, args):
 
     for epoch in range(first_epoch, args.epochs):
         batches = global_batches(len(train_set), epoch, args.batch_size)
-        # TODO 4, step b: deal only those global batches of the epoch that are left to the ranks.
+        # TODO 4, step b: deal to the ranks only the global batches of the epoch that are left.
         parts = [batch[rank::world_size].tolist() for batch in batches]
         for step, (images, labels) in enumerate(DataLoader(train_set, batch_sampler=parts), first_step):
             optimizer.zero_grad()

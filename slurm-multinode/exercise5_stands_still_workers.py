@@ -1,6 +1,6 @@
 """Train with workers that report the brightness of each image, on any number of devices.
 
-TODO 1: as a job on two nodes, the program stands still. Find the cause with `workshop diagnose`, and repair it.
+TODO 1: as a job on two nodes, the program hangs. Find the cause with `workshop diagnose`, and repair it.
 
 Run it:    ./workshop.sh submit slurm-multinode/launch_stands_still_2N2G.sh -- exercise5_stands_still_workers.py
 Check it:  ./workshop.sh check slurm-multinode/exercise5_stands_still_workers.py

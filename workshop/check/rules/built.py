@@ -59,7 +59,7 @@ case_rule(
     "case_fails",
     "A class that works only for the model of the exercise fails with your own models.",
     "Handle parameters that are tied, frozen, unused, or used by some ranks only: all ranks must call the same "
-    "collectives, and a gradient that no rank has must stay None. Several backward passes add up their gradients.",
+    "collectives, and a gradient that no rank has must stay None. The gradients of several backward passes must add up.",
     "odd", "no-gradient", "twice",
 )  # fmt: skip
 case_rule(
@@ -91,7 +91,7 @@ case_rule(
     "state_partial",
     "A checkpoint with the state of one rank cannot continue the training of the other parameters.",
     "In state_dict(), collect the states of all ranks with torch.distributed.all_gather_object. In load_state_dict(), "
-    "keep those of the parameters of this rank.",
+    "keep only the states of the parameters that this rank updates.",
     "saved", "loaded", "loaded-part",
     after=(built_differs, optimizer_case_fails),
 )  # fmt: skip

@@ -30,8 +30,8 @@ def copy_lost(whole: Run, second: Run, done: int) -> Cause | None:
         expected = steps > done and due.get((steps, each.model, *each.names))
         if expected and difference(expected.weights, each.weights) > CLOSE:
             seen = (
-                f"after the second start, {each.model} is evaluated with other parameters than in an uninterrupted run, although "
-                "the optimizer has the same ones: a copy, such as an EMA, is not restored"
+                f"after the second start, {each.model} is evaluated with different parameters than in an uninterrupted run, "
+                "although the optimizer has the same ones: a copy, such as an EMA, is not restored"
             )
             fix = "Save the state_dict() of the copy in the checkpoint too, and load it where the checkpoint is loaded."
             return seen, fix, "", "loading:model restored"

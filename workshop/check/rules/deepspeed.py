@@ -70,7 +70,7 @@ def engine_steps_missing(run: Run) -> Said:
 
 @rule(
     why="Each rank saves its shard of the optimizer state into the folder of its own tag, so no folder has all shards.",
-    fix="Pass save_checkpoint() a tag of values that are the same on all ranks, such as the number of the step.",
+    fix="Build the tag for save_checkpoint() only from values that are the same on all ranks, such as the number of the step.",
     needs=(EngineCalled,),
     anywhere=True,
 )

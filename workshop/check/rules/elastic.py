@@ -33,7 +33,7 @@ ONE_FILE = "Let rank 0 save one checkpoint, in a file without the rank in its na
 def nodes_fixed(runner: dict[str, str]) -> Said:
     """The runner starts no torchrun, or one with a fixed number of nodes."""
     if error := runner.get("error"):
-        yield Seen(f"the runner fails: {error}", fix="Start torchrun with a range of nodes, --nnodes=1:3, and exec it.")
+        yield Seen(f"the runner fails: {error}", fix="Start torchrun with exec, and with a range of nodes: --nnodes=1:3.")
         return
     least, _, most = runner["nnodes"].partition(":")
     if runner["standalone"] == "True":
@@ -43,7 +43,7 @@ def nodes_fixed(runner: dict[str, str]) -> Said:
         )
     elif int(least) > 1 or int(most or least) < 3:
         yield Seen(
-            f"the runner starts torchrun with --nnodes={runner['nnodes']}, and one to three nodes should be able to train"
+            f"the runner starts torchrun with --nnodes={runner['nnodes']}, but one to three nodes should be able to train"
         )
 
 
@@ -64,7 +64,7 @@ def nodes_apart(runner: dict[str, str]) -> Said:
         )
     elif "first" not in runner["rdzv_endpoint"] or "second" not in runner.get("other_rdzv_endpoint", ""):
         yield Seen(
-            f"with ENDPOINT=first:29500 the torchrun of the runner goes to {runner['rdzv_endpoint'] or 'no endpoint'}"
+            f"with ENDPOINT=first:29500 the torchrun of the runner connects to {runner['rdzv_endpoint'] or 'no endpoint'}"
         )
 
 
@@ -96,7 +96,7 @@ def batch_follows_ranks(whole: Run, resized: Restarted) -> Said:
 
 @rule(
     why="The global batch is the same for any number of ranks, so the learning rate that fits it is the same as well.",
-    fix="Do not multiply the learning rate of the optimizer with the number of ranks.",
+    fix="Do not multiply the learning rate of the optimizer by the number of ranks.",
     runs=(WHOLE, RESIZED),
 )
 def rate_follows_ranks(whole: Run, resized: Restarted) -> Said:
@@ -107,7 +107,7 @@ def rate_follows_ranks(whole: Run, resized: Restarted) -> Said:
 @rule(
     why="DDP averages over the ranks. If they have different numbers of samples, the samples get different weights.",
     fix="Sum the loss over the samples of the rank (reduction='sum'), divide it by the size of the global batch, and multiply it "
-    "with the number of ranks.",
+    "by the number of ranks.",
     runs=(WHOLE, RESIZED),
 )
 def parts_unweighted(whole: Run, resized: Restarted) -> Said:

@@ -158,7 +158,7 @@ def number_of_processes_is_wrong(run: RealRun) -> Said:
     """The log names a different number of processes than 2, the number that the check asks for."""
     if run.processes and set(run.processes) != {2} and not any(run.statuses):
         yield Seen(
-            f"2 processes train, and the log says {run.processes[0]}: EpochLog(..., processes=world_size)",
+            f"2 processes train, but the log says {run.processes[0]}: call EpochLog(..., processes=world_size)",
             origin="call:EpochLog",
         )
 

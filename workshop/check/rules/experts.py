@@ -92,9 +92,9 @@ experts_case_fails = case_rule(
     __name__,
     "experts_case_fails",
     "A layer that works only for equal loads fails in training: the router decides how many tokens each rank gets.",
-    "Exchange the counts first. Sort what arrives by expert, and the outputs back (argsort). In the backward pass of the "
-    "exchange, swap both lists of all_to_all_single. All ranks call it, also without tokens. Divide the gradients of experts "
-    "by the number of ranks.",
+    "Exchange the counts first. Sort the rows that arrive by expert, and restore their order in the outputs (argsort). In the "
+    "backward pass of the exchange, swap both lists of all_to_all_single. All ranks must call it, even a rank without tokens. "
+    "Divide the gradients of experts by the number of ranks.",
     "experts-layer", "experts-group", "no-tokens",
     after=DISTRIBUTED,
 )  # fmt: skip

@@ -162,7 +162,7 @@ def step_waits(run: Run) -> Said:
             yield Seen(f"the CPU waits for the GPU in every step ({plural(times, 'time')} at this line)", where)
         for where, times in _each_step(process, ("wait-inside",)).items():
             if times >= MANY:
-                seen = f"a library waits for the GPU {times} times in every step, such as an optimizer whose step count is there"
+                seen = f"a library waits for the GPU {times} times in every step: an optimizer does if its step count is there"
                 yield Seen(seen, where, fix='Load the optimizer with torch.load(..., map_location="cpu").')
 
 
@@ -222,7 +222,7 @@ def copy_not_pinned(run: Run) -> Said:
 
 @gpu_rule(
     why="The CPU waits for each copy, although the memory is pinned and it could already issue the forward pass.",
-    fix="Copy with .to(device, non_blocking=True): operations of the GPU after it wait for the copy by themselves.",
+    fix="Copy with .to(device, non_blocking=True): later operations on the GPU wait for the copy automatically.",
     mild=True,
 )
 def copy_blocks(run: Run) -> Said:
@@ -256,7 +256,7 @@ def barrier_before_gpu(run: Run) -> Said:
 
 @gpu_rule(
     why="Each step keeps more tensors on the GPU, often with the graph of a loss, until the memory is full.",
-    fix="Keep sums of detach(), or move outputs with .cpu(). A list of detached losses is small if it ends with the epoch.",
+    fix="Add up loss.detach(), or move outputs with .cpu(). A list of detached losses stays small if you empty it in each epoch.",
     mild=True,
 )
 def memory_grows(run: Run) -> Said:

@@ -75,7 +75,7 @@ def statistics_of_one_rank(run: Run) -> Said:
     if len(first & second) < 0.5 * min(len(first), len(second)):
         seen = f"{plural(len(first), 'sample')} of its own"
         yield Seen(
-            f"each rank renews the statistics of BatchNorm with {seen}, and no collective follows", refreshed[0][1]
+            f"each rank recomputes the statistics of BatchNorm from {seen}, and no collective follows", refreshed[0][1]
         )
 
 

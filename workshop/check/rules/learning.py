@@ -50,7 +50,7 @@ def parameters_forgotten(run: Run) -> Said:
 
 
 @rule(
-    why="A schedule that is counted in other steps than the run takes ends too early, or never reaches its low rates.",
+    why="If a schedule has a different number of steps than the run, it ends too early, or never reaches its low rates.",
     fix="Count the optimizer steps of one rank: the batches of its DataLoader, times the epochs, divided by the accumulation.",
     needs=(ScheduleSeen,),
     after=(no_group, wrong_group),

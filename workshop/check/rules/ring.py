@@ -48,8 +48,8 @@ attention_fails = case_rule(
 
 @of_step(
     why="A rank that stores the keys and values of all ranks needs more memory the longer the whole sequence is.",
-    fix="Send the keys and values to the next rank only, and receive those of the previous rank (batch_isend_irecv), once "
-    "for each rank but one. Add the result for each block to the output with the online softmax.",
+    fix="Send the keys and values to the next rank only, and receive those of the previous rank (batch_isend_irecv): N - 1 "
+    "times with N ranks. Add the result for each block to the output with the online softmax.",
 )
 def keys_gathered(step: TracedStep) -> Seen | None:
     """The forward pass calls a collective that gives each rank the keys and values of all ranks."""
@@ -129,7 +129,7 @@ def gradients_reduced(step: TracedStep) -> Seen | None:
         most = next(each for each in calls if each.bytes == sizes[0])
         names = " and ".join(sorted({each.name for each in calls}))
         seen = f"after the forward pass, {step.who} sends {mib(size_of(calls))} in calls of {names}"
-        return Seen(f"{seen}; the average of the gradients of the parameters takes {mib(needed)}", most.where)
+        return Seen(f"{seen}; averaging the gradients of the parameters takes {mib(needed)}", most.where)
     return None
 
 

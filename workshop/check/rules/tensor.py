@@ -124,7 +124,7 @@ case_rule(
     "gradients.",
     "Sum the gradients of all norms, and of the biases of row-parallel layers, in a hook (Tensor.register_hook) that calls "
     "all_reduce. The backward pass of a gather is a reduce-scatter only where each rank has a term of the "
-    "gradient. Divide dimension 1.",
+    "gradient. Divide the sequence along dimension 1.",
     "sequence-model", "sequence-undivided",
     after=(*WHOLE_LAYERS, linear_case_fails, norms_whole),
 )  # fmt: skip

@@ -10,7 +10,7 @@ from workshop.check.rules.rule import NotJudged, Rule, Said, Seen, rule
 from workshop.check.scenarios import BUILT_CASES
 
 CASES = {
-    "start": "a model that each rank has created with other random numbers",
+    "start": "a model that each rank has created with different random numbers",
     "odd": "a model with a tied, a frozen and an unused parameter, and one that only rank 0 uses",
     "no-gradient": "AdamW and a parameter without gradients",
     "twice": "two backward passes before the step",
@@ -51,13 +51,13 @@ CASES = {
     "other-shape": "batches of different shapes",
     "stages": "stages whose outputs have different shapes and data types",
     "frozen-stage": "a stage without trained parameters",
-    "whole-numbers": "a stage that returns whole numbers",
+    "whole-numbers": "a stage that returns integers",
     "one-stage": "a group of one rank",
     "microbatch-errors": "arguments that cannot work",
     "sequence-shards": "shard_sequence() and gather_sequence()",
-    "attention": "queries, keys and values of other sizes",
+    "attention": "queries, keys and values of sizes that the exercise does not use",
     "large-scores": "large scores",
-    "attention-gradients": "queries, keys and values of other sizes",
+    "attention-gradients": "queries, keys and values of sizes that the exercise does not use",
     "low-precision": "bfloat16",
     "one-member": "a group of one rank",
     "sequence-errors": "arguments that cannot work",

@@ -61,8 +61,8 @@ def rendezvous(scene: Scene) -> Diagnosis | None:
         "rendezvous",
         f"All {first.world or len(joining)} ranks wait in init_process_group, and cannot connect to each other.",
         f"They try to connect at {where}." if where else "",
-        "Check that MASTER_ADDR is an address of the node of rank 0 that the other nodes reach, and that no firewall closes the "
-        "ports. GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME choose the network interface.",
+        "Check that MASTER_ADDR is an address of the node of rank 0 that the other nodes can reach, and that no firewall blocks "
+        "the ports. GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME choose the network interface.",
         first.doing.place,
     )
 
