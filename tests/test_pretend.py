@@ -306,6 +306,74 @@ def test_a_gather_compares_only_the_number_of_elements(tmp_path):
     )
 
 
+def test_ddp_finds_unused_parameters_and_sums_of_integers_are_averaged(tmp_path):
+    """In C++, DDP copies a list from pinned memory, and NCCL averages integers, which gloo refuses."""
+    pretended(
+        """
+        import torch.distributed as dist
+        from torch.nn.parallel import DistributedDataParallel as DDP
+
+        class TwoHeads(torch.nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.heads = torch.nn.ModuleList([torch.nn.Linear(3, 3), torch.nn.Linear(3, 3)])
+
+            def forward(self, x, head):
+                return self.heads[head](x)
+
+        torch.cuda.set_device(0)
+        dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1)
+        for options in ({"find_unused_parameters": True}, {"static_graph": True}):
+            model = DDP(TwoHeads().cuda(), **options)
+            for step in range(3):
+                model(torch.randn(2, 3, device="cuda"), 0).sum().backward()
+            assert model.module.heads[0].weight.grad.is_cuda and model.module.heads[1].weight.grad is None
+        dist.all_reduce(number := torch.tensor([-3], device="cuda"), dist.ReduceOp.AVG)
+        assert number.tolist() == [-3]
+        dist.destroy_process_group()
+        """,
+        tmp_path,
+    )
+
+
+SYNCHRONIZED = """
+    import torch.distributed as dist
+    from torch import nn
+
+    dist.init_process_group("nccl")
+    rank = dist.get_rank()
+    torch.cuda.set_device(rank)
+    torch.manual_seed(0)
+    x, part = torch.randn(5, 3, 2, 2), slice(0, 2) if rank == 0 else slice(2, 5)
+    results = []
+    for synchronized in (False, True):
+        torch.manual_seed(1)
+        model = nn.BatchNorm2d(3)
+        nn.init.normal_(model.weight)
+        model = nn.SyncBatchNorm.convert_sync_batchnorm(model) if synchronized else model
+        inputs = (x[part].cuda() if synchronized else x.clone()).requires_grad_()
+        model = model.cuda() if synchronized else model
+        y = model(inputs)
+        y.pow(3).sum().backward()
+        if synchronized:
+            for each in model.parameters():
+                dist.all_reduce(each.grad)
+        parts = (y, inputs.grad) if synchronized else (y[part], inputs.grad[part])
+        values = (*parts, model.weight.grad, model.bias.grad, model.running_mean, model.running_var)
+        results.append([each.detach().cpu() for each in values])
+    torch.testing.assert_close(*results)
+    dist.destroy_process_group()
+"""
+
+
+def test_synchronized_batch_norm_is_that_of_the_whole_batch(tmp_path):
+    """The two ranks have different numbers of samples."""
+    file = tmp_path / "program.py"
+    file.write_text("import torch\n" + textwrap.dedent(SYNCHRONIZED))
+    done = pretend(tmp_path, "python", *TORCHRUN, "--nproc-per-node=2", file)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
 def test_hidden_gpus_are_not_there(tmp_path):
     assert pretended("print(torch.cuda.device_count())", tmp_path, gpus=4, CUDA_VISIBLE_DEVICES="2,3") == "2\n"
     hidden = "print(torch.cuda.is_available(), torch.accelerator.is_available())"

@@ -17,6 +17,7 @@ FLAT = ("c10d::_allgather_base_", "c10d::_reduce_scatter_base_")
 NODE = "WORKSHOP_PRETEND_NODE"  # the number of the simulated node that a process runs on
 declared: dict[str, str] = {}  # name of a group -> the backend that the program asked for
 _met: set[str] = set()  # groups whose ranks have compared their GPUs
+_used: set[int] = set()  # addresses of the lists of used parameters
 _inside = threading.local()
 
 
@@ -40,6 +41,8 @@ def check(func, args, flat) -> None:
             devices.note("barrier")
         return
     tensors = [each for each in flat if isinstance(each, torch.Tensor)]
+    if any(hasattr(each, "data_ptr") and each.data_ptr() in _used for each in tensors):
+        return
     on_gpu = [each.gpu for each in tensors if hasattr(each, "gpu")]
     if "cpu:" not in backend and len(on_gpu) < len(tensors):
         devices.note("cpu-tensor", name.removeprefix("c10d::"))
@@ -80,6 +83,45 @@ def _compare_gpus(group: dist.ProcessGroup, index: int) -> None:
         owners[where] = rank
 
 
+def average_of_integers(func, args):
+    """Do an all_reduce with AVG of integers, which NCCL can do and gloo cannot; None: this is a different operation."""
+    if func._schema.name != "c10d::allreduce_" or args[0][0].is_floating_point() or args[0][0].is_complex():
+        return None
+    if dist.ReduceOp.unbox(args[2]) != dist.ReduceOp.AVG:
+        return None
+    tensors, work = func(args[0], args[1], dist.ReduceOp(dist.ReduceOp.SUM).boxed(), *args[3:])
+    dist.Work.unbox(work).wait()
+    for each in tensors:
+        each.div_(dist.ProcessGroup.unbox(args[1]).size(), rounding_mode="trunc")
+    return tensors, work
+
+
+def _with_list_of_used(original):
+    """Wrap a function of DDP's reducer that creates its list of the used parameters. Here, the list stays on the CPU.
+
+    With ``find_unused_parameters`` or ``static_graph``, C++ copies it from pinned memory, which only real GPUs have.
+    """
+
+    @wraps(original)
+    def create(*args, **kwargs):
+        _inside.building = True
+        try:
+            return original(*args, **kwargs)
+        finally:
+            _inside.building = False
+
+    return create
+
+
+def list_of_used(func, args, kwargs) -> torch.Tensor | None:
+    """Return the list of the used parameters, on the CPU, if the reducer of DDP creates it with this operation."""
+    if not getattr(_inside, "building", False) or kwargs.get("dtype") is not torch.int32:
+        return None
+    made = func(*args, **kwargs | {"device": torch.device("cpu")})
+    _used.add(made.data_ptr())
+    return made
+
+
 def install() -> None:
     """Let programs ask for NCCL, and give them gloo."""
     changed = {
@@ -87,7 +129,9 @@ def install() -> None:
         "new_group": _new_group(c10d.new_group),
         "get_backend": _get_backend(c10d.get_backend),
         "is_nccl_available": lambda: True,
+        "Reducer": _with_list_of_used(dist.Reducer),
     }
+    dist.Reducer._set_static_graph = _with_list_of_used(dist.Reducer._set_static_graph)
     for name, function in changed.items():
         for module in (dist, c10d, device_mesh):  # the same object in all, as before
             if hasattr(module, name):

@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from workshop.pretend import collectives, devices
 from workshop.pretend.devices import index_of, is_gpu
-from workshop.pretend.recurrent import CELLS, PACKING
+from workshop.pretend.gpu_only import ONLY_ON_GPU, PACKING
 
 aten = torch.ops.aten
 # Operations that take tensors of different devices, and operations that take indices on the CPU.
@@ -271,8 +271,10 @@ def _on_cpu(func, args, kwargs, gpu: int | None, tensors: list):
         return tensor.on_cpu if isinstance(tensor, PretendTensor) else tensor
 
     args, kwargs = _replaced(args, inner), {name: _replaced(value, inner) for name, value in kwargs.items()}
-    if cell := CELLS.get(func):
-        return cell(*args, **kwargs)
+    if own := ONLY_ON_GPU.get(func):
+        return own(*args, **kwargs)
+    if (averaged := collectives.average_of_integers(func, args)) is not None:
+        return averaged
     if func._schema.name in collectives.FLAT and args[0].is_contiguous() and args[1].is_contiguous():
         _, work = func(args[0].view(-1), args[1].view(-1), *args[2:], **kwargs)
         return args[0], work
@@ -352,6 +354,8 @@ class Dispatch(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
+        if func is aten.empty.memory_format and (used := collectives.list_of_used(func, args, kwargs)) is not None:
+            return used
         if types or is_gpu(kwargs.get("device")) or func.namespace in collectives.NAMESPACES:
             return compute(func, args, kwargs)
         if args and type(args[0]) in (int, float) and str(func._schema.arguments[0].type) == "Tensor":
