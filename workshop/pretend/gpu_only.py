@@ -1,8 +1,8 @@
 """Operations that PyTorch has for GPUs only, computed on the CPU: the fused cells of LSTM and GRU, and SyncBatchNorm.
 
 The formulas are those of ``torch.nn.LSTM``, ``torch.nn.GRU`` and ``torch.nn.BatchNorm2d``. B is the batch size, H the hidden
-size, C the number of channels, W the number of processes. "gates" of an LSTM are the input, forget, cell and output gate, (B, 4H);
-those of a GRU are the reset, update and new gate, (B, 3H). The input of SyncBatchNorm is (B, C, ...).
+size, C the number of channels, W the number of processes. "gates" of an LSTM are the input, forget, cell and output gate,
+(B, 4H); those of a GRU are the reset, update and new gate, (B, 3H). The input of SyncBatchNorm is (B, C, ...).
 """
 
 import torch
