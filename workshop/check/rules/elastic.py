@@ -33,7 +33,9 @@ ONE_FILE = "Let rank 0 save one checkpoint, in a file without the rank in its na
 def nodes_fixed(runner: dict[str, str]) -> Said:
     """The runner starts no torchrun, or one with a fixed number of nodes."""
     if error := runner.get("error"):
-        yield Seen(f"the runner fails: {error}", fix="Start torchrun with exec, and with a range of nodes: --nnodes=1:3.")
+        yield Seen(
+            f"the runner fails: {error}", fix="Start torchrun with exec, and with a range of nodes: --nnodes=1:3."
+        )
         return
     least, _, most = runner["nnodes"].partition(":")
     if runner["standalone"] == "True":

@@ -26,7 +26,7 @@ from workshop.check.rules.files import checkpoint_keys
 from workshop.check.rules.gradients import weights_differ
 from workshop.check.rules.processes import no_group
 from workshop.check.rules.rule import Makes, Rule, Said, Seen, Told, also, findings, rule
-from workshop.check.rules.words import plural
+from workshop.check.rules.words import listed, named, plural
 from workshop.check.scenarios import FAILING_RANK, KILLS, SPAWNED, SPLIT, STARTED, WHOLE, Split
 
 SAME = 1e-6  # parameters of two runs count as equal up to this relative difference
@@ -125,7 +125,9 @@ def second_start(whole: Run, split: Split) -> Told:
     """How the second start differs from an uninterrupted run: the cause that explains most comes first."""
     second, ended, load = split.second, ending(split.second), _loading(split.second)
     if second.trained and second.ended_by_echo:
-        parts = ", ".join(f"rank {each.rank} takes {plural(len(each.steps), 'step')}" for each in second.trained)
+        parts = _only_some_load(second) or ", ".join(
+            f"rank {each.rank} takes {plural(len(each.steps), 'step')}" for each in second.trained
+        )
         return [(collectives_differ, Seen(f"after the second start {parts}, and one rank loses the connection", load))]
     if ended and not second.trained:
         return _failed(split, ended)
@@ -148,7 +150,8 @@ def second_start(whole: Run, split: Split) -> Told:
         and begun[0].of_model
         and any(difference(begun[0].weights, each.weights) > CLOSE for each in begun)
     ):
-        return [(weights_differ, Seen("after the second start the ranks begin with different parameters", load))]
+        seen = _only_some_load(second) or "the ranks begin with different parameters"
+        return [(weights_differ, Seen(f"after the second start {seen}", load))]
     counts = sorted({len(process.steps) for process in second.trained})
     if len(counts) > 1 and not _uneven(whole) and not any(process.first(UnevenJoined) for process in second.trained):
         seen = f"after the second start the ranks take {' and '.join(map(str, counts))} steps"
@@ -231,6 +234,14 @@ def _loading(run: Run) -> str:
         found = [event.where for seconds, event in process.timed(Loaded) if seconds <= begin and event.where]
         return found[-1] if found else ""
     return run.where(Loaded)
+
+
+def _only_some_load(second: Run) -> str:
+    """That only some of the ranks load a checkpoint, if this is so."""
+    loading = [named(each) for each in second.trained if any(each.of(Loaded))]
+    if len(loading) in (0, len(second.trained)):
+        return ""
+    return f"only {listed(loading)} {'loads' if len(loading) == 1 else 'load'} a checkpoint"
 
 
 def _saved_too_often(whole: Run, second: Run, done: int) -> str:
