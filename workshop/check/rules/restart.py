@@ -238,7 +238,7 @@ def _loading(run: Run) -> str:
 
 def _only_some_load(second: Run) -> str:
     """That only some of the ranks load a checkpoint, if this is so."""
-    loading = [named(each) for each in second.trained if any(each.of(Loaded))]
+    loading = [named(each) for each in second.trained if any(event.path for event in each.of(Loaded))]
     if len(loading) in (0, len(second.trained)):
         return ""
     return f"only {listed(loading)} {'loads' if len(loading) == 1 else 'load'} a checkpoint"
