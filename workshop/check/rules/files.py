@@ -61,7 +61,7 @@ def read_before_written(run: Run) -> Said:
         own = {*(event.path for event in reader.of(FileWritten)), *(event.path for event in reader.of(Saved))}
         for seconds, event in reader.timed(Loaded):
             for other, writer in ranks.items():
-                if event.path in own or other == rank:
+                if not event.path or event.path in own or other == rank:
                     continue
                 written, now = _written(writer, event.path), _meetings(reader, seconds)
                 ends = [end for end, met in written if met == now]
