@@ -83,7 +83,12 @@ LAYERS = """
     def in_place(layer, x):
         return (layer(x) * 1).unsqueeze_(0).transpose_(1, 2).squeeze_(0)
 
+    def ctc(layer, x):
+        rest = torch.tensor([[1, 2], [2, 3], [1, 3]], device=x.device), lengths, torch.tensor([2, 2, 1])
+        return nn.functional.ctc_loss(layer(x).transpose(0, 1).log_softmax(-1), *rest)
+
     cases = [
+        (nn.Linear(4, 4), ctc),
         *((nn.LSTM(4, 5, 2, batch_first=True, bidirectional=True), each) for each in (whole, packed)),
         *((nn.GRU(4, 5, 2, batch_first=True, bidirectional=True), each) for each in (whole, packed)),
         (nn.RNN(4, 5, batch_first=True), packed),

@@ -384,6 +384,8 @@ class NameDevice(TorchFunctionMode):
             return _move_to_gpu(*args)
         if func in CREATING:
             args = tuple(map(_fetched, args))
+        if func in (torch.ctc_loss, torch.nn.functional.ctc_loss):  # the lengths may be on the CPU
+            args = (*args[:2], *map(_listed, args[2:4]), *args[4:])
         if func is torch.device or (func in ANSWERS and func is not torch.Tensor.to):
             return func(*args, **kwargs)
         return func(*map(_named, args), **{name: _named(value) for name, value in kwargs.items()})
@@ -405,6 +407,10 @@ def _fetched(value):
     if any(inside):
         devices.note_wait()
     return type(value)(each.on_cpu if gpu else _fetched(each) for each, gpu in zip(value, inside, strict=True))
+
+
+def _listed(value):
+    return value.tolist() if isinstance(value, torch.Tensor) else value
 
 
 def _named(value):
