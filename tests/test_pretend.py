@@ -50,6 +50,7 @@ def test_tensors_are_on_the_gpu_that_the_program_names(tmp_path):
         pair = torch.tensor([x.sum(), 2, x[0, 1]], device="cuda")
         assert pair.device == second and pair.tolist() == [15, 2, 1]
         assert torch.tensor([[x[0, 1]], [3]]).tolist() == [[1], [3]] and x.new_tensor([x.max()]).device == second
+        assert torch.empty(2, pin_memory=True).is_pinned() and not torch.empty(2).is_pinned()
         half = (0.5 * torch.ones(2, device="cuda", requires_grad=True)).grad_fn._saved_other
         assert half.detach().item() == half.item() == 0.5
         assert x.to("cuda") is x and x.to(torch.float64).device == second

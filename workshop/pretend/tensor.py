@@ -358,6 +358,8 @@ class Dispatch(TorchDispatchMode):
             return used
         if types or is_gpu(kwargs.get("device")) or func.namespace in collectives.NAMESPACES:
             return compute(func, args, kwargs)
+        if kwargs.get("pin_memory"):
+            return func(*args, **kwargs | {"pin_memory": False}).pin_memory()
         if args and type(args[0]) in (int, float) and str(func._schema.arguments[0].type) == "Tensor":
             args = (torch.tensor(args[0]), *args[1:])  # the 0.5 of 0.5 * x, read from the graph, arrives as a number
         return func(*args, **kwargs)
