@@ -137,7 +137,8 @@ def table(rows: list[dict], found: dict) -> str:
     lines = [
         "# Predictions of `workshop plan` compared with published runs",
         "",
-        "Written by `workshop plan --validate`. The constants for each row were fitted without the rows of the same project.",
+        "`workshop plan --validate` wrote this page.",
+        "It predicted each run with constants that it had fitted without the runs of the same project.",
         "",
         "| runs | projects | median error of tokens/s | nine of ten below | largest | median error of memory | pairs in order |",
         "|---|---|---|---|---|---|---|",
@@ -155,7 +156,7 @@ def table(rows: list[dict], found: dict) -> str:
         if part:
             middle, sign = statistics.median(map(abs, part)), statistics.median(part)
             lines.append(f"| {project} | {len(part)} | {middle:.1%} | {sign:+.1%} | {max(part, key=abs):+.1%} |")
-    lines += ["", "The first 40 rows:", ""]
+    lines += ["", "This table shows the runs in the first 40 rows of `workshop/plan/published.csv`:", ""]
     lines += [
         "| model | GPUs | card | mesh | tokens/s per GPU, published | predicted | error | memory |",
         "|" + "---|" * 8,
