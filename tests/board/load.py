@@ -140,13 +140,18 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, default=10, help="how long the learners work")
     parser.add_argument("--between", type=float, default=10, help="mean seconds between two lines of a learner")
     parser.add_argument("--folder", type=Path, help="where to create the folder of the class, to try a file system")
+    parser.add_argument(
+        "--seen-as", type=Path, help="a second mount of that file system, for the board, as on a different node"
+    )
     args = parser.parse_args()
+    if args.seen_as and not args.folder:
+        parser.error("--seen-as needs --folder")
     with tempfile.TemporaryDirectory(dir=args.folder) as place, tempfile.TemporaryDirectory() as logs:
         folder = Path(place) / "class"
         folder.mkdir()
         folder.chmod(0o3773)
         os.environ["WORKSHOP_CLASS"] = str(folder)
-        screen = Screen(folder)
+        screen = Screen(args.seen_as / folder.relative_to(args.folder) if args.seen_as else folder)
         board = psutil.Process(screen.process.pid)
         started, begun = sum(board.cpu_times()[:2]), time.time()
         until = begun + 60 * args.minutes
@@ -163,7 +168,9 @@ def main() -> None:
         result = {
             "machine": machine(),
             "load_average": [round(each, 1) for each in os.getloadavg()],
-            "command": f"python -m board.load --minutes {args.minutes:g}",
+            "command": f"python -m board.load --minutes {args.minutes:g}"
+            + (" --folder A_MOUNT" if args.folder else "")
+            + (" --seen-as A_SECOND_MOUNT" if args.seen_as else ""),
             "what": f"{len(NAMES)} processes append a check or a hint every {args.between:g} s on average; the board runs in a "
             f"terminal of 120 x 50 and serves its page, which this driver asks {1 / SAMPLED:g} times per second",
             "seconds": round(seconds),
