@@ -52,7 +52,7 @@ def train(rank, world_size, device, args):
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     # It must not depend on --steps, so that a resumed run with a larger --steps has the same learning rates in the same steps.
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1, (step + 1) / WARM_UP))
-    steps_done = load_checkpoint(args.checkpoint, model, optimizer, schedule, device)
+    steps_done = load_checkpoint(args.checkpoint, model, optimizer, schedule)
     ddp_model = nn.parallel.DistributedDataParallel(model)
     for step in range(steps_done + 1, args.steps + 1):
         inputs, targets = get_batch(tokens, step, args.batch_size, rank, world_size)
@@ -93,11 +93,11 @@ def save_checkpoint(path, model, optimizer, schedule, step):
     os.replace(path + ".tmp", path)  # atomic: a reader never finds an incomplete checkpoint
 
 
-def load_checkpoint(path, model, optimizer, schedule, device):
+def load_checkpoint(path, model, optimizer, schedule):
     """Restore the model, the optimizer and the schedule from the checkpoint, if it exists; return the number of steps done."""
     if not os.path.exists(path):
         return 0
-    checkpoint = torch.load(path, map_location=device, weights_only=True)
+    checkpoint = torch.load(path, map_location="cpu", weights_only=True)
     model.load_state_dict(checkpoint["model"])
     optimizer.load_state_dict(checkpoint["optimizer"])
     schedule.load_state_dict(checkpoint["schedule"])
