@@ -181,6 +181,14 @@ def _kill_worker(command: Sequence[object], changes: Mapping[str, str], place: P
     return Killed(True, 2, run.text(), shared_store=shared, status=status, difference=gap)
 
 
+def _runs(process: psutil.Process) -> bool:
+    """Whether a process runs. One that has ended stays in the table until its parent, here one that adopted it, waits for it."""
+    try:
+        return process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
 def _kill_torchrun(command: Sequence[object], changes: Mapping[str, str], place: Path) -> Killed:
     run = _Real(command, place / "torchrun", changes)
     try:
@@ -191,6 +199,7 @@ def _kill_torchrun(command: Sequence[object], changes: Mapping[str, str], place:
             launcher.kill()
         run.wait(LIMIT)
         _, alive = psutil.wait_procs(workers, timeout=5)
+        alive = [worker for worker in alive if _runs(worker)]
         for worker in alive:
             worker.kill()
         if alive:
