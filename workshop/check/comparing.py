@@ -2,14 +2,17 @@
 
 ``keep`` stores the first batches of each loader on each rank, below the Python code of the ``DataLoader``. In a later run,
 ``replace`` gives each rank these batches again, or one process the joined ones, and tames the random numbers of the steps.
+``replace_all`` also ends each epoch of one process where it ended for the ranks, so that a whole training can be compared.
 """
 
 import copy
 import io
 import os
 import pickle
-from collections.abc import Callable, Mapping, Sequence
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -23,9 +26,11 @@ from workshop.check.probes.contents import content
 from workshop.check.probes.recorder import Recorder
 from workshop.check.taming import tame
 
-LOADERS = 8  # iterations of loaders of which batches are kept
-BATCHES = 8  # of each of them
+ITERATIONS = 40  # iterations of a loader of which batches are kept
+BATCHES = 64  # of each of them
 LARGEST = 32_000_000  # bytes of a batch
+STORED = 64_000_000  # bytes of all batches of a rank
+END, LENGTH = -1, -2  # in place of the number of a batch: how many there were, and the length of the loader
 UNSTORED = (
     pickle.PicklingError,
     TypeError,
@@ -33,7 +38,8 @@ UNSTORED = (
     RecursionError,
 )  # what the pickle of an unusual batch raises
 UNJOINED = (KeyError, ValueError, TypeError, RuntimeError)  # a rank has no such batch, or the sizes do not fit
-Place = tuple[int, int]  # the number of an iteration over a loader, and of the batch in it
+Iteration = tuple[int, int]  # the number of a loader, in the order in which they are made, and of an iteration over it
+Place = tuple[Iteration, int]  # the iteration, and the number of the batch in it
 
 
 def keep(file: Path) -> Callable[[Recorder], None]:
@@ -41,13 +47,20 @@ def keep(file: Path) -> Callable[[Recorder], None]:
 
     def before(recorder: Recorder) -> None:
         opened = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND)  # now: the probes forbid it later
+        left, lengths = STORED, set()
 
-        def kept(place: Place, data: Any) -> Any:
+        def kept(place: Place, data: Any, samples: int) -> Any:
+            nonlocal left
+            if place[0][1] >= ITERATIONS or place[1] >= BATCHES or data is None or place in lengths:
+                return data
+            if place[1] == LENGTH:
+                lengths.add(place)
             with suppress(*UNSTORED):  # a batch may be anything
                 rank = dist.get_rank() if dist.is_initialized() else int(os.environ.get("RANK", 0))
                 stored = io.BytesIO()
-                _Pickler(stored).dump((place, rank, data))
-                if stored.tell() <= LARGEST:
+                TensorPickler(stored).dump((place, rank, data))
+                left = left - stored.tell() if stored.tell() <= min(LARGEST, left) else 0
+                if left:
                     os.write(opened, stored.getvalue())
             return data
 
@@ -58,32 +71,63 @@ def keep(file: Path) -> Callable[[Recorder], None]:
 
 def replace(file: Path, ranks: int) -> Callable[[Recorder], None]:
     """Return a function for ``Program.before`` that gives a rank its stored batches, or one process those of all ranks."""
-
-    def before(recorder: Recorder) -> None:
-        parts: dict[Place, dict[int, Any]] = {}
-        with open(file, "rb") as stored, suppress(EOFError, pickle.UnpicklingError):
-            while True:
-                place, rank, data = pickle.load(stored)
-                parts.setdefault(place, {})[rank] = data
-
-        size = 0
-
-        def replaced(place: Place, data: Any) -> Any:
-            nonlocal size
-            if place == (0, 0):
-                tame(lambda: size)  # not earlier, because the parameters need random values
-            with suppress(*UNJOINED):  # without the joined batch the samples differ, and the rules do not compare
-                own = dist.get_rank() if dist.is_initialized() and dist.get_world_size() > 1 else None
-                data = joined([parts[place][rank] for rank in range(ranks)], own)
-            size = batch_size(data)
-            return data
-
-        _each_batch(replaced)
-
-    return before
+    return partial(_replace, file, ranks, False)
 
 
-class _Pickler(pickle.Pickler):
+def replace_all(file: Path, ranks: int) -> Callable[[Recorder], None]:
+    """The same for a whole training. One process evaluates the samples of the ranks in turn, as samplers deal them out."""
+    return partial(_replace, file, ranks, True)
+
+
+def _replace(file: Path, ranks: int, whole: bool, recorder: Recorder) -> None:
+    parts: dict[Place, dict[int, Any]] = {}
+    with open(file, "rb") as stored, suppress(EOFError, pickle.UnpicklingError):
+        while True:
+            place, rank, data = pickle.load(stored)
+            parts.setdefault(place, {})[rank] = data
+
+    size = 0
+    begun = False
+    seen: dict[Iteration, set[bytes]] = {}  # the samples that one process has evaluated
+
+    def replaced(place: Place, data: Any, samples: int) -> Any:
+        nonlocal size, begun
+        own = dist.get_rank() if dist.is_initialized() and dist.get_world_size() > 1 else None
+        if place[1] in (END, LENGTH):
+            return max(parts.get(place, {0: data}).values()) if whole and own is None else data
+        if not begun:
+            begun = True
+            tame(lambda: size)  # not earlier, because the parameters need random values
+        # Without the joined batch the samples differ: the rules do not compare the first step, and a whole training fails.
+        with suppress(*() if whole else UNJOINED):
+            of_ranks = [parts[place][rank] for rank in range(ranks) if not whole or rank in parts[place]]
+            if own is not None and len(of_ranks) < ranks:
+                return parts[place][own]  # at the end of an epoch, some ranks have no batch any more
+            data = joined(of_ranks, own)
+            if whole and own is None and not torch.is_grad_enabled():
+                data = dealt(data, [batch_size(each) for each in of_ranks])
+                counted = sum(batch_size(each) for at in parts if at[0] == place[0] for each in parts[at].values())
+                data = _once(data, seen.setdefault(place[0], set()), counted - samples if samples else 0)
+        size = batch_size(data)
+        return data
+
+    _each_batch(replaced)
+    if whole:
+        _without_repeated_samples()
+
+
+def _without_repeated_samples() -> None:
+    """Let Accelerate remove no samples from the batches of one process, because the joined ones contain each sample once."""
+    if accelerate := sys.modules.get("accelerate"):
+        gathered = accelerate.Accelerator.gather_for_metrics
+
+        def gather_for_metrics(self: Any, data: Any, *args: Any, **options: Any) -> Any:
+            return data if self.num_processes == 1 else gathered(self, data, *args, **options)
+
+        accelerate.Accelerator.gather_for_metrics = gather_for_metrics
+
+
+class TensorPickler(pickle.Pickler):
     """Stores the values of tensors. (Pickling a tensor otherwise calls ``torch.save``, which the probes record.)"""
 
     def reducer_override(self, value: Any) -> Any:
@@ -99,21 +143,73 @@ def _tensor(stored: bytes, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.
     )
 
 
-def _each_batch(change: Callable[[Place, Any], Any]) -> None:
-    """Pass each of the first batches through a function, together with its place."""
-    numbers: WeakKeyDictionary[Any, tuple[int, count[int]]] = WeakKeyDictionary()
-    original = dataloader._BaseDataLoaderIter.__next__
+def _once(data: Any, seen: set[bytes], repeated: int) -> Any:
+    """A batch without samples that were seen before, if a sampler has repeated some to give all ranks the same number."""
+    first = next(_tensors(data), None)
+    if first is None or repeated <= 0:
+        return data
+    rows = [bytes(content(row.contiguous())) for row in first]
+    new = [number for number, row in enumerate(rows) if row not in seen or len(rows) - number > repeated]
+    seen.update(rows)
+    return _chosen(data, len(rows), new) if 0 < len(new) < len(rows) else data
+
+
+def _tensors(data: Any) -> Iterator[torch.Tensor]:
+    """Yield the tensors of a batch that have a sample in each row."""
+    parts = data.values() if isinstance(data, Mapping) else data if isinstance(data, (list, tuple)) else [data]
+    for part in parts:
+        if not isinstance(part, torch.Tensor):
+            yield from _tensors(part) if isinstance(part, (Mapping, list, tuple)) else ()
+        elif part.dim():
+            yield part
+
+
+def _each_batch(change: Callable[[Place, Any, int], Any]) -> None:
+    """Pass each of the first batches through a function, together with its place and the size of the data set (0: unknown).
+
+    The function also gets the length of each loader, and the number of batches of each iteration at its END: at the end, and
+    before each batch with None, where it can return the number of batches after which the iteration ends.
+    """
+    iterations: WeakKeyDictionary[Any, tuple[Iteration, count[int]]] = WeakKeyDictionary()  # by the iterator
+    loaders: WeakKeyDictionary[Any, tuple[int, count[int]]] = WeakKeyDictionary()
+    kind: Any = dataloader.DataLoader
+    made, length, begin, following = kind.__init__, kind.__len__, kind.__iter__, dataloader._BaseDataLoaderIter.__next__
+    created = count()
+
+    def __init__(self: Any, *args: Any, **options: Any) -> None:
+        made(self, *args, **options)
+        if self not in loaders:
+            loaders[self] = next(created), count()
+
+    def __len__(self: Any) -> int:
+        return int(change(((loaders[self][0], 0), LENGTH), length(self), 0)) if self in loaders else length(self)
+
+    def __iter__(self: Any) -> Any:
+        iterator = begin(self)
+        if self in loaders:
+            iterations[iterator] = (loaders[self][0], next(loaders[self][1])), count()
+        return iterator
 
     def __next__(self: Any) -> Any:
-        data = original(self)
-        if self not in numbers:
-            numbers[self] = len(seen), count()
-            seen.append(None)
-        iteration, batch = numbers[self][0], next(numbers[self][1])
-        return change((iteration, batch), data) if iteration < LOADERS and batch < BATCHES else data
+        if self not in iterations:
+            return following(self)
+        iteration, numbers = iterations[self]
+        batch = next(numbers)
+        if batch == change((iteration, END), None, 0):
+            raise StopIteration
+        try:
+            data = following(self)
+        except StopIteration:
+            change((iteration, END), batch, 0)
+            raise
+        return change((iteration, batch), data, len(self._dataset) if hasattr(self._dataset, "__len__") else 0)
 
-    seen: list[None] = []
-    dataloader._BaseDataLoaderIter.__next__ = __next__
+    kind.__init__, kind.__len__, kind.__iter__, dataloader._BaseDataLoaderIter.__next__ = (
+        __init__,
+        __len__,
+        __iter__,
+        __next__,
+    )
 
 
 def joined(parts: Sequence[Any], rank: int | None = None) -> Any:
@@ -156,6 +252,29 @@ def joined(parts: Sequence[Any], rank: int | None = None) -> Any:
     if isinstance(first, (str, int, float, type(None))):
         return parts[rank or 0]
     raise ValueError(f"a batch contains {type(first).__name__}")
+
+
+def dealt(data: Any, sizes: Sequence[int]) -> Any:
+    """Order a joined batch as it was dealt out to the ranks, one sample each in turn; ``sizes`` are those of their parts."""
+    places = [(number, rank) for rank, size in enumerate(sizes) for number in range(size)]
+    return _chosen(data, len(places), sorted(range(len(places)), key=places.__getitem__))
+
+
+def _chosen(part: Any, size: int, order: Sequence[int]) -> Any:
+    """The samples with these numbers, in this order, of a batch of some size."""
+    if isinstance(part, torch.Tensor):
+        return part[list(order)] if part.dim() and len(part) == size else part
+    if isinstance(part, Mapping):
+        whole: Any = copy.copy(part)
+        for key in part:
+            whole[key] = _chosen(part[key], size, order)
+        return whole
+    if isinstance(part, (list, tuple)):
+        if len(part) == size and not any(isinstance(each, torch.Tensor) and each.dim() for each in part):
+            return type(part)(part[number] for number in order)
+        fields = [_chosen(each, size, order) for each in part]
+        return type(part)(*fields) if hasattr(part, "_fields") else type(part)(fields)
+    return part
 
 
 def batch_size(data: Any) -> int:

@@ -18,7 +18,9 @@ from pathlib import Path
 from typing import Any
 
 from workshop.check.bench import ProgramBench
-from workshop.check.comparing import keep, replace
+from workshop.check.clock import mark_times
+from workshop.check.comparing import keep, replace, replace_all
+from workshop.check.evaluated import restore, store
 from workshop.check.evidence.events import (
     BatchLoaded,
     CheckpointCalled,
@@ -28,6 +30,7 @@ from workshop.check.evidence.events import (
     Joined,
     Loaded,
     Saved,
+    Stopped,
 )
 from workshop.check.evidence.run import Process, Run
 from workshop.check.folder import copy_folder
@@ -35,7 +38,19 @@ from workshop.check.judge import Made
 from workshop.check.launching import SHORT
 from workshop.check.probes import Probe, Recorder
 from workshop.check.probes.checkpoints import Checkpoints
-from workshop.check.scenarios import COMPARED, DEVICES, SPLIT, TWO_NODES, WHOLE, Compared, Scenario, Split, Unavailable
+from workshop.check.rules.metrics import prints_metrics
+from workshop.check.scenarios import (
+    COMPARED,
+    DEVICES,
+    METRICS,
+    SPLIT,
+    TWO_NODES,
+    WHOLE,
+    Compared,
+    Scenario,
+    Split,
+    Unavailable,
+)
 from workshop.check.start import USUAL, Start
 from workshop.check.subject import Subject
 from workshop.run.stillness import Patience
@@ -87,7 +102,7 @@ class OwnersBench(ProgramBench):
     def offers(self) -> tuple[Scenario[Any], ...]:
         """The scenarios that it can make, in the order in which they are made."""
         pretended = (*([TWO_NODES] if self.launch == "torchrun" and self.start.nodes == 1 else []), DEVICES)
-        return (WHOLE, COMPARED, SPLIT, *(pretended if self.on_cpu and GPU.search(self.text) else ()))
+        return (WHOLE, COMPARED, METRICS, SPLIT, *(pretended if self.on_cpu and GPU.search(self.text) else ()))
 
     @cached_property
     def probes(self) -> tuple[type[Probe], ...]:
@@ -100,6 +115,7 @@ class OwnersBench(ProgramBench):
         return {
             WHOLE: lambda made: self._whole(),
             COMPARED: self._compare,
+            METRICS: self._metrics,
             SPLIT: self._split,
             DEVICES: lambda made: self._pretended(made, self.nproc, self.start.nodes),
             TWO_NODES: lambda made: self._pretended(made, 2 * self.nproc, 2),
@@ -181,6 +197,26 @@ class OwnersBench(ProgramBench):
         several = self._run(self.folder(), **alike)
         gpus = 1 if self.launch == "spawn" and self.gpus else self.gpus  # the program starts a process for each
         return Compared(several, self._run(self.folder(), nproc=1, nodes=1, gpus=gpus, **alike))
+
+    def _metrics(self, made: Made) -> Compared:
+        """Run the program with all processes, and with one that gets their batches, and their parameters at evaluations."""
+        whole: Run = made[WHOLE]
+        if whole.failed or whole.nproc < 2 or not whole.trained or not prints_metrics(whole.trained[0]):
+            raise Unavailable("")
+        parameters = self.place / "parameters"
+
+        def before(evaluations: Callable[[Path], Callable[[Recorder], None]], recorder: Recorder) -> None:
+            mark_times()
+            replace_all(self.kept, whole.nproc)(recorder)
+            evaluations(parameters)(recorder)
+
+        alike: dict[str, Any] = {"entropy": secrets.randbelow(2**31)}
+        stopped = whole.trained[0].first(Stopped)
+        alike |= {"steps": stopped.steps, "at_once": True} if stopped else {}
+        several = self._run(self.folder(), before=partial(before, store), **alike)
+        gpus = 1 if self.launch == "spawn" and self.gpus else self.gpus  # the program starts a process for each
+        single = self._run(self.folder(), nproc=1, nodes=1, gpus=gpus, before=partial(before, restore), **alike)
+        return Compared(several, single)
 
     def _pretended(self, made: Made, nproc: int, nodes: int) -> Run:
         """Run some steps on pretended GPUs. If the program resumes, the run is one that has resumed on them."""

@@ -31,7 +31,7 @@ class Split:
 
 @dataclass(frozen=True)
 class Compared:
-    """Two runs with the same global batches, and without chance."""
+    """Two runs with the same global batches, and without chance: for METRICS whole runs, otherwise of two steps."""
 
     several: Run
     single: Run  # with one process
@@ -45,6 +45,7 @@ class Unavailable(Exception):
 WHOLE: Scenario[Run] = Scenario("whole", "the run")
 SPLIT: Scenario[Split] = Scenario("split", "whether a second start resumes from the checkpoint")
 COMPARED: Scenario[Compared] = Scenario("compared", "whether one process computes the same")
+METRICS: Scenario[Compared] = Scenario("metrics", "the numbers that it prints")
 # Of exercises that train for epochs.
 SINGLE: Scenario[Run] = Scenario("single", "whether one process computes the same")
 DEVICES: Scenario[Run] = Scenario("devices", "which device each process uses")

@@ -193,6 +193,13 @@ class Evaluated(Event):  # a forward pass without a backward pass
 SUBSET = "Subset"  # what ``Drawn`` names a Subset that a DistributedSampler divides; it is not random in itself
 
 
+class Printed(Event):  # rank 0 printed or logged a text with a number
+    text: str
+    given: (
+        bool  # the model that was evaluated last has the same parameters as in the run with which this one is compared
+    )
+
+
 class Drawn(Event):  # the program itself split, shuffled or sampled something at random
     name: str  # of the function
     size: int  # of what it chose from

@@ -20,6 +20,7 @@ from workshop.check.probes.layers import Activations, Layers
 from workshop.check.probes.lightning import Lightning, PytorchLightning
 from workshop.check.probes.losses import Losses
 from workshop.check.probes.models import Models
+from workshop.check.probes.prints import Prints
 from workshop.check.probes.probe import Probe
 from workshop.check.probes.process import Processes
 from workshop.check.probes.recorder import Recorder
@@ -46,7 +47,7 @@ ALWAYS: tuple[type[Probe], ...] = (
     Divided,
 )
 _OTHERS = (Copies, Draws, Schedules, Losses, Layers, HostSync, Sharding, Clipping, Checkpoints, Weights, Activations,
-           ModelStates, Encoders)  # fmt: skip
+           ModelStates, Encoders, Prints)  # fmt: skip
 _LIBRARIES = (Lightning, PytorchLightning, Accelerators, Engine)
 PROBES: tuple[type[Probe], ...] = (*ALWAYS, *_OTHERS, *_LIBRARIES)
 

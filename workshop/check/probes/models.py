@@ -112,6 +112,7 @@ class Models(Probe):
         if torch.is_grad_enabled() and passes:
             self.untrained.append(Pending(forward, None, module.training, self.recorder.steps))
             return self.untrained[-1]
+        self.recorder.call(self.recorder.before_evaluation, model)
         self._weigh(model, forward.where)
         if any(isinstance(each, _NormBase) and each.training and each.track_running_stats for each in model.modules()):
             forward = dataclasses.replace(forward, refreshes=True)

@@ -59,6 +59,8 @@ class Recorder:
         self.before_step: list[Callable[[Optimizer], None]] = []
         self.after_step: list[Callable[[Optimizer], None]] = []
         self.after_module: list[Callable[[nn.Module, object], None]] = []  # with each called module and its output
+        self.before_evaluation: list[Callable[[nn.Module], None]] = []  # with a model that is called without gradients
+        self.parameters_given = False  # whether the last evaluation used parameters that another run can use too
         self.around_forward: list[Callable[[], AbstractContextManager[object]]] = []  # of a whole model
         self.at_end: list[Callable[[], None]] = []  # when the process ends
         self.noted: Callable[[], None] = lambda: None  # called after each event

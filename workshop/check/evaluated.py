@@ -1,0 +1,104 @@
+"""Let one process evaluate a model with the parameters that it has in a run with several processes after the same step.
+
+Then the numbers of both evaluations can be compared, also if the trainings differ.
+"""
+
+import io
+import os
+import pickle
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from workshop.check.comparing import UNSTORED, TensorPickler
+from workshop.check.probes.contents import is_fsdp1, is_sharded
+from workshop.check.probes.recorder import Recorder
+
+STORED = 400_000_000  # bytes of all parameters that are stored
+# The number of steps before the evaluation, that of the model among the evaluated ones, and that of its parameters there.
+Key = tuple[int, int, int]
+
+
+def store(file: Path) -> Callable[[Recorder], None]:
+    """Return a function for ``Program.before`` with which rank 0 appends the parameters of its evaluations to a file."""
+
+    def before(recorder: Recorder) -> None:
+        opened = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        left = STORED
+
+        def evaluates(key: Key, model: nn.Module) -> bool:
+            nonlocal left
+            if dist.is_initialized() and dist.get_rank():
+                return True
+            stored = io.BytesIO()
+            with suppress(*UNSTORED):
+                TensorPickler(stored).dump((key, dict(_tensors(model))))
+                left -= stored.tell()
+            if stored.tell() > 0 and left > 0:
+                os.write(opened, stored.getvalue())
+            return stored.tell() > 0 and left > 0
+
+        _each_evaluation(recorder, evaluates)
+
+    return before
+
+
+def restore(file: Path) -> Callable[[Recorder], None]:
+    """Return a function for ``Program.before`` that gives the evaluated models these parameters."""
+
+    def before(recorder: Recorder) -> None:
+        given: dict[Key, dict[str, torch.Tensor]] = {}
+        with open(file, "rb") as stored, suppress(EOFError, pickle.UnpicklingError):
+            while True:
+                key, tensors = pickle.load(stored)
+                given[key] = tensors
+
+        def evaluates(key: Key, model: nn.Module) -> bool:
+            own, stored = dict(_tensors(model)), given.get(key, {})
+            if {name: each.shape for name, each in own.items()} != {name: each.shape for name, each in stored.items()}:
+                return False
+            with torch.no_grad():
+                for name, each in own.items():
+                    each.copy_(stored[name])
+            return True
+
+        _each_evaluation(recorder, evaluates)
+
+    return before
+
+
+def _each_evaluation(recorder: Recorder, evaluates: Callable[[Key, nn.Module], bool]) -> None:
+    """Call a function before a model is evaluated with new parameters; it returns whether both runs have the same ones."""
+    numbers: WeakKeyDictionary[nn.Module, int] = WeakKeyDictionary()
+    present: dict[
+        int, tuple[int, int, int]
+    ] = {}  # by the number of the model: steps, number of its parameters, their mark
+    agree: dict[Key, bool] = {}
+
+    def before(model: nn.Module) -> None:
+        number = numbers.setdefault(model, len(numbers))
+        steps, version, mark = present.get(number, (-1, 0, 0))
+        if steps != recorder.steps or mark != _mark(model):
+            version = version + 1 if steps == recorder.steps else 0
+            divided = is_fsdp1(model) or any(map(is_sharded, model.parameters()))
+            key = recorder.steps, number, version
+            agree[key] = not divided and evaluates(key, model)
+            present[number] = recorder.steps, version, _mark(model)
+        recorder.parameters_given = all(same for key, same in agree.items() if key[0] == recorder.steps)
+
+    recorder.before_evaluation.append(before)
+
+
+def _mark(model: nn.Module) -> int:
+    """A number that changes when parameters change in place, or are exchanged."""
+    return sum(each._version + each.data_ptr() for each in model.parameters())
+
+
+def _tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    yield from model.named_parameters()
+    yield from model.named_buffers()

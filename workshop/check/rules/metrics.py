@@ -1,0 +1,162 @@
+"""Whether the numbers that a program prints after an evaluation are those that one process prints."""
+
+import re
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from workshop.check.evidence.events import Backward, Collective, Evaluated, Key, Printed, Sketch, StepTaken
+from workshop.check.evidence.run import Process, Run
+from workshop.check.evidence.sketches import CLOSE, difference
+from workshop.check.rules.evaluation import evaluation_missed, evaluation_repeated, metric_of_one_rank
+from workshop.check.rules.gradients import gradient_scale, gradients_differ, models_differ, weights_differ
+from workshop.check.rules.rule import NotJudged, Said, Seen, rule
+from workshop.check.scenarios import METRICS, Compared
+
+SAME = 1e-3  # relative difference of numbers that the order of additions may explain
+NUMBER = re.compile(r"(?<![\w.])[-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?(?![\w]*\d)|\bnan\b|\binf\b")
+HELD_OUT = re.compile(r"val|eval|test|dev\b|held", re.IGNORECASE)
+METRIC = re.compile(
+    r"acc|auc|f1|bleu|iou|dice|psnr|ssim|\bm?ap\b|hits|mrr|ndcg|top.?\d|ppl|perplex|recall|precis|\b[wc]er\b|rmse|\bmae\b|knn",
+    re.IGNORECASE,
+)
+TRAINING = re.compile(r"train|\blr\b|rate|step|batch", re.IGNORECASE)
+LOSS = re.compile(r"loss|\blr\b|rate|norm|scale|seconds|time|/s\b", re.IGNORECASE)
+
+
+@dataclass(frozen=True)
+class Shown:
+    """A text that rank 0 printed after an evaluation."""
+
+    text: str
+    where: str
+    exchanged: str  # the line of the last collective since the evaluation began; "" if there is none
+    steps: int  # before it
+    given: bool  # the evaluated parameters are those of the other run
+    weights: list[Sketch]  # after the last step
+
+    @property
+    def form(self) -> str:
+        """The text without its numbers."""
+        return NUMBER.sub("#", self.text)
+
+
+@rule(
+    why="The number describes neither the model on all samples nor on those of one rank, and it changes with the number of "
+    "processes.",
+    fix="Add up the counts of all ranks with all_reduce, numerators and denominators, and divide after that. If a metric is no "
+    "such ratio (AUC, F1, BLEU, a median), gather the outputs and labels of all ranks, and compute it from them.",
+    runs=METRICS,
+    needs=(Printed,),
+    after=(
+        gradients_differ,
+        weights_differ,
+        models_differ,
+        gradient_scale,
+        metric_of_one_rank,
+        evaluation_missed,
+        evaluation_repeated,
+    ),
+    anywhere=True,
+)
+def metric_depends_on_processes(compared: Compared) -> Said:
+    """About the same parameters and samples, one process prints a different number."""
+    pairs = list(_pairs(compared))
+    if not pairs:
+        yield NotJudged(f"{METRICS.title} (one process does not evaluate the same samples)", goal=False)
+    for ours, alone in pairs:
+        trained = difference(ours.weights, alone.weights) <= CLOSE
+        for label, one, other in _numbers(ours.text, alone.text, trained):
+            if _differ(one, other, compared.several.nproc, SAME + 2 * _repeated(compared.several, ours.steps)):
+                after = f"after step {ours.steps}" if ours.steps else "before the first step"
+                seen = f"{after} the program prints {label} {one}; one process with the same parameters and samples, {other}"
+                yield Seen(seen, ours.exchanged, detail=f"printed in {ours.where}")
+                return
+
+
+def prints_metrics(process: Process) -> bool:
+    """Whether a process prints a number after an evaluation in which the ranks have exchanged values."""
+    return any(each.exchanged and NUMBER.search(each.text) for each in _shown(process))
+
+
+def _shown(process: Process) -> Iterator[Shown]:
+    evaluated, exchanged, steps, weights = False, "", 0, list[Sketch]()
+    for _, event in process.events:
+        if isinstance(event, Backward):
+            evaluated, exchanged = False, ""
+        elif isinstance(event, StepTaken):
+            steps, weights = steps + 1, event.weights
+        elif isinstance(event, Evaluated):
+            evaluated = True
+        elif isinstance(event, Collective) and evaluated and "barrier" not in event.name and not event.inside:
+            exchanged = event.where
+        elif isinstance(event, Printed) and evaluated:
+            yield Shown(event.text, event.where, exchanged, steps, event.given, weights)
+
+
+def _pairs(compared: Compared) -> Iterator[tuple[Shown, Shown]]:
+    """Yield the texts that both runs print in the same form, after the same steps, about the same parameters and samples."""
+    several, single = _samples(compared.several), _samples(compared.single)
+    rest = iter(_shown(compared.single.trained[0]) if compared.single.trained else ())
+    for ours in _shown(compared.several.trained[0]) if compared.several.trained else ():
+        if not ours.exchanged:
+            continue
+        alone = next((each for each in rest if (each.form, each.steps) == (ours.form, ours.steps)), None)
+        if alone is None:
+            return
+        if ours.given and alone.given and several.get(ours.steps, {}).keys() == single.get(ours.steps, {}).keys():
+            yield ours, alone
+
+
+def _samples(run: Run) -> dict[int, Counter[Key]]:
+    """How often the ranks evaluate each sample, by the number of steps before."""
+    found: dict[int, Counter[Key]] = {}
+    for process in run.trained:
+        # Before the training that all do together, one rank may train alone, for example a teacher.
+        steps = len(run.trained[0].of(StepTaken)) - len(process.of(StepTaken))
+        for _, event in process.events:
+            steps += isinstance(event, StepTaken)
+            if isinstance(event, Evaluated):
+                found.setdefault(steps, Counter()).update(event.forward.rows)
+    return found
+
+
+def _repeated(run: Run, steps: int) -> float:
+    """The share of evaluated samples that a sampler repeats, to give all ranks the same number."""
+    counts = _samples(run)[steps]
+    usual = min(counts.values(), default=1)
+    return 1 - usual * len(counts) / max(1, counts.total())
+
+
+def _numbers(one: str, other: str, trained: bool) -> Iterator[tuple[str, str, str]]:
+    """Yield the numbers of an evaluation in two texts of the same form, each with the words before it.
+
+    If the trainings are not the same, these words must name a metric or held-out samples: other numbers can be losses of steps.
+    """
+    begin, held_out, label = 0, HELD_OUT.search(NUMBER.sub("", one)) is None, ""
+    for ours, alone in zip(NUMBER.finditer(one), NUMBER.finditer(other), strict=True):
+        between = one[begin : ours.start()]
+        begin = ours.end()
+        label = between if any(map(str.isalpha, between)) else label
+        if HELD_OUT.search(label):
+            held_out = True
+        elif TRAINING.search(label):
+            held_out = False
+        named = HELD_OUT.search(label) or METRIC.search(label) or (trained and not LOSS.search(label))
+        if held_out and named and not TRAINING.search(label) and not between.endswith(":") and "." in ours[0]:
+            yield label.strip(" ,;|([:='{\""), ours[0], alone[0]
+
+
+def _differ(one: str, other: str, processes: int, rounding: float) -> bool:
+    """Whether two numbers differ, relatively, by more than rounding, and not by the number of processes, as counts do."""
+    ours, alone = float(one), float(other)
+    if not abs(ours - alone) > max(rounding * max(abs(ours), abs(alone)), 2 * 10.0 ** -_digits(one)):
+        return False  # also if one of them is not a number
+    factor = max(abs(ours), abs(alone)) / max(min(abs(ours), abs(alone)), 1e-12)
+    return abs(factor / processes - 1) > SAME
+
+
+def _digits(number: str) -> int:
+    """The number of digits after the decimal point."""
+    fraction = re.search(r"\.(\d*)(?:[eE]([-+]?\d+))?", number)
+    return len(fraction[1]) - int(fraction[2] or 0) if fraction else 0
