@@ -10,7 +10,7 @@ import torch
 
 from check.made import Made
 from workshop.check.command import check_command
-from workshop.check.comparing import joined
+from workshop.check.comparing import _once, dealt, joined
 from workshop.check.evidence.events import LossComputed
 from workshop.check.probes.schedules import schedule_length
 
@@ -31,6 +31,42 @@ def test_shorter_sequences_are_padded_as_their_neighbors_are():
     short, long = torch.tensor([[1, 2], [3, 0]]), torch.tensor([[5, 6, 7, 0], [8, 0, 0, 0]])
     assert joined([short, long]).tolist() == [[1, 2, 0, 0], [3, 0, 0, 0], [5, 6, 7, 0], [8, 0, 0, 0]]
     assert joined([short, long], rank=0).tolist() == [[1, 2, 0, 0], [3, 0, 0, 0]]
+
+
+def test_an_evaluated_batch_has_the_order_of_the_data_set():
+    parts = [
+        {"x": torch.tensor([[0.0], [2.0], [4.0]]), "name": ["a", "c", "e"]},
+        {"x": torch.tensor([[1.0], [3.0]]), "name": ["b", "d"]},
+    ]
+    whole = dealt(joined(parts), [3, 2])
+    assert whole["x"].flatten().tolist() == [0, 1, 2, 3, 4]
+    assert whole["name"] == ["a", "b", "c", "d", "e"]
+
+
+def test_samples_that_a_sampler_repeats_are_evaluated_once():
+    seen = set()
+    first, last = torch.arange(4.0).reshape(4, 1), torch.tensor([[4.0], [0.0]])
+    assert len(_once((first, torch.arange(4)), seen, 1)[0]) == 4
+    rows, labels = _once((last, torch.tensor([4, 0])), seen, 1)
+    assert (rows.tolist(), labels.tolist()) == ([[4.0]], [4])
+    assert len(_once(last, seen, 0)) == 2  # the data set contains equal samples
+
+
+def test_times_are_no_numbers_to_compare():
+    code = """
+import time
+from workshop.check.clock import mark_times
+mark_times()
+begin = time.perf_counter()
+elapsed = time.perf_counter() - begin
+rate = 100 / max(elapsed, 1e-9)
+minutes, seconds = divmod(elapsed, 60)
+assert elapsed < 60 and elapsed >= 0 and not elapsed > 60
+assert time.time() + 5 > time.time()
+print(f"{elapsed:.2f} {rate:.1f} {seconds} %.3f" % (elapsed * 2), int(elapsed), round(elapsed, 2))
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["nan", "nan", "nan", "nan", "0", "nan"]
 
 
 def test_batches_that_cannot_be_joined_are_refused():

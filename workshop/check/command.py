@@ -30,7 +30,7 @@ from workshop.run.imports import no_collections
 
 # What the check can never judge of a program that it does not know.
 UNCHECKED = (
-    "the numbers that it prints (the check does not know what they mean)",
+    "the numbers that it prints during the training (the check does not know what they mean)",
     "how the program survives kill -9, and a second machine",
 )
 # What the check imports besides torch. If the environment of the program lacks a package, the check brings its own.

@@ -29,6 +29,7 @@ from workshop.check.evidence.events import (
     GpuNoted,
     Joined,
     Loaded,
+    ModelUpdated,
     Saved,
     Stopped,
 )
@@ -201,8 +202,10 @@ class OwnersBench(ProgramBench):
     def _metrics(self, made: Made) -> Compared:
         """Run the program with all processes, and with one that gets their batches, and their parameters at evaluations."""
         whole: Run = made[WHOLE]
-        if whole.failed or whole.nproc < 2 or not whole.trained or not prints_metrics(whole.trained[0]):
+        if whole.failed or whole.nproc < 2 or not whole.trained:
             raise Unavailable("")
+        if not prints_metrics(whole.trained[0]):
+            raise Unavailable(f"{METRICS.title} (the ranks exchange no values in an evaluation before it prints)")
         parameters = self.place / "parameters"
 
         def before(evaluations: Callable[[Path], Callable[[Recorder], None]], recorder: Recorder) -> None:
@@ -383,8 +386,9 @@ def _first_save(run: Run) -> int | None:
     """The number of the save, in the process that saves, after which the run is killed; None: there is none between two steps.
 
     It is the first one or, if a file such as the best model is not saved every time, the last one before it is left out: then
-    the second start shows whether it knows the best value so far.
+    the second start shows whether it knows the best value so far. A copy such as an average has been updated before it.
     """
+    updated = min((seconds for process in run.processes for seconds, _ in process.timed(ModelUpdated)), default=0.0)
     for process in run.processes:
         saves = sorted(_saved(process), key=lambda each: each[0])
         steps = [step.seconds for step in (process.steps or (run.trained[0].steps if run.trained else []))]
@@ -400,8 +404,9 @@ def _first_save(run: Run) -> int | None:
             before |= now.keys()
             if before - following.keys():
                 return max(now.values())
-        if rounds:
-            return min(next(iter(rounds.values())).values())
+        numbers = [min(each.values()) for each in rounds.values()]
+        if numbers:
+            return next((number for number in numbers if saves[number - 1][0] > updated), numbers[0])
     return None
 
 

@@ -45,7 +45,7 @@ class Unavailable(Exception):
 WHOLE: Scenario[Run] = Scenario("whole", "the run")
 SPLIT: Scenario[Split] = Scenario("split", "whether a second start resumes from the checkpoint")
 COMPARED: Scenario[Compared] = Scenario("compared", "whether one process computes the same")
-METRICS: Scenario[Compared] = Scenario("metrics", "the numbers that it prints")
+METRICS: Scenario[Compared] = Scenario("metrics", "the numbers that it prints after an evaluation")
 # Of exercises that train for epochs.
 SINGLE: Scenario[Run] = Scenario("single", "whether one process computes the same")
 DEVICES: Scenario[Run] = Scenario("devices", "which device each process uses")

@@ -172,6 +172,14 @@ class ModelEvaluated(Event):  # before one of the first evaluations with a model
     model: str  # its class
     weights: list[Sketch]
     names: list[str]
+    steps: int = 0  # of the process before it
+
+
+class BuffersSeen(
+    Event
+):  # before a forward pass in which DistributedDataParallel sends rank 0's buffers to the other ranks
+    buffers: list[Sketch]  # without those of BatchNorm, which each rank computes from its own batches
+    names: list[str]
 
 
 class ModelCopied(Event):  # ``copy.deepcopy`` returned a model

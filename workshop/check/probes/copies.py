@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.optim import swa_utils
 
 from workshop.check.evidence.events import ModelCopied, ModelUpdated
 from workshop.check.probes.contents import is_fsdp1, is_sharded, sketches
@@ -28,6 +29,7 @@ class Copies(Probe):
         self.copies: dict[int, str] = {}  # the class of each copy, by the address of its first parameter
         self.updates: dict[int, int] = {}
 
+    @around(swa_utils, "deepcopy")  # in AveragedModel
     @around(copy, "deepcopy")
     def _deepcopy(self, original: Function, *args: Any, **kwargs: Any) -> Any:
         replaced, copy.deepcopy = copy.deepcopy, original  # it calls itself for each part, which must stay as quick
@@ -36,7 +38,8 @@ class Copies(Probe):
         finally:
             copy.deepcopy = replaced
         with self.recorder.guard:
-            if isinstance(copied, nn.Module) and self.recorder.own(sys._getframe(2).f_code.co_filename):
+            caller = sys._getframe(2).f_code.co_filename
+            if isinstance(copied, nn.Module) and (self.recorder.own(caller) or caller == swa_utils.__file__):
                 self._copied(copied)
         return copied
 

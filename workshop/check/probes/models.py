@@ -14,7 +14,15 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from workshop.check.evidence.events import Backward, Evaluated, Forward, ModelEvaluated, UnevenJoined, Wrapped
+from workshop.check.evidence.events import (
+    Backward,
+    BuffersSeen,
+    Evaluated,
+    Forward,
+    ModelEvaluated,
+    UnevenJoined,
+    Wrapped,
+)
 from workshop.check.probes.contents import (
     content,
     first_tensor,
@@ -28,7 +36,8 @@ from workshop.check.probes.contents import (
 from workshop.check.probes.probe import Function, Probe, after, around, before, on
 
 KEPT = 16  # forward passes whose graph is looked for behind a loss
-WEIGHED = 4  # evaluations of a model whose parameters are recorded
+WEIGHED = 4  # evaluations of a model whose parameters are recorded; later ones each time that the steps have doubled
+BUFFERS = 4  # forward passes before which buffers are recorded
 NODES = 20_000  # of an autograd graph
 
 
@@ -45,12 +54,13 @@ class Pending:
 class Models(Probe):
     """Records calls of whole models and of ``backward``, and the use of DDP and ``Join``."""
 
-    writes = (Wrapped, UnevenJoined, Backward, Evaluated, ModelEvaluated)
+    writes = (Wrapped, UnevenJoined, Backward, Evaluated, ModelEvaluated, BuffersSeen)
     depth = 0  # of nested module calls
     optimizer: Optimizer | None = None  # the last one that was created
     unsynced = ""  # the line of the last ``no_sync()``
 
     def clear(self) -> None:
+        self.buffered = 0
         self.weighed: WeakKeyDictionary[nn.Module, list[int]] = WeakKeyDictionary()  # numbers of steps
         self.untrained: list[Pending] = []  # forward passes without a backward pass so far
 
@@ -110,6 +120,9 @@ class Models(Probe):
         )
         passes = passes or any(each.requires_grad for each in model.parameters())
         if torch.is_grad_enabled() and passes:
+            if wrapped and self.recorder.steps and module.will_sync_module_buffers() and self.buffered < BUFFERS:
+                self.buffered += 1
+                self._buffers(model, forward.where)
             self.untrained.append(Pending(forward, None, module.training, self.recorder.steps))
             return self.untrained[-1]
         self.recorder.call(self.recorder.before_evaluation, model)
@@ -119,11 +132,18 @@ class Models(Probe):
         self.recorder.note(Evaluated(forward=forward, where=forward.where))
         return None
 
+    def _buffers(self, model: nn.Module, where: str) -> None:
+        norms = [name for name, each in model.named_modules() if isinstance(each, _NormBase)]
+        buffers = {name: each for name, each in model.named_buffers() if name.rpartition(".")[0] not in norms}
+        if buffers:
+            names = list(buffers)
+            self.recorder.note(BuffersSeen(buffers=sketches(buffers.values()), names=names, where=where))
+
     def _weigh(self, model: nn.Module, where: str) -> None:
         """Record the parameters of a model that is evaluated, some times, but once between two steps."""
         times = self.weighed.setdefault(model, [])
         if (
-            len(times) >= WEIGHED
+            (len(times) >= WEIGHED and self.recorder.steps < 2 * times[-1])
             or self.recorder.steps in times
             or is_fsdp1(model)
             or any(map(is_sharded, model.parameters()))
@@ -132,8 +152,8 @@ class Models(Probe):
         times.append(self.recorder.steps)
         parameters = dict(model.named_parameters())
         weights = sketches(parameters.values())
-        event = ModelEvaluated(model=type(model).__name__, weights=weights, names=list(parameters), where=where)
-        self.recorder.note(event)
+        kind, names = type(model).__name__, list(parameters)
+        self.recorder.note(ModelEvaluated(model=kind, weights=weights, names=names, steps=times[-1], where=where))
 
     @on("at_end")
     def _flush(self) -> None:

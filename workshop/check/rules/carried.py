@@ -1,14 +1,25 @@
 """Why a second start differs from an uninterrupted run: state of the training loop that it does not restore."""
 
+import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
 
-from workshop.check.evidence.events import ModelEvaluated, Saved, StateLoaded, StepBegun, VariablesSeen
+from workshop.check.evidence.events import (
+    ModelCopied,
+    ModelEvaluated,
+    ModelUpdated,
+    Saved,
+    StateLoaded,
+    StepBegun,
+    VariablesSeen,
+)
 from workshop.check.evidence.run import Process, Run, Step
 from workshop.check.evidence.sketches import CLOSE, difference
 from workshop.check.rules.words import listed, named
 from workshop.check.scenarios import Split
 
+ANY = re.compile("")
+BEST = re.compile(r"best|patience|wait|bad_epochs|no_improve", re.IGNORECASE)
 # What was seen, what to do, the line ("": where the checkpoint is loaded), and the origin.
 Cause = tuple[str, str, str, str]
 
@@ -17,9 +28,23 @@ def first_cause(whole: Run, split: Split) -> Cause | None:
     """The state that the second start does not restore; None if the evidence names none."""
     done = len(split.first.trained[0].steps)
     shard = _shard_saved(split.first)
-    return (
-        shard or _on_one_rank(split.second) or _same_generator(whole, split, done) or _begun_again(whole, split, done)
-    )
+    lost = shard or _on_one_rank(split.second) or _same_generator(whole, split, done)
+    return lost or _begun_again(whole, split, done) or _copied_later(whole, split.second)
+
+
+def _copied_later(whole: Run, second: Run) -> Cause | None:
+    """A copy that never changes, such as the reference model of DPO, is made of the loaded model instead of the first one."""
+    base, process = whole.trained[0], second.trained[0]
+    updated = {each.model for each in base.of(ModelUpdated)}
+    for before, now in zip(base.of(ModelCopied), process.of(ModelCopied), strict=False):
+        same = (before.where, before.names) == (now.where, now.names)
+        if same and before.model not in updated and difference(before.weights, now.weights) > CLOSE:
+            seen = f"the second start copies {now.model} after it has loaded the checkpoint, so the copy has trained parameters"
+            fix = (
+                "Make the copy before the checkpoint is loaded, or save the state_dict() of the copy too, and load it."
+            )
+            return seen, fix, now.where, ""
+    return None
 
 
 def copy_lost(whole: Run, second: Run, done: int) -> Cause | None:
@@ -96,8 +121,14 @@ def _same_generator(whole: Run, split: Split, done: int) -> Cause | None:
     return None
 
 
-def _begun_again(whole: Run, split: Split, done: int) -> Cause | None:
-    """Variables that change in an uninterrupted run have their first values again."""
+def best_lost(whole: Run, split: Split) -> Cause | None:
+    """The best value so far, or a count of epochs without a better one, has its first value again."""
+    cause = _begun_again(whole, split, len(split.first.trained[0].steps), BEST)
+    return (f"after the second start {cause[0]}", *cause[1:]) if cause else None
+
+
+def _begun_again(whole: Run, split: Split, done: int, names: re.Pattern[str] = ANY) -> Cause | None:
+    """Variables with such names that change in an uninterrupted run have their first values again."""
     base, first, second = (run.trained[0] for run in (whole, split.first, split.second))
     start, due = (_variables(base, base.steps[number : number + 1]) for number in (0, done))
     last, same = (_variables(process, process.steps[done - 1 : done]) for process in (base, first))
@@ -111,7 +142,7 @@ def _begun_again(whole: Run, split: Split, done: int) -> Cause | None:
         lost = [
             name
             for name in _in_order(now, common)
-            if now[name] == initial[name] != expected[name] and before[name] == again[name]
+            if now[name] == initial[name] != expected[name] and before[name] == again[name] and names.search(name)
         ]
         lost = [name for name in lost if isinstance(now[name], int)] or lost  # others are often computed from them
         if lost and what:

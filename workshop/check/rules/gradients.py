@@ -1,11 +1,13 @@
 """Whether all ranks hold the same gradients and parameters, and those that one process would have."""
 
 from collections import Counter
+from collections.abc import Iterator
 from functools import partial
 from itertools import pairwise
 
 from workshop.check.evidence.events import (
     Backward,
+    BuffersSeen,
     Collective,
     Forward,
     GradientsClipped,
@@ -16,6 +18,7 @@ from workshop.check.evidence.events import (
     ModelUpdated,
     NotAwaited,
     StepBegun,
+    StepTaken,
     UnevenJoined,
     Wrapped,
 )
@@ -28,6 +31,7 @@ from workshop.check.rules.rule import RULES, Makes, NotJudged, Rule, Said, Seen,
 from workshop.check.rules.words import listed, named
 from workshop.check.scenarios import SINGLE, WHOLE
 
+FIRST = 4  # evaluations of a model, in order, which are those at the same time
 ROUNDED = 2e-3  # gradients of float32 agree more closely than this; those of bfloat16 often do not
 beside_one_process: "partial[Makes[[Run, Run]]]" = partial(rule, runs=(WHOLE, SINGLE), needs=(LayersSeen,), spoils=True)
 
@@ -77,8 +81,7 @@ def clipping_differs(run: Run) -> Said:
 )
 def models_differ(run: Run) -> Said:
     """The ranks evaluate a model with different parameters."""
-    ranks = [] if run.divided else [process.of(ModelEvaluated) for process in run.trained]
-    for together in zip(*ranks, strict=False) if len(ranks) > 1 else ():
+    for together in _evaluated_together(run.trained) if len(run.trained) > 1 and not run.divided else ():
         base = together[0]
         for other in together[1:]:
             alike = (other.where, other.model, other.names) == (base.where, base.model, base.names)
@@ -88,6 +91,48 @@ def models_differ(run: Run) -> Said:
                 reason, where = _why_copies_differ(run.trained, base)
                 yield Seen(seen + reason, where or base.where)
                 return
+
+
+def _evaluated_together(ranks: list[Process]) -> Iterator[tuple[ModelEvaluated, ...]]:
+    """Yield the evaluations that the ranks make at the same time: the first of each model in order, later ones by the step."""
+    early: list[list[ModelEvaluated]] = []
+    late: list[dict[tuple[object, ...], ModelEvaluated]] = []
+    for process in ranks:
+        seen = Counter[tuple[str, ...]]()
+        early.append([])
+        late.append({})
+        for each in process.of(ModelEvaluated):
+            model = each.model, *each.names
+            seen[model] += 1
+            if seen[model] <= FIRST:
+                early[-1].append(each)
+            else:
+                late[-1][each.steps, *model] = each
+    yield from zip(*early, strict=False)
+    if len({len(process.of(StepTaken)) for process in ranks}) == 1:
+        for key in late[0]:
+            if all(key in events for events in late):
+                yield tuple(events[key] for events in late)
+
+
+@rule(
+    why="The values that the other ranks have computed are lost, so the buffer contains what rank 0 has seen.",
+    fix="Compute the same buffer on every rank: gather the values of all ranks (all_gather), or average them with all_reduce.",
+    needs=(BuffersSeen,),
+    after=(no_group, wrong_group, gradients_differ, weights_differ),
+    anywhere=True,
+)
+def buffers_overwritten(run: Run) -> Said:
+    """The ranks compute different buffers, and DistributedDataParallel replaces them with those of rank 0."""
+    ranks = [] if run.divided else [process.of(BuffersSeen) for process in run.trained]
+    different: list[list[str]] = []
+    for first, *others in zip(*ranks, strict=False) if len(ranks) > 1 else ():
+        names = [name for each in others for name in different_names(first.buffers, each.buffers, first.names)]
+        different.append(list(dict.fromkeys(names)))
+    if len(different) > 1 and all(different):
+        seen = f"before each forward pass, DistributedDataParallel replaces the buffer {listed(different[-1])} of a rank with "
+        changes = rf"text:\.{different[-1][0].rpartition('.')[2]}(\[.*\])?\s*[-+*]?=[^=]"
+        yield Seen(seen + "that of rank 0, and they are different", ranks[0][0].where, origin=changes)
 
 
 def _why_copies_differ(ranks: list[Process], model: ModelEvaluated) -> tuple[str, str]:

@@ -19,7 +19,7 @@ from workshop.check.evidence.events import (
 from workshop.check.evidence.real import Killed, Kills, RealRun
 from workshop.check.evidence.run import Process, Run, Step
 from workshop.check.evidence.sketches import CLOSE, difference
-from workshop.check.rules.carried import copy_lost, first_cause
+from workshop.check.rules.carried import Cause, best_lost, copy_lost, first_cause
 from workshop.check.rules.collectives import collectives_differ
 from workshop.check.rules.ending import crash, ending, hang, no_training
 from workshop.check.rules.files import checkpoint_keys
@@ -167,9 +167,9 @@ def second_start(whole: Run, split: Split) -> Told:
         return []  # the second start begins new games, as most programs of reinforcement learning do
     if differences and differences[0][0] in (resume_differs, optimizer_lost) and (cause := first_cause(whole, split)):
         seen, fix, where, origin = cause
-        about = optimizer_lost if where else resume_differs
+        about = optimizer_lost if "optimizer" in seen else resume_differs
         return [(about, Seen(f"{differences[0][1].partition(': ')[0]}: {seen}", where or load, fix=fix, origin=origin))]
-    if not differences and _reproducible(base, done) and (cause := copy_lost(whole, second, len(done))):
+    if not differences and (cause := _copy_or_best_lost(whole, split, _reproducible(base, done))):
         seen, fix, _, origin = cause
         return [(resume_differs, Seen(seen, load, fix=fix, origin=origin))]
     if not differences and (name := _saved_too_often(whole, second, len(done))):
@@ -177,6 +177,12 @@ def second_start(whole: Run, split: Split) -> Told:
         return [(resume_differs, Seen(seen, load, origin="restored"))]
     sampled = "call:set_epoch"
     return [(about, Seen(seen, load, origin=sampled if " samples " in seen else "")) for about, seen in differences]
+
+
+def _copy_or_best_lost(whole: Run, split: Split, reproducible: bool) -> Cause | None:
+    """State beside the model and the optimizer that the second start does not restore."""
+    done = len(split.first.trained[0].steps)
+    return (copy_lost(whole, split.second, done) if reproducible else None) or best_lost(whole, split)
 
 
 def _failed(split: Split, ended: Seen) -> Told:

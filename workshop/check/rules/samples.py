@@ -264,6 +264,35 @@ def samples_missed(run: Run) -> Said:
             return
 
 
+@_of_samples(
+    why="A part of the data is not used in an epoch, and the epochs have fewer steps than planned.",
+    fix="Divide the data set once. Trainer, Accelerate and Lightning give each process its part themselves, so pass them a loader "
+    "without DistributedSampler; do not pass a data set that is already a part to a DistributedSampler either.",
+    after=(same_samples, shares_overlap, samples_missed),
+    origin="loader",
+)
+def data_divided_twice(run: Run) -> Said:
+    """All ranks together train on 1/N of the data set in each epoch, where N is the number of ranks."""
+    ranks = [] if run.divided or len(run.trained) < 2 else run.trained
+    epochs = list(zip(*(process.epochs for process in ranks), strict=False))
+    epochs = epochs[:-1] if run.cut else epochs
+    batch = sum(len(process.steps[0].keys) for process in ranks)
+    sizes = set()
+    for number, together in enumerate(epochs, 1):
+        trained = set().union(*together)
+        data_sets = {key[:2] for key in trained}
+        kind, length = next(iter(data_sets)) if len(data_sets) == 1 else ("content", 0)
+        size = int(str(length))
+        if kind == "content" or size < 4 * batch or abs(len(trained) - size / len(ranks)) > batch:
+            return
+        if _stopped_early(ranks[0], number, run.accumulate):
+            return
+        sizes.add((len(trained), size))
+    if len(epochs) > 1:
+        seen, size = min(sizes)
+        yield Seen(f"in each epoch the {len(ranks)} ranks train on {seen:,} of {size:,} samples together", ranks[0].data_where)
+
+
 def _stopped_early(process: Process, number: int, accumulate: int) -> bool:
     """Whether the program left the loader before its end on purpose, so that no sample was forgotten."""
     loaders = [each.forward.loader for each in process.backwards if each.forward and each.forward.loader]
