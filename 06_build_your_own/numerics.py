@@ -1,7 +1,8 @@
 """Train the same model in float32, bfloat16 and float8, and show what each format loses. One process, also without a GPU.
 
-The numbers are rounded to each format, and then multiplied in float32. A GPU multiplies them directly, which is faster, and also
-adds the products in float32. So the losses are those of a GPU, and the times are not.
+The program rounds the numbers to each format, and adds their products in float32. A GPU multiplies the rounded numbers directly,
+which is faster, so the times are not those of a GPU. With bfloat16, a GPU also adds the products in float32, so you can expect
+about the same loss. With float8, an H100 can lose more, because it keeps only about 14 bits of a sum (see docs/numerics.md).
 
 Run it:  python 06_build_your_own/numerics.py --steps 100
 """

@@ -1,4 +1,4 @@
-"""The lighthouse of tolerate.py: it knows which replicas live, and decides after each step whether the step is valid.
+"""The lighthouse of tolerate.py: it knows which replicas are connected, and decides after each step whether the step is valid.
 
 All replicas connect to it. Once per step, each replica sends its vote and waits for the answer, both as one line of JSON.
 """
@@ -45,7 +45,7 @@ def replace_killed(replicas, command, ended):
 
 
 def decide(server, args, log):
-    """Collect the votes of all replicas that live. Answer: is the step valid, and who are the members of the next quorum?"""
+    """Collect the votes of all connected replicas. Answer: is the step valid, and who are the members of the next quorum?"""
     connections, members, votes, pids, quorum, step = [], [], {}, {}, 0, 0
     while step < args.steps:
         patience = args.patience if votes and members else None

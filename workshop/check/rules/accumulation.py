@@ -55,7 +55,8 @@ def _left_over(process: Process, wanted: int) -> list[bool]:
 
 
 @beside_one_process(
-    why="The gradient of a step must be the mean over its batches. A sum changes clipping and the learning rate of SGD.",
+    why="The gradient of a step must be the mean over its batches. A sum changes the effect "
+    "of clipping and of the learning rate of SGD.",
     fix="Divide the loss of each batch by the number of batches per step: (loss / accumulate).backward().",
     origin="returned:training_step receiver:backward",
 )

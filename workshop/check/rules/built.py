@@ -89,7 +89,7 @@ state_uneven = case_rule(
 case_rule(
     __name__,
     "state_partial",
-    "A checkpoint with the state of one rank cannot continue the training of the other parameters.",
+    "A checkpoint with the state of one rank lacks the optimizer state of the other parameters, so the run cannot resume.",
     "In state_dict(), collect the states of all ranks with torch.distributed.all_gather_object. In load_state_dict(), "
     "keep only the states of the parameters that this rank updates.",
     "saved", "loaded", "loaded-part",
@@ -225,7 +225,7 @@ def many_messages(step: TracedStep) -> Seen | None:
     if len(calls) > MANY * step.ranks:
         return Seen(f"{step.who} sends the updated parameters in {plural(len(calls), 'call')}", calls[0].where)
     if size_of(calls) > TWICE * step.whole > 0:
-        seen = f"{step.who} sends {mib(size_of(calls))} after the step; all parameters have {mib(step.whole)}"
+        seen = f"{step.who} sends {mib(size_of(calls))} after the step; all parameters take {mib(step.whole)}"
         return Seen(seen, calls[-1].where)
     return None
 

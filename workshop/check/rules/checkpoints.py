@@ -140,7 +140,8 @@ def reshard_fails(whole: Run, restarted: Restarted) -> Said:
 
 @rule(
     why="Other programs, such as transformers, cannot load the checkpoint of a training.",
-    fix="Write safetensors, config and tokenizer: save_pretrained(); for ZeRO, get_fp32_state_dict_from_zero_checkpoint() first.",
+    fix="For transformers, write config and tokenizer with save_pretrained(), and the parameters with save_file() of "
+    "safetensors. For ZeRO, save the result of get_fp32_state_dict_from_zero_checkpoint() with torch.save.",
     runs=EXPORTED,
 )
 def not_exported(exported: Exported) -> Said:

@@ -39,7 +39,7 @@ def gathered_loss(compared: Compared) -> Said:
 
 
 @rule(
-    why="The result depends on the number of processes, unless the loss is meant to compare only the samples of its rank.",
+    why="The result depends on the number of processes. This is right only if the loss should compare the samples of one rank.",
     fix="If the loss is divided by a count, such as that of the targets, sum this count over all ranks with all_reduce first.",
     runs=COMPARED,
     after=AFTER,

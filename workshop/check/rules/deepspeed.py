@@ -27,7 +27,7 @@ INSTEAD = {"backward": "loss.backward()", "step": "optimizer.step()"}
 
 
 @rule(
-    why="DeepSpeed averages gradients and partitions the optimizer state only if you train through its engine.",
+    why="DeepSpeed averages gradients and shards the optimizer state only if you train through its engine.",
     fix="Call deepspeed.initialize(model=, optimizer=, config=), then engine(inputs), engine.backward(loss), engine.step().",
     blocks=True,
     origin="call:backward",
@@ -119,7 +119,7 @@ def scaled_twice(run: Run) -> Said:
 
 
 @rule(
-    why="AdamW's moments need twice the memory of the parameters on every rank; ZeRO stage 1 partitions them.",
+    why="AdamW's moments need twice the memory of the parameters on every rank; ZeRO stage 1 shards them.",
     fix='In DeepSpeed\'s configuration, set "zero_optimization": {"stage": 1}, or a higher stage.',
     after=(engine_idle,),
     origin="configured",

@@ -118,7 +118,7 @@ def parts_unweighted(whole: Run, resized: Restarted) -> Said:
 
 
 @rule(
-    why="Samples that are left out or repeated are seen less or more often than the others.",
+    why="The model trains on some samples of the epoch twice, or not at all.",
     fix="Continue after the steps that the checkpoint counts: deal only the rest of that epoch to the ranks.",
     runs=(WHOLE, RESIZED),
     after=(batch_follows_ranks, resume_fails, never_resumes, resume_differs),

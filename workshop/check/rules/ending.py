@@ -68,7 +68,7 @@ def _of_other_programs(run: Run) -> str:
 
 
 @_ending(
-    why="A run that writes outside its own folder can overwrite other files, of yours or of other users.",
+    why="A run that writes outside its own folder can overwrite your other files, or those of other users.",
     fix="Write only below Path.cwd(), the folder in which the run starts, or to a path that you pass as an option.",
 )
 def outside_write(run: Run) -> Said:
@@ -100,7 +100,8 @@ def no_training(run: Run) -> Said:
     """The run ended without an error, but took no step."""
     if where := _of_other_programs(run):
         seen = "the program only starts other programs and waits for them; the check does not see what these do"
-        yield Seen(seen, where, fix="Give the check the command of the training itself, as torchrun would start it.")
+        fix = "After --, write the command that starts the training itself, for example torchrun train.py."
+        yield Seen(seen, where, fix=fix)
     elif not run.trained and ending(run) is None:
         path = next((event.path for event in run.all(Loaded) if event.path), "")
         why = f": it resumes from {path.rsplit('/', 1)[-1]}, which may be from a finished run" if path else ""

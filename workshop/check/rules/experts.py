@@ -117,7 +117,7 @@ case_rule(
     "The mean of the losses of single ranks is a different number than the loss of the global batch, and a loss without the "
     "right gradient does not balance the experts.",
     "Sum the counts of the choices (before the capacity) and the probabilities over the ranks with all_reduce, and add the "
-    "gradient of the own probabilities, times the number of ranks (Tensor.detach).",
+    "gradient of the probabilities of this rank, times the number of ranks (Tensor.detach).",
     "balance",
     after=(experts_case_fails,),
 )
@@ -125,6 +125,6 @@ case_rule(
     __name__,
     "experts_impossible",
     "An impossible argument that is accepted fails later, with an error that does not name it.",
-    "Raise the ValueErrors of the docstring on all ranks, before the first call of all_to_all_single.",
+    "On all ranks, raise the ValueErrors that the docstring names, before the first call of all_to_all_single.",
     "experts-impossible",
 )

@@ -162,14 +162,15 @@ def step_waits(run: Run) -> Said:
             yield Seen(f"the CPU waits for the GPU in every step ({plural(times, 'time')} at this line)", where)
         for where, times in _each_step(process, ("wait-inside",)).items():
             if times >= MANY:
-                seen = f"a library waits for the GPU {times} times in every step: an optimizer does if its step count is there"
+                cause = "an optimizer waits if its step count is on the GPU"
+                seen = f"a library waits for the GPU {times} times in every step: {cause}"
                 yield Seen(seen, where, fix='Load the optimizer with torch.load(..., map_location="cpu").')
 
 
 @gpu_rule(
     why="Each copy takes time, and the GPU waits for the batch.",
-    fix="Move all samples to the GPU before the first epoch, and select each batch with a tensor of indices that is there too: "
-    ".to(device).",
+    fix="Move all samples to the GPU with .to(device) before the first epoch, and select each batch with a tensor of indices "
+    "that is also on the GPU.",
     mild=True,
     anywhere=False,
     after=(data_per_sample,),
@@ -221,7 +222,7 @@ def copy_not_pinned(run: Run) -> Said:
 
 
 @gpu_rule(
-    why="The CPU waits for each copy, although the memory is pinned and it could already issue the forward pass.",
+    why="The memory is pinned, so the CPU need not wait for the copy: it could already issue the forward pass.",
     fix="Copy with .to(device, non_blocking=True): later operations on the GPU wait for the copy automatically.",
     mild=True,
 )
@@ -275,7 +276,8 @@ def memory_grows(run: Run) -> Said:
 def gpu_not_seeded(run: Run) -> Said:
     """A process draws random numbers on a GPU other than the one that it has seeded."""
     for process, event in itertools.islice(_noted(run, "not-seeded"), 1):
-        yield Seen(f"{named(process)} has seeded a different GPU than {event.detail}, on which it draws", event.where)
+        seen = f"{named(process)} has seeded a different GPU than {event.detail}, on which it draws random numbers"
+        yield Seen(seen, event.where)
 
 
 @gpu_rule(

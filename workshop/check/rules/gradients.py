@@ -337,7 +337,7 @@ def _passed_before(base: Process, step: Step) -> tuple[Forward, Forward] | None:
 
 
 @beside_one_process(
-    why="The gradient is a multiple of the average, which changes clipping and the effective learning rate of SGD.",
+    why="The gradient is a multiple of the average, which changes the effect of clipping and of the learning rate of SGD.",
     fix="DistributedDataParallel divides the gradients by the number of processes, so do not divide the loss by it too. If you "
     "divide the loss by a count over all ranks, multiply it by the number of processes.",
     anywhere=True,
@@ -350,7 +350,8 @@ def gradient_scale(run: Run, single: Run) -> Said:
 
 @beside_one_process(
     why="N processes with the same global batches as one process should compute the same training.",
-    fix="Compare with one process that has the same global batch: the mean over all samples, the learning rate, the parameters.",
+    fix="Compare the mean over all samples, the learning rate and the parameters with those of one process that has the same "
+    "global batch.",
 )
 def differs_from_one_process(run: Run, single: Run) -> Said:
     """Gradient, learning rate or parameters are not those of one process on the same samples."""

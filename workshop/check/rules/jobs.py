@@ -87,7 +87,7 @@ def _failed(job: Job, text: str) -> Seen:
 def still_torchrun(job: Job) -> Said:
     """torchrun starts the processes, but in this exercise Slurm should start them."""
     if _by_torchrun(job):
-        yield Seen("torchrun starts the processes; in this exercise Slurm starts them, one task per process")
+        yield Seen("torchrun starts the processes, but in this exercise Slurm must start them, one task per process")
 
 
 AFTER = (job_refused, still_torchrun)

@@ -124,7 +124,7 @@ def schedule_uneven(run: Run) -> Said:
         if len(set(rates)) < len(rates):
             yield Seen(f"the learning rate does not change with each step: {shown}", where)
         elif rates != rises_and_falls or rates[-1] > 0.05 * rates[top]:
-            yield Seen(f"the learning rate does not fall to its end by the last step: {shown}", where)
+            yield Seen(f"the learning rate does not rise once and then fall to almost 0: {shown}", where)
 
 
 @schedule_uneven.also(WHOLE, instead_of=(crash,))

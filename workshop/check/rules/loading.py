@@ -65,6 +65,6 @@ def nothing_restored(whole: Run, split: Split) -> Said:
         fresh = whole.trained and difference(begin.before.weights, whole.trained[0].steps[0].before.weights) < SAME / 10
         if early and not given and fresh and not begin.before.sharded:
             name = early[-1].path.rsplit("/", 1)[-1]
-            seen = f"the second start reads {name}, but gives it to no model: it begins with fresh parameters"
+            seen = f"the second start reads {name}, but loads it into no model: it begins with fresh parameters"
             yield Seen(seen, early[-1].where)
             return

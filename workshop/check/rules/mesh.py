@@ -101,5 +101,5 @@ def norm_sends_gradients(step: TracedStep) -> Seen | None:
     ranks = max((len(each.group) for each in calls), default=1)
     if size_of(calls) > TWICE * 2 * (ranks - 1) / ranks * step.traced.parameters > 0:
         sent, own = mib(size_of(calls)), mib(step.traced.parameters)
-        return Seen(f"after the backward pass, {step.who} sends {sent}; its gradients have {own}", calls[-1].where)
+        return Seen(f"after the backward pass, {step.who} sends {sent}; its gradients take {own}", calls[-1].where)
     return None

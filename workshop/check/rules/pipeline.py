@@ -55,7 +55,8 @@ case_rule(
     "pipeline_fails",
     "A class that works only for the stages of the exercise fails with your own models.",
     "Receive each activation with the shape and data type that its rank has announced (send_object_list). Allow frozen "
-    "parameters, and use the ranks of group. Raise each ValueError of the docstring on all ranks, before a rank sends something.",
+    "parameters, and use the ranks of group. On all ranks, raise each ValueError that the docstring names, before a rank sends "
+    "something.",
     "microbatch-errors", "one-stage", "stages", "frozen-stage", "whole-numbers",
     after=(microbatches_differ,),
 )  # fmt: skip

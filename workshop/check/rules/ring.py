@@ -38,8 +38,8 @@ attention_fails = case_rule(
     "attention_fails",
     "An attention that is right only for the sizes of the exercise gives wrong results in your own models.",
     "Compare output and gradients with scaled_dot_product_attention: causal and not, with fewer heads of keys, with large "
-    "scores (subtract the total before exp), with bfloat16 (sum in float32), and in a group. Raise each ValueError of the "
-    "docstring.",
+    "scores (subtract the total before exp), with bfloat16 (sum in float32), and in a group. Raise each ValueError that "
+    "the docstring names.",
     "sequence-shards", "attention", "large-scores", "attention-gradients", "low-precision", "one-member", "sequence-errors",
 )  # fmt: skip
 

@@ -259,7 +259,7 @@ def samples_missed(run: Run) -> Said:
         size = int(str(length))
         left = size - len(trained | {key for key in evaluated if key[:2] in data_sets})
         if left >= max(step, run.nproc) + run.nproc and not _stopped_early(ranks[0], number, run.accumulate):
-            seen = f"in epoch {number} {left:,} of {size:,} samples are seen by no rank"
+            seen = f"{left:,} of {size:,} samples are seen by no rank in epoch {number}"
             yield _by_draw(run, Seen(seen, ranks[0].data_where))
             return
 

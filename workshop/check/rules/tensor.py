@@ -41,7 +41,7 @@ def linear_whole(step: TracedStep) -> Seen | None:
 
 @of_step(
     why="If each rank computes whole layers, more GPUs do not make a step faster.",
-    fix="Multiply only with the own part of each weight: communicate activations with all_reduce, not parameters.",
+    fix="Multiply only with this rank's part of each weight: communicate activations with all_reduce, not parameters.",
     after=(linear_whole,),
 )
 def linear_computed_whole(step: TracedStep) -> Seen | None:
@@ -112,7 +112,7 @@ def norms_whole(step: TracedStep) -> Seen | NotJudged | None:
         )
     begins = [each for each in step.traced.moments if each.what == "forward"]
     if whole := next((each for each in begins if each.bytes > most * step.activation > 0), None):
-        seen = f"the input of block {int(whole.name) + 1} of {step.who} has all tokens; its part has 1/{step.ranks} of them"
+        seen = f"the input of block {int(whole.name) + 1} of {step.who} has all tokens, but should have 1/{step.ranks} of them"
         return Seen(seen, whole.where)
     return None
 

@@ -159,7 +159,7 @@ def judging(function: OfStep) -> Callable[[Run, Run], Said]:
 def needs_more(step: TracedStep, moment: Moment) -> str:
     """Write how much memory a process needs at a moment, in addition to what it always holds."""
     more, whole = mib(step.more(moment)), mib(step.whole)
-    return f"{step.who} stores {more} more than between two steps; all parameters have {whole}"
+    return f"{step.who} stores {more} more than between two steps; all parameters take {whole}"
 
 
 def of_step(why: str, fix: str, after: tuple[Rule, ...] = ()) -> Callable[[OfStep], Rule]:
