@@ -1,6 +1,7 @@
 """The comparison with one process: joined batches, steps without chance, and the targets of a loss."""
 
 import math
+import re
 import subprocess
 import sys
 from collections import namedtuple
@@ -168,6 +169,57 @@ def test_a_wrong_scale_is_seen_before_the_gradients_are_clipped(tmp_path, scale,
     (tmp_path / "train.py").write_text(CLIPPED.replace("SCALE", scale))
     *_, verdict = check_command(["torchrun", "--nproc-per-node=2", "train.py"], folder=tmp_path)
     assert [finding.kind for finding in verdict.errors] == kinds
+
+
+EVALUATED = """
+import time
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+
+begin = time.perf_counter()
+dist.init_process_group("gloo")
+torch.manual_seed(0)
+data = TensorDataset(torch.randn(32, 4), torch.randn(32, 1))
+test_data = TensorDataset(torch.randn(30, 4), torch.randn(30, 1))
+model = nn.Linear(4, 1)
+ddp_model = nn.parallel.DistributedDataParallel(model)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01 * dist.get_world_size())  # one process trains differently
+sampler = DistributedSampler(data)
+loader = DataLoader(data, 4, sampler=sampler)
+evaluated = DataLoader(test_data, 4, sampler=DistributedSampler(test_data, shuffle=False))
+for epoch in range(3):
+    sampler.set_epoch(epoch)
+    for inputs, targets in loader:
+        optimizer.zero_grad()
+        loss = nn.functional.mse_loss(ddp_model(inputs), targets)
+        loss.backward()
+        optimizer.step()
+    with torch.no_grad():
+        worst = max(float((model(inputs) - targets).abs().max()) for inputs, targets in evaluated)
+        worst = torch.tensor(worst)
+    REDUCED
+    if dist.get_rank() == 0:
+        print(f"epoch {epoch}: loss {loss:.3f}, validation: {worst:.4f} after {time.perf_counter() - begin:.2f} s")
+dist.destroy_process_group()
+"""
+MEAN = "dist.all_reduce(worst)\n    worst /= dist.get_world_size()"
+
+
+@pytest.mark.parametrize(
+    ("reduced", "kinds"), [("dist.all_reduce(worst, dist.ReduceOp.MAX)", []), (MEAN, ["metric-depends-on-processes"])]
+)
+def test_a_metric_is_that_of_one_process_with_the_same_parameters(tmp_path, reduced, kinds):
+    (tmp_path / "train.py").write_text(EVALUATED.replace("REDUCED", reduced))
+    *_, verdict = check_command(["torchrun", "--nproc-per-node=2", "train.py"], folder=tmp_path)
+    assert [finding.kind for finding in verdict.errors] == kinds, verdict.errors
+    if kinds:
+        assert re.match(
+            r"after step 4 the program prints validation [\d.]+; one process with the same parameters and samples, [\d.]+$",
+            verdict.errors[0].seen,
+        )
+        assert verdict.errors[0].where == "train.py:29"
 
 
 HASHED = """

@@ -8,6 +8,8 @@ from check.bank.whole import case_of
 
 GAN = "tests/check/referee/gan/train.py"
 
+MOCO = "tests/check/referee/moco/train.py"
+
 MISTAKES = (
     mistake(
         "fakes-that-are-not-detached",
@@ -315,9 +317,18 @@ MISTAKES = (
             "            dist.all_reduce(parameter.grad, dist.ReduceOp.AVG)\n",
         ),
     ),
+    # ---- buffers-overwritten
+    mistake(
+        "queue-of-the-own-keys",
+        MOCO,
+        "buffers-overwritten",
+        "Each rank appends only its own keys to a buffer, and DDP replaces the buffer with that of rank 0.",
+        ("        self.enqueue(concat_all_gather(k))\n", "        self.enqueue(k)\n"),
+    ),
 )
 
 STYLES = (
+    style("queue-of-all-keys", MOCO, "Each rank appends the keys of all ranks to the buffer."),
     style(
         "local-steps",
         second.TAGGER,

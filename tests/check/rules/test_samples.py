@@ -46,6 +46,8 @@ WORKERS = """\
         stride = self.world_size * info.num_workers
 """
 
+TRAINER = "tests/check/referee/hf_token_tagger/train.py"
+
 MISTAKES = (
     # ---- same-samples
     mistake(
@@ -303,10 +305,25 @@ REPEATED = """\
 SCORED = """\
         with torch.no_grad():
             for tokens, _ in DataLoader(train_set, args.batch_size, collate_fn=padded):
-                model(tokens)
+                model(tokens    # ---- data-divided-twice
+    mistake(
+        "distributed-sampler-for-a-trainer",
+        TRAINER,
+        "data-divided-twice",
+        "The Trainer divides the loader among the processes, and a DistributedSampler divides the data once more.",
+        ("from transformers import (\n", "from torch.utils.data import DistributedSampler\nfrom transformers import (\n"),
+        (
+            "    def compute_loss(self,",
+            "    def _get_train_sampler(self, train_dataset=None):\n"
+            "        return DistributedSampler(self.train_dataset, shuffle=True, seed=self.args.seed)\n\n"
+            "    def compute_loss(self,",
+        ),
+    ),
+)
 """
 
 STYLES = (
+    style("sampler-of-the-trainer", TRAINER, "The Trainer makes the sampler, and divides the loader itself."),
     style(
         "each-sample-three-times",
         second.TAGGER,
