@@ -3,6 +3,7 @@
 import importlib
 import importlib.util
 import json
+import os
 import runpy
 import sys
 from types import SimpleNamespace
@@ -166,7 +167,10 @@ def test_each_strategy_trains_with_one_process(device, name, data, tmp_path, mon
     from transformers import AutoModelForCausalLM
 
     gpus = {"cpu": {}, "cuda": runs.with_gpus(), "pretended": runs.pretended(1)}[device]
-    for key, value in runs.environment(WORKSHOP_DATA=data, **gpus).items():
+    variables = runs.environment(WORKSHOP_DATA=data, **gpus)
+    for key in os.environ.keys() - variables.keys():  # ``train`` may have hidden the GPUs until the end of this module
+        monkeypatch.delenv(key)
+    for key, value in variables.items():
         monkeypatch.setenv(key, value)
     strategy = next(each for each in STRATEGIES if each.name == name)
     if not importlib.util.find_spec(strategy.package):
