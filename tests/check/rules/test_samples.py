@@ -289,6 +289,23 @@ MISTAKES = (
         (ddp.LOSS, ddp.WITH_DROPOUT),
         (ddp.SEED, ddp.SEED.replace(" + rank", "")),
     ),
+    # ---- data-divided-twice
+    mistake(
+        "distributed-sampler-for-a-trainer",
+        TRAINER,
+        "data-divided-twice",
+        "The Trainer divides the loader among the processes, and a DistributedSampler divides the data once more.",
+        (
+            "from transformers import (\n",
+            "from torch.utils.data import DistributedSampler\nfrom transformers import (\n",
+        ),
+        (
+            "    def compute_loss(self,",
+            "    def _get_train_sampler(self, train_dataset=None):\n"
+            "        return DistributedSampler(self.train_dataset, shuffle=True, seed=self.args.seed)\n\n"
+            "    def compute_loss(self,",
+        ),
+    ),
 )
 
 REPEATED = """\
@@ -305,21 +322,7 @@ REPEATED = """\
 SCORED = """\
         with torch.no_grad():
             for tokens, _ in DataLoader(train_set, args.batch_size, collate_fn=padded):
-                model(tokens    # ---- data-divided-twice
-    mistake(
-        "distributed-sampler-for-a-trainer",
-        TRAINER,
-        "data-divided-twice",
-        "The Trainer divides the loader among the processes, and a DistributedSampler divides the data once more.",
-        ("from transformers import (\n", "from torch.utils.data import DistributedSampler\nfrom transformers import (\n"),
-        (
-            "    def compute_loss(self,",
-            "    def _get_train_sampler(self, train_dataset=None):\n"
-            "        return DistributedSampler(self.train_dataset, shuffle=True, seed=self.args.seed)\n\n"
-            "    def compute_loss(self,",
-        ),
-    ),
-)
+                model(tokens)
 """
 
 STYLES = (

@@ -283,7 +283,8 @@ def data_divided_twice(run: Run) -> Said:
         data_sets = {key[:2] for key in trained}
         kind, length = next(iter(data_sets)) if len(data_sets) == 1 else ("content", 0)
         size = int(str(length))
-        if kind == "content" or size < 4 * batch or abs(len(trained) - size / len(ranks)) > batch:
+        share = size / len(ranks)
+        if kind == "content" or size < 4 * batch or not share - batch < len(trained) <= share + len(ranks):
             return
         if _stopped_early(ranks[0], number, run.accumulate):
             return
