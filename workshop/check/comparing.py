@@ -86,6 +86,11 @@ def _replace(file: Path, ranks: int, whole: bool, recorder: Recorder) -> None:
             place, rank, data = pickle.load(stored)
             parts.setdefault(place, {})[rank] = data
 
+    # If the program has left the loop before the end of the loader, this is where the ranks ended too.
+    ends: dict[Iteration, int] = {}
+    for iteration, number in parts:
+        if 0 <= number < BATCHES - 1:
+            ends[iteration] = max(ends.get(iteration, 0), number + 1)
     size = 0
     begun = False
     seen: dict[Iteration, set[bytes]] = {}  # the samples that one process has evaluated
@@ -94,7 +99,8 @@ def _replace(file: Path, ranks: int, whole: bool, recorder: Recorder) -> None:
         nonlocal size, begun
         own = dist.get_rank() if dist.is_initialized() and dist.get_world_size() > 1 else None
         if place[1] in (END, LENGTH):
-            return max(parts.get(place, {0: data}).values()) if whole and own is None else data
+            usual = ends.get(place[0], data) if place[1] == END else data
+            return max(parts.get(place, {0: usual}).values()) if whole and own is None else data
         if not begun:
             begun = True
             tame(lambda: size)  # not earlier, because the parameters need random values

@@ -266,8 +266,8 @@ def samples_missed(run: Run) -> Said:
 
 @_of_samples(
     why="A part of the data is not used in an epoch, and the epochs have fewer steps than planned.",
-    fix="Divide the data set once. Trainer, Accelerate and Lightning give each process its part themselves, so pass them a loader "
-    "without DistributedSampler; do not pass a data set that is already a part to a DistributedSampler either.",
+    fix="Divide the data set once. Trainer, Accelerate and Lightning give each process its part themselves, so pass them a "
+    "loader without DistributedSampler. Give DistributedSampler the whole data set, not a part.",
     after=(same_samples, shares_overlap, samples_missed),
     origin="loader",
 )
@@ -291,7 +291,9 @@ def data_divided_twice(run: Run) -> Said:
         sizes.add((len(trained), size))
     if len(epochs) > 1:
         seen, size = min(sizes)
-        yield Seen(f"in each epoch the {len(ranks)} ranks train on {seen:,} of {size:,} samples together", ranks[0].data_where)
+        yield Seen(
+            f"in each epoch the {len(ranks)} ranks train on {seen:,} of {size:,} samples together", ranks[0].data_where
+        )
 
 
 def _stopped_early(process: Process, number: int, accumulate: int) -> bool:
