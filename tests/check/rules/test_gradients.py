@@ -328,7 +328,6 @@ MISTAKES = (
 )
 
 STYLES = (
-    style("queue-of-all-keys", MOCO, "Each rank appends the keys of all ranks to the buffer."),
     style(
         "local-steps",
         second.TAGGER,

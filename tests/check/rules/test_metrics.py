@@ -2,50 +2,43 @@
 
 import pytest
 
+from check.bank import second
 from check.bank.case import mistake, style
 from check.bank.cases import bank_tests
 from workshop.check.rules.metrics import _differ, _numbers
 
-KNN = "tests/check/referee/byol_knn/train.py"
-SEGMENTATION = "tests/check/referee/segmentation/train.py"
-FEATURES = """\
-    feats, labels = extract(backbone, bank_loader, device)
-    bank, bank_labels = all_gather_cat(feats), all_gather_cat(labels)
-"""
-RETURNED = "    return (intersection / union.clamp(min=1)).mean().item()\n"
+REDUCED = "    dist.all_reduce(counts)\n    return (counts[0] / counts[1]).item()\n"
 
 MISTAKES = (
     mistake(
-        "labels-in-the-order-of-the-data-set",
-        KNN,
+        "accuracy-of-the-best-rank",
+        second.TAGGER,
         "metric-depends-on-processes",
-        "The features are gathered rank by rank, but their labels are in the order of the data set.",
+        "The program prints the largest accuracy of all ranks.",
         (
-            FEATURES,
-            FEATURES.replace("labels = extract", "_ = extract").replace(
-                "all_gather_cat(labels)", "bank_loader.dataset.tensors[1].to(device)"
-            ),
+            REDUCED,
+            "    accuracy = counts[0] / counts[1]\n"
+            "    dist.all_reduce(accuracy, dist.ReduceOp.MAX)\n"
+            "    return accuracy.item()\n",
         ),
     ),
     mistake(
         "result-of-the-reduction-not-used",
-        SEGMENTATION,
+        second.TAGGER,
         "metric-depends-on-processes",
-        "The function that adds up the counts returns the sums, but the program goes on with the counts of rank 0.",
-        ("    confusion = reduce_sum(confusion)\n", "    reduce_sum(confusion)\n"),
+        "The sums are in a copy of the counts, but the accuracy is that of the counts of rank 0.",
+        (REDUCED, REDUCED.replace("all_reduce(counts)", "all_reduce(counts.clone())")),
     ),
 )
 STYLES = (
-    style("labels-gathered-like-the-features", KNN, "Features and labels are gathered in the same order."),
     style(
         "counts-gathered-as-objects",
-        SEGMENTATION,
+        second.TAGGER,
         "The counts of the ranks are gathered as objects, and then added.",
         (
-            "    confusion = reduce_sum(confusion)\n",
-            "    matrices = [None] * dist.get_world_size()\n"
-            "    dist.all_gather_object(matrices, confusion.cpu())\n"
-            "    confusion = torch.stack(matrices).sum(0)\n",
+            REDUCED,
+            "    gathered = [None] * dist.get_world_size()\n    dist.all_gather_object(gathered, counts)\n"
+            "    counts = torch.stack(gathered).sum(0)\n    return (counts[0] / counts[1]).item()\n",
         ),
     ),
 )

@@ -326,7 +326,6 @@ SCORED = """\
 """
 
 STYLES = (
-    style("sampler-of-the-trainer", TRAINER, "The Trainer makes the sampler, and divides the loader itself."),
     style(
         "each-sample-three-times",
         second.TAGGER,

@@ -52,6 +52,15 @@ def content(tensor: torch.Tensor) -> memoryview:
     return memoryview((ctypes.c_ubyte * (tensor.numel() * size)).from_address(place))
 
 
+def mixed(tensor: torch.Tensor) -> Sketch:
+    """Return the norm of a tensor, and sums with different weights: they change if any of its values changes."""
+    with suppress(*UNREADABLE):
+        values = tensor.detach().cpu().flatten().double()
+        places = torch.arange(len(values), dtype=torch.double)
+        return float(values.norm()), [float((values * torch.cos(turn * places)).sum()) for turn in (1, 2, 3)]
+    return None
+
+
 def rows(tensor: torch.Tensor) -> list[Key]:
     """Return a key for each row of a tensor, equal for equal contents; empty for a tensor without contents."""
     with suppress(*UNREADABLE):

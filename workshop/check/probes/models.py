@@ -30,6 +30,7 @@ from workshop.check.probes.contents import (
     is_sharded,
     is_zero,
     mean,
+    mixed,
     rows,
     sketches,
 )
@@ -137,7 +138,9 @@ class Models(Probe):
         buffers = {name: each for name, each in model.named_buffers() if name.rpartition(".")[0] not in norms}
         if buffers:
             names = list(buffers)
-            self.recorder.note(BuffersSeen(buffers=sketches(buffers.values()), names=names, where=where))
+            self.recorder.note(
+                BuffersSeen(buffers=[mixed(each) for each in buffers.values()], names=names, where=where)
+            )
 
     def _weigh(self, model: nn.Module, where: str) -> None:
         """Record the parameters of a model that is evaluated, some times, but once between two steps."""
