@@ -13,7 +13,7 @@ from workshop.check.foreign import OwnersBench
 from workshop.check.forked import Program
 from workshop.check.probes import ALWAYS, Probe
 from workshop.check.probes.checkpoints import Checkpoints
-from workshop.check.scenarios import COMPARED, SPLIT, WHOLE, Unavailable
+from workshop.check.scenarios import COMPARED, METRICS, SPLIT, WHOLE, Unavailable
 from workshop.check.start import read_start
 from workshop.check.subject import Subject
 from workshop.run.stillness import Patience
@@ -209,7 +209,7 @@ def test_the_bench_runs_a_program_that_is_not_an_exercise(tmp_path):
     assert bench.nproc == 1
     assert bench.has("--never")
     assert not bench.has("--ever")
-    assert bench.offers == (WHOLE, COMPARED, SPLIT)
+    assert bench.offers == (WHOLE, COMPARED, METRICS, SPLIT)
     assert set(bench.probes) == set(ALWAYS)
     whole = bench.make(WHOLE, {})
     assert [len(process.steps) for process in whole.trained] == [4]
