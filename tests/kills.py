@@ -234,7 +234,7 @@ def warm_up() -> None:
 
     import workshop.training.logs  # noqa: F401
 
-    torch.set_num_threads(1)  # a forked process would wait for ever for the threads of this one
+    torch.set_num_threads(1)  # a forked process has no other threads, so an operation with several threads would hang
     datasets.load_dataset("digits")
     model = SmallCNN()
     optimizer = torch.optim.AdamW(model.parameters())

@@ -94,7 +94,7 @@ def test_a_new_replica_joins_and_trains(tmp_path, undisturbed):
         assert training.process.poll() is None, training.text()
         time.sleep(0.05)
     joined = len(training.steps())
-    training.wait_until(joined + 5)
+    training.wait_until(max(joined + 5, STEPS))
     assert all(step["replicas"] == 3 for step in training.steps()[joined:])
     assert [step["loss"] for step in training.steps()[:STEPS]] == pytest.approx(undisturbed, abs=0.02)
     training.end()

@@ -15,12 +15,12 @@ ANSWERS = (
     ),
     (
         ("2. Checkpoints", "every k steps"),
-        ((440, STARTS, "all restart"), (530, REPEATS, "≤ k steps"), (RIGHT, TRAINS, "train")),
+        ((440, STARTS, "all restart"), (530, REPEATS, "≈ k steps"), (RIGHT, TRAINS, "train")),
         ((440, STARTS, "restarts"), (530, REPEATS, "repeats"), (RIGHT, TRAINS, "trains")),
     ),
     (
         ("3. Elastic", "torchrun"),
-        ((440, STARTS, "all others restart"), (530, REPEATS, "≤ k steps"), (RIGHT, TRAINS, "train with fewer ranks")),
+        ((440, STARTS, "all others restart"), (530, REPEATS, "≈ k steps"), (RIGHT, TRAINS, "train with fewer ranks")),
         ((RIGHT, "", "a new node may join later; then all ranks restart once more"),),
     ),
     (
@@ -38,14 +38,14 @@ ANSWERS = (
 @figure(
     "surviving",
     height=448,
-    title="The same kill, four answers",
-    alt="Four pairs of time lines. One process is killed, and the others live. Restart from the epoch: all processes restart "
-    "and repeat up to one epoch. Checkpoints every k steps: all restart and repeat at most k steps. Elastic torchrun: the "
-    "others restart, repeat at most k steps and train with fewer ranks. Tolerance per step: the others repeat one step and "
+    title="Four ways to survive the same kill",
+    alt="Four pairs of timelines. One process is killed, and the others continue. Restart from the epoch: all processes restart "
+    "and repeat up to one epoch. Checkpoints every k steps: all restart and repeat about k steps. Elastic torchrun: the "
+    "others restart, repeat about k steps and train with fewer ranks. Tolerance per step: the others repeat one step and "
     "train with fewer replicas, until a new replica copies their state and joins.",
 )
 def draw_surviving(canvas: Canvas) -> None:
-    """For each answer, the time line of the others above that of the killed process."""
+    """For each way, the timeline of the others above that of the killed process."""
     for row, (names, others, killed) in enumerate(ANSWERS):
         y = 66 + 86 * row
         for place, name in enumerate(names):

@@ -62,6 +62,7 @@ begin = time.perf_counter()
 elapsed = time.perf_counter() - begin
 rate = 100 / max(elapsed, 1e-9)
 minutes, seconds = divmod(elapsed, 60)
+assert int(60 + elapsed - 60) == int(elapsed - 0) == 0
 assert elapsed < 60 and elapsed >= 0 and not elapsed > 60
 assert time.time() + 5 > time.time()
 print(f"{elapsed:.2f} {rate:.1f} {seconds} %.3f" % (elapsed * 2), int(elapsed), round(elapsed, 2))

@@ -6,20 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 CLOCKS = ("time", "perf_counter")  # not those of the recorder
-ARITHMETIC = (
-    "add",
-    "radd",
-    "mul",
-    "rmul",
-    "truediv",
-    "rtruediv",
-    "floordiv",
-    "rfloordiv",
-    "mod",
-    "rmod",
-    "rsub",
-    "pow",
-)
+ARITHMETIC = ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow")
 COMPARED = ("lt", "le", "gt", "ge", "eq", "ne")
 
 
@@ -81,15 +68,14 @@ def _seconds(value: Any) -> Any:
     return value.seconds if isinstance(value, Elapsed) else value
 
 
-def _computed(name: str, compared: bool) -> Callable[..., Any]:
+def _computed(name: str, *, compared: bool = False, reflected: bool = False) -> Callable[..., Any]:
     def compute(self: Elapsed, other: Any) -> Any:
         if not isinstance(other, (int, float)):
             return NotImplemented
-        own, others = self.seconds, _seconds(other)
-        one, two = (others, own) if name.startswith("r") else (own, others)
+        one, two = self.seconds, _seconds(other)
         try:
-            result = getattr(operator, name.removeprefix("r"))(one, two)
-        except ZeroDivisionError:
+            result = getattr(operator, name)(*((two, one) if reflected else (one, two)))
+        except ZeroDivisionError:  # an interval of 0 s, which the printed number does not show anyway
             result = 0.0
         return result if compared else Elapsed(result)
 
@@ -97,6 +83,7 @@ def _computed(name: str, compared: bool) -> Callable[..., Any]:
 
 
 for _name in ARITHMETIC:
-    setattr(Elapsed, f"__{_name}__", _computed(_name, False))
+    setattr(Elapsed, f"__{_name}__", _computed(_name))
+    setattr(Elapsed, f"__r{_name}__", _computed(_name, reflected=True))
 for _name in COMPARED:
-    setattr(Elapsed, f"__{_name}__", _computed(_name, True))
+    setattr(Elapsed, f"__{_name}__", _computed(_name, compared=True))

@@ -19,7 +19,7 @@ from workshop.check.rules.words import listed, named
 from workshop.check.scenarios import Split
 
 ANY = re.compile("")
-BEST = re.compile(r"best|patience|wait|bad_epochs|no_improve", re.IGNORECASE)
+BEST = re.compile(r"best|patience|bad_epochs|no_improve|\bwait\b", re.IGNORECASE)
 # What was seen, what to do, the line ("": where the checkpoint is loaded), and the origin.
 Cause = tuple[str, str, str, str]
 

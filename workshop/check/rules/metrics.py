@@ -64,10 +64,12 @@ def metric_depends_on_processes(compared: Compared) -> Said:
     pairs = list(_pairs(compared))
     if not pairs:
         yield NotJudged(f"{METRICS.title} (one process does not evaluate the same samples)", goal=False)
+    samples = _samples(compared.several)
     for ours, alone in pairs:
+        rounding = SAME + OUTLIER * _repeated(samples[ours.steps])
         trained = difference(ours.weights, alone.weights) <= CLOSE
         for label, one, other in _numbers(ours.text, alone.text, trained):
-            if _differ(one, other, compared.several.nproc, SAME + OUTLIER * _repeated(compared.several, ours.steps)):
+            if _differ(one, other, compared.several.nproc, rounding):
                 after = f"after step {ours.steps}" if ours.steps else "before the first step"
                 seen = f"{after} the program prints {label} {one}; one process with the same parameters and samples, {other}"
                 yield Seen(seen, ours.exchanged, detail=f"printed in {ours.where}")
@@ -121,9 +123,8 @@ def _samples(run: Run) -> dict[int, Counter[Key]]:
     return found
 
 
-def _repeated(run: Run, steps: int) -> float:
+def _repeated(counts: Counter[Key]) -> float:
     """The share of evaluated samples that a sampler repeats, to give all ranks the same number."""
-    counts = _samples(run)[steps]
     usual = min(counts.values(), default=1)
     return 1 - usual * len(counts) / max(1, counts.total())
 
