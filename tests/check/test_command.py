@@ -4,9 +4,12 @@ import json
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
+import threading
 import time
+from contextlib import suppress
 
 import psutil
 import pytest
@@ -95,6 +98,30 @@ def test_watching_checks_again_at_every_save(tmp_path):
     finally:
         running.process.send_signal(2)
         assert running.wait(20) == 130, running.text()
+
+
+def test_a_process_that_aborts_once_costs_no_goal(tmp_path):
+    server, answers = socket.create_server(("127.0.0.1", 0)), []
+
+    def answer():
+        with suppress(OSError):  # the test has ended
+            while True:
+                connection, _ = server.accept()
+                answers.append(b"go on" if answers else b"abort")
+                connection.sendall(answers[-1])
+                connection.close()
+
+    threading.Thread(target=answer, daemon=True).start()
+    ask = f"socket.create_connection(('127.0.0.1', {server.getsockname()[1]})).recv(9)"
+    script, line = tmp_path / SPAWN.file, "    model = "
+    before, after = SPAWN.solution.read_text().split(line, 1)
+    more = f"    import os, socket\n    if rank == 0 and {ask} == b'abort':\n        os.abort()\n"
+    script.write_text(before + more + line + after)
+    done = workshop("check", script)
+    server.close()
+    assert (done.returncode, "7 of 7 goals met" in done.stdout) == (0, True), done.stdout
+    assert answers[0] == b"abort"
+    assert len(answers) > 5  # one for each run
 
 
 def test_ctrl_c_at_the_moment_of_a_fork_ends_the_check(tmp_path):

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from workshop.check import launching
+from workshop.check.evidence.events import Raised
 from workshop.check.evidence.run import Run
 from workshop.check.forked import Program
 from workshop.check.judge import Made, plan
@@ -15,6 +16,7 @@ from workshop.check.probes.trails import Trails
 from workshop.check.scenarios import Scenario
 from workshop.check.subject import Subject
 
+ABORTED = "terminated with signal SIGABRT"  # the words of torch.multiprocessing
 TRACED = 150  # seconds of a run after which it is too long for a second run with tracing
 
 
@@ -64,8 +66,14 @@ class ProgramBench:
     def launch_program(
         self, arguments: Sequence[str], *, nproc: int | None = None, scratch: Path | None = None, **changes: Any
     ) -> Run:
-        """Run the program; ``changes`` are further fields of ``Program``, such as a different script."""
+        """Run the program; ``changes`` are further fields of ``Program``, such as a different script.
+
+        On a busy machine, PyTorch's threads have aborted a process of a correct program once in some thousand runs. So a run
+        in its own folder is repeated if a signal has ended one of the processes that it has spawned.
+        """
         run, _ = self.launch_beside(self.program(arguments, nproc=nproc, scratch=scratch, **changes))
+        if scratch is None and any(ABORTED in event.message for event in run.all(Raised)):
+            run, _ = self.launch_beside(self.program(arguments, nproc=nproc, **changes))
         return run
 
     def program(
