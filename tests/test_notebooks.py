@@ -261,7 +261,7 @@ def judge_surviving(notebook):
     assert killed.count("was killed; replica") == 2
     assert re.search(r"step 150: accuracy 0\.9\d+", killed)
     said = text(notebook, "plot-tolerance")
-    assert said.startswith("steps True; ")
+    assert said.startswith("each step once: True; ")
     assert float(re.search(r"differ by at most (\S+)", said)[1]) < 1e-2
     assert " 2 " in said.partition("replicas:")[2]
     assert re.search(r"error of the model: median \d+%", text(notebook, "run-goodput"))
@@ -389,7 +389,7 @@ def test_the_cells_of_surviving_that_only_calculate_run(tmp_path, monkeypatch, c
         if name.startswith(("guess-", "plot-")) or name == "run-thousand":
             exec(source, names)
     said = capsys.readouterr().out
-    assert "steps True; the losses differ by at most 0.0e+00" in said
+    assert "each step once: True; the losses differ by at most 0.0e+00" in said
     assert (
         "16,384 GPUs: an interruption every 167 minutes; best interval 18.3 minutes (Young), 17.6 minutes (Daly)"
         in said
