@@ -122,7 +122,10 @@ def test_the_replicas_end_with_their_launcher(tmp_path):
         (("--replicas", "0"), "'0' is not a whole number of at least 1"),
         (("--replicas", "13"), "--replicas 13: a global batch has 12 parts, so use at most 12 replicas"),
         (("--steps", "none"), "'none' is not a whole number of at least 1"),
-        (("--log", "."), "--log .: Is a directory"),
+        (("--log", "."), "cannot write .: Is a directory"),
+        (("--address", "no/such/folder"), "cannot write no/such/folder.tmp: No such file or directory"),
+        (("--lighthouse", "127.0.0.1:1"), "--lighthouse 127.0.0.1:1: Connection refused"),
+        (("--lighthouse", "nonsense"), "--lighthouse nonsense: not HOST:PORT"),
     ],
 )
 def test_bad_options(options, message, tmp_path):

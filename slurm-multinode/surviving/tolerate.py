@@ -2,6 +2,7 @@
 
 Three replicas:  python slurm-multinode/surviving/tolerate.py --replicas 3
 Kill a replica:  kill -9 PID, in a different terminal. The program prints the process ids (PIDs) of its replicas.
+Several nodes:   sbatch tolerate.sh, in the folder of this file
 """
 
 import os
@@ -15,7 +16,7 @@ from torch.nn import functional as F
 from torch.utils.data import default_collate
 from torchvision import transforms
 
-from lighthouse import launch, receive, send  # the file beside this one
+from lighthouse import launch, open_connection, receive, send, serve  # the file beside this one
 from workshop.data import load_dataset
 from workshop.training.arguments import ArgumentParser, positive_float, positive_int
 from workshop.training.models import SmallCNN
@@ -26,27 +27,42 @@ PARTS, SAMPLES = 12, 2  # a global batch has 12 parts with 2 samples each, regar
 
 def main():
     parser = ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--replicas", type=positive_int, default=3, help="replicas to start")
+    parser.add_argument("--replicas", type=positive_int, default=3, help="replicas to start on this node")
     parser.add_argument("--steps", type=positive_int, default=200, help="optimizer steps")
     parser.add_argument(
         "--patience", type=positive_float, default=30, help="seconds after which a silent replica is killed"
     )
     parser.add_argument("--log", default="runs/tolerate.jsonl", help="file for the loss of each step")
+    parser.add_argument("--address", help="file for the address of the lighthouse, if other nodes take part")
     parser.add_argument(
-        "--join", type=int, nargs=2, metavar="PORT", help="the program starts its replicas with this option"
+        "--lighthouse", metavar="HOST:PORT", help="start replicas for the training with this lighthouse"
     )
+    parser.add_argument("--join", nargs=3, help="the program starts its replicas with this option")
     args = parser.parse_args()
     if args.replicas > PARTS:
         parser.error(f"--replicas {args.replicas}: a global batch has {PARTS} parts, so use at most {PARTS} replicas")
     if args.join:
         train(args)
         return
+    if args.lighthouse:
+        launch_for(args, parser)
     try:
         os.makedirs(os.path.dirname(args.log) or ".", exist_ok=True)
         with open(args.log, "w", buffering=1) as log:
-            sys.exit(launch(args, log))
+            sys.exit(serve(args, log))
     except OSError as error:
-        parser.error(f"--log {args.log}: {error.strerror}")
+        parser.error(f"cannot write {error.filename or args.log}: {error.strerror}")
+
+
+def launch_for(args, parser):
+    """Launch the replicas of this node, for a lighthouse on a different node."""
+    host, _, port = args.lighthouse.rpartition(":")
+    if not host or not port.isdecimal():
+        parser.error(f"--lighthouse {args.lighthouse}: not HOST:PORT")
+    try:
+        sys.exit(launch(args, (host, int(port))))
+    except OSError as error:
+        parser.error(f"--lighthouse {args.lighthouse}: {error.strerror}")
 
 
 def train(args):
@@ -59,8 +75,9 @@ def train(args):
     patience = timedelta(seconds=args.patience)
     lighthouse, store = connect(*args.join, patience)
     step, quorum, ok, loss = 0, 0, False, 0.0
+    sender = {"pid": os.getpid(), "parent": f"{socket.gethostname()}:{os.getppid()}"}
     while True:
-        send(lighthouse, {"pid": os.getpid(), "step": step, "ok": ok, "loss": loss})
+        send(lighthouse, sender | {"step": step, "ok": ok, "loss": loss})
         answer = receive(lighthouse)
         if not answer:
             return  # the launcher was killed, or the training ended while this replica was starting
@@ -87,11 +104,11 @@ def train(args):
         print(f"step {step}: accuracy {right.float().mean():.3f} on {size} replicas")
 
 
-def connect(port, store_port, patience):
+def connect(host, port, store_port, patience):
     """Connect to the lighthouse and to the store in which process groups find each other."""
     try:
-        store = dist.TCPStore("127.0.0.1", store_port, timeout=patience)
-        return socket.create_connection(("127.0.0.1", port)).makefile("rwb", buffering=0), store
+        store = dist.TCPStore(host, int(store_port), timeout=patience)
+        return open_connection((host, int(port))), store
     except (OSError, RuntimeError):
         sys.exit(0)  # the training has ended while this replica was starting
 
