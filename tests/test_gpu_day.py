@@ -169,6 +169,15 @@ def test_the_items_have_names_of_their_own_and_programs_that_exist(gpus):
     assert items[0].name == "tests -m gpu"
 
 
+def test_float8_needs_a_gpu_that_has_it_and_torchao():
+    for float8, obstacle in ((True, ""), (False, "this GPU does not multiply in float8")):
+        item = next(
+            item for item in all_items(8, MEMORY, float8) if item.name.startswith("speed of codellama-7b float8")
+        )
+        assert (item.obstacle, item.package) == (obstacle, "torchao")
+        assert item.commands[0][-1] == "fsdp+checkpointing+compile+float8"
+
+
 def test_the_number_of_processes_divides_all_batches():
     assert [group_size(gpus) for gpus in (1, 2, 3, 4, 6, 8, 16)] == [1, 2, 2, 4, 4, 8, 8]
 

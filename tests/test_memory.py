@@ -177,6 +177,7 @@ def test_overlapping_events_count_once():
     ("options", "message"),
     [
         (["--ways", "zero"], "--ways zero: write ddp or fsdp"),
+        (["--ways", "ddp", "fsdp+float8"], "--ways fsdp+float8: float8 needs torchao: pip install torchao"),
         (["--ways", "ddp+fast"], "--ways ddp+fast: write ddp or fsdp"),
         (["--batch-sizes", "0"], "'0' is not a whole number of at least 1"),
         (["--model", "codellama-7b", "--sequence-length", "20000"], "takes sequences of up to 16,384 tokens"),
@@ -186,6 +187,7 @@ def test_wrong_options_of_the_speed_measurement_are_refused(options, message, mo
     from workshop.measure import language_model
 
     monkeypatch.setattr(sys, "argv", ["language_model.py", *options])
+    monkeypatch.setattr(language_model, "find_spec", lambda name: None)  # as if torchao were not installed
     with pytest.raises(SystemExit) as end:
         language_model.parse_arguments()
     assert end.value.code == 2

@@ -12,6 +12,8 @@ import psutil
 import pytest
 
 import runs
+import tolerate_nodes
+from needs import SLURM, needs
 from workshop.measure import goodput, surviving
 from workshop.measure.step_log import Step, read_steps
 from workshop.plan.failures import daly, young
@@ -105,6 +107,47 @@ def test_a_replica_that_hangs_is_killed(tmp_path, undisturbed):
     training.wait_until(20)
     training.replicas()[1].send_signal(signal.SIGSTOP)
     assert_complete(training, undisturbed, kills=1)
+
+
+def test_a_second_launcher_kills_and_replaces_its_replica_that_hangs(tmp_path, undisturbed):
+    """The launchers may be on different nodes: the lighthouse tells the second one which replica to kill."""
+    training = Training(tmp_path, "--replicas", 1, "--patience", 3, "--address", "lighthouse")
+    address = tmp_path / "lighthouse"
+    while not address.exists():
+        assert training.process.poll() is None, training.text()
+        time.sleep(0.05)
+    port = address.read_text().strip().rpartition(":")[2]
+    other = runs.Running(
+        [sys.executable, TOLERATE, "--replicas", 1, "--patience", 3, "--lighthouse", f"127.0.0.1:{port}"], tmp_path
+    )
+    while 2 not in [step["replicas"] for step in training.steps()]:
+        assert training.process.poll() is None, training.text()
+        time.sleep(0.01)
+    (replica,) = psutil.Process(other.process.pid).children()
+    replica.send_signal(signal.SIGSTOP)
+    assert training.wait(400) == 0, training.text()
+    assert other.wait(60) == 0, other.text()
+    assert f"replica {replica.pid} was killed; replica " in other.text()
+    assert training.text().count("is not valid") == 1
+    assert [step["loss"] for step in training.steps()] == pytest.approx(undisturbed, abs=0.02)
+
+
+def test_the_committed_result_of_five_events_on_nodes():
+    """Each event costs at most one step, and rounding changes the losses as much as if only the number of replicas differs."""
+    result = json.loads((runs.ROOT / "results" / "tolerate-cluster-2-cores.json").read_text())
+    assert [event["steps_repeated"] for event in result["events"]] == [1, 1, 1, 0, 1]
+    assert result["state"] == "COMPLETED"
+    difference = result["largest_difference_from_three_undisturbed_replicas"]
+    assert difference["50"]["disturbed"] < 1e-5
+    assert difference["800"]["disturbed"] < 1.1 * difference["800"]["two replicas"]
+
+
+@pytest.mark.full
+@needs(*SLURM)
+def test_five_events_on_the_nodes_of_a_practice_cluster(tmp_path):
+    result = tolerate_nodes.measure(tmp_path)
+    assert [event["steps_repeated"] for event in result["events"]] == [1, 1, 1, 0, 1]
+    assert result["state"] == "COMPLETED"
 
 
 def test_the_replicas_end_with_their_launcher(tmp_path):

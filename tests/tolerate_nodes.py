@@ -22,9 +22,9 @@ from workshop.run.machine import machine
 from workshop.slurm import cluster as practice
 
 SURVIVING = ROOT / "slurm-multinode" / "surviving"
-STEPS = 2500
+STEPS = 800
 PATIENCE = 5  # seconds after which a silent replica is killed
-LIMIT = 120  # seconds that an event may take
+LIMIT = 300  # seconds that an event may take
 
 
 class Job:
@@ -34,14 +34,14 @@ class Job:
         self.cluster, self.folder = cluster, folder
         for file in ("tolerate.sh", "tolerate.py", "lighthouse.py"):
             shutil.copy(SURVIVING / file, folder)
-        self.number = self.submit(3)
+        self.number = self.submit("--nodelist=node[1-3]")
         self.log = folder / "runs" / f"tolerate-{self.number}.jsonl"
 
-    def submit(self, nodes: int, **variables: str) -> str:
+    def submit(self, *shape: str, **variables: str) -> str:
         """Submit tolerate.sh and return the number of the job."""
         variables |= {"PYTHONPATH": str(ROOT), "PYTHON": sys.executable}
         given = [f"{name}={value}" for name, value in variables.items()]
-        command = ["sbatch", "--parsable", f"--nodes={nodes}", f"--chdir={self.folder}", "tolerate.sh"]
+        command = ["sbatch", "--parsable", *shape, f"--chdir={self.folder}", "tolerate.sh"]
         options = [f"--steps={STEPS}", f"--patience={PATIENCE}"]
         done = subprocess.run(
             self.cluster.inside(["env", *given, *command, *options], folder=self.folder),
@@ -73,7 +73,7 @@ class Job:
         """Wait until a condition is true.
 
         Raises:
-            AssertionError: it is not true after two minutes.
+            AssertionError: it is not true after LIMIT seconds.
         """
         end = time.monotonic() + LIMIT
         while not condition():
@@ -99,17 +99,28 @@ class Job:
         return {"after_step": begin, "steps_repeated": repeated, "longest_pause_seconds": round(pause, 2)}
 
 
-def undisturbed(folder: Path) -> list[float]:
-    """Train on three replicas of this machine, and return the losses."""
-    command = [sys.executable, SURVIVING / "tolerate.py", "--replicas=3", f"--steps={STEPS}", "--log=undisturbed.jsonl"]
+def undisturbed(folder: Path, replicas: int) -> list[float]:
+    """Train on this machine, and return the losses."""
+    command = [
+        sys.executable,
+        SURVIVING / "tolerate.py",
+        "--log=undisturbed.jsonl",
+        f"--replicas={replicas}",
+        f"--steps={STEPS}",
+    ]
     environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     subprocess.run(command, cwd=folder, env=environment, check=True, stdout=subprocess.DEVNULL)
     return [json.loads(line)["loss"] for line in (folder / "undisturbed.jsonl").read_text().splitlines()]
 
 
+def apart(losses: list[float], others: list[float]) -> float:
+    """Return the largest difference."""
+    return max(abs(one - two) for one, two in zip(losses, others, strict=False))
+
+
 def measure(folder: Path) -> dict:
-    """Disturb a job in four ways, and return a row for each, and how its losses differ from those of an undisturbed training."""
-    expected = undisturbed(folder)
+    """Disturb a job in five ways, and return a row for each, and how its losses differ from those of an undisturbed training."""
+    expected, fewer = undisturbed(folder, 3), undisturbed(folder, 2)
     cluster = practice.up(4, gpus=1, name=f"tolerate{os.getpid()}", mine=True)
     try:
         job, rows = Job(cluster, folder), []
@@ -118,7 +129,8 @@ def measure(folder: Path) -> dict:
             ("a replica is killed", lambda: job.replica("node2").kill(), [2, 3]),
             ("a replica hangs", lambda: job.replica("node3").send_signal(signal.SIGSTOP), [2, 3]),
             ("a node dies", lambda: cluster.fault("kill", "node3"), [2]),
-            ("a node joins", lambda: job.submit(1, JOIN=job.number), [3]),
+            ("a node joins", lambda: job.submit("--nodes=1", "--nodelist=node4", JOIN=job.number), [3]),
+            ("the network of a node is cut", lambda: cluster.fault("cut", "node2"), [2]),
         ):
             rows.append({"event": event} | job.disturb(act, replicas))
             print(json.dumps(rows[-1]), file=sys.stderr, flush=True)
@@ -129,9 +141,19 @@ def measure(folder: Path) -> dict:
         job.wait(lambda: len(job.steps()) == STEPS and state() != "RUNNING", "the job does not end")
         losses = [step["loss"] for step in job.steps()]
         assert [step["step"] for step in job.steps()] == list(range(1, STEPS + 1))
-        apart = max(abs(one - two) for one, two in zip(losses, expected, strict=True))
-        return {"events": rows, "state": state(), "steps": STEPS, "largest_difference_of_losses": apart,
-                "first_loss": expected[0], "last_loss": expected[-1]}  # fmt: skip
+        differences = {}
+        for steps in (
+            50,
+            150,
+            300,
+            STEPS,
+        ):  # rounding grows with the steps, also if only the number of replicas differs
+            differences[steps] = {
+                "disturbed": apart(losses[:steps], expected),
+                "two replicas": apart(fewer[:steps], expected),
+            }
+        return {"events": rows, "state": state(), "steps": STEPS, "first_loss": expected[0], "last_loss": expected[-1],
+                "largest_difference_from_three_undisturbed_replicas": differences}  # fmt: skip
     finally:
         cluster.end()
 

@@ -62,7 +62,7 @@ def run_gpu_day(minutes: float, output: str, only: str = "") -> int:
         )
     from workshop.measure.gpu_items import all_items
 
-    items = all_items(len(gpus), hardware["gpu_memory"])
+    items = all_items(len(gpus), hardware["gpu_memory"], hardware["float8"])
     chosen = [item for item in items if only.lower() in item.name.lower()]
     if not chosen:
         raise UserError(

@@ -3,7 +3,7 @@
 import importlib.util
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from workshop.repository import ROOT
 from workshop.run.environment import torchrun
@@ -51,12 +51,13 @@ def group_size(gpus: int) -> int:
     return max(size for size in (1, 2, 4, 8) if size <= gpus)
 
 
-def all_items(gpus: int, memory: int) -> list[Item]:
+def all_items(gpus: int, memory: int, float8: bool = True) -> list[Item]:
     """Return all items in their order: correctness, then timings, then the remaining programs of the stages.
 
     Args:
         gpus: the number of visible GPUs.
         memory: the bytes of a GPU.
+        float8: whether the GPU multiplies in float8.
     """
     many = group_size(gpus)
     counts = sorted({1, many})
@@ -64,7 +65,7 @@ def all_items(gpus: int, memory: int) -> list[Item]:
         item for count in counts for item in (*_images(count), *_language(count), *_strategies(count), *_built(count))
     ]
     rest = [item for count in counts for item in _rest(count)]
-    return [_tests(), *_once(), *correctness, *_image_timings(many), *_language_timings(many, memory), *rest]
+    return [_tests(), *_once(), *correctness, *_image_timings(many), *_language_timings(many, memory, float8), *rest]
 
 
 def _python(script: str, *options: str) -> list[str]:
@@ -306,7 +307,7 @@ def _image_timings(count: int) -> list[Item]:
     return [Item(name, (command,), shows, alone=True) for name, command, shows in found]
 
 
-def _language_timings(count: int, memory: int) -> list[Item]:
+def _language_timings(count: int, memory: int, float8: bool) -> list[Item]:
     """Return the benchmarks with language models."""
     batches = ["4", "8"] if memory > LARGE else ["1", "2"]
     plain, compiled = ["ddp", "fsdp", "fsdp+checkpointing"], ["fsdp+compile", "fsdp+checkpointing+compile"]
@@ -325,6 +326,9 @@ def _language_timings(count: int, memory: int) -> list[Item]:
         obstacle = f"it needs {needed / GIB:.0f} GiB on each GPU, and this GPU has {memory / GIB:.0f} GiB"
     ways = ["fsdp+checkpointing", "fsdp+checkpointing+compile"]
     found.append(_model_timing("codellama-7b", count, ["1", "4"], ways, 180, obstacle=obstacle))
+    obstacle = obstacle or ("" if float8 else "this GPU does not multiply in float8")
+    quick = _model_timing("codellama-7b", count, ["4"], [f"{ways[1]}+float8"], 150, "float8", obstacle)
+    found.append(replace(quick, package="torchao"))
     if count > 1:
         compared = _workshop("strategies", f"--processes={count}", "--steps=10", "--output=.")
         found.append(Item("strategies compared", (compared,), "tokens/s", 300, alone=True, package="transformers"))

@@ -15,6 +15,7 @@ import sys
 from collections.abc import Iterable, Sequence
 from contextlib import nullcontext
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 
 import torch
@@ -35,7 +36,7 @@ from workshop.training.arguments import ArgumentParser, positive_int
 from workshop.training.device import local_device, synchronized_time
 from workshop.training.transformer import GIB, Sizes, peak_flops
 
-STRATEGIES, OPTIONS = ("ddp", "fsdp"), ("checkpointing", "compile", "gathered")
+STRATEGIES, OPTIONS = ("ddp", "fsdp"), ("checkpointing", "compile", "gathered", "float8")
 TRACED = 2  # steps
 
 
@@ -77,6 +78,8 @@ def parse_arguments():
             strategy, *options = way.split("+")
             if strategy not in STRATEGIES or not set(options) <= set(OPTIONS):
                 raise UserError(f"--ways {way}: write {ways}")
+            if "float8" in options and find_spec("torchao") is None:
+                raise UserError(f"--ways {way}: float8 needs torchao: pip install torchao")
         args.sizes = known_sizes(args.model)
         if args.sequence_length > args.sizes.context:
             raise UserError(
@@ -110,8 +113,8 @@ def measure(sizes: Sizes, way: str, device, steps: int, batch_size: int, sequenc
 
     Args:
         sizes: the sizes of the model.
-        way: "ddp" or "fsdp", optionally with "+checkpointing" (keep only the input of each layer), "+compile" (each layer) and
-            "+gathered" (FSDP keeps the gathered parameters between forward and backward pass).
+        way: "ddp" or "fsdp", optionally with "+checkpointing" (keep only the input of each layer), "+compile" (each layer),
+            "+gathered" (FSDP keeps the gathered parameters between forward and backward pass) and "+float8" (see ``use_float8``).
         device: the device that trains.
         steps: the number of steps to time; 0: none.
         batch_size: sequences per step and process.
@@ -125,7 +128,7 @@ def measure(sizes: Sizes, way: str, device, steps: int, batch_size: int, sequenc
     """
     strategy, *options = way.split("+")
     model = prepare(sizes, strategy, options, device)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=device.type != "cpu")
     wrapped = model if strategy == "fsdp" else DDP(model)
     batch = torch.randint(sizes.vocabulary, (batch_size, sequence_length), device=device)
     autocast = partial(torch.autocast, device.type, torch.bfloat16, enabled=device.type != "cpu" and strategy == "ddp")
@@ -170,6 +173,8 @@ def prepare(sizes: Sizes, strategy: str, options: Sequence[str], device) -> Llam
     """Return the model with random parameters, sharded over the ranks if ``strategy`` is "fsdp"."""
     model = make_model(sizes)
     for layer in model.model.layers:
+        if "float8" in options:
+            use_float8(layer, device)
         if "checkpointing" in options:
             layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)
         if "compile" in options:
@@ -181,6 +186,17 @@ def prepare(sizes: Sizes, strategy: str, options: Sequence[str], device) -> Llam
             fully_shard(part, mesh=mesh, mp_policy=policy, reshard_after_forward="gathered" not in options)
     fill(model, device)
     return model
+
+
+def use_float8(layer: torch.nn.Module, device) -> None:
+    """Let the linear layers of a layer multiply in float8, which needs a GPU like H100 or MI300X; the CPU emulates it.
+
+    Each matrix is scaled by its largest element just before the product. Compile the layer, because otherwise the scaling takes
+    more time than the faster product saves.
+    """
+    from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+
+    convert_to_float8_training(layer, config=Float8LinearConfig(emulate=device.type == "cpu"))
 
 
 def make_model(sizes: Sizes) -> LlamaForCausalLM:
