@@ -26,7 +26,8 @@ def install(gpus: int) -> None:
 
 def _install() -> None:
     from torch.distributed.tensor import DTensor
-    from torch.utils import _foreach_utils
+    from torch.optim.optimizer import _foreach_supported_types as of_optimizers
+    from torch.utils._foreach_utils import _foreach_supported_types as of_clipping
     from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
     from workshop.pretend import autocast, checkpoints, collectives, cuda, tensor
@@ -55,8 +56,9 @@ def _install() -> None:
         return result
 
     torch.UntypedStorage.resize_ = resize_
-    # Optimizers use foreach, their default on CUDA, for the types of tensors in this list.
-    _foreach_utils._foreach_supported_types.append(PretendTensor)
+    # Optimizers and clip_grad_norm_ use foreach, their default on CUDA, for the types of tensors in these two lists.
+    of_optimizers.append(PretendTensor)
+    of_clipping.append(PretendTensor)
     # PyTorch cannot compile for a device that it does not know, so the functions stay as they are.
     torch.compile = lambda model=None, **_: (lambda function: function) if model is None else model
     torch.nn.Module.compile = lambda self, *_, **__: None

@@ -9,6 +9,7 @@ from contextlib import suppress
 from typing import Any
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._mode_utils import no_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -55,7 +56,8 @@ class PretendTensor(torch.Tensor):
             layout=on_cpu.layout, device=torch.device(devices.NAME, 0), requires_grad=False,
         )  # fmt: skip
         self.on_cpu, self.gpu = on_cpu, gpu
-        if torch._C._has_storage(on_cpu):
+        # DTensor finds out the shapes of results with fake tensors, which need no memory.
+        if torch._C._has_storage(on_cpu) and not isinstance(on_cpu, FakeTensor):
             self.storage_held = (
                 on_cpu.untyped_storage()
             )  # otherwise the weak reference to the storage would die at once
