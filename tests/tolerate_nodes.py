@@ -101,13 +101,8 @@ class Job:
 
 def undisturbed(folder: Path, replicas: int) -> list[float]:
     """Train on this machine, and return the losses."""
-    command = [
-        sys.executable,
-        SURVIVING / "tolerate.py",
-        "--log=undisturbed.jsonl",
-        f"--replicas={replicas}",
-        f"--steps={STEPS}",
-    ]
+    options = ["--log=undisturbed.jsonl", f"--replicas={replicas}", f"--steps={STEPS}"]
+    command = [sys.executable, SURVIVING / "tolerate.py", *options]
     environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     subprocess.run(command, cwd=folder, env=environment, check=True, stdout=subprocess.DEVNULL)
     return [json.loads(line)["loss"] for line in (folder / "undisturbed.jsonl").read_text().splitlines()]
@@ -141,17 +136,12 @@ def measure(folder: Path) -> dict:
         job.wait(lambda: len(job.steps()) == STEPS and state() != "RUNNING", "the job does not end")
         losses = [step["loss"] for step in job.steps()]
         assert [step["step"] for step in job.steps()] == list(range(1, STEPS + 1))
-        differences = {}
-        for steps in (
-            50,
-            150,
-            300,
-            STEPS,
-        ):  # rounding grows with the steps, also if only the number of replicas differs
-            differences[steps] = {
-                "disturbed": apart(losses[:steps], expected),
-                "two replicas": apart(fewer[:steps], expected),
-            }
+        # Rounding grows with the steps, also if only the number of replicas differs.
+        compared = {"disturbed": losses, "two replicas": fewer}
+        differences = {
+            steps: {name: apart(each[:steps], expected) for name, each in compared.items()}
+            for steps in (50, 150, 300, STEPS)
+        }
         return {"events": rows, "state": state(), "steps": STEPS, "first_loss": expected[0], "last_loss": expected[-1],
                 "largest_difference_from_three_undisturbed_replicas": differences}  # fmt: skip
     finally:

@@ -68,8 +68,8 @@ class ProgramBench:
     ) -> Run:
         """Run the program; ``changes`` are further fields of ``Program``, such as a different script.
 
-        On a busy machine, PyTorch's threads have aborted a process of a correct program once in some thousand runs. So a run
-        in its own folder is repeated if a signal has ended one of the processes that it has spawned.
+        We have seen once that a process of a correct program ended with SIGABRT, on a busy machine and for an unknown reason.
+        So a run in its own folder is repeated once if SIGABRT has ended one of the processes that it has spawned.
         """
         run, _ = self.launch_beside(self.program(arguments, nproc=nproc, scratch=scratch, **changes))
         if scratch is None and any(ABORTED in event.message for event in run.all(Raised)):
