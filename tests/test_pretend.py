@@ -433,11 +433,15 @@ def test_a_torch_without_the_interfaces_is_named_in_one_sentence(tmp_path):
 import torch
 import torch.utils.backend_registration as registration
 from workshop.pretend.installation import install
-del registration._setup_privateuseone_for_python_backend
+del MODULE.NAME
 install(2)
 """
-    done = runs.run([sys.executable, "-c", code], tmp_path)
-    assert f"UserError: pretended GPUs do not work with torch {torch.__version__}: cannot import name" in done.stderr
+    for module, name, message in (
+        ("registration", "_setup_privateuseone_for_python_backend", "need torch 2.10 or newer, and this is torch"),
+        ("torch._C", "_ensureCUDADeviceGuardSet", "do not work with torch"),
+    ):
+        done = runs.run([sys.executable, "-c", code.replace("MODULE", module).replace("NAME", name)], tmp_path)
+        assert f"UserError: pretended GPUs {message} {torch.__version__}" in done.stderr
 
 
 def test_deepspeed_is_refused_in_one_sentence(tmp_path):

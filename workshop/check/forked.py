@@ -155,6 +155,8 @@ def _launch(program: Program) -> int:
     torch.set_num_threads(1)
     _fork_in_place_of_spawn(program)
     if program.devices:
+        if installation.unsupported():
+            return FAILED
         os.environ.pop("CUDA_VISIBLE_DEVICES", None)
         installation.install(program.nproc // program.nodes)
     elif program.gpus is not None and program.on_cpu:

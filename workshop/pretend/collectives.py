@@ -83,17 +83,20 @@ def _compare_gpus(group: dist.ProcessGroup, index: int) -> None:
         owners[where] = rank
 
 
-def average_of_integers(func, args):
-    """Do an all_reduce with AVG of integers, which NCCL can do and gloo cannot; None: this is a different operation."""
-    if func._schema.name != "c10d::allreduce_" or args[0][0].is_floating_point() or args[0][0].is_complex():
-        return None
-    if dist.ReduceOp.unbox(args[2]) != dist.ReduceOp.AVG:
-        return None
-    tensors, work = func(args[0], args[1], dist.ReduceOp(dist.ReduceOp.SUM).boxed(), *args[3:])
-    dist.Work.unbox(work).wait()
-    for each in tensors:
-        each.div_(dist.ProcessGroup.unbox(args[1]).size(), rounding_mode="trunc")
-    return tensors, work
+def _all_reduce(original):
+    """NCCL can average integers. Gloo cannot, so the sum is divided afterwards."""
+
+    @wraps(original)
+    def all_reduce(tensor, op=dist.ReduceOp.SUM, group=None, async_op=False):
+        average = op == dist.ReduceOp.AVG and not tensor.is_floating_point() and not tensor.is_complex()
+        work = original(tensor, dist.ReduceOp.SUM if average else op, group, async_op)
+        if average:
+            if work:
+                work.wait()
+            tensor.div_(dist.get_world_size(group), rounding_mode="trunc")
+        return work
+
+    return all_reduce
 
 
 def _with_list_of_used(original):
@@ -130,6 +133,7 @@ def install() -> None:
         "get_backend": _get_backend(c10d.get_backend),
         "is_nccl_available": lambda: True,
         "Reducer": _with_list_of_used(dist.Reducer),
+        "all_reduce": _all_reduce(c10d.all_reduce),
     }
     dist.Reducer._set_static_graph = _with_list_of_used(dist.Reducer._set_static_graph)
     for name, function in changed.items():

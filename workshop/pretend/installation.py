@@ -4,11 +4,19 @@ import os
 import weakref
 
 import torch
+from torch.utils import backend_registration
 
 from workshop.errors import UserError
 from workshop.pretend import devices
 
 _modes: list = []  # the two modes stay entered until the process ends
+
+
+def unsupported() -> str:
+    """Return why this version of PyTorch cannot pretend GPUs; an empty string if it can."""
+    if hasattr(backend_registration, "_setup_privateuseone_for_python_backend"):
+        return ""
+    return f"pretended GPUs need torch 2.10 or newer, and this is torch {torch.__version__}"
 
 
 def install(gpus: int) -> None:
@@ -17,6 +25,8 @@ def install(gpus: int) -> None:
     Raises:
         UserError: this version of PyTorch lacks an interface that the pretended GPUs need.
     """
+    if reason := unsupported():
+        raise UserError(reason)
     devices.total = gpus
     try:
         _install()
@@ -25,23 +35,21 @@ def install(gpus: int) -> None:
 
 
 def _install() -> None:
+    from torch._subclasses import fake_tensor
     from torch.distributed.tensor import DTensor
     from torch.optim.optimizer import _foreach_supported_types as of_optimizers
     from torch.utils._foreach_utils import _foreach_supported_types as of_clipping
-    from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
     from workshop.pretend import autocast, checkpoints, collectives, cuda, tensor
 
-    _setup_privateuseone_for_python_backend(devices.NAME, cuda.PrivateUse1Module())
-    torch.nn.RNNBase.flatten_parameters = lambda self: (
-        None
-    )  # it arranges the parameters for cuDNN, and asks CUDA for the GPU
+    backend_registration._setup_privateuseone_for_python_backend(devices.NAME, cuda.PrivateUse1Module())
+    # It arranges the parameters for cuDNN, and asks CUDA for the GPU.
+    torch.nn.RNNBase.flatten_parameters = lambda self: None
     PretendTensor = tensor.PretendTensor
     PretendTensor.device = property(lambda self: torch.device("cuda", self.gpu))
     PretendTensor.is_cuda, PretendTensor.is_cpu = property(lambda self: True), property(lambda self: False)
-    DTensor.device = property(
-        lambda self: self._local_tensor.device
-    )  # C++ would say that it is on the pretended device type
+    # C++ would say that it is on the pretended device type.
+    DTensor.device = property(lambda self: self._local_tensor.device)
     cuda.install()
     collectives.install()
     checkpoints.install()
@@ -63,9 +71,9 @@ def _install() -> None:
     torch.compile = lambda model=None, **_: (lambda function: function) if model is None else model
     torch.nn.Module.compile = lambda self, *_, **__: None
     torch._C._ensureCUDADeviceGuardSet()
-    torch._C._set_only_lift_cpu_tensors(
-        True
-    )  # torch.tensor(..., device="cuda") makes the tensor on the CPU and then copies it
+    fake_tensor.init_gpu_context = lambda device: None  # it makes a tensor on a real GPU
+    # torch.tensor(..., device="cuda") makes the tensor on the CPU and then copies it.
+    torch._C._set_only_lift_cpu_tensors(True)
     _modes.extend((tensor.Dispatch(), tensor.NameDevice()))
     for mode in _modes:
         mode.__enter__()

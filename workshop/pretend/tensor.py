@@ -58,9 +58,8 @@ class PretendTensor(torch.Tensor):
         self.on_cpu, self.gpu = on_cpu, gpu
         # DTensor finds out the shapes of results with fake tensors, which need no memory.
         if torch._C._has_storage(on_cpu) and not isinstance(on_cpu, FakeTensor):
-            self.storage_held = (
-                on_cpu.untyped_storage()
-            )  # otherwise the weak reference to the storage would die at once
+            # Without this attribute, the weak reference to the storage would die at once.
+            self.storage_held = on_cpu.untyped_storage()
             devices.hold(self.storage_held, gpu)
         return self
 
@@ -87,6 +86,17 @@ class PretendTensor(torch.Tensor):
 
     def record_stream(self, stream):
         pass
+
+    @property
+    def data(self):
+        return torch.Tensor.data.__get__(self)
+
+    @data.setter
+    def data(self, new):
+        if not isinstance(new, PretendTensor):
+            return _move(self, new)
+        SET_DATA(self, new)
+        self.on_cpu, self.gpu, self.storage_held = new.on_cpu.detach(), new.gpu, new.untyped_storage()
 
     def tolist(self):
         return _tolist(self)
@@ -275,8 +285,6 @@ def _on_cpu(func, args, kwargs, gpu: int | None, tensors: list):
     args, kwargs = _replaced(args, inner), {name: _replaced(value, inner) for name, value in kwargs.items()}
     if own := ONLY_ON_GPU.get(func):
         return own(*args, **kwargs)
-    if (averaged := collectives.average_of_integers(func, args)) is not None:
-        return averaged
     if func._schema.name in collectives.FLAT and args[0].is_contiguous() and args[1].is_contiguous():
         _, work = func(args[0].view(-1), args[1].view(-1), *args[2:], **kwargs)
         return args[0], work
@@ -358,6 +366,8 @@ class Dispatch(TorchDispatchMode):
         kwargs = kwargs or {}
         if func is aten.empty.memory_format and (used := collectives.list_of_used(func, args, kwargs)) is not None:
             return used
+        if FakeTensor in types:  # the mode of fake tensors comes after this one
+            return func(*args, **kwargs)
         if types or is_gpu(kwargs.get("device")) or func.namespace in collectives.NAMESPACES:
             return compute(func, args, kwargs)
         if kwargs.get("pin_memory"):
@@ -385,7 +395,7 @@ class NameDevice(TorchFunctionMode):
         if isinstance(number := kwargs.get("device"), int):
             kwargs = kwargs | {"device": torch.device("cuda", index_of(number))}
         if func == SET_DATA and isinstance(args[1], PretendTensor) and not isinstance(args[0], PretendTensor):
-            return _move_to_gpu(*args)
+            return _move(*args)
         if func in CREATING:
             args = tuple(map(_fetched, args))
         if func in (torch.ctc_loss, torch.nn.functional.ctc_loss):  # the lengths may be on the CPU
@@ -395,12 +405,20 @@ class NameDevice(TorchFunctionMode):
         return func(*map(_named, args), **{name: _named(value) for name, value in kwargs.items()})
 
 
-def _move_to_gpu(tensor: torch.Tensor, moved: torch.Tensor) -> None:
-    """Do what ``tensor.data = moved`` does, which fully_shard calls for the parameters of a model on the CPU."""
+def _move(tensor: torch.Tensor, moved: torch.Tensor) -> None:
+    """Do what ``tensor.data = moved`` does to a different kind of device, as both versions of FSDP do with parameters."""
     moved = moved.detach()
     if isinstance(tensor, torch.nn.Parameter):
         moved = torch.nn.Parameter(moved, tensor.requires_grad)
-    torch.utils.swap_tensors(tensor, moved)
+    own = {name: value for name, value in vars(tensor).items() if name not in ("on_cpu", "gpu", "storage_held")}
+    vars(moved).update(own)
+    try:
+        torch.utils.swap_tensors(tensor, moved)
+    except RuntimeError:
+        raise NotImplementedError(
+            "Pretended GPUs cannot exchange the data of a parameter that autograd uses with data on the CPU, as CPUOffload of "
+            "FSDP1 does. Use fully_shard with CPUOffloadPolicy."
+        ) from None
 
 
 def _fetched(value):

@@ -13,6 +13,7 @@ from workshop.check.rules.rule import NotJudged, Rule, Said, Seen, rule
 from workshop.check.rules.speed import data_per_sample, host_sync
 from workshop.check.rules.words import named, plural
 from workshop.check.scenarios import DEVICES, TWO_NODES
+from workshop.pretend import installation
 
 STEPS = 3  # steps of a process from which on a rule judges what every step does
 REFUSED = ("two-devices", "numpy", "generator", "forked", "cpu-tensor", "no-such-gpu", "same-gpu")
@@ -88,7 +89,9 @@ def gpu_refused(run: Run) -> Said:
     elif run.failed and not any(event.kind in REFUSED for event in run.all(GpuNoted)):
         found = run.first_exception()
         message, *_ = (found[1].message if found else "").splitlines() or [""]
-        if run.hung and not found:
+        if reason := installation.unsupported():
+            yield NotJudged(f"what GPUs show: {reason}")
+        elif run.hung and not found:
             yield NotJudged("what GPUs show: the run on pretended GPUs takes too long")
         elif message and not re.search(r"aten::|c10d::|\bpretend|backend", message):
             yield NotJudged(f"what GPUs show (on pretended GPUs the program fails: {message})")
