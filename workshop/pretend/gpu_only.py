@@ -1,4 +1,4 @@
-"""Operations that PyTorch has for GPUs only, computed on the CPU: the fused cells of LSTM and GRU, and SyncBatchNorm.
+"""Operations that PyTorch has for GPUs only, computed on the CPU: the fused cells of LSTM and GRU, SyncBatchNorm, attention.
 
 The formulas are those of ``torch.nn.LSTM``, ``torch.nn.GRU`` and ``torch.nn.BatchNorm2d``. B is the batch size, H the hidden
 size, C the number of channels, W the number of processes. "gates" of an LSTM are the input, forget, cell and output gate,
@@ -125,3 +125,24 @@ PACKING = {
     *(aten._pack_padded_sequence.default, aten._pack_padded_sequence_backward.default),
     aten._pad_packed_sequence.default,
 }
+
+
+def _attention(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False):
+    """Compute attention without keeping its matrix of weights for the backward pass, as the kernels for GPUs do."""
+    if attn_mask is not None and attn_mask.dtype == torch.bool:
+        attn_mask = torch.zeros_like(attn_mask, dtype=query.dtype).masked_fill(~attn_mask, -torch.inf)
+    needs_weights = dropout_p > 0 or (
+        attn_mask is not None and (attn_mask.requires_grad or attn_mask.dim() not in (2, 4))
+    )
+    if needs_weights or enable_gqa or query.dim() != 4 or query.shape[-1] != value.shape[-1]:
+        math = aten._scaled_dot_product_attention_math
+        return math(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)[0]
+    kernel = aten._scaled_dot_product_flash_attention_for_cpu
+    return kernel(query, key, value, 0.0, is_causal, attn_mask=attn_mask, scale=scale)[0]
+
+
+def install() -> torch.library.Library:
+    """Let pretended GPUs compute attention so; return what PyTorch forgets when it is freed."""
+    operations = torch.library.Library("aten", "IMPL")
+    operations.impl("scaled_dot_product_attention", _attention, "AutogradPrivateUse1")
+    return operations

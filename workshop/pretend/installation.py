@@ -9,7 +9,7 @@ from torch.utils import backend_registration
 from workshop.errors import UserError
 from workshop.pretend import devices
 
-_modes: list = []  # the two modes stay entered until the process ends
+_kept: list = []  # what must not be freed before the process ends
 
 
 def unsupported() -> str:
@@ -40,9 +40,11 @@ def _install() -> None:
     from torch.optim.optimizer import _foreach_supported_types as of_optimizers
     from torch.utils._foreach_utils import _foreach_supported_types as of_clipping
 
-    from workshop.pretend import autocast, checkpoints, collectives, cuda, tensor
+    from workshop.pretend import autocast, checkpoints, collectives, cuda, gpu_only, guard, tensor
 
-    backend_registration._setup_privateuseone_for_python_backend(devices.NAME, cuda.PrivateUse1Module())
+    backend_registration._setup_privateuseone_for_python_backend(
+        devices.NAME, cuda.PrivateUse1Module(), device_guard=guard.Guard()
+    )
     # It arranges the parameters for cuDNN, and asks CUDA for the GPU.
     torch.nn.RNNBase.flatten_parameters = lambda self: None
     PretendTensor = tensor.PretendTensor
@@ -51,9 +53,11 @@ def _install() -> None:
     # C++ would say that it is on the pretended device type.
     DTensor.device = property(lambda self: self._local_tensor.device)
     cuda.install()
+    guard.install()
     collectives.install()
     checkpoints.install()
     autocast.install()
+    _kept.append(gpu_only.install())
     _pin_memory(tensor.pinned)
     _copy_between_gpus()
     original = torch.UntypedStorage.resize_
@@ -74,9 +78,9 @@ def _install() -> None:
     fake_tensor.init_gpu_context = lambda device: None  # it makes a tensor on a real GPU
     # torch.tensor(..., device="cuda") makes the tensor on the CPU and then copies it.
     torch._C._set_only_lift_cpu_tensors(True)
-    _modes.extend((tensor.Dispatch(), tensor.NameDevice()))
-    for mode in _modes:
+    for mode in (tensor.Dispatch(), tensor.NameDevice()):
         mode.__enter__()
+        _kept.append(mode)
     os.register_at_fork(after_in_child=devices.after_fork)
 
 

@@ -1,0 +1,45 @@
+"""Errors of hooks in a backward pass on pretended GPUs.
+
+PyTorch leaves such an error set in the thread of the backward pass while C++ asks the device guard for its type. Python refuses
+to return a result while an error is set, and the process would be aborted. So the guard keeps the error for later.
+"""
+
+import ctypes
+
+import torch
+
+_kept: list[BaseException] = []
+_fetch = ctypes.pythonapi.PyErr_Fetch  # it clears the error
+_fetch.restype = None
+_parts = [
+    ctypes.py_object() for _ in range(3)
+]  # type, value, traceback: C would refuse to make them while an error is set
+_places = tuple(map(ctypes.byref, _parts))
+
+
+class Guard(torch._C._acc.DeviceGuard):
+    """What PyTorch asks for the device type of the pretended tensors."""
+
+    def type_(self):
+        _fetch(*_places)
+        if _parts[0]:
+            kind, error, trace = (each.value if each else None for each in _parts)
+            error = error if isinstance(error, BaseException) else kind(error)
+            _kept.append(error.with_traceback(trace))
+        return torch._C._autograd.DeviceType.PrivateUse1
+
+
+def install() -> None:
+    """Let a backward pass raise the error that its thread has lost."""
+    original = torch.autograd._engine_run_backward
+
+    def run(*args, **kwargs):
+        _kept.clear()
+        try:
+            return original(*args, **kwargs)
+        except SystemError:  # an error was reported, but none was set
+            if _kept:
+                raise _kept[0] from None
+            raise
+
+    torch.autograd._engine_run_backward = run
