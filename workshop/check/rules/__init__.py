@@ -17,6 +17,8 @@ _files = {path.stem for path in Path(__file__).parent.glob("*.py")} - {
     "__init__",
     "carried",
     "divergence",
+    "rounds",
+    "unequal",
     "walk",
     "pages",
     "parting",

@@ -1,0 +1,135 @@
+"""Local SGD: each rank takes several steps of its own, and then the ranks average their parameters or the changes of them."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+from workshop.check.evidence.events import Backward, Collective, Sketch, StepBegun, StepTaken, Wrapped
+from workshop.check.evidence.run import Process, Run
+from workshop.check.evidence.sketches import CLOSE, difference
+
+EXACT = 0.01  # relative difference of a sum of changes that rounding explains
+Values = list[float]  # those in the sketches of all parameters
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """What a rank does between the last step of its own and its next step, in which all ranks have the same parameters."""
+
+    begun: StepBegun  # the first step of its own
+    ended: StepTaken  # the last one
+    calls: list[Collective]
+    following: StepBegun
+
+    @property
+    def outer(self) -> bool:
+        """Whether the next step is that of a different optimizer, which gets the changes as gradients."""
+        return self.following.trainer != self.begun.trainer
+
+
+def of_its_own(run: Run) -> bool:
+    """Whether each rank takes several steps of its own, and then they average their parameters (local SGD; in no exercise).
+
+    Ranks that began alike have different parameters before some steps, and equal ones before a later step.
+    """
+    ranks = run.trained
+    if run.asked or any(process.first(Wrapped) for process in ranks):
+        return False
+    if all(_begin_rounds_alike(ranks[0], process) for process in ranks[1:]):
+        return len(ranks) > 1
+    alike = []
+    for first, *others in zip(*(process.steps for process in ranks), strict=False):
+        alike.append(all(difference(first.before.weights, step.before.weights) <= CLOSE for step in others))
+    return bool(alike) and alike[0] and (False, True) in pairwise(alike)
+
+
+def _begin_rounds_alike(one: Process, other: Process) -> bool:
+    """Whether two ranks have the same parameters after each exchange, and then take several steps, each its own number."""
+    mine, theirs = _rounds(one), _rounds(other)
+    alike = all(difference(a.weights, b.weights) <= CLOSE for a, b in zip(mine, theirs, strict=False))
+    return (
+        2 < len(mine) == len(theirs) < len(one.steps) / 2
+        and alike
+        and one.steps[1].before.weights != other.steps[1].before.weights
+    )
+
+
+def _rounds(process: Process) -> list[StepBegun]:
+    """The first step after each exchange."""
+    found: list[StepBegun] = []
+    exchanged = True
+    for _, event in process.events:
+        if isinstance(event, Collective) and "barrier" not in event.name:
+            exchanged = True
+        elif isinstance(event, StepBegun) and exchanged:
+            found.append(event)
+            exchanged = False
+    return found
+
+
+def sum_of_changes(run: Run) -> tuple[str, str] | None:
+    """If the ranks add up the changes of their parameters and do not divide the sum: what was seen, and the line of the sum."""
+    together = list(zip(*(_exchanges(process) for process in run.trained), strict=False))
+    count = len(run.trained)
+    found = [(each[0], factor) for each in together if (factor := _factor(each)) is not None]
+    if count < 2 or len(found) < 2 or any(abs(abs(factor) / count - 1) > EXACT for _, factor in found):
+        return None
+    exchange = found[0][0]
+    what = "the outer optimizer gets" if exchange.outer else "they change their parameters by"
+    seen = f"after steps of their own, the ranks add up the changes of their parameters: {what} {count:.2f} times the average"
+    return seen, exchange.calls[0].where
+
+
+def _exchanges(process: Process) -> Iterator[Exchange]:
+    """Yield the exchanges of a rank that follow two or more steps of its own."""
+    begun: list[StepBegun] = []
+    ended: StepTaken | None = None
+    calls: list[Collective] = []
+    for _, event in process.events:
+        if isinstance(event, Backward) and not calls:
+            continue
+        if isinstance(event, Collective) and "barrier" not in event.name:
+            calls.append(event)
+        elif isinstance(event, StepTaken):
+            ended = event
+        elif isinstance(event, StepBegun):
+            if calls:
+                if len(begun) > 1 and ended and len(ended.weights) == len(event.weights):
+                    yield Exchange(begun[0], ended, calls, event)
+                begun, ended, calls = [], None, []
+            if not begun or begun[0].trainer == event.trainer:
+                begun.append(event)
+
+
+def _factor(ranks: Sequence[Exchange]) -> float | None:
+    """By what multiple of the average change of the ranks the exchange changes the parameters; None: by no multiple."""
+    first = ranks[0]
+    if any(difference(each.following.weights, first.following.weights) > CLOSE for each in ranks[1:]):
+        return None
+    start = _values(first.following.weights if first.outer else first.begun.weights)
+    changes = [_minus(_values(each.ended.weights), start) for each in ranks]
+    if not start or any(len(each) != len(start) for each in changes) or _far(changes) < EXACT:
+        return None
+    average = [sum(values) / len(ranks) for values in zip(*changes, strict=True)]
+    result = _values(first.following.gradients) if first.outer else _minus(_values(first.following.weights), start)
+    square = sum(value * value for value in average)
+    if not square or len(result) != len(average):
+        return None
+    factor = sum(one * other for one, other in zip(result, average, strict=True)) / square
+    rest = max(abs(one - factor * other) for one, other in zip(result, average, strict=True))
+    return factor if rest <= EXACT * max(map(abs, result)) else None
+
+
+def _values(sketches: Sequence[Sketch]) -> Values:
+    return [value for each in sketches if each for value in each[1]]
+
+
+def _minus(one: Values, other: Values) -> Values:
+    return [here - there for here, there in zip(one, other, strict=False)]
+
+
+def _far(changes: Sequence[Values]) -> float:
+    """How far the changes of the ranks are from each other, relative to their size."""
+    size = max((abs(value) for each in changes for value in each), default=0.0)
+    apart = max((max(values) - min(values) for values in zip(*changes, strict=True)), default=0.0)
+    return apart / size if size else 0.0
