@@ -85,6 +85,7 @@ class Process:
     identity: str = "keys"  # what identifies a sample: "keys" (its index, if known) or "rows" (its content)
     ignored: frozenset[Trainer] = frozenset()  # those whose steps are left out, because only some ranks have them
     trail = NO_TRAIL  # in a second run whose lines are traced; not recorded, so it is no field
+    replica = NO_TRAIL  # in a second run in which the changes of models are traced
 
     def of(self, kind: type[E]) -> list[E]:
         """The events of this kind, in order."""

@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Iterator
 from functools import partial
+from itertools import islice
 
 from workshop.check.evidence.events import (
     Backward,
@@ -24,12 +25,14 @@ from workshop.check.evidence.sketches import CLOSE, difference, different_names,
 from workshop.check.rules.divergence import TO_ONE, reduced_to_one
 from workshop.check.rules.learning import of_steps
 from workshop.check.rules.processes import no_group, wrong_group
+from workshop.check.rules.replicas import parted
 from workshop.check.rules.rounds import of_its_own, sum_of_changes
 from workshop.check.rules.rule import RULES, Makes, NotJudged, Rule, Said, Seen, Told, findings, rule
 from workshop.check.rules.unequal import after_backward, unclipped, why_unequal
 from workshop.check.rules.words import listed, named
 from workshop.check.scenarios import SINGLE, WHOLE
 
+UNEXPLAINED = ("", "reseeded")  # origins of findings that do not know the line of the cause
 FIRST = 4  # evaluations of a model, in order, which are those at the same time
 ROUNDED = 2e-3  # gradients of float32 agree more closely than this; those of bfloat16 often do not
 beside_one_process: "partial[Makes[[Run, Run]]]" = partial(rule, runs=(WHOLE, SINGLE), needs=(LayersSeen,), spoils=True)
@@ -50,7 +53,9 @@ def gradients_differ(run: Run) -> Said:
 )
 def weights_differ(run: Run) -> Said:
     """The ranks begin with different parameters, or step to different ones."""
-    return findings(weights_differ, _apart, run)
+    for seen in findings(weights_differ, _apart, run):
+        found = parted(run, seen.where) if isinstance(seen, Seen) and seen.origin in UNEXPLAINED else None
+        yield found.added_to(seen.text) if found and isinstance(seen, Seen) else seen
 
 
 @rule(
@@ -80,16 +85,37 @@ def clipping_differs(run: Run) -> Said:
 )
 def models_differ(run: Run) -> Said:
     """The ranks evaluate a model with different parameters."""
-    for together in _evaluated_together(run.trained) if len(run.trained) > 1 and not run.divided else ():
-        base = together[0]
-        for other in together[1:]:
+    for base, other in _evaluated_differently(run):
+        which = listed(different_names(base.weights, other.weights, base.names))
+        seen = f"the ranks evaluate {base.model} with different parameters ({which})"
+        reason, where = _why_copies_differ(run.trained, base)
+        found = None if where else parted(run, base.where)
+        yield found.added_to(seen) if found else Seen(seen + reason, where or base.where)
+        return
+
+
+def steps_until_apart(run: Run) -> int:
+    """After how many steps a second run shows at which line parameters become different; 0: it is known, or they do not."""
+    apart = _apart(run)
+    if any(about is gradients_differ or seen.origin not in UNEXPLAINED for about, seen in apart):
+        return 0
+    if any(about is weights_differ for about, _ in apart):
+        together = zip(*(process.steps for process in run.trained), strict=False)
+        for number, (first, *others) in enumerate(together, 1):
+            if any(difference(first.before.weights, step.before.weights) > CLOSE for step in others):
+                return number + 1
+        return 0
+    known = (each[0] for each in _evaluated_differently(run) if not _why_copies_differ(run.trained, each[0])[1])
+    return max((each.steps + 1 for each in islice(known, 1)), default=0)
+
+
+def _evaluated_differently(run: Run) -> Iterator[tuple[ModelEvaluated, ModelEvaluated]]:
+    """Yield evaluations that two ranks make together, of a model with different parameters."""
+    for base, *others in _evaluated_together(run.trained) if len(run.trained) > 1 and not run.divided else ():
+        for other in others:
             alike = (other.where, other.model, other.names) == (base.where, base.model, base.names)
             if alike and difference(base.weights, other.weights) > CLOSE:
-                which = listed(different_names(base.weights, other.weights, base.names))
-                seen = f"the ranks evaluate {base.model} with different parameters ({which})"
-                reason, where = _why_copies_differ(run.trained, base)
-                yield Seen(seen + reason, where or base.where)
-                return
+                yield base, other
 
 
 def _evaluated_together(ranks: list[Process]) -> Iterator[tuple[ModelEvaluated, ...]]:
