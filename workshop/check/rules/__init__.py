@@ -15,6 +15,7 @@ for _family in FAMILIES:
 
 _files = {path.stem for path in Path(__file__).parent.glob("*.py")} - {
     "__init__",
+    "by_hand",
     "carried",
     "divergence",
     "replicas",

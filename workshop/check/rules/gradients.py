@@ -261,9 +261,9 @@ def gradient_scale(run: Run, single: Run) -> Said:
 
 @gradient_scale.also(WHOLE, active=True, after=(gradients_differ, weights_differ))
 def changes_summed(run: Run) -> Said:
-    """The ranks take steps of their own, and then use the sum of the changes of their parameters instead of the average."""
+    """The ranks take steps of their own, and then use a sum instead of the average."""
     if found := sum_of_changes(run):
-        fix = "Divide the sum of the changes by the number of processes, or use all_reduce with ReduceOp.AVG."
+        fix = "Divide the sum by the number of processes, or use all_reduce with ReduceOp.AVG."
         yield Seen(*found, fix=fix, origin="here")
 
 

@@ -1,5 +1,6 @@
 """Local SGD: each rank takes several steps of its own, and then the ranks average their parameters or the changes of them."""
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -68,16 +69,17 @@ def _rounds(process: Process) -> list[StepBegun]:
 
 
 def sum_of_changes(run: Run) -> tuple[str, str] | None:
-    """If the ranks add up the changes of their parameters and do not divide the sum: what was seen, and the line of the sum."""
-    together = list(zip(*(_exchanges(process) for process in run.trained), strict=False))
+    """If the ranks add up their parameters, or the changes of them, and do not divide the sum: what was seen, and its line."""
     count = len(run.trained)
-    found = [(each[0], factor) for each in together if (factor := _factor(each)) is not None]
-    if count < 2 or len(found) < 2 or any(abs(abs(factor) / count - 1) > EXACT for _, factor in found):
-        return None
-    exchange = found[0][0]
-    what = "the outer optimizer gets" if exchange.outer else "they change their parameters by"
-    seen = f"after steps of their own, the ranks add up the changes of their parameters: {what} {count:.2f} times the average"
-    return seen, exchange.calls[0].where
+    together = zip(*(_exchanges(process) for process in run.trained), strict=False) if count > 1 else ()
+    found = [(each[0], factors) for each in together if (factors := _factors(each))]
+    for index, what in enumerate(("their parameters", "the changes of their parameters")):
+        if len(found) > 1 and all(abs(abs(factors[index]) / count - 1) < EXACT for _, factors in found):
+            exchange = found[0][0]
+            gets = "the outer optimizer gets" if exchange.outer else "the result is"
+            seen = f"after steps of their own, the ranks add up {what}: {gets} {count:.2f} times the average"
+            return seen, exchange.calls[0].where
+    return None
 
 
 def _exchanges(process: Process) -> Iterator[Exchange]:
@@ -101,23 +103,34 @@ def _exchanges(process: Process) -> Iterator[Exchange]:
                 begun.append(event)
 
 
-def _factor(ranks: Sequence[Exchange]) -> float | None:
-    """By what multiple of the average change of the ranks the exchange changes the parameters; None: by no multiple."""
+def _factors(ranks: Sequence[Exchange]) -> tuple[float, float] | None:
+    """By what multiples of the average the exchange sets the parameters, and changes them; None: the ranks did not differ."""
     first = ranks[0]
     if any(difference(each.following.weights, first.following.weights) > CLOSE for each in ranks[1:]):
         return None
+    ends = [_values(each.ended.weights) for each in ranks]
     start = _values(first.following.weights if first.outer else first.begun.weights)
-    changes = [_minus(_values(each.ended.weights), start) for each in ranks]
-    if not start or any(len(each) != len(start) for each in changes) or _far(changes) < EXACT:
+    changes = [_minus(each, start) for each in ends]
+    if not start or any(len(each) != len(start) for each in ends) or _far(changes) < EXACT:
         return None
-    average = [sum(values) / len(ranks) for values in zip(*changes, strict=True)]
-    result = _values(first.following.gradients) if first.outer else _minus(_values(first.following.weights), start)
-    square = sum(value * value for value in average)
-    if not square or len(result) != len(average):
-        return None
-    factor = sum(one * other for one, other in zip(result, average, strict=True)) / square
-    rest = max(abs(one - factor * other) for one, other in zip(result, average, strict=True))
-    return factor if rest <= EXACT * max(map(abs, result)) else None
+    if first.outer:
+        return 0.0, _multiple(_values(first.following.gradients), _average(changes))
+    after = _values(first.following.weights)
+    return _multiple(after, _average(ends)), _multiple(_minus(after, start), _average(changes))
+
+
+def _multiple(values: Values, of: Values) -> float:
+    """By what factor these values are others; 0: by no common factor."""
+    square = sum(value * value for value in of)
+    if len(values) != len(of) or not square or not math.isfinite(sum(values)):
+        return 0.0
+    factor = sum(one * other for one, other in zip(values, of, strict=True)) / square
+    rest = max(abs(one - factor * other) for one, other in zip(values, of, strict=True))
+    return factor if rest <= EXACT * max(map(abs, values)) else 0.0
+
+
+def _average(changes: Sequence[Values]) -> Values:
+    return [sum(values) / len(changes) for values in zip(*changes, strict=True)]
 
 
 def _values(sketches: Sequence[Sketch]) -> Values:
