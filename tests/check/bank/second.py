@@ -53,9 +53,10 @@ SUMMED = "                    dist.all_reduce(parameter.data)\n"
 
 def outer_steps(divided: bool) -> tuple[tuple[str, str], ...]:
     """The tagger with local steps, after which an outer optimizer gets the changes of the parameters as gradients."""
-    last = LOCAL_STEPS[-1][0]
-    optimizer = "    outer = [each.detach().clone().requires_grad_() for each in model.parameters()]\n"
-    optimizer += "    outer_optimizer = torch.optim.SGD(outer, lr=0.7, momentum=0.5)\n"
+    *others, (last, _) = LOCAL_STEPS
+    begin = "            if step % 3 == 0:\n"
+    begin += "                outer = [each.detach().clone().requires_grad_() for each in model.parameters()]\n"
+    begin += "                outer_optimizer = torch.optim.SGD(outer, lr=0.7)\n"
     step = "            if step % 3 == 2:\n                for parameter, kept in zip(model.parameters(), outer, strict=True):\n"
     step += (
         "                    kept.grad = kept.data - parameter.data\n                    dist.all_reduce(kept.grad)\n"
@@ -64,8 +65,8 @@ def outer_steps(divided: bool) -> tuple[tuple[str, str], ...]:
     step += "                outer_optimizer.step()\n"
     step += "                for parameter, kept in zip(model.parameters(), outer, strict=True):\n"
     step += "                    parameter.data.copy_(kept)\n"
-    (before, after), *others, _ = LOCAL_STEPS
-    return (before, after + optimizer), *others, (last, last + step)
+    loops = [(old, new.replace(":\n            optimizer", f":\n{begin}            optimizer")) for old, new in others]
+    return *loops, (last, last + step)
 
 
 FOLLOW = """\
