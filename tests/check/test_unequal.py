@@ -57,3 +57,32 @@ def test_a_common_factor_does_not_depend_on_rounding_errors():
     other = [(4.0, [2.0, -2.0]), (3e-9, [0.0, 3e-9])]
     assert ratio(one, other) == 0.5
     assert ratio([(2.0, [1.0]), (1.0, [0.5])], [(4.0, [2.0]), (1.0, [0.5])]) is None
+
+
+@pytest.mark.parametrize(
+    ("name", "family", "seen", "where", "origin"),
+    [
+        # The losses differ too, so the labels are wrong.
+        (
+            "labels-from-zero-on-each-rank",
+            "comparison",
+            "and the loss of one process is 4.829",
+            "train.py:114",
+            "holds:arange",
+        ),
+        # The losses are equal, so the backward pass of the gather is wrong.
+        (
+            "gather-without-gradients",
+            "comparison",
+            "what the ranks gather are not complete",
+            "train.py:49",
+            "gathering",
+        ),
+        ("world-size-forgotten", "gradients", "all_reduce at tagger.py:76 sums a number", "tagger.py:76", "reduced"),
+    ],
+)
+def test_the_finding_says_where_a_loss_goes_wrong(name, family, seen, where, origin):
+    finding, *_ = replayed(case_of(name), family).errors
+    assert seen in finding.seen
+    assert finding.where == where
+    assert finding.origin.startswith(origin)

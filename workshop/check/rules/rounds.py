@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from workshop.check.evidence.events import Backward, Collective, Sketch, StepBegun, StepTaken, Wrapped
+from workshop.check.evidence.events import Collective, Sketch, StepBegun, StepTaken, Wrapped
 from workshop.check.evidence.run import Process, Run
 from workshop.check.evidence.sketches import CLOSE, difference
 
@@ -88,8 +88,6 @@ def _exchanges(process: Process) -> Iterator[Exchange]:
     ended: StepTaken | None = None
     calls: list[Collective] = []
     for _, event in process.events:
-        if isinstance(event, Backward) and not calls:
-            continue
         if isinstance(event, Collective) and "barrier" not in event.name:
             calls.append(event)
         elif isinstance(event, StepTaken):
