@@ -208,13 +208,20 @@ def _begun_apart(ranks: list[Process]) -> Told:
     first = begun[0] if ranks[0].first(Collective) else None
     for other in begun[1:]:
         if first and other and first.trainer == other.trainer and difference(first.weights, other.weights) > CLOSE:
-            return [_begin_differently(first, other)]
+            return [_begin_differently(first, other, ranks[0].first(Wrapped) is not None)]
     return []
 
 
-def _begin_differently(one: StepBegun, other: StepBegun) -> tuple[Rule, Seen]:
+def _begin_differently(one: StepBegun, other: StepBegun, wrapped: bool) -> tuple[Rule, Seen]:
     which = listed(different_names(one.weights, other.weights, one.names))
-    return weights_differ, Seen(f"the ranks begin with different parameters ({which})", one.where, origin="reseeded")
+    fix = (
+        ""
+        if wrapped
+        else "Set the same seed on all ranks before the model is created, or broadcast() the parameters of rank 0."
+    )
+    return weights_differ, Seen(
+        f"the ranks begin with different parameters ({which})", one.where, fix=fix, origin="reseeded"
+    )
 
 
 def _apart_at(
@@ -235,7 +242,7 @@ def _apart_at(
         seen = f"before step {number} the ranks hold different gradients{of}{also}; {reason}"
         return gradients_differ, Seen(seen, where, fix=fix, origin="".join(origin) or "here")
     if begun:
-        return _begin_differently(before, other)
+        return _begin_differently(before, other, base.first(Wrapped) is not None)
     if not joined and one.after and two.after and difference(one.after.weights, two.after.weights) > CLOSE:
         which = different_names(one.after.weights, two.after.weights, before.names)
         rates = f"; their learning rates are {before.rates} and {other.rates}" if before.rates != other.rates else ""

@@ -93,11 +93,12 @@ def _exchanges(process: Process) -> Iterator[Exchange]:
         elif isinstance(event, StepTaken):
             ended = event
         elif isinstance(event, StepBegun):
+            exchange = Exchange(begun[0], ended, calls, event) if calls and len(begun) > 1 and ended else None
+            if exchange and len(exchange.ended.weights) == len(event.weights):
+                yield exchange
             if calls:
-                if len(begun) > 1 and ended and len(ended.weights) == len(event.weights):
-                    yield Exchange(begun[0], ended, calls, event)
                 begun, ended, calls = [], None, []
-            if not begun or begun[0].trainer == event.trainer:
+            if not (exchange and exchange.outer) and (not begun or begun[0].trainer == event.trainer):
                 begun.append(event)
 
 
