@@ -32,6 +32,7 @@ from workshop.check.rules.unequal import after_backward, unclipped, why_unequal
 from workshop.check.rules.words import listed, named
 from workshop.check.scenarios import SINGLE, WHOLE
 
+ALIKE = "Set the same seed on all ranks before the model is created, or broadcast() the parameters of rank 0."
 UNEXPLAINED = ("", "reseeded")  # origins of findings that do not know the line of the cause
 FIRST = 4  # evaluations of a model, in order, which are those at the same time
 ROUNDED = 2e-3  # gradients of float32 agree more closely than this; those of bfloat16 often do not
@@ -214,14 +215,8 @@ def _begun_apart(ranks: list[Process]) -> Told:
 
 def _begin_differently(one: StepBegun, other: StepBegun, wrapped: bool) -> tuple[Rule, Seen]:
     which = listed(different_names(one.weights, other.weights, one.names))
-    fix = (
-        ""
-        if wrapped
-        else "Set the same seed on all ranks before the model is created, or broadcast() the parameters of rank 0."
-    )
-    return weights_differ, Seen(
-        f"the ranks begin with different parameters ({which})", one.where, fix=fix, origin="reseeded"
-    )
+    seen, fix = f"the ranks begin with different parameters ({which})", "" if wrapped else ALIKE
+    return weights_differ, Seen(seen, one.where, fix=fix, origin="reseeded")
 
 
 def _apart_at(
