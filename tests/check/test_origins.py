@@ -42,6 +42,60 @@ PROGRAMS = {
             mean = loss / count  # cause
             (mean / accumulate).backward()  # seen
     """,
+    "divisor:compute_loss": """
+        class OwnTrainer(Trainer):
+            def compute_loss(self, model, inputs, num_items_in_batch=None):
+                loss = cross_entropy(model(inputs), reduction="sum")
+                loss = loss / num_items_in_batch  # cause
+                return loss
+
+        def main(trainer):
+            trainer.train()  # seen
+    """,
+    "averaged": """
+        class Averager:
+            def __init__(self, model):
+                self.parts, part = [], []
+                for parameter in model.parameters():
+                    part.append(parameter)
+                    if len(part) > 3:
+                        self.parts.append(part)  # cause
+                        part = []
+
+            def average(self):
+                pending = []
+                for part in self.parts:
+                    flat = torch.cat([parameter.grad.flatten() for parameter in part])
+                    pending.append((part, dist.all_reduce(flat)))  # seen
+    """,
+    "averaged:": """
+        def average(parameters):
+            flat = torch.cat([parameter.grad.flatten() for parameter in parameters])
+            dist.all_reduce(flat)  # seen
+
+        def main(model, loss):
+            loss.backward()
+            average(list(model.head.parameters()))  # cause
+    """,
+    "reduced:all_reduce": """
+        def loss_of(logits, targets):
+            count = torch.tensor(float(len(targets)))
+            dist.all_reduce(count)  # seen
+            count = count.clamp(min=1)  # cause
+            return cross_entropy(logits, targets, reduction="sum") / count
+    """,
+    "gathering": """
+        class Gather(Function):
+            @staticmethod
+            def forward(ctx, part):
+                parts = [torch.empty_like(part) for _ in range(2)]
+                dist.all_gather(parts, part)  # seen
+                return torch.cat(parts)
+
+            @staticmethod
+            def backward(ctx, gradient):
+                return gradient.chunk(2)[dist.get_rank()]  # cause
+    """,
     "sync": """
         def main(model, batches):
             for number, batch in enumerate(batches):

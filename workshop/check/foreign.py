@@ -17,7 +17,7 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
-from workshop.check.bench import ProgramBench
+from workshop.check.bench import TRACED, ProgramBench
 from workshop.check.clock import mark_times
 from workshop.check.comparing import keep, replace, replace_all
 from workshop.check.evaluated import restore, store
@@ -39,6 +39,10 @@ from workshop.check.judge import Made
 from workshop.check.launching import SHORT
 from workshop.check.probes import Probe, Recorder
 from workshop.check.probes.checkpoints import Checkpoints
+from workshop.check.probes.reductions import Reductions
+from workshop.check.probes.replicas import Replicas
+from workshop.check.rules.by_hand import reduces_each_batch
+from workshop.check.rules.gradients import steps_until_apart
 from workshop.check.rules.metrics import prints_metrics
 from workshop.check.scenarios import (
     COMPARED,
@@ -168,7 +172,20 @@ class OwnersBench(ProgramBench):
                 run = again
             else:
                 self.gpus = before
-        return run if lightning else self.traced(run, partial(self._again, before=keep(self.kept)))
+        return run if lightning else self._retraced(self.traced(run, partial(self._again, before=keep(self.kept))))
+
+    def _retraced(self, run: Run) -> Run:
+        """Look closer in a second run: at which line parameters become different, or which gradients are added up by hand."""
+        steps = 0 if run.failed or run.apart or run.seconds >= TRACED else steps_until_apart(run)
+        if steps:
+            second = self._again(probes=(*self.probes, Replicas), steps=steps, at_once=True)
+            for process, again in zip(run.ranks, second.ranks, strict=False):
+                process.replica = again.trail
+        elif not run.failed and reduces_each_batch(run):
+            second = self._again(probes=(*self.probes, Reductions), steps=2, at_once=True)
+            for process, again in zip(run.ranks, second.ranks, strict=False):
+                process.reductions = again.reductions
+        return run
 
     def _again(self, **changes: Any) -> Run:
         # If the first run hung, this one hangs too, and soon shows it.

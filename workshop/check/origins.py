@@ -27,12 +27,12 @@ from workshop.check.definitions import (
     names_in,
     names_stored,
 )
+from workshop.check.loss_origins import averaged, divisor, gathering, reduced
 from workshop.check.places import place_of
 from workshop.check.verdict import Finding
 
 FILES = 200  # files in which a class is looked for
 SYNC = ("require_backward_grad_sync", "set_requires_gradient_sync", "no_sync")
-COUNTS = ("sum", "numel", "count_nonzero", "len", "size")
 RANK = re.compile(r"rank|process_index|proc_id", re.IGNORECASE)
 PER_RANK = re.compile(r"batch|world|proc|rank|gpus|replicas", re.IGNORECASE)
 
@@ -124,21 +124,6 @@ def _tag(source: Source, start: ast.stmt, detail: str) -> int | None:
     given = [each.value for call in saves for each in call.keywords if each.arg == "tag"]
     given += [each for call in saves for each in call.args[1:2]]
     return first(source.trace([Value(each, start) for each in given]), makes)
-
-
-def _divisor(source: Source, start: ast.stmt, detail: str) -> int | None:
-    """The statement that divides a loss by a count."""
-
-    def divides(value: Value) -> bool:
-        for each in ast.walk(value.expression):
-            by: list[ast.AST] = [each.right] if isinstance(each, ast.BinOp) and isinstance(each.op, ast.Div) else []
-            by += [call.args[0] for call in calls(each, "div", "div_", "divide") if call is each and call.args]
-            behind = source.trace([Value(one, value.statement) for one in by])
-            if any(any(calls(count.expression, *COUNTS)) for count in behind):
-                return True
-        return False
-
-    return first(source.trace([header(start)]), divides)
 
 
 def _sync(source: Source, start: ast.stmt, detail: str) -> int | None:
@@ -458,13 +443,15 @@ def _loading(source: Source, start: ast.stmt, detail: str) -> int | None:
 
 
 FINDERS: dict[str, Callable[[Source, ast.stmt, str], int | None]] = {
+    "averaged": averaged,
     "call": _call,
     "condition": _condition,
     "configured": _configured,
-    "divisor": _divisor,
+    "divisor": divisor,
     "environ": _environ,
     "figure": _figure,
     "gate": _gate,
+    "gathering": gathering,
     "holds": _holds,
     "kept": _kept,
     "loader": _loader,
@@ -476,6 +463,7 @@ FINDERS: dict[str, Callable[[Source, ast.stmt, str], int | None]] = {
     "passed": _passed,
     "printed": _printed,
     "receiver": _receiver,
+    "reduced": reduced,
     "reseeded": _reseeded,
     "restored": _restored,
     "returned": _returned,

@@ -47,6 +47,28 @@ LOCAL_STEPS = (  # each rank takes three steps of its own, and then they average
     ),
 )
 
+DIVIDED = "                    dist.all_reduce(parameter.data)\n                    parameter.data /= world_size\n"
+SUMMED = "                    dist.all_reduce(parameter.data)\n"
+
+
+def outer_steps(divided: bool) -> tuple[tuple[str, str], ...]:
+    """The tagger with local steps, after which an outer optimizer gets the changes of the parameters as gradients."""
+    *others, (last, _) = LOCAL_STEPS
+    begin = "            if step % 3 == 0:\n"
+    begin += "                outer = [each.detach().clone().requires_grad_() for each in model.parameters()]\n"
+    begin += "                outer_optimizer = torch.optim.SGD(outer, lr=0.7)\n"
+    step = "            if step % 3 == 2:\n                for parameter, kept in zip(model.parameters(), outer, strict=True):\n"
+    step += (
+        "                    kept.grad = kept.data - parameter.data\n                    dist.all_reduce(kept.grad)\n"
+    )
+    step += "                    kept.grad /= world_size\n" * divided
+    step += "                outer_optimizer.step()\n"
+    step += "                for parameter, kept in zip(model.parameters(), outer, strict=True):\n"
+    step += "                    parameter.data.copy_(kept)\n"
+    loops = [(old, new.replace(":\n            optimizer", f":\n{begin}            optimizer")) for old, new in others]
+    return *loops, (last, last + step)
+
+
 FOLLOW = """\
 @torch.no_grad()
 def follow(average, model):

@@ -303,6 +303,21 @@ MISTAKES = (
         ),
         held_out=True,
     ),
+    mistake(
+        "local-steps-then-the-sum-of-the-parameters",
+        second.TAGGER,
+        "gradient-scale",
+        "Each rank takes three steps of its own, and then they add up their parameters without a division.",
+        *second.LOCAL_STEPS[:-1],
+        (second.LOCAL_STEPS[-1][0], second.LOCAL_STEPS[-1][1].replace(second.DIVIDED, second.SUMMED)),
+    ),
+    mistake(
+        "outer-optimizer-with-the-sum-of-the-changes",
+        second.TAGGER,
+        "gradient-scale",
+        "Each rank takes three steps of its own, and an outer optimizer gets the sum of the changes as gradients.",
+        *second.outer_steps(divided=False),
+    ),
     # ---- differs-from-one-process
     mistake(
         "clipped-before-averaging",
@@ -328,6 +343,12 @@ MISTAKES = (
 )
 
 STYLES = (
+    style(
+        "outer-optimizer-with-the-average-of-the-changes",
+        second.TAGGER,
+        "Each rank takes three steps of its own, and an outer optimizer gets the average of the changes as gradients.",
+        *second.outer_steps(divided=True),
+    ),
     style(
         "local-steps",
         second.TAGGER,

@@ -48,7 +48,17 @@ WORKERS = """\
 
 TRAINER = "tests/check/referee/hf_token_tagger/train.py"
 
+MOCO = "tests/check/referee/moco/train.py"
+SENT = "        dist.broadcast(order, src=0)\n"
+
 MISTAKES = (
+    mistake(
+        "own-order-of-the-gathered-batch",
+        MOCO,
+        "gathered-order",
+        "Each rank draws its own order of the images of all ranks, and takes its part of it.",
+        (SENT, ""),
+    ),
     # ---- same-samples
     mistake(
         "no-sampler",
@@ -326,6 +336,12 @@ SCORED = """\
 """
 
 STYLES = (
+    style(
+        "order-of-the-gathered-batch-from-rank-0",
+        MOCO,
+        "Each rank draws an order of the images of all ranks, but rank 0 sends its order to the others.",
+        (SENT, "        dist.broadcast(order, 0)\n"),
+    ),
     style(
         "each-sample-three-times",
         second.TAGGER,

@@ -28,6 +28,7 @@ from workshop.check.evidence.events import (
     Wrapped,
     WroteOutside,
 )
+from workshop.check.evidence.reductions import NO_REDUCTIONS
 from workshop.check.evidence.sketches import CLOSE, difference
 from workshop.check.evidence.trail import NO_TRAIL
 from workshop.run.failures import is_echo
@@ -85,6 +86,8 @@ class Process:
     identity: str = "keys"  # what identifies a sample: "keys" (its index, if known) or "rows" (its content)
     ignored: frozenset[Trainer] = frozenset()  # those whose steps are left out, because only some ranks have them
     trail = NO_TRAIL  # in a second run whose lines are traced; not recorded, so it is no field
+    reductions = NO_REDUCTIONS  # in a second run in which their results are noted
+    replica = NO_TRAIL  # in a second run in which the changes of models are traced
 
     def of(self, kind: type[E]) -> list[E]:
         """The events of this kind, in order."""

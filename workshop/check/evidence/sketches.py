@@ -5,6 +5,7 @@ from collections.abc import Sequence
 
 from workshop.check.evidence.events import Sketch
 
+NEGLIGIBLE = 1e-6  # a tensor whose norm is smaller than this share of the largest one contains only rounding errors
 CLOSE = 1e-3  # relative difference above which tensors of two ranks count as different
 
 
@@ -42,10 +43,16 @@ def different_names(first: Sequence[Sketch], second: Sequence[Sketch], names: Se
 
 
 def ratio(first: Sequence[Sketch], second: Sequence[Sketch]) -> float | None:
-    """Return the factor between all tensors of ``first`` and ``second``; None if there is no common factor."""
+    """Return the factor between all tensors of ``first`` and ``second``; None if there is no common factor.
+
+    Tensors with only rounding errors do not count, such as the gradient of the bias of the keys in attention.
+    """
     ratios = []
+    least = [NEGLIGIBLE * max((each[0] for each in part if each), default=0.0) for part in (first, second)]
     for one, other in zip(first, second, strict=False):
-        if one and other and one[0] and other[0] and math.isfinite(one[0]) and math.isfinite(other[0]):
+        if not one or not other or not math.isfinite(one[0]) or not math.isfinite(other[0]):
+            continue
+        if one[0] > least[0] and other[0] > least[1]:
             factor = one[0] / other[0]
             top = max(map(abs, one[1]), default=0.0)
             if top and max(abs(a - factor * b) for a, b in zip(one[1], other[1], strict=False)) > 0.02 * top:

@@ -24,6 +24,19 @@ class Called(NamedTuple):
     arguments: dict[str, str]
 
 
+class Change(NamedTuple):
+    """A moment at which a line of the program has made, changed or used a model."""
+
+    what: str  # "changed" or "used"
+    model: int  # its number, in the order in which the program made them
+    steps: int  # of the process before it
+    number: int  # of entries before it
+    places: list[
+        tuple[str, int, int]
+    ]  # lines of the running functions, the innermost first; first and last line of each
+    sketches: list[tuple[float, list[float]] | None]  # of its parameters after that
+
+
 class Trail(NamedTuple):
     """The trail of a process. It is no part of recorded evidence."""
 
@@ -33,9 +46,11 @@ class Trail(NamedTuple):
     first: int  # the number of the first entry
     values: dict[int, dict[str, str]]  # for the number of an entry, what the names in its statement were
     calls: list[Called]
+    changes: list[Change]
 
 
-NO_TRAIL = Trail((), (), {}, 0, {}, [])
+NO_TRAIL = Trail((), (), {}, 0, {}, [], [])
+CHANGES = "changes"  # the beginning of the name of a file
 
 
 def entry(file: int, depth: int, line: int) -> int:
@@ -65,7 +80,7 @@ def read_trail(folder: Path, pid: int) -> Trail:
         count = ring[0]
         latest = range(max(0, count - ENTRIES), count)
         entries = tuple(ring[1 + number % ENTRIES] for number in latest)
-        trail = Trail(tuple(paths), entries, sources, latest.start, {}, [])
+        trail = Trail(tuple(paths), entries, sources, latest.start, {}, [], _changes(folder / f"{CHANGES}-{pid}"))
         slots = (folder / f"values-{pid}").read_bytes()
         for start in range(0, len(slots), SLOT):
             with suppress(ValueError):
@@ -76,6 +91,17 @@ def read_trail(folder: Path, pid: int) -> Trail:
                     trail.values[number] = said
         return trail
     return NO_TRAIL
+
+
+def _changes(path: Path) -> list[Change]:
+    found = []
+    with suppress(OSError, ValueError):  # there is no such file, or the process was killed while it wrote a line
+        for line in path.read_text().splitlines():
+            said = json.loads(line)
+            places = [(where, first, last) for where, first, last in said.pop("places")]
+            sketches = [each and (each[0], each[1]) for each in said.pop("sketches")]
+            found.append(Change(**said, places=places, sketches=sketches))
+    return found
 
 
 def mapped(path: Path, size: int) -> memoryview:

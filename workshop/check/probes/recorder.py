@@ -19,6 +19,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from workshop.check.evidence.events import Event, Key, Loader, Stopped
+from workshop.check.evidence.reductions import read_reductions
 from workshop.check.evidence.run import Process
 from workshop.check.evidence.trail import read_trail
 
@@ -178,5 +179,5 @@ def read_process(folder: Path, pid: int) -> Process:
     texts = [path.open("rb").read(READ).decode(errors="replace") if path.exists() else "" for path in paths]
     stdout, stderr, stack = texts
     process = Process(pid, events, stdout, stderr, stack)
-    process.trail = read_trail(folder, pid)
+    process.trail, process.reductions = read_trail(folder, pid), read_reductions(folder, pid)
     return process

@@ -127,6 +127,7 @@ class Trails(Probe):
 
         def trace(frame: FrameType, event: str, argument: Any) -> Trace:
             try:
+                self._look(frame, event)
                 if event == "line":
                     line = frame.f_lineno
                     self._add(entry(index, self.depth, line))
@@ -141,6 +142,12 @@ class Trails(Probe):
             return trace
 
         return trace
+
+    def _look(self, frame: FrameType, event: str) -> None:
+        """Look at a running function of the program before its next line, and when it returns."""
+
+    def _shown(self, value: object) -> str:
+        return shown(value)
 
     def _values(self, name: str, statement: Statement, frame: FrameType) -> None:
         of, outer = frame.f_locals, frame.f_globals
@@ -166,7 +173,7 @@ class Trails(Probe):
         self.visits[name, line, bool(called)] += 1
         if self.visits[name, line, bool(called)] > OFTEN:
             return
-        said = {str(each): text for each, value in found if (text := shown(value))}
+        said = {str(each): text for each, value in found if (text := self._shown(value))}
         number = self.count if called else self.count - 1
         while len(content := json.dumps([number, name, line, called, said]).encode()) > SLOT:
             if not said:

@@ -15,8 +15,12 @@ for _family in FAMILIES:
 
 _files = {path.stem for path in Path(__file__).parent.glob("*.py")} - {
     "__init__",
+    "by_hand",
     "carried",
     "divergence",
+    "replicas",
+    "rounds",
+    "unequal",
     "walk",
     "pages",
     "parting",

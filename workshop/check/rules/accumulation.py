@@ -4,11 +4,13 @@ from statistics import mode
 
 from workshop.check.evidence.events import LossComputed, Wrapped
 from workshop.check.evidence.run import Process, Run
+from workshop.check.rules.by_hand import counted_twice
 from workshop.check.rules.gradients import against_one_process, beside_one_process, mean_of_means, weighted
 from workshop.check.rules.learning import of_steps, wrong_parameters
 from workshop.check.rules.processes import no_group, wrong_group
 from workshop.check.rules.rule import Said, Seen, findings, rule
 from workshop.check.rules.words import plural
+from workshop.check.scenarios import WHOLE
 
 
 @of_steps(
@@ -58,11 +60,22 @@ def _left_over(process: Process, wanted: int) -> list[bool]:
     why="The gradient of a step must be the mean over its batches. A sum changes the effect "
     "of clipping and of the learning rate of SGD.",
     fix="Divide the loss of each batch by the number of batches per step: (loss / accumulate).backward().",
+    anywhere=True,
     origin="returned:training_step receiver:backward",
 )
 def accumulation_scale(run: Run, single: Run) -> Said:
     """The gradient is the sum over the batches of the step."""
     return findings(accumulation_scale, against_one_process, run, single)
+
+
+@accumulation_scale.also(WHOLE, active=True, after=(no_group, wrong_group, accumulation_uneven))
+def batch_counted_twice(run: Run) -> Said:
+    """The program reduces .grad after each batch, adds up the results, and does not clear .grad in between."""
+    for count, where in filter(None, map(counted_twice, run.first_rank)):
+        seen = f"the program reduces the gradients after each of the {count} batches of a step and adds up the results, but "
+        seen += f".grad still contains those of the earlier batches: the first batch counts {count} times"
+        fix = "Set the gradients to None after each reduction, as optimizer.zero_grad(set_to_none=True) does."
+        yield Seen(seen, where, fix=fix, origin="reduced:reduce_scatter_tensor reduced:all_reduce here")
 
 
 @rule(

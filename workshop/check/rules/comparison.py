@@ -1,6 +1,7 @@
 """Whether any program computes with several processes what it computes with one on the same global batches."""
 
 from collections import Counter
+from dataclasses import replace
 from itertools import groupby
 
 from workshop.check.evidence.events import Backward, BatchLoaded, Collective, GradientsClipped, LossWeighted, StepBegun
@@ -8,10 +9,12 @@ from workshop.check.evidence.run import Process, Run
 from workshop.check.evidence.sketches import CLOSE, difference, different_names, ratio
 from workshop.check.rules.gradients import gradient_scale, gradients_differ, mean_of_means, weights_differ
 from workshop.check.rules.rule import NotJudged, Said, Seen, rule
+from workshop.check.rules.unequal import before_backward, count_reduced
 from workshop.check.rules.words import listed
 from workshop.check.scenarios import COMPARED, WHOLE, Compared
 
 SAME = 0.01  # relative difference of gradients that rounding explains
+EQUAL = 5e-5  # the same of losses
 AFTER = (gradients_differ, weights_differ, mean_of_means)
 
 
@@ -20,7 +23,17 @@ def scaled(compared: Compared) -> Said:
     """The gradient of the first step is a multiple of that of one process."""
     factor, where = _factor(compared)
     if factor is not None and abs(factor - 1) > 0.03:
-        yield Seen(f"the gradient of step 1 is {factor:.2f} times that of one process on the same samples", where)
+        seen, count = f"the gradient of step 1 is {factor:.2f} times that of one process on the same samples", None
+        if abs(factor * compared.several.nproc - 1) < 0.03:  # as if the loss were divided by a count of all ranks
+            count = count_reduced(compared.several.trained[0])
+        if count:
+            yield Seen(
+                f"{seen}; before backward(), {count.name} at {count.where} sums a number over the ranks",
+                count.where,
+                origin=f"reduced:{count.name}",
+            )
+        else:
+            yield Seen(seen, where)
 
 
 @rule(
@@ -35,7 +48,8 @@ def scaled(compared: Compared) -> Said:
 def gathered_loss(compared: Compared) -> Said:
     """The ranks exchange values before backward(), and the gradient is not that of one process."""
     if _exchanges(compared.several.trained):
-        yield from _different(compared)
+        for seen in _different(compared):
+            yield _explained(compared, seen) if isinstance(seen, Seen) else seen
 
 
 @rule(
@@ -156,6 +170,25 @@ def _different(compared: Compared) -> Said:
     if difference(ours.gradients, alone.gradients, least=0.05) > SAME:
         which = listed(different_names(ours.gradients, alone.gradients, ours.names))
         yield Seen(f"on the same samples the gradient of step 1 differs from that of one process ({which})", where)
+
+
+def _explained(compared: Compared, seen: Seen) -> Seen:
+    """The same, with the line of the cause: the labels if the losses differ too, otherwise the function that gathers."""
+    ours = [each.loss for process in compared.several.trained for each in process.steps[0].backwards]
+    alone = [each.loss for process in compared.single.trained for each in process.steps[0].backwards]
+    if None in ours or None in alone or not ours or not alone:
+        return seen
+    mean, other = (sum(each or 0 for each in losses) / len(losses) for losses in (ours, alone))
+    if abs(mean - other) > EQUAL * max(abs(mean), abs(other)):
+        text = f"{seen.text}; the mean of the losses of the ranks is {mean:.6g}, and the loss of one process is {other:.6g}"
+        return replace(seen, text=text, origin="holds:arange\\(")
+    first = compared.several.trained[0]
+    calls = before_backward(first, first.steps[0].before)
+    gathers = [call for call in calls if call.name.startswith(("all_gather", "all_to_all"))]
+    if not gathers:
+        return seen
+    text = f"{seen.text}, although the losses are the same: the gradients of what the ranks gather are not complete"
+    return replace(seen, text=text, where=gathers[-1].where, origin="gathering here")
 
 
 def _exchanges(ranks: list[Process]) -> bool:

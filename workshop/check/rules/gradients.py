@@ -3,20 +3,18 @@
 from collections import Counter
 from collections.abc import Iterator
 from functools import partial
-from itertools import pairwise
+from itertools import islice
 
 from workshop.check.evidence.events import (
     Backward,
     BuffersSeen,
     Collective,
-    Forward,
     GradientsClipped,
     LayersSeen,
     LossComputed,
     ModelCopied,
     ModelEvaluated,
     ModelUpdated,
-    NotAwaited,
     StepBegun,
     StepTaken,
     UnevenJoined,
@@ -24,13 +22,18 @@ from workshop.check.evidence.events import (
 )
 from workshop.check.evidence.run import Process, Run, Step
 from workshop.check.evidence.sketches import CLOSE, difference, different_names, ratio
-from workshop.check.rules.divergence import TO_ONE, collectives_since, reduced_to_one
+from workshop.check.rules.divergence import TO_ONE, reduced_to_one
 from workshop.check.rules.learning import of_steps
 from workshop.check.rules.processes import no_group, wrong_group
+from workshop.check.rules.replicas import parted
+from workshop.check.rules.rounds import of_its_own, sum_of_changes
 from workshop.check.rules.rule import RULES, Makes, NotJudged, Rule, Said, Seen, Told, findings, rule
+from workshop.check.rules.unequal import after_backward, unclipped, why_unequal
 from workshop.check.rules.words import listed, named
 from workshop.check.scenarios import SINGLE, WHOLE
 
+ALIKE = "Set the same seed on all ranks before the model is created, or broadcast() the parameters of rank 0."
+UNEXPLAINED = ("", "reseeded")  # origins of findings that do not know the line of the cause
 FIRST = 4  # evaluations of a model, in order, which are those at the same time
 ROUNDED = 2e-3  # gradients of float32 agree more closely than this; those of bfloat16 often do not
 beside_one_process: "partial[Makes[[Run, Run]]]" = partial(rule, runs=(WHOLE, SINGLE), needs=(LayersSeen,), spoils=True)
@@ -51,19 +54,21 @@ def gradients_differ(run: Run) -> Said:
 )
 def weights_differ(run: Run) -> Said:
     """The ranks begin with different parameters, or step to different ones."""
-    return findings(weights_differ, _apart, run)
+    for seen in findings(weights_differ, _apart, run):
+        found = parted(run, seen.where) if isinstance(seen, Seen) and seen.origin in UNEXPLAINED else None
+        yield found.added_to(seen.text) if found and isinstance(seen, Seen) else seen
 
 
 @rule(
     why="Each rank scales its gradients by a factor of its own, so the direction of the step is wrong.",
     fix="Clip after the gradients are averaged; with FSDP call model.clip_grad_norm_() (FSDP1) or clip DTensors (fully_shard).",
     needs=(GradientsClipped,),
-    after=(no_group, wrong_group, gradients_differ),
+    after=(no_group, wrong_group, gradients_differ, weights_differ),
     anywhere=True,
 )
 def clipping_differs(run: Run) -> Said:
     """The ranks clip by different norms."""
-    alone = _of_its_own(run)
+    alone = of_its_own(run)
     for together in zip(*(process.of(GradientsClipped) for process in run.trained), strict=False) if not alone else ():
         norms = [event.total for event in together if event.total is not None]
         if len(norms) == len(together) > 1 and max(norms) - min(norms) > CLOSE * max(norms):
@@ -81,16 +86,37 @@ def clipping_differs(run: Run) -> Said:
 )
 def models_differ(run: Run) -> Said:
     """The ranks evaluate a model with different parameters."""
-    for together in _evaluated_together(run.trained) if len(run.trained) > 1 and not run.divided else ():
-        base = together[0]
-        for other in together[1:]:
+    for base, other in _evaluated_differently(run):
+        which = listed(different_names(base.weights, other.weights, base.names))
+        seen = f"the ranks evaluate {base.model} with different parameters ({which})"
+        reason, where = _why_copies_differ(run.trained, base)
+        found = None if where else parted(run, base.where)
+        yield found.added_to(seen) if found else Seen(seen + reason, where or base.where)
+        return
+
+
+def steps_until_apart(run: Run) -> int:
+    """After how many steps a second run shows at which line parameters become different; 0: it is known, or they do not."""
+    apart = _apart(run)
+    if any(about is gradients_differ or seen.origin not in UNEXPLAINED for about, seen in apart):
+        return 0
+    if any(about is weights_differ for about, _ in apart):
+        together = zip(*(process.steps for process in run.trained), strict=False)
+        for number, (first, *others) in enumerate(together, 1):
+            if any(difference(first.before.weights, step.before.weights) > CLOSE for step in others):
+                return number + 1
+        return 0
+    known = (each[0] for each in _evaluated_differently(run) if not _why_copies_differ(run.trained, each[0])[1])
+    return max((each.steps + 1 for each in islice(known, 1)), default=0)
+
+
+def _evaluated_differently(run: Run) -> Iterator[tuple[ModelEvaluated, ModelEvaluated]]:
+    """Yield evaluations that two ranks make together, of a model with different parameters."""
+    for base, *others in _evaluated_together(run.trained) if len(run.trained) > 1 and not run.divided else ():
+        for other in others:
             alike = (other.where, other.model, other.names) == (base.where, base.model, base.names)
             if alike and difference(base.weights, other.weights) > CLOSE:
-                which = listed(different_names(base.weights, other.weights, base.names))
-                seen = f"the ranks evaluate {base.model} with different parameters ({which})"
-                reason, where = _why_copies_differ(run.trained, base)
-                yield Seen(seen + reason, where or base.where)
-                return
+                yield base, other
 
 
 def _evaluated_together(ranks: list[Process]) -> Iterator[tuple[ModelEvaluated, ...]]:
@@ -159,79 +185,59 @@ def _apart(run: Run) -> Told:
     """Where two ranks first hold different gradients or parameters."""
     ranks = run.trained
     joined = any(process.first(UnevenJoined) for process in ranks)
-    if any(step.before.sharded or not step.before.of_model for process in ranks for step in process.steps):
+    if run.divided or any(step.before.sharded for process in ranks for step in process.steps):
         return []  # each rank has its own part
-    if run.divided or _of_its_own(run):
+    if not all(step.before.of_model for process in ranks for step in process.steps):
+        return _begun_apart(ranks)  # an optimizer has copies of the parameters, or other tensors
+    if of_its_own(run):
         return []
     for process in ranks[1:]:
         for number, (one, two) in enumerate(zip(ranks[0].steps, process.steps, strict=False), 1):
-            if found := _apart_at(number, one, two, ranks[0], joined):
+            if found := _apart_at(number, one, two, (ranks[0], process), joined):
                 return [found]
     together = list(zip(*(process.steps for process in ranks), strict=False))
     same = together and all(step.rows and step.rows == steps[0].rows for steps in together for step in steps)
-    if len(ranks) > 1 and same and not ranks[0].first(Wrapped) and not _after_backward(ranks[0]):
+    if len(ranks) > 1 and same and not ranks[0].first(Wrapped) and not after_backward(ranks[0]):
         seen = "the gradients agree only because all ranks train on the same samples: nothing averages them"
         return [(gradients_differ, Seen(seen, ranks[0].step_where))]
     return []
 
 
-def _of_its_own(run: Run) -> bool:
-    """Whether each rank takes several steps of its own, and then they average their parameters (local SGD; in no exercise).
-
-    Ranks that began alike have different parameters before some steps, and equal ones before a later step.
-    """
-    ranks = run.trained
-    if run.asked or any(process.first(Wrapped) for process in ranks):
-        return False
-    if all(_begin_rounds_alike(ranks[0], process) for process in ranks[1:]):
-        return len(ranks) > 1
-    alike = []
-    for first, *others in zip(*(process.steps for process in ranks), strict=False):
-        alike.append(all(difference(first.before.weights, step.before.weights) <= CLOSE for step in others))
-    return bool(alike) and alike[0] and (False, True) in pairwise(alike)
+def _begun_apart(ranks: list[Process]) -> Told:
+    """Whether the ranks exchange values, but begin with different parameters of the model."""
+    begun = [next((step.before for step in process.steps if step.before.of_model), None) for process in ranks]
+    first = begun[0] if ranks[0].first(Collective) else None
+    for other in begun[1:]:
+        if first and other and first.trainer == other.trainer and difference(first.weights, other.weights) > CLOSE:
+            return [_begin_differently(first, other, ranks[0].first(Wrapped) is not None)]
+    return []
 
 
-def _begin_rounds_alike(one: Process, other: Process) -> bool:
-    """Whether two ranks have the same parameters after each exchange, and then take several steps, each its own number."""
-    mine, theirs = _rounds(one), _rounds(other)
-    alike = all(difference(a.weights, b.weights) <= CLOSE for a, b in zip(mine, theirs, strict=False))
-    return (
-        2 < len(mine) == len(theirs) < len(one.steps) / 2
-        and alike
-        and one.steps[1].before.weights != other.steps[1].before.weights
-    )
+def _begin_differently(one: StepBegun, other: StepBegun, wrapped: bool) -> tuple[Rule, Seen]:
+    which = listed(different_names(one.weights, other.weights, one.names))
+    seen, fix = f"the ranks begin with different parameters ({which})", "" if wrapped else ALIKE
+    return weights_differ, Seen(seen, one.where, fix=fix, origin="reseeded")
 
 
-def _rounds(process: Process) -> list[StepBegun]:
-    """The first step after each exchange."""
-    found: list[StepBegun] = []
-    exchanged = True
-    for _, event in process.events:
-        if isinstance(event, Collective) and "barrier" not in event.name:
-            exchanged = True
-        elif isinstance(event, StepBegun) and exchanged:
-            found.append(event)
-            exchanged = False
-    return found
-
-
-def _apart_at(number: int, one: Step, two: Step, base: Process, joined: bool) -> tuple[Rule, Seen] | None:
-    """How the same step differs between two ranks; ``base`` is the first of them."""
-    before, other = one.before, two.before
+def _apart_at(
+    number: int, one: Step, two: Step, ranks: tuple[Process, Process], joined: bool
+) -> tuple[Rule, Seen] | None:
+    """How the same step differs between two ranks."""
+    before, other, base = one.before, two.before, ranks[0]
     begun = number == 1 and difference(before.weights, other.weights) > CLOSE
     # However a program without a wrapper shares the work among its ranks, they must begin alike.
     explained = begun and not base.first(Wrapped) and base.first(Collective) is not None
     if (begun or not joined) and not explained and difference(before.gradients, other.gradients) > CLOSE:
-        which = different_names(before.gradients, other.gradients, before.names)
+        which = different_names(unclipped(base, before), unclipped(ranks[1], other), before.names)
+        if not which:  # the ranks clip them differently
+            which = different_names(before.gradients, other.gradients, before.names)
         of = f" for {listed(which)}" if len(which) < len(before.names) else ""
         also = ", and they began with different parameters" if begun else ""
-        where, reason, fix, *origin = _why_unequal(base, one, two, len(which) < len(before.names))
+        where, reason, fix, *origin = why_unequal(base, one, two, which)
         seen = f"before step {number} the ranks hold different gradients{of}{also}; {reason}"
         return gradients_differ, Seen(seen, where, fix=fix, origin="".join(origin) or "here")
     if begun:
-        which = different_names(before.weights, other.weights, before.names)
-        seen = f"the ranks begin with different parameters ({listed(which)})"
-        return weights_differ, Seen(seen, before.where, origin="reseeded")
+        return _begin_differently(before, other, base.first(Wrapped) is not None)
     if not joined and one.after and two.after and difference(one.after.weights, two.after.weights) > CLOSE:
         which = different_names(one.after.weights, two.after.weights, before.names)
         rates = f"; their learning rates are {before.rates} and {other.rates}" if before.rates != other.rates else ""
@@ -243,109 +249,24 @@ def _apart_at(number: int, one: Step, two: Step, base: Process, joined: bool) ->
     return None
 
 
-def _why_unequal(base: Process, one: Step, two: Step, some: bool) -> tuple[str, ...]:
-    """The line to look at, why the gradients are not averaged, what to do ("": the fix of the rule), and the origin, if any.
-
-    ``some``: other parameters have the same gradients on both ranks.
-    """
-    where = one.before.where
-    last = one.backwards[-1] if one.backwards else None
-    if not base.first(Wrapped):
-        return _unequal_by_hand(base, one)
-    if last and (passed := _passed_before(base, one)):
-        second, first = passed
-        reason = (
-            f"an earlier backward() also goes through the forward pass at {first.where}, so DistributedDataParallel averages its "
-            "gradients there, and not in this step"
-        )
-        return second.where, reason, "Call detach() on the output of the first model in the loss of the second model."
-    if last and last.forward and not last.forward.wrapped:
-        fix = "Call the wrapper of DistributedDataParallel in the forward pass, not the model inside it (`.module`)."
-        return last.forward.where, "the forward pass bypasses DistributedDataParallel: call the wrapper", fix
-    if last and last.sync is False:
-        fix = "Run the forward pass and backward() of the last batch of each step outside no_sync()."
-        if last.unsynced:
-            return last.unsynced, "the last backward() before the step is under no_sync()", fix
-        fix = "Set require_backward_grad_sync to True before the forward pass of the last batch of each step."
-        return last.where, "require_backward_grad_sync is False in the last forward pass before the step", fix, "sync"
-    beside = next((each for each in last.others if not each.wrapped), None) if last and some else None
-    if beside:
-        fix = "Wrap each module that is trained in DistributedDataParallel, and call the wrappers in the forward pass."
-        return beside.where, "the loss also depends on a module that DistributedDataParallel does not wrap", fix
-    if last is None or len(one.backwards) != len(two.backwards):
-        fix = "Give all ranks the same number of batches in each step."
-        return (
-            where,
-            f"it has {len(one.backwards)} backward passes on one rank and {len(two.backwards)} on the other",
-            fix,
-        )
-    what = "something changes them on one rank after backward(), or they were averaged before they were complete"
-    return (
-        where,
-        what,
-        "Call backward() once for each forward pass of the wrapper, and change gradients on all ranks alike.",
-    )
-
-
-def _unequal_by_hand(base: Process, one: Step) -> tuple[str, ...]:
-    """The same for a program without a wrapper."""
-    where = one.before.where
-    averaging = {each.where for each in _after_backward(base)}
-    if lost := next((each for each in base.of(NotAwaited) if each.where in averaging), None):
-        fix = "Keep the handle that the call with async_op=True returns, and call its wait() before you use the result."
-        return lost.where, f"nothing waits for the asynchronous {lost.name} before the step", fix
-    if not averaging:
-        what = "nothing averages them, because the model is not wrapped in DistributedDataParallel"
-        passes = [each.forward.where for each in one.backwards if each.forward]
-        return (passes[-1] if passes else where), what, "", "model"
-    calls = collectives_since(base, Backward, one.before)
-    if calls and all(call.name == "reduce" for call in calls):
-        return calls[0].where, "reduce() gives the sum to one rank only", TO_ONE
-    return (
-        calls[0].where if calls else where,
-        "not all of them are averaged",
-        "Average the gradients of all parameters with all_reduce before each step.",
-    )
-
-
-def _after_backward(process: Process) -> list[Collective]:
-    """The collectives that are called between a backward pass and its step: they average gradients by hand."""
-    found: list[Collective] = []
-    since: list[Collective] | None = None
-    for _, event in process.events:
-        if isinstance(event, Backward):
-            since = []
-        elif isinstance(event, StepBegun):
-            found, since = [*found, *(since or [])], None
-        elif isinstance(event, Collective) and since is not None:
-            since.append(event)
-    return found
-
-
-def _passed_before(base: Process, step: Step) -> tuple[Forward, Forward] | None:
-    """If a step has no forward pass of a wrapper: two that the backward pass before it had, of a GAN's discriminator first."""
-    passes = [each for backward in step.backwards for each in (backward.forward, *backward.others) if each]
-    if any(each.wrapped for each in passes):
-        return None
-    number = next((number for number, each in enumerate(base.steps) if each is step), 0)
-    for backward in reversed(base.steps[number - 1].backwards if number else []):
-        wrapped = [each for each in (backward.forward, *backward.others) if each and each.wrapped]
-        if len(wrapped) == 2 and sum(each.follows for each in wrapped) == 1:
-            first, second = sorted(wrapped, key=lambda each: each.follows)
-            return second, first
-    return None
-
-
 @beside_one_process(
     why="The gradient is a multiple of the average, which changes the effect of clipping and of the learning rate of SGD.",
     fix="DistributedDataParallel divides the gradients by the number of processes, so do not divide the loss by it too. If you "
     "divide the loss by a count over all ranks, multiply it by the number of processes.",
     anywhere=True,
-    origin="call:register_comm_hook receiver:backward",
+    origin="call:register_comm_hook receiver:backward divisor:compute_loss",
 )
 def gradient_scale(run: Run, single: Run) -> Said:
     """The gradient is a multiple of that of one process on the same samples."""
     return findings(gradient_scale, against_one_process, run, single)
+
+
+@gradient_scale.also(WHOLE, active=True, after=(gradients_differ, weights_differ))
+def changes_summed(run: Run) -> Said:
+    """The ranks take steps of their own, and then use a sum instead of the average."""
+    if found := sum_of_changes(run):
+        fix = "Divide the sum by the number of processes, or use all_reduce with ReduceOp.AVG."
+        yield Seen(*found, fix=fix, origin="here")
 
 
 @beside_one_process(
@@ -412,7 +333,7 @@ def _scaled(run: Run, number: int, factor: float, where: str) -> tuple[Rule, See
     if run.accumulate > 1 and abs(divided - run.nproc) < 0.1:
         by = f"by {run.nproc}, the number of processes, and not by {run.accumulate}, the number of batches"
         return RULES["accumulation-scale"], Seen(f"{seen}: the loss is divided {by}", where)
-    if by_hand := _after_backward(run.trained[0]):
+    if by_hand := after_backward(run.trained[0]):
         return gradient_scale, Seen(seen, by_hand[0].where, origin="here")
     return gradient_scale, Seen(seen, where)
 
@@ -429,7 +350,7 @@ def mean_of_means(run: Run) -> Said:
     """Each loss is the mean over its own targets, whose numbers differ within the step."""
     together = list(zip(*(weighted(process) for process in run.trained), strict=False))
     steps = [[each for backwards in step for each in backwards] for step in together]
-    uneven = [] if run.divided or _of_its_own(run) else [step for step in steps if step and _equal_weights(step)]
+    uneven = [] if run.divided or of_its_own(run) else [step for step in steps if step and _equal_weights(step)]
     if len(uneven) > len(steps) / 2:
         counts = [loss.targets for loss, _ in uneven[0]]
         seen = f"in a step the means are over {min(counts):,} to {max(counts):,} targets, and all have the same weight"

@@ -4,7 +4,17 @@ from collections import Counter
 from collections.abc import Iterator
 from itertools import combinations
 
-from workshop.check.evidence.events import SUBSET, Backward, BatchLoaded, Drawn, EpochSet, Evaluated, Key, LoaderStarted
+from workshop.check.evidence.events import (
+    SUBSET,
+    Backward,
+    BatchLoaded,
+    Collective,
+    Drawn,
+    EpochSet,
+    Evaluated,
+    Key,
+    LoaderStarted,
+)
 from workshop.check.evidence.run import Process, Run
 from workshop.check.rules.processes import no_group, wrong_group
 from workshop.check.rules.rule import Makes, Rule, Said, Seen, if_first, rule
@@ -113,6 +123,49 @@ def _by_draw(run: Run, seen: Seen) -> Seen:
         fix=leak.fix if split else SAME_ORDER,
         origin="here",
     )
+
+
+@_of_samples(
+    why="Each rank takes its part of a different order: the model sees some samples twice and others not at all, and the "
+    "results are put back in the places of other samples.",
+    fix="Draw the order on one rank and send it with broadcast(), or draw it from a generator that has the same seed on all "
+    "ranks.",
+)
+def gathered_order(run: Run) -> Said:
+    """In a forward pass, the ranks gather their inputs, draw different orders of all of them, and gather the results."""
+    ranks = [list(_orders(process, run.nproc)) for process in run.trained] if not run.divided else []
+    together = list(zip(*ranks, strict=False)) if len(ranks) > 1 else []
+    alike = all(each.where == orders[0].where and each.of == orders[0].of for orders in together for each in orders)
+    if len(together) > 1 and alike and all(len({each.result for each in orders}) > 1 for orders in together):
+        first = together[0][0]
+        seen = f"the ranks gather {first.size} samples, and {first.name}() at {first.where} draws a different order on each rank"
+        yield Seen(seen, first.where)
+
+
+def _orders(process: Process, nproc: int) -> Iterator[Drawn]:
+    """The orders of all gathered inputs that a rank draws in a forward pass, if it gathers the results there too."""
+    inputs = {each.forward.shape for each in process.backwards if each.forward}
+    gathered: Collective | None = None
+    drawn: Drawn | None = None
+    for _, event in process.events:
+        if isinstance(event, Backward):
+            gathered = drawn = None
+        elif isinstance(event, Drawn):
+            rows = gathered.shape[0] * nproc if gathered and gathered.shape else 0
+            drawn = event if event.size == rows else None
+        elif isinstance(event, Collective):
+            gathers = event.inside and event.name.startswith("all_gather") and bool(event.shape)
+            if (
+                drawn
+                and gathers
+                and gathered
+                and event.shape
+                and gathered.shape
+                and event.shape[0] == gathered.shape[0]
+            ):
+                yield drawn
+            drawn = None
+            gathered = event if gathers and event.shape and event.shape[1:] in inputs else None
 
 
 def _unequal_draw(run: Run) -> Drawn | None:

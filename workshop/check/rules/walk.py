@@ -224,7 +224,7 @@ def origin_of(
     first, values = name, (one.values(at[0]).get(name, ""), other.values(at[1]).get(name, ""))
     place, of_rank = "", False
     for _ in range(FAR):
-        mine, theirs = _set(one, at[0], name), _set(other, at[1], name)
+        mine, theirs = last_set(one, at[0], name), last_set(other, at[1], name)
         if mine is None or theirs is None:
             moved = _parameter(one, other, at, name) if across and mine is theirs is None else None
             if moved is None:
@@ -247,7 +247,7 @@ def origin_of(
     return Origin(first, values, place, one.line(place) if place else "", of_rank)
 
 
-def _set(walk: Walk, at: int, name: str) -> int | None:
+def last_set(walk: Walk, at: int, name: str) -> int | None:
     """The last step before this one that sets a name, or gives it to a collective."""
     collectives = {event.where for event in walk.process.of(Collective)}
     for number in walk.before(at):

@@ -1,0 +1,88 @@
+"""What the findings say about gradients that differ between the ranks, or that have the wrong scale."""
+
+import pytest
+
+from check.bank.replay import replayed
+from check.bank.whole import case_of
+from workshop.check.evidence.events import GradientsClipped, StepBegun
+from workshop.check.evidence.run import Process
+from workshop.check.evidence.sketches import ratio
+from workshop.check.rules.unequal import unclipped
+
+
+def test_the_finding_names_the_parameters_outside_ddp():
+    finding, *_ = replayed(case_of("held-out-head-outside-ddp"), "gradients").errors
+    assert (
+        "for 1.weight, 1.bias; these parameters are not in the module that DistributedDataParallel wraps"
+        in finding.seen
+    )
+
+
+def test_the_finding_names_the_sum_after_local_steps():
+    for name, seen in (
+        ("local-steps-then-the-sum-of-the-parameters", "add up their parameters: the result is 2.00 times the average"),
+        (
+            "outer-optimizer-with-the-sum-of-the-changes",
+            "add up the changes of their parameters: the outer optimizer gets 2.00",
+        ),
+    ):
+        finding, *_ = replayed(case_of(name), "gradients").errors
+        assert seen in finding.seen
+        assert "Divide the sum by the number of processes" in finding.fix
+
+
+def test_gradients_are_compared_before_they_are_clipped():
+    clipped = GradientsClipped(norms=[3.0, 4.0], total=5.0)
+    begun = StepBegun(
+        gradients=[(0.6, [0.6]), None, (0.8, [0.8])],
+        weights=[],
+        names=[],
+        rates=[],
+        state=0,
+        of_model=True,
+        fitting=False,
+    )
+    process = Process(1, [(0.0, clipped), (1.0, begun)])
+    first, none, last = unclipped(process, begun)
+    assert none is None
+    assert first[0] == pytest.approx(3.0)
+    assert last[1] == pytest.approx([4.0])
+    # The norms of other parameters, or none: the gradients stay as they are.
+    for events in ([(0.0, GradientsClipped(norms=[3.0, 5.0], total=5.8))], []):
+        assert unclipped(Process(1, [*events, (1.0, begun)]), begun) == begun.gradients
+
+
+def test_a_common_factor_does_not_depend_on_rounding_errors():
+    one = [(2.0, [1.0, -1.0]), (1e-9, [1e-9, 0.0])]
+    other = [(4.0, [2.0, -2.0]), (3e-9, [0.0, 3e-9])]
+    assert ratio(one, other) == 0.5
+    assert ratio([(2.0, [1.0]), (1.0, [0.5])], [(4.0, [2.0]), (1.0, [0.5])]) is None
+
+
+@pytest.mark.parametrize(
+    ("name", "family", "seen", "where", "origin"),
+    [
+        # The losses differ too, so the labels are wrong.
+        (
+            "labels-from-zero-on-each-rank",
+            "comparison",
+            "and the loss of one process is 4.829",
+            "train.py:114",
+            "holds:arange",
+        ),
+        # The losses are equal, so the backward pass of the gather is wrong.
+        (
+            "gather-without-gradients",
+            "comparison",
+            "what the ranks gather are not complete",
+            "train.py:49",
+            "gathering",
+        ),
+        ("world-size-forgotten", "gradients", "all_reduce at tagger.py:76 sums a number", "tagger.py:76", "reduced"),
+    ],
+)
+def test_the_finding_says_where_a_loss_goes_wrong(name, family, seen, where, origin):
+    finding, *_ = replayed(case_of(name), family).errors
+    assert seen in finding.seen
+    assert finding.where == where
+    assert finding.origin.startswith(origin)
