@@ -17,6 +17,34 @@ PROGRAMS = {
             warmup, total = 10, 3 * updates
             schedule = LambdaLR(optimizer, lambda step: rate(step, warmup, total))  # seen
     """,
+    "share": """
+        def main(rank, world_size):
+            train_set = TensorDataset(make_data()[rank::world_size])  # cause
+            sampler = DistributedSampler(train_set, num_replicas=world_size, rank=rank)  # seen
+    """,
+    "encoder:vocab.ids": """
+        class Vocabulary:
+            def __init__(self, words):
+                self.ids = number_of_each(words)
+
+        def number_of_each(words):
+            return {word: number for number, word in enumerate(set(words))}  # cause
+
+        def main(lines):
+            vocab = Vocabulary(sorted(set(lines)))
+            train(vocab)
+
+        def train(vocab):
+            optimizer.step()  # seen
+    """,
+    "encoder:mean": """
+        def statistics(values):
+            return values.mean(), values.std()  # cause
+
+        def main(mine):
+            mean, std = statistics(torch.stack([load(each) for each in mine]))
+            optimizer.step()  # seen
+    """,
     "total:by-hand": """
         def set_rate(optimizer, step, total):
             rate = 0.1 * (1 - step / total)

@@ -291,6 +291,13 @@ MISTAKES = (
     ),
     # ---- data-divided-twice
     mistake(
+        "part-of-a-rank-divided-again",
+        second.TAGGER,
+        "data-divided-twice",
+        "The data set contains only the part of the rank, and a DistributedSampler divides this part once more.",
+        (second.SETS, second.SETS + "    train_set.sequences = train_set.sequences[rank::world_size]\n"),
+    ),
+    mistake(
         "distributed-sampler-for-a-trainer",
         TRAINER,
         "data-divided-twice",
@@ -326,6 +333,13 @@ SCORED = """\
 """
 
 STYLES = (
+    style(
+        "part-of-a-rank-and-a-sampler-of-one-process",
+        second.TAGGER,
+        "The data set contains only the part of the rank, and its DistributedSampler divides it by 1.",
+        (second.SETS, second.SETS + "    train_set.sequences = train_set.sequences[rank::world_size]\n"),
+        ("DistributedSampler(train_set,", "DistributedSampler(train_set, num_replicas=1, rank=0,"),
+    ),
     style(
         "each-sample-three-times",
         second.TAGGER,

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch.utils import data
 
-from workshop.check.evidence.events import SUBSET, Drawn
+from workshop.check.evidence.events import DATA_SET, SUBSET, Drawn
 from workshop.check.probes.probe import Function, Probe, after, around
 
 PER_LINE = 6  # draws of a line that are recorded
@@ -29,6 +29,7 @@ class Draws(Probe):
 
     def clear(self) -> None:
         self.seen: Counter[str] = Counter()
+        self.divided: Counter[str] = Counter()  # by a DistributedSampler that was created in this line
 
     @after(data, "random_split")
     @after(data.dataset, "random_split")
@@ -37,6 +38,11 @@ class Draws(Probe):
 
     @after(data.DistributedSampler, "__init__")
     def _sampled(self, result: None, sampler: Any, dataset: Any, *args: Any, **kwargs: Any) -> None:
+        where = self.recorder.where()
+        self.divided[where] += 1
+        if where and self.divided[where] <= PER_LINE:
+            parts = int(sampler.num_replicas)
+            self.recorder.note(Drawn(name=DATA_SET, size=len(dataset), of=parts, result=parts, where=where))
         if isinstance(dataset, data.Subset) and len(dataset) <= MOST:
             indices = [int(index) for index in dataset.indices]
             self._note(SUBSET, range(len(indices)), indices)

@@ -51,6 +51,9 @@ class Recorder:
         self.in_forward = False  # whether a forward pass of a model is running
         self.unscaled: Callable[[torch.Tensor | None], float] = lambda loss: 1.0  # what a GradScaler multiplied it with
         self.starting = False  # whether a library is starting, which writes its own files
+        self.received = (
+            False  # whether the program may have got objects from another rank: by a collective, or by a file
+        )
         self.saved = 0  # number of checkpoints that this process has saved
         self.fitting = False  # whether Lightning's Trainer is training
         self.take_batch: Callable[[torch.Tensor], Batch | None] = lambda tensor: None  # the batch of an input

@@ -4,11 +4,22 @@ from collections import Counter
 from collections.abc import Iterator
 from itertools import combinations
 
-from workshop.check.evidence.events import SUBSET, Backward, BatchLoaded, Drawn, EpochSet, Evaluated, Key, LoaderStarted
+from workshop.check.evidence.events import (
+    DATA_SET,
+    SUBSET,
+    Backward,
+    BatchLoaded,
+    Drawn,
+    EpochSet,
+    Evaluated,
+    Key,
+    LoaderStarted,
+)
 from workshop.check.evidence.run import Process, Run
 from workshop.check.rules.processes import no_group, wrong_group
 from workshop.check.rules.rule import Makes, Rule, Said, Seen, if_first, rule
 from workshop.check.rules.words import named, plural, rank_of
+from workshop.check.scenarios import COMPARED, WHOLE, Compared
 
 TURNS = 8  # of the workers of a loader
 SAME_SUBSET = (
@@ -294,6 +305,33 @@ def data_divided_twice(run: Run) -> Said:
         yield Seen(
             f"in each epoch the {len(ranks)} ranks train on {seen:,} of {size:,} samples together", ranks[0].data_where
         )
+
+
+@data_divided_twice.also(
+    (WHOLE, COMPARED), needs=(Drawn,), after=(no_group, wrong_group, same_samples, shares_overlap, samples_missed)
+)
+def part_divided_again(run: Run, compared: Compared) -> Said:
+    """A DistributedSampler divides a data set among all ranks that is only the part of a rank: with one process it is larger."""
+    ranks = [dict(_data_sets(process)) for process in run.trained]
+    for place, alone in (each for process in compared.single.trained for each in _data_sets(process)):
+        ours = [found[place] for found in ranks if place in found]
+        divided = len(ours) == len(ranks) > 1 and not run.divided and all(each.of == len(ranks) for each in ours)
+        parts = abs(sum(each.size for each in ours) - alone.size) < len(ranks) and all(
+            each.size < alone.size for each in ours
+        )
+        if divided and parts:
+            seen = f"the data set of a rank has only {ours[0].size:,} of {alone.size:,} samples"
+            yield Seen(f"{seen}, and DistributedSampler divides it by {len(ranks)} again", alone.where, origin="share")
+            return
+
+
+def _data_sets(process: Process) -> Iterator[tuple[tuple[str, int], Drawn]]:
+    """The data sets that a DistributedSampler divides, each with its line and its number there."""
+    times: Counter[str] = Counter()
+    for event in process.of(Drawn):
+        if event.name == DATA_SET:
+            times[event.where] += 1
+            yield (event.where, times[event.where]), event
 
 
 def _stopped_early(process: Process, number: int, accumulate: int) -> bool:
