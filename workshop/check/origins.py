@@ -9,7 +9,7 @@ back to their definitions. If none is found, or the origin is "here", the line s
 import ast
 import itertools
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path

@@ -2,7 +2,6 @@
 
 import random
 import reprlib
-import sys
 import zlib
 from collections import Counter
 from collections.abc import Iterable
@@ -49,7 +48,7 @@ class Draws(Probe):
 
     @after(torch, "randperm")
     def _permute(self, order: torch.Tensor, n: int, *args: Any, **kwargs: Any) -> None:
-        if n <= MOST and self._of_program():
+        if n <= MOST and self.recorder.called_by_program():
             self._note("torch.randperm", range(n), order.tolist())
 
     @after(random, "shuffle")
@@ -81,7 +80,7 @@ class Draws(Probe):
         """Return a generator that records its permutations; NumPy's own class cannot be changed."""
         made = original(*args, **kwargs)
         probe, kind = self, type(made)
-        if not self._of_program() or kind.__module__ != "numpy.random._generator":
+        if not self.recorder.called_by_program() or kind.__module__ != "numpy.random._generator":
             return made
 
         class Generator(kind):  # type: ignore[misc,valid-type]  # mypy does not follow a class that is a variable
@@ -98,15 +97,8 @@ class Draws(Probe):
 
         return Generator(made.bit_generator)
 
-    def _of_program(self) -> bool:
-        """Whether the function was called by the program, and not by a library, such as a sampler of torch."""
-        frame: Any = sys._getframe(1)
-        while frame and frame.f_globals.get("__name__", "").startswith("workshop.check.probes"):
-            frame = frame.f_back
-        return bool(frame and self.recorder.own(frame.f_code.co_filename))
-
     def _note(self, name: str, population: Iterable[Any], result: Iterable[Any]) -> None:
-        if self.recorder.quiet or not self._of_program():
+        if self.recorder.quiet or not self.recorder.called_by_program():
             return
         where = self.recorder.where()
         self.seen[where] += 1

@@ -134,6 +134,13 @@ class Recorder:
                 yield frame
             frame = frame.f_back
 
+    def called_by_program(self) -> bool:
+        """Whether the program has called the observed function, and not a library, such as a sampler of torch."""
+        frame: FrameType | None = sys._getframe(1)
+        while frame and frame.f_globals.get("__name__", "").startswith("workshop.check.probes"):
+            frame = frame.f_back
+        return bool(frame and self.own(frame.f_code.co_filename))
+
     def own(self, file: str) -> str:
         """Return the name of a file of the program itself, as its owner knows it; "" for a file of a library."""
         if self.root and file.startswith(self.root) and "site-packages" not in file:
