@@ -8,6 +8,7 @@ from check.bank.whole import case_of
 
 GAN = "tests/check/referee/gan/train.py"
 
+REINFORCE = "tests/check/referee/reinforce_2/train.py"
 MOCO = "tests/check/referee/moco/train.py"
 
 MISTAKES = (
@@ -325,9 +326,23 @@ MISTAKES = (
         "Each rank appends only its own keys to a buffer, and DDP replaces the buffer with that of rank 0.",
         ("        self.enqueue(concat_all_gather(k))\n", "        self.enqueue(k)\n"),
     ),
+    # ---- scaled-differently
+    mistake(
+        "running-mean-of-each-rank",
+        REINFORCE,
+        "scaled-differently",
+        "Each rank scales the observations with the mean and the variance of its own ones.",
+        ("        dist.all_reduce(moments)\n", ""),
+        ("self.count += len(obs) * dist.get_world_size()", "self.count += len(obs)"),
+    ),
 )
 
 STYLES = (
+    style(
+        "running-mean-of-all-ranks",
+        REINFORCE,
+        "All ranks scale the observations with the mean and the variance of those of all ranks, without DDP.",
+    ),
     style(
         "local-steps",
         second.TAGGER,

@@ -175,10 +175,10 @@ class ModelEvaluated(Event):  # before one of the first evaluations with a model
     steps: int = 0  # of the process before it
 
 
-class BuffersSeen(
-    Event
-):  # before a forward pass in which DistributedDataParallel sends rank 0's buffers to the other ranks
-    buffers: list[Sketch]  # without those of BatchNorm, which each rank computes from its own batches
+class BuffersSeen(Event):  # before a forward pass, if DistributedDataParallel sends rank 0's buffers to the other ranks
+    # Without those of BatchNorm, which each rank computes from its own batches. Without DistributedDataParallel: only those of
+    # layers that have no parameters and change their input.
+    buffers: list[Sketch]
     names: list[str]
 
 
