@@ -264,7 +264,7 @@ def _apart_at(number: int, one: Step, two: Step, base: Process, joined: bool) ->
         if rates and (where := reduced_to_one(base, before)):
             seen += f"; before that, reduce() at {where} gave its result to one rank only"
             return weights_differ, Seen(seen, where, fix=TO_ONE)
-        return weights_differ, Seen(seen, before.where, origin="receiver:step" if rates else "")
+        return weights_differ, Seen(seen, before.where, origin="plateau receiver:step" if rates else "")
     return None
 
 

@@ -42,7 +42,9 @@ class Shown:
 
     text: str
     where: str
-    exchanged: str  # the line of the last collective since the evaluation began; "" if there is none
+    exchanged: (
+        str  # the line of the first collective after the last forward pass, or else of one before it; "": there is none
+    )
     steps: int  # before it
     gathered: str  # the line of the last Accelerator.gather() since the evaluation began; "" if there is none
     given: bool  # the evaluated parameters are those of the other run
@@ -73,7 +75,7 @@ def metric_depends_on_processes(compared: Compared) -> Said:
     for ours, alone in pairs:
         rounding = SAME + OUTLIER * _repeated(samples[ours.steps])
         if seen := _different(ours, alone, compared.several.nproc, rounding):
-            yield Seen(seen, ours.exchanged, detail=f"printed in {ours.where}")
+            yield Seen(seen, ours.exchanged, detail=f"printed in {ours.where}", origin="exchanged")
             return
 
 
@@ -116,15 +118,16 @@ def prints_metrics(process: Process) -> bool:
 
 def _shown(process: Process) -> Iterator[Shown]:
     evaluated, exchanged, gathered, steps, weights = False, "", "", 0, list[Sketch]()
+    complete = False  # whether a collective has followed the last forward pass
     for _, event in process.events:
         if isinstance(event, Backward):
             evaluated, exchanged, gathered = False, "", ""
         elif isinstance(event, StepTaken):
             steps, weights = steps + 1, event.weights
         elif isinstance(event, Evaluated):
-            evaluated = True
+            evaluated, complete = True, False
         elif isinstance(event, Collective) and evaluated and "barrier" not in event.name and not event.inside:
-            exchanged = event.where
+            exchanged, complete = exchanged if complete else event.where, True
         elif isinstance(event, AcceleratorCalled) and event.name == "gather":
             gathered = event.where
         elif isinstance(event, Printed) and evaluated:

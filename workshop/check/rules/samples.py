@@ -111,8 +111,9 @@ def shares_overlap(run: Run) -> Said:
 def _by_draw(run: Run, seen: Seen) -> Seen:
     """Name the random split or order that differs between the ranks, if that explains what was seen."""
     drawn = _unequal_draw(run)
+    stream = next((each.source for each in run.all(LoaderStarted) if each.source), "")
     if drawn is None:
-        return seen
+        return Seen(seen.text, stream, origin="stream") if stream and not seen.origin else seen
     if drawn.name == SUBSET:
         lists = f"the DistributedSampler at {drawn.where} divides a Subset whose indices differ between the ranks"
         return Seen(f"{seen.text}: {lists}", drawn.where, fix=SAME_SUBSET)
@@ -235,7 +236,7 @@ def workers_overlap(run: Run) -> Said:
             batches = [forward.keys for forward in passes]
             if _read_alike(batches, started.workers):
                 seen = f"the {started.workers} workers of the loader of {named(process)} return the same samples"
-                yield Seen(f"{seen}, from their first batches on", started.source or started.where)
+                yield Seen(f"{seen}, from their first batches on", started.source or started.where, origin="stream")
                 return
 
 
@@ -280,7 +281,7 @@ def samples_missed(run: Run) -> Said:
     fix="Divide the data set once. Trainer, Accelerate and Lightning give each process its part themselves, so pass them a "
     "loader without DistributedSampler. Give DistributedSampler the whole data set, not a part.",
     after=(same_samples, shares_overlap, samples_missed),
-    origin="loader",
+    origin="loader call:DistributedSampler",
 )
 def data_divided_twice(run: Run) -> Said:
     """All ranks together train on 1/N of the data set in each epoch, where N is the number of ranks."""
