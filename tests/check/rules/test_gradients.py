@@ -9,6 +9,11 @@ from check.bank.whole import case_of
 GAN = "tests/check/referee/gan/train.py"
 
 REINFORCE = "tests/check/referee/reinforce_2/train.py"
+SHORT = (  # the evidence of the whole program takes more than a megabyte
+    ('"--iterations", type=int, default=40', '"--iterations", type=int, default=8'),
+    ('"--num-envs", type=int, default=32', '"--num-envs", type=int, default=4'),
+    ('"--horizon", type=int, default=32', '"--horizon", type=int, default=8'),
+)
 MOCO = "tests/check/referee/moco/train.py"
 
 MISTAKES = (
@@ -332,6 +337,7 @@ MISTAKES = (
         REINFORCE,
         "scaled-differently",
         "Each rank scales the observations with the mean and the variance of its own ones.",
+        *SHORT,
         ("        dist.all_reduce(moments)\n", ""),
         ("self.count += len(obs) * dist.get_world_size()", "self.count += len(obs)"),
     ),
@@ -342,6 +348,7 @@ STYLES = (
         "running-mean-of-all-ranks",
         REINFORCE,
         "All ranks scale the observations with the mean and the variance of those of all ranks, without DDP.",
+        *SHORT,
     ),
     style(
         "local-steps",

@@ -92,7 +92,7 @@ class Models(Probe):
                 pending.node = None if tensor is None else tensor.grad_fn
                 for each in self.untrained[:-KEPT]:
                     each.node = None  # a node keeps its graph in memory
-        elif module._buffers and not outermost:
+        elif not outermost and vars(module).get("_buffers"):
             with recorder.guard:
                 self._scales(module, args, output)
         recorder.call(recorder.after_module, module, output)
