@@ -8,26 +8,8 @@ TEXTS = "tests/check/referee/accelerate_text/train.py"
 EACH_LOSS = 'loss = F.cross_entropy(logits, batch["labels"], reduction="none")'
 EACH_HIT = 'correct = (logits.argmax(-1) == batch["labels"]).float()'
 MEANS = ((EACH_LOSS, EACH_LOSS.replace(', reduction="none"', "")), (EACH_HIT, EACH_HIT + ".mean()"))
-GATHERED = "accelerator.gather_for_metrics((loss, correct))"
-BY_HAND = (
-    (GATHERED, GATHERED.replace("gather_for_metrics", "gather")),
-    (
-        "        loss_sum, hits, seen =",
-        "        left = 150 - int(seen)  # samples that the loader has not returned before\n"
-        "        loss, correct = loss[:left], correct[:left]\n"
-        "        loss_sum, hits, seen =",
-    ),
-)
 
 MISTAKES = (
-    # ---- repeated-samples-gathered
-    mistake(
-        "accelerate-gathers-repeated-samples",
-        TEXTS,
-        "repeated-samples-gathered",
-        "gather() keeps the samples that the loader repeats to fill the last batch.",
-        *BY_HAND[:1],
-    ),
     # ---- means-gathered
     mistake(
         "accelerate-gathers-means",
@@ -109,12 +91,6 @@ MISTAKES = (
 )
 
 STYLES = (
-    style(
-        "accelerate-repeated-samples-removed-by-hand",
-        TEXTS,
-        "The program gathers all samples with gather(), and leaves out those that the loader has repeated.",
-        *BY_HAND,
-    ),
     style(
         "accelerate-gathers-means-of-equal-batches",
         TEXTS,
