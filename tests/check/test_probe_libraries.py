@@ -138,6 +138,7 @@ GATHERING = """
         for batch in loader:
             for value in (batch.mean(), batch, (batch.mean(), batch[0])):
                 accelerator.gather_for_metrics(value)
+        accelerator.gather(batch)  # by the program
 """
 
 
@@ -146,6 +147,8 @@ def test_single_numbers_that_accelerate_gathers_from_a_smaller_batch_are_recorde
     made = Made(place("gathering"), GATHERING, probes=(*CORE, Accelerators)).well()
     gathered = [event for event in made.run.all(AcceleratorCalled) if event.name == "gather_for_metrics"]
     assert [event.rest for event in gathered] == [1, 0, 0] * 3
+    (plain,) = (event for event in made.run.all(AcceleratorCalled) if event.name == "gather")
+    assert plain.where == made.line("# by the program")
 
 
 DEEPSPEED = """

@@ -2,6 +2,7 @@
 
 from check.made import Made
 from workshop.check.evidence.events import (
+    DATA_SET,
     Drawn,
     LoaderStarted,
     LossWeighted,
@@ -15,7 +16,7 @@ from workshop.check.evidence.events import (
 DRAWING = """
     import random
     import numpy, torch
-    from torch.utils.data import DataLoader, random_split
+    from torch.utils.data import DataLoader, DistributedSampler, random_split
 
     values = list(range(50))
     for seed in (1, 1, 2):
@@ -26,6 +27,7 @@ DRAWING = """
     random.sample(values, 10)
     numpy.random.permutation(50)
     numpy.random.default_rng(1).shuffle(values)  # by NumPy
+    DistributedSampler(values, num_replicas=4, rank=1)  # divided
     for batch in DataLoader(values, shuffle=True):  # drawn by a library
         pass
 """
@@ -34,7 +36,7 @@ DRAWING = """
 def test_random_splits_and_orders_of_the_program_are_recorded(place):
     drawing = Made(place("drawing"), DRAWING).well()
     (process,) = drawing.run.processes
-    first, again, different, *others = process.of(Drawn)
+    first, again, different, *others, divided = process.of(Drawn)
     assert first == again
     assert (first.name, first.size, first.where) == ("random_split", 50, drawing.line("# split"))
     assert different.of == first.of
@@ -43,6 +45,7 @@ def test_random_splits_and_orders_of_the_program_are_recorded(place):
     assert [each.name for each in others] == functions
     assert others[1].where == drawing.line("# by the module")
     assert others[-1].where == drawing.line("# by NumPy")
+    assert (divided.name, divided.size, divided.of, divided.where) == (DATA_SET, 50, 4, drawing.line("# divided"))
 
 
 # ---------------------------------------------------------------- streams

@@ -4,6 +4,7 @@ from check.made import Made
 from workshop.check.evidence.events import (
     ActivationsKept,
     Backward,
+    BuffersSeen,
     CheckpointCalled,
     Collective,
     FullySharded,
@@ -173,3 +174,39 @@ def test_handles_variables_and_optimizer_states_are_recorded(place):
         assert rank.first(Saved).moments == rank.first(Saved).own == 12  # two moments of six parameters
     states = [[event.states["draws"] for event in rank.of(VariablesSeen)] for rank in loose.ranks]
     assert len({state for rank in states for state in rank}) == 4
+
+
+SCALING = """
+    import torch
+    from torch import nn
+
+    class Scale(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("mean", torch.zeros(2))
+
+        def forward(self, x):
+            return x - self.mean
+
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("seen", torch.zeros(()))
+            self.layers = nn.Sequential(Scale(), nn.BatchNorm1d(2), nn.Linear(2, 1))
+
+        def forward(self, x):
+            return self.layers(x)
+
+    model = Model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(3):
+        model(torch.rand(4, 2)).sum().backward()  # trains
+        optimizer.step()
+"""
+
+
+def test_buffers_that_change_the_inputs_are_recorded_without_ddp(place):
+    scaling = Made(place("scaling"), SCALING).well()
+    events = scaling.run.processes[0].of(BuffersSeen)
+    assert [each.names for each in events] == [["layers.0.mean"]] * 2  # before each step but the first
+    assert events[0].where == scaling.line("# trains")

@@ -2,9 +2,12 @@
 
 import zlib
 
+import pytest
+
 from check.made import Made
 from workshop.check import cuda_on_cpu
 from workshop.check.evidence.events import (
+    BY_HASH,
     Collective,
     EncodersSeen,
     Evaluated,
@@ -165,6 +168,40 @@ ENCODERS = """
         model(batch).sum().backward()
         optimizer.step()
 """
+
+
+ORDERS = """
+    import json
+    import torch
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo")
+    model = torch.nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    words = [f"word {number}" for number in range(40)]
+    sorted_words = {word: number for number, word in enumerate(sorted(words))}
+    own = {word: number for number, word in enumerate(set(words))}
+    optimizer.step()
+    dist.destroy_process_group()
+"""
+SENT = """
+    if dist.get_rank() == 0:
+        with open("words.json", "w") as file:
+            json.dump(own, file)
+    dist.barrier()
+    with open("words.json") as file:
+        own = json.load(file)
+    optimizer.step()
+"""
+
+
+@pytest.mark.parametrize("sent", [False, True])
+def test_the_order_of_a_set_is_told_apart_unless_it_may_come_from_another_rank(place, sent):
+    text = ORDERS.replace("\n    optimizer.step()\n", SENT) if sent else ORDERS
+    for rank in Made(place("orders"), text, "torchrun", 2).well().ranks:
+        (seen,) = rank.of(EncodersSeen)
+        assert seen.vocabularies["sorted_words"][1] < BY_HASH
+        assert (seen.vocabularies["own"] == (40, BY_HASH + rank.rank)) is not sent
 
 
 def test_vocabularies_and_statistics_are_recorded(place):

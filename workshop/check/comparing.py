@@ -22,7 +22,8 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import dataloader
 
-from workshop.check.probes.contents import content
+from workshop.check.evidence.events import Key
+from workshop.check.probes.contents import content, rows
 from workshop.check.probes.recorder import Recorder
 from workshop.check.taming import tame
 
@@ -93,7 +94,7 @@ def _replace(file: Path, ranks: int, whole: bool, recorder: Recorder) -> None:
             ends[iteration] = max(ends.get(iteration, 0), number + 1)
     size = 0
     begun = False
-    seen: dict[Iteration, set[bytes]] = {}  # the samples that one process has evaluated
+    seen: dict[Iteration, set[Key]] = {}  # the samples that one process has evaluated
 
     def replaced(place: Place, data: Any, samples: int) -> Any:
         nonlocal size, begun
@@ -113,7 +114,8 @@ def _replace(file: Path, ranks: int, whole: bool, recorder: Recorder) -> None:
             if whole and own is None and not torch.is_grad_enabled():
                 data = dealt(data, [batch_size(each) for each in of_ranks])
                 counted = sum(batch_size(each) for at in parts if at[0] == place[0] for each in parts[at].values())
-                data = _once(data, seen.setdefault(place[0], set()), counted - samples if samples else 0)
+                repeated = counted - samples if samples and ends.get(place[0]) == place[1] + 1 else 0
+                data = _once(data, seen.setdefault(place[0], set()), repeated)
         size = batch_size(data)
         return data
 
@@ -149,15 +151,19 @@ def _tensor(stored: bytes, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.
     )
 
 
-def _once(data: Any, seen: set[bytes], repeated: int) -> Any:
-    """A batch without samples that were seen before, if a sampler has repeated some to give all ranks the same number."""
+def _once(data: Any, seen: set[Key], repeated: int) -> Any:
+    """A batch without the samples that a sampler has repeated in the last batch, to give all ranks the same number.
+
+    ``seen``: the samples of the earlier batches; ``repeated``: how many the sampler has repeated, 0 before the last batch.
+    """
     first = next(_tensors(data), None)
-    if first is None or repeated <= 0:
+    if first is None:
         return data
-    rows = [bytes(content(row.contiguous())) for row in first]
-    new = [number for number, row in enumerate(rows) if row not in seen or len(rows) - number > repeated]
-    seen.update(rows)
-    return _chosen(data, len(rows), new) if 0 < len(new) < len(rows) else data
+    found = rows(first)
+    again = [number for number, row in enumerate(found) if row in seen][-repeated:] if repeated > 0 else []
+    seen.update(found)
+    new = [number for number in range(len(found)) if number not in again]
+    return _chosen(data, len(found), new) if 0 < len(new) < len(found) else data
 
 
 def _tensors(data: Any) -> Iterator[torch.Tensor]:

@@ -179,10 +179,15 @@ def name_of(node: ast.AST) -> str:
 
 
 def calls(node: ast.AST, *names: str) -> Iterator[ast.Call]:
-    """Yield the calls of functions or methods with these names."""
+    """Yield the calls of functions or methods with these names; without names, all calls."""
     for each in ast.walk(node):
-        if isinstance(each, ast.Call) and name_of(each.func) in names:
+        if isinstance(each, ast.Call) and (not names or name_of(each.func) in names):
             yield each
+
+
+def in_order(found: Iterable[ast.Call]) -> list[ast.Call]:
+    """Calls in the order of the text."""
+    return sorted(found, key=lambda each: (each.lineno, each.col_offset))
 
 
 def assigned(statement: ast.stmt, name: str) -> Iterator[Value]:

@@ -9,7 +9,7 @@ back to their definitions. If none is found, or the origin is "here", the line s
 import ast
 import itertools
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -22,18 +22,19 @@ from workshop.check.definitions import (
     calls,
     first,
     header,
+    in_order,
     is_name,
     name_of,
     names_in,
     names_stored,
 )
 from workshop.check.loss_origins import averaged, divisor, gathering, reduced
+from workshop.check.own_values import OF_RANKS, RANK
 from workshop.check.places import place_of
 from workshop.check.verdict import Finding
 
 FILES = 200  # files in which a class is looked for
 SYNC = ("require_backward_grad_sync", "set_requires_gradient_sync", "no_sync")
-RANK = re.compile(r"rank|process_index|proc_id", re.IGNORECASE)
 PER_RANK = re.compile(r"batch|world|proc|rank|gpus|replicas", re.IGNORECASE)
 
 
@@ -227,11 +228,6 @@ def _calls_like(source: Source, pattern: str) -> Iterator[ast.Call]:
     )
 
 
-def in_order(found: Iterable[ast.Call]) -> list[ast.Call]:
-    """Calls in the order of the text."""
-    return sorted(found, key=lambda each: (each.lineno, each.col_offset))
-
-
 def _logged(source: Source, start: ast.stmt, detail: str) -> int | None:
     """The call of ``log`` with this name."""
     for call in in_order(calls(source.tree, "log", "log_dict")):
@@ -259,16 +255,6 @@ def _environ(source: Source, start: ast.stmt, detail: str) -> int | None:
             ):
                 return each.lineno
     return None
-
-
-def _reseeded(source: Source, start: ast.stmt, detail: str) -> int | None:
-    """The first call that seeds with the rank; ``detail``: "loop": the first one in a loop."""
-    found = in_order(calls(source.tree, *SEEDS))
-    if detail:
-        return next(
-            (call.lineno for call in found if any(isinstance(each, ast.For) for each in source.above(call))), None
-        )
-    return next((call.lineno for call in found if any(RANK.search(ast.unparse(each)) for each in call.args)), None)
 
 
 def _configured(source: Source, start: ast.stmt, detail: str) -> int | None:
@@ -443,6 +429,7 @@ def _loading(source: Source, start: ast.stmt, detail: str) -> int | None:
 
 
 FINDERS: dict[str, Callable[[Source, ast.stmt, str], int | None]] = {
+    **OF_RANKS,
     "averaged": averaged,
     "call": _call,
     "condition": _condition,
@@ -464,7 +451,6 @@ FINDERS: dict[str, Callable[[Source, ast.stmt, str], int | None]] = {
     "printed": _printed,
     "receiver": _receiver,
     "reduced": reduced,
-    "reseeded": _reseeded,
     "restored": _restored,
     "returned": _returned,
     "seed": _seed,

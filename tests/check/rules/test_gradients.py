@@ -8,6 +8,12 @@ from check.bank.whole import case_of
 
 GAN = "tests/check/referee/gan/train.py"
 
+REINFORCE = "tests/check/referee/reinforce_2/train.py"
+SHORT = (  # the evidence of the whole program takes more than a megabyte
+    ('"--iterations", type=int, default=40', '"--iterations", type=int, default=8'),
+    ('"--num-envs", type=int, default=32', '"--num-envs", type=int, default=4'),
+    ('"--horizon", type=int, default=32', '"--horizon", type=int, default=8'),
+)
 MOCO = "tests/check/referee/moco/train.py"
 
 MISTAKES = (
@@ -340,6 +346,16 @@ MISTAKES = (
         "Each rank appends only its own keys to a buffer, and DDP replaces the buffer with that of rank 0.",
         ("        self.enqueue(concat_all_gather(k))\n", "        self.enqueue(k)\n"),
     ),
+    # ---- scaled-differently
+    mistake(
+        "running-mean-of-each-rank",
+        REINFORCE,
+        "scaled-differently",
+        "Each rank scales the observations with the mean and the variance of its own ones.",
+        *SHORT,
+        ("        dist.all_reduce(moments)\n", ""),
+        ("self.count += len(obs) * dist.get_world_size()", "self.count += len(obs)"),
+    ),
 )
 
 STYLES = (
@@ -348,6 +364,12 @@ STYLES = (
         second.TAGGER,
         "Each rank takes three steps of its own, and an outer optimizer gets the average of the changes as gradients.",
         *second.outer_steps(divided=True),
+    ),
+    style(
+        "running-mean-of-all-ranks",
+        REINFORCE,
+        "All ranks scale the observations with the mean and the variance of those of all ranks, without DDP.",
+        *SHORT,
     ),
     style(
         "local-steps",

@@ -15,6 +15,12 @@ WORDS = (
         part.sequences = [torch.tensor(numbers) for numbers in known]
 """
 )
+ALL_WORDS = WORDS.replace("[rank::world_size]", "")
+BY_SET = ALL_WORDS.replace("dict.fromkeys(words)", "set(words)")
+SENT = BY_SET.replace(
+    "    for part in",
+    "    sent = [vocabulary]\n    dist.broadcast_object_list(sent)\n    vocabulary = sent[0]\n    for part in",
+)
 OWN = (
     gpus.SETS
     + """\
@@ -62,6 +68,13 @@ MISTAKES = (
         (SETS, WORDS),
     ),
     mistake(
+        "vocabulary-in-the-order-of-a-set",
+        second.TAGGER,
+        "encoded-differently",
+        "The numbers of the words follow the order of a set, which is a different one in each process.",
+        (SETS, BY_SET),
+    ),
+    mistake(
         "mean-and-deviation-of-each-rank",
         gpus.GPUS,
         "encoded-differently",
@@ -83,7 +96,13 @@ STYLES = (
         "vocabulary-of-all-texts",
         second.TAGGER,
         "All ranks number the words of all texts.",
-        (SETS, WORDS.replace("[rank::world_size]", "")),
+        (SETS, ALL_WORDS),
+    ),
+    style(
+        "vocabulary-of-rank-0",
+        second.TAGGER,
+        "Rank 0 numbers the words in the order of a set, and sends the result to the other ranks.",
+        (SETS, SENT),
     ),
     style(
         "statistics-added-up",

@@ -8,6 +8,15 @@ from check.bank.cases import bank_tests
 from workshop.check.rules.metrics import _differ, _numbers
 
 REDUCED = "    dist.all_reduce(counts)\n    return (counts[0] / counts[1]).item()\n"
+TEXTS = "tests/check/referee/accelerate_text/train.py"
+GATHERED = "accelerator.gather_for_metrics((loss, correct))"
+GATHERS_ALL = (GATHERED, GATHERED.replace("gather_for_metrics", "gather"))
+REMOVES_REPEATED = (
+    "        loss_sum, hits, seen =",
+    "        left = 150 - int(seen)  # samples that the loader has not returned before\n"
+    "        loss, correct = loss[:left], correct[:left]\n"
+    "        loss_sum, hits, seen =",
+)
 
 MISTAKES = (
     mistake(
@@ -29,8 +38,22 @@ MISTAKES = (
         "The sums are in a copy of the counts, but the accuracy is that of the counts of rank 0.",
         (REDUCED, REDUCED.replace("all_reduce(counts)", "all_reduce(counts.clone())")),
     ),
+    mistake(
+        "accelerate-gathers-repeated-samples",
+        TEXTS,
+        "repeated-samples-gathered",
+        "gather() keeps the samples that the loader repeats to fill the last batch.",
+        GATHERS_ALL,
+    ),
 )
 STYLES = (
+    style(
+        "accelerate-repeated-samples-removed-by-hand",
+        TEXTS,
+        "The program gathers all samples with gather(), and leaves out those that the loader has repeated.",
+        GATHERS_ALL,
+        REMOVES_REPEATED,
+    ),
     style(
         "counts-gathered-as-objects",
         second.TAGGER,

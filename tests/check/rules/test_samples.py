@@ -301,6 +301,13 @@ MISTAKES = (
     ),
     # ---- data-divided-twice
     mistake(
+        "part-of-a-rank-divided-again",
+        second.TAGGER,
+        "data-divided-twice",
+        "The data set contains only the part of the rank, and a DistributedSampler divides this part once more.",
+        (second.SETS, second.SETS + "    train_set.sequences = train_set.sequences[rank::world_size]\n"),
+    ),
+    mistake(
         "distributed-sampler-for-a-trainer",
         TRAINER,
         "data-divided-twice",
@@ -341,6 +348,13 @@ STYLES = (
         MOCO,
         "Each rank draws an order of the images of all ranks, but rank 0 sends its order to the others.",
         (SENT, "        dist.broadcast(order, 0)\n"),
+    ),
+    style(
+        "part-of-a-rank-and-a-sampler-of-one-process",
+        second.TAGGER,
+        "The data set contains only the part of the rank, and its DistributedSampler divides it by 1.",
+        (second.SETS, second.SETS + "    train_set.sequences = train_set.sequences[rank::world_size]\n"),
+        ("DistributedSampler(train_set,", "DistributedSampler(train_set, num_replicas=1, rank=0,"),
     ),
     style(
         "each-sample-three-times",

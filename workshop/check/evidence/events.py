@@ -175,10 +175,10 @@ class ModelEvaluated(Event):  # before one of the first evaluations with a model
     steps: int = 0  # of the process before it
 
 
-class BuffersSeen(
-    Event
-):  # before a forward pass in which DistributedDataParallel sends rank 0's buffers to the other ranks
-    buffers: list[Sketch]  # without those of BatchNorm, which each rank computes from its own batches
+class BuffersSeen(Event):  # before a forward pass, if DistributedDataParallel sends rank 0's buffers to the other ranks
+    # Without those of BatchNorm, which each rank computes from its own batches. Without DistributedDataParallel: only those of
+    # layers that have no parameters and change their input.
+    buffers: list[Sketch]
     names: list[str]
 
 
@@ -199,6 +199,8 @@ class Evaluated(Event):  # a forward pass without a backward pass
 
 
 SUBSET = "Subset"  # what ``Drawn`` names a Subset that a DistributedSampler divides; it is not random in itself
+# The same for each data set that it divides: ``size`` is the number of samples; ``of`` and ``result``, the number of parts.
+DATA_SET = "data set"
 
 
 class Printed(Event):  # rank 0 printed or logged a text with a number
@@ -272,8 +274,12 @@ class ScaledClipped(Event):  # gradients were clipped that contain the scale of 
     scale: float
 
 
+BY_HASH = 1 << 32  # more than any checksum
+
+
 class EncodersSeen(Event):  # at two of the first steps: variables that turn the data into the inputs of the model
-    # Dictionaries from texts to the numbers 0, 1, 2, ...: their lengths, and checksums of their items.
+    # Dictionaries from texts to the numbers 0, 1, 2, ...: their lengths, and checksums of their items. If the process itself has
+    # numbered the texts in the order of a set: BY_HASH and its rank, because this order differs between new interpreters.
     vocabularies: dict[str, tuple[int, int]]
     statistics: dict[str, list[float]]  # means, deviations and limits
 

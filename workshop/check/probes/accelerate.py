@@ -24,6 +24,11 @@ class Accelerators(Probe):
             rest = max(0, accelerator.gradient_state.remainder)
         self.note_here(AcceleratorCalled(name=name, of=of, rest=rest))
 
+    @before(lambda accelerate: accelerate.Accelerator, "gather")
+    def _gather(self, *args: Any, **kwargs: Any) -> None:
+        if not torch.is_grad_enabled() and self.recorder.called_by_program():
+            self.note_here(AcceleratorCalled(name="gather"))
+
 
 def _numbers(values: Any) -> bool:
     """Whether nested arguments contain tensors with one floating point number each, such as means, and no other tensors."""

@@ -2,7 +2,6 @@
 
 import random
 import reprlib
-import sys
 import zlib
 from collections import Counter
 from collections.abc import Iterable
@@ -11,7 +10,7 @@ from typing import Any
 import torch
 from torch.utils import data
 
-from workshop.check.evidence.events import SUBSET, Drawn
+from workshop.check.evidence.events import DATA_SET, SUBSET, Drawn
 from workshop.check.probes.probe import Function, Probe, after, around
 
 PER_LINE = 6  # draws of a line that are recorded
@@ -29,6 +28,7 @@ class Draws(Probe):
 
     def clear(self) -> None:
         self.seen: Counter[str] = Counter()
+        self.divided: Counter[str] = Counter()  # by a DistributedSampler that was created in this line
 
     @after(data, "random_split")
     @after(data.dataset, "random_split")
@@ -37,13 +37,18 @@ class Draws(Probe):
 
     @after(data.DistributedSampler, "__init__")
     def _sampled(self, result: None, sampler: Any, dataset: Any, *args: Any, **kwargs: Any) -> None:
+        where = self.recorder.where()
+        self.divided[where] += 1
+        if where and self.divided[where] <= PER_LINE:
+            parts = int(sampler.num_replicas)
+            self.recorder.note(Drawn(name=DATA_SET, size=len(dataset), of=parts, result=parts, where=where))
         if isinstance(dataset, data.Subset) and len(dataset) <= MOST:
             indices = [int(index) for index in dataset.indices]
             self._note(SUBSET, range(len(indices)), indices)
 
     @after(torch, "randperm")
     def _permute(self, order: torch.Tensor, n: int, *args: Any, **kwargs: Any) -> None:
-        if n <= MOST and self._of_program():
+        if n <= MOST and self.recorder.called_by_program():
             self._note("torch.randperm", range(n), order.tolist())
 
     @after(random, "shuffle")
@@ -75,7 +80,7 @@ class Draws(Probe):
         """Return a generator that records its permutations; NumPy's own class cannot be changed."""
         made = original(*args, **kwargs)
         probe, kind = self, type(made)
-        if not self._of_program() or kind.__module__ != "numpy.random._generator":
+        if not self.recorder.called_by_program() or kind.__module__ != "numpy.random._generator":
             return made
 
         class Generator(kind):  # type: ignore[misc,valid-type]  # mypy does not follow a class that is a variable
@@ -92,15 +97,8 @@ class Draws(Probe):
 
         return Generator(made.bit_generator)
 
-    def _of_program(self) -> bool:
-        """Whether the function was called by the program, and not by a library, such as a sampler of torch."""
-        frame: Any = sys._getframe(1)
-        while frame and frame.f_globals.get("__name__", "").startswith("workshop.check.probes"):
-            frame = frame.f_back
-        return bool(frame and self.recorder.own(frame.f_code.co_filename))
-
     def _note(self, name: str, population: Iterable[Any], result: Iterable[Any]) -> None:
-        if self.recorder.quiet or not self._of_program():
+        if self.recorder.quiet or not self.recorder.called_by_program():
             return
         where = self.recorder.where()
         self.seen[where] += 1

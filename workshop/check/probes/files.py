@@ -5,6 +5,8 @@ import os
 import sys
 import sysconfig
 import threading
+import time
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -37,6 +39,7 @@ class Files(Probe):
         places = (base, own, recorder.folder, "/dev", "/proc", extensions())
         self.allowed = tuple(os.path.realpath(place) + os.sep for place in places)
         self.base, self.caches, self.evidence = self.allowed[:3]
+        self.began = time.time()
 
     def install(self) -> None:
         super().install()
@@ -63,7 +66,16 @@ class Files(Probe):
             return target
         path = arguments[0]
         reading = event == "open" and not arguments[2] & (os.O_WRONLY | os.O_RDWR)
+        if reading and not self.recorder.received and isinstance(path, (str, bytes, os.PathLike)):
+            self.recorder.received = self._of_this_run(os.path.realpath(os.fsdecode(path)))
         return "" if reading or not isinstance(path, (str, bytes, os.PathLike)) else os.path.realpath(os.fsdecode(path))
+
+    def _of_this_run(self, path: str) -> bool:
+        """Whether a process has written a file in the folder of the run since this process began."""
+        with suppress(OSError):
+            own = path.startswith(self.base) and not path.startswith((self.caches, self.evidence))
+            return own and os.stat(path).st_mtime > self.began
+        return False
 
     def _make_own(self, path: str, event: str, arguments: tuple[Any, ...]) -> None:
         """Replace links to the original in the path of a file or entry that is about to change."""

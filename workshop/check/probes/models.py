@@ -5,7 +5,7 @@ import zlib
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 from torch import nn
@@ -62,6 +62,7 @@ class Models(Probe):
 
     def clear(self) -> None:
         self.buffered = 0
+        self.scaling: WeakSet[nn.Module] = WeakSet()
         self.weighed: WeakKeyDictionary[nn.Module, list[int]] = WeakKeyDictionary()  # numbers of steps
         self.untrained: list[Pending] = []  # forward passes without a backward pass so far
 
@@ -91,8 +92,19 @@ class Models(Probe):
                 pending.node = None if tensor is None else tensor.grad_fn
                 for each in self.untrained[:-KEPT]:
                     each.node = None  # a node keeps its graph in memory
+        elif not outermost and vars(module).get("_buffers"):
+            with recorder.guard:
+                self._scales(module, args, output)
         recorder.call(recorder.after_module, module, output)
         return output
+
+    def _scales(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        """Remember a layer that changes its input with its buffers only, such as a running mean and a running variance."""
+        given = args[0] if args else None
+        if module not in self.scaling and isinstance(given, torch.Tensor) and isinstance(output, torch.Tensor):
+            alone = next(module.parameters(), None) is None and not isinstance(module, _NormBase)
+            if alone and given.shape == output.shape and output.is_floating_point():
+                self.scaling.add(module)
 
     def _forward(self, module: Any, tensor: torch.Tensor | None) -> Pending | None:
         """Record a forward pass as an evaluation; return it if a backward pass may follow (in Lightning inside the call)."""
@@ -121,9 +133,8 @@ class Models(Probe):
         )
         passes = passes or any(each.requires_grad for each in model.parameters())
         if torch.is_grad_enabled() and passes:
-            if wrapped and self.recorder.steps and module.will_sync_module_buffers() and self.buffered < BUFFERS:
-                self.buffered += 1
-                self._buffers(model, forward.where)
+            if self.recorder.steps and self.buffered < BUFFERS and (not wrapped or module.will_sync_module_buffers()):
+                self._buffers(model, forward.where, wrapped)
             self.untrained.append(Pending(forward, None, module.training, self.recorder.steps))
             return self.untrained[-1]
         self.recorder.call(self.recorder.before_evaluation, model)
@@ -133,9 +144,15 @@ class Models(Probe):
         self.recorder.note(Evaluated(forward=forward, where=forward.where))
         return None
 
-    def _buffers(self, model: nn.Module, where: str) -> None:
-        norms = [name for name, each in model.named_modules() if isinstance(each, _NormBase)]
-        buffers = {name: each for name, each in model.named_buffers() if name.rpartition(".")[0] not in norms}
+    def _buffers(self, model: nn.Module, where: str, wrapped: bool) -> None:
+        """Record the buffers of a model. Without DistributedDataParallel, only those that change the inputs of the model."""
+        chosen = {
+            name
+            for name, each in model.named_modules()
+            if (not isinstance(each, _NormBase) if wrapped else each in self.scaling)
+        }
+        buffers = {name: each for name, each in model.named_buffers() if name.rpartition(".")[0] in chosen}
+        self.buffered += wrapped or bool(buffers)
         if buffers:
             names = list(buffers)
             self.recorder.note(

@@ -52,6 +52,9 @@ class Recorder:
         self.in_forward = False  # whether a forward pass of a model is running
         self.unscaled: Callable[[torch.Tensor | None], float] = lambda loss: 1.0  # what a GradScaler multiplied it with
         self.starting = False  # whether a library is starting, which writes its own files
+        self.received = (
+            False  # whether the program may have got objects from another rank: by a collective, or by a file
+        )
         self.saved = 0  # number of checkpoints that this process has saved
         self.fitting = False  # whether Lightning's Trainer is training
         self.take_batch: Callable[[torch.Tensor], Batch | None] = lambda tensor: None  # the batch of an input
@@ -131,6 +134,13 @@ class Recorder:
             if self.own(frame.f_code.co_filename):
                 yield frame
             frame = frame.f_back
+
+    def called_by_program(self) -> bool:
+        """Whether the program has called the observed function, and not a library, such as a sampler of torch."""
+        frame: FrameType | None = sys._getframe(1)
+        while frame and frame.f_globals.get("__name__", "").startswith("workshop.check.probes"):
+            frame = frame.f_back
+        return bool(frame and self.own(frame.f_code.co_filename))
 
     def own(self, file: str) -> str:
         """Return the name of a file of the program itself, as its owner knows it; "" for a file of a library."""

@@ -76,6 +76,7 @@ def depends_on_processes(compared: Compared) -> Said:
     after=(gradients_differ,),
     instead_of=(depends_on_processes,),
     anywhere=True,
+    origin="weights",
 )
 def loss_weights_differ(run: Run) -> Said:
     """The weight= or pos_weight= of the loss is the same in all steps, but not on all ranks."""

@@ -150,15 +150,40 @@ def _evaluated_together(ranks: list[Process]) -> Iterator[tuple[ModelEvaluated, 
 )
 def buffers_overwritten(run: Run) -> Said:
     """The ranks compute different buffers, and DistributedDataParallel replaces them with those of rank 0."""
+    if any(run.all(Wrapped)) and (found := _different_buffers(run)):
+        where, names = found
+        seen = f"before each forward pass, DistributedDataParallel replaces the buffer {listed(names)} of a rank with "
+        yield Seen(seen + "that of rank 0, and they are different", where, origin=_changes(names[0]))
+
+
+@rule(
+    why="The ranks train one model, but the same input becomes a different one on each rank.",
+    fix="Update the buffer with the values of all ranks: sum the counts, sums and squares over the ranks with all_reduce.",
+    needs=(BuffersSeen,),
+    after=(no_group, wrong_group, gradients_differ, weights_differ),
+    anywhere=True,
+)
+def scaled_differently(run: Run) -> Said:
+    """A layer changes the inputs with buffers that differ between the ranks, such as a running mean of the inputs."""
+    if not any(run.all(Wrapped)) and not of_its_own(run) and (found := _different_buffers(run)):
+        where, names = found
+        seen = f"a layer without parameters changes the inputs with its buffer {listed(names)}, which differs between the ranks"
+        yield Seen(seen, where, origin=_changes(names[0]))
+
+
+def _different_buffers(run: Run) -> tuple[str, list[str]] | None:
+    """The buffers that differ between the ranks each time that they are recorded, and the line of the first forward pass."""
     ranks = [] if run.divided else [process.of(BuffersSeen) for process in run.trained]
     different: list[list[str]] = []
     for first, *others in zip(*ranks, strict=False) if len(ranks) > 1 else ():
         names = [name for each in others for name in different_names(first.buffers, each.buffers, first.names)]
         different.append(list(dict.fromkeys(names)))
-    if len(different) > 1 and all(different):
-        seen = f"before each forward pass, DistributedDataParallel replaces the buffer {listed(different[-1])} of a rank with "
-        changes = rf"text:\.{different[-1][0].rpartition('.')[2]}(\[.*\])?\s*[-+*]?=[^=]"
-        yield Seen(seen + "that of rank 0, and they are different", ranks[0][0].where, origin=changes)
+    return (ranks[0][0].where, different[-1]) if len(different) > 1 and all(different) else None
+
+
+def _changes(buffer: str) -> str:
+    """The origin of a statement that changes a buffer."""
+    return rf"text:\.{buffer.rpartition('.')[2]}(\[.*\])?\s*[-+*]?=[^=]"
 
 
 def _why_copies_differ(ranks: list[Process], model: ModelEvaluated) -> tuple[str, str]:
@@ -245,7 +270,7 @@ def _apart_at(
         if rates and (where := reduced_to_one(base, before)):
             seen += f"; before that, reduce() at {where} gave its result to one rank only"
             return weights_differ, Seen(seen, where, fix=TO_ONE)
-        return weights_differ, Seen(seen, before.where, origin="receiver:step" if rates else "")
+        return weights_differ, Seen(seen, before.where, origin="plateau receiver:step" if rates else "")
     return None
 
 

@@ -2,12 +2,17 @@
 
 from collections.abc import Iterator
 
-from workshop.check.evidence.events import Collective, EncodersSeen, Evaluated, Saved, StepTaken
+from workshop.check.evidence.events import BY_HASH, Collective, EncodersSeen, Evaluated, Saved, StepTaken
 from workshop.check.evidence.run import Process, Run
 from workshop.check.evidence.sketches import CLOSE
 from workshop.check.rules.processes import no_group, wrong_group
 from workshop.check.rules.rule import Said, Seen, rule
 from workshop.check.rules.words import plural
+
+SORTED = (
+    "Number the words in an order that all processes have, such as that of sorted(words), or number them on rank 0 and send the "
+    "result to the others with broadcast_object_list. Save the numbers in the checkpoint."
+)
 
 
 @rule(
@@ -24,7 +29,9 @@ def encoded_differently(run: Run) -> Said:
     if len(ranks) < 2 or not all(ranks) or run.divided:
         return
     for name, seen in (*_vocabularies(ranks), *_statistics(ranks)):
-        yield Seen(f"the ranks have different values in `{name}`: {seen}", ranks[0][0].where, origin=f"made:{name}")
+        by_hash = ranks[0][0].vocabularies.get(name, (0, 0))[1] >= BY_HASH
+        text = f"`{name}` {seen}" if by_hash else f"the ranks have different values in `{name}`: {seen}"
+        yield Seen(text, ranks[0][0].where, fix=SORTED if by_hash else "", origin=f"encoder:{name}")
         return
 
 
@@ -36,6 +43,12 @@ def _vocabularies(ranks: list[list[EncodersSeen]]) -> Iterator[tuple[str, str]]:
         )
         other = next((each for each in others if each and each != first), None)
         if steady and other:
+            if first[1] >= BY_HASH:
+                yield (
+                    name,
+                    f"numbers {first[0]:,} words in the order of a set, which is a different one in each process",
+                )
+                continue
             yield name, f"{first[0]:,} and {other[0]:,} words with numbers that do not agree"
 
 

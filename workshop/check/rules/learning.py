@@ -4,7 +4,7 @@ import math
 from functools import partial
 from itertools import pairwise, takewhile
 
-from workshop.check.evidence.events import GraphMeasured, ScheduleSeen
+from workshop.check.evidence.events import AcceleratorCalled, GraphMeasured, ScheduleSeen
 from workshop.check.evidence.run import Process, Run
 from workshop.check.evidence.sketches import difference
 from workshop.check.rules.ending import crash
@@ -15,6 +15,12 @@ from workshop.check.scenarios import WHOLE
 
 # A rule about the steps of one process: if it finds something, the reported figures cannot be right.
 of_steps = partial(rule, after=(no_group, wrong_group), spoils=True, anywhere=True)
+
+LENGTHS = ("total_steps", "T_max", "total_iters")  # arguments with the length of a schedule
+PREPARED = (
+    "Multiply the length of the schedule by accelerator.num_processes, or do not give the schedule to prepare() and call its "
+    "step() once for each step of the optimizer."
+)
 
 
 @of_steps(
@@ -68,8 +74,18 @@ def schedule_length(run: Run) -> Said:
         if len(rates) >= 8 and ended > len(rates) // 5 and max(rates) > 0:
             seen = f"the learning rate is {least:.2g} in the last {ended} of {len(rates)} steps, and {max(rates):.2g} at most"
             where = next((event.where for event in process.of(ScheduleSeen)), process.step_where)
+            if name := _prepared(process):
+                seen += f": Accelerate takes {run.nproc} steps of a prepared {name} for each step of the optimizer"
+                lengths = "|".join(f"{name}.{each}" for each in LENGTHS)
+                return [Seen(seen, where, fix=PREPARED, origin=f"call:{lengths}|{name}")]
             return [Seen(seen, where, origin="total")]
     return []
+
+
+def _prepared(process: Process) -> str:
+    """The class of the schedule that the program gives to Accelerator.prepare(); "" if there is none."""
+    given = [name for event in process.of(AcceleratorCalled) if event.name == "prepare" for name in event.of]
+    return next((name for name in given if name.endswith("LR")), "")
 
 
 def _wrong_length(run: Run, process: Process, rates: list[float]) -> Said:

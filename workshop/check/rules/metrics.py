@@ -5,12 +5,22 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from workshop.check.evidence.events import Backward, Collective, Evaluated, Key, Printed, Sketch, StepTaken
+from workshop.check.evidence.events import (
+    AcceleratorCalled,
+    Backward,
+    Collective,
+    Evaluated,
+    Key,
+    Printed,
+    Sketch,
+    StepTaken,
+)
 from workshop.check.evidence.run import Process, Run
 from workshop.check.evidence.sketches import CLOSE, difference
 from workshop.check.rules.evaluation import evaluation_missed, metric_of_one_rank
 from workshop.check.rules.gradients import gradient_scale, gradients_differ, models_differ, weights_differ
 from workshop.check.rules.rule import NotJudged, Said, Seen, rule
+from workshop.check.rules.words import plural
 from workshop.check.scenarios import METRICS, Compared
 
 SAME = 2e-4  # relative difference of numbers that the order of additions may explain
@@ -23,6 +33,7 @@ METRIC = re.compile(
 )
 TRAINING = re.compile(r"train|\blr\b|rate|step|batch", re.IGNORECASE)
 LOSS = re.compile(r"loss|\blr\b|rate|norm|scale|seconds|time|/s\b", re.IGNORECASE)
+AFTER = (gradients_differ, weights_differ, models_differ, gradient_scale, metric_of_one_rank, evaluation_missed)
 
 
 @dataclass(frozen=True)
@@ -31,8 +42,11 @@ class Shown:
 
     text: str
     where: str
-    exchanged: str  # the line of the last collective since the evaluation began; "" if there is none
+    exchanged: (
+        str  # the line of the first collective after the last forward pass, or else of one before it; "": there is none
+    )
     steps: int  # before it
+    gathered: str  # the line of the last Accelerator.gather() since the evaluation began; "" if there is none
     given: bool  # the evaluated parameters are those of the other run
     weights: list[Sketch]  # after the last step
 
@@ -49,14 +63,7 @@ class Shown:
     "such ratio (AUC, F1, BLEU, a median), gather the outputs and labels of all ranks, and compute it from them.",
     runs=METRICS,
     needs=(Printed,),
-    after=(
-        gradients_differ,
-        weights_differ,
-        models_differ,
-        gradient_scale,
-        metric_of_one_rank,
-        evaluation_missed,
-    ),
+    after=AFTER,
     anywhere=True,
 )
 def metric_depends_on_processes(compared: Compared) -> Said:
@@ -67,13 +74,41 @@ def metric_depends_on_processes(compared: Compared) -> Said:
     samples = _samples(compared.several)
     for ours, alone in pairs:
         rounding = SAME + OUTLIER * _repeated(samples[ours.steps])
-        trained = difference(ours.weights, alone.weights) <= CLOSE
-        for label, one, other in _numbers(ours.text, alone.text, trained):
-            if _differ(one, other, compared.several.nproc, rounding):
-                after = f"after step {ours.steps}" if ours.steps else "before the first step"
-                seen = f"{after} the program prints {label} {one}; one process with the same parameters and samples, {other}"
-                yield Seen(seen, ours.exchanged, detail=f"printed in {ours.where}")
-                return
+        if seen := _different(ours, alone, compared.several.nproc, rounding):
+            yield Seen(seen, ours.exchanged, detail=f"printed in {ours.where}", origin="exchanged")
+            return
+
+
+@rule(
+    why="A prepared loader repeats samples so that all ranks have the same number, and these samples count twice in the metric.",
+    fix="Call accelerator.gather_for_metrics() in place of gather() for the results of each batch: it drops repeated samples.",
+    runs=METRICS,
+    needs=(Printed, AcceleratorCalled),
+    after=AFTER,
+    instead_of=(metric_depends_on_processes,),
+    anywhere=True,
+)
+def repeated_samples_gathered(compared: Compared) -> Said:
+    """The program gathers the repeated samples of an evaluation, and prints a different number than one process."""
+    samples = _samples(compared.several)
+    for ours, alone in _pairs(compared):
+        repeated = _repeated(samples[ours.steps]) if ours.gathered else 0
+        if repeated and (seen := _different(ours, alone, compared.several.nproc, SAME)):
+            count = round(repeated * samples[ours.steps].total())
+            yield Seen(f"gather() also returns {plural(count, 'repeated sample')}: {seen}", ours.gathered)
+            return
+
+
+def _different(ours: Shown, alone: Shown, processes: int, rounding: float) -> str:
+    """The first number of an evaluation that differs between two texts; "" if there is none."""
+    trained = difference(ours.weights, alone.weights) <= CLOSE
+    for label, one, other in _numbers(ours.text, alone.text, trained):
+        if _differ(one, other, processes, rounding):
+            after = f"after step {ours.steps}" if ours.steps else "before the first step"
+            return (
+                f"{after} the program prints {label} {one}; one process with the same parameters and samples, {other}"
+            )
+    return ""
 
 
 def prints_metrics(process: Process) -> bool:
@@ -82,18 +117,21 @@ def prints_metrics(process: Process) -> bool:
 
 
 def _shown(process: Process) -> Iterator[Shown]:
-    evaluated, exchanged, steps, weights = False, "", 0, list[Sketch]()
+    evaluated, exchanged, gathered, steps, weights = False, "", "", 0, list[Sketch]()
+    complete = False  # whether a collective has followed the last forward pass
     for _, event in process.events:
         if isinstance(event, Backward):
-            evaluated, exchanged = False, ""
+            evaluated, exchanged, gathered = False, "", ""
         elif isinstance(event, StepTaken):
             steps, weights = steps + 1, event.weights
         elif isinstance(event, Evaluated):
-            evaluated = True
+            evaluated, complete = True, False
         elif isinstance(event, Collective) and evaluated and "barrier" not in event.name and not event.inside:
-            exchanged = event.where
+            exchanged, complete = exchanged if complete else event.where, True
+        elif isinstance(event, AcceleratorCalled) and event.name == "gather":
+            gathered = event.where
         elif isinstance(event, Printed) and evaluated:
-            yield Shown(event.text, event.where, exchanged, steps, event.given, weights)
+            yield Shown(event.text, event.where, exchanged, steps, gathered, event.given, weights)
 
 
 def _pairs(compared: Compared) -> Iterator[tuple[Shown, Shown]]:

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from itertools import combinations
 
 from workshop.check.evidence.events import (
+    DATA_SET,
     SUBSET,
     Backward,
     BatchLoaded,
@@ -19,6 +20,7 @@ from workshop.check.evidence.run import Process, Run
 from workshop.check.rules.processes import no_group, wrong_group
 from workshop.check.rules.rule import Makes, Rule, Said, Seen, if_first, rule
 from workshop.check.rules.words import named, plural, rank_of
+from workshop.check.scenarios import COMPARED, WHOLE, Compared
 
 TURNS = 8  # of the workers of a loader
 SAME_SUBSET = (
@@ -110,8 +112,9 @@ def shares_overlap(run: Run) -> Said:
 def _by_draw(run: Run, seen: Seen) -> Seen:
     """Name the random split or order that differs between the ranks, if that explains what was seen."""
     drawn = _unequal_draw(run)
+    stream = next((each.source for each in run.all(LoaderStarted) if each.source), "")
     if drawn is None:
-        return seen
+        return Seen(seen.text, stream, origin="stream") if stream and not seen.origin else seen
     if drawn.name == SUBSET:
         lists = f"the DistributedSampler at {drawn.where} divides a Subset whose indices differ between the ranks"
         return Seen(f"{seen.text}: {lists}", drawn.where, fix=SAME_SUBSET)
@@ -277,7 +280,7 @@ def workers_overlap(run: Run) -> Said:
             batches = [forward.keys for forward in passes]
             if _read_alike(batches, started.workers):
                 seen = f"the {started.workers} workers of the loader of {named(process)} return the same samples"
-                yield Seen(f"{seen}, from their first batches on", started.source or started.where)
+                yield Seen(f"{seen}, from their first batches on", started.source or started.where, origin="stream")
                 return
 
 
@@ -322,7 +325,7 @@ def samples_missed(run: Run) -> Said:
     fix="Divide the data set once. Trainer, Accelerate and Lightning give each process its part themselves, so pass them a "
     "loader without DistributedSampler. Give DistributedSampler the whole data set, not a part.",
     after=(same_samples, shares_overlap, samples_missed),
-    origin="loader",
+    origin="loader call:DistributedSampler",
 )
 def data_divided_twice(run: Run) -> Said:
     """All ranks together train on 1/N of the data set in each epoch, where N is the number of ranks."""
@@ -347,6 +350,33 @@ def data_divided_twice(run: Run) -> Said:
         yield Seen(
             f"in each epoch the {len(ranks)} ranks train on {seen:,} of {size:,} samples together", ranks[0].data_where
         )
+
+
+@data_divided_twice.also(
+    (WHOLE, COMPARED), needs=(Drawn,), after=(no_group, wrong_group, same_samples, shares_overlap, samples_missed)
+)
+def part_divided_again(run: Run, compared: Compared) -> Said:
+    """A DistributedSampler divides a data set among all ranks that is only the part of a rank: with one process it is larger."""
+    ranks = [dict(_data_sets(process)) for process in run.trained]
+    for place, alone in (each for process in compared.single.trained for each in _data_sets(process)):
+        ours = [found[place] for found in ranks if place in found]
+        divided = len(ours) == len(ranks) > 1 and not run.divided and all(each.of == len(ranks) for each in ours)
+        parts = abs(sum(each.size for each in ours) - alone.size) < len(ranks) and all(
+            each.size < alone.size for each in ours
+        )
+        if divided and parts:
+            seen = f"the data set of a rank has only {ours[0].size:,} of {alone.size:,} samples"
+            yield Seen(f"{seen}, and DistributedSampler divides it by {len(ranks)} again", alone.where, origin="share")
+            return
+
+
+def _data_sets(process: Process) -> Iterator[tuple[tuple[str, int], Drawn]]:
+    """The data sets that a DistributedSampler divides, each with its line and its number there."""
+    times: Counter[str] = Counter()
+    for event in process.of(Drawn):
+        if event.name == DATA_SET:
+            times[event.where] += 1
+            yield (event.where, times[event.where]), event
 
 
 def _stopped_early(process: Process, number: int, accumulate: int) -> bool:

@@ -1,0 +1,128 @@
+"""Find the statement with which a rank gets values of its own, such as a part of the data, for ``origins.py``."""
+
+import ast
+import itertools
+import re
+from collections.abc import Callable
+
+from workshop.check.definitions import SEEDS, Function, Source, Value, assigned, calls, first, header, in_order, name_of
+
+RANK = re.compile(r"rank|process_index|proc_id", re.IGNORECASE)
+STATISTICS = ("mean", "std", "var", "std_mean", "var_mean", "median", "quantile", "amin", "amax", "min", "max")
+QUOTIENTS = ("mean", "div", "div_", "divide", "log", "log10", "log2", "exp", "sqrt", "median")
+
+
+def _share(source: Source, start: ast.stmt, detail: str) -> int | None:
+    """The closest statement behind a statement that mentions the rank, such as ``mine = data[rank::world_size]``."""
+    values = (value for value in source.trace([header(start)]) if value.statement is not start)
+    return first(values, _of_rank)
+
+
+def _of_rank(value: Value) -> bool:
+    return bool(RANK.search(ast.unparse(value.expression)))
+
+
+def _encoder(source: Source, start: ast.stmt, detail: str) -> int | None:
+    """The statement that computes a variable, or an attribute of one, from the data of a rank or in the order of a set."""
+    owner, _, part = detail.partition(".")
+    places = [
+        found[-1].statement
+        for name in (detail, f"self.{part}", owner)
+        for scope in (*source.scopes(start), *itertools.chain.from_iterable(source.functions.values()))
+        if (found := [value for each in source.within(scope) for value in assigned(each, name)])
+    ]
+    for place in places:
+        if line := first(source.trace([header(place)]), _computes_encoder):
+            return line
+    return places[0].lineno if places else None
+
+
+def _computes_encoder(value: Value) -> bool:
+    ordered = {each for call in calls(value.expression, "sorted") for each in ast.walk(call)}
+    sets = (each for each in ast.walk(value.expression) if each not in ordered and _is_set(each))
+    return _of_rank(value) or any(calls(value.expression, *STATISTICS)) or any(sets)
+
+
+def _is_set(node: ast.AST) -> bool:
+    made = isinstance(node, ast.Call) and name_of(node.func) in ("set", "frozenset")
+    return made or isinstance(node, ast.Set | ast.SetComp)
+
+
+def _reseeded(source: Source, start: ast.stmt, detail: str) -> int | None:
+    """The first call that seeds with the rank; ``detail``: "loop": the first one in a loop."""
+    found = in_order(calls(source.tree, *SEEDS))
+    if detail:
+        return next(
+            (call.lineno for call in found if any(isinstance(each, ast.For) for each in source.above(call))), None
+        )
+    return next((call.lineno for call in found if any(RANK.search(ast.unparse(each)) for each in call.args)), None)
+
+
+def _stream(source: Source, start: ast.stmt, detail: str) -> int | None:
+    """The first statement of a function, such as the __iter__ of a stream, that mentions the rank."""
+    statements = source.within(start) if isinstance(start, Function) else ()
+    return first(map(header, statements), _of_rank)
+
+
+def _weights(source: Source, start: ast.stmt, detail: str) -> int | None:
+    """The statement that computes the weights of a loss with a division."""
+    given = [each for call in calls(start) for each in call.keywords if each.arg in ("weight", "pos_weight")]
+    begin = [Value(each.value, start) for each in given] or [header(start)]
+    return first((value for value in source.trace(begin) if value.statement is not start), _divides)
+
+
+def _plateau(source: Source, start: ast.stmt, detail: str) -> int | None:
+    """The step of a schedule that decides by a metric."""
+    for call in in_order(calls(source.tree, "step")):
+        statement = next((each for each in source.above(call) if isinstance(each, ast.stmt)), None)
+        if call.args and isinstance(call.func, ast.Attribute) and statement:
+            behind = source.trace([Value(call.func.value, statement)])
+            if any(any(calls(value.expression, "ReduceLROnPlateau")) for value in behind):
+                return call.lineno
+    return None
+
+
+def _exchanged(source: Source, start: ast.stmt, detail: str) -> int | None:
+    """The statement that computes what a collective exchanges, if this is no sum: a quotient, a mean, an entry with a key.
+
+    If the collective is in a function that returns the result: rather a call that does not use the result.
+    """
+    function = source.scopes(start)[0]
+    returns = isinstance(function, Function) and any(
+        isinstance(each, ast.Return) and each.value for each in source.within(function)
+    )
+    unused = [each.lineno for each in source.calls_of(function) if isinstance(each, ast.Expr)] if returns else []
+    if unused:
+        return unused[0]
+    given = [Value(each, start) for call in calls(start) for each in call.args]
+    values = (value for value in source.trace(given) if value.statement is not start)
+    return first(values, lambda value: _divides(value) or _has_key(value) or _gathers(source, value))
+
+
+def _divides(value: Value) -> bool:
+    divided = (isinstance(each, ast.BinOp) and isinstance(each.op, ast.Div) for each in ast.walk(value.expression))
+    return any(divided) or any(calls(value.expression, *QUOTIENTS))
+
+
+def _has_key(value: Value) -> bool:
+    """Whether a statement stores a value under a key that it computes."""
+    targets = value.statement.targets if isinstance(value.statement, ast.Assign) else []
+    return any(isinstance(each, ast.Subscript) and not isinstance(each.slice, ast.Constant) for each in targets)
+
+
+def _gathers(source: Source, value: Value) -> bool:
+    """Whether a value is gathered from all ranks, also by a function of the program."""
+    called = [name_of(call.func) for call in calls(value.expression)]
+    inner = [name_of(call.func) for name in called for each in source.functions.get(name, []) for call in calls(each)]
+    return any(name.startswith("all_gather") for name in (*called, *inner))
+
+
+OF_RANKS: dict[str, Callable[[Source, ast.stmt, str], int | None]] = {
+    "encoder": _encoder,
+    "exchanged": _exchanged,
+    "plateau": _plateau,
+    "reseeded": _reseeded,
+    "share": _share,
+    "stream": _stream,
+    "weights": _weights,
+}
