@@ -86,3 +86,27 @@ def test_the_finding_says_where_a_loss_goes_wrong(name, family, seen, where, ori
     assert seen in finding.seen
     assert finding.where == where
     assert finding.origin.startswith(origin)
+
+
+def test_the_finding_names_the_reduce_that_gives_its_result_to_one_rank():
+    finding, *_ = replayed(case_of("rate-from-a-sum-of-rank-0"), "gradients").errors
+    assert "their learning rates are" in finding.seen
+    assert finding.where == "tagger.py:98"
+    assert "all_reduce instead of reduce" in finding.fix
+
+
+def test_the_finding_names_the_loss_that_is_not_detached():
+    finding, *_ = replayed(case_of("fakes-that-are-not-detached"), "gradients").errors
+    assert "also goes through the forward pass at train.py:92" in finding.seen
+    assert finding.where == "train.py:98"
+    assert "detach()" in finding.fix
+
+
+def test_the_finding_names_why_a_second_model_differs():
+    for name, seen, where in (
+        ("average-that-only-rank-0-updates", "only rank 0 updates the copy, at tagger.py:84", "tagger.py:84"),
+        ("average-copied-before-the-broadcast", "they differed already when deepcopy() made the copy", "tagger.py:62"),
+    ):
+        finding, *_ = replayed(case_of(name), "gradients").errors
+        assert seen in finding.seen
+        assert finding.where == where

@@ -77,3 +77,19 @@ def follow(average, model):
 
 
 """
+REPEATED = """\
+    class Repeated(DistributedSampler):
+        def __iter__(self):
+            order = torch.randperm(len(self.dataset), generator=torch.Generator().manual_seed(self.epoch)).tolist()
+            return iter([index for index in order for _ in range(3)][rank : 2 * len(order) : world_size])
+
+        def __len__(self):
+            return len(self.dataset)
+
+    sampler = Repeated(train_set, drop_last=True)
+"""
+SCORED = """\
+        with torch.no_grad():
+            for tokens, _ in DataLoader(train_set, args.batch_size, collate_fn=padded):
+                model(tokens)
+"""

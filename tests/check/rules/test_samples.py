@@ -325,23 +325,6 @@ MISTAKES = (
     ),
 )
 
-REPEATED = """\
-    class Repeated(DistributedSampler):
-        def __iter__(self):
-            order = torch.randperm(len(self.dataset), generator=torch.Generator().manual_seed(self.epoch)).tolist()
-            return iter([index for index in order for _ in range(3)][rank : 2 * len(order) : world_size])
-
-        def __len__(self):
-            return len(self.dataset)
-
-    sampler = Repeated(train_set, drop_last=True)
-"""
-SCORED = """\
-        with torch.no_grad():
-            for tokens, _ in DataLoader(train_set, args.batch_size, collate_fn=padded):
-                model(tokens)
-"""
-
 STYLES = (
     style(
         "order-of-the-gathered-batch-from-rank-0",
@@ -360,13 +343,13 @@ STYLES = (
         "each-sample-three-times",
         second.TAGGER,
         "A sampler repeats each sample three times, so that the ranks share samples: augmentation changes each of them.",
-        ("    sampler = DistributedSampler(train_set, seed=SEED, drop_last=True)\n", REPEATED),
+        ("    sampler = DistributedSampler(train_set, seed=SEED, drop_last=True)\n", second.REPEATED),
     ),
     style(
         "training-set-scored",
         second.TAGGER,
         "Each epoch ends with a pass over the training set, as programs do that choose samples by their loss.",
-        ("        accuracy = evaluate(model, test_loader)\n", SCORED + "        accuracy = 0.0\n"),
+        ("        accuracy = evaluate(model, test_loader)\n", second.SCORED + "        accuracy = 0.0\n"),
     ),
     style(
         "accuracy-of-the-training-set-too",
