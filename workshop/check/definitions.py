@@ -185,6 +185,11 @@ def calls(node: ast.AST, *names: str) -> Iterator[ast.Call]:
             yield each
 
 
+def in_order(found: Iterable[ast.Call]) -> list[ast.Call]:
+    """Calls in the order of the text."""
+    return sorted(found, key=lambda each: (each.lineno, each.col_offset))
+
+
 def assigned(statement: ast.stmt, name: str) -> Iterator[Value]:
     """Yield the value that a statement gives to a name; for a part of a tuple, only this part."""
     if isinstance(statement, ast.Assign):

@@ -9,11 +9,12 @@ back to their definitions. If none is found, or the origin is "here", the line s
 import ast
 import itertools
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
+from workshop.check import kept
 from workshop.check.definitions import (
     SEEDS,
     Source,
@@ -22,10 +23,8 @@ from workshop.check.definitions import (
     calls,
     first,
     header,
-    is_name,
+    in_order,
     name_of,
-    names_in,
-    names_stored,
 )
 from workshop.check.places import place_of
 from workshop.check.verdict import Finding
@@ -114,18 +113,6 @@ def _total(source: Source, start: ast.stmt, detail: str) -> int | None:
     return first(source.trace(begin), computes)
 
 
-def _tag(source: Source, start: ast.stmt, detail: str) -> int | None:
-    """The statement that makes the tag of a checkpoint."""
-
-    def makes(value: Value) -> bool:
-        return isinstance(value.expression, ast.JoinedStr | ast.BinOp | ast.Call)
-
-    saves = list(calls(start, "save_checkpoint"))
-    given = [each.value for call in saves for each in call.keywords if each.arg == "tag"]
-    given += [each for call in saves for each in call.args[1:2]]
-    return first(source.trace([Value(each, start) for each in given]), makes)
-
-
 def _divisor(source: Source, start: ast.stmt, detail: str) -> int | None:
     """The statement that divides a loss by a count."""
 
@@ -185,38 +172,6 @@ def _seed(source: Source, start: ast.stmt, detail: str) -> int | None:
     return first(source.trace([header(start)]), alike)
 
 
-def _restored(source: Source, start: ast.stmt, detail: str) -> int | None:
-    """The last statement of the block in which a checkpoint is loaded that uses the checkpoint.
-
-    ``detail``: the name of a variable; a statement that sets its state is closer.
-    """
-    block = source.parents[start]
-    own = source.scopes(start)[0]
-    for call in calls(own, "set_state", "setstate") if detail else ():
-        if call.lineno >= start.lineno and isinstance(call.func, ast.Attribute) and is_name(call.func.value, detail):
-            return call.lineno
-    loaded = [name for target in getattr(start, "targets", []) for name in names_stored(target)]
-    after = [each for each in ast.iter_child_nodes(block) if isinstance(each, ast.stmt) and each.lineno >= start.lineno]
-    using = [each for each in after if any(name in loaded for name in names_in(each))]
-    return using[-1].lineno if using else None
-
-
-def _made(source: Source, start: ast.stmt, detail: str) -> int | None:
-    """The last assignment to a variable in a function."""
-    statements = source.within(source.scopes(start)[0])
-    found = [each.lineno for each in statements if isinstance(each, ast.Assign) and any(assigned(each, detail))]
-    return found[-1] if found else None
-
-
-def _state(source: Source, start: ast.stmt, detail: str) -> int | None:
-    """The statement that asks an optimizer for the state that is saved."""
-
-    def asks(value: Value) -> bool:
-        return any("opt" in ast.unparse(call.func).lower() for call in calls(value.expression, "state_dict"))
-
-    return first(source.trace([header(start)]), asks)
-
-
 # ---------------------------------------------------------------- statements of a kind
 
 
@@ -240,11 +195,6 @@ def _calls_like(source: Source, pattern: str) -> Iterator[ast.Call]:
         for each in ast.walk(source.tree)
         if isinstance(each, ast.Call) and re.search(pattern, ast.unparse(each.func))
     )
-
-
-def in_order(found: Iterable[ast.Call]) -> list[ast.Call]:
-    """Calls in the order of the text."""
-    return sorted(found, key=lambda each: (each.lineno, each.col_offset))
 
 
 def _logged(source: Source, start: ast.stmt, detail: str) -> int | None:
@@ -449,14 +399,6 @@ def _kept(source: Source, start: ast.stmt, detail: str) -> int | None:
     return None
 
 
-def _loading(source: Source, start: ast.stmt, detail: str) -> int | None:
-    """The call of load_state_dict() of the object with this name, or with this key of the checkpoint."""
-    for call in in_order(calls(source.tree, "load_state_dict", "set_state_dict")):
-        if detail in ast.unparse(call).lower():
-            return call.lineno
-    return None
-
-
 FINDERS: dict[str, Callable[[Source, ast.stmt, str], int | None]] = {
     "call": _call,
     "condition": _condition,
@@ -466,25 +408,30 @@ FINDERS: dict[str, Callable[[Source, ast.stmt, str], int | None]] = {
     "figure": _figure,
     "gate": _gate,
     "holds": _holds,
+    "joined": kept.joined,
     "kept": _kept,
+    "key": kept.key,
     "loader": _loader,
-    "loading": _loading,
+    "loading": kept.loading,
     "logged": _logged,
-    "made": _made,
+    "made": kept.made,
     "member": _member,
     "model": _model,
     "passed": _passed,
     "printed": _printed,
     "receiver": _receiver,
     "reseeded": _reseeded,
-    "restored": _restored,
+    "restored": kept.restored,
     "returned": _returned,
     "seed": _seed,
-    "state": _state,
+    "state": kept.state,
+    "saved": kept.saved,
     "sync": _sync,
-    "tag": _tag,
+    "tag": kept.tag,
     "total": _total,
+    "trains": kept.trains,
     "uncalled": _uncalled,
+    "unread": kept.unread,
 }
 ANYWHERE = {
     "call",
@@ -497,4 +444,5 @@ ANYWHERE = {
     "printed",
     "reseeded",
     "returned",
+    "trains",
 }  # they need no line to begin with

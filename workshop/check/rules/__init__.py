@@ -17,6 +17,7 @@ _files = {path.stem for path in Path(__file__).parent.glob("*.py")} - {
     "__init__",
     "carried",
     "divergence",
+    "own_state",
     "walk",
     "pages",
     "parting",
