@@ -232,6 +232,54 @@ PROGRAMS = {
             masks.set_state(state["masks"])  # cause
             epoch = state["epoch"]
     """,
+    "unread:best": """
+        def main(path, model):
+            first, best = 0, 0.0  # cause
+            if exists(path):
+                state = torch.load(path)  # seen
+                first = state["epoch"]
+            for epoch in range(first, 9):
+                best = max(best, train(model))
+                torch.save({"epoch": epoch, "best": best}, path)
+    """,
+    "unread:patience": """
+        def main(path, model):
+            patience = 0
+            state = torch.load(path)  # seen
+            torch.save({"model": model.state_dict()}, path)
+    """,
+    "saved": """
+        def contents(model, epoch):
+            return {"model": model.state_dict(), "epoch": epoch}  # cause
+
+        def save(path, model, epoch):
+            state = contents(model, epoch)
+            torch.save(state, path)  # seen
+    """,
+    "key:rng": """
+        def contents(model):
+            return {
+                "model": model.state_dict(),
+                "rng": torch.get_rng_state(),  # cause
+            }
+
+        def main(model):
+            dcp.save(contents(model), checkpoint_id="out")  # seen
+    """,
+    "joined": """
+        def whole(parts):
+            return torch.cat(parts)  # cause
+
+        def main(parts, path):
+            table = whole(parts)
+            torch.save({"table": table}, path)  # seen
+    """,
+    "trains:base.lm_head.weight": """
+        def main(model, path):
+            model.base.requires_grad_(False)
+            model.base.lm_head.requires_grad_(True)  # cause
+            torch.save(adapter(model), path)  # seen
+    """,
     "made:draws": """
         def main(model, path, seed):
             draws = default_rng(seed)  # cause

@@ -7,6 +7,7 @@ from workshop.check.evidence.events import (
     BuffersSeen,
     CheckpointCalled,
     Collective,
+    EntriesSaved,
     FullySharded,
     InnerCollective,
     LayoutSeen,
@@ -112,7 +113,8 @@ SHARDED = """
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     model(torch.ones(2, 4)).sum().backward()
     optimizer.step()
-    dcp.save({"model": model.state_dict()}, checkpoint_id="checkpoint")
+    own = {"rank": dist.get_rank(), "random": torch.arange(3) + dist.get_rank(), "loss": 0.5 + dist.get_rank()}
+    dcp.save({"model": model.state_dict(), "own": own, "epoch": 3}, checkpoint_id="checkpoint")
     dist.destroy_process_group()
 """
 
@@ -132,10 +134,17 @@ def test_sharded_models_are_recorded(place):
         (saved,) = rank.of(CheckpointCalled)
         assert (saved.name, saved.writer, saved.where) == ("save", "", made.line("dcp.save"))
         assert not [event for event in rank.of(Collective) if event.where == saved.where]  # calls of the library itself
+        (entries,) = rank.of(EntriesSaved)
+        assert (sorted(entries.entries), entries.where) == (["epoch", "own.random"], saved.where)
         assert len(rank.of(ActivationsKept)) == 1
+    one, other = (rank.first(EntriesSaved).entries for rank in made.ranks)
+    assert [key for key in one if one[key] != other[key]] == ["own.random"]
 
 
 LOOSE = """
+    import copy
+
+    import numpy
     import torch
     import torch.distributed as dist
     from torch import nn
@@ -147,7 +156,10 @@ LOOSE = """
         ddp = DistributedDataParallel(model)
         optimizer = torch.optim.Adam(ddp.parameters())
         draws = torch.Generator().manual_seed(dist.get_rank())
+        rng = numpy.random.default_rng(dist.get_rank())
+        average = copy.deepcopy(model)
         for number in range(2):
+            rng.permutation(3)
             with ddp.no_sync():  # local
                 ddp(torch.rand(3, 2, generator=draws)).sum().backward()
             waited, lost = torch.ones(2), torch.ones(2)
@@ -156,7 +168,7 @@ LOOSE = """
             optimizer.step()
             handle.wait()
         optimizer.load_state_dict(state_dict=optimizer.state_dict())
-        torch.save({"optimizer": optimizer.state_dict()}, f"{dist.get_rank()}.pt")
+        torch.save({"optimizer": optimizer.state_dict(), "average": average.state_dict()}, f"{dist.get_rank()}.pt")
         dist.destroy_process_group()
 
     main()
@@ -172,8 +184,31 @@ def test_handles_variables_and_optimizer_states_are_recorded(place):
         assert [event.numbers["number"] for event in rank.of(VariablesSeen)] == [0, 1]
         assert rank.first(StateLoaded).where == loose.line("optimizer.load_state_dict")
         assert rank.first(Saved).moments == rank.first(Saved).own == 12  # two moments of six parameters
-    states = [[event.states["draws"] for event in rank.of(VariablesSeen)] for rank in loose.ranks]
-    assert len({state for rank in states for state in rank}) == 4
+        saved = rank.first(Saved)
+        assert saved.copies == ["Linear"]
+        assert len(saved.tensors) == 2 * 3 + 2  # the moments and the step of each parameter, and the copy
+    for name in ("draws", "rng"):
+        states = [[event.states[name] for event in rank.of(VariablesSeen)] for rank in loose.ranks]
+        assert len({state for rank in states for state in rank}) == 4
+
+
+DERIVATIVES = """
+    import torch
+    from torch import nn
+
+    net = nn.Sequential(nn.Linear(1, 3), nn.Tanh(), nn.Linear(3, 1))
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    points = torch.ones(4, 1, requires_grad=True)
+    (slope,) = torch.autograd.grad(net(points).sum(), points, create_graph=True)
+    net(torch.zeros(2, 1)).sum().backward()
+    slope.square().sum().backward()  # not of the output of the model, but of its derivative
+    optimizer.step()
+"""
+
+
+def test_a_loss_of_derivatives_is_matched_with_its_forward_pass(place):
+    (process,) = Made(place("derivatives"), DERIVATIVES).well().run.processes
+    assert [len(event.forward.rows) for event in process.of(Backward)] == [2, 4]
 
 
 SCALING = """

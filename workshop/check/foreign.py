@@ -102,6 +102,7 @@ class OwnersBench(ProgramBench):
         self.planned = frozenset(_planned([self.text, *_settings(start.arguments, original)], start.arguments))
         self.gpus = USUAL if launch == "spawn" and "device_count" in self.text else 0
         self.kept = place / "batches"  # of the whole run
+        self.resumes_by_itself = False  # whether a second start resumes without further arguments
 
     @property
     def offers(self) -> tuple[Scenario[Any], ...]:
@@ -248,14 +249,14 @@ class OwnersBench(ProgramBench):
             raise Unavailable("")
         patience = Patience(idle=UNKNOWN.idle, busy=UNKNOWN.busy, total=LONGEST)
         run = partial(self._run, nproc=nproc, nodes=nodes, devices=True, gpus=None, patience=patience)
-        scratch, saves = self.folder(), _first_save(whole)
+        scratch, saves, few = self.folder(), _first_save(whole, soon=True), PRETENDED + whole.trained[0].warmup
         if saves and len(whole.trained[0].backwards) > PASSES * max(1, _saves_of(whole)):
             saves = None  # it would take minutes
         if saves and SPLIT in made and any(made[SPLIT].second.all(Loaded)):
-            first = run(scratch, dies=saves)
-            if not _saves_of(first):  # it failed before
+            first = run(scratch, dies=saves, stops=0 if self.resumes_by_itself else few)
+            if not self.resumes_by_itself or not _saves_of(first):  # it failed before
                 return first
-        return run(scratch, steps=PRETENDED + whole.trained[0].warmup, at_once=True)
+        return run(scratch, steps=few, at_once=True)
 
     def _split(self, made: Made) -> Split:
         """Kill the program in the step after its first checkpoint, and start it again in the same folder."""
@@ -274,6 +275,7 @@ class OwnersBench(ProgramBench):
         for arguments in self._resume(first, scratch):
             again = self._copy(scratch)
             if self.wishes.resume or _loads(self._run(again, arguments, steps=one, at_once=True), again, saved):
+                self.resumes_by_itself = not arguments
                 return Split(first, self._run(scratch, arguments, **left))
             tried = shlex.join(arguments)
         given = f"with {tried} it" if tried else "it"
@@ -399,11 +401,12 @@ def _free_port() -> int:
         return int(free.getsockname()[1])
 
 
-def _first_save(run: Run) -> int | None:
+def _first_save(run: Run, soon: bool = False) -> int | None:
     """The number of the save, in the process that saves, after which the run is killed; None: there is none between two steps.
 
     It is the first one or, if a file such as the best model is not saved every time, the last one before it is left out: then
     the second start shows whether it knows the best value so far. A copy such as an average has been updated before it.
+    ``soon``: the first one in any case.
     """
     updated = min((seconds for process in run.processes for seconds, _ in process.timed(ModelUpdated)), default=0.0)
     for process in run.processes:
@@ -416,6 +419,8 @@ def _first_save(run: Run) -> int | None:
             if steps and steps[0] < seconds < steps[-1]:
                 name = event.path if isinstance(event, Saved) else ""
                 rounds.setdefault(bisect.bisect(steps, seconds), {})[name] = number
+        if soon and rounds:
+            return min(next(iter(rounds.values())).values())
         before: set[str] = set()
         for now, following in itertools.pairwise(rounds.values()):
             before |= now.keys()

@@ -43,6 +43,7 @@ PR_SET_PDEATHSIG = 1  # of prctl() on Linux
 FAILED = 70  # exit status if code of the check fails
 ENOUGH = 20  # seconds of computing in the steps of a run, after which it counts as long
 LAST_WORDS = 3  # seconds that the other ranks may continue after one has failed
+KILLED = 1  # the same if the check has killed it: what the others report then is not read, but they may still save their part
 NO_GPU = "no-gpu"  # a file in the folder of the evidence: a process in place of a new interpreter cannot use the GPUs
 # Libraries must put their caches where the program may write.
 CACHES = ["TMPDIR", "XDG_CACHE_HOME", "XDG_CONFIG_HOME", "MPLCONFIGDIR", "TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR"]
@@ -64,6 +65,9 @@ class Program:
     on_cpu: bool = True  # hide the GPUs
     fails: bool = False  # rank 1 raises an exception in its third step
     dies: int = 0  # the rank that saves is killed in the step after this number of its checkpoints; 0: it is not
+    stops: int = (
+        0  # in place of being killed, the run is stopped there, but not before this number of steps; 0: it is killed
+    )
     before: Callable[[Recorder], None] | None = None  # called in each of its processes, before the probes are installed
     patience: Patience = field(default_factory=Patience)  # after how many seconds it counts as hanging
     asked: Asked | None = None  # what the exercise asked for; the rules read it
@@ -178,13 +182,13 @@ def _ranks(program: Program) -> int:
         code = os.waitstatus_to_exitcode(ended)
         if code != 0 and status == 0:
             status = code if 0 < code < 128 else 1
-            _end_soon(children)
+            _end_soon(children, KILLED if program.dies else LAST_WORDS)
     return status
 
 
-def _end_soon(children: set[int]) -> None:
+def _end_soon(children: set[int], seconds: float) -> None:
     """End the ranks after one has failed; give them a moment to fail and report it, because some would wait forever."""
-    deadline = time.monotonic() + LAST_WORDS
+    deadline = time.monotonic() + seconds
     while children and time.monotonic() < deadline:
         pid, _ = os.waitpid(-1, os.WNOHANG)
         if pid:
@@ -348,7 +352,10 @@ def _run(program: Program) -> int:
         if program.fails and recorder.steps == 2 and dist.is_initialized() and dist.get_rank() == 1:
             raise ZeroDivisionError("the check lets this rank fail")
         if program.dies and recorder.saved + _sharded(program) - before >= program.dies:
-            os.kill(os.getpid(), signal.SIGKILL)
+            if not program.stops:
+                os.kill(os.getpid(), signal.SIGKILL)
+            elif recorder.steps >= program.stops:
+                recorder.stop(after=0)
 
     recorder.at_step = at_step
     if program.before:

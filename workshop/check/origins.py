@@ -14,6 +14,7 @@ from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
+from workshop.check import kept
 from workshop.check.definitions import (
     SEEDS,
     Source,
@@ -23,10 +24,7 @@ from workshop.check.definitions import (
     first,
     header,
     in_order,
-    is_name,
     name_of,
-    names_in,
-    names_stored,
 )
 from workshop.check.loss_origins import averaged, divisor, gathering, reduced
 from workshop.check.own_values import OF_RANKS, RANK
@@ -115,18 +113,6 @@ def _total(source: Source, start: ast.stmt, detail: str) -> int | None:
     return first(source.trace(begin), computes)
 
 
-def _tag(source: Source, start: ast.stmt, detail: str) -> int | None:
-    """The statement that makes the tag of a checkpoint."""
-
-    def makes(value: Value) -> bool:
-        return isinstance(value.expression, ast.JoinedStr | ast.BinOp | ast.Call)
-
-    saves = list(calls(start, "save_checkpoint"))
-    given = [each.value for call in saves for each in call.keywords if each.arg == "tag"]
-    given += [each for call in saves for each in call.args[1:2]]
-    return first(source.trace([Value(each, start) for each in given]), makes)
-
-
 def _sync(source: Source, start: ast.stmt, detail: str) -> int | None:
     """The statement that decides whether DDP averages gradients, closest to a backward pass."""
     blocks = [each for each in source.above(start) if isinstance(each, ast.With | ast.AsyncWith)]
@@ -169,38 +155,6 @@ def _seed(source: Source, start: ast.stmt, detail: str) -> int | None:
         return bool(seeds) and not any(RANK.search(ast.unparse(each.expression)) for each in behind)
 
     return first(source.trace([header(start)]), alike)
-
-
-def _restored(source: Source, start: ast.stmt, detail: str) -> int | None:
-    """The last statement of the block in which a checkpoint is loaded that uses the checkpoint.
-
-    ``detail``: the name of a variable; a statement that sets its state is closer.
-    """
-    block = source.parents[start]
-    own = source.scopes(start)[0]
-    for call in calls(own, "set_state", "setstate") if detail else ():
-        if call.lineno >= start.lineno and isinstance(call.func, ast.Attribute) and is_name(call.func.value, detail):
-            return call.lineno
-    loaded = [name for target in getattr(start, "targets", []) for name in names_stored(target)]
-    after = [each for each in ast.iter_child_nodes(block) if isinstance(each, ast.stmt) and each.lineno >= start.lineno]
-    using = [each for each in after if any(name in loaded for name in names_in(each))]
-    return using[-1].lineno if using else None
-
-
-def _made(source: Source, start: ast.stmt, detail: str) -> int | None:
-    """The last assignment to a variable in a function."""
-    statements = source.within(source.scopes(start)[0])
-    found = [each.lineno for each in statements if isinstance(each, ast.Assign) and any(assigned(each, detail))]
-    return found[-1] if found else None
-
-
-def _state(source: Source, start: ast.stmt, detail: str) -> int | None:
-    """The statement that asks an optimizer for the state that is saved."""
-
-    def asks(value: Value) -> bool:
-        return any("opt" in ast.unparse(call.func).lower() for call in calls(value.expression, "state_dict"))
-
-    return first(source.trace([header(start)]), asks)
 
 
 # ---------------------------------------------------------------- statements of a kind
@@ -420,14 +374,6 @@ def _kept(source: Source, start: ast.stmt, detail: str) -> int | None:
     return None
 
 
-def _loading(source: Source, start: ast.stmt, detail: str) -> int | None:
-    """The call of load_state_dict() of the object with this name, or with this key of the checkpoint."""
-    for call in in_order(calls(source.tree, "load_state_dict", "set_state_dict")):
-        if detail in ast.unparse(call).lower():
-            return call.lineno
-    return None
-
-
 FINDERS: dict[str, Callable[[Source, ast.stmt, str], int | None]] = {
     **OF_RANKS,
     "averaged": averaged,
@@ -440,25 +386,30 @@ FINDERS: dict[str, Callable[[Source, ast.stmt, str], int | None]] = {
     "gate": _gate,
     "gathering": gathering,
     "holds": _holds,
+    "joined": kept.joined,
     "kept": _kept,
+    "key": kept.key,
     "loader": _loader,
-    "loading": _loading,
+    "loading": kept.loading,
     "logged": _logged,
-    "made": _made,
+    "made": kept.made,
     "member": _member,
     "model": _model,
     "passed": _passed,
     "printed": _printed,
     "receiver": _receiver,
     "reduced": reduced,
-    "restored": _restored,
+    "restored": kept.restored,
     "returned": _returned,
     "seed": _seed,
-    "state": _state,
+    "state": kept.state,
+    "saved": kept.saved,
     "sync": _sync,
-    "tag": _tag,
+    "tag": kept.tag,
     "total": _total,
+    "trains": kept.trains,
     "uncalled": _uncalled,
+    "unread": kept.unread,
 }
 ANYWHERE = {
     "call",
@@ -471,4 +422,5 @@ ANYWHERE = {
     "printed",
     "reseeded",
     "returned",
+    "trains",
 }  # they need no line to begin with

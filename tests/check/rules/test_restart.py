@@ -1,6 +1,6 @@
 """The rules about restart: mistakes that they must name, and correct styles that must pass."""
 
-from check.bank import ddp, elastic, gpus, lightning, second, sharded, zero
+from check.bank import ddp, elastic, gpus, lightning, resumed, second, sharded, zero
 from check.bank.case import mistake, part, style
 from check.bank.cases import bank_tests
 
@@ -355,6 +355,7 @@ MISTAKES = (
         runner=(("export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1\n", ""),),
     ),
     *elastic.RESTARTS,
+    *resumed.MISTAKES,
 )
 
 MISTAKES += (
@@ -378,6 +379,7 @@ MISTAKES += (
 )  # fmt: skip
 
 STYLES = (
+    *resumed.STYLES,
     style(
         "momentum-clipping-and-schedule",
         ddp.TORCHRUN,

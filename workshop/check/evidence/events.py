@@ -334,6 +334,8 @@ class Saved(Event):  # ``torch.save`` or ``Trainer.save_checkpoint`` was called
     accuracy: float | None = None  # the value in Lightning at that moment
     moments: int = 0  # elements of the optimizer state in it
     own: int = 0  # elements of the optimizer state of this process
+    tensors: list[Sketch] = field(default_factory=list)  # the floating-point tensors in it
+    copies: list[str] = field(default_factory=list)  # the classes of the copies of models in it
 
 
 class Loaded(Event):  # ``torch.load`` was called
@@ -380,6 +382,10 @@ class FullySharded(Event):  # ``fully_shard`` was called
 class CheckpointCalled(Event):  # a function of ``torch.distributed.checkpoint`` was called
     name: str
     writer: str  # the type of its storage writer, or ""
+
+
+class EntriesSaved(Event):  # ``torch.distributed.checkpoint`` saves what it does not divide among the ranks
+    entries: dict[str, int]  # a checksum of each, by its key
 
 
 class WeightsRead(Event):  # a safetensors file was read in full

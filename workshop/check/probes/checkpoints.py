@@ -1,26 +1,62 @@
 """Distributed checkpoints, safetensors files that a process reads in full, and what a model accepts of a state."""
 
+import io
+import pickle
+import zlib
 from collections.abc import Mapping
 from typing import Any
 
+import torch
+import torch.distributed as dist
 from torch import nn
 
-from workshop.check.evidence.events import CheckpointCalled, ModelLoaded, WeightsRead
+from workshop.check.evidence.events import CheckpointCalled, EntriesSaved, ModelLoaded, WeightsRead
+from workshop.check.probes.contents import content, mixed
 from workshop.check.probes.probe import Function, Probe, after, around
+
+LARGE = 1_000_000  # bytes of a tensor from which on its checksum is that of a summary
+NUMBERS = (bool, float, str, type(None))  # measured values, and names of hosts, may differ between the ranks
 
 
 class Checkpoints(Probe):
-    """Records ``save``, ``async_save`` and ``load`` of ``torch.distributed.checkpoint``."""
+    """Records ``save``, ``async_save`` and ``load`` of ``torch.distributed.checkpoint``, and what they save of one rank."""
 
-    writes = (CheckpointCalled,)
+    writes = (CheckpointCalled, EntriesSaved)
     package = "torch.distributed.checkpoint"  # importing it takes a second
+    where = ""  # the line of the last call; a thread of async_save does not know it
 
     @around(lambda package: package, "save", "async_save", "load", named=True)
     def _call(self, name: str, original: Function, *args: Any, **kwargs: Any) -> Any:
         writer = kwargs.get("storage_writer")
+        with self.recorder.guard:
+            self.where = self.recorder.where()
         self.note_here(CheckpointCalled(name=name, writer="" if writer is None else type(writer).__name__))
         with self.recorder.quietly():
             return original(*args, **kwargs)
+
+    @after(lambda package: package.DefaultSavePlanner, "set_up_planner")
+    def _plan(self, result: None, planner: Any, *args: Any, **kwargs: Any) -> None:
+        """Record the entries of this rank under the keys of the checkpoint: of a nested dictionary, "model.weight"."""
+        model = self.recorder.model
+        buffers = {each.data_ptr() for each in model.buffers()} if model else set[int]()
+        entries = {key: _checksum(value) for key, value in planner.state_dict.items() if _is_own(value, buffers)}
+        self.recorder.note(EntriesSaved(entries=entries, where=self.where))
+
+
+def _is_own(value: Any, buffers: set[int]) -> bool:
+    """Whether a value is saved whole, and a difference between the ranks means something."""
+    if type(value) in (torch.Tensor, nn.Parameter):  # not a DTensor or a ShardedTensor
+        return value.data_ptr() not in buffers and (value.dim() > 0 or not value.is_floating_point())
+    if type(value) is int:
+        return not (dist.is_initialized() and value == dist.get_rank())
+    return not isinstance(value, (torch.Tensor, *NUMBERS))
+
+
+def _checksum(value: Any) -> int:
+    if isinstance(value, torch.Tensor):
+        plain = value.detach().cpu().contiguous()
+        return zlib.crc32(content(plain) if plain.nbytes < LARGE else repr(mixed(plain)).encode())
+    return zlib.crc32(value.getvalue() if isinstance(value, io.BytesIO) else pickle.dumps(value))
 
 
 class Weights(Probe):

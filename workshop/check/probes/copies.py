@@ -26,7 +26,6 @@ class Copies(Probe):
     writes = (ModelCopied, ModelUpdated)
 
     def clear(self) -> None:
-        self.copies: dict[int, str] = {}  # the class of each copy, by the address of its first parameter
         self.updates: dict[int, int] = {}
 
     @around(swa_utils, "deepcopy")  # in AveragedModel
@@ -44,27 +43,27 @@ class Copies(Probe):
         return copied
 
     def _copied(self, copied: nn.Module) -> None:
-        if self.recorder.quiet or len(self.copies) >= MOST:
+        if self.recorder.quiet or len(self.recorder.copies) >= MOST:
             return
         parameters = dict(copied.named_parameters())
         if not parameters or is_fsdp1(copied) or any(map(is_sharded, parameters.values())):
             return
         kind = type(copied).__name__
         self.note_here(ModelCopied(model=kind, weights=sketches(parameters.values()), names=list(parameters)))
-        if not self.copies:  # other programs do not pay for this
+        if not self.recorder.copies:  # other programs do not pay for this
             for owner, names in ((torch.Tensor, IN_PLACE), (torch, FOREACH)):
                 for name in names:
                     if original := getattr(owner, name, None):
                         changed = replacement(self.recorder, "before", self._change, original)
                         self.patches.set(owner, name, changed)
-        self.copies[next(iter(parameters.values())).data_ptr()] = kind
+        self.recorder.copies[next(iter(parameters.values())).data_ptr()] = kind
 
     def _change(self, changed: Any, *args: Any, **kwargs: Any) -> None:
         first = changed[0] if isinstance(changed, (list, tuple)) else changed
         place = first.data_ptr()
-        if place in self.copies and self.updates.get(place, 0) < UPDATES and self.recorder.steps:
+        if place in self.recorder.copies and self.updates.get(place, 0) < UPDATES and self.recorder.steps:
             self.updates[place] = self.updates.get(place, 0) + 1
-            self.note_here(ModelUpdated(model=self.copies[place], calls=self._calls()))
+            self.note_here(ModelUpdated(model=self.recorder.copies[place], calls=self._calls()))
 
     def _calls(self) -> list[tuple[str, str, int, int]]:
         """The calls of the program that led here, the innermost first: file, line, and the lines of the function."""

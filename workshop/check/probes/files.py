@@ -1,11 +1,13 @@
 """Files: what the program writes, renames, saves and loads; it may write only in the folder of the run."""
 
 import fcntl
+import itertools
 import os
 import sys
 import sysconfig
 import threading
 import time
+from collections.abc import Iterator
 from contextlib import suppress
 from typing import Any
 
@@ -13,6 +15,7 @@ import torch
 
 from workshop.check.evidence.events import FileRenamed, FileWritten, Loaded, Saved, WroteOutside
 from workshop.check.folder import extensions, make_own
+from workshop.check.probes.contents import sketches
 from workshop.check.probes.probe import Function, Probe, around, before
 from workshop.check.probes.recorder import Recorder
 from workshop.tensors import own_part
@@ -21,6 +24,7 @@ from workshop.tensors import own_part
 ENTRIES = frozenset(("os.remove", "os.mkdir", "os.rmdir"))
 EVENTS = ENTRIES | {"open", "os.rename", "os.truncate"}
 LIBRARIES = tuple({os.path.realpath(sysconfig.get_path(name)) + os.sep for name in ("purelib", "platlib", "stdlib")})
+DEPTH, TENSORS = 6, 2000  # of a saved object that is recorded
 OUTSIDE = "workshop check: writing outside of the run's folder is not allowed"
 
 
@@ -113,14 +117,36 @@ class Files(Probe):
             self._write(os.path.realpath(os.fspath(f)))
         self.recorder.saved += 1
         with self.recorder.guard:
-            own = sum(elements(optimizer.state) for optimizer in self.recorder.optimizers)
-            self.note_here(Saved(path=_path(f), keys=_state_keys(obj), moments=moments(obj), own=own))
+            self.note_here(self._saved(obj, _path(f)))
         with self.recorder.quietly():
             return original(obj, f, *args, **kwargs)
+
+    def _saved(self, obj: Any, path: str) -> Saved:
+        own = sum(elements(optimizer.state) for optimizer in self.recorder.optimizers)
+        tensors = list(itertools.islice(tensors_in(obj), TENSORS))
+        known = self.recorder.copies
+        copies = {known.get(each.data_ptr(), "") for each in tensors if known and type(each) is torch.Tensor}
+        return Saved(
+            path=path,
+            keys=_state_keys(obj),
+            moments=moments(obj),
+            own=own,
+            tensors=sketches(each for each in tensors if each.is_floating_point()),
+            copies=sorted(copies - {""}),
+        )
 
     @before(torch, "load")
     def _load(self, f: Any = "", *args: Any, **kwargs: Any) -> None:
         self.note_here(Loaded(path=_path(f)))
+
+
+def tensors_in(value: Any, depth: int = DEPTH) -> Iterator[torch.Tensor]:
+    """Yield the tensors in an object that is saved."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif depth and isinstance(value, (dict, list, tuple)):
+        for each in value.values() if isinstance(value, dict) else value:
+            yield from tensors_in(each, depth - 1)
 
 
 def moments(value: Any, depth: int = 3) -> int:

@@ -36,6 +36,7 @@ from workshop.check.probes.contents import (
 )
 from workshop.check.probes.probe import Function, Probe, after, around, before, on
 
+LAYERS = 32  # of a forward pass whose outputs are looked for behind a loss
 KEPT = 16  # forward passes whose graph is looked for behind a loss
 WEIGHED = 4  # evaluations of a model whose parameters are recorded; later ones each time that the steps have doubled
 BUFFERS = 4  # forward passes before which buffers are recorded
@@ -48,6 +49,7 @@ class Pending:
 
     forward: Forward
     node: Any  # of its output in the autograd graph
+    inner: list[Any]  # of the outputs of its layers, on which a loss can depend too, as one of derivatives does
     training: bool  # the model was in training mode
     steps: int  # that were taken before
 
@@ -85,13 +87,20 @@ class Models(Probe):
         finally:
             self.depth -= 1
             recorder.in_forward = self.depth > 0
+        if (
+            not outermost
+            and self.untrained
+            and len(self.untrained[-1].inner) < LAYERS
+            and isinstance(output, torch.Tensor)
+        ):
+            self.untrained[-1].inner.append(output.grad_fn)
         if pending:
             with recorder.guard:
                 plain = isinstance(output, (torch.Tensor, list, tuple, dict))
                 tensor = first_tensor(output if plain else getattr(output, "__dict__", None))
                 pending.node = None if tensor is None else tensor.grad_fn
                 for each in self.untrained[:-KEPT]:
-                    each.node = None  # a node keeps its graph in memory
+                    each.node, each.inner = None, []  # a node keeps its graph in memory
         elif not outermost and vars(module).get("_buffers"):
             with recorder.guard:
                 self._scales(module, args, output)
@@ -135,7 +144,7 @@ class Models(Probe):
         if torch.is_grad_enabled() and passes:
             if self.recorder.steps and self.buffered < BUFFERS and (not wrapped or module.will_sync_module_buffers()):
                 self._buffers(model, forward.where, wrapped)
-            self.untrained.append(Pending(forward, None, module.training, self.recorder.steps))
+            self.untrained.append(Pending(forward, None, [], module.training, self.recorder.steps))
             return self.untrained[-1]
         self.recorder.call(self.recorder.before_evaluation, model)
         self._weigh(model, forward.where)
@@ -222,7 +231,11 @@ class Models(Probe):
 
     def _backward(self, loss: torch.Tensor | None) -> None:
         behind = reached(loss, [each.node for each in self.untrained if each.node is not None])
-        used = [each for each in self.untrained if each.node in behind] or self.untrained[-1:]
+        if any(each.node not in behind for each in self.untrained):
+            behind |= reached(loss, [node for each in self.untrained for node in each.inner if node is not None])
+        used = [each for each in self.untrained if not behind.isdisjoint((each.node, *each.inner))] or self.untrained[
+            -1:
+        ]
         # The images of a generator wait for its own backward pass, after that of the discriminator and its step.
         steps = self.recorder.steps
         waiting = [each for each in self.untrained if each not in used and each.training and steps < each.steps + 2]

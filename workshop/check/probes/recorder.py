@@ -87,6 +87,7 @@ class Recorder:
         self.names: dict[int, str] = {}  # of the parameters of the models so far, by their ids
         self.sharded = False  # whether a library shards the parameters or the gradients
         self.optimizers: WeakKeyDictionary[Optimizer, str] = WeakKeyDictionary()  # the line that created each
+        self.copies: dict[int, str] = {}  # the class of each copy of a model, by the address of its first parameter
         for call in self.after_fork:
             call()
 

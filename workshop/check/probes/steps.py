@@ -141,7 +141,9 @@ def _variables(frames: Iterator[FrameType]) -> VariablesSeen:
                 states.setdefault(name, zlib.crc32(content(state)))
             elif type(value) is random.Random:
                 states.setdefault(name, zlib.crc32(repr(value.getstate()).encode()))
-            elif type(value).__module__ == "numpy.random._generator":
+            elif any(
+                kind.__module__ == "numpy.random._generator" for kind in type(value).__mro__
+            ):  # also that of Draws
                 states.setdefault(name, zlib.crc32(repr(value.bit_generator.state).encode()))
     return VariablesSeen(numbers=numbers, states=states)
 

@@ -21,6 +21,7 @@ _files = {path.stem for path in Path(__file__).parent.glob("*.py")} - {
     "replicas",
     "rounds",
     "unequal",
+    "own_state",
     "walk",
     "pages",
     "parting",

@@ -1,16 +1,20 @@
 """Why a second start differs from an uninterrupted run: state of the training loop that it does not restore."""
 
+import math
 import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
 
 from workshop.check.evidence.events import (
+    Loaded,
+    LoaderStarted,
     ModelCopied,
     ModelEvaluated,
     ModelUpdated,
     Saved,
     StateLoaded,
     StepBegun,
+    Trainer,
     VariablesSeen,
 )
 from workshop.check.evidence.run import Process, Run, Step
@@ -18,6 +22,7 @@ from workshop.check.evidence.sketches import CLOSE, difference
 from workshop.check.rules.words import listed, named
 from workshop.check.scenarios import Split
 
+ROUNDED = 1e-5  # relative difference up to which two norms count as equal
 ANY = re.compile("")
 BEST = re.compile(r"best|patience|bad_epochs|no_improve|\bwait\b", re.IGNORECASE)
 # What was seen, what to do, the line ("": where the checkpoint is loaded), and the origin.
@@ -27,9 +32,101 @@ Cause = tuple[str, str, str, str]
 def first_cause(whole: Run, split: Split) -> Cause | None:
     """The state that the second start does not restore; None if the evidence names none."""
     done = len(split.first.trained[0].steps)
-    shard = _shard_saved(split.first)
-    lost = shard or _on_one_rank(split.second) or _same_generator(whole, split, done)
+    lost = _shard_saved(split.first) or _on_one_rank(split.second) or _reordered(whole, split, done)
+    lost = lost or _left_out(whole, split, done) or _iterated_early(whole, split.second, done)
     return lost or _begun_again(whole, split, done) or _copied_later(whole, split.second)
+
+
+def firsts(base: Sequence[Step], rest: Sequence[Step]) -> list[tuple[Step, Step]]:
+    """The first step of each optimizer in two runs, if they are the first ones: no other step has changed its parameters."""
+    found: dict[Trainer, tuple[Step, Step]] = {}
+    for due, own in zip(base, rest, strict=False):
+        if own.before.trainer in found or own.before.trainer != due.before.trainer:
+            break
+        found[own.before.trainer] = due, own
+    return list(found.values())
+
+
+def _reordered(whole: Run, split: Split, done: int) -> Cause | None:
+    """All ranks together have the values of a parameter again, but in a different order."""
+    pairs = list(zip(whole.trained, split.second.trained, strict=False))
+    for together in zip(*(firsts(base.steps[done:], process.steps) for base, process in pairs), strict=False):
+        due, own = ([pair[number].before for pair in together] for number in (0, 1))
+        trainer = due[0].trainer
+        start = [next(step.before for step in base.steps if step.before.trainer == trainer) for base, _ in pairs]
+        if len({len(each.weights) for each in (*start, *due, *own)}) > 1:
+            continue
+        for index, name in enumerate(due[0].names):
+            parts = zip(due, own, strict=True)
+            apart = any(difference([one.weights[index]], [two.weights[index]]) > CLOSE for one, two in parts)
+            first, before, now = (_norm(each, index) for each in (start, due, own))
+            # The norm of normalized parameters is always the same.
+            if apart and math.isclose(before, now, rel_tol=ROUNDED) and not math.isclose(first, now, rel_tol=ROUNDED):
+                seen = f"{_called(name, due[0])} has the values of an uninterrupted run in a different order"
+                fix = (
+                    "Join the parts of the ranks in the order in which the program divides them. If rank r has the rows r, "
+                    "r + n, r + 2n, ..., use torch.stack(parts, dim=1).flatten(0, 1), not torch.cat(parts)."
+                )
+                return seen, fix, _saving(split.first), "joined"
+    return None
+
+
+def _norm(ranks: Sequence[StepBegun], index: int) -> float:
+    """The norm of a parameter that the ranks have together."""
+    return math.hypot(*((each.weights[index] or (0.0, []))[0] for each in ranks))
+
+
+def _left_out(whole: Run, split: Split, done: int) -> Cause | None:
+    """Some parameters have their first values again: no checkpoint has them, or they are not loaded."""
+    start = {step.before.trainer: step.before for step in reversed(whole.trained[0].steps)}
+    for due, own in firsts(whole.trained[0].steps[done:], split.second.trained[0].steps):
+        values = start[own.before.trainer].weights, due.before.weights, own.before.weights
+        if own.before.sharded or len(set(map(len, values))) > 1:
+            continue
+        triples = enumerate(zip(*values, strict=True))
+        lost = [
+            index
+            for index, (one, two, now) in triples
+            if difference([now], [one]) == 0 and difference([now], [two]) > CLOSE
+        ]
+        if lost:
+            names = [due.before.names[index] for index in lost]
+            shown = listed(list(dict.fromkeys(_called(name, due.before) for name in names)))
+            saved = [each for event in split.first.all(Saved) for each in event.tensors]
+            kept = any(difference([due.before.weights[index]], [each]) < ROUNDED for index in lost for each in saved)
+            seen = f"the second start begins with the first values of {shown}"
+            if kept:
+                fix = "The checkpoint has these parameters: load them with load_state_dict() on every rank."
+                return f"{seen}, although a checkpoint has the trained ones", fix, "", ""
+            fix = "Save these parameters in the checkpoint too, and load them where the checkpoint is loaded."
+            return f"{seen}: no checkpoint has the trained ones", fix, _saving(split.first), f"trains:{names[0]} saved"
+    return None
+
+
+def _called(name: str, step: StepBegun) -> str:
+    """What to call a parameter; one that no model has is of an optimizer."""
+    return f"`{name}`" if name else f"the parameters of the optimizer at {step.made}"
+
+
+def _saving(first: Run) -> str:
+    """The line that saved the last file."""
+    saved = [pair for process in first.processes for pair in process.timed(Saved)]
+    saves = sorted((seconds, event.where) for seconds, event in saved if event.path)
+    return saves[-1][1] if saves else ""
+
+
+def _iterated_early(whole: Run, second: Run, done: int) -> Cause | None:
+    """The first batch comes from a loader whose workers have started before the checkpoint is loaded."""
+    process, due = second.trained[0], whole.trained[0].steps[done]
+    begin = process.steps[0]
+    used = {each.forward.loader for each in begin.backwards if each.forward}
+    loaded = max((seconds for seconds, _ in process.timed(Loaded) if seconds < begin.seconds), default=0.0)
+    for seconds, event in process.timed(LoaderStarted):
+        if seconds < loaded and (event.loader, event.iteration) in used and begin.keys != due.keys:
+            seen = "the iteration over the loader begins before the checkpoint is loaded"
+            fix = "Call iter(loader) after the checkpoint is loaded: each worker gets a copy of the data set at that moment."
+            return seen, fix, event.where, "here"
+    return None
 
 
 def _copied_later(whole: Run, second: Run) -> Cause | None:
@@ -47,8 +144,9 @@ def _copied_later(whole: Run, second: Run) -> Cause | None:
     return None
 
 
-def copy_lost(whole: Run, second: Run, done: int) -> Cause | None:
+def copy_lost(whole: Run, split: Split, done: int) -> Cause | None:
     """The second start evaluates a model with other parameters than the uninterrupted run, after the same step."""
+    second = split.second
     due = {(steps, each.model, *each.names): each for steps, each in _evaluated(whole.trained[0], 0)}
     for steps, each in _evaluated(second.trained[0], done):
         # Before its first step a program may call the model only to initialize it, and load the checkpoint afterwards.
@@ -59,6 +157,9 @@ def copy_lost(whole: Run, second: Run, done: int) -> Cause | None:
                 "although the optimizer has the same ones: a copy, such as an EMA, is not restored"
             )
             fix = "Save the state_dict() of the copy in the checkpoint too, and load it where the checkpoint is loaded."
+            updated = {event.model for event in whole.trained[0].of(ModelUpdated)}
+            if updated and updated.isdisjoint(name for event in split.first.all(Saved) for name in event.copies):
+                return seen, fix, _saving(split.first), "saved"
             return seen, fix, "", "loading:model restored"
     return None
 
@@ -104,23 +205,6 @@ def _shard_saved(first: Run) -> Cause | None:
     return None
 
 
-def _same_generator(whole: Run, split: Split, done: int) -> Cause | None:
-    """After the second start all ranks have the same state of a generator, although each rank had its own before."""
-    due = [_variables(process, process.steps[done : done + 1]) for process in whole.trained]
-    begun = [_variables(process, process.steps[:1]) for process in split.second.trained]
-    if len(due) < 2 or len(due) != len(begun) or not all((*due, *begun)):
-        return None
-    for name in begun[0].states if begun[0] else ():
-        own, now = ([each and each.states.get(name) for each in ranks] for ranks in (due, begun))
-        if None not in (*own, *now) and len(set(now)) == 1 and len(set(own)) == len(own):
-            seen = f"all ranks continue with the same state of the generator `{name}`, but each should have its own"
-            fix = (
-                "Save the states of all ranks (all_gather_object), and let each rank restore its own with set_state()."
-            )
-            return seen, fix, "", f"restored:{name}"
-    return None
-
-
 def best_lost(whole: Run, split: Split) -> Cause | None:
     """The best value so far, or a count of epochs without a better one, has its first value again."""
     cause = _begun_again(whole, split, len(split.first.trained[0].steps), BEST)
@@ -130,9 +214,9 @@ def best_lost(whole: Run, split: Split) -> Cause | None:
 def _begun_again(whole: Run, split: Split, done: int, names: re.Pattern[str] = ANY) -> Cause | None:
     """Variables with such names that change in an uninterrupted run have their first values again."""
     base, first, second = (run.trained[0] for run in (whole, split.first, split.second))
-    start, due = (_variables(base, base.steps[number : number + 1]) for number in (0, done))
-    last, same = (_variables(process, process.steps[done - 1 : done]) for process in (base, first))
-    begun = _variables(second, second.steps[:1])
+    start, due = (variables(base, base.steps[number : number + 1]) for number in (0, done))
+    last, same = (variables(process, process.steps[done - 1 : done]) for process in (base, first))
+    begun = variables(second, second.steps[:1])
     if not (start and due and last and same and begun):
         return None
     for kind, what in (("numbers", "begins again with"), ("states", "")):
@@ -148,7 +232,7 @@ def _begun_again(whole: Run, split: Split, done: int, names: re.Pattern[str] = A
         if lost and what:
             shown = listed([f"`{name}` {what} {now[name]:g} instead of {expected[name]:g}" for name in lost[:3]])
             fix = f"Save {listed(lost[:3])} in the checkpoint, and assign it where the checkpoint is loaded."
-            return shown, fix, "", "restored"
+            return shown, fix, "", f"unread:{lost[0]} restored"
         if lost:
             seen = f"the generator `{lost[0]}` begins again with its first state"
             fix = "Save the state of the generator (get_state()) of each rank, or seed it with a function of the step."
@@ -161,7 +245,7 @@ def _in_order(now: dict[str, float], common: set[str]) -> list[str]:
     return [name for name in now if name in common]
 
 
-def _variables(process: Process, steps: Sequence[Step]) -> VariablesSeen | None:
+def variables(process: Process, steps: Sequence[Step]) -> VariablesSeen | None:
     """The variables before a step, the first of these."""
     seen: VariablesSeen | None = None
     for _, event in process.events if steps else ():
@@ -170,3 +254,21 @@ def _variables(process: Process, steps: Sequence[Step]) -> VariablesSeen | None:
         elif isinstance(event, StepBegun) and event is steps[0].before:
             return seen
     return None
+
+
+def saved_too_often(whole: Run, second: Run, done: int) -> str:
+    """A file that the second start saves after a step after which an uninterrupted run does not save it."""
+    usual = _saves(whole, 0)
+    extra = sorted(_saves(second, done) - usual)
+    known = {name for _, name in usual}
+    return next((f"{name} is saved after step {number}" for number, name in extra if name in known), "")
+
+
+def _saves(run: Run, done: int) -> set[tuple[int, str]]:
+    """The files that a run saves, each with the number of steps before; ``done`` are those of an earlier run."""
+    return {
+        (done + sum(step.seconds <= seconds for step in process.steps), event.path.rsplit("/", 1)[-1])
+        for process in run.processes
+        for seconds, event in process.timed(Saved)
+        if event.path and process.steps
+    }

@@ -1,31 +1,34 @@
 """Whether a run that was stopped, or in which a process died, resumes and ends as an uninterrupted one would."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import partial
 
 from workshop.check.evidence.events import (
     Backward,
+    CheckpointCalled,
     Evaluated,
     GroupDestroyed,
     Joined,
     Key,
     Loaded,
     Raised,
-    Saved,
     StepSkipped,
     UnevenJoined,
 )
 from workshop.check.evidence.real import Killed, Kills, RealRun
 from workshop.check.evidence.run import Process, Run, Step
 from workshop.check.evidence.sketches import CLOSE, difference
-from workshop.check.rules.carried import Cause, best_lost, copy_lost, first_cause
+from workshop.check.rules.carried import Cause, best_lost, copy_lost, first_cause, firsts, saved_too_often
 from workshop.check.rules.collectives import collectives_differ
 from workshop.check.rules.ending import crash, ending, hang, no_training
 from workshop.check.rules.files import checkpoint_keys
-from workshop.check.rules.gradients import weights_differ
+from workshop.check.rules.gradients import buffers_overwritten, gradients_differ, models_differ, weights_differ
+from workshop.check.rules.inputs import encoded_differently
+from workshop.check.rules.own_state import one_for_all
 from workshop.check.rules.processes import no_group
 from workshop.check.rules.rule import Makes, Rule, Said, Seen, Told, also, findings, rule
+from workshop.check.rules.stages import one_stage_saved
 from workshop.check.rules.words import listed, named, plural
 from workshop.check.scenarios import FAILING_RANK, KILLS, SPAWNED, SPLIT, STARTED, WHOLE, Split
 
@@ -34,6 +37,8 @@ SAME = 1e-6  # parameters of two runs count as equal up to this relative differe
 # start, so that more than two numbers are added up in another order, and AdamW makes the difference larger.
 ROUNDING = 1e-3
 SCALER = "Save the state_dict() of the GradScaler in the checkpoint, and load it where the checkpoint is loaded."
+# With these mistakes, the ranks have state of their own, so no run resumes from the checkpoint of one rank as it was.
+CAUSES = (gradients_differ, weights_differ, models_differ, buffers_overwritten, encoded_differently, one_stage_saved)
 
 # A rule that ``second_start`` judges; it reports only one of them.
 _of_restart: "partial[Makes[[Run, Split]]]" = partial(
@@ -120,15 +125,28 @@ def resume_differs(whole: Run, split: Split) -> Said:
     return findings(resume_differs, second_start, whole, split)
 
 
+@resume_differs.also((WHOLE, SPLIT), after=CAUSES)
+def unexplained(whole: Run, split: Split) -> Said:
+    """A difference without a known cause. A mistake of the whole run explains it, for example ranks that drift apart."""
+    return [seen for about, seen in _second_start(whole, split) if about is None]
+
+
 @also(collectives_differ, weights_differ, runs=(WHOLE, SPLIT))
 def second_start(whole: Run, split: Split) -> Told:
-    """How the second start differs from an uninterrupted run: the cause that explains most comes first."""
+    """How the second start differs from an uninterrupted run, and why."""
+    return [(about, seen) for about, seen in _second_start(whole, split) if about]
+
+
+def _second_start(whole: Run, split: Split) -> Iterable[tuple[Rule | None, Seen]]:
+    """How the second start differs: the cause that explains most comes first. Without a known cause, there is no rule."""
     second, ended, load = split.second, ending(split.second), _loading(split.second)
     if second.trained and second.ended_by_echo:
-        parts = _only_some_load(second) or ", ".join(
+        some = _only_some_load(second)
+        parts = some or ", ".join(
             f"rank {each.rank} takes {plural(len(each.steps), 'step')}" for each in second.trained
         )
-        return [(collectives_differ, Seen(f"after the second start {parts}, and one rank loses the connection", load))]
+        seen = f"after the second start {parts}, and one rank loses the connection"
+        return [(collectives_differ, Seen(seen, load, origin="gate" if some else ""))]
     if ended and not second.trained:
         return _failed(split, ended)
     if not whole.trained or not split.first.trained:
@@ -143,46 +161,82 @@ def second_start(whole: Run, split: Split) -> Told:
     if fresh and (len(rest) >= len(base) or whole.cut):
         seen = f"the second start begins with fresh parameters and repeats all {len(rest)} steps"
         return [(never_resumes, Seen(seen, load or rest[0].before.where, origin="uncalled call:fit.ckpt_path"))]
-    begun = [each.steps[0].before for each in second.trained]
+    if found := _ranks_apart(whole, split, load) or _steps_missing(whole, split, load):
+        return found
+    if ended:
+        return [(resume_fails, Seen(f"the second start ends with: {ended.text}", ended.where, ended.detail))]
+    return _state_lost(whole, split, load)
+
+
+def _ranks_apart(whole: Run, split: Split, load: str) -> list[tuple[Rule, Seen]]:
+    """How the ranks of the second start differ from each other, or from those of an uninterrupted run."""
+    second, begun = split.second, [each.steps[0].before for each in split.second.trained]
     if (
         not begun[0].sharded
         and not second.divided
         and begun[0].of_model
         and any(difference(begun[0].weights, each.weights) > CLOSE for each in begun)
     ):
-        seen = _only_some_load(second) or "the ranks begin with different parameters"
-        return [(weights_differ, Seen(f"after the second start {seen}", load))]
+        started = [each.steps[0].before.weights for each in whole.trained]
+        if any(difference(started[0], each) > CLOSE for each in started):
+            seen = "the ranks begin with different parameters, also without a restart"
+            return [(weights_differ, Seen(seen, whole.trained[0].step_where, origin="reseeded"))]
+        some = _only_some_load(second)
+        seen = some or "the ranks begin with different parameters"
+        return [(weights_differ, Seen(f"after the second start {seen}", load, origin="gate" if some else ""))]
+    if cause := one_for_all(whole, split):
+        seen, fix, where, origin = cause
+        return [(resume_differs, Seen(seen, where or load, fix=fix, origin=origin))]
+    return []
+
+
+def _steps_missing(whole: Run, split: Split, load: str) -> list[tuple[Rule, Seen]]:
+    """Whether the ranks of the second start take different numbers of steps, or together with the first start too many."""
+    second = split.second
     counts = sorted({len(process.steps) for process in second.trained})
     if len(counts) > 1 and not _uneven(whole) and not any(process.first(UnevenJoined) for process in second.trained):
         seen = f"after the second start the ranks take {' and '.join(map(str, counts))} steps"
         return [(collectives_differ, Seen(seen, load))]
-    if left := len(base) - len(done) - len(rest):
+    base, done, rest = (len(run.trained[0].steps) for run in (whole, split.first, second))
+    if (left := base - done - rest) and not _in_closure(whole.trained[0].steps):
         about, work = (epoch_skipped, "some are skipped") if left > 0 else (epoch_repeated, "some are repeated")
-        return [(about, Seen(f"{len(done)} + {len(rest)} steps in two starts, but {len(base)} in one: {work}", load))]
-    if ended:
-        return [(resume_fails, Seen(f"the second start ends with: {ended.text}", ended.where, ended.detail))]
+        return [(about, Seen(f"{done} + {rest} steps in two starts, but {base} in one: {work}", load))]
+    return []
+
+
+def _state_lost(whole: Run, split: Split, load: str) -> Iterable[tuple[Rule | None, Seen]]:
+    """What the second start has not restored."""
+    base, done, rest = (run.trained[0].steps for run in (whole, split.first, split.second))
     bound = SAME if whole.nproc <= 2 else ROUNDING
     differences = list(_not_restored(base, done, rest, whole.trained[0].draws, bound))
-    if differences and " samples " in differences[0][1] and _plays(second.trained[0]):
-        return []  # the second start begins new games, as most programs of reinforcement learning do
+    if differences and " samples " in differences[0][1] and _plays(split.second.trained[0]):
+        return  # the second start begins new games, as most programs of reinforcement learning do
     if differences and differences[0][0] in (resume_differs, optimizer_lost) and (cause := first_cause(whole, split)):
         seen, fix, where, origin = cause
-        about = optimizer_lost if "optimizer" in seen else resume_differs
-        return [(about, Seen(f"{differences[0][1].partition(': ')[0]}: {seen}", where or load, fix=fix, origin=origin))]
+        about = optimizer_lost if "optimizer state" in seen else resume_differs
+        text = seen if seen.startswith("the second start") else f"{differences[0][1].partition(': ')[0]}: {seen}"
+        yield about, Seen(text, where or load, fix=fix, origin=origin)
+        return
     if not differences and (cause := _copy_or_best_lost(whole, split, _reproducible(base, done))):
-        seen, fix, _, origin = cause
-        return [(resume_differs, Seen(seen, load, fix=fix, origin=origin))]
-    if not differences and (name := _saved_too_often(whole, second, len(done))):
+        seen, fix, where, origin = cause
+        yield resume_differs, Seen(seen, where or load, fix=fix, origin=origin)
+    elif not differences and (name := saved_too_often(whole, split.second, len(done))):
         seen = f"after the second start {name}, but not in an uninterrupted run: the best value so far is not restored"
-        return [(resume_differs, Seen(seen, load, origin="restored"))]
-    sampled = "call:set_epoch"
-    return [(about, Seen(seen, load, origin=sampled if " samples " in seen else "")) for about, seen in differences]
+        yield resume_differs, Seen(seen, load, origin="restored")
+    for about, seen in differences:
+        sampled = "call:set_epoch" if " samples " in seen else ""
+        yield None if about is resume_differs else about, Seen(seen, load, origin=sampled)
+
+
+def _in_closure(steps: list[Step]) -> bool:
+    """Whether a step calls its closure several times, such as one of L-BFGS: each call counts here, and their number varies."""
+    return any(step.after is None for step in steps[:-1])
 
 
 def _copy_or_best_lost(whole: Run, split: Split, reproducible: bool) -> Cause | None:
     """State beside the model and the optimizer that the second start does not restore."""
     done = len(split.first.trained[0].steps)
-    return (copy_lost(whole, split.second, done) if reproducible else None) or best_lost(whole, split)
+    return (copy_lost(whole, split, done) if reproducible else None) or best_lost(whole, split)
 
 
 def _failed(split: Split, ended: Seen) -> Told:
@@ -238,7 +292,8 @@ def _loading(run: Run) -> str:
     for process in run.ranks[:1]:
         begin = process.steps[0].seconds if process.steps else math.inf
         found = [event.where for seconds, event in process.timed(Loaded) if seconds <= begin and event.where]
-        return found[-1] if found else ""
+        sharded = [event.where for event in process.of(CheckpointCalled) if event.name == "load"]
+        return (found or sharded or [""])[-1]
     return run.where(Loaded)
 
 
@@ -248,24 +303,6 @@ def _only_some_load(second: Run) -> str:
     if len(loading) in (0, len(second.trained)):
         return ""
     return f"only {listed(loading)} {'loads' if len(loading) == 1 else 'load'} a checkpoint"
-
-
-def _saved_too_often(whole: Run, second: Run, done: int) -> str:
-    """A file that the second start saves after a step after which an uninterrupted run does not save it."""
-    usual = _saves(whole, 0)
-    extra = sorted(_saves(second, done) - usual)
-    known = {name for _, name in usual}
-    return next((f"{name} is saved after step {number}" for number, name in extra if name in known), "")
-
-
-def _saves(run: Run, done: int) -> set[tuple[int, str]]:
-    """The files that a run saves, each with the number of steps before; ``done`` are those of an earlier run."""
-    return {
-        (done + sum(step.seconds <= seconds for step in process.steps), event.path.rsplit("/", 1)[-1])
-        for process in run.processes
-        for seconds, event in process.timed(Saved)
-        if event.path and process.steps
-    }
 
 
 def _not_restored(
@@ -287,7 +324,7 @@ def _not_restored(
         yield resume_differs, "the second start begins with parameters that the first run never had"
     elif reproducible and samples and samples != set(expected.keys) and samples == set(base[0].keys):
         yield resume_differs, "the second start sees the samples in the order of the first epoch again"
-    elif reproducible and _gap(begin, expected) > SAME:
+    elif reproducible and any(_gap(own, due) > SAME for due, own in firsts(base[len(done) :], rest)):
         yield resume_differs, "the second start does not begin with the parameters that the first run ended with"
     elif begin.before.state == 0 and due.before.state > 0:
         yield optimizer_lost, "the optimizer state is empty at the first step after the second start"

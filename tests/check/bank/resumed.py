@@ -1,0 +1,74 @@
+"""Programs of the referee, made shorter, whose second start lacks a part of the state."""
+
+from check.bank.case import mistake, style
+
+VIT = "tests/check/referee/fsdp2_vit/train.py"
+PINN = "tests/check/referee/pinn_lbfgs/train.py"
+TABLE = "tests/check/referee/sharded_embedding/train.py"
+STREAM = "tests/check/referee/streaming_text_2/train.py"
+ZERO1 = "tests/check/referee/zero1_by_hand/train.py"
+
+VIT_SHORT = (
+    ('"--epochs", type=int, default=4', '"--epochs", type=int, default=2'),
+    ("Shapes(1024, ", "Shapes(256, "),
+    ("Shapes(301, ", "Shapes(32, "),
+)
+PINN_SHORT = (
+    ('"--rounds", type=int, default=5', '"--rounds", type=int, default=2'),
+    ('"--iterations", type=int, default=30', '"--iterations", type=int, default=8'),
+    ("default=1200", "default=120"),
+)
+
+MISTAKES = (
+    mistake(
+        "one-key-for-the-random-states",
+        VIT,
+        "resume-differs",
+        "Each rank saves its random state under the same key, and DCP keeps that of one rank.",
+        *VIT_SHORT,
+        ('f"rng_{rank}": torch.get_rng_state()', '"rng": torch.get_rng_state()'),
+        ('torch.set_rng_state(state[f"rng_{rank}"])', 'torch.set_rng_state(state["rng"])'),
+    ),
+    mistake(
+        "points-of-rank-0-for-all",
+        PINN,
+        "resume-differs",
+        "The checkpoint has the points of rank 0, and all ranks continue with these.",
+        *PINN_SHORT,
+        ('points = state["points"][rank]', 'points = state["points"]'),
+        ('"points": of_all, "round"', '"points": points, "round"'),
+    ),
+    mistake(
+        "rows-in-the-order-of-the-ranks",
+        TABLE,
+        "resume-differs",
+        "The table is saved in a different order than it is loaded.",
+        ('"--epochs", type=int, default=6', '"--epochs", type=int, default=2'),
+        ("16384, seed=1), Clicks(sizes, 4096", "2048, seed=1), Clicks(sizes, 256"),
+        ("torch.stack(parts, dim=1).flatten(0, 1)[", "torch.cat(parts)["),
+    ),
+    mistake(
+        "workers-before-the-load",
+        STREAM,
+        "resume-differs",
+        "The workers of the loader start before the checkpoint is loaded, with a copy of the stream at its beginning.",
+        ('"--steps", type=int, default=80', '"--steps", type=int, default=40'),
+        ("    loader = DataLoader(", "    batches = iter(DataLoader("),
+        ("num_workers=2)\n", "num_workers=2))\n"),
+        ("    batches = iter(loader)\n", ""),
+    ),
+    mistake(
+        "master-parameters-not-saved",
+        ZERO1,
+        "resume-differs",
+        "The checkpoint lacks the float32 parameters, which replace the loaded ones in the first step.",
+        ("make_windows(8192, 1)", "make_windows(2048, 1)"),
+        ('"master": self.master, ', ""),
+        ('        self.master.copy_(state["master"])\n', ""),
+    ),
+)
+
+STYLES = (
+    style("a-key-for-each-rank", VIT, "Each rank saves its random state under a key of its own.", *VIT_SHORT),
+    style("points-of-each-rank", PINN, "The checkpoint has the points of all ranks.", *PINN_SHORT),
+)

@@ -1,0 +1,125 @@
+"""Find what a program saves in a checkpoint, and what it restores from one: finders for ``origins.py``."""
+
+import ast
+
+from workshop.check.definitions import (
+    Source,
+    Value,
+    assigned,
+    calls,
+    first,
+    header,
+    in_order,
+    is_name,
+    name_of,
+    names_in,
+    names_stored,
+)
+
+JOINS = ("cat", "concat", "concatenate", "stack", "vstack", "hstack")
+
+
+def restored(source: Source, start: ast.stmt, detail: str) -> int | None:
+    """The last statement of the block in which a checkpoint is loaded that uses the checkpoint.
+
+    ``detail``: the name of a variable; a statement that sets its state is closer.
+    """
+    block = source.parents[start]
+    own = source.scopes(start)[0]
+    for call in calls(own, "set_state", "setstate") if detail else ():
+        if call.lineno >= start.lineno and isinstance(call.func, ast.Attribute) and is_name(call.func.value, detail):
+            return call.lineno
+    loaded = [name for target in getattr(start, "targets", []) for name in names_stored(target)]
+    after = [each for each in ast.iter_child_nodes(block) if isinstance(each, ast.stmt) and each.lineno >= start.lineno]
+    using = [each for each in after if any(name in loaded for name in names_in(each))]
+    return using[-1].lineno if using else None
+
+
+def made(source: Source, start: ast.stmt, detail: str) -> int | None:
+    """The last assignment to a variable in a function."""
+    statements = source.within(source.scopes(start)[0])
+    found = [each.lineno for each in statements if isinstance(each, ast.Assign) and any(assigned(each, detail))]
+    return found[-1] if found else None
+
+
+def state(source: Source, start: ast.stmt, detail: str) -> int | None:
+    """The statement that asks an optimizer for the state that is saved."""
+
+    def asks(value: Value) -> bool:
+        return any("opt" in ast.unparse(call.func).lower() for call in calls(value.expression, "state_dict"))
+
+    return first(source.trace([header(start)]), asks)
+
+
+def unread(source: Source, start: ast.stmt, detail: str) -> int | None:
+    """The last assignment to a variable before a checkpoint is loaded, if a dictionary of the file saves this variable."""
+    values = (each for node in ast.walk(source.tree) if isinstance(node, ast.Dict) for each in node.values)
+    if not any(is_name(each, detail) for each in values):
+        return None
+    statements = [each for each in source.within(source.scopes(start)[0]) if each.lineno < start.lineno]
+    found = [each.lineno for each in statements if any(assigned(each, detail))]
+    return found[-1] if found else None
+
+
+def saved(source: Source, start: ast.stmt, detail: str) -> int | None:
+    """The dictionary that a statement saves."""
+    for value in source.trace([header(start)]):
+        for each in ast.walk(value.expression):
+            if isinstance(each, ast.Dict):
+                return each.lineno
+    return None
+
+
+def key(source: Source, start: ast.stmt, detail: str) -> int | None:
+    """The line that gives a value to a key of the dictionary that a statement saves."""
+    for value in source.trace([header(start)]):
+        keys = [key for each in ast.walk(value.expression) if isinstance(each, ast.Dict) for key in each.keys if key]
+        keys += [each.slice for each in ast.walk(value.statement) if isinstance(each, ast.Subscript)]
+        for key in keys:
+            if isinstance(key, ast.Constant) and key.value == detail:
+                return key.lineno
+    return None
+
+
+def joined(source: Source, start: ast.stmt, detail: str) -> int | None:
+    """The statement that joins the parts of what a statement saves."""
+    return first(source.trace([header(start)]), lambda value: any(calls(value.expression, *JOINS)))
+
+
+def trains(source: Source, start: ast.stmt, detail: str) -> int | None:
+    """The statement that lets the module of a parameter with this name be trained."""
+    *_, module = ["", *detail.split(".")[:-1]]
+    for each in ast.walk(source.tree):
+        if (
+            isinstance(each, ast.Call)
+            and name_of(each.func) == "requires_grad_"
+            and isinstance(each.func, ast.Attribute)
+        ):
+            target: ast.AST = each.func.value
+        elif isinstance(each, ast.Assign) and any(name_of(target) == "requires_grad" for target in each.targets):
+            target = each.targets[0]
+        else:
+            continue
+        if module and any(isinstance(part, ast.Attribute) and part.attr == module for part in ast.walk(target)):
+            return each.lineno
+    return None
+
+
+def loading(source: Source, start: ast.stmt, detail: str) -> int | None:
+    """The call of load_state_dict() of the object with this name, or with this key of the checkpoint."""
+    for call in in_order(calls(source.tree, "load_state_dict", "set_state_dict")):
+        if detail in ast.unparse(call).lower():
+            return call.lineno
+    return None
+
+
+def tag(source: Source, start: ast.stmt, detail: str) -> int | None:
+    """The statement that makes the tag of a checkpoint."""
+
+    def makes(value: Value) -> bool:
+        return isinstance(value.expression, ast.JoinedStr | ast.BinOp | ast.Call)
+
+    saves = list(calls(start, "save_checkpoint"))
+    given = [each.value for call in saves for each in call.keywords if each.arg == "tag"]
+    given += [each for call in saves for each in call.args[1:2]]
+    return first(source.trace([Value(each, start) for each in given]), makes)

@@ -1,0 +1,86 @@
+"""State of which each rank has its own, such as random numbers, if a second start restores that of one rank on all ranks."""
+
+from workshop.check.evidence.events import CheckpointCalled, EntriesSaved, Saved
+from workshop.check.evidence.run import Process, Run, Step
+from workshop.check.rules.carried import Cause, variables
+from workshop.check.rules.words import named
+from workshop.check.scenarios import Split
+
+GATHER = "Gather the state of all ranks before you save it (all_gather_object), and let each rank restore its own."
+
+
+def one_for_all(whole: Run, split: Split) -> Cause | None:
+    """The state of one rank that all ranks have after the second start; None if the evidence shows none."""
+    if not len(whole.trained) == len(split.first.trained) == len(split.second.trained) > 1:
+        return None
+    done = [len(process.steps) for process in split.first.trained]
+    due = [process.steps[number : number + 1] for process, number in zip(whole.trained, done, strict=True)]
+    if not all(due):
+        return None
+    entry = _one_entry(whole, split, [step for (step,) in due])
+    return entry or _same_generator(whole, split, due) or _same_samples(whole, split, due)
+
+
+def _one_entry(whole: Run, split: Split, due: list[Step]) -> Cause | None:
+    """An entry of a distributed checkpoint has the same key on all ranks, but different values."""
+    saved = [process.of(EntriesSaved) for process in split.first.trained]
+    last = min(map(len, saved)) - 1
+    loads = any(event.name == "load" for event in split.second.all(CheckpointCalled))
+    if last < 0 or not loads or not _changed(whole, split, due):
+        return None
+    first, *others = [events[last] for events in saved]
+    for key, value in first.entries.items():
+        if any(each.entries.get(key, value) != value for each in others):
+            seen = f'the ranks save different values under the key "{key}", and the checkpoint keeps that of one rank'
+            fix = (
+                f'Give each rank a key of its own, such as f"{key}_{{rank}}": torch.distributed.checkpoint takes plain values '
+                "with the same key for copies of one value."
+            )
+            return seen, fix, first.where, f"key:{key.rpartition('.')[2]}"
+    return None
+
+
+def _changed(whole: Run, split: Split, due: list[Step]) -> bool:
+    """Whether a rank of the second start has other random numbers or samples, although the runs are reproducible."""
+    for base, process in zip(whole.trained, split.first.trained, strict=True):
+        if any(one.random != other.random for one, other in zip(base.steps, process.steps, strict=False)):
+            return False
+    begun = [process.steps[0] for process in split.second.trained]
+    return any(one.random != own.random or one.keys != own.keys for one, own in zip(due, begun, strict=True))
+
+
+def _same_generator(whole: Run, split: Split, due: list[list[Step]]) -> Cause | None:
+    """After the second start all ranks have the same state of a generator, although each rank had its own before."""
+    before = [variables(process, steps) for process, steps in zip(whole.trained, due, strict=True)]
+    begun = [variables(process, process.steps[:1]) for process in split.second.trained]
+    if not all((*before, *begun)):
+        return None
+    for name in begun[0].states if begun[0] else ():
+        own, now = ([each and each.states.get(name) for each in ranks] for ranks in (before, begun))
+        if None not in (*own, *now) and len(set(now)) == 1 and len(set(own)) == len(own):
+            seen = f"all ranks continue with the same state of the generator `{name}`, but each should have its own"
+            fix = (
+                "Save the states of all ranks (all_gather_object), and let each rank restore its own with set_state()."
+            )
+            return seen, fix, "", f"restored:{name}"
+    return None
+
+
+def _same_samples(whole: Run, split: Split, due: list[list[Step]]) -> Cause | None:
+    """After the second start all ranks train on the samples of one rank, although each rank had its own."""
+    begun = [set(process.steps[0].keys) for process in split.second.trained]
+    own = [set(steps[0].keys) for steps in due]
+    first = [set(process.steps[0].keys) for process in whole.trained]
+    if any(each != begun[0] for each in begun) or begun[0] not in own or not begun[0]:
+        return None
+    if any(one & other for ranks in (own, first) for number, one in enumerate(ranks) for other in ranks[:number]):
+        return None  # they share samples in an uninterrupted run too
+    rank = named(whole.trained[own.index(begun[0])])
+    saving = [each for process in split.first.processes for each in _last_save(process)]
+    seen = f"after the second start all ranks train on the samples of {rank}, but each should have its own"
+    return seen, GATHER, saving[0].where if len(saving) == 1 else "", "here"
+
+
+def _last_save(process: Process) -> list[Saved]:
+    """The last file that a process saves, in a list. (Collectives of objects call torch.save too, without a file.)"""
+    return [event for event in process.of(Saved) if event.path][-1:]
