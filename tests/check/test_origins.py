@@ -5,6 +5,7 @@ from textwrap import dedent
 
 import pytest
 
+from check import lines_of_ranks
 from workshop.check.origins import FINDERS, Source, at_origin
 from workshop.check.rules.rule import RULES
 from workshop.check.verdict import Finding
@@ -17,95 +18,7 @@ PROGRAMS = {
             warmup, total = 10, 3 * updates
             schedule = LambdaLR(optimizer, lambda step: rate(step, warmup, total))  # seen
     """,
-    "share": """
-        def main(rank, world_size):
-            train_set = TensorDataset(make_data()[rank::world_size])  # cause
-            sampler = DistributedSampler(train_set, num_replicas=world_size, rank=rank)  # seen
-    """,
-    "encoder:vocab.ids": """
-        class Vocabulary:
-            def __init__(self, words):
-                self.ids = number_of_each(words)
-
-        def number_of_each(words):
-            return {word: number for number, word in enumerate(set(words))}  # cause
-
-        def main(lines):
-            vocab = Vocabulary(sorted(set(lines)))
-            train(vocab)
-
-        def train(vocab):
-            optimizer.step()  # seen
-    """,
-    "encoder:mean": """
-        def statistics(values):
-            return values.mean(), values.std()  # cause
-
-        def main(mine):
-            mean, std = statistics(torch.stack([load(each) for each in mine]))
-            optimizer.step()  # seen
-    """,
-    "stream": """
-        class Stream(IterableDataset):
-            def __iter__(self):  # seen
-                worker = get_worker_info().id
-                for number in range(self.rank + worker, 100):  # cause
-                    yield self.documents[number]
-    """,
-    "weights": """
-        def class_weights(labels):
-            counts = labels.bincount()
-            return counts.sum() / counts  # cause
-
-        def main(model, labels):
-            loss_function = CrossEntropyLoss(weight=class_weights(labels))
-            for images, labels in loader:
-                loss_function(model(images / 255), labels).backward()  # seen
-    """,
-    "plateau": """
-        def main(optimizer, warmup):
-            schedule = ReduceLROnPlateau(optimizer)
-            optimizer.step()  # seen
-            warmup.step(3)
-            schedule.step(evaluate())  # cause
-    """,
-    "exchanged": """
-        def main(model, loader, parts):
-            results = {}
-            for number, batch in enumerate(loader):
-                results[number] = model(batch)  # cause
-            dist.all_gather_object(parts, results)  # seen
-    """,
-    "exchanged:quotient": """
-        def main(counts):
-            accuracy = counts[0] / counts[1]  # cause
-            dist.all_reduce(accuracy)  # seen
-    """,
-    "exchanged:gathered": """
-        def gathered(x):
-            parts = [empty_like(x)]
-            dist.all_gather(parts, x)
-            return torch.cat(parts)
-
-        def main(features, labels, queries):
-            bank = gathered(features)  # cause
-            counts = torch.stack([(labels[queries @ bank] == 1).sum(), len(queries)])
-            dist.all_reduce(counts)  # seen
-    """,
-    "exchanged:unused": """
-        def summed(tensor):
-            dist.all_reduce(tensor)  # seen
-            return tensor
-
-        def main(losses, counts):
-            losses = summed(losses)
-            summed(counts.clone())  # cause
-    """,
-    "exchanged:sums": """
-        def main(counts, hits):
-            counts[0] += hits.sum()
-            dist.all_reduce(counts)  # seen
-    """,
+    **lines_of_ranks.PROGRAMS,
     "total:by-hand": """
         def set_rate(optimizer, step, total):
             rate = 0.1 * (1 - step / total)
