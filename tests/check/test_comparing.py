@@ -243,3 +243,16 @@ def test_the_length_of_a_schedule_is_that_of_its_first_fall(clamped):
 
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.1)
     assert schedule_length(torch.optim.lr_scheduler.LambdaLR(optimizer, rate)) == 100
+
+
+def test_a_loader_keeps_its_signature():
+    """Lightning reads the names of the arguments, to create the loader again with a DistributedSampler."""
+    code = """
+import inspect
+from torch.utils.data import DataLoader
+from workshop.check.comparing import _each_batch
+_each_batch(lambda place, data, size: data)
+assert [*inspect.signature(DataLoader.__init__).parameters][:2] == ["self", "dataset"]
+"""
+    done = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr

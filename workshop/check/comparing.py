@@ -12,7 +12,7 @@ import pickle
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from functools import partial
+from functools import partial, wraps
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -188,20 +188,24 @@ def _each_batch(change: Callable[[Place, Any, int], Any]) -> None:
     made, length, begin, following = kind.__init__, kind.__len__, kind.__iter__, dataloader._BaseDataLoaderIter.__next__
     created = count()
 
+    @wraps(made)
     def __init__(self: Any, *args: Any, **options: Any) -> None:
         made(self, *args, **options)
         if self not in loaders:
             loaders[self] = next(created), count()
 
+    @wraps(length)
     def __len__(self: Any) -> int:
         return int(change(((loaders[self][0], 0), LENGTH), length(self), 0)) if self in loaders else length(self)
 
+    @wraps(begin)
     def __iter__(self: Any) -> Any:
         iterator = begin(self)
         if self in loaders:
             iterations[iterator] = (loaders[self][0], next(loaders[self][1])), count()
         return iterator
 
+    @wraps(following)
     def __next__(self: Any) -> Any:
         if self not in iterations:
             return following(self)
