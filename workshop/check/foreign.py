@@ -249,12 +249,14 @@ class OwnersBench(ProgramBench):
             raise Unavailable("")
         patience = Patience(idle=UNKNOWN.idle, busy=UNKNOWN.busy, total=LONGEST)
         run = partial(self._run, nproc=nproc, nodes=nodes, devices=True, gpus=None, patience=patience)
-        scratch, saves, few = self.folder(), _first_save(whole, soon=True), PRETENDED + whole.trained[0].warmup
-        if saves and len(whole.trained[0].backwards) > PASSES * max(1, _saves_of(whole)):
-            saves = None  # it would take minutes
-        if saves and SPLIT in made and any(made[SPLIT].second.all(Loaded)):
-            first = run(scratch, dies=saves, stops=0 if self.resumes_by_itself else few)
-            if not self.resumes_by_itself or not _saves_of(first):  # it failed before
+        scratch, few, rounds = self.folder(), PRETENDED + whole.trained[0].warmup, _rounds(whole)
+        if len(whole.trained[0].backwards) > PASSES * max(1, _saves_of(whole)):
+            rounds = {}  # it would take minutes
+        if rounds and SPLIT in made and any(made[SPLIT].second.all(Loaded)):
+            if not self.resumes_by_itself:
+                return run(scratch, steps=max(few, 1 + min(rounds)), at_once=True)
+            first = run(scratch, dies=min(rounds[min(rounds)].values())[0])
+            if not _saves_of(first):  # it failed before
                 return first
         return run(scratch, steps=few, at_once=True)
 
@@ -401,35 +403,36 @@ def _free_port() -> int:
         return int(free.getsockname()[1])
 
 
-def _first_save(run: Run, soon: bool = False) -> int | None:
+def _rounds(run: Run) -> dict[int, dict[str, tuple[int, float]]]:
+    """The saves of the process that saves, by the number of steps before: the files, with number and time of the save."""
+    for process in run.processes:
+        saves = sorted(_saved(process), key=lambda each: each[0])
+        steps = [step.seconds for step in (process.steps or (run.trained[0].steps if run.trained else []))]
+        rounds: dict[int, dict[str, tuple[int, float]]] = {}
+        for number, (seconds, event) in enumerate(saves, 1):
+            if steps and steps[0] < seconds < steps[-1]:
+                name = event.path if isinstance(event, Saved) else ""
+                rounds.setdefault(bisect.bisect(steps, seconds), {})[name] = number, seconds
+        if rounds:
+            return rounds
+    return {}
+
+
+def _first_save(run: Run) -> int | None:
     """The number of the save, in the process that saves, after which the run is killed; None: there is none between two steps.
 
     It is the first one or, if a file such as the best model is not saved every time, the last one before it is left out: then
     the second start shows whether it knows the best value so far. A copy such as an average has been updated before it.
-    ``soon``: the first one in any case.
     """
     updated = min((seconds for process in run.processes for seconds, _ in process.timed(ModelUpdated)), default=0.0)
-    for process in run.processes:
-        saves = sorted(_saved(process), key=lambda each: each[0])
-        steps = [step.seconds for step in (process.steps or (run.trained[0].steps if run.trained else []))]
-        rounds: dict[
-            int, dict[str, int]
-        ] = {}  # by the number of steps before: the saved files, with the number of the save
-        for number, (seconds, event) in enumerate(saves, 1):
-            if steps and steps[0] < seconds < steps[-1]:
-                name = event.path if isinstance(event, Saved) else ""
-                rounds.setdefault(bisect.bisect(steps, seconds), {})[name] = number
-        if soon and rounds:
-            return min(next(iter(rounds.values())).values())
-        before: set[str] = set()
-        for now, following in itertools.pairwise(rounds.values()):
-            before |= now.keys()
-            if before - following.keys():
-                return max(now.values())
-        numbers = [min(each.values()) for each in rounds.values()]
-        if numbers:
-            return next((number for number in numbers if saves[number - 1][0] > updated), numbers[0])
-    return None
+    rounds = _rounds(run)
+    before: set[str] = set()
+    for now, following in itertools.pairwise(rounds.values()):
+        before |= now.keys()
+        if before - following.keys():
+            return max(now.values())[0]
+    first = [min(each.values()) for each in rounds.values()]
+    return next((number for number, seconds in first if seconds > updated), first[0][0] if first else None)
 
 
 def _saves_of(run: Run) -> int:

@@ -65,9 +65,6 @@ class Program:
     on_cpu: bool = True  # hide the GPUs
     fails: bool = False  # rank 1 raises an exception in its third step
     dies: int = 0  # the rank that saves is killed in the step after this number of its checkpoints; 0: it is not
-    stops: int = (
-        0  # in place of being killed, the run is stopped there, but not before this number of steps; 0: it is killed
-    )
     before: Callable[[Recorder], None] | None = None  # called in each of its processes, before the probes are installed
     patience: Patience = field(default_factory=Patience)  # after how many seconds it counts as hanging
     asked: Asked | None = None  # what the exercise asked for; the rules read it
@@ -352,10 +349,7 @@ def _run(program: Program) -> int:
         if program.fails and recorder.steps == 2 and dist.is_initialized() and dist.get_rank() == 1:
             raise ZeroDivisionError("the check lets this rank fail")
         if program.dies and recorder.saved + _sharded(program) - before >= program.dies:
-            if not program.stops:
-                os.kill(os.getpid(), signal.SIGKILL)
-            elif recorder.steps >= program.stops:
-                recorder.stop(after=0)
+            os.kill(os.getpid(), signal.SIGKILL)
 
     recorder.at_step = at_step
     if program.before:
