@@ -137,6 +137,18 @@ def test_a_package_for_gpus_is_checked_without_changes(package):
     assert sorted(str(path) for path in package.rglob("*")) == before
 
 
+@pytest.mark.parametrize("condition", ['os.path.exists("last.pt")', '"--resume" in sys.argv'])
+def test_a_program_that_resumes_is_judged_on_pretended_gpus(package, condition):
+    """A rank that stopped before the others would look as if the program failed on GPUs."""
+    train = package / "trainer" / "train.py"
+    text = GPU_PROGRAM.replace("import os\n", "import os\nimport sys\n").replace('os.path.exists("last.pt")', condition)
+    # Only rank 0 saves, so only it knows when a run is to be stopped.
+    train.write_text(text.replace("    if rank == 0:", "    if dist.get_rank() == 0 and step > 4:"))
+    *_, verdict = check_command(MODULE, folder=package, resume=["--resume"] if "argv" in condition else ())
+    assert [finding.seen for finding in verdict.errors] == []
+    assert not any("resumes" in each or "GPUs show" in each for each in verdict.unchecked), verdict.unchecked
+
+
 def test_devices_and_backends_can_be_named_in_other_forms(package):
     train = package / "trainer" / "train.py"
     forms = {
