@@ -13,7 +13,6 @@ from workshop.check.rules.rule import NotJudged, Rule, Said, Seen, rule
 from workshop.check.rules.speed import data_per_sample, host_sync
 from workshop.check.rules.words import named, plural
 from workshop.check.scenarios import DEVICES, TWO_NODES
-from workshop.pretend import installation
 
 STEPS = 3  # steps of a process from which on a rule judges what every step does
 REFUSED = ("two-devices", "numpy", "generator", "forked", "cpu-tensor", "no-such-gpu", "same-gpu")
@@ -87,9 +86,11 @@ def gpu_refused(run: Run) -> Said:
     if any("device_ids" in event.message for event in run.all(Raised)):
         yield Seen("DDP refuses device_ids: the model is not on this GPU", run.where(Raised))
     elif run.failed and not any(event.kind in REFUSED for event in run.all(GpuNoted)):
+        from workshop.pretend.installation import unsupported  # imports torch, which `workshop hint` does not need
+
         found = run.first_exception()
         message, *_ = (found[1].message if found else "").splitlines() or [""]
-        if reason := installation.unsupported():
+        if reason := unsupported():
             yield NotJudged(f"what GPUs show: {reason}")
         elif run.hung and not found:
             yield NotJudged("what GPUs show: the run on pretended GPUs takes too long")

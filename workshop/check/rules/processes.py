@@ -19,7 +19,6 @@ from workshop.check.evidence.run import Process, Run
 from workshop.check.rules.rule import NotJudged, Said, Seen, rule
 from workshop.check.rules.words import named, plural
 from workshop.check.scenarios import DEVICES, SINGLE, SPLIT, TWO_NODES, WHOLE, Split
-from workshop.pretend import installation
 
 LOCAL = ("127.0.0.1", "localhost", "::1")
 
@@ -137,7 +136,9 @@ def device_shared(run: Run) -> Said:
         yield Seen(f"two processes use the same GPU{never}, and NCCL refuses it: {refused.detail}", where)
         return
     if run.failed:
-        reason = installation.unsupported() or "the program fails where devices are only pretended"
+        from workshop.pretend.installation import unsupported  # imports torch, which `workshop hint` does not need
+
+        reason = unsupported() or "the program fails where devices are only pretended"
         yield NotJudged(f"which device each process uses ({reason})")
         return
     used: dict[tuple[int, int], Process] = {}

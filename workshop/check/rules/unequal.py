@@ -21,7 +21,7 @@ FEW = 8  # elements of a tensor of counts
 
 
 def unclipped(process: Process, begun: StepBegun) -> list[Sketch]:
-    """The gradients of a step before clip_grad_norm_ scaled all of them; as they are if it did not."""
+    """The gradients of a step before ``clip_grad_norm_()`` scaled all of them; as they are if it did not."""
     clips: list[GradientsClipped] = []
     for _, event in process.events:
         if event is begun:
