@@ -24,7 +24,8 @@ class Guard(torch._C._acc.DeviceGuard):
         _fetch(*_places)
         if _parts[0]:
             kind, error, trace = (each.value if each else None for each in _parts)
-            error = error if isinstance(error, BaseException) else kind(error)
+            if not isinstance(error, BaseException):  # until Python 3.11, it may be only the text
+                error = kind() if error is None else kind(error)
             _kept.append(error.with_traceback(trace))
         return torch._C._autograd.DeviceType.PrivateUse1
 
