@@ -74,6 +74,9 @@ LIGHTNING = re.compile(r"^\s*(?:import|from)\s+(?:pytorch_)?lightning\b", re.MUL
 RESUME = re.compile(r"""["'](--(?:resume|restore|continue|load)[\w-]*)["']([^()]*(?:\([^()]*\)[^()]*)*)""")
 # The same in a dataclass of options.
 RESUME_FIELD = re.compile(r"^\s+(resume\w*)\s*:\s*(bool|int|str)", re.MULTILINE)
+# A setting in a program whose arguments are key=value, and how such a program reads them.
+RESUME_KEY = re.compile(r"""\b(resume\w*)["']?\s*[:=]\s*(False|None|false|null|""|'')""")
+KEYS = re.compile(r"""(?:split|partition)\(["']=["']|from_cli|from_dotlist|hydra\.main""")
 # A number of epochs or steps: ``--epochs", type=int, default=12``, ``max_iters: int = 60``, ``epochs: 3``, ``--steps 12``.
 PLANNED = re.compile(
     r"(?:epochs?|steps|iters|iterations)\b[\"']?(?:[^)\n]*?default\s*=|\s*:\s*int\s*=|\s*[:=]|\s)\s*(\d[\d_]*)"
@@ -309,6 +312,8 @@ class OwnersBench(ProgramBench):
                 yield [option, str(Path(latest).parent)]
         for name, kind in RESUME_FIELD.findall(self.text)[:1]:
             yield [f"--{name}", *{"bool": [], "int": ["1"], "str": [latest]}[kind]]
+        for name, value in RESUME_KEY.findall(self.text)[:1] if KEYS.search(self.text) else ():
+            yield [f"{name}={'True' if value.lower() == 'false' else latest}"]
 
 
 def _got_further(run: Run, other: Run) -> bool:

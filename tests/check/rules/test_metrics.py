@@ -18,7 +18,19 @@ REMOVES_REPEATED = (
     "        loss_sum, hits, seen =",
 )
 
+LOOP = "    for epoch in range(first_epoch, args.epochs):\n"
+STEP = "            optimizer.step()\n"
+SEEN = "            seen += torch.tensor([len(tokens), float(count)])\n"
+
 MISTAKES = (
+    mistake(
+        "running-totals-reduced-at-each-step",
+        second.TAGGER,
+        "totals-summed-again",
+        "The sum of all ranks stays in the running total, so the next step adds it up over the ranks again.",
+        (LOOP, "    seen = torch.zeros(2)\n" + LOOP),
+        (STEP, STEP + SEEN + "            dist.all_reduce(seen)\n"),
+    ),
     mistake(
         "accuracy-of-the-best-rank",
         second.TAGGER,
@@ -47,6 +59,23 @@ MISTAKES = (
     ),
 )
 STYLES = (
+    style(
+        "running-totals-of-what-is-new",
+        second.TAGGER,
+        "At each step, the ranks add up what is new, and each rank adds the result to the total.",
+        (LOOP, "    total = torch.zeros(2)\n" + LOOP),
+        (
+            STEP,
+            STEP + SEEN.replace("seen +=", "seen =") + "            dist.all_reduce(seen)\n            total += seen\n",
+        ),
+    ),
+    style(
+        "own-totals-reduced-as-a-copy",
+        second.TAGGER,
+        "Each rank keeps a total of its own, and at each step the ranks add up copies of these totals.",
+        (LOOP, "    seen = torch.zeros(2)\n" + LOOP),
+        (STEP, STEP + SEEN + "            dist.all_reduce(seen.clone())\n"),
+    ),
     style(
         "accelerate-repeated-samples-removed-by-hand",
         TEXTS,

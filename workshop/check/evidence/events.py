@@ -1,6 +1,6 @@
 """One frozen dataclass per kind of event: probes write them, rules read them, and no other code uses them.
 
-The comment beside an event says when it is recorded. After a change to a field or an event, record all evidence again.
+The comment beside an event says when it is recorded. After a change to the fields of an event, record again where it occurs.
 """
 
 from dataclasses import dataclass, field
@@ -113,6 +113,12 @@ class Collective(Event):  # the program called a collective
     def common_shape(self) -> tuple[int, ...] | None:
         """The shape that the first tensor must have on all ranks; None: any, for example as many rows as a rank receives."""
         return None if self.name in ("all_gather", "all_to_all", "all_to_all_single") else self.shape
+
+
+class TotalsSummed(Event):  # ``all_reduce`` got, several times in a row, its last result and the same number more
+    calls: int  # in a row
+    first: float  # the result of the first of these calls
+    last: float  # that of the last one
 
 
 class NotAwaited(Event):  # at a step: the program has not waited for an asynchronous collective, called in this line

@@ -8,7 +8,6 @@ import importlib
 import io
 import lzma
 import pickle
-import pkgutil
 import struct
 import zlib
 from collections.abc import Callable, Iterable, Mapping
@@ -18,7 +17,6 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-import workshop.check.evidence
 from workshop.check.evidence.events import Event
 from workshop.check.evidence.run import Process
 from workshop.errors import UserError
@@ -43,7 +41,8 @@ class Recorded:
 def write(path: Path, recorded: Iterable[Recorded], hide: Callable[[str], str] = str) -> None:
     """Write evidence to a file; ``hide`` removes what is specific to this machine from a text, such as paths."""
     shared = _Shared(hide)
-    content = pickle.dumps(_schema(), 5) + pickle.dumps([shared.plain(each) for each in recorded], 5)
+    plain = [shared.plain(each) for each in recorded]
+    content = pickle.dumps({_name(kind): _fields(kind) for kind in shared.kinds}, 5) + pickle.dumps(plain, 5)
     size = max(1 << 20, 1 << len(content).bit_length())  # finds repetitions in the whole content
     filters = [{"id": lzma.FILTER_LZMA2, "preset": 9 | lzma.PRESET_EXTREME, "dict_size": min(size, 1 << 28)}]
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -54,12 +53,12 @@ def read(path: Path, again: str) -> dict[str, Recorded]:
     """Read the evidence in a file, by program name; ``again`` is the command that records it again."""
     try:
         content = io.BytesIO(lzma.decompress(path.read_bytes()))
-        schema = _Reader(content).load()
+        kinds: dict[str, int] = _Reader(content).load()
     except FileNotFoundError:
         raise UserError(f"{path}: no evidence was recorded; record it: {again}") from None
     except (lzma.LZMAError, EOFError, pickle.UnpicklingError) as error:
         raise UserError(f"{path} is damaged ({error}); record again: {again}") from None
-    if schema != _schema():
+    if any(fields != _fields_now(name) for name, fields in kinds.items()):
         raise UserError(f"{path} contains evidence of a different version of the check; record again: {again}")
     return {each.name: each for each in _Reader(content).load()}
 
@@ -69,23 +68,21 @@ def all_events() -> dict[str, type[Event]]:
     return {each.__name__: each for each in Event.__subclasses__()}
 
 
-def _described(kind: Any, name: str) -> str:
-    return f"{name}({', '.join(f'{part.name}: {part.type}' for part in dataclasses.fields(kind))})"
+def _name(kind: type) -> str:
+    return f"{kind.__module__}.{kind.__qualname__}"
 
 
-# The version of the events; each file begins with it and the version of all other evidence.
-SCHEMA = zlib.crc32("\n".join(_described(kind, name) for name, kind in sorted(all_events().items())).encode())
+def _fields(kind: Any) -> int:
+    """A checksum of the fields of a dataclass."""
+    return zlib.crc32(", ".join(f"{part.name}: {part.type}" for part in dataclasses.fields(kind)).encode())
 
 
-def _schema() -> int:
-    """Return a checksum of the fields of all evidence."""
-    package = workshop.check.evidence
-    parts = [str(SCHEMA)]
-    for module in pkgutil.iter_modules(package.__path__, f"{package.__name__}."):
-        for name, kind in sorted(vars(importlib.import_module(module.name)).items()):
-            if dataclasses.is_dataclass(kind) and kind.__module__ == module.name:
-                parts.append(_described(kind, f"{module.name}.{name}"))
-    return zlib.crc32("\n".join(parts).encode())
+@cache
+def _fields_now(name: str) -> int | None:
+    """The checksum of a dataclass that a file contains; None: there is no such dataclass."""
+    module, _, kind = name.rpartition(".")
+    found = getattr(importlib.import_module(module), kind, None)
+    return _fields(found) if found else None
 
 
 class _Reader(pickle.Unpickler):
@@ -102,6 +99,7 @@ class _Shared:
 
     def __init__(self, hide: Callable[[str], str]) -> None:
         self.known: dict[object, Any] = {}
+        self.kinds: set[type] = set()  # of the dataclasses
         self.text = cache(lambda text: _cut(hide(text)))  # hide first, because a path may cross the cut
 
     def plain(self, value: Any) -> Any:
@@ -129,6 +127,7 @@ class _Shared:
         raise TypeError(f"evidence cannot hold a {type(value).__name__}")
 
     def _instance(self, value: Any, **given: Any) -> Any:
+        self.kinds.add(type(value))
         names = [part.name for part in dataclasses.fields(value)]
         parts = {name: given[name] if name in given else self.plain(getattr(value, name)) for name in names}
         copied = object.__new__(type(value))

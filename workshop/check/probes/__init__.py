@@ -28,6 +28,7 @@ from workshop.check.probes.samples import Samples
 from workshop.check.probes.scaling import Scaling
 from workshop.check.probes.schedules import Schedules
 from workshop.check.probes.steps import Clipping, Steps
+from workshop.check.probes.totals import Totals
 
 __all__ = ["ALWAYS", "PROBES", "Probe", "Recorder", "probes_for"]
 
@@ -47,7 +48,7 @@ ALWAYS: tuple[type[Probe], ...] = (
     Divided,
 )
 _OTHERS = (Copies, Draws, Schedules, Losses, Layers, HostSync, Sharding, Clipping, Checkpoints, Weights, Activations,
-           ModelStates, Encoders, Prints)  # fmt: skip
+           ModelStates, Encoders, Prints, Totals)  # fmt: skip
 _LIBRARIES = (Lightning, PytorchLightning, Accelerators, Engine)
 PROBES: tuple[type[Probe], ...] = (*ALWAYS, *_OTHERS, *_LIBRARIES)
 

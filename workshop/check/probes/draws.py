@@ -85,7 +85,8 @@ class Draws(Probe):
 
         class Generator(kind):  # type: ignore[misc,valid-type]  # mypy does not follow a class that is a variable
             def permutation(self, *args: Any, **kwargs: Any) -> Any:
-                order = super().permutation(*args, **kwargs)
+                with probe.recorder.quietly():  # NumPy may call shuffle()
+                    order = super().permutation(*args, **kwargs)
                 with probe.recorder.guard:
                     probe._note("permutation", order, order)
                 return order

@@ -14,11 +14,13 @@ from workshop.check.evidence.events import (
     Printed,
     Sketch,
     StepTaken,
+    TotalsSummed,
 )
 from workshop.check.evidence.run import Process, Run
 from workshop.check.evidence.sketches import CLOSE, difference
 from workshop.check.rules.evaluation import evaluation_missed, metric_of_one_rank
 from workshop.check.rules.gradients import gradient_scale, gradients_differ, models_differ, weights_differ
+from workshop.check.rules.processes import no_group, wrong_group
 from workshop.check.rules.rule import NotJudged, Said, Seen, rule
 from workshop.check.rules.words import plural
 from workshop.check.scenarios import METRICS, Compared
@@ -97,6 +99,24 @@ def repeated_samples_gathered(compared: Compared) -> Said:
             count = round(repeated * samples[ours.steps].total())
             yield Seen(f"gather() also returns {plural(count, 'repeated sample')}: {seen}", ours.gathered)
             return
+
+
+@rule(
+    why="A total of all ranks that is summed over the ranks again multiplies everything that was counted before by their "
+    "number, at each call: old values weigh more and more, and the count is wrong.",
+    fix="Give all_reduce() only what is new since the last call, and add its result to the total. Or keep a total of this rank, "
+    "and reduce a copy: everyone = own.clone(); dist.all_reduce(everyone).",
+    needs=(TotalsSummed,),
+    after=(no_group, wrong_group),
+    anywhere=True,
+)
+def totals_summed_again(run: Run) -> Said:
+    """On all ranks, an all_reduce gets its own last result again, with a little more."""
+    found = [{each.where: each for each in process.of(TotalsSummed)} for process in run.trained]
+    for where, each in found[0].items() if len(found) > 1 else ():
+        if all(where in other for other in found[1:]):
+            grows = f"in {each.calls} calls, a value grows from {each.first:g} to {each.last:g}"
+            yield Seen(f"all_reduce() sums a total that is already the sum of all ranks: {grows}", where)
 
 
 def _different(ours: Shown, alone: Shown, processes: int, rounding: float) -> str:

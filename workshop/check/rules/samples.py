@@ -23,6 +23,7 @@ from workshop.check.rules.words import named, plural, rank_of
 from workshop.check.scenarios import COMPARED, WHOLE, Compared
 
 TURNS = 8  # of the workers of a loader
+SOME = 64  # samples of a rank without a repetition, after which their content identifies them
 SAME_SUBSET = (
     "Compute the indices on all ranks from the same values, or choose them on rank 0 and send them with "
     "broadcast_object_list."
@@ -244,6 +245,28 @@ def _overlaps(run: Run) -> Iterator[tuple[str, Seen]]:
         elif mean > 0.1:
             text = f"at each step {names[one, two]} share {mean:.0%} of their samples"
             yield "some", Seen(text, where, origin=drawn)
+        elif not by_epoch and (shares := _shares(ranks[one], ranks[two])):
+            both, each = shares
+            text = f"{names[one, two]} share {both:,} of the first {each:,} samples that each of them trains on"
+            yield "some", Seen(text, where, origin=drawn)
+
+
+def _shares(one: Process, two: Process) -> tuple[int, int] | None:
+    """How many of their samples two ranks share, and of how many, if neither has met a sample twice until then.
+
+    Ranks that draw with replacement meet some twice. If many samples are shared although none is repeated, each rank goes
+    through an order of its own.
+    """
+    mine: set[Key] = set()
+    theirs: set[Key] = set()
+    for here, there in zip(one.steps, two.steps, strict=False):
+        first, second = set(here.keys), set(there.keys)
+        if len(first) < len(here.keys) or len(second) < len(there.keys) or first & mine or second & theirs:
+            break
+        mine |= first
+        theirs |= second
+    both, each = len(mine & theirs), min(len(mine), len(theirs))
+    return (both, each) if each >= SOME and both > 0.1 * each else None
 
 
 def _different_steps(one: Process, two: Process) -> bool:
