@@ -92,12 +92,20 @@ def _replace(file: Path, ranks: int, whole: bool, recorder: Recorder) -> None:
     for iteration, number in parts:
         if 0 <= number < BATCHES - 1:
             ends[iteration] = max(ends.get(iteration, 0), number + 1)
+    known: dict[int, int] = {}  # the number of iterations of each loader
+    for each, _ in parts:
+        known[each[0]] = max(known.get(each[0], 0), each[1] + 1)
     size = 0
     begun = False
     seen: dict[Iteration, set[Key]] = {}  # the samples that one process has evaluated
 
     def replaced(place: Place, data: Any, samples: int) -> Any:
         nonlocal size, begun
+        iteration, loader = place[0], place[0][0]
+        if whole and iteration[1] >= known.get(
+            loader, iteration[1] + 1
+        ):  # a training that goes on for longer than before
+            place = (loader, iteration[1] % known[loader]), place[1]
         own = dist.get_rank() if dist.is_initialized() and dist.get_world_size() > 1 else None
         if place[1] in (END, LENGTH):
             usual = ends.get(place[0], data) if place[1] == END else data
@@ -115,7 +123,7 @@ def _replace(file: Path, ranks: int, whole: bool, recorder: Recorder) -> None:
                 data = dealt(data, [batch_size(each) for each in of_ranks])
                 counted = sum(batch_size(each) for at in parts if at[0] == place[0] for each in parts[at].values())
                 repeated = counted - samples if samples and ends.get(place[0]) == place[1] + 1 else 0
-                data = _once(data, seen.setdefault(place[0], set()), repeated)
+                data = _once(data, seen.setdefault(iteration, set()), repeated)
         size = batch_size(data)
         return data
 

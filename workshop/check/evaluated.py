@@ -14,10 +14,12 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from workshop.check.comparing import UNSTORED, TensorPickler
-from workshop.check.probes.contents import is_fsdp1, is_sharded
+from workshop.check.probes.contents import is_fsdp1
 from workshop.check.probes.recorder import Recorder
+from workshop.tensors import own_part
 
 STORED = 400_000_000  # bytes of all parameters that are stored
 # The number of steps before the evaluation, that of the model among the evaluated ones, and that of its parameters there.
@@ -33,11 +35,13 @@ def store(file: Path) -> Callable[[Recorder], None]:
 
         def evaluates(key: Key, model: nn.Module) -> bool:
             nonlocal left
+            with recorder.quietly():
+                tensors = {name: _whole(each) for name, each in _tensors(model)}  # on all ranks
             if dist.is_initialized() and dist.get_rank():
                 return True
             stored = io.BytesIO()
             with suppress(*UNSTORED):
-                TensorPickler(stored).dump((key, dict(_tensors(model))))
+                TensorPickler(stored).dump((key, tensors))
                 left -= stored.tell()
             if stored.tell() > 0 and left > 0:
                 os.write(opened, stored.getvalue())
@@ -64,7 +68,7 @@ def restore(file: Path) -> Callable[[Recorder], None]:
                 return False
             with torch.no_grad():
                 for name, each in own.items():
-                    each.copy_(stored[name])
+                    own_part(each).copy_(stored[name])
             return True
 
         _each_evaluation(recorder, evaluates)
@@ -85,9 +89,8 @@ def _each_evaluation(recorder: Recorder, evaluates: Callable[[Key, nn.Module], b
         steps, version, mark = present.get(number, (-1, 0, 0))
         if steps != recorder.steps or mark != _mark(model):
             version = version + 1 if steps == recorder.steps else 0
-            divided = is_fsdp1(model) or any(map(is_sharded, model.parameters()))
             key = recorder.steps, number, version
-            agree[key] = not divided and evaluates(key, model)
+            agree[key] = not is_fsdp1(model) and evaluates(key, model)
             present[number] = recorder.steps, version, _mark(model)
         recorder.parameters_given = all(same for key, same in agree.items() if key[0] == recorder.steps)
 
@@ -96,7 +99,12 @@ def _each_evaluation(recorder: Recorder, evaluates: Callable[[Key, nn.Module], b
 
 def _mark(model: nn.Module) -> int:
     """A number that changes when parameters change in place, or are exchanged."""
-    return sum(each._version + each.data_ptr() for each in model.parameters())
+    return sum(each._version + each.data_ptr() for each in map(own_part, model.parameters()))
+
+
+def _whole(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor, or what all ranks together have of a DTensor."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def _tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:

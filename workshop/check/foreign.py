@@ -2,7 +2,6 @@
 
 import ast
 import bisect
-import importlib
 import itertools
 import os
 import re
@@ -17,6 +16,7 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
+from workshop.check import lightning_ranks
 from workshop.check.bench import TRACED, ProgramBench
 from workshop.check.clock import mark_times
 from workshop.check.comparing import keep, replace, replace_all
@@ -69,7 +69,6 @@ PASSES = 300  # backward passes before the first checkpoint, for which pretended
 BESIDE = 1000  # entries beside the folder of the program that it can see
 SOURCES = 200  # modules of the program that are read, to see which libraries it uses
 GPU = re.compile(r"cuda|\bgpus?\b|torch\.accelerator")
-LIGHTNING = re.compile(r"^\s*(?:import|from)\s+(?:pytorch_)?lightning\b", re.MULTILINE)
 # An option with which programs resume: its name, and the rest of the call of add_argument().
 RESUME = re.compile(r"""["'](--(?:resume|restore|continue|load)[\w-]*)["']([^()]*(?:\([^()]*\)[^()]*)*)""")
 # The same in a dataclass of options.
@@ -77,6 +76,8 @@ RESUME_FIELD = re.compile(r"^\s+(resume\w*)\s*:\s*(bool|int|str)", re.MULTILINE)
 # A setting in a program whose arguments are key=value, and how such a program reads them.
 RESUME_KEY = re.compile(r"""\b(resume\w*)["']?\s*[:=]\s*(False|None|false|null|""|'')""")
 KEYS = re.compile(r"""(?:split|partition)\(["']=["']|from_cli|from_dotlist|hydra\.main""")
+# The number of processes that mp.spawn starts: an option, or a variable that has its value.
+NPROCS = re.compile(r"\bnprocs\s*=\s*(\w+\.)?(\w+)")
 # A number of epochs or steps: ``--epochs", type=int, default=12``, ``max_iters: int = 60``, ``epochs: 3``, ``--steps 12``.
 PLANNED = re.compile(
     r"(?:epochs?|steps|iters|iterations)\b[\"']?(?:[^)\n]*?default\s*=|\s*:\s*int\s*=|\s*[:=]|\s)\s*(\d[\d_]*)"
@@ -166,7 +167,7 @@ class OwnersBench(ProgramBench):
         return run
 
     def _whole(self) -> Run:
-        lightning = self.launch == "spawn" and LIGHTNING.search(self.text)
+        lightning = self.launch == "spawn" and lightning_ranks.USED.search(self.text)
         first = self._as_lightning_starts_it if lightning else partial(self._run, before=keep(self.kept))
         run = first(self.folder())
         if not run.trained and self.on_cpu and GPU.search(self.text):  # it may require a GPU
@@ -199,7 +200,7 @@ class OwnersBench(ProgramBench):
     def _as_lightning_starts_it(self, scratch: Path) -> Run:
         """Started with python, Lightning starts further copies of the program; fork this number of ranks instead."""
         asked = scratch / "tmp" / "ranks"
-        run = self._run(scratch, before=_Ranks(asked))
+        run = self._run(scratch, before=lightning_ranks.Ranks(asked))
         if not asked.exists():
             return run  # it trains with one process
         self.launch, self.nproc = "torchrun", int(asked.read_text())
@@ -217,8 +218,7 @@ class OwnersBench(ProgramBench):
         alike: dict[str, Any] = {"steps": steps, "at_once": True, "entropy": secrets.randbelow(2**31)}
         alike["before"] = replace(self.kept, whole.nproc)
         several = self._run(self.folder(), **alike)
-        gpus = 1 if self.launch == "spawn" and self.gpus else self.gpus  # the program starts a process for each
-        return Compared(several, self._run(self.folder(), nproc=1, nodes=1, gpus=gpus, **alike))
+        return Compared(several, self._alone(**alike))
 
     def _metrics(self, made: Made) -> Compared:
         """Run the program with all processes, and with one that gets their batches, and their parameters at evaluations."""
@@ -238,9 +238,17 @@ class OwnersBench(ProgramBench):
         stopped = whole.trained[0].first(Stopped)
         alike |= {"steps": stopped.steps, "at_once": True} if stopped else {}
         several = self._run(self.folder(), before=partial(before, store), **alike)
-        gpus = 1 if self.launch == "spawn" and self.gpus else self.gpus  # the program starts a process for each
-        single = self._run(self.folder(), nproc=1, nodes=1, gpus=gpus, before=partial(before, restore), **alike)
-        return Compared(several, single)
+        return Compared(several, self._alone(before=partial(before, restore), **alike))
+
+    def _alone(self, **changes: Any) -> Run:
+        """Run the program with one process. If it starts its processes itself, tell it so."""
+        arguments: list[str] = []
+        if self.launch == "spawn":
+            changes["gpus"] = 1 if self.gpus else 0  # many programs start a process for each
+            arguments = _one_process(self.text)
+        if lightning_ranks.USED.search(self.text):
+            changes["before"] = lightning_ranks.alone(changes["before"])
+        return self._run(self.folder(), arguments, nproc=1, nodes=1, **changes)
 
     def _pretended(self, made: Made, nproc: int, nodes: int) -> Run:
         """Run some steps on pretended GPUs. If the program resumes, the run is one that has resumed on them."""
@@ -341,24 +349,6 @@ def _loads(run: Run, folder: Path, saved: set[str]) -> bool:
     return loads and not refused
 
 
-class _Ranks:
-    """Lets Lightning write how many processes it would start, and end."""
-
-    def __init__(self, file: Path):
-        self.file = file
-
-    def __call__(self, recorder: Recorder) -> None:
-        for name in ("lightning.pytorch", "lightning.fabric", "pytorch_lightning", "lightning_fabric"):
-            with suppress(ImportError):
-                module = importlib.import_module(f"{name}.strategies.launchers.subprocess_script")
-                launcher = module._SubprocessScriptLauncher
-                launcher._call_children_scripts = lambda launcher: self._end(launcher.num_processes)
-
-    def _end(self, number: int) -> None:
-        self.file.write_text(str(number))
-        os._exit(0)
-
-
 def _sources(script: Path, original: Path) -> str:
     """The text of the program: of its file, and of the modules in its folder that it imports."""
     texts: dict[Path, str] = {}
@@ -400,6 +390,16 @@ def _planned(texts: Iterable[str], arguments: Sequence[str]) -> Iterator[int]:
     """Yield the numbers of epochs and steps that options, settings and arguments name."""
     for text in (*texts, " ".join(arguments)):
         yield from (int(number.replace("_", "")) for number in PLANNED.findall(text))
+
+
+def _one_process(text: str) -> list[str]:
+    """The arguments with which a program that calls mp.spawn starts one process; empty if it has no such option."""
+    for owner, name in NPROCS.findall(text):
+        names = [name] if owner else re.findall(rf"\b{name}\s*=\s*\w+\.(\w+)", text)
+        options = [f"--{each}" for name in names for each in (name, name.replace("_", "-"))]
+        if given := [option for option in options if re.search(rf"[\"']{option}[\"']", text)]:
+            return [given[0], "1"]
+    return []
 
 
 def _free_port() -> int:

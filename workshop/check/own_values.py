@@ -68,7 +68,14 @@ def _weights(source: Source, start: ast.stmt, detail: str) -> int | None:
     """The statement that computes the weights of a loss with a division."""
     given = [each for call in calls(start) for each in call.keywords if each.arg in ("weight", "pos_weight")]
     begin = [Value(each.value, start) for each in given] or [header(start)]
-    return first((value for value in source.trace(begin) if value.statement is not start), _divides)
+    behind = [value for value in source.trace(begin) if value.statement is not start]
+    names = {each.attr for value in behind for each in ast.walk(value.expression) if isinstance(each, ast.Attribute)}
+    members = (
+        Value(each.value, each)
+        for each in ast.walk(source.tree)
+        if isinstance(each, ast.Assign) and any(name_of(target) in names for target in each.targets)
+    )
+    return first(behind, _divides) or first(members, _divides)
 
 
 def _plateau(source: Source, start: ast.stmt, detail: str) -> int | None:

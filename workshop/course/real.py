@@ -238,13 +238,19 @@ def _tensors(value: object, name: str = "") -> dict[str, torch.Tensor]:
 # ---------------------------------------------------------------- speed
 
 
+ROUNDS = 4  # starts of each program before one is called slower
+CLEARLY = 1.1  # times the samples per second of the other program
+
+
 def speeds(script: Path, solution: Path, place: Path, gpus: bool) -> Speeds:
     """Measure the samples per second of a program and of the solution in turn, until both are settled.
 
     Each run counts with its fastest epoch, because other load on the machine can only make a program slower.
     """
     turns: dict[Path, list[float]] = {script: [], solution: []}
-    while not all(settled(best) for best in turns.values()):
+    while not all(settled(best) for best in turns.values()) or (
+        len(turns[script]) < ROUNDS and max(turns[script]) * CLEARLY < max(turns[solution])
+    ):  # before a program is called slower, it gets further turns
         for name, (program, best) in zip(("own", "solution"), turns.items(), strict=True):
             command = [sys.executable, program, "--epochs", 3, "--checkpoint", CHECKPOINT]
             run = _Real(command, place / f"{name}-{len(best)}", {}, gpus)

@@ -27,6 +27,9 @@ LOSS = "        loss = nn.functional.cross_entropy(logits.flatten(0, 1), targets
 BACKWARD = "        loss.backward()\n"
 REDUCE = "            dist.all_reduce(mean_loss := loss.detach(), dist.ReduceOp.AVG)\n"
 PRINT = '                print(f"step {step} | loss {mean_loss.item():.2f}", flush=True)\n'
+ORDER = (
+    "    order = torch.randperm((len(tokens) - 1) // CONTEXT, generator=torch.Generator().manual_seed(SEED + step))\n"
+)
 DEAL = "    mine = order[: batch_size * world_size][rank::world_size]\n"
 
 # The tagger with local steps.

@@ -35,6 +35,17 @@ EVALUATED_BY_RANK_0 = """\
 
 MISTAKES = (
     mistake(
+        "deepspeed-counts-not-awaited",
+        "solutions/05_deepspeed/exercise1_deepspeed.py",
+        "never-awaited",
+        "Rank 0 reads the counts before the sum of all ranks is there.",
+        (
+            "    dist.all_reduce(correct_and_total)\n",
+            "    dist.all_reduce(correct_and_total, async_op=True)\n",
+        ),
+        held_out=True,
+    ),
+    mistake(
         "stops-by-a-sum-of-rank-0",
         "tests/check/referee/distillation/train.py",
         "collectives-differ",

@@ -4,7 +4,31 @@ from check.bank import ddp, gpus, lightning, second, sharded
 from check.bank.case import mistake, style
 from check.bank.cases import bank_tests
 
+NO_LEARNING = "solutions/02_pytorch_ddp/exercise4_find_the_bug_no_learning.py"
+
 MISTAKES = (
+    mistake(
+        "sigmoid-twice",
+        NO_LEARNING,
+        "loss-of-probabilities",
+        "The loss applies the sigmoid itself, so it is applied twice.",
+        (
+            "loss = F.binary_cross_entropy_with_logits(outputs, is_odd)",
+            "loss = F.binary_cross_entropy_with_logits(outputs.sigmoid(), is_odd)",
+        ),
+        held_out=True,
+    ),
+    mistake(
+        "labels-shifted-twice",
+        sharded.FSDP,
+        "labels-shifted",
+        "The model shifts the labels itself, so it learns to predict the token after the next one.",
+        (
+            "loss = model(input_ids=batch, labels=batch, use_cache=False).loss  # the model shifts the labels itself",
+            "loss = model(input_ids=batch[:, :-1], labels=batch[:, 1:], use_cache=False).loss",
+        ),
+        held_out=True,
+    ),
     mistake(
         "cycle-ends-early",
         "tests/check/referee/accelerate_onecycle/train.py",

@@ -8,6 +8,14 @@ DETECTOR = "tests/check/referee/lightning_module/train.py"
 SYNCHRONIZED = 'self.log("val_loss", F.cross_entropy(logits, labels), sync_dist=True)'
 
 MISTAKES = (
+    mistake(
+        "lightning-counts-the-parts-of-a-batch",
+        lightning.CIFAR10,
+        "throughput-miscounted",
+        "A batch is a pair of images and labels, so the number of samples is always 2.",
+        ("batch_size_fn=lambda batch: len(batch[1])", "batch_size_fn=lambda batch: len(batch)"),
+        held_out=True,
+    ),
     # ---- monitor-differs
     mistake(
         "lightning-stops-by-the-loss-of-a-rank",

@@ -24,6 +24,14 @@ SEEN = "            seen += torch.tensor([len(tokens), float(count)])\n"
 
 MISTAKES = (
     mistake(
+        "sum-of-the-losses-compared-with-the-target",
+        "solutions/02_pytorch_ddp/exercise4_find_the_bug_hang.py",
+        "loss-summed",
+        "The ranks add up their losses and do not divide the sum, so the program stops later on more GPUs.",
+        ("all_reduce(loss, dist.ReduceOp.AVG)", "all_reduce(loss)"),
+        held_out=True,
+    ),
+    mistake(
         "running-totals-reduced-at-each-step",
         second.TAGGER,
         "totals-summed-again",

@@ -51,6 +51,13 @@ TRAINER = "tests/check/referee/hf_token_tagger/train.py"
 MOCO = "tests/check/referee/moco/train.py"
 SENT = "        dist.broadcast(order, src=0)\n"
 
+ORDER_OF_AN_EPOCH = (
+    "    windows = 320\n"
+    "    epoch, place = divmod((step - 1) * batch_size * world_size, windows)\n"
+    "    order = torch.randperm(windows, generator=torch.Generator().manual_seed(SEED + epoch))\n"
+)
+NEXT_WINDOWS = "    mine = order[place : place + batch_size * world_size][rank::world_size]\n"
+
 MISTAKES = (
     mistake(
         "own-order-of-the-gathered-batch",
@@ -176,6 +183,14 @@ MISTAKES = (
         "shares-overlap",
         "The second rank's windows start half a batch after the first rank's, so half of each batch is on both.",
         (second.DEAL, "    mine = order[rank * batch_size // 2 :][:batch_size]\n"),
+    ),
+    mistake(
+        "second-own-order-of-an-epoch",
+        second.PROGRAM,
+        "shares-overlap",
+        "In each epoch, each rank goes through its windows of an order of its own.",
+        (second.ORDER, ORDER_OF_AN_EPOCH.replace("+ epoch", "+ epoch + 1000 * rank")),
+        (second.DEAL, NEXT_WINDOWS),
     ),
     mistake(
         "lightning-sampler-seeded-by-rank",
@@ -326,6 +341,13 @@ MISTAKES = (
 )
 
 STYLES = (
+    style(
+        "second-order-of-an-epoch",
+        second.PROGRAM,
+        "In each epoch, all ranks go through one order, and each rank takes every second window.",
+        (second.ORDER, ORDER_OF_AN_EPOCH),
+        (second.DEAL, NEXT_WINDOWS),
+    ),
     style(
         "order-of-the-gathered-batch-from-rank-0",
         MOCO,

@@ -18,6 +18,7 @@ from workshop.check.evidence.events import (
     InnerCollective,
     Joined,
     Joining,
+    NeverAwaited,
     NotAwaited,
     StoreOpened,
     VariableSet,
@@ -88,12 +89,13 @@ class Groups(Probe):
 class Collectives(Probe):
     """Records the collectives of ``torch.distributed``."""
 
-    writes = (Collective, InnerCollective, NotAwaited)
+    writes = (Collective, InnerCollective, NotAwaited, NeverAwaited)
     inside = 0  # above 0 in a collective that calls other collectives
 
     def clear(self) -> None:
-        self.begun: dict[int, NotAwaited] = {}  # since the last step, by the ids of their handles
-        self.told: set[str] = set()  # lines with a handle that was not waited for
+        self.begun: dict[int, NotAwaited] = {}  # not waited for, by the ids of their handles
+        self.told: set[str] = set()  # lines with a handle that was not waited for before a step
+        self.never: set[str] = set()  # those with one that was never waited for
 
     @around(c10d, *COLLECTIVES.split(), named=True)
     def _call(self, name: str, original: Function, *args: Any, **kwargs: Any) -> Any:
@@ -110,11 +112,11 @@ class Collectives(Probe):
         starts_only = kwargs.get("async_op") or name in ("isend", "irecv")
         if starts_only and made_of_others and result is not None:
             with self.recorder.guard:
-                self._lost(self.begun.pop(id(result), None))  # the memory of an earlier handle is used again
+                self._never(self.begun.pop(id(result), None))  # the memory of an earlier handle is used again
                 self.begun[id(result)] = NotAwaited(name=name, where=self.recorder.where())
         return result
 
-    @before(dist.Work, "wait", "synchronize", "get_future")
+    @before(dist.Work, "wait", "synchronize", "get_future", "is_completed")
     def _wait(self, work: Any, *args: Any, **kwargs: Any) -> None:
         self.begun.pop(id(work), None)
 
@@ -122,13 +124,24 @@ class Collectives(Probe):
     def _step(self, optimizer: Any) -> None:
         for event in self.begun.values():
             self._lost(event)
-        self.begun.clear()
 
-    def _lost(self, event: NotAwaited | None) -> None:
-        """Note a collective whose handle was not waited for, once for each line."""
-        if event and event.where not in self.told:
+    def _lost(self, event: NotAwaited) -> None:
+        """Note a collective whose handle was not waited for so far, once for each line."""
+        if event.where not in self.told:
             self.told.add(event.where)
             self.recorder.note(event)
+
+    @on("at_end")
+    def _end(self) -> None:
+        for event in self.begun.values():
+            self._never(event)
+
+    def _never(self, event: NotAwaited | None) -> None:
+        """Note a collective whose handle no longer exists, or was not waited for until the end, once for each line."""
+        if event and event.where not in self.never:
+            self.never.add(event.where)
+            self._lost(event)
+            self.recorder.note(NeverAwaited(name=event.name, where=event.where))
 
     @around(DTensor, "full_tensor", named=True)
     def _full(self, name: str, original: Function, tensor: Any, *args: Any, **kwargs: Any) -> Any:

@@ -4,7 +4,16 @@ import importlib
 import os
 from typing import Any, ClassVar
 
-from workshop.check.evidence.events import CallbacksSeen, Event, MetricsLogged, MonitorSeen, Saved, TrainerFit
+from workshop.check.evidence.events import (
+    CallbacksSeen,
+    Event,
+    MetricsLogged,
+    MonitorSeen,
+    SamplesCounted,
+    Saved,
+    TrainerFit,
+)
+from workshop.check.probes.contents import first_tensor
 from workshop.check.probes.probe import Probe, after, before
 
 
@@ -12,7 +21,7 @@ class Lightning(Probe):
     """Records ``Trainer.fit``, callbacks, loggers and checkpoints."""
 
     # (Without ``Saved``: a rule that needs it does not need Lightning.)
-    writes: ClassVar[tuple[type[Event], ...]] = (TrainerFit, CallbacksSeen, MonitorSeen, MetricsLogged)
+    writes: ClassVar[tuple[type[Event], ...]] = (TrainerFit, CallbacksSeen, MonitorSeen, MetricsLogged, SamplesCounted)
     library = "lightning"
     package = "lightning.pytorch"
 
@@ -47,6 +56,21 @@ class Lightning(Probe):
                 recorder.fitting = False
 
         trainer.callbacks.append(Observer())
+
+    @after(lambda package: package.callbacks.ThroughputMonitor, "__init__")
+    def _throughput(self, result: None, monitor: Any, *args: Any, **kwargs: Any) -> None:
+        original, where = monitor.batch_size_fn, self.recorder.where()
+
+        def counted(batch: Any) -> int:
+            number = int(original(batch))
+            with self.recorder.guard:
+                tensor = first_tensor(batch)
+                if tensor is not None and monitor.batch_size_fn is counted:
+                    self.recorder.note(SamplesCounted(counted=number, rows=len(tensor), where=where))
+            monitor.batch_size_fn = original  # one batch is enough
+            return number
+
+        monitor.batch_size_fn = counted
 
     @before(lambda package: package.LightningModule, "log")
     def _log_value(self, module: Any, name: str, *args: Any, **kwargs: Any) -> None:

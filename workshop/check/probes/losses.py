@@ -1,12 +1,14 @@
 """The cross entropy that the loss is made of, over how many targets it is the mean, and the constants that weight the loss."""
 
+import dataclasses
+import re
 from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch.nn import functional as F
 
-from workshop.check.evidence.events import LossComputed, LossWeighted
+from workshop.check.evidence.events import Event, LabelsShifted, LossComputed, LossOfProbabilities, LossWeighted
 from workshop.check.probes.probe import Probe, after, on
 
 FIRST = 6  # backward passes whose loss is looked at
@@ -14,15 +16,35 @@ NEAR = 24  # nodes of the autograd graph behind a loss
 FEW, LARGEST = 64, 10_000_000  # different constants, and elements of the tensor that contains them
 ARGUMENTS = ("_raw_saved_weight", "_raw_saved_pos_weight")
 FACTORS = ("_raw_saved_other", "_raw_saved_self")
+VIEWS = re.compile(r"(View|UnsafeView|Reshape|Squeeze|Unsqueeze|Select|Slice|Alias|ToCopy|T|Transpose|Permute)Backward")
+CAUSAL = re.compile(r"ForCausalLM|LMHead")  # the language models of transformers
 
 
 class Losses(Probe):
     """Records each ``cross_entropy`` with gradients; targets with the value ``ignore_index`` do not count."""
 
-    writes = (LossComputed, LossWeighted)
+    writes = (LossComputed, LossWeighted, LossOfProbabilities, LabelsShifted)
 
     def clear(self) -> None:
         self.passes, self.line = 0, ""  # the line of the last cross entropy
+        self.told: set[str] = set()  # lines with a wrong input of a loss
+
+    @after(F, "cross_entropy", "binary_cross_entropy_with_logits", "nll_loss", named=True)
+    def _input(self, name: str, result: torch.Tensor, input: torch.Tensor, *args: Any, **kwargs: Any) -> None:
+        self._tell(LossOfProbabilities(name=name, of=_squashed(input)) if _squashed(input) else None)
+
+    @on("before_forward")
+    def _labels(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        model = type(getattr(module, "module", module)).__name__
+        inputs, labels = kwargs.get("input_ids", args[0] if args else None), kwargs.get("labels")
+        if CAUSAL.search(model) and isinstance(inputs, torch.Tensor) and isinstance(labels, torch.Tensor):
+            self._tell(LabelsShifted(model=model) if _shifted(inputs, labels) else None)
+
+    def _tell(self, event: Event | None) -> None:
+        where = self.recorder.where() if event else ""
+        if event and where not in self.told:
+            self.told.add(where)
+            self.recorder.note(dataclasses.replace(event, where=where))
 
     @on("before_backward")
     def _weights(self, loss: torch.Tensor | None) -> None:
@@ -60,6 +82,23 @@ class Losses(Probe):
         if targets:
             value, summed = float(result.detach()), reduction != "mean"
             self.note_here(LossComputed(targets=targets, mean=value / targets if summed else value, summed=summed))
+
+
+def _squashed(tensor: torch.Tensor) -> str:
+    """The function that has made probabilities of the outputs of a model; "" if there is none."""
+    node = tensor.grad_fn
+    while node is not None and VIEWS.match(node.name()):
+        node = node.next_functions[0][0]
+    return next((name for name in ("softmax", "sigmoid") if node and node.name().lower().startswith(name)), "")
+
+
+def _shifted(inputs: torch.Tensor, labels: torch.Tensor) -> bool:
+    """Whether each label is the token that follows the one in its place."""
+    if inputs.shape != labels.shape or labels.dim() != 2 or labels.shape[1] < 3:
+        return False
+    counted = labels[:, :-1] >= 0
+    following = (labels[:, :-1] == inputs[:, 1:])[counted]
+    return following.numel() > 0 and bool(following.all()) and not bool((labels == inputs)[:, :-1][counted].all())
 
 
 def _nodes(loss: torch.Tensor | None) -> Iterator[Any]:

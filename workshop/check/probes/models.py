@@ -77,6 +77,7 @@ class Models(Probe):
         if outermost:
             with recorder.guard:
                 pending = self._forward(module, first_tensor([*args, *kwargs.values()]))
+            recorder.call(recorder.before_forward, module, args, kwargs)
         self.depth += 1
         recorder.in_forward = True
         try:

@@ -28,7 +28,8 @@ class Prints(Probe):
 
     @before(logging.Logger, "callHandlers")
     def _logged(self, logger: logging.Logger, record: logging.LogRecord) -> None:
-        self._note(record.getMessage())
+        if not record.name.startswith("torch"):
+            self._note(record.getMessage())
 
     def _note(self, text: str) -> None:
         first = not dist.is_initialized() or dist.get_rank() == 0

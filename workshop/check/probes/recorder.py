@@ -12,6 +12,7 @@ from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -59,6 +60,7 @@ class Recorder:
         self.fitting = False  # whether Lightning's Trainer is training
         self.take_batch: Callable[[torch.Tensor], Batch | None] = lambda tensor: None  # the batch of an input
         self.at_step: Callable[[], None] = lambda: None  # called when a step begins; it can end the program
+        self.before_forward: list[Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], None]] = []  # of a whole model
         self.before_backward: list[Callable[[torch.Tensor], None]] = []  # with the loss
         self.before_step: list[Callable[[Optimizer], None]] = []
         self.after_step: list[Callable[[Optimizer], None]] = []

@@ -1,5 +1,6 @@
 """The batches of data loaders, and the samples of the data set in them."""
 
+import reprlib
 import time
 from collections import deque
 from collections.abc import Iterable
@@ -33,6 +34,7 @@ class Samples(Probe):
         self.iterations: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
         self.numbers: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
         self.loaders_seen = count(1)
+        self.lists: dict[int, list[object]] = {}  # by length: the first samples of the data sets that are lists
 
     def clear(self) -> None:
         self.pending: deque[Batch] = deque(maxlen=PENDING)  # not used by a forward pass so far
@@ -53,7 +55,7 @@ class Samples(Probe):
         seconds = time.monotonic() - start
         with self.recorder.guard:
             asked, tensor = self.asked.get(iterator), first_tensor(data)
-            keys = _keys(getattr(iterator, "_dataset", None), asked.popleft()) if asked else []
+            keys = self._keys(getattr(iterator, "_dataset", None), asked.popleft()) if asked else []
             if not keys and tensor is not None:
                 keys = rows(tensor)
             row, pointer = (None, 0) if tensor is None else (rows(tensor[:1]), tensor.data_ptr())
@@ -106,13 +108,23 @@ class Samples(Probe):
         self.taken.append(batch)
         return batch
 
+    def _keys(self, dataset: Any, indices: Iterable[Any]) -> list[Key]:
+        """Return the samples at these indices, in the data set below all subsets; empty if the indices are not numbers."""
+        try:
+            numbers = list(indices)
+            while isinstance(dataset, Subset):
+                numbers, dataset = [dataset.indices[number] for number in numbers], dataset.dataset
+            name, length = type(dataset).__name__, len(dataset)
+            if isinstance(dataset, list | tuple):  # all data sets in lists would have the same name
+                known, first = self.lists.setdefault(length, []), _marked(dataset[0])
+                known += [] if first in known else [first]
+                name += f" {known.index(first) + 1}"
+            return [(name, length, int(number)) for number in numbers]
+        except (TypeError, AttributeError, KeyError, IndexError, ValueError):
+            return []
 
-def _keys(dataset: Any, indices: Iterable[Any]) -> list[Key]:
-    """Return the samples at these indices, in the data set below all subsets; empty if the indices are not numbers."""
-    try:
-        numbers = list(indices)
-        while isinstance(dataset, Subset):
-            numbers, dataset = [dataset.indices[number] for number in numbers], dataset.dataset
-        return [(type(dataset).__name__, len(dataset), int(number)) for number in numbers]
-    except (TypeError, AttributeError, KeyError, IndexError, ValueError):
-        return []
+
+def _marked(sample: object) -> object:
+    """What tells a sample from others."""
+    tensor = first_tensor(sample)
+    return reprlib.repr(sample) if tensor is None else rows(tensor[None])

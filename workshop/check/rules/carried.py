@@ -57,6 +57,8 @@ def _reordered(whole: Run, split: Split, done: int) -> Cause | None:
         if len({len(each.weights) for each in (*start, *due, *own)}) > 1:
             continue
         for index, name in enumerate(due[0].names):
+            if all(difference([start[0].weights[index]], [each.weights[index]]) <= CLOSE for each in start[1:]):
+                continue  # the ranks have no parts, but began alike
             parts = zip(due, own, strict=True)
             apart = any(difference([one.weights[index]], [two.weights[index]]) > CLOSE for one, two in parts)
             first, before, now = (_norm(each, index) for each in (start, due, own))

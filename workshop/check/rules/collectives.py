@@ -1,6 +1,6 @@
 """Whether all ranks make the same calls."""
 
-from workshop.check.evidence.events import Collective, UnevenJoined, Wrapped
+from workshop.check.evidence.events import Collective, NeverAwaited, UnevenJoined, Wrapped
 from workshop.check.evidence.run import Process, Run, collectives_of_groups
 from workshop.check.rules.divergence import TO_ONE, reduced_to_one
 from workshop.check.rules.parting import parting
@@ -29,6 +29,20 @@ def collectives_differ(run: Run) -> Said:
     if seen := (not run.cut and _uneven_steps(run, of_all)) or next(unequal, None):
         cause = parting(run)
         yield Seen(f"{seen.text}; {cause.text}", cause.where, fix=cause.fix) if cause else seen
+
+
+@rule(
+    why="With async_op=True, the call returns before the result is there. Whatever reads the tensor next may get its old values.",
+    fix="Call wait() on the handle that the call returns, before the tensor is read; or leave out async_op=True.",
+    after=(collectives_differ,),
+    anywhere=True,
+)
+def never_awaited(run: Run) -> Said:
+    """No rank waits for the result of an asynchronous collective."""
+    ends = [[each for each in process.of(NeverAwaited) if each.name != "isend"] for process in run.trained]
+    if not run.failed and not run.hung and all(ends):
+        for event in ends[0] if ends else ():
+            yield Seen(f"the program calls {event.name}(async_op=True) and never waits for its result", event.where)
 
 
 def _uneven_steps(run: Run, calls: list[list[Collective]]) -> Seen | None:

@@ -112,8 +112,9 @@ def factors_differ(run: Run, compared: Compared) -> Said:
 def _factors(process: Process) -> list[float]:
     """The constants by which the losses of the samples are multiplied, if they are the same in all steps."""
     events = [event.values for event in process.of(LossWeighted) if not event.argument]
+    events = [values for values in events if sum(value != 0 for value in values) > 1]  # without the masks of dropout
     most = max(events, key=len, default=[])
-    return most if sum(value != 0 for value in most) > 1 and all(_among(values, most) for values in events) else []
+    return most if all(_among(values, most) for values in events) else []
 
 
 def _among(values: list[float], others: list[float]) -> bool:

@@ -4,7 +4,13 @@ import math
 from functools import partial
 from itertools import pairwise, takewhile
 
-from workshop.check.evidence.events import AcceleratorCalled, GraphMeasured, ScheduleSeen
+from workshop.check.evidence.events import (
+    AcceleratorCalled,
+    GraphMeasured,
+    LabelsShifted,
+    LossOfProbabilities,
+    ScheduleSeen,
+)
 from workshop.check.evidence.run import Process, Run
 from workshop.check.evidence.sketches import difference
 from workshop.check.rules.ending import crash
@@ -194,7 +200,44 @@ def graph_kept(run: Run) -> Said:
     for process in run.trained[:1]:
         sizes = [event.nodes for event in process.of(GraphMeasured)]
         growth = [later - earlier for earlier, later in pairwise(sizes)]
-        # A model that skips blocks at random also has larger and smaller graphs.
+        # A model that skips blocks at random also has larger and smaller graphs. A GRU has a node for each time.
+        longer = _elements(process, 6) / _elements(process, 2)
+        if sizes and sizes[-1] < 1.6 * longer * sizes[0]:
+            return
         if len(sizes) > 1 and sizes[-1] >= 1.6 * sizes[0] and min(growth) >= 6 and max(growth) <= 2 * min(growth):
             where, steps = process.step_where, len(sizes) * 2
             yield Seen(f"a graph grows from {sizes[0]} to {sizes[-1]} nodes in the first {steps} steps", where)
+
+
+def _elements(process: Process, number: int) -> int:
+    """The number of elements of a sample of a step; 1 if it is not known."""
+    forwards = [each.forward for step in process.steps[number : number + 1] for each in step.backwards]
+    shapes = [forward.shape for forward in forwards if forward and forward.shape]
+    return max(1, math.prod(shapes[-1])) if shapes else 1
+
+
+@rule(
+    why="The loss applies the softmax or the sigmoid itself (nll_loss: it needs logarithms). Applied twice, it makes all outputs "
+    "similar: the loss cannot become small, and the gradients are too small.",
+    fix="Pass the outputs of the model without softmax or sigmoid (logits) to cross_entropy or binary_cross_entropy_with_logits; "
+    "give nll_loss the result of log_softmax.",
+    needs=(LossOfProbabilities,),
+    anywhere=True,
+)
+def loss_of_probabilities(run: Run) -> Said:
+    """A loss that needs the outputs of a model gets probabilities."""
+    for event in run.trained[0].of(LossOfProbabilities)[:1] if run.trained else ():
+        yield Seen(f"{event.name} gets the result of {event.of}", event.where)
+
+
+@rule(
+    why="The model compares its output for each token with the label of the next one. With shifted labels it learns the token "
+    "after the next one.",
+    fix="Pass the same tokens as input_ids and as labels (labels=input_ids), with -100 for those that do not count.",
+    needs=(LabelsShifted,),
+    anywhere=True,
+)
+def labels_shifted(run: Run) -> Said:
+    """A language model of transformers, which shifts the labels itself, gets shifted labels."""
+    for event in run.trained[0].of(LabelsShifted)[:1] if run.trained else ():
+        yield Seen(f"{event.model} shifts its labels itself, and gets labels that the program has shifted", event.where)

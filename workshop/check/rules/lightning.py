@@ -3,7 +3,15 @@
 import re
 from functools import partial
 
-from workshop.check.evidence.events import CallbacksSeen, LayersSeen, MetricsLogged, MonitorSeen, Saved, TrainerFit
+from workshop.check.evidence.events import (
+    CallbacksSeen,
+    LayersSeen,
+    MetricsLogged,
+    MonitorSeen,
+    SamplesCounted,
+    Saved,
+    TrainerFit,
+)
 from workshop.check.evidence.real import RealRun
 from workshop.check.evidence.run import Run
 from workshop.check.evidence.sketches import CLOSE
@@ -27,6 +35,21 @@ def trainer_idle(run: Run) -> Said:
         yield Seen("the program trains in a loop of its own, not with a Trainer", steps[0].where)
     elif not steps and not any(run.all(TrainerFit)):
         yield Seen("Trainer.fit() is never called")
+
+
+@rule(
+    why="The samples per second in the log are too small or too large by the same factor.",
+    fix="batch_size_fn of ThroughputMonitor gets a batch, and must return the number of samples in it, such as "
+    "lambda batch: len(batch[0]) for a batch of images and labels.",
+    needs=(SamplesCounted,),
+    anywhere=True,
+)
+def throughput_miscounted(run: Run) -> Said:
+    """ThroughputMonitor gets a different number than a batch has samples."""
+    for event in run.trained[0].of(SamplesCounted)[:1] if run.trained else ():
+        if event.counted != event.rows:
+            seen = f"batch_size_fn returns {event.counted} for a batch of {plural(event.rows, 'sample')}"
+            yield Seen(seen, event.where, origin="call:ThroughputMonitor")
 
 
 def _refused(run: Run, sign: str, seen: str) -> Said:

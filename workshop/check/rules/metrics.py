@@ -18,6 +18,7 @@ from workshop.check.evidence.events import (
 )
 from workshop.check.evidence.run import Process, Run
 from workshop.check.evidence.sketches import CLOSE, difference
+from workshop.check.rules.comparison import loss_weights_differ
 from workshop.check.rules.evaluation import evaluation_missed, metric_of_one_rank
 from workshop.check.rules.gradients import gradient_scale, gradients_differ, models_differ, weights_differ
 from workshop.check.rules.processes import no_group, wrong_group
@@ -30,12 +31,20 @@ OUTLIER = 10  # a repeated sample may have a loss that is larger than the mean b
 NUMBER = re.compile(r"(?<![\w.])[-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?(?![\w]*\d)|\bnan\b|\binf\b")
 HELD_OUT = re.compile(r"val|eval|test|dev\b|held", re.IGNORECASE)
 METRIC = re.compile(
-    r"acc|auc|f1|bleu|iou|dice|psnr|ssim|\bm?ap\b|hits|mrr|ndcg|top.?\d|ppl|perplex|recall|precis|\b[wc]er\b|rmse|\bmae\b|knn",
+    r"acc|auc|f1|bleu|iou|dice|psnr|ssim|\bm?ap\b|hits|mrr|ndcg|top.?\d|ppl|perplex|recall|precis|\b[wc]er\b|rmse|\bmae\b|knn|thresh|quantile|median|score|\berr(?:or)?\b|\bmse\b|corr|\br2\b|nll",
     re.IGNORECASE,
 )
 TRAINING = re.compile(r"train|\blr\b|rate|step|batch", re.IGNORECASE)
 LOSS = re.compile(r"loss|\blr\b|rate|norm|scale|seconds|time|/s\b", re.IGNORECASE)
-AFTER = (gradients_differ, weights_differ, models_differ, gradient_scale, metric_of_one_rank, evaluation_missed)
+AFTER = (
+    loss_weights_differ,
+    gradients_differ,
+    weights_differ,
+    models_differ,
+    gradient_scale,
+    metric_of_one_rank,
+    evaluation_missed,
+)
 
 
 @dataclass(frozen=True)
@@ -73,9 +82,8 @@ def metric_depends_on_processes(compared: Compared) -> Said:
     pairs = list(_pairs(compared))
     if not pairs:
         yield NotJudged(f"{METRICS.title} (one process does not evaluate the same samples)", goal=False)
-    samples = _samples(compared.several)
     for ours, alone in pairs:
-        rounding = SAME + OUTLIER * _repeated(samples[ours.steps])
+        rounding = SAME + OUTLIER * _repeated(compared, ours.steps)
         if seen := _different(ours, alone, compared.several.nproc, rounding):
             yield Seen(seen, ours.exchanged, detail=f"printed in {ours.where}", origin="exchanged")
             return
@@ -92,11 +100,10 @@ def metric_depends_on_processes(compared: Compared) -> Said:
 )
 def repeated_samples_gathered(compared: Compared) -> Said:
     """The program gathers the repeated samples of an evaluation, and prints a different number than one process."""
-    samples = _samples(compared.several)
     for ours, alone in _pairs(compared):
-        repeated = _repeated(samples[ours.steps]) if ours.gathered else 0
+        repeated = _repeated(compared, ours.steps) if ours.gathered else 0
         if repeated and (seen := _different(ours, alone, compared.several.nproc, SAME)):
-            count = round(repeated * samples[ours.steps].total())
+            count = round(repeated * _samples(compared.several)[ours.steps].total())
             yield Seen(f"gather() also returns {plural(count, 'repeated sample')}: {seen}", ours.gathered)
             return
 
@@ -117,6 +124,55 @@ def totals_summed_again(run: Run) -> Said:
         if all(where in other for other in found[1:]):
             grows = f"in {each.calls} calls, a value grows from {each.first:g} to {each.last:g}"
             yield Seen(f"all_reduce() sums a total that is already the sum of all ranks: {grows}", where)
+
+
+@rule(
+    why="The loss in the log grows with the number of processes, and a threshold on it means something else on more GPUs.",
+    fix="Divide the sum by the number of processes, or pass op=dist.ReduceOp.AVG to all_reduce.",
+    needs=(Printed,),
+    after=(no_group, wrong_group),
+    anywhere=True,
+    origin="exchanged",
+)
+def loss_summed(run: Run) -> Said:
+    """The program prints the sum of the losses of all ranks in a step, not their mean."""
+    found = list(_printed_losses(run)) if len(run.trained) > 1 else []
+    if len(found) > 1 and all(is_sum for _, _, is_sum in found):
+        printed, where, _ = found[0]
+        yield Seen(f"the program prints the loss {printed}, which is the sum of the losses of all ranks", where)
+
+
+def _printed_losses(run: Run) -> Iterator[tuple[str, str, bool]]:
+    """Yield the losses that rank 0 prints after it has reduced them, their reduction, and whether they are sums.
+
+    Only those that are the sum or the mean of the losses of all ranks in the last backward pass.
+    """
+    first, losses = run.trained[0], [[each.loss for each in process.backwards] for process in run.trained]
+    number, reduced = 0, ""
+    for _, event in first.events:
+        if isinstance(event, Backward):
+            number, reduced = number + 1, ""
+        elif isinstance(event, Collective) and "reduce" in event.name and event.shape in ((), (1,), None):
+            reduced = event.where
+        elif isinstance(event, Printed) and reduced and number:
+            own = [each[number - 1] for each in losses if len(each) >= number]
+            values = [value for value in own if value is not None]
+            for label, printed in _labelled(event.text):
+                total, value = sum(values), float(printed)
+                close = [abs(value - each) <= max(SAME * abs(each), 0.6 * 10.0 ** -_digits(printed)) for each in
+                         (total, total / max(1, len(values)))]  # fmt: skip
+                if "loss" in label.lower() and len(values) == len(losses) and any(close):
+                    yield printed, reduced, close[0]
+
+
+def _labelled(text: str) -> Iterator[tuple[str, str]]:
+    """Yield the numbers with a decimal point in a text, each with the words before it."""
+    begin, label = 0, ""
+    for number in NUMBER.finditer(text):
+        between = text[begin : number.start()]
+        begin, label = number.end(), between if any(map(str.isalpha, between)) else label
+        if "." in number[0]:
+            yield label, number[0]
 
 
 def _different(ours: Shown, alone: Shown, processes: int, rounding: float) -> str:
@@ -181,10 +237,10 @@ def _samples(run: Run) -> dict[int, Counter[Key]]:
     return found
 
 
-def _repeated(counts: Counter[Key]) -> float:
-    """The share of evaluated samples that a sampler repeats, to give all ranks the same number."""
-    usual = min(counts.values(), default=1)
-    return 1 - usual * len(counts) / max(1, counts.total())
+def _repeated(compared: Compared, steps: int) -> float:
+    """The share of the evaluated samples that a sampler repeats, to give all ranks the same number. One process has none."""
+    ours, alone = (_samples(run).get(steps, Counter[Key]()).total() for run in (compared.several, compared.single))
+    return max(0, ours - alone) / max(1, ours)
 
 
 def _numbers(one: str, other: str, trained: bool) -> Iterator[tuple[str, str, str]]:
@@ -199,7 +255,7 @@ def _numbers(one: str, other: str, trained: bool) -> Iterator[tuple[str, str, st
         label = between if any(map(str.isalpha, between)) else label
         if HELD_OUT.search(label):
             held_out = True
-        elif TRAINING.search(label):
+        elif "train" in label.lower():
             held_out = False
         named = HELD_OUT.search(label) or METRIC.search(label) or (trained and not LOSS.search(label))
         if held_out and named and not TRAINING.search(label) and not between.endswith(":") and "." in ours[0]:

@@ -55,11 +55,12 @@ def leak(run: Run) -> Said:
             for key in step.keys:
                 began[key] = min(step.seconds, began.get(key, step.seconds))
     passes = [
-        set(keys)
+        set(part)
         for process in run.ranks
         for seconds, phase in process.evaluated
         for loader, keys in phase.items()
         if loader or not _collects(keys, seconds, began)
+        for part in ([keys] if loader else _halves(keys, trained))
     ]
     if any(
         trained.isdisjoint(each) for each in passes
@@ -75,6 +76,13 @@ def leak(run: Run) -> Said:
     if both > (0.02 if indexed else 0.2) * len(evaluated) and (indexed or not _repeats(run)):
         seen = f"{both:,} of the {len(evaluated):,} evaluated samples are training samples of a rank"
         yield _by_draw(run, Seen(seen, run.where(Evaluated)))
+
+
+def _halves(keys: list[Key], trained: set[Key]) -> list[list[Key]]:
+    """The samples of an evaluation; in two parts if it measures both the training and the validation set, one after the other."""
+    halves = [keys[: len(keys) // 2], keys[len(keys) // 2 :]]
+    low, high = sorted(sum(key in trained for key in half) / max(1, len(half)) for half in halves)
+    return halves if low < 0.02 and high > 0.98 else [keys]
 
 
 def _repeats(run: Run) -> bool:

@@ -81,6 +81,11 @@ def slower(speeds: Speeds) -> Said:
     if not own or not solution:
         yield Seen("without the check the program writes no log, so its throughput is unknown")
     elif own * SLOWER < solution:
+        pairs = [one * SLOWER < other for one, other in zip(speeds.own, speeds.solution, strict=False)]
+        if 3 * sum(pairs) < 2 * len(pairs):
+            spread = f"between {min(speeds.own):,.0f} and {own:,.0f} samples per second"
+            yield NotJudged(f"the speed: {spread}, because other programs use this machine")
+            return
         yield Seen(f"{own:,.0f} samples per second; the solution reaches {solution:,.0f} ({solution / own:.2f}x)")
 
 
