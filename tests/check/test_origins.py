@@ -343,6 +343,18 @@ PROGRAMS = {
             model = Net().to(device)  # cause
             epoch(model, loader)
     """,
+    "argument:backward": """
+        def error(model, images, labels):
+            return loss_of(model(images), labels)  # seen
+
+        def validate(loader, model):
+            return sum(error(model, *batch) for batch in loader)
+
+        def train(loader, ddp_model):
+            for images, labels in loader:
+                loss = error(ddp_model.module, images, labels)  # cause
+                loss.backward()
+    """,
     "passed": """
         import torch
 

@@ -473,7 +473,7 @@ def _checkpoints(run: Run) -> list[str]:
             elif isinstance(event, FileRenamed):
                 renamed = event.source
             elif isinstance(event, FileWritten) and renamed:
-                if renamed in saved:
-                    found.append((seconds, event.path))
+                moved = [path for path in saved if f"{path}/".startswith(f"{renamed}/")]  # it may be a folder
+                found += [(seconds, event.path + path.removeprefix(renamed)) for path in moved]
                 renamed = ""
     return [path for _, path in sorted(found)]

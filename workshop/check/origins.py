@@ -17,6 +17,7 @@ from pathlib import Path
 from workshop.check import kept
 from workshop.check.definitions import (
     SEEDS,
+    Function,
     Source,
     Value,
     assigned,
@@ -340,6 +341,18 @@ def _passed(source: Source, start: ast.stmt, detail: str) -> int | None:
     return found[0].lineno if len(found) == 1 else None
 
 
+def _argument(source: Source, start: ast.stmt, detail: str) -> int | None:
+    """The statement that passes a function the model that it calls; of several, one whose function also calls ``detail``."""
+    function = source.scopes(start)[0]
+    if not isinstance(function, Function):
+        return None
+    parameters = {each.arg for each in (*function.args.posonlyargs, *function.args.args, *function.args.kwonlyargs)}
+    if not any(isinstance(each.func, ast.Name) and each.func.id in parameters for each in calls(start)):
+        return None
+    passing = source.calls_of(function)
+    return next((each.lineno for each in passing if any(calls(source.scopes(each)[0], detail))), None)
+
+
 def _holds(source: Source, start: ast.stmt, detail: str) -> int | None:
     """The statement behind the arguments of a statement whose text matches ``detail``."""
     return first(source.trace([header(start)]), lambda value: bool(re.search(detail, ast.unparse(value.expression))))
@@ -376,6 +389,7 @@ def _kept(source: Source, start: ast.stmt, detail: str) -> int | None:
 
 FINDERS: dict[str, Callable[[Source, ast.stmt, str], int | None]] = {
     **OF_RANKS,
+    "argument": _argument,
     "averaged": averaged,
     "call": _call,
     "condition": _condition,

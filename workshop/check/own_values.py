@@ -103,7 +103,12 @@ def _exchanged(source: Source, start: ast.stmt, detail: str) -> int | None:
         return unused[0]
     given = [Value(each, start) for call in calls(start) for each in call.args]
     values = (value for value in source.trace(given) if value.statement is not start)
-    return first(values, lambda value: _divides(value) or _has_key(value) or _gathers(source, value))
+
+    def computes(value: Value) -> bool:
+        inner = source.returned(value) if source.scopes(value.statement)[0] is function else ()
+        return _divides(value) or any(map(_divides, inner)) or _has_key(value) or _gathers(source, value)
+
+    return first(values, computes)
 
 
 def _divides(value: Value) -> bool:

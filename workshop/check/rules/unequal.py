@@ -65,7 +65,8 @@ def why_unequal(base: Process, one: Step, two: Step, which: Sequence[str]) -> tu
                 "model",
             )
         fix = "Call the wrapper of DistributedDataParallel in the forward pass, not the model inside it (`.module`)."
-        return last.forward.where, "the forward pass bypasses DistributedDataParallel: call the wrapper", fix
+        bypasses = "the forward pass bypasses DistributedDataParallel: call the wrapper"
+        return last.forward.where, bypasses, fix, "argument:backward"
     if last and last.sync is False:
         fix = "Run the forward pass and backward() of the last batch of each step outside no_sync()."
         if last.unsynced:
