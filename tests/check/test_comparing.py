@@ -2,6 +2,7 @@
 
 import math
 import re
+import socket
 import subprocess
 import sys
 from collections import namedtuple
@@ -221,6 +222,34 @@ def test_a_metric_is_that_of_one_process_with_the_same_parameters(tmp_path, redu
             verdict.errors[0].seen,
         )
         assert verdict.errors[0].where == "train.py:29"
+
+
+SPAWNED = """
+import argparse
+import torch.multiprocessing as mp
+
+def train(rank, world_size):
+    import os
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(world_size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "%PORT%"}
+    TRAINING
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--world-size", type=int, default=2)
+    processes = parser.parse_args().world_size
+    mp.spawn(train, args=(processes,), nprocs=processes)
+"""
+
+
+def test_a_program_that_spawns_its_processes_is_compared_with_one_process(tmp_path):
+    training = EVALUATED.replace("REDUCED", MEAN).replace("\n", "\n    ")
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    (tmp_path / "train.py").write_text(SPAWNED.replace("TRAINING", training).replace("%PORT%", str(port)))
+    *_, verdict = check_command(["python", "train.py"], folder=tmp_path)
+    assert [finding.kind for finding in verdict.errors] == ["metric-depends-on-processes"], verdict.errors
+    assert [text for text in verdict.unchecked if "one process" in text] == []
 
 
 HASHED = """

@@ -29,6 +29,7 @@ from workshop.check.evidence.events import (
     MomentsMeasured,
     MonitorSeen,
     Reported,
+    SamplesCounted,
     SamplesPrepared,
     Saved,
     TrainerFit,
@@ -52,7 +53,7 @@ def needs(package):
 LIGHTNING = """
     import lightning.pytorch as pl
     import torch
-    from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
+    from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint, ThroughputMonitor
     from torch.utils.data import DataLoader, TensorDataset
 
     class Module(pl.LightningModule):
@@ -74,7 +75,11 @@ LIGHTNING = """
         max_epochs=1,
         accelerator="cpu",
         log_every_n_steps=1,
-        callbacks=[EarlyStopping("accuracy"), ModelCheckpoint(".", monitor="accuracy", mode="max")],
+        callbacks=[
+            EarlyStopping("accuracy"),
+            ModelCheckpoint(".", monitor="accuracy", mode="max"),
+            ThroughputMonitor(batch_size_fn=lambda batch: len(batch)),
+        ],
         logger=pl.loggers.CSVLogger("logs"),
         enable_progress_bar=False,
     )
@@ -91,6 +96,8 @@ def test_events_of_lightning_are_recorded(place):
     (monitored,) = process.of(MonitorSeen)
     assert (monitored.name, monitored.where) == ("accuracy", made.line("self.log("))
     assert (watched.stop, watched.best) == ([("accuracy", "min")], [("accuracy", "max")])
+    (counted,) = process.of(SamplesCounted)
+    assert (counted.counted, counted.rows, counted.where) == (1, 2, made.line("ThroughputMonitor("))
     assert {"accuracy"} <= {name for event in process.of(MetricsLogged) for name in event.names}
     (saved,) = (event for event in process.of(Saved) if event.whole)
     assert saved.path.endswith(".ckpt")

@@ -4,7 +4,9 @@ from check.made import Made
 from workshop.check.evidence.events import (
     DATA_SET,
     Drawn,
+    LabelsShifted,
     LoaderStarted,
+    LossOfProbabilities,
     LossWeighted,
     ModelCopied,
     ModelUpdated,
@@ -134,6 +136,43 @@ def test_the_constants_that_weight_a_loss_are_recorded(place):
     assert not factors.argument
     assert argument.where == weighting.line("# argument")
     assert factors.where == weighting.line('reduction="none"')
+
+
+MISTAKEN = """
+    import torch
+    from torch import nn
+    from torch.nn import functional as F
+
+    class TinyForCausalLM(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.table = nn.Embedding(9, 9)
+
+        def forward(self, input_ids, labels):
+            logits = self.table(input_ids)[:, :-1]
+            return F.cross_entropy(logits.flatten(0, 1), labels[:, 1:].flatten())
+
+    model, labels = nn.Linear(4, 3), torch.tensor([0, 1, 2])
+    for _ in range(2):
+        F.cross_entropy(model(torch.randn(3, 4)).softmax(1), labels).backward()  # softmax
+        F.binary_cross_entropy_with_logits(model(torch.randn(3, 4))[:, 0].sigmoid().unsqueeze(1), torch.ones(3, 1))  # sigmoid
+        F.nll_loss(model(torch.randn(3, 4)).log_softmax(1), labels)  # right
+    tokens, language_model = torch.randint(9, (2, 6)), TinyForCausalLM()
+    language_model(tokens, labels=tokens).backward()  # right
+    language_model(input_ids=tokens[:, :-1], labels=tokens[:, 1:]).backward()  # shifted
+"""
+
+
+def test_losses_of_probabilities_and_shifted_labels_are_recorded(place):
+    mistaken = Made(place("mistaken"), MISTAKEN).well()
+    (process,) = mistaken.run.processes
+    found = [(event.name, event.of, event.where) for event in process.of(LossOfProbabilities)]
+    assert found == [
+        ("cross_entropy", "softmax", mistaken.line("# softmax")),
+        ("binary_cross_entropy_with_logits", "sigmoid", mistaken.line("# sigmoid")),
+    ]
+    (shifted,) = process.of(LabelsShifted)
+    assert (shifted.model, shifted.where) == ("TinyForCausalLM", mistaken.line("# shifted"))
 
 
 # ---------------------------------------------------------------- processes that a program starts

@@ -11,9 +11,11 @@ from workshop.check.evidence.events import (
     FullySharded,
     InnerCollective,
     LayoutSeen,
+    NeverAwaited,
     NotAwaited,
     Saved,
     StateLoaded,
+    TotalsSummed,
     VariablesSeen,
     Wrapped,
 )
@@ -167,6 +169,13 @@ LOOSE = """
             handle = dist.all_reduce(lost, async_op=True)  # lost
             optimizer.step()
             handle.wait()
+        total, own = torch.zeros(2), torch.zeros(2)
+        for number in range(6):
+            dist.all_reduce(torch.ones(2), async_op=True)  # never
+            total += torch.tensor([3.0, number])
+            dist.all_reduce(total)  # again
+            own += 3
+            dist.all_reduce(own.clone())
         optimizer.load_state_dict(state_dict=optimizer.state_dict())
         torch.save({"optimizer": optimizer.state_dict(), "average": average.state_dict()}, f"{dist.get_rank()}.pt")
         dist.destroy_process_group()
@@ -178,7 +187,11 @@ LOOSE = """
 def test_handles_variables_and_optimizer_states_are_recorded(place):
     loose = Made(place("loose"), LOOSE, "torchrun", 2).well()
     for rank in loose.ranks:
-        assert [event.where for event in rank.of(NotAwaited)] == [loose.line("# lost")]
+        assert [event.where for event in rank.of(NotAwaited)] == [loose.line("# lost"), loose.line("# never")]
+        assert [event.where for event in rank.of(NeverAwaited)] == [loose.line("# never")]
+        (again,) = rank.of(TotalsSummed)
+        assert (again.calls, again.first, again.last) == (5, 6, 6 * 31)
+        assert again.where == loose.line("# again")
         assert {event.unsynced for event in rank.of(Backward)} == {loose.line("# local")}
         assert rank.first(Wrapped).names == ("weight", "bias")
         assert [event.numbers["number"] for event in rank.of(VariablesSeen)] == [0, 1]

@@ -200,6 +200,13 @@ def test_lightning_for_gpus_is_checked_with_as_many_processes(tmp_path):
     assert verdict.status == 0
 
 
+def test_lightning_is_compared_with_one_process(tmp_path):
+    (tmp_path / "train.py").write_text(LIGHTNING_PROGRAM.replace("    assert trainer.world_size == 2\n", ""))
+    *_, verdict = check_command(["python", "train.py"], folder=tmp_path)
+    assert verdict.errors == []
+    assert [text for text in verdict.unchecked if "one process" in text and "evaluation" not in text] == []
+
+
 @pytest.mark.parametrize("exists", [False, True])
 def test_a_program_may_write_beside_its_folder(package, exists):
     beside = package.parent / "out"

@@ -395,7 +395,7 @@ def _planned(texts: Iterable[str], arguments: Sequence[str]) -> Iterator[int]:
 def _one_process(text: str) -> list[str]:
     """The arguments with which a program that calls mp.spawn starts one process; empty if it has no such option."""
     for owner, name in NPROCS.findall(text):
-        names = [name] if owner else re.findall(rf"\b{name}\s*=\s*\w+\.(\w+)", text)
+        names = [name] if owner else re.findall(rf"\b{name}\s*=[^=\n]*\.(\w+)$", text, re.MULTILINE)
         options = [f"--{each}" for name in names for each in (name, name.replace("_", "-"))]
         if given := [option for option in options if re.search(rf"[\"']{option}[\"']", text)]:
             return [given[0], "1"]
