@@ -1,4 +1,4 @@
-"""FullyShardedDataParallel of PyTorch's first version on pretended GPUs."""
+"""Both versions of FSDP on pretended GPUs."""
 
 import textwrap
 
@@ -44,5 +44,40 @@ def test_mixed_precision_trains_as_with_fully_shard(tmp_path):
     """FSDP exchanges the data of its parameters in each forward and backward pass, also in hooks of the backward pass."""
     file = tmp_path / "program.py"
     file.write_text(textwrap.dedent(MIXED))
+    done = pretend(tmp_path, "python", *TORCHRUN, "--nproc-per-node=2", file)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+FROM_META = """
+    import os
+    import torch
+    import torch.distributed as dist
+    from torch import nn
+    from torch.distributed.fsdp import fully_shard
+
+    rank = int(os.environ["RANK"])
+    dist.init_process_group(device_id=torch.device("cuda", rank))
+    torch.manual_seed(0)
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(8, 16), nn.Linear(16, 4))
+    fully_shard(model)
+    model.to_empty(device=torch.device("cuda", rank))
+    for layer in model:
+        layer.reset_parameters()
+    weight = model[0].weight.full_tensor().cpu()
+    assert len(weight.unique()) == weight.numel()  # the shards of the ranks have different random numbers
+    mine, theirs = weight.cuda(), weight.cuda()
+    dist.broadcast(theirs, 0)
+    assert torch.equal(mine, theirs)
+    assert torch.cuda.get_rng_state().numel() == 16  # a seed and a place in the sequence of its numbers
+    model(torch.randn(2, 8).cuda()).sum().backward()
+    dist.destroy_process_group()
+"""
+
+
+def test_parameters_on_the_meta_device_are_initialized_in_shards(tmp_path):
+    """DTensor changes the place in the random numbers of each GPU. The program does not choose a GPU: the mesh does."""
+    file = tmp_path / "program.py"
+    file.write_text(textwrap.dedent(FROM_META))
     done = pretend(tmp_path, "python", *TORCHRUN, "--nproc-per-node=2", file)
     assert done.returncode == 0, done.stdout + done.stderr

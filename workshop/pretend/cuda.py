@@ -78,11 +78,11 @@ class CurrentDevice:
     """In place of ``torch.cuda.device``: a context in which another GPU is the current one."""
 
     def __init__(self, device):
-        self.inside = devices.current() if isinstance(device, int) and device < 0 else index_of(device)
+        self.device = device
 
     def __enter__(self):
         self.outside = devices.current()
-        devices.set_current(self.inside)
+        set_device(self.device, chosen=False)
 
     def __exit__(self, *_):
         devices.set_current(self.outside)
@@ -118,11 +118,10 @@ class Generator(torch.Generator):
         return torch.device("cpu") if self.index is None else torch.device("cuda", self.index)
 
 
-def set_device(device) -> None:
-    if isinstance(device, int) and device < 0:
-        return
-    devices.set_current(index_of(device))
-    devices.chosen = True
+def set_device(device, chosen=True) -> None:
+    if not isinstance(device, int) or device >= 0:
+        devices.set_current(index_of(device))
+        devices.chosen |= chosen
 
 
 def _memory(counter):
@@ -152,10 +151,6 @@ def _seed_current(number) -> None:
     devices.seed(number, devices.current())
 
 
-def _set_state(state, device="cuda") -> None:
-    devices.states[index_of(device)] = state
-
-
 def install() -> None:
     """Replace what the program asks ``torch.cuda`` and ``torch.accelerator``."""
     current_stream = Stream.__new__(Stream)
@@ -179,9 +174,10 @@ def install() -> None:
         "is_bf16_supported": lambda *_, **__: True, "is_current_stream_capturing": lambda: False,
         "can_device_access_peer": lambda *_: True, "ipc_collect": lambda: None,
         "manual_seed": _seed_current, "manual_seed_all": PrivateUse1Module.manual_seed_all,
-        "get_rng_state": lambda device="cuda": devices.states[index_of(device)], "set_rng_state": _set_state,
-        "get_rng_state_all": lambda: [devices.states[index] for index in range(devices.count())],
-        "set_rng_state_all": lambda states: devices.states.update(enumerate(states)),
+        "get_rng_state": lambda device="cuda": devices.get_state(index_of(device)),
+        "set_rng_state": lambda state, device="cuda": devices.set_state(state, index_of(device)),
+        "get_rng_state_all": lambda: list(map(devices.get_state, range(devices.count()))),
+        "set_rng_state_all": lambda states: [devices.set_state(state, index) for index, state in enumerate(states)],
     }  # fmt: skip
     accelerator = {
         "current_accelerator": lambda *_, **__: torch.device("cuda"), "device_index": CurrentDevice,

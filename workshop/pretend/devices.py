@@ -1,6 +1,7 @@
 """The pretended GPUs of a process: which one is current, the bytes on each, and what the program did with them."""
 
 import os
+import struct
 import sys
 import threading
 import weakref
@@ -30,7 +31,9 @@ allocated: Counter[int] = Counter()  # bytes on each GPU now
 peak: Counter[int] = Counter()  # the most bytes that were on each GPU at a time
 notes: defaultdict[tuple[str, str], Counter[str]] = defaultdict(Counter)  # kind and detail -> line -> how often
 listeners: list[Callable[[str, str], None]] = []  # called with each kind and its detail
-states: dict[int, torch.Tensor] = {}  # the state of the random number generator of each GPU
+states: dict[
+    int, tuple[int, int]
+] = {}  # the generator of each GPU: its seed, and the place in the sequence of its numbers
 seeded: set[int] = set()  # the GPUs whose generator the program has seeded
 generators: weakref.WeakValueDictionary = weakref.WeakValueDictionary()  # address -> a generator for GPUs
 _storages: dict[int, list] = {}  # address of a storage -> [weak reference, GPU, bytes]
@@ -188,17 +191,28 @@ class random_state:
         if seeded and self.index not in seeded:
             note("not-seeded", f"GPU {self.index}")
         self.outside = torch.get_rng_state()
-        torch.set_rng_state(states[self.index])
+        torch.set_rng_state(torch.Generator().manual_seed(hash(states[self.index])).get_state())
 
     def __exit__(self, *_: object) -> None:
-        states[self.index] = torch.get_rng_state()
+        number, place = states[self.index]
+        states[self.index] = number, place + 4  # CUDA adds a multiple of 4
         torch.set_rng_state(self.outside)
 
 
 def seed(number: int, index: int) -> None:
     """Seed the generator of a GPU."""
-    states[index] = torch.Generator().manual_seed(number).get_state()
+    states[index] = number % 2**64, 0
     seeded.add(index)
+
+
+def get_state(index: int) -> torch.Tensor:
+    """Return the state of the generator of a GPU as CUDA does, in 16 bytes: DTensor changes the place in them."""
+    return torch.tensor(list(struct.pack("<QQ", *states[index])), dtype=torch.uint8, device="cpu")
+
+
+def set_state(state: torch.Tensor, index: int) -> None:
+    """Set the state of the generator of a GPU."""
+    states[index] = struct.unpack("<QQ", bytes(state.tolist()))
 
 
 def after_fork() -> None:

@@ -288,7 +288,8 @@ def _on_cpu(func, args, kwargs, gpu: int | None, tensors: list):
     if func._schema.name in collectives.FLAT and args[0].is_contiguous() and args[1].is_contiguous():
         _, work = func(args[0].view(-1), args[1].view(-1), *args[2:], **kwargs)
         return args[0], work
-    if gpu is not None and torch.Tag.nondeterministic_seeded in func.tags and kwargs.get("generator") is None:
+    random = torch.Tag.nondeterministic_seeded in func.tags and kwargs.get("generator") is None
+    if gpu is not None and random and not any(isinstance(inner(each), FakeTensor) for each in tensors):
         with devices.random_state(gpu):
             return func(*args, **kwargs)
     if func in SUMMING and tensors[0].dtype in LOW:

@@ -37,9 +37,9 @@ class Draws(Probe):
 
     @after(data.DistributedSampler, "__init__")
     def _sampled(self, result: None, sampler: Any, dataset: Any, *args: Any, **kwargs: Any) -> None:
-        where = self.recorder.where()
+        where = self.recorder.where() if self.recorder.called_by_program() else ""  # "": a library creates it
         self.divided[where] += 1
-        if where and self.divided[where] <= PER_LINE:
+        if self.divided[where] <= PER_LINE:
             parts = int(sampler.num_replicas)
             self.recorder.note(Drawn(name=DATA_SET, size=len(dataset), of=parts, result=parts, where=where))
         if isinstance(dataset, data.Subset) and len(dataset) <= MOST:

@@ -24,6 +24,7 @@ from workshop.check.scenarios import Split
 
 ROUNDED = 1e-5  # relative difference up to which two norms count as equal
 ANY = re.compile("")
+COPIES = " ".join(f"loading:{name}" for name in ("ema", "average", "swa", "teacher", "target", "shadow"))
 BEST = re.compile(r"best|patience|bad_epochs|no_improve|\bwait\b", re.IGNORECASE)
 # What was seen, what to do, the line ("": where the checkpoint is loaded), and the origin.
 Cause = tuple[str, str, str, str]
@@ -162,7 +163,7 @@ def copy_lost(whole: Run, split: Split, done: int) -> Cause | None:
             updated = {event.model for event in whole.trained[0].of(ModelUpdated)}
             if updated and updated.isdisjoint(name for event in split.first.all(Saved) for name in event.copies):
                 return seen, fix, _saving(split.first), "saved"
-            return seen, fix, "", "loading:model restored"
+            return seen, fix, "", f"{COPIES} loading:model restored"
     return None
 
 
