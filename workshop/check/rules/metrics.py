@@ -1,5 +1,6 @@
 """Whether the numbers that a program prints after an evaluation are those that one process prints."""
 
+import math
 import re
 from collections import Counter
 from collections.abc import Iterator
@@ -11,6 +12,7 @@ from workshop.check.evidence.events import (
     Collective,
     Evaluated,
     Key,
+    LossComputed,
     Printed,
     Sketch,
     StepTaken,
@@ -129,7 +131,7 @@ def totals_summed_again(run: Run) -> Said:
 @rule(
     why="The loss in the log grows with the number of processes, and a threshold on it means something else on more GPUs.",
     fix="Divide the sum by the number of processes, or pass op=dist.ReduceOp.AVG to all_reduce.",
-    needs=(Printed,),
+    needs=(Printed, LossComputed),
     after=(no_group, wrong_group),
     anywhere=True,
     origin="exchanged",
@@ -145,9 +147,10 @@ def loss_summed(run: Run) -> Said:
 def _printed_losses(run: Run) -> Iterator[tuple[str, str, bool]]:
     """Yield the losses that rank 0 prints after it has reduced them, their reduction, and whether they are sums.
 
-    Only those that are the sum or the mean of the losses of all ranks in the last backward pass.
+    Only those that are the sum or the mean of the losses of all ranks in the last backward pass, if each of these is a mean over
+    the targets of a rank. (Otherwise their sum can be the mean over all targets.)
     """
-    first, losses = run.trained[0], [[each.loss for each in process.backwards] for process in run.trained]
+    first, losses = run.trained[0], [_means(process) for process in run.trained]
     number, reduced = 0, ""
     for _, event in first.events:
         if isinstance(event, Backward):
@@ -163,6 +166,20 @@ def _printed_losses(run: Run) -> Iterator[tuple[str, str, bool]]:
                          (total, total / max(1, len(values)))]  # fmt: skip
                 if "loss" in label.lower() and len(values) == len(losses) and any(close):
                     yield printed, reduced, close[0]
+
+
+def _means(process: Process) -> list[float | None]:
+    """The loss of each backward pass, if it is the mean of a cross entropy; else None."""
+    means: list[float | None] = []
+    mean: float | None = None
+    for _, event in process.events:
+        if isinstance(event, LossComputed):
+            mean = None if event.summed else event.mean
+        elif isinstance(event, Backward):
+            alike = mean is not None and event.loss is not None and math.isclose(event.loss, mean, rel_tol=SAME)
+            means.append(event.loss if alike else None)
+            mean = None
+    return means
 
 
 def _labelled(text: str) -> Iterator[tuple[str, str]]:
