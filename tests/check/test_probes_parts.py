@@ -11,6 +11,7 @@ from workshop.check.evidence.events import (
     Collective,
     EncodersSeen,
     Evaluated,
+    InputSharded,
     ModelDivided,
     ModelLoaded,
     ScaledClipped,
@@ -90,6 +91,7 @@ DIVIDED = """
     import torch.distributed as dist
     from torch import nn
     from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Shard
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
     mesh = init_device_mesh("cpu", (2,))
@@ -99,6 +101,9 @@ DIVIDED = """
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     model(torch.ones(3, 4)).sum().backward()
     optimizer.step()
+    split = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 2))
+    parallelize_module(split, mesh, {"0": ColwiseParallel(input_layouts=Shard(0)), "1": RowwiseParallel()})
+    split(torch.ones(3, 4))  # a part of six samples
     dist.destroy_process_group()
 """
 
@@ -106,6 +111,7 @@ DIVIDED = """
 def test_the_ranks_that_divide_layers_are_recorded(place):
     made = Made(place("divided"), DIVIDED, "torchrun", 2).well()
     assert [[event.ranks for event in rank.of(ModelDivided)] for rank in made.ranks] == [[[0, 1]]] * 2
+    assert [[event.where for event in rank.of(InputSharded)] for rank in made.ranks] == [[made.line("# a part of")]] * 2
     assert made.run.divided == "layers"
     assert [rank.rank for rank in made.ranks] == [0, 1]  # init_device_mesh() has made the group
     assert made.run.parts_of(made.ranks[0]) == {0, 1}

@@ -309,6 +309,10 @@ class ModelDivided(Event):  # before the first step: the layers are DTensors tha
     ranks: list[int]  # these ranks, which must see the same samples
 
 
+class InputSharded(Event):
+    """The input of a model is the part of this process of a DTensor, such as its part of a sequence."""
+
+
 class ScheduleSeen(Event):  # at the end: a schedule of the learning rate; ``where`` is the line that created it
     taken: int  # number of its steps
     length: int  # number of steps for which it is made

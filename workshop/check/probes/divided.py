@@ -4,16 +4,37 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from workshop.check.evidence.events import ModelDivided
-from workshop.check.probes.probe import Probe, on
+from workshop.check.evidence.events import InputSharded, ModelDivided
+from workshop.check.probes.contents import first_tensor, is_sharded
+from workshop.check.probes.probe import Probe, before, on
 
 
 class Divided(Probe):
     """Records, before the first step, which ranks divide the layers of the model, if FSDP does not divide them."""
 
-    writes = (ModelDivided,)
+    writes = (ModelDivided, InputSharded)
+
+    def clear(self) -> None:
+        self.input: torch.Tensor | None = None  # of the last forward pass
+        self.told = False
+
+    @on("before_forward")
+    def _forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self.input = None if self.told else first_tensor([*args, *kwargs.values()])
+        if self.input is not None and is_sharded(self.input):
+            self._tell()
+
+    @before(DTensor, "from_local")
+    def _from_local(self, part: torch.Tensor, mesh: Any = None, placements: Any = (), **options: Any) -> None:
+        if part is self.input and any(each.is_shard() for each in placements or ()):
+            self._tell()
+
+    def _tell(self) -> None:
+        self.told, self.input = True, None
+        self.note_here(InputSharded())
 
     @on("before_step")
     def _look(self, optimizer: Optimizer) -> None:

@@ -2,7 +2,7 @@
 
 from itertools import combinations
 
-from workshop.check.evidence.events import CheckpointCalled, Collective, Saved
+from workshop.check.evidence.events import CheckpointCalled, Collective, InputSharded, Saved
 from workshop.check.evidence.run import Process, Run
 from workshop.check.rules.processes import no_group, wrong_group
 from workshop.check.rules.rule import Said, Seen, rule
@@ -20,7 +20,7 @@ from workshop.check.rules.words import named, plural
 )
 def batches_of_a_layer_differ(run: Run) -> Said:
     """Ranks that have parts of the same layers see different samples."""
-    if run.divided != "layers" or run.failed:
+    if run.divided != "layers" or run.failed or any(run.all(InputSharded)):  # each rank has a part of the same batch
         return
     for one, two in combinations(run.trained, 2):
         steps = list(zip(one.steps, two.steps, strict=False)) if two.rank in run.parts_of(one) else []
