@@ -16,6 +16,20 @@ def own_part(tensor: Any) -> Any:
     return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
+def attend_locally(attention: Any, query: Any, *others: Any, **options: Any) -> Any:
+    """Compute attention for DTensors whose ranks have whole heads or samples, because DTensor cannot do it on the CPU.
+
+    Args:
+        attention: a function such as ``scaled_dot_product_attention``.
+        query, others, options: its arguments; ``query`` is a DTensor.
+    """
+    from torch.distributed.tensor import DTensor  # needs a second
+
+    options = {name: own_part(value) for name, value in options.items()}
+    result = attention(own_part(query), *map(own_part, others), **options)
+    return DTensor.from_local(result, query.device_mesh, query.placements, run_check=False)
+
+
 class Kept:
     """Count what a forward pass has kept so far.
 

@@ -18,7 +18,10 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed import device_mesh
 from torch.distributed import distributed_c10d as c10d
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
+
+from workshop.tensors import attend_locally
 
 GPU = ("cuda", "hip", "xpu", "mps")
 # Functions of torch.cuda that do nothing here, those that return a number, and those that return what the CPU returns.
@@ -158,6 +161,8 @@ def install(count: int) -> None:
     _deepspeed()
     if count:
         _lightning(count)
+    functional: Any = nn.functional
+    functional.scaled_dot_product_attention = _also_of_parts(functional.scaled_dot_product_attention)
     nn.SyncBatchNorm.convert_sync_batchnorm = classmethod(lambda cls, module, *_: module)
     wrap = DistributedDataParallel.__init__
 
@@ -167,6 +172,15 @@ def install(count: int) -> None:
         wrap(self, module, None, None, *args, **kwargs)
 
     DistributedDataParallel.__init__ = without_devices
+
+
+def _also_of_parts(attention: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(attention)
+    def attend(query: Any, *args: Any, **kwargs: Any) -> Any:
+        divided = isinstance(query, DTensor)
+        return (partial(attend_locally, attention) if divided else attention)(query, *args, **kwargs)
+
+    return attend
 
 
 def _autocast() -> None:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from workshop.tensors import own_part
+from workshop.tensors import attend_locally
 
 aten = torch.ops.aten
 
@@ -132,10 +132,8 @@ PACKING = {
 
 def _attention(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False):
     """Compute attention without keeping its matrix of weights for the backward pass, as the kernels for GPUs do."""
-    if isinstance(query, DTensor):  # DTensor does not know the kernel of the CPU; each rank has whole heads
-        parts = [own_part(each) for each in (query, key, value, attn_mask)]
-        result = _attention(*parts, dropout_p, is_causal, scale, enable_gqa)
-        return DTensor.from_local(result, query.device_mesh, query.placements, run_check=False)
+    if isinstance(query, DTensor):
+        return attend_locally(_attention, query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
     if attn_mask is not None and attn_mask.dtype == torch.bool:
         attn_mask = torch.zeros_like(attn_mask, dtype=query.dtype).masked_fill(~attn_mask, -torch.inf)
     needs_weights = dropout_p > 0 or (
