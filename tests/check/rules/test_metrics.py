@@ -111,7 +111,7 @@ test_replay, test_for_real = bank_tests(__file__, MISTAKES, STYLES)
     [
         ("epoch 3: loss 0.52 accuracy 0.81", False, [("accuracy", "0.81")]),
         ("epoch 3 | train acc 0.70 | val loss 0.41, acc 0.66", False, [("val loss", "0.41"), ("acc", "0.66")]),
-        ("{'eval_loss': 0.41, 'lr': 0.001}", False, [("eval_loss", "0.41")]),
+        ("{'eval_loss': 0.41, 'eval_f1': 0.7, 'lr': 0.001}", False, [("eval_f1", "0.7")]),  # see OF_TRAINER
         ("D 1.13, distance 0.20", False, []),  # perhaps losses of the steps
         ("D 1.13, distance 0.20", True, [("D", "1.13"), ("distance", "0.20")]),
         ("val acc 0.81 in 12:03.25", True, [("val acc", "0.81")]),

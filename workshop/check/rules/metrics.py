@@ -37,6 +37,8 @@ METRIC = re.compile(
     re.IGNORECASE,
 )
 TRAINING = re.compile(r"train|\blr\b|rate|step|batch", re.IGNORECASE)
+# That of the Trainer of transformers is the mean of the means of the batches, also with one process.
+OF_TRAINER = re.compile(r"\b(eval|test)_loss\b")
 LOSS = re.compile(r"loss|\blr\b|rate|norm|scale|seconds|time|/s\b", re.IGNORECASE)
 AFTER = (
     loss_weights_differ,
@@ -275,6 +277,7 @@ def _numbers(one: str, other: str, trained: bool) -> Iterator[tuple[str, str, st
         elif "train" in label.lower():
             held_out = False
         named = HELD_OUT.search(label) or METRIC.search(label) or (trained and not LOSS.search(label))
+        named = named and not OF_TRAINER.search(label)
         if held_out and named and not TRAINING.search(label) and not between.endswith(":") and "." in ours[0]:
             yield label.strip(" ,;|([:='{\""), ours[0], alone[0]
 

@@ -253,28 +253,32 @@ def _overlaps(run: Run) -> Iterator[tuple[str, Seen]]:
         elif mean > 0.1:
             text = f"at each step {names[one, two]} share {mean:.0%} of their samples"
             yield "some", Seen(text, where, origin=drawn)
-        elif not by_epoch and (shares := _shares(ranks[one], ranks[two])):
+        elif not by_epoch and (shares := _shares(ranks[one], ranks[two], len(ranks))):
             both, each = shares
             text = f"{names[one, two]} share {both:,} of the first {each:,} samples that each of them trains on"
             yield "some", Seen(text, where, origin=drawn)
 
 
-def _shares(one: Process, two: Process) -> tuple[int, int] | None:
+def _shares(one: Process, two: Process, ranks: int) -> tuple[int, int] | None:
     """How many of their samples two ranks share, and of how many, if neither has met a sample twice until then.
 
     Ranks that draw with replacement meet some twice. If many samples are shared although none is repeated, each rank goes
-    through an order of its own.
+    through an order of its own. They must share some soon: in the next epoch, a rank may get the samples of another one.
     """
-    mine: set[Key] = set()
-    theirs: set[Key] = set()
-    for here, there in zip(one.steps, two.steps, strict=False):
-        first, second = set(here.keys), set(there.keys)
-        if len(first) < len(here.keys) or len(second) < len(there.keys) or first & mine or second & theirs:
+    samples: tuple[dict[Key, None], dict[Key, None]] = {}, {}
+    for steps in zip(one.steps, two.steps, strict=False):
+        new = [step.keys for step in steps]
+        if any(
+            len({*keys}) < len(keys) or not known.keys().isdisjoint(keys)
+            for known, keys in zip(samples, new, strict=True)
+        ):
             break
-        mine |= first
-        theirs |= second
-    both, each = len(mine & theirs), min(len(mine), len(theirs))
-    return (both, each) if each >= SOME and both > 0.1 * each else None
+        for known, keys in zip(samples, new, strict=True):
+            known.update(dict.fromkeys(keys))
+    mine, theirs = map(list, samples)
+    each = min(len(mine), len(theirs))
+    both, soon = (len({*mine[:part]} & {*theirs[:part]}) for part in (each, each // ranks))
+    return (both, each) if each >= SOME and both > 0.1 * each and soon > 0.03 * each / ranks else None
 
 
 def _different_steps(one: Process, two: Process) -> bool:
