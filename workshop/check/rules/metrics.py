@@ -243,8 +243,11 @@ def _pairs(compared: Compared) -> Iterator[tuple[Shown, Shown]]:
             yield ours, alone
 
 
-def _samples(run: Run) -> dict[int, Counter[Key]]:
-    """How often the ranks evaluate each sample, by the number of steps before."""
+def _samples(run: Run, by_index: bool = False) -> dict[int, Counter[Key]]:
+    """How often the ranks evaluate each sample, by the number of steps before.
+
+    ``by_index``: equal samples with different indices are different ones, if the indices are known.
+    """
     found: dict[int, Counter[Key]] = {}
     for process in run.trained:
         # Before the training that all do together, one rank may train alone, for example a teacher.
@@ -252,14 +255,16 @@ def _samples(run: Run) -> dict[int, Counter[Key]]:
         for _, event in process.events:
             steps += isinstance(event, StepTaken)
             if isinstance(event, Evaluated):
-                found.setdefault(steps, Counter()).update(event.forward.rows)
+                samples = event.forward.keys if by_index else event.forward.rows
+                found.setdefault(steps, Counter()).update(samples)
     return found
 
 
 def _repeated(compared: Compared, steps: int) -> float:
-    """The share of the evaluated samples that a sampler repeats, to give all ranks the same number. One process has none."""
-    ours, alone = (_samples(run).get(steps, Counter[Key]()).total() for run in (compared.several, compared.single))
-    return max(0, ours - alone) / max(1, ours)
+    """The share of the evaluated samples that a sampler repeats, to give all ranks the same number."""
+    counts = _samples(compared.several, by_index=True).get(steps, Counter[Key]())
+    usual = min(counts.values(), default=1)
+    return 1 - usual * len(counts) / max(1, counts.total())
 
 
 def _numbers(one: str, other: str, trained: bool) -> Iterator[tuple[str, str, str]]:
