@@ -239,7 +239,10 @@ def _pairs(compared: Compared) -> Iterator[tuple[Shown, Shown]]:
         alone = next((each for each in rest if (each.form, each.steps) == (ours.form, ours.steps)), None)
         if alone is None:
             return
-        if ours.given and alone.given and several[ours.steps].keys() == single.get(ours.steps, {}).keys() != set():
+        of_all, of_one = several[ours.steps], single.get(ours.steps, Counter[Key]())
+        # If one process calls the model more often, it generates until the longest text of a larger batch is complete.
+        alike = of_all.keys() == of_one.keys() != set() and of_one.total() <= of_all.total()
+        if ours.given and alone.given and alike:
             yield ours, alone
 
 
