@@ -29,11 +29,11 @@ from workshop.check.evidence.events import (
     MomentsMeasured,
     MonitorSeen,
     Reported,
-    SamplesCounted,
     SamplesPrepared,
     Saved,
     TrainerFit,
 )
+from workshop.check.evidence.misuses import SamplesCounted
 from workshop.check.evidence.recorded import all_events
 from workshop.check.probes import ALWAYS, PROBES, Recorder, probes_for
 from workshop.check.probes.accelerate import Accelerators

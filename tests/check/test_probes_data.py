@@ -4,13 +4,12 @@ from check.made import Made
 from workshop.check.evidence.events import (
     DATA_SET,
     Drawn,
-    LabelsShifted,
     LoaderStarted,
-    LossOfProbabilities,
     LossWeighted,
     ModelCopied,
     ModelUpdated,
 )
+from workshop.check.evidence.misuses import LabelsShifted, LossOfProbabilities
 
 # ---------------------------------------------------------------- two ranks that train
 

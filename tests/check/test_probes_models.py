@@ -11,14 +11,13 @@ from workshop.check.evidence.events import (
     FullySharded,
     InnerCollective,
     LayoutSeen,
-    NeverAwaited,
     NotAwaited,
     Saved,
     StateLoaded,
-    TotalsSummed,
     VariablesSeen,
     Wrapped,
 )
+from workshop.check.evidence.misuses import NeverAwaited, TotalsSummed
 
 # ---------------------------------------------------------------- two ranks that train
 

@@ -143,3 +143,19 @@ def train(rank, world_size, device, args):
 
 
 """
+
+ITERABLE = """\
+class Share(IterableDataset):
+    def __init__(self, dataset, rank, world_size):
+        self.dataset, self.rank, self.world_size, self.epoch = dataset, rank, world_size, 0
+
+    def __len__(self):
+        return len(self.dataset) // self.world_size
+
+    def __iter__(self):
+        order = torch.randperm(len(self.dataset), generator=torch.Generator().manual_seed(SEED + self.epoch)).tolist()
+        for index in order[: len(self) * self.world_size][self.rank :: self.world_size]:
+            yield self.dataset[index]
+
+
+def train("""

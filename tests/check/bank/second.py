@@ -32,6 +32,13 @@ ORDER = (
 )
 DEAL = "    mine = order[: batch_size * world_size][rank::world_size]\n"
 
+ORDER_OF_AN_EPOCH = (
+    "    windows = 320\n"
+    "    epoch, place = divmod((step - 1) * batch_size * world_size, windows)\n"
+    "    order = torch.randperm(windows, generator=torch.Generator().manual_seed(SEED + epoch))\n"
+)
+NEXT_WINDOWS = "    mine = order[place : place + batch_size * world_size][rank::world_size]\n"
+
 # The tagger with local steps.
 LOCAL_STEPS = (  # each rank takes three steps of its own, and then they average their parameters
     (OPTIMIZER, "    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)\n"),

@@ -24,22 +24,6 @@ def train_one_epoch(model, images, labels, steps, optimizer):
 
 """
 
-ITERABLE = """\
-class Share(IterableDataset):
-    def __init__(self, dataset, rank, world_size):
-        self.dataset, self.rank, self.world_size, self.epoch = dataset, rank, world_size, 0
-
-    def __len__(self):
-        return len(self.dataset) // self.world_size
-
-    def __iter__(self):
-        order = torch.randperm(len(self.dataset), generator=torch.Generator().manual_seed(SEED + self.epoch)).tolist()
-        for index in order[: len(self) * self.world_size][self.rank :: self.world_size]:
-            yield self.dataset[index]
-
-
-def train("""
-
 STREAM = "tests/check/referee/streaming_text_2/train.py"
 WORKERS = """\
         first = self.rank * info.num_workers + info.id
@@ -50,13 +34,6 @@ TRAINER = "tests/check/referee/hf_token_tagger/train.py"
 
 MOCO = "tests/check/referee/moco/train.py"
 SENT = "        dist.broadcast(order, src=0)\n"
-
-ORDER_OF_AN_EPOCH = (
-    "    windows = 320\n"
-    "    epoch, place = divmod((step - 1) * batch_size * world_size, windows)\n"
-    "    order = torch.randperm(windows, generator=torch.Generator().manual_seed(SEED + epoch))\n"
-)
-NEXT_WINDOWS = "    mine = order[place : place + batch_size * world_size][rank::world_size]\n"
 
 MISTAKES = (
     mistake(
@@ -189,8 +166,8 @@ MISTAKES = (
         second.PROGRAM,
         "shares-overlap",
         "In each epoch, each rank goes through its windows of an order of its own.",
-        (second.ORDER, ORDER_OF_AN_EPOCH.replace("+ epoch", "+ epoch + 1000 * rank")),
-        (second.DEAL, NEXT_WINDOWS),
+        (second.ORDER, second.ORDER_OF_AN_EPOCH.replace("+ epoch", "+ epoch + 1000 * rank")),
+        (second.DEAL, second.NEXT_WINDOWS),
     ),
     mistake(
         "lightning-sampler-seeded-by-rank",
@@ -345,8 +322,8 @@ STYLES = (
         "second-order-of-an-epoch",
         second.PROGRAM,
         "In each epoch, all ranks go through one order, and each rank takes every second window.",
-        (second.ORDER, ORDER_OF_AN_EPOCH),
-        (second.DEAL, NEXT_WINDOWS),
+        (second.ORDER, second.ORDER_OF_AN_EPOCH),
+        (second.DEAL, second.NEXT_WINDOWS),
     ),
     style(
         "order-of-the-gathered-batch-from-rank-0",
@@ -436,7 +413,7 @@ STYLES = (
         ddp.SPAWN,
         "An IterableDataset yields the rank's share, so the loader knows no indices.",
         ("import DataLoader, DistributedSampler, Subset\n", "import DataLoader, IterableDataset, Subset\n"),
-        ("def train(", ITERABLE),
+        ("def train(", ddp.ITERABLE),
         (ddp.SAMPLER, "    share = Share(train_set, rank, world_size)\n"),
         (ddp.LOADER, "    train_loader = DataLoader(share, args.batch_size, drop_last=True)\n"),
         (ddp.SET_EPOCH, "        share.epoch = epoch\n"),

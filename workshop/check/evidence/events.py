@@ -115,16 +115,6 @@ class Collective(Event):  # the program called a collective
         return None if self.name in ("all_gather", "all_to_all", "all_to_all_single") else self.shape
 
 
-class NeverAwaited(Event):  # the program has never waited for an asynchronous collective, called in this line
-    name: str
-
-
-class TotalsSummed(Event):  # ``all_reduce`` got, several times in a row, its last result and the same number more
-    calls: int  # in a row
-    first: float  # the result of the first of these calls
-    last: float  # that of the last one
-
-
 class NotAwaited(Event):  # at a step: the program has not waited for an asynchronous collective, called in this line
     name: str
 
@@ -171,17 +161,6 @@ class LossComputed(Event):  # a cross entropy with gradients
     targets: int  # number of targets that count
     mean: float  # over them
     summed: bool = False  # it returned the sum
-
-
-class LossOfProbabilities(
-    Event
-):  # a loss that needs the outputs of a model got their softmax or sigmoid; once for each line
-    name: str  # of the loss
-    of: str  # "softmax" or "sigmoid"
-
-
-class LabelsShifted(Event):  # a language model that shifts its labels itself got shifted ones; once for each line
-    model: str  # its class
 
 
 class LossWeighted(Event):  # the loss of one of the first backward passes is weighted with a few different constants
@@ -393,11 +372,6 @@ class CallbacksSeen(Event):  # training with Lightning began
 class MonitorSeen(Event):  # after a validation with Lightning; ``where`` is the line that logs the value
     name: str  # that a callback or a schedule monitors
     value: float  # in this process
-
-
-class SamplesCounted(Event):  # ThroughputMonitor of Lightning counts the samples of its first batch
-    counted: int
-    rows: int  # of the batch
 
 
 class MetricsLogged(Event):  # a logger of Lightning received metrics with these names

@@ -18,11 +18,11 @@ from workshop.check.evidence.events import (
     InnerCollective,
     Joined,
     Joining,
-    NeverAwaited,
     NotAwaited,
     StoreOpened,
     VariableSet,
 )
+from workshop.check.evidence.misuses import NeverAwaited
 from workshop.check.probes.contents import first_tensor
 from workshop.check.probes.probe import Function, Probe, around, before, on
 

@@ -9,10 +9,10 @@ from workshop.check.evidence.events import (
     Event,
     MetricsLogged,
     MonitorSeen,
-    SamplesCounted,
     Saved,
     TrainerFit,
 )
+from workshop.check.evidence.misuses import SamplesCounted
 from workshop.check.probes.contents import first_tensor
 from workshop.check.probes.probe import Probe, after, before
 

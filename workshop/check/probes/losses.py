@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch.nn import functional as F
 
-from workshop.check.evidence.events import Event, LabelsShifted, LossComputed, LossOfProbabilities, LossWeighted
+from workshop.check.evidence.events import Event, LossComputed, LossWeighted
+from workshop.check.evidence.misuses import LabelsShifted, LossOfProbabilities
 from workshop.check.probes.probe import Probe, after, on
 
 FIRST = 6  # backward passes whose loss is looked at

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
-from workshop.check.evidence.events import TotalsSummed
+from workshop.check.evidence.misuses import TotalsSummed
 from workshop.check.probes.probe import Function, Probe, around
 
 MOST = 64  # values of a tensor that may be counts

@@ -1,6 +1,7 @@
 """Whether all ranks make the same calls."""
 
-from workshop.check.evidence.events import Collective, NeverAwaited, UnevenJoined, Wrapped
+from workshop.check.evidence.events import Collective, UnevenJoined, Wrapped
+from workshop.check.evidence.misuses import NeverAwaited
 from workshop.check.evidence.run import Process, Run, collectives_of_groups
 from workshop.check.rules.divergence import TO_ONE, reduced_to_one
 from workshop.check.rules.parting import parting

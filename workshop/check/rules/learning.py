@@ -7,10 +7,9 @@ from itertools import pairwise, takewhile
 from workshop.check.evidence.events import (
     AcceleratorCalled,
     GraphMeasured,
-    LabelsShifted,
-    LossOfProbabilities,
     ScheduleSeen,
 )
+from workshop.check.evidence.misuses import LabelsShifted, LossOfProbabilities
 from workshop.check.evidence.run import Process, Run
 from workshop.check.evidence.sketches import difference
 from workshop.check.rules.ending import crash

@@ -8,10 +8,10 @@ from workshop.check.evidence.events import (
     LayersSeen,
     MetricsLogged,
     MonitorSeen,
-    SamplesCounted,
     Saved,
     TrainerFit,
 )
+from workshop.check.evidence.misuses import SamplesCounted
 from workshop.check.evidence.real import RealRun
 from workshop.check.evidence.run import Run
 from workshop.check.evidence.sketches import CLOSE

@@ -16,8 +16,8 @@ from workshop.check.evidence.events import (
     Printed,
     Sketch,
     StepTaken,
-    TotalsSummed,
 )
+from workshop.check.evidence.misuses import TotalsSummed
 from workshop.check.evidence.run import Process, Run
 from workshop.check.evidence.sketches import CLOSE, difference
 from workshop.check.rules.comparison import loss_weights_differ

@@ -1,0 +1,29 @@
+"""Further events, each of which is a mistake by itself: see ``events.py``."""
+
+from workshop.check.evidence.events import Event
+
+
+class NeverAwaited(Event):  # the program has never waited for an asynchronous collective, called in this line
+    name: str
+
+
+class TotalsSummed(Event):  # ``all_reduce`` got, several times in a row, its last result and the same number more
+    calls: int  # in a row
+    first: float  # the result of the first of these calls
+    last: float  # that of the last one
+
+
+class LossOfProbabilities(
+    Event
+):  # a loss that needs the outputs of a model got their softmax or sigmoid; once for each line
+    name: str  # of the loss
+    of: str  # "softmax" or "sigmoid"
+
+
+class LabelsShifted(Event):  # a language model that shifts its labels itself got shifted ones; once for each line
+    model: str  # its class
+
+
+class SamplesCounted(Event):  # ThroughputMonitor of Lightning counts the samples of its first batch
+    counted: int
+    rows: int  # of the batch
