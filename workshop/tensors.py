@@ -21,10 +21,17 @@ def attend_locally(attention: Any, query: Any, *others: Any, **options: Any) -> 
 
     Args:
         attention: a function such as ``scaled_dot_product_attention``.
-        query, others, options: its arguments; ``query`` is a DTensor.
+        query, others, options: its arguments; ``query`` is a DTensor, (batch, heads, length, width).
+
+    Raises:
+        NotImplementedError: the ranks have parts of the length or of the width.
     """
     from torch.distributed.tensor import DTensor  # needs a second
 
+    if any(each.is_partial() or (each.is_shard() and each.dim > 1) for each in query.placements):
+        raise NotImplementedError(
+            "attention of a DTensor on the CPU needs whole heads: Replicate(), Shard(0) or Shard(1)"
+        )
     options = {name: own_part(value) for name, value in options.items()}
     result = attention(own_part(query), *map(own_part, others), **options)
     return DTensor.from_local(result, query.device_mesh, query.placements, run_check=False)

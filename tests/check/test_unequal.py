@@ -1,12 +1,16 @@
-"""What the findings say about gradients that differ between the ranks, or that have the wrong scale."""
+"""What single rules say: about gradients that differ or have the wrong scale, samples of two sets, and unsteady speeds."""
 
 import pytest
 
 from check.bank.replay import replayed
 from check.bank.whole import case_of
 from workshop.check.evidence.events import GradientsClipped, StepBegun
+from workshop.check.evidence.real import Speeds
 from workshop.check.evidence.run import Process
 from workshop.check.evidence.sketches import ratio
+from workshop.check.rules.rule import NotJudged, Seen
+from workshop.check.rules.samples import _halves
+from workshop.check.rules.speed import slower
 from workshop.check.rules.unequal import unclipped
 
 
@@ -110,3 +114,22 @@ def test_the_finding_names_why_a_second_model_differs():
         finding, *_ = replayed(case_of(name), "gradients").errors
         assert seen in finding.seen
         assert finding.where == where
+
+
+def test_an_evaluation_of_the_training_and_the_validation_set_has_two_parts():
+    """A real leak is spread over the evaluation, and stays in one part."""
+    trained, held_out = (
+        [("content", number, 4) for number in range(8)],
+        [("content", number, 4) for number in range(8, 16)],
+    )
+    assert _halves(trained + held_out, set(trained)) == [trained, held_out]
+    mixed = [key for pair in zip(trained, held_out, strict=True) for key in pair]
+    assert _halves(mixed, set(trained)) == [mixed]
+
+
+@pytest.mark.parametrize(("own", "kind"), [((240.0, 245.0, 243.0), Seen), ((1000.0, 240.0, 310.0), NotJudged)])
+def test_a_program_is_slower_only_if_most_rounds_agree(own, kind):
+    """In the second case, load slows the one or the other in each round."""
+    solution = (900.0, 1160.0, 300.0) if kind is NotJudged else (1000.0, 1070.0, 1040.0)
+    (said,) = slower.detectors[0].function(Speeds(own, solution))
+    assert isinstance(said, kind), said

@@ -101,11 +101,9 @@ def _replace(file: Path, ranks: int, whole: bool, recorder: Recorder) -> None:
 
     def replaced(place: Place, data: Any, samples: int) -> Any:
         nonlocal size, begun
-        iteration, loader = place[0], place[0][0]
-        if whole and iteration[1] >= known.get(
-            loader, iteration[1] + 1
-        ):  # a training that goes on for longer than before
-            place = (loader, iteration[1] % known[loader]), place[1]
+        iteration = loader, number = place[0]
+        if whole and number >= known.get(loader, number + 1):  # a training that goes on for longer than before
+            place = (loader, number % known[loader]), place[1]
         own = dist.get_rank() if dist.is_initialized() and dist.get_world_size() > 1 else None
         if place[1] in (END, LENGTH):
             usual = ends.get(place[0], data) if place[1] == END else data
