@@ -36,6 +36,27 @@ PROGRAMS = {
                 for number in range(self.rank + worker, 100):  # cause
                     yield self.documents[number]
     """,
+    "dealt": """
+        class Buckets(Sampler):
+            def __iter__(self):
+                order = torch.randperm(len(self.batches)).tolist()
+                return iter([self.batches[each] for each in order[self.rank :: self.world_size]])  # cause
+
+        def main(model, data):
+            loader = DataLoader(data, batch_sampler=Buckets(data.lengths))
+            for batch in loader:  # seen
+                model(batch)
+    """,
+    "dealt:by-the-data-set": """
+        class Stream(IterableDataset):
+            def __iter__(self):
+                yield from self.documents[self.rank :: self.world_size]  # cause
+
+        def main(model, documents):
+            data = Stream(documents)
+            for batch in tqdm(DataLoader(data, 8)):  # seen
+                model(batch)
+    """,
     "weights": """
         def class_weights(labels):
             counts = labels.bincount()

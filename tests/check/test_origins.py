@@ -320,6 +320,15 @@ PROGRAMS = {
 
         Trainer().fit(Module(), Data())  # seen
     """,
+    "loader:of-trainer": """
+        class OwnTrainer(Trainer):
+            def get_train_dataloader(self):
+                sampler = WeightedSampler(self.train_dataset)
+                return DataLoader(self.train_dataset, 8, sampler=sampler)  # cause
+
+        def main(trainer):
+            trainer.train()  # seen
+    """,
     "loading:optim": """
         def resume(path, model, optimizer):
             state = torch.load(path)  # seen

@@ -256,16 +256,19 @@ def _loader(source: Source, start: ast.stmt, detail: str) -> int | None:
             return call.lineno
     loops = [each for each in (start, *source.above(start)) if isinstance(each, ast.For | ast.AsyncFor)]
     begin = [header(each) for each in loops] or [header(start)]
-    if any(calls(start, "fit", "validate", "test")):
-        names = ("val_dataloader", "test_dataloader") if detail == "evaluation" else ("train_dataloader",)
+    if any(calls(start, "fit", "train", "validate", "test")):
+        training = ("train_dataloader", "get_train_dataloader")  # of Lightning, and of transformers
+        names = ("val_dataloader", "test_dataloader") if detail == "evaluation" else training
         own = [each for name in names for each in source.functions.get(name, [])]
-        begin = [
+        returns = [
             Value(each, each) for function in own for each in source.within(function) if isinstance(each, ast.Return)
         ]
+        begin = returns or ([] if detail == "evaluation" else begin)
     for value in source.trace(begin):
         for made in ast.walk(value.expression):
             if isinstance(made, ast.Call) and name_of(made.func).lower().endswith("loader"):
-                named = ("sampler", "batch_sampler") if detail != "itself" else ()
+                whole = detail == "itself" or "get_train_dataloader" in source.functions  # its Trainer divides no loader
+                named = () if whole else ("sampler", "batch_sampler")
                 given = [each.value for each in made.keywords if each.arg in named]
                 samplers = source.trace([Value(each, value.statement) for each in given])
                 return first(samplers, _makes_sampler) or value.statement.lineno

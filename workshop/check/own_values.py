@@ -64,6 +64,30 @@ def _stream(source: Source, start: ast.stmt, detail: str) -> int | None:
     return first(map(header, statements), _of_rank)
 
 
+def _dealt(source: Source, start: ast.stmt, detail: str) -> int | None:
+    """The statement of a sampler or a data set of the program that gives a rank its part, for the loop at a statement."""
+    makers = ("sampler", "batch_sampler", "dataset")
+    loops = [each for each in (start, *source.above(start)) if isinstance(each, ast.For | ast.AsyncFor)]
+    for value in source.trace(map(header, loops)):
+        for call in calls(value.expression):
+            given = [each.value for name in makers for each in call.keywords if each.arg == name] + call.args[:1]
+            loads = name_of(call.func).lower().endswith("loader")
+            for made in source.trace([Value(each, value.statement) for each in given]) if loads else ():
+                if line := _part_of_rank(source, made):
+                    return line
+    return None
+
+
+def _part_of_rank(source: Source, made: Value) -> int | None:
+    """The first statement that mentions the rank in the ``__iter__`` of a class of the program of which an object is made."""
+    names = {name_of(call.func) for call in calls(made.expression)}
+    for owner in ast.walk(source.tree):
+        if isinstance(owner, ast.ClassDef) and owner.name in names:
+            own = [each for each in owner.body if isinstance(each, Function) and each.name == "__iter__"]
+            return first((header(each) for function in own for each in source.within(function)), _of_rank)
+    return None
+
+
 def _weights(source: Source, start: ast.stmt, detail: str) -> int | None:
     """The statement that computes the weights of a loss with a division."""
     given = [each for call in calls(start) for each in call.keywords if each.arg in ("weight", "pos_weight")]
@@ -130,6 +154,7 @@ def _gathers(source: Source, value: Value) -> bool:
 
 
 OF_RANKS: dict[str, Callable[[Source, ast.stmt, str], int | None]] = {
+    "dealt": _dealt,
     "encoder": _encoder,
     "exchanged": _exchanged,
     "plateau": _plateau,

@@ -185,7 +185,9 @@ def _loop(one: Walk, other: Walk, at: tuple[int, int], fork: _Fork, statement: S
     )
     where = (origin and origin.where) or one.place(at[0])
     fix = DECIDE if isinstance(statement.node, ast.While) else BATCHES
-    return Seen(seen + (_because(one, other, origin) if origin else ""), where, fix=fix)
+    return Seen(
+        seen + (_because(one, other, origin) if origin else ""), where, fix=fix, origin="" if origin else "dealt"
+    )
 
 
 def _decided_by(one: Walk, other: Walk, at: tuple[int, int], statement: Statement) -> Origin | None:

@@ -111,7 +111,7 @@ def same_samples(run: Run) -> Said:
     why="Samples that two ranks train on count twice, and others not at all.",
     fix="Split and shuffle the data set with the same seed on all ranks, and let a DistributedSampler distribute it.",
     after=(same_samples,),
-    origin="loader",
+    origin="call:set_seed.device_specific loader",
 )
 def shares_overlap(run: Run) -> Said:
     """Two ranks share some of their samples."""
