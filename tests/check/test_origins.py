@@ -30,6 +30,15 @@ PROGRAMS = {
                 set_rate(optimizer, 5 * len(loader) + step, last)
                 optimizer.step()  # seen
     """,
+    "total:in-the-function-of-the-schedule": """
+        def schedule(optimizer, data, size):
+            updates = len(data) // size  # cause
+
+            def factor(step):
+                return 1 - step / updates
+
+            return LambdaLR(optimizer, factor)  # seen
+    """,
     "tag": """
         def main(engine, loss):
             tag = f"loss-{loss:.2f}"  # cause
@@ -279,6 +288,18 @@ PROGRAMS = {
                 loss = model(batch)
                 optimizer.step()  # seen
                 losses[step] = loss  # cause
+    """,
+    "length": """
+        def linear_schedule(optimizer, warmup_steps, training_steps):
+            return LambdaLR(optimizer, lambda step: 1 - step / training_steps)  # seen
+
+        def main(accelerator, optimizer, steps):
+            schedule = linear_schedule(
+                optimizer,
+                warmup_steps=10,
+                training_steps=steps,  # cause
+            )
+            accelerator.prepare(schedule)
     """,
     "loader": """
         def epoch(model, loader):

@@ -11,12 +11,14 @@ from workshop.check.evidence.events import (
     Collective,
     EncodersSeen,
     Evaluated,
+    GradientsClipped,
     InputSharded,
     ModelDivided,
     ModelLoaded,
     ScaledClipped,
     StepSkipped,
 )
+from workshop.check.evidence.misuses import BuffersKept, ResultDiscarded
 
 SCALER = """
     import torch
@@ -217,3 +219,53 @@ def test_vocabularies_and_statistics_are_recorded(place):
     assert first.vocabularies == {"loader.vocab": (10, words)}
     of_loader = {"loader.mean": [1.0, 1.0], "loader.std": [2.0]}
     assert first.statistics == second.statistics == of_loader | {"scaler.mean": [0.0], "scaler.std": [1.0]}
+
+
+DISCARDED = """
+    import torch
+    import torch.distributed as dist
+    from torch import nn
+    from torch.nn.parallel import DistributedDataParallel
+
+    class Counting(nn.Linear):
+        def __init__(self):
+            super().__init__(2, 2)
+            self.register_buffer("seen", torch.zeros(2))
+
+        def forward(self, x):
+            self.seen += x.detach().sum(0)
+            return super().forward(x)
+
+    def main():
+        dist.init_process_group("gloo")
+        values = torch.arange(2.0) + dist.get_rank()
+        dist.all_reduce(values.clone())  # lost
+        dist.all_reduce(values.detach())  # into the memory of values
+        copy = values.clone()
+        dist.all_reduce(copy)
+        array = values.numpy().copy()
+        dist.all_reduce(torch.from_numpy(array))
+        dist.broadcast(values * dist.get_rank(), src=0)  # also lost
+        model = Counting()
+        ddp = DistributedDataParallel(model, broadcast_buffers=False)
+        optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+        for number in range(5):
+            ddp(torch.rand(3, 2)).sum().backward()
+            dist.all_reduce(model.weight.grad)
+            nn.utils.clip_grads_with_norm_(model.parameters(), 1.0, torch.tensor(5.0 + dist.get_rank()))
+            optimizer.step()
+        dist.destroy_process_group()
+
+    main()
+"""
+
+
+def test_lost_results_kept_buffers_and_given_norms_are_recorded(place):
+    made = Made(place("discarded"), DISCARDED, "torchrun", 2).well()
+    for rank in made.ranks:
+        found = [(each.name, each.where) for each in rank.of(ResultDiscarded)]
+        assert found == [("all_reduce", made.line("# lost")), ("broadcast", made.line("# also lost"))]
+        assert [each.names for each in rank.of(BuffersKept)] == [["seen"]] * 4  # after 1 to 4 steps
+        assert [each.total for each in rank.of(GradientsClipped)] == [5.0 + rank.rank] * 5
+    one, other = (rank.of(ResultDiscarded)[0].value for rank in made.ranks)
+    assert one != other

@@ -42,7 +42,7 @@ from workshop.check.probes.checkpoints import Checkpoints
 from workshop.check.probes.reductions import Reductions
 from workshop.check.probes.replicas import Replicas
 from workshop.check.rules.by_hand import reduces_each_batch
-from workshop.check.rules.gradients import steps_until_apart
+from workshop.check.rules.gradients import steps_until_apart, steps_until_buffers_differ
 from workshop.check.rules.metrics import prints_metrics
 from workshop.check.scenarios import (
     COMPARED,
@@ -181,7 +181,8 @@ class OwnersBench(ProgramBench):
 
     def _retraced(self, run: Run) -> Run:
         """Look closer in a second run: at which line parameters become different, or which gradients are added up by hand."""
-        steps = 0 if run.failed or run.apart or run.seconds >= TRACED else steps_until_apart(run)
+        looks = not (run.failed or run.apart or run.seconds >= TRACED)
+        steps = looks and (steps_until_apart(run) or steps_until_buffers_differ(run))
         if steps:
             second = self._again(probes=(*self.probes, Replicas), steps=steps, at_once=True)
             for process, again in zip(run.ranks, second.ranks, strict=False):

@@ -8,7 +8,7 @@ import time
 from collections.abc import Iterator, Mapping
 from typing import Any, Protocol
 
-from workshop.check.rules.rule import Detector, NotJudged, Rule
+from workshop.check.rules.rule import Detector, NotJudged
 from workshop.check.scenarios import Scenario, Unavailable
 from workshop.check.subject import KEPT, Subject
 from workshop.check.verdict import Finding, Verdict
@@ -105,7 +105,7 @@ def _judge_by(scenario: Scenario[Any], bench: Bench, detectors: list[Detector], 
 
 def ask(verdict: Verdict, detectors: list[Detector], made: Mapping[Scenario[Any], Any]) -> None:
     """Ask detectors, in order, about the scenarios that were made."""
-    explained: set[Rule] = set()
+    explained = {rule for earlier in verdict.findings for each in earlier.rule.detectors for rule in each.instead_of}
     found: list[Finding] = []
     for detector in detectors:
         so_far = {finding.rule for finding in (*verdict.findings, *found)}

@@ -26,6 +26,7 @@ from workshop.check.definitions import (
     header,
     in_order,
     name_of,
+    names_in,
 )
 from workshop.check.loss_origins import averaged, divisor, gathering, reduced
 from workshop.check.own_values import OF_RANKS, RANK
@@ -34,6 +35,7 @@ from workshop.check.verdict import Finding
 
 FILES = 200  # files in which a class is looked for
 SYNC = ("require_backward_grad_sync", "set_requires_gradient_sync", "no_sync")
+STEPS = re.compile(r"step|iter|total|max", re.IGNORECASE)
 PER_RANK = re.compile(r"batch|world|proc|rank|gpus|replicas", re.IGNORECASE)
 
 
@@ -95,6 +97,8 @@ def _rates(source: Source) -> Iterator[Value]:
 def _total(source: Source, start: ast.stmt, detail: str) -> int | None:
     """The statement that computes a number of steps from the length of the data, or by a batch size."""
     begin = [header(start)]
+    inner = [name for name in names_in(start) if name in source.functions]  # the function of LambdaLR, for example
+    begin += [Value(each, each) for name in inner for each in source.functions[name]]
     if detail == "by-hand":  # the program sets the rates itself: the length is what it divides the number of a step by
         begin = [
             Value(division.right, value.statement)
@@ -191,6 +195,17 @@ def _logged(source: Source, start: ast.stmt, detail: str) -> int | None:
     return None
 
 
+def _length(source: Source, start: ast.stmt, detail: str) -> int | None:
+    """The number of steps that is passed in the only call of the function that makes a schedule; else this call."""
+    function = source.scopes(start)[0]
+    found = source.calls_of(function)
+    if len(found) != 1 or not isinstance(function, Function):
+        return None
+    given = [keyword for call in calls(found[0], function.name) for keyword in call.keywords if keyword.arg]
+    steps = [each for each in given if STEPS.search(each.arg or "") and "warm" not in (each.arg or "")]
+    return steps[-1].value.lineno if steps else found[0].lineno
+
+
 def _returned(source: Source, start: ast.stmt, detail: str) -> int | None:
     """The last return statement of a function, or the function if it has none."""
     for function in source.functions.get(detail, []):
@@ -267,7 +282,9 @@ def _loader(source: Source, start: ast.stmt, detail: str) -> int | None:
     for value in source.trace(begin):
         for made in ast.walk(value.expression):
             if isinstance(made, ast.Call) and name_of(made.func).lower().endswith("loader"):
-                whole = detail == "itself" or "get_train_dataloader" in source.functions  # its Trainer divides no loader
+                whole = (
+                    detail == "itself" or "get_train_dataloader" in source.functions
+                )  # its Trainer divides no loader
                 named = () if whole else ("sampler", "batch_sampler")
                 given = [each.value for each in made.keywords if each.arg in named]
                 samplers = source.trace([Value(each, value.statement) for each in given])
@@ -406,6 +423,7 @@ FINDERS: dict[str, Callable[[Source, ast.stmt, str], int | None]] = {
     "joined": kept.joined,
     "kept": _kept,
     "key": kept.key,
+    "length": _length,
     "loader": _loader,
     "loading": kept.loading,
     "logged": _logged,

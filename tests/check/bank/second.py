@@ -103,3 +103,25 @@ SCORED = """\
             for tokens, _ in DataLoader(train_set, args.batch_size, collate_fn=padded):
                 model(tokens)
 """
+
+
+def centered(mean: str) -> tuple[tuple[str, str], ...]:
+    """The tagger with a buffer that is subtracted from its activations: a running average of an expression for their ``mean``."""
+    return (
+        (
+            "        self.head = nn.Linear(32, TAGS)\n",
+            '        self.head = nn.Linear(32, TAGS)\n        self.register_buffer("offset", torch.zeros(32))\n',
+        ),
+        (
+            "        return self.head(self.memory(self.embedding(tokens))[0])\n",
+            "        found = self.memory(self.embedding(tokens))[0]\n"
+            "        if self.training:\n"
+            "            mean = found.detach().mean((0, 1))\n"
+            f"            self.offset.lerp_({mean}, 0.1)\n"
+            "        return self.head(found - self.offset)\n\n\n"
+            "def average(mean):\n"
+            "    dist.all_reduce(mean)\n"
+            "    return mean / dist.get_world_size()\n",
+        ),
+        ("DistributedDataParallel(model)", "DistributedDataParallel(model, broadcast_buffers=False)"),
+    )

@@ -344,6 +344,14 @@ MISTAKES = (
         "Each rank appends only its own keys to a buffer, and DDP replaces the buffer with that of rank 0.",
         ("        self.enqueue(concat_all_gather(k))\n", "        self.enqueue(k)\n"),
     ),
+    # ---- buffers-differ
+    mistake(
+        "offset-of-each-rank",
+        second.TAGGER,
+        "buffers-differ",
+        "Each rank subtracts a running mean of its own batches, and DDP is told not to send buffers.",
+        *second.centered("mean"),
+    ),
     # ---- scaled-differently
     mistake(
         "running-mean-of-each-rank",
@@ -357,6 +365,12 @@ MISTAKES = (
 )
 
 STYLES = (
+    style(
+        "offset-of-all-ranks",
+        second.TAGGER,
+        "DDP is told not to send buffers, but each rank computes the same running mean.",
+        *second.centered("average(mean)"),
+    ),
     style(
         "outer-optimizer-with-the-average-of-the-changes",
         second.TAGGER,

@@ -54,7 +54,7 @@ MISTAKES = (
     mistake(
         "result-of-the-reduction-not-used",
         second.TAGGER,
-        "metric-depends-on-processes",
+        "result-discarded",
         "The sums are in a copy of the counts, but the accuracy is that of the counts of rank 0.",
         (REDUCED, REDUCED.replace("all_reduce(counts)", "all_reduce(counts.clone())")),
     ),
@@ -67,6 +67,18 @@ MISTAKES = (
     ),
 )
 STYLES = (
+    style(
+        "barrier-and-array-in-temporary-tensors",
+        second.TAGGER,
+        "An all_reduce of equal numbers is a barrier, and a tensor that shares its memory with an array changes the array.",
+        (
+            REDUCED,
+            "    dist.all_reduce(torch.zeros(1))\n"
+            "    sums = counts.numpy()\n"
+            "    dist.all_reduce(torch.from_numpy(sums))\n"
+            "    return (sums[0] / sums[1]).item()\n",
+        ),
+    ),
     style(
         "running-totals-of-what-is-new",
         second.TAGGER,

@@ -451,7 +451,7 @@ class MomentsMeasured(Event):  # after a step of the engine
 
 class AcceleratorCalled(Event):  # a method of ``accelerate.Accelerator`` was called
     name: str
-    of: list[str] = field(default_factory=list)  # the types of its arguments (for a loader: of its sampler)
+    of: list[str] = field(default_factory=list)  # the types of its arguments (of the sampler of a loader; "Optimizer")
     rest: int = 0  # samples of the last batch of all ranks, if it is smaller and only single numbers are gathered
 
 

@@ -1,6 +1,6 @@
-"""Further events, each of which is a mistake by itself: see ``events.py``."""
+"""Further events, most of which are a mistake by themselves: see ``events.py``."""
 
-from workshop.check.evidence.events import Event
+from workshop.check.evidence.events import Event, Sketch
 
 
 class NeverAwaited(Event):  # the program has never waited for an asynchronous collective, called in this line
@@ -11,6 +11,11 @@ class TotalsSummed(Event):  # ``all_reduce`` got, several times in a row, its la
     calls: int  # in a row
     first: float  # the result of the first of these calls
     last: float  # that of the last one
+
+
+class ResultDiscarded(Event):  # the tensor of a collective ceased to exist in the line of the call
+    name: str
+    value: Sketch  # of the tensor before the call
 
 
 class LossOfProbabilities(
@@ -27,3 +32,8 @@ class LabelsShifted(Event):  # a language model that shifts its labels itself go
 class SamplesCounted(Event):  # ThroughputMonitor of Lightning counts the samples of its first batch
     counted: int
     rows: int  # of the batch
+
+
+class BuffersKept(Event):  # before a forward pass of a wrapper that sends no buffers (broadcast_buffers=False)
+    buffers: list[Sketch]  # without those of BatchNorm
+    names: list[str]

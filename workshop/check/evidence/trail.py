@@ -9,6 +9,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
+from workshop.check.evidence.events import Sketch
+
 ENTRIES = 1 << 18  # lines that are kept, the latest ones
 SLOT = 512  # bytes of a note of what a process saw at a line
 LATEST, EACH = 1 << 14, 1 << 11  # number of notes that are kept: the latest ones, and the last one of each line
@@ -34,7 +36,8 @@ class Change(NamedTuple):
     places: list[
         tuple[str, int, int]
     ]  # lines of the running functions, the innermost first; first and last line of each
-    sketches: list[tuple[float, list[float]] | None]  # of its parameters after that
+    sketches: list[Sketch]  # of its parameters after that
+    buffers: list[Sketch]  # without those of BatchNorm
 
 
 class Trail(NamedTuple):
@@ -99,8 +102,10 @@ def _changes(path: Path) -> list[Change]:
         for line in path.read_text().splitlines():
             said = json.loads(line)
             places = [(where, first, last) for where, first, last in said.pop("places")]
-            sketches = [each and (each[0], each[1]) for each in said.pop("sketches")]
-            found.append(Change(**said, places=places, sketches=sketches))
+            parameters, buffers = (
+                [each and (each[0], each[1]) for each in said.pop(of)] for of in ("sketches", "buffers")
+            )
+            found.append(Change(**said, places=places, sketches=parameters, buffers=buffers))
     return found
 
 

@@ -9,6 +9,7 @@ from workshop.check.probes.checkpoints import Checkpoints, ModelStates, Weights
 from workshop.check.probes.copies import Copies
 from workshop.check.probes.deepspeed import Engine
 from workshop.check.probes.devices import Compiling, Devices, HostSync
+from workshop.check.probes.discarded import Discarded
 from workshop.check.probes.divided import Divided
 from workshop.check.probes.draws import Draws
 from workshop.check.probes.encoders import Encoders
@@ -48,7 +49,7 @@ ALWAYS: tuple[type[Probe], ...] = (
     Divided,
 )
 _OTHERS = (Copies, Draws, Schedules, Losses, Layers, HostSync, Sharding, Clipping, Checkpoints, Weights, Activations,
-           ModelStates, Encoders, Prints, Totals)  # fmt: skip
+           ModelStates, Encoders, Prints, Totals, Discarded)  # fmt: skip
 _LIBRARIES = (Lightning, PytorchLightning, Accelerators, Engine)
 PROBES: tuple[type[Probe], ...] = (*ALWAYS, *_OTHERS, *_LIBRARIES)
 

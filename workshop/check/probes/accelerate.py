@@ -18,7 +18,7 @@ class Accelerators(Probe):
 
     @before(lambda accelerate: accelerate.Accelerator, *METHODS, named=True)
     def _call(self, name: str, accelerator: Any, *args: Any, **kwargs: Any) -> None:
-        of = [type(getattr(arg, "sampler", arg)).__name__ for arg in args]  # for a loader: the type of its sampler
+        of = [_kind(arg) for arg in args]
         rest = 0
         if name == "gather_for_metrics" and not torch.is_grad_enabled() and _numbers([*args, *kwargs.values()]):
             rest = max(0, accelerator.gradient_state.remainder)
@@ -28,6 +28,12 @@ class Accelerators(Probe):
     def _gather(self, *args: Any, **kwargs: Any) -> None:
         if not torch.is_grad_enabled() and self.recorder.called_by_program():
             self.note_here(AcceleratorCalled(name="gather"))
+
+
+def _kind(argument: Any) -> str:
+    if isinstance(argument, torch.optim.Optimizer):
+        return "Optimizer"
+    return type(getattr(argument, "sampler", argument)).__name__
 
 
 def _numbers(values: Any) -> bool:

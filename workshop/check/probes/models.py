@@ -23,6 +23,7 @@ from workshop.check.evidence.events import (
     UnevenJoined,
     Wrapped,
 )
+from workshop.check.evidence.misuses import BuffersKept
 from workshop.check.probes.contents import (
     content,
     first_tensor,
@@ -57,7 +58,7 @@ class Pending:
 class Models(Probe):
     """Records calls of whole models and of ``backward``, and the use of DDP and ``Join``."""
 
-    writes = (Wrapped, UnevenJoined, Backward, Evaluated, ModelEvaluated, BuffersSeen)
+    writes = (Wrapped, UnevenJoined, Backward, Evaluated, ModelEvaluated, BuffersSeen, BuffersKept)
     depth = 0  # of nested module calls
     optimizer: Optimizer | None = None  # the last one that was created
     unsynced = ""  # the line of the last ``no_sync()``
@@ -143,8 +144,7 @@ class Models(Probe):
         )
         passes = passes or any(each.requires_grad for each in model.parameters())
         if torch.is_grad_enabled() and passes:
-            if self.recorder.steps and self.buffered < BUFFERS and (not wrapped or module.will_sync_module_buffers()):
-                self._buffers(model, forward.where, wrapped)
+            self._buffers(model, forward.where, module if wrapped else None)
             self.untrained.append(Pending(forward, None, [], module.training, self.recorder.steps))
             return self.untrained[-1]
         self.recorder.call(self.recorder.before_evaluation, model)
@@ -154,20 +154,26 @@ class Models(Probe):
         self.recorder.note(Evaluated(forward=forward, where=forward.where))
         return None
 
-    def _buffers(self, model: nn.Module, where: str, wrapped: bool) -> None:
+    def _buffers(self, model: nn.Module, where: str, wrapper: DistributedDataParallel | None) -> None:
         """Record the buffers of a model. Without DistributedDataParallel, only those that change the inputs of the model."""
+        kept = wrapper is not None and not wrapper.broadcast_buffers
+        again = (
+            kept and self.recorder.steps.bit_count() == 1
+        )  # after 1, 2, 4, 8 ... steps: they may begin to differ late
+        sent = wrapper is not None and wrapper.will_sync_module_buffers()
+        if not self.recorder.steps or not (self.buffered < BUFFERS or again) or not (kept or sent or wrapper is None):
+            return
         chosen = {
             name
             for name, each in model.named_modules()
-            if (not isinstance(each, _NormBase) if wrapped else each in self.scaling)
+            if (not isinstance(each, _NormBase) if wrapper else each in self.scaling)
         }
         buffers = {name: each for name, each in model.named_buffers() if name.rpartition(".")[0] in chosen}
-        self.buffered += wrapped or bool(buffers)
+        self.buffered += wrapper is not None or bool(buffers)
         if buffers:
-            names = list(buffers)
-            self.recorder.note(
-                BuffersSeen(buffers=[mixed(each) for each in buffers.values()], names=names, where=where)
-            )
+            values, names = [mixed(each) for each in buffers.values()], list(buffers)
+            seen = BuffersSeen(buffers=values, names=names, where=where)
+            self.recorder.note(BuffersKept(buffers=values, names=names, where=where) if kept else seen)
 
     def _weigh(self, model: nn.Module, where: str) -> None:
         """Record the parameters of a model that is evaluated, some times, but once between two steps."""

@@ -1,4 +1,4 @@
-"""When the parameters of the models of a program change, and at which lines of it.
+"""When the parameters and buffers of the models of a program change, and at which lines of it.
 
 Only a second run of a program whose ranks hold different parameters installs this probe: it traces the program.
 """
@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.modules.batchnorm import _NormBase
 from torch.optim import Optimizer
 
 from workshop.check.evidence.trail import CHANGES
@@ -39,13 +40,15 @@ class Watched:
     def __init__(self, number: int, model: nn.Module):
         self.number = number
         self.parameters = list(model.parameters())
+        layers = [each for each in model.modules() if not isinstance(each, _NormBase)]
+        self.buffers = [each for layer in layers for each in layer.buffers(recurse=False) if type(each) is torch.Tensor]
         small = min(self.parameters, key=torch.Tensor.numel)
         self.read = {id(each): each for each in (small, self.parameters[-1]) if each.numel() <= LARGEST}.values()
         self.last = self.version()
 
     def version(self) -> tuple[int, int, str]:
         """What changes if a parameter is changed in place, or gets other memory."""
-        parts = [(each._version, each.data_ptr()) for each in self.parameters]
+        parts = [(each._version, each.data_ptr()) for each in (*self.parameters, *self.buffers)]
         # ``parameter.data.mul_(2)`` does not change the version of the parameter, so two parameters are read.
         sums = [TENSOR.tolist(TENSOR.sum(TENSOR.detach(each))) for each in self.read]
         return sum(number for number, _ in parts), hash(tuple(place for _, place in parts)), str(sums)  # "nan" is equal
@@ -112,6 +115,7 @@ class Replicas(Trails):
             "number": self.count,
             "places": places,
             "sketches": sketches(watched.parameters),
+            "buffers": sketches(watched.buffers),
         }
         os.write(self.changes, json.dumps(said).encode() + b"\n")
 

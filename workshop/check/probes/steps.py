@@ -104,7 +104,7 @@ class Steps(Probe):
 
 
 class Clipping(Probe):
-    """Records ``clip_grad_norm_`` with the norms of the gradients in this process."""
+    """Records how gradients are clipped, with their norms in this process."""
 
     writes = (GradientsClipped,)
 
@@ -112,14 +112,28 @@ class Clipping(Probe):
     @around(nn.utils.clip_grad, "clip_grad_norm_")
     def _clip(self, original: Function, parameters: Any, *args: Any, **kwargs: Any) -> Any:
         parameters = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
-        norms: list[float] = []
-        with self.recorder.guard:
-            norms = [sketch[0] for sketch in sketches(each.grad for each in parameters) if sketch]
+        norms = self._norms(parameters)
         total = original(parameters, *args, **kwargs)
+        self._clipped(norms, total)
+        return total
+
+    @around(nn.utils, "clip_grads_with_norm_")
+    def _clip_with(
+        self, original: Function, parameters: Any, max_norm: Any, total_norm: Any, *args: Any, **kwargs: Any
+    ) -> Any:
+        parameters = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+        self._clipped(self._norms(parameters), total_norm)
+        return original(parameters, max_norm, total_norm, *args, **kwargs)
+
+    def _norms(self, parameters: list[torch.Tensor]) -> list[float]:
+        with self.recorder.guard:
+            return [sketch[0] for sketch in sketches(each.grad for each in parameters) if sketch]
+        return []
+
+    def _clipped(self, norms: list[float], total: torch.Tensor) -> None:
         with self.recorder.guard:
             (whole,) = [None] if isinstance(total, DTensor) else sketches([total])
             self.note_here(GradientsClipped(norms=norms, total=whole and whole[0]))
-        return total
 
 
 def _parameters(optimizer: Optimizer) -> list[torch.Tensor]:

@@ -20,6 +20,7 @@ class _Last(NamedTuple):
 
     result: list[float]
     more: list[float]  # how much larger the argument was than the result before it
+    alike: frozenset[int]  # the values that grew by the same number in all calls in a row
     first: list[float]  # the result of the first call in a row
     calls: int
 
@@ -56,19 +57,20 @@ class Totals(Probe):
         where = self.recorder.where()
         last = self.last.get(where)
         if last is None or len(last.result) != len(given):
-            self.last[where] = _Last(result, [], result, 1)
+            self.last[where] = _Last(result, [], frozenset(range(len(given))), result, 1)
             return
         more = [now - before for now, before in zip(given, last.result, strict=True)]
-        alike = [
+        grown = [
             index
-            for index, (now, before) in enumerate(zip(more, last.more, strict=False))
+            for index, (now, before) in enumerate(zip(more, last.more or more, strict=False))
             if now > 0 < last.result[index] and math.isclose(now, before, rel_tol=CLOSE * last.result[index] / now)
         ]
-        if last.more and not alike:
-            self.last[where] = _Last(result, more, last.result, 2)
+        alike = last.alike.intersection(grown)
+        if not alike:  # this may be the second call in another row
+            self.last[where] = _Last(result, more, frozenset(grown), last.result, 2)
             return
-        calls, first = last.calls + 1, last.first
-        self.last[where] = _Last(result, more, first, calls)
-        if calls == CALLS and alike:
-            index = alike[0]
-            self.recorder.note(TotalsSummed(calls=calls, first=first[index], last=result[index], where=where))
+        calls = last.calls + 1
+        self.last[where] = _Last(result, more, alike, last.first, calls)
+        if calls == CALLS:
+            index = min(alike)
+            self.recorder.note(TotalsSummed(calls=calls, first=last.first[index], last=result[index], where=where))

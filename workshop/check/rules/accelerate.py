@@ -20,7 +20,7 @@ def _called(run: Run, method: str, argument: str = "") -> bool:
 def accelerator_idle(run: Run) -> Said:
     """Model and optimizer are not prepared, or the program calls loss.backward()."""
     where = run.trained[0].step_where if run.trained else ""
-    if not _called(run, "prepare", "AdamW"):
+    if not _called(run, "prepare", "Optimizer"):
         yield Seen("accelerator.prepare() is not called with the model and the optimizer", where, origin="call:prepare")
     elif not _called(run, "backward"):
         yield Seen(

@@ -7,7 +7,14 @@ from itertools import groupby
 from workshop.check.evidence.events import Backward, BatchLoaded, Collective, GradientsClipped, LossWeighted, StepBegun
 from workshop.check.evidence.run import Process, Run
 from workshop.check.evidence.sketches import CLOSE, difference, different_names, ratio
-from workshop.check.rules.gradients import gradient_scale, gradients_differ, mean_of_means, weights_differ
+from workshop.check.rules.gradients import (
+    buffers_differ,
+    gradient_scale,
+    gradients_differ,
+    mean_of_means,
+    models_differ,
+    weights_differ,
+)
 from workshop.check.rules.rule import NotJudged, Said, Seen, rule
 from workshop.check.rules.unequal import before_backward, count_reduced
 from workshop.check.rules.words import listed
@@ -15,7 +22,7 @@ from workshop.check.scenarios import COMPARED, WHOLE, Compared
 
 SAME = 0.01  # relative difference of gradients that rounding explains
 EQUAL = 5e-5  # the same of losses
-AFTER = (gradients_differ, weights_differ, mean_of_means)
+AFTER = (gradients_differ, weights_differ, models_differ, buffers_differ, mean_of_means)
 
 
 @gradient_scale.also(COMPARED, active=True, after=AFTER)

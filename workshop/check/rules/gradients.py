@@ -1,5 +1,6 @@
 """Whether all ranks hold the same gradients and parameters, and those that one process would have."""
 
+import re
 from collections import Counter
 from collections.abc import Iterator
 from functools import partial
@@ -20,12 +21,13 @@ from workshop.check.evidence.events import (
     UnevenJoined,
     Wrapped,
 )
+from workshop.check.evidence.misuses import BuffersKept
 from workshop.check.evidence.run import Process, Run, Step
 from workshop.check.evidence.sketches import CLOSE, difference, different_names, ratio
 from workshop.check.rules.divergence import TO_ONE, reduced_to_one
 from workshop.check.rules.learning import of_steps
 from workshop.check.rules.processes import no_group, wrong_group
-from workshop.check.rules.replicas import parted
+from workshop.check.rules.replicas import begun_apart, parted
 from workshop.check.rules.rounds import of_its_own, sum_of_changes
 from workshop.check.rules.rule import RULES, Makes, NotJudged, Rule, Said, Seen, Told, findings, rule
 from workshop.check.rules.unequal import after_backward, unclipped, why_unequal
@@ -34,6 +36,7 @@ from workshop.check.scenarios import SINGLE, WHOLE
 
 ALIKE = "Set the same seed on all ranks before the model is created, or broadcast() the parameters of rank 0."
 UNEXPLAINED = ("", "reseeded")  # origins of findings that do not know the line of the cause
+OF_A_RANK = re.compile(r"queue|bank|memory|cache|ptr|pointer", re.IGNORECASE)  # buffers that may differ on purpose
 FIRST = 4  # evaluations of a model, in order, which are those at the same time
 ROUNDED = 2e-3  # gradients of float32 agree more closely than this; those of bfloat16 often do not
 beside_one_process: "partial[Makes[[Run, Run]]]" = partial(rule, runs=(WHOLE, SINGLE), needs=(LayersSeen,), spoils=True)
@@ -73,7 +76,8 @@ def clipping_differs(run: Run) -> Said:
         norms = [event.total for event in together if event.total is not None]
         if len(norms) == len(together) > 1 and max(norms) - min(norms) > CLOSE * max(norms):
             shown = " and ".join(f"{norm:.4g}" for norm in norms[:4])
-            yield Seen(f"in the same step the ranks clip by the norms {shown}", together[0].where)
+            local = "holds:to_local holds:get_total_norm here"
+            yield Seen(f"in the same step the ranks clip by the norms {shown}", together[0].where, origin=local)
             return
 
 
@@ -90,7 +94,7 @@ def models_differ(run: Run) -> Said:
         which = listed(different_names(base.weights, other.weights, base.names))
         seen = f"the ranks evaluate {base.model} with different parameters ({which})"
         reason, where = _why_copies_differ(run.trained, base)
-        found = None if where else parted(run, base.where)
+        found = None if where else parted(run, base.where) or begun_apart(run, base.where)
         yield found.added_to(seen) if found else Seen(seen + reason, where or base.where)
         return
 
@@ -169,6 +173,51 @@ def scaled_differently(run: Run) -> Said:
         where, names = found
         seen = f"a layer without parameters changes the inputs with its buffer {listed(names)}, which differs between the ranks"
         yield Seen(seen, where, origin=_changes(names[0]))
+
+
+@rule(
+    why="The same input has different outputs on different ranks, and a checkpoint contains the buffers of one rank.",
+    fix="Change the buffer on all ranks in the same way: sum the values of all ranks with all_reduce(), or broadcast() those of "
+    "one rank.",
+    needs=(BuffersKept,),
+    after=(no_group, wrong_group, gradients_differ, weights_differ),
+    anywhere=True,
+)
+def buffers_differ(run: Run) -> Said:
+    """DistributedDataParallel does not send the buffers, and each rank changes them in a different way."""
+    if found := _kept_apart(run):
+        where, names, _ = found
+        seen = (
+            f"the buffer {listed(names)} differs between the ranks, and DistributedDataParallel does not send buffers"
+        )
+        source = parted(run, run.trained[0].step_where, buffers=True)
+        yield source.added_to(seen) if source else Seen(seen, where, origin=_changes(names[0]))
+
+
+def steps_until_buffers_differ(run: Run) -> int:
+    """After how many steps a second run shows at which line buffers become different; 0: they do not."""
+    found = None if any(process.replica.changes for process in run.trained) else _kept_apart(run)
+    return found[2] + 1 if found else 0
+
+
+def _kept_apart(run: Run) -> tuple[str, list[str], int] | None:
+    """The buffers that the ranks keep, and that still differ in the end; the line of the forward pass, and the steps before."""
+    ranks = [] if run.divided else [[*_kept(process)] for process in run.trained]
+    apart: list[tuple[str, list[str], int]] = []
+    for (steps, first), *others in zip(*ranks, strict=False) if len(ranks) > 1 else ():
+        names = [name for _, each in others for name in different_names(first.buffers, each.buffers, first.names)]
+        names = [name for name in dict.fromkeys(names) if not OF_A_RANK.search(name)]
+        apart = [*apart, (first.where, names, steps)] if names else []
+    return apart[0] if len(apart) > 1 else None
+
+
+def _kept(process: Process) -> Iterator[tuple[int, BuffersKept]]:
+    """Yield the buffers that DistributedDataParallel leaves as they are, each with the number of steps before."""
+    steps = 0
+    for _, event in process.events:
+        steps += isinstance(event, StepTaken)
+        if isinstance(event, BuffersKept):
+            yield steps, event
 
 
 def _different_buffers(run: Run) -> tuple[str, list[str]] | None:

@@ -1,6 +1,7 @@
 """Whether the steps train the model."""
 
 import math
+from dataclasses import replace
 from functools import partial
 from itertools import pairwise, takewhile
 
@@ -79,18 +80,19 @@ def schedule_length(run: Run) -> Said:
         if len(rates) >= 8 and ended > len(rates) // 5 and max(rates) > 0:
             seen = f"the learning rate is {least:.2g} in the last {ended} of {len(rates)} steps, and {max(rates):.2g} at most"
             where = next((event.where for event in process.of(ScheduleSeen)), process.step_where)
-            if name := _prepared(process):
-                seen += f": Accelerate takes {run.nproc} steps of a prepared {name} for each step of the optimizer"
-                lengths = "|".join(f"{name}.{each}" for each in LENGTHS)
-                return [Seen(seen, where, fix=PREPARED, origin=f"call:{lengths}|{name}")]
-            return [Seen(seen, where, origin="total")]
+            return [_by_accelerate(run, process, Seen(seen, where, origin="total"))]
     return []
 
 
-def _prepared(process: Process) -> str:
-    """The class of the schedule that the program gives to Accelerator.prepare(); "" if there is none."""
+def _by_accelerate(run: Run, process: Process, seen: Seen) -> Seen:
+    """The same about a schedule that Accelerate prepares: the program has not multiplied its length by the processes."""
     given = [name for event in process.of(AcceleratorCalled) if event.name == "prepare" for name in event.of]
-    return next((name for name in given if name.endswith("LR")), "")
+    name = next((name for name in given if name.endswith("LR")), "")
+    if not name:
+        return seen
+    text = f"{seen.text}: Accelerate takes {run.nproc} steps of a prepared {name} for each step of the optimizer"
+    lengths = "|".join(f"{name}.{each}" for each in LENGTHS)
+    return replace(seen, text=text, fix=PREPARED, origin=f"length call:{lengths}|{name}")
 
 
 def _wrong_length(run: Run, process: Process, rates: list[float]) -> Said:
@@ -100,7 +102,8 @@ def _wrong_length(run: Run, process: Process, rates: list[float]) -> Said:
         if min(abs(share / run.nproc - 1), abs(share * run.nproc - 1)) < 0.15:
             seen = f"the schedule is made for {event.length} steps, but takes {event.taken}"
             times = f"{run.nproc} times too {'many' if share > 1 else 'few'}"
-            yield Seen(f"{seen}: {times}", event.where, origin="total")
+            found = Seen(f"{seen}: {times}", event.where, origin="total")
+            yield _by_accelerate(run, process, found) if share < 1 else found
             return
     length = 0 if process.first(ScheduleSeen) else _length(rates)
     if abs(length / len(process.steps) / run.nproc - 1) < 0.15:

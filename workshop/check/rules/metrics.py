@@ -17,12 +17,18 @@ from workshop.check.evidence.events import (
     Sketch,
     StepTaken,
 )
-from workshop.check.evidence.misuses import TotalsSummed
+from workshop.check.evidence.misuses import ResultDiscarded, TotalsSummed
 from workshop.check.evidence.run import Process, Run
 from workshop.check.evidence.sketches import CLOSE, difference
 from workshop.check.rules.comparison import loss_weights_differ
 from workshop.check.rules.evaluation import evaluation_missed, metric_of_one_rank
-from workshop.check.rules.gradients import gradient_scale, gradients_differ, models_differ, weights_differ
+from workshop.check.rules.gradients import (
+    buffers_differ,
+    gradient_scale,
+    gradients_differ,
+    models_differ,
+    weights_differ,
+)
 from workshop.check.rules.processes import no_group, wrong_group
 from workshop.check.rules.rule import NotJudged, Said, Seen, rule
 from workshop.check.rules.words import plural
@@ -46,6 +52,7 @@ AFTER = (
     weights_differ,
     models_differ,
     gradient_scale,
+    buffers_differ,
     metric_of_one_rank,
     evaluation_missed,
 )
@@ -110,6 +117,34 @@ def repeated_samples_gathered(compared: Compared) -> Said:
             count = round(repeated * _samples(compared.several)[ours.steps].total())
             yield Seen(f"gather() also returns {plural(count, 'repeated sample')}: {seen}", ours.gathered)
             return
+
+
+@rule(
+    why="The collective writes its result into the tensor that it gets. This one is a temporary copy, so the result is lost, and "
+    "each rank goes on with its own values.",
+    fix="Keep the copy in a variable, and use this variable after the call: total = total.clone(); dist.all_reduce(total).",
+    needs=(ResultDiscarded,),
+    after=(no_group, wrong_group),
+    instead_of=(
+        metric_depends_on_processes,
+        repeated_samples_gathered,
+        gradients_differ,
+        weights_differ,
+        buffers_differ,
+    ),
+    anywhere=True,
+)
+def result_discarded(run: Run) -> Said:
+    """Ranks exchange different values in a tensor that ceases to exist in the same line. (Equal ones may be a barrier.)"""
+    for together in zip(*(process.of(ResultDiscarded) for process in run.trained), strict=False):
+        values = [each.value for each in together if each.value]
+        if len(values) == len(together) > 1 and len({each.where for each in together}) == 1 and _apart(values):
+            yield Seen(f"nothing reads the result of {together[0].name}()", together[0].where)
+            return
+
+
+def _apart(values: list[Sketch]) -> bool:
+    return any(difference(values[:1], [each]) > CLOSE for each in values[1:])
 
 
 @rule(

@@ -35,20 +35,32 @@ class Parted(NamedTuple):
         return Seen(seen + self.text, self.where, fix=self.fix, origin=self.origin)
 
 
-def parted(run: Run, where: str) -> Parted | None:
-    """Where the parameters of the model that a line uses become different; None: unknown."""
+def parted(run: Run, where: str, buffers: bool = False) -> Parted | None:
+    """Where the parameters, or the buffers, of the model that a line uses become different; None: unknown."""
     ranks = [process for process in run.ranks if process.replica.changes]
     for other in ranks[1:]:
-        mine, theirs = (_history(process, where) for process in (ranks[0], other))
+        mine, theirs = (_history(process, where, buffers) for process in (ranks[0], other))
         found = next((pair for pair in zip(mine, theirs, strict=False) if _apart(pair[0][-1], pair[1][-1])), None)
-        if found and (said := _between((ranks[0], other), *found)):
+        if found and (said := _between((ranks[0], other), *found, buffers)):
             return said
     return None
 
 
-def _history(process: Process, where: str) -> Iterator[list[Change]]:
+def begun_apart(run: Run, where: str) -> Parted | None:
+    """Where the parameters of the model that a line uses last change before the first step, if they have never been equal."""
+    ranks = [process for process in run.ranks if process.replica.changes]
+    for other in ranks[1:]:
+        mine, theirs = (next(_history(process, where, False), []) for process in (ranks[0], other))
+        early = [pair for pair in zip(mine[:-1], theirs[:-1], strict=False) if not pair[0].steps and pair[0].places]
+        if early and all(_apart(*pair) for pair in early) and early[-1][0].places == early[-1][1].places:
+            place = early[-1][0].places[0][0]
+            return Parted(f"; they differ already after {place}", place, "")
+    return None
+
+
+def _history(process: Process, where: str, buffers: bool) -> Iterator[list[Change]]:
     """Yield for each use of a model in a line the changes of this model before it, and the use."""
-    changes = process.replica.changes
+    changes = [each._replace(sketches=each.buffers) if buffers else each for each in process.replica.changes]
     for at, each in enumerate(changes):
         if each.what == "used" and each.places and each.places[0][0] == where:
             yield [*(old for old in changes[:at] if old.model == each.model and old.what == "changed"), each]
@@ -58,7 +70,7 @@ def _apart(one: Change, other: Change) -> bool:
     return one.model == other.model and difference(one.sketches, other.sketches) > CLOSE
 
 
-def _between(ranks: tuple[Process, Process], mine: list[Change], theirs: list[Change]) -> Parted | None:
+def _between(ranks: tuple[Process, Process], mine: list[Change], theirs: list[Change], buffers: bool) -> Parted | None:
     """What to say about the first change after which two replicas are different."""
     pairs = list(zip(mine[:-1], theirs[:-1], strict=False))
     equal = [at for at, (one, other) in enumerate(pairs) if not _apart(one, other)]
@@ -69,7 +81,7 @@ def _between(ranks: tuple[Process, Process], mine: list[Change], theirs: list[Ch
     # With DistributedDataParallel the ranks step together, so the number of steps is a common clock.
     timed = ranks[0].first(Wrapped) is not None
     if len(pairs) > at and one[0].places == other[0].places and (one[0].steps == other[0].steps or not timed):
-        return _in_line(ranks, (mine[at - 1], theirs[at - 1]), (one[0], other[0]), mine[-1])
+        return _in_line(ranks, (mine[at - 1], theirs[at - 1]), (one[0], other[0]), None if buffers else mine[-1])
     return _apart_in_time(ranks, one, other)
 
 
@@ -91,13 +103,16 @@ def _apart_in_time(ranks: tuple[Process, Process], one: list[Change], other: lis
 
 
 def _in_line(
-    ranks: tuple[Process, Process], before: tuple[Change, Change], after: tuple[Change, Change], use: Change
+    ranks: tuple[Process, Process], before: tuple[Change, Change], after: tuple[Change, Change], use: Change | None
 ) -> Parted | None:
-    """What to say about a line that both ranks run, and after which the parameters are different."""
-    if not after[0].places or after[0].places[0][0] == use.places[0][0]:
+    """What to say about a line that both ranks run, and after which the parameters are different.
+
+    ``use``: of the functions that run at that moment, the one that also leads to this use of the model is that of the training,
+    and its line is named; None: the line that changes the tensors.
+    """
+    if not after[0].places or (use and after[0].places[0][0] == use.places[0][0]):
         return None  # the step itself, which the rule names anyway
-    # Of the functions that run at that moment, the one that also leads to the step or the evaluation is that of the training.
-    using = {_function(each) for each in use.places}
+    using = {_function(each) for each in use.places} if use else {_function(after[0].places[0])}
     common = [each[0] for each in after[0].places if _function(each) in using]
     inner, place = after[0].places[0][0], (common or [after[0].places[-1][0]])[0]
     known: dict[tuple[int, int, int], int] = {}

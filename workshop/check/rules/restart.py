@@ -23,8 +23,15 @@ from workshop.check.rules.carried import Cause, best_lost, copy_lost, first_caus
 from workshop.check.rules.collectives import collectives_differ
 from workshop.check.rules.ending import crash, ending, hang, no_training
 from workshop.check.rules.files import checkpoint_keys
-from workshop.check.rules.gradients import buffers_overwritten, gradients_differ, models_differ, weights_differ
+from workshop.check.rules.gradients import (
+    buffers_differ,
+    buffers_overwritten,
+    gradients_differ,
+    models_differ,
+    weights_differ,
+)
 from workshop.check.rules.inputs import encoded_differently
+from workshop.check.rules.metrics import result_discarded
 from workshop.check.rules.own_state import one_for_all
 from workshop.check.rules.processes import no_group
 from workshop.check.rules.rule import Makes, Rule, Said, Seen, Told, also, findings, rule
@@ -38,7 +45,16 @@ SAME = 1e-6  # parameters of two runs count as equal up to this relative differe
 ROUNDING = 1e-3
 SCALER = "Save the state_dict() of the GradScaler in the checkpoint, and load it where the checkpoint is loaded."
 # With these mistakes, the ranks have state of their own, so no run resumes from the checkpoint of one rank as it was.
-CAUSES = (gradients_differ, weights_differ, models_differ, buffers_overwritten, encoded_differently, one_stage_saved)
+CAUSES = (
+    gradients_differ,
+    weights_differ,
+    models_differ,
+    buffers_overwritten,
+    buffers_differ,
+    result_discarded,
+    encoded_differently,
+    one_stage_saved,
+)
 
 # A rule that ``second_start`` judges; it reports only one of them.
 _of_restart: "partial[Makes[[Run, Split]]]" = partial(
@@ -298,8 +314,10 @@ def _loading(run: Run) -> str:
 
 
 def _only_some_load(second: Run) -> str:
-    """That only some of the ranks load a checkpoint, if this is so."""
-    loading = [named(each) for each in second.trained if any(event.path for event in each.of(Loaded))]
+    """That only some of the ranks load a checkpoint in a line, if this is so."""
+    loads = [{event.where for event in each.of(Loaded) if event.path} for each in second.trained]
+    of_some = set[str]().union(*loads).difference(set[str]().union(*loads).intersection(*loads))
+    loading = [named(each) for each, lines in zip(second.trained, loads, strict=True) if lines & of_some]
     if len(loading) in (0, len(second.trained)):
         return ""
     return f"only {listed(loading)} {'loads' if len(loading) == 1 else 'load'} a checkpoint"

@@ -4,6 +4,7 @@ import math
 from collections.abc import Sequence
 
 from workshop.check.evidence.events import (
+    AcceleratorCalled,
     Backward,
     Collective,
     Forward,
@@ -68,6 +69,10 @@ def why_unequal(base: Process, one: Step, two: Step, which: Sequence[str]) -> tu
         bypasses = "the forward pass bypasses DistributedDataParallel: call the wrapper"
         return last.forward.where, bypasses, fix, "argument:backward"
     if last and last.sync is False:
+        if unprepared := _without_optimizer(base):
+            reason = "accelerator.prepare() does not get the optimizer, so it also steps after a backward() that averages nothing"
+            fix = "Pass the optimizer to accelerator.prepare() too: in accumulate(), it then steps only with averaged gradients."
+            return unprepared, reason, fix
         fix = "Run the forward pass and backward() of the last batch of each step outside no_sync()."
         if last.unsynced:
             return last.unsynced, "the last backward() before the step is under no_sync()", fix
@@ -90,6 +95,12 @@ def why_unequal(base: Process, one: Step, two: Step, which: Sequence[str]) -> tu
         what,
         "Call backward() once for each forward pass of the wrapper, and change gradients on all ranks alike.",
     )
+
+
+def _without_optimizer(process: Process) -> str:
+    """The line where a program prepares its model with Accelerate, if it never prepares an optimizer; "" otherwise."""
+    prepared = [each for each in process.of(AcceleratorCalled) if each.name == "prepare"]
+    return prepared[0].where if prepared and not any("Optimizer" in each.of for each in prepared) else ""
 
 
 def _outside(process: Process, names: Sequence[str], which: Sequence[str]) -> bool:

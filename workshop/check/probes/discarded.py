@@ -1,0 +1,52 @@
+"""Results of collectives that are lost, because they are in a temporary tensor."""
+
+import weakref
+from collections import Counter
+from typing import Any
+
+import torch
+from torch.distributed import distributed_c10d as c10d
+
+from workshop.check.evidence.misuses import ResultDiscarded
+from workshop.check.probes.contents import mixed
+from workshop.check.probes.probe import Function, Probe, around
+
+ALONE = 2  # references to memory that only one tensor has: that of the tensor, and that of the object that asks
+CALLS = 3  # calls of a line that are recorded
+
+
+class Discarded(Probe):
+    """Records a collective whose tensor ceases to exist in the line of the call, with its memory: nothing reads the result."""
+
+    writes = (ResultDiscarded,)
+
+    def clear(self) -> None:
+        self.temporary: dict[int, tuple[weakref.ref[torch.Tensor], ResultDiscarded]] = {}
+        self.told = Counter[str]()
+
+    @around(c10d, "all_reduce", "broadcast", named=True)
+    def _call(self, name: str, original: Function, tensor: Any, *args: Any, **kwargs: Any) -> Any:
+        event = None
+        with self.recorder.guard:
+            by_program = not self.recorder.quiet and self.recorder.called_by_program()
+            if by_program and type(tensor) is torch.Tensor and _alone(tensor):
+                event = ResultDiscarded(name=name, value=mixed(tensor), where=self.recorder.where())
+        result = original(tensor, *args, **kwargs)
+        if event and result is None and self.told[event.where] < CALLS:  # a handle: the call is asynchronous
+            key = id(tensor)
+            self.temporary[key] = weakref.ref(tensor, lambda _: self._ends(key)), event
+        return result
+
+    def _ends(self, key: int) -> None:
+        """The tensor of a call ceases to exist."""
+        with self.recorder.guard:
+            _, event = self.temporary.pop(key)
+            if self.recorder.where() == event.where:  # otherwise, the program can have read it in the lines between
+                self.told[event.where] += 1
+                self.recorder.note(event)
+
+
+def _alone(tensor: torch.Tensor) -> bool:
+    """Whether no other tensor and no array of NumPy has the memory of a tensor."""
+    memory = tensor.untyped_storage()
+    return bool(memory.resizable() and torch._C._storage_Use_Count(memory._cdata) == ALONE)
