@@ -16,6 +16,7 @@ from workshop.check.evidence.events import (
     ModelDivided,
     ModelLoaded,
     ScaledClipped,
+    ScheduleSeen,
     StepSkipped,
 )
 from workshop.check.evidence.misuses import BuffersKept, ResultDiscarded
@@ -249,11 +250,15 @@ DISCARDED = """
         model = Counting()
         ddp = DistributedDataParallel(model, broadcast_buffers=False)
         optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+        warmup = torch.optim.lr_scheduler.LinearLR(optimizer, total_iters=2)
+        cosine = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=6)
+        schedule = torch.optim.lr_scheduler.SequentialLR(optimizer, [warmup, cosine], [2])  # both
         for number in range(5):
             ddp(torch.rand(3, 2)).sum().backward()
             dist.all_reduce(model.weight.grad)
             nn.utils.clip_grads_with_norm_(model.parameters(), 1.0, torch.tensor(5.0 + dist.get_rank()))
             optimizer.step()
+            schedule.step()
         dist.destroy_process_group()
 
     main()
@@ -267,5 +272,7 @@ def test_lost_results_kept_buffers_and_given_norms_are_recorded(place):
         assert found == [("all_reduce", made.line("# lost")), ("broadcast", made.line("# also lost"))]
         assert [each.names for each in rank.of(BuffersKept)] == [["seen"]] * 4  # after 1 to 4 steps
         assert [each.total for each in rank.of(GradientsClipped)] == [5.0 + rank.rank] * 5
+        seen = [(each.taken, each.length, each.where) for each in rank.of(ScheduleSeen)]
+        assert seen == [(5, 2 + 6, made.line("# both"))]
     one, other = (rank.of(ResultDiscarded)[0].value for rank in made.ranks)
     assert one != other

@@ -136,6 +136,13 @@ MISTAKES = (
         (built.RATES, "            pass\n"),
     ),
     mistake(
+        "zero1-only-the-learning-rate",
+        ZERO1,
+        "optimizer-case-fails",
+        "The inner optimizer gets the new learning rate, but not the other options that a schedule can change.",
+        (built.RATES, '            inner["lr"] = ours["lr"]\n'),
+    ),
+    mistake(
         "zero1-always-adamw",
         ZERO1,
         "optimizer-case-fails",

@@ -27,6 +27,14 @@ class Schedules(Probe):
         if len(self.made) < MOST and (length := schedule_length(schedule)):
             self.made.append((schedule, length, self.recorder.where()))
 
+    @after(lr_scheduler.SequentialLR, "__init__")
+    def _join(self, result: None, schedule: Any, *args: Any, **kwargs: Any) -> None:
+        """Several schedules, one after the other: the last one, such as a cosine after a warmup, ends the whole."""
+        last, begin = schedule._schedulers[-1], schedule._milestones[-1]
+        self.made = [each for each in self.made if not any(each[0] is part for part in schedule._schedulers)]
+        if length := schedule_length(last):
+            self.made.append((schedule, begin + length, self.recorder.where()))
+
     @on("at_end")
     def _note(self) -> None:
         for schedule, length, where in self.made:

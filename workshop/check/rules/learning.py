@@ -154,7 +154,8 @@ def no_learning(run: Run) -> Said:
         steps = process.steps
         gradients = [gradient for step in steps for gradient in step.before.gradients]
         if all(gradient is None or gradient[0] == 0 for gradient in gradients):
-            yield Seen("every gradient is zero" if any(gradients) else "there is no gradient", process.step_where)
+            seen = "every gradient is zero" if any(gradients) else "there is no gradient"
+            yield Seen(seen, process.step_where, origin="" if any(gradients) else "sync")
         elif difference(steps[0].before.weights, (steps[-1].after or steps[-1].before).weights) == 0:
             yield Seen(f"the parameters do not change in {plural(len(steps), 'step')}", process.step_where)
 

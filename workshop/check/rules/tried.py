@@ -17,7 +17,7 @@ CASES = {
     "changed": "a parameter that was replaced",
     "other-class": "a different class of optimizer",
     "shares": "parameters of different sizes",
-    "scheduled": "a schedule of the learning rate",
+    "scheduled": "a schedule of the learning rate and of weight_decay",
     "saved": "state_dict()",
     "loaded": "load_state_dict()",
     "loaded-part": "load_state_dict()",

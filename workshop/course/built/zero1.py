@@ -42,6 +42,10 @@ def trained(
         optimizer.step()
         if schedule:
             schedule.step()
+            for group in optimizer.param_groups:
+                group["weight_decay"] = (
+                    0.1 * number
+                )  # some schedules change more than the learning rate, as OneCycleLR does
     return {name: value.clone() for name, value in model.state_dict().items()}, optimizer
 
 
