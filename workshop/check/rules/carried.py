@@ -160,11 +160,21 @@ def copy_lost(whole: Run, split: Split, done: int) -> Cause | None:
                 "although the optimizer has the same ones: a copy, such as an EMA, is not restored"
             )
             fix = "Save the state_dict() of the copy in the checkpoint too, and load it where the checkpoint is loaded."
-            updated = {event.model for event in whole.trained[0].of(ModelUpdated)}
-            if updated and updated.isdisjoint(name for event in split.first.all(Saved) for name in event.copies):
-                return seen, fix, _saving(split.first), "saved"
+            if not _kept(split.first, each):
+                return seen, fix, _saving(split.first), "call:register_for_checkpointing saved"
             return seen, fix, "", f"{COPIES} loading:model restored"
     return None
+
+
+def _kept(first: Run, model: ModelEvaluated) -> bool:
+    """Whether a file has a parameter of a model as it was when it was evaluated last, or a copy of a model of its class."""
+    own = [
+        each for each in first.trained[0].of(ModelEvaluated) if (each.model, each.names) == (model.model, model.names)
+    ]
+    files = list(first.all(Saved))
+    tensors = [each for event in files for each in event.tensors]
+    same = (difference([one], [other]) < ROUNDED for each in own[-1:] for one in each.weights for other in tensors)
+    return any(model.model in event.copies for event in files) or any(same)
 
 
 def _evaluated(process: Process, done: int) -> Iterator[tuple[int, ModelEvaluated]]:
