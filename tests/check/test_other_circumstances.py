@@ -13,7 +13,7 @@ from check.bank.whole import all_mistakes, all_styles
 from workshop.check.command import check_command
 from workshop.course.checking import check_file
 from workshop.course.exercises import find_exercise
-from workshop.course.real import settled
+from workshop.course.real import LATE, settled, undecided
 
 
 @pytest.mark.parametrize("base", [pytest.param(ddp.SPAWN, marks=pytest.mark.full), ddp.METRICS])
@@ -62,6 +62,21 @@ def test_an_unseeded_program_may_differ_at_every_start(tmp_path):
 )
 def test_a_speed_counts_once_two_runs_agree(speeds, enough):
     assert settled(speeds) == enough
+
+
+@pytest.mark.parametrize(
+    ("own", "other", "seconds", "again"),
+    [
+        ([], [], 0, True),
+        ([100, 101], [100, 101], 0, False),
+        ([100, 50], [100, 101], 0, True),
+        ([100, 50], [100, 101], LATE, False),  # as fast as the other one, on a machine with other work
+        ([80, 80], [100, 101], LATE, True),  # it is not yet called slower
+        ([80] * 4, [100] * 4, LATE, False),
+    ],
+)
+def test_a_program_gets_turns_until_its_speed_is_known_or_it_is_late(own, other, seconds, again):
+    assert undecided(own, other, seconds) == again
 
 
 @pytest.fixture

@@ -6,6 +6,7 @@ The functions judge nothing: each one starts the program and returns what it has
 import math
 import os
 import sys
+import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -240,6 +241,7 @@ def _tensors(value: object, name: str = "") -> dict[str, torch.Tensor]:
 
 ROUNDS = 4  # starts of each program before one is called slower
 CLEARLY = 1.1  # times the samples per second of the other program
+LATE = 60.0  # seconds after which a program that is as fast as the other one gets no further turns
 
 
 def speeds(script: Path, solution: Path, place: Path, gpus: bool) -> Speeds:
@@ -248,9 +250,8 @@ def speeds(script: Path, solution: Path, place: Path, gpus: bool) -> Speeds:
     Each run counts with its fastest epoch, because other load on the machine can only make a program slower.
     """
     turns: dict[Path, list[float]] = {script: [], solution: []}
-    while not all(settled(best) for best in turns.values()) or (
-        len(turns[script]) < ROUNDS and max(turns[script]) * CLEARLY < max(turns[solution])
-    ):  # before a program is called slower, it gets further turns
+    start = time.monotonic()
+    while undecided(turns[script], turns[solution], time.monotonic() - start):
         for name, (program, best) in zip(("own", "solution"), turns.items(), strict=True):
             command = [sys.executable, program, "--epochs", 3, "--checkpoint", CHECKPOINT]
             run = _Real(command, place / f"{name}-{len(best)}", {}, gpus)
@@ -261,6 +262,12 @@ def speeds(script: Path, solution: Path, place: Path, gpus: bool) -> Speeds:
                 return Speeds((), ())
             best.append(max(epochs))
     return Speeds(tuple(turns[script]), tuple(turns[solution]))
+
+
+def undecided(own: Sequence[float], other: Sequence[float], seconds: float) -> bool:
+    """Return whether both programs get another turn. Before a program is called slower, it gets several."""
+    slower = max(own, default=0.0) * CLEARLY < max(other, default=1.0)
+    return (slower and len(own) < ROUNDS) or ((slower or seconds < LATE) and not (settled(own) and settled(other)))
 
 
 def settled(best: Sequence[float]) -> bool:
