@@ -5,6 +5,14 @@ PROGRAM = "tests/check/programs/language_model.py"
 TAGGER = "tests/check/programs/tagger.py"
 ENGINE = "tests/check/referee/deepspeed_engine/train.py"
 FSDP1 = "tests/check/referee/fsdp1_lm/train.py"
+GAN = "tests/check/referee/gan/train.py"
+MOCO = "tests/check/referee/moco/train.py"
+REINFORCE = "tests/check/referee/reinforce_2/train.py"
+SHORT = (  # the evidence of the whole program of REINFORCE takes more than a megabyte
+    ('"--iterations", type=int, default=40', '"--iterations", type=int, default=8'),
+    ('"--num-envs", type=int, default=32', '"--num-envs", type=int, default=4'),
+    ('"--horizon", type=int, default=32', '"--horizon", type=int, default=8'),
+)
 TOKEN_MEAN = ', reduction="sum") * world_size / count'  # of the tagger
 COUNTS = "    dist.all_reduce(counts)\n"
 COUNTS_TO_ONE = "    dist.reduce(counts, 0)\n"

@@ -4,20 +4,10 @@ from check.bank import ddp, second, sharded, zero
 from check.bank.case import mistake, style
 from check.bank.cases import bank_tests
 
-GAN = "tests/check/referee/gan/train.py"
-
-REINFORCE = "tests/check/referee/reinforce_2/train.py"
-SHORT = (  # the evidence of the whole program takes more than a megabyte
-    ('"--iterations", type=int, default=40', '"--iterations", type=int, default=8'),
-    ('"--num-envs", type=int, default=32', '"--num-envs", type=int, default=4'),
-    ('"--horizon", type=int, default=32', '"--horizon", type=int, default=8'),
-)
-MOCO = "tests/check/referee/moco/train.py"
-
 MISTAKES = (
     mistake(
         "fakes-that-are-not-detached",
-        GAN,
+        second.GAN,
         "gradients-differ",
         "The backward pass of the discriminator also goes through the generator, whose own step then has other gradients.",
         ("discriminator(fake.detach()), zeros)", "discriminator(fake), zeros)"),
@@ -339,7 +329,7 @@ MISTAKES = (
     # ---- buffers-overwritten
     mistake(
         "queue-of-the-own-keys",
-        MOCO,
+        second.MOCO,
         "buffers-overwritten",
         "Each rank appends only its own keys to a buffer, and DDP replaces the buffer with that of rank 0.",
         ("        self.enqueue(concat_all_gather(k))\n", "        self.enqueue(k)\n"),
@@ -355,10 +345,10 @@ MISTAKES = (
     # ---- scaled-differently
     mistake(
         "running-mean-of-each-rank",
-        REINFORCE,
+        second.REINFORCE,
         "scaled-differently",
         "Each rank scales the observations with the mean and the variance of its own ones.",
-        *SHORT,
+        *second.SHORT,
         ("        dist.all_reduce(moments)\n", ""),
         ("self.count += len(obs) * dist.get_world_size()", "self.count += len(obs)"),
     ),
@@ -379,9 +369,9 @@ STYLES = (
     ),
     style(
         "running-mean-of-all-ranks",
-        REINFORCE,
+        second.REINFORCE,
         "All ranks scale the observations with the mean and the variance of those of all ranks, without DDP.",
-        *SHORT,
+        *second.SHORT,
     ),
     style(
         "local-steps",

@@ -6,6 +6,9 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 
 from workshop.check.evidence.events import (
+    Backward,
+    Evaluated,
+    Key,
     Loaded,
     LoaderStarted,
     ModelCopied,
@@ -285,3 +288,18 @@ def _saves(run: Run, done: int) -> set[tuple[int, str]]:
         for seconds, event in process.timed(Saved)
         if event.path and process.steps
     }
+
+
+def plays(process: Process) -> bool:
+    """Whether a program without a loader trains on samples for which the model has decided something before, as in a game."""
+    seen: set[Key] = set()
+    trained: set[Key] = set()
+    played = 0
+    for _, event in process.events:
+        if isinstance(event, Evaluated) and event.forward.loader is None:
+            seen.update(event.forward.rows)
+        elif isinstance(event, Backward) and event.forward and event.forward.loader is None:
+            new = set(event.forward.rows) - trained
+            played += len(new & seen)
+            trained |= new
+    return played > 0.1 * len(trained) > 0

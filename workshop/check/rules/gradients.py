@@ -187,9 +187,7 @@ def buffers_differ(run: Run) -> Said:
     """DistributedDataParallel does not send the buffers, and each rank changes them in a different way."""
     if found := _kept_apart(run):
         where, names, _ = found
-        seen = (
-            f"the buffer {listed(names)} differs between the ranks, and DistributedDataParallel does not send buffers"
-        )
+        seen = f"the ranks have different values in {listed(names)}, and DistributedDataParallel does not send buffers"
         source = parted(run, run.trained[0].step_where, buffers=True)
         yield source.added_to(seen) if source else Seen(seen, where, origin=_changes(names[0]))
 

@@ -5,21 +5,18 @@ from collections.abc import Iterable, Iterator
 from functools import partial
 
 from workshop.check.evidence.events import (
-    Backward,
     CheckpointCalled,
-    Evaluated,
     GroupDestroyed,
     Joined,
-    Key,
     Loaded,
     Raised,
     StepSkipped,
     UnevenJoined,
 )
 from workshop.check.evidence.real import Killed, Kills, RealRun
-from workshop.check.evidence.run import Process, Run, Step
+from workshop.check.evidence.run import Run, Step
 from workshop.check.evidence.sketches import CLOSE, difference
-from workshop.check.rules.carried import Cause, best_lost, copy_lost, first_cause, firsts, saved_too_often
+from workshop.check.rules.carried import Cause, best_lost, copy_lost, first_cause, firsts, plays, saved_too_often
 from workshop.check.rules.collectives import collectives_differ
 from workshop.check.rules.ending import crash, ending, hang, no_training
 from workshop.check.rules.files import checkpoint_keys
@@ -225,7 +222,7 @@ def _state_lost(whole: Run, split: Split, load: str) -> Iterable[tuple[Rule | No
     base, done, rest = (run.trained[0].steps for run in (whole, split.first, split.second))
     bound = SAME if whole.nproc <= 2 else ROUNDING
     differences = list(_not_restored(base, done, rest, whole.trained[0].draws, bound))
-    if differences and " samples " in differences[0][1] and _plays(split.second.trained[0]):
+    if differences and " samples " in differences[0][1] and plays(split.second.trained[0]):
         return  # the second start begins new games, as most programs of reinforcement learning do
     if differences and differences[0][0] in (resume_differs, optimizer_lost) and (cause := first_cause(whole, split)):
         seen, fix, where, origin = cause
@@ -267,21 +264,6 @@ def _torn_by_writers(split: Split) -> bool:
     shared = split.first.shared_file()
     loaded = {event.path.rsplit("/", 1)[-1] for event in split.second.all(Loaded) if event.path}
     return shared is not None and shared[0].rsplit("/", 1)[-1] in loaded
-
-
-def _plays(process: Process) -> bool:
-    """Whether a program without a loader trains on samples for which the model has decided something before, as in a game."""
-    seen: set[Key] = set()
-    trained: set[Key] = set()
-    played = 0
-    for _, event in process.events:
-        if isinstance(event, Evaluated) and event.forward.loader is None:
-            seen.update(event.forward.rows)
-        elif isinstance(event, Backward) and event.forward and event.forward.loader is None:
-            new = set(event.forward.rows) - trained
-            played += len(new & seen)
-            trained |= new
-    return played > 0.1 * len(trained) > 0
 
 
 def _uneven(whole: Run) -> bool:
