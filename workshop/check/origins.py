@@ -282,9 +282,8 @@ def _loader(source: Source, start: ast.stmt, detail: str) -> int | None:
     for value in source.trace(begin):
         for made in ast.walk(value.expression):
             if isinstance(made, ast.Call) and name_of(made.func).lower().endswith("loader"):
-                whole = (
-                    detail == "itself" or "get_train_dataloader" in source.functions
-                )  # its Trainer divides no loader
+                # A Trainer of transformers does not divide the loader that a method of the program returns.
+                whole = detail == "itself" or "get_train_dataloader" in source.functions
                 named = () if whole else ("sampler", "batch_sampler")
                 given = [each.value for each in made.keywords if each.arg in named]
                 samplers = source.trace([Value(each, value.statement) for each in given])

@@ -70,7 +70,8 @@ STYLES = (
     style(
         "barrier-and-array-in-temporary-tensors",
         second.TAGGER,
-        "An all_reduce of equal numbers is a barrier, and a tensor that shares its memory with an array changes the array.",
+        "A first exchange tests the connections, one of equal numbers is a barrier, and from_numpy() shares its memory.",
+        ("    torch.manual_seed(SEED)\n", "    torch.manual_seed(SEED)\n    dist.all_reduce(torch.ones(1) + rank)\n"),
         (
             REDUCED,
             "    dist.all_reduce(torch.zeros(1))\n"

@@ -136,11 +136,20 @@ def repeated_samples_gathered(compared: Compared) -> Said:
 )
 def result_discarded(run: Run) -> Said:
     """Ranks exchange different values in a tensor that ceases to exist in the same line. (Equal ones may be a barrier.)"""
-    for together in zip(*(process.of(ResultDiscarded) for process in run.trained), strict=False):
+    for together in zip(*map(_discarded, run.trained), strict=False):
         values = [each.value for each in together if each.value]
         if len(values) == len(together) > 1 and len({each.where for each in together}) == 1 and _apart(values):
             yield Seen(f"nothing reads the result of {together[0].name}()", together[0].where)
             return
+
+
+def _discarded(process: Process) -> Iterator[ResultDiscarded]:
+    """Yield the lost results since the training began. An exchange before it may only test the connections."""
+    begun = False
+    for _, event in process.events:
+        begun = begun or isinstance(event, Backward | Evaluated)
+        if begun and isinstance(event, ResultDiscarded):
+            yield event
 
 
 def _apart(values: list[Sketch]) -> bool:

@@ -42,10 +42,8 @@ def trained(
         optimizer.step()
         if schedule:
             schedule.step()
-            for group in optimizer.param_groups:
-                group["weight_decay"] = (
-                    0.1 * number
-                )  # some schedules change more than the learning rate, as OneCycleLR does
+            for group in optimizer.param_groups:  # OneCycleLR, for example, changes more than the learning rate
+                group["weight_decay"] = 0.1 * number
     return {name: value.clone() for name, value in model.state_dict().items()}, optimizer
 
 
