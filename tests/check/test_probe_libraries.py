@@ -128,7 +128,7 @@ def test_events_of_accelerate_are_recorded(place):
     made = Made(place("accelerate"), ACCELERATE, probes=(*CORE, Accelerators)).well()
     (process,) = made.run.processes
     prepared, *backwards = process.of(AcceleratorCalled)
-    assert (prepared.name, prepared.of) == ("prepare", ["Linear", "SGD", "RandomSampler"])
+    assert (prepared.name, prepared.of) == ("prepare", ["Linear", "Optimizer", "RandomSampler"])
     assert prepared.where == made.line("accelerator.prepare")
     assert [event.name for event in backwards] == ["backward", "backward"]
     assert len(process.steps) == 2
