@@ -57,6 +57,66 @@ PROGRAMS = {
             for batch in tqdm(DataLoader(data, 8)):  # seen
                 model(batch)
     """,
+    "dealt:next-of-a-stream": """
+        class Stream(IterableDataset):
+            def __iter__(self):
+                info = get_worker_info()
+                for number in order[info.id :: info.num_workers]:  # cause
+                    yield self.documents[number]
+
+        def main(model, documents):
+            batches = iter(DataLoader(Stream(documents), 8))
+            while True:
+                batch = next(batches)
+                model(batch).backward()  # seen
+    """,
+    "dealt:lightning": """
+        class Stream(IterableDataset):
+            def __iter__(self):
+                for number in range(self.rank, len(self.documents), self.world_size):  # cause
+                    yield self.documents[number]
+
+        class Data(LightningDataModule):
+            def train_dataloader(self):
+                return DataLoader(Stream(self.documents), 8)
+
+        trainer.fit(Net(), Data())  # seen
+    """,
+    "stateful:sched": """
+        class State:
+            def __init__(self, model, scheduler):
+                self.model, self.scheduler = model, scheduler
+
+            def state_dict(self):
+                return {"model": self.model.state_dict()}  # cause
+
+            def load_state_dict(self, state):
+                self.model.load_state_dict(state["model"])
+
+        def load(state):
+            dcp.load({"state": state})  # seen
+    """,
+    "stateful:center": """
+        class Loss:
+            def __init__(self):
+                self.center = 0
+
+            def state_dict(self):
+                return {"center": self.center}
+
+        model(1)  # seen
+    """,
+    "member:center": """
+        class Loss(Module):
+            def __init__(self):
+                self.center = zeros(3)  # cause
+
+            def forward(self, outputs):
+                self.center = self.center + outputs.mean(0)
+                return self.center
+
+        model(1)  # seen
+    """,
     "weights": """
         def class_weights(labels):
             counts = labels.bincount()

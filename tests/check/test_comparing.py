@@ -9,12 +9,14 @@ from collections import namedtuple
 
 import pytest
 import torch
+from torch.utils.data import DataLoader
 
 from check.made import Made
 from workshop.check.command import check_command
-from workshop.check.comparing import _once, dealt, joined
+from workshop.check.comparing import TensorPickler, _once, dealt, joined
 from workshop.check.evidence.events import LossComputed
 from workshop.check.probes.schedules import schedule_length
+from workshop.check.recollated import Drawn, Samples, interleaved, joins, without_known
 
 Pair = namedtuple("Pair", "tokens tags")
 ONE, TWO = torch.tensor([[1, 2, 0]]), torch.tensor([[3, 4, 5]])
@@ -77,6 +79,31 @@ def test_batches_that_cannot_be_joined_are_refused():
         joined([object(), object()])
     with pytest.raises(ValueError, match="different lengths"):
         joined([[ONE], [TWO, TWO]])
+
+
+def test_batches_with_edges_are_made_of_the_samples_again():
+    def edges(rows):
+        return torch.zeros(rows, 3), torch.zeros(2, 7, dtype=torch.int64)
+
+    assert joins((torch.zeros(4, 3), torch.zeros(4)), 4, joined)
+    assert joins({"tokens": torch.zeros(2, 9, dtype=torch.int64)}, 2, joined)
+    assert not joins(edges(4), 4, joined)
+    assert not joins({"graph": object()}, 4, joined)
+    data = [(torch.full((2,), float(number)), number) for number in range(5)]
+    loader = iter(DataLoader(data, 3, collate_fn=lambda samples: [number for _, number in samples]))
+    drawn = Drawn(loader)
+    assert (next(loader), [number for _, number in drawn.samples], drawn.size) == ([0, 1, 2], [0, 1, 2], 5)
+    assert drawn.collate(data[3:]) == [3, 4]
+    assert Drawn(iter(DataLoader(data, 3))).collate is None  # such batches are joined
+
+
+def test_samples_of_several_ranks_are_dealt_and_counted_once():
+    whole = interleaved([Samples([0, 2, 4]), Samples([1, 3])])
+    assert whole == [0, 1, 2, 3, 4]
+    seen = set()
+    assert without_known([torch.tensor(0), torch.tensor(1)], seen, 0, TensorPickler) == [0, 1]
+    assert without_known([torch.tensor(2), torch.tensor(0)], seen, 1, TensorPickler) == [2]
+    assert without_known([torch.tensor(0)], seen, 0, TensorPickler) == [0]  # the data set contains equal samples
 
 
 TAMED = """
@@ -222,6 +249,119 @@ def test_a_metric_is_that_of_one_process_with_the_same_parameters(tmp_path, redu
             verdict.errors[0].seen,
         )
         assert verdict.errors[0].where == "train.py:29"
+
+
+GRAPHS = """
+from typing import NamedTuple
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils.data import DataLoader, DistributedSampler
+
+class Batch(NamedTuple):
+    nodes: torch.Tensor
+    edges: torch.Tensor
+    graph: torch.Tensor
+    target: torch.Tensor
+
+def collate(samples):
+    sizes = [len(nodes) for nodes, *_ in samples]
+    offsets = [sum(sizes[:number]) for number in range(len(sizes))]
+    return Batch(
+        torch.cat([nodes for nodes, *_ in samples]),
+        torch.cat([edges + offset for (_, edges, _), offset in zip(samples, offsets)], dim=1),
+        torch.repeat_interleave(torch.arange(len(samples)), torch.tensor(sizes)),
+        torch.stack([target for *_, target in samples]),
+    )
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embedding, self.out = nn.Embedding(3, 4), nn.Linear(4, 1)
+
+    def forward(self, batch):
+        nodes = self.embedding(batch.nodes)
+        nodes = nodes.index_add(0, batch.edges[1], nodes[batch.edges[0]])
+        return self.out(torch.zeros(len(batch.target), 4).index_add(0, batch.graph, nodes))[:, 0]
+
+dist.init_process_group("gloo")
+torch.manual_seed(0)
+sizes = torch.randint(3, 6, (62,)).tolist()
+nodes = [torch.randint(3, (size,)) for size in sizes]
+data = [(each, torch.randint(len(each), (2, 5)), each.float().sum() + torch.randn(())) for each in nodes]
+model = Net()
+ddp_model = nn.parallel.DistributedDataParallel(model)
+optimizer = torch.optim.Adam(model.parameters(), lr=0.02)
+sampler = DistributedSampler(data[:32])
+loader = DataLoader(data[:32], 4, sampler=sampler, collate_fn=collate)
+evaluated = DataLoader(data[32:][dist.get_rank() :: dist.get_world_size()], 4, collate_fn=collate)
+for epoch in range(3):
+    sampler.set_epoch(epoch)
+    for batch in loader:
+        optimizer.zero_grad()
+        nn.functional.mse_loss(ddp_model(batch), batch.target).backward()
+        optimizer.step()
+    with torch.no_grad():
+        pairs = [(model(batch), batch.target) for batch in evaluated]
+    outputs, targets = (torch.cat(each) for each in zip(*pairs))
+    sums = torch.stack([(outputs - targets).square().sum(), targets.sum(), targets.square().sum(), torch.tensor(len(targets))])
+    REDUCED
+    if dist.get_rank() == 0:
+        print(f"epoch {epoch}: R2 {r2:.4f}")
+dist.destroy_process_group()
+"""
+OF_ALL = """dist.all_reduce(sums)
+    r2 = 1 - sums[0] / (sums[2] - sums[1] ** 2 / sums[3])"""
+OF_EACH = """r2 = 1 - sums[0] / (sums[2] - sums[1] ** 2 / sums[3])
+    dist.all_reduce(r2)
+    r2 /= dist.get_world_size()"""
+
+
+@pytest.mark.parametrize(("reduced", "kinds"), [(OF_ALL, []), (OF_EACH, ["metric-depends-on-processes"])])
+def test_one_process_gets_batches_of_graphs_made_of_the_samples_of_all_ranks(tmp_path, reduced, kinds):
+    (tmp_path / "train.py").write_text(GRAPHS.replace("REDUCED", reduced))
+    *_, verdict = check_command(["torchrun", "--nproc-per-node=2", "train.py"], folder=tmp_path)
+    assert [finding.kind for finding in verdict.errors] == kinds, verdict.errors
+    assert [text for text in verdict.unchecked if "one process" in text] == []
+
+
+NUMBERS = """
+import torch
+import torch.distributed as dist
+from torch import nn
+
+dist.init_process_group("gloo")
+rank, world_size = dist.get_rank(), dist.get_world_size()
+torch.manual_seed(0)
+scores = torch.rand(40) + 3 * (torch.arange(40) % 2)  # those of rank 1 are larger
+model = nn.Embedding(40, 1)
+ddp_model = nn.parallel.DistributedDataParallel(model)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+for epoch in range(3):
+    order = torch.randperm(40, generator=torch.Generator().manual_seed(epoch))[rank::world_size]
+    for batch in order.split(5):  # one process takes more steps
+        optimizer.zero_grad()
+        nn.functional.mse_loss(ddp_model(batch)[:, 0], scores[batch]).backward()
+        optimizer.step()
+    with torch.no_grad():
+        errors = torch.stack([(model(torch.tensor(user)) - scores[user]).abs() for user in range(rank, 40, world_size)])
+    REDUCED
+    if rank == 0:
+        print(f"epoch {epoch}: error {worst.item():.4f}")
+dist.destroy_process_group()
+"""
+LARGEST = """worst = errors.max()
+    dist.all_reduce(worst, dist.ReduceOp.MAX)"""
+MEAN_OF_LARGEST = """worst = errors.max()
+    dist.all_reduce(worst)
+    worst /= world_size"""
+
+
+@pytest.mark.parametrize(("reduced", "kinds"), [(LARGEST, []), (MEAN_OF_LARGEST, ["metric-depends-on-processes"])])
+def test_a_program_without_a_loader_is_compared_evaluation_by_evaluation(tmp_path, reduced, kinds):
+    (tmp_path / "train.py").write_text(NUMBERS.replace("REDUCED", reduced))
+    *_, verdict = check_command(["torchrun", "--nproc-per-node=2", "train.py"], folder=tmp_path)
+    assert [finding.kind for finding in verdict.errors] == kinds, verdict.errors
 
 
 SPAWNED = """

@@ -17,7 +17,7 @@ from workshop.check.evidence.events import (
     VariablesSeen,
     Wrapped,
 )
-from workshop.check.evidence.misuses import NeverAwaited, TotalsSummed
+from workshop.check.evidence.misuses import GradientsIgnored, NeverAwaited, TotalsSummed
 
 # ---------------------------------------------------------------- two ranks that train
 
@@ -151,18 +151,36 @@ LOOSE = """
     from torch import nn
     from torch.nn.parallel import DistributedDataParallel
 
+    class Queue:
+        def __init__(self):
+            self.rows = torch.zeros(4)
+
+    class Loss(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.center = torch.zeros(1)
+
+        def forward(self, outputs):
+            self.center = self.center + 1
+            return outputs.sum()
+
     def main():
         dist.init_process_group("gloo")
-        model = nn.Linear(2, 2)
+        model, criterion = nn.Linear(2, 2), nn.Sequential(Loss())
         ddp = DistributedDataParallel(model)
+        part = nn.Linear(2, 2)
+        DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(part, ["bias"])
+        DistributedDataParallel(part)  # without a bias
         optimizer = torch.optim.Adam(ddp.parameters())
         draws = torch.Generator().manual_seed(dist.get_rank())
         rng = numpy.random.default_rng(dist.get_rank())
         average = copy.deepcopy(model)
+        queue = Queue()
         for number in range(2):
+            queue.rows = queue.rows + 1
             rng.permutation(3)
             with ddp.no_sync():  # local
-                ddp(torch.rand(3, 2, generator=draws)).sum().backward()
+                criterion(ddp(torch.rand(3, 2, generator=draws))).backward()
             waited, lost = torch.ones(2), torch.ones(2)
             dist.all_reduce(waited, async_op=True).wait()
             handle = dist.all_reduce(lost, async_op=True)  # lost
@@ -193,14 +211,21 @@ def test_handles_variables_and_optimizer_states_are_recorded(place):
         assert again.where == loose.line("# again")
         assert {event.unsynced for event in rank.of(Backward)} == {loose.line("# local")}
         assert rank.first(Wrapped).names == ("weight", "bias")
-        assert [event.numbers["number"] for event in rank.of(VariablesSeen)] == [0, 1]
+        (ignored,) = rank.of(GradientsIgnored)
+        assert (ignored.names, ignored.where) == (["bias"], loose.line("# without a bias"))
+        numbers = [
+            event.numbers for event in rank.of(VariablesSeen)
+        ]  # before the first forward pass, and before the steps
+        assert [each["number"] for each in numbers] == [0, 0, 1]
+        assert [each["queue.rows"] for each in numbers] == [2, 2, 4]
+        assert [each["criterion.0.center"] for each in numbers] == [0, 1, 2]
         assert rank.first(StateLoaded).where == loose.line("optimizer.load_state_dict")
         assert rank.first(Saved).moments == rank.first(Saved).own == 12  # two moments of six parameters
         saved = rank.first(Saved)
         assert saved.copies == ["Linear"]
         assert len(saved.tensors) == 2 * 3 + 2  # the moments and the step of each parameter, and the copy
     for name in ("draws", "rng"):
-        states = [[event.states[name] for event in rank.of(VariablesSeen)] for rank in loose.ranks]
+        states = [[event.states[name] for event in rank.of(VariablesSeen)[1:]] for rank in loose.ranks]
         assert len({state for rank in states for state in rank}) == 4
 
 

@@ -67,6 +67,23 @@ FIRST_RANK = """
         dist.all_reduce(total)  # rank 0 alone
 """
 
+REDUCED = """
+    state = {"left": 3}
+    while state["left"] > 0:
+        total = torch.ones(1)
+        dist.reduce(total, 0)  # to one rank
+        state["left"] -= int(total.item())
+    dist.all_reduce(torch.ones(2))
+"""
+
+COMPARED = """
+    losses = [[0.1, 0.2], [0.9, 0.2]][rank]
+    loss = sum(losses)
+    if loss > 0.5:  # decided here
+        dist.all_reduce(torch.ones(3))
+    dist.all_reduce(torch.ones(2))
+"""
+
 SHAPES = """
     rows = torch.ones(2, 3 + rank)  # a different width
     parts = [torch.zeros_like(rows) for _ in range(2)]
@@ -113,6 +130,8 @@ def test_a_trail_has_the_lines_the_values_and_the_calls(place):
         (UNEVEN, "# after the division", "ends after 3 iterations on rank 1, but rank 0 begins iteration 4"),
         (SKIPPED, "# skips alone", "the ranks diverge at line"),
         (FIRST_RANK, "# rank 0 alone", "rank 0 calls all_reduce of [2]"),
+        (REDUCED, "# to one rank", "before that, reduce() at"),
+        (COMPARED, "# decided here", "`loss` is"),
         (SHAPES, "# a different width", "is a tensor of shape [2, 3] on rank 0 and a tensor of shape [2, 4] on rank 1"),
     ],
 )

@@ -25,6 +25,7 @@ from torch.utils.data import dataloader
 from workshop.check.evidence.events import Key
 from workshop.check.probes.contents import content, rows
 from workshop.check.probes.recorder import Recorder
+from workshop.check.recollated import Drawn, Samples, interleaved, joins, without_known
 from workshop.check.taming import tame
 
 ITERATIONS = 40  # iterations of a loader of which batches are kept
@@ -38,7 +39,8 @@ UNSTORED = (
     AttributeError,
     RecursionError,
 )  # what the pickle of an unusual batch raises
-UNJOINED = (KeyError, ValueError, TypeError, RuntimeError)  # a rank has no such batch, or the sizes do not fit
+# A rank has no such batch, the sizes do not fit, or a class of the program cannot be imported.
+UNJOINED = (KeyError, ValueError, TypeError, RuntimeError, AttributeError, pickle.UnpicklingError)
 Iteration = tuple[int, int]  # the number of a loader, in the order in which they are made, and of an iteration over it
 Place = tuple[Iteration, int]  # the iteration, and the number of the batch in it
 
@@ -50,7 +52,7 @@ def keep(file: Path) -> Callable[[Recorder], None]:
         opened = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND)  # now: the probes forbid it later
         left, lengths = STORED, set()
 
-        def kept(place: Place, data: Any, samples: int) -> Any:
+        def kept(place: Place, data: Any, drawn: Drawn | None) -> Any:
             nonlocal left
             if place[0][1] >= ITERATIONS or place[1] >= BATCHES or data is None or place in lengths:
                 return data
@@ -58,8 +60,11 @@ def keep(file: Path) -> Callable[[Recorder], None]:
                 lengths.add(place)
             with suppress(*UNSTORED):  # a batch may be anything
                 rank = dist.get_rank() if dist.is_initialized() else int(os.environ.get("RANK", 0))
-                stored = io.BytesIO()
-                TensorPickler(stored).dump((place, rank, data))
+                own = Samples(drawn.samples) if drawn and drawn.samples else None
+                part = data if own is None or joins(data, len(own), joined) else own
+                value, stored = io.BytesIO(), io.BytesIO()
+                TensorPickler(value).dump(part)
+                pickle.dump((place, rank, batch_size(part), value.getvalue()), stored)
                 left = left - stored.tell() if stored.tell() <= min(LARGEST, left) else 0
                 if left:
                     os.write(opened, stored.getvalue())
@@ -81,11 +86,15 @@ def replace_all(file: Path, ranks: int) -> Callable[[Recorder], None]:
 
 
 def _replace(file: Path, ranks: int, whole: bool, recorder: Recorder) -> None:
-    parts: dict[Place, dict[int, Any]] = {}
+    # The batches of the ranks are unpickled when they are needed: by then, the classes of the program exist.
+    parts: dict[Place, dict[int, bytes]] = {}
+    counts: dict[Iteration, int] = {}  # samples of all batches
     with open(file, "rb") as stored, suppress(EOFError, pickle.UnpicklingError):
         while True:
-            place, rank, data = pickle.load(stored)
-            parts.setdefault(place, {})[rank] = data
+            place, rank, samples, value = pickle.load(stored)
+            parts.setdefault(place, {})[rank] = value
+            counts[place[0]] = counts.get(place[0], 0) + samples
+    recorder.opens_batches = True
 
     # If the program has left the loop before the end of the loader, this is where the ranks ended too.
     ends: dict[Iteration, int] = {}
@@ -99,7 +108,7 @@ def _replace(file: Path, ranks: int, whole: bool, recorder: Recorder) -> None:
     begun = False
     seen: dict[Iteration, set[Key]] = {}  # the samples that one process has evaluated
 
-    def replaced(place: Place, data: Any, samples: int) -> Any:
+    def replaced(place: Place, data: Any, drawn: Drawn | None) -> Any:
         nonlocal size, begun
         iteration = loader, number = place[0]
         if whole and number >= known.get(loader, number + 1):  # a training that goes on for longer than before
@@ -107,20 +116,28 @@ def _replace(file: Path, ranks: int, whole: bool, recorder: Recorder) -> None:
         own = dist.get_rank() if dist.is_initialized() and dist.get_world_size() > 1 else None
         if place[1] in (END, LENGTH):
             usual = ends.get(place[0], data) if place[1] == END else data
-            return max(parts.get(place, {0: usual}).values()) if whole and own is None else data
+            stored = [pickle.loads(each) for each in parts.get(place, {}).values()] or [usual]
+            return max(stored) if whole and own is None else data
         if not begun:
             begun = True
             tame(lambda: size)  # not earlier, because the parameters need random values
         # Without the joined batch the samples differ: the rules do not compare the first step, and a whole training fails.
         with suppress(*() if whole else UNJOINED):
-            of_ranks = [parts[place][rank] for rank in range(ranks) if not whole or rank in parts[place]]
-            if own is not None and len(of_ranks) < ranks:
-                return parts[place][own]  # at the end of an epoch, some ranks have no batch any more
+            of_ranks = [pickle.loads(parts[place][rank]) for rank in range(ranks) if not whole or rank in parts[place]]
+            if own is not None and len(of_ranks) < ranks:  # at the end of an epoch, some ranks have no batch any more
+                of_ranks, own = [pickle.loads(parts[place][own])], 0
+            evaluates = whole and own is None and not torch.is_grad_enabled()
+            last = drawn and drawn.size and ends.get(place[0]) == place[1] + 1
+            repeated = counts[place[0]] - drawn.size if drawn and last else 0
+            if drawn and drawn.collate and isinstance(of_ranks[0], Samples):
+                samples = interleaved(of_ranks) if own is None else of_ranks[own].samples
+                if evaluates:
+                    samples = without_known(samples, seen.setdefault(iteration, set()), repeated, TensorPickler)
+                size = len(samples)
+                return drawn.collate(samples)
             data = joined(of_ranks, own)
-            if whole and own is None and not torch.is_grad_enabled():
+            if evaluates:
                 data = dealt(data, [batch_size(each) for each in of_ranks])
-                counted = sum(batch_size(each) for at in parts if at[0] == place[0] for each in parts[at].values())
-                repeated = counted - samples if samples and ends.get(place[0]) == place[1] + 1 else 0
                 data = _once(data, seen.setdefault(iteration, set()), repeated)
         size = batch_size(data)
         return data
@@ -182,13 +199,13 @@ def _tensors(data: Any) -> Iterator[torch.Tensor]:
             yield part
 
 
-def _each_batch(change: Callable[[Place, Any, int], Any]) -> None:
-    """Pass each of the first batches through a function, together with its place and the size of the data set (0: unknown).
+def _each_batch(change: Callable[[Place, Any, Drawn | None], Any]) -> None:
+    """Pass each of the first batches through a function, together with its place and what the data set returned for it.
 
     The function also gets the length of each loader, and the number of batches of each iteration at its END: at the end, and
     before each batch with None, where it can return the number of batches after which the iteration ends.
     """
-    iterations: WeakKeyDictionary[Any, tuple[Iteration, count[int]]] = WeakKeyDictionary()  # by the iterator
+    iterations: WeakKeyDictionary[Any, tuple[Iteration, count[int], Drawn]] = WeakKeyDictionary()  # by the iterator
     loaders: WeakKeyDictionary[Any, tuple[int, count[int]]] = WeakKeyDictionary()
     kind: Any = dataloader.DataLoader
     made, length, begin, following = kind.__init__, kind.__len__, kind.__iter__, dataloader._BaseDataLoaderIter.__next__
@@ -202,29 +219,29 @@ def _each_batch(change: Callable[[Place, Any, int], Any]) -> None:
 
     @wraps(length)
     def __len__(self: Any) -> int:
-        return int(change(((loaders[self][0], 0), LENGTH), length(self), 0)) if self in loaders else length(self)
+        return int(change(((loaders[self][0], 0), LENGTH), length(self), None)) if self in loaders else length(self)
 
     @wraps(begin)
     def __iter__(self: Any) -> Any:
         iterator = begin(self)
         if self in loaders:
-            iterations[iterator] = (loaders[self][0], next(loaders[self][1])), count()
+            iterations[iterator] = (loaders[self][0], next(loaders[self][1])), count(), Drawn(iterator)
         return iterator
 
     @wraps(following)
     def __next__(self: Any) -> Any:
         if self not in iterations:
             return following(self)
-        iteration, numbers = iterations[self]
+        iteration, numbers, drawn = iterations[self]
         batch = next(numbers)
-        if batch == change((iteration, END), None, 0):
+        if batch == change((iteration, END), None, None):
             raise StopIteration
         try:
             data = following(self)
         except StopIteration:
-            change((iteration, END), batch, 0)
+            change((iteration, END), batch, None)
             raise
-        return change((iteration, batch), data, len(self._dataset) if hasattr(self._dataset, "__len__") else 0)
+        return change((iteration, batch), data, drawn)
 
     kind.__init__, kind.__len__, kind.__iter__, dataloader._BaseDataLoaderIter.__next__ = (
         __init__,
@@ -303,6 +320,8 @@ def batch_size(data: Any) -> int:
     """The number of samples in a batch: the first dimension of its first tensor that has one; 0: it has none."""
     if isinstance(data, torch.Tensor):
         return len(data) if data.dim() else 0
+    if isinstance(data, Samples):
+        return len(data)
     parts = data.values() if isinstance(data, Mapping) else data if isinstance(data, (list, tuple)) else ()
     return next((size for part in parts if (size := batch_size(part))), 0)
 

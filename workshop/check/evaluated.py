@@ -22,7 +22,8 @@ from workshop.check.probes.recorder import Recorder
 from workshop.tensors import own_part
 
 STORED = 400_000_000  # bytes of all parameters that are stored
-# The number of steps before the evaluation, that of the model among the evaluated ones, and that of its parameters there.
+# The number of the evaluation (between two, one process may take other steps), that of the model among the evaluated ones, and
+# that of its parameters there.
 Key = tuple[int, int, int]
 
 
@@ -79,20 +80,21 @@ def restore(file: Path) -> Callable[[Recorder], None]:
 def _each_evaluation(recorder: Recorder, evaluates: Callable[[Key, nn.Module], bool]) -> None:
     """Call a function before a model is evaluated with new parameters; it returns whether both runs have the same ones."""
     numbers: WeakKeyDictionary[nn.Module, int] = WeakKeyDictionary()
-    present: dict[
-        int, tuple[int, int, int]
-    ] = {}  # by the number of the model: steps, number of its parameters, their mark
+    # By the number of the model: that of the evaluation, that of its parameters, and their mark.
+    present: dict[int, tuple[int, int, int]] = {}
     agree: dict[Key, bool] = {}
+    evaluations: dict[int, int] = {}  # by the steps before
 
     def before(model: nn.Module) -> None:
         number = numbers.setdefault(model, len(numbers))
-        steps, version, mark = present.get(number, (-1, 0, 0))
-        if steps != recorder.steps or mark != _mark(model):
-            version = version + 1 if steps == recorder.steps else 0
-            key = recorder.steps, number, version
+        now = evaluations.setdefault(recorder.steps, len(evaluations))
+        last, version, mark = present.get(number, (-1, 0, 0))
+        if last != now or mark != _mark(model):
+            version = version + 1 if last == now else 0
+            key = now, number, version
             agree[key] = not is_fsdp1(model) and evaluates(key, model)
-            present[number] = recorder.steps, version, _mark(model)
-        recorder.parameters_given = all(same for key, same in agree.items() if key[0] == recorder.steps)
+            present[number] = now, version, _mark(model)
+        recorder.parameters_given = all(same for key, same in agree.items() if key[0] == now)
 
     recorder.before_evaluation.append(before)
 

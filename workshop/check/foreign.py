@@ -388,9 +388,10 @@ def _settings(arguments: Sequence[str], original: Path) -> Iterator[str]:
 
 
 def _planned(texts: Iterable[str], arguments: Sequence[str]) -> Iterator[int]:
-    """Yield the numbers of epochs and steps that options, settings and arguments name."""
+    """Yield the numbers of epochs and steps that options, settings and arguments name, and their sums: of several stages."""
     for text in (*texts, " ".join(arguments)):
-        yield from (int(number.replace("_", "")) for number in PLANNED.findall(text))
+        numbers = [int(number.replace("_", "")) for number in PLANNED.findall(text)]
+        yield from (*numbers, sum(numbers))
 
 
 def _one_process(text: str) -> list[str]:

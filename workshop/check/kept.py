@@ -1,8 +1,10 @@
 """Find what a program saves in a checkpoint, and what it restores from one: finders for ``origins.py``."""
 
 import ast
+import re
 
 from workshop.check.definitions import (
+    Function,
     Source,
     Value,
     assigned,
@@ -78,6 +80,20 @@ def key(source: Source, start: ast.stmt, detail: str) -> int | None:
         for key in keys:
             if isinstance(key, ast.Constant) and key.value == detail:
                 return key.lineno
+    return None
+
+
+def stateful(source: Source, start: ast.stmt, detail: str) -> int | None:
+    """What ``state_dict`` returns in a class of the program that has an attribute with such a name, but does not save it."""
+    for owner in (each for each in ast.walk(source.tree) if isinstance(each, ast.ClassDef)):
+        methods = {each.name: each for each in owner.body if isinstance(each, Function)}
+        saving = methods.pop("state_dict", None)
+        names = {
+            name_of(node) for each in methods.values() for node in ast.walk(each) if isinstance(node, ast.Attribute)
+        }
+        if saving and any(re.search(detail, name) for name in names) and not re.search(detail, ast.unparse(saving)):
+            returns = [each.lineno for each in source.within(saving) if isinstance(each, ast.Return)]
+            return returns[-1] if returns else saving.lineno
     return None
 
 

@@ -14,7 +14,7 @@ from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
-from workshop.check import kept
+from workshop.check import kept, loaders
 from workshop.check.definitions import (
     SEEDS,
     Function,
@@ -142,13 +142,14 @@ def _condition(source: Source, start: ast.stmt, detail: str) -> int | None:
 
 
 def _member(source: Source, start: ast.stmt, detail: str) -> int | None:
-    """The only assignment to this attribute of ``self``."""
+    """The only assignment to this attribute of ``self``, or the only one in an ``__init__``."""
     found = [
-        each.lineno
+        each
         for each in ast.walk(source.tree)
         if isinstance(each, ast.Assign | ast.AnnAssign) and any(assigned(each, f"self.{detail}"))
     ]
-    return found[0] if len(found) == 1 else None
+    first = [each for each in found if getattr(source.scopes(each)[0], "name", "") == "__init__"]
+    return next((each[0].lineno for each in (found, first) if len(each) == 1), None)
 
 
 def _seed(source: Source, start: ast.stmt, detail: str) -> int | None:
@@ -257,43 +258,6 @@ def _printed(source: Source, start: ast.stmt, detail: str) -> int | None:
 
 
 # ---------------------------------------------------------------- from the statement that was seen
-
-
-def _loader(source: Source, start: ast.stmt, detail: str) -> int | None:
-    """The statement that makes the sampler of the loop around a statement, or else its loader.
-
-    ``detail``: "order": rather the call that sets the order of an epoch; "evaluation": that of the evaluation with Lightning;
-    "itself": the loader, also if it has a sampler.
-    """
-    orders = in_order(calls(source.tree, "set_epoch"))
-    for call in orders:
-        if detail == "order" or any(RANK.search(ast.unparse(each)) for each in call.args):
-            return call.lineno
-    loops = [each for each in (start, *source.above(start)) if isinstance(each, ast.For | ast.AsyncFor)]
-    begin = [header(each) for each in loops] or [header(start)]
-    if any(calls(start, "fit", "train", "validate", "test")):
-        training = ("train_dataloader", "get_train_dataloader")  # of Lightning, and of transformers
-        names = ("val_dataloader", "test_dataloader") if detail == "evaluation" else training
-        own = [each for name in names for each in source.functions.get(name, [])]
-        returns = [
-            Value(each, each) for function in own for each in source.within(function) if isinstance(each, ast.Return)
-        ]
-        begin = returns or ([] if detail == "evaluation" else begin)
-    for value in source.trace(begin):
-        for made in ast.walk(value.expression):
-            if isinstance(made, ast.Call) and name_of(made.func).lower().endswith("loader"):
-                # A Trainer of transformers does not divide the loader that a method of the program returns.
-                whole = detail == "itself" or "get_train_dataloader" in source.functions
-                named = () if whole else ("sampler", "batch_sampler")
-                given = [each.value for each in made.keywords if each.arg in named]
-                samplers = source.trace([Value(each, value.statement) for each in given])
-                return first(samplers, _makes_sampler) or value.statement.lineno
-    return None
-
-
-def _makes_sampler(value: Value) -> bool:
-    made = (each for each in ast.walk(value.expression) if isinstance(each, ast.Call))
-    return any(name_of(call.func).endswith("Sampler") for call in made)
 
 
 def _receiver(source: Source, start: ast.stmt, detail: str) -> int | None:
@@ -423,7 +387,8 @@ FINDERS: dict[str, Callable[[Source, ast.stmt, str], int | None]] = {
     "kept": _kept,
     "key": kept.key,
     "length": _length,
-    "loader": _loader,
+    "dealt": loaders.dealt,
+    "loader": loaders.loader,
     "loading": kept.loading,
     "logged": _logged,
     "made": kept.made,
@@ -437,6 +402,7 @@ FINDERS: dict[str, Callable[[Source, ast.stmt, str], int | None]] = {
     "returned": _returned,
     "seed": _seed,
     "state": kept.state,
+    "stateful": kept.stateful,
     "saved": kept.saved,
     "sync": _sync,
     "tag": kept.tag,
@@ -456,5 +422,6 @@ ANYWHERE = {
     "printed",
     "reseeded",
     "returned",
+    "stateful",
     "trains",
 }  # they need no line to begin with

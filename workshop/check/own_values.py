@@ -15,10 +15,10 @@ QUOTIENTS = ("mean", "div", "div_", "divide", "log", "log10", "log2", "exp", "sq
 def _share(source: Source, start: ast.stmt, detail: str) -> int | None:
     """The closest statement behind a statement that mentions the rank, such as ``mine = data[rank::world_size]``."""
     values = (value for value in source.trace([header(start)]) if value.statement is not start)
-    return first(values, _of_rank)
+    return first(values, of_rank)
 
 
-def _of_rank(value: Value) -> bool:
+def of_rank(value: Value) -> bool:
     return bool(RANK.search(ast.unparse(value.expression)))
 
 
@@ -40,7 +40,7 @@ def _encoder(source: Source, start: ast.stmt, detail: str) -> int | None:
 def _computes_encoder(value: Value) -> bool:
     ordered = {each for call in calls(value.expression, "sorted") for each in ast.walk(call)}
     sets = (each for each in ast.walk(value.expression) if each not in ordered and _is_set(each))
-    return _of_rank(value) or any(calls(value.expression, *STATISTICS)) or any(sets)
+    return of_rank(value) or any(calls(value.expression, *STATISTICS)) or any(sets)
 
 
 def _is_set(node: ast.AST) -> bool:
@@ -61,31 +61,7 @@ def _reseeded(source: Source, start: ast.stmt, detail: str) -> int | None:
 def _stream(source: Source, start: ast.stmt, detail: str) -> int | None:
     """The first statement of a function, such as the __iter__ of a stream, that mentions the rank."""
     statements = source.within(start) if isinstance(start, Function) else ()
-    return first(map(header, statements), _of_rank)
-
-
-def _dealt(source: Source, start: ast.stmt, detail: str) -> int | None:
-    """The statement of a sampler or a data set of the program that gives a rank its part, for the loop at a statement."""
-    makers = ("sampler", "batch_sampler", "dataset")
-    loops = [each for each in (start, *source.above(start)) if isinstance(each, ast.For | ast.AsyncFor)]
-    for value in source.trace(map(header, loops)):
-        for call in calls(value.expression):
-            given = [each.value for name in makers for each in call.keywords if each.arg == name] + call.args[:1]
-            loads = name_of(call.func).lower().endswith("loader")
-            for made in source.trace([Value(each, value.statement) for each in given]) if loads else ():
-                if line := _part_of_rank(source, made):
-                    return line
-    return None
-
-
-def _part_of_rank(source: Source, made: Value) -> int | None:
-    """The first statement that mentions the rank in the ``__iter__`` of a class of the program of which an object is made."""
-    names = {name_of(call.func) for call in calls(made.expression)}
-    for owner in ast.walk(source.tree):
-        if isinstance(owner, ast.ClassDef) and owner.name in names:
-            own = [each for each in owner.body if isinstance(each, Function) and each.name == "__iter__"]
-            return first((header(each) for function in own for each in source.within(function)), _of_rank)
-    return None
+    return first(map(header, statements), of_rank)
 
 
 def _weights(source: Source, start: ast.stmt, detail: str) -> int | None:
@@ -154,7 +130,6 @@ def _gathers(source: Source, value: Value) -> bool:
 
 
 OF_RANKS: dict[str, Callable[[Source, ast.stmt, str], int | None]] = {
-    "dealt": _dealt,
     "encoder": _encoder,
     "exchanged": _exchanged,
     "plateau": _plateau,

@@ -1,5 +1,6 @@
 """Programs of the referee, made shorter, whose second start lacks a part of the state."""
 
+from check.bank import ddp
 from check.bank.case import mistake, style
 
 VIT = "tests/check/referee/fsdp2_vit/train.py"
@@ -19,7 +20,33 @@ PINN_SHORT = (
     ("default=1200", "default=120"),
 )
 
+CENTERED = """
+class Centered(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.center = torch.zeros(10)
+
+    def forward(self, outputs, labels):
+        self.center = 0.9 * self.center + 0.1 * outputs.detach().mean(dim=0)
+        return F.cross_entropy(outputs - self.center, labels)
+
+
+def parse_arguments():
+"""
+SUBTRACTED = (
+    ("\ndef parse_arguments():\n", CENTERED),
+    ("    optimizer = torch.optim", "    model.criterion = Centered().to(device)\n    optimizer = torch.optim"),
+    (ddp.LOSS, "loss = model.criterion(model(images), labels)"),
+)
+
 MISTAKES = (
+    mistake(
+        "running-mean-is-no-buffer",
+        ddp.SINGLE,
+        "resume-differs",
+        "The loss keeps a running mean in an attribute, which the state_dict() of the model does not contain.",
+        *SUBTRACTED,
+    ),
     mistake(
         "one-key-for-the-random-states",
         VIT,
@@ -69,6 +96,17 @@ MISTAKES = (
 )
 
 STYLES = (
+    style(
+        "running-mean-in-a-buffer",
+        ddp.SINGLE,
+        "The loss keeps a running mean in a buffer, which is saved with the model.",
+        *SUBTRACTED,
+        ("        self.center = torch.zeros(10)\n", '        self.register_buffer("center", torch.zeros(10))\n'),
+        (
+            "    check_arguments(parser, args, SmallCNN(), world_size=1)\n",
+            "    model = SmallCNN()\n    model.criterion = Centered()\n    check_arguments(parser, args, model, world_size=1)\n",
+        ),
+    ),
     style("a-key-for-each-rank", VIT, "Each rank saves its random state under a key of its own.", *VIT_SHORT),
     style("points-of-each-rank", PINN, "The checkpoint has the points of all ranks.", *PINN_SHORT),
 )

@@ -1,6 +1,6 @@
 """The rules about gradients: mistakes that they must name, and correct styles that must pass."""
 
-from check.bank import ddp, second, sharded, zero
+from check.bank import ddp, second, sharded, unaveraged, zero
 from check.bank.case import mistake, style
 from check.bank.cases import bank_tests
 
@@ -30,41 +30,7 @@ MISTAKES = (
         *second.LOCAL_STEPS,
     ),
     # ---- gradients-differ
-    mistake(
-        "not-wrapped",
-        ddp.SPAWN,
-        "gradients-differ",
-        "The group and the sampler exist, but without DDP each process trains a model of its own.",
-        (ddp.WRAPPED, "ddp_model = model"),
-    ),
-    mistake(
-        "forward-through-module",
-        ddp.SPAWN,
-        "gradients-differ",
-        "The forward pass goes through model.module, so DDP averages nothing.",
-        (ddp.LOSS, "loss = F.cross_entropy(model.module(images), labels)"),
-    ),
-    mistake(
-        "loss-averaged-instead-of-gradients",
-        ddp.SPAWN,
-        "gradients-differ",
-        "The value of the loss is averaged before backward(); the gradients remain those of each process.",
-        (ddp.WRAPPED, "ddp_model = model"),
-        (ddp.BACKWARD, "        dist.all_reduce(loss.data, dist.ReduceOp.AVG)\n" + ddp.BACKWARD),
-    ),
-    mistake(
-        "only-matrices-averaged",
-        ddp.SPAWN,
-        "gradients-differ",
-        "The averaging by hand leaves out the biases, which then differ between the ranks.",
-        (ddp.WRAPPED, "ddp_model = model"),
-        (
-            ddp.BACKWARD,
-            ddp.BACKWARD + "        for parameter in model.parameters():\n"
-            "            if parameter.dim() > 1:  # the large ones\n"
-            "                dist.all_reduce(parameter.grad, dist.ReduceOp.AVG)\n",
-        ),
-    ),
+    *unaveraged.MISTAKES,
     mistake(
         "no-sync-on-the-last-batch-too",
         ddp.METRICS,

@@ -6,8 +6,10 @@ The comment beside an event says when it is recorded. After a change to the fiel
 from dataclasses import dataclass, field
 from typing import dataclass_transform
 
-# A sample: (type of the data set, its length, index in it), or ("content", checksum, bytes) if no loader is known.
+# A sample: (type of the data set, its length, index in it), or ("content", checksum, bytes) if no loader is known. In runs that
+# are compared with one process, a sample that is only a number, such as that of a user, begins with A_NUMBER.
 Key = tuple[object, ...]
+A_NUMBER = "number"
 Loader = tuple[int, int]  # a loader and the number of its iteration
 Trainer = tuple[str, int, tuple[str, ...]]  # an optimizer: its line, the number of its parameters, some of their names
 # The norm of a tensor and some of its values; None: there is no tensor, or it has no contents.

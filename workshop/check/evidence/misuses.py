@@ -37,3 +37,13 @@ class SamplesCounted(Event):  # ThroughputMonitor of Lightning counts the sample
 class BuffersKept(Event):  # before a forward pass of a wrapper that sends no buffers (broadcast_buffers=False)
     buffers: list[Sketch]  # without those of BatchNorm
     names: list[str]
+
+
+class GradientsIgnored(
+    Event
+):  # DistributedDataParallel got a module whose list of parameters to ignore has trained ones
+    names: list[str]
+
+
+class ShardsLeft(Event):  # a backward pass of a sharded model has left these gradients, in the first steps
+    norms: dict[str, float]  # of the part of this process, by the name of the parameter

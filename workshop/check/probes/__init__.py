@@ -14,7 +14,7 @@ from workshop.check.probes.divided import Divided
 from workshop.check.probes.draws import Draws
 from workshop.check.probes.encoders import Encoders
 from workshop.check.probes.files import Files
-from workshop.check.probes.fsdp import Sharding
+from workshop.check.probes.fsdp import Sharding, Shards
 from workshop.check.probes.gpus import Gpus
 from workshop.check.probes.group import Collectives, Groups
 from workshop.check.probes.layers import Activations, Layers
@@ -48,7 +48,7 @@ ALWAYS: tuple[type[Probe], ...] = (
     Scaling,
     Divided,
 )
-_OTHERS = (Copies, Draws, Schedules, Losses, Layers, HostSync, Sharding, Clipping, Checkpoints, Weights, Activations,
+_OTHERS = (Copies, Draws, Schedules, Losses, Layers, HostSync, Sharding, Shards, Clipping, Checkpoints, Weights, Activations,
            ModelStates, Encoders, Prints, Totals, Discarded)  # fmt: skip
 _LIBRARIES = (Lightning, PytorchLightning, Accelerators, Engine)
 PROBES: tuple[type[Probe], ...] = (*ALWAYS, *_OTHERS, *_LIBRARIES)

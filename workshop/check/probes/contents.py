@@ -2,7 +2,7 @@
 
 import ctypes
 import zlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 
 import torch
@@ -73,6 +73,16 @@ def rows(tensor: torch.Tensor) -> list[Key]:
             found = [row[: -(-len(bytes(row).rstrip(b"\0")) // size) * size] for row in found]
         return [("content", zlib.crc32(row), len(row)) for row in found]
     return []
+
+
+def floats(value: object) -> Iterator[torch.Tensor]:
+    """Yield the tensors with rows of floating-point numbers in nested arguments."""
+    if isinstance(value, torch.Tensor):
+        if value.dim() > 1 and value.is_floating_point():
+            yield value
+    elif isinstance(value, (list, tuple, dict)):
+        for each in value.values() if isinstance(value, dict) else value:
+            yield from floats(each)
 
 
 def mean(tensor: torch.Tensor | None) -> float | None:

@@ -79,16 +79,8 @@ class Encoders(Probe):
                 value = value.dataset if isinstance(value, Subset) else value
                 if type(value) is dict and len(value) <= FEW and all(type(key) is str for key in value):
                     yield from ((f"{name}.{key}", each) for key, each in value.items())
-                elif self._of_program(value):
+                elif not isinstance(value, nn.Module) and self.recorder.of_program(value):
                     yield from ((f"{name}.{part}", each) for part, each in list(vars(value).items())[:VARIABLES])
-
-    def _of_program(self, value: Any) -> bool:
-        """Whether a value is an object of a class of the program, other than a model."""
-        kind = type(value)
-        if isinstance(value, (type, nn.Module, torch.Tensor)) or not hasattr(value, "__dict__"):
-            return False
-        made = next((each for each in vars(kind).values() if hasattr(each, "__code__")), None)
-        return made is not None and bool(self.recorder.own(made.__code__.co_filename))
 
 
 def _vocabulary(words: dict[Any, Any]) -> tuple[int, int] | None:

@@ -8,8 +8,12 @@ from torch import nn
 from torch.optim import Optimizer
 
 from workshop.check.evidence.events import FullySharded, LayoutSeen
+from workshop.check.evidence.misuses import ShardsLeft
+from workshop.check.probes.contents import is_sharded, sketches
 from workshop.check.probes.probe import Probe, before, on
 from workshop.tensors import own_part
+
+FIRST = 3  # steps in which the gradients of shards are recorded
 
 
 class Sharding(Probe):
@@ -45,6 +49,21 @@ class Sharding(Probe):
             buffers=[name for name, buffer in model.named_buffers() if not _is_right(name, buffer, model)],
         )
         self.note_here(layout)
+
+
+class Shards(Probe):
+    """Records the gradients that a backward pass leaves in the shards of a model, to see how they are scaled before the step."""
+
+    writes = (ShardsLeft,)
+
+    @on("after_backward")
+    def _look(self) -> None:
+        model = self.recorder.model
+        if model is None or self.recorder.steps >= FIRST or not any(map(is_sharded, model.parameters())):
+            return
+        named = [(name, each.grad) for name, each in model.named_parameters() if each.grad is not None]
+        found = zip(named, sketches(grad for _, grad in named), strict=True)
+        self.recorder.note(ShardsLeft(norms={name: sketch[0] for (name, _), sketch in found if sketch}))
 
 
 def _is_right(name: str, buffer: torch.Tensor, model: Any) -> bool:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import zlib
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
@@ -15,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from workshop.check.evidence.events import (
+    A_NUMBER,
     Backward,
     BuffersSeen,
     Evaluated,
@@ -23,10 +25,11 @@ from workshop.check.evidence.events import (
     UnevenJoined,
     Wrapped,
 )
-from workshop.check.evidence.misuses import BuffersKept
+from workshop.check.evidence.misuses import BuffersKept, GradientsIgnored
 from workshop.check.probes.contents import (
     content,
     first_tensor,
+    floats,
     is_fsdp1,
     is_sharded,
     is_zero,
@@ -41,6 +44,7 @@ LAYERS = 32  # of a forward pass whose outputs are looked for behind a loss
 KEPT = 16  # forward passes whose graph is looked for behind a loss
 WEIGHED = 4  # evaluations of a model whose parameters are recorded; later ones each time that the steps have doubled
 BUFFERS = 4  # forward passes before which buffers are recorded
+IGNORED = "_ddp_params_and_buffers_to_ignore"  # the attribute of a module that DistributedDataParallel reads
 NODES = 20_000  # of an autograd graph
 
 
@@ -58,7 +62,7 @@ class Pending:
 class Models(Probe):
     """Records calls of whole models and of ``backward``, and the use of DDP and ``Join``."""
 
-    writes = (Wrapped, UnevenJoined, Backward, Evaluated, ModelEvaluated, BuffersSeen, BuffersKept)
+    writes = (Wrapped, GradientsIgnored, UnevenJoined, Backward, Evaluated, ModelEvaluated, BuffersSeen, BuffersKept)
     depth = 0  # of nested module calls
     optimizer: Optimizer | None = None  # the last one that was created
     unsynced = ""  # the line of the last ``no_sync()``
@@ -77,7 +81,14 @@ class Models(Probe):
         outermost, pending = self.depth == 0, None
         if outermost:
             with recorder.guard:
-                pending = self._forward(module, first_tensor([*args, *kwargs.values()]))
+                given = [*args, *kwargs.values()]
+                tensor = first_tensor(given)
+                if tensor is None and recorder.opens_batches:
+                    opened = [vars(each) if recorder.of_program(each) else each for each in given]
+                    numbers = [each.reshape(1) for each in given if isinstance(each, torch.Tensor) and not each.dim()]
+                    tensor = first_tensor([opened, numbers])
+                others = [each for each in floats(given) if each is not tensor] if recorder.opens_batches else ()
+                pending = self._forward(module, tensor, others)
             recorder.call(recorder.before_forward, module, args, kwargs)
         self.depth += 1
         recorder.in_forward = True
@@ -117,7 +128,7 @@ class Models(Probe):
             if alone and given.shape == output.shape and output.is_floating_point():
                 self.scaling.add(module)
 
-    def _forward(self, module: Any, tensor: torch.Tensor | None) -> Pending | None:
+    def _forward(self, module: Any, tensor: torch.Tensor | None, others: Sequence[torch.Tensor] = ()) -> Pending | None:
         """Record a forward pass as an evaluation; return it if a backward pass may follow (in Lightning inside the call)."""
         if next(module.parameters(), None) is None:
             return None
@@ -131,7 +142,11 @@ class Models(Probe):
         )  # also a frozen discriminator passes gradients on to its input
         batch = None if tensor is None else self.recorder.take_batch(tensor)
         number = tensor is not None and tensor.dim() == 1 and not tensor.is_floating_point()
-        content = [] if tensor is None or number else rows(tensor)  # a number, such as that of a user, is no sample
+        content = [] if tensor is None else rows(tensor)
+        if number:  # one number, such as that of a user, is no sample
+            content = [(A_NUMBER, *each) for each in content] if self.recorder.opens_batches else []
+        if self.recorder.opens_batches and batch is None:  # no loader says which samples these are
+            content = [*content, *(row for each in others for row in rows(each))]
         forward = Forward(
             wrapped=wrapped,
             sync=bool(module.require_backward_grad_sync) if wrapped else None,
@@ -201,7 +216,10 @@ class Models(Probe):
     @around(DistributedDataParallel, "__init__")
     def _wrap(self, original: Function, ddp: Any, module: nn.Module, *args: Any, **kwargs: Any) -> None:
         with self.recorder.guard:
-            self.note_here(Wrapped(names=tuple(name for name, each in module.named_parameters() if each.requires_grad)))
+            names = [name for name, each in module.named_parameters() if each.requires_grad]
+            self.note_here(Wrapped(names=tuple(names)))
+            if ignored := set(names).intersection(getattr(module, IGNORED, ())):
+                self.note_here(GradientsIgnored(names=sorted(ignored)))
         with self.recorder.quietly():
             original(ddp, module, *args, **kwargs)
 
@@ -232,9 +250,11 @@ class Models(Probe):
         recorder.in_backward = True
         try:
             with recorder.quietly():
-                return original(*args, **kwargs)
+                result = original(*args, **kwargs)
         finally:
             recorder.in_backward = False
+        recorder.call(recorder.after_backward)
+        return result
 
     def _backward(self, loss: torch.Tensor | None) -> None:
         behind = reached(loss, [each.node for each in self.untrained if each.node is not None])

@@ -62,10 +62,12 @@ class Recorder:
         self.at_step: Callable[[], None] = lambda: None  # called when a step begins; it can end the program
         self.before_forward: list[Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], None]] = []  # of a whole model
         self.before_backward: list[Callable[[torch.Tensor], None]] = []  # with the loss
+        self.after_backward: list[Callable[[], None]] = []
         self.before_step: list[Callable[[Optimizer], None]] = []
         self.after_step: list[Callable[[Optimizer], None]] = []
         self.after_module: list[Callable[[nn.Module, object], None]] = []  # with each called module and its output
         self.before_evaluation: list[Callable[[nn.Module], None]] = []  # with a model that is called without gradients
+        self.opens_batches = False  # whether the samples of a batch are also looked for in the attributes of an object
         self.parameters_given = False  # whether the last evaluation used parameters that another run can use too
         self.around_forward: list[Callable[[], AbstractContextManager[object]]] = []  # of a whole model
         self.at_end: list[Callable[[], None]] = []  # when the process ends
@@ -150,6 +152,13 @@ class Recorder:
         if self.root and file.startswith(self.root) and "site-packages" not in file:
             return file[len(self.root) :]
         return Path(file).name if file == self.script else ""
+
+    def of_program(self, value: Any) -> bool:
+        """Whether a value is an object of a class of the program."""
+        if isinstance(value, (type, torch.Tensor)) or not hasattr(value, "__dict__"):
+            return False
+        made = next((each for each in vars(type(value)).values() if hasattr(each, "__code__")), None)
+        return made is not None and bool(self.own(made.__code__.co_filename))
 
     @property
     @contextmanager

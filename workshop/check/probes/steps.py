@@ -1,12 +1,7 @@
 """Optimizer steps: gradients, parameters and learning rates before each step, parameters after it; gradient clipping."""
 
 import gc
-import itertools
-import random
 import time
-import zlib
-from collections.abc import Iterator
-from types import FrameType
 from typing import Any
 
 import torch
@@ -23,10 +18,10 @@ from workshop.check.evidence.events import (
     StepTaken,
     VariablesSeen,
 )
-from workshop.check.probes.contents import content, is_fsdp1, is_sharded, is_zero, sketches
-from workshop.check.probes.probe import Function, Probe, around, before
+from workshop.check.probes.contents import is_fsdp1, is_sharded, is_zero, sketches
+from workshop.check.probes.probe import Function, Probe, around, before, on
+from workshop.check.probes.variables import variables
 
-FRAMES, VARIABLES = 8, 200  # functions, and variables of each, that are recorded
 LARGEST = 3000  # count at most this number of nodes
 
 
@@ -34,6 +29,16 @@ class Steps(Probe):
     """Records the steps of all optimizers."""
 
     writes = (StepBegun, StepTaken, GraphMeasured, VariablesSeen, StateLoaded)
+
+    def clear(self) -> None:
+        self.begun = False
+
+    @on("before_forward")
+    def _open(self, *_: Any) -> None:
+        """Record the variables also before the first forward pass, in which some may change."""
+        if not self.begun and torch.is_grad_enabled():
+            self.begun = True
+            self.recorder.note(variables(self.recorder))
 
     def install(self) -> None:
         super().install()
@@ -61,7 +66,7 @@ class Steps(Probe):
         recorder.at_step()
         recorder.call(recorder.before_step, optimizer)
         with recorder.guard:
-            recorder.note(_variables(recorder.frames()))
+            recorder.note(variables(recorder))
         with recorder.guard:
             parameters, model = _parameters(optimizer), recorder.model
             own = {id(parameter) for parameter in parameters}
@@ -138,28 +143,6 @@ class Clipping(Probe):
 
 def _parameters(optimizer: Optimizer) -> list[torch.Tensor]:
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
-
-
-def _variables(frames: Iterator[FrameType]) -> VariablesSeen:
-    """Return the numbers and generators in these frames and in the attributes of their ``self``."""
-    numbers: dict[str, float] = {}
-    states: dict[str, int] = {}
-    for frame in itertools.islice(frames, FRAMES):
-        found = dict(frame.f_locals)
-        found |= {f"self.{name}": value for name, value in getattr(found.get("self"), "__dict__", {}).items()}
-        for name, value in itertools.islice(found.items(), VARIABLES):
-            if type(value) in (int, float):
-                numbers.setdefault(name, value)
-            elif isinstance(value, torch.Generator) and value.device.type == "cpu":
-                state = value.get_state()
-                states.setdefault(name, zlib.crc32(content(state)))
-            elif type(value) is random.Random:
-                states.setdefault(name, zlib.crc32(repr(value.getstate()).encode()))
-            elif any(
-                kind.__module__ == "numpy.random._generator" for kind in type(value).__mro__
-            ):  # also that of Draws
-                states.setdefault(name, zlib.crc32(repr(value.bit_generator.state).encode()))
-    return VariablesSeen(numbers=numbers, states=states)
 
 
 def largest_graph() -> int:

@@ -3,7 +3,7 @@
 import math
 import re
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Sequence, Set
 
 from workshop.check.evidence.events import (
     Backward,
@@ -29,6 +29,10 @@ ROUNDED = 1e-5  # relative difference up to which two norms count as equal
 ANY = re.compile("")
 COPIES = " ".join(f"loading:{name}" for name in ("ema", "average", "swa", "teacher", "target", "shadow"))
 BEST = re.compile(r"best|patience|bad_epochs|no_improve|\bwait\b", re.IGNORECASE)
+HELD = (
+    "Save it in the checkpoint, and load it where the checkpoint is loaded. The state_dict() of a module has only tensors that "
+    "are registered, with self.register_buffer(name, tensor) for example."
+)
 # What was seen, what to do, the line ("": where the checkpoint is loaded), and the origin.
 Cause = tuple[str, str, str, str]
 
@@ -38,7 +42,7 @@ def first_cause(whole: Run, split: Split) -> Cause | None:
     done = len(split.first.trained[0].steps)
     lost = _shard_saved(split.first) or _on_one_rank(split.second) or _reordered(whole, split, done)
     lost = lost or _left_out(whole, split, done) or _iterated_early(whole, split.second, done)
-    return lost or _begun_again(whole, split, done) or _copied_later(whole, split.second)
+    return lost or _begun_again(whole, split, done) or _copied_later(whole, split.second) or _held_lost(whole, split)
 
 
 def firsts(base: Sequence[Step], rest: Sequence[Step]) -> list[tuple[Step, Step]]:
@@ -245,6 +249,7 @@ def _begun_again(whole: Run, split: Split, done: int, names: re.Pattern[str] = A
             if now[name] == initial[name] != expected[name] and before[name] == again[name] and names.search(name)
         ]
         lost = [name for name in lost if isinstance(now[name], int)] or lost  # others are often computed from them
+        lost = [name for name in lost if not _within(name)] or lost
         if lost and what:
             shown = listed([f"`{name}` {what} {now[name]:g} instead of {expected[name]:g}" for name in lost[:3]])
             fix = f"Save {listed(lost[:3])} in the checkpoint, and assign it where the checkpoint is loaded."
@@ -256,7 +261,29 @@ def _begun_again(whole: Run, split: Split, done: int, names: re.Pattern[str] = A
     return None
 
 
-def _in_order(now: dict[str, float], common: set[str]) -> list[str]:
+def _held_lost(whole: Run, split: Split) -> Cause | None:
+    """Before the first forward pass, an attribute that changes from step to step, such as a running mean, is as at first."""
+    base, first, second = (run.trained[0] for run in (whole, split.first, split.second))
+    done = len(first.steps)
+    opened, again = base.first(VariablesSeen), second.first(VariablesSeen)
+    last, same = (variables(process, process.steps[done - 1 : done]) for process in (base, first))
+    if not (opened and again and last and same):
+        return None
+    for name in _in_order(again.numbers, opened.numbers.keys() & last.numbers.keys() & same.numbers.keys()):
+        initial, now, before = opened.numbers[name], again.numbers[name], last.numbers[name]
+        if _within(name) and now == initial != before == same.numbers[name]:
+            seen = f"`{name}` begins again with {now:g}, but it was {before:g} before the last step of the first start"
+            part = name.rpartition(".")[2]
+            return seen, HELD, _saving(split.first), f"stateful:{part} member:{part} saved"
+    return None
+
+
+def _within(name: str) -> bool:
+    """Whether a name is that of an attribute of a variable."""
+    return "." in name.removeprefix("self.")
+
+
+def _in_order(now: dict[str, float], common: Set[str]) -> list[str]:
     """The common names, in the order of one of the dictionaries."""
     return [name for name in now if name in common]
 

@@ -1,5 +1,7 @@
 """Whether all ranks make the same calls."""
 
+from dataclasses import replace
+
 from workshop.check.evidence.events import Collective, UnevenJoined, Wrapped
 from workshop.check.evidence.misuses import NeverAwaited
 from workshop.check.evidence.run import Process, Run, collectives_of_groups
@@ -29,7 +31,7 @@ def collectives_differ(run: Run) -> Said:
     unequal = filter(None, (_unequal_calls(members, calls) for members, calls in groups))
     if seen := (not run.cut and _uneven_steps(run, of_all)) or next(unequal, None):
         cause = parting(run)
-        yield Seen(f"{seen.text}; {cause.text}", cause.where, fix=cause.fix) if cause else seen
+        yield replace(cause, text=f"{seen.text}; {cause.text}") if cause else seen
 
 
 @rule(

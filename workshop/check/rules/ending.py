@@ -150,14 +150,14 @@ def _standing(run: Run) -> Seen:
         set_here = [each.where for process in joining for each in process.of(VariableSet) if each.name == "MASTER_PORT"]
         where = set_here[0] if len(ports) > 1 and set_here else joining[0].of(Joining)[0].where
     detail = "\n".join(f"rank {process.rank}:\n{process.stack[:3000]}" for process in alive)
-    fix = ""
+    fix = origin = ""
     if run.hung == "idle" and (cause := parting(run)):
-        parts, where, fix = [cause.text, *parts], cause.where, cause.fix
+        parts, where, fix, origin = [cause.text, *parts], cause.where, cause.fix, cause.origin
     elif run.hung == "idle" and (found := first_divergence(run)):
         parts, where = [found.text, *parts], found.where
     long = f"the program had not ended after {run.seconds:.0f} s; "
     lead = {"idle": "the program hangs: ", "busy": "the program computes, but takes no step: ", "long": long}[run.hung]
-    return Seen(lead + "; ".join(parts), where, detail, fix)
+    return Seen(lead + "; ".join(parts), where, detail, fix, origin)
 
 
 def _position(stack: str) -> tuple[str, str]:
@@ -222,7 +222,7 @@ def _error(run: Run) -> Seen | None:
                 _lost(process, event, gone) + cause,
                 first.where if first else event.where,
                 event.traceback,
-                first.fix if isinstance(first, Seen) else "",
+                *((first.fix, first.origin) if isinstance(first, Seen) else ()),
             )
         if plain:
             names = _unused(process, event)

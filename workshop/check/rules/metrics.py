@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from workshop.check.evidence.events import (
+    A_NUMBER,
     AcceleratorCalled,
     Backward,
     Collective,
@@ -68,6 +69,7 @@ class Shown:
         str  # the line of the first collective after the last forward pass, or else of one before it; "": there is none
     )
     steps: int  # before it
+    evaluation: int  # its number; one process may take other steps between two evaluations
     gathered: str  # the line of the last Accelerator.gather() since the evaluation began; "" if there is none
     given: bool  # the evaluated parameters are those of the other run
     weights: list[Sketch]  # after the last step
@@ -94,7 +96,7 @@ def metric_depends_on_processes(compared: Compared) -> Said:
     if not pairs:
         yield NotJudged(f"{METRICS.title} (one process does not evaluate the same samples)", goal=False)
     for ours, alone in pairs:
-        rounding = SAME + OUTLIER * _repeated(compared, ours.steps)
+        rounding = SAME + OUTLIER * _repeated(compared, ours.evaluation)
         if seen := _different(ours, alone, compared.several.nproc, rounding):
             yield Seen(seen, ours.exchanged, detail=f"printed in {ours.where}", origin="exchanged")
             return
@@ -112,9 +114,9 @@ def metric_depends_on_processes(compared: Compared) -> Said:
 def repeated_samples_gathered(compared: Compared) -> Said:
     """The program gathers the repeated samples of an evaluation, and prints a different number than one process."""
     for ours, alone in _pairs(compared):
-        repeated = _repeated(compared, ours.steps) if ours.gathered else 0
+        repeated = _repeated(compared, ours.evaluation) if ours.gathered else 0
         if repeated and (seen := _different(ours, alone, compared.several.nproc, SAME)):
-            count = round(repeated * _samples(compared.several)[ours.steps].total())
+            count = round(repeated * _samples(compared.several)[ours.evaluation].total())
             yield Seen(f"gather() also returns {plural(count, 'repeated sample')}: {seen}", ours.gathered)
             return
 
@@ -258,6 +260,7 @@ def prints_metrics(process: Process) -> bool:
 def _shown(process: Process) -> Iterator[Shown]:
     evaluated, exchanged, gathered, steps, weights = False, "", "", 0, list[Sketch]()
     complete = False  # whether a collective has followed the last forward pass
+    numbers: dict[int, int] = {}  # of the evaluations, by the steps before
     for _, event in process.events:
         if isinstance(event, Backward):
             evaluated, exchanged, gathered = False, "", ""
@@ -265,37 +268,42 @@ def _shown(process: Process) -> Iterator[Shown]:
             steps, weights = steps + 1, event.weights
         elif isinstance(event, Evaluated):
             evaluated, complete = True, False
+            numbers.setdefault(steps, len(numbers))
         elif isinstance(event, Collective) and evaluated and "barrier" not in event.name and not event.inside:
             exchanged, complete = exchanged if complete else event.where, True
         elif isinstance(event, AcceleratorCalled) and event.name == "gather":
             gathered = event.where
         elif isinstance(event, Printed) and evaluated:
-            yield Shown(event.text, event.where, exchanged, steps, gathered, event.given, weights)
+            number = numbers.get(steps, len(numbers) - 1)
+            yield Shown(event.text, event.where, exchanged, steps, number, gathered, event.given, weights)
 
 
 def _pairs(compared: Compared) -> Iterator[tuple[Shown, Shown]]:
-    """Yield the texts that both runs print in the same form, after the same steps, about the same parameters and samples."""
+    """Yield the texts that both runs print in the same form, in the same evaluation, about the same parameters and samples."""
     several, single = _samples(compared.several), _samples(compared.single)
     rest = iter(_shown(compared.single.trained[0]) if compared.single.trained else ())
     for ours in _shown(compared.several.trained[0]) if compared.several.trained else ():
         if not ours.exchanged:
             continue
-        alone = next((each for each in rest if (each.form, each.steps) == (ours.form, ours.steps)), None)
+        alone = next((each for each in rest if (each.form, each.evaluation) == (ours.form, ours.evaluation)), None)
         if alone is None:
             return
-        of_all, of_one = several[ours.steps], single.get(ours.steps, Counter[Key]())
+        of_all, of_one = several.get(ours.evaluation, Counter[Key]()), single.get(ours.evaluation, Counter[Key]())
         # If one process calls the model more often, it generates until the longest text of a larger batch is complete.
         alike = of_all.keys() == of_one.keys() != set() and of_one.total() <= of_all.total()
+        if any(key[0] == A_NUMBER for key in of_one):  # equal numbers alone do not show that the samples are the same
+            alike = of_one == of_all
         if ours.given and alone.given and alike:
             yield ours, alone
 
 
 def _samples(run: Run, by_index: bool = False) -> dict[int, Counter[Key]]:
-    """How often the ranks evaluate each sample, by the number of steps before.
+    """How often the ranks evaluate each sample, by the number of the evaluation.
 
     ``by_index``: equal samples with different indices are different ones, if the indices are known.
     """
     found: dict[int, Counter[Key]] = {}
+    numbers: dict[int, int] = {}  # by the steps before, on the first rank
     for process in run.trained:
         # Before the training that all do together, one rank may train alone, for example a teacher.
         steps = len(run.trained[0].of(StepTaken)) - len(process.of(StepTaken))
@@ -303,13 +311,18 @@ def _samples(run: Run, by_index: bool = False) -> dict[int, Counter[Key]]:
             steps += isinstance(event, StepTaken)
             if isinstance(event, Evaluated):
                 samples = event.forward.keys if by_index else event.forward.rows
-                found.setdefault(steps, Counter()).update(samples)
+                number = (
+                    numbers.setdefault(steps, len(numbers)) if process is run.trained[0] else numbers.get(steps, -1)
+                )
+                found.setdefault(number, Counter()).update(samples)
     return found
 
 
-def _repeated(compared: Compared, steps: int) -> float:
+def _repeated(compared: Compared, evaluation: int) -> float:
     """The share of the evaluated samples that a sampler repeats, to give all ranks the same number."""
-    counts = _samples(compared.several, by_index=True).get(steps, Counter[Key]())
+    counts = _samples(compared.several, by_index=True).get(evaluation, Counter[Key]())
+    if any(key[0] == A_NUMBER for key in counts):
+        return 0.0  # one process evaluates as many
     usual = min(counts.values(), default=1)
     return 1 - usual * len(counts) / max(1, counts.total())
 

@@ -1,12 +1,13 @@
 """Where the ranks parted: the branch, the loop or the argument behind a hang, a lost connection or different calls."""
 
 import ast
+import re
 from itertools import combinations
 from typing import NamedTuple
 
 from workshop.check.evidence.events import UnevenJoined
 from workshop.check.evidence.run import Run
-from workshop.check.rules.divergence import EVALUATED, Call
+from workshop.check.rules.divergence import EVALUATED, TO_ONE, Call, reduced_to_one
 from workshop.check.rules.rule import Seen
 from workshop.check.rules.walk import Origin, Walk, called_differently, differing, inside, origin_of
 from workshop.check.rules.words import named, plural
@@ -22,6 +23,9 @@ DECIDE = (
     "All ranks must take the same branch before a collective. Let one rank decide and broadcast() the decision, or "
     "all_reduce() the value that it depends on; or move the collectives out of the branch."
 )
+
+ONE_ONLY = "; before that, reduce() at {} gave its result to one rank only"
+OF_RANK = re.compile(r"rank|main_process|global_zero", re.IGNORECASE)
 
 
 class _Fork(NamedTuple):
@@ -144,10 +148,14 @@ def _way(one: Walk, other: Walk, at: tuple[int, int], fork: _Fork, statement: St
     where, why, fix = one.place(at[0]), "", DECIDE
     if statement and isinstance(statement.node, (ast.If, ast.While)):
         origin = _decided_by(one, other, at, statement)
-        why, where = (_because(one, other, origin), origin.where or where) if origin else ("", where)
+        why = _because(one, other, origin) if origin else ""
+        if origin and not _compares(statement.node.test, origin.name):
+            where = origin.where or where
+        elif reduced := "" if origin else _reduced(one, other, statement.node.test):
+            why, where, fix = ONE_ONLY.format(reduced), reduced, TO_ONE
         body = {f"{one.file(at[0])}:{line}" for line in range(statement.last + 1, (statement.node.end_lineno or 0) + 1)}
         in_it = [each for each in then.wheres if each in body]
-        if origin is None and len(in_it) == 1:
+        if origin is None and fix == DECIDE and len(in_it) == 1:
             where = in_it[0]  # the branch is for some ranks on purpose, so the call must move
     return Seen(seen + then.text + why, where, fix=fix)
 
@@ -185,8 +193,25 @@ def _loop(one: Walk, other: Walk, at: tuple[int, int], fork: _Fork, statement: S
     )
     where = (origin and origin.where) or one.place(at[0])
     fix = DECIDE if isinstance(statement.node, ast.While) else BATCHES
+    test = statement.node.test if isinstance(statement.node, ast.While) and origin is None else None
+    if test and (reduced := _reduced(one, other, test)):
+        return Seen(seen + ONE_ONLY.format(reduced), reduced, fix=TO_ONE)
     return Seen(
         seen + (_because(one, other, origin) if origin else ""), where, fix=fix, origin="" if origin else "dealt"
+    )
+
+
+def _reduced(one: Walk, other: Walk, test: ast.expr) -> str:
+    """The line of a reduce() after the last step, whose result only one rank has, if a condition does not ask for the rank."""
+    lines = {reduced_to_one(walk.process) for walk in (one, other)}
+    return lines.pop() if len(lines) == 1 and not OF_RANK.search(ast.unparse(test)) else ""
+
+
+def _compares(test: ast.expr, name: str) -> bool:
+    """Whether a condition compares a variable with something: then this line makes the decision."""
+    return any(
+        isinstance(each, ast.Compare) and any(isinstance(part, ast.Name) and part.id == name for part in ast.walk(each))
+        for each in ast.walk(test)
     )
 
 

@@ -111,7 +111,7 @@ def optimizer_lost(whole: Run, split: Split) -> Said:
 @_of_restart(
     why="The learning rate starts again from the beginning of its schedule.",
     fix="Save the state_dict() of the scheduler in the checkpoint, and load it with scheduler.load_state_dict().",
-    origin="loading:sched",
+    origin="loading:sched stateful:sched",
 )
 def schedule_lost(whole: Run, split: Split) -> Said:
     """The learning rate after the second start differs from that of an uninterrupted run."""

@@ -100,7 +100,7 @@ def _collects(keys: list[Key], seconds: float, began: dict[Key, float]) -> bool:
 @_of_samples(
     why="Every rank computes the same gradient, so more GPUs cost more but do not speed up the training.",
     fix="Pass a DistributedSampler to the DataLoader (sampler=..., without shuffle=True): each rank then gets a different part.",
-    origin="loader",
+    origin="dealt loader",
 )
 def same_samples(run: Run) -> Said:
     """Two ranks train on the same samples."""
@@ -111,7 +111,7 @@ def same_samples(run: Run) -> Said:
     why="Samples that two ranks train on count twice, and others not at all.",
     fix="Split and shuffle the data set with the same seed on all ranks, and let a DistributedSampler distribute it.",
     after=(same_samples,),
-    origin="call:set_seed.device_specific loader",
+    origin="call:DataLoaderConfiguration.use_seedable_sampler call:set_seed.device_specific dealt loader",
 )
 def shares_overlap(run: Run) -> Said:
     """Two ranks share some of their samples."""
@@ -385,6 +385,32 @@ def data_divided_twice(run: Run) -> Said:
         yield Seen(
             f"in each epoch the {len(ranks)} ranks train on {seen:,} of {size:,} samples together", ranks[0].data_where
         )
+
+
+@data_divided_twice.also(WHOLE, after=(no_group, wrong_group, same_samples, shares_overlap, samples_missed))
+def own_part_divided(run: Run) -> Said:
+    """Each rank has a data set of its own, and trains on 1/N of it in each epoch."""
+    ranks = [] if run.divided or run.cut or len(run.trained) < 2 else run.trained
+    if not ranks or any(process.identity != "rows" for process in ranks):
+        return
+    batch = sum(len(process.steps[0].rows) for process in ranks)
+    shares: set[tuple[int, int]] = set()
+    for process in ranks:
+        epochs: dict[object, set[Key]] = {}
+        for forward in (each.forward for each in process.backwards if each.forward):
+            epochs.setdefault(forward.loader, set()).update(forward.keys)
+        for keys in epochs.values():
+            kind, length = min(key[:2] for key in keys) if keys else ("content", 0)
+            size, same = int(str(length)), len({key[:2] for key in keys}) == 1
+            share = size / len(ranks)
+            if kind == "content" or not same or size < 4 * batch or not share - batch < len(keys) <= share + len(ranks):
+                return
+            shares.add((len(keys), size))
+        if len(epochs) < 2 or _stopped_early(process, 1, run.accumulate):
+            return
+    seen, size = min(shares)
+    text = f"each rank has a data set of its own with {size:,} samples, and trains on {seen:,} of them in each epoch"
+    yield Seen(text, ranks[0].data_where, origin="share loader")
 
 
 @data_divided_twice.also(

@@ -1,7 +1,7 @@
 """Models that are sharded over the ranks: groups, precision, the initial parameters, and clipping."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 
 from workshop.check.evidence.events import (
@@ -11,6 +11,7 @@ from workshop.check.evidence.events import (
     FineTuningBegun,
     FineTuningReported,
     FullySharded,
+    GradientsClipped,
     InnerCollective,
     LayoutSeen,
     Reported,
@@ -18,15 +19,18 @@ from workshop.check.evidence.events import (
     WeightsRead,
     Wrapped,
 )
-from workshop.check.evidence.run import Run
+from workshop.check.evidence.misuses import ShardsLeft
+from workshop.check.evidence.run import Process, Run
 from workshop.check.rules.ending import ending
-from workshop.check.rules.gradients import differs_from_one_process
+from workshop.check.rules.gradients import clipping_differs, differs_from_one_process, gradients_differ, weights_differ
+from workshop.check.rules.processes import no_group, wrong_group
 from workshop.check.rules.rule import Said, Seen, Told, findings, rule
 from workshop.check.rules.speed import bf16_is_fast, precision
 from workshop.check.rules.words import listed, plural
 from workshop.check.scenarios import ONE_PROCESS_TEXT, WHOLE
 
 CLOSE = 0.02  # nats: how much rounding in bfloat16 may change a loss
+UNEQUAL = 1e-3  # relative difference of the factors of two ranks
 FIRST_STEPS = 4  # steps in which rounding errors are still small
 
 
@@ -209,3 +213,34 @@ def unequal(ours: Sequence[float], theirs: Sequence[float], close: float = CLOSE
         if not abs(our - their) < close:  # NaN too
             return f"the loss of step {number} is {our:.4f}, but {their:.4f}"
     return ""
+
+
+@clipping_differs.also(WHOLE, needs=(ShardsLeft,), after=(no_group, wrong_group, gradients_differ, weights_differ))
+def shards_scaled_differently(run: Run) -> Said:
+    """Between backward and the step, each rank scales the gradients of its shards by a factor of its own."""
+    if any(run.all(GradientsClipped)) or len(run.trained) < 2:
+        return  # the norms say more
+    for number, together in enumerate(zip(*(_scaled(process) for process in run.trained), strict=False), 1):
+        factors = [factor for factor in together if factor]
+        if len(factors) == len(together) and max(factors) - min(factors) > UNEQUAL * max(factors):
+            shown = " and ".join(f"{factor:.3g}" for factor in factors[:4])
+            where = run.trained[0].steps[number - 1].before.where
+            local = "call:get_total_norm holds:to_local here"
+            yield Seen(
+                f"before step {number} the ranks multiply the gradients of their shards by {shown}", where, origin=local
+            )
+            return
+
+
+def _scaled(process: Process) -> Iterator[float | None]:
+    """By what the gradients of each of the first steps are multiplied after backward(); None: not all by the same number."""
+    left: ShardsLeft | None = None
+    for _, event in process.events:
+        if isinstance(event, ShardsLeft):
+            left = event
+        elif isinstance(event, StepBegun):
+            pairs = zip(event.names, event.gradients, strict=True)
+            before = left.norms if left else {}
+            factors = [sketch[0] / before[name] for name, sketch in pairs if sketch and before.get(name)]
+            alike = factors and max(factors) - min(factors) < UNEQUAL / 10 * max(factors)
+            yield factors[0] if alike else None

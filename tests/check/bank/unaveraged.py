@@ -1,0 +1,54 @@
+"""Programs with DistributedDataParallel, or without it, in which not all gradients are averaged."""
+
+from check.bank import ddp
+from check.bank.case import mistake
+
+MISTAKES = (
+    mistake(
+        "not-wrapped",
+        ddp.SPAWN,
+        "gradients-differ",
+        "The group and the sampler exist, but without DDP each process trains a model of its own.",
+        (ddp.WRAPPED, "ddp_model = model"),
+    ),
+    mistake(
+        "some-parameters-ignored",
+        ddp.SPAWN,
+        "gradients-differ",
+        "DDP ignores the biases, as it should ignore parameters of which each rank has others.",
+        (
+            ddp.WRAPPED,
+            'biases = [name for name, _ in model.named_parameters() if "bias" in name]\n'
+            "    DDP._set_params_and_buffers_to_ignore_for_model(model, biases)\n"
+            f"    {ddp.WRAPPED}",
+        ),
+    ),
+    mistake(
+        "forward-through-module",
+        ddp.SPAWN,
+        "gradients-differ",
+        "The forward pass goes through model.module, so DDP averages nothing.",
+        (ddp.LOSS, "loss = F.cross_entropy(model.module(images), labels)"),
+    ),
+    mistake(
+        "loss-averaged-instead-of-gradients",
+        ddp.SPAWN,
+        "gradients-differ",
+        "The value of the loss is averaged before backward(); the gradients remain those of each process.",
+        (ddp.WRAPPED, "ddp_model = model"),
+        (ddp.BACKWARD, "        dist.all_reduce(loss.data, dist.ReduceOp.AVG)\n" + ddp.BACKWARD),
+    ),
+    mistake(
+        "only-matrices-averaged",
+        ddp.SPAWN,
+        "gradients-differ",
+        "The averaging by hand leaves out the biases, which then differ between the ranks.",
+        (ddp.WRAPPED, "ddp_model = model"),
+        (
+            ddp.BACKWARD,
+            ddp.BACKWARD + "        for parameter in model.parameters():\n"
+            "            if parameter.dim() > 1:  # the large ones\n"
+            "                dist.all_reduce(parameter.grad, dist.ReduceOp.AVG)\n",
+        ),
+    ),
+)

@@ -1,0 +1,74 @@
+"""Find where a program makes a loader or divides its data: finders for ``origins.py``."""
+
+import ast
+from collections.abc import Iterator
+
+from workshop.check.definitions import Function, Source, Value, calls, first, header, in_order, name_of
+from workshop.check.own_values import RANK, of_rank
+
+DIVIDED = ("sampler", "batch_sampler", "dataset")  # the arguments of a loader that may give a rank its part
+
+
+def loader(source: Source, start: ast.stmt, detail: str) -> int | None:
+    """The statement that makes the sampler of the loop around a statement, or else its loader.
+
+    ``detail``: "order": rather the call that sets the order of an epoch; "evaluation": that of the evaluation with Lightning;
+    "itself": the loader, also if it has a sampler.
+    """
+    for call in in_order(calls(source.tree, "set_epoch")):
+        if detail == "order" or any(RANK.search(ast.unparse(each)) for each in call.args):
+            return call.lineno
+    for made, statement in _loaders(source, start, detail == "evaluation"):
+        # A Trainer of transformers does not divide the loader that a method of the program returns.
+        whole = detail == "itself" or "get_train_dataloader" in source.functions
+        named = () if whole else ("sampler", "batch_sampler")
+        given = [each.value for each in made.keywords if each.arg in named]
+        return first(source.trace([Value(each, statement) for each in given]), _makes_sampler) or statement.lineno
+    return None
+
+
+def _loaders(source: Source, start: ast.stmt, evaluation: bool) -> Iterator[tuple[ast.Call, ast.stmt]]:
+    """Yield the calls that make a loader behind the loop around a statement, and their statements."""
+    loops = [each for each in (start, *source.above(start)) if isinstance(each, ast.For | ast.AsyncFor)]
+    begin = [header(each) for each in loops] or [header(start)]
+    if any(calls(start, "fit", "train", "validate", "test")):
+        training = ("train_dataloader", "get_train_dataloader")  # of Lightning, and of transformers
+        names = ("val_dataloader", "test_dataloader") if evaluation else training
+        own = [each for name in names for each in source.functions.get(name, [])]
+        returns = [
+            Value(each, each) for function in own for each in source.within(function) if isinstance(each, ast.Return)
+        ]
+        begin = returns or ([] if evaluation else begin)
+    for value in source.trace(begin):
+        for made in calls(value.expression):
+            if name_of(made.func).lower().endswith("loader"):
+                yield made, value.statement
+
+
+def _makes_sampler(value: Value) -> bool:
+    return any(name_of(call.func).endswith("Sampler") for call in calls(value.expression))
+
+
+def dealt(source: Source, start: ast.stmt, detail: str) -> int | None:
+    """The statement of a sampler or a data set of the program that gives a rank its part, for the loop at a statement."""
+    for made, statement in _loaders(source, start, False):
+        given = [each.value for name in DIVIDED for each in made.keywords if each.arg == name] + made.args[:1]
+        for value in source.trace([Value(each, statement) for each in given]):
+            if line := _dealing(source, value):
+                return line
+    return None
+
+
+def _dealing(source: Source, made: Value) -> int | None:
+    """In the ``__iter__`` of a class of the program of which an object is made: what mentions the rank, or takes each nth."""
+    names = {name_of(call.func) for call in calls(made.expression)}
+    for owner in ast.walk(source.tree):
+        if isinstance(owner, ast.ClassDef) and owner.name in names:
+            own = [each for each in owner.body if isinstance(each, Function) and each.name == "__iter__"]
+            parts = [header(each) for function in own for each in source.within(function)]
+            return first(parts, of_rank) or first(parts, _takes_each_nth)
+    return None
+
+
+def _takes_each_nth(value: Value) -> bool:
+    return any(isinstance(each, ast.Slice) and each.step for each in ast.walk(value.expression))
