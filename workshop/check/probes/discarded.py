@@ -1,5 +1,6 @@
 """Results of collectives that are lost, because they are in a temporary tensor."""
 
+import time
 import weakref
 from collections import Counter
 from typing import Any
@@ -12,6 +13,7 @@ from workshop.check.probes.contents import mixed
 from workshop.check.probes.probe import Function, Probe, around
 
 ALONE = 2  # references to memory that only one tensor has: that of the tensor, and that of the object that asks
+RELEASED = 0.1  # seconds in which the thread of the backend lets go of a tensor; it must not be the last to do so
 CALLS = 3  # calls of a line that are recorded
 
 
@@ -31,7 +33,11 @@ class Discarded(Probe):
             by_program = not self.recorder.quiet and self.recorder.called_by_program()
             if by_program and type(tensor) is torch.Tensor and _alone(tensor):
                 event = ResultDiscarded(name=name, value=mixed(tensor), where=self.recorder.where())
+        uses = tensor._use_count() if event else 0
         result = original(tensor, *args, **kwargs)
+        end = time.monotonic() + RELEASED
+        while event and tensor._use_count() > uses and time.monotonic() < end:
+            time.sleep(0.001)
         if event and result is None and self.told[event.where] < CALLS:  # a handle: the call is asynchronous
             key = id(tensor)
             self.temporary[key] = weakref.ref(tensor, lambda _: self._ends(key)), event

@@ -19,6 +19,7 @@ from workshop.check.evidence.run import Process, Step
 from workshop.check.evidence.sketches import CLOSE
 from workshop.check.rules.divergence import TO_ONE, collectives_since
 
+IGNORING = "_set_params_and_buffers_to_ignore_for_model"
 FEW = 8  # elements of a tensor of counts
 
 
@@ -51,11 +52,8 @@ def why_unequal(base: Process, one: Step, two: Step, which: Sequence[str]) -> tu
     if not base.first(Wrapped):
         return _unequal_by_hand(base, one)
     if ignored := next((each for each in base.of(GradientsIgnored) if set(which) <= set(each.names)), None):
-        reason = (
-            "DistributedDataParallel ignores these parameters: _set_params_and_buffers_to_ignore_for_model() names them"
-        )
         fix = "Do not let DistributedDataParallel ignore parameters that all ranks have, or average their gradients yourself."
-        return ignored.where, reason, fix, "call:_set_params_and_buffers_to_ignore_for_model"
+        return ignored.where, f"{IGNORING}() lets DistributedDataParallel ignore them", fix, f"call:{IGNORING}"
     if last and (passed := _passed_before(base, one)):
         second, first = passed
         reason = (
