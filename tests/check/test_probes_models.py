@@ -14,10 +14,11 @@ from workshop.check.evidence.events import (
     NotAwaited,
     Saved,
     StateLoaded,
+    StepBegun,
     VariablesSeen,
     Wrapped,
 )
-from workshop.check.evidence.misuses import GradientsIgnored, NeverAwaited, TotalsSummed
+from workshop.check.evidence.misuses import GradientsIgnored, NeverAwaited, ShardsLeft, TotalsSummed
 
 # ---------------------------------------------------------------- two ranks that train
 
@@ -138,6 +139,9 @@ def test_sharded_models_are_recorded(place):
         (entries,) = rank.of(EntriesSaved)
         assert (sorted(entries.entries), entries.where) == (["epoch", "own.random"], saved.where)
         assert len(rank.of(ActivationsKept)) == 1
+        (left,) = rank.of(ShardsLeft)
+        (begun,) = rank.of(StepBegun)
+        assert left.norms == {name: sketch[0] for name, sketch in zip(begun.names, begun.gradients, strict=True)}
     one, other = (rank.first(EntriesSaved).entries for rank in made.ranks)
     assert [key for key in one if one[key] != other[key]] == ["own.random"]
 

@@ -9,6 +9,7 @@ import secrets
 import shlex
 import shutil
 import socket
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -80,7 +81,7 @@ KEYS = re.compile(r"""(?:split|partition)\(["']=["']|from_cli|from_dotlist|hydra
 NPROCS = re.compile(r"\bnprocs\s*=\s*(\w+\.)?(\w+)")
 # A number of epochs or steps: ``--epochs", type=int, default=12``, ``max_iters: int = 60``, ``epochs: 3``, ``--steps 12``.
 PLANNED = re.compile(
-    r"(?:epochs?|steps|iters|iterations)\b[\"']?(?:[^)\n]*?default\s*=|\s*:\s*int\s*=|\s*[:=]|\s)\s*(\d[\d_]*)"
+    r"(epochs?|steps|iters|iterations)\b[\"']?(?:[^)\n]*?default\s*=|\s*:\s*int\s*=|\s*[:=]|\s)\s*(\d[\d_]*)"
 )
 MISSING = ("FileNotFoundError", "NotADirectoryError", "IsADirectoryError")  # a guess named the wrong kind of path
 
@@ -388,10 +389,13 @@ def _settings(arguments: Sequence[str], original: Path) -> Iterator[str]:
 
 
 def _planned(texts: Iterable[str], arguments: Sequence[str]) -> Iterator[int]:
-    """Yield the numbers of epochs and steps that options, settings and arguments name, and their sums: of several stages."""
+    """Yield the numbers of epochs and steps that options, settings and arguments name, and their sums, as for several stages."""
     for text in (*texts, " ".join(arguments)):
-        numbers = [int(number.replace("_", "")) for number in PLANNED.findall(text)]
-        yield from (*numbers, sum(numbers))
+        sums: Counter[str] = Counter()
+        for name, number in PLANNED.findall(text):
+            sums[name] += int(number.replace("_", ""))
+            yield int(number.replace("_", ""))
+        yield from sums.values()
 
 
 def _one_process(text: str) -> list[str]:

@@ -1,6 +1,6 @@
 """Programs with DistributedDataParallel, or without it, in which not all gradients are averaged."""
 
-from check.bank import ddp
+from check.bank import ddp, resumed
 from check.bank.case import mistake
 
 MISTAKES = (
@@ -49,6 +49,20 @@ MISTAKES = (
             ddp.BACKWARD + "        for parameter in model.parameters():\n"
             "            if parameter.dim() > 1:  # the large ones\n"
             "                dist.all_reduce(parameter.grad, dist.ReduceOp.AVG)\n",
+        ),
+    ),
+    mistake(
+        "shards-clipped-by-hand",
+        resumed.VIT,
+        "clipping-differs",
+        "Each rank computes the norm of its own shards, and scales them by it.",
+        *resumed.VIT_SHORT,
+        (
+            "            nn.utils.clip_grad_norm_(model.parameters(), 1.0)\n",
+            "            shards = [each.grad.to_local() for each in model.parameters()]\n"
+            "            norm = torch.stack([each.norm() for each in shards]).norm()\n"
+            "            for each in shards:\n"
+            "                each.mul_(0.1 / (norm + 1e-6))\n",
         ),
     ),
 )

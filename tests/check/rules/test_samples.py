@@ -300,6 +300,13 @@ MISTAKES = (
         (second.SETS, second.SETS + "    train_set.sequences = train_set.sequences[rank::world_size]\n"),
     ),
     mistake(
+        "part-of-a-rank-for-a-trainer",
+        TRAINER,
+        "data-divided-twice",
+        "The data set contains only the part of the rank, and the Trainer divides this part once more.",
+        ("train_dataset=train,", "train_dataset=train[training_args.process_index :: training_args.world_size],"),
+    ),
+    mistake(
         "distributed-sampler-for-a-trainer",
         TRAINER,
         "data-divided-twice",

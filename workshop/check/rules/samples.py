@@ -250,7 +250,7 @@ def _overlaps(run: Run) -> Iterator[tuple[str, Seen]]:
         if same > len(fractions) / 2:
             text = f"at {same} of {len(fractions)} steps {names[one, two]} train on the same samples"
             yield "same", Seen(text, where, origin=drawn)
-        elif mean > 0.1:
+        elif mean > 0.1 and not _meets_equal_samples(ranks[one]):
             text = f"at each step {names[one, two]} share {mean:.0%} of their samples"
             yield "some", Seen(text, where, origin=drawn)
         elif not by_epoch and (shares := _shares(ranks[one], ranks[two], len(ranks))):
@@ -279,6 +279,11 @@ def _shares(one: Process, two: Process, ranks: int) -> tuple[int, int] | None:
     each = min(len(mine), len(theirs))
     both, soon = (len({*mine[:part]} & {*theirs[:part]}) for part in (each, each // ranks))
     return (both, each) if each >= SOME and both > 0.1 * each and soon > 0.03 * each / ranks else None
+
+
+def _meets_equal_samples(process: Process) -> bool:
+    """Whether batches contain equal samples, such as short texts that a model has written: ranks share some by chance."""
+    return sum(len(set(each.keys)) for each in process.steps) < 0.97 * sum(len(each.keys) for each in process.steps)
 
 
 def _different_steps(one: Process, two: Process) -> bool:
