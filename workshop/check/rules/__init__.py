@@ -26,6 +26,7 @@ _files = {path.stem for path in Path(__file__).parent.glob("*.py")} - {
     "pages",
     "parting",
     "rule",
+    "shares",
     "traced",
     "tried",
     "words",

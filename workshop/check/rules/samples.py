@@ -19,6 +19,7 @@ from workshop.check.evidence.events import (
 from workshop.check.evidence.run import Process, Run
 from workshop.check.rules.processes import no_group, wrong_group
 from workshop.check.rules.rule import Makes, Rule, Said, Seen, if_first, rule
+from workshop.check.rules.shares import share_of_each, stopped_early
 from workshop.check.rules.words import named, plural, rank_of
 from workshop.check.scenarios import COMPARED, WHOLE, Compared
 
@@ -354,7 +355,7 @@ def samples_missed(run: Run) -> Said:
             continue  # the samples are not those of one data set
         size = int(str(length))
         left = size - len(trained | {key for key in evaluated if key[:2] in data_sets})
-        if left >= max(step, run.nproc) + run.nproc and not _stopped_early(ranks[0], number, run.accumulate):
+        if left >= max(step, run.nproc) + run.nproc and not stopped_early(ranks[0], number, run.accumulate):
             seen = f"{left:,} of {size:,} samples are seen by no rank in epoch {number}"
             yield _by_draw(run, Seen(seen, ranks[0].data_where))
             return
@@ -382,7 +383,7 @@ def data_divided_twice(run: Run) -> Said:
         share = size / len(ranks)
         if kind == "content" or size < 4 * batch or not share - batch < len(trained) <= share + len(ranks):
             return
-        if _stopped_early(ranks[0], number, run.accumulate):
+        if stopped_early(ranks[0], number, run.accumulate):
             return
         sizes.add((len(trained), size))
     if len(epochs) > 1:
@@ -395,27 +396,21 @@ def data_divided_twice(run: Run) -> Said:
 @data_divided_twice.also(WHOLE, after=(no_group, wrong_group, same_samples, shares_overlap, samples_missed))
 def own_part_divided(run: Run) -> Said:
     """Each rank has a data set of its own, and trains on 1/N of it in each epoch."""
-    ranks = [] if run.divided or run.cut or len(run.trained) < 2 else run.trained
-    if not ranks or any(process.identity != "rows" for process in ranks):
-        return
-    batch = sum(len(process.steps[0].rows) for process in ranks)
-    shares: set[tuple[int, int]] = set()
-    for process in ranks:
-        epochs: dict[object, set[Key]] = {}
-        for forward in (each.forward for each in process.backwards if each.forward):
-            epochs.setdefault(forward.loader, set()).update(forward.keys)
-        for keys in epochs.values():
-            kind, length = min(key[:2] for key in keys) if keys else ("content", 0)
-            size, same = int(str(length)), len({key[:2] for key in keys}) == 1
-            share = size / len(ranks)
-            if kind == "content" or not same or size < 4 * batch or not share - batch < len(keys) <= share + len(ranks):
-                return
-            shares.add((len(keys), size))
-        if len(epochs) < 2 or _stopped_early(process, 1, run.accumulate):
-            return
-    seen, size = min(shares)
-    text = f"each rank has a data set of its own with {size:,} samples, and trains on {seen:,} of them in each epoch"
-    yield Seen(text, ranks[0].data_where, origin="share loader")
+    own = all(process.identity == "rows" for process in run.trained)
+    if own and (share := share_of_each(run)):
+        text = f"each rank has a data set of its own with {share[1]:,} samples, and trains on {share[0]:,} of them in each epoch"
+        yield Seen(text, run.trained[0].data_where, origin="share loader")
+
+
+@data_divided_twice.also((WHOLE, COMPARED), after=(no_group, wrong_group, same_samples, shares_overlap, samples_missed))
+def smaller_data_set_divided(run: Run, compared: Compared) -> Said:
+    """Each rank trains on 1/N of a data set in each epoch, and one process has a data set that is N times larger."""
+    steps = [process.steps[0].keys for process in compared.single.trained]
+    whole = {key[1] for keys in steps for key in keys if key[0] != "content"}
+    if len(whole) == 1 and (share := share_of_each(run)) and abs(int(str(*whole)) - share[1] * run.nproc) < run.nproc:
+        text = f"the data set of a rank has {share[1]:,} samples, and that of one process {int(str(*whole)):,}"
+        seen = f"{text}; a rank trains on {share[0]:,} samples in each epoch"
+        yield Seen(seen, run.trained[0].data_where, origin="share loader")
 
 
 @data_divided_twice.also(
@@ -444,14 +439,6 @@ def _data_sets(process: Process) -> Iterator[tuple[tuple[str, int], Drawn]]:
         if event.name == DATA_SET:
             times[event.where] += 1
             yield (event.where, times[event.where]), event
-
-
-def _stopped_early(process: Process, number: int, accumulate: int) -> bool:
-    """Whether the program left the loader before its end on purpose, so that no sample was forgotten."""
-    loaders = [each.forward.loader for each in process.backwards if each.forward and each.forward.loader]
-    lengths = {(event.loader, event.iteration): event.length or 0 for event in process.of(LoaderStarted)}
-    here = list(dict.fromkeys(loaders))[number - 1 : number]
-    return any(loaders.count(loader) < lengths.get(loader, 0) - accumulate for loader in here)
 
 
 @_of_samples(

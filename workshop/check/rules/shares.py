@@ -1,0 +1,36 @@
+"""How many samples of its data set a rank trains on in an epoch."""
+
+from workshop.check.evidence.events import Key, LoaderStarted
+from workshop.check.evidence.run import Process, Run
+
+
+def share_of_each(run: Run) -> tuple[int, int] | None:
+    """How many samples each rank trains on in an epoch, and the size of its data set; None unless these are 1/N of them.
+
+    N is the number of ranks. The data sets of the ranks may be the same one or different ones of one size.
+    """
+    ranks = [] if run.divided or run.cut or len(run.trained) < 2 else run.trained
+    batch = sum(len(process.steps[0].keys) for process in ranks)
+    shares: set[tuple[int, int]] = set()
+    for process in ranks:
+        epochs: dict[object, set[Key]] = {}
+        for forward in (each.forward for each in process.backwards if each.forward):
+            epochs.setdefault(forward.loader, set()).update(forward.keys)
+        for keys in epochs.values():
+            kind, length = min(key[:2] for key in keys) if keys else ("content", 0)
+            size, same = int(str(length)), len({key[:2] for key in keys}) == 1
+            share = size / len(ranks)
+            if kind == "content" or not same or size < 4 * batch or not share - batch < len(keys) <= share + len(ranks):
+                return None
+            shares.add((len(keys), size))
+        if len(epochs) < 2 or stopped_early(process, 1, run.accumulate):
+            return None
+    return min(shares, default=None)
+
+
+def stopped_early(process: Process, number: int, accumulate: int) -> bool:
+    """Whether the program left the loader before its end on purpose, so that no sample was forgotten."""
+    loaders = [each.forward.loader for each in process.backwards if each.forward and each.forward.loader]
+    lengths = {(event.loader, event.iteration): event.length or 0 for event in process.of(LoaderStarted)}
+    here = list(dict.fromkeys(loaders))[number - 1 : number]
+    return any(loaders.count(loader) < lengths.get(loader, 0) - accumulate for loader in here)
