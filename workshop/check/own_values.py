@@ -14,8 +14,11 @@ QUOTIENTS = ("mean", "div", "div_", "divide", "log", "log10", "log2", "exp", "sq
 
 def _share(source: Source, start: ast.stmt, detail: str) -> int | None:
     """The closest statement behind a statement that mentions the rank, such as ``mine = data[rank::world_size]``."""
-    values = (value for value in source.trace([header(start)]) if value.statement is not start)
-    return first(values, of_rank)
+    for value in source.trace([header(start)]):
+        if value.statement is not start and of_rank(value):
+            named = (each for each in ast.walk(value.expression) if isinstance(each, ast.Name | ast.Attribute))
+            return next(each.lineno for each in named if RANK.search(ast.unparse(each)))  # within a long statement
+    return None
 
 
 def of_rank(value: Value) -> bool:

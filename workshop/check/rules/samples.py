@@ -19,7 +19,7 @@ from workshop.check.evidence.events import (
 from workshop.check.evidence.run import Process, Run
 from workshop.check.rules.processes import no_group, wrong_group
 from workshop.check.rules.rule import Makes, Rule, Said, Seen, if_first, rule
-from workshop.check.rules.shares import share_of_each, stopped_early
+from workshop.check.rules.shares import batches, share_of_each, stopped_early
 from workshop.check.rules.words import named, plural, rank_of
 from workshop.check.scenarios import COMPARED, WHOLE, Compared
 
@@ -404,12 +404,12 @@ def own_part_divided(run: Run) -> Said:
 
 @data_divided_twice.also((WHOLE, COMPARED), after=(no_group, wrong_group, same_samples, shares_overlap, samples_missed))
 def smaller_data_set_divided(run: Run, compared: Compared) -> Said:
-    """Each rank trains on 1/N of a data set in each epoch, and one process has a data set that is N times larger."""
-    steps = [process.steps[0].keys for process in compared.single.trained]
-    whole = {key[1] for keys in steps for key in keys if key[0] != "content"}
-    if len(whole) == 1 and (share := share_of_each(run)) and abs(int(str(*whole)) - share[1] * run.nproc) < run.nproc:
-        text = f"the data set of a rank has {share[1]:,} samples, and that of one process {int(str(*whole)):,}"
-        seen = f"{text}; a rank trains on {share[0]:,} samples in each epoch"
+    """Each rank trains on 1/N of a data set in each epoch, and the loader of one process has N * N times as many batches."""
+    share, alone = share_of_each(run), compared.single.trained[:1]
+    ours, theirs = (next(map(batches, ranks), None) for ranks in (run.trained[:1], alone))
+    if share and ours and theirs and abs(theirs / ours / run.nproc**2 - 1) < 0.1:
+        text = f"an epoch of one process has {theirs:,} batches, and that of each of {run.nproc} ranks {ours:,}"
+        seen = f"{text}: each rank trains on {share[0]:,} of {share[1]:,} samples"
         yield Seen(seen, run.trained[0].data_where, origin="share loader")
 
 

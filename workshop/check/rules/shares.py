@@ -28,6 +28,13 @@ def share_of_each(run: Run) -> tuple[int, int] | None:
     return min(shares, default=None)
 
 
+def batches(process: Process) -> int | None:
+    """The length of the loader of the first training step; None: it is unknown."""
+    first = next((each.forward.loader for each in process.backwards if each.forward and each.forward.loader), None)
+    lengths = {(event.loader, event.iteration): event.length for event in process.of(LoaderStarted)}
+    return lengths.get(first) if first else None
+
+
 def stopped_early(process: Process, number: int, accumulate: int) -> bool:
     """Whether the program left the loader before its end on purpose, so that no sample was forgotten."""
     loaders = [each.forward.loader for each in process.backwards if each.forward and each.forward.loader]
