@@ -17,7 +17,8 @@ def _share(source: Source, start: ast.stmt, detail: str) -> int | None:
     for value in source.trace([header(start)]):
         if value.statement is not start and of_rank(value):
             named = (each for each in ast.walk(value.expression) if isinstance(each, ast.Name | ast.Attribute))
-            return next(each.lineno for each in named if RANK.search(ast.unparse(each)))  # within a long statement
+            lines = (each.lineno for each in named if RANK.search(ast.unparse(each)))  # within a long statement
+            return next(lines, value.statement.lineno)
     return None
 
 
