@@ -41,7 +41,8 @@ def variables(recorder: Recorder) -> VariablesSeen:
 def _random_state(value: Any) -> int | None:
     """A checksum of the state of a random generator; None: it is none."""
     if isinstance(value, torch.Generator):
-        return zlib.crc32(content(value.get_state())) if value.device.type == "cpu" else None
+        state = value.get_state()  # a variable, because content() reads the memory of the tensor
+        return zlib.crc32(content(state)) if value.device.type == "cpu" else None
     if type(value) is random.Random:
         return zlib.crc32(repr(value.getstate()).encode())
     if any(kind.__module__ == "numpy.random._generator" for kind in type(value).__mro__):  # also that of Draws
