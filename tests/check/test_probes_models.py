@@ -177,6 +177,7 @@ LOOSE = """
         DistributedDataParallel(part)  # without a bias
         optimizer = torch.optim.Adam(ddp.parameters())
         draws = torch.Generator().manual_seed(dist.get_rank())
+        fixed = torch.Generator().manual_seed(3)
         rng = numpy.random.default_rng(dist.get_rank())
         average = copy.deepcopy(model)
         queue = Queue()
@@ -231,6 +232,7 @@ def test_handles_variables_and_optimizer_states_are_recorded(place):
     for name in ("draws", "rng"):
         states = [[event.states[name] for event in rank.of(VariablesSeen)[1:]] for rank in loose.ranks]
         assert len({state for rank in states for state in rank}) == 4
+    assert len({event.states["fixed"] for rank in loose.ranks for event in rank.of(VariablesSeen)}) == 1
 
 
 DERIVATIVES = """

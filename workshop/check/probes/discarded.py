@@ -35,10 +35,10 @@ class Discarded(Probe):
                 event = ResultDiscarded(name=name, value=mixed(tensor), where=self.recorder.where())
         uses = tensor._use_count() if event else 0
         result = original(tensor, *args, **kwargs)
-        end = time.monotonic() + RELEASED
-        while event and tensor._use_count() > uses and time.monotonic() < end:
-            time.sleep(0.001)
         if event and result is None and self.told[event.where] < CALLS:  # a handle: the call is asynchronous
+            end = time.monotonic() + RELEASED
+            while tensor._use_count() > uses and time.monotonic() < end:
+                time.sleep(0.001)
             key = id(tensor)
             self.temporary[key] = weakref.ref(tensor, lambda _: self._ends(key)), event
         return result
