@@ -100,7 +100,8 @@ def test_a_process_that_was_started_without_the_command_is_diagnosed_too(tmp_pat
         for _ in range(60):
             time.sleep(1)
             result = diagnose("--pid", process.pid, "--output", tmp_path / "report")
-            if "never called barrier" in result.stderr:
+            # At first rank 1 may still be on its way to the call in which it waits: then it is "slow, but it moves", status 0.
+            if result.returncode == 1 and "never called barrier" in result.stderr:
                 break
         assert result.returncode == 1
         assert (
