@@ -1,4 +1,4 @@
-"""Programs in which a rank gets values of its own, for the tests of the line of the cause: see ``test_origins.py``."""
+"""Programs in which a rank gets values or batches of its own, for the tests of the line of the cause (``test_origins.py``)."""
 
 PROGRAMS = {
     "share": """
@@ -133,6 +133,44 @@ PROGRAMS = {
             optimizer.step()  # seen
             warmup.step(3)
             schedule.step(evaluate())  # cause
+    """,
+    "plateau:before": """
+        def main(optimizer, losses):
+            schedule = ReduceLROnPlateau(optimizer)
+            schedule.step(losses.mean())  # cause
+            dist.reduce(losses, dst=0)  # seen
+    """,
+    "plateau:before, but it comes after": """
+        def main(optimizer, losses):
+            schedule = ReduceLROnPlateau(optimizer)
+            dist.reduce(losses, dst=0)  # seen
+            schedule.step(losses.mean())
+    """,
+    "sync:by-a-flag": """
+        def main(model, batches, accumulate):
+            for number, batch in enumerate(batches):
+                last = number == accumulate - 1  # cause
+                with nullcontext() if last else model.no_sync():  # seen
+                    model(batch).backward()
+    """,
+    "passed:generator": """
+        def main(loader):
+            for step in range(10):
+                stream = batches(loader)  # cause
+                next(stream)
+
+        def batches(loader):
+            while True:
+                for batch in loader:  # seen
+                    yield batch
+    """,
+    "passed:generator, but it is none": """
+        def main(loader):
+            train(loader)
+
+        def train(loader):
+            for step in range(10):
+                batch = next(iter(loader))  # seen
     """,
     "exchanged": """
         def main(model, loader, parts):

@@ -19,7 +19,7 @@ from workshop.check.evidence.events import (
     ScheduleSeen,
     StepSkipped,
 )
-from workshop.check.evidence.misuses import BuffersKept, ResultDiscarded
+from workshop.check.evidence.misuses import BuffersKept, OptimizerSeen, ResultDiscarded
 
 SCALER = """
     import torch
@@ -249,7 +249,7 @@ DISCARDED = """
         dist.broadcast(values * dist.get_rank(), src=0)  # also lost
         model = Counting()
         ddp = DistributedDataParallel(model, broadcast_buffers=False)
-        optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+        optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1, momentum=0.5, nesterov=True, foreach=True)  # once
         warmup = torch.optim.lr_scheduler.LinearLR(optimizer, total_iters=2)
         cosine = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=6)
         schedule = torch.optim.lr_scheduler.SequentialLR(optimizer, [warmup, cosine], [2])  # both
@@ -265,7 +265,7 @@ DISCARDED = """
 """
 
 
-def test_lost_results_kept_buffers_and_given_norms_are_recorded(place):
+def test_lost_results_kept_buffers_given_norms_and_settings_are_recorded(place):
     made = Made(place("discarded"), DISCARDED, "torchrun", 2).well()
     for rank in made.ranks:
         found = [(each.name, each.where) for each in rank.of(ResultDiscarded)]
@@ -274,5 +274,9 @@ def test_lost_results_kept_buffers_and_given_norms_are_recorded(place):
         assert [each.total for each in rank.of(GradientsClipped)] == [5.0 + rank.rank] * 5
         seen = [(each.taken, each.length, each.where) for each in rank.of(ScheduleSeen)]
         assert seen == [(5, 2 + 6, made.line("# both"))]
+        (optimizer,) = rank.of(OptimizerSeen)
+        assert (optimizer.kind, optimizer.rate, optimizer.where) == ("SGD", 0.1, made.line("# once"))
+        assert optimizer.settings["nesterov"] == "True"
+        assert not optimizer.settings.keys() & {"momentum", "foreach", "lr", "params"}  # a schedule may change momenta
     one, other = (rank.of(ResultDiscarded)[0].value for rank in made.ranks)
     assert one != other

@@ -11,6 +11,7 @@ from workshop.check.evidence.events import Raised
 from workshop.check.evidence.run import Run
 from workshop.check.forked import Program
 from workshop.check.judge import Made, plan
+from workshop.check.preloaded import preload
 from workshop.check.probes import PROBES, Probe, Recorder, probes_for
 from workshop.check.probes.trails import Trails
 from workshop.check.scenarios import Scenario
@@ -87,6 +88,7 @@ class ProgramBench:
     def launch_beside(self, *programs: Program) -> tuple[Run, list[Run | None]]:
         """Run programs at the same time; see ``launching.run_beside``."""
         launching.prepare(self.probes, self.on_cpu, self.text)
+        preload(self.text, self.script.parent, self.place)
         try:
             run, others = launching.run_beside(*programs)
         except launching.GpuOpened:

@@ -30,6 +30,7 @@ from workshop.check import cuda_on_cpu
 from workshop.check.evidence.events import Ended, Exited
 from workshop.check.evidence.run import Asked
 from workshop.check.folder import extensions, own_caches
+from workshop.check.preloaded import use_own_caches
 from workshop.check.probes.probe import Probe
 from workshop.check.probes.process import note_exception
 from workshop.check.probes.recorder import Recorder
@@ -150,6 +151,7 @@ def _launch(program: Program) -> int:
         os.environ.update(CUDA_VISIBLE_DEVICES="", HIP_VISIBLE_DEVICES="", DS_ACCELERATOR="cpu")
     # Otherwise torch.cuda.is_available() opens the GPUs, and processes that are forked afterwards cannot use them.
     os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
+    use_own_caches()
     random.seed()  # otherwise the temporary files of all runs would have the same names
     tempfile.tempdir = None
     sys.dont_write_bytecode = True

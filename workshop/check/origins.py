@@ -120,10 +120,13 @@ def _total(source: Source, start: ast.stmt, detail: str) -> int | None:
 
 def _sync(source: Source, start: ast.stmt, detail: str) -> int | None:
     """The statement that decides whether DDP averages gradients, closest to a backward pass."""
-    blocks = [each for each in source.above(start) if isinstance(each, ast.With | ast.AsyncWith)]
+    blocks = [each for each in (start, *source.above(start)) if isinstance(each, ast.With | ast.AsyncWith)]
     around = source.trace(map(header, blocks))
-    if line := first(around, lambda value: any(calls(value.expression, *SYNC))):
-        return line
+    for value in around:
+        if any(calls(value.expression, *SYNC)):
+            flags = [each.test for each in ast.walk(value.expression) if isinstance(each, ast.IfExp)]
+            named = [Value(each, value.statement) for each in flags if isinstance(each, ast.Name)]
+            return first(source.trace(named), _defines) or value.statement.lineno
     lines = {node.lineno for node in ast.walk(source.tree) if isinstance(node, ast.Attribute) and node.attr in SYNC}
     own = next(iter(source.scopes(start)))
     end = getattr(own, "end_lineno", None) or start.lineno
@@ -319,9 +322,11 @@ def _has_remainder(value: Value) -> bool:
 
 
 def _passed(source: Source, start: ast.stmt, detail: str) -> int | None:
-    """The only call of the function that contains a statement."""
-    found = source.calls_of(source.scopes(start)[0])
-    return found[0].lineno if len(found) == 1 else None
+    """The only call of the function that contains a statement; ``detail``: if it is a generator function."""
+    function = source.scopes(start)[0]
+    found = source.calls_of(function)
+    yields = any(isinstance(each, ast.Yield | ast.YieldFrom) for each in ast.walk(function))
+    return found[0].lineno if len(found) == 1 and (yields or not detail) else None
 
 
 def _argument(source: Source, start: ast.stmt, detail: str) -> int | None:

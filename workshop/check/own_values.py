@@ -83,13 +83,14 @@ def _weights(source: Source, start: ast.stmt, detail: str) -> int | None:
 
 
 def _plateau(source: Source, start: ast.stmt, detail: str) -> int | None:
-    """The step of a schedule that decides by a metric."""
+    """The step of a schedule that decides by a metric; ``detail``: only if it comes before the statement."""
     for call in in_order(calls(source.tree, "step")):
         statement = next((each for each in source.above(call) if isinstance(each, ast.stmt)), None)
         if call.args and isinstance(call.func, ast.Attribute) and statement:
             behind = source.trace([Value(call.func.value, statement)])
             if any(any(calls(value.expression, "ReduceLROnPlateau")) for value in behind):
-                return call.lineno
+                late = call.lineno > start.lineno or source.scopes(call)[0] is not source.scopes(start)[0]
+                return None if detail and late else call.lineno
     return None
 
 

@@ -56,6 +56,9 @@ FAILING_RANK: Scenario[Run] = Scenario("failing-rank", "what torchrun learns fro
 SPAWNED: Scenario[RealRun] = Scenario("spawned", "the real mp.spawn", slow=True)
 STARTED: Scenario[RealRun] = Scenario("started", "the real torchrun", slow=True)
 KILLS: Scenario[Kills] = Scenario("kills", "kill -9 with the real torchrun", slow=True)
+SOLVED: Scenario[Run] = Scenario(
+    "solved", "whether it trains with the settings of the solution", slow=True
+)  # its WHOLE
 SPEED: Scenario[Speeds] = Scenario("speed", "the speed without the check", slow=True)
 ALONE: Scenario[RealRun] = Scenario("alone", "one process that starts the other", slow=True)
 SESSION: Scenario[RealRun] = Scenario("session", "a session in a Slurm job with one task", slow=True)

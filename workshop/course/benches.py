@@ -21,6 +21,7 @@ from workshop.check.scenarios import (
     NODES_OPTION,
     SESSION,
     SINGLE,
+    SOLVED,
     SPAWNED,
     SPEED,
     SPLIT,
@@ -79,11 +80,14 @@ class EpochsBench(ProgramBench):
         """The scenarios that this bench can make, in the order in which it makes them."""
         offers: list[Scenario[Any]] = [WHOLE, *([SPLIT] if self._saves else [])]
         offers.append(DEVICES if self.launch == "single" else SINGLE)
+        solves = self.script != self.exercise.solution.resolve()  # otherwise there is nothing to compare it with
+        if solves:
+            offers.append(SOLVED)
         if self.launch == "torchrun":
             offers += [TWO_NODES, FAILING_RANK, NODES_OPTION, KILLS, STARTED]
         if self.launch == "spawn":
             offers += [DEVICES, FAILING_RANK, SPAWNED]
-        if self.script != self.exercise.solution.resolve():  # the speed is compared with the solution's
+        if solves:
             offers.append(SPEED)
         if self._lightning:
             # A start inside a Slurm session shows everything that a start outside of one shows.
@@ -103,6 +107,7 @@ class EpochsBench(ProgramBench):
         return {
             WHOLE: lambda made: self.traced(whole(), whole),
             SPLIT: lambda made: self._in_two_parts(),
+            SOLVED: lambda made: whole(script=self.exercise.solution),
             SINGLE: lambda made: self._run(nproc=1, epochs=1, batch=BATCH * self.nproc * self.accumulate),
             DEVICES: lambda made: self._run(epochs=1, devices=True),
             TWO_NODES: lambda made: two_nodes(),

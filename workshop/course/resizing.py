@@ -21,7 +21,7 @@ from workshop.check.evidence.run import Asked, Run
 from workshop.check.evidence.text import Restarted
 from workshop.check.judge import Made
 from workshop.check.probes import PROBES
-from workshop.check.scenarios import RESIZED, RUNNER, WHOLE, Scenario, Unavailable
+from workshop.check.scenarios import RESIZED, RUNNER, SOLVED, WHOLE, Scenario, Unavailable
 from workshop.check.subject import Subject
 from workshop.course.digits import prepare_digits, small_digits
 from workshop.course.exercises import Exercise
@@ -61,7 +61,8 @@ class ResizingBench(ProgramBench):
     @property
     def offers(self) -> tuple[Scenario[Any], ...]:
         """The scenarios that this bench can make, in the order in which it makes them."""
-        return (RUNNER, WHOLE, RESIZED)
+        solves = self.script != self.exercise.solution.resolve()
+        return (RUNNER, WHOLE, RESIZED, *([SOLVED] if solves else []))
 
     def makers(self) -> dict[Scenario[Any], Callable[[Made], object]]:
         """Return the function that makes each scenario."""
@@ -69,6 +70,7 @@ class ResizingBench(ProgramBench):
             RUNNER: lambda made: self._runner(),
             WHOLE: lambda made: self.traced(self._run(), self._run),
             RESIZED: self._resized,
+            SOLVED: lambda made: self._run(script=self.exercise.solution),
         }
 
     def _run(self, *, nproc: int = 2, scratch: Path | None = None, dies: bool = False, **changes: Any) -> Run:

@@ -19,7 +19,7 @@ from workshop.check.evidence.text import Checkpoint, Exported, OptionRuns, Resta
 from workshop.check.judge import Made
 from workshop.check.launching import prepare
 from workshop.check.probes import PROBES
-from workshop.check.scenarios import CHECKPOINT, EXPORTED, ONE_PROCESS_TEXT, OPTIONS, RESTARTED, WHOLE, Scenario
+from workshop.check.scenarios import CHECKPOINT, EXPORTED, ONE_PROCESS_TEXT, OPTIONS, RESTARTED, SOLVED, WHOLE, Scenario
 from workshop.check.subject import Subject
 from workshop.course.exercises import Exercise
 from workshop.course.probes import COURSE_PROBES
@@ -105,7 +105,8 @@ class StepsBench(ProgramBench):
     @property
     def offers(self) -> tuple[Scenario[Any], ...]:
         """The scenarios that this bench can make, in the order in which it makes them."""
-        return (WHOLE, CHECKPOINT, ONE_PROCESS_TEXT, RESTARTED, EXPORTED, OPTIONS)
+        solves = self.script != self.exercise.solution.resolve()
+        return (WHOLE, CHECKPOINT, ONE_PROCESS_TEXT, RESTARTED, EXPORTED, OPTIONS, *([SOLVED] if solves else []))
 
     def makers(self) -> dict[Scenario[Any], Callable[[Made], object]]:
         """Return the function that makes each scenario."""
@@ -116,6 +117,7 @@ class StepsBench(ProgramBench):
             RESTARTED: lambda made: self._restarted(),
             EXPORTED: lambda made: self._exported(),
             OPTIONS: lambda made: self._with_options(),
+            SOLVED: lambda made: self._run(script=self.exercise.solution),
         }
 
     def make(self, scenario: Scenario[Any], made: Mapping[Scenario[Any], Any]) -> Any:

@@ -132,7 +132,7 @@ MISTAKES = (
     mistake(
         "mesh-first-dimension",
         MESH,
-        "mesh-cannot-resume",
+        "checkpoint-parts",
         "All parameters are said to be divided along dimension 0.",
         ("else Shard(dimension)\n", "else Shard(0)\n"),
     ),

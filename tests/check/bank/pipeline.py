@@ -185,6 +185,13 @@ MISTAKES = (
          "            self.communicate()\n            received = [None]\n"),
     ),
     mistake(
+        "pipeline-announces-in-each-step",
+        PIPELINE,
+        "many-announcements",
+        "The shapes count as new in every step, so they are announced again.",
+        ("        if shapes != self.shapes:\n            self.shapes,", "        self.shapes,"),
+    ),
+    mistake(
         "pipeline-shape-as-a-tensor",
         PIPELINE,
         "many-announcements",

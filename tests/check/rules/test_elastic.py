@@ -92,6 +92,16 @@ MISTAKES = (
         (AGAIN, ""),
     ),
     mistake(
+        "elastic-counts-the-rest",
+        ELASTIC,
+        "resume-differs",
+        "After a restart, the end of an epoch is taken to come after as many steps as are left, so it saves elsewhere.",
+        (
+            "args.batch_size)\n        parts = [batch[rank::world_size].tolist() for batch in batches[first_step:]]\n",
+            "args.batch_size)[first_step:]\n        parts = [batch[rank::world_size].tolist() for batch in batches]\n",
+        ),
+    ),
+    mistake(
         "elastic-epoch-given-up",
         ELASTIC,
         "rest-misdealt",

@@ -1,6 +1,6 @@
 """The rules about samples: mistakes that they must name, and correct styles that must pass."""
 
-from check.bank import ddp, lightning, second, sharded, zero
+from check.bank import ddp, lightning, orders, second, sharded, zero
 from check.bank.case import mistake, style
 from check.bank.cases import bank_tests
 from check.bank.replay import replayed
@@ -207,50 +207,7 @@ MISTAKES = (
             "    train_loader = accelerator.prepare(train_loader)\n",
         ),
     ),
-    # ---- same-order
-    mistake(
-        "set-epoch-missing",
-        ddp.SPAWN,
-        "same-order",
-        "The sampler is never told the epoch, so each epoch has the same order.",
-        (ddp.SET_EPOCH, ""),
-    ),
-    mistake(
-        "set-epoch-constant",
-        ddp.METRICS,
-        "same-order",
-        "set_epoch() is always called with the same number, so each epoch has the same order.",
-        (ddp.SET_EPOCH, "        sampler.set_epoch(SEED)\n"),
-    ),
-    mistake(
-        "held-out-order-of-the-first-epoch",
-        ddp.SINGLE,
-        ("same-order", "resume-differs"),
-        "The order is seeded with the first epoch, so all epochs of a run have the same order.",
-        ("generator.manual_seed(SEED + epoch)", "generator.manual_seed(SEED + first_epoch)"),
-        held_out=True,
-    ),
-    mistake(
-        "lightning-no-shuffle",
-        lightning.MNIST,
-        "same-order",
-        "Each epoch has the same batches.",
-        (lightning.SAMPLER, lightning.SAMPLER.replace("seed=SEED", "shuffle=False")),
-    ),
-    mistake(
-        "zero-same-order",
-        zero.DEEPSPEED,
-        ("same-order", "differs-from-ddp"),
-        "set_epoch() is missing.",
-        ("        sampler.set_epoch(epoch)\n", ""),
-    ),
-    mistake(
-        "accelerate-same-order",
-        zero.ACCELERATE,
-        "same-order",
-        "Without set_epoch() and with a constant seed each epoch has the same order.",
-        ("        train_loader.set_epoch(epoch)\n", "        train_loader.set_epoch(0)\n"),
-    ),
+    *orders.MISTAKES,
     # ---- leak
     mistake(
         "evaluates-the-training-set",

@@ -52,6 +52,17 @@ MISTAKES = (
             "    for layer in model.model.layers[:1]:\n        # One",
         ),
     ),
+    # ---- never-freed
+    mistake(
+        "sharded-layers-kept",
+        sharded.FSDP,
+        "never-freed",
+        "The layers stay gathered after their forward pass, so each process holds the whole model.",
+        (
+            "        fully_shard(layer, mesh=mesh, mp_policy=precision(device))\n",
+            "        fully_shard(layer, mesh=mesh, mp_policy=precision(device), reshard_after_forward=False)\n",
+        ),
+    ),
     # ---- whole-model
     mistake(
         "sharded-loads-it-whole",

@@ -47,3 +47,11 @@ class GradientsIgnored(
 
 class ShardsLeft(Event):  # a backward pass of a sharded model has left these gradients, in the first steps
     norms: dict[str, float]  # of the part of this process, by the name of the parameter
+
+
+class OptimizerSeen(Event):  # before the first step of an optimizer; ``where`` is the line that created it
+    kind: str  # its class
+    rate: float  # the learning rate of its first group, without a schedule
+    settings: dict[
+        str, str
+    ]  # of its first group, without those that change only how it computes, or that a schedule changes

@@ -21,6 +21,7 @@ from workshop.check.probes.layers import Activations, Layers
 from workshop.check.probes.lightning import Lightning, PytorchLightning
 from workshop.check.probes.losses import Losses
 from workshop.check.probes.models import Models
+from workshop.check.probes.optimizers import Optimizers
 from workshop.check.probes.prints import Prints
 from workshop.check.probes.probe import Probe
 from workshop.check.probes.process import Processes
@@ -48,8 +49,8 @@ ALWAYS: tuple[type[Probe], ...] = (
     Scaling,
     Divided,
 )
-_OTHERS = (Copies, Draws, Schedules, Losses, Layers, HostSync, Sharding, Shards, Clipping, Checkpoints, Weights, Activations,
-           ModelStates, Encoders, Prints, Totals, Discarded)  # fmt: skip
+_OTHERS = (Copies, Draws, Schedules, Optimizers, Losses, Layers, HostSync, Sharding, Shards, Clipping,
+           Checkpoints, Weights, Activations, ModelStates, Encoders, Prints, Totals, Discarded)  # fmt: skip
 _LIBRARIES = (Lightning, PytorchLightning, Accelerators, Engine)
 PROBES: tuple[type[Probe], ...] = (*ALWAYS, *_OTHERS, *_LIBRARIES)
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 # Within a goal, findings are shown in this order.
 FAMILIES = ("lightning", "accelerate", "processes", "gpus", "collectives", "ending", "files",
-            "learning", "scaling", "stages", "inputs",
+            "learning", "solved", "scaling", "stages", "inputs",
             "gradients", "comparison", "samples", "seeds", "accumulation", "evaluation", "metrics", "speed", "loading", "restart",
             "sharding", "checkpoints", "memory", "deepspeed", "built", "tensor", "pipeline", "ring", "experts", "mesh",
             "elastic", "jobs")  # fmt: skip

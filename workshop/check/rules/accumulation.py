@@ -112,4 +112,4 @@ def accumulation_traffic(run: Run) -> Said:
         if wanted > 1 and run.nproc > 1 and process.first(Wrapped) and synced > 1:
             seen = f"the gradients are averaged {synced} times in a step of {plural(wanted, 'batch')}"
             first = process.steps[0].backwards[0]
-            yield Seen(seen, first.unsynced or first.where, origin="" if first.unsynced else "sync")
+            yield Seen(seen, first.unsynced or first.where, origin="sync")

@@ -69,17 +69,35 @@ def _between(one: Process, mine: list[Call], other: Process, theirs: list[Call])
     number = next((n for n, (a, b) in enumerate(zip(mine, theirs, strict=False)) if a.key != b.key), None)
     if number is None:
         return None
+    if stray := _stray(mine, theirs, number) or _stray(theirs, mine, number):
+        process, rest = (one, other) if stray in mine else (other, one)
+        return Divergence(_only(process, stray, rest), stray.where)
     first, second = mine[number], theirs[number]
     usual = {call.key for call in mine[:number]}
     # A call that the other rank makes a little later is not missing there: the rank that has more calls made one too many.
     extra = _extra(mine, theirs, number), _extra(theirs, mine, number)
     if extra[0] != extra[1]:
         process, call, rest = (one, first, other) if extra[0] else (other, second, one)
-        text = f"only {named(process)} calls {call.text} at {call.where}; {named(rest)} does not"
-        return Divergence(text, call.where)
+        return Divergence(_only(process, call, rest), call.where)
     odd = second if first.key in usual and second.key not in usual else first
     text = f"{named(one)} calls {first.text} at {first.where}, but {named(other)} calls {second.text} at {second.where}"
     return Divergence(text, odd.where)
+
+
+def _only(process: Process, call: Call, rest: Process) -> str:
+    return f"only {named(process)} calls {call.text} at {call.where}; {named(rest)} does not"
+
+
+def _stray(mine: list[Call], theirs: list[Call], number: int) -> Call | None:
+    """A call of the first rank that has met a different call of the same kind: then the ranks differ only later.
+
+    The second rank never calls it, the first rank also calls what it has met, and without it the calls agree.
+    """
+    own, others = ({call.where for call in calls} for calls in (mine, theirs))
+    for index in reversed(range(number)):
+        if mine[index].where not in others and theirs[index].where in own and _extra(mine, theirs, index):
+            return mine[index]
+    return None
 
 
 def _extra(mine: list[Call], theirs: list[Call], number: int) -> bool:

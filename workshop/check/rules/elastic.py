@@ -22,6 +22,10 @@ from workshop.check.scenarios import RESIZED, RUNNER, WHOLE
 
 GRADIENTS = 0.01  # relative difference above which two gradients of the same parameters and samples are different
 SAVE = "Call save_checkpoint after every --save-every steps; it writes a checkpoint that any number of ranks can load."
+COUNT = (
+    "After a restart in the middle of an epoch, number the steps as in the whole epoch: from the step of the checkpoint on, up "
+    "to the number of all its batches."
+)
 ONE_FILE = "Let rank 0 save one checkpoint, in a file without the rank in its name, and load this file on all ranks."
 
 
@@ -186,6 +190,8 @@ def _unlike(whole: Run, run: Run) -> Iterator[tuple[Rule, Seen]]:
         )
     elif seen := _misdealt(joined(whole), joined(run), done, _epoch(whole)):
         yield rest_misdealt, Seen(f"{lead}, {seen}", rest[0].before.where)
+    elif moved := _saves_moved(whole, run, done):
+        yield resume_differs, Seen(f"{lead}, {moved}", run.where(Saved), fix=COUNT)
     elif set(joined(whole)[done]) == set(joined(run)[0]):
         one, other = base[done].before.gradients, rest[0].before.gradients
         if difference(one, other, least=GRADIENTS) > GRADIENTS:
@@ -193,6 +199,20 @@ def _unlike(whole: Run, run: Run) -> Iterator[tuple[Rule, Seen]]:
             how = f"{factor:.2f} times as large" if factor and abs(factor - 1) > GRADIENTS else "different"
             where = run.trained[0].data_where
             yield parts_unweighted, Seen(f"{lead}, the gradient of the same samples is {how}", where)
+
+
+def _saves_moved(whole: Run, run: Run, done: int) -> str:
+    """After which other steps of the training a run saves that has begun after ``done`` of them; "" if after the same ones."""
+    usual, found = _saves(whole, 0), _saves(run, done)
+    if usual and found and [each for each in usual if each > done] != found:
+        return f"it saves after the steps {found}, and not after {[each for each in usual if each > done]}"
+    return ""
+
+
+def _saves(run: Run, done: int) -> list[int]:
+    """After how many steps of the training the ranks of a run save, if it begins after ``done`` of them."""
+    times = [seconds for process in run.trained for seconds, _ in process.timed(Saved)]
+    return sorted({done + sum(step.seconds < each for step in run.trained[0].steps) for each in times})
 
 
 def _position(base: list[Step], begin: Step) -> int | None:

@@ -21,7 +21,7 @@ from workshop.check.rules.parting import parting
 from workshop.check.rules.processes import address_overwritten, no_group, wrong_group
 from workshop.check.rules.rule import Makes, Rule, Said, Seen, rule
 from workshop.check.rules.walk import path_of_their_own
-from workshop.check.rules.words import listed, named
+from workshop.check.rules.words import listed, named, plural
 from workshop.run.failures import is_echo
 
 FLOOD = Seen("the program printed more than 20 MB, and the check ended it")
@@ -105,7 +105,10 @@ def no_training(run: Run) -> Said:
     elif not run.trained and ending(run) is None:
         path = next((event.path for event in run.all(Loaded) if event.path), "")
         why = f": it resumes from {path.rsplit('/', 1)[-1]}, which may be from a finished run" if path else ""
-        yield Seen(f"the run ended without an error, but took no step{why}", run.where(Loaded))
+        if backwards := next((process.backwards for process in run.ranks if process.backwards), []):
+            why = f": it called backward() {plural(len(backwards), 'time')}, but no optimizer changed a parameter"
+        where = run.where(Loaded) or (backwards[-1].where if backwards else "")
+        yield Seen(f"the run ended without an error, but took no step{why}", where)
 
 
 def _parted(run: Run) -> bool:

@@ -316,7 +316,7 @@ def _apart_at(
         seen = f"the gradients agree, but after step {number} the parameters do not ({listed(which)}){rates}"
         if rates and (where := reduced_to_one(base, before)):
             seen += f"; before that, reduce() at {where} gave its result to one rank only"
-            return weights_differ, Seen(seen, where, fix=TO_ONE)
+            return weights_differ, Seen(seen, where, fix=TO_ONE, origin="plateau:before")
         return weights_differ, Seen(seen, before.where, origin="plateau receiver:step" if rates else "")
     return None
 

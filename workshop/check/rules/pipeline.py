@@ -197,7 +197,8 @@ def many_announcements(step: TracedStep) -> Seen | None:
     count = (
         len(sends) + (len(calls) - len(sends)) // 2
     )  # a rank also calls the collectives in which the other one sends
-    if step.ranks > 1 and count > needed + OTHER_CALLS:
+    announced = len(sends) > needed + 1  # an announcement takes two messages, and one message may be a loss
+    if step.ranks > 1 and (announced or count > needed + OTHER_CALLS):
         small = min(calls, key=lambda each: each.bytes)
         passes = plural(_microbatches(step), "micro-batch")
         return Seen(f"{step.who} sends {count} messages for {passes}; {needed} are enough", small.where)

@@ -9,7 +9,6 @@ from workshop.check.evidence.events import (
     SUBSET,
     Backward,
     BatchLoaded,
-    Collective,
     Drawn,
     EpochSet,
     Evaluated,
@@ -19,7 +18,7 @@ from workshop.check.evidence.events import (
 from workshop.check.evidence.run import Process, Run
 from workshop.check.rules.processes import no_group, wrong_group
 from workshop.check.rules.rule import Makes, Rule, Said, Seen, if_first, rule
-from workshop.check.rules.shares import batches, share_of_each, stopped_early
+from workshop.check.rules.shares import batches, orders, share_of_each, stopped_early
 from workshop.check.rules.words import named, plural, rank_of
 from workshop.check.scenarios import COMPARED, WHOLE, Compared
 
@@ -146,39 +145,13 @@ def _by_draw(run: Run, seen: Seen) -> Seen:
 )
 def gathered_order(run: Run) -> Said:
     """In a forward pass, the ranks gather their inputs, draw different orders of all of them, and gather the results."""
-    ranks = [list(_orders(process, run.nproc)) for process in run.trained] if not run.divided else []
+    ranks = [list(orders(process, run.nproc)) for process in run.trained] if not run.divided else []
     together = list(zip(*ranks, strict=False)) if len(ranks) > 1 else []
     alike = all(each.where == orders[0].where and each.of == orders[0].of for orders in together for each in orders)
     if len(together) > 1 and alike and all(len({each.result for each in orders}) > 1 for orders in together):
         first = together[0][0]
         seen = f"the ranks gather {first.size} samples, and {first.name}() at {first.where} draws a different order on each rank"
         yield Seen(seen, first.where)
-
-
-def _orders(process: Process, nproc: int) -> Iterator[Drawn]:
-    """The orders of all gathered inputs that a rank draws in a forward pass, if it gathers the results there too."""
-    inputs = {each.forward.shape for each in process.backwards if each.forward}
-    gathered: Collective | None = None
-    drawn: Drawn | None = None
-    for _, event in process.events:
-        if isinstance(event, Backward):
-            gathered = drawn = None
-        elif isinstance(event, Drawn):
-            rows = gathered.shape[0] * nproc if gathered and gathered.shape else 0
-            drawn = event if event.size == rows else None
-        elif isinstance(event, Collective):
-            gathers = event.inside and event.name.startswith("all_gather") and bool(event.shape)
-            if (
-                drawn
-                and gathers
-                and gathered
-                and event.shape
-                and gathered.shape
-                and event.shape[0] == gathered.shape[0]
-            ):
-                yield drawn
-            drawn = None
-            gathered = event if gathers and event.shape and event.shape[1:] in inputs else None
 
 
 def _unequal_draw(run: Run) -> Drawn | None:
@@ -225,7 +198,7 @@ def _overlaps(run: Run) -> Iterator[tuple[str, Seen]]:
     ]
     names = {(one, two): f"ranks {rank_of(ranks, one)} and {rank_of(ranks, two)}" for one, two in pairs}
     by_epoch = all(each.forward and each.forward.loader for process in ranks for each in process.backwards)
-    drawn = "" if by_epoch else "seed"  # the program draws samples itself
+    drawn = "" if by_epoch else "seed dealt"  # the program draws samples itself, or a library iterates over its stream
     for number, together in enumerate(zip(*(process.epochs for process in ranks), strict=False) if by_epoch else (), 1):
         sets = [set(keys) for keys in together]
         batch = max(len(process.steps[0].keys) for process in ranks)
@@ -457,6 +430,23 @@ def same_order(run: Run) -> Said:
             never = "; set_epoch was never called" if run.nproc > 1 else ""
             extra = f"; set_epoch was called with {calls}" if calls else never
             yield Seen(f"epoch 2 has the same samples in the same order as epoch 1{extra}", process.data_where)
+
+
+@_of_samples(
+    why="The model learns these few samples only, however long it trains.",
+    fix="Begin the pass over the loader before the loop over the steps: each call of a generator function begins anew.",
+    origin="passed:generator",
+)
+def same_batch(run: Run) -> Said:
+    """Each step begins a new pass over the loader and trains on its first batches."""
+    for process in run.trained[:1]:
+        steps, length = process.steps, batches(process) or 0
+        anew = 3 <= len(steps) == len(process.epochs) and all(each.keys == steps[0].keys for each in steps)
+        if anew and length > len(steps[0].backwards):
+            first = next(each.forward.loader for each in process.backwards if each.forward and each.forward.loader)
+            begun = (each.where for each in process.of(LoaderStarted) if (each.loader, each.iteration) == first)
+            seen = f"all {len(steps)} steps train on the same {plural(len(steps[0].keys), 'sample')} of the loader"
+            yield Seen(seen, next(begun, ""))
 
 
 @_of_samples(

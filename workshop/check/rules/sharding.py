@@ -66,6 +66,21 @@ def one_group(run: Run) -> Said:
         yield Seen(f"{plural(layout.groups, 'group')} for {plural(layout.layers, 'layer')}", run.where(FullySharded))
 
 
+@_of_shards(
+    why="Layers that stay gathered fill the memory: at the end of the forward pass each rank holds the whole model.",
+    fix="Leave reshard_after_forward of fully_shard at its default for the layers: each is then gathered again for its backward.",
+    after=(not_sharded, one_group),
+)
+def never_freed(run: Run) -> Said:
+    """No layer is gathered again for the backward pass."""
+    layout = next(run.all(LayoutSeen), None)
+    inner = {type(event) for _, event in run.trained[0].events} if layout and run.nproc > 1 else set()
+    if layout and layout.layer_groups > 1 and InnerCollective in inner and not first_step(run, "all_gather"):
+        layers = plural(layout.layer_groups, "layer")
+        seen = f"none of {layers} is gathered for the backward pass, so all are kept from the forward pass on"
+        yield Seen(seen, run.where(FullySharded), origin="call:fully_shard")
+
+
 @rule(
     why="A model that does not fit on one device cannot be loaded there in full before it is sharded.",
     fix="Create it under torch.device('meta'), shard it, call to_empty(), and read only the rows of this rank (get_slice()).",
@@ -150,6 +165,7 @@ def buffers_empty(run: Run) -> Said:
     why="The training starts from a different model than that of the checkpoint, without an error message.",
     fix="After to_empty(), copy the rows of this rank of every parameter from the checkpoint into parameter.to_local().",
     after=(not_sharded, buffers_empty),
+    origin="call:.copy_$",
 )
 def weights_not_loaded(run: Run) -> Said:
     """Before the first step the model does not have the loss of the checkpoint."""

@@ -1,6 +1,8 @@
-"""How many samples of its data set a rank trains on in an epoch."""
+"""How many samples of its data set a rank trains on in an epoch, and the orders that it draws in a step."""
 
-from workshop.check.evidence.events import Key, LoaderStarted
+from collections.abc import Iterator
+
+from workshop.check.evidence.events import Backward, Collective, Drawn, Key, LoaderStarted
 from workshop.check.evidence.run import Process, Run
 
 
@@ -41,3 +43,29 @@ def stopped_early(process: Process, number: int, accumulate: int) -> bool:
     lengths = {(event.loader, event.iteration): event.length or 0 for event in process.of(LoaderStarted)}
     here = list(dict.fromkeys(loaders))[number - 1 : number]
     return any(loaders.count(loader) < lengths.get(loader, 0) - accumulate for loader in here)
+
+
+def orders(process: Process, nproc: int) -> Iterator[Drawn]:
+    """The orders of all gathered inputs that a rank draws in a forward pass, if it gathers the results there too."""
+    inputs = {each.forward.shape for each in process.backwards if each.forward}
+    gathered: Collective | None = None
+    drawn: Drawn | None = None
+    for _, event in process.events:
+        if isinstance(event, Backward):
+            gathered = drawn = None
+        elif isinstance(event, Drawn):
+            rows = gathered.shape[0] * nproc if gathered and gathered.shape else 0
+            drawn = event if event.size == rows else None
+        elif isinstance(event, Collective):
+            gathers = event.inside and event.name.startswith("all_gather") and bool(event.shape)
+            if (
+                drawn
+                and gathers
+                and gathered
+                and event.shape
+                and gathered.shape
+                and event.shape[0] == gathered.shape[0]
+            ):
+                yield drawn
+            drawn = None
+            gathered = event if gathers and event.shape and event.shape[1:] in inputs else None

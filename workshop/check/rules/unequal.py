@@ -80,7 +80,7 @@ def why_unequal(base: Process, one: Step, two: Step, which: Sequence[str]) -> tu
             return unprepared, reason, fix
         fix = "Run the forward pass and backward() of the last batch of each step outside no_sync()."
         if last.unsynced:
-            return last.unsynced, "the last backward() before the step is under no_sync()", fix
+            return last.unsynced, "the last backward() before the step is under no_sync()", fix, "sync"
         fix = "Set require_backward_grad_sync to True before the forward pass of the last batch of each step."
         return last.where, "require_backward_grad_sync is False in the last forward pass before the step", fix, "sync"
     beside = next((each for each in last.others if not each.wrapped), None) if last and some else None

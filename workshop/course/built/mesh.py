@@ -119,8 +119,11 @@ def trained(module: ModuleType, **sizes: int) -> tuple[Any, torch.nn.Module, Any
 
 
 def state(module: ModuleType) -> str:
-    layout, stage, optimizer, _ = trained(module, dp=2, tp=2)
+    layout, stage, optimizer, whole = trained(module, dp=2, tp=2)
     written_state = module.checkpoint_state(stage, optimizer, layout)
+    for each in written_state.values():
+        if hasattr(each, "to_local") and all(each.shape != one.shape for one in whole.values()):
+            return f"checkpoint_state() has a tensor of shape {list(each.shape)}, but the whole model has no such parameter"
     own = 3 * sum(each.numel() for each in stage.parameters())  # with the two moments of AdamW
     written = sum(
         _local(each).numel() for each in written_state.values() if isinstance(each, torch.Tensor) and each.dim()
