@@ -94,7 +94,7 @@ MISTAKES = (
     mistake(
         "elastic-counts-the-rest",
         ELASTIC,
-        "resume-differs",
+        "saves-elsewhere",
         "After a restart, the end of an epoch is taken to come after as many steps as are left, so it saves elsewhere.",
         (
             "args.batch_size)\n        parts = [batch[rank::world_size].tolist() for batch in batches[first_step:]]\n",

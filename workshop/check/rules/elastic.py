@@ -22,10 +22,6 @@ from workshop.check.scenarios import RESIZED, RUNNER, WHOLE
 
 GRADIENTS = 0.01  # relative difference above which two gradients of the same parameters and samples are different
 SAVE = "Call save_checkpoint after every --save-every steps; it writes a checkpoint that any number of ranks can load."
-COUNT = (
-    "After a restart in the middle of an epoch, number the steps as in the whole epoch: from the step of the checkpoint on, up "
-    "to the number of all its batches."
-)
 ONE_FILE = "Let rank 0 save one checkpoint, in a file without the rank in its name, and load this file on all ranks."
 
 
@@ -132,6 +128,18 @@ def rest_misdealt(whole: Run, resized: Restarted) -> Said:
     return findings(rest_misdealt, resizing, whole, resized)
 
 
+@rule(
+    why="The next failure costs more steps than in a run that was never stopped, or the last steps are in no checkpoint.",
+    fix="After a restart within an epoch, number its steps as in the whole epoch: from the step of the checkpoint on, up "
+    "to the number of all its batches.",
+    runs=(WHOLE, RESIZED),
+    after=(batch_follows_ranks, rest_misdealt, resume_fails, never_resumes, resume_differs),
+)
+def saves_elsewhere(whole: Run, resized: Restarted) -> Said:
+    """A run that continues saves after other steps than the uninterrupted one."""
+    return findings(saves_elsewhere, resizing, whole, resized)
+
+
 @also(resume_fails, never_resumes, resume_differs, optimizer_lost, runs=(WHOLE, RESIZED), after=(batch_follows_ranks,))
 def resizing(whole: Run, resized: Restarted) -> Told:
     """What goes wrong when other numbers of ranks continue: the cause that explains most comes first."""
@@ -191,7 +199,7 @@ def _unlike(whole: Run, run: Run) -> Iterator[tuple[Rule, Seen]]:
     elif seen := _misdealt(joined(whole), joined(run), done, _epoch(whole)):
         yield rest_misdealt, Seen(f"{lead}, {seen}", rest[0].before.where)
     elif moved := _saves_moved(whole, run, done):
-        yield resume_differs, Seen(f"{lead}, {moved}", run.where(Saved), fix=COUNT)
+        yield saves_elsewhere, Seen(f"{lead}, {moved}", run.where(Saved))
     elif set(joined(whole)[done]) == set(joined(run)[0]):
         one, other = base[done].before.gradients, rest[0].before.gradients
         if difference(one, other, least=GRADIENTS) > GRADIENTS:
@@ -203,16 +211,16 @@ def _unlike(whole: Run, run: Run) -> Iterator[tuple[Rule, Seen]]:
 
 def _saves_moved(whole: Run, run: Run, done: int) -> str:
     """After which other steps of the training a run saves that has begun after ``done`` of them; "" if after the same ones."""
-    usual, found = _saves(whole, 0), _saves(run, done)
-    if usual and found and [each for each in usual if each > done] != found:
-        return f"it saves after the steps {found}, and not after {[each for each in usual if each > done]}"
-    return ""
-
-
-def _saves(run: Run, done: int) -> list[int]:
-    """After how many steps of the training the ranks of a run save, if it begins after ``done`` of them."""
-    times = [seconds for process in run.trained for seconds, _ in process.timed(Saved)]
-    return sorted({done + sum(step.seconds < each for step in run.trained[0].steps) for each in times})
+    usual, found = (
+        {
+            begun + sum(step.seconds < seconds for step in of.trained[0].steps)
+            for process in of.trained
+            for seconds, _ in process.timed(Saved)
+        }
+        for of, begun in ((whole, 0), (run, done))
+    )
+    left, own = (sorted(each for each in saves if each > done) for saves in (usual, found))
+    return f"it saves after the steps {own}, and not after {left}" if left and own and left != own else ""
 
 
 def _position(base: list[Step], begin: Step) -> int | None:
