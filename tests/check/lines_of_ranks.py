@@ -172,6 +172,22 @@ PROGRAMS = {
             for step in range(10):
                 batch = next(iter(loader))  # seen
     """,
+    "held:ema": """
+        class Average:
+            def __init__(self, model):
+                self.decay = 0.9
+                self.shadow = {name: local(each) for name, each in model.named_parameters()}  # cause
+
+            def state_dict(self):
+                return self.shadow
+
+        def main(model):
+            ema = Average(model)
+            save({"model": model.state_dict(), "ema": ema.state_dict()})
+
+        def save(state):
+            dcp.save(state, checkpoint_id="run")  # seen
+    """,
     "exchanged": """
         def main(model, loader, parts):
             results = {}

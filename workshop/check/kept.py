@@ -97,6 +97,28 @@ def stateful(source: Source, start: ast.stmt, detail: str) -> int | None:
     return None
 
 
+def held(source: Source, start: ast.stmt, detail: str) -> int | None:
+    """The first assignment to the attribute of a class of the program that is saved under a key."""
+    names: set[str] = set()  # of the object that is saved, or of its class
+    for each in ast.walk(source.tree):
+        for name, value in zip(each.keys, each.values, strict=True) if isinstance(each, ast.Dict) else ():
+            if isinstance(name, ast.Constant) and name.value == detail:
+                names |= {name_of(part) for part in ast.walk(value) if isinstance(part, ast.Name | ast.Attribute)}
+    for each in ast.walk(source.tree):
+        if isinstance(each, ast.Assign) and isinstance(each.value, ast.Call):
+            names |= {name_of(each.value.func) for target in each.targets if name_of(target) in names}
+    for owner in (each for each in ast.walk(source.tree) if isinstance(each, ast.ClassDef) and each.name in names):
+        methods = [each for each in owner.body if isinstance(each, Function)]
+        saving = [each for each in methods if each.name == "state_dict"]
+        own = {name for each in saving for name in names_in(each) if name.startswith("self.")} or names
+        found = [
+            each for one in methods for each in source.within(one) if any(any(assigned(each, name)) for name in own)
+        ]
+        if found:
+            return found[0].lineno
+    return None
+
+
 def joined(source: Source, start: ast.stmt, detail: str) -> int | None:
     """The statement that joins the parts of what a statement saves."""
     return first(source.trace([header(start)]), lambda value: any(calls(value.expression, *JOINS)))

@@ -387,6 +387,7 @@ FINDERS: dict[str, Callable[[Source, ast.stmt, str], int | None]] = {
     "figure": _figure,
     "gate": _gate,
     "gathering": gathering,
+    "held": kept.held,
     "holds": _holds,
     "joined": kept.joined,
     "kept": _kept,

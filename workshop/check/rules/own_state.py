@@ -3,9 +3,13 @@
 from workshop.check.evidence.events import CheckpointCalled, EntriesSaved, Saved
 from workshop.check.evidence.run import Process, Run, Step
 from workshop.check.rules.carried import Cause, variables
-from workshop.check.rules.words import named
+from workshop.check.rules.words import listed, named
 from workshop.check.scenarios import Split
 
+SHARDS = (
+    "Keep the tensors of a sharded model as DTensors, without to_local(): torch.distributed.checkpoint takes a plain tensor for a "
+    "copy that all ranks have, but writes the part of each rank of a DTensor."
+)
 GATHER = "Gather the state of all ranks before you save it (all_gather_object), and let each rank restore its own."
 
 
@@ -29,15 +33,20 @@ def _one_entry(whole: Run, split: Split, due: list[Step]) -> Cause | None:
     if last < 0 or not loads or not _changed(whole, split, due):
         return None
     first, *others = [events[last] for events in saved]
-    for key, value in first.entries.items():
-        if any(each.entries.get(key, value) != value for each in others):
-            seen = f'the ranks save different values under the key "{key}", and the checkpoint keeps that of one rank'
-            fix = (
-                f'Give each rank a key of its own, such as f"{key}_{{rank}}": torch.distributed.checkpoint takes plain values '
-                "with the same key for copies of one value."
-            )
-            return seen, fix, first.where, f"key:{key.rpartition('.')[2]}"
-    return None
+    keys = [key for key, value in first.entries.items() if any(one.entries.get(key, value) != value for one in others)]
+    if not keys:
+        return None
+    key, sharded = keys[0], due[0].before.sharded
+    if sharded and len(keys) > 1 and any(key.endswith(name) for name in due[0].before.names if name):
+        part = key.removesuffix(next(name for name in due[0].before.names if name and key.endswith(name))).rstrip(".")
+        seen = f'the ranks save different tensors under "{part}", {listed(keys)}, and the checkpoint keeps those of one rank'
+        return seen, SHARDS, first.where, f"held:{part.rpartition('.')[2]} key:{part.rpartition('.')[2]}"
+    seen = f'the ranks save different values under the key "{key}", and the checkpoint keeps that of one rank'
+    fix = (
+        f'Give each rank a key of its own, such as f"{key}_{{rank}}": torch.distributed.checkpoint takes plain values '
+        "with the same key for copies of one value."
+    )
+    return seen, fix, first.where, f"key:{key.rpartition('.')[2]}"
 
 
 def _changed(whole: Run, split: Split, due: list[Step]) -> bool:
