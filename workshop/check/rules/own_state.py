@@ -7,8 +7,8 @@ from workshop.check.rules.words import listed, named
 from workshop.check.scenarios import Split
 
 SHARDS = (
-    "Keep the tensors of a sharded model as DTensors, without to_local(): torch.distributed.checkpoint takes a plain tensor for a "
-    "copy that all ranks have, but writes the part of each rank of a DTensor."
+    "Keep the tensors of a sharded model as DTensors, without to_local(): torch.distributed.checkpoint takes a plain tensor for "
+    "a copy that all ranks have, but writes the part of each rank of a DTensor."
 )
 GATHER = "Gather the state of all ranks before you save it (all_gather_object), and let each rank restore its own."
 
