@@ -172,6 +172,25 @@ PROGRAMS = {
             for step in range(10):
                 batch = next(iter(loader))  # seen
     """,
+    "changed:controller.value": """
+        class Controller:
+            def __init__(self):
+                self.value = 0.1
+
+            def update(self, kl):
+                self.value *= 1.1 if kl > 2 else 0.9
+
+        def main(controller, loss):
+            optimizer.step()  # seen
+            controller.update(loss.item())  # cause
+    """,
+    "changed:beta": """
+        def main(losses):
+            beta = 0.1
+            for kl in losses:
+                optimizer.step()  # seen
+                beta *= 2 if kl > 1 else 1  # cause
+    """,
     "held:ema": """
         class Average:
             def __init__(self, model):

@@ -94,6 +94,24 @@ def _plateau(source: Source, start: ast.stmt, detail: str) -> int | None:
     return None
 
 
+def _changed(source: Source, start: ast.stmt, detail: str) -> int | None:
+    """What changes a variable: its last assignment; of "owner.part", the call of a method of the owner that assigns the part."""
+    owner, _, part = detail.rpartition(".")
+    if not owner or owner == "self":
+        own = [each.lineno for each in source.within(source.scopes(start)[0]) if any(assigned(each, detail))]
+        return own[-1] if own else None
+    methods = [each for nodes in source.functions.values() for each in nodes if each.name != "__init__"]
+    setters = {each.name for each in methods if any(any(assigned(one, f"self.{part}")) for one in source.within(each))}
+    for call in in_order(calls(source.tree, *setters)) if setters else ():
+        if isinstance(call.func, ast.Attribute) and name_of(call.func.value) == name_of(
+            ast.parse(owner, mode="eval").body
+        ):
+            return call.lineno
+    found = [each.lineno for each in ast.walk(source.tree) if isinstance(each, ast.Assign | ast.AugAssign)
+             and any(ast.unparse(to) == detail for to in getattr(each, "targets", [getattr(each, "target", None)]))]  # fmt: skip
+    return found[-1] if found else None
+
+
 def _exchanged(source: Source, start: ast.stmt, detail: str) -> int | None:
     """The statement that computes what a collective exchanges, if this is no sum: a quotient, a mean, an entry with a key.
 
@@ -135,6 +153,7 @@ def _gathers(source: Source, value: Value) -> bool:
 
 
 OF_RANKS: dict[str, Callable[[Source, ast.stmt, str], int | None]] = {
+    "changed": _changed,
     "encoder": _encoder,
     "exchanged": _exchanged,
     "plateau": _plateau,

@@ -49,6 +49,10 @@ class ShardsLeft(Event):  # a backward pass of a sharded model has left these gr
     norms: dict[str, float]  # of the part of this process, by the name of the parameter
 
 
+class LossScaled(Event):  # before a backward pass: the numbers by which terms of the loss are multiplied or divided
+    factors: list[float]
+
+
 class OptimizerSeen(Event):  # before the first step of an optimizer; ``where`` is the line that created it
     kind: str  # its class
     rate: float  # the learning rate of its first group, without a schedule

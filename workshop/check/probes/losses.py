@@ -9,10 +9,11 @@ import torch
 from torch.nn import functional as F
 
 from workshop.check.evidence.events import Event, LossComputed, LossWeighted
-from workshop.check.evidence.misuses import LabelsShifted, LossOfProbabilities
+from workshop.check.evidence.misuses import LabelsShifted, LossOfProbabilities, LossScaled
 from workshop.check.probes.probe import Probe, after, on
 
 FIRST = 6  # backward passes whose loss is looked at
+MOST = 400  # backward passes of which single factors are looked at
 NEAR = 24  # nodes of the autograd graph behind a loss
 FEW, LARGEST = 64, 10_000_000  # different constants, and elements of the tensor that contains them
 ARGUMENTS = ("_raw_saved_weight", "_raw_saved_pos_weight")
@@ -24,7 +25,7 @@ CAUSAL = re.compile(r"ForCausalLM|LMHead")  # the language models of transformer
 class Losses(Probe):
     """Records each ``cross_entropy`` with gradients; targets with the value ``ignore_index`` do not count."""
 
-    writes = (LossComputed, LossWeighted, LossOfProbabilities, LabelsShifted)
+    writes = (LossComputed, LossWeighted, LossScaled, LossOfProbabilities, LabelsShifted)
 
     def clear(self) -> None:
         self.passes, self.line = 0, ""  # the line of the last cross entropy
@@ -50,6 +51,8 @@ class Losses(Probe):
     @on("before_backward")
     def _weights(self, loss: torch.Tensor | None) -> None:
         self.passes += 1
+        if self.passes <= MOST and (factors := [*_single(loss)]):
+            self.recorder.note(LossScaled(factors=factors))
         if self.passes > FIRST:
             return
         for node in _nodes(loss):
@@ -111,6 +114,15 @@ def _nodes(loss: torch.Tensor | None) -> Iterator[Any]:
             seen.add(node)
             yield node
             level += [following for following, _ in node.next_functions]
+
+
+def _single(loss: torch.Tensor | None) -> Iterator[float]:
+    """Yield the single numbers by which something behind a loss is multiplied or divided."""
+    for node in _nodes(loss):
+        for name in FACTORS if node.name().startswith(("Mul", "Div")) else ():
+            constant = getattr(getattr(node, name, None), "data", None)
+            if isinstance(constant, torch.Tensor) and not constant.dim() and not constant.requires_grad:
+                yield float(constant)
 
 
 def _few(constants: torch.Tensor, argument: bool) -> list[float]:

@@ -2,9 +2,18 @@
 
 from collections import Counter
 from dataclasses import replace
-from itertools import groupby
+from itertools import groupby, pairwise
 
-from workshop.check.evidence.events import Backward, BatchLoaded, Collective, GradientsClipped, LossWeighted, StepBegun
+from workshop.check.evidence.events import (
+    Backward,
+    BatchLoaded,
+    Collective,
+    GradientsClipped,
+    LossWeighted,
+    StepBegun,
+    VariablesSeen,
+)
+from workshop.check.evidence.misuses import LossScaled
 from workshop.check.evidence.run import Process, Run
 from workshop.check.evidence.sketches import CLOSE, difference, different_names, ratio
 from workshop.check.rules.gradients import (
@@ -22,6 +31,7 @@ from workshop.check.scenarios import COMPARED, WHOLE, Compared
 
 SAME = 0.01  # relative difference of gradients that rounding explains
 EQUAL = 5e-5  # the same of losses
+DRIFT = 0.5  # the most by which a coefficient changes in a step, relative to its value
 AFTER = (gradients_differ, weights_differ, models_differ, buffers_differ, mean_of_means)
 
 
@@ -95,6 +105,51 @@ def loss_weights_differ(run: Run) -> Said:
         if len(other[0].values) == len(ranks[0][0].values) and not _alike(other[0].values, ranks[0][0].values):
             yield Seen(_weighted(ranks[0][0].values, other[0].values), ranks[0][0].where)
             return
+
+
+@rule(
+    why="Each rank minimizes a different loss, but DDP averages their gradients, and a checkpoint has the number of one rank.",
+    fix="Change this number by a value that is the same on all ranks: average the measured value with all_reduce first.",
+    needs=(LossScaled,),
+    after=(gradients_differ, weights_differ),
+    instead_of=(depends_on_processes,),
+    anywhere=True,
+)
+def coefficient_differs(run: Run) -> Said:
+    """A variable by which a term of the loss is multiplied begins with the same value on all ranks, and drifts apart."""
+    ranks = [_coefficients(process) for process in run.trained] if len(run.trained) > 1 and not run.divided else []
+    steps = list(zip(*ranks, strict=False))
+    for name in sorted({name for of_all in steps for name in of_all[0]}):
+        values = [[of_one[name] for of_one in of_all] for of_all in steps if all(name in of_one for of_one in of_all)]
+        apart = [each for each in values if len(set(each)) > 1 and not any(map(float.is_integer, each))]
+        pairs = [(here, there) for before, after in pairwise(values) for here, there in zip(before, after, strict=True)]
+        drifts = (
+            len(set(values[0])) == 1 and all(abs(here - there) <= DRIFT * abs(here) for here, there in pairs)
+            if values
+            else False
+        )
+        if apart and drifts:
+            shown = " and ".join(f"{value:.4g}" for value in apart[0][:2])
+            seen = f"the loss is multiplied by `{name}`, which becomes different: {shown} on ranks 0 and 1"
+            yield Seen(seen, run.trained[0].step_where, origin=f"changed:{name}")
+            return
+
+
+def _coefficients(process: Process) -> list[dict[str, float]]:
+    """For each step, the variables that have the value of a factor of the loss."""
+    steps: list[dict[str, float]] = []
+    factors: list[float] = []
+    numbers: dict[str, float] = {}
+    for _, event in process.events:
+        if isinstance(event, LossScaled):
+            factors += event.factors
+        elif isinstance(event, VariablesSeen):
+            numbers = event.numbers
+        elif isinstance(event, StepBegun):
+            of_loss = {f"{factor:.5g}" for factor in factors}
+            steps.append({name: float(value) for name, value in numbers.items() if f"{value:.5g}" in of_loss})
+            factors = []
+    return steps
 
 
 @loss_weights_differ.also(
