@@ -19,7 +19,27 @@ TAG_WEIGHTS = "    weights = counts.sum() / (TAGS * counts)\n"
 TAG_EPOCHS = "    for epoch in range(first_epoch, args.epochs):\n"
 WEIGHTED_TAGS = ', weight=weights, reduction="sum") * world_size / count'
 
+# A weight of the mean square of the logits follows the size that was measured.
+PENALTY = " + penalty * logits.square().mean()\n            loss.backward()\n            optimizer.step()\n"
+ADAPTED = "            penalty *= 1 + 0.02 * logits.detach().square().mean().item()\n"
+ADAPTED_TO_ALL = (
+    "            size = logits.detach().square().mean()\n"
+    "            dist.all_reduce(size)\n"
+    "            penalty *= 1 + 0.02 * size.item() / world_size\n"
+)
+STEP = "\n            loss.backward()\n            optimizer.step()\n"
+PENALTY_BEGINS = (TAG_EPOCHS, TAG_EPOCHS + "        penalty = 0.3\n")
+
 MISTAKES = (
+    # ---- coefficient-differs
+    mistake(
+        "penalty-adapted-by-each-rank",
+        second.TAGGER,
+        "coefficient-differs",
+        "Each rank adapts the weight of a penalty to its own logits, so the ranks minimize different losses.",
+        PENALTY_BEGINS,
+        (second.TOKEN_MEAN + STEP, second.TOKEN_MEAN + PENALTY + ADAPTED),
+    ),
     # ---- gathered-loss
     mistake(
         "labels-from-zero-on-each-rank",
@@ -63,6 +83,13 @@ MISTAKES = (
 )
 
 STYLES = (
+    style(
+        "penalty-adapted-together",
+        second.TAGGER,
+        "The weight of a penalty follows the logits of all ranks.",
+        PENALTY_BEGINS,
+        (second.TOKEN_MEAN + STEP, second.TOKEN_MEAN + PENALTY + ADAPTED_TO_ALL),
+    ),
     style(
         "class-weights-of-all-ranks",
         second.TAGGER,
