@@ -191,6 +191,15 @@ PROGRAMS = {
                 optimizer.step()  # seen
                 beta *= 2 if kl > 1 else 1  # cause
     """,
+    "passed:class": """
+        class Average:
+            def __init__(self, model):
+                self.model = copy.deepcopy(model)  # seen
+
+        def main(model):
+            average = Average(model)  # cause
+            ddp_model = DistributedDataParallel(model)
+    """,
     "held:ema": """
         class Average:
             def __init__(self, model):

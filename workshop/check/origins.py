@@ -322,8 +322,20 @@ def _has_remainder(value: Value) -> bool:
 
 
 def _passed(source: Source, start: ast.stmt, detail: str) -> int | None:
-    """The only call of the function that contains a statement; ``detail``: if it is a generator function."""
+    """The only call of the function that contains a statement.
+
+    ``detail``: "generator": if it is a generator function; "class": if it is the ``__init__`` of a class, the only call of this.
+    """
     function = source.scopes(start)[0]
+    if detail == "class":
+        owner = source.parents.get(function)
+        begins = isinstance(owner, ast.ClassDef) and getattr(function, "name", "") == "__init__"
+        made = (
+            [call.lineno for call in calls(source.tree, owner.name)]
+            if begins and isinstance(owner, ast.ClassDef)
+            else []
+        )
+        return made[0] if len(made) == 1 else None
     found = source.calls_of(function)
     yields = any(isinstance(each, ast.Yield | ast.YieldFrom) for each in ast.walk(function))
     return found[0].lineno if len(found) == 1 and (yields or not detail) else None

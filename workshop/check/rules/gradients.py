@@ -95,7 +95,7 @@ def models_differ(run: Run) -> Said:
         seen = f"the ranks evaluate {base.model} with different parameters ({which})"
         reason, where = _why_copies_differ(run.trained, base)
         found = None if where else parted(run, base.where) or begun_apart(run, base.where)
-        yield found.added_to(seen) if found else Seen(seen + reason, where or base.where)
+        yield found.added_to(seen) if found else Seen(seen + reason, where or base.where, origin="passed:class")
         return
 
 
