@@ -19,7 +19,7 @@ from workshop.check.evidence.events import (
     ScheduleSeen,
     StepSkipped,
 )
-from workshop.check.evidence.misuses import BuffersKept, OptimizerSeen, ResultDiscarded
+from workshop.check.evidence.misuses import BuffersKept, OptimizerSeen, OwnStateLoaded, ResultDiscarded
 
 SCALER = """
     import torch
@@ -81,12 +81,20 @@ STATES = """
     model = nn.Linear(2, 1)
     model.load_state_dict({f"module.{name}": each for name, each in model.state_dict().items()}, strict=False)
     model.load_state_dict(model.state_dict())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    best, copies = model.state_dict(), {name: each.clone() for name, each in model.state_dict().items()}
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    model.load_state_dict(copies)
+    model.load_state_dict(best)  # its own
 """
 
 
 def test_what_a_model_accepts_of_a_state_is_recorded(place):
-    (process,) = Made(place("states"), STATES).well().run.processes
-    assert [(event.given, event.matched) for event in process.of(ModelLoaded)] == [(2, 0), (2, 2)]
+    made = Made(place("states"), STATES).well()
+    (process,) = made.run.processes
+    assert [(event.given, event.matched) for event in process.of(ModelLoaded)] == [(2, 0), *[(2, 2)] * 3]
+    assert [event.where for event in process.of(OwnStateLoaded)] == [made.line("# its own")]
 
 
 DIVIDED = """

@@ -13,7 +13,31 @@ PRETRAINED = """    pretrained = {"hidden.weight": torch.ones(64, 16), "hidden.b
     model.load_state_dict(pretrained, strict=False)
 """
 
+# Test with the parameters of the epoch with the highest accuracy.
+LOOP = "    for epoch in range(first_epoch, EPOCHS):\n"
+ACCURACY = "        accuracy = evaluate(model, test_set, rank, world_size, device)\n"
+BEST = "        if accuracy >= highest:\n            highest, best = accuracy, {}\n"
+DESTROYED = "    dist.destroy_process_group()\n"
+TESTED = (
+    "    model.load_state_dict(best)\n    accuracy = evaluate(model, points(100, 5), rank, world_size, device)\n"
+    '    print(f"best: {accuracy:.3f}") if rank == 0 else None\n'
+)
+
+
+def best(kept: str) -> tuple[tuple[str, str], ...]:
+    """Edits with which the program keeps the best parameters in this way."""
+    begins = "    highest, best = 0.0, model.state_dict()\n"
+    return (LOOP, begins + LOOP), (ACCURACY, ACCURACY + BEST.format(kept)), (DESTROYED, TESTED + DESTROYED)
+
+
 MISTAKES = (
+    mistake(
+        "best-parameters-not-copied",
+        gpus.GPUS,
+        "own-state-loaded",
+        "The best parameters are those of the model itself, which every further step changes.",
+        *best("model.state_dict()"),
+    ),
     mistake(
         "other-names-accepted",
         gpus.GPUS,
@@ -40,6 +64,12 @@ MISTAKES = (
 )
 
 STYLES = (
+    style(
+        "best-parameters-copied",
+        gpus.GPUS,
+        "The best parameters are copies.",
+        *best("{name: value.clone() for name, value in model.state_dict().items()}"),
+    ),
     style(
         "parameters-copied-by-hand",
         gpus.GPUS,

@@ -49,6 +49,10 @@ class ShardsLeft(Event):  # a backward pass of a sharded model has left these gr
     norms: dict[str, float]  # of the part of this process, by the name of the parameter
 
 
+class OwnStateLoaded(Event):
+    """``load_state_dict`` of a model got its own tensors, as ``state_dict`` returns them, after at least one step."""
+
+
 class LossScaled(Event):  # before a backward pass: the numbers by which terms of the loss are multiplied or divided
     factors: list[float]
 

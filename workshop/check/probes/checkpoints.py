@@ -11,8 +11,9 @@ import torch.distributed as dist
 from torch import nn
 
 from workshop.check.evidence.events import CheckpointCalled, EntriesSaved, ModelLoaded, WeightsRead
+from workshop.check.evidence.misuses import OwnStateLoaded
 from workshop.check.probes.contents import content, mixed
-from workshop.check.probes.probe import Function, Probe, after, around
+from workshop.check.probes.probe import Function, Probe, after, around, before
 
 LARGE = 1_000_000  # bytes of a tensor from which on its checksum is that of a summary
 NUMBERS = (bool, float, str, type(None))  # measured values, and names of hosts, may differ between the ranks
@@ -41,6 +42,12 @@ class Checkpoints(Probe):
         buffers = {each.data_ptr() for each in model.buffers()} if model else set[int]()
         entries = {key: _checksum(value) for key, value in planner.state_dict.items() if _is_own(value, buffers)}
         self.recorder.note(EntriesSaved(entries=entries, where=self.where))
+
+
+def _is_same(one: Any, other: torch.Tensor) -> bool:
+    """Whether two tensors are in the same place of the memory."""
+    plain = type(one) in (torch.Tensor, nn.Parameter) and type(other) in (torch.Tensor, nn.Parameter)
+    return plain and one.data_ptr() == other.data_ptr() != 0
 
 
 def _is_own(value: Any, buffers: set[int]) -> bool:
@@ -73,7 +80,17 @@ class Weights(Probe):
 class ModelStates(Probe):
     """Records ``load_state_dict`` of a model."""
 
-    writes = (ModelLoaded,)
+    writes = (ModelLoaded, OwnStateLoaded)
+
+    @before(nn.Module, "load_state_dict")
+    def _own(self, model: nn.Module, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> None:
+        if self.recorder.steps and self.recorder.called_by_program():
+            own = model.state_dict()
+            pairs = [
+                (value, own[name]) for name, value in state_dict.items() if isinstance(own.get(name), torch.Tensor)
+            ]
+            if pairs and all(map(_is_same, *zip(*pairs, strict=True))):
+                self.note_here(OwnStateLoaded())
 
     @after(nn.Module, "load_state_dict")
     def _load(self, result: Any, model: nn.Module, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> None:

@@ -1,6 +1,9 @@
 """Checkpoints that are read, but do not reach the model."""
 
+from itertools import islice
+
 from workshop.check.evidence.events import FileRenamed, FileWritten, Loaded, ModelLoaded, Saved
+from workshop.check.evidence.misuses import OwnStateLoaded
 from workshop.check.evidence.run import Process, Run
 from workshop.check.evidence.sketches import difference
 from workshop.check.rules.restart import SAME, never_resumes, resume_differs
@@ -68,3 +71,18 @@ def nothing_restored(whole: Run, split: Split) -> Said:
             seen = f"the second start reads {name}, but loads it into no model: it begins with fresh parameters"
             yield Seen(seen, early[-1].where)
             return
+
+
+@rule(
+    why="state_dict() returns the tensors of the model, not copies: each step changes them too, so this restores nothing.",
+    fix="Keep copies: copy.deepcopy(model.state_dict()), or {name: value.clone() for name, value in model.state_dict().items()}.",
+    needs=(OwnStateLoaded,),
+    anywhere=True,
+    origin="holds:\\.state_dict\\(",
+)
+def own_state_loaded(run: Run) -> Said:
+    """A model gets back the tensors that it has anyway, such as those of an earlier best epoch."""
+    for event in islice(run.all(OwnStateLoaded), 1):
+        yield Seen(
+            "load_state_dict() gets the present tensors of the model itself, not copies of earlier ones", event.where
+        )
