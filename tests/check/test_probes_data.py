@@ -9,7 +9,7 @@ from workshop.check.evidence.events import (
     ModelCopied,
     ModelUpdated,
 )
-from workshop.check.evidence.misuses import LabelsShifted, LossOfProbabilities, LossScaled
+from workshop.check.evidence.misuses import InputsWithoutGradients, LabelsShifted, LossOfProbabilities, LossScaled
 
 # ---------------------------------------------------------------- two ranks that train
 
@@ -124,6 +124,8 @@ WEIGHTING = """
     nn.functional.cross_entropy(model(torch.randn(8, 4)), labels, weight=weights).backward()  # argument
     weighted(model(torch.randn(8, 4))).backward()
     checkpoint(weighted, model(torch.randn(8, 4)), use_reentrant=False).backward()  # its tensors are not there
+    checkpoint(model, torch.randn(8, 4), use_reentrant=True)  # inputs
+    checkpoint(model, torch.randn(8, 4, requires_grad=True), use_reentrant=True)
     (model(torch.randn(8, 4)).mean() / 4 + 0.25 * 3 * model(torch.randn(8, 4)).square().mean()).backward()
 """
 
@@ -136,6 +138,7 @@ def test_the_constants_that_weight_a_loss_are_recorded(place):
     assert not factors.argument
     assert argument.where == weighting.line("# argument")
     assert factors.where == weighting.line('reduction="none"')
+    assert [each.where for each in weighting.run.all(InputsWithoutGradients)] == [weighting.line("# inputs")]
     assert [sorted(each.factors) for each in weighting.run.processes[0].of(LossScaled)][-1:] == [[0.75, 4.0]]
 
 

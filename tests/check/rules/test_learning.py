@@ -6,7 +6,22 @@ from check.bank.cases import bank_tests
 
 NO_LEARNING = "solutions/02_pytorch_ddp/exercise4_find_the_bug_no_learning.py"
 
+# Activation checkpointing of the first layer, whose input needs no gradient.
+IMPORTED = "from torch.utils.data import DataLoader, DistributedSampler, Subset, TensorDataset\n"
+IMPORTS = (IMPORTED, "from torch.utils.checkpoint import checkpoint\n" + IMPORTED)
+UNUSED = ("device_ids=[local_rank])", "device_ids=[local_rank], find_unused_parameters=True)")
+HIDDEN = "self.hidden(x).relu()"
+
 MISTAKES = (
+    mistake(
+        "reentrant-checkpoint-of-the-first-layer",
+        gpus.GPUS,
+        "checkpointed-without-gradients",
+        "The input of the first layer needs no gradient, so reentrant checkpointing gives its parameters none.",
+        IMPORTS,
+        UNUSED,
+        (HIDDEN, "checkpoint(self.hidden, x, use_reentrant=True).relu()"),
+    ),
     mistake(
         "sigmoid-twice",
         NO_LEARNING,
@@ -191,6 +206,13 @@ MISTAKES += (
 )
 
 STYLES = (
+    style(
+        "checkpoint-of-the-first-layer",
+        gpus.GPUS,
+        "Without reentrance, checkpointing needs no input with a gradient.",
+        IMPORTS,
+        (HIDDEN, "checkpoint(self.hidden, x, use_reentrant=False).relu()"),
+    ),
     style(
         "zero-grad-last-and-loss-now-and-then",
         ddp.TORCHRUN,

@@ -53,6 +53,10 @@ class OwnStateLoaded(Event):
     """``load_state_dict`` of a model got its own tensors, as ``state_dict`` returns them, after at least one step."""
 
 
+class InputsWithoutGradients(Event):
+    """In training, ``torch.utils.checkpoint.checkpoint`` was called with use_reentrant=True, and no input needs a gradient."""
+
+
 class LossScaled(Event):  # before a backward pass: the numbers by which terms of the loss are multiplied or divided
     factors: list[float]
 

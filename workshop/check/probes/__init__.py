@@ -17,7 +17,7 @@ from workshop.check.probes.files import Files
 from workshop.check.probes.fsdp import Sharding, Shards
 from workshop.check.probes.gpus import Gpus
 from workshop.check.probes.group import Collectives, Groups
-from workshop.check.probes.layers import Activations, Layers
+from workshop.check.probes.layers import Activations, Checkpointing, Layers
 from workshop.check.probes.lightning import Lightning, PytorchLightning
 from workshop.check.probes.losses import Losses
 from workshop.check.probes.models import Models
@@ -50,7 +50,7 @@ ALWAYS: tuple[type[Probe], ...] = (
     Divided,
 )
 _OTHERS = (Copies, Draws, Schedules, Optimizers, Losses, Layers, HostSync, Sharding, Shards, Clipping,
-           Checkpoints, Weights, Activations, ModelStates, Encoders, Prints, Totals, Discarded)  # fmt: skip
+           Checkpoints, Weights, Activations, Checkpointing, ModelStates, Encoders, Prints, Totals, Discarded)  # fmt: skip
 _LIBRARIES = (Lightning, PytorchLightning, Accelerators, Engine)
 PROBES: tuple[type[Probe], ...] = (*ALWAYS, *_OTHERS, *_LIBRARIES)
 

@@ -13,7 +13,7 @@ from workshop.check.probes.contents import is_sharded, sketches
 from workshop.check.probes.probe import Probe, before, on
 from workshop.tensors import own_part
 
-FIRST = 3  # steps in which the gradients of shards are recorded
+FIRST = 60  # backward passes after which the gradients of shards are recorded
 
 
 class Sharding(Probe):
@@ -56,11 +56,15 @@ class Shards(Probe):
 
     writes = (ShardsLeft,)
 
+    def clear(self) -> None:
+        self.looks = 0  # the sharded model may come after a first training of one rank
+
     @on("after_backward")
     def _look(self) -> None:
         model = self.recorder.model
-        if model is None or self.recorder.steps >= FIRST or not any(map(is_sharded, model.parameters())):
+        if model is None or self.looks >= FIRST or not any(map(is_sharded, model.parameters())):
             return
+        self.looks += 1
         named = [(name, each.grad) for name, each in model.named_parameters() if each.grad is not None]
         found = zip(named, sketches(grad for _, grad in named), strict=True)
         self.recorder.note(ShardsLeft(norms={name: sketch[0] for (name, _), sketch in found if sketch}))

@@ -2,14 +2,17 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
+from torch.utils import checkpoint
 
 from workshop.check.evidence.events import ActivationsKept, DeviceSeen, LayersSeen
-from workshop.check.probes.probe import Probe, on
+from workshop.check.evidence.misuses import InputsWithoutGradients
+from workshop.check.probes.probe import Probe, before, on
 from workshop.tensors import bf16_is_fast, kept_for_backward
 
 
@@ -54,3 +57,20 @@ class Activations(Probe):
             yield
         with self.recorder.guard:
             self.recorder.note(ActivationsKept(bytes=kept.bytes))
+
+
+class Checkpointing(Probe):
+    """Records reentrant checkpointing of a layer whose inputs need no gradient, once."""
+
+    writes = (InputsWithoutGradients,)
+
+    def clear(self) -> None:
+        self.told = False
+
+    @before(checkpoint, "checkpoint")
+    def _checkpoint(self, function: Any, *args: Any, use_reentrant: bool | None = None, **kwargs: Any) -> None:
+        tensors = [each for each in (*args, *kwargs.values()) if isinstance(each, torch.Tensor)]
+        needed = any(each.requires_grad for each in tensors)
+        if use_reentrant and torch.is_grad_enabled() and tensors and not needed and not self.told:
+            self.told = True
+            self.note_here(InputsWithoutGradients())

@@ -13,6 +13,7 @@ from workshop.check.evidence.misuses import LabelsShifted, LossOfProbabilities, 
 from workshop.check.probes.probe import Probe, after, on
 
 FIRST = 6  # backward passes whose loss is looked at
+SHORT = 8  # elements of a vector of factors, such as one for each task
 MOST = 400  # backward passes of which single factors are looked at
 NEAR = 24  # nodes of the autograd graph behind a loss
 FEW, LARGEST = 64, 10_000_000  # different constants, and elements of the tensor that contains them
@@ -117,12 +118,14 @@ def _nodes(loss: torch.Tensor | None) -> Iterator[Any]:
 
 
 def _single(loss: torch.Tensor | None) -> Iterator[float]:
-    """Yield the single numbers by which something behind a loss is multiplied or divided."""
+    """Yield the numbers by which something behind a loss is multiplied or divided: single ones, and those of short vectors."""
     for node in _nodes(loss):
         for name in FACTORS if node.name().startswith(("Mul", "Div")) else ():
             constant = getattr(getattr(node, name, None), "data", None)
-            if isinstance(constant, torch.Tensor) and not constant.dim() and not constant.requires_grad:
-                yield float(constant)
+            if not isinstance(constant, torch.Tensor) or constant.requires_grad or constant.numel() > SHORT:
+                continue
+            if not constant.dim() or (constant.dim() == 1 and constant.is_floating_point()):
+                yield from map(float, constant.flatten().tolist())
 
 
 def _few(constants: torch.Tensor, argument: bool) -> list[float]:

@@ -266,12 +266,14 @@ def _held_lost(whole: Run, split: Split) -> Cause | None:
     base, first, second = (run.trained[0] for run in (whole, split.first, split.second))
     done = len(first.steps)
     opened, again = base.first(VariablesSeen), second.first(VariablesSeen)
+    due = variables(base, base.steps[done : done + 1])  # a sum of an epoch is 0 there in every run
     last, same = (variables(process, process.steps[done - 1 : done]) for process in (base, first))
     if not (opened and again and last and same):
         return None
     for name in _in_order(again.numbers, opened.numbers.keys() & last.numbers.keys() & same.numbers.keys()):
         initial, now, before = opened.numbers[name], again.numbers[name], last.numbers[name]
-        if _within(name) and now == initial != before == same.numbers[name]:
+        as_due = due is not None and due.numbers.get(name) == now
+        if _within(name) and now == initial != before == same.numbers[name] and not as_due:
             seen = f"`{name}` begins again with {now:g}, but it was {before:g} before the last step of the first start"
             part = name.rpartition(".")[2]
             return seen, HELD, _saving(split.first), f"stateful:{part} member:{part} saved"

@@ -31,6 +31,8 @@ from workshop.check.scenarios import COMPARED, WHOLE, Compared
 
 SAME = 0.01  # relative difference of gradients that rounding explains
 EQUAL = 5e-5  # the same of losses
+PLACE = "factor "  # in place of the name of a variable
+STAYS = 3  # steps in which a coefficient must stay different
 DRIFT = 0.5  # the most by which a coefficient changes in a step, relative to its value
 AFTER = (gradients_differ, weights_differ, models_differ, buffers_differ, mean_of_means)
 
@@ -116,38 +118,52 @@ def loss_weights_differ(run: Run) -> Said:
     anywhere=True,
 )
 def coefficient_differs(run: Run) -> Said:
-    """A variable by which a term of the loss is multiplied begins with the same value on all ranks, and drifts apart."""
+    """A number by which a term of the loss is multiplied begins with the same value on all ranks, and drifts apart."""
     ranks = [_coefficients(process) for process in run.trained] if len(run.trained) > 1 and not run.divided else []
     steps = list(zip(*ranks, strict=False))
-    for name in sorted({name for of_all in steps for name in of_all[0]}):
+    for name in dict.fromkeys(name for of_all in steps for name in of_all[0]):
         values = [[of_one[name] for of_one in of_all] for of_all in steps if all(name in of_one for of_one in of_all)]
-        apart = [each for each in values if len(set(each)) > 1 and not any(map(float.is_integer, each))]
-        pairs = [(here, there) for before, after in pairwise(values) for here, there in zip(before, after, strict=True)]
-        drifts = (
-            len(set(values[0])) == 1 and all(abs(here - there) <= DRIFT * abs(here) for here, there in pairs)
-            if values
-            else False
-        )
-        if apart and drifts:
-            shown = " and ".join(f"{value:.4g}" for value in apart[0][:2])
-            seen = f"the loss is multiplied by `{name}`, which becomes different: {shown} on ranks 0 and 1"
-            yield Seen(seen, run.trained[0].step_where, origin=f"changed:{name}")
+        if found := _drift(values):
+            shown = " and ".join(f"{value:.4g}" for value in found[:2])
+            what = "a number" if name.startswith(PLACE) else f"`{name}`"
+            seen = f"the loss is multiplied by {what}, which becomes different on ranks 0 and 1: {shown}"
+            origin = "" if name.startswith(PLACE) else f"changed:{name}"
+            yield Seen(seen, run.trained[0].step_where, origin=origin)
             return
 
 
+def _drift(values: list[list[float]]) -> list[float]:
+    """The first values that differ between the ranks, given those of each step; none unless the next ones differ too.
+
+    They must be equal at first and change slowly. (A count of the samples of a batch differs in single steps.)
+    """
+    first = next((number for number, each in enumerate(values) if len(set(each)) > 1), len(values))
+    apart = values[first : first + STAYS]
+    if (
+        not first
+        or len(apart) < STAYS
+        or not all(len(set(each)) > 1 and not any(map(float.is_integer, each)) for each in apart)
+    ):
+        return []
+    pairs = ((here, there) for one, two in pairwise(values) for here, there in zip(one, two, strict=True))
+    return apart[0] if all(abs(here - there) <= DRIFT * abs(here) for here, there in pairs) else []
+
+
 def _coefficients(process: Process) -> list[dict[str, float]]:
-    """For each step, the variables that have the value of a factor of the loss."""
+    """For each step, the factors of the loss: by the variables that have their values, and by their places."""
     steps: list[dict[str, float]] = []
     factors: list[float] = []
     numbers: dict[str, float] = {}
     for _, event in process.events:
         if isinstance(event, LossScaled):
-            factors += event.factors
+            factors = event.factors
         elif isinstance(event, VariablesSeen):
             numbers = event.numbers
         elif isinstance(event, StepBegun):
             of_loss = {f"{factor:.5g}" for factor in factors}
-            steps.append({name: float(value) for name, value in numbers.items() if f"{value:.5g}" in of_loss})
+            named = {name: float(value) for name, value in numbers.items() if f"{value:.5g}" in of_loss}
+            placed = {f"{PLACE}{number} of {len(factors)}": factor for number, factor in enumerate(factors)}
+            steps.append(named | placed)
             factors = []
     return steps
 

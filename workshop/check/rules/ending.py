@@ -250,6 +250,11 @@ def _error(run: Run) -> Seen | None:
 
 def _last_cause(message: str) -> str:
     """Of "Caught TypeError in DataLoader worker process 0" and a traceback, the exception in the worker."""
+    inner = re.findall(r"\w+(?:Error|Exception): .*?(?=\s(?:Traceback|\(RANK \d)|\s*$)", message, re.DOTALL)
+    if "Traceback (most recent call last)" in message and "Original Traceback" not in message and inner:
+        return str(
+            inner[-1]
+        )  # of "CheckpointException ranks:dict_keys([0, 1]) Traceback ...", the exception of the last rank
     lines = message.strip().splitlines()
     return f"{lines[0]} {lines[-1].strip()}" if "Original Traceback" in message and len(lines) > 2 else message
 

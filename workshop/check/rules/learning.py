@@ -3,14 +3,14 @@
 import math
 from dataclasses import replace
 from functools import partial
-from itertools import pairwise, takewhile
+from itertools import islice, pairwise, takewhile
 
 from workshop.check.evidence.events import (
     AcceleratorCalled,
     GraphMeasured,
     ScheduleSeen,
 )
-from workshop.check.evidence.misuses import LabelsShifted, LossOfProbabilities
+from workshop.check.evidence.misuses import InputsWithoutGradients, LabelsShifted, LossOfProbabilities
 from workshop.check.evidence.run import Process, Run
 from workshop.check.evidence.sketches import difference
 from workshop.check.rules.ending import crash
@@ -244,3 +244,18 @@ def labels_shifted(run: Run) -> Said:
     """A language model of transformers, which shifts the labels itself, gets shifted labels."""
     for event in run.trained[0].of(LabelsShifted)[:1] if run.trained else ():
         yield Seen(f"{event.model} shifts its labels itself, and gets labels that the program has shifted", event.where)
+
+
+@of_steps(
+    why="Reentrant checkpointing computes gradients only if an input of the layer needs one. The layer is not trained.",
+    fix="Call torch.utils.checkpoint.checkpoint() with use_reentrant=False, or enable_input_require_grads() in transformers.",
+    needs=(InputsWithoutGradients,),
+    instead_of=(crash,),
+)
+def checkpointed_without_gradients(run: Run) -> Said:
+    """The inputs of a checkpointed layer need no gradient, as those of the first one, or after frozen layers."""
+    for event in islice(run.all(InputsWithoutGradients), 1):
+        yield Seen(
+            "with use_reentrant=True, the parameters of this layer get no gradients: none of its inputs needs one",
+            event.where,
+        )

@@ -240,7 +240,7 @@ def shards_scaled_differently(run: Run) -> Said:
         factors = [factor for factor in together if factor]
         if len(factors) == len(together) and max(factors) - min(factors) > UNEQUAL * max(factors):
             shown = " and ".join(f"{factor:.3g}" for factor in factors[:4])
-            where = run.trained[0].steps[number - 1].before.where
+            where = next((step.before.where for step in run.trained[0].steps if step.before.sharded), "")
             local = "call:get_total_norm holds:to_local here"
             yield Seen(
                 f"before step {number} the ranks multiply the gradients of their shards by {shown}", where, origin=local
@@ -254,9 +254,9 @@ def _scaled(process: Process) -> Iterator[float | None]:
     for _, event in process.events:
         if isinstance(event, ShardsLeft):
             left = event
-        elif isinstance(event, StepBegun):
+        elif isinstance(event, StepBegun) and left:
             pairs = zip(event.names, event.gradients, strict=True)
-            before = left.norms if left else {}
-            factors = [sketch[0] / before[name] for name, sketch in pairs if sketch and before.get(name)]
+            factors = [sketch[0] / left.norms[name] for name, sketch in pairs if sketch and left.norms.get(name)]
             alike = factors and max(factors) - min(factors) < UNEQUAL / 10 * max(factors)
+            left = None
             yield factors[0] if alike else None
