@@ -355,7 +355,7 @@ def _numbers(one: str, other: str, trained: bool) -> Iterator[tuple[str, str, st
             yield label.strip(" ,;|([:='{\""), ours[0], alone[0]
 
 
-def _differ(one: str, other: str, processes: int, rounding: float, digits: float) -> bool:
+def _differ(one: str, other: str, processes: int, rounding: float, digits: float = 2) -> bool:
     """Whether two numbers differ, relatively, by more than rounding, and not by the number of processes, as counts do.
 
     ``digits``: they must also differ by more than this in the last digit.

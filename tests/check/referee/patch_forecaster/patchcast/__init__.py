@@ -1,0 +1,1 @@
+"""A small patch transformer that forecasts multivariate time series."""
