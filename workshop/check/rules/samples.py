@@ -434,7 +434,7 @@ def same_order(run: Run) -> Said:
 
 @_of_samples(
     why="The model learns these few samples only, however long it trains.",
-    fix="Begin the pass over the loader before the loop over the steps: each call of a generator function begins anew.",
+    fix="Begin the pass over the DataLoader before the loop over the steps: each call of a generator function begins anew.",
     origin="passed:generator",
 )
 def same_batch(run: Run) -> Said:
