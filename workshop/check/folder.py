@@ -14,18 +14,21 @@ ENTRIES = 20_000  # in all folders; folders after that become links
 SKIPPED = {".git", "__pycache__", "node_modules", ".ipynb_checkpoints"}
 
 
+def user_cache() -> str:
+    """Return the folder for the caches of this user."""
+    return os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+
+
 def extensions() -> str:
     """Return the folder of extensions that torch compiles, as DeepSpeed's: each run would compile for a minute without it."""
-    cache = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
-    return os.environ.get("TORCH_EXTENSIONS_DIR") or os.path.join(cache, "torch_extensions")
+    return os.environ.get("TORCH_EXTENSIONS_DIR") or os.path.join(user_cache(), "torch_extensions")
 
 
 def own_caches(folder: Path) -> dict[str, str]:
     """Link the owner's downloaded models and data sets into a folder; return the environment variables that name them there."""
-    cache = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
     variables: dict[str, str] = {}
     for name, usual in (("HF_HOME", "huggingface"), ("TORCH_HOME", "torch")):
-        place = os.environ.get(name) or os.path.join(cache, usual)
+        place = os.environ.get(name) or os.path.join(user_cache(), usual)
         if os.path.isdir(place):
             link = folder / f"of-owner-{usual}"
             if not link.is_symlink() and not link.exists():

@@ -329,12 +329,9 @@ def _passed(source: Source, start: ast.stmt, detail: str) -> int | None:
     function = source.scopes(start)[0]
     if detail == "class":
         owner = source.parents.get(function)
-        begins = isinstance(owner, ast.ClassDef) and getattr(function, "name", "") == "__init__"
-        made = (
-            [call.lineno for call in calls(source.tree, owner.name)]
-            if begins and isinstance(owner, ast.ClassDef)
-            else []
-        )
+        if not isinstance(owner, ast.ClassDef) or getattr(function, "name", "") != "__init__":
+            return None
+        made = [call.lineno for call in calls(source.tree, owner.name)]
         return made[0] if len(made) == 1 else None
     found = source.calls_of(function)
     yields = any(isinstance(each, ast.Yield | ast.YieldFrom) for each in ast.walk(function))

@@ -10,6 +10,7 @@ from functools import cache
 from pathlib import Path
 from types import FunctionType, ModuleType
 
+from workshop.check.folder import user_cache
 from workshop.run.imports import no_collections
 
 LIBRARIES = ("transformers", "peft", "torchmetrics", "sklearn", "scipy", "torchvision", "tokenizers")
@@ -22,8 +23,7 @@ copies: dict[int, list[tuple[ModuleType, str]]] = {}
 
 
 def _cache_of_models() -> str:
-    cache_folder = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
-    return os.environ.get("HF_HOME") or os.path.join(cache_folder, "huggingface")
+    return os.environ.get("HF_HOME") or os.path.join(user_cache(), "huggingface")
 
 
 BEFORE = _cache_of_models()

@@ -41,7 +41,7 @@ class Scaler:
 
 
 class Windows(Dataset):
-    """Every window whose target lies in [start, end); its context may reach back before start."""
+    """All windows whose target lies in [start, end). Their context may begin before start."""
 
     def __init__(self, series, start, end, context, horizon):
         self.series = series

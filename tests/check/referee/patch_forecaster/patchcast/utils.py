@@ -21,7 +21,7 @@ def log(message):
 
 
 def save(state, path):
-    """Written beside and then renamed: whoever reads `path` finds a whole file. For rank 0 only."""
+    """Write a temporary file and rename it, so that `path` is always a whole file. Only rank 0 calls this."""
     os.makedirs(os.path.dirname(path), exist_ok=True)
     torch.save(state, path + ".part")
     os.replace(path + ".part", path)
