@@ -119,13 +119,44 @@ PROGRAMS = {
     """,
     "weights": """
         def class_weights(labels):
-            counts = labels.bincount()
-            return counts.sum() / counts  # cause
+            counts = labels.bincount()  # cause
+            return counts.sum() / counts
 
         def main(model, labels):
             loss_function = CrossEntropyLoss(weight=class_weights(labels))
             for images, labels in loader:
                 loss_function(model(images / 255), labels).backward()  # seen
+    """,
+    "weights:": """
+        def class_weights(parts):
+            counts = torch.zeros(10)
+            for labels in parts:
+                counts += labels.bincount()
+            return counts.sum() / counts  # cause
+
+        def main(model, parts):
+            loss_function = CrossEntropyLoss(weight=class_weights(parts))
+            for images, labels in loader:
+                loss_function(model(images / 255), labels).backward()  # seen
+    """,
+    "one-rank:step": """
+        def main(rank, loader, optimizer, scheduler):
+            for batch in loader:
+                optimizer.step()  # seen
+            if rank == 0:
+                print("done")
+                scheduler.step()  # cause
+    """,
+    "prepared:scale": """
+        class Data(LightningDataModule):
+            def __init__(self):
+                self.scale = 1.0
+
+            def prepare_data(self):
+                self.scale = measure().std()  # cause
+
+        def main(trainer):
+            trainer.fit(Model(), Data())  # seen
     """,
     "plateau": """
         def main(optimizer, warmup):

@@ -5,7 +5,7 @@ from textwrap import dedent
 
 import pytest
 
-from check import lines_of_ranks
+from check import lines_of_checkpoints, lines_of_ranks
 from workshop.check.origins import FINDERS, Source, at_origin
 from workshop.check.rules.rule import RULES
 from workshop.check.verdict import Finding
@@ -18,6 +18,7 @@ PROGRAMS = {
             warmup, total = 10, 3 * updates
             schedule = LambdaLR(optimizer, lambda step: rate(step, warmup, total))  # seen
     """,
+    **lines_of_checkpoints.PROGRAMS,
     **lines_of_ranks.PROGRAMS,
     "total:by-hand": """
         def set_rate(optimizer, step, total):
@@ -39,11 +40,6 @@ PROGRAMS = {
 
             return LambdaLR(optimizer, factor)  # seen
     """,
-    "tag": """
-        def main(engine, loss):
-            tag = f"loss-{loss:.2f}"  # cause
-            engine.save_checkpoint("out", tag=tag)  # seen
-    """,
     "divisor": """
         def summed(model, batch):
             return cross_entropy(model(batch), reduction="sum"), (batch != -100).sum()
@@ -59,6 +55,16 @@ PROGRAMS = {
                 loss = cross_entropy(model(inputs), reduction="sum")
                 loss = loss / num_items_in_batch  # cause
                 return loss
+
+        def main(trainer):
+            trainer.train()  # seen
+    """,
+    "divisor:": """
+        class OwnLoss:
+            def __call__(self, outputs, labels, num_items_in_batch=None):
+                total = cross_entropy(outputs, labels, reduction="sum")
+                count = labels.ne(-100).sum()  # cause
+                return total / count
 
         def main(trainer):
             trainer.train()  # seen
@@ -138,79 +144,6 @@ PROGRAMS = {
                 generator.manual_seed(seed + epoch)  # cause
                 games = play(policy, torch.rand(3, generator=generator))
                 policy(games)  # seen
-    """,
-    "restored": """
-        def main(model, path):
-            epoch, step = 0, 0
-            if path.exists():
-                state = torch.load(path)  # seen
-                model.load_state_dict(state["model"])
-                epoch = state["epoch"]  # cause
-                print("resumed")
-    """,
-    "restored:masks": """
-        def main(model, path, masks):
-            state = torch.load(path)  # seen
-            masks.set_state(state["masks"])  # cause
-            epoch = state["epoch"]
-    """,
-    "unread:best": """
-        def main(path, model):
-            first, best = 0, 0.0  # cause
-            if exists(path):
-                state = torch.load(path)  # seen
-                first = state["epoch"]
-            for epoch in range(first, 9):
-                best = max(best, train(model))
-                torch.save({"epoch": epoch, "best": best}, path)
-    """,
-    "unread:patience": """
-        def main(path, model):
-            patience = 0
-            state = torch.load(path)  # seen
-            torch.save({"model": model.state_dict()}, path)
-    """,
-    "saved": """
-        def contents(model, epoch):
-            return {"model": model.state_dict(), "epoch": epoch}  # cause
-
-        def save(path, model, epoch):
-            state = contents(model, epoch)
-            torch.save(state, path)  # seen
-    """,
-    "key:rng": """
-        def contents(model):
-            return {
-                "model": model.state_dict(),
-                "rng": torch.get_rng_state(),  # cause
-            }
-
-        def main(model):
-            dcp.save(contents(model), checkpoint_id="out")  # seen
-    """,
-    "joined": """
-        def whole(parts):
-            return torch.cat(parts)  # cause
-
-        def main(parts, path):
-            table = whole(parts)
-            torch.save({"table": table}, path)  # seen
-    """,
-    "trains:base.lm_head.weight": """
-        def main(model, path):
-            model.base.requires_grad_(False)
-            model.base.lm_head.requires_grad_(True)  # cause
-            torch.save(adapter(model), path)  # seen
-    """,
-    "made:draws": """
-        def main(model, path, seed):
-            draws = default_rng(seed)  # cause
-            state = torch.load(path)  # seen
-    """,
-    "state": """
-        def save(path, model, optimizer):
-            state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}  # cause
-            torch.save(state, path)  # seen
     """,
     "seed:of-each-rank": """
         def main(policy, seed, rank):
@@ -349,12 +282,6 @@ PROGRAMS = {
 
         def main(trainer):
             trainer.train()  # seen
-    """,
-    "loading:optim": """
-        def resume(path, model, optimizer):
-            state = torch.load(path)  # seen
-            model.load_state_dict(state["model"])
-            optimizer.load_state_dict(state["optimizer"])  # cause
     """,
     "logged:accuracy": """
         class Module(LightningModule):

@@ -18,6 +18,7 @@ from workshop.check.definitions import (
     names_stored,
 )
 
+HOOKS = ("on_fit_start", "on_train_start", "on_train_begin")  # they run after a Trainer has loaded a checkpoint
 JOINS = ("cat", "concat", "concatenate", "stack", "vstack", "hstack")
 
 
@@ -116,6 +117,19 @@ def held(source: Source, start: ast.stmt, detail: str) -> int | None:
         ]
         if found:
             return found[0].lineno
+    return None
+
+
+def anew(source: Source, start: ast.stmt, detail: str) -> int | None:
+    """The statement in a hook at the start of the training that replaces, without a condition, what load_state_dict() has set."""
+    for owner in (each for each in ast.walk(source.tree) if isinstance(each, ast.ClassDef)):
+        methods = {each.name: each for each in owner.body if isinstance(each, Function)}
+        loading = methods.get("load_state_dict")
+        stored = [each for each in ast.walk(loading) if isinstance(each, ast.Attribute)] if loading else []
+        names = {f"self.{each.attr}" for each in stored if isinstance(each.ctx, ast.Store)}
+        for each in (statement for hook in HOOKS if hook in methods for statement in methods[hook].body):
+            if any(any(assigned(each, name)) for name in names):
+                return each.lineno
     return None
 
 

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from workshop.check.definitions import Function, Source, Value, calls, first, header, is_name, names_in
 
 ADDS = ("append", "extend")
+ITEMS = "num_items_in_batch"  # an argument of compute_loss() and compute_loss_func of the Trainer of transformers
 COUNTS = ("sum", "numel", "count_nonzero", "len", "size")
 
 
@@ -28,7 +29,22 @@ def divisor(source: Source, start: ast.stmt, detail: str) -> int | None:
                 return True
         return False
 
-    return first(source.trace(returns if detail else [header(start)]), divides)
+    return first(source.trace(returns if detail else [header(start)]), divides) or (
+        None if detail else _ignoring(source)
+    )
+
+
+def _ignoring(source: Source) -> int | None:
+    """The count by which a function divides a loss, if it ignores the number of targets that the Trainer passes."""
+    for function in (each for nodes in source.functions.values() for each in nodes):
+        arguments = {each.arg for each in (*function.args.args, *function.args.kwonlyargs)}
+        used = {each.id for each in ast.walk(function) if isinstance(each, ast.Name)}
+        for statement in source.within(function) if ITEMS in arguments - used else ():
+            divisions = (each for each in ast.walk(statement) if isinstance(each, ast.BinOp))
+            by = [Value(each.right, statement) for each in divisions if isinstance(each.op, ast.Div)]
+            if line := first(source.trace(by), lambda value: any(calls(value.expression, *COUNTS))):
+                return line
+    return None
 
 
 def averaged(source: Source, start: ast.stmt, detail: str) -> int | None:

@@ -386,6 +386,7 @@ def _kept(source: Source, start: ast.stmt, detail: str) -> int | None:
 
 FINDERS: dict[str, Callable[[Source, ast.stmt, str], int | None]] = {
     **OF_RANKS,
+    "anew": kept.anew,
     "argument": _argument,
     "averaged": averaged,
     "call": _call,
@@ -427,6 +428,7 @@ FINDERS: dict[str, Callable[[Source, ast.stmt, str], int | None]] = {
     "unread": kept.unread,
 }
 ANYWHERE = {
+    "anew",
     "call",
     "configured",
     "uncalled",
@@ -434,6 +436,8 @@ ANYWHERE = {
     "loading",
     "logged",
     "member",
+    "one-rank",
+    "prepared",
     "printed",
     "reseeded",
     "returned",

@@ -69,7 +69,7 @@ def _stream(source: Source, start: ast.stmt, detail: str) -> int | None:
 
 
 def _weights(source: Source, start: ast.stmt, detail: str) -> int | None:
-    """The statement that computes the weights of a loss with a division."""
+    """The statement that counts the classes for the weights of a loss, or else computes the weights with a division."""
     given = [each for call in calls(start) for each in call.keywords if each.arg in ("weight", "pos_weight")]
     begin = [Value(each.value, start) for each in given] or [header(start)]
     behind = [value for value in source.trace(begin) if value.statement is not start]
@@ -79,7 +79,14 @@ def _weights(source: Source, start: ast.stmt, detail: str) -> int | None:
         for each in ast.walk(source.tree)
         if isinstance(each, ast.Assign) and any(name_of(target) in names for target in each.targets)
     )
-    return first(behind, _divides) or first(members, _divides)
+    computing = next((value for value in itertools.chain(behind, members) if _divides(value)), None)
+    counted = first(source.trace([computing]), _counts) if computing else None
+    return counted or (computing.statement.lineno if computing else None)
+
+
+def _counts(value: Value) -> bool:
+    """Whether a statement counts all at once, not a part in each turn of a loop."""
+    return isinstance(value.statement, ast.Assign) and any(calls(value.expression, "bincount", "unique", "Counter"))
 
 
 def _plateau(source: Source, start: ast.stmt, detail: str) -> int | None:
@@ -91,6 +98,25 @@ def _plateau(source: Source, start: ast.stmt, detail: str) -> int | None:
             if any(any(calls(value.expression, "ReduceLROnPlateau")) for value in behind):
                 late = call.lineno > start.lineno or source.scopes(call)[0] is not source.scopes(start)[0]
                 return None if detail and late else call.lineno
+    return None
+
+
+def _on_one_rank(source: Source, start: ast.stmt, detail: str) -> int | None:
+    """The first call of a method of a schedule, such as ``step``, in a block that only one rank runs."""
+    for call in in_order(calls(source.tree, detail)):
+        inside = (each for each in source.above(call) if isinstance(each, ast.If))
+        of = ast.unparse(call.func.value).lower() if isinstance(call.func, ast.Attribute) else ""
+        if "sched" in of and any(RANK.search(ast.unparse(each.test)) for each in inside):
+            return call.lineno
+    return None
+
+
+def _prepared(source: Source, start: ast.stmt, detail: str) -> int | None:
+    """The statement of prepare_data() that sets an attribute."""
+    for function in source.functions.get("prepare_data", []):
+        for each in source.within(function):
+            if any(assigned(each, f"self.{detail}")):
+                return each.lineno
     return None
 
 
@@ -156,7 +182,9 @@ OF_RANKS: dict[str, Callable[[Source, ast.stmt, str], int | None]] = {
     "changed": _changed,
     "encoder": _encoder,
     "exchanged": _exchanged,
+    "one-rank": _on_one_rank,
     "plateau": _plateau,
+    "prepared": _prepared,
     "reseeded": _reseeded,
     "share": _share,
     "stream": _stream,

@@ -41,7 +41,12 @@ def first_cause(whole: Run, split: Split) -> Cause | None:
     """The state that the second start does not restore; None if the evidence names none."""
     done = len(split.first.trained[0].steps)
     lost = _shard_saved(split.first) or _on_one_rank(split.second) or _reordered(whole, split, done)
-    lost = lost or _left_out(whole, split, done) or _iterated_early(whole, split.second, done)
+    lost = (
+        lost
+        or _left_out(whole, split, done)
+        or _swapped(whole, split, done)
+        or _iterated_early(whole, split.second, done)
+    )
     return lost or _begun_again(whole, split, done) or _copied_later(whole, split.second) or _held_lost(whole, split)
 
 
@@ -113,6 +118,18 @@ def _left_out(whole: Run, split: Split, done: int) -> Cause | None:
     return None
 
 
+def _swapped(whole: Run, split: Split, done: int) -> Cause | None:
+    """The second start begins with the parameters that an evaluation before the save has used, such as averaged ones."""
+    for due, own in firsts(whole.trained[0].steps[done:], split.second.trained[0].steps):
+        evaluated = [each for each in split.first.trained[0].of(ModelEvaluated) if each.names == due.before.names]
+        same = any(difference(each.weights, own.before.weights) <= CLOSE for each in evaluated)
+        if same and difference(due.before.weights, own.before.weights) > CLOSE:
+            seen = "the second start begins with the parameters that were evaluated, such as averaged ones, not the trained ones"
+            fix = "Save when the trained parameters are in the model again; save the averaged ones under a key of their own."
+            return seen, fix, _saving(split.first), ""
+    return None
+
+
 def _called(name: str, step: StepBegun) -> str:
     """What to call a parameter; one that no model has is of an optimizer."""
     return f"`{name}`" if name else f"the parameters of the optimizer at {step.made}"
@@ -169,7 +186,7 @@ def copy_lost(whole: Run, split: Split, done: int) -> Cause | None:
             fix = "Save the state_dict() of the copy in the checkpoint too, and load it where the checkpoint is loaded."
             if not _kept(split.first, each):
                 return seen, fix, _saving(split.first), "call:register_for_checkpointing saved"
-            return seen, fix, "", f"{COPIES} loading:model restored"
+            return seen, fix, "", f"anew {COPIES} loading:model restored"
     return None
 
 
@@ -202,10 +219,19 @@ def _on_one_rank(second: Run) -> Cause | None:
     loads = [process.first(StateLoaded) for process in second.trained]
     without = [process for process, load in zip(second.trained, loads, strict=True) if load is None]
     load = next((each for each in loads if each), None)
-    if load and without and all(process.steps[0].before.state == 0 for process in without):
+    if load and without and (all(process.steps[0].before.state == 0 for process in without) or _parts(second)):
         seen = f"{named(without[0])} does not load the optimizer state"
         return seen, "Call load_state_dict() of the optimizer on every rank.", load.where, ""
     return None
+
+
+def _parts(second: Run) -> bool:
+    """Whether the ranks begin with the same parameters and gradients, and have different parameters after the first step."""
+    first, *others = (process.steps[0] for process in second.trained)
+    alike = all(difference(first.before.weights, each.before.weights) <= CLOSE for each in others)
+    alike = alike and all(difference(first.before.gradients, each.before.gradients) <= CLOSE for each in others)
+    after = [each.after.weights for each in (first, *others) if each.after]
+    return alike and any(difference(after[0], each) > CLOSE for each in after[1:])
 
 
 def _shard_saved(first: Run) -> Cause | None:

@@ -317,7 +317,7 @@ def _apart_at(
         if rates and (where := reduced_to_one(base, before)):
             seen += f"; before that, reduce() at {where} gave its result to one rank only"
             return weights_differ, Seen(seen, where, fix=TO_ONE, origin="plateau:before")
-        return weights_differ, Seen(seen, before.where, origin="plateau receiver:step" if rates else "")
+        return weights_differ, Seen(seen, before.where, origin="plateau one-rank:step receiver:step" if rates else "")
     return None
 
 

@@ -1,5 +1,6 @@
 """At which line the parameters of a model, which are equal on all ranks, become different (see ``probes/replicas.py``)."""
 
+import ast
 from collections.abc import Iterator
 from copy import copy
 from typing import NamedTuple
@@ -151,14 +152,18 @@ def _at(walk: Walk, number: int, place: str = "") -> int:
 def _own_value(one: Walk, other: Walk, at: tuple[int, int], since: tuple[int, int]) -> str:
     """The first line after the last exchange that uses a value which is not the same on two ranks.
 
-    Without an exchange ``since`` the parameters were equal, it is the line ``at`` which they become different.
+    Without an exchange ``since`` the parameters were equal, it is the line ``at`` which they become different; if this only
+    copies a variable, the line that computes the variable.
     """
     exchanges = {event.where for event in one.process.of(Collective) if "barrier" not in event.name}
     floors = []
     for walk, start, stop in zip((one, other), since, at, strict=True):
         floors.append(next((each for each in range(stop - 1, start, -1) if walk.place(each) in exchanges), -1))
     if -1 in floors:
-        return one.place(at[0])
+        statement = one.statement(at[0])
+        copied = getattr(statement.node, "value", None) if statement else None
+        computed = last_set(one, at[0], copied.id) if isinstance(copied, ast.Name) else None
+        return one.place(at[0] if computed is None else computed)
     for _ in range(FAR):
         sets = ((last_set(one, at[0], name), last_set(other, at[1], name)) for name in differing(one, other, at))
         moved = next(
