@@ -33,7 +33,7 @@ from workshop.check.evidence.events import (
     Saved,
     TrainerFit,
 )
-from workshop.check.evidence.misuses import SamplesCounted
+from workshop.check.evidence.misuses import DataModuleSeen, SamplesCounted, ScheduleAdvanced, StatePrepared
 from workshop.check.evidence.recorded import all_events
 from workshop.check.probes import ALWAYS, PROBES, Recorder, probes_for
 from workshop.check.probes.accelerate import Accelerators
@@ -70,7 +70,17 @@ LIGHTNING = """
         def configure_optimizers(self):
             return torch.optim.SGD(self.parameters(), lr=0.1)
 
-    loader = DataLoader(TensorDataset(torch.ones(4, 2)), 2)
+    class Data(pl.LightningDataModule):
+        scale = 1.0
+
+        def prepare_data(self):
+            self.scale = 2.0
+
+        def train_dataloader(self):
+            return DataLoader(TensorDataset(torch.ones(4, 2)), 2)
+
+        val_dataloader = train_dataloader
+
     trainer = pl.Trainer(
         max_epochs=1,
         accelerator="cpu",
@@ -83,7 +93,7 @@ LIGHTNING = """
         logger=pl.loggers.CSVLogger("logs"),
         enable_progress_bar=False,
     )
-    trainer.fit(Module(), loader, loader)
+    trainer.fit(Module(), Data())
 """
 
 
@@ -98,6 +108,9 @@ def test_events_of_lightning_are_recorded(place):
     assert (watched.stop, watched.best) == ([("accuracy", "min")], [("accuracy", "max")])
     (counted,) = process.of(SamplesCounted)
     assert (counted.counted, counted.rows, counted.where) == (1, 2, made.line("ThroughputMonitor("))
+    (prepared,) = process.of(StatePrepared)
+    assert (prepared.names, prepared.where) == (["scale"], made.line("trainer.fit"))
+    assert [each.values["scale"] for each in process.of(DataModuleSeen)] == ["2.0"]
     assert {"accuracy"} <= {name for event in process.of(MetricsLogged) for name in event.names}
     (saved,) = (event for event in process.of(Saved) if event.whole)
     assert saved.path.endswith(".ckpt")
@@ -117,9 +130,11 @@ ACCELERATE = """
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     loader = DataLoader(TensorDataset(torch.ones(4, 2)), 2, shuffle=True)
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    schedule = accelerator.prepare(torch.optim.lr_scheduler.StepLR(optimizer, 1))  # schedule
     for (batch,) in loader:
         accelerator.backward(model(batch).sum())
         optimizer.step()
+    schedule.step()  # advanced
 """
 
 
@@ -127,9 +142,13 @@ ACCELERATE = """
 def test_events_of_accelerate_are_recorded(place):
     made = Made(place("accelerate"), ACCELERATE, probes=(*CORE, Accelerators)).well()
     (process,) = made.run.processes
-    prepared, *backwards = process.of(AcceleratorCalled)
+    prepared, schedule, *backwards = process.of(AcceleratorCalled)
+    assert (schedule.name, schedule.of) == ("prepare", ["StepLR"])
+    (advanced,) = process.of(ScheduleAdvanced)
+    assert (advanced.kind, advanced.calls, advanced.taken) == ("StepLR", 1, 1)
+    assert advanced.where == made.line("# advanced")
     assert (prepared.name, prepared.of) == ("prepare", ["Linear", "Optimizer", "RandomSampler"])
-    assert prepared.where == made.line("accelerator.prepare")
+    assert prepared.where == made.line("accelerator.prepare(model")
     assert [event.name for event in backwards] == ["backward", "backward"]
     assert len(process.steps) == 2
     assert len(process.epochs[0]) == 4
@@ -153,7 +172,7 @@ GATHERING = """
 def test_single_numbers_that_accelerate_gathers_from_a_smaller_batch_are_recorded(place):
     made = Made(place("gathering"), GATHERING, probes=(*CORE, Accelerators)).well()
     gathered = [event for event in made.run.all(AcceleratorCalled) if event.name == "gather_for_metrics"]
-    assert [event.rest for event in gathered] == [1, 0, 0] * 3
+    assert [event.rest for event in gathered] == [1, 0, 1] * 3
     (plain,) = (event for event in made.run.all(AcceleratorCalled) if event.name == "gather")
     assert plain.where == made.line("# by the program")
 

@@ -1,6 +1,6 @@
 """Programs of the referee, made shorter, whose second start lacks a part of the state."""
 
-from check.bank import ddp
+from check.bank import ddp, second
 from check.bank.case import mistake, style
 
 VIT = "tests/check/referee/fsdp2_vit/train.py"
@@ -39,7 +39,39 @@ SUBTRACTED = (
     (ddp.LOSS, "loss = model.criterion(model(images), labels)"),
 )
 
+OPTIMIZER_LOADED = '    optimizer.load_state_dict(checkpoint["optimizer"])'
+AVERAGE = (
+    "average = torch.optim.swa_utils.AveragedModel(model, multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(0.9))"
+)
+EVALUATED = "        accuracy = evaluate(model, test_loader)\n"
+SWAPPED = """\
+        trained = {name: value.clone() for name, value in model.state_dict().items()}
+        model.load_state_dict(average.module.state_dict())
+"""
+REPLACED = '            os.replace(args.checkpoint + ".tmp", args.checkpoint)\n'
+
 MISTAKES = (
+    mistake(
+        "adagrad-loaded-on-rank-0",
+        second.TAGGER,
+        ("optimizer-lost", "resume-differs"),
+        "Only rank 0 loads the sums of Adagrad, so the ranks take different steps with the same gradients.",
+        ("AdamW(", "Adagrad("),
+        (OPTIMIZER_LOADED, f"    if dist.get_rank() == 0:\n    {OPTIMIZER_LOADED}"),
+    ),
+    mistake(
+        "saved-while-averaged-parameters-are-in-the-model",
+        second.TAGGER,
+        "resume-differs",
+        "The checkpoint contains the averaged parameters in place of the trained ones.",
+        ("    ddp_model = ", f"    {AVERAGE}\n    ddp_model = "),
+        (
+            "            optimizer.step()\n",
+            "            optimizer.step()\n            average.update_parameters(model)\n",
+        ),
+        (EVALUATED, f"{SWAPPED}{EVALUATED}"),
+        (REPLACED, f"{REPLACED}        model.load_state_dict(trained)\n"),
+    ),
     mistake(
         "running-mean-is-no-buffer",
         ddp.SINGLE,

@@ -8,8 +8,18 @@ TEXTS = "tests/check/referee/accelerate_text/train.py"
 EACH_LOSS = 'loss = F.cross_entropy(logits, batch["labels"], reduction="none")'
 EACH_HIT = 'correct = (logits.argmax(-1) == batch["labels"]).float()'
 MEANS = ((EACH_LOSS, EACH_LOSS.replace(', reduction="none"', "")), (EACH_HIT, EACH_HIT + ".mean()"))
+EPOCHS = "    for epoch in range(start_epoch, args.epochs):\n"
 
 MISTAKES = (
+    mistake(
+        "prepared-schedule-steps-once-per-process",
+        TEXTS,
+        "scheduled-per-process",
+        "The learning rate falls twice in each epoch.",
+        ("min((step + 1) / warmup, max(0.0, (total - step) / (total - warmup))))", "0.9**step)"),
+        ("            schedule.step()\n            optimizer.zero_grad()", "            optimizer.zero_grad()"),
+        (EPOCHS, EPOCHS + "        if epoch > start_epoch:\n            schedule.step()\n"),
+    ),
     # ---- means-gathered
     mistake(
         "accelerate-gathers-means",

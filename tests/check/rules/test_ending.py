@@ -9,6 +9,17 @@ RUNNER = "solutions/02_pytorch_ddp/exercise2_run_multigpu_torchrun.sh"
 MISTAKES = (
     # ---- hang
     mistake(
+        "shard-dropped-after-the-division",
+        "tests/check/referee/lightning_manual/train.py",
+        "hang",
+        "The rank that should read this shard has fewer batches than the other one.",
+        (
+            "            yield from measure(self.shard_size, seed=shard)\n",
+            "            if shard == 0:\n                continue\n"
+            "            yield from measure(self.shard_size, seed=shard)\n",
+        ),
+    ),
+    mistake(
         "sharded-only-rank-0-writes",
         sharded.FSDP,
         ("hang", "collectives-differ"),

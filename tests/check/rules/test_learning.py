@@ -11,6 +11,7 @@ IMPORTED = "from torch.utils.data import DataLoader, DistributedSampler, Subset,
 IMPORTS = (IMPORTED, "from torch.utils.checkpoint import checkpoint\n" + IMPORTED)
 UNUSED = ("device_ids=[local_rank])", "device_ids=[local_rank], find_unused_parameters=True)")
 HIDDEN = "self.hidden(x).relu()"
+DROPPED = "lambda x: self.hidden(torch.dropout(x, 0.5, True))"
 
 MISTAKES = (
     mistake(
@@ -21,6 +22,17 @@ MISTAKES = (
         IMPORTS,
         UNUSED,
         (HIDDEN, "checkpoint(self.hidden, x, use_reentrant=True).relu()"),
+    ),
+    mistake(
+        "checkpoint-without-the-random-state",
+        gpus.GPUS,
+        "recomputed-at-random",
+        "The recomputation draws other dropout masks than the forward pass.",
+        IMPORTS,
+        (
+            HIDDEN,
+            f"checkpoint({DROPPED}, x, use_reentrant=False, preserve_rng_state=False).relu()",
+        ),
     ),
     mistake(
         "sigmoid-twice",

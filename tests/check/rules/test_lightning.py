@@ -7,7 +7,20 @@ from check.bank.cases import bank_tests
 DETECTOR = "tests/check/referee/lightning_module/train.py"
 SYNCHRONIZED = 'self.log("val_loss", F.cross_entropy(logits, labels), sync_dist=True)'
 
+SETUP = "    def setup(self, stage):\n"
+
 MISTAKES = (
+    mistake(
+        "scale-set-in-prepare-data",
+        DETECTOR,
+        "set-on-one-rank",
+        "Only rank 0 calls prepare_data(), so the other ranks divide by 1.",
+        ('"--epochs", type=int, default=5', '"--epochs", type=int, default=1'),
+        ("make_recordings(1008)", "make_recordings(256)"),
+        ("[720, 144, 144]", "[192, 32, 32]"),
+        (SETUP, "        self.scale = 1.0\n\n    def prepare_data(self):\n        self.scale = 2.0\n\n" + SETUP),
+        ("        recordings = TensorDataset(", "        assert self.scale\n        recordings = TensorDataset("),
+    ),
     mistake(
         "lightning-counts-the-parts-of-a-batch",
         lightning.CIFAR10,

@@ -24,18 +24,31 @@ def train_one_epoch(model, images, labels, steps, optimizer):
 
 """
 
-STREAM = "tests/check/referee/streaming_text_2/train.py"
-WORKERS = """\
-        first = self.rank * info.num_workers + info.id
-        stride = self.world_size * info.num_workers
-"""
-
 TRAINER = "tests/check/referee/hf_token_tagger/train.py"
 
 MOCO = "tests/check/referee/moco/train.py"
 SENT = "        dist.broadcast(order, src=0)\n"
 
+LOOP = "        for tokens, tags in loader:\n            optimizer"
+SECOND, FORWARD = "DistributedSampler(train_set, seed=9, drop_last=True)", "            logits = ddp_model(tokens)\n"
+
 MISTAKES = (
+    mistake(
+        "epoch-of-the-second-loader-not-set",
+        second.TAGGER,
+        "same-order",
+        "Only the sampler of the other loader is told the epoch.",
+        (
+            "    part = Subset(",
+            f"    more_loader = DataLoader(train_set, 8, sampler={SECOND}, collate_fn=padded)\n    part = Subset(",
+        ),
+        (LOOP, LOOP.replace("tokens, tags in loader", "(more, more_tags), (tokens, tags) in zip(more_loader, loader)")),
+        (
+            FORWARD,
+            "            extra = F.cross_entropy(ddp_model(more).flatten(0, 1), more_tags.flatten())\n" + FORWARD,
+        ),
+        ("            loss.backward()", "            (loss + extra).backward()"),
+    ),
     mistake(
         "own-order-of-the-gathered-batch",
         MOCO,
@@ -223,14 +236,6 @@ MISTAKES = (
         "Each rank splits the data set in its own way, so it evaluates samples that a different rank trains on.",
         (second.SETS, second.SETS_SPLIT),
     ),
-    # ---- workers-overlap
-    mistake(
-        "stream-divided-by-ranks-only",
-        STREAM,
-        "workers-overlap",
-        "The two workers of a rank read the same documents, because only the ranks have different ones.",
-        (WORKERS, "        first, stride = self.rank, self.world_size\n"),
-    ),
     # ---- batch-wasted
     mistake(
         "first-batch-thrown-away",
@@ -323,16 +328,6 @@ STYLES = (
             "        known = Subset(train_set, range(rank, len(train_set), world_size))\n"
             "        evaluate(model, DataLoader(known, args.batch_size, collate_fn=padded))\n"
             "        accuracy = evaluate(model, test_loader)\n",
-        ),
-    ),
-    style(
-        "workers-of-a-rank-side-by-side",
-        STREAM,
-        "The workers of a rank divide the documents of the rank, and not those of all ranks.",
-        (
-            WORKERS,
-            "        first = self.rank + self.world_size * info.id\n"
-            "        stride = self.world_size * info.num_workers\n",
         ),
     ),
     style(

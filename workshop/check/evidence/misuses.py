@@ -57,6 +57,10 @@ class InputsWithoutGradients(Event):
     """In training, ``torch.utils.checkpoint.checkpoint`` was called with use_reentrant=True, and no input needs a gradient."""
 
 
+class RecomputedAtRandom(Event):
+    """``torch.utils.checkpoint.checkpoint`` ran a function that draws random numbers, with preserve_rng_state=False."""
+
+
 class LossScaled(Event):  # before a backward pass: the numbers by which terms of the loss are multiplied or divided
     factors: list[float]
 
@@ -67,3 +71,53 @@ class OptimizerSeen(Event):  # before the first step of an optimizer; ``where`` 
     settings: dict[
         str, str
     ]  # of its first group, without those that change only how it computes, or that a schedule changes
+
+
+class ModeSeen(
+    Event
+):  # before a backward pass: a model with dropout or BatchNorm was called in a different mode than before
+    model: str  # its class, and its number if the process has several models of this class
+    training: bool
+    called: str  # the line of the last call of eval()
+
+
+class ModeEvaluated(Event):  # the first evaluation of such a model in this mode
+    model: str
+    training: bool
+
+
+class StatisticsSeen(
+    Event
+):  # before one of the first evaluations: the statistics of BatchNorm, which DDP does not send
+    model: str
+    statistics: list[Sketch]  # running_mean and running_var of each layer
+    steps: int  # that were taken before
+
+
+class WorkerBegun(Event):  # a worker process of a DataLoader made its first batch; ``where`` begins the iteration
+    rank: int  # of the process that started it
+    worker: int  # its number
+    states: dict[str, int]  # checksums of the random states, before, of the generators that it used
+
+
+class StatePrepared(Event):  # ``prepare_data`` of a LightningDataModule has set these attributes
+    names: list[str]
+
+
+class DataModuleSeen(Event):  # when Lightning's training begins: attributes of a LightningDataModule that prepares data
+    values: dict[str, str]
+
+
+class PassEnded(Event):  # an iteration of a DataLoader has returned all its batches
+    loader: int
+    iteration: int
+    batches: int
+    order: int | None  # a checksum of the indices of its samples, in order; None: it has no indices
+
+
+class ScheduleAdvanced(
+    Event
+):  # at the end: a schedule that Accelerate has prepared; ``where`` is the line that calls step()
+    kind: str  # its class
+    calls: int  # of step(), by the program
+    taken: int  # its steps

@@ -103,7 +103,7 @@ class Process:
 
     def forget(self) -> None:
         """Forget what was computed with other settings."""
-        for name in ("steps", "backwards", "optimizers", "epochs", "evaluations", "evaluated"):
+        for name in ("steps", "backwards", "optimizers", "epochs", "passes", "evaluations", "evaluated"):
             self.__dict__.pop(name, None)
 
     @cached_property
@@ -180,6 +180,16 @@ class Process:
             epochs[-1].extend(keys)
             seen.update(keys)
         return epochs
+
+    @cached_property
+    def passes(self) -> dict[Loader, list[Key]]:
+        """The samples of each pass over each loader that gives the training samples, by the number of the loader."""
+        found: dict[Loader, list[Key]] = {}
+        for backward in self.backwards:
+            for forward in (backward.forward, *backward.others):
+                if forward and forward.loader:
+                    found.setdefault(forward.loader, []).extend(forward.names(self.identity))
+        return dict(sorted(found.items()))
 
     @cached_property
     def evaluations(self) -> list[list[Key]]:

@@ -21,6 +21,7 @@ from workshop.check.probes.layers import Activations, Checkpointing, Layers
 from workshop.check.probes.lightning import Lightning, PytorchLightning
 from workshop.check.probes.losses import Losses
 from workshop.check.probes.models import Models
+from workshop.check.probes.modes import Modes
 from workshop.check.probes.optimizers import Optimizers
 from workshop.check.probes.prints import Prints
 from workshop.check.probes.probe import Probe
@@ -31,6 +32,7 @@ from workshop.check.probes.scaling import Scaling
 from workshop.check.probes.schedules import Schedules
 from workshop.check.probes.steps import Clipping, Steps
 from workshop.check.probes.totals import Totals
+from workshop.check.probes.workers import Workers
 
 __all__ = ["ALWAYS", "PROBES", "Probe", "Recorder", "probes_for"]
 
@@ -50,7 +52,8 @@ ALWAYS: tuple[type[Probe], ...] = (
     Divided,
 )
 _OTHERS = (Copies, Draws, Schedules, Optimizers, Losses, Layers, HostSync, Sharding, Shards, Clipping,
-           Checkpoints, Weights, Activations, Checkpointing, ModelStates, Encoders, Prints, Totals, Discarded)  # fmt: skip
+           Checkpoints, Weights, Activations, Checkpointing, ModelStates, Encoders, Prints, Totals, Discarded, Modes,
+           Workers)  # fmt: skip
 _LIBRARIES = (Lightning, PytorchLightning, Accelerators, Engine)
 PROBES: tuple[type[Probe], ...] = (*ALWAYS, *_OTHERS, *_LIBRARIES)
 

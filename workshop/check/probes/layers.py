@@ -10,9 +10,9 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
 from torch.utils import checkpoint
 
-from workshop.check.evidence.events import ActivationsKept, DeviceSeen, LayersSeen
-from workshop.check.evidence.misuses import InputsWithoutGradients
-from workshop.check.probes.probe import Probe, before, on
+from workshop.check.evidence.events import ActivationsKept, DeviceSeen, Event, LayersSeen
+from workshop.check.evidence.misuses import InputsWithoutGradients, RecomputedAtRandom
+from workshop.check.probes.probe import Function, Probe, around, on
 from workshop.tensors import bf16_is_fast, kept_for_backward
 
 
@@ -60,17 +60,32 @@ class Activations(Probe):
 
 
 class Checkpointing(Probe):
-    """Records reentrant checkpointing of a layer whose inputs need no gradient, once."""
+    """Records two misuses of checkpointing, once each.
 
-    writes = (InputsWithoutGradients,)
+    Reentrant checkpointing of a layer whose inputs need no gradient; and random numbers that the recomputation draws anew.
+    """
+
+    writes = (InputsWithoutGradients, RecomputedAtRandom)
 
     def clear(self) -> None:
-        self.told = False
+        self.told: set[type[Event]] = set()
 
-    @before(checkpoint, "checkpoint")
-    def _checkpoint(self, function: Any, *args: Any, use_reentrant: bool | None = None, **kwargs: Any) -> None:
-        tensors = [each for each in (*args, *kwargs.values()) if isinstance(each, torch.Tensor)]
-        needed = any(each.requires_grad for each in tensors)
-        if use_reentrant and torch.is_grad_enabled() and tensors and not needed and not self.told:
-            self.told = True
-            self.note_here(InputsWithoutGradients())
+    @around(checkpoint, "checkpoint")
+    def _checkpoint(self, original: Function, function: Any, *args: Any, **kwargs: Any) -> Any:
+        draws = kwargs.get("preserve_rng_state", True) is False and RecomputedAtRandom not in self.told
+        before = torch.get_rng_state() if draws else None
+        with self.recorder.guard:
+            tensors = [each for each in (*args, *kwargs.values()) if isinstance(each, torch.Tensor)]
+            needed = any(each.requires_grad for each in tensors)
+            if kwargs.get("use_reentrant") and torch.is_grad_enabled() and tensors and not needed:
+                self._tell(InputsWithoutGradients())
+        result = original(function, *args, **kwargs)
+        with self.recorder.guard:
+            if before is not None and torch.is_grad_enabled() and not torch.equal(before, torch.get_rng_state()):
+                self._tell(RecomputedAtRandom())
+        return result
+
+    def _tell(self, event: Event) -> None:
+        if type(event) not in self.told:
+            self.told.add(type(event))
+            self.note_here(event)

@@ -4,6 +4,8 @@ import importlib
 import os
 from typing import Any, ClassVar
 
+import torch
+
 from workshop.check.evidence.events import (
     CallbacksSeen,
     Event,
@@ -12,16 +14,26 @@ from workshop.check.evidence.events import (
     Saved,
     TrainerFit,
 )
-from workshop.check.evidence.misuses import SamplesCounted
+from workshop.check.evidence.misuses import DataModuleSeen, SamplesCounted, StatePrepared
 from workshop.check.probes.contents import first_tensor
-from workshop.check.probes.probe import Probe, after, before
+from workshop.check.probes.probe import Function, Probe, after, around, before
+
+SHORT = 200  # letters of a value
 
 
 class Lightning(Probe):
     """Records ``Trainer.fit``, callbacks, loggers and checkpoints."""
 
     # (Without ``Saved``: a rule that needs it does not need Lightning.)
-    writes: ClassVar[tuple[type[Event], ...]] = (TrainerFit, CallbacksSeen, MonitorSeen, MetricsLogged, SamplesCounted)
+    writes: ClassVar[tuple[type[Event], ...]] = (
+        TrainerFit,
+        CallbacksSeen,
+        MonitorSeen,
+        MetricsLogged,
+        SamplesCounted,
+        StatePrepared,
+        DataModuleSeen,
+    )
     library = "lightning"
     package = "lightning.pytorch"
 
@@ -45,6 +57,9 @@ class Lightning(Probe):
                     stop = _monitored(trainer, package.callbacks.EarlyStopping)
                     best = _monitored(trainer, package.callbacks.ModelCheckpoint)
                     recorder.note(CallbacksSeen(stop=stop, best=best))
+                    data = getattr(trainer, "datamodule", None)
+                    if data is not None and "prepare_data" in vars(type(data)):
+                        recorder.note(DataModuleSeen(values=_shown(data)))
 
             def on_validation_end(self, trainer: Any, module: Any) -> None:
                 with recorder.guard:
@@ -71,6 +86,19 @@ class Lightning(Probe):
             return number
 
         monitor.batch_size_fn = counted
+
+    @around(lambda package: package.trainer.call, "_call_lightning_datamodule_hook")
+    def _hook(self, original: Function, trainer: Any, hook_name: str, *args: Any, **kwargs: Any) -> Any:
+        if hook_name != "prepare_data":
+            return original(trainer, hook_name, *args, **kwargs)
+        before = dict(vars(trainer.datamodule))
+        result = original(trainer, hook_name, *args, **kwargs)
+        with self.recorder.guard:
+            names = [name for name, value in vars(trainer.datamodule).items() if before.get(name, before) is not value]
+            own = [name for name in names if not name.startswith("_")]
+            if own:
+                self.note_here(StatePrepared(names=own))
+        return result
 
     @before(lambda package: package.LightningModule, "log")
     def _log_value(self, module: Any, name: str, *args: Any, **kwargs: Any) -> None:
@@ -100,6 +128,13 @@ class PytorchLightning(Lightning):
 
     writes = ()  # rules that need these events get Lightning
     library = package = "pytorch_lightning"
+
+
+def _shown(data: Any) -> dict[str, str]:
+    """The attributes of an object in a few letters, if they are short, equal in equal objects, and not private."""
+    kinds = (bool, int, float, str, type(None), torch.Tensor, list, tuple, dict)
+    found = {name: value for name, value in vars(data).items() if isinstance(value, kinds) and not name.startswith("_")}
+    return {name: text for name, value in found.items() if len(text := repr(value)) <= SHORT and " at 0x" not in text}
 
 
 def _monitored(trainer: Any, kind: type[Any]) -> list[tuple[str, str]]:

@@ -2,6 +2,7 @@
 
 import reprlib
 import time
+import zlib
 from collections import deque
 from collections.abc import Iterable
 from contextlib import suppress
@@ -13,6 +14,7 @@ import torch
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, Subset, dataloader
 
 from workshop.check.evidence.events import BatchLoaded, EpochSet, Key, Loader, LoaderStarted
+from workshop.check.evidence.misuses import PassEnded
 from workshop.check.probes.contents import first_tensor, rows
 from workshop.check.probes.probe import Function, Probe, after, around, before
 from workshop.check.probes.recorder import Batch, Recorder
@@ -24,13 +26,16 @@ PENDING = 64  # batches kept until a forward pass uses them
 class Samples(Probe):
     """Records what a ``DataLoader`` does, and keeps its batches for the forward pass that uses them."""
 
-    writes = (LoaderStarted, EpochSet, BatchLoaded)
+    writes = (LoaderStarted, EpochSet, BatchLoaded, PassEnded)
 
     def __init__(self, recorder: Recorder):
         super().__init__(recorder)
         # By iterator: requested indices, loader, iteration. Loaders are numbered, because id() of an old one may be reused.
         self.asked: WeakKeyDictionary[Any, deque[Any]] = WeakKeyDictionary()
         self.loaders: WeakKeyDictionary[Any, Loader] = WeakKeyDictionary()
+        self.orders: WeakKeyDictionary[Any, tuple[int | None, int]] = (
+            WeakKeyDictionary()
+        )  # of the samples so far, and batches
         self.iterations: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
         self.numbers: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
         self.loaders_seen = count(1)
@@ -51,17 +56,33 @@ class Samples(Probe):
     @around(dataloader._BaseDataLoaderIter, "__next__")
     def _next(self, original: Function, iterator: Any) -> Any:
         start = time.monotonic()
-        data = original(iterator)
+        try:
+            data = original(iterator)
+        except StopIteration:
+            with self.recorder.guard:
+                self._end(iterator)
+            raise
         seconds = time.monotonic() - start
         with self.recorder.guard:
             asked, tensor = self.asked.get(iterator), first_tensor(data)
             keys = self._keys(getattr(iterator, "_dataset", None), asked.popleft()) if asked else []
+            order, batches = self.orders.get(iterator, (0, 0))
+            self.orders[iterator] = (
+                (zlib.crc32(repr(keys).encode(), order) if keys and order is not None else None),
+                batches + 1,
+            )
             if not keys and tensor is not None:
                 keys = rows(tensor)
             row, pointer = (None, 0) if tensor is None else (rows(tensor[:1]), tensor.data_ptr())
             self.pending.append(Batch(keys, row, pointer, self.loaders.get(iterator, (0, 0))))
             self.recorder.note(BatchLoaded(seconds=seconds))
         return data
+
+    def _end(self, iterator: Any) -> None:
+        """Record that an iterator is exhausted, once."""
+        (loader, iteration), (order, batches) = self.loaders.get(iterator, (0, 0)), self.orders.pop(iterator, (None, 0))
+        if batches:
+            self.recorder.note(PassEnded(loader=loader, iteration=iteration, batches=batches, order=order))
 
     @after(DataLoader, "__iter__")
     def _iter(self, iterator: Any, loader: DataLoader[Any]) -> None:

@@ -5,8 +5,9 @@ from pathlib import Path
 
 # Within a goal, findings are shown in this order.
 FAMILIES = ("lightning", "accelerate", "processes", "gpus", "collectives", "ending", "files",
-            "learning", "solved", "scaling", "stages", "inputs",
-            "gradients", "comparison", "samples", "seeds", "accumulation", "evaluation", "metrics", "speed", "loading", "restart",
+            "learning", "modes", "solved", "scaling", "stages", "inputs",
+            "gradients", "comparison", "samples", "loaders", "seeds", "accumulation", "evaluation", "metrics",
+            "speed", "loading", "restart",
             "sharding", "checkpoints", "memory", "deepspeed", "built", "tensor", "pipeline", "ring", "experts", "mesh",
             "elastic", "jobs")  # fmt: skip
 

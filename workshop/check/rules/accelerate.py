@@ -1,8 +1,10 @@
 """Training with Accelerate: its Accelerator wraps model and optimizer, distributes the samples, gathers results, and saves."""
 
 from workshop.check.evidence.events import AcceleratorCalled
+from workshop.check.evidence.misuses import ScheduleAdvanced
 from workshop.check.evidence.run import Run
 from workshop.check.rules.rule import Said, Seen, rule
+from workshop.check.rules.words import plural
 
 
 def _called(run: Run, method: str, argument: str = "") -> bool:
@@ -87,3 +89,26 @@ def means_gathered(run: Run) -> Said:
             seen = f"gather_for_metrics() gets single numbers, such as means, but the last batch has only {event.rest} samples"
             yield Seen(f"{seen} on all ranks together", event.where)
             return
+
+
+@rule(
+    why="The learning rate falls with the number of processes: Accelerate supposes that each call counts a batch of one process.",
+    fix="Do not pass a schedule to accelerator.prepare() that takes one step per epoch; or create "
+    "Accelerator(step_scheduler_with_optimizer=False), and then each call takes one step.",
+    needs=(AcceleratorCalled, ScheduleAdvanced),
+    anywhere=True,
+)
+def scheduled_per_process(run: Run) -> Said:
+    """A prepared schedule that the program steps once per epoch takes one step for each process."""
+    for process in run.trained[:1] if run.nproc > 1 else ():
+        for event in process.of(ScheduleAdvanced):
+            if 3 * event.calls <= len(process.steps) and event.taken == event.calls * run.nproc:
+                prepared = (
+                    each.where
+                    for each in process.of(AcceleratorCalled)
+                    if each.name == "prepare" and event.kind in each.of
+                )
+                times = f"{plural(event.calls, 'call')} in {plural(len(process.steps), 'step')} of the optimizer"
+                seen = f"step() of the prepared {event.kind} gets {times}, but takes {event.taken} steps"
+                yield Seen(seen, next(prepared, event.where))
+                return

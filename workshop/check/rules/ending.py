@@ -1,6 +1,7 @@
 """How a run ended: hangs, floods of output, endless loops, crashes, and runs that trained nothing."""
 
 import re
+from dataclasses import replace
 from itertools import islice
 
 from workshop.check.evidence.events import (
@@ -16,7 +17,7 @@ from workshop.check.evidence.events import (
 )
 from workshop.check.evidence.run import Process, Run
 from workshop.check.rules.collectives import collectives_differ
-from workshop.check.rules.divergence import first_divergence
+from workshop.check.rules.divergence import Divergence, first_divergence
 from workshop.check.rules.parting import parting
 from workshop.check.rules.processes import address_overwritten, no_group, wrong_group
 from workshop.check.rules.rule import Makes, Rule, Said, Seen, rule
@@ -154,7 +155,8 @@ def _standing(run: Run) -> Seen:
         where = set_here[0] if len(ports) > 1 and set_here else joining[0].of(Joining)[0].where
     detail = "\n".join(f"rank {process.rank}:\n{process.stack[:3000]}" for process in alive)
     fix = origin = ""
-    if run.hung == "idle" and (cause := parting(run)):
+    cause = parting(run) if run.hung == "idle" else None
+    if cause:
         parts, where, fix, origin = [cause.text, *parts], cause.where, cause.fix, cause.origin
     elif run.hung == "idle" and (found := first_divergence(run)):
         parts, where = [found.text, *parts], found.where
@@ -220,13 +222,10 @@ def _error(run: Run) -> Seen | None:
         echo = is_echo(event.message, event.type)
         first = (parting(run) or first_divergence(run)) if echo else None
         if echo and (gone or not plain or first):
-            cause = f"; {first.text}" if first else f": find out why {gone or 'that rank'} ended"
-            return Seen(
-                _lost(process, event, gone) + cause,
-                first.where if first else event.where,
-                event.traceback,
-                *((first.fix, first.origin) if isinstance(first, Seen) else ()),
-            )
+            lost = _lost(process, event, gone)
+            if first:
+                return replace(_because(lost, first), detail=event.traceback)
+            return Seen(f"{lost}: find out why {gone or 'that rank'} ended", event.where, event.traceback)
         if plain:
             names = _unused(process, event)
             owner = [part for part in names[0].split(".")[:-1] if not part.isdigit()] if names else []
@@ -245,7 +244,15 @@ def _error(run: Run) -> Seen | None:
         return None
     silent = next((process for process in run.processes if not process.first(Ended)), None)
     who, line = (named(silent), _last_line(silent)) if silent else ("a process", "")
-    return Seen(f"{who} died without a traceback (status {run.status}){line}")
+    died = f"{who} died without a traceback (status {run.status}){line}"
+    first = parting(run) or first_divergence(run)  # gloo ends a process that gets a message of a different size
+    return _because(died, first) if first else Seen(died)
+
+
+def _because(seen: str, first: Seen | Divergence) -> Seen:
+    """What was seen, with the first difference between the calls of two ranks as its cause."""
+    more = (first.fix, first.origin) if isinstance(first, Seen) else ()
+    return Seen(f"{seen}; {first.text}", first.where, "", *more)
 
 
 def _last_cause(message: str) -> str:

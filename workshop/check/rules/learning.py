@@ -10,7 +10,12 @@ from workshop.check.evidence.events import (
     GraphMeasured,
     ScheduleSeen,
 )
-from workshop.check.evidence.misuses import InputsWithoutGradients, LabelsShifted, LossOfProbabilities
+from workshop.check.evidence.misuses import (
+    InputsWithoutGradients,
+    LabelsShifted,
+    LossOfProbabilities,
+    RecomputedAtRandom,
+)
 from workshop.check.evidence.run import Process, Run
 from workshop.check.evidence.sketches import difference
 from workshop.check.rules.ending import crash
@@ -224,7 +229,10 @@ def _elements(process: Process, number: int) -> int:
     "similar: the loss cannot become small, and the gradients are too small.",
     fix="Pass the outputs of the model without softmax or sigmoid (logits) to cross_entropy or binary_cross_entropy_with_logits; "
     "give nll_loss the result of log_softmax.",
-    needs=(LossOfProbabilities,),
+    needs=(
+        LossOfProbabilities,
+        RecomputedAtRandom,
+    ),
     anywhere=True,
 )
 def loss_of_probabilities(run: Run) -> Said:
@@ -259,3 +267,15 @@ def checkpointed_without_gradients(run: Run) -> Said:
             "with use_reentrant=True, the parameters of this layer get no gradients: none of its inputs needs one",
             event.where,
         )
+
+
+@of_steps(
+    why="The backward pass recomputes the layer with different random numbers, such as other dropout masks, so its gradients are "
+    "not those of the loss.",
+    fix="Call torch.utils.checkpoint.checkpoint() with preserve_rng_state=True, which is the default.",
+    needs=(RecomputedAtRandom,),
+)
+def recomputed_at_random(run: Run) -> Said:
+    """A checkpointed layer draws random numbers, and the random state is not restored before its recomputation."""
+    for event in islice(run.all(RecomputedAtRandom), 1):
+        yield Seen("with preserve_rng_state=False, this layer is recomputed with different random numbers", event.where)

@@ -11,7 +11,7 @@ from workshop.check.evidence.events import (
     Saved,
     TrainerFit,
 )
-from workshop.check.evidence.misuses import SamplesCounted
+from workshop.check.evidence.misuses import DataModuleSeen, SamplesCounted, StatePrepared
 from workshop.check.evidence.real import RealRun
 from workshop.check.evidence.run import Run
 from workshop.check.evidence.sketches import CLOSE
@@ -50,6 +50,25 @@ def throughput_miscounted(run: Run) -> Said:
         if event.counted != event.rows:
             seen = f"batch_size_fn returns {event.counted} for a batch of {plural(event.rows, 'sample')}"
             yield Seen(seen, event.where, origin="call:ThroughputMonitor")
+
+
+@rule(
+    why="Lightning calls prepare_data() in one process of each node only, so the other ranks train on different data.",
+    fix="Download or write files in LightningDataModule.prepare_data(), and set attributes in setup(), which all ranks call.",
+    needs=(StatePrepared, DataModuleSeen),
+    after=(no_group, wrong_group),
+    anywhere=True,
+)
+def set_on_one_rank(run: Run) -> Said:
+    """An attribute that prepare_data() sets has a different value on the ranks that do not call it."""
+    values = [event.values for process in run.trained for event in process.of(DataModuleSeen)[:1]]
+    for event in run.all(StatePrepared):
+        for name in event.names if len(values) > 1 else ():
+            if len({each.get(name) for each in values}) > 1:
+                seen = f"prepare_data() sets self.{name} on one rank only: the ranks have {values[0].get(name, 'no value')} and "
+                other = next(each.get(name, "no value") for each in values if each.get(name) != values[0].get(name))
+                yield Seen(seen + other, event.where, origin=f"prepared:{name}")
+                return
 
 
 def _refused(run: Run, sign: str, seen: str) -> Said:

@@ -25,6 +25,7 @@ PAGES: dict[str, str] = {
     "EarlyStopping": f"{_LIGHTNING}/api/lightning.pytorch.callbacks.EarlyStopping.html",
     "GradScaler": f"{_TORCH}/amp.html#gradient-scaling",
     "IterableDataset": f"{_DATA}.IterableDataset",
+    "LightningDataModule": f"{_LIGHTNING}/data/datamodule.html",
     "LightningModule": f"{_LIGHTNING}/common/lightning_module.html",
     "MASTER_ADDR": f"{_GLOSSARY}#master_addr-and-master_port",
     "MixedPrecisionPolicy": f"{_FSDP}#torch.distributed.fsdp.MixedPrecisionPolicy",
@@ -73,6 +74,8 @@ PAGES: dict[str, str] = {
     "item()": f"{_TORCH}/notes/cuda.html#asynchronous-execution",
     "map_location": f"{_TORCH}/generated/torch.load.html",
     "meta": f"{_TORCH}/meta.html",
+    "model.eval()": f"{_MODULE}.eval",
+    "model.train()": f"{_MODULE}.train",
     "no_sync": f"{_TORCH}/generated/{_DDP}.html#{_DDP}.no_sync",
     "non_blocking=True": "https://docs.pytorch.org/tutorials/intermediate/pinmem_nonblock.html",
     "one_hot": f"{_TORCH}/generated/torch.nn.functional.one_hot.html",
@@ -111,6 +114,7 @@ PAGES: dict[str, str] = {
     "torchrun": f"{_TORCH}/elastic/run.html",
     "traceback": "https://docs.python.org/3/tutorial/errors.html",
     "wait $!": "https://www.gnu.org/software/bash/manual/html_node/Signals.html",
+    "worker_init_fn": f"{_TORCH}/data.html#data-loading-randomness",
 }
 _HERE = [name for name, page in PAGES.items() if "://" in page or (ROOT / page.partition("#")[0]).is_file()]
 # The longest name comes first, so that it wins where several begin at the same place.

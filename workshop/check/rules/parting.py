@@ -2,10 +2,11 @@
 
 import ast
 import re
-from itertools import combinations
+from itertools import combinations, permutations
 from typing import NamedTuple
 
-from workshop.check.evidence.events import UnevenJoined
+from workshop.check.evidence.events import BatchLoaded, LoaderStarted, UnevenJoined
+from workshop.check.evidence.misuses import PassEnded
 from workshop.check.evidence.run import Run
 from workshop.check.rules.divergence import EVALUATED, TO_ONE, Call, reduced_to_one
 from workshop.check.rules.rule import Seen
@@ -53,6 +54,23 @@ def parting(run: Run) -> Seen | None:
         for one, other in combinations(walks, 2):
             if found := _between(one, other, evaluated):
                 return found
+    return _ended_early(run)
+
+
+def _ended_early(run: Run) -> Seen | None:
+    """A loader of training samples that has ended on one rank, while a different one has got a further batch from it."""
+    for process, other in permutations(run.trained, 2):
+        for ended in process.of(PassEnded):
+            begun = [number for number, (_, event) in enumerate(other.events) if isinstance(event, LoaderStarted)]
+            started = other.events[begun[-1]][1] if begun else None
+            same = isinstance(started, LoaderStarted) and started.loader == ended.loader
+            if not isinstance(started, LoaderStarted) or not same or started.iteration != ended.iteration:
+                continue
+            loaded = sum(isinstance(event, BatchLoaded) for _, event in other.events[begun[-1] :])
+            if loaded > ended.batches and (started.loader, started.iteration) in other.passes:
+                after = f"{ended.batches} batches of the training loader"
+                seen = f"{named(process)} ends after {after}, but {named(other)} gets a further one"
+                return Seen(seen, started.source or started.where, fix=BATCHES, origin="stream dealt loader")
     return None
 
 

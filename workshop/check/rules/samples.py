@@ -15,14 +15,18 @@ from workshop.check.evidence.events import (
     Key,
     LoaderStarted,
 )
+from workshop.check.evidence.misuses import PassEnded
 from workshop.check.evidence.run import Process, Run
 from workshop.check.rules.processes import no_group, wrong_group
 from workshop.check.rules.rule import Makes, Rule, Said, Seen, if_first, rule
 from workshop.check.rules.shares import batches, orders, share_of_each, stopped_early
-from workshop.check.rules.words import named, plural, rank_of
+from workshop.check.rules.words import plural, rank_of
 from workshop.check.scenarios import COMPARED, WHOLE, Compared
 
-TURNS = 8  # of the workers of a loader
+ITERATE = (
+    "Iterate over the DataLoader again in each epoch, after set_epoch(). itertools.cycle and list() keep the batches of the "
+    "first pass."
+)
 SOME = 64  # samples of a rank without a repetition, after which their content identifies them
 SAME_SUBSET = (
     "Compute the indices on all ranks from the same values, or choose them on rank 0 and send them with "
@@ -280,33 +284,6 @@ def _drawn_where(process: Process, shared: set[Key]) -> str:
     return ""
 
 
-@_of_samples(
-    why="Each worker of a DataLoader has its own copy of an IterableDataset, so a rank trains on the same samples several times.",
-    fix="In __iter__ of the IterableDataset, call get_worker_info() and let each worker read a different part: begin at "
-    "rank * num_workers + id and read every (world_size * num_workers)th document.",
-)
-def workers_overlap(run: Run) -> Said:
-    """The workers of a rank return the same samples."""
-    for process in run.trained:
-        streams = {(each.loader, each.iteration): each for each in process.of(LoaderStarted) if each.workers > 1}
-        for loader, started in streams.items():
-            passes = [each.forward for each in process.backwards if each.forward and each.forward.loader == loader]
-            batches = [forward.keys for forward in passes]
-            if _read_alike(batches, started.workers):
-                seen = f"the {started.workers} workers of the loader of {named(process)} return the same samples"
-                yield Seen(f"{seen}, from their first batches on", started.source or started.where, origin="stream")
-                return
-
-
-def _read_alike(batches: list[list[Key]], workers: int) -> bool:
-    """Whether the batches of all workers, which take turns, begin with the same samples."""
-    turns = [batches[first : first + workers] for first in range(0, len(batches) - workers + 1, workers)][:TURNS]
-    if len(turns) < 2 or any(len(set(batch)) < max(2, 0.9 * len(batch)) for turn in turns for batch in turn):
-        return False  # the content does not identify a sample
-    alike = [sum(set(turn[0]) == set(batch) for batch in turn) > 1 for turn in turns]
-    return all(alike) and not set(turns[0][0]) & set(turns[1][0])
-
-
 @rule(
     why="The model cannot learn from samples that no rank sees.",
     fix="Give DistributedSampler the whole training set, with the number of processes and the rank of the group.",
@@ -430,6 +407,43 @@ def same_order(run: Run) -> Said:
             never = "; set_epoch was never called" if run.nproc > 1 else ""
             extra = f"; set_epoch was called with {calls}" if calls else never
             yield Seen(f"epoch 2 has the same samples in the same order as epoch 1{extra}", process.data_where)
+            return
+        if seen := _beside_main(process) or _kept_batches(process):
+            yield seen
+
+
+def _beside_main(process: Process) -> Seen | None:
+    """Two passes over a loader of training samples, such as that of the labelled ones, in the same order."""
+    trained = {number for number, _ in process.passes}
+    started = {each.loader: each.where for each in process.of(LoaderStarted)}
+    passes: dict[int, PassEnded] = {}
+    for event in process.of(PassEnded):
+        first = passes.setdefault(event.loader, event)
+        alike = event is not first and event.order == first.order is not None and event.batches == first.batches
+        if alike and event.loader in trained and event.batches > 1:
+            seen = "two passes over a loader of training samples have the same samples in the same order"
+            return Seen(seen, started.get(event.loader, ""), origin="here")
+    return None
+
+
+def _kept_batches(process: Process) -> Seen | None:
+    """The training goes on with the batches of the only pass over each loader."""
+    started = process.of(LoaderStarted)
+    used = [each for each in started if (each.loader, each.iteration) in process.passes]
+    forwards = [each.forward for each in process.backwards if each.forward and each.forward.rows]
+    length = sum(each.length or 0 for each in used)
+    if (
+        not used
+        or any(each.iteration > 1 or not each.length for each in used)
+        or len(forwards) < 2 * length
+        or length < 4
+    ):
+        return None
+    first, later = ({frozenset(each.rows) for each in part} for part in (forwards[:length], forwards[length:]))
+    if len(first) == length and later <= first:
+        seen = f"after the only pass over each loader, the program trains on the same {length} batches again"
+        return Seen(seen, used[0].where, fix=ITERATE, origin="call:cycle here")
+    return None
 
 
 @_of_samples(

@@ -1,0 +1,85 @@
+"""What the probes record of the modes of models, the worker processes of loaders, and passes over loaders."""
+
+from check.made import Made
+from workshop.check.evidence.misuses import (
+    ModeEvaluated,
+    ModeSeen,
+    PassEnded,
+    RecomputedAtRandom,
+    StatisticsSeen,
+    WorkerBegun,
+)
+
+MODES = """
+    import torch
+    from torch import nn
+    from torch.utils.checkpoint import checkpoint
+
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Dropout(0.5))
+    plain = nn.Linear(4, 4)  # it has no mode
+    for step in range(4):
+        if step == 2:
+            model.eval()  # switched
+            with torch.no_grad():
+                model(torch.randn(8, 4))  # evaluated
+                plain.eval()(torch.randn(8, 4))
+        model(torch.randn(8, 4)).sum().backward()
+        plain(torch.randn(8, 4)).sum().backward()
+    for kept in (True, False, False):
+        checkpoint(nn.Dropout(0.5), torch.ones(4, requires_grad=True), use_reentrant=False, preserve_rng_state=kept)  # dropout
+    checkpoint(plain, torch.ones(4, requires_grad=True), use_reentrant=False, preserve_rng_state=False)
+"""
+
+
+def test_the_modes_of_models_are_recorded(place):
+    modes = Made(place("modes"), MODES).well()
+    (process,) = modes.run.processes
+    first, second = process.of(ModeSeen)
+    assert (first.model, first.training, second.training) == ("Sequential", True, False)
+    assert second.called != modes.line("# switched")  # that of the other model came later
+    (evaluated,) = process.of(ModeEvaluated)
+    assert (evaluated.model, evaluated.training, evaluated.where) == ("Sequential", False, modes.line("# evaluated"))
+    (statistics,) = process.of(StatisticsSeen)
+    assert len(statistics.statistics) == 2
+    assert statistics.where == modes.line("# evaluated")
+    assert [each.where for each in process.of(RecomputedAtRandom)] == [modes.line("# dropout")]
+
+
+WORKERS = """
+    import numpy, torch
+    from torch.utils.data import DataLoader, Dataset
+
+    class Noise(Dataset):
+        def __init__(self):
+            self.rng = numpy.random.default_rng(0)
+
+        def __len__(self):
+            return 8
+
+        def __getitem__(self, index):
+            return torch.tensor(self.rng.normal()) + torch.randn(())
+
+    for epoch in range(2):
+        for batch in DataLoader(Noise(), 2, num_workers=2):  # workers
+            pass
+    shuffled = DataLoader(range(20), 5, shuffle=True)
+    for order in (shuffled, shuffled, DataLoader(range(20), 5), DataLoader(range(20), 5)):
+        next(iter(order))  # no pass
+        for batch in order:
+            pass
+"""
+
+
+def test_random_states_of_workers_and_the_order_of_passes_are_recorded(place):
+    workers = Made(place("workers"), WORKERS).well()
+    begun = list(workers.run.all(WorkerBegun))
+    assert sorted(each.worker for each in begun) == [0, 0, 1, 1]
+    assert {each.where for each in begun} == {workers.line("# workers")}
+    assert {tuple(sorted(each.states)) for each in begun} == {("self.rng", "torch")}
+    assert len({each.states["self.rng"] for each in begun}) == 1
+    assert len({each.states["torch"] for each in begun}) == 4
+    passes = [each for each in workers.run.all(PassEnded) if each.batches == 4][2:]
+    assert [each.iteration for each in passes] == [2, 4, 2, 2]
+    one, other, *sequential = (each.order for each in passes)
+    assert one != other
+    assert sequential[0] == sequential[1] not in (one, other, None)

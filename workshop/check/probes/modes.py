@@ -1,0 +1,100 @@
+"""The mode in which a program calls models with dropout or BatchNorm, and the statistics of BatchNorm in evaluations."""
+
+from typing import Any
+from weakref import WeakKeyDictionary, WeakSet
+
+import torch
+from torch import nn
+from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.modules.dropout import _DropoutNd
+from torch.nn.parallel import DistributedDataParallel
+
+from workshop.check.evidence.misuses import ModeEvaluated, ModeSeen, StatisticsSeen
+from workshop.check.probes.contents import mixed
+from workshop.check.probes.probe import Probe, after, before, on
+
+EVALUATIONS = 4  # whose statistics are recorded, of each model
+
+
+class Modes(Probe):
+    """Records changes between training mode and evaluation mode, and the statistics with which models are evaluated."""
+
+    writes = (ModeSeen, ModeEvaluated, StatisticsSeen)
+
+    def clear(self) -> None:
+        self.latest: dict[
+            nn.Module, bool
+        ] = {}  # the mode in the last forward pass with gradients, since the last backward
+        self.trained: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()  # the mode in the last backward pass
+        self.evaluated: WeakKeyDictionary[nn.Module, set[bool]] = WeakKeyDictionary()
+        self.called = ""  # the line of the last eval()
+        self.names: WeakKeyDictionary[nn.Module, str] = WeakKeyDictionary()
+        self.counted: WeakKeyDictionary[nn.Module, list[int]] = WeakKeyDictionary()  # the steps before its evaluations
+        self.synchronized: WeakSet[nn.Module] = WeakSet()  # DDP sends their buffers
+
+    @after(DistributedDataParallel, "__init__")
+    def _wrap(self, result: None, ddp: Any, *args: Any, **kwargs: Any) -> None:
+        if ddp.broadcast_buffers:
+            self.synchronized.add(ddp.module)
+
+    @before(nn.Module, "eval")
+    def _eval(self, module: nn.Module) -> None:
+        self.called = self.recorder.where()
+
+    @on("before_forward")
+    def _forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if torch.is_grad_enabled() and not self.recorder.quiet:
+            model = _inner(module)
+            self.latest[model] = model.training
+
+    @on("before_backward")
+    def _backward(self, loss: torch.Tensor) -> None:
+        for model, training in self.latest.items():
+            if self.trained.get(model) is not training and _depends_on_mode(model):
+                self.recorder.note(ModeSeen(model=self._name(model), training=training, called=self.called))
+            self.trained[model] = training
+        self.latest.clear()
+
+    @on("before_evaluation")
+    def _evaluate(self, model: nn.Module) -> None:
+        if not self.recorder.quiet and _depends_on_mode(model):
+            modes = self.evaluated.setdefault(model, set())
+            if model.training not in modes:
+                modes.add(model.training)
+                self.note_here(ModeEvaluated(model=self._name(model), training=model.training))
+            if not model.training and not self.synchronized:
+                self._count(model)
+
+    def _count(self, model: nn.Module) -> None:
+        """Record the statistics of BatchNorm of a model, once between two steps."""
+        layers = [each for each in model.modules() if isinstance(each, _NormBase) and each.running_mean is not None]
+        times = self.counted.setdefault(model, [])
+        if layers and len(times) < EVALUATIONS and self.recorder.steps not in times:
+            times.append(self.recorder.steps)
+            tensors = [each for layer in layers for each in (layer.running_mean, layer.running_var) if each is not None]
+            seen = StatisticsSeen(
+                model=self._name(model), statistics=[mixed(each) for each in tensors], steps=times[-1]
+            )
+            self.note_here(seen)
+
+    def _name(self, model: nn.Module) -> str:
+        if model not in self.names:
+            kind = type(model).__name__
+            alike = sum(each.partition(" ")[0] == kind for each in self.names.values())
+            self.names[model] = f"{kind} {alike + 1}" if alike else kind
+        return self.names[model]
+
+
+def _inner(module: nn.Module) -> nn.Module:
+    return module.module if isinstance(module, DistributedDataParallel) else module
+
+
+def _depends_on_mode(model: nn.Module) -> bool:
+    """Whether a model has a layer with dropout, or with statistics of the batches that it has seen."""
+
+    def depends(layer: nn.Module) -> bool:
+        drops = layer.p if isinstance(layer, _DropoutNd) else getattr(layer, "dropout", 0)
+        keeps = isinstance(layer, _NormBase) and layer.track_running_stats
+        return keeps or (isinstance(drops, float) and drops > 0)
+
+    return any(map(depends, model.modules()))

@@ -1,0 +1,84 @@
+"""The worker processes of a DataLoader, the samples that they read and their random numbers; loaders without batches."""
+
+from workshop.check.evidence.events import Drawn, Key, LoaderStarted
+from workshop.check.evidence.misuses import WorkerBegun
+from workshop.check.evidence.run import Run
+from workshop.check.rules.processes import no_group, wrong_group
+from workshop.check.rules.rule import Said, Seen, rule
+from workshop.check.rules.words import named
+
+TURNS = 8  # of the workers of a loader
+
+
+@rule(
+    why="Each worker of a DataLoader has its own copy of an IterableDataset, so a rank trains on the same samples several times.",
+    fix="In __iter__ of the IterableDataset, call get_worker_info() and let each worker read a different part: begin at "
+    "rank * num_workers + id and read every (world_size * num_workers)th document.",
+    needs=(Drawn,),
+    after=(no_group, wrong_group),
+    anywhere=True,
+)
+def workers_overlap(run: Run) -> Said:
+    """The workers of a rank return the same samples."""
+    for process in run.trained:
+        streams = {(each.loader, each.iteration): each for each in process.of(LoaderStarted) if each.workers > 1}
+        for loader, started in streams.items():
+            passes = [each.forward for each in process.backwards if each.forward and each.forward.loader == loader]
+            batches = [forward.keys for forward in passes]
+            if _read_alike(batches, started.workers):
+                seen = f"the {started.workers} workers of the loader of {named(process)} return the same samples"
+                yield Seen(f"{seen}, from their first batches on", started.source or started.where, origin="stream")
+                return
+
+
+def _read_alike(batches: list[list[Key]], workers: int) -> bool:
+    """Whether the batches of all workers, which take turns, begin with the same samples."""
+    turns = [batches[first : first + workers] for first in range(0, len(batches) - workers + 1, workers)][:TURNS]
+    if len(turns) < 2 or any(len(set(batch)) < max(2, 0.9 * len(batch)) for turn in turns for batch in turn):
+        return False  # the content does not identify a sample
+    alike = [sum(set(turn[0]) == set(batch) for batch in turn) > 1 for turn in turns]
+    return all(alike) and not set(turns[0][0]) & set(turns[1][0])
+
+
+@rule(
+    why="Each epoch repeats the augmentations of the first one, so the model sees less variety.",
+    fix="Seed in worker_init_fn with torch.initial_seed(), which is a different number for each worker and epoch, and create "
+    "generators of the data set there, not in __init__.",
+    needs=(WorkerBegun,),
+    after=(no_group, wrong_group),
+    anywhere=True,
+)
+def workers_repeat(run: Run) -> Said:
+    """The workers of a training loader begin each epoch with the same state of a random generator that they use."""
+    for process in run.trained[:1]:
+        trained = {each.forward.loader for each in process.backwards if each.forward}
+        started = process.of(LoaderStarted)
+        lines = {each.where for each in started if (each.loader, each.iteration) in trained}
+        lines -= {each.where for each in started if (each.loader, each.iteration) not in trained}
+        for where in lines:
+            begun = [each for each in run.all(WorkerBegun) if (each.where, each.rank) == (where, process.rank or 0)]
+            states = [each.states for each in begun if each.worker == 0]
+            for name in states[0] if len(states) > 1 else ():
+                if len({each.get(name) for each in states}) == 1:
+                    seen = f"in each of {len(states)} epochs the workers begin with the same state of {name}, and draw from it"
+                    own = name.startswith("self.")
+                    yield Seen(seen, where, origin=f"member:{name[5:]}" if own else "call:.worker_init_fn here")
+                    return
+
+
+@rule(
+    why="The loop over it does nothing, so nothing is trained or evaluated, and a mean over its samples is 0 / 0.",
+    fix="Leave drop_last of the DataLoader at False for an evaluation, or use a batch_size of at most the samples of a rank.",
+    needs=(Drawn,),
+    after=(no_group, wrong_group),
+    anywhere=True,
+)
+def loader_empty(run: Run) -> Said:
+    """A loader has no batches on any rank."""
+    lengths: dict[str, list[int | None]] = {}
+    for event in run.all(LoaderStarted):
+        lengths.setdefault(event.where, []).append(event.length)
+    for where, found in lengths.items():
+        if set(found) == {0}:
+            yield Seen("the loader has no batches: its samples do not fill one, and it drops the last one", where)
+            return

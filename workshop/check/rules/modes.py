@@ -1,0 +1,83 @@
+"""Whether models with dropout or BatchNorm are in the right mode, and evaluated with the same statistics on all ranks."""
+
+from workshop.check.evidence.events import Evaluated
+from workshop.check.evidence.misuses import ModeEvaluated, ModeSeen, StatisticsSeen
+from workshop.check.evidence.run import Run
+from workshop.check.evidence.sketches import difference
+from workshop.check.rules.processes import no_group, wrong_group
+from workshop.check.rules.rule import Said, Seen, rule
+from workshop.check.rules.words import plural
+
+APART = 1e-3  # relative difference of statistics; those of equal samples differ only by rounding
+FEW = 8  # samples
+
+
+@rule(
+    why="In evaluation mode dropout does nothing and BatchNorm does not use the batch, so the model trains in a different way "
+    "than before, and than after a resume.",
+    fix="Call model.train() after each evaluation, for example at the start of each epoch.",
+    needs=(ModeSeen,),
+    after=(no_group, wrong_group),
+    anywhere=True,
+)
+def left_in_evaluation(run: Run) -> Said:
+    """A model that was trained in training mode is trained in evaluation mode from some step to the end."""
+    for process in run.trained[:1]:
+        modes: dict[str, list[tuple[int, ModeSeen]]] = {}
+        for seconds, event in process.timed(ModeSeen):
+            steps = sum(step.seconds <= seconds for step in process.steps)
+            modes.setdefault(event.model, []).append((steps, event))
+        for model, changes in modes.items():
+            steps, last = changes[-1]
+            if len(changes) > 1 and not last.training and steps + 1 < len(process.steps):
+                seen = f"from step {steps + 1} on {model} trains in evaluation mode"
+                seen += ": after eval() the program does not call train()"
+                yield Seen(seen, last.called)
+                return
+
+
+@rule(
+    why="In training mode dropout changes the outputs at random and BatchNorm uses the batch, so the metric is that of a "
+    "different model, and differs from one evaluation to the next.",
+    fix="Call model.eval() before the evaluation, and model.train() after it.",
+    needs=(ModeSeen, ModeEvaluated),
+    after=(no_group, wrong_group),
+    anywhere=True,
+)
+def evaluated_in_training(run: Run) -> Said:
+    """The only model that is evaluated is the trained one, on held-out samples, and always in training mode."""
+    for process in run.trained[:1]:
+        modes = process.of(ModeEvaluated)
+        if (
+            len(modes) != 1
+            or not modes[0].training
+            or modes[0].model not in {each.model for each in process.of(ModeSeen)}
+        ):
+            continue
+        trained = {key for step in process.steps for key in step.keys}
+        passes = [each for each in process.of(Evaluated) if each.forward.loader and not each.forward.refreshes]
+        held_out = {key for each in passes for key in each.forward.names(process.identity)} - trained
+        if len(held_out) >= FEW:
+            seen = f"{modes[0].model} is evaluated on {plural(len(held_out), 'held-out sample')} in training mode"
+            yield Seen(seen, modes[0].where)
+
+
+@rule(
+    why="Each rank measures a different model, and a checkpoint has the statistics of one rank.",
+    fix="Average running_mean and running_var over the ranks with all_reduce before an evaluation, use SyncBatchNorm, or let "
+    "DistributedDataParallel send the buffers of rank 0 (broadcast_buffers=True).",
+    needs=(StatisticsSeen,),
+    after=(no_group, wrong_group),
+    anywhere=True,
+)
+def statistics_differ(run: Run) -> Said:
+    """The ranks evaluate the same model with different statistics of BatchNorm."""
+    ranks = [{(each.model, each.steps): each for each in process.of(StatisticsSeen)} for process in run.trained]
+    for key, first in ranks[0].items() if len(ranks) > 1 and not run.divided else ():
+        others = [each[key] for each in ranks[1:] if key in each]
+        if first.steps and any(difference(first.statistics, other.statistics) > APART for other in others):
+            seen = f"after {plural(first.steps, 'step')} the ranks evaluate {first.model} with different statistics of BatchNorm"
+            yield Seen(
+                seen, first.where, origin="call:DistributedDataParallel.broadcast_buffers|DDP.broadcast_buffers here"
+            )
+            return
