@@ -50,7 +50,7 @@ def test_every_way_to_end_gives_a_verdict_and_leaves_no_process(program, kind, t
     before = set(psutil.pids())
     start = time.monotonic()
     *_, verdict = check_command(TORCHRUN, folder=tmp_path)
-    assert time.monotonic() - start < 40
+    assert time.monotonic() - start < 300  # the processes would wait 1000 s
     assert kinds(verdict)[:1] == [kind], verdict.findings
     new = [process for process in psutil.process_iter() if process.pid not in before]
     assert str(script) not in runs.command_lines(new)

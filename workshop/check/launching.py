@@ -183,10 +183,13 @@ def _watch(keeper: int, folder: Path, patience: Patience) -> tuple[int | None, s
         time.sleep(0.01)
         if time.monotonic() < next_look:
             continue
-        next_look = time.monotonic() + 0.1
+        look = time.monotonic()
         if _size(folder, "std*") > OUTPUT_LIMIT:
             return None, "", True
-        if hung := watch.look((_size(folder, "events-*"), _compiling(keeper))):
+        hung = watch.look((_size(folder, "events-*"), _compiling(keeper)))
+        now = time.monotonic()
+        next_look = now + max(0.1, now - look)  # hundreds of processes take long to look at
+        if hung:
             for process in _pids(folder):
                 with suppress(ProcessLookupError):
                     os.kill(process, signal.SIGUSR1)  # it writes its stack

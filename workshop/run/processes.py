@@ -220,18 +220,21 @@ def kill_below(pid: int, spared: Collection[int] = ()) -> None:
         pid: the process. If it is this process, the children that have ended are waited for.
         spared: the ids of descendants that may continue.
     """
-    for _ in range(500):
+    killed: set[psutil.Process] = set()
+    for turn in range(500):
         members = [member for member in family(pid)[1:] if member.pid not in spared]
         if not members:
             return
         for member in members:
-            with suppress(psutil.NoSuchProcess):
-                member.kill()
+            if member not in killed:
+                killed.add(member)
+                with suppress(psutil.NoSuchProcess):
+                    member.kill()
         if pid == os.getpid():
             for member in members:
                 with suppress(ChildProcessError):
                     os.waitpid(member.pid, os.WNOHANG)
-        time.sleep(0.005)
+        time.sleep(min(0.005 * (turn + 1), 0.05))
 
 
 @contextmanager
