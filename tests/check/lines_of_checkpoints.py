@@ -30,6 +30,40 @@ PROGRAMS = {
         def main(trainer, module):
             trainer.fit(module)  # seen
     """,
+    "of-some": """
+        def main(rank, model, path):
+            state = torch.load(path)  # seen
+            if rank == 0:  # cause
+                model.load_state_dict(state["model"])
+    """,
+    "of-first": """
+        def main(rank, generator, path):
+            state = torch.load(path)
+            first = state["epochs"][0:1]
+            generator.set_state(state["generators"][0])  # cause
+            save(path)  # seen
+    """,
+    "unpersistent:sums": """
+        class Counter(nn.Module):
+            def __init__(self):
+                self.register_buffer("book", torch.zeros(3))
+                self.register_buffer("sums", torch.zeros(3), persistent=False)  # cause
+
+        def main(model, path):
+            model.load_state_dict(torch.load(path))  # seen
+    """,
+    "rescaled": """
+        def main(optimizer, path):
+            optimizer.load_state_dict(torch.load(path))  # seen
+            for group in optimizer.param_groups:
+                group["lr"] *= 2  # cause
+    """,
+    "last:load_from_checkpoint": """
+        def main(trainer, path):
+            model = Model.load_from_checkpoint(path)  # cause
+            trainer.fit(model)  # seen
+            Model.load_from_checkpoint("best.ckpt")
+    """,
     "tag": """
         def main(engine, loss):
             tag = f"loss-{loss:.2f}"  # cause

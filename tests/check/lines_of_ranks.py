@@ -29,6 +29,73 @@ PROGRAMS = {
             mean, std = statistics(torch.stack([load(each) for each in mine]))
             optimizer.step()  # seen
     """,
+    "of-rank:seed": """
+        def main(args, rank):
+            args.seed = args.seed + rank
+            seed = args.seed + rank  # cause
+            sampler = DistributedSampler(data, seed=seed)
+            for batch in DataLoader(data, sampler=sampler):
+                model(batch)  # seen
+    """,
+    "of-rank:rank": """
+        def main(world_size):
+            part = int(os.environ.get("RANK", 0))  # cause
+            sampler = DistributedSampler(data, num_replicas=world_size, rank=part)
+            for batch in DataLoader(data, sampler=sampler):
+                model(batch)  # seen
+    """,
+    "undivided": """
+        def main(model):
+            trainer = Trainer(
+                devices=2,
+                use_distributed_sampler=False,  # cause
+            )
+            trainer.fit(model)  # seen
+    """,
+    "ungated": """
+        def keep(state, path):
+            torch.save(state, path)  # seen
+
+        def main(rank, state, best):
+            if rank == 0 and best:
+                keep(state, "best.pt")
+            keep(state, "last.pt")  # cause
+    """,
+    "gate:main": """
+        def main(state):
+            torch.save(state, "last.pt")  # seen
+
+        if __name__ == "__main__":
+            main({})
+    """,
+    "stepping": """
+        def main(optimizer, loader):
+            scheduler = LambdaLR(optimizer, rate)  # seen
+            for batch in loader:
+                optimizer.step()
+                scheduler.step()  # cause
+    """,
+    "given-loss": """
+        def loss_of(outputs, labels, num_items_in_batch=None):
+            return F.cross_entropy(outputs.logits, labels)  # cause
+
+        def main(model):
+            trainer = Trainer(model, compute_loss_func=loss_of)
+            trainer.train()  # seen
+    """,
+    "loader:uncalled": """
+        def main(sampler):
+            for epoch in range(3):
+                if hasattr(sampler, "set_epoch"):  # cause
+                    sampler.set_epoch(epoch)
+                train(sampler)  # seen
+    """,
+    "times": """
+        def gathered(x):
+            parts = [torch.empty_like(x)] * dist.get_world_size()  # cause
+            dist.all_gather(parts, x)  # seen
+            return torch.cat(parts)
+    """,
     "stream": """
         class Stream(IterableDataset):
             def __iter__(self):  # seen

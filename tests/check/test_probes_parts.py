@@ -19,7 +19,7 @@ from workshop.check.evidence.events import (
     ScheduleSeen,
     StepSkipped,
 )
-from workshop.check.evidence.misuses import BuffersKept, OptimizerSeen, OwnStateLoaded, ResultDiscarded
+from workshop.check.evidence.misuses import BuffersKept, OptimizerSeen, OutputsShared, OwnStateLoaded, ResultDiscarded
 
 SCALER = """
     import torch
@@ -255,6 +255,8 @@ DISCARDED = """
         array = values.numpy().copy()
         dist.all_reduce(torch.from_numpy(array))
         dist.broadcast(values * dist.get_rank(), src=0)  # also lost
+        dist.all_gather([torch.empty(4)[:2]] * 2, values)  # into one tensor
+        dist.all_gather(list(torch.empty(2, 2)), values)  # into two parts of a tensor
         model = Counting()
         ddp = DistributedDataParallel(model, broadcast_buffers=False)
         optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1, momentum=0.5, nesterov=True, foreach=True)  # once
@@ -278,6 +280,7 @@ def test_lost_results_kept_buffers_given_norms_and_settings_are_recorded(place):
     for rank in made.ranks:
         found = [(each.name, each.where) for each in rank.of(ResultDiscarded)]
         assert found == [("all_reduce", made.line("# lost")), ("broadcast", made.line("# also lost"))]
+        assert [each.where for each in rank.of(OutputsShared)] == [made.line("# into one tensor")]
         assert [each.names for each in rank.of(BuffersKept)] == [["seen"]] * 4  # after 1 to 4 steps
         assert [each.total for each in rank.of(GradientsClipped)] == [5.0 + rank.rank] * 5
         seen = [(each.taken, each.length, each.where) for each in rank.of(ScheduleSeen)]

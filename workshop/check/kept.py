@@ -17,6 +17,7 @@ from workshop.check.definitions import (
     names_in,
     names_stored,
 )
+from workshop.check.own_values import RANK
 
 HOOKS = ("on_fit_start", "on_train_start", "on_train_begin")  # they run after a Trainer has loaded a checkpoint
 JOINS = ("cat", "concat", "concatenate", "stack", "vstack", "hstack")
@@ -162,6 +163,47 @@ def loading(source: Source, start: ast.stmt, detail: str) -> int | None:
     for call in in_order(calls(source.tree, "load_state_dict", "set_state_dict")):
         if detail in ast.unparse(call).lower():
             return call.lineno
+    return None
+
+
+def of_some(source: Source, start: ast.stmt, detail: str) -> int | None:
+    """The condition about the rank under which the state of a loaded checkpoint is restored."""
+    for call in in_order(calls(source.scopes(start)[0], "load_state_dict")):
+        for each in source.above(call) if call.lineno > start.lineno else ():
+            if isinstance(each, ast.If) and RANK.search(ast.unparse(each.test)) and each not in source.above(start):
+                return each.lineno
+    return None
+
+
+def of_first(source: Source, start: ast.stmt, detail: str) -> int | None:
+    """The statement that restores the first entry of a list in a checkpoint, such as ``saved["states"][0]``."""
+    for each in ast.walk(source.tree):
+        if isinstance(each, ast.Subscript) and isinstance(each.value, ast.Subscript):
+            place, key = (
+                part.value if isinstance(part, ast.Constant) else None for part in (each.slice, each.value.slice)
+            )
+            if place == 0 and isinstance(key, str):
+                return each.lineno
+    return None
+
+
+def unpersistent(source: Source, start: ast.stmt, detail: str) -> int | None:
+    """The registration of a buffer with this name that state_dict() leaves out."""
+    for call in in_order(calls(source.tree, "register_buffer")):
+        given = [*call.args[2:], *(each.value for each in call.keywords if each.arg == "persistent")]
+        out = any(isinstance(each, ast.Constant) and each.value is False for each in given)
+        if out and call.args and isinstance(call.args[0], ast.Constant) and call.args[0].value == detail:
+            return call.lineno
+    return None
+
+
+def rescaled(source: Source, start: ast.stmt, detail: str) -> int | None:
+    """The statement that multiplies the learning rate of an optimizer after a checkpoint is loaded."""
+    for each in source.within(source.scopes(start)[0]):
+        target = each.target if isinstance(each, ast.AugAssign) and each.lineno > start.lineno else None
+        key = target.slice if isinstance(target, ast.Subscript) else None
+        if isinstance(key, ast.Constant) and key.value == "lr":
+            return each.lineno
     return None
 
 

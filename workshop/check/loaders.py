@@ -12,12 +12,13 @@ DIVIDED = ("sampler", "batch_sampler", "dataset")  # the arguments of a loader t
 def loader(source: Source, start: ast.stmt, detail: str) -> int | None:
     """The statement that makes the sampler of the loop around a statement, or else its loader.
 
-    ``detail``: "order": rather the call that sets the order of an epoch; "evaluation": that of the evaluation with Lightning;
-    "itself": the loader, also if it has a sampler.
+    ``detail``: "order": rather the call that sets the order of an epoch; "uncalled": the condition around it; "evaluation": that
+    of the evaluation with Lightning; "itself": the loader, also if it has a sampler.
     """
     for call in in_order(calls(source.tree, "set_epoch")):
-        if detail == "order" or any(RANK.search(ast.unparse(each)) for each in call.args):
-            return call.lineno
+        if detail in ("order", "uncalled") or any(RANK.search(ast.unparse(each)) for each in call.args):
+            alone = (each.lineno for each in source.above(call) if isinstance(each, ast.If) and len(each.body) == 1)
+            return next(alone, call.lineno) if detail == "uncalled" else call.lineno
     for made, statement in _loaders(source, start, detail == "evaluation"):
         # A Trainer of transformers does not divide the loader that a method of the program returns.
         whole = detail == "itself" or "get_train_dataloader" in source.functions
@@ -43,6 +44,39 @@ def _loaders(source: Source, start: ast.stmt, evaluation: bool) -> Iterator[tupl
         for made in calls(value.expression):
             if name_of(made.func).lower().endswith("loader"):
                 yield made, value.statement
+
+
+def of_rank_alone(source: Source, start: ast.stmt, detail: str) -> int | None:
+    """What makes an argument of the sampler of the loop around a statement: ``detail``, "seed" or "rank".
+
+    A seed counts if it depends on the rank, and a rank if it does not come from the process group.
+    """
+    for made, statement in _loaders(source, start, False):
+        samplers = source.trace([Value(each.value, statement) for each in made.keywords if "sampler" in str(each.arg)])
+        for value in samplers:
+            for call in (each for each in calls(value.expression) if name_of(each.func).endswith("Sampler")):
+                given = [Value(each.value, value.statement) for each in call.keywords if each.arg == detail]
+                for behind in source.trace(given, depth=3):
+                    if behind.statement is not value.statement and _is_own(behind, detail):
+                        return behind.statement.lineno
+    return None
+
+
+def _is_own(value: Value, detail: str) -> bool:
+    if detail == "seed":
+        return of_rank(value)
+    return isinstance(value.statement, ast.Assign) and not any(calls(value.expression, "get_rank"))
+
+
+def undivided(source: Source, start: ast.stmt, detail: str) -> int | None:
+    """The argument of a Trainer of Lightning that keeps it from dividing the samples, if no sampler of the program does."""
+    if any(name_of(call.func).endswith("Sampler") for call in calls(source.tree)):
+        return None
+    for call in calls(source.tree, "Trainer"):
+        for each in call.keywords:
+            if each.arg == "use_distributed_sampler" and isinstance(each.value, ast.Constant) and not each.value.value:
+                return each.value.lineno
+    return None
 
 
 def _makes_sampler(value: Value) -> bool:

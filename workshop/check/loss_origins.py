@@ -3,9 +3,10 @@
 import ast
 from collections.abc import Iterator
 
-from workshop.check.definitions import Function, Source, Value, calls, first, header, is_name, names_in
+from workshop.check.definitions import Function, Source, Value, calls, first, header, is_name, name_of, names_in
 
 ADDS = ("append", "extend")
+LOSS = "compute_loss_func"
 ITEMS = "num_items_in_batch"  # an argument of compute_loss() and compute_loss_func of the Trainer of transformers
 COUNTS = ("sum", "numel", "count_nonzero", "len", "size")
 
@@ -32,6 +33,15 @@ def divisor(source: Source, start: ast.stmt, detail: str) -> int | None:
     return first(source.trace(returns if detail else [header(start)]), divides) or (
         None if detail else _ignoring(source)
     )
+
+
+def given(source: Source, start: ast.stmt, detail: str) -> int | None:
+    """What the function returns that a Trainer gets as ``compute_loss_func``."""
+    names = [name_of(each.value) for call in calls(source.tree) for each in call.keywords if each.arg == LOSS]
+    for function in (each for name in names for each in source.functions.get(name, [])):
+        returns = [each.lineno for each in source.within(function) if isinstance(each, ast.Return)]
+        return returns[-1] if returns else function.lineno
+    return None
 
 
 def _ignoring(source: Source) -> int | None:

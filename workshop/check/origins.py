@@ -28,7 +28,7 @@ from workshop.check.definitions import (
     name_of,
     names_in,
 )
-from workshop.check.loss_origins import averaged, divisor, gathering, reduced
+from workshop.check.loss_origins import averaged, divisor, gathering, given, reduced
 from workshop.check.own_values import OF_RANKS, RANK
 from workshop.check.places import place_of
 from workshop.check.verdict import Finding
@@ -53,7 +53,7 @@ def at_origin(finding: Finding, script: Path, folder: Path) -> Finding:
         kind, _, detail = origin.partition(":")
         if line := _line(place.file, place.line, kind, detail):
             return replace(finding, where=f"{name}:{line}", origin="")
-        if kind == "member":  # a class is often in a file of its own
+        if kind in ("member", "unpersistent"):  # a class is often in a file of its own
             found = [
                 f"{file.relative_to(folder)}:{line}"
                 for file in _others(folder)
@@ -306,7 +306,8 @@ def _gate(source: Source, start: ast.stmt, detail: str) -> int | None:
     for _ in range(2):
         function = source.scopes(inner)[0]
         around = itertools.takewhile(lambda each, end=function: each is not end, source.above(inner))  # type: ignore[misc]
-        condition = next((each for each in around if isinstance(each, ast.If)), None)
+        conditions = (each for each in around if isinstance(each, ast.If))
+        condition = next((each for each in conditions if "__name__" not in names_in(each.test)), None)
         if condition:
             remainder = first(source.trace([header(condition)]), _has_remainder) if detail else None
             return remainder or condition.lineno
@@ -315,6 +316,34 @@ def _gate(source: Source, start: ast.stmt, detail: str) -> int | None:
             return None
         inner = calling[0]
     return None
+
+
+def _ungated(source: Source, start: ast.stmt, detail: str) -> int | None:
+    """The only call, without a condition about the rank, of the function that contains a statement; it has other calls too."""
+    found = source.calls_of(source.scopes(start)[0])
+    free = [each for each in found if not any(_asks_rank(above) for above in source.above(each))]
+    return free[0].lineno if len(free) == 1 < len(found) else None
+
+
+def _asks_rank(node: ast.AST) -> bool:
+    return isinstance(node, ast.If) and bool(RANK.search(ast.unparse(node.test)))
+
+
+def _last(source: Source, start: ast.stmt, detail: str) -> int | None:
+    """The last call of a function before the end of a statement, in the same function."""
+    found = [call.lineno for call in in_order(calls(source.scopes(start)[0], detail))]
+    before = [line for line in found if line <= (start.end_lineno or start.lineno)]
+    return before[-1] if before else None
+
+
+def _times(source: Source, start: ast.stmt, detail: str) -> int | None:
+    """The statement that repeats a list, such as ``[tensor] * world_size``."""
+
+    def repeats(value: Value) -> bool:
+        products = (each for each in ast.walk(value.expression) if isinstance(each, ast.BinOp))
+        return any(isinstance(each.op, ast.Mult) and isinstance(each.left, ast.List) for each in products)
+
+    return first(source.trace([header(start)]), repeats)
 
 
 def _has_remainder(value: Value) -> bool:
@@ -393,6 +422,7 @@ FINDERS: dict[str, Callable[[Source, ast.stmt, str], int | None]] = {
     "condition": _condition,
     "configured": _configured,
     "divisor": divisor,
+    "given-loss": given,
     "environ": _environ,
     "figure": _figure,
     "gate": _gate,
@@ -402,18 +432,23 @@ FINDERS: dict[str, Callable[[Source, ast.stmt, str], int | None]] = {
     "joined": kept.joined,
     "kept": _kept,
     "key": kept.key,
+    "last": _last,
     "length": _length,
     "dealt": loaders.dealt,
     "loader": loaders.loader,
     "loading": kept.loading,
     "logged": _logged,
     "made": kept.made,
+    "of-first": kept.of_first,
+    "of-rank": loaders.of_rank_alone,
+    "of-some": kept.of_some,
     "member": _member,
     "model": _model,
     "passed": _passed,
     "printed": _printed,
     "receiver": _receiver,
     "reduced": reduced,
+    "rescaled": kept.rescaled,
     "restored": kept.restored,
     "returned": _returned,
     "seed": _seed,
@@ -422,9 +457,13 @@ FINDERS: dict[str, Callable[[Source, ast.stmt, str], int | None]] = {
     "saved": kept.saved,
     "sync": _sync,
     "tag": kept.tag,
+    "times": _times,
     "total": _total,
     "trains": kept.trains,
     "uncalled": _uncalled,
+    "undivided": loaders.undivided,
+    "ungated": _ungated,
+    "unpersistent": kept.unpersistent,
     "unread": kept.unread,
 }
 ANYWHERE = {

@@ -59,7 +59,10 @@ def _reseeded(source: Source, start: ast.stmt, detail: str) -> int | None:
         return next(
             (call.lineno for call in found if any(isinstance(each, ast.For) for each in source.above(call))), None
         )
-    return next((call.lineno for call in found if any(RANK.search(ast.unparse(each)) for each in call.args)), None)
+    own = [call for call in found if any(RANK.search(ast.unparse(each)) for each in call.args)]
+    # ``torch.manual_seed()`` rather than that of a generator of its own.
+    own.sort(key=lambda call: isinstance(call.func, ast.Attribute) and isinstance(call.func.value, ast.Call))
+    return own[0].lineno if own else None
 
 
 def _stream(source: Source, start: ast.stmt, detail: str) -> int | None:
@@ -178,6 +181,14 @@ def _gathers(source: Source, value: Value) -> bool:
     return any(name.startswith("all_gather") for name in (*called, *inner))
 
 
+def _stepping(source: Source, start: ast.stmt, detail: str) -> int | None:
+    """The first call of ``step`` of a schedule."""
+    for call in in_order(calls(source.tree, "step")):
+        if isinstance(call.func, ast.Attribute) and "sched" in ast.unparse(call.func.value).lower():
+            return call.lineno
+    return None
+
+
 OF_RANKS: dict[str, Callable[[Source, ast.stmt, str], int | None]] = {
     "changed": _changed,
     "encoder": _encoder,
@@ -187,6 +198,7 @@ OF_RANKS: dict[str, Callable[[Source, ast.stmt, str], int | None]] = {
     "prepared": _prepared,
     "reseeded": _reseeded,
     "share": _share,
+    "stepping": _stepping,
     "stream": _stream,
     "weights": _weights,
 }

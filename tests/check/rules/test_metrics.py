@@ -59,6 +59,19 @@ MISTAKES = (
         (REDUCED, REDUCED.replace("all_reduce(counts)", "all_reduce(counts.clone())")),
     ),
     mistake(
+        "counts-gathered-into-one-tensor",
+        second.TAGGER,
+        "outputs-shared",
+        "The list for the counts of all ranks is one tensor, several times, so the counts of the last rank are left.",
+        (
+            REDUCED,
+            "    parts = [torch.empty_like(counts)] * dist.get_world_size()\n"
+            "    dist.all_gather(parts, counts)\n"
+            "    counts = torch.stack(parts).sum(0)\n"
+            "    return (counts[0] / counts[1]).item()\n",
+        ),
+    ),
+    mistake(
         "accelerate-gathers-repeated-samples",
         TEXTS,
         "repeated-samples-gathered",

@@ -18,6 +18,10 @@ class ResultDiscarded(Event):  # the tensor of a collective ceased to exist in t
     value: Sketch  # of the tensor before the call
 
 
+class OutputsShared(Event):  # a collective got a list for its results in which tensors have the same memory
+    name: str
+
+
 class LossOfProbabilities(
     Event
 ):  # a loss that needs the outputs of a model got their softmax or sigmoid; once for each line

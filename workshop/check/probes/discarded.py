@@ -1,4 +1,4 @@
-"""Results of collectives that are lost, because they are in a temporary tensor."""
+"""Results of collectives that are lost, because they are in a temporary tensor, or overwrite each other."""
 
 import time
 import weakref
@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.distributed import distributed_c10d as c10d
 
-from workshop.check.evidence.misuses import ResultDiscarded
+from workshop.check.evidence.misuses import OutputsShared, ResultDiscarded
 from workshop.check.probes.contents import mixed
 from workshop.check.probes.probe import Function, Probe, around
 
@@ -18,13 +18,28 @@ CALLS = 3  # calls of a line that are recorded
 
 
 class Discarded(Probe):
-    """Records a collective whose tensor ceases to exist in the line of the call, with its memory: nothing reads the result."""
+    """Records a collective whose tensor ceases to exist in the line of the call, with its memory: nothing reads the result.
 
-    writes = (ResultDiscarded,)
+    Also one that gets the same tensor for the results of several ranks, such as ``[tensor] * world_size``.
+    """
+
+    writes = (ResultDiscarded, OutputsShared)
 
     def clear(self) -> None:
         self.temporary: dict[int, tuple[weakref.ref[torch.Tensor], ResultDiscarded]] = {}
         self.told = Counter[str]()
+
+    @around(c10d, "all_gather", "gather", named=True)
+    def _gather(self, name: str, original: Function, *args: Any, **kwargs: Any) -> Any:
+        with self.recorder.guard:
+            found = kwargs.get("tensor_list") or kwargs.get("gather_list") or next(filter(_is_list, args), ())
+            places = [each.data_ptr() for each in found if isinstance(each, torch.Tensor) and each.numel()]
+            if len(set(places)) < len(places) and self.recorder.called_by_program():
+                event = OutputsShared(name=name, where=self.recorder.where())
+                if not self.told[event.where]:
+                    self.told[event.where] += 1
+                    self.recorder.note(event)
+        return original(*args, **kwargs)
 
     @around(c10d, "all_reduce", "broadcast", named=True)
     def _call(self, name: str, original: Function, tensor: Any, *args: Any, **kwargs: Any) -> Any:
@@ -50,6 +65,10 @@ class Discarded(Probe):
             if self.recorder.where() == event.where:  # otherwise, the program can have read it in the lines between
                 self.told[event.where] += 1
                 self.recorder.note(event)
+
+
+def _is_list(argument: object) -> bool:
+    return isinstance(argument, list)
 
 
 def _alone(tensor: torch.Tensor) -> bool:

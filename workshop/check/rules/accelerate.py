@@ -81,6 +81,7 @@ def saved_by_some(run: Run) -> Said:
     "mean over all gathered values.",
     needs=(AcceleratorCalled,),
     anywhere=True,
+    origin=r"holds:(\bmean|loss|entropy)\w*\(",
 )
 def means_gathered(run: Run) -> Said:
     """The evaluation gathers one number for each batch, although the last batch is smaller."""

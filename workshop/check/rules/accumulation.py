@@ -37,7 +37,8 @@ def accumulation_uneven(run: Run) -> Said:
             asked = f" ({wanted} were asked for)" if run.asked else ""
             yield Seen(f"batches per step: {shown}{asked}", process.step_where)
         elif wanted > 1 and len(cleared) > len(sizes) // 2:
-            yield Seen("zero_grad() clears the gradients of all batches except the last of each step", cleared[0].where)
+            seen = "zero_grad() clears the gradients of all batches except the last of each step"
+            yield Seen(seen, cleared[0].where, origin="last:zero_grad")
         elif last := 0 if run.cut else len(process.trailing):
             yield Seen(f"no optimizer.step() follows the last {plural(last, 'backward() call')}", process.step_where)
 

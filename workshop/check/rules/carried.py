@@ -126,7 +126,7 @@ def _swapped(whole: Run, split: Split, done: int) -> Cause | None:
         if same and difference(due.before.weights, own.before.weights) > CLOSE:
             seen = "the second start begins with the parameters that were evaluated, such as averaged ones, not the trained ones"
             fix = "Save when the trained parameters are in the model again; save the averaged ones under a key of their own."
-            return seen, fix, _saving(split.first), ""
+            return seen, fix, _saving(split.first), "passed"
     return None
 
 
@@ -279,7 +279,7 @@ def _begun_again(whole: Run, split: Split, done: int, names: re.Pattern[str] = A
         if lost and what:
             shown = listed([f"`{name}` {what} {now[name]:g} instead of {expected[name]:g}" for name in lost[:3]])
             fix = f"Save {listed(lost[:3])} in the checkpoint, and assign it where the checkpoint is loaded."
-            return shown, fix, "", f"unread:{lost[0]} restored"
+            return shown, fix, "", f"unpersistent:{lost[0].rpartition('.')[2]} unread:{lost[0]} restored"
         if lost:
             seen = f"the generator `{lost[0]}` begins again with its first state"
             fix = "Save the state of the generator (get_state()) of each rank, or seed it with a function of the step."

@@ -27,7 +27,7 @@ from workshop.check.scenarios import SPLIT, TWO_NODES, WHOLE, Split
     why="If two processes write the same file at the same time, it can contain a mixture of both.",
     fix="Write only on rank 0 (`if rank == 0:`), or give each rank its own file name.",
     anywhere=True,
-    origin="gate",
+    origin="gate ungated",
 )
 def two_writers(run: Run) -> Said:
     """Several ranks write the same file."""

@@ -326,7 +326,7 @@ def _apart_at(
     fix="DistributedDataParallel divides the gradients by the number of processes, so do not divide the loss by it too. If you "
     "divide the loss by a count over all ranks, multiply it by the number of processes.",
     anywhere=True,
-    origin="call:register_comm_hook receiver:backward divisor:compute_loss",
+    origin="call:register_comm_hook receiver:backward divisor:compute_loss given-loss",
 )
 def gradient_scale(run: Run, single: Run) -> Said:
     """The gradient is a multiple of that of one process on the same samples."""

@@ -107,7 +107,10 @@ def _wrong_length(run: Run, process: Process, rates: list[float]) -> Said:
         if min(abs(share / run.nproc - 1), abs(share * run.nproc - 1)) < 0.15:
             seen = f"the schedule is made for {event.length} steps, but takes {event.taken}"
             times = f"{run.nproc} times too {'many' if share > 1 else 'few'}"
-            found = Seen(f"{seen}: {times}", event.where, origin="total")
+            often = (
+                "stepping " if event.taken > 1.5 * process.attempts else ""
+            )  # not once for each step of the optimizer
+            found = Seen(f"{seen}: {times}", event.where, origin=f"{often}total")
             yield _by_accelerate(run, process, found) if share < 1 else found
             return
     length = 0 if process.first(ScheduleSeen) else _length(rates)

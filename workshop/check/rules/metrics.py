@@ -18,7 +18,7 @@ from workshop.check.evidence.events import (
     Sketch,
     StepTaken,
 )
-from workshop.check.evidence.misuses import ResultDiscarded, TotalsSummed
+from workshop.check.evidence.misuses import OutputsShared, ResultDiscarded, TotalsSummed
 from workshop.check.evidence.run import Process, Run
 from workshop.check.evidence.sketches import CLOSE, difference
 from workshop.check.rules.comparison import loss_weights_differ
@@ -164,6 +164,23 @@ def _discarded(process: Process) -> Iterator[ResultDiscarded]:
 
 def _apart(values: list[Sketch]) -> bool:
     return any(difference(values[:1], [each]) > CLOSE for each in values[1:])
+
+
+@rule(
+    why="Each result overwrites the one before, so only the values of the last rank are left, once for each rank.",
+    fix="Make a tensor for each rank: [torch.empty_like(x) for _ in range(world_size)]; [x] * world_size is one tensor, several "
+    "times. Then call torch.distributed.all_gather().",
+    needs=(OutputsShared,),
+    after=(no_group, wrong_group),
+    instead_of=(metric_depends_on_processes, gradients_differ, weights_differ),
+    anywhere=True,
+    origin="times",
+)
+def outputs_shared(run: Run) -> Said:
+    """The list for the results of all ranks has the same tensor several times."""
+    for event in run.all(OutputsShared):
+        yield Seen(f"{event.name}() gets the same tensor for the results of several ranks", event.where)
+        return
 
 
 @rule(

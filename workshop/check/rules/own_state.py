@@ -87,7 +87,7 @@ def _same_samples(whole: Run, split: Split, due: list[list[Step]]) -> Cause | No
     rank = named(whole.trained[own.index(begun[0])])
     saving = [each for process in split.first.processes for each in _last_save(process)]
     seen = f"after the second start all ranks train on the samples of {rank}, but each should have its own"
-    return seen, GATHER, saving[0].where if len(saving) == 1 else "", "here"
+    return seen, GATHER, saving[0].where if len(saving) == 1 else "", "of-first here"
 
 
 def _last_save(process: Process) -> list[Saved]:

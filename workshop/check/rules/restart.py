@@ -72,7 +72,7 @@ def never_resumes(whole: Run, split: Split) -> Said:
 @_of_restart(
     why="An epoch that is trained twice leads to different parameters than a run that was never stopped.",
     fix="Save the number of the last finished epoch, and resume with that number plus one.",
-    origin="restored",
+    origin="last:load_from_checkpoint restored",
 )
 def epoch_repeated(whole: Run, split: Split) -> Said:
     """Both parts together have more steps than the uninterrupted run."""
@@ -111,7 +111,7 @@ def optimizer_lost(whole: Run, split: Split) -> Said:
 @_of_restart(
     why="The learning rate starts again from the beginning of its schedule.",
     fix="Save the state_dict() of the scheduler in the checkpoint, and load it with scheduler.load_state_dict().",
-    origin="loading:sched stateful:sched",
+    origin="rescaled loading:sched stateful:sched",
 )
 def schedule_lost(whole: Run, split: Split) -> Said:
     """The learning rate after the second start differs from that of an uninterrupted run."""
@@ -198,7 +198,7 @@ def _ranks_apart(whole: Run, split: Split, load: str) -> list[tuple[Rule, Seen]]
             return [(weights_differ, Seen(seen, whole.trained[0].step_where, origin="reseeded"))]
         some = _only_some_load(second)
         seen = some or "the ranks begin with different parameters"
-        return [(weights_differ, Seen(f"after the second start {seen}", load, origin="gate" if some else ""))]
+        return [(weights_differ, Seen(f"after the second start {seen}", load, origin="gate" if some else "of-some"))]
     if cause := one_for_all(whole, split):
         seen, fix, where, origin = cause
         return [(resume_differs, Seen(seen, where or load, fix=fix, origin=origin))]
@@ -239,8 +239,8 @@ def _state_lost(whole: Run, split: Split, load: str) -> Iterable[tuple[Rule | No
         seen = f"after the second start {name}, but not in an uninterrupted run: the best value so far is not restored"
         yield resume_differs, Seen(seen, load, origin="restored")
     for about, seen in differences:
-        sampled = "call:set_epoch" if " samples " in seen else ""
-        yield None if about is resume_differs else about, Seen(seen, load, origin=sampled)
+        origin = "call:set_epoch" if " samples " in seen else "of-some" if about is resume_differs else ""
+        yield None if about is resume_differs else about, Seen(seen, load, origin=origin)
 
 
 def _in_closure(steps: list[Step]) -> bool:

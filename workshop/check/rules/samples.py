@@ -104,7 +104,7 @@ def _collects(keys: list[Key], seconds: float, began: dict[Key, float]) -> bool:
 @_of_samples(
     why="Every rank computes the same gradient, so more GPUs cost more but do not speed up the training.",
     fix="Pass a DistributedSampler to the DataLoader (sampler=..., without shuffle=True): each rank then gets a different part.",
-    origin="dealt loader",
+    origin="dealt undivided of-rank:rank loader",
 )
 def same_samples(run: Run) -> Said:
     """Two ranks train on the same samples."""
@@ -115,7 +115,7 @@ def same_samples(run: Run) -> Said:
     why="Samples that two ranks train on count twice, and others not at all.",
     fix="Split and shuffle the data set with the same seed on all ranks, and let a DistributedSampler distribute it.",
     after=(same_samples,),
-    origin="call:DataLoaderConfiguration.use_seedable_sampler call:set_seed.device_specific dealt loader",
+    origin="call:DataLoaderConfiguration.use_seedable_sampler call:set_seed.device_specific dealt of-rank:seed loader reseeded",
 )
 def shares_overlap(run: Run) -> Said:
     """Two ranks share some of their samples."""
@@ -406,10 +406,12 @@ def same_order(run: Run) -> Said:
             calls = [event.epoch for event in process.of(EpochSet)]
             never = "; set_epoch was never called" if run.nproc > 1 else ""
             extra = f"; set_epoch was called with {calls}" if calls else never
-            yield Seen(f"epoch 2 has the same samples in the same order as epoch 1{extra}", process.data_where)
+            origin = "" if calls else "loader:uncalled"
+            seen = f"epoch 2 has the same samples in the same order as epoch 1{extra}"
+            yield Seen(seen, process.data_where, origin=origin)
             return
-        if seen := _beside_main(process) or _kept_batches(process):
-            yield seen
+        if beside := _beside_main(process) or _kept_batches(process):
+            yield beside
 
 
 def _beside_main(process: Process) -> Seen | None:
