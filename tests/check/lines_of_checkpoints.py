@@ -36,6 +36,12 @@ PROGRAMS = {
             if rank == 0:  # cause
                 model.load_state_dict(state["model"])
     """,
+    "rank-gate": """
+        def main(rank, optimizer, path):
+            if rank == 0:  # cause
+                if path.exists():
+                    optimizer.load_state_dict(torch.load(path))  # seen
+    """,
     "of-first": """
         def main(rank, generator, path):
             state = torch.load(path)

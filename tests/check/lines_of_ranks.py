@@ -90,6 +90,15 @@ PROGRAMS = {
                     sampler.set_epoch(epoch)
                 train(sampler)  # seen
     """,
+    "in-worker": """
+        def begin(worker):
+            print(worker)
+            torch.manual_seed(worker)  # cause
+
+        def main(data):
+            for batch in DataLoader(data, num_workers=2, worker_init_fn=begin):  # seen
+                train(batch)
+    """,
     "times": """
         def gathered(x):
             parts = [torch.empty_like(x)] * dist.get_world_size()  # cause

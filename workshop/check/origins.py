@@ -29,7 +29,7 @@ from workshop.check.definitions import (
     names_in,
 )
 from workshop.check.loss_origins import averaged, divisor, gathering, given, reduced
-from workshop.check.own_values import OF_RANKS, RANK
+from workshop.check.own_values import ASKS_RANK, OF_RANKS, RANK
 from workshop.check.places import place_of
 from workshop.check.verdict import Finding
 
@@ -326,7 +326,12 @@ def _ungated(source: Source, start: ast.stmt, detail: str) -> int | None:
 
 
 def _asks_rank(node: ast.AST) -> bool:
-    return isinstance(node, ast.If) and bool(RANK.search(ast.unparse(node.test)))
+    return isinstance(node, ast.If) and bool(ASKS_RANK.search(ast.unparse(node.test)))
+
+
+def _rank_gate(source: Source, start: ast.stmt, detail: str) -> int | None:
+    """The condition about the rank around a statement."""
+    return next((each.lineno for each in source.above(start) if isinstance(each, ast.If) and _asks_rank(each)), None)
 
 
 def _last(source: Source, start: ast.stmt, detail: str) -> int | None:
@@ -446,6 +451,7 @@ FINDERS: dict[str, Callable[[Source, ast.stmt, str], int | None]] = {
     "model": _model,
     "passed": _passed,
     "printed": _printed,
+    "rank-gate": _rank_gate,
     "receiver": _receiver,
     "reduced": reduced,
     "rescaled": kept.rescaled,

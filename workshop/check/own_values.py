@@ -8,6 +8,7 @@ from collections.abc import Callable
 from workshop.check.definitions import SEEDS, Function, Source, Value, assigned, calls, first, header, in_order, name_of
 
 RANK = re.compile(r"rank|process_index|proc_id", re.IGNORECASE)
+ASKS_RANK = re.compile(r"rank|process_index|proc_id|is_(local_)?main_process|is_global_zero", re.IGNORECASE)
 STATISTICS = ("mean", "std", "var", "std_mean", "var_mean", "median", "quantile", "amin", "amax", "min", "max")
 QUOTIENTS = ("mean", "div", "div_", "divide", "log", "log10", "log2", "exp", "sqrt", "median")
 
@@ -189,10 +190,20 @@ def _stepping(source: Source, start: ast.stmt, detail: str) -> int | None:
     return None
 
 
+def _in_worker(source: Source, start: ast.stmt, detail: str) -> int | None:
+    """The first call that seeds in a function that a loader gets as ``worker_init_fn``."""
+    given = [each.value for call in calls(source.tree) for each in call.keywords if each.arg == "worker_init_fn"]
+    for function in (each for value in given for each in source.functions.get(name_of(value), [])):
+        for call in in_order(calls(function, *SEEDS)):
+            return call.lineno
+    return None
+
+
 OF_RANKS: dict[str, Callable[[Source, ast.stmt, str], int | None]] = {
     "changed": _changed,
     "encoder": _encoder,
     "exchanged": _exchanged,
+    "in-worker": _in_worker,
     "one-rank": _on_one_rank,
     "plateau": _plateau,
     "prepared": _prepared,

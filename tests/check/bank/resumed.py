@@ -73,6 +73,24 @@ MISTAKES = (
         (REPLACED, f"{REPLACED}        model.load_state_dict(trained)\n"),
     ),
     mistake(
+        "slow-copy-of-the-model-is-not-saved",
+        second.TAGGER,
+        "resume-differs",
+        "The model learns from its own average, which begins again with the first parameters.",
+        (second.OPTIMIZER, second.OPTIMIZER + "    slow = copy.deepcopy(model)\n"),
+        ("import argparse\n", "import argparse\nimport copy\n"),
+        (
+            "            loss.backward()\n            optimizer.step()\n",
+            "            with torch.no_grad():\n"
+            "                wanted = slow(tokens)\n"
+            "            (loss + F.mse_loss(logits, wanted)).backward()\n"
+            "            optimizer.step()\n"
+            "            with torch.no_grad():\n"
+            "                for own, new in zip(slow.parameters(), model.parameters(), strict=True):\n"
+            "                    own.lerp_(new, 0.3)\n",
+        ),
+    ),
+    mistake(
         "running-mean-is-no-buffer",
         ddp.SINGLE,
         "resume-differs",

@@ -9,8 +9,8 @@ class NeverAwaited(Event):  # the program has never waited for an asynchronous c
 
 class TotalsSummed(Event):  # ``all_reduce`` got, several times in a row, its last result and the same number more
     calls: int  # in a row
-    first: float  # the result of the first of these calls
-    last: float  # that of the last one
+    first: float  # the result of one of these calls
+    last: float  # what a later call got, or its result
 
 
 class ResultDiscarded(Event):  # the tensor of a collective ceased to exist in the line of the call

@@ -38,7 +38,6 @@ class _Kept(NamedTuple):
     tensor: Callable[[], torch.Tensor | None]  # a weak reference
     result: list[float]
     times: int  # that it came again with its last result, and a count more
-    first: float  # the first of these results
 
 
 class Totals(Probe):
@@ -83,17 +82,18 @@ class Totals(Probe):
     def _compare_kept(self, tensor: torch.Tensor, given: list[float]) -> None:
         where = self.recorder.where()
         last = self.kept.get(where)
-        times, first = (last.times, last.first) if last else (0, 0.0)
+        times = last.times if last else 0
         if last and last.tensor() is tensor and any(last.result) and given != last.result:
             pairs = list(zip(given, last.result, strict=True))
-            counts = [before for now, before in pairs if now > before > 0 and before.is_integer() and now.is_integer()]
+            counts = [pair for pair in pairs if pair[0] > pair[1] > 0 and all(each.is_integer() for each in pair)]
             if not counts or any(0 < before > now for now, before in pairs):
                 self.reused.add(where)
             else:
-                times, first = times + 1, first or counts[0]
+                times += 1
             if times == AGAIN and where not in self.reused:
-                self._tell(TotalsSummed(calls=times + 1, first=first, last=counts[0], where=where))
-        self.kept[where] = _Kept(ref(tensor), [], times, first)
+                now, before = counts[0]
+                self._tell(TotalsSummed(calls=times + 1, first=before, last=now, where=where))
+        self.kept[where] = _Kept(ref(tensor), [], times)
 
     def _tell(self, event: TotalsSummed) -> None:
         if event.where not in self.told:

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence, Set
 
 from workshop.check.evidence.events import (
+    AcceleratorCalled,
     Backward,
     Evaluated,
     Key,
@@ -47,7 +48,8 @@ def first_cause(whole: Run, split: Split) -> Cause | None:
         or _swapped(whole, split, done)
         or _iterated_early(whole, split.second, done)
     )
-    return lost or _begun_again(whole, split, done) or _copied_later(whole, split.second) or _held_lost(whole, split)
+    lost = lost or _begun_again(whole, split, done) or _copied_later(whole, split.second) or _held_lost(whole, split)
+    return lost or _second_model_lost(whole, split) or _saved_by_some(split.first)
 
 
 def firsts(base: Sequence[Step], rest: Sequence[Step]) -> list[tuple[Step, Step]]:
@@ -171,6 +173,35 @@ def _copied_later(whole: Run, second: Run) -> Cause | None:
     return None
 
 
+def _second_model_lost(whole: Run, split: Split) -> Cause | None:
+    """A model that is only called without gradients, such as the key encoder of MoCo, has its first parameters again."""
+    base, second = whole.trained[0], split.second.trained[0]
+    begin = second.steps[0].seconds
+    loaded = max((seconds for seconds, _ in second.timed(Loaded) if seconds < begin), default=math.inf)
+    for seconds, now in second.timed(ModelEvaluated):
+        seen = [each for each in base.of(ModelEvaluated) if (each.model, each.names) == (now.model, now.names)]
+        first = loaded < seconds <= begin and seen and difference(seen[0].weights, now.weights) == 0
+        if first and difference(seen[0].weights, seen[-1].weights) > CLOSE:
+            text = f"the second start calls {now.model} with its first parameters, although they change during the training"
+            fix = (
+                "Save the state_dict() of this model in the checkpoint too, and load it where the checkpoint is loaded."
+            )
+            return text, fix, "" if _kept(split.first, now) else _saving(split.first), "saved"
+    return None
+
+
+def _saved_by_some(first: Run) -> Cause | None:
+    """Only some ranks call save_state() of the Accelerator, which saves the random states of the ranks that call it."""
+    calls = [[each for each in process.of(AcceleratorCalled) if each.name == "save_state"] for process in first.trained]
+    saving = [(process, each[0]) for process, each in zip(first.trained, calls, strict=True) if each]
+    if 0 < len(saving) < len(calls):
+        process, event = saving[0]
+        seen = f"only {named(process)} calls save_state(), so the random states of the others are not saved"
+        fix = "Call accelerator.save_state() on every rank: move it out of `if accelerator.is_main_process`."
+        return seen, fix, event.where, "rank-gate"
+    return None
+
+
 def copy_lost(whole: Run, split: Split, done: int) -> Cause | None:
     """The second start evaluates a model with other parameters than the uninterrupted run, after the same step."""
     second = split.second
@@ -221,7 +252,7 @@ def _on_one_rank(second: Run) -> Cause | None:
     load = next((each for each in loads if each), None)
     if load and without and (all(process.steps[0].before.state == 0 for process in without) or _parts(second)):
         seen = f"{named(without[0])} does not load the optimizer state"
-        return seen, "Call load_state_dict() of the optimizer on every rank.", load.where, ""
+        return seen, "Call load_state_dict() of the optimizer on every rank.", load.where, "rank-gate"
     return None
 
 

@@ -62,7 +62,9 @@ def workers_repeat(run: Run) -> Said:
                 if len({each.get(name) for each in states}) == 1:
                     seen = f"in each of {len(states)} epochs the workers begin with the same state of {name}, and draw from it"
                     own = name.startswith("self.")
-                    yield Seen(seen, where, origin=f"member:{name[5:]}" if own else "call:.worker_init_fn here")
+                    yield Seen(
+                        seen, where, origin=f"member:{name[5:]}" if own else "in-worker call:.worker_init_fn here"
+                    )
                     return
 
 
