@@ -123,6 +123,17 @@ MISTAKES = (
     ),
     # ---- metric-of-one-rank
     mistake(
+        "accuracy-of-one-part-without-a-loader",
+        second.TAGGER,
+        "metric-of-one-rank",
+        "Each rank evaluates a list of sequences, and nothing adds up the counts, but each step adds up its tokens.",
+        (
+            "    test_loader = DataLoader(part, args.batch_size, collate_fn=padded)\n",
+            "    test_loader = [padded([each]) for each in part]\n",
+        ),
+        (second.COUNTS, ""),
+    ),
+    mistake(
         "accuracy-of-one-part",
         second.TAGGER,
         "metric-of-one-rank",

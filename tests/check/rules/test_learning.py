@@ -57,6 +57,21 @@ MISTAKES = (
         held_out=True,
     ),
     mistake(
+        "schedule-of-steps-advanced-once-per-epoch",
+        second.TAGGER,
+        "schedule-length",
+        "The schedule counts steps of the optimizer, but takes one step per epoch, so the learning rate hardly falls.",
+        (
+            "    ddp_model = ",
+            "    schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.05, total_iters=args.epochs * 6)\n"
+            "    ddp_model = ",
+        ),
+        (
+            "        accuracy = evaluate(model, test_loader)\n",
+            "        schedule.step()\n        accuracy = evaluate(model, test_loader)\n",
+        ),
+    ),
+    mistake(
         "cycle-ends-early",
         "tests/check/referee/accelerate_onecycle/train.py",
         "schedule-length",

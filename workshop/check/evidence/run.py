@@ -69,6 +69,11 @@ class Step:
         return [row for each in self.backwards if each.forward for row in each.forward.rows]
 
     @property
+    def loader(self) -> Loader | None:
+        """The pass over a loader from which these samples come."""
+        return next((each.forward.loader for each in self.backwards if each.forward), None)
+
+    @property
     def random(self) -> int | None:
         """The random state at the start of the step."""
         return self.backwards[0].random if self.backwards else None

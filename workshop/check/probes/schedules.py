@@ -45,6 +45,8 @@ def schedule_length(schedule: Any) -> int | None:
     """The number of steps in which a schedule falls from its highest rate to its lowest; None if it has no such end."""
     if name := LENGTHS.get(type(schedule).__name__):
         return getattr(schedule, name, None)  # None: its __init__ calls that of its base first
+    if type(schedule) is lr_scheduler.LinearLR:  # a warmup rises
+        return schedule.total_iters if schedule.end_factor < schedule.start_factor else None
     if type(schedule) is not lr_scheduler.LambdaLR:
         return None
     rate = schedule.lr_lambdas[0]

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence, Set
 from workshop.check.evidence.events import (
     AcceleratorCalled,
     Backward,
+    CheckpointCalled,
     Evaluated,
     Key,
     Loaded,
@@ -29,6 +30,8 @@ from workshop.check.scenarios import Split
 ROUNDED = 1e-5  # relative difference up to which two norms count as equal
 ANY = re.compile("")
 COPIES = " ".join(f"loading:{name}" for name in ("ema", "average", "swa", "teacher", "target", "shadow"))
+COPIED = r"holds:\.(clone|detach|copy)\(|deepcopy\("
+FROZEN = " ".join(f"loading:{name}" for name in ("ref", "teacher", "target", "frozen", "old"))
 BEST = re.compile(r"best|patience|bad_epochs|no_improve|\bwait\b", re.IGNORECASE)
 HELD = (
     "Save it in the checkpoint, and load it where the checkpoint is loaded. The state_dict() of a module has only tensors that "
@@ -60,6 +63,11 @@ def firsts(base: Sequence[Step], rest: Sequence[Step]) -> list[tuple[Step, Step]
             break
         found[own.before.trainer] = due, own
     return list(found.values())
+
+
+def _first_of_each(steps: Sequence[Step]) -> dict[Trainer, Step]:
+    """The first step of each optimizer."""
+    return {step.before.trainer: step for step in reversed(steps)}
 
 
 def _reordered(whole: Run, split: Split, done: int) -> Cause | None:
@@ -95,9 +103,11 @@ def _norm(ranks: Sequence[StepBegun], index: int) -> float:
 
 def _left_out(whole: Run, split: Split, done: int) -> Cause | None:
     """Some parameters have their first values again: no checkpoint has them, or they are not loaded."""
-    start = {step.before.trainer: step.before for step in reversed(whole.trained[0].steps)}
-    for due, own in firsts(whole.trained[0].steps[done:], split.second.trained[0].steps):
-        values = start[own.before.trainer].weights, due.before.weights, own.before.weights
+    start = _first_of_each(whole.trained[0].steps)
+    later = _first_of_each(whole.trained[0].steps[done:])
+    pairs = [(later[key], own) for key, own in _first_of_each(split.second.trained[0].steps).items() if key in later]
+    for due, own in pairs:
+        values = start[own.before.trainer].before.weights, due.before.weights, own.before.weights
         if own.before.sharded or len(set(map(len, values))) > 1:
             continue
         triples = enumerate(zip(*values, strict=True))
@@ -108,13 +118,14 @@ def _left_out(whole: Run, split: Split, done: int) -> Cause | None:
         ]
         if lost:
             names = [due.before.names[index] for index in lost]
+            where, made = ("", "") if names[0] else (due.before.made, COPIED)  # a copy of the parameters of a model
             shown = listed(list(dict.fromkeys(_called(name, due.before) for name in names)))
             saved = [each for event in split.first.all(Saved) for each in event.tensors]
             kept = any(difference([due.before.weights[index]], [each]) < ROUNDED for index in lost for each in saved)
             seen = f"the second start begins with the first values of {shown}"
             if kept:
                 fix = "The checkpoint has these parameters: load them with load_state_dict() on every rank."
-                return f"{seen}, although a checkpoint has the trained ones", fix, "", ""
+                return f"{seen}, although a checkpoint has the trained ones", fix, where, made
             fix = "Save these parameters in the checkpoint too, and load them where the checkpoint is loaded."
             return f"{seen}: no checkpoint has the trained ones", fix, _saving(split.first), f"trains:{names[0]} saved"
     return None
@@ -144,14 +155,20 @@ def _saving(first: Run) -> str:
     return saves[-1][1] if saves else ""
 
 
+def _loaded(process: Process) -> float:
+    """The time at which a process loaded a checkpoint, before its first step; 0 if it did not."""
+    loads = [seconds for seconds, _ in process.timed(Loaded)]
+    loads += [seconds for seconds, event in process.timed(CheckpointCalled) if event.name == "load"]
+    return max((seconds for seconds in loads if seconds < process.steps[0].seconds), default=0.0)
+
+
 def _iterated_early(whole: Run, second: Run, done: int) -> Cause | None:
     """The first batch comes from a loader whose workers have started before the checkpoint is loaded."""
     process, due = second.trained[0], whole.trained[0].steps[done]
     begin = process.steps[0]
     used = {each.forward.loader for each in begin.backwards if each.forward}
-    loaded = max((seconds for seconds, _ in process.timed(Loaded) if seconds < begin.seconds), default=0.0)
     for seconds, event in process.timed(LoaderStarted):
-        if seconds < loaded and (event.loader, event.iteration) in used and begin.keys != due.keys:
+        if seconds < _loaded(process) and (event.loader, event.iteration) in used and begin.keys != due.keys:
             seen = "the iteration over the loader begins before the checkpoint is loaded"
             fix = "Call iter(loader) after the checkpoint is loaded: each worker gets a copy of the data set at that moment."
             return seen, fix, event.where, "here"
@@ -176,11 +193,13 @@ def _copied_later(whole: Run, second: Run) -> Cause | None:
 def _second_model_lost(whole: Run, split: Split) -> Cause | None:
     """A model that is only called without gradients, such as the key encoder of MoCo, has its first parameters again."""
     base, second = whole.trained[0], split.second.trained[0]
-    begin = second.steps[0].seconds
-    loaded = max((seconds for seconds, _ in second.timed(Loaded) if seconds < begin), default=math.inf)
     for seconds, now in second.timed(ModelEvaluated):
         seen = [each for each in base.of(ModelEvaluated) if (each.model, each.names) == (now.model, now.names)]
-        first = loaded < seconds <= begin and seen and difference(seen[0].weights, now.weights) == 0
+        first = (
+            0 < _loaded(second) < seconds <= second.steps[0].seconds
+            and seen
+            and difference(seen[0].weights, now.weights) == 0
+        )
         if first and difference(seen[0].weights, seen[-1].weights) > CLOSE:
             text = f"the second start calls {now.model} with its first parameters, although they change during the training"
             fix = (
@@ -200,6 +219,35 @@ def _saved_by_some(first: Run) -> Cause | None:
         fix = "Call accelerator.save_state() on every rank: move it out of `if accelerator.is_main_process`."
         return seen, fix, event.where, "rank-gate"
     return None
+
+
+def frozen_changed(whole: Run, split: Split) -> Cause | None:
+    """A model that never changes, such as the reference of a policy, has other parameters after the second start."""
+    done = len(split.first.trained[0].steps)
+    kept = {(each.model, *each.names) for each in _frozen(whole.trained[0], done)}
+    second = split.second.trained[0]
+    seen = [event for seconds, event in second.timed(ModelEvaluated) if seconds > _loaded(second)]
+    for event in _frozen(split.first.trained[0], 0):
+        own = [each for each in seen if (each.model, each.names) == (event.model, event.names)]
+        known = (event.model, *event.names) in kept and _loaded(second) > 0 and any(each.steps for each in own)
+        if known and not any(difference(each.weights, event.weights) <= CLOSE for each in own):
+            text = (
+                f"a {event.model} that never changes in the first start has different parameters after the second start"
+            )
+            fix = "Save its state_dict() in the checkpoint and load that, or load it from the file from which it came at first."
+            return text, fix, "", f"{FROZEN} restored"
+    return None
+
+
+def _frozen(process: Process, done: int) -> Iterator[ModelEvaluated]:
+    """Yield the models that are called without gradients before the first step, and with equal parameters after ``done``."""
+    events = process.of(ModelEvaluated)
+    for event in (each for each in events if each.steps == 0):
+        later = [
+            each for each in events if each.steps > done and (each.model, each.names) == (event.model, event.names)
+        ]
+        if any(difference(each.weights, event.weights) == 0 for each in later):
+            yield event
 
 
 def copy_lost(whole: Run, split: Split, done: int) -> Cause | None:
@@ -254,6 +302,16 @@ def _on_one_rank(second: Run) -> Cause | None:
         seen = f"{named(without[0])} does not load the optimizer state"
         return seen, "Call load_state_dict() of the optimizer on every rank.", load.where, "rank-gate"
     return None
+
+
+def only_some_load(second: Run) -> str:
+    """That only some of the ranks load a checkpoint in a line, if this is so."""
+    loads = [{event.where for event in each.of(Loaded) if event.path} for each in second.trained]
+    of_some = set[str]().union(*loads).difference(set[str]().union(*loads).intersection(*loads))
+    loading = [named(each) for each, lines in zip(second.trained, loads, strict=True) if lines & of_some]
+    if len(loading) in (0, len(second.trained)):
+        return ""
+    return f"only {listed(loading)} {'loads' if len(loading) == 1 else 'load'} a checkpoint"
 
 
 def _parts(second: Run) -> bool:
@@ -322,7 +380,8 @@ def _held_lost(whole: Run, split: Split) -> Cause | None:
     """Before the first forward pass, an attribute that changes from step to step, such as a running mean, is as at first."""
     base, first, second = (run.trained[0] for run in (whole, split.first, split.second))
     done = len(first.steps)
-    opened, again = base.first(VariablesSeen), second.first(VariablesSeen)
+    opened = base.first(VariablesSeen)
+    again = next((event for seconds, event in second.timed(VariablesSeen) if seconds > _loaded(second)), None)
     due = variables(base, base.steps[done : done + 1])  # a sum of an epoch is 0 there in every run
     last, same = (variables(process, process.steps[done - 1 : done]) for process in (base, first))
     if not (opened and again and last and same):

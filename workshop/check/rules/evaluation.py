@@ -109,7 +109,8 @@ def metric_of_one_rank(run: Run) -> Said:
     parts = [process.evaluations[0] if process.evaluations else [] for process in run.ranks]
     if len(parts) < 2 or not all(parts) or run.failed or run.divided or set.intersection(*map(set, parts)):
         return
-    if any(_exchanged(process) for process in run.ranks) or not any(map(_from_a_loader, run.ranks)):
+    from_loader = any(map(_from_a_loader, run.ranks))
+    if any(_exchanged(process) for process in run.ranks) or not (from_loader or all(map(_of_a_set, run.ranks))):
         return
     shown = " and ".join(f"{len(part):,}" for part in parts[:4])
     seen = f"the ranks evaluate {shown} different samples, and no collective adds up the results"
@@ -122,19 +123,47 @@ def _from_a_loader(process: Process) -> bool:
     return any(each.forward.loader and each.forward.loader not in trained for each in process.of(Evaluated))
 
 
+def _of_a_set(process: Process) -> bool:
+    """Whether each evaluation has the same samples, of which no step trains on any: they are no samples of a game."""
+    first, *others = map(set, process.evaluations)
+    trained = {key for epoch in process.epochs for key in epoch}
+    return bool(others) and all(each == first for each in others) and not first & trained
+
+
 def _exchanged(process: Process) -> bool:
     """Whether the rank exchanges a value between an evaluation and the step after it."""
-    evaluated = False
+    evaluated, usual = False, _of_steps(process)
+    calls = Counter[str]()
     for _, event in process.events:
-        if isinstance(event, Evaluated):
+        if isinstance(event, Backward):
+            calls.clear()
+        elif isinstance(event, Evaluated):
             evaluated = True
         elif isinstance(
             event, BatchLoaded
         ):  # for the next evaluation, or for a step, which may exchange its own values
             evaluated = False
-        elif isinstance(event, Collective) and evaluated and "barrier" not in event.name:
-            return True
+        elif isinstance(event, Collective) and "barrier" not in event.name:
+            calls[event.where] += 1
+            if evaluated and calls[event.where] > usual[event.where]:
+                return True
     return False
+
+
+def _of_steps(process: Process) -> Counter[str]:
+    """How often, at most, a line calls a collective between two backward passes without an evaluation, if it always does."""
+    found: list[Counter[str]] = []
+    calls, evaluated = Counter[str](), True  # before the first one, it is no step
+    for _, event in process.events:
+        if isinstance(event, Backward):
+            found += [] if evaluated else [calls]
+            calls, evaluated = Counter(), False
+        elif isinstance(event, Evaluated):
+            evaluated = True
+        elif isinstance(event, Collective):
+            calls[event.where] += 1
+    always = set.intersection(*map(set, found)) if found else set()
+    return Counter({line: max(each[line] for each in found) for line in always})
 
 
 @rule(

@@ -28,6 +28,7 @@ from workshop.check.scenarios import WHOLE
 of_steps = partial(rule, after=(no_group, wrong_group), spoils=True, anywhere=True)
 
 LENGTHS = ("total_steps", "T_max", "total_iters")  # arguments with the length of a schedule
+UNIT = "If the schedule counts steps, call its step() after each optimizer.step(); if it counts epochs, at the end of each epoch."
 PREPARED = (
     "Multiply the length of the schedule by accelerator.num_processes, or do not give the schedule to prepare() and call its "
     "step() once for each step of the optimizer."
@@ -101,8 +102,11 @@ def _by_accelerate(run: Run, process: Process, seen: Seen) -> Seen:
 
 
 def _wrong_length(run: Run, process: Process, rates: list[float]) -> Said:
-    """The length of the schedule is wrong by the number of processes."""
+    """The length of the schedule is wrong by the number of processes, or it counts epochs in place of steps."""
     for event in process.of(ScheduleSeen):
+        if seen := _in_wrong_unit(process, event):
+            yield Seen(seen, event.where, fix=UNIT, origin="stepping")
+            return
         share = event.length / event.taken
         if min(abs(share / run.nproc - 1), abs(share * run.nproc - 1)) < 0.15:
             seen = f"the schedule is made for {event.length} steps, but takes {event.taken}"
@@ -117,6 +121,16 @@ def _wrong_length(run: Run, process: Process, rates: list[float]) -> Said:
     if abs(length / len(process.steps) / run.nproc - 1) < 0.15:
         seen = f"the learning rate falls as in a schedule of {length} steps, but the run takes {len(process.steps)}"
         yield Seen(f"{seen}: {run.nproc} times too many", process.step_where, origin="total:by-hand")
+
+
+def _in_wrong_unit(process: Process, schedule: ScheduleSeen) -> str:
+    """How a schedule is made for steps of the optimizer and advanced once per epoch, or the other way round."""
+    attempts, epochs = process.attempts, len(process.epochs)
+    for length, what, calls in ((attempts, "steps of the optimizer", epochs), (epochs, "epochs", attempts)):
+        apart = max(attempts, epochs) > 3 * min(attempts, epochs)
+        if apart and epochs > 1 and abs(schedule.length / length - 1) < 0.05 and abs(schedule.taken / calls - 1) < 0.05:
+            return f"the schedule is made for {schedule.length} steps, the number of {what}, but takes {schedule.taken}"
+    return ""
 
 
 def _length(rates: list[float]) -> int:

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from functools import partial
 
 from workshop.check.evidence.events import (
@@ -16,7 +17,8 @@ from workshop.check.evidence.events import (
 from workshop.check.evidence.real import Killed, Kills, RealRun
 from workshop.check.evidence.run import Run, Step
 from workshop.check.evidence.sketches import CLOSE, difference
-from workshop.check.rules.carried import Cause, best_lost, copy_lost, first_cause, firsts, plays, saved_too_often
+from workshop.check.rules import carried
+from workshop.check.rules.carried import Cause, first_cause, firsts
 from workshop.check.rules.collectives import collectives_differ
 from workshop.check.rules.ending import crash, ending, hang, no_training
 from workshop.check.rules.files import checkpoint_keys
@@ -33,13 +35,14 @@ from workshop.check.rules.own_state import one_for_all
 from workshop.check.rules.processes import no_group
 from workshop.check.rules.rule import Makes, Rule, Said, Seen, Told, also, findings, rule
 from workshop.check.rules.stages import one_stage_saved
-from workshop.check.rules.words import listed, named, plural
+from workshop.check.rules.words import plural
 from workshop.check.scenarios import FAILING_RANK, KILLS, SPAWNED, SPLIT, STARTED, WHOLE, Split
 
 SAME = 1e-6  # parameters of two runs count as equal up to this relative difference
 # The same at the end of runs with more than two processes. DDP changes the order of its buckets after the first step of each
 # start, so that more than two numbers are added up in another order, and AdamW makes the difference larger.
 ROUNDING = 1e-3
+IN_FIRST_ORDER = "sees the samples in the order of the first epoch again"
 SCALER = "Save the state_dict() of the GradScaler in the checkpoint, and load it where the checkpoint is loaded."
 # With these mistakes, the ranks have state of their own, so no run resumes from the checkpoint of one rank as it was.
 CAUSES = (
@@ -154,7 +157,7 @@ def _second_start(whole: Run, split: Split) -> Iterable[tuple[Rule | None, Seen]
     """How the second start differs: the cause that explains most comes first. Without a known cause, there is no rule."""
     second, ended, load = split.second, ending(split.second), _loading(split.second)
     if second.trained and second.ended_by_echo:
-        some = _only_some_load(second)
+        some = carried.only_some_load(second)
         parts = some or ", ".join(
             f"rank {each.rank} takes {plural(len(each.steps), 'step')}" for each in second.trained
         )
@@ -196,13 +199,17 @@ def _ranks_apart(whole: Run, split: Split, load: str) -> list[tuple[Rule, Seen]]
         if any(difference(started[0], each) > CLOSE for each in started):
             seen = "the ranks begin with different parameters, also without a restart"
             return [(weights_differ, Seen(seen, whole.trained[0].step_where, origin="reseeded"))]
-        some = _only_some_load(second)
+        some = carried.only_some_load(second)
         seen = some or "the ranks begin with different parameters"
         return [(weights_differ, Seen(f"after the second start {seen}", load, origin="gate" if some else "of-some"))]
     if cause := one_for_all(whole, split):
-        seen, fix, where, origin = cause
-        return [(resume_differs, Seen(seen, where or load, fix=fix, origin=origin))]
+        return [(resume_differs, _seen(cause, load))]
     return []
+
+
+def _seen(cause: Cause, load: str) -> Seen:
+    seen, fix, where, origin = cause
+    return Seen(seen, where or load, fix=fix, origin=origin)
 
 
 def _steps_missing(whole: Run, split: Split, load: str) -> list[tuple[Rule, Seen]]:
@@ -224,18 +231,20 @@ def _state_lost(whole: Run, split: Split, load: str) -> Iterable[tuple[Rule | No
     base, done, rest = (run.trained[0].steps for run in (whole, split.first, split.second))
     bound = SAME if whole.nproc <= 2 else ROUNDING
     differences = list(_not_restored(base, done, rest, whole.trained[0].draws, bound))
-    if differences and " samples " in differences[0][1] and plays(split.second.trained[0]):
+    if cause := carried.frozen_changed(whole, split):
+        yield resume_differs, _seen(cause, load)
+        return
+    if differences and " samples " in differences[0][1] and carried.plays(split.second.trained[0]):
         return  # the second start begins new games, as most programs of reinforcement learning do
     if differences and differences[0][0] in (resume_differs, optimizer_lost) and (cause := first_cause(whole, split)):
-        seen, fix, where, origin = cause
-        about = optimizer_lost if "optimizer state" in seen else resume_differs
-        text = seen if seen.startswith("the second start") else f"{differences[0][1].partition(': ')[0]}: {seen}"
-        yield about, Seen(text, where or load, fix=fix, origin=origin)
+        lost = _seen(cause, load)
+        about = optimizer_lost if "optimizer state" in lost.text else resume_differs
+        lead = "" if lost.text.startswith("the second start") else f"{differences[0][1].partition(': ')[0]}: "
+        yield about, replace(lost, text=f"{lead}{lost.text}")
         return
     if not differences and (cause := _copy_or_best_lost(whole, split, _reproducible(base, done))):
-        seen, fix, where, origin = cause
-        yield resume_differs, Seen(seen, where or load, fix=fix, origin=origin)
-    elif not differences and (name := saved_too_often(whole, split.second, len(done))):
+        yield resume_differs, _seen(cause, load)
+    elif not differences and (name := carried.saved_too_often(whole, split.second, len(done))):
         seen = f"after the second start {name}, but not in an uninterrupted run: the best value so far is not restored"
         yield resume_differs, Seen(seen, load, origin="restored")
     for about, seen in differences:
@@ -251,7 +260,7 @@ def _in_closure(steps: list[Step]) -> bool:
 def _copy_or_best_lost(whole: Run, split: Split, reproducible: bool) -> Cause | None:
     """State beside the model and the optimizer that the second start does not restore."""
     done = len(split.first.trained[0].steps)
-    return (copy_lost(whole, split, done) if reproducible else None) or best_lost(whole, split)
+    return (carried.copy_lost(whole, split, done) if reproducible else None) or carried.best_lost(whole, split)
 
 
 def _failed(split: Split, ended: Seen) -> Told:
@@ -297,16 +306,6 @@ def _loading(run: Run) -> str:
     return run.where(Loaded)
 
 
-def _only_some_load(second: Run) -> str:
-    """That only some of the ranks load a checkpoint in a line, if this is so."""
-    loads = [{event.where for event in each.of(Loaded) if event.path} for each in second.trained]
-    of_some = set[str]().union(*loads).difference(set[str]().union(*loads).intersection(*loads))
-    loading = [named(each) for each, lines in zip(second.trained, loads, strict=True) if lines & of_some]
-    if len(loading) in (0, len(second.trained)):
-        return ""
-    return f"only {listed(loading)} {'loads' if len(loading) == 1 else 'load'} a checkpoint"
-
-
 def _not_restored(
     base: list[Step], done: list[Step], rest: list[Step], draws: bool, bound: float
 ) -> Iterator[tuple[Rule, str]]:
@@ -325,7 +324,9 @@ def _not_restored(
     if not reproducible and not _resumed(done, begin):
         yield resume_differs, "the second start begins with parameters that the first run never had"
     elif reproducible and samples and samples != set(expected.keys) and samples == set(base[0].keys):
-        yield resume_differs, "the second start sees the samples in the order of the first epoch again"
+        within = expected.loader is not None and expected.loader == base[0].loader
+        what = "does not skip the batches of the epoch that were done" if within else IN_FIRST_ORDER
+        yield resume_differs, f"the second start {what}"
     elif reproducible and any(_gap(own, due) > SAME for due, own in firsts(base[len(done) :], rest)):
         yield resume_differs, "the second start does not begin with the parameters that the first run ended with"
     elif begin.before.state == 0 and due.before.state > 0:
