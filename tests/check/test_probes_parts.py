@@ -291,3 +291,32 @@ def test_lost_results_kept_buffers_given_norms_and_settings_are_recorded(place):
         assert not optimizer.settings.keys() & {"momentum", "foreach", "lr", "params"}  # a schedule may change momenta
     one, other = (rank.of(ResultDiscarded)[0].value for rank in made.ranks)
     assert one != other
+
+
+LOSS_WITH_A_BUFFER = """
+    import torch
+    from torch import nn
+
+    class Centered(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("center", torch.zeros(1))
+
+        def forward(self, x):
+            self.center = 0.9 * self.center + 0.1 * x.detach().mean()
+            return (x - self.center).square().mean()
+
+    model, criterion = nn.Linear(2, 1), Centered()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(5):
+        for _ in range(2):
+            criterion(model(torch.rand(3, 2))).backward()
+        optimizer.step()
+    with torch.no_grad():
+        criterion(model(torch.rand(3, 2)))
+"""
+
+
+def test_the_buffers_of_a_loss_are_recorded_once_after_some_steps(place):
+    made = Made(place("loss"), LOSS_WITH_A_BUFFER).well()
+    assert [each.names for each in made.ranks[0].of(BuffersKept)] == [["Centered.center"]] * 3  # after 1, 2 and 4 steps

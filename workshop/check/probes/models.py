@@ -70,6 +70,9 @@ class Models(Probe):
     def clear(self) -> None:
         self.buffered = 0
         self.scaling: WeakSet[nn.Module] = WeakSet()
+        self.kept: WeakKeyDictionary[nn.Module, int] = (
+            WeakKeyDictionary()
+        )  # the steps after which buffers were recorded
         self.weighed: WeakKeyDictionary[nn.Module, list[int]] = WeakKeyDictionary()  # numbers of steps
         self.untrained: list[Pending] = []  # forward passes without a backward pass so far
 
@@ -131,6 +134,7 @@ class Models(Probe):
     def _forward(self, module: Any, tensor: torch.Tensor | None, others: Sequence[torch.Tensor] = ()) -> Pending | None:
         """Record a forward pass as an evaluation; return it if a backward pass may follow (in Lightning inside the call)."""
         if next(module.parameters(), None) is None:
+            self._loss_buffers(module)
             return None
         wrapped = isinstance(module, DistributedDataParallel)
         model: nn.Module = module.module if wrapped else module
@@ -189,6 +193,16 @@ class Models(Probe):
             values, names = [mixed(each) for each in buffers.values()], list(buffers)
             seen = BuffersSeen(buffers=values, names=names, where=where)
             self.recorder.note(BuffersKept(buffers=values, names=names, where=where) if kept else seen)
+
+    def _loss_buffers(self, module: nn.Module) -> None:
+        """Record the buffers of a module without parameters, such as a loss with a running mean, after 1, 2, 4 ... steps."""
+        steps = self.recorder.steps
+        if not torch.is_grad_enabled() or steps.bit_count() != 1 or self.kept.get(module) == steps:
+            return
+        self.kept[module] = steps
+        if buffers := dict(module.named_buffers()):
+            names = [f"{type(module).__name__}.{name}" for name in buffers]
+            self.note_here(BuffersKept(buffers=[mixed(each) for each in buffers.values()], names=names))
 
     def _weigh(self, model: nn.Module, where: str) -> None:
         """Record the parameters of a model that is evaluated, some times, but once between two steps."""
