@@ -217,7 +217,7 @@ def _saved_by_some(first: Run) -> Cause | None:
         process, event = saving[0]
         seen = f"only {named(process)} calls save_state(), so the random states of the others are not saved"
         fix = "Call accelerator.save_state() on every rank: move it out of `if accelerator.is_main_process`."
-        return seen, fix, event.where, "rank-gate"
+        return seen, fix, event.where, ""
     return None
 
 
