@@ -37,6 +37,13 @@ PROGRAMS = {
             for batch in DataLoader(data, sampler=sampler):
                 model(batch)  # seen
     """,
+    "of-rank:seed ": """
+        def main(args, rank):
+            args.seed += rank  # cause
+            sampler = DistributedSampler(data, seed=args.seed)
+            for batch in DataLoader(data, sampler=sampler):
+                model(batch)  # seen
+    """,
     "of-rank:rank": """
         def main(world_size):
             part = int(os.environ.get("RANK", 0))  # cause

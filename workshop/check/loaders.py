@@ -56,10 +56,20 @@ def of_rank_alone(source: Source, start: ast.stmt, detail: str) -> int | None:
         for value in samplers:
             for call in (each for each in calls(value.expression) if name_of(each.func).endswith("Sampler")):
                 given = [Value(each.value, value.statement) for each in call.keywords if each.arg == detail]
-                for behind in source.trace(given, depth=3):
+                for behind in (*source.trace(given, depth=3), *_set(source, given)):
                     if behind.statement is not value.statement and _is_own(behind, detail):
                         return behind.statement.lineno
     return None
+
+
+def _set(source: Source, given: list[Value]) -> Iterator[Value]:
+    """Yield what a file assigns to attributes that are given, such as ``args.seed``."""
+    texts = {ast.unparse(each.expression) for each in given if isinstance(each.expression, ast.Attribute)}
+    for each in ast.walk(source.tree):
+        if isinstance(each, ast.Assign | ast.AugAssign):
+            targets = each.targets if isinstance(each, ast.Assign) else [each.target]
+            if any(ast.unparse(target) in texts for target in targets):
+                yield Value(each.value, each)
 
 
 def _is_own(value: Value, detail: str) -> bool:

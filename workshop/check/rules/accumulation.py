@@ -39,7 +39,7 @@ def accumulation_uneven(run: Run) -> Said:
         elif wanted > 1 and len(cleared) > len(sizes) // 2:
             seen = "zero_grad() clears the gradients of all batches except the last of each step"
             yield Seen(seen, cleared[0].where, origin="last:zero_grad")
-        elif last := 0 if run.cut else len(process.trailing):
+        elif last := 0 if run.cut or run.failed else len(process.trailing):
             yield Seen(f"no optimizer.step() follows the last {plural(last, 'backward() call')}", process.step_where)
 
 
