@@ -198,7 +198,7 @@ def _second_model_lost(whole: Run, split: Split) -> Cause | None:
         first = (
             0 < _loaded(second) < seconds <= second.steps[0].seconds
             and seen
-            and difference(seen[0].weights, now.weights) == 0
+            and difference(seen[0].weights, now.weights) < ROUNDED
         )
         if first and difference(seen[0].weights, seen[-1].weights) > CLOSE:
             text = f"the second start calls {now.model} with its first parameters, although they change during the training"
