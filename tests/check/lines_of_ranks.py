@@ -90,6 +90,32 @@ PROGRAMS = {
             trainer = Trainer(model, compute_loss_func=loss_of)
             trainer.train()  # seen
     """,
+    "loader:uncalled ": """
+        def epoch_of(model, loader):
+            for batch in loader:
+                model(batch)  # seen
+
+        def main(model, data):
+            loader = DataLoader(data, sampler=DistributedSampler(data))
+            for epoch in range(3):  # cause
+                epoch_of(model, loader)
+    """,
+    "once:train": """
+        def evaluate(model):
+            model.eval()  # seen
+
+        def main(model, data):
+            model.train()  # cause
+            for epoch in range(3):
+                step(model, data)
+                evaluate(model)
+    """,
+    "length:main": """
+        def main(optimizer):
+            schedule = LambdaLR(optimizer, rate)  # seen
+
+        main(make())
+    """,
     "loader:uncalled": """
         def main(sampler):
             for epoch in range(3):

@@ -12,19 +12,31 @@ DIVIDED = ("sampler", "batch_sampler", "dataset")  # the arguments of a loader t
 def loader(source: Source, start: ast.stmt, detail: str) -> int | None:
     """The statement that makes the sampler of the loop around a statement, or else its loader.
 
-    ``detail``: "order": rather the call that sets the order of an epoch; "uncalled": the condition around it; "evaluation": that
-    of the evaluation with Lightning; "itself": the loader, also if it has a sampler.
+    ``detail``: "order": rather the call that sets the order of an epoch; "uncalled": the condition around it, or the loop over
+    the epochs; "evaluation": that of the evaluation with Lightning; "itself": the loader, also if it has a sampler.
     """
     for call in in_order(calls(source.tree, "set_epoch")):
         if detail in ("order", "uncalled") or any(RANK.search(ast.unparse(each)) for each in call.args):
             alone = (each.lineno for each in source.above(call) if isinstance(each, ast.If) and len(each.body) == 1)
             return next(alone, call.lineno) if detail == "uncalled" else call.lineno
+    if detail == "uncalled" and (line := _loop_of_epochs(source, start)):
+        return line
     for made, statement in _loaders(source, start, detail == "evaluation"):
         # A Trainer of transformers does not divide the loader that a method of the program returns.
         whole = detail == "itself" or "get_train_dataloader" in source.functions
         named = () if whole else ("sampler", "batch_sampler")
         given = [each.value for each in made.keywords if each.arg in named]
         return first(source.trace([Value(each, statement) for each in given]), _makes_sampler) or statement.lineno
+    return None
+
+
+def _loop_of_epochs(source: Source, start: ast.stmt) -> int | None:
+    """The loop over the epochs around a statement, or around the only call of its function."""
+    calling = source.calls_of(source.scopes(start)[0])
+    for inner in (start, *(calling if len(calling) == 1 else ())):
+        for each in source.above(inner):
+            if isinstance(each, ast.For) and "epoch" in ast.unparse(each.target).lower():
+                return each.lineno
     return None
 
 

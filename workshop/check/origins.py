@@ -203,7 +203,7 @@ def _length(source: Source, start: ast.stmt, detail: str) -> int | None:
     """The number of steps that is passed in the only call of the function that makes a schedule; else this call."""
     function = source.scopes(start)[0]
     found = source.calls_of(function)
-    if len(found) != 1 or not isinstance(function, Function):
+    if len(found) != 1 or not isinstance(function, Function) or isinstance(source.scopes(found[0])[0], ast.Module):
         return None
     given = [keyword for call in calls(found[0], function.name) for keyword in call.keywords if keyword.arg]
     steps = [each for each in given if STEPS.search(each.arg or "") and "warm" not in (each.arg or "")]
@@ -334,6 +334,13 @@ def _rank_gate(source: Source, start: ast.stmt, detail: str) -> int | None:
     return next((each.lineno for each in source.above(start) if isinstance(each, ast.If) and _asks_rank(each)), None)
 
 
+def _only_once(source: Source, start: ast.stmt, detail: str) -> int | None:
+    """The only call of a method without arguments, if it is not in a loop."""
+    found = [call for call in calls(source.tree, detail) if not call.args]
+    loops = [each for call in found for each in source.above(call) if isinstance(each, ast.For | ast.While)]
+    return found[0].lineno if len(found) == 1 and not loops else None
+
+
 def _last(source: Source, start: ast.stmt, detail: str) -> int | None:
     """The last call of a function before the end of a statement, in the same function."""
     found = [call.lineno for call in in_order(calls(source.scopes(start)[0], detail))]
@@ -444,6 +451,7 @@ FINDERS: dict[str, Callable[[Source, ast.stmt, str], int | None]] = {
     "loading": kept.loading,
     "logged": _logged,
     "made": kept.made,
+    "once": _only_once,
     "of-first": kept.of_first,
     "of-rank": loaders.of_rank_alone,
     "of-some": kept.of_some,

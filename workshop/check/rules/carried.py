@@ -224,7 +224,9 @@ def _saved_by_some(first: Run) -> Cause | None:
 def frozen_changed(whole: Run, split: Split) -> Cause | None:
     """A model that never changes, such as the reference of a policy, has other parameters after the second start."""
     done = len(split.first.trained[0].steps)
-    kept = {(each.model, *each.names) for each in _frozen(whole.trained[0], done)}
+    kept = {
+        (each.model, *each.names) for each in _frozen(whole.trained[0], done // 2)
+    }  # they are recorded ever less often
     second = split.second.trained[0]
     seen = [event for seconds, event in second.timed(ModelEvaluated) if seconds > _loaded(second)]
     for event in _frozen(split.first.trained[0], 0):

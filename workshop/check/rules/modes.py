@@ -31,8 +31,8 @@ def left_in_evaluation(run: Run) -> Said:
             steps, last = changes[-1]
             if len(changes) > 1 and not last.training and steps + 1 < len(process.steps):
                 seen = f"from step {steps + 1} on {model} trains in evaluation mode"
-                seen += ": after eval() the program does not call train()"
-                yield Seen(seen, last.called)
+                seen += f": after eval() at {last.called} the program does not call train()"
+                yield Seen(seen, last.called, origin="once:train")
                 return
 
 
