@@ -393,7 +393,8 @@ def _argument(source: Source, start: ast.stmt, detail: str) -> int | None:
 
 def _holds(source: Source, start: ast.stmt, detail: str) -> int | None:
     """The statement behind the arguments of a statement whose text matches ``detail``."""
-    return first(source.trace([header(start)]), lambda value: bool(re.search(detail, ast.unparse(value.expression))))
+    begin = Value(start.value, start) if isinstance(start, ast.Assign) else header(start)  # x = f(x): an earlier x
+    return first(source.trace([begin]), lambda value: bool(re.search(detail, ast.unparse(value.expression))))
 
 
 def _figure(source: Source, start: ast.stmt, detail: str) -> int | None:

@@ -234,7 +234,7 @@ def _overlaps(run: Run) -> Iterator[tuple[str, Seen]]:
         elif not by_epoch and (shares := _shares(ranks[one], ranks[two], len(ranks))):
             both, each = shares
             text = f"{names[one, two]} share {both:,} of the first {each:,} samples that each of them trains on"
-            yield "some", Seen(text, where, origin=drawn)
+            yield "some", Seen(text, where, origin=f"{drawn} reseeded")
 
 
 def _shares(one: Process, two: Process, ranks: int) -> tuple[int, int] | None:
