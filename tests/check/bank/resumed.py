@@ -91,6 +91,23 @@ MISTAKES = (
         ),
     ),
     mistake(
+        "teacher-made-of-the-loaded-model",
+        second.TAGGER,
+        "resume-differs",
+        "The teacher has the first parameters of the model, and after a second start those of the checkpoint.",
+        ("Sequences(96, seed=1)", "Sequences(32, seed=1)"),
+        (
+            "    ddp_model = ",
+            "    teacher = Tagger()\n    teacher.load_state_dict(model.state_dict())\n    ddp_model = ",
+        ),
+        (
+            "            loss.backward()\n",
+            "            with torch.no_grad():\n"
+            "                wanted = teacher(tokens)\n"
+            "            (loss + F.mse_loss(logits, wanted)).backward()\n",
+        ),
+    ),
+    mistake(
         "running-mean-is-no-buffer",
         ddp.SINGLE,
         "resume-differs",
