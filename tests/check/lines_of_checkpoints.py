@@ -46,6 +46,7 @@ PROGRAMS = {
         def main(rank, generator, path):
             state = torch.load(path)
             first = state["epochs"][0:1]
+            batch = batches["ids"][0]
             generator.set_state(state["generators"][0])  # cause
             save(path)  # seen
     """,

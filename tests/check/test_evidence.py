@@ -7,7 +7,8 @@ import pickle
 import pytest
 
 from workshop.check.evidence import recorded
-from workshop.check.evidence.events import Ended, FileWritten, Joined, Loaded, Raised, StepBegun
+from workshop.check.evidence.events import Ended, FileWritten, Joined, Loaded, Raised, StepBegun, StepTaken
+from workshop.check.evidence.misuses import BuffersKept
 from workshop.check.evidence.recorded import LONGEST, Recorded, read, write
 from workshop.check.evidence.run import Process, Run
 from workshop.check.evidence.sketches import difference, different_names
@@ -146,6 +147,24 @@ def test_a_restart_that_fails_with_a_file_of_two_writers_is_no_second_error():
     assert [rule.name for rule, _ in second_start(first, Split(first, second))] == []
     alone = Run(nproc=2, processes=ranks[:1], status=0, hung="", flooded=False, seconds=1.0, launch="torchrun")
     assert [rule.name for rule, _ in second_start(alone, Split(alone, second))] == ["resume-fails"]
+
+
+@pytest.mark.parametrize(("changes", "errors"), [("at a step", ["Centered.center"]), ("before", []), ("never", [])])
+def test_buffers_that_the_ranks_change_apart_are_named_beside_those_of_other_modules(changes, errors):
+    step = StepBegun(gradients=[], weights=[], names=[], rates=[0.1], state=0, of_model=True, fitting=False)
+
+    def process(rank):
+        events = [Joined(rank=rank, world_size=2)]
+        for number in range(4):
+            value = rank + 1.0 if changes == "before" or (changes == "at a step" and number) else 1.0
+            loss = BuffersKept(buffers=[(value, [value])], names=["Centered.center"], where="train.py:3")
+            weight = BuffersKept(buffers=[(2.0, [2.0])], names=["BCELoss.weight"], where="train.py:4")
+            events += [loss, weight, step, StepTaken(weights=[])]
+        return Process(rank, [(float(number), event) for number, event in enumerate(events)])
+
+    made = Run(2, [process(0), process(1)], 0, "", False, 1.0, "torchrun")
+    found = [*RULES["buffers-differ"].detectors[0].function(made)]
+    assert [seen.text.partition(" in ")[2][:15] for seen in found] == errors
 
 
 def test_nan_is_equal_to_nan():

@@ -319,4 +319,4 @@ LOSS_WITH_A_BUFFER = """
 
 def test_the_buffers_of_a_loss_are_recorded_once_after_some_steps(place):
     made = Made(place("loss"), LOSS_WITH_A_BUFFER).well()
-    assert [each.names for each in made.ranks[0].of(BuffersKept)] == [["Centered.center"]] * 3  # after 1, 2 and 4 steps
+    assert [each.names for each in made.ranks[0].of(BuffersKept)] == [["Centered.center"]] * 4  # after 0, 1, 2, 4 steps

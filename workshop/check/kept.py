@@ -177,12 +177,12 @@ def of_some(source: Source, start: ast.stmt, detail: str) -> int | None:
 
 def of_first(source: Source, start: ast.stmt, detail: str) -> int | None:
     """The statement that restores the first entry of a list in a checkpoint, such as ``saved["states"][0]``."""
+    loads = (each for each in ast.walk(source.tree) if isinstance(each, ast.Assign) and any(calls(each.value, "load")))
+    loaded = {name for each in loads for target in each.targets for name in names_stored(target)}
     for each in ast.walk(source.tree):
         if isinstance(each, ast.Subscript) and isinstance(each.value, ast.Subscript):
-            place, key = (
-                part.value if isinstance(part, ast.Constant) else None for part in (each.slice, each.value.slice)
-            )
-            if place == 0 and isinstance(key, str):
+            first = isinstance(each.slice, ast.Constant) and each.slice.value == 0
+            if first and name_of(each.value.value) in loaded:
                 return each.lineno
     return None
 

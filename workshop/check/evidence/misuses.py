@@ -38,7 +38,9 @@ class SamplesCounted(Event):  # ThroughputMonitor of Lightning counts the sample
     rows: int  # of the batch
 
 
-class BuffersKept(Event):  # before a forward pass of a wrapper that sends no buffers (broadcast_buffers=False)
+# Before a forward pass of a wrapper that sends no buffers (broadcast_buffers=False), or of a module without parameters, such as a
+# loss; of the latter also before the first step.
+class BuffersKept(Event):
     buffers: list[Sketch]  # without those of BatchNorm
     names: list[str]
 

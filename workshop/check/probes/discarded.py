@@ -33,7 +33,8 @@ class Discarded(Probe):
     def _gather(self, name: str, original: Function, *args: Any, **kwargs: Any) -> Any:
         with self.recorder.guard:
             found = kwargs.get("tensor_list") or kwargs.get("gather_list") or next(filter(_is_list, args), ())
-            places = [each.data_ptr() for each in found if isinstance(each, torch.Tensor) and each.numel()]
+            places = [each.data_ptr() for each in found if isinstance(each, torch.Tensor)]
+            places = [place for place in places if place]  # 0: it has no elements, or no memory
             if len(set(places)) < len(places) and self.recorder.called_by_program():
                 event = OutputsShared(name=name, where=self.recorder.where())
                 if not self.told[event.where]:

@@ -195,12 +195,14 @@ class Models(Probe):
             self.recorder.note(BuffersKept(buffers=values, names=names, where=where) if kept else seen)
 
     def _loss_buffers(self, module: nn.Module) -> None:
-        """Record the buffers of a module without parameters, such as a loss with a running mean, after 1, 2, 4 ... steps."""
+        """Record the buffers of a module without parameters, such as a loss with a running mean, after 0, 1, 2, 4 ... steps."""
         steps = self.recorder.steps
-        if not torch.is_grad_enabled() or steps.bit_count() != 1 or self.kept.get(module) == steps:
+        if not torch.is_grad_enabled() or steps.bit_count() > 1 or self.kept.get(module) == steps:
             return
         self.kept[module] = steps
-        if buffers := dict(module.named_buffers()):
+        owners = dict(module.named_modules())
+        named = ((name, each) for name, each in module.named_buffers() if not _of_norm(owners, name))
+        if buffers := dict(named):
             names = [f"{type(module).__name__}.{name}" for name in buffers]
             self.note_here(BuffersKept(buffers=[mixed(each) for each in buffers.values()], names=names))
 
@@ -303,6 +305,11 @@ class Models(Probe):
             unsynced=self.unsynced,
         )
         self.note_here(event)
+
+
+def _of_norm(modules: dict[str, nn.Module], buffer: str) -> bool:
+    """Whether a buffer is that of a BatchNorm."""
+    return isinstance(modules[buffer.rpartition(".")[0]], _NormBase)
 
 
 def reached(loss: torch.Tensor | None, nodes: list[Any]) -> set[Any]:

@@ -42,10 +42,14 @@ def collectives_differ(run: Run) -> Said:
 )
 def never_awaited(run: Run) -> Said:
     """No rank waits for the result of an asynchronous collective."""
+    for event in lost_collectives(run) if not run.failed else ():
+        yield Seen(f"the program calls {event.name}(async_op=True) and never waits for its result", event.where)
+
+
+def lost_collectives(run: Run) -> list[NeverAwaited]:
+    """The asynchronous collectives for which no rank has waited."""
     ends = [[each for each in process.of(NeverAwaited) if each.name != "isend"] for process in run.trained]
-    if (not run.failed or run.hung == "idle") and all(ends):
-        for event in ends[0] if ends else ():
-            yield Seen(f"the program calls {event.name}(async_op=True) and never waits for its result", event.where)
+    return ends[0] if ends and all(ends) else []
 
 
 def _uneven_steps(run: Run, calls: list[list[Collective]]) -> Seen | None:

@@ -16,7 +16,7 @@ from workshop.check.evidence.events import (
     WroteOutside,
 )
 from workshop.check.evidence.run import Process, Run
-from workshop.check.rules.collectives import collectives_differ, never_awaited
+from workshop.check.rules.collectives import collectives_differ, lost_collectives, never_awaited
 from workshop.check.rules.divergence import Divergence, first_divergence
 from workshop.check.rules.parting import parting
 from workshop.check.rules.processes import address_overwritten, no_group, wrong_group
@@ -45,11 +45,18 @@ def output_flood(run: Run) -> Said:
     why="Processes that wait for each other in different calls never continue; on a cluster the job runs until its time limit.",
     fix="All ranks must call the same collectives in the same order, and take the same number of steps. Move collectives "
     "(and backward() of a DDP model, which calls all-reduce) out of code that only some ranks reach, such as `if rank == 0`.",
-    after=(never_awaited,),
 )
 def hang(run: Run) -> Said:
     """All processes wait, and none continues."""
-    return [_standing(run)] if run.hung == "idle" else []
+    if run.hung != "idle":
+        return []
+    standing = _standing(run)
+    for event in lost_collectives(run)[:1]:
+        seen = (
+            f"{standing.text}; before that, the program does not wait for {event.name}(async_op=True) at {event.where}"
+        )
+        return [replace(standing, text=seen, where=event.where, fix=never_awaited.fix, origin="here")]
+    return [standing]
 
 
 @_ending(

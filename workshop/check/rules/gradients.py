@@ -201,10 +201,20 @@ def steps_until_buffers_differ(run: Run) -> int:
 def _kept_apart(run: Run) -> tuple[str, list[str], int] | None:
     """The buffers that the ranks keep, and that still differ in the end; the line of the forward pass, and the steps before."""
     ranks = [] if run.divided else [[*_kept(process)] for process in run.trained]
+    for names in dict.fromkeys(tuple(event.names) for _, event in ranks[0]) if len(ranks) > 1 else ():  # of each module
+        if found := _apart_until_the_end([[each for each in kept if tuple(each[1].names) == names] for kept in ranks]):
+            return found
+    return None
+
+
+def _apart_until_the_end(ranks: list[list[tuple[int, BuffersKept]]]) -> tuple[str, list[str], int] | None:
+    """The same, for the buffers of one module."""
     apart: list[tuple[str, list[str], int]] = []
-    for (steps, first), *others in zip(*ranks, strict=False) if len(ranks) > 1 else ():
+    own: set[str] = set()
+    for (steps, first), *others in zip(*ranks, strict=False):
         names = [name for _, each in others for name in different_names(first.buffers, each.buffers, first.names)]
-        names = [name for name in dict.fromkeys(names) if not OF_A_RANK.search(name)]
+        own |= set() if steps else set(names)  # from the start, such as the place of the rank in a gathered batch
+        names = [name for name in dict.fromkeys(names) if name not in own and not OF_A_RANK.search(name)]
         apart = [*apart, (first.where, names, steps)] if names else []
     return apart[0] if len(apart) > 1 else None
 
