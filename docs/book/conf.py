@@ -29,6 +29,7 @@ html_theme_options = {"navigation_with_keys": True}
 pygments_style = "friendly"
 pygments_dark_style = "github-dark"
 
+toc_object_entries = False  # otherwise each page copies the names of all functions, for half of the time of a build
 autodoc_member_order = "bysource"
 autodoc_mock_imports = ["jax", "optax", "deepspeed", "h5py"]
 napoleon_numpy_docstring = False
