@@ -10,11 +10,13 @@ import pytest
 from check import small
 from workshop.check.baseline import sieve
 from workshop.check.command import check_command
+from workshop.check.judge import BUG, ask
 from workshop.check.junit import as_junit
-from workshop.check.rules.rule import RULES
+from workshop.check.rules.rule import RULES, Detector, Seen
 from workshop.check.sarif import as_sarif
+from workshop.check.scenarios import WHOLE
 from workshop.check.settings import Settings
-from workshop.check.verdict import Finding
+from workshop.check.verdict import Finding, Verdict
 
 
 @pytest.fixture(scope="module")
@@ -110,6 +112,15 @@ def test_a_program_that_cannot_be_judged_is_an_error(tmp_path):
     assert {name for name, case in cases.items() if not len(case)} == set()
     (run,) = json.loads(as_sarif(verdict, tmp_path))["runs"]
     assert [each["executionSuccessful"] for each in run["invocations"]] == [False]
+
+
+def test_an_error_of_a_rule_is_reported_and_costs_no_other_finding(verdict):
+    broken = Detector(RULES["crash"], lambda run: [1 / run], (WHOLE,))
+    sound = Detector(RULES["hang"], lambda run: [Seen("it hangs", "train.py:1")], (WHOLE,))
+    known = Verdict(verdict.subject)
+    ask(known, [broken, sound], {WHOLE: 0})
+    assert [finding.seen for finding in known.findings] == ["it hangs"]
+    assert known.unchecked == [f"crash ({BUG} ZeroDivisionError: division by zero)"]
 
 
 def test_sarif_has_what_code_scanning_requires(verdict, folder):

@@ -21,11 +21,15 @@ def folder(tmp_path):
     return tmp_path
 
 
-def test_a_finding_shows_its_kind(folder):
+def test_a_finding_shows_its_kind_as_soon_as_it_is_known(folder):
     done = small.check(folder, "--", *small.COMMAND)
     assert done.returncode == 1, done.stderr
+    early, goes_on, late = done.stdout.partition("the check goes on\n")
+    assert goes_on, done.stdout
     for kind in small.MISTAKES:
-        assert f"\n      where  train.py:{small.line_of(kind)}\n      kind   {kind}\n" in done.stdout
+        assert f"\n      where  train.py:{small.line_of(kind)}\n      kind   {kind}\n" in early
+        assert kind not in late
+    assert late.splitlines()[-1].startswith("2 errors")
 
 
 def test_ignored_findings_are_not_reported(folder):

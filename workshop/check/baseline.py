@@ -38,7 +38,7 @@ def sieve(settings: Settings) -> Callable[[Verdict], Verdict]:
         }
         # A run that cannot be judged shows only some findings, so it makes no baseline.
         writes = settings.write_baseline if verdict.judged else None
-        if writes:
+        if writes and verdict.complete:
             write_baseline(writes, set(others.values()))
         old = [finding for finding, place in others.items() if writes or place in known]
         new = [finding for finding in others if finding not in old]

@@ -23,7 +23,7 @@ from workshop.check.rules.rule import RULES
 from workshop.check.settings import settings_of
 from workshop.check.start import Start, read_start
 from workshop.check.subject import Subject
-from workshop.check.verdict import Verdict
+from workshop.check.verdict import Finding, Verdict
 from workshop.errors import UserError
 from workshop.run.environment import why_hidden
 from workshop.run.imports import no_collections
@@ -110,10 +110,14 @@ def check_command(
                 subject, start, on_cpu=on_cpu, place=place, original=original, wishes=Wishes(steps, tuple(resume))
             )
         before = time.monotonic() - began
+        placed: set[Finding] = set()
         for verdict in judge(subject, bench):
             verdict.seconds += before
-            verdict.findings = [at_origin(finding, script, original) for finding in verdict.findings]
-            verdict.unchecked += [unchecked] if unchecked else []
+            verdict.findings = [
+                each if each in placed else at_origin(each, script, original) for each in verdict.findings
+            ]
+            placed.update(verdict.findings)
+            verdict.unchecked += [unchecked] if unchecked and verdict.complete else []
             yield verdict
     finally:
         shutil.rmtree(place, ignore_errors=True)

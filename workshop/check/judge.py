@@ -5,15 +5,16 @@ the ``rules`` that judge it; ``report`` shows the verdict.
 """
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
-from workshop.check.rules.rule import Detector, NotJudged
+from workshop.check.rules.rule import Detector, NotJudged, Seen
 from workshop.check.scenarios import Scenario, Unavailable
 from workshop.check.subject import KEPT, Subject
 from workshop.check.verdict import Finding, Verdict
 
 Made = dict[Scenario[Any], Any]
+BUG = "please report this error of the check:"
 
 
 class Bench(Protocol):
@@ -68,7 +69,10 @@ def in_order(detectors: list[Detector]) -> list[Detector]:
 
 
 def judge(subject: Subject, bench: Bench, quick: bool = False) -> Iterator[Verdict]:
-    """Check a program; yield the verdict after the quick scenarios and, without ``quick``, again after the slow ones."""
+    """Check a program; yield the verdict after the quick scenarios and, without ``quick``, again after the slow ones.
+
+    Of a program without goals, also yield it each time that a scenario has shown an error, because the others take a while.
+    """
     start = time.monotonic()
     scenarios, detectors = plan(subject, bench.offers)
     verdict = Verdict(subject, planned=set(detectors), unchecked=list(subject.unchecked))
@@ -76,7 +80,11 @@ def judge(subject: Subject, bench: Bench, quick: bool = False) -> Iterator[Verdi
     slow_ones = not quick and any(scenario.slow for scenario in scenarios)
     for slow in (False, True):
         for scenario in (each for each in scenarios if each.slow == slow):
+            known = len(verdict.errors)
             _judge_by(scenario, bench, detectors, made, verdict)
+            verdict.seconds = time.monotonic() - start
+            if not subject.goals and len(verdict.errors) > known and scenario is not scenarios[-1]:
+                yield verdict
             if any(slow or finding.rule.blocks for finding in verdict.errors):
                 break
         if slow_ones and not slow and verdict.errors:
@@ -103,6 +111,16 @@ def _judge_by(scenario: Scenario[Any], bench: Bench, detectors: list[Detector], 
         ask(verdict, [detector for detector in judging if made.keys() >= set(detector.runs)], made)
 
 
+def _said(verdict: Verdict, detector: Detector, made: Mapping[Scenario[Any], Any]) -> Sequence[Seen | NotJudged]:
+    """What a detector says. An error in it must not cost what the others say about a program that nobody here knows."""
+    try:
+        return list(detector.function(*(made[scenario] for scenario in detector.runs)))
+    except Exception as error:
+        if verdict.subject.goals:
+            raise
+        return [NotJudged(f"{detector.rule.name} ({BUG} {type(error).__name__}: {error})", goal=False)]
+
+
 def ask(verdict: Verdict, detectors: list[Detector], made: Mapping[Scenario[Any], Any]) -> None:
     """Ask detectors, in order, about the scenarios that were made."""
     explained = {rule for earlier in verdict.findings for each in earlier.rule.detectors for rule in each.instead_of}
@@ -117,7 +135,7 @@ def ask(verdict: Verdict, detectors: list[Detector], made: Mapping[Scenario[Any]
         ):
             continue
         verdict.asked.add(detector)
-        for said in detector.function(*(made[scenario] for scenario in detector.runs)):
+        for said in _said(verdict, detector, made):
             if isinstance(said, NotJudged):
                 verdict.missed.add(detector)
                 if said.text not in verdict.unchecked:

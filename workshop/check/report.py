@@ -39,7 +39,7 @@ class Shown(NamedTuple):
     """The parts of a verdict that have been printed."""
 
     states: dict[int, str]  # of the goals
-    lines: set[str]  # hints, and what was not checked
+    lines: set[str]  # hints, what was not checked, and errors of a program without goals
 
 
 def show(verdict: Verdict, console: Console, verbose: bool = False, before: Shown | None = None) -> Shown:
@@ -51,10 +51,9 @@ def show(verdict: Verdict, console: Console, verbose: bool = False, before: Show
         if before is None or before.states[goal.number] != states[goal.number]:
             _goal(verdict, goal, states[goal.number], console, verbose)
     if not verdict.subject.goals:
-        for finding in verdict.errors:
-            _finding(finding, console, "✗", verbose, finding.kind)
-        if not verdict.errors and verdict.judged:
-            console.print(f"[green]✓[/] no {'new ' if verdict.known else ''}error was seen", highlight=False)
+        _errors(verdict, console, verbose, lines)
+        if not verdict.complete:
+            return Shown(states, lines)
     for finding in verdict.findings:
         if not finding.is_error and finding.seen not in lines:
             _finding(finding, console, "-", verbose, "" if verdict.subject.goals else finding.kind)
@@ -78,6 +77,18 @@ def show(verdict: Verdict, console: Console, verbose: bool = False, before: Show
     return Shown(states, lines)
 
 
+def _errors(verdict: Verdict, console: Console, verbose: bool, lines: set[str]) -> None:
+    """Print the errors of a program without goals that are not in ``lines``, and add them."""
+    for finding in verdict.errors:
+        if (key := f"{finding.where} {finding.seen}") not in lines:
+            _finding(finding, console, "✗", verbose, finding.kind)
+            lines.add(key)
+    if not verdict.complete and verdict.errors:
+        console.print(f"[dim]... found in {verdict.seconds:.1f} s; the check goes on[/]", highlight=False)
+    elif verdict.complete and not verdict.errors and verdict.judged:
+        console.print(f"[green]✓[/] no {'new ' if verdict.known else ''}error was seen", highlight=False)
+
+
 def _known(verdict: Verdict) -> str:
     """Say how many findings the baseline has."""
     if not (verdict.known and verdict.baseline):
@@ -93,7 +104,8 @@ def show_all(verdicts: Iterator[Verdict], json_only: bool, verbose: bool) -> Ver
     while True:
         if not json_only:
             shown = show(verdict, console, verbose, shown)
-        if not (following := _next(verdicts, console, waits=not json_only)):
+        task = "started for real" if verdict.subject.goals else "further runs"
+        if not (following := _next(verdicts, console, waits=not json_only, task=task)):
             break
         verdict = following
     if json_only:
@@ -101,11 +113,11 @@ def show_all(verdicts: Iterator[Verdict], json_only: bool, verbose: bool) -> Ver
     return verdict
 
 
-def _next(verdicts: Iterator[Verdict], console: Console, waits: bool) -> Verdict | None:
-    """Return the next verdict; None at the end. While it ``waits`` for a real start, a terminal shows the time."""
+def _next(verdicts: Iterator[Verdict], console: Console, waits: bool, task: str) -> Verdict | None:
+    """Return the next verdict; None at the end. While it ``waits`` for a task, a terminal shows the time."""
     columns = SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn()
     with Progress(*columns, console=console, transient=True, disable=not (waits and console.file.isatty())) as progress:
-        progress.add_task("started for real")
+        progress.add_task(task)
         return next(verdicts, None)
 
 

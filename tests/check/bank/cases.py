@@ -9,6 +9,7 @@ import pytest
 import runs
 from check.bank.case import Case
 from check.bank.replay import check_for_real, replayed
+from workshop.check.judge import BUG
 from workshop.check.verdict import Verdict
 
 
@@ -61,6 +62,7 @@ def first_kind(verdict: Verdict) -> str:
 def assert_right(case: Case, verdict: Verdict) -> None:
     """Fail unless the check says about a case what it must say."""
     said = "\n".join(f"{finding.kind}: {finding.seen}" for finding in verdict.findings) or "nothing was found"
+    assert [text for text in verdict.unchecked if BUG in text] == []
     if case.kinds:
         assert first_kind(verdict) in case.kinds, said
     else:

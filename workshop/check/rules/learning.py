@@ -103,7 +103,7 @@ def _by_accelerate(run: Run, process: Process, seen: Seen) -> Seen:
 
 def _wrong_length(run: Run, process: Process, rates: list[float]) -> Said:
     """The length of the schedule is wrong by the number of processes, or it counts epochs in place of steps."""
-    for event in process.of(ScheduleSeen):
+    for event in (each for each in process.of(ScheduleSeen) if each.taken):
         if seen := _in_wrong_unit(process, event):
             yield Seen(seen, event.where, fix=UNIT, origin="stepping")
             return
