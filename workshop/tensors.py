@@ -1,7 +1,7 @@
 """Inspect tensors: the local shard of a DTensor, the bytes that autograd keeps, and whether bfloat16 is fast."""
 
 import re
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +35,15 @@ def attend_locally(attention: Any, query: Any, *others: Any, **options: Any) -> 
     options = {name: own_part(value) for name, value in options.items()}
     result = attention(own_part(query), *map(own_part, others), **options)
     return DTensor.from_local(result, query.device_mesh, query.placements, run_check=False)
+
+
+def in_its_mode(all_reduce: Any, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+    """Call ``all_reduce`` in inference mode if the tensor was created in it.
+
+    For ReduceOp.AVG, gloo divides the sum with an operation that autograd forbids for such a tensor. NCCL averages by itself.
+    """
+    with torch.inference_mode() if tensor.is_inference() else nullcontext():
+        return all_reduce(tensor, *args, **kwargs)
 
 
 class Kept:

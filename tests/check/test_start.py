@@ -20,6 +20,13 @@ COMMANDS = {
     "torchrun --nnodes=2 --nproc_per_node 4 -m a.b x": ("torchrun", 8, "a.b", ("x",)),
     "torchrun --nproc-per-node=gpu train.py": ("torchrun", 2, "train.py", ()),
     "python -m torch.distributed.run --nproc-per-node=3 t.py": ("torchrun", 3, "t.py", ()),
+    "python -m torch.distributed.launch --nproc_per_node=2 t.py x": (
+        "torchrun",
+        2,
+        "t.py",
+        ("--local-rank={local_rank}", "x"),
+    ),
+    "python -m torch.distributed.launch --nproc_per_node=2 --use_env t.py": ("torchrun", 2, "t.py", ()),
     "python -u train.py": ("python", 1, "train.py", ()),
     "python3 -m package.train -x": ("python", 1, "package.train", ("-x",)),
     "accelerate launch --num_processes=2 --cpu t.py --a": ("torchrun", 2, "t.py", ("--a",)),

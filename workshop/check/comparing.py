@@ -85,6 +85,28 @@ def replace_all(file: Path, ranks: int) -> Callable[[Recorder], None]:
     return partial(_replace, file, ranks, True)
 
 
+def without_chance(recorder: Recorder) -> None:
+    """For ``Program.before`` of a program without a loader: tame the random numbers as soon as it has an optimizer.
+
+    Earlier, the parameters need random values; later, the program may have drawn its first batch.
+    """
+    created: Any = torch.optim.Optimizer.__init__
+    begun = False
+
+    @wraps(created)
+    def __init__(self: Any, *args: Any, **options: Any) -> None:
+        nonlocal begun
+        created(self, *args, **options)
+        if not begun:
+            begun = True
+            tame(lambda: 0)
+            # The samples that a program chooses with it are all the same, so a mean over them does not depend on their number.
+            torch.randperm = lambda n, **options: torch.zeros(n, dtype=torch.int64)
+
+    kind: Any = torch.optim.Optimizer
+    kind.__init__ = __init__
+
+
 def _replace(file: Path, ranks: int, whole: bool, recorder: Recorder) -> None:
     # The batches of the ranks are unpickled when they are needed: by then, the classes of the program exist.
     parts: dict[Place, dict[int, bytes]] = {}

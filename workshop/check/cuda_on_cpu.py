@@ -19,9 +19,10 @@ from torch import nn
 from torch.distributed import device_mesh
 from torch.distributed import distributed_c10d as c10d
 from torch.distributed.tensor import DTensor
+from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.parallel import DistributedDataParallel
 
-from workshop.tensors import attend_locally
+from workshop.tensors import attend_locally, in_its_mode
 
 GPU = ("cuda", "hip", "xpu", "mps")
 # Functions of torch.cuda that do nothing here, those that return a number, and those that return what the CPU returns.
@@ -37,6 +38,14 @@ def is_gpu(device: object) -> bool:
     if isinstance(device, str):
         return device.partition(":")[0] in GPU
     return isinstance(device, int) and not isinstance(device, bool)
+
+
+def _marked(cls: type, module: nn.Module, process_group: Any = None) -> nn.Module:
+    """Leave a model as it is, because SyncBatchNorm needs a GPU, and remember which layers would exchange their statistics."""
+    for layer in module.modules():
+        if isinstance(layer, _NormBase):
+            layer.synchronized = True
+    return module
 
 
 class _OnCpu(type):
@@ -163,7 +172,9 @@ def install(count: int) -> None:
         _lightning(count)
     functional: Any = nn.functional
     functional.scaled_dot_product_attention = _also_of_parts(functional.scaled_dot_product_attention)
-    nn.SyncBatchNorm.convert_sync_batchnorm = classmethod(lambda cls, module, *_: module)
+    nn.SyncBatchNorm.convert_sync_batchnorm = classmethod(_marked)
+    nn.SyncBatchNorm.forward = nn.modules.batchnorm._BatchNorm.forward
+    DistributedDataParallel._passing_sync_batchnorm_handle = lambda *_: None
     wrap = DistributedDataParallel.__init__
 
     def without_devices(
@@ -217,6 +228,7 @@ def _groups() -> None:
         "init_process_group": on_gloo(c10d.init_process_group, 0),
         "new_group": on_gloo(c10d.new_group, 2),
         "barrier": partial(_barrier, c10d.barrier),
+        "all_reduce": partial(in_its_mode, c10d.all_reduce),
     }
     for name, function in changed.items():
         for owner in (dist, c10d, device_mesh):  # the same object in all, as before
@@ -259,9 +271,24 @@ def _deepspeed() -> None:
             if isinstance(half, dict) and half.get("enabled"):
                 half["enabled"] = False
                 settings["bf16"] = {"enabled": True}
+                _half_as_bfloat16()
             original(self, settings)
 
         config.DeepSpeedConfig._initialize_params = initialize  # type: ignore[union-attr]
+
+
+def _half_as_bfloat16() -> None:
+    """Tell a program that its DeepSpeed engine computes in float16, and give it bfloat16 for it."""
+    engine: Any = sys.modules["deepspeed.runtime.engine"]
+    enabled = engine.DeepSpeedEngine.fp16_enabled
+
+    @wraps(enabled)
+    def fp16_enabled(self: Any) -> bool:
+        asks = str(sys._getframe(1).f_globals.get("__name__", ""))
+        return bool(enabled(self)) if asks.partition(".")[0] == "deepspeed" else True
+
+    engine.DeepSpeedEngine.fp16_enabled = fp16_enabled
+    torch.Tensor.half = torch.Tensor.bfloat16
 
 
 def _lightning(count: int) -> None:
@@ -279,7 +306,8 @@ def _lightning(count: int) -> None:
 def _on_cpu_processes(original: Callable[..., None], count: int) -> Callable[..., None]:
     @wraps(original)
     def init(self: Any, *args: Any, **kwargs: Any) -> None:
-        if kwargs.get("accelerator") in ("gpu", "cuda"):
+        chosen, devices = kwargs.get("accelerator", "auto"), kwargs.get("devices", "auto")
+        if chosen in ("gpu", "cuda") or (chosen == "auto" and devices in ("auto", -1, "-1")):
             kwargs |= {"accelerator": "cpu", "devices": _number(kwargs.get("devices"), count)}
         if str(kwargs.get("precision", "")).startswith("16"):
             kwargs["precision"] = "bf16-mixed"  # the CPU has no float16

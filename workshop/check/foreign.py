@@ -20,7 +20,7 @@ from typing import Any
 from workshop.check import lightning_ranks
 from workshop.check.bench import TRACED, ProgramBench
 from workshop.check.clock import mark_times
-from workshop.check.comparing import keep, replace, replace_all
+from workshop.check.comparing import keep, replace, replace_all, without_chance
 from workshop.check.evaluated import restore, store
 from workshop.check.evidence.events import (
     BatchLoaded,
@@ -69,7 +69,7 @@ PRETENDED = 6  # optimizer steps on pretended GPUs
 PASSES = 300  # backward passes before the first checkpoint, for which pretended GPUs are fast enough
 BESIDE = 1000  # entries beside the folder of the program that it can see
 SOURCES = 200  # modules of the program that are read, to see which libraries it uses
-GPU = re.compile(r"cuda|\bgpus?\b|torch\.accelerator")
+GPU = re.compile(r"cuda|\bgpus?\b|\bGPUs?\b|torch\.accelerator")  # the program may require one
 # An option with which programs resume: its name, and the rest of the call of add_argument().
 RESUME = re.compile(r"""["'](--(?:resume|restore|continue|load)[\w-]*)["']([^()]*(?:\([^()]*\)[^()]*)*)""")
 # The same in a dataclass of options.
@@ -105,7 +105,9 @@ class OwnersBench(ProgramBench):
         super().__init__(subject, launch=launch, nproc=start.nproc, on_cpu=on_cpu, place=place)
         self.text = _sources(subject.file, original)
         self.planned = frozenset(_planned([self.text, *_settings(start.arguments, original)], start.arguments))
-        self.gpus = USUAL if launch == "spawn" and "device_count" in self.text else 0
+        uses_all = "device_count" in self.text or lightning_ranks.uses_all_gpus(self.text)
+        self.gpus: int | None = USUAL if launch == "spawn" and uses_all else 0
+        self.devices = False  # whether it runs on pretended GPUs from the start
         self.kept = place / "batches"  # of the whole run
         self.resumes_by_itself = False  # whether a second start resumes without further arguments
 
@@ -155,6 +157,7 @@ class OwnersBench(ProgramBench):
             **{
                 "patience": UNKNOWN,
                 "gpus": self.gpus,
+                "devices": self.devices,
                 "steps": self.wishes.steps or STEPS,
                 "at_once": self.wishes.steps is not None,
                 "nodes": self.start.nodes,
@@ -171,14 +174,25 @@ class OwnersBench(ProgramBench):
         lightning = self.launch == "spawn" and lightning_ranks.USED.search(self.text)
         first = self._as_lightning_starts_it if lightning else partial(self._run, before=keep(self.kept))
         run = first(self.folder())
-        if not run.trained and self.on_cpu and GPU.search(self.text):  # it may require a GPU
-            before, self.gpus = self.gpus, self.start.nproc // self.start.nodes if self.launch != "spawn" else USUAL
-            again = first(self.folder()) if self.gpus != before else run
-            if again.trained or _got_further(again, run):
-                run = again
-            else:
-                self.gpus = before
+        apart = run.nproc > 1 and not any(run.all(Joined))
+        found = run.first_exception()
+        if (apart or not run.trained) and self.on_cpu and GPU.search(self.text + (found[1].message if found else "")):
+            run = self._with_gpus(first, run)
         return run if lightning else self._retraced(self.traced(run, partial(self._again, before=keep(self.kept))))
+
+    def _with_gpus(self, first: Callable[[Path], Run], run: Run) -> Run:
+        """Run a program again that has not trained together: with GPUs whose tensors are on the CPU, then with pretended GPUs."""
+        usual = self.gpus, False
+        for gpus, devices in (
+            (self.start.nproc // self.start.nodes if self.launch != "spawn" else USUAL, False),
+            (None, True),
+        ):
+            self.gpus, self.devices = gpus, devices
+            again = first(self.folder()) if (gpus, devices) != usual else run
+            if (again.trained and (not run.trained or any(again.all(Joined)))) or _got_further(again, run):
+                return again
+        self.gpus, self.devices = usual
+        return run
 
     def _retraced(self, run: Run) -> Run:
         """Look closer in a second run: at which line parameters become different, or which gradients are added up by hand."""
@@ -209,16 +223,14 @@ class OwnersBench(ProgramBench):
         return self._run(self.folder(), before=keep(self.kept))
 
     def _compare(self, made: Made) -> Compared:
-        """Run two steps with all processes, and with one that gets the batches of all of them."""
+        """Run two steps with all processes, and with one that gets the batches of all of them, or divides nothing."""
         whole: Run = made[WHOLE]
-        if whole.failed or whole.nproc < 2 or not any(whole.all(BatchLoaded)):
-            raise Unavailable(
-                f"{COMPARED.title} (the check needs batches from a DataLoader)" if whole.nproc > 1 else ""
-            )
+        if whole.failed or whole.nproc < 2:
+            raise Unavailable("")
         # A program without seeds also begins both runs with the same parameters.
         steps = 2 + (whole.trained[0].warmup if whole.trained else 0)
         alike: dict[str, Any] = {"steps": steps, "at_once": True, "entropy": secrets.randbelow(2**31)}
-        alike["before"] = replace(self.kept, whole.nproc)
+        alike["before"] = replace(self.kept, whole.nproc) if any(whole.all(BatchLoaded)) else without_chance
         several = self._run(self.folder(), **alike)
         return Compared(several, self._alone(**alike))
 
@@ -246,7 +258,8 @@ class OwnersBench(ProgramBench):
         """Run the program with one process. If it starts its processes itself, tell it so."""
         arguments: list[str] = []
         if self.launch == "spawn":
-            changes["gpus"] = 1 if self.gpus else 0  # many programs start a process for each
+            if not self.devices:
+                changes["gpus"] = 1 if self.gpus else 0  # many programs start a process for each
             arguments = _one_process(self.text)
         if lightning_ranks.USED.search(self.text):
             changes["before"] = lightning_ranks.alone(changes["before"])

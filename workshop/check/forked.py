@@ -34,6 +34,7 @@ from workshop.check.preloaded import use_own_caches
 from workshop.check.probes.probe import Probe
 from workshop.check.probes.process import note_exception
 from workshop.check.probes.recorder import Recorder
+from workshop.check.start import LOCAL_RANK
 from workshop.pretend import devices, installation
 from workshop.pretend.collectives import NODE
 from workshop.run.environment import loopback, without_launcher
@@ -203,6 +204,8 @@ def _rank(program: Program, rank: int, port: int) -> int:
     os.environ |= LAUNCHERS[program.launch](program, rank, local, port) | {NODE: str(rank // local)}
     if program.launch == "deepspeed":
         program = replace(program, arguments=(f"--local_rank={rank % local}", *program.arguments))
+    given = tuple(each.replace(LOCAL_RANK, str(rank % local)) for each in program.arguments)
+    program = replace(program, arguments=given)
     prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     renew_random_state(program.entropy and program.entropy + rank)
     _Salt.number = rank

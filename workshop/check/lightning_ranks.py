@@ -13,7 +13,15 @@ from workshop.check.probes.recorder import Recorder
 
 USED = re.compile(r"^\s*(?:import|from)\s+(?:pytorch_)?lightning\b", re.MULTILINE)
 TRAINERS = ("lightning.pytorch", "pytorch_lightning")
+GIVEN = re.compile(
+    r"""\bdevices\s*=(?!\s*["']?(?:auto|-1))|\baccelerator\s*=\s*["']cpu"""
+)  # the number of processes, or no GPU
 FABRICS = ("lightning.fabric", "lightning_fabric")
+
+
+def uses_all_gpus(text: str) -> bool:
+    """Whether a program with Lightning leaves it to the machine how many processes train: one for each GPU."""
+    return bool(USED.search(text)) and not GIVEN.search(text)
 
 
 class Ranks:

@@ -15,10 +15,12 @@ from workshop.run.imports import no_collections
 
 LIBRARIES = ("transformers", "peft", "torchmetrics", "sklearn", "scipy", "torchvision", "tokenizers")
 CACHING = ("huggingface_hub", "transformers", "peft")  # they read at their import where the caches are
+# They remember whether there are GPUs, and what these can do.
+LOOKING = ("transformers.utils.import_utils", "accelerate.utils.imports")
 # If a program sets such a variable itself, the import must come after that.
 READ_AT_IMPORT = re.compile(r"environ.*\b(HF|HUGGINGFACE|TRANSFORMERS)_")
 
-# By the id of a function of torch: the modules that have it under a name of their own, as after "from torch import save".
+# By the id of a function of torch or safetensors: the modules that have it under a name of their own ("from torch import save").
 copies: dict[int, list[tuple[ModuleType, str]]] = {}
 
 
@@ -69,15 +71,23 @@ def _is_local(name: str, folder: Path) -> bool:
 
 
 def _find_copies(known: set[str]) -> None:
+    opens = getattr(sys.modules.get("safetensors"), "safe_open", known)  # a class of Rust
     for name in sys.modules.keys() - known:
         module = sys.modules[name]
         for alias, value in [*vars(module).items()] if isinstance(module, ModuleType) else ():
-            if isinstance(value, FunctionType) and (value.__module__ or "").startswith("torch."):
+            of_torch = isinstance(value, FunctionType) and (value.__module__ or "").startswith(
+                ("torch.", "safetensors.")
+            )
+            if of_torch or value is opens:
                 copies.setdefault(id(value), []).append((module, alias))
 
 
 def use_own_caches() -> None:
-    """In a process of a program: let the libraries use the folder for models that its variables name."""
+    """In a process of a program: let the libraries use the folder for models that its variables name, and look for GPUs again."""
+    for module in filter(None, map(sys.modules.get, LOOKING)):
+        for answer in vars(module).values():
+            if hasattr(answer, "cache_clear"):
+                answer.cache_clear()
     after = _cache_of_models()
     for name, module in [*sys.modules.items()] if after != BEFORE else ():
         if name.partition(".")[0] in CACHING:

@@ -15,6 +15,8 @@ from workshop.errors import UserError
 # The processes of a run, if the command leaves their number to the machine (torchrun --nproc-per-node=gpu).
 USUAL = 2
 MOST = 16
+LOCAL_RANK = "{local_rank}"  # in the arguments: the number of the process on its node
+USE_ENV = ("--use-env", "--use_env")  # options of torch.distributed.launch: it then passes no --local-rank
 
 
 @dataclass(frozen=True)
@@ -97,12 +99,15 @@ def _python(words: list[str]) -> Start:
     module, rest = options[1] if len(options) > 1 else "", options[2:]
     launcher = {
         "torch.distributed.run": "torchrun",
-        "torch.distributed.launch": "torchrun",
         "accelerate.commands.launch": "accelerate",
         "deepspeed.launcher.runner": "deepspeed",
     }.get(module)
     if launcher == "accelerate":
         return _accelerate([launcher, "launch", *rest])
+    if module == "torch.distributed.launch":
+        start = _torchrun([module, *(word for word in rest if word not in USE_ENV)])
+        given = () if set(USE_ENV) & set(rest) else (f"--local-rank={LOCAL_RANK}",)
+        return _with(start, arguments=(*given, *start.arguments))
     if launcher:
         return READERS[launcher]([launcher, *rest])
     if not re.fullmatch(r"\w+(\.\w+)*", module):
@@ -113,8 +118,7 @@ def _python(words: list[str]) -> Start:
 def _torchrun(words: list[str]) -> Start:
     from torch.distributed.run import get_args_parser, parse_min_max_nnodes
 
-    options = [word for word in words[1:] if word != "--use_env"]  # of the old torch.distributed.launch
-    args = _parsed(get_args_parser(), options)
+    args = _parsed(get_args_parser(), words[1:])
     if args.no_python:
         raise UserError("torchrun --no-python: the check runs Python programs only")
     local = int(args.nproc_per_node) if args.nproc_per_node.isdigit() else USUAL

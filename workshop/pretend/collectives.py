@@ -10,6 +10,7 @@ from torch.distributed import device_mesh
 from torch.distributed import distributed_c10d as c10d
 
 from workshop.pretend import devices
+from workshop.tensors import in_its_mode
 
 NAMESPACES = ("c10d", "_c10d_functional", "_c10d_functional_autograd", "_dtensor")
 # NCCL compares only the number of elements of input and output, and gloo the shapes as well.
@@ -89,7 +90,7 @@ def _all_reduce(original):
     @wraps(original)
     def all_reduce(tensor, op=dist.ReduceOp.SUM, group=None, async_op=False):
         average = op == dist.ReduceOp.AVG and not tensor.is_floating_point() and not tensor.is_complex()
-        work = original(tensor, dist.ReduceOp.SUM if average else op, group, async_op)
+        work = in_its_mode(original, tensor, dist.ReduceOp.SUM if average else op, group, async_op)
         if average:
             if work:
                 work.wait()

@@ -5,6 +5,7 @@ import reprlib
 import zlib
 from collections import Counter
 from collections.abc import Iterable
+from numbers import Integral
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from workshop.check.probes.probe import Function, Probe, after, around
 
 PER_LINE = 6  # draws of a line that are recorded
 MOST = 100_000  # elements of a longer list are not compared
+OTHERS = 500  # the same, if they are no numbers and texts: the text of an array, for example, takes long
 ADDRESS = " at 0x"  # in the text of an object that differs in each process
 _SHORT = reprlib.Repr()
 _SHORT.maxother = 200
@@ -103,7 +105,8 @@ class Draws(Probe):
             return
         where = self.recorder.where()
         self.seen[where] += 1
-        if self.seen[where] > PER_LINE or len(population) > MOST:  # type: ignore[arg-type]  # all have a length
+        most = MOST if isinstance(next(iter(population), 0), Integral | str) else OTHERS
+        if self.seen[where] > PER_LINE or len(population) > most:  # type: ignore[arg-type]  # all have a length
             return
         of, drawn = sorted(map(_text, population)), list(map(_text, result))
         if not any(ADDRESS in text for text in drawn):

@@ -168,7 +168,7 @@ class Models(Probe):
             return self.untrained[-1]
         self.recorder.call(self.recorder.before_evaluation, model)
         self._weigh(model, forward.where)
-        if any(isinstance(each, _NormBase) and each.training and each.track_running_stats for each in model.modules()):
+        if any(map(_refreshes, model.modules())):
             forward = dataclasses.replace(forward, refreshes=True)
         self.recorder.note(Evaluated(forward=forward, where=forward.where))
         return None
@@ -305,6 +305,13 @@ class Models(Probe):
             unsynced=self.unsynced,
         )
         self.note_here(event)
+
+
+def _refreshes(layer: nn.Module) -> bool:
+    """Whether a forward pass changes the statistics of a layer by those of the samples of this process."""
+    if not isinstance(layer, _NormBase) or isinstance(layer, nn.SyncBatchNorm) or getattr(layer, "synchronized", False):
+        return False
+    return bool(layer.training and layer.track_running_stats)
 
 
 def _of_norm(modules: dict[str, nn.Module], buffer: str) -> bool:

@@ -45,6 +45,7 @@ def output_flood(run: Run) -> Said:
     why="Processes that wait for each other in different calls never continue; on a cluster the job runs until its time limit.",
     fix="All ranks must call the same collectives in the same order, and take the same number of steps. Move collectives "
     "(and backward() of a DDP model, which calls all-reduce) out of code that only some ranks reach, such as `if rank == 0`.",
+    after=(address_overwritten,),
 )
 def hang(run: Run) -> Said:
     """All processes wait, and none continues."""
@@ -65,7 +66,14 @@ def hang(run: Run) -> Said:
 )
 def endless(run: Run) -> Said:
     """A process computes without taking steps, or the run exceeds the time limit of the check."""
-    return [_standing(run)] if run.hung in ("busy", "long") and not _of_other_programs(run) else []
+    standing = run.hung in ("busy", "long") and not _of_other_programs(run) and not _slow(run)
+    return [_standing(run)] if standing else []
+
+
+def _slow(run: Run) -> bool:
+    """Whether the processes compute in calls of libraries, but so long that none has taken a step."""
+    calls = [_position(process.stack) for process in run.processes if process.stack]
+    return run.hung == "busy" and not run.trained and bool(calls) and all(place and call for place, call in calls)
 
 
 def _of_other_programs(run: Run) -> str:
@@ -88,7 +96,7 @@ def outside_write(run: Run) -> Said:
 @_ending(
     why="The program ended with an error before it was finished.",
     fix="Read the last line of the traceback, which --verbose shows, and the named line of your program.",
-    after=(outside_write,),
+    after=(outside_write, address_overwritten),
 )
 def crash(run: Run) -> Said:
     """The run ended with an exception or an exit status, or a process died."""
@@ -111,6 +119,11 @@ def no_training(run: Run) -> Said:
         seen = "the program only starts other programs and waits for them; the check does not see what these do"
         fix = "After --, write the command that starts the training itself, for example torchrun train.py."
         yield Seen(seen, where, fix=fix)
+    elif _slow(run):
+        standing = _standing(run)
+        text = f"{standing.text}; the check ended it after {run.seconds:.0f} s"
+        fix = "Make the model, the batches or the data smaller, with options of the program for example, and check it again."
+        yield replace(standing, text=text, fix=fix)
     elif not run.trained and ending(run) is None:
         path = next((event.path for event in run.all(Loaded) if event.path), "")
         why = f": it resumes from {path.rsplit('/', 1)[-1]}, which may be from a finished run" if path else ""

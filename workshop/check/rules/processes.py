@@ -5,6 +5,7 @@ import re
 from itertools import islice
 
 from workshop.check.evidence.events import (
+    AcceleratorCalled,
     Backward,
     DeviceChosen,
     GpuMemory,
@@ -118,7 +119,7 @@ def device_index(run: Run) -> Said:
                 yield Seen(f"{machines}, {who} asks for device {event.index}", event.where)
                 return
     used = {gpu for event in run.all(GpuMemory) for gpu in event.bytes}
-    if run.processes and not any(run.all(DeviceChosen)) and len(used) < 2:
+    if not run.hung and not any(run.all(DeviceChosen)) and len(used) < 2 and not any(run.all(AcceleratorCalled)):
         yield Seen("with two devices per machine, no process chooses one: all use the first, or the CPU")
 
 

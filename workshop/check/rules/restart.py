@@ -376,8 +376,7 @@ def _reproducible(base: list[Step], done: list[Step]) -> bool:
 
 def _resumed(done: list[Step], begin: Step) -> bool:
     """Whether a step begins with parameters that the first run had after some step."""
-    last = done[-1].after
-    had = [*(step.before.weights for step in done[1:]), last.weights if last else []]
+    had = [*(step.before.weights for step in done[1:]), *(step.after.weights for step in done if step.after)]
     return any(difference(begin.before.weights, weights) < SAME for weights in had)
 
 

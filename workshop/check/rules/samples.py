@@ -19,7 +19,7 @@ from workshop.check.evidence.misuses import PassEnded
 from workshop.check.evidence.run import Process, Run
 from workshop.check.rules.processes import no_group, wrong_group
 from workshop.check.rules.rule import Makes, Rule, Said, Seen, if_first, rule
-from workshop.check.rules.shares import batches, orders, share_of_each, stopped_early
+from workshop.check.rules.shares import batches, orders, share_of_each, slices, stopped_early
 from workshop.check.rules.words import plural, rank_of
 from workshop.check.scenarios import COMPARED, WHOLE, Compared
 
@@ -198,7 +198,9 @@ def _overlaps(run: Run) -> Iterator[tuple[str, Seen]]:
     where = ranks[0].data_where if ranks else ""
     parts = [run.parts_of(process) for process in ranks] if run.divided else []  # together they have one model
     pairs = [
-        pair for pair in combinations(range(len(ranks)), 2) if not parts or ranks[pair[1]].rank not in parts[pair[0]]
+        (one, two)
+        for one, two in combinations(range(len(ranks)), 2)
+        if not parts or not (ranks[two].rank in parts[one] or slices(ranks[one], ranks[two]))
     ]
     names = {(one, two): f"ranks {rank_of(ranks, one)} and {rank_of(ranks, two)}" for one, two in pairs}
     by_epoch = all(each.forward and each.forward.loader for process in ranks for each in process.backwards)
@@ -404,7 +406,8 @@ def same_order(run: Run) -> Said:
         whole = epochs and len(epochs[0]) <= len(process.steps[0].keys)  # each step trains on all samples
         if not whole and len(epochs) > 1 and len(epochs[0]) > 8 and epochs[0] == epochs[1] and len(set(epochs[0])) > 1:
             calls = [event.epoch for event in process.of(EpochSet)]
-            never = "; set_epoch was never called" if run.nproc > 1 else ""
+            sampled = any(True for _ in _data_sets(process))
+            never = "; set_epoch was never called" if sampled else "; nothing shuffles them" if run.nproc > 1 else ""
             extra = f"; set_epoch was called with {calls}" if calls else never
             origin = "" if calls else "loader:uncalled"
             seen = f"epoch 2 has the same samples in the same order as epoch 1{extra}"

@@ -1,9 +1,11 @@
 """How many samples of its data set a rank trains on in an epoch, and the orders that it draws in a step."""
 
+import math
 from collections.abc import Iterator
 
 from workshop.check.evidence.events import Backward, Collective, Drawn, Key, LoaderStarted
 from workshop.check.evidence.run import Process, Run
+from workshop.check.evidence.sketches import CLOSE
 
 
 def share_of_each(run: Run) -> tuple[int, int] | None:
@@ -69,3 +71,10 @@ def orders(process: Process, nproc: int) -> Iterator[Drawn]:
                 yield drawn
             drawn = None
             gathered = event if gathers and event.shape and event.shape[1:] in inputs else None
+
+
+def slices(one: Process, two: Process) -> bool:
+    """Whether two ranks that have parts of a model get other losses: each may take its slice of a global batch."""
+    losses = [(here.loss, there.loss) for here, there in zip(one.backwards, two.backwards, strict=False)]
+    known = [(here, there) for here, there in losses if here is not None and there is not None]
+    return bool(known) and sum(not math.isclose(*pair, rel_tol=CLOSE) for pair in known) > len(known) / 2

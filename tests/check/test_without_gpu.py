@@ -1,0 +1,120 @@
+"""Programs for GPUs that behave differently without one: the check must judge what they do on GPUs."""
+
+import subprocess
+import sys
+import textwrap
+from types import SimpleNamespace
+
+import pytest
+
+from check.made import Made
+from workshop.check.command import check_command
+from workshop.check.evidence.events import Drawn, Ended, ScheduleSeen
+from workshop.check.evidence.run import Process, Run
+from workshop.check.rules.ending import endless, no_training
+from workshop.check.rules.learning import _wrong_length
+from workshop.check.rules.restart import _resumed
+
+PROGRAM = """
+import os
+import torch
+import torch.distributed as dist
+from torch import nn
+
+place = ("cuda", int(os.environ["LOCAL_RANK"])) if torch.cuda.is_available() else ("cpu",)
+device = torch.device(*place)
+{start}
+torch.manual_seed(0)
+model = nn.Linear(4, 1).to(device)
+if dist.is_initialized():
+    model = nn.parallel.DistributedDataParallel(model, device_ids=place[1:])
+optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+for step in range(6):
+    generator = torch.Generator().manual_seed(10 * step + int(os.environ["RANK"]))
+    inputs = torch.randn(8, 4, generator=generator)
+    loss = (model(inputs.to(device)) - inputs.sum(1, keepdim=True).to(device)).pow(2).mean()
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+if dist.is_initialized():
+    dist.destroy_process_group()
+"""
+JOIN = 'torch.cuda.set_device(device)\n    dist.init_process_group("nccl")\n'
+STARTS = {
+    "it refuses the CPU": f'if device.type != "cuda":\n    raise RuntimeError("this needs a GPU")\nelse:\n    {JOIN}',
+    "it trains together only on GPUs": f"if torch.cuda.is_available():\n    {JOIN}",
+}
+
+
+@pytest.mark.parametrize("what", STARTS)
+def test_a_program_that_needs_gpus_gets_them(what, tmp_path):
+    (tmp_path / "train.py").write_text(PROGRAM.format(start=STARTS[what]))
+    *_, verdict = check_command(["torchrun", "--nproc-per-node=2", "train.py"], folder=tmp_path)
+    assert [finding.seen for finding in verdict.errors] == []
+    assert verdict.status == 0
+
+
+NCCL = """
+    import torch
+    import torch.distributed as dist
+    from torch import nn
+    from workshop.check import cuda_on_cpu
+    from workshop.check.probes.models import _refreshes
+
+    cuda_on_cpu.install(1)
+    dist.init_process_group("nccl", init_method="file://{file}", rank=0, world_size=1)
+    with torch.inference_mode():
+        total = torch.ones(2)
+    dist.all_reduce(total, op=dist.ReduceOp.AVG)  # gloo refuses this outside of inference mode
+    plain = nn.BatchNorm1d(2)
+    synchronized = nn.SyncBatchNorm.convert_sync_batchnorm(nn.BatchNorm1d(2))
+    print(total.tolist(), _refreshes(plain), _refreshes(synchronized), _refreshes(plain.eval()))
+    dist.destroy_process_group()
+"""
+
+
+def test_nccl_averages_in_any_mode_and_synchronized_statistics_are_those_of_all_ranks(tmp_path):
+    code = textwrap.dedent(NCCL).format(file=tmp_path / "store")
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.stdout.strip() == "[1.0, 1.0] True False False", done.stderr
+
+
+SHUFFLED = """
+    import random, torch
+
+    random.shuffle([torch.randn(3) for _ in range(600)])  # their texts would take long
+    random.shuffle(list(range(600)))  # numbers
+"""
+
+
+def test_only_numbers_of_a_long_list_are_compared(place):
+    made = Made(place("shuffled"), SHUFFLED).well()
+    assert [each.where for each in made.run.processes[0].of(Drawn)] == [made.line("# numbers")]
+
+
+@pytest.mark.parametrize(
+    ("line", "slow"), [('  File "/lib/site-packages/torch/x.py", line 2 in backward\n', True), ("", False)]
+)
+def test_a_slow_library_call_before_the_first_step_is_no_endless_loop(line, slow):
+    stack = f'{line}  File "/home/me/train.py", line 9 in main\n'
+    process = Process(pid=1, events=[(0.0, Ended())], stack=stack)
+    run = Run(nproc=1, processes=[process], status=None, hung="busy", flooded=False, seconds=61.0, launch="torchrun")
+    found = [list(rule.detectors[0].function(run)) for rule in (endless, no_training)]
+    assert [len(each) for each in found] == ([0, 1] if slow else [1, 0])
+    assert found[slow][0].where == "train.py:9"
+
+
+def test_a_schedule_that_never_advances_has_no_length_to_compare():
+    made = ScheduleSeen(length=30, taken=0, where="train.py:1")
+    process = SimpleNamespace(of=lambda kind: [made], first=lambda kind: made, steps=[1], attempts=4, epochs=[])
+    assert list(_wrong_length(SimpleNamespace(nproc=2), process, [0.1])) == []
+
+
+def test_a_step_of_one_of_two_optimizers_resumes_where_its_last_step_ended():
+    def step(before, after):
+        weights = [SimpleNamespace(weights=[(float(value), [float(value)])]) for value in (before, after)]
+        return SimpleNamespace(before=weights[0], after=weights[1])
+
+    done = [step(1, 2), step(5, 6)]  # the second one is of another optimizer
+    assert _resumed(done, step(2, 3))
+    assert not _resumed(done, step(4, 3))
