@@ -34,8 +34,9 @@ MODES = """
 def test_the_modes_of_models_are_recorded(place):
     modes = Made(place("modes"), MODES).well()
     (process,) = modes.run.processes
-    first, second = process.of(ModeSeen)
+    first, plain, second = process.of(ModeSeen)
     assert (first.model, first.training, second.training) == ("Sequential", True, False)
+    assert (plain.model, plain.training) == ("Linear", True)  # its mode changes nothing, so a change is not recorded
     assert second.called != modes.line("# switched")  # that of the other model came later
     (evaluated,) = process.of(ModeEvaluated)
     assert (evaluated.model, evaluated.training, evaluated.where) == ("Sequential", False, modes.line("# evaluated"))
@@ -43,6 +44,31 @@ def test_the_modes_of_models_are_recorded(place):
     assert len(statistics.statistics) == 2
     assert statistics.where == modes.line("# evaluated")
     assert [each.where for each in process.of(RecomputedAtRandom)] == [modes.line("# dropout")]
+
+
+READ = """
+    import torch
+    from torch import nn
+
+    class Learner(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.net = nn.Linear(4, 4)
+
+        def loss(self, x):
+            return self.net(x).sum() * (2 if self.training else 1)
+
+    learner = Learner()
+    for step in range(3):
+        learner.loss(torch.randn(8, 4)).backward()
+        learner.eval()  # switched
+"""
+
+
+def test_a_change_counts_if_the_program_looks_at_the_mode(place):
+    made = Made(place("read"), READ).well()
+    seen = [(each.model, each.training, each.called) for each in made.run.processes[0].of(ModeSeen)]
+    assert seen == [("Linear", True, ""), ("Linear", False, made.line("# switched"))]
 
 
 WORKERS = """

@@ -1,5 +1,7 @@
 """What the probes record of GradScaler, of states given to models, of divided models, and of what encodes the data."""
 
+import math
+import os
 import zlib
 
 import pytest
@@ -13,13 +15,23 @@ from workshop.check.evidence.events import (
     Evaluated,
     GradientsClipped,
     InputSharded,
+    Loaded,
     ModelDivided,
     ModelLoaded,
+    Saved,
     ScaledClipped,
     ScheduleSeen,
     StepSkipped,
 )
-from workshop.check.evidence.misuses import BuffersKept, OptimizerSeen, OutputsShared, OwnStateLoaded, ResultDiscarded
+from workshop.check.evidence.misuses import (
+    BuffersKept,
+    NormsSeen,
+    OptimizerSeen,
+    OthersSeen,
+    OutputsShared,
+    OwnStateLoaded,
+    ResultDiscarded,
+)
 
 SCALER = """
     import torch
@@ -320,3 +332,51 @@ LOSS_WITH_A_BUFFER = """
 def test_the_buffers_of_a_loss_are_recorded_once_after_some_steps(place):
     made = Made(place("loss"), LOSS_WITH_A_BUFFER).well()
     assert [each.names for each in made.ranks[0].of(BuffersKept)] == [["Centered.center"]] * 4  # after 0, 1, 2, 4 steps
+
+
+SAFE = """
+    import torch
+    from safetensors.torch import load_file, save_file
+    from torch import nn
+
+    class Keys(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.query, self.key = nn.Linear(2, 1), nn.Linear(2, 1).requires_grad_(False)
+            self.register_buffer("queue", torch.zeros(3))
+
+        def forward(self, x):
+            return self.query(x) + self.key(x) + self.queue.sum()
+
+    model = Keys()
+    optimizer = torch.optim.SGD(model.query.parameters(), lr=0.1)
+    for number in range(5):
+        model(torch.ones(1, 2)).sum().backward()
+        grad_norm = nn.utils.get_total_norm([each.grad for each in model.query.parameters()])
+        norms = "no number"
+        optimizer.step()
+        model.queue += 1
+    save_file(model.state_dict(), "model.safetensors")
+    load_file("model.safetensors")  # reads
+"""
+
+
+def test_safetensors_norms_and_untrained_tensors_are_recorded(place):
+    made = Made(place("safe"), SAFE).well()
+    (process,) = made.run.processes
+    (saved,) = process.of(Saved)
+    assert os.path.basename(saved.path) == "model.safetensors"
+    assert (len(saved.keys), len(saved.tensors), saved.where) == (5, 5, made.line("save_file(model"))
+    assert {(event.path, event.where) for event in process.of(Loaded)} == {(saved.path, made.line("# reads"))}
+    seen = process.of(OthersSeen)
+    assert [each.names for each in seen] == [["key.weight", "key.bias", "queue"]] * 4  # before 0, 1, 2 and 4 steps
+    assert [each.values[-1][0] for each in seen] == [
+        0.0,
+        pytest.approx(3**0.5),
+        pytest.approx(12**0.5),
+        pytest.approx(48**0.5),
+    ]
+    norms = [each.norms for each in process.of(NormsSeen)]
+    assert [list(each) for each in norms] == [["grad_norm"]] * 5
+    own = [math.hypot(*(sketch[0] for sketch in step.before.gradients)) for step in process.steps]
+    assert [each["grad_norm"] for each in norms] == pytest.approx(own)

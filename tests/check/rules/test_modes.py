@@ -28,6 +28,14 @@ MISTAKES = (
         (TRAIN, ""),
     ),
     mistake(
+        "evaluation-mode-that-the-model-asks-for",
+        second.TAGGER,
+        "left-in-evaluation",
+        "The model has no dropout, but looks at its mode itself.",
+        (HEAD, f"{HEAD} * (2 if self.training else 1)"),
+        (TRAIN, ""),
+    ),
+    mistake(
         "evaluated-with-dropout",
         second.TAGGER,
         "evaluated-in-training",

@@ -376,6 +376,14 @@ MISTAKES += (
         "The second start begins with the first scale of the GradScaler, and skips steps again.",
         gpus.HALF, gpus.SCALER, gpus.scaled(), gpus.SCALER_SAVED,
     ),
+    mistake(
+        "buffer-of-the-model-not-saved", second.TAGGER, "resume-differs",
+        "The checkpoint has the parameters only, and the running mean, which is a buffer, begins again.",
+        ("TAGS)\n\n    def forward", 'TAGS)\n        self.register_buffer("mean", torch.zeros(16))\n\n    def forward'),
+        ("self.embedding(tokens))", "self.embedding(tokens) - self.mean.lerp_(self.embedding.weight.detach().mean(0), 0.1))"),
+        ('"model": model.state_dict()', '"model": dict(model.named_parameters())'),
+        ('load_state_dict(checkpoint["model"])', 'load_state_dict(checkpoint["model"], strict=False)'),
+    ),
 )  # fmt: skip
 
 STYLES = (

@@ -4,6 +4,12 @@ from check.bank import sharded
 from check.bank.case import mistake, style
 from check.bank.cases import bank_tests
 
+FSDP2 = "tests/check/referee/fsdp2_lm/train.py"
+FEWER_ROWS = (
+    ("make_rows(256, seed=0), make_rows(44, seed=1)", "make_rows(64, seed=0), make_rows(12, seed=1)"),
+    ('"--epochs", type=int, default=3', '"--epochs", type=int, default=2'),
+)
+
 MISTAKES = (
     # ---- not-sharded
     mistake(
@@ -174,9 +180,37 @@ MISTAKES = (
     ),
     # ---- clip-missing
     mistake("sharded-never-clips", sharded.FSDP, "clip-missing", "No gradients are clipped.", (sharded.CLIP, "")),
+    # ---- norm-of-parts
+    mistake(
+        "sharded-clipped-by-the-norm-of-the-part",
+        FSDP2,
+        "norm-of-parts",
+        "Each rank computes the norm of its own shards. It is below the limit, so only the printed norm shows it.",
+        *FEWER_ROWS,
+        (
+            "            norm = nn.utils.clip_grad_norm_(model.parameters(), 1.0).full_tensor()\n",
+            "            norm = torch.stack([each.grad.to_local().norm() for each in model.parameters()]).norm()\n"
+            "            for each in model.parameters():\n"
+            "                each.grad.mul_((9.0 / norm).clamp(max=1.0))\n",
+        ),
+    ),
 )
 
 STYLES = (
+    style(
+        "sharded-norm-added-up-over-the-ranks",
+        FSDP2,
+        "The squares of the norms of the shards are summed over the ranks.",
+        *FEWER_ROWS,
+        (
+            "            norm = nn.utils.clip_grad_norm_(model.parameters(), 1.0).full_tensor()\n",
+            "            square = torch.stack([each.grad.to_local().square().sum() for each in model.parameters()]).sum()\n"
+            "            dist.all_reduce(square)\n"
+            "            norm = square.sqrt()\n"
+            "            for each in model.parameters():\n"
+            "                each.grad.mul_((9.0 / norm).clamp(max=1.0))\n",
+        ),
+    ),
     style(
         "sharded-style-no-mesh",
         sharded.FSDP,

@@ -55,6 +55,17 @@ class ShardsLeft(Event):  # a backward pass of a sharded model has left these gr
     norms: dict[str, float]  # of the part of this process, by the name of the parameter
 
 
+class OthersSeen(
+    Event
+):  # before the first forward pass and some steps: what the model has beside its trained parameters
+    names: list[str]  # of frozen parameters and buffers
+    values: list[Sketch]
+
+
+class NormsSeen(Event):  # before one of the first steps: variables of the program with a norm in their names
+    norms: dict[str, float]
+
+
 class OwnStateLoaded(Event):
     """``load_state_dict`` of a model got its own tensors, as ``state_dict`` returns them, after at least one step."""
 

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 from workshop.check.evidence.events import Event
 from workshop.check.probes.accelerate import Accelerators
-from workshop.check.probes.checkpoints import Checkpoints, ModelStates, Weights
+from workshop.check.probes.checkpoints import Checkpoints, ModelStates, SafeTensors, Weights
 from workshop.check.probes.copies import Copies
 from workshop.check.probes.deepspeed import Engine
 from workshop.check.probes.devices import Compiling, Devices, HostSync
@@ -52,7 +52,7 @@ ALWAYS: tuple[type[Probe], ...] = (
     Divided,
 )
 _OTHERS = (Copies, Draws, Schedules, Optimizers, Losses, Layers, HostSync, Sharding, Shards, Clipping,
-           Checkpoints, Weights, Activations, Checkpointing, ModelStates, Encoders, Prints, Totals, Discarded, Modes,
+           Checkpoints, Weights, SafeTensors, Activations, Checkpointing, ModelStates, Encoders, Prints, Totals, Discarded, Modes,
            Workers)  # fmt: skip
 _LIBRARIES = (Lightning, PytorchLightning, Accelerators, Engine)
 PROBES: tuple[type[Probe], ...] = (*ALWAYS, *_OTHERS, *_LIBRARIES)

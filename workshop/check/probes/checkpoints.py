@@ -1,7 +1,9 @@
 """Distributed checkpoints, safetensors files that a process reads in full, and what a model accepts of a state."""
 
 import io
+import os
 import pickle
+import sys
 import zlib
 from collections.abc import Mapping
 from typing import Any
@@ -10,9 +12,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from workshop.check.evidence.events import CheckpointCalled, EntriesSaved, ModelLoaded, WeightsRead
+from workshop.check.evidence.events import CheckpointCalled, EntriesSaved, Loaded, ModelLoaded, Saved, WeightsRead
 from workshop.check.evidence.misuses import OwnStateLoaded
-from workshop.check.probes.contents import content, mixed
+from workshop.check.probes.contents import content, mixed, sketches
 from workshop.check.probes.probe import Function, Probe, after, around, before
 
 LARGE = 1_000_000  # bytes of a tensor from which on its checksum is that of a summary
@@ -64,6 +66,30 @@ def _checksum(value: Any) -> int:
         plain = value.detach().cpu().contiguous()
         return zlib.crc32(content(plain) if plain.nbytes < LARGE else repr(mixed(plain)).encode())
     return zlib.crc32(value.getvalue() if isinstance(value, io.BytesIO) else pickle.dumps(value))
+
+
+class SafeTensors(Probe):
+    """Records the files of safetensors that a program saves and opens, which Python does not see: they are opened in Rust."""
+
+    writes = (Saved, Loaded)
+    package = "safetensors.torch"
+
+    @around(lambda package: package, "save_file")
+    def _save(self, original: Function, tensors: Any, filename: Any, *args: Any, **kwargs: Any) -> Any:
+        self.recorder.saved += 1
+        with self.recorder.guard:
+            floats = [each for each in tensors.values() if each.is_floating_point()]
+            saved = Saved(
+                path=os.path.realpath(filename), keys=list(tensors), moments=0, own=0, tensors=sketches(floats)
+            )
+            self.note_here(saved)
+        with self.recorder.quietly():
+            return original(tensors, filename, *args, **kwargs)
+
+    @before(lambda package: package and sys.modules["safetensors"], "safe_open")
+    @before(lambda package: package, "load_file")
+    def _open(self, filename: Any, *args: Any, **kwargs: Any) -> None:
+        self.note_here(Loaded(path=os.path.realpath(filename)))
 
 
 class Weights(Probe):

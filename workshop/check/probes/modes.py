@@ -28,6 +28,7 @@ class Modes(Probe):
         self.trained: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()  # the mode in the last backward pass
         self.evaluated: WeakKeyDictionary[nn.Module, set[bool]] = WeakKeyDictionary()
         self.called = ""  # the line of the last eval()
+        self.asks = False  # whether a class of the program looks at the mode of its modules
         self.names: WeakKeyDictionary[nn.Module, str] = WeakKeyDictionary()
         self.counted: WeakKeyDictionary[nn.Module, list[int]] = WeakKeyDictionary()  # the steps before its evaluations
         self.synchronized: WeakSet[nn.Module] = WeakSet()  # DDP sends their buffers
@@ -40,6 +41,7 @@ class Modes(Probe):
     @before(nn.Module, "eval")
     def _eval(self, module: nn.Module) -> None:
         self.called = self.recorder.where()
+        self.asks = self.asks or any(self.recorder.of_program(each) and _asks(type(each)) for each in module.modules())
 
     @on("before_forward")
     def _forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -50,7 +52,8 @@ class Modes(Probe):
     @on("before_backward")
     def _backward(self, loss: torch.Tensor) -> None:
         for model, training in self.latest.items():
-            if self.trained.get(model) is not training and _depends_on_mode(model):
+            before = self.trained.get(model)
+            if before is None or (before is not training and (self.asks or _depends_on_mode(model))):
                 self.recorder.note(ModeSeen(model=self._name(model), training=training, called=self.called))
             self.trained[model] = training
         self.latest.clear()
@@ -87,6 +90,12 @@ class Modes(Probe):
 
 def _inner(module: nn.Module) -> nn.Module:
     return module.module if isinstance(module, DistributedDataParallel) else module
+
+
+def _asks(kind: type) -> bool:
+    """Whether a method of a class looks at ``self.training``."""
+    codes = (getattr(method, "__code__", None) for method in vars(kind).values())
+    return any(code is not None and "training" in code.co_names for code in codes)
 
 
 def _depends_on_mode(model: nn.Module) -> bool:

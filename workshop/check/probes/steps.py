@@ -1,6 +1,7 @@
 """Optimizer steps: gradients, parameters and learning rates before each step, parameters after it; gradient clipping."""
 
 import gc
+import itertools
 import time
 from typing import Any
 
@@ -18,27 +19,47 @@ from workshop.check.evidence.events import (
     StepTaken,
     VariablesSeen,
 )
+from workshop.check.evidence.misuses import NormsSeen, OthersSeen
 from workshop.check.probes.contents import is_fsdp1, is_sharded, is_zero, sketches
 from workshop.check.probes.probe import Function, Probe, around, before, on
-from workshop.check.probes.variables import variables
+from workshop.check.probes.variables import norms, variables
 
 LARGEST = 3000  # count at most this number of nodes
+NORMS = 6  # steps before which norms are looked for
+SAVES = 8  # saved files after which these tensors are recorded
+OTHERS = 200  # tensors of a model beside its trained parameters that are recorded
 
 
 class Steps(Probe):
     """Records the steps of all optimizers."""
 
-    writes = (StepBegun, StepTaken, GraphMeasured, VariablesSeen, StateLoaded)
+    writes = (StepBegun, StepTaken, GraphMeasured, NormsSeen, OthersSeen, VariablesSeen, StateLoaded)
 
     def clear(self) -> None:
         self.begun = False
+        self.saved = 0  # files that were saved when other tensors were recorded last
+        self.normed = 0  # steps before which norms were found
 
     @on("before_forward")
     def _open(self, *_: Any) -> None:
-        """Record the variables also before the first forward pass, in which some may change."""
-        if not self.begun and torch.is_grad_enabled():
-            self.begun = True
-            self.recorder.note(variables(self.recorder))
+        """Record the variables also before the first forward pass, in which some may change, and others after a save."""
+        if torch.is_grad_enabled() and (not self.begun or self.saved < self.recorder.saved <= SAVES):
+            self.saved = self.recorder.saved
+            self._others()
+            if not self.begun:
+                self.begun = True
+                self.recorder.note(variables(self.recorder))
+
+    def _others(self) -> None:
+        """Record the tensors of the model that no optimizer has."""
+        held = {id(each) for optimizer in self.recorder.optimizers for each in _parameters(optimizer)}
+        model = self.recorder.model
+        named = (
+            itertools.chain(model.named_parameters(), model.named_buffers()) if model and not is_fsdp1(model) else ()
+        )
+        others = {name: each for name, each in named if id(each) not in held and _plain(each)}
+        if others and len(others) <= OTHERS:
+            self.recorder.note(OthersSeen(names=list(others), values=sketches(others.values())))
 
     def install(self) -> None:
         super().install()
@@ -67,6 +88,11 @@ class Steps(Probe):
         recorder.call(recorder.before_step, optimizer)
         with recorder.guard:
             recorder.note(variables(recorder))
+            if recorder.steps.bit_count() == 1:
+                self._others()
+            if self.normed < NORMS and (found := norms(recorder)):
+                self.normed += 1
+                recorder.note(NormsSeen(norms=found))
         with recorder.guard:
             parameters, model = _parameters(optimizer), recorder.model
             own = {id(parameter) for parameter in parameters}
@@ -139,6 +165,10 @@ class Clipping(Probe):
         with self.recorder.guard:
             (whole,) = [None] if isinstance(total, DTensor) else sketches([total])
             self.note_here(GradientsClipped(norms=norms, total=whole and whole[0]))
+
+
+def _plain(tensor: torch.Tensor) -> bool:
+    return type(tensor) in (torch.Tensor, nn.Parameter) and tensor.is_floating_point() and not tensor.is_meta
 
 
 def _parameters(optimizer: Optimizer) -> list[torch.Tensor]:

@@ -38,6 +38,16 @@ def variables(recorder: Recorder) -> VariablesSeen:
     return VariablesSeen(numbers=numbers | held, states=states)
 
 
+def norms(recorder: Recorder) -> dict[str, float]:
+    """Return the numbers in variables whose names say that they are norms, such as ``grad_norm``; the inner functions first."""
+    found: dict[str, float] = {}
+    for frame in itertools.islice(recorder.frames(), FRAMES):
+        for name, value in itertools.islice(dict(frame.f_locals).items(), VARIABLES):
+            if "norm" in name.lower() and (type(value) is float or (_counts(value) and value.numel() == 1)):
+                found.setdefault(name, float(value))
+    return found
+
+
 def _random_state(value: Any) -> int | None:
     """A checksum of the state of a random generator; None: it is none."""
     if isinstance(value, torch.Generator):

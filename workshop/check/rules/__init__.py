@@ -6,7 +6,7 @@ from pathlib import Path
 # Within a goal, findings are shown in this order.
 FAMILIES = ("lightning", "accelerate", "processes", "gpus", "collectives", "ending", "files",
             "learning", "modes", "solved", "scaling", "stages", "inputs",
-            "gradients", "comparison", "samples", "loaders", "seeds", "accumulation", "evaluation", "metrics",
+            "gradients", "comparison", "parts", "samples", "loaders", "seeds", "accumulation", "evaluation", "metrics",
             "speed", "loading", "restart",
             "sharding", "checkpoints", "memory", "deepspeed", "built", "tensor", "pipeline", "ring", "experts", "mesh",
             "elastic", "jobs")  # fmt: skip

@@ -22,6 +22,7 @@ from workshop.check.evidence.events import (
     Trainer,
     VariablesSeen,
 )
+from workshop.check.evidence.misuses import OthersSeen
 from workshop.check.evidence.run import Process, Run, Step
 from workshop.check.evidence.sketches import CLOSE, difference
 from workshop.check.rules.words import listed, named
@@ -52,7 +53,7 @@ def first_cause(whole: Run, split: Split) -> Cause | None:
         or _iterated_early(whole, split.second, done)
     )
     lost = lost or _begun_again(whole, split, done) or _copied_later(whole, split.second) or _held_lost(whole, split)
-    return lost or _second_model_lost(whole, split) or _saved_by_some(split.first)
+    return lost or _second_model_lost(whole, split) or _part_lost(split) or _saved_by_some(split.first)
 
 
 def firsts(base: Sequence[Step], rest: Sequence[Step]) -> list[tuple[Step, Step]]:
@@ -207,6 +208,27 @@ def _second_model_lost(whole: Run, split: Split) -> Cause | None:
             )
             return text, fix, "" if _kept(split.first, now) else _saving(split.first), "saved"
     return None
+
+
+def _part_lost(split: Split) -> Cause | None:
+    """Tensors of the trained model that no optimizer has, such as a key encoder or a queue, have their first values again."""
+    first, second = split.first.trained[0], split.second.trained[0]
+    start, (seconds, now) = first.first(OthersSeen), next(iter(second.timed(OthersSeen)), (0.0, None))
+    saved = max((seconds for seconds, _ in first.timed(Saved)), default=math.inf)
+    due = next((each for seconds, each in first.timed(OthersSeen) if seconds > saved), None)  # in the next step
+    if not (start and due and now and start.names == due.names == now.names and 0 < _loaded(second) < seconds):
+        return None
+    lost = [
+        name
+        for name, begun, last, again in zip(now.names, start.values, due.values, now.values, strict=True)
+        if difference([begun], [again]) == 0 and difference([begun], [last]) > CLOSE
+    ]
+    if not lost:
+        return None
+    parts = listed([f"`{name}`" for name in lost])
+    seen = f"the second start begins with the first values of {parts}, which change during the training"
+    fix = "Save the state_dict() of the whole model, and load it where the checkpoint is loaded."
+    return seen, fix, _saving(split.first), f"trains:{lost[0]} saved"
 
 
 def _saved_by_some(first: Run) -> Cause | None:

@@ -1,6 +1,5 @@
 """Whether any program computes with several processes what it computes with one on the same global batches."""
 
-from collections import Counter
 from dataclasses import replace
 from itertools import groupby, pairwise
 
@@ -24,6 +23,7 @@ from workshop.check.rules.gradients import (
     models_differ,
     weights_differ,
 )
+from workshop.check.rules.parts import has_loader, no_common_step, of_processes, parts_of
 from workshop.check.rules.rule import NotJudged, Said, Seen, rule
 from workshop.check.rules.unequal import before_backward, count_reduced
 from workshop.check.rules.words import listed
@@ -41,9 +41,10 @@ AFTER = (gradients_differ, weights_differ, models_differ, buffers_differ, mean_o
 def scaled(compared: Compared) -> Said:
     """The gradient of the first step is a multiple of that of one process."""
     factor, where = _factor(compared)
-    if factor is not None and abs(factor - 1) > 0.03:
+    processes = compared.several.nproc
+    if factor is not None and abs(factor - 1) > 0.03 and (has_loader(compared) or of_processes(factor, processes)):
         seen, count = f"the gradient of step 1 is {factor:.2f} times that of one process on the same samples", None
-        if abs(factor * compared.several.nproc - 1) < 0.03:  # as if the loss were divided by a count of all ranks
+        if abs(factor * processes - 1) < 0.03:  # as if the loss were divided by a count of all ranks
             count = count_reduced(compared.several.trained[0])
         if count:
             yield Seen(
@@ -82,7 +83,8 @@ def gathered_loss(compared: Compared) -> Said:
 def depends_on_processes(compared: Compared) -> Said:
     """The gradient is not that of one process, and no multiple of it."""
     if reason := _incomparable(compared):
-        yield NotJudged(f"{COMPARED.title} ({reason})", goal=False)
+        if not any(parts_of(compared)):
+            yield NotJudged(f"{COMPARED.title} ({reason})", goal=False)
     elif not _exchanges(compared.several.trained):
         yield from _different(compared)
 
@@ -213,19 +215,13 @@ def _weighted(one: list[float], other: list[float]) -> str:
 
 def _incomparable(compared: Compared) -> str:
     """Why the gradients of several processes cannot be compared with those of one; "" if they can be."""
-    several, single = compared.several.trained, compared.single.trained
-    if len(single) > 1:
-        return "the program itself starts several processes"
-    if not several or not single or compared.several.failed or compared.single.failed:
-        return "one process fails with the joined batches of all ranks, or takes no step"
-    ours, alone = several[0].steps[0], single[0].steps[0]
+    if reason := no_common_step(compared):
+        return reason
+    ours, alone = (run.trained[0].steps[0] for run in (compared.several, compared.single))
     if ours.before.sharded or alone.before.sharded:
         return "each process has only a part of the gradients"
     if difference(ours.before.weights, alone.before.weights) > CLOSE:
         return "one process begins with different parameters"
-    rows = [Counter(row for process in ranks for row in process.steps[0].rows) for ranks in (several, single)]
-    if not rows[0] or rows[0] != rows[1] or len(ours.backwards) != len(alone.backwards):
-        return "the first step of one process has other samples than that of all ranks together"
     return ""
 
 
@@ -244,7 +240,7 @@ def _factor(compared: Compared) -> tuple[float | None, str]:
 
 def _different(compared: Compared) -> Said:
     factor, where = _factor(compared)
-    if _incomparable(compared) or factor is not None:
+    if _incomparable(compared) or factor is not None or not has_loader(compared):
         return
     ours, alone = (run.trained[0].steps[0].before for run in (compared.several, compared.single))
     if difference(ours.gradients, alone.gradients, least=0.05) > SAME:

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Iterator, Sequence
 from functools import partial
+from typing import NamedTuple
 
 from workshop.check.evidence.events import (
     Collective,
@@ -19,7 +20,7 @@ from workshop.check.evidence.events import (
     WeightsRead,
     Wrapped,
 )
-from workshop.check.evidence.misuses import ShardsLeft
+from workshop.check.evidence.misuses import NormsSeen, ShardsLeft
 from workshop.check.evidence.run import Process, Run
 from workshop.check.rules.ending import ending
 from workshop.check.rules.gradients import clipping_differs, differs_from_one_process, gradients_differ, weights_differ
@@ -31,6 +32,7 @@ from workshop.check.scenarios import ONE_PROCESS_TEXT, WHOLE
 
 CLOSE = 0.02  # nats: how much rounding in bfloat16 may change a loss
 UNEQUAL = 1e-3  # relative difference of the factors of two ranks
+TWICE = 2  # steps in which a variable must be such a norm
 FIRST_STEPS = 4  # steps in which rounding errors are still small
 
 
@@ -260,3 +262,59 @@ def _scaled(process: Process) -> Iterator[float | None]:
             alike = factors and max(factors) - min(factors) < UNEQUAL / 10 * max(factors)
             left = None
             yield factors[0] if alike else None
+
+
+@rule(
+    why="The norm of the whole gradient is the root of the sum of the squares of all parts. With a different one, the gradients "
+    "are clipped too early or too late, and the logged norm depends on the number of processes.",
+    fix="With fully_shard, torch.nn.utils.clip_grad_norm_() computes the norm of all parts. By hand, sum the squares over the "
+    "ranks that have the parts: dist.all_reduce(square), then square.sqrt().",
+    needs=(NormsSeen,),
+    after=(no_group, wrong_group, gradients_differ, weights_differ, clipping_differs),
+    anywhere=True,
+)
+def norm_of_parts(run: Run) -> Said:
+    """Ranks with different parts of the gradient know a norm that is not that of the whole: of one part, or the sum of all."""
+    found: list[tuple[str, str, str]] = []  # what was seen, the variable, and the origin
+    for together in zip(*(_norms(process) for process in run.trained), strict=False):
+        parts = [step.norm for step in together]
+        if len(parts) < 2 or min(parts) <= 0 or max(parts) - min(parts) <= UNEQUAL * max(parts):
+            continue
+        for name in together[0].seen:
+            known = [step.seen.get(name, 0.0) for step in together]
+            if all(map(_equal, known, parts)):
+                shown = " and ".join(f"{norm:.4g}" for norm in known[:4])
+                seen = f"`{name}` is the norm of the gradients of each rank's own part ({shown})"
+                found.append((seen, name, f"made:{name}"))
+            elif all(_equal(each, sum(parts)) for each in known):
+                seen = f"`{name}` ({known[0]:.4g}) is the sum of the norms of the ranks' parts"
+                seen += f", but the norm of the whole gradient is {math.hypot(*parts):.4g}"
+                found.append((seen, name, f"last:all_reduce made:{name}"))
+        where = together[0].where
+    for seen, name, origin in found:
+        if [each for _, each, _ in found].count(name) >= TWICE:
+            yield Seen(seen, where, origin=origin)
+            return
+
+
+def _equal(one: float, other: float) -> bool:
+    return math.isclose(one, other, rel_tol=UNEQUAL / 10)
+
+
+class _Normed(NamedTuple):
+    """A step before which variables are norms."""
+
+    norm: float  # of the gradients of this process
+    seen: dict[str, float]  # the variables
+    where: str
+
+
+def _norms(process: Process) -> Iterator[_Normed]:
+    """The first of these steps."""
+    seen: dict[str, float] = {}
+    for _, event in process.events:
+        if isinstance(event, NormsSeen):
+            seen = event.norms
+        elif isinstance(event, StepBegun) and seen:
+            yield _Normed(math.hypot(*(sketch[0] for sketch in event.gradients if sketch)), seen, event.where)
+            seen = {}
