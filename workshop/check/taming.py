@@ -79,7 +79,7 @@ def _shape(sizes: tuple[Any, ...], options: dict[str, Any]) -> Any:
 def _without_chance() -> None:
     """Disable dropout and autocast, and let BatchNorm use its running statistics."""
     functional: Any = F
-    autocast = torch.autocast.__init__
+    enter = torch.autocast.__enter__
     for name in ("dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_alpha_dropout"):
         setattr(functional, name, lambda input, *_, **__: input)
     attention, batch_norm = functional.scaled_dot_product_attention, functional.batch_norm
@@ -101,8 +101,9 @@ def _without_chance() -> None:
     ) -> Any:
         return batch_norm(input, mean, var, weight, bias, training and mean is None, *rest, **more)
 
-    def in_full(self: Any, device_type: str, *args: Any, **kwargs: Any) -> None:
-        autocast(self, device_type, enabled=False)
+    def in_full(self: Any) -> Any:
+        self._enabled = False  # here, because Accelerate creates the context before the first batch
+        return enter(self)
 
     functional.scaled_dot_product_attention, functional.batch_norm = without_dropout, with_running
-    torch.autocast.__init__ = in_full
+    torch.autocast.__enter__ = in_full

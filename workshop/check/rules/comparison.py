@@ -1,5 +1,6 @@
 """Whether any program computes with several processes what it computes with one on the same global batches."""
 
+import math
 from dataclasses import replace
 from itertools import groupby, pairwise
 
@@ -268,10 +269,16 @@ def _explained(compared: Compared, seen: Seen) -> Seen:
 
 
 def _exchanges(ranks: list[Process]) -> bool:
-    """Whether a collective is called between the loading of a batch and its backward pass, after the first step."""
+    """Whether more than a number is exchanged between the loading of a batch and its backward pass, after the first step."""
     wanted = BatchLoaded, Collective, Backward
     for process in ranks[:1]:
-        kinds = [type(event) for _, event in process.events if isinstance(event, (*wanted, StepBegun))]
+        events = [event for _, event in process.events if not isinstance(event, Collective) or _of_values(event)]
+        kinds = [type(event) for event in events if isinstance(event, (*wanted, StepBegun))]
         later = [kind for kind, _ in groupby(kinds[kinds.index(StepBegun) :])] if StepBegun in kinds else []
         return wanted in zip(later, later[1:], later[2:], strict=False)
     return False
+
+
+def _of_values(call: Collective) -> bool:
+    """Whether a collective exchanges more than a number, such as a count of targets."""
+    return call.shape is not None and math.prod(call.shape) > 1
