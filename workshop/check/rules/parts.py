@@ -46,31 +46,6 @@ class _Part(NamedTuple):
 
 
 @rule(
-    why="The parameters of which each rank has a part then learn at a different rate than the others, and it depends on the "
-    "number of processes.",
-    fix="A rank that owns a part gets the sum of the gradients of all ranks, for example from the backward pass of all_to_all, "
-    "but DistributedDataParallel averages. Divide the gradients of these parts by the number of processes too.",
-    runs=COMPARED,
-    after=(no_group, wrong_group, *AFTER),
-    anywhere=True,
-)
-def gradient_of_parts(compared: Compared) -> Said:
-    """The norm of a gradient of which each rank has a part is a multiple of that of one process."""
-    parts = list(parts_of(compared))
-    off = [each for each in parts if each.divided and abs(each.factor - 1) > SCALE]
-    factors = [each.factor for each in off]
-    if not off or max(factors) > (1 + SCALE) * min(factors):
-        return
-    whole = len(off) == len([each for each in parts if each.divided])
-    if not (whole and has_loader(compared)) and not of_processes(factors[0], compared.several.nproc):
-        return
-    of = "the parameters that the ranks divide" if whole else listed([f"`{each.name}`" for each in off])
-    seen = f"the gradient of {of} has {factors[0]:.2f} times the norm that it has in one process with the same samples"
-    fix = "" if len(off) < len(parts) else gradient_scale.fix
-    yield Seen(seen, compared.several.trained[0].steps[0].backwards[-1].where, fix=fix)
-
-
-@rule(
     why="Parameters that all ranks have must get the same gradient on all of them. Otherwise they drift apart.",
     fix="Each rank has only a part of this gradient: sum it over the ranks that divide the model. Call the layer before the "
     "operation whose backward pass calls all_reduce, or call all_reduce() for its gradients before the step.",
@@ -93,6 +68,31 @@ def replicas_differ(compared: Compared) -> Said:
         layer, step = off[0].name.split(".")[-2:][0], compared.several.trained[0].steps[0]
         fix, origin = (IGNORED, IGNORING) if step.before.sharded else ("", rf"call:.\.{layer}$")
         yield Seen(seen, step.backwards[-1].where, fix=fix, origin=origin)
+
+
+@rule(
+    why="The parameters of which each rank has a part then learn at a different rate than the others, and it depends on the "
+    "number of processes.",
+    fix="A rank that owns a part gets the sum of the gradients of all ranks, for example from the backward pass of all_to_all, "
+    "but DistributedDataParallel averages. Divide the gradients of these parts by the number of processes too.",
+    runs=COMPARED,
+    after=(no_group, wrong_group, replicas_differ, *AFTER),
+    anywhere=True,
+)
+def gradient_of_parts(compared: Compared) -> Said:
+    """The norm of a gradient of which each rank has a part is a multiple of that of one process."""
+    parts = list(parts_of(compared))
+    off = [each for each in parts if each.divided and abs(each.factor - 1) > SCALE]
+    factors = [each.factor for each in off]
+    if not off or max(factors) > (1 + SCALE) * min(factors):
+        return
+    whole = len(off) == len([each for each in parts if each.divided])
+    if not (whole and has_loader(compared)) and not of_processes(factors[0], compared.several.nproc):
+        return
+    of = "the parameters that the ranks divide" if whole else listed([f"`{each.name}`" for each in off])
+    seen = f"the gradient of {of} has {factors[0]:.2f} times the norm that it has in one process with the same samples"
+    fix = "" if len(off) < len(parts) else gradient_scale.fix
+    yield Seen(seen, compared.several.trained[0].steps[0].backwards[-1].where, fix=fix)
 
 
 def parts_of(compared: Compared) -> Iterator[_Part]:
