@@ -17,14 +17,11 @@ from workshop.check.evidence.misuses import LossScaled
 from workshop.check.evidence.run import Process, Run
 from workshop.check.evidence.sketches import CLOSE, difference, different_names, ratio
 from workshop.check.rules.gradients import (
-    buffers_differ,
     gradient_scale,
     gradients_differ,
-    mean_of_means,
-    models_differ,
     weights_differ,
 )
-from workshop.check.rules.parts import has_loader, no_common_step, of_processes, parts_of
+from workshop.check.rules.parts import AFTER, has_loader, no_common_step, of_processes, parts_of
 from workshop.check.rules.rule import NotJudged, Said, Seen, rule
 from workshop.check.rules.unequal import before_backward, count_reduced
 from workshop.check.rules.words import listed
@@ -35,7 +32,6 @@ EQUAL = 5e-5  # the same of losses
 PLACE = "factor "  # in place of the name of a variable
 STAYS = 3  # steps in which a coefficient must stay different
 DRIFT = 0.5  # the most by which a coefficient changes in a step, relative to its value
-AFTER = (gradients_differ, weights_differ, models_differ, buffers_differ, mean_of_means)
 
 
 @gradient_scale.also(COMPARED, active=True, after=AFTER)
