@@ -11,9 +11,11 @@ from check.made import Made
 from workshop.check.command import check_command
 from workshop.check.evidence.events import Drawn, Ended, ScheduleSeen
 from workshop.check.evidence.run import Process, Run
+from workshop.check.lightning_ranks import uses_all_gpus
 from workshop.check.rules.ending import endless, no_training
 from workshop.check.rules.learning import _wrong_length
 from workshop.check.rules.restart import _resumed
+from workshop.check.rules.shares import slices
 
 PROGRAM = """
 import os
@@ -102,6 +104,31 @@ def test_a_slow_library_call_before_the_first_step_is_no_endless_loop(line, slow
     found = [list(rule.detectors[0].function(run)) for rule in (endless, no_training)]
     assert [len(each) for each in found] == ([0, 1] if slow else [1, 0])
     assert found[slow][0].where == "train.py:9"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "all_of_them"),
+    [
+        ("max_epochs=2", True),
+        ('accelerator="auto", devices="auto"', True),
+        ("devices=-1", True),
+        ("devices=2", False),
+        ('accelerator="cpu"', False),
+        ("devices=args.devices", False),
+    ],
+)
+def test_lightning_uses_all_gpus_unless_it_is_told_how_many(arguments, all_of_them):
+    assert uses_all_gpus(f"import lightning as L\ntrainer = L.Trainer({arguments})\n") is all_of_them
+    assert not uses_all_gpus(f"trainer = Trainer({arguments})\n")
+
+
+def test_ranks_with_the_same_samples_take_slices_of_them_if_their_losses_differ():
+    one, same, other = (
+        SimpleNamespace(backwards=[SimpleNamespace(loss=loss) for loss in losses])
+        for losses in ((0.7, 0.6, None), (0.7, 0.6, 0.5), (0.8, 0.5, 0.4))
+    )
+    assert slices(one, other)
+    assert not slices(one, same)
 
 
 def test_a_schedule_that_never_advances_has_no_length_to_compare():

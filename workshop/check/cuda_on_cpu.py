@@ -281,6 +281,8 @@ def _half_as_bfloat16() -> None:
     """Tell a program that its DeepSpeed engine computes in float16, and give it bfloat16 for it."""
     engine: Any = sys.modules["deepspeed.runtime.engine"]
     enabled = engine.DeepSpeedEngine.fp16_enabled
+    if hasattr(enabled, "__wrapped__"):
+        return  # a second engine
 
     @wraps(enabled)
     def fp16_enabled(self: Any) -> bool:

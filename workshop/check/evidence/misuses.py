@@ -57,7 +57,7 @@ class ShardsLeft(Event):  # a backward pass of a sharded model has left these gr
 
 class OthersSeen(
     Event
-):  # before the first forward pass and some steps: what the model has beside its trained parameters
+):  # before the first forward pass, and that after a save: what the model has beside its trained parameters
     names: list[str]  # of frozen parameters and buffers
     values: list[Sketch]
 

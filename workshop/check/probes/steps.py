@@ -88,8 +88,6 @@ class Steps(Probe):
         recorder.call(recorder.before_step, optimizer)
         with recorder.guard:
             recorder.note(variables(recorder))
-            if recorder.steps.bit_count() == 1:
-                self._others()
             if self.normed < NORMS and (found := norms(recorder)):
                 self.normed += 1
                 recorder.note(NormsSeen(norms=found))

@@ -406,8 +406,8 @@ def same_order(run: Run) -> Said:
         whole = epochs and len(epochs[0]) <= len(process.steps[0].keys)  # each step trains on all samples
         if not whole and len(epochs) > 1 and len(epochs[0]) > 8 and epochs[0] == epochs[1] and len(set(epochs[0])) > 1:
             calls = [event.epoch for event in process.of(EpochSet)]
-            sampled = any(True for _ in _data_sets(process))
-            never = "; set_epoch was never called" if sampled else "; nothing shuffles them" if run.nproc > 1 else ""
+            sampled = run.nproc > 1 and any(_data_sets(process))
+            never = "; set_epoch was never called" if sampled else ""
             extra = f"; set_epoch was called with {calls}" if calls else never
             origin = "" if calls else "loader:uncalled"
             seen = f"epoch 2 has the same samples in the same order as epoch 1{extra}"
