@@ -6,12 +6,14 @@ import re
 from xml.etree import ElementTree
 
 import pytest
+from rich.console import Console
 
 from check import small
 from workshop.check.baseline import sieve
 from workshop.check.command import check_command
 from workshop.check.judge import BUG, ask
 from workshop.check.junit import as_junit
+from workshop.check.report import show, show_all
 from workshop.check.rules.rule import RULES, Detector, Seen
 from workshop.check.sarif import as_sarif
 from workshop.check.scenarios import WHOLE
@@ -202,3 +204,27 @@ def test_both_reports_are_written_if_the_program_hangs(tmp_path):
     (found,) = results((tmp_path / "out.sarif").read_text())
     assert found["ruleId"] in failed
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out.sarif", "out.xml", "train.py"]
+
+
+def test_a_check_that_is_stopped_prints_as_json_what_it_knows(verdict, capsys):
+    def verdicts():
+        yield dataclasses.replace(verdict, complete=False, checking="whether one process computes the same")
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        show_all(verdicts(), json_only=True, verbose=False)
+    report = json.loads(capsys.readouterr().out)
+    assert (report["complete"], report["passed"]) == (False, False)
+    assert {finding["kind"] for finding in report["findings"]} == set(small.MISTAKES)
+
+
+def test_an_error_is_printed_once_as_soon_as_it_is_known(verdict, capsys):
+    first, *others = verdict.findings
+    shown = None
+    for findings, checking in (([], "the run"), ([first], "the rest"), ([first], "more"), ([first, *others], "")):
+        now = dataclasses.replace(verdict, findings=findings, complete=not checking, checking=checking)
+        shown = show(now, Console(width=400), before=shown)
+        print("---")
+    texts = [" ".join(part.split()) for part in capsys.readouterr().out.split("---")]
+    assert [" ".join(first.seen.split()) in text for text in texts[:4]] == [False, True, False, False]
+    assert ["the check goes on" in text for text in texts[:4]] == [False, True, False, False]

@@ -71,7 +71,7 @@ def in_order(detectors: list[Detector]) -> list[Detector]:
 def judge(subject: Subject, bench: Bench, quick: bool = False) -> Iterator[Verdict]:
     """Check a program; yield the verdict after the quick scenarios and, without ``quick``, again after the slow ones.
 
-    Of a program without goals, also yield it each time that a scenario has shown an error, because the others take a while.
+    Of a program without goals, also yield it before each scenario, because some take a while: it has the errors so far.
     """
     start = time.monotonic()
     scenarios, detectors = plan(subject, bench.offers)
@@ -80,11 +80,11 @@ def judge(subject: Subject, bench: Bench, quick: bool = False) -> Iterator[Verdi
     slow_ones = not quick and any(scenario.slow for scenario in scenarios)
     for slow in (False, True):
         for scenario in (each for each in scenarios if each.slow == slow):
-            known = len(verdict.errors)
+            if not subject.goals:
+                verdict.checking = scenario.title
+                yield verdict
             _judge_by(scenario, bench, detectors, made, verdict)
             verdict.seconds = time.monotonic() - start
-            if not subject.goals and len(verdict.errors) > known and scenario is not scenarios[-1]:
-                yield verdict
             if any(slow or finding.rule.blocks for finding in verdict.errors):
                 break
         if slow_ones and not slow and verdict.errors:

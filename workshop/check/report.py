@@ -79,11 +79,13 @@ def show(verdict: Verdict, console: Console, verbose: bool = False, before: Show
 
 def _errors(verdict: Verdict, console: Console, verbose: bool, lines: set[str]) -> None:
     """Print the errors of a program without goals that are not in ``lines``, and add them."""
+    new = False
     for finding in verdict.errors:
         if (key := f"{finding.where} {finding.seen}") not in lines:
             _finding(finding, console, "✗", verbose, finding.kind)
             lines.add(key)
-    if not verdict.complete and verdict.errors:
+            new = True
+    if not verdict.complete and new:
         console.print(f"[dim]... found in {verdict.seconds:.1f} s; the check goes on[/]", highlight=False)
     elif verdict.complete and not verdict.errors and verdict.judged:
         console.print(f"[green]✓[/] no {'new ' if verdict.known else ''}error was seen", highlight=False)
@@ -98,26 +100,28 @@ def _known(verdict: Verdict) -> str:
 
 
 def show_all(verdicts: Iterator[Verdict], json_only: bool, verbose: bool) -> Verdict:
-    """Print verdicts as they come, or the last one as JSON; return the last one."""
+    """Print verdicts as they come, or the last one as JSON, also if the user stops the check; return the last one."""
     console, shown = Console(highlight=False), None
-    verdict = next(verdicts)
-    while True:
-        if not json_only:
-            shown = show(verdict, console, verbose, shown)
-        task = "started for real" if verdict.subject.goals else "further runs"
-        if not (following := _next(verdicts, console, waits=not json_only, task=task)):
-            break
-        verdict = following
-    if json_only:
-        print(as_json(verdict))
+    verdict = None
+    try:
+        while following := _next(verdicts, console, verdict, waits=not json_only):
+            verdict = following
+            if not json_only:
+                shown = show(verdict, console, verbose, shown)
+    finally:
+        if json_only and verdict:
+            print(as_json(verdict), flush=True)
+    if verdict is None:
+        raise ValueError("there is no verdict")
     return verdict
 
 
-def _next(verdicts: Iterator[Verdict], console: Console, waits: bool, task: str) -> Verdict | None:
-    """Return the next verdict; None at the end. While it ``waits`` for a task, a terminal shows the time."""
+def _next(verdicts: Iterator[Verdict], console: Console, before: Verdict | None, waits: bool) -> Verdict | None:
+    """Return the next verdict; None at the end. While it ``waits`` for one, a terminal shows for what, and the time."""
     columns = SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn()
     with Progress(*columns, console=console, transient=True, disable=not (waits and console.file.isatty())) as progress:
-        progress.add_task(task)
+        if before:
+            progress.add_task(f"checking {before.checking}" if before.checking else "started for real")
         return next(verdicts, None)
 
 
@@ -179,6 +183,7 @@ def as_json(verdict: Verdict) -> str:
         goals.append({"number": goal.number, "title": goal.title, "state": states[goal.number], "findings": own})
     content: dict[str, object] = {"version": JSON_VERSION, "status": verdict.status}
     content |= {"file": os.fspath(verdict.subject.file), "exercise": verdict.subject.name or None}
-    content |= {"passed": not verdict.errors, "goals": goals, "findings": [finding for _, finding in findings]}
+    content |= {"complete": verdict.complete, "passed": not verdict.errors, "goals": goals}
+    content |= {"findings": [finding for _, finding in findings]}
     content |= {"known": len(verdict.known), "not_checked": verdict.unchecked, "seconds": round(verdict.seconds, 2)}
     return json.dumps(content, indent=2)

@@ -59,6 +59,7 @@ class Verdict:
     unjudged: set[int] = field(default_factory=set)  # the goals that cannot be judged on this machine
     seconds: float = 0.0  # how long the checking took so far
     complete: bool = False  # the check is finished
+    checking: str = ""  # what it does next
     missed: set[Detector] = field(default_factory=set)  # those that got no scenario, or could not judge it
     ignored: list[Finding] = field(default_factory=list)  # not reported, because the owner ignores their rules
     known: list[Finding] = field(default_factory=list)  # not reported, because the baseline has them
