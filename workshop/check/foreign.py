@@ -1,6 +1,5 @@
 """Make the scenarios of a program as its owner starts it, in a copy of its folder."""
 
-import ast
 import bisect
 import itertools
 import os
@@ -9,9 +8,7 @@ import secrets
 import shlex
 import shutil
 import socket
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
@@ -42,6 +39,7 @@ from workshop.check.probes import Probe, Recorder
 from workshop.check.probes.checkpoints import Checkpoints
 from workshop.check.probes.reductions import Reductions
 from workshop.check.probes.replicas import Replicas
+from workshop.check.program_text import one_process, planned, resized, settings, sources
 from workshop.check.rules.by_hand import reduces_each_batch
 from workshop.check.rules.gradients import steps_until_apart, steps_until_buffers_differ
 from workshop.check.rules.metrics import prints_metrics
@@ -68,7 +66,6 @@ STEPS = 30  # optimizer steps after which a long run is stopped
 PRETENDED = 6  # optimizer steps on pretended GPUs
 PASSES = 300  # backward passes before the first checkpoint, for which pretended GPUs are fast enough
 BESIDE = 1000  # entries beside the folder of the program that it can see
-SOURCES = 200  # modules of the program that are read, to see which libraries it uses
 GPU = re.compile(r"cuda|\bgpus?\b|\bGPUs?\b|torch\.accelerator")  # the program may require one
 # An option with which programs resume: its name, and the rest of the call of add_argument().
 RESUME = re.compile(r"""["'](--(?:resume|restore|continue|load)[\w-]*)["']([^()]*(?:\([^()]*\)[^()]*)*)""")
@@ -77,12 +74,6 @@ RESUME_FIELD = re.compile(r"^\s+(resume\w*)\s*:\s*(bool|int|str)", re.MULTILINE)
 # A setting in a program whose arguments are key=value, and how such a program reads them.
 RESUME_KEY = re.compile(r"""\b(resume\w*)["']?\s*[:=]\s*(False|None|false|null|""|'')""")
 KEYS = re.compile(r"""(?:split|partition)\(["']=["']|from_cli|from_dotlist|hydra\.main""")
-# The number of processes that mp.spawn starts: an option, or a variable that has its value.
-NPROCS = re.compile(r"\bnprocs\s*=\s*(\w+\.)?(\w+)")
-# A number of epochs or steps: ``--epochs", type=int, default=12``, ``max_iters: int = 60``, ``epochs: 3``, ``--steps 12``.
-PLANNED = re.compile(
-    r"(epochs?|steps|iters|iterations)\b[\"']?(?:[^)\n]*?default\s*=|\s*:\s*int\s*=|\s*[:=]|\s)\s*(\d[\d_]*)"
-)
 MISSING = ("FileNotFoundError", "NotADirectoryError", "IsADirectoryError")  # a guess named the wrong kind of path
 
 
@@ -103,8 +94,8 @@ class OwnersBench(ProgramBench):
         self.start, self.original, self.wishes = start, original, wishes
         launch = "spawn" if start.launch == "python" else start.launch
         super().__init__(subject, launch=launch, nproc=start.nproc, on_cpu=on_cpu, place=place)
-        self.text = _sources(subject.file, original)
-        self.planned = frozenset(_planned([self.text, *_settings(start.arguments, original)], start.arguments))
+        self.text = sources(subject.file, original)
+        self.planned = frozenset(planned([self.text, *settings(start.arguments, original)], start.arguments))
         uses_all = "device_count" in self.text or lightning_ranks.uses_all_gpus(self.text)
         self.gpus: int | None = USUAL if launch == "spawn" and uses_all else 0
         self.devices = False  # whether it runs on pretended GPUs from the start
@@ -146,8 +137,9 @@ class OwnersBench(ProgramBench):
 
     def _run(self, scratch: Path, arguments: Sequence[str] = (), **changes: Any) -> Run:
         inside = self.script.is_relative_to(self.original)
+        own = resized(self.start.arguments, self.nproc, changes.get("nproc", self.nproc))
         run = self.launch_program(
-            (*self.start.arguments, *arguments),
+            (*own, *arguments),
             scratch=scratch,
             script=scratch / self.script.relative_to(self.original) if inside else self.script,
             original=self.original,
@@ -260,7 +252,7 @@ class OwnersBench(ProgramBench):
         if self.launch == "spawn":
             if not self.devices:
                 changes["gpus"] = 1 if self.gpus else 0  # many programs start a process for each
-            arguments = _one_process(self.text)
+            arguments = one_process(self.text)
         if lightning_ranks.USED.search(self.text):
             changes["before"] = lightning_ranks.alone(changes["before"])
         return self._run(self.folder(), arguments, nproc=1, nodes=1, **changes)
@@ -299,16 +291,19 @@ class OwnersBench(ProgramBench):
         taken = len(first.trained[0].steps) if first.trained else 0
         left = {"steps": len(whole.trained[0].steps) - taken, "at_once": True} if whole.cut else {}
         saved = {os.path.relpath(path, scratch.resolve()) for path in _checkpoints(first)}
-        tried, one = "", 1 + (whole.trained[0].warmup if whole.trained else 0)
+        tried, ended, one = "", "loads no checkpoint", 1 + (whole.trained[0].warmup if whole.trained else 0)
         for arguments in self._resume(first, scratch):
             again = self._copy(scratch)
-            if self.wishes.resume or _loads(self._run(again, arguments, steps=one, at_once=True), again, saved):
+            if self.wishes.resume:
+                return Split(first, self._run(scratch, arguments, **left))
+            run = self._run(again, arguments, steps=one, at_once=True)
+            if _loads(run, again, saved):
                 self.resumes_by_itself = not arguments
                 return Split(first, self._run(scratch, arguments, **left))
-            tried = shlex.join(arguments)
+            tried, ended = shlex.join(arguments), _end_of(run)
         given = f"with {tried} it" if tried else "it"
         raise Unavailable(
-            f"whether a second start resumes: {given} loads no checkpoint; if it resumes with other arguments, pass them: "
+            f"whether a second start resumes: {given} {ended}; if it resumes with other arguments, pass them: "
             "--resume-args '--resume {latest}'"
         )
 
@@ -345,6 +340,13 @@ def _got_further(run: Run, other: Run) -> bool:
     return here is not None and there is not None and here[1].where != there[1].where
 
 
+def _end_of(run: Run) -> str:
+    """How a second start ended that loaded no checkpoint."""
+    found = None if run.trained else run.first_exception()
+    place = f" at {found[1].where}" if found and found[1].where else ""
+    return f"ends with {found[1].type}{place}" if found else "loads no checkpoint"
+
+
 def _special(folder: str, names: list[str]) -> list[str]:
     """The entries that cannot be copied, such as sockets."""
     paths = [os.path.join(folder, name) for name in names]
@@ -362,63 +364,6 @@ def _loads(run: Run, folder: Path, saved: set[str]) -> bool:
     found = run.first_exception()
     refused = run.failed and not run.trained and (found is None or found[1].type in MISSING)
     return loads and not refused
-
-
-def _sources(script: Path, original: Path) -> str:
-    """The text of the program: of its file, and of the modules in its folder that it imports."""
-    texts: dict[Path, str] = {}
-    pending = [script]
-    while pending and len(texts) < SOURCES:
-        file = pending.pop()
-        with suppress(OSError, UnicodeDecodeError, SyntaxError, ValueError):
-            if file not in texts:
-                texts[file] = file.read_text()
-                pending += _imported(ast.parse(texts[file]), file, (script.parent, original))
-    return "\n".join(texts.values())
-
-
-def _imported(tree: ast.Module, file: Path, folders: Sequence[Path]) -> Iterator[Path]:
-    """Yield the files in these folders that a module imports."""
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Import):
-            names, bases = [each.name for each in node.names], folders
-        elif isinstance(node, ast.ImportFrom):
-            bases = [file.parents[node.level - 1]] if node.level else folders
-            module = node.module or ""
-            names = [module, *(f"{module}.{each.name}".strip(".") for each in node.names)]
-        else:
-            continue
-        for base, name in itertools.product(bases, filter(None, names)):
-            path = base.joinpath(*name.split("."))
-            yield from filter(Path.is_file, (path.with_suffix(".py"), path / "__init__.py"))
-
-
-def _settings(arguments: Sequence[str], original: Path) -> Iterator[str]:
-    """Yield the text of the files of settings that the arguments name."""
-    for argument in arguments:
-        if argument.endswith((".yaml", ".yml", ".toml", ".json")):
-            with suppress(OSError, UnicodeDecodeError):
-                yield (original / argument).read_text()
-
-
-def _planned(texts: Iterable[str], arguments: Sequence[str]) -> Iterator[int]:
-    """Yield the numbers of epochs and steps that options, settings and arguments name, and their sums, as for several stages."""
-    for text in (*texts, " ".join(arguments)):
-        sums: Counter[str] = Counter()
-        for name, number in PLANNED.findall(text):
-            sums[name] += int(number.replace("_", ""))
-            yield int(number.replace("_", ""))
-        yield from sums.values()
-
-
-def _one_process(text: str) -> list[str]:
-    """The arguments with which a program that calls mp.spawn starts one process; empty if it has no such option."""
-    for owner, name in NPROCS.findall(text):
-        names = [name] if owner else re.findall(rf"\b{name}\s*=[^=\n]*\.(\w+)$", text, re.MULTILINE)
-        options = [f"--{each}" for name in names for each in (name, name.replace("_", "-"))]
-        if given := [option for option in options if re.search(rf"[\"']{option}[\"']", text)]:
-            return [given[0], "1"]
-    return []
 
 
 def _free_port() -> int:

@@ -238,7 +238,17 @@ def _of_srun(program: Program, rank: int, local: int, port: int) -> dict[str, st
         "SLURM_NTASKS": str(program.nproc), "SLURM_NPROCS": str(program.nproc), "SLURM_NNODES": str(program.nodes),
         "SLURM_JOB_NUM_NODES": str(program.nodes), "SLURM_NTASKS_PER_NODE": str(local), "SLURM_TASKS_PER_NODE": str(local),
         "SLURM_STEP_NUM_TASKS": str(program.nproc), "SLURM_CPUS_PER_TASK": "1",
+        "PATH": f"{_scontrol(program.folder / f'bin-{rank}')}{os.pathsep}{os.environ.get('PATH', '')}",
     } | _addressed(program)  # fmt: skip
+
+
+def _scontrol(folder: Path) -> Path:
+    """Make a folder with the command that programs ask for the names of the nodes; the one of Slurm needs a cluster."""
+    folder.mkdir(exist_ok=True)
+    command = folder / "scontrol"
+    command.write_text('#!/bin/sh\ncase "$1 $2" in "show hostname"*) echo localhost ;; *) exit 1 ;; esac\n')
+    command.chmod(0o755)
+    return folder
 
 
 def _of_mpirun(program: Program, rank: int, local: int, port: int) -> dict[str, str]:

@@ -51,12 +51,14 @@ def at_origin(finding: Finding, script: Path, folder: Path) -> Finding:
     name = finding.where.rpartition(":")[0] or script.name
     for origin in (finding.origin or finding.rule.origin).split():
         kind, _, detail = origin.partition(":")
+        if kind == "line":  # none of the kinds before it was found
+            return replace(finding, where=detail, origin="")
         if line := _line(place.file, place.line, kind, detail):
             return replace(finding, where=f"{name}:{line}", origin="")
         if kind in ("member", "unpersistent"):  # a class is often in a file of its own
             found = [
                 f"{file.relative_to(folder)}:{line}"
-                for file in _others(folder)
+                for file in itertools.islice(folder.rglob("*.py"), FILES)
                 if (line := _line(file, 1, *origin.split(":")))
             ]
             if len(found) == 1:
@@ -77,11 +79,6 @@ def _line(file: Path, line: int, kind: str, detail: str) -> int | None:
                 start = source.tree.body[0]
             return FINDERS[kind](source, start, detail) if start else None
     return None
-
-
-def _others(folder: Path) -> Iterator[Path]:
-    """Yield the files of a program, if there are not too many."""
-    yield from itertools.islice(folder.rglob("*.py"), FILES)
 
 
 def _rates(source: Source) -> Iterator[Value]:

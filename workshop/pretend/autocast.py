@@ -39,7 +39,8 @@ def install() -> None:
     scale = torch.amp.GradScaler.scale
 
     def noted(self, outputs):
-        devices.note("scaled")
+        if self.is_enabled():
+            devices.note("scaled")
         return scale(self, outputs)
 
     torch.amp.GradScaler.scale = noted

@@ -132,6 +132,16 @@ class PassEnded(Event):  # an iteration of a DataLoader has returned all its bat
     order: int | None  # a checksum of the indices of its samples, in order; None: it has no indices
 
 
+class DataHeld(Event):  # before the first iteration of a DataLoader over a data set
+    name: str  # its class
+    length: int
+    contents: dict[str, int]  # checksums of its tensors, arrays and long lists, by the attributes that have them
+
+
+class StreamEndless(Event):  # a DataLoader began to iterate over a data set that begins again at its end
+    loader: int
+
+
 class ScheduleAdvanced(
     Event
 ):  # at the end: a schedule that Accelerate has prepared; ``where`` is the line that calls step()

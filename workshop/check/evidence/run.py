@@ -28,6 +28,7 @@ from workshop.check.evidence.events import (
     Wrapped,
     WroteOutside,
 )
+from workshop.check.evidence.misuses import DataHeld
 from workshop.check.evidence.reductions import NO_REDUCTIONS
 from workshop.check.evidence.sketches import CLOSE, difference
 from workshop.check.evidence.trail import NO_TRAIL
@@ -339,7 +340,8 @@ class Run:
         # Random augmentation changes the content, so compare contents only if they are the same in each epoch.
         steady = sum(len(set(rows)) == 1 for rows in again) > 0.9 * len(again)
         common = one.keys() & other.keys()
-        if steady and sum(one[key][0] != other[key][0] for key in common) > 0.5 * len(common):
+        differ = sum(one[key][0] != other[key][0] for key in common) > 0.5 * len(common)
+        if (steady and differ) or (common and _hold_different_data(*self.ranks[:2], {key[:2] for key in common})):
             for process in self.processes:
                 process.identity = "rows"
                 process.forget()
@@ -440,6 +442,19 @@ def _before_backward(process: Process) -> list[Collective]:
         if isinstance(event, Collective):
             found.append(event)
     return found
+
+
+def _hold_different_data(one: Process, other: Process, names: set[Key]) -> bool:
+    """Whether the data sets of two ranks with one of these names and lengths have different contents."""
+    ours, theirs = (
+        {
+            ((each.name, each.length), attribute): checksum
+            for each in process.of(DataHeld)
+            for attribute, checksum in each.contents.items()
+        }
+        for process in (one, other)
+    )
+    return any(each[0] in names and ours[each] != theirs[each] for each in ours.keys() & theirs.keys())
 
 
 def _rows_by_key(process: Process) -> dict[Key, list[Key]]:

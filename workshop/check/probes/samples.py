@@ -14,8 +14,9 @@ import torch
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, Subset, dataloader
 
 from workshop.check.evidence.events import BatchLoaded, EpochSet, Key, Loader, LoaderStarted
-from workshop.check.evidence.misuses import PassEnded
+from workshop.check.evidence.misuses import DataHeld, PassEnded, StreamEndless
 from workshop.check.probes.contents import first_tensor, rows
+from workshop.check.probes.held import begins_again, held
 from workshop.check.probes.probe import Function, Probe, after, around, before
 from workshop.check.probes.recorder import Batch, Recorder
 
@@ -26,7 +27,7 @@ PENDING = 64  # batches kept until a forward pass uses them
 class Samples(Probe):
     """Records what a ``DataLoader`` does, and keeps its batches for the forward pass that uses them."""
 
-    writes = (LoaderStarted, EpochSet, BatchLoaded, PassEnded)
+    writes = (LoaderStarted, EpochSet, BatchLoaded, PassEnded, DataHeld, StreamEndless)
 
     def __init__(self, recorder: Recorder):
         super().__init__(recorder)
@@ -98,6 +99,18 @@ class Samples(Probe):
         workers, source = (loader.num_workers, self._source(loader.dataset)) if streamed else (0, "")
         event = LoaderStarted(loader=number, iteration=iteration, length=length, workers=workers, source=source)
         self.note_here(event)
+        if iteration == 1 and streamed and begins_again(loader.dataset):
+            self.recorder.note(StreamEndless(loader=number))
+        elif iteration == 1 and not streamed:
+            self._note_contents(loader.dataset)
+
+    def _note_contents(self, dataset: Any) -> None:
+        """Record what a data set holds, if it is not a list, whose samples are marked already."""
+        while isinstance(dataset, Subset):
+            dataset = dataset.dataset
+        contents = {} if isinstance(dataset, list | tuple) else held(dataset)
+        if contents:
+            self.recorder.note(DataHeld(name=type(dataset).__name__, length=len(dataset), contents=contents))
 
     def _source(self, dataset: Any) -> str:
         if code := getattr(type(dataset).__iter__, "__code__", None):

@@ -28,6 +28,7 @@ from workshop.check.evidence.sketches import CLOSE, difference
 from workshop.check.rules.words import listed, named
 from workshop.check.scenarios import Split
 
+FEW = 3  # a count above which two variables do not agree by chance
 ROUNDED = 1e-5  # relative difference up to which two norms count as equal
 ANY = re.compile("")
 COPIES = " ".join(f"loading:{name}" for name in ("ema", "average", "swa", "teacher", "target", "shadow"))
@@ -387,6 +388,7 @@ def _begun_again(whole: Run, split: Split, done: int, names: re.Pattern[str] = A
             for name in _in_order(now, common)
             if now[name] == initial[name] != expected[name] and before[name] == again[name] and names.search(name)
         ]
+        lost = [name for name in lost if not (what and _counted_elsewhere(name, initial, expected, now))]
         lost = [name for name in lost if isinstance(now[name], int)] or lost  # others are often computed from them
         lost = [name for name in lost if not _within(name)] or lost
         if lost and what:
@@ -398,6 +400,12 @@ def _begun_again(whole: Run, split: Split, done: int, names: re.Pattern[str] = A
             fix = "Save the state of the generator (get_state()) of each rank, or seed it with a function of the step."
             return seen, fix, "", f"made:{lost[0]}"
     return None
+
+
+def _counted_elsewhere(name: str, initial: dict[str, float], expected: dict[str, float], now: dict[str, float]) -> bool:
+    """Whether a variable that is restored had the same values: this one counts, for example, the steps since the start."""
+    twins = [each for each in now if now[each] == expected[each] == expected[name] and initial[each] == initial[name]]
+    return expected[name] > FEW and bool(twins)
 
 
 def _held_lost(whole: Run, split: Split) -> Cause | None:

@@ -249,14 +249,15 @@ def _explained(compared: Compared, seen: Seen) -> Seen:
     """The same, with the line of the cause: the labels if the losses differ too, otherwise the function that gathers."""
     ours = [each.loss for process in compared.several.trained for each in process.steps[0].backwards]
     alone = [each.loss for process in compared.single.trained for each in process.steps[0].backwards]
+    first = compared.several.trained[0]
+    calls = [call for call in before_backward(first, first.steps[0].before) if _of_values(call)]
     if None in ours or None in alone or not ours or not alone:
         return seen
     mean, other = (sum(each or 0 for each in losses) / len(losses) for losses in (ours, alone))
     if abs(mean - other) > EQUAL * max(abs(mean), abs(other)):
         text = f"{seen.text}; the mean of the losses of the ranks is {mean:.6g}, and the loss of one process is {other:.6g}"
-        return replace(seen, text=text, origin="holds:arange\\(")
-    first = compared.several.trained[0]
-    calls = before_backward(first, first.steps[0].before)
+        exchange = f" line:{calls[-1].where}" if calls and calls[-1].where and " " not in calls[-1].where else ""
+        return replace(seen, text=text, origin="holds:arange\\(" + exchange)
     gathers = [call for call in calls if call.name.startswith(("all_gather", "all_to_all"))]
     if not gathers:
         return seen

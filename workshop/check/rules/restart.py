@@ -43,6 +43,7 @@ SAME = 1e-6  # parameters of two runs count as equal up to this relative differe
 # start, so that more than two numbers are added up in another order, and AdamW makes the difference larger.
 ROUNDING = 1e-3
 IN_FIRST_ORDER = "sees the samples in the order of the first epoch again"
+SKIP = "Save how many batches of the epoch, or of the stream, were done, and skip them after the checkpoint is loaded."
 SCALER = "Save the state_dict() of the GradScaler in the checkpoint, and load it where the checkpoint is loaded."
 # With these mistakes, the ranks have state of their own, so no run resumes from the checkpoint of one rank as it was.
 CAUSES = (
@@ -249,7 +250,8 @@ def _state_lost(whole: Run, split: Split, load: str) -> Iterable[tuple[Rule | No
         yield resume_differs, Seen(seen, load, origin="restored")
     for about, seen in differences:
         origin = "call:set_epoch" if " samples " in seen else "of-some" if about is resume_differs else ""
-        yield None if about is resume_differs else about, Seen(seen, load, origin=origin)
+        fix = SKIP if "skip" in seen else ""
+        yield None if about is resume_differs else about, Seen(seen, load, fix=fix, origin=origin)
 
 
 def _in_closure(steps: list[Step]) -> bool:

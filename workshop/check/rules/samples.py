@@ -19,7 +19,7 @@ from workshop.check.evidence.misuses import PassEnded
 from workshop.check.evidence.run import Process, Run
 from workshop.check.rules.processes import no_group, wrong_group
 from workshop.check.rules.rule import Makes, Rule, Said, Seen, if_first, rule
-from workshop.check.rules.shares import batches, orders, share_of_each, slices, stopped_early
+from workshop.check.rules.shares import batches, endless, orders, share_of_each, slices, stopped_early
 from workshop.check.rules.words import plural, rank_of
 from workshop.check.scenarios import COMPARED, WHOLE, Compared
 
@@ -66,14 +66,13 @@ def leak(run: Run) -> Said:
         if loader or not _collects(keys, seconds, began)
         for part in ([keys] if loader else _halves(keys, trained))
     ]
-    if any(
-        trained.isdisjoint(each) for each in passes
-    ):  # others may measure the training set, or fill a memory bank from it
+    if any(trained.isdisjoint(each) for each in passes):
+        # others may measure the training set, or fill a memory bank from it
         passes = [each for each in passes if not each <= trained]
-    elif (
-        run.asked is None
-    ):  # each pass scores the whole training set, or the part of its rank, to choose samples, for example
-        passes = [each for each in passes if not each >= trained]
+    elif run.asked is None:
+        # Each pass scores the whole training set, or the part of its rank, to choose samples, or shows one training batch.
+        batch = max((len(step.keys) for process in run.ranks for step in process.steps), default=0)
+        passes = [each for each in passes if not each >= trained and not (len(each) <= batch and each <= trained)]
     evaluated = {key for each in passes for key in each}
     both = len(trained & evaluated)
     indexed = any(key[0] != "content" for key in evaluated)  # windows of a text can be equal by chance
@@ -119,7 +118,7 @@ def same_samples(run: Run) -> Said:
 )
 def shares_overlap(run: Run) -> Said:
     """Two ranks share some of their samples."""
-    return [_by_draw(run, seen) for seen in if_first("some", _overlaps(run))]
+    return [_by_draw(run, seen) for seen in if_first("some", _overlaps(run))] if not endless(run) else []
 
 
 def _by_draw(run: Run, seen: Seen) -> Seen:

@@ -4,6 +4,7 @@ import math
 from collections.abc import Iterator
 
 from workshop.check.evidence.events import Backward, Collective, Drawn, Key, LoaderStarted
+from workshop.check.evidence.misuses import StreamEndless
 from workshop.check.evidence.run import Process, Run
 from workshop.check.evidence.sketches import CLOSE
 
@@ -30,6 +31,15 @@ def share_of_each(run: Run) -> tuple[int, int] | None:
         if len(epochs) < 2 or stopped_early(process, 1, run.accumulate):
             return None
     return min(shares, default=None)
+
+
+def endless(run: Run) -> bool:
+    """Whether the ranks train on endless streams: each may go through all samples again and again, in an order of its own."""
+    for process in run.trained[:1]:
+        streams = {event.loader for event in process.of(StreamEndless)}
+        forwards = [each.forward for each in process.backwards if each.forward]
+        return bool(forwards) and all(each.loader and each.loader[0] in streams for each in forwards)
+    return False
 
 
 def batches(process: Process) -> int | None:

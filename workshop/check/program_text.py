@@ -1,0 +1,89 @@
+"""What the text of a program says: its modules and settings, the numbers in them, and options for the number of processes."""
+
+import ast
+import itertools
+import re
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
+from pathlib import Path
+
+SOURCES = 200  # modules of the program that are read, to see which libraries it uses
+# The number of processes that mp.spawn starts: an option, or a variable that has its value.
+NPROCS = re.compile(r"\bnprocs\s*=\s*(\w+\.)?(\w+)")
+# A number of epochs or steps: ``--epochs", type=int, default=12``, ``max_iters: int = 60``, ``epochs: 3``, ``--steps 12``.
+PLANNED = re.compile(
+    r"(epochs?|steps|iters|iterations)\b[\"']?(?:[^)\n]*?default\s*=|\s*:\s*int\s*=|\s*[:=]|\s)\s*(\d[\d_]*)"
+)
+# An option whose value is the number of processes.
+WORLD = re.compile(r"--(?:world[_-]?size|n[_-]?procs?|n[_-]?gpus?|num[_-](?:gpus|procs|processes))")
+
+
+def sources(script: Path, original: Path) -> str:
+    """The text of the program: of its file, and of the modules in its folder that it imports."""
+    texts: dict[Path, str] = {}
+    pending = [script]
+    while pending and len(texts) < SOURCES:
+        file = pending.pop()
+        with suppress(OSError, UnicodeDecodeError, SyntaxError, ValueError):
+            if file not in texts:
+                texts[file] = file.read_text()
+                pending += _imported(ast.parse(texts[file]), file, (script.parent, original))
+    return "\n".join(texts.values())
+
+
+def _imported(tree: ast.Module, file: Path, folders: Sequence[Path]) -> Iterator[Path]:
+    """Yield the files in these folders that a module imports."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            names, bases = [each.name for each in node.names], folders
+        elif isinstance(node, ast.ImportFrom):
+            bases = [file.parents[node.level - 1]] if node.level else folders
+            module = node.module or ""
+            names = [module, *(f"{module}.{each.name}".strip(".") for each in node.names)]
+        else:
+            continue
+        for base, name in itertools.product(bases, filter(None, names)):
+            path = base.joinpath(*name.split("."))
+            yield from filter(Path.is_file, (path.with_suffix(".py"), path / "__init__.py"))
+
+
+def settings(arguments: Sequence[str], original: Path) -> Iterator[str]:
+    """Yield the text of the files of settings that the arguments name."""
+    for argument in arguments:
+        if argument.endswith((".yaml", ".yml", ".toml", ".json")):
+            with suppress(OSError, UnicodeDecodeError):
+                yield (original / argument).read_text()
+
+
+def planned(texts: Iterable[str], arguments: Sequence[str]) -> Iterator[int]:
+    """Yield the numbers of epochs and steps that options, settings and arguments name, and their sums, as for several stages."""
+    for text in (*texts, " ".join(arguments)):
+        sums: Counter[str] = Counter()
+        for name, number in PLANNED.findall(text):
+            sums[name] += int(number.replace("_", ""))
+            yield int(number.replace("_", ""))
+        yield from sums.values()
+
+
+def one_process(text: str) -> list[str]:
+    """The arguments with which a program that calls mp.spawn starts one process; empty if it has no such option."""
+    for owner, name in NPROCS.findall(text):
+        names = [name] if owner else re.findall(rf"\b{name}\s*=[^=\n]*\.(\w+)$", text, re.MULTILINE)
+        options = [f"--{each}" for name in names for each in (name, name.replace("_", "-"))]
+        if given := [option for option in options if re.search(rf"[\"']{option}[\"']", text)]:
+            return [given[0], "1"]
+    return []
+
+
+def resized(arguments: Sequence[str], nproc: int, other: int) -> list[str]:
+    """Return the arguments with another number of processes in the options that have this number: ``--world_size=2``."""
+    changed: list[str] = []
+    for argument in arguments:
+        name, _, value = argument.partition("=")
+        if WORLD.fullmatch(name) and value == str(nproc):
+            argument = f"{name}={other}"
+        elif argument == str(nproc) and changed and WORLD.fullmatch(changed[-1]):
+            argument = str(other)
+        changed.append(argument)
+    return changed
