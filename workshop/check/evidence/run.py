@@ -359,17 +359,19 @@ class Run:
         error = self.first_exception() or any(event.status for event in self.all(Exited))
         return bool(self.hung or self.flooded or wrote_outside or error or self.status)
 
-    def shared_file(self) -> tuple[str, list[Process], str] | None:
-        """The first file that several ranks write: its path, the ranks, and a line that writes it."""
+    def shared_files(self) -> list[tuple[str, list[Process], str]]:
+        """The files that several ranks write, the first one of each line: its path, the ranks, and this line."""
         writing: dict[str, dict[int, tuple[Process, str]]] = {}
         for process in self.processes:
             if process.steps or process.rank is not None:
                 for event in process.of(FileWritten):
                     writing.setdefault(event.path, {}).setdefault(process.pid, (process, event.where))
+        found: dict[str, tuple[str, list[Process], str]] = {}
         for path, by in writing.items():
             if len(by) > 1:
-                return path, [process for process, _ in by.values()], next(iter(by.values()))[1]
-        return None
+                where = next(iter(by.values()))[1]
+                found.setdefault(where, (path, [process for process, _ in by.values()], where))
+        return list(found.values())
 
     @property
     def apart(self) -> bool:

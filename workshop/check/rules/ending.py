@@ -103,7 +103,7 @@ def crash(run: Run) -> Said:
     seen = None if run.hung or run.flooded else _error(run)
     # Ranks that rename the same file make each other fail; then two-writers names the cause. If a rank only lost its connection
     # because another one had made different calls, collectives-differ names the cause.
-    explained = seen and (("No such file" in seen.text and run.shared_file()) or (run.ended_by_echo and _parted(run)))
+    explained = seen and (("No such file" in seen.text and run.shared_files()) or (run.ended_by_echo and _parted(run)))
     if seen and not explained:
         yield seen
 

@@ -22,6 +22,9 @@ from workshop.check.rules.rule import Said, Seen, rule
 from workshop.check.rules.words import named, plural, rank_of
 from workshop.check.scenarios import SPLIT, TWO_NODES, WHOLE, Split
 
+OTHERWISE = re.compile(r"Unpickling|FileNotFound|OutOfMemory")  # errors of a load that names cannot cause
+WRITERS = 3  # findings of files that several ranks write, each at a line of its own
+
 
 @rule(
     why="If two processes write the same file at the same time, it can contain a mixture of both.",
@@ -31,8 +34,7 @@ from workshop.check.scenarios import SPLIT, TWO_NODES, WHOLE, Split
 )
 def two_writers(run: Run) -> Said:
     """Several ranks write the same file."""
-    if shared := run.shared_file():
-        path, processes, where = shared
+    for path, processes, where in run.shared_files()[:WRITERS]:
         ranks = " and ".join(str(rank_of(processes, index)) for index in range(len(processes)))
         yield Seen(f"ranks {ranks} write the same file, {path.rsplit('/', 1)[-1]}", where)
 
@@ -160,6 +162,9 @@ def no_checkpoint(run: Run) -> Said:
         yield Seen(f"the first checkpoint is saved at the end, after all {plural(total, 'step')}", files[0].where)
 
 
+OTHERWISE = re.compile(r"Unpickling|FileNotFound|OutOfMemory")  # errors of a load that names cannot cause
+
+
 @rule(
     why="The names do not match those of the plain model, so the checkpoint loads only into a model with the same wrapper.",
     fix="Save the state_dict() of the model inside the wrapper: ddp_model.module.state_dict().",
@@ -171,8 +176,8 @@ def checkpoint_keys(_: Run, split: Split) -> Said:
     """The parameters are saved under names that begin with "module.", and the second start fails."""
     saved = [event for event in split.first.all(Saved) if event.keys]
     wrapped = [event for event in saved if all(key.startswith("module.") for key in event.keys)]
-    if wrapped and split.second.failed and not split.second.trained:
-        found = split.second.first_exception()
+    found = split.second.first_exception()
+    if wrapped and split.second.failed and not split.second.trained and not (found and OTHERWISE.search(found[1].type)):
         error, detail = (f": {found[1].type}: {found[1].message[:200]}", found[1].traceback) if found else ("", "")
         text = 'the parameters are saved under names that begin with "module.", and the second start fails'
         yield Seen(text + error, wrapped[0].where, detail)

@@ -118,7 +118,7 @@ def no_such_gpu(run: Run) -> Said:
         yield Seen(f"the program asks for {event.detail}, which the node does not have", event.where)
 
 
-device_index.also(TWO_NODES, needs=(GpuNoted,))(no_such_gpu)
+device_index.also(TWO_NODES, after=(device_index,), needs=(GpuNoted,))(no_such_gpu)
 
 
 device_shared.also(TWO_NODES, after=(device_index,), needs=(GpuNoted,))(device_shared.detectors[0].function)

@@ -274,9 +274,9 @@ def _failed(split: Split, ended: Seen) -> Told:
 
 def _torn_by_writers(split: Split) -> bool:
     """Whether the second start fails with a file that several ranks of the first run wrote."""
-    shared = split.first.shared_file()
+    shared = {path.rsplit("/", 1)[-1] for path, *_ in split.first.shared_files()}
     loaded = {event.path.rsplit("/", 1)[-1] for event in split.second.all(Loaded) if event.path}
-    return shared is not None and shared[0].rsplit("/", 1)[-1] in loaded
+    return bool(shared & loaded)
 
 
 def _uneven(whole: Run) -> bool:
