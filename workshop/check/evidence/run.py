@@ -341,7 +341,7 @@ class Run:
         steady = sum(len(set(rows)) == 1 for rows in again) > 0.9 * len(again)
         common = one.keys() & other.keys()
         differ = sum(one[key][0] != other[key][0] for key in common) > 0.5 * len(common)
-        if (steady and differ) or (common and _hold_different_data(*self.ranks[:2], {key[:2] for key in common})):
+        if (steady and differ) or _hold_different_data({key[:2] for key in common}, self.ranks[0], self.ranks[1]):
             for process in self.processes:
                 process.identity = "rows"
                 process.forget()
@@ -446,7 +446,7 @@ def _before_backward(process: Process) -> list[Collective]:
     return found
 
 
-def _hold_different_data(one: Process, other: Process, names: set[Key]) -> bool:
+def _hold_different_data(names: set[Key], one: Process, other: Process) -> bool:
     """Whether the data sets of two ranks with one of these names and lengths have different contents."""
     ours, theirs = (
         {

@@ -1,4 +1,4 @@
-"""What a data set holds: checksums of its contents, and whether it is an endless stream."""
+"""What a data set holds: checksums of its contents, whether it is an endless stream, and whether an index names a sample."""
 
 import ast
 import inspect
@@ -57,15 +57,43 @@ def _short(value: object) -> object:
 
 def begins_again(dataset: Any) -> bool:
     """Whether the ``__iter__`` of a data set has a loop without an end, so that it goes through its samples again and again."""
-    with suppress(OSError, TypeError, SyntaxError):
-        tree = ast.parse(textwrap.dedent(inspect.getsource(type(dataset).__iter__)))
-        for each in ast.walk(tree):
-            if isinstance(each, ast.While) and isinstance(each.test, ast.Constant) and each.test.value:
-                inside = list(ast.walk(each))
-                if not any(isinstance(one, ast.Break | ast.Return) for one in inside):
-                    return True
-            if isinstance(each, ast.For) and isinstance(each.iter, ast.Call):
-                name = ast.unparse(each.iter.func).rpartition(".")[2]
-                if name in ENDLESS:
-                    return True
-    return False
+    function = _source_of(type(dataset), "__iter__")
+    return function is not None and any(_has_no_end(each) for each in ast.walk(function))
+
+
+def _has_no_end(loop: ast.AST) -> bool:
+    if isinstance(loop, ast.While) and isinstance(loop.test, ast.Constant) and loop.test.value:
+        return not any(isinstance(each, ast.Break | ast.Return) for each in ast.walk(loop))
+    called = loop.iter.func if isinstance(loop, ast.For) and isinstance(loop.iter, ast.Call) else None
+    return called is not None and ast.unparse(called).rpartition(".")[2] in ENDLESS
+
+
+def ignores_index(kind: type) -> bool:
+    """Whether the ``__getitem__`` of a class of data sets does not use its index, but draws a sample."""
+    function = _source_of(kind, "__getitem__")
+    if function is None or len(function.args.args) != 2:
+        return False
+    index = function.args.args[1].arg
+    return not any(isinstance(each, ast.Name) and each.id == index and _loads(each) for each in _in_order(function))
+
+
+def _in_order(function: ast.FunctionDef) -> Iterator[ast.Name]:
+    """The names in a function until its index gets another value."""
+    index = function.args.args[1].arg
+    for statement in function.body:
+        names = [each for each in ast.walk(statement) if isinstance(each, ast.Name)]
+        yield from names
+        plain = isinstance(statement, ast.Assign | ast.AnnAssign)
+        if plain and any(each.id == index and not _loads(each) for each in names):
+            return
+
+
+def _loads(name: ast.Name) -> bool:
+    return isinstance(name.ctx, ast.Load)
+
+
+def _source_of(kind: type, method: str) -> ast.FunctionDef | None:
+    with suppress(OSError, TypeError, SyntaxError, AttributeError):
+        tree = ast.parse(textwrap.dedent(inspect.getsource(getattr(kind, method))))
+        return next((each for each in tree.body if isinstance(each, ast.FunctionDef)), None)
+    return None

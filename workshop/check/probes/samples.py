@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, Su
 from workshop.check.evidence.events import BatchLoaded, EpochSet, Key, Loader, LoaderStarted
 from workshop.check.evidence.misuses import DataHeld, PassEnded, StreamEndless
 from workshop.check.probes.contents import first_tensor, rows
-from workshop.check.probes.held import begins_again, held
+from workshop.check.probes.held import begins_again, held, ignores_index
 from workshop.check.probes.probe import Function, Probe, after, around, before
 from workshop.check.probes.recorder import Batch, Recorder
 
@@ -40,6 +40,7 @@ class Samples(Probe):
         self.iterations: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
         self.numbers: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
         self.loaders_seen = count(1)
+        self.drawn: dict[type, bool] = {}  # whether a class of data sets draws its samples, whatever the index is
         self.lists: dict[int, list[object]] = {}  # by length: the first samples of the data sets that are lists
 
     def clear(self) -> None:
@@ -148,6 +149,10 @@ class Samples(Probe):
             numbers = list(indices)
             while isinstance(dataset, Subset):
                 numbers, dataset = [dataset.indices[number] for number in numbers], dataset.dataset
+            if type(dataset) not in self.drawn:
+                self.drawn[type(dataset)] = ignores_index(type(dataset))
+            if self.drawn[type(dataset)]:
+                return []
             name, length = type(dataset).__name__, len(dataset)
             if isinstance(dataset, list | tuple):  # all data sets in lists would have the same name
                 known, first = self.lists.setdefault(length, []), _marked(dataset[0])
