@@ -258,6 +258,25 @@ def _accelerate() -> None:
             original(self, True, **{name: value for name, value in kwargs.items() if name != "backend"})
 
         state.PartialState.__init__ = init
+        _shard_on_cpu(state)
+
+
+def _shard_on_cpu(state: Any) -> None:
+    """Without a GPU, Accelerate ignores a plugin for FSDP."""
+    original = state.AcceleratorState.__init__
+
+    @wraps(original)
+    def init(self: Any, *args: Any, fsdp_plugin: Any = None, **kwargs: Any) -> None:
+        original(self, *args, fsdp_plugin=fsdp_plugin, **kwargs)
+        if fsdp_plugin is not None and self.distributed_type == state.DistributedType.MULTI_CPU:
+            self.distributed_type, self.fsdp_plugin = state.DistributedType.FSDP, fsdp_plugin
+            if self._mixed_precision != "no":
+                fsdp_plugin.set_mixed_precision(self._mixed_precision)
+            from torch.distributed.fsdp import _init_utils
+
+            _init_utils._get_device_from_device_id = lambda *args, **kwargs: torch.device("cpu")  # without an index
+
+    state.AcceleratorState.__init__ = init
 
 
 def _deepspeed() -> None:

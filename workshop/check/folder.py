@@ -30,11 +30,23 @@ def own_caches(folder: Path) -> dict[str, str]:
     for name, usual in (("HF_HOME", "huggingface"), ("TORCH_HOME", "torch")):
         place = os.environ.get(name) or os.path.join(user_cache(), usual)
         if os.path.isdir(place):
-            link = folder / f"of-owner-{usual}"
-            if not link.is_symlink() and not link.exists():
-                link.symlink_to(os.path.realpath(place))
-            variables[name] = str(link)
+            copy = folder / f"of-owner-{usual}"
+            if not copy.exists():
+                _link_files(os.path.realpath(place), copy)
+            variables[name] = str(copy)
     return variables
+
+
+def _link_files(original: str, copy: Path) -> None:
+    """Make folders with links to files. (A lock resolves links of folders before it makes its file, so it would be outside.)"""
+    entries = 0
+    for folder, folders, files in os.walk(original):
+        target = copy / os.path.relpath(folder, original)
+        target.mkdir(parents=True, exist_ok=True)
+        entries += len(folders) + len(files)
+        for name in (*files, *(folders if entries > ENTRIES else ())):
+            (target / name).symlink_to(os.path.realpath(os.path.join(folder, name)))
+        folders[:] = [] if entries > ENTRIES else folders
 
 
 def copy_folder(original: Path, copy: Path) -> None:

@@ -14,7 +14,8 @@ from workshop.check.folder import user_cache
 from workshop.run.imports import no_collections
 
 LIBRARIES = ("transformers", "peft", "torchmetrics", "sklearn", "scipy", "torchvision", "tokenizers")
-CACHING = ("huggingface_hub", "transformers", "peft")  # they read at their import where the caches are
+# They read at their import where the caches are.
+CACHING = ("huggingface_hub", "transformers", "peft", "datasets", "diffusers", "evaluate")
 # They remember whether there are GPUs, and what these can do.
 LOOKING = ("transformers.utils.import_utils", "accelerate.utils.imports")
 # If a program sets such a variable itself, the import must come after that.
@@ -92,5 +93,6 @@ def use_own_caches() -> None:
     for name, module in [*sys.modules.items()] if after != BEFORE else ():
         if name.partition(".")[0] in CACHING:
             for key, value in [*vars(module).items()]:
-                if isinstance(value, str) and (value == BEFORE or value.startswith(BEFORE + os.sep)):
-                    setattr(module, key, after + value[len(BEFORE) :])
+                place = os.fspath(value) if isinstance(value, str | Path) else ""
+                if f"{place}{os.sep}".startswith(BEFORE + os.sep):
+                    setattr(module, key, type(value)(after + place[len(BEFORE) :]))
