@@ -118,6 +118,22 @@ def test_recurrent_layers_complex_numbers_and_shapes_in_place_are_those_of_the_c
     assert pretended(LAYERS, tmp_path).endswith("alike\n")
 
 
+def test_a_model_moves_to_the_gpu_while_a_graph_uses_its_parameters(tmp_path):
+    pretended(
+        """
+        plain = torch.nn.Linear(2, 1)
+        plain(torch.ones(1, 2)).sum().backward()
+        used = plain(torch.ones(1, 2))
+        plain.cuda()
+        assert plain.weight.is_cuda and plain.bias.is_cuda and isinstance(plain.weight, torch.nn.Parameter)
+        normed = torch.nn.utils.weight_norm(torch.nn.Conv1d(1, 1, 3)).cuda()  # its weight is computed from parameters
+        normed(torch.ones(1, 1, 4, device="cuda")).sum().backward()
+        assert normed.weight_g.grad.is_cuda and normed.bias.grad.is_cuda
+        """,
+        tmp_path,
+    )
+
+
 def test_fully_shard_moves_a_model_to_the_gpu(tmp_path):
     """It moves the parameters of a model that is on the CPU. An integer buffer, as in BatchNorm, needs no gradient."""
     pretended(

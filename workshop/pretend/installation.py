@@ -50,6 +50,7 @@ def _install() -> None:
     PretendTensor = tensor.PretendTensor
     PretendTensor.device = property(lambda self: torch.device("cuda", self.gpu))
     PretendTensor.is_cuda, PretendTensor.is_cpu = property(lambda self: True), property(lambda self: False)
+    torch.nn.Module._apply = tensor.beside_graphs(torch.nn.Module._apply)
     # C++ would say that it is on the pretended device type.
     DTensor.device = property(lambda self: self._local_tensor.device)
     cuda.install()

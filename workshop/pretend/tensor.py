@@ -4,6 +4,7 @@ In C++ the tensor is one of the device type PrivateUse1, so PyTorch's own autogr
 its ``device`` is ``cuda:N``. The C++ side knows only device 0, so the index of the GPU lives in Python.
 """
 
+import functools
 from collections import OrderedDict
 from contextlib import suppress
 from typing import Any
@@ -420,6 +421,27 @@ def _move(tensor: torch.Tensor, moved: torch.Tensor) -> None:
             "Pretended GPUs cannot exchange the data of a parameter that autograd uses with data on the CPU, as CPUOffload of "
             "FSDP1 does. Use fully_shard with CPUOffloadPolicy."
         ) from None
+
+
+def beside_graphs(apply):
+    """Let a module move while a graph still uses its parameters, as on CUDA: it then gets new parameters."""
+
+    @functools.wraps(apply)
+    def applied(module, function, recurse=True):
+        try:
+            return apply(module, function, recurse)
+        except RuntimeError as error:
+            if "Couldn't swap" not in str(error):
+                raise
+        with torch.no_grad():
+            for name, parameter in module._parameters.items():
+                if parameter is not None:
+                    module._parameters[name] = torch.nn.Parameter(function(parameter), parameter.requires_grad)
+            for name, buffer in module._buffers.items():
+                module._buffers[name] = buffer if buffer is None else function(buffer)
+        return module
+
+    return applied
 
 
 def _fetched(value):
