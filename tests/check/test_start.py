@@ -10,8 +10,8 @@ import pytest
 
 import runs
 from workshop.check.command import check_command
-from workshop.check.folder import LARGE, copy_folder, make_own
-from workshop.check.foreign import _sources
+from workshop.check.folder import LARGE, copy_folder, make_own, own_caches
+from workshop.check.program_text import resized, sources
 from workshop.check.start import read_start
 from workshop.errors import UserError
 
@@ -77,6 +77,59 @@ def test_a_copy_has_links_for_large_files_and_its_own_file_once_it_is_written(tm
     assert not large.is_symlink()
     large.write_bytes(b"new")
     assert (original / "data" / "large.bin").stat().st_size == LARGE + 1
+
+
+def test_the_caches_of_the_owner_are_folders_with_links_to_files(tmp_path, monkeypatch):
+    cache = tmp_path / "owner"
+    (cache / "hub" / "blobs").mkdir(parents=True)
+    (cache / "hub" / "blobs" / "weights").write_text("1")
+    (cache / "hub" / "model").symlink_to(cache / "hub" / "blobs" / "weights")
+    monkeypatch.setenv("HF_HOME", str(cache))
+    (tmp_path / "run").mkdir()
+    copy = own_caches(tmp_path / "run")["HF_HOME"]
+    assert own_caches(tmp_path / "run")["HF_HOME"] == copy  # a second start in the same folder
+    lock = os.path.realpath(os.path.join(copy, "hub", "model.lock"))  # a library may resolve links before it writes
+    assert lock.startswith(str(tmp_path / "run"))
+    assert os.path.realpath(os.path.join(copy, "hub", "model")) == str(cache / "hub" / "blobs" / "weights")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "other", "expected"),
+    [
+        (["--world_size=2", "--lr", "2"], 1, ["--world_size=1", "--lr", "2"]),
+        (["--num-gpus", "2", "--layers=2"], 4, ["--num-gpus", "4", "--layers=2"]),
+        (["--ngpus", "8"], 1, ["--ngpus", "8"]),
+    ],
+)
+def test_options_with_the_number_of_processes_follow_it(arguments, other, expected):
+    assert resized(arguments, 2, other) == expected
+
+
+SLURM = """
+import os, subprocess
+import torch
+import torch.distributed as dist
+
+names = subprocess.check_output(["scontrol", "show", "hostnames", os.environ["SLURM_JOB_NODELIST"]], text=True)
+os.environ |= {"MASTER_ADDR": names.split()[0], "RANK": os.environ["SLURM_PROCID"], "WORLD_SIZE": os.environ["SLURM_NTASKS"]}
+dist.init_process_group("gloo")
+torch.manual_seed(0)
+model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 1))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for step in range(4):
+    inputs = torch.randn(4, 4, generator=torch.Generator().manual_seed(2 * step + dist.get_rank()))
+    optimizer.zero_grad()
+    model(inputs).pow(2).mean().backward()
+    optimizer.step()
+dist.destroy_process_group()
+"""
+
+
+def test_a_program_of_srun_may_ask_for_the_names_of_its_nodes(tmp_path):
+    (tmp_path / "train.py").write_text(SLURM)
+    *_, verdict = check_command(["srun", "--ntasks=2", "python", "train.py"], folder=tmp_path)
+    assert [finding.seen for finding in verdict.errors] == []
+    assert verdict.status == 0
 
 
 GPU_PROGRAM = """
@@ -284,7 +337,7 @@ def test_a_hang_names_the_first_call_that_only_one_rank_makes(tmp_path):
 
 def test_only_the_modules_that_the_program_imports_are_read(package):
     (package / "other.py").write_text("import lightning")
-    assert _sources(package / "trainer" / "train.py", package) == GPU_PROGRAM + "\n" + DATA
+    assert sources(package / "trainer" / "train.py", package) == GPU_PROGRAM + "\n" + DATA
 
 
 def test_training_only_the_head_is_no_mistake(package):

@@ -81,6 +81,58 @@ def test_nccl_averages_in_any_mode_and_synchronized_statistics_are_those_of_all_
     assert done.stdout.strip() == "[1.0, 1.0] True False False", done.stderr
 
 
+HALF = """
+    import torch
+    from torch import nn
+    from workshop.check import cuda_on_cpu
+
+    cuda_on_cpu.install(1)
+    layer, ones = nn.Linear(2, 2), torch.ones(1, 2)
+    with torch.cuda.amp.autocast():
+        print(layer(ones).dtype)
+    with torch.autocast("cuda", dtype=torch.bfloat16):
+        print(layer(ones).dtype)
+"""
+
+
+def test_autocast_computes_in_float32_because_float16_is_slow_on_the_cpu():
+    done = subprocess.run([sys.executable, "-W", "ignore", "-c", textwrap.dedent(HALF)], capture_output=True, text=True)
+    assert done.stdout.split() == ["torch.float32", "torch.bfloat16"], done.stderr
+
+
+SYNCHRONIZED = """
+import torch
+import torch.distributed as dist
+from torch import nn
+
+dist.init_process_group("nccl")
+rank = dist.get_rank()
+torch.cuda.set_device(rank)
+torch.manual_seed(0)
+model = nn.SyncBatchNorm.convert_sync_batchnorm(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 1)))
+ddp = nn.parallel.DistributedDataParallel(model.cuda(), device_ids=[rank], broadcast_buffers=False)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+for step in range(6):
+    ddp.train()
+    inputs = torch.randn(8, 4, generator=torch.Generator().manual_seed(2 * step + rank)).cuda()
+    optimizer.zero_grad()
+    (ddp(inputs) - inputs.sum(1, keepdim=True)).pow(2).mean().backward()
+    optimizer.step()
+    if step % 2:
+        model.eval()
+        with torch.no_grad():
+            error = model(torch.full((12, 4), float(rank + 1)).cuda()).mean()
+        dist.all_reduce(error)
+dist.destroy_process_group()
+"""
+
+
+def test_synchronized_statistics_are_equal_on_all_ranks_although_the_cpu_does_not_synchronize_them(tmp_path):
+    (tmp_path / "train.py").write_text(SYNCHRONIZED)
+    *_, verdict = check_command(["torchrun", "--nproc-per-node=2", "train.py"], folder=tmp_path)
+    assert [finding.kind for finding in verdict.errors] == []
+
+
 SHUFFLED = """
     import random, torch
 

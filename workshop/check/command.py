@@ -9,7 +9,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -113,14 +113,22 @@ def check_command(
         placed: set[Finding] = set()
         for verdict in judge(subject, bench):
             verdict.seconds += before
-            verdict.findings = [
+            verdict.findings = _one_for_each_line(
                 each if each in placed else at_origin(each, script, original) for each in verdict.findings
-            ]
+            )
             placed.update(verdict.findings)
             verdict.unchecked += [unchecked] if unchecked and verdict.complete else []
             yield verdict
     finally:
         shutil.rmtree(place, ignore_errors=True)
+
+
+def _one_for_each_line(findings: Iterable[Finding]) -> list[Finding]:
+    """Return the first finding of each kind that names a line, and all that name none."""
+    first: dict[object, Finding] = {}
+    for finding in findings:
+        first.setdefault((finding.kind, finding.where or finding.seen), finding)
+    return list(first.values())
 
 
 def subject_of(script: Path) -> Subject:

@@ -98,6 +98,7 @@ class OwnersBench(ProgramBench):
         self.planned = frozenset(planned([self.text, *settings(start.arguments, original)], start.arguments))
         uses_all = "device_count" in self.text or lightning_ranks.uses_all_gpus(self.text)
         self.gpus: int | None = USUAL if launch == "spawn" and uses_all else 0
+        self.of_others: tuple[str, ...] = ()  # arguments that only ranks after the first get
         self.devices = False  # whether it runs on pretended GPUs from the start
         self.kept = place / "batches"  # of the whole run
         self.resumes_by_itself = False  # whether a second start resumes without further arguments
@@ -137,6 +138,8 @@ class OwnersBench(ProgramBench):
 
     def _run(self, scratch: Path, arguments: Sequence[str] = (), **changes: Any) -> Run:
         inside = self.script.is_relative_to(self.original)
+        if self.launch == "spawn" and changes.get("devices", self.devices):
+            changes.setdefault("nproc", max(USUAL, self.nproc))  # so many GPUs
         own = resized(self.start.arguments, self.nproc, changes.get("nproc", self.nproc))
         run = self.launch_program(
             (*own, *arguments),
@@ -149,6 +152,7 @@ class OwnersBench(ProgramBench):
             **{
                 "patience": UNKNOWN,
                 "gpus": self.gpus,
+                "of_others": self.of_others,
                 "devices": self.devices,
                 "steps": self.wishes.steps or STEPS,
                 "at_once": self.wishes.steps is not None,
@@ -212,6 +216,7 @@ class OwnersBench(ProgramBench):
         if not asked.exists():
             return run  # it trains with one process
         self.launch, self.nproc = "torchrun", int(asked.read_text())
+        self.of_others = lightning_ranks.HYDRA if "hydra.main" in self.text else ()
         return self._run(self.folder(), before=keep(self.kept))
 
     def _compare(self, made: Made) -> Compared:
@@ -268,6 +273,7 @@ class OwnersBench(ProgramBench):
         if whole.failed or not whole.trained or enough:
             raise Unavailable("")
         patience = Patience(idle=UNKNOWN.idle, busy=UNKNOWN.busy, total=LONGEST)
+        nproc = max(nproc, whole.nproc)
         run = partial(self._run, nproc=nproc, nodes=nodes, devices=True, gpus=None, patience=patience)
         scratch, few, rounds = self.folder(), PRETENDED + whole.trained[0].warmup, _rounds(whole)
         if len(whole.trained[0].backwards) > PASSES * max(1, _saves_of(whole)):

@@ -77,6 +77,7 @@ class Program:
     steps: int | None = None  # after this number of optimizer steps the run is stopped
     at_once: bool = False  # also if it is a short run
     entropy: int = 0  # seeds the random states of the processes; 0: they are new in each run
+    of_others: tuple[str, ...] = ()  # arguments that only ranks after the first of each machine get
     port: int = 0  # a free port, for launchers that do not choose one
     gpus: int | None = (
         None  # the number of GPUs that the program is told; its tensors stay on the CPU. None: the real number
@@ -144,6 +145,7 @@ def _launch(program: Program) -> int:
     os.chdir(program.scratch)
     for name in os.environ.keys() - without_launcher(os.environ).keys() | {"TORCH_DISTRIBUTED_DEBUG"}:
         os.environ.pop(name, None)
+    os.environ["HYDRA_FULL_ERROR"] = "1"  # otherwise Hydra hides where an error is
     os.environ |= program.variables
     os.environ.update(OMP_NUM_THREADS="1", GLOO_SOCKET_IFNAME=loopback())
     kept = own_caches(program.scratch / "tmp") if program.original else {}
@@ -204,11 +206,15 @@ def _rank(program: Program, rank: int, port: int) -> int:
     os.environ |= LAUNCHERS[program.launch](program, rank, local, port) | {NODE: str(rank // local)}
     if program.launch == "deepspeed":
         program = replace(program, arguments=(f"--local_rank={rank % local}", *program.arguments))
+    if rank % local:
+        program = replace(program, arguments=(*program.arguments, *program.of_others))
     given = tuple(each.replace(LOCAL_RANK, str(rank % local)) for each in program.arguments)
     program = replace(program, arguments=given)
     prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     renew_random_state(program.entropy and program.entropy + rank)
     _Salt.number = rank
+    if of_lightning := sys.modules.get("lightning_utilities.core.rank_zero"):
+        of_lightning.rank_zero_only.rank = rank  # it was imported before the process had a rank
     return _run(program)
 
 

@@ -19,6 +19,28 @@ COUNTS_TO_ONE = "    dist.reduce(counts, 0)\n"
 EVALUATE = "        accuracy = evaluate(model, test_loader)\n"
 RATE = '        optimizer.param_groups[0]["lr"] = 0.3 * accuracy\n'
 SETS = "    train_set, test_set = Sequences(96, seed=1), Sequences(31, seed=2)\n"
+SAMPLED = (  # its loader of training samples
+    "    sampler = DistributedSampler(train_set, seed=SEED, drop_last=True)\n"
+    "    loader = DataLoader(train_set, args.batch_size, sampler=sampler, collate_fn=padded, drop_last=True)\n"
+)
+SAVED = (  # its checkpoint
+    '            state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "epoch": epoch}\n'
+    '            torch.save(state, args.checkpoint + ".tmp")\n'
+    '            os.replace(args.checkpoint + ".tmp", args.checkpoint)\n'
+)
+ENDLESS = """\
+class Stream(IterableDataset):
+    def __init__(self, dataset, seed):
+        self.dataset, self.random = dataset, random.Random(seed)
+
+    def __iter__(self):
+        order = list(range(len(self.dataset)))
+        while True:
+            self.random.shuffle(order)
+            for index in order:
+                yield self.dataset[index]
+"""
+OF_STREAM = "    loader = DataLoader(Stream(train_set, seed=rank), args.batch_size, collate_fn=padded)\n"
 SETS_SPLIT = (
     "    from torch.utils.data import random_split\n"
     "    generator = torch.Generator().manual_seed(rank)\n"

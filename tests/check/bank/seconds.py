@@ -1,4 +1,6 @@
-"""Measure how long the check takes for programs of the referee: PYTHONPATH=tests python -m check.bank.seconds [EVERY] prints JSON.
+"""Measure how long the check takes for programs of the referee; print JSON.
+
+    PYTHONPATH=tests python -m check.bank.seconds [EVERY]
 
 It takes the first named mistake of every third program (EVERY: of every EVERY-th). It runs the program as its owner would, then
 checks it, TIMES times in turn. "alone" is how long the program takes alone, "first" how long it takes until the check prints its

@@ -141,6 +141,18 @@ MISTAKES = (
         ("    dist.all_reduce(counts)\n", ""),
     ),
     mistake(
+        "accuracy-of-one-part-with-a-repeated-sample",
+        second.TAGGER,
+        "metric-of-one-rank",
+        "Nothing adds up the counts. A DistributedSampler repeats one of the 31 samples, so that both ranks evaluate it.",
+        (
+            "    test_loader = DataLoader(part, args.batch_size, collate_fn=padded)\n",
+            "    parts = DistributedSampler(test_set, shuffle=False)\n"
+            "    test_loader = DataLoader(test_set, args.batch_size, sampler=parts, collate_fn=padded)\n",
+        ),
+        (second.COUNTS, ""),
+    ),
+    mistake(
         "f1-averaged-over-ranks",
         ddp.METRICS,
         "metric-wrong",

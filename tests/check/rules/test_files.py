@@ -190,6 +190,14 @@ MISTAKES = (
         ('        os.rename(f"{folder}/unfinished", f"{folder}/epoch-{epoch}")\n', ""),
         ("    return epochs[-1] + 1\n", "    return 1 + epochs[-1]\n"),
     ),
+    # ---- renamed-before-written
+    mistake(
+        "accelerate-renamed-without-waiting",
+        zero.ACCELERATE,
+        "renamed-before-written",
+        "Rank 0 renames the folder while the other ranks may still write their random states.",
+        (zero.STATE + "    accelerator.wait_for_everyone()\n", zero.STATE),
+    ),
     # ---- checkpoint-keys
     mistake(
         "saves-the-wrapped-model",

@@ -56,6 +56,15 @@ MISTAKES = (
         "Each rank draws its own order of the images of all ranks, and takes its part of it.",
         (SENT, ""),
     ),
+    # ---- same-random
+    mistake(
+        "split-and-noise-of-one-seed",
+        "solutions/02_pytorch_ddp/exercise4_find_the_bug_leak.py",
+        "same-random",
+        "A seed for the split makes it equal on all ranks, but also the noise of the training.",
+        ("    train_set, validation_set =", "    torch.manual_seed(SEED)\n    train_set, validation_set ="),
+        (", torch.Generator().manual_seed(SEED))", ")"),
+    ),
     # ---- same-samples
     mistake(
         "no-sampler",
@@ -312,6 +321,46 @@ STYLES = (
         second.TAGGER,
         "A sampler repeats each sample three times, so that the ranks share samples: augmentation changes each of them.",
         ("    sampler = DistributedSampler(train_set, seed=SEED, drop_last=True)\n", second.REPEATED),
+    ),
+    style(
+        "sequences-of-its-own-on-each-rank",
+        second.TAGGER,
+        "Each rank has other sequences, and all shuffle theirs with the same seed, so that equal indices are other samples.",
+        (second.SETS, "    train_set, test_set = Sequences(48, seed=10 + rank), Sequences(31, seed=2)\n"),
+        (second.SAMPLED, "    loader = DataLoader(train_set, args.batch_size, collate_fn=padded, shuffle=True)\n"),
+        ("        sampler.set_epoch(epoch)\n", ""),
+        ('"--epochs", type=int, default=2', '"--epochs", type=int, default=1'),
+    ),
+    style(
+        "endless-streams",
+        second.TAGGER,
+        "Each rank goes through all sequences again and again, in orders of its own.",
+        ("def padded(", second.ENDLESS + "\n\ndef padded("),
+        ("import argparse\n", "import argparse\nimport random\nfrom itertools import islice\n"),
+        ("import DataLoader, Dataset,", "import DataLoader, Dataset, IterableDataset,"),
+        (second.SAMPLED, second.OF_STREAM),
+        (second.SAVED, ""),
+        ("        sampler.set_epoch(epoch)\n", ""),
+        (
+            "for tokens, tags in loader:\n            optimizer",
+            "for tokens, tags in islice(loader, 6):\n            optimizer",
+        ),
+    ),
+    style(
+        "index-ignored",
+        second.TAGGER,
+        "The data set draws a sequence, whatever the index is: equal indices are other samples.",
+        (
+            "        tokens = self.sequences[index]\n        return",
+            "        tokens = random.choice(self.sequences)\n        return",
+        ),
+        ("import argparse\n", "import argparse\nimport random\n"),
+        (
+            second.SAMPLED,
+            "    loader = DataLoader(train_set, args.batch_size, collate_fn=padded)\n    random.seed(rank)\n",
+        ),
+        (second.SAVED, ""),
+        ("        sampler.set_epoch(epoch)\n", ""),
     ),
     style(
         "training-set-scored",

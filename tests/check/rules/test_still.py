@@ -16,6 +16,13 @@ NOT_FINITE = """\
 
 MISTAKES = (
     mistake(
+        "still-scans-zero-for-nan",
+        SCANS,
+        "loss-not-finite",
+        "The loss of an empty image counts 0, but its gradients are NaN, and then so are all parameters.",
+        (NOT_FINITE, "        loss = torch.nan_to_num(loss)\n"),
+    ),
+    mistake(
         "still-shards-as-delivered",
         f"{STAGE}shards.py",
         ("collectives-differ", "hang"),

@@ -30,10 +30,11 @@ from workshop.check.evidence.events import (
 )
 from workshop.check.evidence.misuses import DataHeld
 from workshop.check.evidence.reductions import NO_REDUCTIONS
-from workshop.check.evidence.sketches import CLOSE, difference
+from workshop.check.evidence.sketches import CLOSE, difference, different_names
 from workshop.check.evidence.trail import NO_TRAIL
 from workshop.run.failures import is_echo
 
+FEW = 3
 E = TypeVar("E", bound=Event)
 
 
@@ -207,13 +208,15 @@ class Process:
     def evaluated(self) -> list[tuple[float, dict[Loader | None, list[Key]]]]:
         """The same for each iteration of a loader, with the time at which the evaluation ended.
 
-        A teacher, or a generator, also sees the batch of the step, without a backward pass of its own: that is no evaluation.
+        A teacher, or a generator, also sees the batch of the step, without a backward pass of its own: that is no evaluation,
+        and neither is a pass over a batch before each step, for example for pseudo labels.
         """
         trained = {
             each.loader for backward in self.of(Backward) for each in (backward.forward, *backward.others) if each
         }
         phases: list[tuple[float, dict[Loader | None, list[Key]]]] = []
         phase: list[Forward] = []
+        of_steps: list[int] = []  # the places of phases that are no larger than the batch of the step after them
         for seconds, event in [*self.events, (math.inf, None)]:
             if isinstance(event, Evaluated):
                 phase.append(event.forward)
@@ -224,7 +227,11 @@ class Process:
                 for each in own:
                     if not used or not used.issuperset(each.names(self.identity)):
                         phases[-1][1].setdefault(each.loader, []).extend(each.names(self.identity))
+                if 0 < sum(map(len, phases[-1][1].values())) <= 2 * len(used):
+                    of_steps.append(len(phases) - 1)
                 phase = []
+        if len(of_steps) > max(FEW, 0.8 * (len(phases) - 1)):
+            return [each for number, each in enumerate(phases) if number not in of_steps]
         return phases
 
     @property
@@ -264,6 +271,11 @@ class Run:
     def ranks(self) -> list[Process]:
         """The processes that joined a group, by rank; without a group, those that trained."""
         joined = [process for process in self.processes if process.rank is not None]
+        if (
+            self.launch == "spawn"
+        ):  # it may start processes several times, for example for a training and then for a test
+            longest = sorted(joined, key=lambda process: len(process.of(StepTaken)))
+            joined = list({process.rank: process for process in longest}.values()) or joined
         if joined:
             return sorted(joined, key=lambda process: process.rank or 0)
         return [process for process in self.processes if process.steps or process.first(Backward)]
@@ -291,7 +303,7 @@ class Run:
             return ""
         first, *others = [_first_of_each_optimizer(process) for process in ranks]
         if all(_alike(each, first) for each in others):
-            return ""
+            return "parts" if _has_divided_layer(ranks) else ""
         calls = [call for process in ranks for call in _before_backward(process)]
         inside = {call.name for call in calls if call.inside}
         if any(call.point_to_point for call in calls):
@@ -365,6 +377,8 @@ class Run:
         for process in self.processes:
             if process.steps or process.rank is not None:
                 for event in process.of(FileWritten):
+                    if event.path.endswith(".lock"):
+                        continue  # all ranks open it, so that only one of them does something
                     writing.setdefault(event.path, {}).setdefault(process.pid, (process, event.where))
         found: dict[str, tuple[str, list[Process], str]] = {}
         for path, by in writing.items():
@@ -433,6 +447,20 @@ def _alike(ones: list[StepBegun], others: list[StepBegun]) -> bool:
         one.names == other.names and difference(one.weights, other.weights) <= CLOSE
         for one, other in zip(ones, others, strict=True)
     )
+
+
+def _has_divided_layer(ranks: list[Process]) -> bool:
+    """Whether the ranks seem to divide a layer beside DistributedDataParallel, such as one with a weight for each class.
+
+    Only its gradients differ in the first step, and its forward pass gathers inputs and reduces partial results.
+    """
+    wrapped = tuple(f"module.{name}" for event in ranks[0].of(Wrapped) for name in event.names)
+    first, *others = (process.steps[0].before for process in ranks)
+    outside = {name for name in first.names if not name.endswith(wrapped)} if wrapped else set()
+    differ = {name for each in others for name in different_names(first.gradients, each.gradients, first.names)}
+    calls = {call.name for call in _before_backward(ranks[0]) if call.inside and math.prod(call.shape or ()) > 1}
+    gathers = any(name.startswith(("all_gather", "all_to_all")) for name in calls)
+    return bool(differ) and differ <= outside and gathers and any(name.startswith("all_reduce") for name in calls)
 
 
 def _before_backward(process: Process) -> list[Collective]:

@@ -38,6 +38,11 @@ def is_sharded(tensor: torch.Tensor) -> bool:
     return any(each.is_shard() for each in placements) or type(tensor).__name__ == "FlatParameter"
 
 
+def is_synchronized(layer: nn.Module) -> bool:
+    """Whether a layer is a SyncBatchNorm, or stands for one on the CPU, which cannot synchronize (see ``cuda_on_cpu.py``)."""
+    return isinstance(layer, nn.SyncBatchNorm) or getattr(layer, "synchronized", False)
+
+
 def is_fsdp1(model: nn.Module | None) -> bool:
     """Whether a model is wrapped in FullyShardedDataParallel, also if its parameters keep their names."""
     return any(type(each).__name__ == "FullyShardedDataParallel" for each in (model.modules() if model else ()))

@@ -99,7 +99,7 @@ class Files(Probe):
         """Allow the write only in permitted folders; otherwise raise the error of a write-protected folder."""
         if not (path + os.sep).startswith(self.allowed):
             # A library that finds its own folder write-protected does without the cache that it wanted to write there.
-            if not f"{path}{os.sep}".startswith(LIBRARIES):
+            if not f"{path}{os.sep}".startswith(LIBRARIES) and "/__pycache__" not in path:
                 self.note_here(WroteOutside(path=path))
             raise PermissionError(13, OUTSIDE, path)
         # Ignore files in caches, and those that a library writes at its start.

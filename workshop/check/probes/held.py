@@ -29,11 +29,15 @@ def _held(value: Any, name: str, depth: int) -> Iterator[tuple[str, int]]:
     if isinstance(value, torch.Tensor) or hasattr(value, "__array_interface__"):
         with suppress(*UNREADABLE, ValueError):
             flat = torch.as_tensor(value).detach().reshape(-1)
+            some = flat[:: max(1, len(flat) // VALUES)].cpu().contiguous()  # it must exist while its bytes are read
             if len(flat) >= LONG:
-                yield name, zlib.crc32(content(flat[:: max(1, len(flat) // VALUES)].cpu().contiguous()))
+                yield name, zlib.crc32(content(some))
     elif type(value).__module__.startswith("pandas."):
         if hasattr(value, "iloc") and len(value) >= LONG:
             yield name, zlib.crc32(repr(value.iloc[:ENTRIES].values.tolist()).encode(errors="replace"))
+    elif type(value).__module__.startswith("pyarrow."):  # of a Dataset of Hugging Face
+        if hasattr(value, "to_pydict") and len(value) >= LONG:
+            yield name, zlib.crc32(repr(value.slice(0, ENTRIES).to_pydict()).encode(errors="replace"))
     elif isinstance(value, list | tuple):
         if len(value) >= LONG:
             yield name, zlib.crc32(repr([len(value), *map(_short, value[:ENTRIES])]).encode(errors="replace"))
@@ -51,7 +55,8 @@ def _short(value: object) -> object:
     if isinstance(value, list | tuple):
         return [_short(each) for each in value[:4]]
     if isinstance(value, torch.Tensor) or hasattr(value, "__array_interface__"):
-        return list(_held(value, "", 0))
+        with suppress(*UNREADABLE, ValueError):
+            return torch.as_tensor(value).detach().reshape(-1)[:LONG].tolist()
     return reprlib.repr(value) if isinstance(value, str | bytes | int | float | dict) else type(value).__name__
 
 
@@ -64,8 +69,8 @@ def begins_again(dataset: Any) -> bool:
 def _has_no_end(loop: ast.AST) -> bool:
     if isinstance(loop, ast.While) and isinstance(loop.test, ast.Constant) and loop.test.value:
         return not any(isinstance(each, ast.Break | ast.Return) for each in ast.walk(loop))
-    called = loop.iter.func if isinstance(loop, ast.For) and isinstance(loop.iter, ast.Call) else None
-    return called is not None and ast.unparse(called).rpartition(".")[2] in ENDLESS
+    source = loop.iter if isinstance(loop, ast.For) else loop.value if isinstance(loop, ast.YieldFrom) else None
+    return isinstance(source, ast.Call) and ast.unparse(source.func).rpartition(".")[2] in ENDLESS
 
 
 def ignores_index(kind: type) -> bool:

@@ -32,6 +32,7 @@ from workshop.check.probes.contents import (
     floats,
     is_fsdp1,
     is_sharded,
+    is_synchronized,
     is_zero,
     mean,
     mixed,
@@ -64,8 +65,8 @@ class Models(Probe):
 
     writes = (Wrapped, GradientsIgnored, UnevenJoined, Backward, Evaluated, ModelEvaluated, BuffersSeen, BuffersKept)
     depth = 0  # of nested module calls
-    optimizer: Optimizer | None = None  # the last one that was created
     unsynced = ""  # the line of the last ``no_sync()``
+    passed = -1  # the number of steps before the last backward pass
 
     def clear(self) -> None:
         self.buffered = 0
@@ -135,6 +136,8 @@ class Models(Probe):
         """Record a forward pass as an evaluation; return it if a backward pass may follow (in Lightning inside the call)."""
         if next(module.parameters(), None) is None:
             self._loss_buffers(module)
+            return None
+        if torch.jit.is_tracing():  # for a picture of the model, for example
             return None
         wrapped = isinstance(module, DistributedDataParallel)
         model: nn.Module = module.module if wrapped else module
@@ -249,7 +252,6 @@ class Models(Probe):
 
     @after(Optimizer, "__init__")
     def _remember(self, result: None, optimizer: Optimizer, *args: Any, **kwargs: Any) -> None:
-        self.optimizer = optimizer
         self.recorder.optimizers[optimizer] = self.recorder.where()
 
     @around(torch.Tensor, "backward")
@@ -288,9 +290,10 @@ class Models(Probe):
         passes = [each.forward for each in used]
         forward = next((each for each in reversed(passes) if each.loader), passes[-1] if passes else None)
         others = [each for each in passes if each is not forward]
-        groups = self.optimizer.param_groups if self.optimizer else []
-        ends = [parameter for group in groups for parameter in (*group["params"][:1], *group["params"][-1:])]
-        left = any(not is_zero(parameter.grad) for parameter in ends)
+        left = [_has_gradients(optimizer) for optimizer in self.recorder.optimizers]
+        if any(map(_has_buffers, self.recorder.optimizers)):
+            left = [self.passed == self.recorder.steps]
+        self.passed = self.recorder.steps
         state = torch.get_rng_state()
         random = zlib.crc32(content(state))
         sync = forward.sync if forward else None
@@ -300,16 +303,27 @@ class Models(Probe):
             others=others,
             loss=None if value is None else value / scale,
             sync=sync,
-            leftover=left,
+            leftover=bool(left) and all(left),
             random=random,
             unsynced=self.unsynced,
         )
         self.note_here(event)
 
 
+def _has_gradients(optimizer: Optimizer) -> bool:
+    """Whether the first or last parameters of an optimizer have gradients that a backward pass adds to."""
+    ends = [each for group in optimizer.param_groups for each in (*group["params"][:1], *group["params"][-1:])]
+    return any(not is_zero(parameter.grad) for parameter in ends)
+
+
+def _has_buffers(optimizer: Optimizer) -> bool:
+    """Whether a hook adds the gradients to buffers of the program, as in Megatron, and removes them from the parameters."""
+    return any(hasattr(parameter, "main_grad") for group in optimizer.param_groups for parameter in group["params"][:1])
+
+
 def _refreshes(layer: nn.Module) -> bool:
     """Whether a forward pass changes the statistics of a layer by those of the samples of this process."""
-    if not isinstance(layer, _NormBase) or isinstance(layer, nn.SyncBatchNorm) or getattr(layer, "synchronized", False):
+    if not isinstance(layer, _NormBase) or is_synchronized(layer):
         return False
     return bool(layer.training and layer.track_running_stats)
 

@@ -10,7 +10,7 @@ from torch.nn.modules.dropout import _DropoutNd
 from torch.nn.parallel import DistributedDataParallel
 
 from workshop.check.evidence.misuses import ModeEvaluated, ModeSeen, StatisticsSeen
-from workshop.check.probes.contents import mixed
+from workshop.check.probes.contents import is_synchronized, mixed
 from workshop.check.probes.probe import Probe, after, before, on
 
 EVALUATIONS = 4  # whose statistics are recorded, of each model
@@ -70,7 +70,11 @@ class Modes(Probe):
 
     def _count(self, model: nn.Module) -> None:
         """Record the statistics of BatchNorm of a model, once between two steps."""
-        layers = [each for each in model.modules() if isinstance(each, _NormBase) and each.running_mean is not None]
+        layers = [
+            each
+            for each in model.modules()
+            if isinstance(each, _NormBase) and each.running_mean is not None and not is_synchronized(each)
+        ]
         times = self.counted.setdefault(model, [])
         if layers and len(times) < EVALUATIONS and self.recorder.steps not in times:
             times.append(self.recorder.steps)

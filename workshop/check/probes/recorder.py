@@ -1,6 +1,7 @@
 """Record the events of one process of a checked program in its own files; the probes share its state."""
 
 import faulthandler
+import multiprocessing
 import os
 import pickle
 import signal
@@ -125,6 +126,9 @@ class Recorder:
         with suppress(Exception):
             sys.stdout.flush()
             sys.stderr.flush()
+            # Otherwise a worker of a loader may wait for a lock that another one holds at its end.
+            for worker in multiprocessing.active_children():
+                worker.kill()
         os._exit(0)
 
     def where(self) -> str:

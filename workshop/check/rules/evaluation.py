@@ -117,7 +117,7 @@ def metric_of_one_rank(run: Run) -> Said:
     from_loader = any(map(_from_a_loader, run.ranks))
     if any(_exchanged(process) for process in run.ranks) or not (from_loader or all(map(_of_a_set, run.ranks))):
         return
-    shown = " and ".join(f"{len(part):,}" for part in parts[:4])
+    shown = " and ".join(f"{len(set(part)):,}" for part in parts[:4])
     seen = f"the ranks evaluate {shown} different samples, and no collective adds up the results"
     yield Seen(seen, run.where(Evaluated))
 

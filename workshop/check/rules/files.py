@@ -3,6 +3,7 @@
 import re
 from collections import Counter
 from dataclasses import replace
+from itertools import permutations
 
 from workshop.check.evidence.events import (
     Backward,
@@ -75,6 +76,27 @@ def read_before_written(run: Run) -> Said:
                         event.where,
                     )
                     return
+
+
+@rule(
+    why="The other rank then fails, or its file is missing in the checkpoint.",
+    fix="Call torch.distributed.barrier() on all ranks, or accelerator.wait_for_everyone(), before one rank renames the folder.",
+    anywhere=True,
+)
+def renamed_before_written(run: Run) -> Said:
+    """A rank renames a folder into which a different rank writes, and no collective makes it wait for that rank."""
+    if run.nproc < 2 or any(run.all(FullySharded)):
+        return
+    for one, other in permutations(run.ranks, 2):
+        for seconds, event in one.timed(FileRenamed):
+            written = [(at, each.path) for at, each in other.timed(FileWritten)]
+            written += [(at, each.path) for at, each in other.timed(Saved)]
+            inside = [at for at, path in written if at < seconds and path.startswith(f"{event.source}/")]
+            if inside and _meetings(other, max(inside)) == _meetings(one, seconds):
+                name = event.source.rsplit("/", 1)[-1]
+                seen = f"{named(one)} renames {name} without waiting until {named(other)} has written its files there"
+                yield Seen(seen, event.where)
+                return
 
 
 def _meetings(process: Process, seconds: float) -> int:

@@ -138,7 +138,7 @@ def _evaluated_together(ranks: list[Process]) -> Iterator[tuple[ModelEvaluated, 
                 early[-1].append(each)
             else:
                 late[-1][each.steps, *model] = each
-    yield from zip(*early, strict=False)
+    yield from (together for together in zip(*early, strict=False) if len({each.steps for each in together}) == 1)
     if len({len(process.of(StepTaken)) for process in ranks}) == 1:
         for key in late[0]:
             if all(key in events for events in late):

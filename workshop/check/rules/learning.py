@@ -153,7 +153,7 @@ def _length(rates: list[float]) -> int:
     instead_of=(crash,),
 )
 def loss_not_finite(run: Run) -> Said:
-    """From some backward pass on, the loss of a rank is NaN or infinite."""
+    """From some backward pass on, the loss of a rank is NaN or infinite; or its parameters are."""
     for process in run.trained:
         losses = [each for each in process.backwards if each.loss is not None]
         wrong = [not math.isfinite(each.loss or 0.0) for each in losses]
@@ -163,6 +163,13 @@ def loss_not_finite(run: Run) -> Said:
             seen = f"the loss of {named(process, 'the program')} is {first.loss} from backward pass {number + 1} on"
             yield Seen(seen, first.where)
             return
+        for number, step in enumerate(process.steps, 1):
+            weights = step.after.weights if step.after else []
+            if any(each and not math.isfinite(each[0]) for each in weights):
+                seen = f"the parameters of {named(process, 'the program')} are NaN or infinite after step {number}"
+                backwards = step.backwards[-1:]
+                yield Seen(seen, backwards[0].where if backwards else step.before.where)
+                return
 
 
 @of_steps(

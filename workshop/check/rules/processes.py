@@ -77,7 +77,7 @@ def no_group(run: Run) -> Said:
 )
 def wrong_group(run: Run) -> Said:
     """The group has the wrong size, or its ranks are not those of the launcher."""
-    joined = [process for process in run.processes if process.rank is not None]
+    joined = [process for process in (run.processes if run.asked else run.ranks) if process.rank is not None]
     if run.nproc == 1 or not joined:
         return
     groups = [process.of(Joined)[-1] for process in joined]
@@ -119,7 +119,9 @@ def device_index(run: Run) -> Said:
                 yield Seen(f"{machines}, {who} asks for device {event.index}", event.where)
                 return
     used = {gpu for event in run.all(GpuMemory) for gpu in event.bytes}
-    if not run.hung and not any(run.all(DeviceChosen)) and len(used) < 2 and not any(run.all(AcceleratorCalled)):
+    chosen = any(run.all(DeviceChosen)) or any(run.all(AcceleratorCalled))
+    unclear = run.hung or (run.failed and not any(run.all(GpuNoted)))  # it may have failed before it chooses
+    if not chosen and not unclear and len(used) < 2:
         yield Seen("with two devices per machine, no process chooses one: all use the first, or the CPU")
 
 

@@ -17,6 +17,7 @@ from workshop.check.evidence.events import (
 )
 from workshop.check.evidence.misuses import PassEnded
 from workshop.check.evidence.run import Process, Run
+from workshop.check.rules.carried import plays
 from workshop.check.rules.processes import no_group, wrong_group
 from workshop.check.rules.rule import Makes, Rule, Said, Seen, if_first, rule
 from workshop.check.rules.shares import batches, endless, orders, share_of_each, slices, stopped_early
@@ -232,7 +233,7 @@ def _overlaps(run: Run) -> Iterator[tuple[str, Seen]]:
         elif mean > 0.1 and not _meets_equal_samples(ranks[one]):
             text = f"at each step {names[one, two]} share {mean:.0%} of their samples"
             yield "some", Seen(text, where, origin=drawn)
-        elif not by_epoch and (shares := _shares(ranks[one], ranks[two], len(ranks))):
+        elif not by_epoch and not plays(ranks[one]) and (shares := _shares(ranks[one], ranks[two], len(ranks))):
             both, each = shares
             text = f"{names[one, two]} share {both:,} of the first {each:,} samples that each of them trains on"
             yield "some", Seen(text, where, origin=f"{drawn} reseeded")
@@ -261,8 +262,9 @@ def _shares(one: Process, two: Process, ranks: int) -> tuple[int, int] | None:
 
 
 def _meets_equal_samples(process: Process) -> bool:
-    """Whether batches contain equal samples, such as short texts that a model has written: ranks share some by chance."""
-    return sum(len(set(each.keys)) for each in process.steps) < 0.97 * sum(len(each.keys) for each in process.steps)
+    """Whether ranks share some samples by chance: batches contain equal ones, or the samples are the states of a game."""
+    different, all_of_them = (sum(len(kind(each.keys)) for each in process.steps) for kind in (set, list))
+    return different < 0.97 * all_of_them or plays(process)
 
 
 def _different_steps(one: Process, two: Process) -> bool:

@@ -1,0 +1,144 @@
+"""Properties of a run that the rules read, and rules that public programs have corrected."""
+
+import dataclasses
+
+import pytest
+
+from workshop.check.command import _one_for_each_line
+from workshop.check.evidence.events import (
+    Backward,
+    Collective,
+    EngineCalled,
+    Evaluated,
+    FileRenamed,
+    FileWritten,
+    Forward,
+    Joined,
+    ModelEvaluated,
+    StepBegun,
+    StepTaken,
+    Wrapped,
+)
+from workshop.check.evidence.run import Process, Run
+from workshop.check.rules.carried import _counted_elsewhere
+from workshop.check.rules.deepspeed import engine_steps_missing
+from workshop.check.rules.files import renamed_before_written, two_writers
+from workshop.check.rules.gradients import _evaluated_together
+from workshop.check.rules.learning import loss_not_finite
+from workshop.check.rules.rule import RULES
+from workshop.check.verdict import Finding
+
+BEGUN = StepBegun(gradients=[], weights=[], names=[], rates=[], state=0, of_model=True, fitting=False)
+
+
+def process(pid, *events):
+    """A process with these events, one in each second."""
+    return Process(pid, [(float(second), event) for second, event in enumerate(events)])
+
+
+def run(*processes, launch="torchrun"):
+    return Run(len(processes), list(processes), 0, "", False, 9.0, launch)
+
+
+def forward(*keys, loader=None, where="t.py:9"):
+    named = [("set", 40, key) for key in keys]
+    return Forward(wrapped=False, sync=None, keys=named, rows=named, shape=(2,), loader=loader, where=where)
+
+
+def passed(*keys, loader=(1, 1)):
+    return Backward(forward=forward(*keys, loader=loader), loss=1.0, sync=None, leftover=False, random=1)
+
+
+def joined(rank, *events):
+    return process(rank + 10, Joined(rank=rank, world_size=2), *events)
+
+
+def test_files_that_several_ranks_write_are_named_once_for_each_line():
+    written = [("/r/a", "t.py:3"), ("/r/b", "t.py:3"), ("/r/c", "t.py:5"), ("/r/d.lock", "t.py:7")]
+    ranks = [joined(rank, *(FileWritten(path=path, where=where) for path, where in written)) for rank in (0, 1)]
+    both = run(*ranks)
+    assert [(path, where) for path, _, where in both.shared_files()] == [("/r/a", "t.py:3"), ("/r/c", "t.py:5")]
+    assert [seen.where for seen in two_writers.detectors[0].function(both)] == ["t.py:3", "t.py:5"]
+
+
+def test_of_a_program_that_starts_its_processes_twice_those_count_that_trained():
+    step = StepTaken(weights=[])
+    first, second = ([joined(rank, *steps) for rank in (0, 1)] for steps in ([step, step], []))
+    assert run(*first, *second, launch="spawn").ranks == first
+    assert run(*second, launch="spawn").ranks == second
+    assert len(run(*first, *second).ranks) == 4
+
+
+@pytest.mark.parametrize(("collectives", "divided"), [(("all_gather", "all_reduce"), "parts"), (("all_gather",), "")])
+def test_a_layer_beside_ddp_whose_gradients_differ_may_be_divided(collectives, divided):
+    calls = [Collective(name=name, shape=(8, 4), dtype="float32", inside=True) for name in collectives]
+    ranks = []
+    for rank in (0, 1):
+        gradients = [(1.0, [1.0]), (1.0 + rank, [1.0])]
+        begun = dataclasses.replace(BEGUN, gradients=gradients, weights=[(1.0, [1.0])] * 2, names=["module.a", "head"])
+        ranks.append(joined(rank, Wrapped(names=("a",)), *calls, passed(rank), begun, StepTaken(weights=[])))
+    assert run(*ranks).divided == divided
+
+
+def test_a_pass_over_a_batch_before_each_step_is_no_evaluation():
+    looks, step = Evaluated(forward=forward(30, 31, loader=(2, 1))), (BEGUN, StepTaken(weights=[]))
+    steps = [each for number in range(5) for each in (looks, passed(2 * number, 2 * number + 1), *step)]
+    evaluation = [Evaluated(forward=forward(number, loader=(3, 1))) for number in range(32, 39)]
+    found = process(1, *steps, *evaluation).evaluations
+    assert found == [[("set", 40, number) for number in range(32, 39)]]
+    # An evaluation that is larger than a batch may come before each step.
+    often = [each for number in range(5) for each in (*evaluation, passed(2 * number, 2 * number + 1), *step)]
+    assert len(process(1, *often).evaluations) == 5
+
+
+def test_a_count_since_the_start_is_not_lost_if_another_count_is_restored():
+    initial, expected, now = {"step": 0, "local": 0}, {"step": 10, "local": 10}, {"step": 10, "local": 0}
+    assert _counted_elsewhere("local", initial, expected, now)
+    assert not _counted_elsewhere("local", initial, expected, {"step": 0, "local": 0})
+    assert not _counted_elsewhere("local", initial, {"step": 2, "local": 2}, {"step": 2, "local": 0})  # by chance
+
+
+@pytest.mark.parametrize(("steps", "missing"), [(4, 0), (1, 1)])
+def test_an_engine_may_get_two_losses_before_a_step_that_updates_the_parameters(steps, missing):
+    names = ["backward", "backward", "step"] * 4
+    calls = [EngineCalled(name=name, tag="") for name in names]
+    updates = [event for _ in range(steps) for event in (BEGUN, StepTaken(weights=[]))]
+    assert len(list(engine_steps_missing.detectors[0].function(run(joined(0, *calls, *updates))))) == missing
+
+
+def test_evaluations_after_different_numbers_of_steps_are_not_compared():
+    def evaluated(steps):
+        return ModelEvaluated(model="Net", weights=[(1.0, [1.0])], names=["a"], steps=steps)
+
+    together = list(
+        _evaluated_together([process(1, evaluated(4), evaluated(8)), process(2, evaluated(4), evaluated(6))])
+    )
+    assert [[each.steps for each in pair] for pair in together] == [[4, 4]]
+
+
+def test_a_rank_that_renames_a_folder_waits_for_those_that_write_into_it():
+    barrier = Collective(name="barrier", shape=None, dtype="")
+    renames = FileRenamed(source="/r/unfinished", where="t.py:5")
+    writes = FileWritten(path="/r/unfinished/random_states_1.pkl")
+
+    def said(first, second):
+        return [seen.where for seen in renamed_before_written.detectors[0].function(run(first, second))]
+
+    assert said(joined(0, barrier, BEGUN, renames), joined(1, barrier, writes)) == ["t.py:5"]
+    assert said(joined(0, BEGUN, barrier, renames), joined(1, writes, barrier)) == []
+
+
+def test_parameters_that_are_not_finite_are_named_although_the_loss_is():
+    steps = [event for norm in (1.0, float("nan")) for event in (passed(1), BEGUN, StepTaken(weights=[(norm, [norm])]))]
+    (seen,) = loss_not_finite.detectors[0].function(run(joined(0, *steps)))
+    assert "the parameters of" in seen.text
+    assert "after step 2" in seen.text
+
+
+def test_a_line_gets_one_finding_of_a_kind():
+    rules = RULES["two-writers"], RULES["leak"]
+    found = [
+        Finding(rule, f"{rule.name} {number}", where) for rule in rules for number, where in ((1, "a:1"), (2, "a:1"))
+    ]
+    found += [Finding(rules[0], "one", ""), Finding(rules[0], "two", "")]
+    assert [finding.seen for finding in _one_for_each_line(found)] == ["two-writers 1", "leak 1", "one", "two"]
