@@ -20,7 +20,7 @@ from workshop.check.evidence.events import (
     Wrapped,
 )
 from workshop.check.evidence.run import Process, Run
-from workshop.check.rules.carried import _counted_elsewhere
+from workshop.check.rules.carried import _counted_elsewhere, plays
 from workshop.check.rules.deepspeed import engine_steps_missing
 from workshop.check.rules.files import renamed_before_written, two_writers
 from workshop.check.rules.gradients import _evaluated_together
@@ -142,3 +142,11 @@ def test_a_line_gets_one_finding_of_a_kind():
     ]
     found += [Finding(rules[0], "one", ""), Finding(rules[0], "two", "")]
     assert [finding.seen for finding in _one_for_each_line(found)] == ["two-writers 1", "leak 1", "one", "two"]
+
+
+def test_a_game_is_recognized_by_the_inputs_of_the_whole_model():
+    looks = [Evaluated(forward=forward(number)) for number in range(10)]
+    heads = forward(90, 91, where="t.py:5")  # on features, which change with each step
+    step = Backward(forward=heads, others=[forward(0, 1)], loss=1.0, sync=None, leftover=False, random=1)
+    assert plays(process(1, *looks, step))
+    assert not plays(process(1, *looks[5:], step))

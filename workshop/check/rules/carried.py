@@ -476,7 +476,9 @@ def plays(process: Process) -> bool:
         if isinstance(event, Evaluated) and event.forward.loader is None:
             seen.update(event.forward.rows)
         elif isinstance(event, Backward) and event.forward and event.forward.loader is None:
-            new = set(event.forward.rows) - trained
+            # A model with several heads sees features there, which change with each step.
+            inputs = [set(each.rows) - trained for each in (event.forward, *event.others) if each.loader is None]
+            new = max(inputs, key=lambda rows: len(rows & seen))
             played += len(new & seen)
             trained |= new
     return played > 0.1 * len(trained) > 0
