@@ -69,13 +69,21 @@ def test_of_a_program_that_starts_its_processes_twice_those_count_that_trained()
     assert len(run(*first, *second).ranks) == 4
 
 
-@pytest.mark.parametrize(("collectives", "divided"), [(("all_gather", "all_reduce"), "parts"), (("all_gather",), "")])
-def test_a_layer_beside_ddp_whose_gradients_differ_may_be_divided(collectives, divided):
+@pytest.mark.parametrize(
+    ("collectives", "names", "divided"),
+    [
+        (("all_gather", "all_reduce"), ["a", "head"], "parts"),
+        (("all_gather", "all_reduce"), ["module.a", "head"], "parts"),
+        (("all_gather", "all_reduce"), ["head", "a"], ""),  # DDP should average what differs
+        (("all_gather",), ["a", "head"], ""),
+    ],
+)
+def test_a_layer_beside_ddp_whose_gradients_differ_may_be_divided(collectives, names, divided):
     calls = [Collective(name=name, shape=(8, 4), dtype="float32", inside=True) for name in collectives]
     ranks = []
     for rank in (0, 1):
         gradients = [(1.0, [1.0]), (1.0 + rank, [1.0])]
-        begun = dataclasses.replace(BEGUN, gradients=gradients, weights=[(1.0, [1.0])] * 2, names=["module.a", "head"])
+        begun = dataclasses.replace(BEGUN, gradients=gradients, weights=[(1.0, [1.0])] * 2, names=names)
         ranks.append(joined(rank, Wrapped(names=("a",)), *calls, passed(rank), begun, StepTaken(weights=[])))
     assert run(*ranks).divided == divided
 

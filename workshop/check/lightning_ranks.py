@@ -12,10 +12,8 @@ from typing import Any
 from workshop.check.probes.recorder import Recorder
 
 USED = re.compile(r"^\s*(?:import|from)\s+(?:pytorch_)?lightning\b", re.MULTILINE)
-HYDRA = (
-    "hydra.output_subdir=null",
-    "hydra.job.name=train_ddp_process_1",
-)  # what it passes to the processes that it starts
+# What Lightning passes to the processes that it starts.
+HYDRA = ("hydra.output_subdir=null", "hydra.job.name=train_ddp_process_1")
 TRAINERS = ("lightning.pytorch", "pytorch_lightning")
 GIVEN = re.compile(
     r"""\bdevices\s*=(?!\s*["']?(?:auto|-1))|\baccelerator\s*=\s*["']cpu"""

@@ -34,7 +34,7 @@ from workshop.check.evidence.sketches import CLOSE, difference, different_names
 from workshop.check.evidence.trail import NO_TRAIL
 from workshop.run.failures import is_echo
 
-FEW = 3
+FEW = 3  # passes before steps that may be evaluations
 E = TypeVar("E", bound=Event)
 
 
@@ -271,9 +271,8 @@ class Run:
     def ranks(self) -> list[Process]:
         """The processes that joined a group, by rank; without a group, those that trained."""
         joined = [process for process in self.processes if process.rank is not None]
-        if (
-            self.launch == "spawn"
-        ):  # it may start processes several times, for example for a training and then for a test
+        if self.launch == "spawn":
+            # The program may start processes several times, for example for a training and then for a test.
             longest = sorted(joined, key=lambda process: len(process.of(StepTaken)))
             joined = list({process.rank: process for process in longest}.values()) or joined
         if joined:
@@ -454,9 +453,10 @@ def _has_divided_layer(ranks: list[Process]) -> bool:
 
     Only its gradients differ in the first step, and its forward pass gathers inputs and reduces partial results.
     """
-    wrapped = tuple(f"module.{name}" for event in ranks[0].of(Wrapped) for name in event.names)
+    wrapped = {name for event in ranks[0].of(Wrapped) for name in event.names}
     first, *others = (process.steps[0].before for process in ranks)
-    outside = {name for name in first.names if not name.endswith(wrapped)} if wrapped else set()
+    known = tuple(f"module.{name}" for name in wrapped)
+    outside = {name for name in first.names if name not in wrapped and not name.endswith(known)} if known else set()
     differ = {name for each in others for name in different_names(first.gradients, each.gradients, first.names)}
     calls = {call.name for call in _before_backward(ranks[0]) if call.inside and math.prod(call.shape or ()) > 1}
     gathers = any(name.startswith(("all_gather", "all_to_all")) for name in calls)
