@@ -260,6 +260,24 @@ def test_lightning_for_gpus_is_checked_with_as_many_processes(tmp_path):
     assert verdict.status == 0
 
 
+OF_OTHERS = """
+import os, sys
+from lightning_utilities.core.rank_zero import rank_zero_only
+
+if "RANK" in os.environ:  # a program with hydra.main: Lightning starts all processes but the first with further arguments
+    rank = int(os.environ["RANK"])
+    assert ("hydra.output_subdir=null" in sys.argv) == (rank > 0), sys.argv
+    assert rank_zero_only.rank == rank
+"""
+
+
+def test_lightning_starts_other_ranks_of_hydra_with_its_arguments(tmp_path):
+    (tmp_path / "train.py").write_text(LIGHTNING_PROGRAM.replace("import lightning", OF_OTHERS + "import lightning", 1))
+    *_, verdict = check_command(["python", "train.py"], folder=tmp_path)
+    assert [finding.seen for finding in verdict.errors] == []
+    assert verdict.status == 0
+
+
 def test_lightning_is_compared_with_one_process(tmp_path):
     (tmp_path / "train.py").write_text(LIGHTNING_PROGRAM.replace("    assert trainer.world_size == 2\n", ""))
     *_, verdict = check_command(["python", "train.py"], folder=tmp_path)

@@ -9,7 +9,7 @@ import pytest
 
 from check.made import Made
 from workshop.check.command import check_command
-from workshop.check.evidence.events import Drawn, Ended, ScheduleSeen
+from workshop.check.evidence.events import Backward, Drawn, Ended, Evaluated, ScheduleSeen
 from workshop.check.evidence.run import Process, Run
 from workshop.check.lightning_ranks import uses_all_gpus
 from workshop.check.rules.ending import endless, no_training
@@ -131,6 +131,59 @@ def test_synchronized_statistics_are_equal_on_all_ranks_although_the_cpu_does_no
     (tmp_path / "train.py").write_text(SYNCHRONIZED)
     *_, verdict = check_command(["torchrun", "--nproc-per-node=2", "train.py"], folder=tmp_path)
     assert [finding.kind for finding in verdict.errors] == []
+
+
+BUFFERS = """
+    import torch
+
+    model = torch.nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for parameter in model.parameters():
+        parameter.main_grad = torch.zeros_like(parameter)
+    for step in range(2):
+        for batch in range(2):
+            model(torch.randn(4, 4)).sum().backward()
+            for parameter in model.parameters():
+                parameter.main_grad += parameter.grad
+                parameter.grad = None
+        for parameter in model.parameters():
+            parameter.grad = parameter.main_grad.clone()
+            parameter.main_grad.zero_()
+        optimizer.step()
+    torch.jit.trace(model, torch.randn(2, 4), check_trace=False)  # for a picture
+"""
+
+
+def test_gradients_in_buffers_of_the_program_are_kept_and_a_trace_is_no_evaluation(place):
+    (process,) = Made(place("buffers"), BUFFERS).well().run.processes
+    assert [each.leftover for each in process.of(Backward)] == [False, True, False, True]
+    assert process.of(Evaluated) == []
+
+
+SHARDED = """
+import torch
+from accelerate import Accelerator, FullyShardedDataParallelPlugin
+from torch.distributed.fsdp import FullyShardedDataParallel
+
+accelerator = Accelerator(fsdp_plugin=FullyShardedDataParallelPlugin(use_orig_params=True))
+torch.manual_seed(0)
+model = accelerator.prepare(torch.nn.Linear(4, 2))
+assert isinstance(model, FullyShardedDataParallel), type(model)
+optimizer = accelerator.prepare(torch.optim.SGD(model.parameters(), lr=0.1))
+for step in range(4):
+    inputs = torch.randn(8, 4, generator=torch.Generator().manual_seed(2 * step + accelerator.process_index))
+    optimizer.zero_grad()
+    accelerator.backward((model(inputs) - inputs.sum(1, keepdim=True)).pow(2).mean())
+    optimizer.step()
+accelerator.end_training()
+"""
+
+
+def test_accelerate_shards_with_a_plugin_on_the_cpu(tmp_path):
+    (tmp_path / "train.py").write_text(SHARDED)
+    *_, verdict = check_command(["torchrun", "--nproc-per-node=2", "train.py"], folder=tmp_path)
+    assert [finding.seen for finding in verdict.errors] == []
+    assert verdict.status == 0
 
 
 SHUFFLED = """

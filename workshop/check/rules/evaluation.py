@@ -109,10 +109,9 @@ def metric_of_one_rank(run: Run) -> Said:
     parts = [process.evaluations[0] if process.evaluations else [] for process in run.ranks]
     if len(parts) < 2 or not all(parts) or run.failed or run.divided:
         return
-    common = len(
-        set.intersection(*map(set, parts))
-    )  # a DistributedSampler repeats samples, so that all ranks have as many
-    if common >= run.nproc or 4 * common >= min(map(len, parts)) > 0 < common:
+    # A DistributedSampler repeats samples, so that all ranks have as many.
+    common = len(set.intersection(*map(set, parts)))
+    if common >= run.nproc or 4 * common >= min(map(len, parts)):
         return
     from_loader = any(map(_from_a_loader, run.ranks))
     if any(_exchanged(process) for process in run.ranks) or not (from_loader or all(map(_of_a_set, run.ranks))):

@@ -184,9 +184,6 @@ def no_checkpoint(run: Run) -> Said:
         yield Seen(f"the first checkpoint is saved at the end, after all {plural(total, 'step')}", files[0].where)
 
 
-OTHERWISE = re.compile(r"Unpickling|FileNotFound|OutOfMemory")  # errors of a load that names cannot cause
-
-
 @rule(
     why="The names do not match those of the plain model, so the checkpoint loads only into a model with the same wrapper.",
     fix="Save the state_dict() of the model inside the wrapper: ddp_model.module.state_dict().",

@@ -250,7 +250,7 @@ def _state_lost(whole: Run, split: Split, load: str) -> Iterable[tuple[Rule | No
         yield resume_differs, Seen(seen, load, origin="restored")
     for about, seen in differences:
         origin = "call:set_epoch" if " samples " in seen else "of-some" if about is resume_differs else ""
-        fix = SKIP if "skip" in seen else ""
+        fix = SKIP if "does not skip" in seen else ""
         yield None if about is resume_differs else about, Seen(seen, load, fix=fix, origin=origin)
 
 
