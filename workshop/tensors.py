@@ -1,6 +1,7 @@
 """Inspect tensors: the local shard of a DTensor, the bytes that autograd keeps, and whether bfloat16 is fast."""
 
 import re
+import sys
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,16 @@ def own_part(tensor: Any) -> Any:
     An operation on the DTensor itself may be a collective, which all ranks would have to call.
     """
     return tensor.to_local() if hasattr(tensor, "to_local") else tensor
+
+
+def is_divided(tensor: Any) -> bool:
+    """Whether a tensor is a DTensor."""
+    return isinstance(tensor, dtensor() or ())
+
+
+def dtensor() -> Any:
+    """Return the class DTensor, or None if nothing has imported it, which takes half a second."""
+    return getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", None)
 
 
 def attend_locally(attention: Any, query: Any, *others: Any, **options: Any) -> Any:

@@ -9,8 +9,9 @@ import pytest
 from workshop.check.evidence import recorded
 from workshop.check.evidence.events import Ended, FileWritten, Joined, Loaded, Raised, StepBegun, StepTaken
 from workshop.check.evidence.misuses import BuffersKept
+from workshop.check.evidence.process import Process
 from workshop.check.evidence.recorded import LONGEST, Recorded, read, write
-from workshop.check.evidence.run import Process, Run
+from workshop.check.evidence.run import Run
 from workshop.check.evidence.sketches import difference, different_names
 from workshop.check.rules.restart import second_start
 from workshop.check.rules.rule import RULES

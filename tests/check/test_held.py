@@ -9,7 +9,8 @@ from torch.utils.data import Dataset, IterableDataset, TensorDataset
 
 from check.made import Made
 from workshop.check.evidence.misuses import DataHeld, StreamEndless
-from workshop.check.evidence.run import Process, _hold_different_data
+from workshop.check.evidence.process import Process
+from workshop.check.evidence.run import _hold_different_data
 from workshop.check.probes.held import begins_again, held, ignores_index
 
 

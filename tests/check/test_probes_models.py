@@ -18,7 +18,7 @@ from workshop.check.evidence.events import (
     VariablesSeen,
     Wrapped,
 )
-from workshop.check.evidence.misuses import GradientsIgnored, NeverAwaited, ShardsLeft, TotalsSummed
+from workshop.check.evidence.misuses import GradientsIgnored, NeverAwaited, NeverFilled, ShardsLeft, TotalsSummed
 
 # ---------------------------------------------------------------- two ranks that train
 
@@ -56,6 +56,33 @@ def test_tensors_without_data_cause_no_error_in_the_program(place):
     assert second.keys == [("Tensor", 4, 2), ("Tensor", 4, 3)]
     assert second.rows == []
     assert third.before.weights[0][0] > 0
+
+
+# ---------------------------------------------------------------- memory that to_empty() allocates
+
+EMPTIED = """
+    import torch
+    from torch import nn
+
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(2, 3), nn.LayerNorm(3), nn.Linear(3, 1))
+    model.to_empty(device="cpu")  # here
+    model[0].reset_parameters()
+    model[1].weight.data.fill_(1)
+    model[1].bias.data.zero_()
+    model[2].load_state_dict({"weight": torch.zeros(1, 3)}, strict=False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(2):
+        model(torch.ones(1, 2)).sum().backward()
+        optimizer.step()
+"""
+
+
+def test_parameters_that_nothing_has_set_after_to_empty_are_recorded(place):
+    made = Made(place("emptied"), EMPTIED).well()
+    (process,) = made.run.processes
+    (event,) = process.of(NeverFilled)
+    assert (event.names, event.of, event.where) == (["2.bias"], 6, made.line("# here"))
 
 
 # ---------------------------------------------------------------- a new loader in each epoch

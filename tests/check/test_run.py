@@ -19,7 +19,8 @@ from workshop.check.evidence.events import (
     StepTaken,
     Wrapped,
 )
-from workshop.check.evidence.run import Process, Run
+from workshop.check.evidence.process import Process
+from workshop.check.evidence.run import Run
 from workshop.check.rules.carried import _counted_elsewhere, plays
 from workshop.check.rules.deepspeed import engine_steps_missing
 from workshop.check.rules.files import renamed_before_written, two_writers

@@ -5,8 +5,8 @@ import pytest
 from check.bank.replay import replayed
 from check.bank.whole import case_of
 from workshop.check.evidence.events import GradientsClipped, StepBegun
+from workshop.check.evidence.process import Process
 from workshop.check.evidence.real import Speeds
-from workshop.check.evidence.run import Process
 from workshop.check.evidence.sketches import ratio
 from workshop.check.rules.rule import NotJudged, Seen
 from workshop.check.rules.samples import _halves

@@ -10,7 +10,8 @@ import pytest
 from check.made import Made
 from workshop.check.command import check_command
 from workshop.check.evidence.events import Backward, Drawn, Ended, Evaluated, ScheduleSeen
-from workshop.check.evidence.run import Process, Run
+from workshop.check.evidence.process import Process
+from workshop.check.evidence.run import Run
 from workshop.check.lightning_ranks import uses_all_gpus
 from workshop.check.rules.ending import endless, no_training
 from workshop.check.rules.learning import _wrong_length

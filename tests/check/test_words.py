@@ -8,7 +8,8 @@ import runs
 from check.bank.replay import evidence, replayed
 from check.bank.whole import case_of, families
 from workshop.check.evidence.events import Ended, Joined, Raised
-from workshop.check.evidence.run import Process, Run
+from workshop.check.evidence.process import Process
+from workshop.check.evidence.run import Run
 from workshop.check.rules.ending import EXPLAINED, ending
 from workshop.check.rules.pages import PAGES, page
 from workshop.check.rules.rule import RULES

@@ -26,6 +26,7 @@ class ProgramBench:
 
     offered_probes: tuple[type[Probe], ...] = PROBES
     before: Callable[[Recorder], None] | None = None  # see ``Program``
+    compiler = False  # whether runs need torch.compile or DTensor, whatever the text says
 
     def __init__(self, subject: Subject, *, launch: str, nproc: int, on_cpu: bool, place: Path):
         self.subject, self.script, self.text = subject, subject.file, subject.file.read_text()
@@ -87,7 +88,7 @@ class ProgramBench:
 
     def launch_beside(self, *programs: Program) -> tuple[Run, list[Run | None]]:
         """Run programs at the same time; see ``launching.run_beside``."""
-        launching.prepare(self.probes, self.on_cpu, self.text)
+        launching.prepare(self.probes, self.on_cpu, self.text, self.compiler)
         preload(self.text, self.script.parent, self.place)
         try:
             run, others = launching.run_beside(*programs)

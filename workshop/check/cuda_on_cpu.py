@@ -18,11 +18,10 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed import device_mesh
 from torch.distributed import distributed_c10d as c10d
-from torch.distributed.tensor import DTensor
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.parallel import DistributedDataParallel
 
-from workshop.tensors import attend_locally, in_its_mode
+from workshop.tensors import attend_locally, in_its_mode, is_divided
 
 GPU = ("cuda", "hip", "xpu", "mps")
 # Functions of torch.cuda that do nothing here, those that return a number, and those that return what the CPU returns.
@@ -188,8 +187,7 @@ def install(count: int) -> None:
 def _also_of_parts(attention: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(attention)
     def attend(query: Any, *args: Any, **kwargs: Any) -> Any:
-        divided = isinstance(query, DTensor)
-        return (partial(attend_locally, attention) if divided else attention)(query, *args, **kwargs)
+        return (partial(attend_locally, attention) if is_divided(query) else attention)(query, *args, **kwargs)
 
     return attend
 

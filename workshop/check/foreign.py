@@ -31,7 +31,8 @@ from workshop.check.evidence.events import (
     Saved,
     Stopped,
 )
-from workshop.check.evidence.run import Process, Run
+from workshop.check.evidence.process import Process
+from workshop.check.evidence.run import Run
 from workshop.check.folder import copy_folder
 from workshop.check.judge import Made
 from workshop.check.launching import SHORT
@@ -97,6 +98,7 @@ class OwnersBench(ProgramBench):
         self.text = sources(subject.file, original)
         self.planned = frozenset(planned([self.text, *settings(start.arguments, original)], start.arguments))
         uses_all = "device_count" in self.text or lightning_ranks.uses_all_gpus(self.text)
+        self.compiler = GPU.search(self.text) is not None  # pretended GPUs need it
         self.gpus: int | None = USUAL if launch == "spawn" and uses_all else 0
         self.of_others: tuple[str, ...] = ()  # arguments that only ranks after the first get
         self.devices = False  # whether it runs on pretended GPUs from the start

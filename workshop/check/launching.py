@@ -1,5 +1,6 @@
 """Run a program in the processes of ``forked.py``, and watch it until it ends."""
 
+import importlib
 import importlib.util
 import logging
 import os
@@ -25,6 +26,7 @@ from workshop.check.evidence.run import Run
 from workshop.check.forked import Program
 from workshop.check.probes import ALWAYS, PROBES, Probe
 from workshop.check.probes.recorder import read_process
+from workshop.check.uncompiled import need_no_compiler
 from workshop.run.imports import no_collections
 from workshop.run.processes import family
 from workshop.run.stillness import Patience, Watch
@@ -34,13 +36,16 @@ COMPILERS = ("cc1plus", "cicc", "ptxas", "cudafe++", "ld")
 SHORT = 5  # seconds of patience for a second run that may hang
 
 
-def prepare(probes: Sequence[type[Probe]], on_cpu: bool, text: str = "") -> None:
-    """Import what the probes and a program with this text need, so that the forked processes already have it."""
+def prepare(probes: Sequence[type[Probe]], on_cpu: bool, text: str = "", compiler: bool = False) -> None:
+    """Import what the probes and a program with this text need, so that the forked processes already have it.
+
+    ``compiler``: it needs torch.compile or DTensor, whatever its text says.
+    """
     torch.set_num_threads(1)
     with no_collections():
         for probe in probes:
             probe.prepare(on_cpu)
-        importlib.import_module("torch._dynamo")  # every optimizer imports it, which takes most of a second
+        need_no_compiler("" if compiler else text)
         for name in ("tqdm", "torchvision.transforms", "torch.distributed.elastic.multiprocessing"):
             library = name.partition(".")[0]
             if library in text and importlib.util.find_spec(library):

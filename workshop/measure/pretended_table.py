@@ -40,7 +40,7 @@ KINDS = {
     ),
     "wait-inside": (
         "a library waits for the GPU",
-        'Harmless at the start. In each step: load the optimizer with torch.load(..., map_location="cpu").',
+        'Harmless at the start. In each step of an optimizer: load it with torch.load(..., map_location="cpu").',
     ),
     "synchronize": ("the CPU waits for all work of the GPU", "Avoid this in each step. Time measurements need it."),
     "empty-cache": (

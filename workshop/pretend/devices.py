@@ -7,6 +7,7 @@ import threading
 import weakref
 from collections import Counter, defaultdict
 from collections.abc import Callable
+from types import FrameType
 
 import torch
 
@@ -79,16 +80,25 @@ def note(kind: str, detail: str = "") -> None:
 
 
 def note_wait() -> None:
-    """Count that the CPU waits for the GPU, because of the program or inside of a library such as an optimizer."""
-    note("wait" if called_by_program() else "wait-inside")
+    """Count that the CPU waits for the GPU, because of the program or inside of a library: an optimizer, or another function."""
+    if called_by_program():
+        note("wait")
+    elif frame := _caller():
+        note("wait-inside", "" if f"{os.sep}optim{os.sep}" in frame.f_code.co_filename else f"{frame.f_code.co_name}()")
 
 
 def called_by_program() -> bool:
     """Return whether the program made this call itself, and not a library such as DDP."""
-    frame = sys._getframe(1)
+    frame = _caller()
+    return frame is not None and not frame.f_code.co_filename.startswith(LIBRARIES)
+
+
+def _caller() -> FrameType | None:
+    """The function that called an operation, without those of the pretended GPUs and of the dispatch of PyTorch."""
+    frame: FrameType | None = sys._getframe(1)
     while frame and frame.f_code.co_filename.startswith((os.path.dirname(__file__), *_BETWEEN)):
         frame = frame.f_back
-    return frame is not None and not frame.f_code.co_filename.startswith(LIBRARIES)
+    return frame
 
 
 def is_gpu(device: object) -> bool:

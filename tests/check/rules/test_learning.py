@@ -35,6 +35,20 @@ MISTAKES = (
         ),
     ),
     mistake(
+        "norms-not-initialized-after-to-empty",
+        "tests/check/referee/fsdp2_finetune/finetune.py",
+        "never-initialized",
+        "Only the matrices are initialized; the weights of the norms are what the memory contained.",
+        (
+            "    weights = torch.load(args.pretrained",
+            "    for parameter in model.parameters():\n"
+            "        if parameter.dim() > 1:\n"
+            "            torch.nn.init.normal_(parameter, std=0.05)\n"
+            "    return model\n"
+            "    weights = torch.load(args.pretrained",
+        ),
+    ),
+    mistake(
         "sigmoid-twice",
         NO_LEARNING,
         "loss-of-probabilities",

@@ -148,3 +148,9 @@ class ScheduleAdvanced(
     kind: str  # its class
     calls: int  # of step(), by the program
     taken: int  # its steps
+
+
+# Before the first step: parameters that the optimizer has, and that the program has not set since ``to_empty()``.
+class NeverFilled(Event):
+    names: list[str]
+    of: int  # the number of parameters of the model that the optimizer has

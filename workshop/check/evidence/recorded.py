@@ -19,7 +19,7 @@ from typing import Any
 
 from workshop.check.evidence import misuses
 from workshop.check.evidence.events import Event
-from workshop.check.evidence.run import Process
+from workshop.check.evidence.process import Process
 from workshop.errors import UserError
 from workshop.files import write_atomically
 
@@ -76,7 +76,9 @@ def _name(kind: type) -> str:
 
 def _fields(kind: Any) -> int:
     """A checksum of the fields of a dataclass."""
-    return zlib.crc32(", ".join(f"{part.name}: {part.type}" for part in dataclasses.fields(kind)).encode())
+    fields = ", ".join(f"{part.name}: {part.type}" for part in dataclasses.fields(kind))
+    # Older files name the module in which the class was then.
+    return zlib.crc32(fields.replace("evidence.process.Process", "evidence.run.Process").encode())
 
 
 @cache

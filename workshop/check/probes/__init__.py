@@ -12,6 +12,7 @@ from workshop.check.probes.devices import Compiling, Devices, HostSync
 from workshop.check.probes.discarded import Discarded
 from workshop.check.probes.divided import Divided
 from workshop.check.probes.draws import Draws
+from workshop.check.probes.emptied import Emptied
 from workshop.check.probes.encoders import Encoders
 from workshop.check.probes.files import Files
 from workshop.check.probes.fsdp import Sharding, Shards
@@ -53,7 +54,7 @@ ALWAYS: tuple[type[Probe], ...] = (
 )
 _OTHERS = (Copies, Draws, Schedules, Optimizers, Losses, Layers, HostSync, Sharding, Shards, Clipping,
            Checkpoints, Weights, SafeTensors, Activations, Checkpointing, ModelStates, Encoders, Prints, Totals, Discarded, Modes,
-           Workers)  # fmt: skip
+           Workers, Emptied)  # fmt: skip
 _LIBRARIES = (Lightning, PytorchLightning, Accelerators, Engine)
 PROBES: tuple[type[Probe], ...] = (*ALWAYS, *_OTHERS, *_LIBRARIES)
 

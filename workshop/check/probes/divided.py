@@ -4,18 +4,19 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from workshop.check.evidence.events import InputSharded, ModelDivided
 from workshop.check.probes.contents import first_tensor, is_sharded
 from workshop.check.probes.probe import Probe, before, on
+from workshop.tensors import dtensor
 
 
 class Divided(Probe):
     """Records, before the first step, which ranks divide the layers of the model, if FSDP does not divide them."""
 
     writes = (ModelDivided, InputSharded)
+    package = "torch"
 
     def clear(self) -> None:
         self.input: torch.Tensor | None = None  # of the last forward pass
@@ -27,7 +28,7 @@ class Divided(Probe):
         if self.input is not None and is_sharded(self.input):
             self._tell()
 
-    @before(DTensor, "from_local")
+    @before(lambda torch: dtensor(), "from_local")
     def _from_local(self, part: torch.Tensor, mesh: Any = None, placements: Any = (), **options: Any) -> None:
         if part is self.input and any(each.is_shard() for each in placements or ()):
             self._tell()

@@ -10,7 +10,6 @@ import torch
 import torch.distributed as dist
 from torch.distributed import device_mesh
 from torch.distributed import distributed_c10d as c10d
-from torch.distributed.tensor import DTensor
 
 from workshop.check.evidence.events import (
     Collective,
@@ -25,6 +24,7 @@ from workshop.check.evidence.events import (
 from workshop.check.evidence.misuses import NeverAwaited
 from workshop.check.probes.contents import first_tensor
 from workshop.check.probes.probe import Function, Probe, around, before, on
+from workshop.tensors import dtensor
 
 COLLECTIVES = """
     all_reduce all_reduce_coalesced reduce reduce_scatter reduce_scatter_tensor reduce_scatter_single broadcast
@@ -90,6 +90,7 @@ class Collectives(Probe):
     """Records the collectives of ``torch.distributed``."""
 
     writes = (Collective, InnerCollective, NotAwaited, NeverAwaited)
+    package = "torch"
     inside = 0  # above 0 in a collective that calls other collectives
 
     def clear(self) -> None:
@@ -143,7 +144,7 @@ class Collectives(Probe):
             self._lost(event)
             self.recorder.note(NeverAwaited(name=event.name, where=event.where))
 
-    @around(DTensor, "full_tensor", named=True)
+    @around(lambda torch: dtensor(), "full_tensor", named=True)
     def _full(self, name: str, original: Function, tensor: Any, *args: Any, **kwargs: Any) -> Any:
         if not self.inside and not self.recorder.quiet:
             ranks = tuple(tensor.device_mesh.mesh.flatten().tolist())

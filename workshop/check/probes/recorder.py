@@ -21,8 +21,8 @@ from torch import nn
 from torch.optim import Optimizer
 
 from workshop.check.evidence.events import Event, Key, Loader, Stopped
+from workshop.check.evidence.process import Process
 from workshop.check.evidence.reductions import read_reductions
-from workshop.check.evidence.run import Process
 from workshop.check.evidence.trail import read_trail
 
 LAUNCHER = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")

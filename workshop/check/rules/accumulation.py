@@ -3,7 +3,8 @@
 from statistics import mode
 
 from workshop.check.evidence.events import LossComputed, Wrapped
-from workshop.check.evidence.run import Process, Run
+from workshop.check.evidence.process import Process
+from workshop.check.evidence.run import Run
 from workshop.check.rules.by_hand import counted_twice
 from workshop.check.rules.gradients import against_one_process, beside_one_process, mean_of_means, weighted
 from workshop.check.rules.learning import of_steps, wrong_parameters

@@ -5,8 +5,9 @@ from collections.abc import Iterator, Sequence
 from itertools import groupby
 
 from workshop.check.evidence.events import Backward, Collective, Sketch, StepBegun
+from workshop.check.evidence.process import Process
 from workshop.check.evidence.reductions import Reduction
-from workshop.check.evidence.run import Process, Run
+from workshop.check.evidence.run import Run
 
 LEAST = 100  # elements of a tensor of gradients
 EXACT = 0.01  # relative difference of a sum that rounding explains

@@ -23,7 +23,8 @@ from workshop.check.evidence.events import (
     VariablesSeen,
 )
 from workshop.check.evidence.misuses import OthersSeen
-from workshop.check.evidence.run import Process, Run, Step
+from workshop.check.evidence.process import Process, Step
+from workshop.check.evidence.run import Run
 from workshop.check.evidence.sketches import CLOSE, difference
 from workshop.check.rules.words import listed, named
 from workshop.check.scenarios import Split

@@ -3,7 +3,8 @@
 from functools import partial
 
 from workshop.check.evidence.events import CheckpointCalled, FineTuningReported, Saved
-from workshop.check.evidence.run import Run, Step
+from workshop.check.evidence.process import Step
+from workshop.check.evidence.run import Run
 from workshop.check.evidence.sketches import difference
 from workshop.check.evidence.text import Checkpoint, Exported, Restarted
 from workshop.check.rules.ending import ending

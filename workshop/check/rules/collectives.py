@@ -4,7 +4,8 @@ from dataclasses import replace
 
 from workshop.check.evidence.events import Collective, UnevenJoined, Wrapped
 from workshop.check.evidence.misuses import NeverAwaited
-from workshop.check.evidence.run import Process, Run, collectives_of_groups
+from workshop.check.evidence.process import Process
+from workshop.check.evidence.run import Run, collectives_of_groups
 from workshop.check.rules.divergence import TO_ONE, reduced_to_one
 from workshop.check.rules.parting import parting
 from workshop.check.rules.rule import Said, Seen, rule

@@ -14,7 +14,8 @@ from workshop.check.evidence.events import (
     VariablesSeen,
 )
 from workshop.check.evidence.misuses import LossScaled
-from workshop.check.evidence.run import Process, Run
+from workshop.check.evidence.process import Process
+from workshop.check.evidence.run import Run
 from workshop.check.evidence.sketches import CLOSE, difference, different_names, ratio
 from workshop.check.rules.gradients import (
     gradient_scale,

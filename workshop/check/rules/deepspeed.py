@@ -12,7 +12,8 @@ from workshop.check.evidence.events import (
     Saved,
     Wrapped,
 )
-from workshop.check.evidence.run import Process, Run
+from workshop.check.evidence.process import Process
+from workshop.check.evidence.run import Run
 from workshop.check.rules.checkpoints import export_differs, not_exported, not_saved
 from workshop.check.rules.ending import ending, no_training
 from workshop.check.rules.learning import no_learning, schedule_length

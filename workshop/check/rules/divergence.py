@@ -4,7 +4,8 @@ from dataclasses import dataclass
 from itertools import combinations
 
 from workshop.check.evidence.events import Backward, Collective, Evaluated, Event, StepBegun, UnevenJoined
-from workshop.check.evidence.run import Process, Run
+from workshop.check.evidence.process import Process
+from workshop.check.evidence.run import Run
 from workshop.check.rules.words import named
 
 AHEAD = 40  # calls after the first difference in which the other rank may make the same call

@@ -3,7 +3,8 @@
 from collections.abc import Iterator
 
 from workshop.check.evidence.events import Key, Loaded, Saved
-from workshop.check.evidence.run import Run, Step
+from workshop.check.evidence.process import Step
+from workshop.check.evidence.run import Run
 from workshop.check.evidence.sketches import difference, ratio
 from workshop.check.evidence.text import Restarted
 from workshop.check.rules.ending import ending

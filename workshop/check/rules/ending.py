@@ -15,7 +15,8 @@ from workshop.check.evidence.events import (
     Wrapped,
     WroteOutside,
 )
-from workshop.check.evidence.run import Process, Run
+from workshop.check.evidence.process import Process
+from workshop.check.evidence.run import Run
 from workshop.check.rules.collectives import collectives_differ, lost_collectives, never_awaited
 from workshop.check.rules.divergence import Divergence, first_divergence
 from workshop.check.rules.parting import parting

@@ -4,8 +4,9 @@ import itertools
 from collections import Counter
 
 from workshop.check.evidence.events import Backward, BatchLoaded, Collective, Evaluated, LoaderStarted, Reported
+from workshop.check.evidence.process import Process
 from workshop.check.evidence.real import RealRun
-from workshop.check.evidence.run import Process, Run
+from workshop.check.evidence.run import Run
 from workshop.check.rules.ending import crash
 from workshop.check.rules.gradients import gradients_differ, weights_differ
 from workshop.check.rules.processes import no_group, wrong_group

@@ -17,7 +17,8 @@ from workshop.check.evidence.events import (
     Saved,
     Wrapped,
 )
-from workshop.check.evidence.run import Process, Run
+from workshop.check.evidence.process import Process
+from workshop.check.evidence.run import Run
 from workshop.check.rules.ending import crash
 from workshop.check.rules.rule import Said, Seen, rule
 from workshop.check.rules.words import named, plural, rank_of

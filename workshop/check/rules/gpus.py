@@ -7,13 +7,15 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from workshop.check.evidence.events import Autocasting, GpuMemory, GpuNoted, Raised, StepTaken
-from workshop.check.evidence.run import Process, Run
+from workshop.check.evidence.process import Process
+from workshop.check.evidence.run import Run
 from workshop.check.rules.processes import device_index, device_shared
 from workshop.check.rules.rule import NotJudged, Rule, Said, Seen, rule
 from workshop.check.rules.speed import data_per_sample, host_sync
 from workshop.check.rules.words import named, plural
 from workshop.check.scenarios import DEVICES, TWO_NODES
 
+NUMBERS = "Give such a function numbers of Python where it needs sizes or indices, and not tensors on the GPU."
 STEPS = 3  # steps of a process from which on a rule judges what every step does
 REFUSED = ("two-devices", "numpy", "generator", "forked", "cpu-tensor", "no-such-gpu", "same-gpu")
 COPIES = ("pageable", "pageable-non-blocking", "pinned", "pinned-non-blocking")
@@ -164,11 +166,15 @@ def step_waits(run: Run) -> Said:
         if lines:
             (where, times), *_ = lines.most_common(1)
             yield Seen(f"the CPU waits for the GPU in every step ({plural(times, 'time')} at this line)", where)
+        inside = {event.where: event.detail for event in process.of(GpuNoted) if event.kind == "wait-inside"}
         for where, times in _each_step(process, ("wait-inside",)).items():
             if times >= MANY:
-                cause = "an optimizer waits if its step count is on the GPU"
-                seen = f"a library waits for the GPU {times} times in every step: {cause}"
-                yield Seen(seen, where, fix='Load the optimizer with torch.load(..., map_location="cpu").')
+                of_optimizer = not inside[where]
+                cause = (
+                    "an optimizer waits if its step count is on the GPU" if of_optimizer else f"{inside[where]} waits"
+                )
+                fix = 'Load the optimizer with torch.load(..., map_location="cpu").' if of_optimizer else NUMBERS
+                yield Seen(f"a library waits for the GPU {times} times in every step: {cause}", where, fix=fix)
 
 
 @gpu_rule(

@@ -1,5 +1,6 @@
 """Whether all ranks hold the same gradients and parameters, and those that one process would have."""
 
+import math
 import re
 from collections import Counter
 from collections.abc import Iterator
@@ -22,7 +23,8 @@ from workshop.check.evidence.events import (
     Wrapped,
 )
 from workshop.check.evidence.misuses import BuffersKept
-from workshop.check.evidence.run import Process, Run, Step
+from workshop.check.evidence.process import Process, Step
+from workshop.check.evidence.run import Run
 from workshop.check.evidence.sketches import CLOSE, difference, different_names, ratio
 from workshop.check.rules.divergence import TO_ONE, reduced_to_one
 from workshop.check.rules.learning import of_steps
@@ -450,7 +452,7 @@ def weighted(process: Process) -> list[list[tuple[LossComputed, float]]]:
         if isinstance(event, LossComputed):
             losses.append(event)
         elif isinstance(event, Backward):
-            if len(losses) == 1 and event.loss is not None and losses[0].mean:
+            if len(losses) == 1 and event.loss is not None and math.isfinite(event.loss) and losses[0].mean:
                 step.append((losses[0], event.loss / losses[0].mean))
             losses = []
         elif isinstance(event, StepBegun):
@@ -460,7 +462,9 @@ def weighted(process: Process) -> list[list[tuple[LossComputed, float]]]:
 
 
 def _equal_weights(step: list[tuple[LossComputed, float]]) -> bool:
-    """Whether means over different numbers of targets have the same weight."""
+    """Whether means over different numbers of targets, computed in the same line, have the same weight."""
+    if len({loss.where for loss, _ in step}) > 1:
+        return False
     counts = [loss.targets for loss, _ in step]
     factors = [factor for _, factor in step]
     return max(counts) > 1.05 * min(counts) and max(factors) - min(factors) < 0.001 * abs(max(factors))

@@ -3,7 +3,8 @@
 from collections.abc import Iterator
 
 from workshop.check.evidence.events import BY_HASH, Collective, EncodersSeen, Evaluated, Saved, StepTaken
-from workshop.check.evidence.run import Process, Run
+from workshop.check.evidence.process import Process
+from workshop.check.evidence.run import Run
 from workshop.check.evidence.sketches import CLOSE
 from workshop.check.rules.processes import no_group, wrong_group
 from workshop.check.rules.rule import Said, Seen, rule

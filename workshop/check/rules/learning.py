@@ -14,9 +14,11 @@ from workshop.check.evidence.misuses import (
     InputsWithoutGradients,
     LabelsShifted,
     LossOfProbabilities,
+    NeverFilled,
     RecomputedAtRandom,
 )
-from workshop.check.evidence.run import Process, Run
+from workshop.check.evidence.process import Process
+from workshop.check.evidence.run import Run
 from workshop.check.evidence.sketches import difference
 from workshop.check.rules.ending import crash
 from workshop.check.rules.processes import no_group, wrong_group
@@ -147,10 +149,29 @@ def _length(rates: list[float]) -> int:
 
 
 @of_steps(
+    why="to_empty() only allocates memory, with any values in it. Training begins with these values, or with NaN.",
+    fix="After to_empty(), initialize every parameter: call the reset_parameters() of each layer, also of those inside other "
+    "modules, or load a checkpoint that has all of them.",
+    needs=(NeverFilled,),
+    origin="call:to_empty",
+)
+def never_initialized(run: Run) -> Said:
+    """Parameters that nothing has set after ``to_empty()`` are trained."""
+    for process in run.trained[:1]:
+        for event in process.of(NeverFilled)[:1]:
+            names = listed([name.removeprefix("module.") for name in event.names])
+            seen = (
+                f"{plural(len(event.names), 'parameter')} of {event.of} ({names}) have no values yet at the first step"
+            )
+            yield Seen(f"{seen}: nothing sets them after to_empty()", event.where)
+
+
+@of_steps(
     why="NaN in the loss becomes NaN in all gradients and parameters, so nothing after it trains the model.",
     fix="Find the first operation that returns NaN with set_detect_anomaly(True) of torch.autograd: a division by zero, a mean "
     "over no values, the logarithm of 0, or a learning rate that is too high.",
     instead_of=(crash,),
+    after=(no_group, wrong_group, never_initialized),
 )
 def loss_not_finite(run: Run) -> Said:
     """From some backward pass on, the loss of a rank is NaN or infinite; or its parameters are."""

@@ -4,7 +4,8 @@ from itertools import islice
 
 from workshop.check.evidence.events import FileRenamed, FileWritten, Loaded, ModelLoaded, Saved
 from workshop.check.evidence.misuses import OwnStateLoaded
-from workshop.check.evidence.run import Process, Run
+from workshop.check.evidence.process import Process
+from workshop.check.evidence.run import Run
 from workshop.check.evidence.sketches import difference
 from workshop.check.rules.restart import SAME, never_resumes, resume_differs
 from workshop.check.rules.rule import Said, Seen, rule

@@ -19,7 +19,8 @@ from workshop.check.evidence.events import (
     StepTaken,
 )
 from workshop.check.evidence.misuses import OutputsShared, ResultDiscarded, TotalsSummed
-from workshop.check.evidence.run import Process, Run
+from workshop.check.evidence.process import Process
+from workshop.check.evidence.run import Run
 from workshop.check.evidence.sketches import CLOSE, difference
 from workshop.check.rules.comparison import loss_weights_differ
 from workshop.check.rules.evaluation import evaluation_missed, metric_of_one_rank

@@ -1,7 +1,8 @@
 """State of which each rank has its own, such as random numbers, if a second start restores that of one rank on all ranks."""
 
 from workshop.check.evidence.events import CheckpointCalled, EntriesSaved, Saved
-from workshop.check.evidence.run import Process, Run, Step
+from workshop.check.evidence.process import Process, Step
+from workshop.check.evidence.run import Run
 from workshop.check.rules.carried import Cause, variables
 from workshop.check.rules.words import listed, named
 from workshop.check.scenarios import Split

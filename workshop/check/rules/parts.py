@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from workshop.check.evidence.events import BatchLoaded, Key, Sketch, StepBegun
-from workshop.check.evidence.run import Process
+from workshop.check.evidence.process import Process
 from workshop.check.evidence.sketches import CLOSE, difference
 from workshop.check.rules.gradients import (
     buffers_differ,

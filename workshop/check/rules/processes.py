@@ -16,7 +16,8 @@ from workshop.check.evidence.events import (
     Started,
     StoreOpened,
 )
-from workshop.check.evidence.run import Process, Run
+from workshop.check.evidence.process import Process
+from workshop.check.evidence.run import Run
 from workshop.check.rules.rule import NotJudged, Said, Seen, rule
 from workshop.check.rules.words import named, plural
 from workshop.check.scenarios import DEVICES, SINGLE, SPLIT, TWO_NODES, WHOLE, Split

@@ -6,7 +6,8 @@ from copy import copy
 from typing import NamedTuple
 
 from workshop.check.evidence.events import Collective, Wrapped
-from workshop.check.evidence.run import Process, Run
+from workshop.check.evidence.process import Process
+from workshop.check.evidence.run import Run
 from workshop.check.evidence.sketches import CLOSE, difference
 from workshop.check.evidence.trail import Change
 from workshop.check.rules.rule import Seen

@@ -14,8 +14,9 @@ from workshop.check.evidence.events import (
     StepSkipped,
     UnevenJoined,
 )
+from workshop.check.evidence.process import Step
 from workshop.check.evidence.real import Killed, Kills, RealRun
-from workshop.check.evidence.run import Run, Step
+from workshop.check.evidence.run import Run
 from workshop.check.evidence.sketches import CLOSE, difference
 from workshop.check.rules import carried
 from workshop.check.rules.carried import Cause, first_cause, firsts

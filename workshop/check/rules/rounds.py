@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from workshop.check.evidence.events import Collective, Sketch, StepBegun, StepTaken, Wrapped
-from workshop.check.evidence.run import Process, Run
+from workshop.check.evidence.process import Process
+from workshop.check.evidence.run import Run
 from workshop.check.evidence.sketches import CLOSE, difference
 
 EXACT = 0.01  # relative difference of a sum of changes that rounding explains

@@ -2,13 +2,13 @@
 
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import combinations
 
 from workshop.check.evidence.events import (
     DATA_SET,
     SUBSET,
     Backward,
-    BatchLoaded,
     Drawn,
     EpochSet,
     Evaluated,
@@ -16,11 +16,23 @@ from workshop.check.evidence.events import (
     LoaderStarted,
 )
 from workshop.check.evidence.misuses import PassEnded
-from workshop.check.evidence.run import Process, Run
+from workshop.check.evidence.process import Process
+from workshop.check.evidence.run import Run
 from workshop.check.rules.carried import plays
 from workshop.check.rules.processes import no_group, wrong_group
 from workshop.check.rules.rule import Makes, Rule, Said, Seen, if_first, rule
-from workshop.check.rules.shares import batches, endless, orders, share_of_each, slices, stopped_early
+from workshop.check.rules.shares import (
+    batches,
+    different_steps,
+    endless,
+    in_a_last_batch,
+    orders,
+    share_of_each,
+    shared,
+    slices,
+    stopped_early,
+    unused_batches,
+)
 from workshop.check.rules.words import plural, rank_of
 from workshop.check.scenarios import COMPARED, WHOLE, Compared
 
@@ -28,10 +40,13 @@ ITERATE = (
     "Iterate over the DataLoader again in each epoch, after set_epoch(). itertools.cycle and list() keep the batches of the "
     "first pass."
 )
-SOME = 64  # samples of a rank without a repetition, after which their content identifies them
 SAME_SUBSET = (
     "Compute the indices on all ranks from the same values, or choose them on rank 0 and send them with "
     "broadcast_object_list."
+)
+OWN_DRAWS = (
+    "If the program draws the samples at random, seed each rank differently: torch.manual_seed(SEED + rank). If it has them "
+    "in memory, give each rank a part of its own, such as data[rank::world_size]."
 )
 SAME_ORDER = (
     "Draw the order from a generator that has the same seed on all ranks, such as "
@@ -108,7 +123,8 @@ def _collects(keys: list[Key], seconds: float, began: dict[Key, float]) -> bool:
 )
 def same_samples(run: Run) -> Said:
     """Two ranks train on the same samples."""
-    return if_first("same", _overlaps(run))
+    fix = "" if any(run.all(LoaderStarted)) else OWN_DRAWS
+    return (replace(seen, fix=seen.fix or fix) for seen in if_first("same", _overlaps(run)))
 
 
 @_of_samples(
@@ -211,9 +227,9 @@ def _overlaps(run: Run) -> Iterator[tuple[str, Seen]]:
         again = any(len(part) < 0.97 * len(keys) for part, keys in zip(sets, together, strict=True))
         for one, two in pairs if min(map(len, sets)) >= 4 else ():
             both, smaller = len(sets[one] & sets[two]), min(len(sets[one]), len(sets[two]))
-            if both >= 0.95 * smaller and not (again and _different_steps(ranks[one], ranks[two])):
+            if both >= 0.95 * smaller and not (again and different_steps(ranks[one], ranks[two])):
                 yield "same", Seen(f"{names[one, two]} saw the same {both:,} samples in epoch {number}", where)
-            elif both <= batch and _in_a_last_batch(sets[one] & sets[two], together[one], together[two], batch):
+            elif both <= batch and in_a_last_batch(sets[one] & sets[two], together[one], together[two], batch):
                 continue  # Accelerate repeats a batch so that all ranks have the same number
             elif both > run.nproc - 1 and both > 0.03 * smaller and not again:  # drawn with replacement: no mistake
                 text = f"{names[one, two]} share {both:,} of their {smaller:,} samples in epoch {number}"
@@ -225,7 +241,7 @@ def _overlaps(run: Run) -> Iterator[tuple[str, Seen]]:
         where = _drawn_where(ranks[one], set().union(*(here & there for here, there in keys))) or where
         fractions = [len(here & there) / min(len(here), len(there)) for here, there in keys if here and there]
         same, mean = sum(each >= 0.95 for each in fractions), sum(fractions) / max(len(fractions), 1)
-        if by_epoch and repeats and _different_steps(ranks[one], ranks[two]):
+        if by_epoch and repeats and different_steps(ranks[one], ranks[two]):
             continue  # a sampler that repeats samples, so that each rank changes them in its own way, or draws with replacement
         if same > len(fractions) / 2:
             text = f"at {same} of {len(fractions)} steps {names[one, two]} train on the same samples"
@@ -233,49 +249,16 @@ def _overlaps(run: Run) -> Iterator[tuple[str, Seen]]:
         elif mean > 0.1 and not _meets_equal_samples(ranks[one]):
             text = f"at each step {names[one, two]} share {mean:.0%} of their samples"
             yield "some", Seen(text, where, origin=drawn)
-        elif not by_epoch and not plays(ranks[one]) and (shares := _shares(ranks[one], ranks[two], len(ranks))):
+        elif not by_epoch and not plays(ranks[one]) and (shares := shared(ranks[one], ranks[two], len(ranks))):
             both, each = shares
             text = f"{names[one, two]} share {both:,} of the first {each:,} samples that each of them trains on"
             yield "some", Seen(text, where, origin=f"{drawn} reseeded")
-
-
-def _shares(one: Process, two: Process, ranks: int) -> tuple[int, int] | None:
-    """How many of their samples two ranks share, and of how many, if neither has met a sample twice until then.
-
-    Ranks that draw with replacement meet some twice. If many samples are shared although none is repeated, each rank goes
-    through an order of its own. They must share some soon: in the next epoch, a rank may get the samples of another one.
-    """
-    samples: tuple[dict[Key, None], dict[Key, None]] = {}, {}
-    for steps in zip(one.steps, two.steps, strict=False):
-        new = [step.keys for step in steps]
-        if any(
-            len({*keys}) < len(keys) or not known.keys().isdisjoint(keys)
-            for known, keys in zip(samples, new, strict=True)
-        ):
-            break
-        for known, keys in zip(samples, new, strict=True):
-            known.update(dict.fromkeys(keys))
-    mine, theirs = map(list, samples)
-    each = min(len(mine), len(theirs))
-    both, soon = (len({*mine[:part]} & {*theirs[:part]}) for part in (each, each // ranks))
-    return (both, each) if each >= SOME and both > 0.1 * each and soon > 0.03 * each / ranks else None
 
 
 def _meets_equal_samples(process: Process) -> bool:
     """Whether ranks share some samples by chance: batches contain equal ones, or the samples are the states of a game."""
     different, all_of_them = (sum(len(kind(each.keys)) for each in process.steps) for kind in (set, list))
     return different < 0.97 * all_of_them or plays(process)
-
-
-def _different_steps(one: Process, two: Process) -> bool:
-    """Whether two ranks train on different samples, or in a different order, in most steps."""
-    steps = [here.keys == there.keys for here, there in zip(one.steps, two.steps, strict=False)]
-    return sum(steps) < len(steps) / 2
-
-
-def _in_a_last_batch(shared: set[Key], one: list[Key], two: list[Key], batch: int) -> bool:
-    """Whether common samples are in the last batch of one of two ranks."""
-    return any(shared.issubset(keys[-batch:]) for keys in (one, two))
 
 
 def _drawn_where(process: Process, shared: set[Key]) -> str:
@@ -478,7 +461,7 @@ def same_batch(run: Run) -> Said:
 def batch_wasted(run: Run) -> Said:
     """More batches are loaded than used."""
     for process in run.trained if len(run.trained) > 1 else ():
-        left = len(process.of(BatchLoaded)) - len(process.of(Backward)) - len(process.of(Evaluated))
+        left = unused_batches(process)
         if left > 1:
             yield Seen(f"{plural(left, 'batch')} are loaded but not used")
             return

@@ -21,7 +21,8 @@ from workshop.check.evidence.events import (
     Wrapped,
 )
 from workshop.check.evidence.misuses import NormsSeen, ShardsLeft
-from workshop.check.evidence.run import Process, Run
+from workshop.check.evidence.process import Process
+from workshop.check.evidence.run import Run
 from workshop.check.rules.ending import ending
 from workshop.check.rules.gradients import clipping_differs, differs_from_one_process, gradients_differ, weights_differ
 from workshop.check.rules.processes import no_group, wrong_group

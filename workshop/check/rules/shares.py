@@ -3,10 +3,13 @@
 import math
 from collections.abc import Iterator
 
-from workshop.check.evidence.events import Backward, Collective, Drawn, Key, LoaderStarted
-from workshop.check.evidence.misuses import StreamEndless
-from workshop.check.evidence.run import Process, Run
+from workshop.check.evidence.events import Backward, BatchLoaded, Collective, Drawn, Evaluated, Key, LoaderStarted
+from workshop.check.evidence.misuses import PassEnded, StreamEndless
+from workshop.check.evidence.process import Process
+from workshop.check.evidence.run import Run
 from workshop.check.evidence.sketches import CLOSE
+
+SOME = 64  # samples of a rank without a repetition, after which their content identifies them
 
 
 def share_of_each(run: Run) -> tuple[int, int] | None:
@@ -88,3 +91,46 @@ def slices(one: Process, two: Process) -> bool:
     losses = [(here.loss, there.loss) for here, there in zip(one.backwards, two.backwards, strict=False)]
     known = [(here, there) for here, there in losses if here is not None and there is not None]
     return bool(known) and sum(not math.isclose(*pair, rel_tol=CLOSE) for pair in known) > len(known) / 2
+
+
+def shared(one: Process, two: Process, ranks: int) -> tuple[int, int] | None:
+    """How many of their samples two ranks share, and of how many, if neither has met a sample twice until then.
+
+    Ranks that draw with replacement meet some twice. If many samples are shared although none is repeated, each rank goes
+    through an order of its own. They must share some soon: in the next epoch, a rank may get the samples of another one.
+    """
+    samples: tuple[dict[Key, None], dict[Key, None]] = {}, {}
+    for steps in zip(one.steps, two.steps, strict=False):
+        new = [step.keys for step in steps]
+        if any(
+            len({*keys}) < len(keys) or not known.keys().isdisjoint(keys)
+            for known, keys in zip(samples, new, strict=True)
+        ):
+            break
+        for known, keys in zip(samples, new, strict=True):
+            known.update(dict.fromkeys(keys))
+    mine, theirs = map(list, samples)
+    each = min(len(mine), len(theirs))
+    both, soon = (len({*mine[:part]} & {*theirs[:part]}) for part in (each, each // ranks))
+    return (both, each) if each >= SOME and both > 0.1 * each and soon > 0.03 * each / ranks else None
+
+
+def different_steps(one: Process, two: Process) -> bool:
+    """Whether two ranks train on different samples, or in a different order, in most steps."""
+    steps = [here.keys == there.keys for here, there in zip(one.steps, two.steps, strict=False)]
+    return sum(steps) < len(steps) / 2
+
+
+def in_a_last_batch(shared: set[Key], one: list[Key], two: list[Key], batch: int) -> bool:
+    """Whether common samples are in the last batch of one of two ranks."""
+    return any(shared.issubset(keys[-batch:]) for keys in (one, two))
+
+
+def unused_batches(process: Process) -> int:
+    """How many batches more a process has loaded than used, without those of loaders that have another purpose."""
+    forwards = [*(each.forward for each in process.backwards), *(each.forward for each in process.of(Evaluated))]
+    used = {each.loader[0] for each in forwards if each and each.loader}
+    others = sum(
+        each.batches for each in process.of(PassEnded) if each.loader not in used
+    )  # such as those of a preparation
+    return len(process.of(BatchLoaded)) - others - len(forwards)

@@ -3,7 +3,8 @@
 from itertools import combinations
 
 from workshop.check.evidence.events import CheckpointCalled, Collective, InputSharded, Saved
-from workshop.check.evidence.run import Process, Run
+from workshop.check.evidence.process import Process
+from workshop.check.evidence.run import Run
 from workshop.check.rules.processes import no_group, wrong_group
 from workshop.check.rules.rule import Said, Seen, rule
 from workshop.check.rules.words import named, plural

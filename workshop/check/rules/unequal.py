@@ -15,7 +15,7 @@ from workshop.check.evidence.events import (
     Wrapped,
 )
 from workshop.check.evidence.misuses import GradientsIgnored
-from workshop.check.evidence.run import Process, Step
+from workshop.check.evidence.process import Process, Step
 from workshop.check.evidence.sketches import CLOSE
 from workshop.check.rules.divergence import TO_ONE, collectives_since
 

@@ -9,7 +9,8 @@ from pathlib import PurePath
 from typing import NamedTuple
 
 from workshop.check.evidence.events import Collective, Ended
-from workshop.check.evidence.run import Process, Run
+from workshop.check.evidence.process import Process
+from workshop.check.evidence.run import Run
 from workshop.check.evidence.trail import ENTRIES, parts
 from workshop.check.rules.divergence import Call, call_of
 from workshop.check.rules.rule import Seen

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from workshop.check.evidence.run import Process
+from workshop.check.evidence.process import Process
 
 
 def plural(count: int, word: str) -> str:
