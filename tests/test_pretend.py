@@ -405,6 +405,23 @@ def test_two_ranks_on_one_gpu_are_refused(tmp_path):
     assert "refused: two ranks on one GPU: ranks 0 and 1, GPU 0" in done.stdout
 
 
+def test_objects_of_two_ranks_on_one_gpu_are_refused(tmp_path):
+    program = tmp_path / "objects.py"
+    program.write_text(
+        "import os, torch, torch.distributed as dist\n"
+        "dist.init_process_group('nccl')\n"
+        "own = torch.device('cuda', int(os.environ['LOCAL_RANK']))\n"
+        "dist.all_reduce(torch.ones(1, device=own))\n"
+        "dist.all_gather_object([None, None], 'from the current GPU, which is GPU 0 on both ranks')\n"
+    )
+    done = pretend(tmp_path, "python", *TORCHRUN, "--nproc-per-node=2", program)
+    assert done.returncode != 0
+    assert "refused: two ranks on one GPU: ranks 0 and 1, GPU 0" in done.stdout
+    program.write_text(program.read_text().replace("'nccl'", ""))  # then the CPU has a backend, and sends them
+    done = pretend(tmp_path, "python", *TORCHRUN, "--nproc-per-node=2", program)
+    assert done.returncode == 0, done.stderr
+
+
 def test_set_device_by_rank_fails_only_on_the_second_node(tmp_path):
     program = tmp_path / "by_rank.py"
     index = 'int(os.environ["LOCAL_RANK"]) % torch.accelerator.device_count()'

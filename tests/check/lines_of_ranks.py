@@ -100,6 +100,13 @@ PROGRAMS = {
             for epoch in range(3):  # cause
                 epoch_of(model, loader)
     """,
+    "loader:uncalled  ": """
+        def main(model, data):
+            loader = DataLoader(data, sampler=DistributedSampler(data))
+            while True:  # cause
+                for batch in loader:  # seen
+                    model(batch)
+    """,
     "once:train": """
         def evaluate(model):
             model.eval()  # seen

@@ -4,12 +4,19 @@ from check.made import Made
 from workshop.check.evidence.events import (
     DATA_SET,
     Drawn,
+    FileWritten,
     LoaderStarted,
     LossWeighted,
     ModelCopied,
     ModelUpdated,
 )
-from workshop.check.evidence.misuses import InputsWithoutGradients, LabelsShifted, LossOfProbabilities, LossScaled
+from workshop.check.evidence.misuses import (
+    InputsWithoutGradients,
+    LabelsShifted,
+    LossOfProbabilities,
+    LossScaled,
+    OtherSamplerSet,
+)
 
 # ---------------------------------------------------------------- two ranks that train
 
@@ -47,6 +54,40 @@ def test_random_splits_and_orders_of_the_program_are_recorded(place):
     assert others[1].where == drawing.line("# by the module")
     assert others[-1].where == drawing.line("# by NumPy")
     assert (divided.name, divided.size, divided.of, divided.where) == (DATA_SET, 50, 4, drawing.line("# divided"))
+
+
+# ---------------------------------------------------------------- samplers, and files without contents
+
+SAMPLING = """
+    import tempfile
+    from torch.utils.data import DataLoader, DistributedSampler
+
+    samplers = [DistributedSampler([1, 2, 3, 4], num_replicas=2, rank=0) for _ in range(2)]
+    loaders = [DataLoader([1, 2, 3, 4], sampler=sampler) for sampler in samplers]
+    for epoch in range(3):
+        samplers[1].set_epoch(epoch)
+        for loader in loaders:
+            list(loader)
+    with open("log.txt", "w") as log:  # each rank may do this
+        pass
+    open("other.txt", "w").close()
+    with tempfile.NamedTemporaryFile("w", dir=".", delete=False, prefix="named") as file:
+        file.write("x")
+    with open("written.txt", "w") as file:
+        file.write("x")
+"""
+
+
+def test_a_sampler_that_gets_no_epoch_although_another_does_is_recorded(place):
+    (process,) = Made(place("sampling"), SAMPLING).well().run.processes
+    assert [event.loader for event in process.of(OtherSamplerSet)] == [1]
+
+
+def test_files_that_are_only_emptied_and_folders_of_temporary_files_do_not_count(place):
+    (process,) = Made(place("emptying"), SAMPLING).well().run.processes
+    named, written = (event.path.rsplit("/", 1)[-1] for event in process.of(FileWritten))
+    assert named.startswith("named")
+    assert written == "written.txt"
 
 
 # ---------------------------------------------------------------- streams

@@ -85,6 +85,30 @@ def test_parameters_that_nothing_has_set_after_to_empty_are_recorded(place):
     assert (event.names, event.of, event.where) == (["2.bias"], 6, made.line("# here"))
 
 
+# ---------------------------------------------------------------- the profiler
+
+PROFILED = """
+    import torch
+    from torch import nn
+    from torch.profiler import ProfilerActivity, profile, schedule
+
+    model = nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    plan = schedule(wait=1, warmup=1, active=2, repeat=1)
+    with profile(activities=[ProfilerActivity.CPU], schedule=plan, with_stack=True) as profiler:
+        for _ in range(6):
+            model(torch.ones(1, 2)).sum().backward()
+            optimizer.step()
+            profiler.step()
+    print(len(profiler.key_averages()) > 3)
+"""
+
+
+def test_a_profiler_that_looks_at_the_stack_does_not_end_the_program(place):
+    (process,) = Made(place("profiled"), PROFILED).well().run.processes
+    assert process.stdout == "True\n"
+
+
 # ---------------------------------------------------------------- a new loader in each epoch
 
 ANEW = """

@@ -7,6 +7,7 @@ import pytest
 from workshop.check.command import _one_for_each_line
 from workshop.check.evidence.events import (
     Backward,
+    BatchLoaded,
     Collective,
     EngineCalled,
     Evaluated,
@@ -14,19 +15,26 @@ from workshop.check.evidence.events import (
     FileWritten,
     Forward,
     Joined,
+    LoaderStarted,
     ModelEvaluated,
+    Saved,
     StepBegun,
     StepTaken,
     Wrapped,
 )
-from workshop.check.evidence.process import Process
+from workshop.check.evidence.misuses import PassEnded
+from workshop.check.evidence.process import Process, Step
 from workshop.check.evidence.run import Run
+from workshop.check.foreign import _first_save, _latest
 from workshop.check.rules.carried import _counted_elsewhere, plays
 from workshop.check.rules.deepspeed import engine_steps_missing
-from workshop.check.rules.files import renamed_before_written, two_writers
+from workshop.check.rules.files import renamed_before_written, several_print, two_writers
 from workshop.check.rules.gradients import _evaluated_together
 from workshop.check.rules.learning import loss_not_finite
+from workshop.check.rules.restart import _resumed
 from workshop.check.rules.rule import RULES
+from workshop.check.rules.samples import OWN_DRAWS, same_samples
+from workshop.check.rules.shares import unused_batches
 from workshop.check.verdict import Finding
 
 BEGUN = StepBegun(gradients=[], weights=[], names=[], rates=[], state=0, of_model=True, fitting=False)
@@ -123,6 +131,74 @@ def test_evaluations_after_different_numbers_of_steps_are_not_compared():
         _evaluated_together([process(1, evaluated(4), evaluated(8)), process(2, evaluated(4), evaluated(6))])
     )
     assert [[each.steps for each in pair] for pair in together] == [[4, 4]]
+
+
+def test_evaluations_before_ddp_makes_the_parameters_equal_are_not_compared():
+    def evaluated(norm):
+        return ModelEvaluated(model="Net", weights=[(norm, [norm])], names=["a"])
+
+    ranks = [joined(rank, evaluated(rank), Wrapped(names=("a",)), evaluated(2.0)) for rank in (0, 1)]
+    ((first, second),) = _evaluated_together(ranks)
+    assert first.weights == second.weights == [(2.0, [2.0])]
+
+
+@pytest.mark.parametrize(("lines", "found"), [(["on GPU 0", "on GPU 1"], 0), (["loss 0.5", "loss 0.5"], 1)])
+def test_lines_that_name_the_rank_are_not_the_same(lines, found):
+    ranks = [joined(rank) for rank in (0, 1)]
+    for rank, line in zip(ranks, lines, strict=True):
+        rank.stdout = line + "\n"
+    assert len(list(several_print.detectors[0].function(run(*ranks)))) == found
+
+
+def test_batches_of_a_loader_that_no_model_sees_are_not_wasted():
+    loaded = BatchLoaded(seconds=0.0)
+    preparation = [loaded, loaded, loaded, PassEnded(loader=7, iteration=1, batches=3, order=None)]
+    assert unused_batches(process(1, *preparation, loaded, passed(1))) == 0
+    assert unused_batches(process(1, loaded, loaded, loaded, loaded, passed(1))) == 3
+
+
+def test_the_first_checkpoint_that_counts_follows_a_step_with_a_learning_rate():
+    saved = Saved(path="/r/a.pt", keys=[])
+    steps = [dataclasses.replace(BEGUN, rates=[rate]) for rate in (0.0, 0.1, 0.2)]
+    events = [event for step in steps for event in (passed(1), step, StepTaken(weights=[]), saved)]
+    assert _first_save(run(joined(0, *events[:-1]))) == 2
+
+
+def test_the_newest_checkpoint_is_that_of_a_model(tmp_path):
+    for name in ("model.pt", "results.pt"):
+        (tmp_path / name).touch()
+    saves = [Saved(path=f"{tmp_path}/model.tmp", keys=["weight"]), FileRenamed(source=f"{tmp_path}/model.tmp")]
+    saves += [FileWritten(path=f"{tmp_path}/model.pt"), Saved(path=f"{tmp_path}/results.pt", keys=[])]
+    program = run(joined(0, passed(1), BEGUN, StepTaken(weights=[]), *saves))
+    assert _latest(program, tmp_path) == "model.pt"
+
+
+def test_parameters_without_gradients_do_not_tell_whether_a_run_resumed():
+    def step(trained, average, gradient):
+        begun = dataclasses.replace(
+            BEGUN, weights=[(trained, [trained]), (average, [average])], gradients=[gradient, None]
+        )
+        return Step(0.0, begun, [], after=StepTaken(weights=[(trained + 1, [trained + 1]), (average, [average])]))
+
+    done = [step(1.0, 5.0, (1.0, [1.0]))]
+    assert _resumed(done, step(2.0, 7.0, (1.0, [1.0])))
+    assert not _resumed(done, step(3.0, 5.0, (1.0, [1.0])))
+
+
+def test_the_fix_for_equal_samples_without_a_loader_is_about_seeds():
+    def said(*before):
+        steps = [
+            event
+            for key in range(0, 80, 2)
+            for event in (passed(key, key + 1, loader=None), BEGUN, StepTaken(weights=[]))
+        ]
+        return [
+            seen.fix
+            for seen in same_samples.detectors[0].function(run(*(joined(rank, *before, *steps) for rank in (0, 1))))
+        ]
+
+    assert said() == [OWN_DRAWS]
+    assert said(LoaderStarted(loader=1, iteration=1, length=None)) == [""]
 
 
 def test_a_rank_that_renames_a_folder_waits_for_those_that_write_into_it():

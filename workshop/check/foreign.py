@@ -401,9 +401,12 @@ def _first_save(run: Run) -> int | None:
     """The number of the save, in the process that saves, after which the run is killed; None: there is none between two steps.
 
     It is the first one or, if a file such as the best model is not saved every time, the last one before it is left out: then
-    the second start shows whether it knows the best value so far. A copy such as an average has been updated before it.
+    the second start shows whether it knows the best value so far. A copy such as an average has been updated before it, and the
+    parameters have changed: a schedule may begin with a learning rate of 0.
     """
     updated = min((seconds for process in run.processes for seconds, _ in process.timed(ModelUpdated)), default=0.0)
+    steps = run.trained[0].steps if run.trained else []
+    updated = max(updated, next((step.seconds for step in steps if any(step.before.rates or [1.0])), 0.0))
     rounds = _rounds(run)
     before: set[str] = set()
     for now, following in itertools.pairwise(rounds.values()):
@@ -426,13 +429,17 @@ def _saved(process: Process) -> list[tuple[float, Saved | CheckpointCalled]]:
 
 
 def _latest(run: Run, scratch: Path) -> str:
-    """The newest checkpoint of a run that still exists, relative to its folder."""
-    existing = [path for path in reversed(_checkpoints(run)) if Path(path).exists()]
+    """The newest checkpoint of a run that still exists, relative to its folder: of a model, if it has saved one."""
+    newest = (path for model in (True, False) for path in reversed(_checkpoints(run, model)))
+    existing = [path for path in newest if Path(path).exists()]
     return os.path.relpath(existing[0], scratch.resolve()) if existing else ""
 
 
-def _checkpoints(run: Run) -> list[str]:
-    """The files that a run saved after its first step, the newest last, also under the names that they got afterwards."""
+def _checkpoints(run: Run, model: bool = False) -> list[str]:
+    """The files that a run saved after its first step, the newest last, also under the names that they got afterwards.
+
+    ``model``: only those with the parameters of a model, and not, for example, the results of an evaluation.
+    """
     found: list[tuple[float, str]] = []
     for process in run.processes:
         saved: set[str] = set()
@@ -441,7 +448,7 @@ def _checkpoints(run: Run) -> list[str]:
             begun |= bool(process.steps) and seconds > process.steps[0].seconds
             if not begun:
                 continue
-            if isinstance(event, Saved) and event.path:
+            if isinstance(event, Saved) and event.path and (event.keys or not model):
                 saved.add(event.path)
                 found.append((seconds, event.path))
             elif isinstance(event, FileRenamed):

@@ -31,13 +31,14 @@ def loader(source: Source, start: ast.stmt, detail: str) -> int | None:
 
 
 def _loop_of_epochs(source: Source, start: ast.stmt) -> int | None:
-    """The loop over the epochs around a statement, or around the only call of its function."""
+    """The loop over the epochs around a statement, or around the only call of its function; or any loop around a loop."""
     calling = source.calls_of(source.scopes(start)[0])
     for inner in (start, *(calling if len(calling) == 1 else ())):
         for each in source.above(inner):
             if isinstance(each, ast.For) and "epoch" in ast.unparse(each.target).lower():
                 return each.lineno
-    return None
+    around = (each.lineno for each in source.above(start) if isinstance(each, ast.For | ast.While))
+    return next(around, None) if isinstance(start, ast.For) else None
 
 
 def _loaders(source: Source, start: ast.stmt, evaluation: bool) -> Iterator[tuple[ast.Call, ast.stmt]]:

@@ -3,6 +3,7 @@
 import os
 import threading
 from functools import wraps
+from typing import NoReturn
 
 import torch
 import torch.distributed as dist
@@ -17,7 +18,8 @@ NAMESPACES = ("c10d", "_c10d_functional", "_c10d_functional_autograd", "_dtensor
 FLAT = ("c10d::_allgather_base_", "c10d::_reduce_scatter_base_")
 NODE = "WORKSHOP_PRETEND_NODE"  # the number of the simulated node that a process runs on
 declared: dict[str, str] = {}  # name of a group -> the backend that the program asked for
-_met: set[str] = set()  # groups whose ranks have compared their GPUs
+# By the name of a group whose ranks have compared their GPUs: the rank that uses each, which is named by its node and its number.
+_met: dict[str, dict[tuple[int, int], int]] = {}
 _used: set[int] = set()  # addresses of the lists of used parameters
 _inside = threading.local()
 
@@ -49,8 +51,7 @@ def check(func, args, flat) -> None:
         devices.note("cpu-tensor", name.removeprefix("c10d::"))
         raise RuntimeError("No backend type associated with device type cpu")
     between_two = "send" in name or "recv" in name
-    if on_gpu and not between_two and group.group_name not in _met:
-        _met.add(group.group_name)
+    if on_gpu and not between_two:
         _compare_gpus(group, on_gpu[0])
 
 
@@ -64,24 +65,35 @@ def _group_of(args) -> dist.ProcessGroup | None:
 
 
 def _compare_gpus(group: dist.ProcessGroup, index: int) -> None:
-    """All ranks tell each other their GPUs. NCCL does the same in its first collective."""
+    """In the first collective of a group, all ranks tell each other their GPUs, as with NCCL.
+
+    Later, NCCL refuses a GPU that a different rank uses in this group, such as GPU 0 for the objects of rank 1.
+    """
+    own = int(os.environ.get(NODE, 0)), devices.visible()[index]
+    if owners := _met.get(group.group_name):
+        if owners.get(own, group.rank()) != group.rank():
+            _refuse(group.rank(), owners[own], own[1])
+        return
     _inside.comparing = True
     try:
-        mine = torch.tensor([int(os.environ.get(NODE, 0)), devices.visible()[index]])
+        mine = torch.tensor(own)
         everyone = [torch.zeros_like(mine) for _ in range(group.size())]
         group.allgather([everyone], [mine]).wait()
     finally:
         _inside.comparing = False
-    owners: dict[tuple, int] = {}
-    for rank, where in enumerate(tuple(each.tolist()) for each in everyone):
-        if where in owners:
-            devices.note("same-gpu", f"ranks {owners[where]} and {rank}, GPU {where[1]}")
-            raise dist.DistBackendError(
-                "NCCL error in: pretended GPUs, invalid usage\nncclInvalidUsage: This usually reflects invalid usage of NCCL "
-                f"library.\nLast error:\nDuplicate GPU detected : rank {rank} and rank {owners[where]} both on CUDA device "
-                f"{where[1]:x}000"
-            )
-        owners[where] = rank
+    owners = _met[group.group_name] = {}
+    for rank, (node, gpu) in enumerate(each.tolist() for each in everyone):
+        if (node, gpu) in owners:
+            _refuse(rank, owners[node, gpu], gpu)
+        owners[node, gpu] = rank
+
+
+def _refuse(rank: int, owner: int, gpu: int) -> NoReturn:
+    devices.note("same-gpu", f"ranks {owner} and {rank}, GPU {gpu}")
+    raise dist.DistBackendError(
+        "NCCL error in: pretended GPUs, invalid usage\nncclInvalidUsage: This usually reflects invalid usage of NCCL "
+        f"library.\nLast error:\nDuplicate GPU detected : rank {rank} and rank {owner} both on CUDA device {gpu:x}000"
+    )
 
 
 def _all_reduce(original):
@@ -141,7 +153,13 @@ def install() -> None:
         for module in (dist, c10d, device_mesh):  # the same object in all, as before
             if hasattr(module, name):
                 setattr(module, name, function)
-    c10d._get_object_coll_device = lambda group=None: "cuda" if "nccl" in _backend_of(group) else "cpu"
+    c10d._get_object_coll_device = _device_of_objects
+
+
+def _device_of_objects(group=None) -> str:
+    """Where a group sends objects: on the CPU if it has a backend for it, otherwise on the current GPU."""
+    backend = _backend_of(group)
+    return "cuda" if "nccl" in backend and "cpu:" not in backend else "cpu"
 
 
 def _backend_of(group) -> str:

@@ -154,3 +154,8 @@ class ScheduleAdvanced(
 class NeverFilled(Event):
     names: list[str]
     of: int  # the number of parameters of the model that the optimizer has
+
+
+# A further iteration began over a loader whose DistributedSampler has got no epoch, although a different one has; once for each.
+class OtherSamplerSet(Event):
+    loader: int

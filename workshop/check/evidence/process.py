@@ -218,15 +218,22 @@ class Process:
 
         If it is in a different file than the loop over the loader, such as that of a loss with a model inside: the loop.
         """
+        line = next((backward.forward.where for backward in self.backwards if backward.forward), "")
+        return self.loop_where if self.loop_where.rpartition(":")[0] != line.rpartition(":")[0] else line
+
+    @property
+    def loop_where(self) -> str:
+        """The line of the first loop over the loader of the training samples, or else of the first forward pass."""
         first = next((backward.forward for backward in self.backwards if backward.forward), None)
-        loops = (
-            each.where for each in self.of(LoaderStarted) if first and (each.loader, each.iteration) == first.loader
-        )
-        line, loop = first.where if first else "", next(loops, "")
-        return loop if loop and loop.rpartition(":")[0] != line.rpartition(":")[0] else line
+        loops = (event.where for event in self.of(LoaderStarted) if first and _pass(event) == first.loader)
+        return next(filter(None, loops), first.where if first else "")
 
     @property
     def draws(self) -> bool:
         """Whether the steps use the default random generator of torch, for example for dropout."""
         states = [backward.random for backward in self.backwards]
         return len(states) > 2 and len(set(states)) > len(states) / 2  # iterating over a loader draws once per epoch
+
+
+def _pass(event: LoaderStarted) -> Loader:
+    return event.loader, event.iteration

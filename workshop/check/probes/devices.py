@@ -51,6 +51,11 @@ class Compiling(Probe):
 
     writes = (Compiled,)
 
+    @around(torch.autograd.profiler.profile, "__init__")
+    def _profile(self, original: Function, profile: Any, *args: Any, **kwargs: Any) -> Any:
+        # The profiler would end the process while it looks at the stack, in which there are functions of the check.
+        return original(profile, *args, **kwargs | {"with_stack": False})
+
     @around(nn.Module, "compile")
     def _compile_module(self, *args: Any, **kwargs: Any) -> None:
         self.recorder.note(Compiled())

@@ -2,7 +2,9 @@
 
 import fcntl
 import itertools
+import linecache
 import os
+import re
 import sys
 import sysconfig
 import threading
@@ -25,6 +27,7 @@ ENTRIES = frozenset(("os.remove", "os.mkdir", "os.rmdir"))
 EVENTS = ENTRIES | {"open", "os.rename", "os.truncate"}
 LIBRARIES = tuple({os.path.realpath(sysconfig.get_path(name)) + os.sep for name in ("purelib", "platlib", "stdlib")})
 DEPTH, TENSORS = 6, 2000  # of a saved object that is recorded
+EMPTIES = re.compile(r"\s*(?:with\s+open\(.*\).*:.*\n\s+pass\b|open\(.*\)\.close\(\))")
 OUTSIDE = "workshop check: writing outside of the run's folder is not allowed"
 
 
@@ -56,7 +59,15 @@ class Files(Probe):
                 path = self._changed(event, arguments)
             if path:
                 appends = event == "open" and bool(arguments[2] & os.O_APPEND)  # a log: each line is written whole
-                self._write(path, content=event not in ENTRIES and not appends)
+                self._write(path, content=event not in ENTRIES and not appends and not self._empties())
+
+    def _empties(self) -> bool:
+        """Whether the line of the program opens a file only to empty it."""
+        with self.recorder.guard:
+            frame = next(self.recorder.frames(), None)
+            file, number = (frame.f_code.co_filename, frame.f_lineno) if frame else ("", 0)
+            return EMPTIES.match(linecache.getline(file, number) + linecache.getline(file, number + 1)) is not None
+        return False
 
     def _changed(self, event: str, arguments: tuple[Any, ...]) -> str:
         """Return the path of the changed file, or "" if there is none."""
@@ -72,7 +83,9 @@ class Files(Probe):
         reading = event == "open" and not arguments[2] & (os.O_WRONLY | os.O_RDWR)
         if reading and not self.recorder.received and isinstance(path, (str, bytes, os.PathLike)):
             self.recorder.received = self._of_this_run(os.path.realpath(os.fsdecode(path)))
-        return "" if reading or not isinstance(path, (str, bytes, os.PathLike)) else os.path.realpath(os.fsdecode(path))
+        # Python opens a temporary file with the path of its folder, and then with its own.
+        ignored = reading or not isinstance(path, (str, bytes, os.PathLike)) or os.path.isdir(path)
+        return "" if ignored else os.path.realpath(os.fsdecode(path))
 
     def _of_this_run(self, path: str) -> bool:
         """Whether a process has written a file in the folder of the run since this process began."""

@@ -8,13 +8,13 @@ from collections.abc import Iterable
 from contextlib import suppress
 from itertools import count
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, Subset, dataloader
 
 from workshop.check.evidence.events import BatchLoaded, EpochSet, Key, Loader, LoaderStarted
-from workshop.check.evidence.misuses import DataHeld, PassEnded, StreamEndless
+from workshop.check.evidence.misuses import DataHeld, OtherSamplerSet, PassEnded, StreamEndless
 from workshop.check.probes.contents import first_tensor, rows
 from workshop.check.probes.held import begins_again, held, ignores_index
 from workshop.check.probes.probe import Function, Probe, after, around, before
@@ -27,7 +27,7 @@ PENDING = 64  # batches kept until a forward pass uses them
 class Samples(Probe):
     """Records what a ``DataLoader`` does, and keeps its batches for the forward pass that uses them."""
 
-    writes = (LoaderStarted, EpochSet, BatchLoaded, PassEnded, DataHeld, StreamEndless)
+    writes = (LoaderStarted, EpochSet, BatchLoaded, PassEnded, DataHeld, StreamEndless, OtherSamplerSet)
 
     def __init__(self, recorder: Recorder):
         super().__init__(recorder)
@@ -39,6 +39,7 @@ class Samples(Probe):
         )  # of the samples so far, and batches
         self.iterations: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
         self.numbers: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
+        self.told: WeakSet[Any] = WeakSet()  # samplers that have got an epoch, or for which that was recorded
         self.loaders_seen = count(1)
         self.drawn: dict[type, bool] = {}  # whether a class of data sets draws its samples, whatever the index is
         self.lists: dict[int, list[object]] = {}  # by length: the first samples of the data sets that are lists
@@ -100,10 +101,16 @@ class Samples(Probe):
         workers, source = (loader.num_workers, self._source(loader.dataset)) if streamed else (0, "")
         event = LoaderStarted(loader=number, iteration=iteration, length=length, workers=workers, source=source)
         self.note_here(event)
+        self._look_at_sampler(getattr(loader.batch_sampler, "sampler", loader.sampler), number, iteration)
         if iteration == 1 and streamed and begins_again(loader.dataset):
             self.recorder.note(StreamEndless(loader=number))
         elif iteration == 1 and not streamed:
             self._note_contents(loader.dataset)
+
+    def _look_at_sampler(self, sampler: Any, number: int, iteration: int) -> None:
+        if iteration > 1 and self.told and isinstance(sampler, DistributedSampler) and sampler not in self.told:
+            self.told.add(sampler)
+            self.recorder.note(OtherSamplerSet(loader=number))
 
     def _note_contents(self, dataset: Any) -> None:
         """Record what a data set holds, if it is not a list, whose samples are marked already."""
@@ -121,6 +128,7 @@ class Samples(Probe):
 
     @before(DistributedSampler, "set_epoch")
     def _set_epoch(self, sampler: Any, epoch: int) -> None:
+        self.told.add(sampler)
         self.recorder.note(EpochSet(epoch=int(epoch)))
 
     def _take(self, tensor: torch.Tensor) -> Batch | None:

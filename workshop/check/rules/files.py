@@ -134,10 +134,17 @@ def several_print(run: Run) -> Said:
     """Two ranks print the same lines."""
     ranks = [process for process in run.ranks if process.stdout.strip()]
     if len(ranks) > 1:
-        known = dict(_lines(ranks[0]))
-        same = [line for pattern, line in _lines(ranks[1]) if pattern in known]
+        known = dict(reversed(_lines(ranks[0])))  # the first line of each pattern
+        first = dict(reversed(_lines(ranks[1])))
+        same = [line for pattern, line in first.items() if pattern in known and not _tell_ranks(known[pattern], line)]
         for line in same[:1]:
             yield Seen(f'{named(ranks[1])} prints the same lines as {named(ranks[0])}: "{line[:70]}"')
+
+
+def _tell_ranks(one: str, other: str) -> bool:
+    """Whether lines of rank 0 and rank 1 differ in the number of the rank, such as in that of the GPU."""
+    numbers = zip(re.findall(r"\d+", one), re.findall(r"\d+", other), strict=False)
+    return ("0", "1") in numbers
 
 
 def _lines(process: Process) -> list[tuple[str, str]]:

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from workshop.check.evidence.events import Autocasting, GpuMemory, GpuNoted, Raised, StepTaken
+from workshop.check.evidence.events import Autocasting, GpuMemory, GpuNoted, Loaded, Raised, StepTaken
 from workshop.check.evidence.process import Process
 from workshop.check.evidence.run import Run
 from workshop.check.rules.processes import device_index, device_shared
@@ -16,6 +16,7 @@ from workshop.check.rules.words import named, plural
 from workshop.check.scenarios import DEVICES, TWO_NODES
 
 NUMBERS = "Give such a function numbers of Python where it needs sizes or indices, and not tensors on the GPU."
+SENT = "Send tensors that are on the CPU: call cpu() on each before broadcast_object_list, gather_object or all_gather_object."
 STEPS = 3  # steps of a process from which on a rule judges what every step does
 REFUSED = ("two-devices", "numpy", "generator", "forked", "cpu-tensor", "no-such-gpu", "same-gpu")
 COPIES = ("pageable", "pageable-non-blocking", "pinned", "pinned-non-blocking")
@@ -149,7 +150,9 @@ def loaded_elsewhere(run: Run) -> Said:
         memory = next((each.bytes for each in reversed(process.of(GpuMemory))), {})
         own = max(memory, key=memory.__getitem__, default=None)  # a program can use a GPU that is not the current one
         if event.detail != f"GPU {own}":
-            yield Seen(f"{named(process)} loads tensors onto {event.detail}, which is not its own", event.where)
+            seen = f"{named(process)} loads tensors onto {event.detail}, which is not its own"
+            loads = any(each.where == event.where for each in process.of(Loaded))
+            yield Seen(seen, event.where, fix="" if loads else SENT)
             return
 
 

@@ -133,7 +133,12 @@ def _evaluated_together(ranks: list[Process]) -> Iterator[tuple[ModelEvaluated, 
         seen = Counter[tuple[str, ...]]()
         early.append([])
         late.append({})
-        for each in process.of(ModelEvaluated):
+        wrapped = next((seconds for seconds, _ in process.timed(Wrapped)), 0.0)
+        for seconds, each in process.timed(ModelEvaluated):
+            if (
+                seconds < wrapped
+            ):  # it sends the parameters of rank 0 to all ranks, also those of a model that is only traced
+                continue
             model = each.model, *each.names
             seen[model] += 1
             if seen[model] <= FIRST:

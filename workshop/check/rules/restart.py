@@ -378,9 +378,17 @@ def _reproducible(base: list[Step], done: list[Step]) -> bool:
 
 
 def _resumed(done: list[Step], begin: Step) -> bool:
-    """Whether a step begins with parameters that the first run had after some step."""
+    """Whether a step begins with parameters that the first run had after some step.
+
+    Only those with gradients count: the forward pass itself may change others, such as those of a momentum encoder.
+    """
     had = [*(step.before.weights for step in done[1:]), *(step.after.weights for step in done if step.after)]
-    return any(difference(begin.before.weights, weights) < SAME for weights in had)
+    now = begin.before.weights
+    trained = [number for number, gradient in enumerate(begin.before.gradients) if gradient] or [*range(len(now))]
+    same = (each for each in had if len(each) == len(now))
+    return any(
+        difference([now[number] for number in trained], [each[number] for number in trained]) < SAME for each in same
+    )
 
 
 @rule(

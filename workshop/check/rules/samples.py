@@ -15,7 +15,7 @@ from workshop.check.evidence.events import (
     Key,
     LoaderStarted,
 )
-from workshop.check.evidence.misuses import PassEnded
+from workshop.check.evidence.misuses import OtherSamplerSet, PassEnded
 from workshop.check.evidence.process import Process
 from workshop.check.evidence.run import Run
 from workshop.check.rules.carried import plays
@@ -43,6 +43,9 @@ ITERATE = (
 SAME_SUBSET = (
     "Compute the indices on all ranks from the same values, or choose them on rank 0 and send them with "
     "broadcast_object_list."
+)
+OWN_SAMPLER = (
+    "Keep the DistributedSampler of each loader in a variable of its own, and call set_epoch of that for training."
 )
 OWN_DRAWS = (
     "If the program draws the samples at random, seed each rank differently: torch.manual_seed(SEED + rank). If it has them "
@@ -393,9 +396,18 @@ def same_order(run: Run) -> Said:
             sampled = run.nproc > 1 and any(_data_sets(process))
             never = "; set_epoch was never called" if sampled else ""
             extra = f"; set_epoch was called with {calls}" if calls else never
-            origin = "" if calls else "loader:uncalled"
+            other = process.steps[0].loader and process.steps[0].loader[0] in {
+                each.loader for each in process.of(OtherSamplerSet)
+            }
+            extra += " on the DistributedSampler of a different loader" if other else ""
             seen = f"epoch 2 has the same samples in the same order as epoch 1{extra}"
-            yield Seen(seen, process.data_where, origin=origin)
+            origin = "" if calls else "loader:uncalled"
+            yield Seen(
+                seen,
+                process.data_where if calls else process.loop_where,
+                fix=OWN_SAMPLER if other else "",
+                origin=origin,
+            )
             return
         if beside := _beside_main(process) or _kept_batches(process):
             yield beside
