@@ -26,12 +26,12 @@ from workshop.check.evidence.misuses import PassEnded
 from workshop.check.evidence.process import Process, Step
 from workshop.check.evidence.run import Run
 from workshop.check.foreign import _first_save, _latest
+from workshop.check.rules.alike import has_resumed
 from workshop.check.rules.carried import _counted_elsewhere, plays
 from workshop.check.rules.deepspeed import engine_steps_missing
 from workshop.check.rules.files import renamed_before_written, several_print, two_writers
 from workshop.check.rules.gradients import _evaluated_together
 from workshop.check.rules.learning import loss_not_finite
-from workshop.check.rules.restart import _resumed
 from workshop.check.rules.rule import RULES
 from workshop.check.rules.samples import OWN_DRAWS, same_samples
 from workshop.check.rules.shares import unused_batches
@@ -181,8 +181,8 @@ def test_parameters_without_gradients_do_not_tell_whether_a_run_resumed():
         return Step(0.0, begun, [], after=StepTaken(weights=[(trained + 1, [trained + 1]), (average, [average])]))
 
     done = [step(1.0, 5.0, (1.0, [1.0]))]
-    assert _resumed(done, step(2.0, 7.0, (1.0, [1.0])))
-    assert not _resumed(done, step(3.0, 5.0, (1.0, [1.0])))
+    assert has_resumed(done, step(2.0, 7.0, (1.0, [1.0])))
+    assert not has_resumed(done, step(3.0, 5.0, (1.0, [1.0])))
 
 
 def test_the_fix_for_equal_samples_without_a_loader_is_about_seeds():

@@ -1,6 +1,6 @@
 """Programs whose epochs, or steps, have the same samples in the same order."""
 
-from check.bank import ddp, lightning, sharded, zero
+from check.bank import ddp, lightning, second, sharded, zero
 from check.bank.case import mistake
 
 STREAM = "    stream = batches(train_loader, sampler)\n"
@@ -14,6 +14,18 @@ MISTAKES = (
         "same-order",
         "The sampler is never told the epoch, so each epoch has the same order.",
         (ddp.SET_EPOCH, ""),
+    ),
+    mistake(
+        "epoch-set-for-the-test-sampler",
+        second.TAGGER,
+        "same-order",
+        "The name of the training sampler gets that of the test set, so set_epoch() never reaches the training sampler.",
+        (
+            "    part = Subset(test_set, range(rank, len(test_set), world_size))\n"
+            "    test_loader = DataLoader(part, args.batch_size, collate_fn=padded)\n",
+            "    sampler = DistributedSampler(test_set, shuffle=False, drop_last=True)\n"
+            "    test_loader = DataLoader(test_set, args.batch_size, sampler=sampler, collate_fn=padded)\n",
+        ),
     ),
     mistake(
         "set-epoch-constant",

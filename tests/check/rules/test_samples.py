@@ -245,18 +245,6 @@ MISTAKES = (
         "Each rank splits the data set in its own way, so it evaluates samples that a different rank trains on.",
         (second.SETS, second.SETS_SPLIT),
     ),
-    mistake(
-        "epoch-set-for-the-test-sampler",
-        second.TAGGER,
-        "same-order",
-        "The name of the training sampler gets that of the test set, so set_epoch() never reaches the training sampler.",
-        (
-            "    part = Subset(test_set, range(rank, len(test_set), world_size))\n"
-            "    test_loader = DataLoader(part, args.batch_size, collate_fn=padded)\n",
-            "    sampler = DistributedSampler(test_set, shuffle=False, drop_last=True)\n"
-            "    test_loader = DataLoader(test_set, args.batch_size, sampler=sampler, collate_fn=padded)\n",
-        ),
-    ),
     # ---- batch-wasted
     mistake(
         "first-batch-thrown-away",

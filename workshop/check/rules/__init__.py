@@ -16,6 +16,7 @@ for _family in FAMILIES:
 
 _files = {path.stem for path in Path(__file__).parent.glob("*.py")} - {
     "__init__",
+    "alike",
     "by_hand",
     "carried",
     "divergence",

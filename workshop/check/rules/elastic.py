@@ -7,9 +7,9 @@ from workshop.check.evidence.process import Step
 from workshop.check.evidence.run import Run
 from workshop.check.evidence.sketches import difference, ratio
 from workshop.check.evidence.text import Restarted
+from workshop.check.rules.alike import SAME
 from workshop.check.rules.ending import ending
 from workshop.check.rules.restart import (
-    SAME,
     never_resumes,
     not_restarted,
     optimizer_lost,

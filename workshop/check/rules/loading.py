@@ -7,7 +7,8 @@ from workshop.check.evidence.misuses import OwnStateLoaded
 from workshop.check.evidence.process import Process
 from workshop.check.evidence.run import Run
 from workshop.check.evidence.sketches import difference
-from workshop.check.rules.restart import SAME, never_resumes, resume_differs
+from workshop.check.rules.alike import SAME
+from workshop.check.rules.restart import never_resumes, resume_differs
 from workshop.check.rules.rule import Said, Seen, rule
 from workshop.check.rules.words import plural
 from workshop.check.scenarios import SPLIT, WHOLE, Split

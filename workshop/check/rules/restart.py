@@ -19,6 +19,7 @@ from workshop.check.evidence.real import Killed, Kills, RealRun
 from workshop.check.evidence.run import Run
 from workshop.check.evidence.sketches import CLOSE, difference
 from workshop.check.rules import carried
+from workshop.check.rules.alike import SAME, begin_apart, has_resumed, is_reproducible, lead_apart
 from workshop.check.rules.carried import Cause, first_cause, firsts
 from workshop.check.rules.collectives import collectives_differ
 from workshop.check.rules.ending import crash, ending, hang, no_training
@@ -39,7 +40,6 @@ from workshop.check.rules.stages import one_stage_saved
 from workshop.check.rules.words import plural
 from workshop.check.scenarios import FAILING_RANK, KILLS, SPAWNED, SPLIT, STARTED, WHOLE, Split
 
-SAME = 1e-6  # parameters of two runs count as equal up to this relative difference
 # The same at the end of runs with more than two processes. DDP changes the order of its buckets after the first step of each
 # start, so that more than two numbers are added up in another order, and AdamW makes the difference larger.
 ROUNDING = 1e-3
@@ -177,7 +177,7 @@ def _second_start(whole: Run, split: Split) -> Iterable[tuple[Rule | None, Seen]
     if not second.trained:
         return [(epoch_skipped, Seen(f"the second start takes no step, but {len(base) - len(done)} are left", load))]
     rest = second.trained[0].steps
-    fresh = _gap(rest[0], base[0]) < SAME / 10 or not (_reproducible(base, done) or _resumed(done, rest[0]))
+    fresh = begin_apart(rest[0], base[0]) < SAME / 10 or not (is_reproducible(base, done) or has_resumed(done, rest[0]))
     if fresh and (len(rest) >= len(base) or whole.cut):
         seen = f"the second start begins with fresh parameters and repeats all {len(rest)} steps"
         return [(never_resumes, Seen(seen, load or rest[0].before.where, origin="uncalled call:fit.ckpt_path"))]
@@ -244,7 +244,7 @@ def _state_lost(whole: Run, split: Split, load: str) -> Iterable[tuple[Rule | No
         lead = "" if lost.text.startswith("the second start") else f"{differences[0][1].partition(': ')[0]}: "
         yield about, replace(lost, text=f"{lead}{lost.text}")
         return
-    if not differences and (cause := _copy_or_best_lost(whole, split, _reproducible(base, done))):
+    if not differences and (cause := _copy_or_best_lost(whole, split, is_reproducible(base, done))):
         yield resume_differs, _seen(cause, load)
     elif not differences and (name := carried.saved_too_often(whole, split.second, len(done))):
         seen = f"after the second start {name}, but not in an uninterrupted run: the best value so far is not restored"
@@ -319,18 +319,18 @@ def _not_restored(
         draws: the steps draw random numbers.
         bound: the relative difference up to which the parameters at the end count as equal.
     """
-    begin, expected, reproducible, samples = rest[0], base[len(done)], _reproducible(base, done), set(rest[0].keys)
+    begin, expected, reproducible, samples = rest[0], base[len(done)], is_reproducible(base, done), set(rest[0].keys)
     # Without a seed two runs always differ, so only the first part shows what to expect.
     due = expected if reproducible else done[-1]
-    apart = reproducible and _lead_apart(base[-1], rest[-1], bound)
+    apart = reproducible and lead_apart(base[-1], rest[-1], bound)
     other = next((step for step, own in zip(base[len(done) :], rest, strict=False) if step.keys != own.keys), None)
-    if not reproducible and not _resumed(done, begin):
+    if not reproducible and not has_resumed(done, begin):
         yield resume_differs, "the second start begins with parameters that the first run never had"
     elif reproducible and samples and samples != set(expected.keys) and samples == set(base[0].keys):
         within = expected.loader is not None and expected.loader == base[0].loader
         what = "does not skip the batches of the epoch that were done" if within else IN_FIRST_ORDER
         yield resume_differs, f"the second start {what}"
-    elif reproducible and any(_gap(own, due) > SAME for due, own in firsts(base[len(done) :], rest)):
+    elif reproducible and any(begin_apart(own, due) > SAME for due, own in firsts(base[len(done) :], rest)):
         yield resume_differs, "the second start does not begin with the parameters that the first run ended with"
     elif begin.before.state == 0 and due.before.state > 0:
         yield optimizer_lost, "the optimizer state is empty at the first step after the second start"
@@ -343,7 +343,7 @@ def _not_restored(
     elif apart and difference(begin.before.gradients, expected.before.gradients) > CLOSE:
         what = "random numbers, statistics or a second model, for example, are not restored"
         yield resume_differs, f"from the same parameters and samples the first step has different gradients: {what}"
-    elif apart and _lead_apart(begin, expected, bound):
+    elif apart and lead_apart(begin, expected, bound):
         yield optimizer_lost, "from the same parameters the first step differs: the optimizer state is not restored"
     elif apart:
         gap = difference(base[-1].after.weights, rest[-1].after.weights) if base[-1].after and rest[-1].after else 0
@@ -361,34 +361,6 @@ def _other_rate(base: list[Step], rest: list[Step]) -> str:
             one, other = apart[0] if apart else (due.before.rates[0], own.before.rates[0])
             return f"{one:.3g} in an uninterrupted run, but {other:.3g} in step {number}"
     return ""
-
-
-def _gap(one: Step, other: Step) -> float:
-    return difference(one.before.weights, other.before.weights)
-
-
-def _lead_apart(one: Step, other: Step, bound: float) -> bool:
-    """Whether two steps lead to different parameters."""
-    return bool(one.after and other.after and difference(one.after.weights, other.after.weights) > bound)
-
-
-def _reproducible(base: list[Step], done: list[Step]) -> bool:
-    """Whether two runs have the same parameters before each common step, and see the same samples."""
-    return all(one.keys == other.keys and _gap(one, other) < SAME for one, other in zip(base, done, strict=False))
-
-
-def _resumed(done: list[Step], begin: Step) -> bool:
-    """Whether a step begins with parameters that the first run had after some step.
-
-    Only those with gradients count: the forward pass itself may change others, such as those of a momentum encoder.
-    """
-    had = [*(step.before.weights for step in done[1:]), *(step.after.weights for step in done if step.after)]
-    now = begin.before.weights
-    trained = [number for number, gradient in enumerate(begin.before.gradients) if gradient] or [*range(len(now))]
-    same = (each for each in had if len(each) == len(now))
-    return any(
-        difference([now[number] for number in trained], [each[number] for number in trained]) < SAME for each in same
-    )
 
 
 @rule(
