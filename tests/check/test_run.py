@@ -9,6 +9,7 @@ from workshop.check.evidence.events import (
     Backward,
     BatchLoaded,
     Collective,
+    Drawn,
     EngineCalled,
     Evaluated,
     FileRenamed,
@@ -17,6 +18,7 @@ from workshop.check.evidence.events import (
     Joined,
     LoaderStarted,
     ModelEvaluated,
+    Raised,
     Saved,
     StepBegun,
     StepTaken,
@@ -29,11 +31,12 @@ from workshop.check.foreign import _first_save, _latest
 from workshop.check.rules.alike import has_resumed
 from workshop.check.rules.carried import _counted_elsewhere, plays
 from workshop.check.rules.deepspeed import engine_steps_missing
+from workshop.check.rules.ending import crash, no_training
 from workshop.check.rules.files import renamed_before_written, several_print, two_writers
 from workshop.check.rules.gradients import _evaluated_together
 from workshop.check.rules.learning import loss_not_finite
 from workshop.check.rules.rule import RULES
-from workshop.check.rules.samples import OWN_DRAWS, same_samples
+from workshop.check.rules.samples import OWN_DRAWS, _unequal_split, same_samples
 from workshop.check.rules.shares import unused_batches
 from workshop.check.verdict import Finding
 
@@ -199,6 +202,27 @@ def test_the_fix_for_equal_samples_without_a_loader_is_about_seeds():
 
     assert said() == [OWN_DRAWS]
     assert said(LoaderStarted(loader=1, iteration=1, length=None)) == [""]
+
+
+@pytest.mark.parametrize(
+    ("message", "kinds"), [("needs at least 4 CUDA GPUs", [1, 0]), ("no file for 4 ranks", [0, 1])]
+)
+def test_a_program_that_wants_more_gpus_has_not_crashed(message, kinds):
+    alone = run(
+        process(1, Raised(type="AssertionError", message=message, traceback="", where="t.py:3")), launch="spawn"
+    )
+    alone.status = 1
+    assert [len(list(rule.detectors[0].function(alone))) for rule in (no_training, crash)] == kinds
+
+
+def test_a_split_that_differs_between_the_ranks_is_named():
+    def ranks(*results):
+        split = Drawn(name="random_split", size=9, of=1, result=0, where="t.py:8")
+        draws = [dataclasses.replace(split, result=result) for result in results]
+        return [joined(rank, draw, passed(1), BEGUN) for rank, draw in enumerate(draws)]
+
+    assert _unequal_split(run(*ranks(1, 2))) == "t.py:8"
+    assert _unequal_split(run(*ranks(1, 1))) == ""
 
 
 def test_a_rank_that_renames_a_folder_waits_for_those_that_write_into_it():

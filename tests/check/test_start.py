@@ -62,6 +62,13 @@ def test_a_command_that_is_not_understood_is_refused(command, words, tmp_path):
         list(check_command(command.split(), folder=tmp_path))
 
 
+def test_accelerate_uses_the_cpu_only_in_runs_without_pretended_gpus():
+    start = read_start(["accelerate", "launch", "--num_processes=2", "t.py"])
+    assert "ACCELERATE_USE_CPU" in start.on_cpu
+    assert "ACCELERATE_USE_CPU" not in start.variables
+    assert "ACCELERATE_USE_CPU" in read_start(["accelerate", "launch", "--num_processes=2", "--cpu", "t.py"]).variables
+
+
 def test_a_copy_has_links_for_large_files_and_its_own_file_once_it_is_written(tmp_path):
     original, copy = tmp_path / "mine", tmp_path / "copy"
     (original / "data").mkdir(parents=True)

@@ -149,7 +149,7 @@ class OwnersBench(ProgramBench):
             script=scratch / self.script.relative_to(self.original) if inside else self.script,
             original=self.original,
             module=self.start.target if self.start.is_module else "",
-            variables=self.start.variables,
+            variables=self.start.variables | ({} if changes.get("devices", self.devices) else self.start.on_cpu),
             port=_free_port(),
             **{
                 "patience": UNKNOWN,

@@ -30,6 +30,7 @@ class Start:
     nproc: int = 1  # number of ranks that the launcher starts
     nodes: int = 1
     variables: dict[str, str] = field(default_factory=dict)  # for its environment
+    on_cpu: dict[str, str] = field(default_factory=dict)  # further ones, for runs without pretended GPUs
 
     def at(self, root: Path) -> Path:
         """The file of the program in this folder.
@@ -139,8 +140,8 @@ def _accelerate(words: list[str]) -> Start:
     try:
         from accelerate.commands.config import load_config_from_file
         from accelerate.commands.launch import launch_command_parser
-    except ImportError:
-        raise UserError("the package accelerate is not installed in this environment") from None
+    except ImportError as error:
+        raise UserError(f"accelerate launch: the package accelerate cannot be imported: {error}") from None
     args = _parsed(launch_command_parser(), words[2:])
     given = vars(load_config_from_file(args.config_file)) if args.config_file else {}
     count, precision = (
@@ -148,7 +149,10 @@ def _accelerate(words: list[str]) -> Start:
         args.mixed_precision or given.get("mixed_precision"),
     )
     nproc = max(1, int(count)) if count else USUAL
-    variables = {"ACCELERATE_USE_CPU": "true", "ACCELERATE_MIXED_PRECISION": str(precision or "no")}
+    variables = {"ACCELERATE_MIXED_PRECISION": str(precision or "no")}
+    on_cpu = {"ACCELERATE_USE_CPU": "true"}
+    if args.cpu:
+        variables |= on_cpu
     if args.gradient_accumulation_steps:
         variables["ACCELERATE_GRADIENT_ACCUMULATION_STEPS"] = str(args.gradient_accumulation_steps)
     if args.use_deepspeed or args.use_fsdp or given.get("fsdp_config") or given.get("deepspeed_config"):
@@ -162,6 +166,7 @@ def _accelerate(words: list[str]) -> Start:
         launch="torchrun" if nproc > 1 else "python",
         nproc=nproc,
         variables=variables,
+        on_cpu=on_cpu,
     )
 
 

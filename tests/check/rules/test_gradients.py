@@ -30,6 +30,18 @@ MISTAKES = (
         *second.LOCAL_STEPS,
     ),
     # ---- gradients-differ
+    mistake(
+        "adapter-added-after-wrapping",
+        second.PROGRAM,
+        "gradients-differ",
+        "DistributedDataParallel averages the gradients of the parameters that the model had when it was wrapped.",
+        (second.WRAP, ""),
+        (
+            second.MODEL,
+            f"{second.MODEL}{second.WRAP}"
+            "    model.head = nn.Sequential(model.head, nn.Linear(vocabulary_size, vocabulary_size).to(device))\n",
+        ),
+    ),
     *unaveraged.MISTAKES,
     mistake(
         "no-sync-on-the-last-batch-too",

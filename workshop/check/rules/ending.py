@@ -26,6 +26,7 @@ from workshop.check.rules.walk import path_of_their_own
 from workshop.check.rules.words import listed, named, plural
 from workshop.run.failures import is_echo
 
+WANTED = re.compile(r"\b([2-9]|[1-9]\d+)\+? (?:\w+ ){0,2}GPUs?\b", re.IGNORECASE)
 FLOOD = Seen("the program printed more than 20 MB, and the check ended it")
 
 
@@ -105,7 +106,7 @@ def crash(run: Run) -> Said:
     # Ranks that rename the same file make each other fail; then two-writers names the cause. If a rank only lost its connection
     # because another one had made different calls, collectives-differ names the cause.
     explained = seen and (("No such file" in seen.text and run.shared_files()) or (run.ended_by_echo and _parted(run)))
-    if seen and not explained:
+    if seen and not explained and not _wanted_gpus(run):
         yield seen
 
 
@@ -120,6 +121,11 @@ def no_training(run: Run) -> Said:
         seen = "the program only starts other programs and waits for them; the check does not see what these do"
         fix = "After --, write the command that starts the training itself, for example torchrun train.py."
         yield Seen(seen, where, fix=fix)
+    elif wanted := _wanted_gpus(run):
+        number, event = wanted
+        seen = f"the program ends before the training, because it wants {number} GPUs: {event.message[:200]}"
+        fix = f"Start it with a launcher that says so, for example torchrun --nproc-per-node={number} train.py."
+        yield Seen(seen, event.where, fix=fix)
     elif _slow(run):
         standing = _standing(run)
         text = f"{standing.text}; the check ended it after {run.seconds:.0f} s"
@@ -132,6 +138,15 @@ def no_training(run: Run) -> Said:
             why = f": it called backward() {plural(len(backwards), 'time')}, but no optimizer changed a parameter"
         where = run.where(Loaded) or (backwards[-1].where if backwards else "")
         yield Seen(f"the run ended without an error, but took no step{why}", where)
+
+
+def _wanted_gpus(run: Run) -> tuple[str, Raised] | None:
+    """The number of GPUs that a program demands before it trains, if it starts its processes itself, and its exception."""
+    found = run.first_exception()
+    if run.asked or run.launch != "spawn" or any(process.steps for process in run.processes) or not found:
+        return None
+    number = WANTED.search(found[1].message)
+    return (number[1], found[1]) if number else None
 
 
 def _parted(run: Run) -> bool:

@@ -292,6 +292,7 @@ def loss_of_probabilities(run: Run) -> Said:
     fix="Pass the same tokens as input_ids and as labels (labels=input_ids), with -100 for those that do not count.",
     needs=(LabelsShifted,),
     anywhere=True,
+    origin=r"text:\blabels\W.*\[.*\b1:\s*\]",
 )
 def labels_shifted(run: Run) -> Said:
     """A language model of transformers, which shifts the labels itself, gets shifted labels."""

@@ -15,7 +15,7 @@ from workshop.check.evidence.events import (
     Key,
     LoaderStarted,
 )
-from workshop.check.evidence.misuses import OtherSamplerSet, PassEnded
+from workshop.check.evidence.misuses import OtherSamplerSet
 from workshop.check.evidence.process import Process
 from workshop.check.evidence.run import Run
 from workshop.check.rules.carried import plays
@@ -23,9 +23,11 @@ from workshop.check.rules.processes import no_group, wrong_group
 from workshop.check.rules.rule import Makes, Rule, Said, Seen, if_first, rule
 from workshop.check.rules.shares import (
     batches,
+    beside_main,
     different_steps,
     endless,
     in_a_last_batch,
+    kept_batches,
     orders,
     share_of_each,
     shared,
@@ -36,10 +38,6 @@ from workshop.check.rules.shares import (
 from workshop.check.rules.words import plural, rank_of
 from workshop.check.scenarios import COMPARED, WHOLE, Compared
 
-ITERATE = (
-    "Iterate over the DataLoader again in each epoch, after set_epoch(). itertools.cycle and list() keep the batches of the "
-    "first pass."
-)
 SAME_SUBSET = (
     "Compute the indices on all ranks from the same values, or choose them on rank 0 and send them with "
     "broadcast_object_list."
@@ -47,6 +45,7 @@ SAME_SUBSET = (
 OWN_SAMPLER = (
     "Keep the DistributedSampler of each loader in a variable of its own, and call set_epoch of that for training."
 )
+SHUFFLED = "Pass shuffle=True to the DataLoader of the training samples."
 OWN_DRAWS = (
     "If the program draws the samples at random, seed each rank differently: torch.manual_seed(SEED + rank). If it has them "
     "in memory, give each rank a part of its own, such as data[rank::world_size]."
@@ -149,7 +148,8 @@ def _by_draw(run: Run, seen: Seen) -> Seen:
         return Seen(seen.text, stream, origin="stream") if stream and not seen.origin else seen
     if drawn.name == SUBSET:
         lists = f"the DistributedSampler at {drawn.where} divides a Subset whose indices differ between the ranks"
-        return Seen(f"{seen.text}: {lists}", drawn.where, fix=SAME_SUBSET)
+        of_split = _unequal_split(run)
+        return Seen(f"{seen.text}: {lists}", of_split or drawn.where, fix=leak.fix if of_split else SAME_SUBSET)
     split = drawn.name == "random_split"
     what = "makes different parts on each rank" if split else "returns a different result on each rank"
     return Seen(
@@ -192,6 +192,15 @@ def _unequal_draw(run: Run) -> Drawn | None:
             first: Drawn = together[0]
             return first
     return None
+
+
+def _unequal_split(run: Run) -> str:
+    """The line of a random_split() that makes different parts on two ranks."""
+    splits = [[each for each in process.of(Drawn) if each.name == "random_split"] for process in run.trained]
+    apart = (
+        together[0].where for together in zip(*splits, strict=False) if len({each.result for each in together}) > 1
+    )
+    return next(apart, "")
 
 
 def _numbered(process: Process) -> Iterator[tuple[tuple[str, int], Drawn]]:
@@ -392,59 +401,23 @@ def same_order(run: Run) -> Said:
         epochs = process.epochs
         whole = epochs and len(epochs[0]) <= len(process.steps[0].keys)  # each step trains on all samples
         if not whole and len(epochs) > 1 and len(epochs[0]) > 8 and epochs[0] == epochs[1] and len(set(epochs[0])) > 1:
-            calls = [event.epoch for event in process.of(EpochSet)]
-            sampled = run.nproc > 1 and any(_data_sets(process))
-            never = "; set_epoch was never called" if sampled else ""
-            extra = f"; set_epoch was called with {calls}" if calls else never
-            other = process.steps[0].loader and process.steps[0].loader[0] in {
-                each.loader for each in process.of(OtherSamplerSet)
-            }
-            extra += " on the DistributedSampler of a different loader" if other else ""
-            seen = f"epoch 2 has the same samples in the same order as epoch 1{extra}"
-            origin = "" if calls else "loader:uncalled"
-            yield Seen(
-                seen,
-                process.data_where if calls else process.loop_where,
-                fix=OWN_SAMPLER if other else "",
-                origin=origin,
-            )
+            yield _same_orders(run, process)
             return
-        if beside := _beside_main(process) or _kept_batches(process):
+        if beside := beside_main(process) or kept_batches(process):
             yield beside
 
 
-def _beside_main(process: Process) -> Seen | None:
-    """Two passes over a loader of training samples, such as that of the labelled ones, in the same order."""
-    trained = {number for number, _ in process.passes}
-    started = {each.loader: each.where for each in process.of(LoaderStarted)}
-    passes: dict[int, PassEnded] = {}
-    for event in process.of(PassEnded):
-        first = passes.setdefault(event.loader, event)
-        alike = event is not first and event.order == first.order is not None and event.batches == first.batches
-        if alike and event.loader in trained and event.batches > 1:
-            seen = "two passes over a loader of training samples have the same samples in the same order"
-            return Seen(seen, started.get(event.loader, ""), origin="here")
-    return None
-
-
-def _kept_batches(process: Process) -> Seen | None:
-    """The training goes on with the batches of the only pass over each loader."""
-    started = process.of(LoaderStarted)
-    used = [each for each in started if (each.loader, each.iteration) in process.passes]
-    forwards = [each.forward for each in process.backwards if each.forward and each.forward.rows]
-    length = sum(each.length or 0 for each in used)
-    if (
-        not used
-        or any(each.iteration > 1 or not each.length for each in used)
-        or len(forwards) < 2 * length
-        or length < 4
-    ):
-        return None
-    first, later = ({frozenset(each.rows) for each in part} for part in (forwards[:length], forwards[length:]))
-    if len(first) == length and later <= first:
-        seen = f"after the only pass over each loader, the program trains on the same {length} batches again"
-        return Seen(seen, used[0].where, fix=ITERATE, origin="call:cycle here")
-    return None
+def _same_orders(run: Run, process: Process) -> Seen:
+    seen = "epoch 2 has the same samples in the same order as epoch 1"
+    if calls := [event.epoch for event in process.of(EpochSet)]:
+        seen += f"; set_epoch was called with {calls}"
+        loader = process.steps[0].loader
+        if loader and loader[0] in {each.loader for each in process.of(OtherSamplerSet)}:
+            return Seen(f"{seen} on the DistributedSampler of a different loader", process.data_where, fix=OWN_SAMPLER)
+        return Seen(seen, process.data_where)
+    sampled = run.nproc > 1 and any(_data_sets(process))
+    seen += "; set_epoch was never called" if sampled else ""
+    return Seen(seen, process.loop_where, fix="" if sampled else SHUFFLED, origin="loader:uncalled")
 
 
 @_of_samples(

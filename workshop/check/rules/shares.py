@@ -1,4 +1,4 @@
-"""How many samples of its data set a rank trains on in an epoch, and the orders that it draws in a step."""
+"""How many samples of its data set a rank trains on in an epoch, the orders that it draws, and the batches that it repeats."""
 
 import math
 from collections.abc import Iterator
@@ -8,8 +8,13 @@ from workshop.check.evidence.misuses import PassEnded, StreamEndless
 from workshop.check.evidence.process import Process
 from workshop.check.evidence.run import Run
 from workshop.check.evidence.sketches import CLOSE
+from workshop.check.rules.rule import Seen
 
 SOME = 64  # samples of a rank without a repetition, after which their content identifies them
+ITERATE = (
+    "Iterate over the DataLoader again in each epoch, after set_epoch(). itertools.cycle and list() keep the batches of the "
+    "first pass."
+)
 
 
 def share_of_each(run: Run) -> tuple[int, int] | None:
@@ -134,3 +139,37 @@ def unused_batches(process: Process) -> int:
         each.batches for each in process.of(PassEnded) if each.loader not in used
     )  # such as those of a preparation
     return len(process.of(BatchLoaded)) - others - len(forwards)
+
+
+def beside_main(process: Process) -> Seen | None:
+    """Two passes over a loader of training samples, such as that of the labelled ones, in the same order."""
+    trained = {number for number, _ in process.passes}
+    started = {each.loader: each.where for each in process.of(LoaderStarted)}
+    passes: dict[int, PassEnded] = {}
+    for event in process.of(PassEnded):
+        first = passes.setdefault(event.loader, event)
+        alike = event is not first and event.order == first.order is not None and event.batches == first.batches
+        if alike and event.loader in trained and event.batches > 1:
+            seen = "two passes over a loader of training samples have the same samples in the same order"
+            return Seen(seen, started.get(event.loader, ""), origin="here")
+    return None
+
+
+def kept_batches(process: Process) -> Seen | None:
+    """The training goes on with the batches of the only pass over each loader."""
+    started = process.of(LoaderStarted)
+    used = [each for each in started if (each.loader, each.iteration) in process.passes]
+    forwards = [each.forward for each in process.backwards if each.forward and each.forward.rows]
+    length = sum(each.length or 0 for each in used)
+    if (
+        not used
+        or any(each.iteration > 1 or not each.length for each in used)
+        or len(forwards) < 2 * length
+        or length < 4
+    ):
+        return None
+    first, later = ({frozenset(each.rows) for each in part} for part in (forwards[:length], forwards[length:]))
+    if len(first) == length and later <= first:
+        seen = f"after the only pass over each loader, the program trains on the same {length} batches again"
+        return Seen(seen, used[0].where, fix=ITERATE, origin="call:cycle here")
+    return None

@@ -18,6 +18,7 @@ from workshop.check.evidence.misuses import GradientsIgnored
 from workshop.check.evidence.process import Process, Step
 from workshop.check.evidence.sketches import CLOSE
 from workshop.check.rules.divergence import TO_ONE, collectives_since
+from workshop.check.rules.words import listed
 
 IGNORING = "_set_params_and_buffers_to_ignore_for_model"
 FEW = 8  # elements of a tensor of counts
@@ -94,6 +95,10 @@ def why_unequal(base: Process, one: Step, two: Step, which: Sequence[str]) -> tu
             f"it has {len(one.backwards)} backward passes on one rank and {len(two.backwards)} on the other",
             fix,
         )
+    if last.forward and last.forward.wrapped and (added := _added(base, which)):
+        fix = "Change the model first (new layers, adapters, unfrozen layers), and then wrap it in DistributedDataParallel."
+        what = f"{listed(added)} were added after DistributedDataParallel had wrapped the model, so it averages nothing for them"
+        return next((each.where for each in base.of(Wrapped)), where), what, fix
     what = "something changes them on one rank after backward(), or they were averaged before they were complete"
     return (
         where,
@@ -113,6 +118,13 @@ def _outside(process: Process, names: Sequence[str], which: Sequence[str]) -> bo
     wrapped = tuple(f"module.{name}" for event in process.of(Wrapped) for name in event.names)
     inside = {name for name in names if name.endswith(wrapped)}
     return bool(inside) and inside.isdisjoint(which)
+
+
+def _added(process: Process, names: Sequence[str]) -> list[str]:
+    """Those of these parameters that no wrapped module had when it was wrapped."""
+    wrapped = {name for event in process.of(Wrapped) for name in event.names}
+    endings = tuple(f"module.{name}" for name in wrapped)
+    return [name for name in names if name not in wrapped and not name.endswith(endings)]
 
 
 def _unequal_by_hand(base: Process, one: Step) -> tuple[str, ...]:
