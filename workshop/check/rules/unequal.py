@@ -75,15 +75,7 @@ def why_unequal(base: Process, one: Step, two: Step, which: Sequence[str]) -> tu
         bypasses = "the forward pass bypasses DistributedDataParallel: call the wrapper"
         return last.forward.where, bypasses, fix, "argument:backward"
     if last and last.sync is False:
-        if unprepared := _without_optimizer(base):
-            reason = "accelerator.prepare() does not get the optimizer, so it also steps after a backward() that averages nothing"
-            fix = "Pass the optimizer to accelerator.prepare() too: in accumulate(), it then steps only with averaged gradients."
-            return unprepared, reason, fix
-        fix = "Run the forward pass and backward() of the last batch of each step outside no_sync()."
-        if last.unsynced:
-            return last.unsynced, "the last backward() before the step is under no_sync()", fix, "sync"
-        fix = "Set require_backward_grad_sync to True before the forward pass of the last batch of each step."
-        return last.where, "require_backward_grad_sync is False in the last forward pass before the step", fix, "sync"
+        return _without_sync(base, last)
     beside = next((each for each in last.others if not each.wrapped), None) if last and some else None
     if beside:
         fix = "Wrap each module that is trained in DistributedDataParallel, and call the wrappers in the forward pass."
@@ -105,6 +97,19 @@ def why_unequal(base: Process, one: Step, two: Step, which: Sequence[str]) -> tu
         what,
         "Call backward() once for each forward pass of the wrapper, and change gradients on all ranks alike.",
     )
+
+
+def _without_sync(base: Process, last: Backward) -> tuple[str, ...]:
+    """Why the last backward pass before a step averages nothing: no_sync(), or what sets the same by hand."""
+    if unprepared := _without_optimizer(base):
+        reason = "accelerator.prepare() does not get the optimizer, so it also steps after a backward() that averages nothing"
+        fix = "Pass the optimizer to accelerator.prepare() too: in accumulate(), it then steps only with averaged gradients."
+        return unprepared, reason, fix
+    fix = "Run the forward pass and backward() of the last batch of each step outside no_sync()."
+    if last.unsynced:
+        return last.unsynced, "the last backward() before the step is under no_sync()", fix, "sync"
+    fix = "Set require_backward_grad_sync to True before the forward pass of the last batch of each step."
+    return last.where, "require_backward_grad_sync is False in the last forward pass before the step", fix, "sync"
 
 
 def _without_optimizer(process: Process) -> str:
