@@ -405,6 +405,13 @@ def test_two_ranks_on_one_gpu_are_refused(tmp_path):
     assert "refused: two ranks on one GPU: ranks 0 and 1, GPU 0" in done.stdout
 
 
+def test_numbers_name_gpus_and_numpy_can_be_forced(tmp_path):
+    program = tmp_path / "places.py"
+    places = "torch.nn.Linear(2, 2).to(1).weight.device, torch.ones(1).to(1).device"
+    program.write_text(f"import torch\nprint({places}, torch.ones(2, device='cuda').numpy(force=True).sum())\n")
+    assert pretend(tmp_path, "python", program).stdout.startswith("cuda:1 cuda:1 2.0\n")
+
+
 def test_objects_of_two_ranks_on_one_gpu_are_refused(tmp_path):
     program = tmp_path / "objects.py"
     program.write_text(

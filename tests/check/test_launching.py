@@ -10,7 +10,7 @@ from check.made import Made
 from workshop.check import launching
 from workshop.check.evidence.events import DeviceChosen, Ended
 from workshop.check.foreign import OwnersBench
-from workshop.check.forked import Program
+from workshop.check.forked import Program, _in_the_copy
 from workshop.check.probes import ALWAYS, Probe
 from workshop.check.probes.checkpoints import Checkpoints
 from workshop.check.scenarios import COMPARED, METRICS, SPLIT, WHOLE, Unavailable
@@ -258,3 +258,14 @@ def test_a_program_is_killed_after_a_distributed_checkpoint(tmp_path):
     split = bench.make(SPLIT, {WHOLE: whole})
     assert [len(process.steps) for process in split.second.trained] == [2, 2]
     assert split.first.status != 0 == split.second.status
+
+
+def test_what_pythonpath_names_in_the_folder_of_the_program_is_imported_from_the_copy(tmp_path):
+    original, copy = tmp_path / "mine", tmp_path / "copy"
+    for folder in (original / "package", original / "env" / "site-packages", copy / "package"):
+        folder.mkdir(parents=True)
+    program = Program(script=copy / "train.py", launch="single", nproc=1, scratch=copy, probes=(), original=original)
+    assert _in_the_copy(str(original), program) == str(copy)
+    assert _in_the_copy(str(original / "package"), program) == str(copy / "package")
+    for same in ("", "/usr/lib/python3", str(original / "env"), str(original / "env" / "site-packages")):
+        assert _in_the_copy(same, program) == same

@@ -16,6 +16,7 @@ from workshop.check.evidence.misuses import (
     LossOfProbabilities,
     LossScaled,
     OtherSamplerSet,
+    PythonStarted,
 )
 
 # ---------------------------------------------------------------- two ranks that train
@@ -73,6 +74,8 @@ SAMPLING = """
     open("other.txt", "w").close()
     with tempfile.NamedTemporaryFile("w", dir=".", delete=False, prefix="named") as file:
         file.write("x")
+    import subprocess, sys
+    subprocess.run([sys.executable, "-c", ""])  # a further program
     with open("written.txt", "w") as file:
         file.write("x")
 """
@@ -81,6 +84,12 @@ SAMPLING = """
 def test_a_sampler_that_gets_no_epoch_although_another_does_is_recorded(place):
     (process,) = Made(place("sampling"), SAMPLING).well().run.processes
     assert [event.loader for event in process.of(OtherSamplerSet)] == [1]
+
+
+def test_a_further_python_program_is_recorded(place):
+    made = Made(place("starting"), SAMPLING).well()
+    (process,) = made.run.processes
+    assert [event.where for event in process.of(PythonStarted)] == [made.line("# a further program")]
 
 
 def test_files_that_are_only_emptied_and_folders_of_temporary_files_do_not_count(place):

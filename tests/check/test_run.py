@@ -12,6 +12,7 @@ from workshop.check.evidence.events import (
     Drawn,
     EngineCalled,
     Evaluated,
+    Exited,
     FileRenamed,
     FileWritten,
     Forward,
@@ -24,7 +25,7 @@ from workshop.check.evidence.events import (
     StepTaken,
     Wrapped,
 )
-from workshop.check.evidence.misuses import PassEnded
+from workshop.check.evidence.misuses import PassEnded, PythonStarted
 from workshop.check.evidence.process import Process, Step
 from workshop.check.evidence.run import Run
 from workshop.check.foreign import _first_save, _latest
@@ -213,6 +214,12 @@ def test_a_program_that_wants_more_gpus_has_not_crashed(message, kinds):
     )
     alone.status = 1
     assert [len(list(rule.detectors[0].function(alone))) for rule in (no_training, crash)] == kinds
+
+
+def test_a_program_whose_workers_are_further_programs_cannot_be_judged():
+    alone = run(process(1, PythonStarted(where="t.py:5"), Exited(status=1)), launch="spawn")
+    found = [[seen.where for seen in rule.detectors[0].function(alone)] for rule in (no_training, crash)]
+    assert found == [["t.py:5"], []]
 
 
 def test_a_split_that_differs_between_the_ranks_is_named():

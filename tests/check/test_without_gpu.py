@@ -13,9 +13,9 @@ from workshop.check.evidence.events import Backward, Drawn, Ended, Evaluated, Sc
 from workshop.check.evidence.process import Process
 from workshop.check.evidence.run import Run
 from workshop.check.lightning_ranks import uses_all_gpus
+from workshop.check.rules.alike import has_resumed
 from workshop.check.rules.ending import endless, no_training
 from workshop.check.rules.learning import _wrong_length
-from workshop.check.rules.restart import _resumed
 from workshop.check.rules.shares import slices
 
 PROGRAM = """
@@ -46,6 +46,17 @@ JOIN = 'torch.cuda.set_device(device)\n    dist.init_process_group("nccl")\n'
 STARTS = {
     "it refuses the CPU": f'if device.type != "cuda":\n    raise RuntimeError("this needs a GPU")\nelse:\n    {JOIN}',
     "it trains together only on GPUs": f"if torch.cuda.is_available():\n    {JOIN}",
+    "it creates a model on the meta device": (
+        f"{JOIN.replace('    ', '')}"
+        "with torch.device('meta'):\n    model = nn.Sequential(nn.Linear(4, 1), nn.Linear(1, 1))\n    size = torch.ones(2)\n"
+        "assert size.is_meta and all(parameter.is_meta for parameter in model.parameters())\n"
+    ),
+    "it compiles functions with TorchScript": (
+        f"{JOIN.replace('    ', '')}"
+        "@torch.jit.script\ndef twos(x):\n    return torch.ones(x.shape) + 1\n\n\n"
+        "assert twos(torch.ones(3)).sum() == 6\n"
+        "torch.func.jvp(lambda x: x * torch.sigmoid(x), (torch.ones(3),), (torch.ones(3),))\n"
+    ),
 }
 
 
@@ -55,6 +66,18 @@ def test_a_program_that_needs_gpus_gets_them(what, tmp_path):
     *_, verdict = check_command(["torchrun", "--nproc-per-node=2", "train.py"], folder=tmp_path)
     assert [finding.seen for finding in verdict.errors] == []
     assert verdict.status == 0
+
+
+def test_a_program_that_fails_after_training_without_real_gpus_gets_pretended_ones(tmp_path):
+    end = "if next(model.parameters()).get_device() != place[1]:\n    raise ValueError('not on the GPU of this process')\n"
+    start = STARTS["it trains together only on GPUs"]
+    (tmp_path / "train.py").write_text(
+        PROGRAM.format(start=start).replace(
+            "if dist.is_initialized():\n    dist.destroy", f"{end}if True:\n    dist.destroy"
+        )
+    )
+    *_, verdict = check_command(["torchrun", "--nproc-per-node=2", "train.py"], folder=tmp_path)
+    assert [finding.seen for finding in verdict.errors] == []
 
 
 NCCL = """
@@ -245,9 +268,10 @@ def test_a_schedule_that_never_advances_has_no_length_to_compare():
 
 def test_a_step_of_one_of_two_optimizers_resumes_where_its_last_step_ended():
     def step(before, after):
-        weights = [SimpleNamespace(weights=[(float(value), [float(value)])]) for value in (before, after)]
+        sketches = [[(float(value), [float(value)])] for value in (before, after)]
+        weights = [SimpleNamespace(weights=each, gradients=each) for each in sketches]
         return SimpleNamespace(before=weights[0], after=weights[1])
 
     done = [step(1, 2), step(5, 6)]  # the second one is of another optimizer
-    assert _resumed(done, step(2, 3))
-    assert not _resumed(done, step(4, 3))
+    assert has_resumed(done, step(2, 3))
+    assert not has_resumed(done, step(4, 3))

@@ -18,8 +18,10 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed import device_mesh
 from torch.distributed import distributed_c10d as c10d
+from torch.jit import _builtins
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils._device import _device_constructors
 
 from workshop.tensors import attend_locally, in_its_mode, is_divided
 
@@ -84,6 +86,10 @@ def _without_gpu(function: Callable[..., Any]) -> Callable[..., Any]:
             kwargs["map_location"] = "cpu"
         return function(*args, **kwargs)
 
+    if operation := _builtins._find_builtin(function):
+        _builtins._register_builtin(
+            called, operation
+        )  # for TorchScript, which knows the functions of torch by their ids
     called.__name__, called.__doc__ = getattr(function, "__name__", ""), function.__doc__
     return called
 
@@ -144,6 +150,7 @@ def install(count: int) -> None:
     Args:
         count: the number of GPUs that the program sees; with 0, ``torch.cuda.is_available()`` is False.
     """
+    _device_constructors()  # torch keeps this set, in which the original functions must be: `with torch.device("meta")` needs it
     torch.device, torch.Generator = Device, Generator
     for owner in (torch.Tensor, nn.Module):
         owner.to = _tensor_to(owner.to)

@@ -75,6 +75,9 @@ RESUME_FIELD = re.compile(r"^\s+(resume\w*)\s*:\s*(bool|int|str)", re.MULTILINE)
 # A setting in a program whose arguments are key=value, and how such a program reads them.
 RESUME_KEY = re.compile(r"""\b(resume\w*)["']?\s*[:=]\s*(False|None|false|null|""|'')""")
 KEYS = re.compile(r"""(?:split|partition)\(["']=["']|from_cli|from_dotlist|hydra\.main""")
+START = re.compile(r"""["'](--(?:start|begin|initial|first)[_-](?:epoch|step|iter(?:ation)?)s?)["']""")
+# The types of errors of a program for GPUs whose tensors are on the CPU.
+UNSUITABLE = {"RuntimeError", "AttributeError", "NotImplementedError", "AssertionError", "ValueError", "TypeError"}
 MISSING = ("FileNotFoundError", "NotADirectoryError", "IsADirectoryError")  # a guess named the wrong kind of path
 
 
@@ -176,6 +179,8 @@ class OwnersBench(ProgramBench):
         found = run.first_exception()
         if (apart or not run.trained) and self.on_cpu and GPU.search(self.text + (found[1].message if found else "")):
             run = self._with_gpus(first, run)
+        if not lightning:
+            run = self._as_on_gpus(first, run)
         return run if lightning else self._retraced(self.traced(run, partial(self._again, before=keep(self.kept))))
 
     def _with_gpus(self, first: Callable[[Path], Run], run: Run) -> Run:
@@ -189,6 +194,20 @@ class OwnersBench(ProgramBench):
             again = first(self.folder()) if (gpus, devices) != usual else run
             if (again.trained and (not run.trained or any(again.all(Joined)))) or _got_further(again, run):
                 return again
+        self.gpus, self.devices = usual
+        return run
+
+    def _as_on_gpus(self, first: Callable[[Path], Run], run: Run) -> Run:
+        """If a program for GPUs has failed on the CPU, run it on pretended GPUs, and take that run if it does not fail."""
+        found = run.first_exception()
+        if not (run.failed and found and found[1].type in UNSUITABLE and GPU.search(self.text) and self.on_cpu):
+            return run
+        if run.hung or self.devices:
+            return run
+        usual, self.gpus, self.devices = (self.gpus, False), None, True
+        again = first(self.folder())
+        if again.trained and not again.failed:
+            return again
         self.gpus, self.devices = usual
         return run
 
@@ -301,6 +320,11 @@ class OwnersBench(ProgramBench):
         taken = len(first.trained[0].steps) if first.trained else 0
         left = {"steps": len(whole.trained[0].steps) - taken, "at_once": True} if whole.cut else {}
         saved = {os.path.relpath(path, scratch.resolve()) for path in _checkpoints(first)}
+        if counted := _start_of_its_own(self.text, self.start.arguments):
+            raise Unavailable(
+                f"whether a second start resumes: it also wants {counted}; pass it, for example: "
+                f"--resume-args '--resume {{latest}} {counted} 1'"
+            )
         tried, ended, one = "", "loads no checkpoint", 1 + (whole.trained[0].warmup if whole.trained else 0)
         for arguments in self._resume(first, scratch):
             again = self._copy(scratch)
@@ -342,6 +366,15 @@ class OwnersBench(ProgramBench):
             yield [f"--{name}", *{"bool": [], "int": ["1"], "str": [latest]}[kind]]
         for name, value in RESUME_KEY.findall(self.text)[:1] if KEYS.search(self.text) else ():
             yield [f"{name}={'True' if value.lower() == 'false' else latest}"]
+
+
+def _start_of_its_own(text: str, arguments: Sequence[str]) -> str:
+    """The option with the number of the first epoch or step, if the program does not read that from a checkpoint; else ""."""
+    for option in START.findall(text):
+        restored = re.search(rf"\b{option.strip('-').replace('-', '_')}\s*[:+]?=(?!=)[^\n]*[\[.(]", text)
+        if option not in arguments and not restored:
+            return str(option)
+    return ""
 
 
 def _got_further(run: Run, other: Run) -> bool:

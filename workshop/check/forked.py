@@ -358,6 +358,15 @@ def _sharded(program: Program) -> int:
     return sum(".metadata" in files for *_, files in os.walk(program.scratch)) if program.dies else 0
 
 
+def _in_the_copy(path: str, program: Program) -> str:
+    """A folder for imports, such as "." in PYTHONPATH: that in the copy of the program's folder, if it is there."""
+    place = Path(path)
+    if program.original and path and place.is_relative_to(program.original) and "site-packages" not in path:
+        copied = program.scratch / place.relative_to(program.original)
+        return str(copied) if copied.is_dir() else path
+    return path
+
+
 def _run(program: Program) -> int:
     """Run the program as ``__main__`` in this process, to its end; return its exit status."""
     torch.set_num_threads(1)  # after the fork, creates the thread pool before threads of autograd do, which collide
@@ -380,6 +389,7 @@ def _run(program: Program) -> int:
     for probe in program.probes:
         probe(recorder).install()
     sys.argv = [str(program.script), *program.arguments]
+    sys.path[:] = [_in_the_copy(each, program) for each in sys.path]
     sys.path.insert(0, str(program.scratch if program.module else program.script.parent))
     status = 0
     try:

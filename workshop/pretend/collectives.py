@@ -16,6 +16,7 @@ from workshop.tensors import in_its_mode
 NAMESPACES = ("c10d", "_c10d_functional", "_c10d_functional_autograd", "_dtensor")
 # NCCL compares only the number of elements of input and output, and gloo the shapes as well.
 FLAT = ("c10d::_allgather_base_", "c10d::_reduce_scatter_base_")
+OBJECTS = ", for the objects of a collective"  # which go through the current GPU, whatever GPU the tensors are on
 NODE = "WORKSHOP_PRETEND_NODE"  # the number of the simulated node that a process runs on
 declared: dict[str, str] = {}  # name of a group -> the backend that the program asked for
 # By the name of a group whose ranks have compared their GPUs: the rank that uses each, which is named by its node and its number.
@@ -51,7 +52,7 @@ def check(func, args, flat) -> None:
         devices.note("cpu-tensor", name.removeprefix("c10d::"))
         raise RuntimeError("No backend type associated with device type cpu")
     between_two = "send" in name or "recv" in name
-    if on_gpu and not between_two:
+    if on_gpu and not between_two and group.group_name not in _met:
         _compare_gpus(group, on_gpu[0])
 
 
@@ -64,19 +65,11 @@ def _group_of(args) -> dist.ProcessGroup | None:
     return None
 
 
-def _compare_gpus(group: dist.ProcessGroup, index: int) -> None:
-    """In the first collective of a group, all ranks tell each other their GPUs, as with NCCL.
-
-    Later, NCCL refuses a GPU that a different rank uses in this group, such as GPU 0 for the objects of rank 1.
-    """
-    own = int(os.environ.get(NODE, 0)), devices.visible()[index]
-    if owners := _met.get(group.group_name):
-        if owners.get(own, group.rank()) != group.rank():
-            _refuse(group.rank(), owners[own], own[1])
-        return
+def _compare_gpus(group: dist.ProcessGroup, index: int, what: str = "") -> None:
+    """All ranks tell each other their GPUs. NCCL does the same in its first collective."""
     _inside.comparing = True
     try:
-        mine = torch.tensor(own)
+        mine = torch.tensor(_place(index))
         everyone = [torch.zeros_like(mine) for _ in range(group.size())]
         group.allgather([everyone], [mine]).wait()
     finally:
@@ -84,12 +77,17 @@ def _compare_gpus(group: dist.ProcessGroup, index: int) -> None:
     owners = _met[group.group_name] = {}
     for rank, (node, gpu) in enumerate(each.tolist() for each in everyone):
         if (node, gpu) in owners:
-            _refuse(rank, owners[node, gpu], gpu)
+            _refuse(rank, owners[node, gpu], gpu, what)
         owners[node, gpu] = rank
 
 
-def _refuse(rank: int, owner: int, gpu: int) -> NoReturn:
-    devices.note("same-gpu", f"ranks {owner} and {rank}, GPU {gpu}")
+def _place(index: int) -> tuple[int, int]:
+    """The node of this process and the number of a GPU there."""
+    return int(os.environ.get(NODE, 0)), devices.visible()[index]
+
+
+def _refuse(rank: int, owner: int, gpu: int, what: str) -> NoReturn:
+    devices.note("same-gpu", f"ranks {owner} and {rank}, GPU {gpu}{what}")
     raise dist.DistBackendError(
         "NCCL error in: pretended GPUs, invalid usage\nncclInvalidUsage: This usually reflects invalid usage of NCCL "
         f"library.\nLast error:\nDuplicate GPU detected : rank {rank} and rank {owner} both on CUDA device {gpu:x}000"
@@ -157,9 +155,20 @@ def install() -> None:
 
 
 def _device_of_objects(group=None) -> str:
-    """Where a group sends objects: on the CPU if it has a backend for it, otherwise on the current GPU."""
-    backend = _backend_of(group)
-    return "cuda" if "nccl" in backend and "cpu:" not in backend else "cpu"
+    """Where a group sends objects: on the CPU if it has a backend for it, otherwise on the current GPU.
+
+    NCCL refuses a GPU that a different rank has used in this group.
+    """
+    backend, group = _backend_of(group), group or c10d._get_default_group()
+    if "nccl" not in backend or "cpu:" in backend:
+        return "cpu"
+    index = devices.current()
+    if group.group_name not in _met:
+        _compare_gpus(group, index, OBJECTS)
+    owner = _met[group.group_name].get(_place(index), group.rank())
+    if owner != group.rank():
+        _refuse(group.rank(), owner, _place(index)[1], OBJECTS)
+    return "cuda"
 
 
 def _backend_of(group) -> str:

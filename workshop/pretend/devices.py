@@ -84,7 +84,10 @@ def note_wait() -> None:
     if called_by_program():
         note("wait")
     elif frame := _caller():
-        note("wait-inside", "" if f"{os.sep}optim{os.sep}" in frame.f_code.co_filename else f"{frame.f_code.co_name}()")
+        note(
+            "wait-inside",
+            "" if f"{os.sep}optim{os.sep}" in frame.f_code.co_filename else f"in {frame.f_code.co_name}()",
+        )
 
 
 def called_by_program() -> bool:

@@ -102,8 +102,8 @@ class PretendTensor(torch.Tensor):
     def tolist(self):
         return _tolist(self)
 
-    def numpy(self, *_, **__):
-        return _numpy(self)
+    def numpy(self, *, force=False):
+        return _numpy(self, force=force)
 
     # With these two methods, Module.to() keeps the Parameter objects, which an optimizer may already hold.
     def __tensor_flatten__(self):
@@ -157,7 +157,9 @@ def _tolist(tensor: PretendTensor):
     return tensor.on_cpu.tolist()
 
 
-def _numpy(tensor: PretendTensor, *_, **__):
+def _numpy(tensor: PretendTensor, *_, force=False, **__):
+    if force:
+        return tensor.detach().cpu().resolve_conj().resolve_neg().numpy()
     devices.note("numpy")
     raise TypeError(
         f"can't convert cuda:{tensor.gpu} device type tensor to numpy. Use Tensor.cpu() to copy the tensor to host memory "
@@ -394,6 +396,10 @@ class NameDevice(TorchFunctionMode):
             return func("cuda", args[0])
         if func is torch.Tensor.to and len(args) > 1 and isinstance(args[1], int) and not isinstance(args[1], bool):
             args = (args[0], torch.device("cuda", index_of(args[1])), *args[2:])
+        if (
+            func is torch.Tensor.to and len(args) > 1 and getattr(args[1], "type", "") == devices.NAME
+        ):  # of module.to(1)
+            args = (args[0], torch.device("cuda", args[1].index), *args[2:])
         if isinstance(number := kwargs.get("device"), int):
             kwargs = kwargs | {"device": torch.device("cuda", index_of(number))}
         if func == SET_DATA and isinstance(args[1], PretendTensor) and not isinstance(args[0], PretendTensor):

@@ -48,6 +48,17 @@ MISTAKES = (
         ("        if rank == 0 and ((epoch + 1)", '        if os.environ["LOCAL_RANK"] == "0" and ((epoch + 1)'),
     ),
     mistake(
+        "folder-made-by-all-ranks",
+        second.TAGGER,
+        "folder-made-twice",
+        "All ranks find that the folder does not exist, and then all create it.",
+        (
+            "    torch.manual_seed(SEED)\n",
+            '    torch.manual_seed(SEED)\n    if not os.path.exists("out"):\n'
+            '        dist.barrier()\n        os.makedirs("out")\n',
+        ),
+    ),
+    mistake(
         "second-all-save",
         second.PROGRAM,
         "two-writers",

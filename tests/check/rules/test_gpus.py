@@ -5,6 +5,15 @@ from check.bank.case import mistake, style
 from check.bank.cases import bank_tests
 
 MISTAKES = (
+    # ---- gpu-of-two-ranks
+    mistake(
+        "objects-through-gpu-0",
+        gpus.GPUS,
+        ("gpu-of-two-ranks", "device-index"),
+        "The tensors are on the GPU of the rank, but objects go through the current GPU, which is GPU 0 on both ranks.",
+        (gpus.SET_DEVICE, ""),
+        (gpus.BEFORE_LOOP, "    dist.all_gather_object([None] * dist.get_world_size(), rank)\n" + gpus.BEFORE_LOOP),
+    ),
     # ---- two-devices
     mistake(
         "labels-left-on-the-cpu",

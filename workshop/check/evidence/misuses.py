@@ -159,3 +159,9 @@ class NeverFilled(Event):
 # A further iteration began over a loader whose DistributedSampler has got no epoch, although a different one has; once for each.
 class OtherSamplerSet(Event):
     loader: int
+
+
+class PythonStarted(
+    Event
+):  # the program started a further Python program with ``subprocess``; nothing observes that one
+    pass

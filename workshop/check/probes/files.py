@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from workshop.check.evidence.events import FileRenamed, FileWritten, Loaded, Saved, WroteOutside
+from workshop.check.evidence.misuses import PythonStarted
 from workshop.check.folder import extensions, make_own
 from workshop.check.probes.contents import sketches
 from workshop.check.probes.probe import Function, Probe, around, before
@@ -34,7 +35,7 @@ OUTSIDE = "workshop check: writing outside of the run's folder is not allowed"
 class Files(Probe):
     """Records files through audit events of Python, and ``torch.save``, which opens its file in C++."""
 
-    writes = (FileWritten, FileRenamed, Saved, Loaded, WroteOutside)
+    writes = (FileWritten, FileRenamed, Saved, Loaded, WroteOutside, PythonStarted)
 
     copying = False  # this probe itself changes files
 
@@ -53,7 +54,11 @@ class Files(Probe):
         sys.addaudithook(self._audit)  # a hook cannot be removed
 
     def _audit(self, event: str, arguments: tuple[Any, ...]) -> None:
-        if event in EVENTS and self.installed and not self.copying:
+        if event == "subprocess.Popen" and self.installed:
+            with self.recorder.guard:
+                if "python" in os.path.basename(os.fsdecode(arguments[0])):
+                    self.note_here(PythonStarted())
+        elif event in EVENTS and self.installed and not self.copying:
             path = ""
             with self.recorder.guard:
                 path = self._changed(event, arguments)

@@ -15,6 +15,7 @@ from workshop.check.evidence.events import (
     Wrapped,
     WroteOutside,
 )
+from workshop.check.evidence.misuses import PythonStarted
 from workshop.check.evidence.process import Process
 from workshop.check.evidence.run import Run
 from workshop.check.rules.collectives import collectives_differ, lost_collectives, never_awaited
@@ -79,11 +80,12 @@ def _slow(run: Run) -> bool:
 
 
 def _of_other_programs(run: Run) -> str:
-    """The line at which the program waits for other programs that it has started; "" if it trains itself."""
+    """The line at which the program starts other programs, or waits for them; "" if it trains itself."""
     for process in run.processes if not run.trained else ():
         if re.search(r'File ".*/subprocess\.py", line \d+ in (_?wait|communicate)', process.stack):
             return _position(process.stack)[0]
-    return ""
+    started = () if run.trained or run.first_exception() else run.all(PythonStarted)
+    return next((event.where for event in started), "")
 
 
 @_ending(
@@ -106,7 +108,7 @@ def crash(run: Run) -> Said:
     # Ranks that rename the same file make each other fail; then two-writers names the cause. If a rank only lost its connection
     # because another one had made different calls, collectives-differ names the cause.
     explained = seen and (("No such file" in seen.text and run.shared_files()) or (run.ended_by_echo and _parted(run)))
-    if seen and not explained and not _wanted_gpus(run):
+    if seen and not explained and not _wanted_gpus(run) and not _of_other_programs(run):
         yield seen
 
 
@@ -135,7 +137,7 @@ def no_training(run: Run) -> Said:
         path = next((event.path for event in run.all(Loaded) if event.path), "")
         why = f": it resumes from {path.rsplit('/', 1)[-1]}, which may be from a finished run" if path else ""
         if backwards := next((process.backwards for process in run.ranks if process.backwards), []):
-            why = f": it called backward() {plural(len(backwards), 'time')}, but no optimizer changed a parameter"
+            why = f": it called backward() {plural(len(backwards), 'time')}, but no optimizer of torch took a step after that"
         where = run.where(Loaded) or (backwards[-1].where if backwards else "")
         yield Seen(f"the run ended without an error, but took no step{why}", where)
 

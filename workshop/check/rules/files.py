@@ -14,6 +14,7 @@ from workshop.check.evidence.events import (
     InnerCollective,
     Joined,
     Loaded,
+    Raised,
     Saved,
     Wrapped,
 )
@@ -22,7 +23,7 @@ from workshop.check.evidence.run import Run
 from workshop.check.rules.ending import crash
 from workshop.check.rules.rule import Said, Seen, rule
 from workshop.check.rules.words import named, plural, rank_of
-from workshop.check.scenarios import SPLIT, TWO_NODES, WHOLE, Split
+from workshop.check.scenarios import DEVICES, SPLIT, TWO_NODES, WHOLE, Split
 
 OTHERWISE = re.compile(r"Unpickling|FileNotFound|OutOfMemory")  # errors of a load that names cannot cause
 WRITERS = 3  # findings of files that several ranks write, each at a line of its own
@@ -48,6 +49,30 @@ def writers_on_two_nodes(run: Run) -> Said:
         return
     for seen in two_writers.detectors[0].function(run):
         yield replace(seen, text=f"on two machines that share a file system, {seen.text}")
+
+
+@rule(
+    why="A rank can look for the folder before another one has created it, and create it after that. It happens only sometimes.",
+    fix="Call os.makedirs(path, exist_ok=True): then it is no error if the folder exists.",
+    instead_of=(crash,),
+    anywhere=True,
+)
+def folder_made_twice(run: Run) -> Said:
+    """A rank fails to create a folder that another rank has created at the same moment."""
+    failed = [
+        (process, event)
+        for process in run.processes
+        for event in process.of(Raised)
+        if event.type == "FileExistsError" and re.search(r"\b(?:mkdir|makedirs)\b", event.traceback)
+    ]
+    if 0 < len(failed) < run.nproc:  # if it existed before the start, all ranks fail
+        process, event = failed[0]
+        path = re.search(r"'([^']+)'", event.message)
+        folder = path[1].rstrip("/").rsplit("/", 1)[-1] if path else "a folder"
+        yield Seen(f"{named(process)} fails to create {folder}, which another rank has created meanwhile", event.where)
+
+
+folder_made_twice.also(DEVICES)(folder_made_twice.detectors[0].function)
 
 
 @rule(

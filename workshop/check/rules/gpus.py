@@ -97,6 +97,8 @@ def gpu_refused(run: Run) -> Said:
             yield NotJudged(f"what GPUs show: {reason}")
         elif run.hung and not found:
             yield NotJudged("what GPUs show: the run on pretended GPUs takes too long")
+        elif found and found[1].type == "FileExistsError":  # folder_made_twice names it
+            return
         elif message and not re.search(r"aten::|c10d::|\bpretend|backend", message):
             yield NotJudged(f"what GPUs show (on pretended GPUs the program fails: {message})")
         else:
@@ -112,6 +114,21 @@ def nccl_on_cpu(run: Run) -> Said:
     """A collective of NCCL gets a tensor on the CPU."""
     for event in _failed(run, "cpu-tensor"):
         yield Seen(f"with NCCL the program fails: {event.detail} gets a tensor on the CPU", event.where)
+
+
+@gpu_rule(
+    why="NCCL refuses two ranks on one GPU. The objects of all_gather_object, broadcast_object_list and others go through the "
+    "current GPU of each rank, whatever GPU its tensors are on.",
+    fix="In each process, call torch.accelerator.set_device_index(local_rank) before the first collective.",
+    after=(device_shared,),
+)
+def gpu_of_two_ranks(run: Run) -> Said:
+    """NCCL sends the objects of two ranks through the same GPU."""
+    for event in _failed(run, "same-gpu"):
+        ranks, gpu, *objects = event.detail.split(", ")
+        if objects:
+            seen = f"on a machine with GPUs the program fails: objects of {ranks} go through the same {gpu}"
+            yield Seen(seen, event.where)
 
 
 @device_index.also(DEVICES, needs=(GpuNoted,))
@@ -172,12 +189,14 @@ def step_waits(run: Run) -> Said:
         inside = {event.where: event.detail for event in process.of(GpuNoted) if event.kind == "wait-inside"}
         for where, times in _each_step(process, ("wait-inside",)).items():
             if times >= MANY:
-                of_optimizer = not inside[where]
-                cause = (
-                    "an optimizer waits if its step count is on the GPU" if of_optimizer else f"{inside[where]} waits"
-                )
-                fix = 'Load the optimizer with torch.load(..., map_location="cpu").' if of_optimizer else NUMBERS
-                yield Seen(f"a library waits for the GPU {times} times in every step: {cause}", where, fix=fix)
+                seen = f"a library waits for the GPU {times} times in every step"
+                if inside[where]:
+                    yield Seen(f"{seen}, {inside[where]}", where, fix=NUMBERS)
+                else:
+                    cause = "an optimizer waits if its step count is on the GPU"
+                    yield Seen(
+                        f"{seen}: {cause}", where, fix='Load the optimizer with torch.load(..., map_location="cpu").'
+                    )
 
 
 @gpu_rule(

@@ -80,6 +80,7 @@ PAGES: dict[str, str] = {
     "non_blocking=True": "https://docs.pytorch.org/tutorials/intermediate/pinmem_nonblock.html",
     "one_hot": f"{_TORCH}/generated/torch.nn.functional.one_hot.html",
     "optimizer": f"{_TORCH}/optim.html",
+    "os.makedirs": "https://docs.python.org/3/library/os.html#os.makedirs",
     "os.replace": "https://docs.python.org/3/library/os.html#os.replace",
     "parallelize_module": f"{_TORCH}/distributed.tensor.parallel.html",
     "parts_of": "workshop/training/modules.py",
