@@ -28,7 +28,7 @@ ENTRIES = frozenset(("os.remove", "os.mkdir", "os.rmdir"))
 EVENTS = ENTRIES | {"open", "os.rename", "os.truncate"}
 LIBRARIES = tuple({os.path.realpath(sysconfig.get_path(name)) + os.sep for name in ("purelib", "platlib", "stdlib")})
 DEPTH, TENSORS = 6, 2000  # of a saved object that is recorded
-EMPTIES = re.compile(r"\s*(?:with\s+open\(.*\).*:.*\n\s+pass\b|open\(.*\)\.close\(\))")
+EMPTIES = re.compile(r"\s*with\s+open\(.*\).*:.*\n\s+pass\b")
 OUTSIDE = "workshop check: writing outside of the run's folder is not allowed"
 
 
