@@ -17,7 +17,7 @@ def own_part(tensor: Any) -> Any:
     return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
-def is_divided(tensor: Any) -> bool:
+def is_dtensor(tensor: Any) -> bool:
     """Whether a tensor is a DTensor."""
     return isinstance(tensor, dtensor() or ())
 

@@ -11,6 +11,7 @@ from workshop.check.evidence.events import (
     Collective,
     Drawn,
     EngineCalled,
+    EpochSet,
     Evaluated,
     Exited,
     FileRenamed,
@@ -25,10 +26,10 @@ from workshop.check.evidence.events import (
     StepTaken,
     Wrapped,
 )
-from workshop.check.evidence.misuses import PassEnded, PythonStarted
+from workshop.check.evidence.misuses import OtherSamplerSet, PassEnded, PythonStarted
 from workshop.check.evidence.process import Process, Step
 from workshop.check.evidence.run import Run
-from workshop.check.foreign import _first_save, _latest
+from workshop.check.foreign import _first_save, _latest, _start_of_its_own
 from workshop.check.rules.alike import has_resumed
 from workshop.check.rules.carried import _counted_elsewhere, plays
 from workshop.check.rules.deepspeed import engine_steps_missing
@@ -37,8 +38,9 @@ from workshop.check.rules.files import renamed_before_written, several_print, tw
 from workshop.check.rules.gradients import _evaluated_together
 from workshop.check.rules.learning import loss_not_finite
 from workshop.check.rules.rule import RULES
-from workshop.check.rules.samples import OWN_DRAWS, _unequal_split, same_samples
+from workshop.check.rules.samples import OWN_DRAWS, OWN_SAMPLER, _unequal_split, same_order, same_samples
 from workshop.check.rules.shares import unused_batches
+from workshop.check.rules.unequal import _added
 from workshop.check.verdict import Finding
 
 BEGUN = StepBegun(gradients=[], weights=[], names=[], rates=[], state=0, of_model=True, fitting=False)
@@ -189,6 +191,19 @@ def test_parameters_without_gradients_do_not_tell_whether_a_run_resumed():
     assert not has_resumed(done, step(3.0, 5.0, (1.0, [1.0])))
 
 
+def test_set_epoch_of_a_different_sampler_is_named():
+    steps = [
+        event
+        for epoch in (1, 2)
+        for key in range(0, 12, 2)
+        for event in (passed(key, key + 1, loader=(1, epoch)), BEGUN)
+    ]
+    told = [EpochSet(epoch=0), OtherSamplerSet(loader=1), EpochSet(epoch=1)]
+    (seen,) = same_order.detectors[0].function(run(joined(0, *told, *steps), joined(1, *told, *steps)))
+    assert seen.text.endswith("set_epoch was called with [0, 1] on the DistributedSampler of a different loader")
+    assert seen.fix == OWN_SAMPLER
+
+
 def test_the_fix_for_equal_samples_without_a_loader_is_about_seeds():
     def said(*before):
         steps = [
@@ -220,6 +235,23 @@ def test_a_program_whose_workers_are_further_programs_cannot_be_judged():
     alone = run(process(1, PythonStarted(where="t.py:5"), Exited(status=1)), launch="spawn")
     found = [[seen.where for seen in rule.detectors[0].function(alone)] for rule in (no_training, crash)]
     assert found == [["t.py:5"], []]
+
+
+@pytest.mark.parametrize(
+    ("text", "option"),
+    [
+        ('add("--start_epoch")\nfor i in range(args.start_epoch, 9):', "--start_epoch"),
+        ('add("--start-epoch")\nargs.start_epoch = checkpoint["epoch"]', ""),
+        ('add("--epochs")', ""),
+    ],
+)
+def test_an_option_for_the_first_epoch_counts_unless_the_checkpoint_has_that(text, option):
+    assert _start_of_its_own(text, ["--epochs", "9"]) == option
+
+
+def test_layers_that_are_added_after_wrapping_are_named():
+    wraps = Wrapped(names=("embedding.weight", "head.weight"))
+    assert _added(joined(0, wraps), ["head.weight", "head.1.weight", "module.embedding.weight"]) == ["head.1.weight"]
 
 
 def test_a_split_that_differs_between_the_ranks_is_named():

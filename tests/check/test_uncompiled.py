@@ -12,9 +12,9 @@ import sys
 import torch
 import torch.distributed as dist
 from torch import nn
-from workshop.check.uncompiled import need_no_compiler
+from workshop.check.uncompiled import prepare_compiler
 
-need_no_compiler("import torch")
+prepare_compiler("import torch", needed=False)
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 model = nn.parallel.DistributedDataParallel(nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4)))
 optimizer = torch.optim.AdamW(model.parameters())

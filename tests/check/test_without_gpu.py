@@ -46,17 +46,6 @@ JOIN = 'torch.cuda.set_device(device)\n    dist.init_process_group("nccl")\n'
 STARTS = {
     "it refuses the CPU": f'if device.type != "cuda":\n    raise RuntimeError("this needs a GPU")\nelse:\n    {JOIN}',
     "it trains together only on GPUs": f"if torch.cuda.is_available():\n    {JOIN}",
-    "it creates a model on the meta device": (
-        f"{JOIN.replace('    ', '')}"
-        "with torch.device('meta'):\n    model = nn.Sequential(nn.Linear(4, 1), nn.Linear(1, 1))\n    size = torch.ones(2)\n"
-        "assert size.is_meta and all(parameter.is_meta for parameter in model.parameters())\n"
-    ),
-    "it compiles functions with TorchScript": (
-        f"{JOIN.replace('    ', '')}"
-        "@torch.jit.script\ndef twos(x):\n    return torch.ones(x.shape) + 1\n\n\n"
-        "assert twos(torch.ones(3)).sum() == 6\n"
-        "torch.func.jvp(lambda x: x * torch.sigmoid(x), (torch.ones(3),), (torch.ones(3),))\n"
-    ),
 }
 
 
@@ -66,6 +55,28 @@ def test_a_program_that_needs_gpus_gets_them(what, tmp_path):
     *_, verdict = check_command(["torchrun", "--nproc-per-node=2", "train.py"], folder=tmp_path)
     assert [finding.seen for finding in verdict.errors] == []
     assert verdict.status == 0
+
+
+TENSORS = """
+    import torch
+    from torch import nn
+
+    with torch.device("meta"):
+        model, size = nn.Linear(4, 1), torch.ones(2)
+    print(size.is_meta, model.weight.is_meta)
+
+    @torch.jit.script
+    def twos(x):
+        return torch.ones(x.shape) + 1
+
+    print(twos(torch.ones(3)).sum().item())
+    print(torch.func.jvp(torch.sigmoid, (torch.zeros(1),), (torch.ones(1),))[1].item())
+"""
+
+
+def test_contexts_of_a_device_torchscript_and_forward_mode_work(place):
+    (process,) = Made(place("tensors"), TENSORS, gpus=2).well().run.processes
+    assert process.stdout.split() == ["True", "True", "6.0", "0.25"]
 
 
 def test_a_program_that_fails_after_training_without_real_gpus_gets_pretended_ones(tmp_path):

@@ -23,7 +23,7 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._device import _device_constructors
 
-from workshop.tensors import attend_locally, in_its_mode, is_divided
+from workshop.tensors import attend_locally, in_its_mode, is_dtensor
 
 GPU = ("cuda", "hip", "xpu", "mps")
 # Functions of torch.cuda that do nothing here, those that return a number, and those that return what the CPU returns.
@@ -87,9 +87,8 @@ def _without_gpu(function: Callable[..., Any]) -> Callable[..., Any]:
         return function(*args, **kwargs)
 
     if operation := _builtins._find_builtin(function):
-        _builtins._register_builtin(
-            called, operation
-        )  # for TorchScript, which knows the functions of torch by their ids
+        # TorchScript knows the functions of torch by their ids.
+        _builtins._register_builtin(called, operation)
     called.__name__, called.__doc__ = getattr(function, "__name__", ""), function.__doc__
     return called
 
@@ -150,7 +149,8 @@ def install(count: int) -> None:
     Args:
         count: the number of GPUs that the program sees; with 0, ``torch.cuda.is_available()`` is False.
     """
-    _device_constructors()  # torch keeps this set, in which the original functions must be: `with torch.device("meta")` needs it
+    # For `with torch.device("meta")`, torch makes a set of its functions once; it must contain the original ones.
+    _device_constructors()
     torch.device, torch.Generator = Device, Generator
     for owner in (torch.Tensor, nn.Module):
         owner.to = _tensor_to(owner.to)
@@ -194,7 +194,7 @@ def install(count: int) -> None:
 def _also_of_parts(attention: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(attention)
     def attend(query: Any, *args: Any, **kwargs: Any) -> Any:
-        return (partial(attend_locally, attention) if is_divided(query) else attention)(query, *args, **kwargs)
+        return (partial(attend_locally, attention) if is_dtensor(query) else attention)(query, *args, **kwargs)
 
     return attend
 

@@ -18,7 +18,7 @@ from torch import nn
 from workshop.check.comparing import UNSTORED, TensorPickler
 from workshop.check.probes.contents import is_fsdp1
 from workshop.check.probes.recorder import Recorder
-from workshop.tensors import is_divided, own_part
+from workshop.tensors import is_dtensor, own_part
 
 STORED = 400_000_000  # bytes of all parameters that are stored
 # The number of the evaluation (between two, one process may take other steps), that of the model among the evaluated ones, and
@@ -105,7 +105,7 @@ def _mark(model: nn.Module) -> int:
 
 def _whole(tensor: torch.Tensor) -> torch.Tensor:
     """A tensor, or what all ranks together have of a DTensor."""
-    return tensor.full_tensor() if is_divided(tensor) else tensor
+    return tensor.full_tensor() if is_dtensor(tensor) else tensor
 
 
 def _tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:

@@ -200,15 +200,14 @@ class OwnersBench(ProgramBench):
     def _as_on_gpus(self, first: Callable[[Path], Run], run: Run) -> Run:
         """If a program for GPUs has failed on the CPU, run it on pretended GPUs, and take that run if it does not fail."""
         found = run.first_exception()
-        if not (run.failed and found and found[1].type in UNSUITABLE and GPU.search(self.text) and self.on_cpu):
+        unsuitable = found is not None and found[1].type in UNSUITABLE and run.failed and not run.hung
+        if not unsuitable or not self.on_cpu or self.devices or not GPU.search(self.text):
             return run
-        if run.hung or self.devices:
-            return run
-        usual, self.gpus, self.devices = (self.gpus, False), None, True
+        usual, self.gpus, self.devices = self.gpus, None, True
         again = first(self.folder())
         if again.trained and not again.failed:
             return again
-        self.gpus, self.devices = usual
+        self.gpus, self.devices = usual, False
         return run
 
     def _retraced(self, run: Run) -> Run:
@@ -320,16 +319,16 @@ class OwnersBench(ProgramBench):
         taken = len(first.trained[0].steps) if first.trained else 0
         left = {"steps": len(whole.trained[0].steps) - taken, "at_once": True} if whole.cut else {}
         saved = {os.path.relpath(path, scratch.resolve()) for path in _checkpoints(first)}
-        if counted := _start_of_its_own(self.text, self.start.arguments):
-            raise Unavailable(
-                f"whether a second start resumes: it also wants {counted}; pass it, for example: "
-                f"--resume-args '--resume {{latest}} {counted} 1'"
-            )
         tried, ended, one = "", "loads no checkpoint", 1 + (whole.trained[0].warmup if whole.trained else 0)
         for arguments in self._resume(first, scratch):
             again = self._copy(scratch)
             if self.wishes.resume:
                 return Split(first, self._run(scratch, arguments, **left))
+            if arguments and (counted := _start_of_its_own(self.text, self.start.arguments)):
+                raise Unavailable(
+                    f"whether a second start resumes: it also wants {counted}; pass it, for example: "
+                    f"--resume-args '{shlex.join(arguments)} {counted} 1'"
+                )
             run = self._run(again, arguments, steps=one, at_once=True)
             if _loads(run, again, saved):
                 self.resumes_by_itself = not arguments

@@ -26,7 +26,7 @@ from workshop.check.evidence.run import Run
 from workshop.check.forked import Program
 from workshop.check.probes import ALWAYS, PROBES, Probe
 from workshop.check.probes.recorder import read_process
-from workshop.check.uncompiled import need_no_compiler
+from workshop.check.uncompiled import prepare_compiler
 from workshop.run.imports import no_collections
 from workshop.run.processes import family
 from workshop.run.stillness import Patience, Watch
@@ -45,7 +45,7 @@ def prepare(probes: Sequence[type[Probe]], on_cpu: bool, text: str = "", compile
     with no_collections():
         for probe in probes:
             probe.prepare(on_cpu)
-        need_no_compiler("" if compiler else text)
+        prepare_compiler(text, compiler)
         for name in ("tqdm", "torchvision.transforms", "torch.distributed.elastic.multiprocessing"):
             library = name.partition(".")[0]
             if library in text and importlib.util.find_spec(library):

@@ -7,6 +7,8 @@ from importlib.util import find_spec
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
+import torch
+
 NAME = "torch._dynamo"
 # Programs with these words import torch.compile or DTensor in any case: better once, before the processes are forked.
 NEEDED = re.compile(
@@ -32,13 +34,13 @@ class _NotImported(ModuleType):
         return getattr(importlib.import_module(self.__name__), name)
 
 
-def need_no_compiler(text: str) -> None:
-    """Import torch.compile and DTensor if a program with this text uses them; otherwise, let it run without.
+def prepare_compiler(text: str, needed: bool) -> None:
+    """Import torch.compile and DTensor if they are needed, or a program with this text uses them; otherwise, let it run without.
 
     The check never compiles. Optimizers, DistributedDataParallel and the process group use only four functions of torch._dynamo,
     which do nothing for a program that is not compiled.
     """
-    if not text or NEEDED.search(text):
+    if needed or not text or NEEDED.search(text):
         importlib.import_module(NAME)
         importlib.import_module("torch.distributed.tensor")
     elif NAME not in sys.modules:
@@ -46,8 +48,6 @@ def need_no_compiler(text: str) -> None:
 
 
 def _stand_in() -> None:
-    import torch
-
     def disable(function: Any = None, *args: Any, **options: Any) -> Any:
         return function
 

@@ -1,6 +1,7 @@
 """NCCL on pretended GPUs: gloo does the communication, after the checks that NCCL makes."""
 
 import os
+import sys
 import threading
 from functools import wraps
 from typing import NoReturn
@@ -53,7 +54,17 @@ def check(func, args, flat) -> None:
         raise RuntimeError("No backend type associated with device type cpu")
     between_two = "send" in name or "recv" in name
     if on_gpu and not between_two and group.group_name not in _met:
-        _compare_gpus(group, on_gpu[0])
+        _compare_gpus(group, on_gpu[0], OBJECTS if _sends_objects() else "")
+
+
+def _sends_objects() -> bool:
+    """Whether a function such as ``all_gather_object`` calls the present collective."""
+    frame = sys._getframe(1)
+    while frame:
+        if frame.f_code.co_filename == c10d.__file__ and "object" in frame.f_code.co_name:
+            return True
+        frame = frame.f_back
+    return False
 
 
 def _group_of(args) -> dist.ProcessGroup | None:
@@ -65,7 +76,7 @@ def _group_of(args) -> dist.ProcessGroup | None:
     return None
 
 
-def _compare_gpus(group: dist.ProcessGroup, index: int, what: str = "") -> None:
+def _compare_gpus(group: dist.ProcessGroup, index: int, what: str) -> None:
     """All ranks tell each other their GPUs. NCCL does the same in its first collective."""
     _inside.comparing = True
     try:
@@ -162,12 +173,10 @@ def _device_of_objects(group=None) -> str:
     backend, group = _backend_of(group), group or c10d._get_default_group()
     if "nccl" not in backend or "cpu:" in backend:
         return "cpu"
-    index = devices.current()
-    if group.group_name not in _met:
-        _compare_gpus(group, index, OBJECTS)
-    owner = _met[group.group_name].get(_place(index), group.rank())
+    place = _place(devices.current())
+    owner = _met.get(group.group_name, {}).get(place, group.rank())
     if owner != group.rank():
-        _refuse(group.rank(), owner, _place(index)[1], OBJECTS)
+        _refuse(group.rank(), owner, place[1], OBJECTS)
     return "cuda"
 
 

@@ -84,10 +84,8 @@ def note_wait() -> None:
     if called_by_program():
         note("wait")
     elif frame := _caller():
-        note(
-            "wait-inside",
-            "" if f"{os.sep}optim{os.sep}" in frame.f_code.co_filename else f"in {frame.f_code.co_name}()",
-        )
+        of_optimizer = f"{os.sep}optim{os.sep}" in frame.f_code.co_filename
+        note("wait-inside", "" if of_optimizer else f"in {frame.f_code.co_name}()")
 
 
 def called_by_program() -> bool:

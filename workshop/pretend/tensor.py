@@ -396,9 +396,8 @@ class NameDevice(TorchFunctionMode):
             return func("cuda", args[0])
         if func is torch.Tensor.to and len(args) > 1 and isinstance(args[1], int) and not isinstance(args[1], bool):
             args = (args[0], torch.device("cuda", index_of(args[1])), *args[2:])
-        if (
-            func is torch.Tensor.to and len(args) > 1 and getattr(args[1], "type", "") == devices.NAME
-        ):  # of module.to(1)
+        # module.to(1) passes the number as a device of this type.
+        if func is torch.Tensor.to and len(args) > 1 and getattr(args[1], "type", "") == devices.NAME:
             args = (args[0], torch.device("cuda", args[1].index), *args[2:])
         if isinstance(number := kwargs.get("device"), int):
             kwargs = kwargs | {"device": torch.device("cuda", index_of(number))}

@@ -9,10 +9,10 @@ MISTAKES = (
     mistake(
         "objects-through-gpu-0",
         gpus.GPUS,
-        ("gpu-of-two-ranks", "device-index"),
+        "gpu-of-two-ranks",
         "The tensors are on the GPU of the rank, but objects go through the current GPU, which is GPU 0 on both ranks.",
         (gpus.SET_DEVICE, ""),
-        (gpus.BEFORE_LOOP, "    dist.all_gather_object([None] * dist.get_world_size(), rank)\n" + gpus.BEFORE_LOOP),
+        (gpus.GROUP, gpus.GROUP + "    dist.all_gather_object([None] * world_size, rank)\n"),
     ),
     # ---- two-devices
     mistake(

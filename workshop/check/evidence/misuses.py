@@ -156,12 +156,11 @@ class NeverFilled(Event):
     of: int  # the number of parameters of the model that the optimizer has
 
 
-# A further iteration began over a loader whose DistributedSampler has got no epoch, although a different one has; once for each.
+# A second iteration began over a loader. ``set_epoch`` was called, but not of the DistributedSampler of this loader.
 class OtherSamplerSet(Event):
     loader: int
 
 
-class PythonStarted(
-    Event
-):  # the program started a further Python program with ``subprocess``; nothing observes that one
+# The program started a further Python program with ``subprocess``. Nothing observes that one.
+class PythonStarted(Event):
     pass

@@ -39,7 +39,8 @@ class Samples(Probe):
         )  # of the samples so far, and batches
         self.iterations: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
         self.numbers: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
-        self.told: WeakSet[Any] = WeakSet()  # samplers that have got an epoch, or for which that was recorded
+        # DistributedSamplers that got an epoch, or that OtherSamplerSet was recorded for.
+        self.told: WeakSet[Any] = WeakSet()
         self.loaders_seen = count(1)
         self.drawn: dict[type, bool] = {}  # whether a class of data sets draws its samples, whatever the index is
         self.lists: dict[int, list[object]] = {}  # by length: the first samples of the data sets that are lists

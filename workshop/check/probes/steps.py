@@ -22,7 +22,7 @@ from workshop.check.evidence.misuses import NormsSeen, OthersSeen
 from workshop.check.probes.contents import is_fsdp1, is_sharded, is_zero, sketches
 from workshop.check.probes.probe import Function, Probe, around, before, on
 from workshop.check.probes.variables import norms, variables
-from workshop.tensors import is_divided
+from workshop.tensors import is_dtensor
 
 LARGEST = 3000  # count at most this number of nodes
 NORMS = 6  # steps before which norms are looked for
@@ -161,7 +161,7 @@ class Clipping(Probe):
 
     def _clipped(self, norms: list[float], total: torch.Tensor) -> None:
         with self.recorder.guard:
-            (whole,) = [None] if is_divided(total) else sketches([total])
+            (whole,) = [None] if is_dtensor(total) else sketches([total])
             self.note_here(GradientsClipped(norms=norms, total=whole and whole[0]))
 
 

@@ -7,6 +7,7 @@ SAME = 1e-6  # parameters of two runs count as equal up to this relative differe
 
 
 def begin_apart(one: Step, other: Step) -> float:
+    """The relative difference between the parameters before two steps."""
     return difference(one.before.weights, other.before.weights)
 
 

@@ -61,9 +61,8 @@ def evaluation_repeated(run: Run) -> Said:
         return
     if run.asked is None and any("gather" in event.name for event in run.all(Collective)):
         return  # it may remove the repeated samples after it has gathered them, as gather_for_metrics() does
-    unnamed = any(
-        key[0] == "content" for key in counts
-    )  # they may be parts of samples, or different ones that are equal
+    # Samples without an index may be parts of samples, or different ones that are equal.
+    unnamed = any(key[0] == "content" for key in counts)
     if unnamed and run.asked is None and (twice < len(counts) or any(map(plays, run.trained))):
         return
     figures = [(event.accuracy, event.truth["accuracy"]) for event in run.all(Reported) if "accuracy" in event.truth]

@@ -135,9 +135,7 @@ def _evaluated_together(ranks: list[Process]) -> Iterator[tuple[ModelEvaluated, 
         late.append({})
         wrapped = next((seconds for seconds, _ in process.timed(Wrapped)), 0.0)
         for seconds, each in process.timed(ModelEvaluated):
-            if (
-                seconds < wrapped
-            ):  # it sends the parameters of rank 0 to all ranks, also those of a model that is only traced
+            if seconds < wrapped:  # the wrapper then sends the parameters of rank 0 to all ranks
                 continue
             model = each.model, *each.names
             seen[model] += 1

@@ -126,18 +126,17 @@ def different_steps(one: Process, two: Process) -> bool:
     return sum(steps) < len(steps) / 2
 
 
-def in_a_last_batch(shared: set[Key], one: list[Key], two: list[Key], batch: int) -> bool:
+def in_a_last_batch(common: set[Key], one: list[Key], two: list[Key], batch: int) -> bool:
     """Whether common samples are in the last batch of one of two ranks."""
-    return any(shared.issubset(keys[-batch:]) for keys in (one, two))
+    return any(common.issubset(keys[-batch:]) for keys in (one, two))
 
 
 def unused_batches(process: Process) -> int:
     """How many batches more a process has loaded than used, without those of loaders that have another purpose."""
     forwards = [*(each.forward for each in process.backwards), *(each.forward for each in process.of(Evaluated))]
     used = {each.loader[0] for each in forwards if each and each.loader}
-    others = sum(
-        each.batches for each in process.of(PassEnded) if each.loader not in used
-    )  # such as those of a preparation
+    # Such as those of a preparation.
+    others = sum(each.batches for each in process.of(PassEnded) if each.loader not in used)
     return len(process.of(BatchLoaded)) - others - len(forwards)
 
 
