@@ -81,3 +81,38 @@ def test_parameters_on_the_meta_device_are_initialized_in_shards(tmp_path):
     file.write_text(textwrap.dedent(FROM_META))
     done = pretend(tmp_path, "python", *TORCHRUN, "--nproc-per-node=2", file)
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+EVALUATED = """
+    import torch
+    import torch.distributed as dist
+    from torch import nn
+    from torch.distributed.fsdp import FullyShardedDataParallel
+    from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+
+    dist.init_process_group()
+    rank = dist.get_rank()
+    torch.cuda.set_device(rank)
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 8), nn.Sequential(nn.Linear(8, 8), nn.Tanh()), nn.Linear(8, 1))
+    policy = ModuleWrapPolicy({nn.Sequential})
+    model = FullyShardedDataParallel(model, device_id=rank, use_orig_params=True, auto_wrap_policy=policy)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
+    losses, inputs = [], torch.randn(8, 4).cuda()
+    for _ in range(6):
+        loss = (model(inputs) - inputs.sum(1, keepdim=True)).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        with torch.inference_mode():
+            losses.append((model(inputs) - inputs.sum(1, keepdim=True)).square().mean().item())
+    assert losses[-1] < 0.9 * losses[0], losses
+    dist.destroy_process_group()
+"""
+
+
+def test_fsdp1_evaluates_in_inference_mode_between_steps(tmp_path):
+    file = tmp_path / "evaluated.py"
+    file.write_text(textwrap.dedent(EVALUATED))
+    done = pretend(tmp_path, "python", *TORCHRUN, "--nproc-per-node=2", file)
+    assert done.returncode == 0, done.stdout + done.stderr

@@ -9,12 +9,12 @@ import pytest
 
 from check.made import Made
 from workshop.check.command import check_command
-from workshop.check.evidence.events import Backward, Drawn, Ended, Evaluated, ScheduleSeen
+from workshop.check.evidence.events import Backward, Drawn, Ended, Evaluated, Raised, ScheduleSeen
 from workshop.check.evidence.process import Process
 from workshop.check.evidence.run import Run
 from workshop.check.lightning_ranks import uses_all_gpus
 from workshop.check.rules.alike import has_resumed
-from workshop.check.rules.ending import endless, no_training
+from workshop.check.rules.ending import crash, endless, no_training
 from workshop.check.rules.learning import _wrong_length
 from workshop.check.rules.shares import slices
 
@@ -57,9 +57,46 @@ def test_a_program_that_needs_gpus_gets_them(what, tmp_path):
     assert verdict.status == 0
 
 
+HYBRID = """
+import os
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+
+torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+dist.init_process_group("nccl")
+torch.manual_seed(0)
+options = {"sharding_strategy": ShardingStrategy.HYBRID_SHARD, "auto_wrap_policy": ModuleWrapPolicy({nn.Linear})}
+model = FullyShardedDataParallel(nn.Linear(4, 1).cuda(), device_id=torch.cuda.current_device(), **options)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+torch.manual_seed(dist.get_rank())
+for step in range(6):
+    inputs = torch.randn(8, 4).cuda()
+    loss = (model(inputs) - inputs.sum(1, keepdim=True)).pow(2).mean()
+    optimizer.zero_grad()
+    loss.backward()
+    model.clip_grad_norm_(0.1)
+    optimizer.step()
+print(model.process_group.size(), "ranks share the parameters")
+dist.destroy_process_group()
+"""
+
+
+def test_hybrid_sharding_shards_over_the_processes_of_the_node(tmp_path):
+    (tmp_path / "train.py").write_text(HYBRID)
+    *_, verdict = check_command(["torchrun", "--nproc-per-node=2", "train.py"], folder=tmp_path)
+    assert [finding.seen for finding in verdict.errors] == []
+    assert "2 ranks share the parameters" in "".join(
+        finding.seen for finding in verdict.findings
+    )  # both ranks print it
+
+
 TENSORS = """
     import torch
     from torch import nn
+    from torch.utils.data import DataLoader, TensorDataset
 
     with torch.device("meta"):
         model, size = nn.Linear(4, 1), torch.ones(2)
@@ -71,12 +108,20 @@ TENSORS = """
 
     print(twos(torch.ones(3)).sum().item())
     print(torch.func.jvp(torch.sigmoid, (torch.zeros(1),), (torch.ones(1),))[1].item())
+    torch.manual_seed(0)
+    for devices in (None, [0], [torch.device("cuda", 0)], [torch.ones(1, device="cuda").device]):
+        with torch.random.fork_rng(devices):
+            torch.rand(9)
+    print(torch.equal(torch.rand(3), torch.rand(3, generator=torch.Generator().manual_seed(0))))
+    for (batch,) in DataLoader(TensorDataset(torch.rand(4, 3)), batch_size=2):
+        torch.func.jvp(nn.Linear(3, 3), (batch,), (batch,))
 """
 
 
-def test_contexts_of_a_device_torchscript_and_forward_mode_work(place):
+def test_contexts_of_a_device_torchscript_forward_mode_and_forked_random_states_work(place):
     (process,) = Made(place("tensors"), TENSORS, gpus=2).well().run.processes
-    assert process.stdout.split() == ["True", "True", "6.0", "0.25"]
+    assert process.stdout.split() == ["True", "True", "6.0", "0.25", "True"]
+    assert "Traceback" not in process.stderr
 
 
 def test_a_program_that_fails_after_training_without_real_gpus_gets_pretended_ones(tmp_path):
@@ -244,6 +289,23 @@ def test_a_slow_library_call_before_the_first_step_is_no_endless_loop(line, slow
     found = [list(rule.detectors[0].function(run)) for rule in (endless, no_training)]
     assert [len(each) for each in found] == ([0, 1] if slow else [1, 0])
     assert found[slow][0].where == "train.py:9"
+
+
+@pytest.mark.parametrize(
+    ("message", "needs_gpu"),
+    [
+        ("\"histogram_cpu\" not implemented for 'Long'", True),
+        ("Pretended GPUs cannot exchange the data of a parameter", True),
+        ("not implemented for this task", False),
+    ],
+)
+def test_what_only_a_real_gpu_can_do_is_no_mistake_of_the_program(message, needs_gpu):
+    raised = Raised(type="NotImplementedError", message=message, traceback="", where="train.py:9")
+    process = Process(pid=1, events=[(0.0, raised), (1.0, Ended())])
+    run = Run(nproc=1, processes=[process], status=1, hung="", flooded=False, seconds=6.0, launch="torchrun")
+    found = [list(rule.detectors[0].function(run)) for rule in (crash, no_training)]
+    assert [len(each) for each in found] == ([0, 1] if needs_gpu else [1, 0])
+    assert found[needs_gpu][0].where == "train.py:9"
 
 
 @pytest.mark.parametrize(

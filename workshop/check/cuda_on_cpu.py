@@ -377,6 +377,8 @@ def _cuda(count: int) -> None:
         current[0] = index or 0
 
     if count:
+        if not cuda.is_available():  # without a real GPU, the variable that hides it may say what programs expect
+            os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, range(count)))
         for module in (cuda, accelerator):
             answer(module, "is_available", lambda: True)
             answer(module, "device_count", lambda: count)
@@ -398,10 +400,18 @@ def _cuda(count: int) -> None:
     answer(cuda, "mem_get_info", lambda *_: (80 * 2**30, 80 * 2**30))
     answer(cuda, "memory_stats", lambda *_: defaultdict(int))
     answer(cuda, "memory_summary", lambda *_, **__: "")
-    answer(cuda, "get_rng_state", lambda *_: torch.get_rng_state())
-    answer(cuda, "get_rng_state_all", lambda: [torch.get_rng_state()])
-    answer(cuda, "set_rng_state", lambda *_, **__: None)
-    answer(cuda, "set_rng_state_all", lambda *_: None)
+    for module in (cuda, torch.cpu):  # not through answer(): torch.random.fork_rng() calls them too
+        module.get_rng_state = lambda *_: torch.get_rng_state()
+        module.set_rng_state = lambda *_, **__: None
+    cores = torch.cpu.device_count
+
+    def per_node() -> int:  # FSDP counts the devices of a node to form the groups of HYBRID_SHARD
+        of_fsdp = sys._getframe(1).f_code.co_filename.endswith("fsdp/_init_utils.py")
+        return int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size())) if of_fsdp else cores()
+
+    torch.cpu.device_count = per_node
+    cuda.get_rng_state_all = lambda: [torch.get_rng_state()]
+    cuda.set_rng_state_all = lambda *_: None
     answer(cuda, "current_stream", Stream)
     answer(cuda, "default_stream", Stream)
     answer(cuda, "stream", lambda *_: contextlib.nullcontext())

@@ -100,7 +100,7 @@ class OwnersBench(ProgramBench):
         super().__init__(subject, launch=launch, nproc=start.nproc, on_cpu=on_cpu, place=place)
         self.text = sources(subject.file, original)
         self.planned = frozenset(planned([self.text, *settings(start.arguments, original)], start.arguments))
-        uses_all = "device_count" in self.text or lightning_ranks.uses_all_gpus(self.text)
+        uses_all = re.search("device_count|CUDA_VISIBLE_DEVICES", self.text) or lightning_ranks.uses_all_gpus(self.text)
         self.compiler = GPU.search(self.text) is not None  # pretended GPUs need it
         self.gpus: int | None = USUAL if launch == "spawn" and uses_all else 0
         self.of_others: tuple[str, ...] = ()  # arguments that only ranks after the first get
@@ -187,27 +187,35 @@ class OwnersBench(ProgramBench):
         """Run a program again that has not trained together: with GPUs whose tensors are on the CPU, then with pretended GPUs."""
         usual = self.gpus, False
         for gpus, devices in (
-            (self.start.nproc // self.start.nodes if self.launch != "spawn" else USUAL, False),
+            (self._gpus_per_node(), False),
             (None, True),
         ):
             self.gpus, self.devices = gpus, devices
             again = first(self.folder()) if (gpus, devices) != usual else run
-            if (again.trained and (not run.trained or any(again.all(Joined)))) or _got_further(again, run):
+            raised, joined = again.first_exception(), any(again.all(Joined))
+            missing = raised is not None and raised[1].type in ("ImportError", "ModuleNotFoundError")
+            if (again.trained and (joined or not run.trained)) or (joined and missing) or _got_further(again, run):
                 return again
         self.gpus, self.devices = usual
         return run
 
+    def _gpus_per_node(self) -> int:
+        return self.start.nproc // self.start.nodes if self.launch != "spawn" else USUAL
+
     def _as_on_gpus(self, first: Callable[[Path], Run], run: Run) -> Run:
-        """If a program for GPUs has failed on the CPU, run it on pretended GPUs, and take that run if it does not fail."""
+        """If a program for GPUs has failed on the CPU, run it as with GPUs, and take the run that does not fail."""
         found = run.first_exception()
         unsuitable = found is not None and found[1].type in UNSUITABLE and run.failed and not run.hung
         if not unsuitable or not self.on_cpu or self.devices or not GPU.search(self.text):
             return run
-        usual, self.gpus, self.devices = self.gpus, None, True
-        again = first(self.folder())
-        if again.trained and not again.failed:
-            return again
-        self.gpus, self.devices = usual, False
+        usual = self.gpus, False
+        counts = "device_count" in self.text and not self.gpus
+        for gpus, devices in (*([(self._gpus_per_node(), False)] if counts else []), (None, True)):
+            self.gpus, self.devices = gpus, devices
+            again = first(self.folder())
+            if again.trained and not again.failed:
+                return again
+        self.gpus, self.devices = usual
         return run
 
     def _retraced(self, run: Run) -> Run:

@@ -23,6 +23,8 @@ declared: dict[str, str] = {}  # name of a group -> the backend that the program
 # By the name of a group whose ranks have compared their GPUs: the rank that uses each, which is named by its node and its number.
 _met: dict[str, dict[tuple[int, int], int]] = {}
 _used: set[int] = set()  # addresses of the lists of used parameters
+_models: dict[int, int | None] = {}  # address of a reducer of DDP -> the GPU of its model
+_Reducer = dist.Reducer
 _inside = threading.local()
 
 
@@ -52,9 +54,10 @@ def check(func, args, flat) -> None:
     if "cpu:" not in backend and len(on_gpu) < len(tensors):
         devices.note("cpu-tensor", name.removeprefix("c10d::"))
         raise RuntimeError("No backend type associated with device type cpu")
-    between_two = "send" in name or "recv" in name
-    if on_gpu and not between_two and group.group_name not in _met:
-        _compare_gpus(group, on_gpu[0], OBJECTS if _sends_objects() else "")
+    if on_gpu and "send" not in name and "recv" not in name:
+        if group.group_name not in _met:
+            _compare_gpus(group, on_gpu[0], OBJECTS if _sends_objects() else "")
+        _refuse_gpu_of_other(group, on_gpu[0])
 
 
 def _sends_objects() -> bool:
@@ -92,6 +95,14 @@ def _compare_gpus(group: dist.ProcessGroup, index: int, what: str) -> None:
         owners[node, gpu] = rank
 
 
+def _refuse_gpu_of_other(group: dist.ProcessGroup, index: int, what: str = "") -> None:
+    """Refuse a GPU that a different rank has used in this group. NCCL would create a communicator with this GPU twice."""
+    node, gpu = _place(index)
+    owner = _met.get(group.group_name, {}).get((node, gpu), group.rank())
+    if owner != group.rank():
+        _refuse(group.rank(), owner, gpu, what)
+
+
 def _place(index: int) -> tuple[int, int]:
     """The node of this process and the number of a GPU there."""
     return int(os.environ.get(NODE, 0)), devices.visible()[index]
@@ -121,21 +132,29 @@ def _all_reduce(original):
     return all_reduce
 
 
-def _with_list_of_used(original):
-    """Wrap a function of DDP's reducer that creates its list of the used parameters. Here, the list stays on the CPU.
+def _on_gpu_of_model(original):
+    """Wrap a function of DDP whose C++ code creates tensors: on the GPU of the model, and the list of used parameters on the CPU.
 
-    With ``find_unused_parameters`` or ``static_graph``, C++ copies it from pinned memory, which only real GPUs have.
+    C++ sees no index of a pretended GPU, and would take the current one. With ``find_unused_parameters`` or ``static_graph`` it
+    copies the list from pinned memory, which only real GPUs have.
     """
 
     @wraps(original)
-    def create(*args, **kwargs):
-        _inside.building = True
+    def called(*args, **kwargs):
+        tensors = next((each for each in args if isinstance(each, list)), [])
+        gpus = [each.gpu for each in tensors if hasattr(each, "gpu")] or [_models.get(id(args[0]))]
+        before, _inside.building = devices.of_tensors, True
+        devices.of_tensors = gpus[0]
         try:
-            return original(*args, **kwargs)
+            result = original(*args, **kwargs)
         finally:
+            devices.of_tensors = before
             _inside.building = False
+        if isinstance(result, _Reducer):
+            _models[id(result)] = gpus[0]
+        return result
 
-    return create
+    return called
 
 
 def list_of_used(func, args, kwargs) -> torch.Tensor | None:
@@ -154,10 +173,12 @@ def install() -> None:
         "new_group": _new_group(c10d.new_group),
         "get_backend": _get_backend(c10d.get_backend),
         "is_nccl_available": lambda: True,
-        "Reducer": _with_list_of_used(dist.Reducer),
+        "Reducer": _on_gpu_of_model(_Reducer),
+        "_verify_params_across_processes": _on_gpu_of_model(dist._verify_params_across_processes),
         "all_reduce": _all_reduce(c10d.all_reduce),
     }
-    dist.Reducer._set_static_graph = _with_list_of_used(dist.Reducer._set_static_graph)
+    for name in ("_set_static_graph", "_rebuild_buckets"):
+        setattr(_Reducer, name, _on_gpu_of_model(getattr(_Reducer, name)))
     for name, function in changed.items():
         for module in (dist, c10d, device_mesh):  # the same object in all, as before
             if hasattr(module, name):
@@ -166,17 +187,11 @@ def install() -> None:
 
 
 def _device_of_objects(group=None) -> str:
-    """Where a group sends objects: on the CPU if it has a backend for it, otherwise on the current GPU.
-
-    NCCL refuses a GPU that a different rank has used in this group.
-    """
+    """Where a group sends objects: on the CPU if it has a backend for it, otherwise on the current GPU."""
     backend, group = _backend_of(group), group or c10d._get_default_group()
     if "nccl" not in backend or "cpu:" in backend:
         return "cpu"
-    place = _place(devices.current())
-    owner = _met.get(group.group_name, {}).get(place, group.rank())
-    if owner != group.rank():
-        _refuse(group.rank(), owner, place[1], OBJECTS)
+    _refuse_gpu_of_other(group, devices.current(), OBJECTS)
     return "cuda"
 
 

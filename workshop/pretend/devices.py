@@ -11,6 +11,8 @@ from types import FrameType
 
 import torch
 
+from workshop import tensors
+
 NAME = "pretend"  # the name that PyTorch's device type PrivateUse1 gets
 _TORCH = os.path.dirname(torch.__file__)
 # What PyTorch runs between a call of the program and the code of this package.
@@ -18,13 +20,20 @@ _BETWEEN = tuple(
     os.path.join(_TORCH, name) for name in ("_compile.py", "_dynamo", "overrides.py", "utils/_python_dispatch.py")
 )
 PIECE = 512  # PyTorch gives out the memory of a GPU in pieces of this number of bytes
-LIBRARIES = (os.path.dirname(os.path.dirname(torch.__file__)), os.path.dirname(os.__file__), os.path.dirname(__file__))
+LIBRARIES = (
+    os.path.dirname(_TORCH),
+    os.path.dirname(os.__file__),
+    os.path.dirname(__file__),
+    tensors.__file__,
+)
 
 total = 0  # pretended GPUs of this node
 _visible: list[int] = []  # the GPUs of the node that this process sees, once it has used one
 used = False  # whether the program has used one; a process that forks then has broken children, as with CUDA
 forked = False  # whether this process was forked after its parent had used a GPU
 chosen = False  # whether the program has chosen a GPU
+# The GPU of the tensors of the present operation: C++ creates tensors there, but sees no number of a pretended GPU.
+of_tensors: int | None = None
 _main = 0  # the current GPU of the main thread and of the threads of the backward pass
 _threads = threading.local()  # the current GPU of each other thread, which starts with GPU 0
 
@@ -161,6 +170,7 @@ def index_of(device: object = None) -> int:
     else:
         device = torch.device(device)
         index = current() if device.index is None or device.type == NAME else device.index
+        index = of_tensors if device.type == NAME and of_tensors is not None else index
     if not 0 <= index < count():
         note("no-such-gpu", f"GPU {index}")
         raise torch.AcceleratorError(

@@ -1,5 +1,6 @@
 """Put pretended GPUs into this process."""
 
+import functools
 import os
 import weakref
 
@@ -50,7 +51,7 @@ def _install() -> None:
     PretendTensor = tensor.PretendTensor
     PretendTensor.device = property(lambda self: torch.device("cuda", self.gpu))
     PretendTensor.is_cuda, PretendTensor.is_cpu = property(lambda self: True), property(lambda self: False)
-    torch.nn.Module._apply = tensor.beside_graphs(torch.nn.Module._apply)
+    torch.nn.Module._apply = _beside_graphs(torch.nn.Module._apply)
     # C++ would say that it is on the pretended device type.
     DTensor.device = property(lambda self: self._local_tensor.device)
     cuda.install()
@@ -120,3 +121,28 @@ def _copy_between_gpus() -> None:
 
     comm.scatter, comm.gather = scatter, gather
     comm.broadcast_coalesced, comm.reduce_add_coalesced = broadcast_coalesced, reduce_add_coalesced
+
+
+def _beside_graphs(apply):
+    """Let a module move while a graph or DDP still refers to its parameters, as on CUDA."""
+
+    @functools.wraps(apply)
+    def applied(module, function, recurse=True):
+        try:
+            return apply(module, function, recurse)
+        except RuntimeError as error:
+            if "Couldn't swap" not in str(error):
+                raise
+        with torch.no_grad():
+            for name, parameter in module._parameters.items():
+                if hasattr(parameter, "on_cpu"):  # it is on a GPU already
+                    parameter.data = function(parameter)
+                elif (
+                    parameter is not None
+                ):  # a tensor on the CPU cannot become one on a GPU while something refers to it
+                    module._parameters[name] = torch.nn.Parameter(function(parameter), parameter.requires_grad)
+            for name, buffer in module._buffers.items():
+                module._buffers[name] = buffer if buffer is None else function(buffer)
+        return module
+
+    return applied

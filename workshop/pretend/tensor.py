@@ -96,6 +96,11 @@ class PretendTensor(torch.Tensor):
     def data(self, new):
         if not isinstance(new, PretendTensor):
             return _move(self, new)
+        if (
+            self.is_inference() != new.is_inference()
+        ):  # FSDP does this under inference_mode(); PyTorch allows it for CUDA only
+            with torch.inference_mode(self.is_inference()):
+                new = PretendTensor(new.on_cpu.detach(), new.gpu)
         SET_DATA(self, new)
         self.on_cpu, self.gpu, self.storage_held = new.on_cpu.detach(), new.gpu, new.untyped_storage()
 
@@ -296,8 +301,26 @@ def _on_cpu(func, args, kwargs, gpu: int | None, tensors: list):
         with devices.random_state(gpu):
             return func(*args, **kwargs)
     if func in SUMMING and tensors[0].dtype in LOW:
-        return _replaced(func(*_replaced(args, torch.Tensor.float), **kwargs), lambda each: each.to(tensors[0].dtype))
-    return func(*args, **kwargs)
+        return _in_type(func, args, kwargs, tensors[0].dtype, torch.float32)
+    try:
+        return func(*args, **kwargs)
+    except NotImplementedError as error:  # CUDA has some operations for more types, such as histc() for integers
+        if "_cpu" not in str(error) or not tensors or func._schema.is_mutable:
+            raise
+        return _in_type(
+            func, args, kwargs, tensors[0].dtype, torch.float32 if tensors[0].dtype in LOW else torch.float64
+        )
+
+
+def _in_type(func, args, kwargs, kind: torch.dtype, wider: torch.dtype):
+    """Do an operation with ``wider`` in place of a type, and return the results in that type."""
+
+    def converted(source: torch.dtype, target: torch.dtype):
+        return lambda each: each.to(target) if each.dtype == source else each
+
+    widen = converted(kind, wider)
+    result = func(*_replaced(args, widen), **{name: _replaced(value, widen) for name, value in kwargs.items()})
+    return _replaced(result, converted(wider, kind))
 
 
 def _gpu_of(func, args, kwargs, tensors: list, communicates: bool) -> int | None:
@@ -409,7 +432,21 @@ class NameDevice(TorchFunctionMode):
             args = (*args[:2], *map(_listed, args[2:4]), *args[4:])
         if func is torch.device or (func in ANSWERS and func is not torch.Tensor.to):
             return func(*args, **kwargs)
-        return func(*map(_named, args), **{name: _named(value) for name, value in kwargs.items()})
+        before = devices.of_tensors
+        devices.of_tensors = _gpu_in(args, before)
+        try:
+            return func(*map(_named, args), **{name: _named(value) for name, value in kwargs.items()})
+        finally:
+            devices.of_tensors = before
+
+
+def _gpu_in(args, otherwise: int | None) -> int | None:
+    """Return the GPU of the first argument that is on one."""
+    for each in args:
+        first = each[0] if type(each) in (list, tuple) and each else each
+        if isinstance(first, PretendTensor):
+            return first.gpu
+    return otherwise
 
 
 def _move(tensor: torch.Tensor, moved: torch.Tensor) -> None:
@@ -426,27 +463,6 @@ def _move(tensor: torch.Tensor, moved: torch.Tensor) -> None:
             "Pretended GPUs cannot exchange the data of a parameter that autograd uses with data on the CPU, as CPUOffload of "
             "FSDP1 does. Use fully_shard with CPUOffloadPolicy."
         ) from None
-
-
-def beside_graphs(apply):
-    """Let a module move while a graph still uses its parameters, as on CUDA: it then gets new parameters."""
-
-    @functools.wraps(apply)
-    def applied(module, function, recurse=True):
-        try:
-            return apply(module, function, recurse)
-        except RuntimeError as error:
-            if "Couldn't swap" not in str(error):
-                raise
-        with torch.no_grad():
-            for name, parameter in module._parameters.items():
-                if parameter is not None:
-                    module._parameters[name] = torch.nn.Parameter(function(parameter), parameter.requires_grad)
-            for name, buffer in module._buffers.items():
-                module._buffers[name] = buffer if buffer is None else function(buffer)
-        return module
-
-    return applied
 
 
 def _fetched(value):

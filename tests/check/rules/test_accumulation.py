@@ -1,6 +1,6 @@
 """The rules about accumulation: mistakes that they must name, and correct styles that must pass."""
 
-from check.bank import ddp, lightning, sharded
+from check.bank import ddp, lightning, second, sharded
 from check.bank.case import mistake, style
 from check.bank.cases import bank_tests
 
@@ -176,6 +176,18 @@ MISTAKES = (
 )
 
 STYLES = (
+    style(
+        "backward-passes-before-the-training",
+        second.TAGGER,
+        "The program first measures its backward pass. The first zero_grad() of the training clears these gradients.",
+        (
+            "    for epoch in range(first_epoch, args.epochs):\n",
+            "    for tokens, _ in itertools.islice(loader, 2):\n"
+            "        ddp_model(tokens).square().mean().backward()\n"
+            "    for epoch in range(first_epoch, args.epochs):\n",
+        ),
+        ("import argparse\n", "import argparse\nimport itertools\n"),
+    ),
     style(
         "sync-flag-instead-of-no-sync",
         ddp.METRICS,

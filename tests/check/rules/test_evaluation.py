@@ -276,6 +276,30 @@ MISTAKES = (
 
 STYLES = (
     style(
+        "the-test-loader-is-read-again-before-the-sum",
+        second.TAGGER,
+        "A second pass over the test samples counts their tags, then one collective adds up both counts.",
+        (
+            "        counts += torch.stack([(model(tokens).argmax(-1) == tags)[counted].sum(), counted.sum()])\n",
+            "        counts[0] += (model(tokens).argmax(-1) == tags)[counted].sum()\n"
+            "    for _, tags in loader:\n"
+            "        counts[1] += (tags != IGNORED).sum()\n",
+        ),
+    ),
+    style(
+        "counts-of-each-batch-are-added-up-with-gradients-enabled",
+        second.TAGGER,
+        "Each batch of the evaluation has its own collective, and the evaluation does not switch gradients off.",
+        ("@torch.no_grad()\n", ""),
+        (
+            "        counts += torch.stack([(model(tokens).argmax(-1) == tags)[counted].sum(), counted.sum()])\n"
+            "    dist.all_reduce(counts)\n",
+            "        own = torch.stack([(model(tokens).argmax(-1) == tags)[counted].sum(), counted.sum()])\n"
+            "        dist.all_reduce(own)\n"
+            "        counts += own\n",
+        ),
+    ),
+    style(
         "figures-reduced-to-rank-0",
         ddp.TORCHRUN,
         "reduce(dst=0) leaves wrong values on the other ranks, which do not use them.",

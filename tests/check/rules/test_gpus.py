@@ -14,6 +14,35 @@ MISTAKES = (
         (gpus.SET_DEVICE, ""),
         (gpus.GROUP, gpus.GROUP + "    dist.all_gather_object([None] * world_size, rank)\n"),
     ),
+    mistake(
+        "no-set-device",
+        gpus.GPUS,
+        "gpu-of-two-ranks",
+        'Without set_device, "cuda" is GPU 0 in every process.',
+        (gpus.SET_DEVICE, ""),
+        (gpus.DEVICE, '    device = torch.device("cuda")\n'),
+        (gpus.WRAP, "DistributedDataParallel(model)"),
+    ),
+    mistake(
+        "cuda-0-in-every-rank",
+        gpus.GPUS,
+        "gpu-of-two-ranks",
+        "The GPU is written into the program.",
+        (gpus.SET_DEVICE, ""),
+        (gpus.DEVICE, '    device = torch.device("cuda:0")\n'),
+        (gpus.WRAP, "DistributedDataParallel(model, device_ids=[0])"),
+    ),
+    mistake(
+        "figures-added-up-on-gpu-0",
+        gpus.GPUS,
+        "gpu-of-two-ranks",
+        "The counts of the evaluation are on GPU 0 on both ranks, and a collective adds them up.",
+        ("counts = torch.zeros(2, device=device)", 'counts = torch.zeros(2, device="cuda:0")'),
+        (
+            "            counts[0] += (model(x).argmax(1) == y).sum()\n",
+            "            counts[0] += (model(x).argmax(1) == y).sum().item()\n",
+        ),
+    ),
     # ---- two-devices
     mistake(
         "labels-left-on-the-cpu",

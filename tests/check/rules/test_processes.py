@@ -184,25 +184,7 @@ MISTAKES = (
         real=True,
         runner=(('--nproc-per-node="$nproc"', "--nproc-per-node=1"),),
     ),
-    # ---- device-index and device-shared, in a program for GPUs
-    mistake(
-        "no-set-device",
-        gpus.GPUS,
-        ("device-index", "device-shared"),
-        'Without set_device, "cuda" is GPU 0 in every process.',
-        (gpus.SET_DEVICE, ""),
-        (gpus.DEVICE, '    device = torch.device("cuda")\n'),
-        (gpus.WRAP, "DistributedDataParallel(model)"),
-    ),
-    mistake(
-        "cuda-0-in-every-rank",
-        gpus.GPUS,
-        ("device-index", "device-shared"),
-        "The GPU is written into the program.",
-        (gpus.SET_DEVICE, ""),
-        (gpus.DEVICE, '    device = torch.device("cuda:0")\n'),
-        (gpus.WRAP, "DistributedDataParallel(model, device_ids=[0])"),
-    ),
+    # ---- device-index, in a program for GPUs
     mistake(
         "set-device-by-rank",
         gpus.GPUS,

@@ -1,10 +1,11 @@
 """Forward and backward passes: the samples that the model sees, those that it is trained on, and the loss."""
 
 import dataclasses
+import time
 import zlib
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
 
@@ -58,6 +59,7 @@ class Pending:
     inner: list[Any]  # of the outputs of its layers, on which a loss can depend too, as one of derivatives does
     training: bool  # the model was in training mode
     steps: int  # that were taken before
+    seconds: float = field(default_factory=time.monotonic)
 
 
 class Models(Probe):
@@ -229,7 +231,7 @@ class Models(Probe):
     def _flush(self) -> None:
         """Record forward passes with gradients but without a backward pass as evaluations."""
         for pending in self.untrained:
-            self.recorder.note(Evaluated(forward=pending.forward, where=pending.forward.where))
+            self.recorder.note(Evaluated(forward=pending.forward, where=pending.forward.where), pending.seconds)
         self.untrained.clear()
 
     @around(DistributedDataParallel, "__init__")

@@ -11,6 +11,7 @@ import traceback
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
+from operator import itemgetter
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -99,12 +100,13 @@ class Recorder:
     def _file(self, name: str) -> int:
         return os.open(self.folder / f"{name}-{os.getpid()}", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
 
-    def note(self, event: Event) -> None:
-        """Append an event with ``os.write``, which keeps the events before a crash or a hang."""
+    def note(self, event: Event, seconds: float | None = None) -> None:
+        """Append an event with ``os.write``, which keeps the events before a crash or a hang; ``seconds``: its time."""
         if self._events is not None:
             # A full disk, or a program that closes all descriptors, must not raise an error in the observed line.
             with suppress(OSError):
-                os.write(self._events, pickle.dumps((time.monotonic(), event)))  # all processes have the same clock
+                now = time.monotonic()  # all processes have the same clock
+                os.write(self._events, pickle.dumps((now if seconds is None else seconds, event)))
                 self.count += 1
                 self.noted()
 
@@ -201,6 +203,7 @@ def read_process(folder: Path, pid: int) -> Process:
     with open(folder / f"events-{pid}", "rb") as file, suppress(EOFError, pickle.UnpicklingError):
         while True:
             events.append(pickle.load(file))
+    events.sort(key=itemgetter(0))
     paths = [folder / f"{name}-{pid}" for name in ("stdout", "stderr", "stacks")]
     texts = [path.open("rb").read(READ).decode(errors="replace") if path.exists() else "" for path in paths]
     stdout, stderr, stack = texts

@@ -11,6 +11,7 @@ from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
 
 import torch
+from torch._C._functorch import is_functorch_wrapped_tensor
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, Subset, dataloader
 
 from workshop.check.evidence.events import BatchLoaded, EpochSet, Key, Loader, LoaderStarted
@@ -137,7 +138,7 @@ class Samples(Probe):
 
         Content comes first, because a loader may prefetch and return copies (as in Accelerate), and memory is reused.
         """
-        if not self.pending and not self.taken:
+        if (not self.pending and not self.taken) or is_functorch_wrapped_tensor(tensor):
             return None
         row, pointer = rows(tensor[:1]), tensor.data_ptr()
         again = next((each for each in reversed(self.taken) if each.row == row), None)

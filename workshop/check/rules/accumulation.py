@@ -3,7 +3,7 @@
 from statistics import mode
 
 from workshop.check.evidence.events import LossComputed, Wrapped
-from workshop.check.evidence.process import Process
+from workshop.check.evidence.process import Process, Step
 from workshop.check.evidence.run import Run
 from workshop.check.rules.by_hand import counted_twice
 from workshop.check.rules.gradients import against_one_process, beside_one_process, mean_of_means, weighted
@@ -29,6 +29,10 @@ def accumulation_uneven(run: Run) -> Said:
             continue  # L-BFGS calls its closure, which computes gradients, several times per step
         sizes = [len(step.backwards) for step in process.steps]
         wanted = run.asked.accumulate if run.asked else mode(sizes)
+        if run.asked is None and _since_cleared(process.steps[0]) == wanted:
+            sizes[0] = (
+                wanted  # zero_grad() clears the gradients of earlier backward passes, for example of a demonstration
+            )
         if run.asked is None:  # a program may take a last, smaller step with the batches that are left
             sizes = [size for size, left in zip(sizes, _left_over(process, wanted), strict=True) if not left] or sizes
         cleared = [backward for step in process.steps for backward in step.backwards[1:] if not backward.leftover]
@@ -42,6 +46,12 @@ def accumulation_uneven(run: Run) -> Said:
             yield Seen(seen, cleared[0].where, origin="last:zero_grad")
         elif last := 0 if run.cut or run.failed else len(process.trailing):
             yield Seen(f"no optimizer.step() follows the last {plural(last, 'backward() call')}", process.step_where)
+
+
+def _since_cleared(step: Step) -> int:
+    """How many backward passes before a step are not cleared by a later zero_grad()."""
+    cleared = [number for number, each in enumerate(step.backwards) if not each.leftover]
+    return len(step.backwards) - (cleared[-1] if cleared else 0)
 
 
 def _left_over(process: Process, wanted: int) -> list[bool]:

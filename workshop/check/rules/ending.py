@@ -28,6 +28,8 @@ from workshop.check.rules.words import listed, named, plural
 from workshop.run.failures import is_echo
 
 WANTED = re.compile(r"\b([2-9]|[1-9]\d+)\+? (?:\w+ ){0,2}GPUs?\b", re.IGNORECASE)
+# What only a real GPU can do: pretended ones refuse it, and the CPU has no such operation for a type.
+WITHOUT_GPU = re.compile(r"^Pretended GPUs cannot|^\"\w+_cpu\w*\" not implemented for ")
 FLOOD = Seen("the program printed more than 20 MB, and the check ended it")
 
 
@@ -108,7 +110,7 @@ def crash(run: Run) -> Said:
     # Ranks that rename the same file make each other fail; then two-writers names the cause. If a rank only lost its connection
     # because another one had made different calls, collectives-differ names the cause.
     explained = seen and (("No such file" in seen.text and run.shared_files()) or (run.ended_by_echo and _parted(run)))
-    if seen and not explained and not _wanted_gpus(run) and not _of_other_programs(run):
+    if seen and not explained and not (_wanted_gpus(run) or _needs_gpu(run) or _of_other_programs(run)):
         yield seen
 
 
@@ -128,6 +130,9 @@ def no_training(run: Run) -> Said:
         seen = f"the program ends before the training, because it wants {number} GPUs: {event.message[:200]}"
         fix = f"Start it with a launcher that says so, for example torchrun --nproc-per-node={number} train.py."
         yield Seen(seen, event.where, fix=fix)
+    elif needs := _needs_gpu(run):
+        seen = f"the check cannot run this program without a real GPU: {needs.message[:200]}"
+        yield Seen(seen, needs.where, fix="Check it on a machine with GPUs: `workshop check` uses them.")
     elif _slow(run):
         standing = _standing(run)
         text = f"{standing.text}; the check ended it after {run.seconds:.0f} s"
@@ -149,6 +154,12 @@ def _wanted_gpus(run: Run) -> tuple[str, Raised] | None:
         return None
     number = WANTED.search(found[1].message)
     return (number[1], found[1]) if number else None
+
+
+def _needs_gpu(run: Run) -> Raised | None:
+    """What only a real GPU can do, if this has ended the run of a program that is no exercise."""
+    found = run.first_exception()
+    return found[1] if found and run.failed and not run.asked and WITHOUT_GPU.search(found[1].message) else None
 
 
 def _parted(run: Run) -> bool:

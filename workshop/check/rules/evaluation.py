@@ -142,22 +142,26 @@ def _of_a_set(process: Process) -> bool:
 
 def _exchanged(process: Process) -> bool:
     """Whether the rank exchanges a value between an evaluation and the step after it."""
-    evaluated, usual = False, _of_steps(process)
+    evaluated, loaded, usual = False, False, _of_steps(process)
     calls = Counter[str]()
+    unclear = False  # a value was exchanged after a batch was loaded: if a step follows at once, it may be a value of this step
     for _, event in process.events:
         if isinstance(event, Backward):
+            evaluated = loaded = unclear = False
             calls.clear()
         elif isinstance(event, Evaluated):
-            evaluated = True
-        elif isinstance(
-            event, BatchLoaded
-        ):  # for the next evaluation, or for a step, which may exchange its own values
-            evaluated = False
+            evaluated, loaded = True, False
+        elif isinstance(event, BatchLoaded):
+            if unclear:
+                return True
+            loaded = True
         elif isinstance(event, Collective) and "barrier" not in event.name:
             calls[event.where] += 1
             if evaluated and calls[event.where] > usual[event.where]:
-                return True
-    return False
+                unclear = True
+                if not loaded:
+                    return True
+    return unclear
 
 
 def _of_steps(process: Process) -> Counter[str]:

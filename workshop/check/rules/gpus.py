@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from workshop.check.evidence.events import Autocasting, GpuMemory, GpuNoted, Loaded, Raised, StepTaken
+from workshop.check.evidence.events import Autocasting, DeviceChosen, GpuMemory, GpuNoted, Loaded, Raised, StepTaken
 from workshop.check.evidence.process import Process
 from workshop.check.evidence.run import Run
 from workshop.check.rules.processes import device_index, device_shared
@@ -33,7 +33,8 @@ def gpu_rule(
     def declare(function: Callable[[Run], Said]) -> Rule:
         flags = {"mild": mild, "anywhere": anywhere, "always": anywhere and not mild}
         made = rule(why=why, fix=fix, runs=DEVICES, needs=(GpuNoted,), **flags, **settings)(function)
-        made.also(TWO_NODES, active=True, **{name: settings[name] for name in ("after",) if name in settings})(function)
+        order = {name: settings[name] for name in ("after", "instead_of") if name in settings}
+        made.also(TWO_NODES, active=True, **order)(function)
         return made
 
     return declare
@@ -120,15 +121,21 @@ def nccl_on_cpu(run: Run) -> Said:
     why="NCCL refuses two ranks on one GPU. The objects of all_gather_object, broadcast_object_list and others go through the "
     "current GPU of each rank, whatever GPU its tensors are on.",
     fix="In each process, call torch.accelerator.set_device_index(local_rank) before the first collective.",
-    after=(device_shared,),
+    instead_of=(device_index,),
 )
 def gpu_of_two_ranks(run: Run) -> Said:
-    """NCCL sends the objects of two ranks through the same GPU."""
+    """A collective of NCCL gets tensors or objects of two ranks on the same GPU."""
     for event in _failed(run, "same-gpu"):
         ranks, gpu, *objects = event.detail.split(", ")
-        if objects:
-            seen = f"on a machine with GPUs the program fails: objects of {ranks} go through the same {gpu}"
-            yield Seen(seen, event.where)
+        chosen = {choice.index for choice in run.all(DeviceChosen) if choice.index is not None}
+        fix = (
+            ""
+            if objects or len(chosen) < 2
+            else "Create the tensor on the GPU that the rank has chosen, or move it there."
+        )
+        what = f"objects of {ranks} go through the same {gpu}" if objects else f"{ranks} use the same {gpu}"
+        where = event.where if objects or len(chosen) != 1 else run.where(DeviceChosen)
+        yield Seen(f"on a machine with GPUs the program fails: {what}", where, fix=fix)
 
 
 @device_index.also(DEVICES, needs=(GpuNoted,))

@@ -121,7 +121,8 @@ def device_index(run: Run) -> Said:
                 return
     used = {gpu for event in run.all(GpuMemory) for gpu in event.bytes}
     chosen = any(run.all(DeviceChosen)) or any(run.all(AcceleratorCalled))
-    unclear = run.hung or (run.failed and not any(run.all(GpuNoted)))  # it may have failed before it chooses
+    noted = {event.kind for event in run.all(GpuNoted)}
+    unclear = run.hung or "no-such-gpu" in noted or (run.failed and not noted)  # it may have failed before it chooses
     if not chosen and not unclear and len(used) < 2:
         yield Seen("with two devices per machine, no process chooses one: all use the first, or the CPU")
 

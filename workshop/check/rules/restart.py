@@ -114,7 +114,7 @@ def optimizer_lost(whole: Run, split: Split) -> Said:
 
 
 @_of_restart(
-    why="The learning rate starts again from the beginning of its schedule.",
+    why="The schedule of the learning rate does not continue at the step where it stopped, but begins again or at another step.",
     fix="Save the state_dict() of the scheduler in the checkpoint, and load it with scheduler.load_state_dict().",
     origin="rescaled loading:sched stateful:sched",
 )
