@@ -11,6 +11,7 @@ import pytest
 import runs
 from workshop.check.command import check_command
 from workshop.check.folder import LARGE, copy_folder, make_own, own_caches
+from workshop.check.foreign import RESUME
 from workshop.check.program_text import resized, sources
 from workshop.check.start import read_start
 from workshop.errors import UserError
@@ -202,6 +203,15 @@ def test_a_package_for_gpus_is_checked_without_changes(package):
     assert [finding.seen for finding in verdict.errors] == []
     assert verdict.status == 0
     assert sorted(str(path) for path in package.rglob("*")) == before
+
+
+def test_options_that_resume_are_known_by_their_name_or_their_help():
+    text = """
+        parser.add_argument("-p", "--checkpoint_path", default=None, help="path of a checkpoint, to resume the training")
+        parser.add_argument("--ckpt", help="where to save")
+        parser.add_argument("--load", help="weights")
+    """
+    assert [option for option, _ in RESUME.findall(text)] == ["--checkpoint_path", "--load"]
 
 
 @pytest.mark.parametrize("condition", ['os.path.exists("last.pt")', '"--resume" in sys.argv'])

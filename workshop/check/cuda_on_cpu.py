@@ -400,18 +400,8 @@ def _cuda(count: int) -> None:
     answer(cuda, "mem_get_info", lambda *_: (80 * 2**30, 80 * 2**30))
     answer(cuda, "memory_stats", lambda *_: defaultdict(int))
     answer(cuda, "memory_summary", lambda *_, **__: "")
-    for module in (cuda, torch.cpu):  # not through answer(): torch.random.fork_rng() calls them too
-        module.get_rng_state = lambda *_: torch.get_rng_state()
-        module.set_rng_state = lambda *_, **__: None
-    cores = torch.cpu.device_count
-
-    def per_node() -> int:  # FSDP counts the devices of a node to form the groups of HYBRID_SHARD
-        of_fsdp = sys._getframe(1).f_code.co_filename.endswith("fsdp/_init_utils.py")
-        return int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size())) if of_fsdp else cores()
-
-    torch.cpu.device_count = per_node
-    cuda.get_rng_state_all = lambda: [torch.get_rng_state()]
-    cuda.set_rng_state_all = lambda *_: None
+    _random_states()
+    _devices_of_fsdp()
     answer(cuda, "current_stream", Stream)
     answer(cuda, "default_stream", Stream)
     answer(cuda, "stream", lambda *_: contextlib.nullcontext())
@@ -419,6 +409,26 @@ def _cuda(count: int) -> None:
     cuda.Event, cuda.Stream = Event, Stream
     for name in ("range_push", "range_pop", "mark"):
         setattr(cuda.nvtx, name, lambda *_: None)
+
+
+def _random_states() -> None:
+    """Let the states of the generators of GPUs, and of "devices" on the CPU, be that of the CPU."""
+    for module in (torch.cuda, torch.cpu):  # not through answer(): torch.random.fork_rng() calls them too
+        module.get_rng_state = lambda *_: torch.get_rng_state()
+        module.set_rng_state = lambda *_, **__: None
+    torch.cuda.get_rng_state_all = lambda: [torch.get_rng_state()]
+    torch.cuda.set_rng_state_all = lambda *_: None
+
+
+def _devices_of_fsdp() -> None:
+    """Let FSDP count one device for each process of the node, to form the groups of HYBRID_SHARD."""
+    cores = torch.cpu.device_count
+
+    def per_node() -> int:
+        of_fsdp = sys._getframe(1).f_code.co_filename.endswith("fsdp/_init_utils.py")
+        return int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size())) if of_fsdp else cores()
+
+    torch.cpu.device_count = per_node
 
 
 @contextlib.contextmanager

@@ -68,8 +68,9 @@ PRETENDED = 6  # optimizer steps on pretended GPUs
 PASSES = 300  # backward passes before the first checkpoint, for which pretended GPUs are fast enough
 BESIDE = 1000  # entries beside the folder of the program that it can see
 GPU = re.compile(r"cuda|\bgpus?\b|\bGPUs?\b|torch\.accelerator")  # the program may require one
-# An option with which programs resume: its name, and the rest of the call of add_argument().
-RESUME = re.compile(r"""["'](--(?:resume|restore|continue|load)[\w-]*)["']([^()]*(?:\([^()]*\)[^()]*)*)""")
+# An option with which programs resume, by its name or its help: its name, and the rest of the call of add_argument().
+NAMES = r"""(?:resume|restore|continue|load)[\w-]*|[\w-]*(?:checkpoint|ckpt)[\w-]*(?=["'][^()]*\bresum)"""
+RESUME = re.compile(rf"""["'](--(?:{NAMES}))["']([^()]*(?:\([^()]*\)[^()]*)*)""")
 # The same in a dataclass of options.
 RESUME_FIELD = re.compile(r"^\s+(resume\w*)\s*:\s*(bool|int|str)", re.MULTILINE)
 # A setting in a program whose arguments are key=value, and how such a program reads them.
@@ -186,10 +187,7 @@ class OwnersBench(ProgramBench):
     def _with_gpus(self, first: Callable[[Path], Run], run: Run) -> Run:
         """Run a program again that has not trained together: with GPUs whose tensors are on the CPU, then with pretended GPUs."""
         usual = self.gpus, False
-        for gpus, devices in (
-            (self._gpus_per_node(), False),
-            (None, True),
-        ):
+        for gpus, devices in ((self._gpus_per_node(), False), (None, True)):
             self.gpus, self.devices = gpus, devices
             again = first(self.folder()) if (gpus, devices) != usual else run
             raised, joined = again.first_exception(), any(again.all(Joined))

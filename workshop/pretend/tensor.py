@@ -4,7 +4,6 @@ In C++ the tensor is one of the device type PrivateUse1, so PyTorch's own autogr
 its ``device`` is ``cuda:N``. The C++ side knows only device 0, so the index of the GPU lives in Python.
 """
 
-import functools
 from collections import OrderedDict
 from contextlib import suppress
 from typing import Any
