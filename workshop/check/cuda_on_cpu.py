@@ -377,8 +377,6 @@ def _cuda(count: int) -> None:
         current[0] = index or 0
 
     if count:
-        if not cuda.is_available():  # without a real GPU, the variable that hides it may say what programs expect
-            os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, range(count)))
         for module in (cuda, accelerator):
             answer(module, "is_available", lambda: True)
             answer(module, "device_count", lambda: count)

@@ -101,7 +101,7 @@ class OwnersBench(ProgramBench):
         super().__init__(subject, launch=launch, nproc=start.nproc, on_cpu=on_cpu, place=place)
         self.text = sources(subject.file, original)
         self.planned = frozenset(planned([self.text, *settings(start.arguments, original)], start.arguments))
-        uses_all = re.search("device_count|CUDA_VISIBLE_DEVICES", self.text) or lightning_ranks.uses_all_gpus(self.text)
+        uses_all = "device_count" in self.text or lightning_ranks.uses_all_gpus(self.text)
         self.compiler = GPU.search(self.text) is not None  # pretended GPUs need it
         self.gpus: int | None = USUAL if launch == "spawn" and uses_all else 0
         self.of_others: tuple[str, ...] = ()  # arguments that only ranks after the first get
@@ -324,7 +324,10 @@ class OwnersBench(ProgramBench):
         first = self._run(scratch, dies=saves)
         taken = len(first.trained[0].steps) if first.trained else 0
         left = {"steps": len(whole.trained[0].steps) - taken, "at_once": True} if whole.cut else {}
-        saved = {os.path.relpath(path, scratch.resolve()) for path in _checkpoints(first)}
+        files = _checkpoints(first, model=True) or _checkpoints(
+            first
+        )  # data sets may keep prepared samples in files too
+        saved = {os.path.relpath(path, scratch.resolve()) for path in files}
         tried, ended, one = "", "loads no checkpoint", 1 + (whole.trained[0].warmup if whole.trained else 0)
         for arguments in self._resume(first, scratch):
             again = self._copy(scratch)
