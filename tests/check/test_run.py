@@ -29,7 +29,8 @@ from workshop.check.evidence.events import (
 from workshop.check.evidence.misuses import OtherSamplerSet, PassEnded, PythonStarted
 from workshop.check.evidence.process import Process, Step
 from workshop.check.evidence.run import Run
-from workshop.check.foreign import _first_save, _latest, _start_of_its_own
+from workshop.check.foreign import _first_save, _latest
+from workshop.check.program_text import start_of_its_own
 from workshop.check.rules.alike import has_resumed
 from workshop.check.rules.carried import _counted_elsewhere, plays
 from workshop.check.rules.deepspeed import engine_steps_missing
@@ -246,7 +247,7 @@ def test_a_program_whose_workers_are_further_programs_cannot_be_judged():
     ],
 )
 def test_an_option_for_the_first_epoch_counts_unless_the_checkpoint_has_that(text, option):
-    assert _start_of_its_own(text, ["--epochs", "9"]) == option
+    assert start_of_its_own(text, ["--epochs", "9"]) == option
 
 
 def test_layers_that_are_added_after_wrapping_are_named():

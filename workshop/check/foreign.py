@@ -40,7 +40,7 @@ from workshop.check.probes import Probe, Recorder
 from workshop.check.probes.checkpoints import Checkpoints
 from workshop.check.probes.reductions import Reductions
 from workshop.check.probes.replicas import Replicas
-from workshop.check.program_text import one_process, planned, resized, settings, sources
+from workshop.check.program_text import one_process, planned, resized, settings, sources, start_of_its_own
 from workshop.check.rules.by_hand import reduces_each_batch
 from workshop.check.rules.gradients import steps_until_apart, steps_until_buffers_differ
 from workshop.check.rules.metrics import prints_metrics
@@ -76,7 +76,6 @@ RESUME_FIELD = re.compile(r"^\s+(resume\w*)\s*:\s*(bool|int|str)", re.MULTILINE)
 # A setting in a program whose arguments are key=value, and how such a program reads them.
 RESUME_KEY = re.compile(r"""\b(resume\w*)["']?\s*[:=]\s*(False|None|false|null|""|'')""")
 KEYS = re.compile(r"""(?:split|partition)\(["']=["']|from_cli|from_dotlist|hydra\.main""")
-START = re.compile(r"""["'](--(?:start|begin|initial|first)[_-](?:epoch|step|iter(?:ation)?)s?)["']""")
 # The types of errors of a program for GPUs whose tensors are on the CPU.
 UNSUITABLE = {"RuntimeError", "AttributeError", "NotImplementedError", "AssertionError", "ValueError", "TypeError"}
 MISSING = ("FileNotFoundError", "NotADirectoryError", "IsADirectoryError")  # a guess named the wrong kind of path
@@ -333,7 +332,7 @@ class OwnersBench(ProgramBench):
             again = self._copy(scratch)
             if self.wishes.resume:
                 return Split(first, self._run(scratch, arguments, **left))
-            if arguments and (counted := _start_of_its_own(self.text, self.start.arguments)):
+            if arguments and (counted := start_of_its_own(self.text, self.start.arguments)):
                 raise Unavailable(
                     f"whether a second start resumes: it also wants {counted}; pass it, for example: "
                     f"--resume-args '{shlex.join(arguments)} {counted} 1'"
@@ -374,15 +373,6 @@ class OwnersBench(ProgramBench):
             yield [f"--{name}", *{"bool": [], "int": ["1"], "str": [latest]}[kind]]
         for name, value in RESUME_KEY.findall(self.text)[:1] if KEYS.search(self.text) else ():
             yield [f"{name}={'True' if value.lower() == 'false' else latest}"]
-
-
-def _start_of_its_own(text: str, arguments: Sequence[str]) -> str:
-    """The option with the number of the first epoch or step, if the program does not read that from a checkpoint; else ""."""
-    for option in START.findall(text):
-        restored = re.search(rf"\b{option.strip('-').replace('-', '_')}\s*[:+]?=(?!=)[^\n]*[\[.(]", text)
-        if option not in arguments and not restored:
-            return str(option)
-    return ""
 
 
 def _got_further(run: Run, other: Run) -> bool:

@@ -17,6 +17,8 @@ PLANNED = re.compile(
 )
 # An option whose value is the number of processes.
 WORLD = re.compile(r"--(?:world[_-]?size|n[_-]?procs?|n[_-]?gpus?|num[_-](?:gpus|procs|processes))")
+# An option with the number of the first epoch or step.
+START = re.compile(r"""["'](--(?:start|begin|initial|first)[_-](?:epoch|step|iter(?:ation)?)s?)["']""")
 
 
 def sources(script: Path, original: Path) -> str:
@@ -87,3 +89,12 @@ def resized(arguments: Sequence[str], nproc: int, other: int) -> list[str]:
             argument = str(other)
         changed.append(argument)
     return changed
+
+
+def start_of_its_own(text: str, arguments: Sequence[str]) -> str:
+    """The option with the number of the first epoch or step, if the program does not read that from a checkpoint; else ""."""
+    for option in START.findall(text):
+        restored = re.search(rf"\b{option.strip('-').replace('-', '_')}\s*[:+]?=(?!=)[^\n]*[\[.(]", text)
+        if option not in arguments and not restored:
+            return str(option)
+    return ""
