@@ -341,6 +341,35 @@ def test_ddp_finds_unused_parameters_and_sums_of_integers_are_averaged(tmp_path)
     )
 
 
+def test_what_an_operation_creates_is_on_the_gpu_of_its_tensors(tmp_path):
+    """GPU 0 is the current one in the main thread, and in each new thread."""
+    pretended(
+        """
+        import threading
+        images = torch.randn(2, 3, 4, 5, device="cuda:1", requires_grad=True)
+
+        def use():
+            numbers = torch.tensor([1, 2], device="cuda:1")
+            found = [images.to(memory_format=torch.channels_last), torch.nn.functional.one_hot(numbers, 4), numbers.unique()]
+            lstm = torch.nn.LSTM(5, 6).to("cuda:1")
+            output, _ = lstm(images[0])
+            output.sum().backward()
+            found += [output, lstm.weight_ih_l0.grad, images.grad, torch.where(images > 0)[0]]
+            assert {str(each.device) for each in found} == {"cuda:1"}, [each.device for each in found]
+            assert torch.ones(1, device="cuda").device == torch.device("cuda:0")
+            done.append(True)
+
+        done = []
+        use()
+        thread = threading.Thread(target=use)
+        thread.start()
+        thread.join()
+        assert len(done) == 2
+        """,
+        tmp_path,
+    )
+
+
 def test_operations_that_only_cuda_has_for_a_type(tmp_path):
     pretended(
         """

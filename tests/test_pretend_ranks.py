@@ -55,8 +55,8 @@ WITHOUT_SET_DEVICE = """
     rank = dist.get_rank()
     torch.manual_seed(rank)
     model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 1), nn.Linear(1, 1)).to(rank)
-    model = nn.parallel.DistributedDataParallel(model, device_ids=[rank], find_unused_parameters=True)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model = nn.parallel.DistributedDataParallel(model, device_ids=[rank], find_unused_parameters=True).to(rank)
     losses, inputs = [], torch.randn(8, 4).to(rank)
     for _ in range(8):
         loss = (model(inputs) - inputs.sum(1, keepdim=True)).square().mean()

@@ -12,11 +12,15 @@ from workshop.check.command import check_command
 from workshop.check.evidence.events import Backward, Drawn, Ended, Evaluated, Raised, ScheduleSeen
 from workshop.check.evidence.process import Process
 from workshop.check.evidence.run import Run
+from workshop.check.foreign import OwnersBench
 from workshop.check.lightning_ranks import uses_all_gpus
 from workshop.check.rules.alike import has_resumed
 from workshop.check.rules.ending import crash, endless, no_training
 from workshop.check.rules.learning import _wrong_length
 from workshop.check.rules.shares import slices
+from workshop.check.scenarios import WHOLE
+from workshop.check.start import read_start
+from workshop.check.subject import Subject
 
 PROGRAM = """
 import os
@@ -39,7 +43,7 @@ for step in range(6):
     optimizer.zero_grad()
     loss.backward()
     optimizer.step()
-if dist.is_initialized():
+{end}if dist.is_initialized():
     dist.destroy_process_group()
 """
 JOIN = 'torch.cuda.set_device(device)\n    dist.init_process_group("nccl")\n'
@@ -49,12 +53,99 @@ STARTS = {
 }
 
 
+def started(text, tmp_path, program=PROGRAM):
+    """Check a program that two processes run, with these lines as its start."""
+    (tmp_path / "train.py").write_text(program.format(start=text, end=""))
+    *_, verdict = check_command(["torchrun", "--nproc-per-node=2", "train.py"], folder=tmp_path)
+    return verdict
+
+
 @pytest.mark.parametrize("what", STARTS)
 def test_a_program_that_needs_gpus_gets_them(what, tmp_path):
-    (tmp_path / "train.py").write_text(PROGRAM.format(start=STARTS[what]))
-    *_, verdict = check_command(["torchrun", "--nproc-per-node=2", "train.py"], folder=tmp_path)
+    verdict = started(STARTS[what], tmp_path)
     assert [finding.seen for finding in verdict.errors] == []
     assert verdict.status == 0
+
+
+GATHER = "dist.all_gather([torch.zeros(1) for _ in range(torch.cuda.device_count())], loss.detach().reshape(1))\n"
+NEEDS = """
+if torch.cuda.is_available():
+    torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    dist.init_process_group("nccl")
+    import a_package_that_is_not_there
+"""
+
+
+def test_a_program_that_counts_gpus_gets_gpus_whose_tensors_are_on_the_cpu(tmp_path):
+    """It counts them after the training. Pretended GPUs come later, because DeepSpeed, for example, does not use them."""
+    (tmp_path / "train.py").write_text(PROGRAM.format(start="dist.init_process_group()", end=GATHER))
+    (tmp_path / "place").mkdir()
+    start = read_start(["torchrun", "--nproc-per-node=2", str(tmp_path / "train.py")])
+    subject = Subject(tmp_path / "train.py", "", (), ())
+    bench = OwnersBench(subject, start, on_cpu=True, place=tmp_path / "place", original=tmp_path)
+    run = bench.make(WHOLE, {})
+    assert len(run.trained) == 2
+    assert not run.failed
+    assert (bench.gpus, bench.devices) == (2, False)
+
+
+def test_a_missing_package_of_the_run_with_gpus_is_named(tmp_path):
+    """Without GPUs, the program trains without a group: that is not what its owner wants to know."""
+    (error,) = started(NEEDS, tmp_path).errors
+    assert error.rule.name == "crash"
+    assert "a_package_that_is_not_there" in error.seen
+
+
+def test_a_program_without_set_device_is_told_what_fails_on_a_second_node(tmp_path):
+    program = PROGRAM.replace('int(os.environ["LOCAL_RANK"])', 'int(os.environ["RANK"])')
+    verdict = started('dist.init_process_group("nccl")', tmp_path, program)
+    assert [finding.seen for finding in verdict.errors] == []
+    seen = [finding.seen for finding in verdict.findings if finding.rule.name == "device-index"]
+    assert seen == ["the program asks for GPU 2, which the node does not have"]
+
+
+KEPT = """
+import argparse, os
+import torch
+import torch.distributed as dist
+from torch import nn
+
+parser = argparse.ArgumentParser()
+parser.add_argument("--checkpoint_path", help="path of a checkpoint, to resume the training")
+args = parser.parse_args()
+dist.init_process_group("gloo")
+rank = dist.get_rank()
+torch.manual_seed(0)
+model = nn.parallel.DistributedDataParallel(nn.Linear(4, 1))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+first = 0
+if args.checkpoint_path:
+    saved = torch.load(args.checkpoint_path)
+    first = saved["epoch"] + 1
+    model.module.load_state_dict(saved["model"])
+for epoch in range(first, 3):
+    for number in range(4):
+        name = f"sample-{rank}-{epoch}-{number}.pt"
+        if not os.path.exists(name):
+            torch.save(torch.randn(8, 4, generator=torch.Generator().manual_seed(100 * epoch + 10 * number + rank)), name)
+        inputs = torch.load(name)
+        loss = (model(inputs) - inputs.sum(1, keepdim=True)).pow(2).mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    if rank == 0:
+        torch.save({"model": model.module.state_dict(), "epoch": epoch}, "tmp.pt")
+        os.replace("tmp.pt", f"model-{epoch}.pt")
+    dist.barrier()
+dist.destroy_process_group()
+"""
+
+
+def test_samples_that_a_program_keeps_in_files_are_no_checkpoint(tmp_path):
+    (tmp_path / "train.py").write_text(KEPT)
+    *_, verdict = check_command(["torchrun", "--nproc-per-node=2", "train.py"], folder=tmp_path)
+    assert [finding.seen for finding in verdict.errors] == []
+    assert not any("resume" in text for text in verdict.unchecked)
 
 
 HYBRID = """

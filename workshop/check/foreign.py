@@ -323,9 +323,7 @@ class OwnersBench(ProgramBench):
         first = self._run(scratch, dies=saves)
         taken = len(first.trained[0].steps) if first.trained else 0
         left = {"steps": len(whole.trained[0].steps) - taken, "at_once": True} if whole.cut else {}
-        files = _checkpoints(first, model=True) or _checkpoints(
-            first
-        )  # data sets may keep prepared samples in files too
+        files = _checkpoints(first, model=True) or _checkpoints(first)
         saved = {os.path.relpath(path, scratch.resolve()) for path in files}
         tried, ended, one = "", "loads no checkpoint", 1 + (whole.trained[0].warmup if whole.trained else 0)
         for arguments in self._resume(first, scratch):
@@ -414,13 +412,18 @@ def _free_port() -> int:
 
 
 def _rounds(run: Run) -> dict[int, dict[str, tuple[int, float]]]:
-    """The saves of the process that saves, by the number of steps before: the files, with number and time of the save."""
+    """The saves of the process that saves, by the number of steps before: the files, with number and time of the save.
+
+    If the run saves models, then only files with parameters: data sets may keep prepared samples in files too.
+    """
+    models = any(event.keys for event in run.all(Saved))
     for process in run.processes:
         saves = sorted(_saved(process), key=lambda each: each[0])
         steps = [step.seconds for step in (process.steps or (run.trained[0].steps if run.trained else []))]
         rounds: dict[int, dict[str, tuple[int, float]]] = {}
         for number, (seconds, event) in enumerate(saves, 1):
-            if steps and steps[0] < seconds < steps[-1]:
+            sample = models and isinstance(event, Saved) and not event.keys
+            if steps and steps[0] < seconds < steps[-1] and not sample:
                 name = event.path if isinstance(event, Saved) else ""
                 rounds.setdefault(bisect.bisect(steps, seconds), {})[name] = number, seconds
         if rounds:

@@ -143,12 +143,11 @@ def _on_gpu_of_model(original):
     def called(*args, **kwargs):
         tensors = next((each for each in args if isinstance(each, list)), [])
         gpus = [each.gpu for each in tensors if hasattr(each, "gpu")] or [_models.get(id(args[0]))]
-        before, _inside.building = devices.of_tensors, True
-        devices.of_tensors = gpus[0]
+        _inside.building = True
         try:
-            result = original(*args, **kwargs)
+            with devices.operation_on(gpus[0]):
+                result = original(*args, **kwargs)
         finally:
-            devices.of_tensors = before
             _inside.building = False
         if isinstance(result, _Reducer):
             _models[id(result)] = gpus[0]

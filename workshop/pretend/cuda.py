@@ -206,7 +206,8 @@ def _start_threads_on_gpu_0() -> None:
 
     def run(self):
         devices.new_thread()
-        with Dispatch(), NameDevice():  # PyTorch keeps the modes of each thread separately
+        torch._C._set_only_lift_cpu_tensors(True)  # PyTorch keeps this and the modes of each thread separately
+        with Dispatch(), NameDevice():
             original(self)
 
     threading.Thread.run = run

@@ -32,10 +32,9 @@ _visible: list[int] = []  # the GPUs of the node that this process sees, once it
 used = False  # whether the program has used one; a process that forks then has broken children, as with CUDA
 forked = False  # whether this process was forked after its parent had used a GPU
 chosen = False  # whether the program has chosen a GPU
-# The GPU of the tensors of the present operation: C++ creates tensors there, but sees no number of a pretended GPU.
-of_tensors: int | None = None
 _main = 0  # the current GPU of the main thread and of the threads of the backward pass
-_threads = threading.local()  # the current GPU of each other thread, which starts with GPU 0
+_operation: int | None = None  # the GPU of the operation that they do
+_threads = threading.local()  # both of each other thread, which starts with GPU 0
 
 allocated: Counter[int] = Counter()  # bytes on each GPU now
 peak: Counter[int] = Counter()  # the most bytes that were on each GPU at a time
@@ -136,7 +135,36 @@ def set_current(index: int) -> None:
 
 def new_thread() -> None:
     """Start a thread of the program: its current GPU is GPU 0, as in CUDA."""
-    _threads.index = 0
+    _threads.index, _threads.operation = 0, None
+
+
+class operation_on:
+    """A context for an operation with tensors on a GPU; ``None``: it has none, or is part of one that has.
+
+    C++ creates further tensors on the GPU of the first ones. It does not see the number of a pretended GPU.
+    """
+
+    def __init__(self, index: int | None):
+        self.index = index
+
+    def __enter__(self) -> None:
+        self.outside = _of_operation()
+        _set_operation(self.outside if self.index is None else self.index)
+
+    def __exit__(self, *_: object) -> None:
+        _set_operation(self.outside)
+
+
+def _of_operation() -> int | None:
+    return getattr(_threads, "operation", _operation)
+
+
+def _set_operation(index: int | None) -> None:
+    global _operation
+    if hasattr(_threads, "operation"):
+        _threads.operation = index
+    else:
+        _operation = index
 
 
 def use() -> None:
@@ -170,7 +198,8 @@ def index_of(device: object = None) -> int:
     else:
         device = torch.device(device)
         index = current() if device.index is None or device.type == NAME else device.index
-        index = of_tensors if device.type == NAME and of_tensors is not None else index
+        if device.type == NAME and (of_operation := _of_operation()) is not None:
+            index = of_operation
     if not 0 <= index < count():
         note("no-such-gpu", f"GPU {index}")
         raise torch.AcceleratorError(

@@ -137,9 +137,8 @@ def _beside_graphs(apply):
             for name, parameter in module._parameters.items():
                 if hasattr(parameter, "on_cpu"):  # it is on a GPU already
                     parameter.data = function(parameter)
-                elif (
-                    parameter is not None
-                ):  # a tensor on the CPU cannot become one on a GPU while something refers to it
+                elif parameter is not None:
+                    # A tensor on the CPU cannot become one on a GPU while something refers to it.
                     module._parameters[name] = torch.nn.Parameter(function(parameter), parameter.requires_grad)
             for name, buffer in module._buffers.items():
                 module._buffers[name] = buffer if buffer is None else function(buffer)

@@ -95,9 +95,8 @@ class PretendTensor(torch.Tensor):
     def data(self, new):
         if not isinstance(new, PretendTensor):
             return _move(self, new)
-        if (
-            self.is_inference() != new.is_inference()
-        ):  # FSDP does this under inference_mode(); PyTorch allows it for CUDA only
+        # FSDP1 does this around a forward pass in inference_mode(). PyTorch allows it on CUDA, not on other types of devices.
+        if self.is_inference() != new.is_inference():
             with torch.inference_mode(self.is_inference()):
                 new = PretendTensor(new.on_cpu.detach(), new.gpu)
         SET_DATA(self, new)
@@ -304,11 +303,10 @@ def _on_cpu(func, args, kwargs, gpu: int | None, tensors: list):
     try:
         return func(*args, **kwargs)
     except NotImplementedError as error:  # CUDA has some operations for more types, such as histc() for integers
-        if "_cpu" not in str(error) or not tensors or func._schema.is_mutable:
+        if "_cpu" not in str(error) or not tensors or tensors[0].is_complex() or func._schema.is_mutable:
             raise
-        return _in_type(
-            func, args, kwargs, tensors[0].dtype, torch.float32 if tensors[0].dtype in LOW else torch.float64
-        )
+        kind = tensors[0].dtype
+        return _in_type(func, args, kwargs, kind, torch.float32 if kind in LOW else torch.float64)
 
 
 def _in_type(func, args, kwargs, kind: torch.dtype, wider: torch.dtype):
@@ -431,21 +429,17 @@ class NameDevice(TorchFunctionMode):
             args = (*args[:2], *map(_listed, args[2:4]), *args[4:])
         if func is torch.device or (func in ANSWERS and func is not torch.Tensor.to):
             return func(*args, **kwargs)
-        before = devices.of_tensors
-        devices.of_tensors = _gpu_in(args, before)
-        try:
+        with devices.operation_on(_gpu_in(args)):
             return func(*map(_named, args), **{name: _named(value) for name, value in kwargs.items()})
-        finally:
-            devices.of_tensors = before
 
 
-def _gpu_in(args, otherwise: int | None) -> int | None:
+def _gpu_in(args) -> int | None:
     """Return the GPU of the first argument that is on one."""
     for each in args:
         first = each[0] if type(each) in (list, tuple) and each else each
         if isinstance(first, PretendTensor):
             return first.gpu
-    return otherwise
+    return None
 
 
 def _move(tensor: torch.Tensor, moved: torch.Tensor) -> None:

@@ -30,9 +30,8 @@ def accumulation_uneven(run: Run) -> Said:
         sizes = [len(step.backwards) for step in process.steps]
         wanted = run.asked.accumulate if run.asked else mode(sizes)
         if run.asked is None and _since_cleared(process.steps[0]) == wanted:
-            sizes[0] = (
-                wanted  # zero_grad() clears the gradients of earlier backward passes, for example of a demonstration
-            )
+            # zero_grad() clears the gradients of earlier backward passes, for example of a demonstration.
+            sizes[0] = wanted
         if run.asked is None:  # a program may take a last, smaller step with the batches that are left
             sizes = [size for size, left in zip(sizes, _left_over(process, wanted), strict=True) if not left] or sizes
         cleared = [backward for step in process.steps for backward in step.backwards[1:] if not backward.leftover]

@@ -144,7 +144,7 @@ def _exchanged(process: Process) -> bool:
     """Whether the rank exchanges a value between an evaluation and the step after it."""
     evaluated, loaded, usual = False, False, _of_steps(process)
     calls = Counter[str]()
-    unclear = False  # a value was exchanged after a batch was loaded: if a step follows at once, it may be a value of this step
+    unclear = False  # whether it has exchanged a value after a batch was loaded, which may be a value of the step with this batch
     for _, event in process.events:
         if isinstance(event, Backward):
             evaluated = loaded = unclear = False

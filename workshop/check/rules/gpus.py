@@ -128,11 +128,10 @@ def gpu_of_two_ranks(run: Run) -> Said:
     for event in _failed(run, "same-gpu"):
         ranks, gpu, *objects = event.detail.split(", ")
         chosen = {choice.index for choice in run.all(DeviceChosen) if choice.index is not None}
-        fix = (
-            ""
-            if objects or len(chosen) < 2
-            else "Create the tensor on the GPU that the rank has chosen, or move it there."
-        )
+        other = (
+            not objects and len(chosen) > 1
+        )  # the ranks have chosen different GPUs, but this tensor is on another one
+        fix = "Create the tensor on the GPU that the rank has chosen, or move it there." if other else ""
         what = f"objects of {ranks} go through the same {gpu}" if objects else f"{ranks} use the same {gpu}"
         where = event.where if objects or len(chosen) != 1 else run.where(DeviceChosen)
         yield Seen(f"on a machine with GPUs the program fails: {what}", where, fix=fix)
