@@ -219,7 +219,7 @@ def test_a_program_that_fails_after_training_without_real_gpus_gets_pretended_on
     end = "if next(model.parameters()).get_device() != place[1]:\n    raise ValueError('not on the GPU of this process')\n"
     start = STARTS["it trains together only on GPUs"]
     (tmp_path / "train.py").write_text(
-        PROGRAM.format(start=start).replace(
+        PROGRAM.format(start=start, end="").replace(
             "if dist.is_initialized():\n    dist.destroy", f"{end}if True:\n    dist.destroy"
         )
     )
