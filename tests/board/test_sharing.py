@@ -1,5 +1,6 @@
 """What a learner shares with the board of the class: only after joining, only events, and never at the cost of the check."""
 
+import fcntl
 import json
 import os
 import shutil
@@ -153,6 +154,22 @@ def test_thirty_processes_of_one_learner_lose_no_line(folder, record):
         pids.append(pid)
     assert all(os.waitpid(pid, 0)[1] == 0 for pid in pids)
     assert len(lines(folder)) == 601
+
+
+def test_a_process_waits_until_a_different_one_has_written_its_line(folder, record):
+    [file] = folder.iterdir()
+    with file.open("ab", buffering=0) as other:
+        fcntl.flock(other, fcntl.LOCK_EX)
+        other.write(b'{"at": 1795700000.0, ')
+        process = threading.Thread(
+            target=sharing.share, args=(record,), kwargs={"event": "hint", "goal": 1, "number": 1}
+        )
+        process.start()
+        process.join(0.2)
+        other.write(b'"event": "start", "stage": "02_pytorch_ddp"}\n')
+        fcntl.flock(other, fcntl.LOCK_UN)
+        process.join()
+    assert [line["event"] for line in lines(folder)] == ["join", "start", "hint"]
 
 
 # ---------------------------------------------------------------- what goes wrong

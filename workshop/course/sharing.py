@@ -11,12 +11,14 @@ A learner shares nothing before ``workshop board join NAME``. The lines contain 
 ``at`` is the clock of the learner's machine, in seconds since 1970.
 """
 
+import fcntl
 import json
 import os
 import secrets
 import sys
 import threading
 import time
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -170,6 +172,10 @@ def _append(member: Membership, event: dict[str, object]) -> None:
     events = [event]
     descriptor = os.open(member.path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, MODE)
     try:
+        # A line that crosses a page of the file appears in two parts. Without the lock, a different process takes the first part
+        # for a line that was cut off, and adds an empty line. Some network file systems have no locks.
+        with suppress(OSError):
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
         size = os.fstat(descriptor).st_size
         before = b""
         if size == 0:
