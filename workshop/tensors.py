@@ -3,10 +3,12 @@
 import re
 import sys
 from contextlib import contextmanager, nullcontext
+from functools import cache, wraps
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 
 def own_part(tensor: Any) -> Any:
@@ -102,3 +104,23 @@ def bf16_is_fast(device) -> bool:
     if device.type != "cpu" or not cpuinfo.exists():
         return False
     return re.search(r"\b(avx512_bf16|amx_bf16|bf16)\b", cpuinfo.read_text()) is not None
+
+
+@cache  # once is enough
+def give_futures() -> None:
+    """Let each handle of a collective have a future, as NCCL's have: gloo's reduce_scatter has none."""
+    original = dist.Work.get_future
+
+    @wraps(original)
+    def get_future(work: Any) -> Any:
+        try:
+            return original(work)
+        except RuntimeError as error:
+            if "not implemented" not in str(error):
+                raise
+        work.wait()
+        future: Any = torch.futures.Future()
+        future.set_result([])  # NCCL gives the outputs; the handle of gloo does not know them
+        return future
+
+    dist.Work.get_future = get_future  # type: ignore[method-assign]

@@ -11,7 +11,9 @@ from check.made import Made
 from workshop.check.evidence.misuses import DataHeld, StreamEndless
 from workshop.check.evidence.process import Process
 from workshop.check.evidence.run import _hold_different_data
+from workshop.check.probes.contents import attributes
 from workshop.check.probes.held import begins_again, held, ignores_index
+from workshop.check.probes.recorder import Recorder
 
 
 class Files:
@@ -22,6 +24,25 @@ class Files:
 class Records:
     def __init__(self, values):
         self.parts = [{"values": values}, Files([f"{number}.png" for number in range(40)])]
+
+
+class Options(dict):
+    """Options as attributes: what is missing, for example __dict__, is a KeyError."""
+
+    __slots__ = ()
+
+    def __getattr__(self, name):
+        return self[name]
+
+
+def test_an_object_may_answer_with_any_error():
+    records = Records(torch.arange(100.0))
+    records.options = Options(width=8)
+    assert sorted(held(records)) == [".parts[0].values", ".parts[1].files"]
+    recorder = object.__new__(Recorder)
+    recorder.root, recorder.script = "", __file__
+    assert recorder.of_program(records.options)
+    assert attributes(records.options) == {}
 
 
 def test_the_checksums_are_those_of_data_and_not_of_settings():

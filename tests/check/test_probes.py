@@ -307,6 +307,7 @@ ALONE = """
     safetensors.torch.load_file("weights.safetensors")
     Path("folder").mkdir()
     Path("folder", "inner").write_text("1")
+    Path("folder", "inner").open("r+").close()  # as np.memmap opens it, to read
     shutil.rmtree("folder")
     try:
         open(OUTSIDE, "w")

@@ -9,6 +9,7 @@ from workshop.check.evidence.events import (
     Backward,
     BatchLoaded,
     Collective,
+    DeviceChosen,
     Drawn,
     EngineCalled,
     EpochSet,
@@ -17,11 +18,14 @@ from workshop.check.evidence.events import (
     FileRenamed,
     FileWritten,
     Forward,
+    GpuNoted,
     Joined,
+    Loaded,
     LoaderStarted,
     ModelEvaluated,
     Raised,
     Saved,
+    Started,
     StepBegun,
     StepTaken,
     Wrapped,
@@ -35,10 +39,14 @@ from workshop.check.rules.alike import has_resumed
 from workshop.check.rules.carried import _counted_elsewhere, plays
 from workshop.check.rules.deepspeed import engine_steps_missing
 from workshop.check.rules.ending import crash, no_training
+from workshop.check.rules.evaluation import evaluation_repeated
 from workshop.check.rules.files import renamed_before_written, several_print, two_writers
+from workshop.check.rules.gpus import step_waits
 from workshop.check.rules.gradients import _evaluated_together
 from workshop.check.rules.learning import loss_not_finite
-from workshop.check.rules.rule import RULES
+from workshop.check.rules.processes import device_index
+from workshop.check.rules.restart import WRAPPER, _with_fix
+from workshop.check.rules.rule import RULES, Seen
 from workshop.check.rules.samples import OWN_DRAWS, OWN_SAMPLER, _unequal_split, same_order, same_samples
 from workshop.check.rules.shares import unused_batches
 from workshop.check.rules.unequal import _added
@@ -147,6 +155,50 @@ def test_evaluations_before_ddp_makes_the_parameters_equal_are_not_compared():
     ranks = [joined(rank, evaluated(rank), Wrapped(names=("a",)), evaluated(2.0)) for rank in (0, 1)]
     ((first, second),) = _evaluated_together(ranks)
     assert first.weights == second.weights == [(2.0, [2.0])]
+
+
+def test_the_fix_for_a_plain_checkpoint_that_a_wrapped_model_loads_is_about_the_wrapper():
+    error = 'Error(s) in loading state_dict for DistributedDataParallel: Missing key(s) in state_dict: "module.weight"'
+    assert _with_fix(Seen(error, "t.py:3")).fix == WRAPPER
+    assert not _with_fix(Seen(error.replace("module.weight", "weight"), "t.py:3")).fix
+
+
+def test_samples_that_a_rank_evaluates_in_two_ways_count_once():
+    looks = [Evaluated(forward=forward(*range(30, 38), loader=(loader, 1))) for loader in (2, 3)]
+    (seen,) = evaluation_repeated.detectors[0].function(run(joined(0, *looks), joined(1, *looks)))
+    assert seen.text == "2 ranks evaluate each of the 8 test samples"
+    other = [Evaluated(forward=forward(*range(20, 28), loader=(loader, 1))) for loader in (2, 3)]
+    assert not list(evaluation_repeated.detectors[0].function(run(joined(0, *looks), joined(1, *other))))
+
+
+def test_other_numbers_in_the_same_lines_are_told_from_the_same_lines():
+    ranks = [joined(rank) for rank in (0, 1)]
+    ranks[0].stdout, ranks[1].stdout = "loss 0.25\n", "loss 0.5\n"
+    (seen,) = several_print.detectors[0].function(run(*ranks))
+    assert seen.text == 'rank 1 prints other numbers in the same lines as rank 0: "loss 0.5"'
+
+
+@pytest.mark.parametrize(("where", "found"), [("t.py:4", 1), ("", 0)])
+def test_a_device_that_only_a_library_chooses_is_not_named(where, found):
+    started = Started(parent=1, rank="1", local_rank="1")
+    chosen = DeviceChosen(index=0, where=where)
+    ranks = [process(1, dataclasses.replace(started, rank="0", local_rank="0"), chosen), process(2, started, chosen)]
+    assert len(list(device_index.detectors[0].function(run(*ranks)))) == found
+
+
+@pytest.mark.parametrize(
+    ("inside", "before", "found"),
+    [
+        ("in repeat_interleave()", [], True),
+        ("in _broadcast_signal()", [], False),  # the program does not call it
+        ("", [], False),  # an optimizer, with a step count that no file has brought to the GPU
+        ("", [Loaded(path="/r/a.pt")], True),
+    ],
+)
+def test_a_library_waits_because_of_the_program(inside, before, found):
+    waits = [GpuNoted(kind="wait-inside", detail=inside, where="t.py:9")] * 12
+    steps = [event for _ in range(6) for event in (passed(1), BEGUN, *waits, StepTaken(weights=[]))]
+    assert bool(list(step_waits.detectors[0].function(run(joined(0, *before, *steps))))) == found
 
 
 @pytest.mark.parametrize(("lines", "found"), [(["on GPU 0", "on GPU 1"], 0), (["loss 0.5", "loss 0.5"], 1)])

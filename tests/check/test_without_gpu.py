@@ -52,6 +52,13 @@ STARTS = {
     "it trains together only on GPUs": f"if torch.cuda.is_available():\n    {JOIN}",
 }
 
+FUTURE = """
+if not dist.is_initialized():
+    dist.init_process_group("nccl")
+whole = torch.ones(2, device=device)
+dist.reduce_scatter_tensor(whole[:1].clone(), whole, async_op=True).get_future().wait()
+"""
+
 
 def started(text, tmp_path, program=PROGRAM):
     """Check a program that two processes run, with these lines as its start."""
@@ -439,3 +446,50 @@ def test_a_step_of_one_of_two_optimizers_resumes_where_its_last_step_ended():
     done = [step(1, 2), step(5, 6)]  # the second one is of another optimizer
     assert has_resumed(done, step(2, 3))
     assert not has_resumed(done, step(4, 3))
+
+
+@pytest.mark.parametrize("start", [FUTURE, f"{STARTS['it refuses the CPU']}{FUTURE}"], ids=["cpu", "pretended"])
+def test_handles_of_nccl_have_futures(start, tmp_path):
+    verdict = started(start, tmp_path)
+    assert (verdict.status, [each.seen for each in verdict.findings if not each.advice]) == (0, [])
+
+
+COUNTED = """
+import os
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+GPUS = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")
+
+def work(rank):
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="29477")
+    dist.init_process_group("gloo", rank=rank, world_size=len(GPUS))
+    torch.manual_seed(0)
+    model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    torch.manual_seed(1 + rank)
+    for step in range(6):
+        inputs = torch.randn(8, 4)
+        loss = (model(inputs) - inputs.sum(1, keepdim=True)).pow(2).mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    dist.destroy_process_group()
+
+if __name__ == "__main__":
+    mp.spawn(work, nprocs=len(GPUS))
+"""
+
+
+@pytest.mark.parametrize(("variable", "processes"), [("0,1,2,3", 2), (None, 1)])
+def test_a_program_may_start_one_process_for_each_gpu_of_the_variable(variable, processes, tmp_path, monkeypatch):
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if variable:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", variable)
+    (tmp_path / "train.py").write_text(COUNTED)
+    (tmp_path / "place").mkdir()
+    start = read_start(["python", str(tmp_path / "train.py")])
+    subject = Subject(tmp_path / "train.py", "", (), ())
+    bench = OwnersBench(subject, start, on_cpu=True, place=tmp_path / "place", original=tmp_path)
+    assert len(bench.make(WHOLE, {}).trained) == processes

@@ -23,7 +23,7 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._device import _device_constructors
 
-from workshop.tensors import attend_locally, in_its_mode, is_dtensor
+from workshop.tensors import attend_locally, give_futures, in_its_mode, is_dtensor
 
 GPU = ("cuda", "hip", "xpu", "mps")
 # Functions of torch.cuda that do nothing here, those that return a number, and those that return what the CPU returns.
@@ -252,7 +252,10 @@ def _barrier(original: Callable[..., Any], group: Any = None, async_op: bool = F
 
 def _gloo(backend: Any) -> Any:
     name = backend.lower() if isinstance(backend, str) else ""
-    return "gloo" if "nccl" in name or "cuda" in name else backend
+    if "nccl" not in name and "cuda" not in name:
+        return backend
+    give_futures()
+    return "gloo"
 
 
 def _accelerate() -> None:

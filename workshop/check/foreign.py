@@ -22,6 +22,7 @@ from workshop.check.evaluated import restore, store
 from workshop.check.evidence.events import (
     BatchLoaded,
     CheckpointCalled,
+    EngineMade,
     FileRenamed,
     FileWritten,
     GpuNoted,
@@ -100,7 +101,8 @@ class OwnersBench(ProgramBench):
         super().__init__(subject, launch=launch, nproc=start.nproc, on_cpu=on_cpu, place=place)
         self.text = sources(subject.file, original)
         self.planned = frozenset(planned([self.text, *settings(start.arguments, original)], start.arguments))
-        uses_all = "device_count" in self.text or lightning_ranks.uses_all_gpus(self.text)
+        counted = "device_count", *((os.environ | start.variables).keys() & {"CUDA_VISIBLE_DEVICES"})
+        uses_all = any(each in self.text for each in counted) or lightning_ranks.uses_all_gpus(self.text)
         self.compiler = GPU.search(self.text) is not None  # pretended GPUs need it
         self.gpus: int | None = USUAL if launch == "spawn" and uses_all else 0
         self.of_others: tuple[str, ...] = ()  # arguments that only ranks after the first get
@@ -248,7 +250,7 @@ class OwnersBench(ProgramBench):
         """Run two steps with all processes, and with one that gets the batches of all of them, or divides nothing."""
         whole: Run = made[WHOLE]
         if whole.failed or whole.nproc < 2:
-            raise Unavailable("")
+            raise Unavailable("" if whole.failed else "what several processes do: only one has trained")
         # A program without seeds also begins both runs with the same parameters.
         steps = 2 + (whole.trained[0].warmup if whole.trained else 0)
         alike: dict[str, Any] = {"steps": steps, "at_once": True, "entropy": secrets.randbelow(2**31)}
@@ -289,9 +291,9 @@ class OwnersBench(ProgramBench):
 
     def _pretended(self, made: Made, nproc: int, nodes: int) -> Run:
         """Run some steps on pretended GPUs. If the program resumes, the run is one that has resumed on them."""
-        if "deepspeed.initialize" in self.text:
-            raise Unavailable("what GPUs show (DeepSpeed does not run on pretended GPUs)")
         whole: Run = made[WHOLE]
+        if any(whole.all(EngineMade)):
+            raise Unavailable("what GPUs show (DeepSpeed does not run on pretended GPUs)")
         before: Run | None = made.get(TWO_NODES)
         # A second run is needed only if the program has failed on the second node, as many do that are for one node.
         enough = before and not any(event.kind == "no-such-gpu" for event in before.all(GpuNoted))

@@ -46,6 +46,7 @@ FAILED = 70  # exit status if code of the check fails
 ENOUGH = 20  # seconds of computing in the steps of a run, after which it counts as long
 LAST_WORDS = 3  # seconds that the other ranks may continue after one has failed
 KILLED = 1  # the same if the check has killed it: what the others report then is not read, but they may still save their part
+DRIVERS = "/dev/nvidiactl", "/dev/kfd"  # of CUDA and ROCm: without them, there are no GPUs to hide
 NO_GPU = "no-gpu"  # a file in the folder of the evidence: a process in place of a new interpreter cannot use the GPUs
 # Libraries must put their caches where the program may write.
 CACHES = ["TMPDIR", "XDG_CACHE_HOME", "XDG_CONFIG_HOME", "MPLCONFIGDIR", "TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR"]
@@ -150,8 +151,9 @@ def _launch(program: Program) -> int:
     os.environ.update(OMP_NUM_THREADS="1", GLOO_SOCKET_IFNAME=loopback())
     kept = own_caches(program.scratch / "tmp") if program.original else {}
     os.environ |= {"TORCH_EXTENSIONS_DIR": extensions()} | dict.fromkeys(CACHES, str(program.scratch / "tmp")) | kept
+    counted = _counted(program)
     if program.on_cpu:
-        os.environ.update(CUDA_VISIBLE_DEVICES="", HIP_VISIBLE_DEVICES="", DS_ACCELERATOR="cpu")
+        os.environ.update(CUDA_VISIBLE_DEVICES=counted, HIP_VISIBLE_DEVICES="", DS_ACCELERATOR="cpu")
     # Otherwise torch.cuda.is_available() opens the GPUs, and processes that are forked afterwards cannot use them.
     os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
     use_own_caches()
@@ -163,7 +165,8 @@ def _launch(program: Program) -> int:
     if program.devices:
         if installation.unsupported():
             return FAILED
-        os.environ.pop("CUDA_VISIBLE_DEVICES", None)
+        if not counted:
+            os.environ.pop("CUDA_VISIBLE_DEVICES", None)
         installation.install(program.nproc // program.nodes)
     elif program.gpus is not None and program.on_cpu:
         cuda_on_cpu.install(program.gpus)
@@ -171,6 +174,13 @@ def _launch(program: Program) -> int:
         return _ranks(program)
     renew_random_state(program.entropy)
     return _run(program)
+
+
+def _counted(program: Program) -> str:
+    """Return the GPUs in CUDA_VISIBLE_DEVICES if the owner has set it: some programs start a process for each. "": hide all."""
+    if program.launch != "spawn" or not os.environ.get("CUDA_VISIBLE_DEVICES") or any(map(os.path.exists, DRIVERS)):
+        return ""
+    return ",".join(map(str, range(program.nproc // program.nodes if program.devices else program.gpus or 0)))
 
 
 def _ranks(program: Program) -> int:

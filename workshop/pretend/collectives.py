@@ -12,7 +12,7 @@ from torch.distributed import device_mesh
 from torch.distributed import distributed_c10d as c10d
 
 from workshop.pretend import devices
-from workshop.tensors import in_its_mode
+from workshop.tensors import give_futures, in_its_mode
 
 NAMESPACES = ("c10d", "_c10d_functional", "_c10d_functional_autograd", "_dtensor")
 # NCCL compares only the number of elements of input and output, and gloo the shapes as well.
@@ -206,6 +206,8 @@ def _init_process_group(original):
             devices.chosen = True  # for the group, which then knows the GPU of its barriers
         kwargs.pop("pg_options", None)
         original("gloo", *args, **kwargs)
+        if backend != "gloo":
+            give_futures()
         declared[c10d._get_default_group().group_name] = str(backend or "cpu:gloo,cuda:nccl").lower()
 
     return init_process_group

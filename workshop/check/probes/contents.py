@@ -4,6 +4,7 @@ import ctypes
 import zlib
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
+from typing import Any
 
 import torch
 from torch import nn
@@ -14,6 +15,13 @@ from workshop.tensors import own_part
 SAMPLES = 12  # number of values of a tensor in its sketch, in addition to the norm
 UNREADABLE = (RuntimeError, TypeError)  # raised by tensors without readable values, as on the device "meta"
 TOKENS = (torch.int8, torch.int16, torch.int32, torch.int64)
+
+
+def attributes(value: object) -> dict[str, Any]:
+    """Return the attributes of an object, {} if it has none. A class of the program may answer with any error."""
+    with suppress(Exception):
+        return vars(value)
+    return {}
 
 
 def sketches(tensors: Iterable[torch.Tensor | None]) -> list[Sketch]:

@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader, Subset
 
 from workshop.check.evidence.events import BY_HASH, EncodersSeen
+from workshop.check.probes.contents import attributes
 from workshop.check.probes.probe import Probe, before, on
 
 LOOKED = (0, 3)  # steps before which the variables are looked at
@@ -80,7 +81,7 @@ class Encoders(Probe):
                 if type(value) is dict and len(value) <= FEW and all(type(key) is str for key in value):
                     yield from ((f"{name}.{key}", each) for key, each in value.items())
                 elif not isinstance(value, nn.Module) and self.recorder.of_program(value):
-                    yield from ((f"{name}.{part}", each) for part, each in list(vars(value).items())[:VARIABLES])
+                    yield from ((f"{name}.{part}", each) for part, each in list(attributes(value).items())[:VARIABLES])
 
 
 def _vocabulary(words: dict[Any, Any]) -> tuple[int, int] | None:
@@ -107,7 +108,7 @@ def _by_hash(words: dict[str, int]) -> bool:
 def _numbers(value: Any) -> list[float]:
     if type(value) is float:
         return [value]
-    if hasattr(value, "tolist") and hasattr(value, "dtype") and not getattr(value, "requires_grad", False):
+    if hasattr(type(value), "tolist") and hasattr(type(value), "dtype") and not getattr(value, "requires_grad", False):
         size = value.numel() if isinstance(value, torch.Tensor) else value.size
         if "float" in str(value.dtype) and size <= NUMBERS:
             tensor = torch.as_tensor(value).detach().double().flatten()

@@ -63,8 +63,10 @@ class Files(Probe):
             with self.recorder.guard:
                 path = self._changed(event, arguments)
             if path:
-                appends = event == "open" and bool(arguments[2] & os.O_APPEND)  # a log: each line is written whole
-                self._write(path, content=event not in ENTRIES and not appends and not self._empties())
+                content = (
+                    event not in ENTRIES and not (event == "open" and _keeps(arguments[2])) and not self._empties()
+                )
+                self._write(path, content=content)
 
     def _empties(self) -> bool:
         """Whether the line of the program opens a file only to empty it."""
@@ -181,6 +183,12 @@ def elements(state: Any) -> int:
     states = (values for values in state.values() if isinstance(values, dict))  # None: another rank has it (ZeRO)
     tensors = (each for values in states for each in values.values() if isinstance(each, torch.Tensor))
     return sum(own_part(each).numel() for each in tensors if each.dim() > 0)
+
+
+def _keeps(flags: int) -> bool:
+    """Whether a file that is opened with these flags keeps its content: a log, or an array that may only be read."""
+    updates = flags & os.O_RDWR and not flags & (os.O_CREAT | os.O_TRUNC)  # np.memmap(path), with its usual mode "r+"
+    return bool(flags & os.O_APPEND or updates)
 
 
 def _entry(name: Any, descriptor: int) -> str:

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from workshop.check.probes.contents import UNREADABLE, content
+from workshop.check.probes.contents import UNREADABLE, attributes, content
 
 DEPTH = 3  # of attributes within attributes
 ENTRIES = 64  # of a list or a dictionary that are read
@@ -26,7 +26,7 @@ def held(dataset: Any) -> dict[str, int]:
 
 
 def _held(value: Any, name: str, depth: int) -> Iterator[tuple[str, int]]:
-    if isinstance(value, torch.Tensor) or hasattr(value, "__array_interface__"):
+    if isinstance(value, torch.Tensor) or hasattr(type(value), "__array_interface__"):
         with suppress(*UNREADABLE, ValueError):
             flat = torch.as_tensor(value).detach().reshape(-1)
             some = flat[:: max(1, len(flat) // VALUES)].cpu().contiguous()  # it must exist while its bytes are read
@@ -36,7 +36,7 @@ def _held(value: Any, name: str, depth: int) -> Iterator[tuple[str, int]]:
         if hasattr(value, "iloc") and len(value) >= LONG:
             yield name, zlib.crc32(repr(value.iloc[:ENTRIES].values.tolist()).encode(errors="replace"))
     elif type(value).__module__.startswith("pyarrow."):  # of a Dataset of Hugging Face
-        if hasattr(value, "to_pydict") and len(value) >= LONG:
+        if hasattr(type(value), "to_pydict") and len(value) >= LONG:
             yield name, zlib.crc32(repr(value.slice(0, ENTRIES).to_pydict()).encode(errors="replace"))
     elif isinstance(value, list | tuple):
         if len(value) >= LONG:
@@ -45,7 +45,7 @@ def _held(value: Any, name: str, depth: int) -> Iterator[tuple[str, int]]:
             for number, each in enumerate(value):
                 yield from _held(each, f"{name}[{number}]", depth - 1)
     elif depth:
-        inside = value if isinstance(value, dict) else getattr(value, "__dict__", {})
+        inside = value if isinstance(value, dict) else attributes(value)
         for key, each in list(inside.items())[:ENTRIES]:
             yield from _held(each, f"{name}.{key}", depth - 1)
 
@@ -54,7 +54,7 @@ def _short(value: object) -> object:
     """A short text of an entry that is the same in each process."""
     if isinstance(value, list | tuple):
         return [_short(each) for each in value[:4]]
-    if isinstance(value, torch.Tensor) or hasattr(value, "__array_interface__"):
+    if isinstance(value, torch.Tensor) or hasattr(type(value), "__array_interface__"):
         with suppress(*UNREADABLE, ValueError):
             return torch.as_tensor(value).detach().reshape(-1)[:LONG].tolist()
     return reprlib.repr(value) if isinstance(value, str | bytes | int | float | dict) else type(value).__name__

@@ -28,6 +28,7 @@ from workshop.check.evidence.events import (
 )
 from workshop.check.evidence.misuses import BuffersKept, GradientsIgnored
 from workshop.check.probes.contents import (
+    attributes,
     content,
     first_tensor,
     floats,
@@ -90,7 +91,7 @@ class Models(Probe):
                 given = [*args, *kwargs.values()]
                 tensor = first_tensor(given)
                 if tensor is None and recorder.opens_batches:
-                    opened = [vars(each) if recorder.of_program(each) else each for each in given]
+                    opened = [attributes(each) if recorder.of_program(each) else each for each in given]
                     numbers = [each.reshape(1) for each in given if isinstance(each, torch.Tensor) and not each.dim()]
                     tensor = first_tensor([opened, numbers])
                 others = [each for each in floats(given) if each is not tensor] if recorder.opens_batches else ()
@@ -116,7 +117,7 @@ class Models(Probe):
         if pending:
             with recorder.guard:
                 plain = isinstance(output, (torch.Tensor, list, tuple, dict))
-                tensor = first_tensor(output if plain else getattr(output, "__dict__", None))
+                tensor = first_tensor(output if plain else attributes(output))
                 pending.node = None if tensor is None else tensor.grad_fn
                 for each in self.untrained[:-KEPT]:
                     each.node, each.inner = None, []  # a node keeps its graph in memory

@@ -161,7 +161,7 @@ class Recorder:
 
     def of_program(self, value: Any) -> bool:
         """Whether a value is an object of a class of the program."""
-        if isinstance(value, (type, torch.Tensor)) or not hasattr(value, "__dict__"):
+        if isinstance(value, (type, torch.Tensor)):
             return False
         made = next((each for each in vars(type(value)).values() if hasattr(each, "__code__")), None)
         return made is not None and bool(self.own(made.__code__.co_filename))

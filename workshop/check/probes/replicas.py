@@ -15,7 +15,7 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.optim import Optimizer
 
 from workshop.check.evidence.trail import CHANGES
-from workshop.check.probes.contents import sketches
+from workshop.check.probes.contents import attributes, sketches
 from workshop.check.probes.probe import on
 from workshop.check.probes.trails import FEW, Trails, shown
 
@@ -28,7 +28,7 @@ LARGEST = 100_000  # elements of a tensor whose norm is noted
 def _models(variables: dict[str, Any]) -> Iterator[nn.Module]:
     """Yield the models in the variables of a function and in the attributes of its object, unless this object is a model."""
     owner = variables.get("self")
-    more = {} if isinstance(owner, nn.Module) else getattr(owner, "__dict__", {})
+    more = {} if isinstance(owner, nn.Module) else attributes(owner)
     for name, value in [*variables.items(), *more.items()]:
         if isinstance(value, nn.Module) and name != "self":  # it may be incomplete
             yield value

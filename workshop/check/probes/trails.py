@@ -21,6 +21,7 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 
 from workshop.check.evidence.trail import BYTES, EACH, ENTRIES, LATEST, SLOT, entry, mapped, mark
 from workshop.check.probes import patching
+from workshop.check.probes.contents import attributes
 from workshop.check.probes.probe import Probe
 from workshop.check.source import Statement, statements
 
@@ -187,10 +188,10 @@ class Trails(Probe):
 
 def _value(name: str, of: dict[str, Any], outer: dict[str, Any]) -> object:
     """The value of a name such as "state.step"; attributes are read without calling code of the program."""
-    first, *attributes = name.split(".")
+    first, *inner = name.split(".")
     value = of[first] if first in of else outer.get(first, _value)
-    for each in attributes:
-        value = getattr(value, "__dict__", {}).get(each, _value)
+    for each in inner:
+        value = attributes(value).get(each, _value)
     return value
 
 

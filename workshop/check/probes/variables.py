@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from workshop.check.evidence.events import VariablesSeen
-from workshop.check.probes.contents import content
+from workshop.check.probes.contents import attributes, content
 from workshop.check.probes.recorder import Recorder
 
 FRAMES, VARIABLES = 8, 200  # functions, and variables of each, that are recorded
@@ -25,7 +25,7 @@ def variables(recorder: Recorder) -> VariablesSeen:
     states: dict[str, int] = {}
     for frame in itertools.islice(recorder.frames(), FRAMES):
         found = dict(frame.f_locals)
-        found |= {f"self.{name}": value for name, value in getattr(found.get("self"), "__dict__", {}).items()}
+        found |= {f"self.{name}": value for name, value in attributes(found.get("self")).items()}
         for name, value in itertools.islice(found.items(), VARIABLES):
             if type(value) in (int, float):
                 numbers.setdefault(name, value)
@@ -70,7 +70,7 @@ def _attributes(recorder: Recorder, value: Any) -> Iterator[tuple[str, Any]]:
                 inner = path.removeprefix("module.").removeprefix("module")  # of DistributedDataParallel
                 yield from ((f"{inner}.{name}".removeprefix("."), each) for name, each in own.items())
     elif recorder.of_program(value):
-        own = vars(value)
+        own = attributes(value)
         numbers = [name for name, each in own.items() if type(each) in (int, float)]
         names = [*(name for name in own if name not in numbers), *numbers]
         yield from ((name, own[name]) for name in names[:VARIABLES])

@@ -12,6 +12,7 @@ from torch.utils.data import Subset, get_worker_info
 from torch.utils.data._utils import fetch
 
 from workshop.check.evidence.misuses import WorkerBegun
+from workshop.check.probes.contents import attributes
 from workshop.check.probes.probe import Function, Probe, around
 
 
@@ -49,15 +50,11 @@ class Workers(Probe):
             yield "numpy.random", zlib.crc32(repr(numpy.random.get_state()).encode())
         while isinstance(dataset, Subset):
             dataset = dataset.dataset
-        for name, value in _attributes(dataset):
+        for name, value in list(attributes(dataset).items()):
             yield from _of_generator(f"self.{name}", value)
             if self.recorder.of_program(value):
-                for inner, each in _attributes(value):
+                for inner, each in list(attributes(value).items()):
                     yield from _of_generator(f"self.{name}.{inner}", each)
-
-
-def _attributes(value: Any) -> list[tuple[str, Any]]:
-    return list(getattr(value, "__dict__", {}).items())
 
 
 def _of_generator(name: str, value: Any) -> Iterator[tuple[str, int]]:
@@ -67,7 +64,7 @@ def _of_generator(name: str, value: Any) -> Iterator[tuple[str, int]]:
         state = value.get_state().numpy().tobytes()
     elif isinstance(value, random.Random):
         state = value.getstate()
-    elif type(value).__module__.startswith("numpy.random") or hasattr(value, "bit_generator"):
-        state = value.bit_generator.state if hasattr(value, "bit_generator") else value.get_state()
+    elif type(value).__module__.startswith("numpy.random") or hasattr(type(value), "bit_generator"):
+        state = value.bit_generator.state if hasattr(type(value), "bit_generator") else value.get_state()
     if state is not None:
         yield name, zlib.crc32(repr(state).encode())

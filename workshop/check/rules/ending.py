@@ -115,7 +115,7 @@ def crash(run: Run) -> Said:
 
 
 @_ending(
-    why="A run that takes no step has trained nothing, even if it ends without an error.",
+    why="Without a step nothing was trained, and there is nothing that the check can judge.",
     fix="Call optimizer.step() in a loop over the batches, and make sure that main() is called.",
     after=(address_overwritten, no_group, wrong_group, collectives_differ),
 )

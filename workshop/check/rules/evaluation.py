@@ -19,9 +19,9 @@ METRIC = 1e-4  # the same for other metrics
 
 
 def _first_counts(run: Run) -> tuple[Counter[tuple[object, ...]], int]:
-    """How often each sample is evaluated the first time, and by how many ranks."""
+    """How many ranks evaluate each sample the first time, and how many ranks evaluate. One rank can use a sample in two ways."""
     ranks = [process for process in run.ranks if process.evaluations]
-    return Counter(key for process in ranks for key in process.evaluations[0]), len(ranks)
+    return Counter(key for process in ranks for key in set(process.evaluations[0])), len(ranks)
 
 
 @rule(

@@ -163,7 +163,8 @@ def several_print(run: Run) -> Said:
         first = dict(reversed(_lines(ranks[1])))
         same = [line for pattern, line in first.items() if pattern in known and not _tell_ranks(known[pattern], line)]
         for line in same[:1]:
-            yield Seen(f'{named(ranks[1])} prints the same lines as {named(ranks[0])}: "{line[:70]}"')
+            how = "the same lines as" if line in known.values() else "other numbers in the same lines as"
+            yield Seen(f'{named(ranks[1])} prints {how} {named(ranks[0])}: "{line[:70]}"')
 
 
 def _tell_ranks(one: str, other: str) -> bool:

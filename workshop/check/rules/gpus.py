@@ -197,8 +197,10 @@ def step_waits(run: Run) -> Said:
             if times >= MANY:
                 seen = f"a library waits for the GPU {times} times in every step"
                 if inside[where]:
-                    yield Seen(f"{seen}, {inside[where]}", where, fix=NUMBERS)
-                else:
+                    # What a private function of a library gets, the library has made itself.
+                    if not inside[where].startswith("in _"):
+                        yield Seen(f"{seen}, {inside[where]}", where, fix=NUMBERS)
+                elif any(process.of(Loaded)):
                     cause = "an optimizer waits if its step count is on the GPU"
                     yield Seen(
                         f"{seen}: {cause}", where, fix='Load the optimizer with torch.load(..., map_location="cpu").'

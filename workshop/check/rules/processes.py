@@ -114,7 +114,7 @@ def device_index(run: Run) -> Said:
                for started, memory in itertools.product(process.of(Started), process.of(GpuMemory))):  # fmt: skip
             continue  # the process sees only its own GPU
         for started, event in itertools.product(process.of(Started), process.of(DeviceChosen)):
-            if started.local_rank is not None and event.index not in (None, int(started.local_rank)):
+            if event.where and started.local_rank is not None and event.index not in (None, int(started.local_rank)):
                 who = f"rank {started.rank} (local rank {started.local_rank})"
                 machines = f"on two machines of {run.nproc // 2} devices"
                 yield Seen(f"{machines}, {who} asks for device {event.index}", event.where)

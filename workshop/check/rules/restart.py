@@ -1,6 +1,7 @@
 """Whether a run that was stopped, or in which a process died, resumes and ends as an uninterrupted one would."""
 
 import math
+import re
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from functools import partial
@@ -45,6 +46,8 @@ from workshop.check.scenarios import FAILING_RANK, KILLS, SPAWNED, SPLIT, STARTE
 ROUNDING = 1e-3
 IN_FIRST_ORDER = "sees the samples in the order of the first epoch again"
 SKIP = "Save how many batches of the epoch, or of the stream, were done, and skip them after the checkpoint is loaded."
+MISSING_IN_WRAPPER = re.compile(r'Missing key\(s\) in state_dict: "module\.')
+WRAPPER = "Load the checkpoint into the model inside the wrapper: ddp_model.module.load_state_dict(...)."
 SCALER = "Save the state_dict() of the GradScaler in the checkpoint, and load it where the checkpoint is loaded."
 # With these mistakes, the ranks have state of their own, so no run resumes from the checkpoint of one rank as it was.
 CAUSES = (
@@ -184,7 +187,7 @@ def _second_start(whole: Run, split: Split) -> Iterable[tuple[Rule | None, Seen]
     if found := _ranks_apart(whole, split, load) or _steps_missing(whole, split, load):
         return found
     if ended:
-        return [(resume_fails, Seen(f"the second start ends with: {ended.text}", ended.where, ended.detail))]
+        return [(resume_fails, _with_fix(Seen(f"the second start ends with: {ended.text}", ended.where, ended.detail)))]
     return _state_lost(whole, split, load)
 
 
@@ -269,8 +272,13 @@ def _copy_or_best_lost(whole: Run, split: Split, reproducible: bool) -> Cause | 
 def _failed(split: Split, ended: Seen) -> Told:
     """How a second start fails that takes no step; nothing, if two-writers names the cause."""
     origin = "" if ended.where else "call:save"
-    seen = Seen(f"the second start fails: {ended.text}", ended.where, ended.detail, origin=origin)
+    seen = _with_fix(Seen(f"the second start fails: {ended.text}", ended.where, ended.detail, origin=origin))
     return [] if _torn_by_writers(split) else [(resume_fails, seen)]
+
+
+def _with_fix(seen: Seen) -> Seen:
+    """Add the fix for a plain checkpoint that is loaded into a wrapped model."""
+    return replace(seen, fix=WRAPPER) if MISSING_IN_WRAPPER.search(f"{seen.text} {seen.detail}") else seen
 
 
 def _torn_by_writers(split: Split) -> bool:
