@@ -134,6 +134,23 @@ def test_a_model_moves_to_the_gpu_while_a_graph_uses_its_parameters(tmp_path):
     )
 
 
+def test_parameters_keep_what_the_program_has_set_on_them_when_the_model_moves(tmp_path):
+    pretended(
+        """
+        model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
+        for number, each in enumerate(model.parameters()):
+            each.number = number
+        before = list(model.parameters())
+        for device in ("cuda", "cuda:1", "cpu", "cuda"):
+            model.to(device)
+            assert [each.number for each in model.parameters()] == [0, 1, 2, 3]
+            assert all(one is other for one, other in zip(before, model.parameters()))
+            assert {each.device.type for each in before} == {torch.device(device).type}
+        """,
+        tmp_path,
+    )
+
+
 def test_fully_shard_moves_a_model_to_the_gpu(tmp_path):
     """It moves the parameters of a model that is on the CPU. An integer buffer, as in BatchNorm, needs no gradient."""
     pretended(

@@ -280,11 +280,11 @@ class OwnersBench(ProgramBench):
 
     def _alone(self, **changes: Any) -> Run:
         """Run the program with one process. If it starts its processes itself, tell it so."""
-        arguments: list[str] = []
-        if self.launch == "spawn":
-            if not self.devices:
-                changes["gpus"] = 1 if self.gpus else 0  # many programs start a process for each
-            arguments = one_process(self.text)
+        if not self.devices:
+            changes["gpus"] = (
+                1 if self.gpus else 0
+            )  # many programs start a process for each, or take them for the processes
+        arguments = one_process(self.text) if self.launch == "spawn" else []
         if lightning_ranks.USED.search(self.text):
             changes["before"] = lightning_ranks.alone(changes["before"])
         return self._run(self.folder(), arguments, nproc=1, nodes=1, **changes)

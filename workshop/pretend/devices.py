@@ -201,7 +201,8 @@ def index_of(device: object = None) -> int:
         if device.type == NAME and (of_operation := _of_operation()) is not None:
             index = of_operation
     if not 0 <= index < count():
-        note("no-such-gpu", f"GPU {index}")
+        hidden = f", with CUDA_VISIBLE_DEVICES={os.environ.get('CUDA_VISIBLE_DEVICES')}" if count() < total else ""
+        note("no-such-gpu", f"GPU {index}{hidden}")
         raise torch.AcceleratorError(
             "CUDA error: invalid device ordinal\nGPU device may be out of range, do you have enough GPUs?"
         )

@@ -1,5 +1,6 @@
 """Put pretended GPUs into this process."""
 
+import contextlib
 import functools
 import os
 import weakref
@@ -51,7 +52,7 @@ def _install() -> None:
     PretendTensor = tensor.PretendTensor
     PretendTensor.device = property(lambda self: torch.device("cuda", self.gpu))
     PretendTensor.is_cuda, PretendTensor.is_cpu = property(lambda self: True), property(lambda self: False)
-    torch.nn.Module._apply = _beside_graphs(torch.nn.Module._apply)
+    torch.nn.Module._apply = _keeping_parameters(_beside_graphs(torch.nn.Module._apply), tensor.attributes)
     # C++ would say that it is on the pretended device type.
     DTensor.device = property(lambda self: self._local_tensor.device)
     cuda.install()
@@ -121,6 +122,25 @@ def _copy_between_gpus() -> None:
 
     comm.scatter, comm.gather = scatter, gather
     comm.broadcast_coalesced, comm.reduce_add_coalesced = broadcast_coalesced, reduce_add_coalesced
+
+
+def _keeping_parameters(apply, attributes):
+    """Let a module that moves keep its Parameter objects, also to the CPU, and what the program has set on them."""
+
+    @functools.wraps(apply)
+    def applied(module, function, recurse=True):
+        before = {name: (each, attributes(each)) for name, each in module._parameters.items() if each is not None}
+        apply(module, function, recurse)
+        for name, (old, known) in before.items():
+            new = module._parameters[name]
+            if new is not old and hasattr(old, "on_cpu"):
+                with contextlib.suppress(RuntimeError):  # a graph refers to it
+                    torch.utils.swap_tensors(old, new)
+                    module._parameters[name] = new = old
+            vars(new).update(known)
+        return module
+
+    return applied
 
 
 def _beside_graphs(apply):

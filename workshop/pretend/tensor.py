@@ -442,13 +442,17 @@ def _gpu_in(args) -> int | None:
     return None
 
 
+def attributes(tensor: torch.Tensor) -> dict[str, Any]:
+    """Return what the program has set on a tensor."""
+    return {name: value for name, value in vars(tensor).items() if name not in ("on_cpu", "gpu", "storage_held")}
+
+
 def _move(tensor: torch.Tensor, moved: torch.Tensor) -> None:
     """Do what ``tensor.data = moved`` does to a different kind of device, as both versions of FSDP do with parameters."""
     moved = moved.detach()
     if isinstance(tensor, torch.nn.Parameter):
         moved = torch.nn.Parameter(moved, tensor.requires_grad)
-    own = {name: value for name, value in vars(tensor).items() if name not in ("on_cpu", "gpu", "storage_held")}
-    vars(moved).update(own)
+    vars(moved).update(attributes(tensor))
     try:
         torch.utils.swap_tensors(tensor, moved)
     except RuntimeError:

@@ -5,6 +5,14 @@ from check.bank.case import mistake, style
 from check.bank.cases import bank_tests
 
 MISTAKES = (
+    # ---- gpu-hidden
+    mistake(
+        "one-visible-gpu-for-all-ranks",
+        gpus.GPUS,
+        "gpu-hidden",
+        "The program makes only GPU 0 visible, and each rank asks for the GPU of its local rank.",
+        ("import torch\n", 'os.environ["CUDA_VISIBLE_DEVICES"] = "0"\n\nimport torch\n'),
+    ),
     # ---- gpu-of-two-ranks
     mistake(
         "objects-through-gpu-0",

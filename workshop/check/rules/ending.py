@@ -29,7 +29,7 @@ from workshop.run.failures import is_echo
 
 WANTED = re.compile(r"\b([2-9]|[1-9]\d+)\+? (?:\w+ ){0,2}GPUs?\b", re.IGNORECASE)
 # What only a real GPU can do: pretended ones refuse it, and the CPU has no such operation for a type.
-WITHOUT_GPU = re.compile(r"^Pretended GPUs cannot|^\"\w+_cpu\w*\" not implemented for ")
+WITHOUT_GPU = re.compile(r"^Pretended GPUs cannot|^\"\w+_cpu\w*\" not implemented for |^0 active drivers")  # of Triton
 FLOOD = Seen("the program printed more than 20 MB, and the check ended it")
 
 

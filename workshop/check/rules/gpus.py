@@ -137,6 +137,22 @@ def gpu_of_two_ranks(run: Run) -> Said:
         yield Seen(f"on a machine with GPUs the program fails: {what}", where, fix=fix)
 
 
+@gpu_rule(
+    why="Each process of a node needs its own GPU, and numbers count only the GPUs in CUDA_VISIBLE_DEVICES.",
+    fix="Remove the line that sets CUDA_VISIBLE_DEVICES; set it in the command or in the job script, to one GPU per process.",
+    instead_of=(device_index,),
+    origin="text:environ.*CUDA_VISIBLE_DEVICES",
+)
+def gpu_hidden(run: Run) -> Said:
+    """The program asks for a GPU that its own CUDA_VISIBLE_DEVICES hides."""
+    for event in _failed(run, "no-such-gpu"):
+        gpu, _, variable = event.detail.partition(", with ")
+        if variable:
+            yield Seen(
+                f"on a machine with GPUs the program fails: it asks for {gpu}, and has set {variable}", event.where
+            )
+
+
 @device_index.also(DEVICES, needs=(GpuNoted,))
 def no_such_gpu(run: Run) -> Said:
     """The program asks for a GPU that its node does not have."""

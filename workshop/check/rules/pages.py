@@ -17,6 +17,7 @@ PAGES: dict[str, str] = {
     ".cpu()": f"{_TORCH}/generated/torch.Tensor.cpu.html",
     ".to(device)": f"{_TORCH}/generated/torch.Tensor.to.html",
     "@record": f"{_TORCH}/elastic/errors.html",
+    "CUDA_VISIBLE_DEVICES": f"{_TORCH}/cuda_environment_variables.html",
     "Conv2d": f"{_TORCH}/generated/torch.nn.Conv2d.html",
     "DataLoader": f"{_DATA}.DataLoader",
     "DeepSpeed's configuration": "https://www.deepspeed.ai/docs/config-json/",
