@@ -134,6 +134,29 @@ def test_a_model_moves_to_the_gpu_while_a_graph_uses_its_parameters(tmp_path):
     )
 
 
+def test_tensors_change_their_device_and_their_type_also_in_inference_mode(tmp_path):
+    pretended(
+        """
+        def is_one(tensor, device, dtype):
+            return (str(tensor.device), tensor.dtype) == (device, dtype)
+
+        for mode in (False, True):
+            with torch.inference_mode(mode):
+                x, c = torch.ones(3, device="cuda"), torch.ones(3)
+                assert torch.as_tensor(x) is x and x.to("cuda") is x
+                assert is_one(torch.as_tensor(x, dtype=torch.float64, device="cuda"), "cuda:0", torch.float64)
+                assert is_one(torch.as_tensor(x, device="cpu"), "cpu", torch.float32)
+                assert is_one(x.to("cuda:1"), "cuda:1", torch.float32)
+                assert is_one(x.to("cuda:1", torch.float64), "cuda:1", torch.float64)
+                assert is_one(x.to("cpu", torch.float64), "cpu", torch.float64)
+                assert is_one(x.to(c), "cpu", torch.float32) and is_one(c.double().to(x), "cuda:0", torch.float32)
+                assert is_one(x.type_as(c), "cpu", torch.float32) and is_one(c.type_as(x), "cuda:0", torch.float32)
+                assert is_one(c.type("torch.cuda.DoubleTensor"), "cuda:0", torch.float64)
+        """,
+        tmp_path,
+    )
+
+
 def test_parameters_keep_what_the_program_has_set_on_them_when_the_model_moves(tmp_path):
     pretended(
         """

@@ -388,6 +388,9 @@ class Dispatch(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
+        if func._schema.name in ("aten::to", "aten::type_as"):  # in inference mode; otherwise they arrive as _to_copy
+            with self:
+                return func.decompose(*args, **kwargs)
         if func is aten.empty.memory_format and (used := collectives.list_of_used(func, args, kwargs)) is not None:
             return used
         if FakeTensor in types:  # the mode of fake tensors comes after this one
@@ -410,6 +413,12 @@ class NameDevice(TorchFunctionMode):
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
+        if func is torch.as_tensor and isinstance(args[0], PretendTensor):
+            given = dict(zip(("dtype", "device"), args[1:], strict=False)) | kwargs
+            func, args, kwargs = torch.Tensor.to, args[:1], {"dtype": None, "device": None} | given
+        if func is torch.Tensor.type and str(args[1:]).startswith("('torch.cuda."):
+            name = args[1].rpartition(".")[2]  # of the type, such as FloatTensor
+            func, args = torch.Tensor.to, (args[0], torch.device("cuda"), getattr(torch, name).dtype)
         if func is torch.Tensor.cuda:
             return _cuda(*args, **kwargs)
         if func is torch.device and len(args) == 1 and isinstance(args[0], int):

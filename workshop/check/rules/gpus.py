@@ -180,7 +180,7 @@ def gpu_unused(run: Run) -> Said:
 
 
 @gpu_rule(
-    why="The GPU of rank 0 then also stores the checkpoint once for every other rank, and can run out of memory.",
+    why="The GPU of rank 0 then also stores these tensors once for every other rank, and can run out of memory.",
     fix='Pass map_location="cpu" to torch.load: load_state_dict() copies to the GPU of each rank.',
 )
 def loaded_elsewhere(run: Run) -> Said:
@@ -190,7 +190,8 @@ def loaded_elsewhere(run: Run) -> Said:
         own = max(memory, key=memory.__getitem__, default=None)  # a program can use a GPU that is not the current one
         if event.detail != f"GPU {own}":
             seen = f"{named(process)} loads tensors onto {event.detail}, which is not its own"
-            loads = any(each.where == event.where for each in process.of(Loaded))
+            # To unpickle objects that it receives, PyTorch also calls torch.load, without a path.
+            loads = any(each.where == event.where and each.path for each in process.of(Loaded))
             yield Seen(seen, event.where, fix="" if loads else SENT)
             return
 

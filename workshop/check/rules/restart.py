@@ -2,6 +2,7 @@
 
 import math
 import re
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from functools import partial
@@ -348,6 +349,11 @@ def _not_restored(
         yield random_lost, "after the second start the steps draw different random numbers than in an uninterrupted run"
     elif apart and samples and other:
         yield resume_differs, "the second start trains on different samples than an uninterrupted run"
+    elif apart and samples == set(expected.keys) and Counter(begin.rows) != Counter(expected.rows):
+        yield (
+            random_lost,
+            "after the second start the same samples have different contents, as after a random augmentation",
+        )
     elif apart and difference(begin.before.gradients, expected.before.gradients) > CLOSE:
         what = "random numbers, statistics or a second model, for example, are not restored"
         yield resume_differs, f"from the same parameters and samples the first step has different gradients: {what}"
