@@ -482,6 +482,15 @@ if __name__ == "__main__":
 """
 
 
+def test_the_owner_may_set_the_address_of_the_processes(tmp_path, monkeypatch):
+    monkeypatch.setenv("MASTER_ADDR", "localhost")
+    monkeypatch.setenv("MASTER_PORT", "1")  # nobody can use it
+    text = COUNTED.replace('    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="29477")\n', "")
+    (tmp_path / "train.py").write_text(text.replace("len(GPUS)", "2"))
+    *_, verdict = check_command(["python", "train.py"], folder=tmp_path)
+    assert (verdict.status, [each.seen for each in verdict.findings if not each.advice]) == (0, [])
+
+
 @pytest.mark.parametrize(("variable", "processes"), [("0,1,2,3", 2), (None, 1)])
 def test_a_program_may_start_one_process_for_each_gpu_of_the_variable(variable, processes, tmp_path, monkeypatch):
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
@@ -493,3 +502,28 @@ def test_a_program_may_start_one_process_for_each_gpu_of_the_variable(variable, 
     subject = Subject(tmp_path / "train.py", "", (), ())
     bench = OwnersBench(subject, start, on_cpu=True, place=tmp_path / "place", original=tmp_path)
     assert len(bench.make(WHOLE, {}).trained) == processes
+
+
+FABRIC = """
+import lightning as L
+import torch
+
+fabric = L.Fabric(devices="auto", num_nodes=1)
+fabric.launch()
+torch.manual_seed(0)
+model = torch.nn.Linear(4, 1)
+model, optimizer = fabric.setup(model, torch.optim.SGD(model.parameters(), lr=0.05))
+torch.manual_seed(1 + fabric.global_rank)
+for step in range(6):
+    inputs = torch.randn(8, 4, device=fabric.device)
+    loss = (model(inputs) - inputs.sum(1, keepdim=True)).pow(2).mean()
+    optimizer.zero_grad()
+    fabric.backward(loss)
+    optimizer.step()
+"""
+
+
+def test_lightning_counts_the_gpus_of_the_node_also_with_torchrun(tmp_path):
+    (tmp_path / "train.py").write_text(FABRIC)
+    *_, verdict = check_command(["torchrun", "--nproc-per-node=2", "train.py"], folder=tmp_path)
+    assert (verdict.status, [each.seen for each in verdict.findings if not each.advice]) == (0, [])

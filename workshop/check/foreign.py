@@ -102,9 +102,10 @@ class OwnersBench(ProgramBench):
         self.text = sources(subject.file, original)
         self.planned = frozenset(planned([self.text, *settings(start.arguments, original)], start.arguments))
         counted = "device_count", *((os.environ | start.variables).keys() & {"CUDA_VISIBLE_DEVICES"})
-        uses_all = any(each in self.text for each in counted) or lightning_ranks.uses_all_gpus(self.text)
+        counts = launch == "spawn" and any(each in self.text for each in counted)
+        uses_all = counts or lightning_ranks.uses_all_gpus(self.text)
         self.compiler = GPU.search(self.text) is not None  # pretended GPUs need it
-        self.gpus: int | None = USUAL if launch == "spawn" and uses_all else 0
+        self.gpus: int | None = self._gpus_per_node() if uses_all else 0
         self.of_others: tuple[str, ...] = ()  # arguments that only ranks after the first get
         self.devices = False  # whether it runs on pretended GPUs from the start
         self.kept = place / "batches"  # of the whole run

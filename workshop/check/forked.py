@@ -144,10 +144,12 @@ def _launch(program: Program) -> int:
     faulthandler.disable()
     atexit._clear()
     os.chdir(program.scratch)
+    # The owner of a program that starts its processes itself may set their address; its port may be in use here.
+    address = _addressed(program) if program.launch == "spawn" and "MASTER_PORT" in os.environ else {}
     for name in os.environ.keys() - without_launcher(os.environ).keys() | {"TORCH_DISTRIBUTED_DEBUG"}:
         os.environ.pop(name, None)
     os.environ["HYDRA_FULL_ERROR"] = "1"  # otherwise Hydra hides where an error is
-    os.environ |= program.variables
+    os.environ |= address | program.variables
     os.environ.update(OMP_NUM_THREADS="1", GLOO_SOCKET_IFNAME=loopback())
     kept = own_caches(program.scratch / "tmp") if program.original else {}
     os.environ |= {"TORCH_EXTENSIONS_DIR": extensions()} | dict.fromkeys(CACHES, str(program.scratch / "tmp")) | kept

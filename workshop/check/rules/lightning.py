@@ -94,7 +94,7 @@ def step_missing(run: Run) -> Said:
 def other_number_than_devices(run: Run) -> Said:
     """Lightning rejects the number of processes."""
     sign = r"You set `devices=(\d+)` and `num_nodes=(\d+)` in Lightning.* match the world size \((\d+)\)"
-    return _refused(run, sign, r"the Trainer expects \1 x \2 processes (devices x num_nodes), but \3 were started")
+    return _refused(run, sign, r"Lightning expects \1 x \2 processes (devices x num_nodes), but \3 were started")
 
 
 # If one of these has found something, the run is not the training that the exercise asks for.

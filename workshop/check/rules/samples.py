@@ -125,7 +125,9 @@ def _collects(keys: list[Key], seconds: float, began: dict[Key, float]) -> bool:
 )
 def same_samples(run: Run) -> Said:
     """Two ranks train on the same samples."""
-    fix = "" if any(run.all(LoaderStarted)) else OWN_DRAWS
+    # A sampler does not help if the data set does not use the index.
+    indexed = any(key[0] != "content" for process in run.trained for step in process.steps for key in step.keys)
+    fix = "" if indexed and any(run.all(LoaderStarted)) else OWN_DRAWS
     return (replace(seen, fix=seen.fix or fix) for seen in if_first("same", _overlaps(run)))
 
 
