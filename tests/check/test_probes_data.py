@@ -105,11 +105,15 @@ STREAMING = """
     from torch.utils.data import DataLoader, IterableDataset
 
     class Stream(IterableDataset):
-        def __iter__(self):
+        def __iter__(self):  # of the stream
             yield from range(4)
 
+    class Renamed(DataLoader):
+        def __iter__(self):
+            return super().__iter__()
+
     for workers in (0, 2):
-        for batch in DataLoader(Stream(), num_workers=workers):
+        for batch in Renamed(Stream(), num_workers=workers):
             pass
 """
 
@@ -118,7 +122,8 @@ def test_the_workers_of_a_stream_are_recorded(place):
     streaming = Made(place("streaming"), STREAMING).well()
     started = [each for process in streaming.run.processes for each in process.of(LoaderStarted)]
     assert [each.workers for each in started] == [0, 2]
-    assert {each.source for each in started} == {streaming.line("def __iter__")}
+    assert {each.source for each in started} == {streaming.line("# of the stream")}
+    assert {each.where for each in started} == {streaming.line("for batch in")}  # and not the line in Renamed
 
 
 # ---------------------------------------------------------------- copies of models

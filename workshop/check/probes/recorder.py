@@ -133,9 +133,9 @@ class Recorder:
                 worker.kill()
         os._exit(0)
 
-    def where(self) -> str:
-        """Return the line of the program that led to this call, as "file.py:12"."""
-        frame = next(self.frames(), None)
+    def where(self, outside: type | tuple[type, ...] = ()) -> str:
+        """Return the line of the program that led to this call, as "file.py:12"; ``outside`` of the methods of such objects."""
+        frame = next((each for each in self.frames() if not isinstance(each.f_locals.get("self"), outside)), None)
         return f"{self.own(frame.f_code.co_filename)}:{frame.f_lineno}" if frame else ""
 
     def frames(self) -> Iterator[FrameType]:

@@ -101,8 +101,15 @@ class Samples(Probe):
             length = len(loader)
         streamed = isinstance(loader.dataset, IterableDataset)
         workers, source = (loader.num_workers, self._source(loader.dataset)) if streamed else (0, "")
-        event = LoaderStarted(loader=number, iteration=iteration, length=length, workers=workers, source=source)
-        self.note_here(event)
+        begun: dict[str, Any] = {
+            "loader": number,
+            "iteration": iteration,
+            "length": length,
+            "workers": workers,
+            "source": source,
+        }
+        with self.recorder.guard:  # of a DataLoader of the program, the loop over it counts
+            self.recorder.note(LoaderStarted(**begun, where=self.recorder.where(DataLoader)))
         self._look_at_sampler(getattr(loader.batch_sampler, "sampler", loader.sampler), number, iteration)
         if iteration == 1 and streamed and begins_again(loader.dataset):
             self.recorder.note(StreamEndless(loader=number))
