@@ -448,6 +448,27 @@ def test_a_step_of_one_of_two_optimizers_resumes_where_its_last_step_ended():
     assert not has_resumed(done, step(4, 3))
 
 
+OPTIONS = """
+import gc
+gc.set_threshold(10**6)  # as in a program that is fast
+
+class Options(dict):  # its attributes are its entries: it refers to itself
+    def __init__(self, **entries):
+        super().__init__(entries)
+        self.__dict__ = self
+
+"""
+
+
+def test_memory_that_python_frees_later_does_not_grow(tmp_path):
+    batch = "    batch = Options(inputs=inputs.to(device))\n    loss = (model(batch.inputs)"
+    program = PROGRAM.replace("    loss = (model(inputs.to(device))", batch).replace("range(6)", "range(12)")
+    assert program != PROGRAM
+    start = OPTIONS + f"if torch.cuda.is_available():\n    {JOIN}else:\n    dist.init_process_group()\n"
+    verdict = started(start, tmp_path, program)
+    assert [finding.seen for finding in verdict.findings] == []
+
+
 @pytest.mark.parametrize("start", [FUTURE, f"{STARTS['it refuses the CPU']}{FUTURE}"], ids=["cpu", "pretended"])
 def test_handles_of_nccl_have_futures(start, tmp_path):
     verdict = started(start, tmp_path)

@@ -1,5 +1,6 @@
 """What a program does with pretended GPUs: the copies, the waits, what CUDA refuses, and the memory in use."""
 
+import gc
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ class Gpus(Probe):
     """Records what the pretended GPUs note. Without them it records nothing."""
 
     writes = (GpuNoted, GpuMemory, Autocasting)
+    bytes = 0  # on all GPUs after the step before
 
     def install(self) -> None:
         """Listen to the pretended GPUs, and observe autocast."""
@@ -40,5 +42,8 @@ class Gpus(Probe):
 
     @on("after_step")
     def _memory(self, optimizer: Optimizer) -> None:
+        if sum(devices.allocated.values()) > self.bytes:
+            gc.collect()  # Python also frees objects that refer to each other, but only now and then
+        self.bytes = sum(devices.allocated.values())
         visible = devices.visible()
         self.recorder.note(GpuMemory(bytes={visible[gpu]: size for gpu, size in devices.allocated.items() if size}))
