@@ -118,62 +118,6 @@ def test_recurrent_layers_complex_numbers_and_shapes_in_place_are_those_of_the_c
     assert pretended(LAYERS, tmp_path).endswith("alike\n")
 
 
-def test_a_model_moves_to_the_gpu_while_a_graph_uses_its_parameters(tmp_path):
-    pretended(
-        """
-        plain = torch.nn.Linear(2, 1)
-        plain(torch.ones(1, 2)).sum().backward()
-        used = plain(torch.ones(1, 2))
-        plain.cuda()
-        assert plain.weight.is_cuda and plain.bias.is_cuda and isinstance(plain.weight, torch.nn.Parameter)
-        normed = torch.nn.utils.weight_norm(torch.nn.Conv1d(1, 1, 3)).cuda()  # its weight is computed from parameters
-        normed(torch.ones(1, 1, 4, device="cuda")).sum().backward()
-        assert normed.weight_g.grad.is_cuda and normed.bias.grad.is_cuda
-        """,
-        tmp_path,
-    )
-
-
-def test_tensors_change_their_device_and_their_type_also_in_inference_mode(tmp_path):
-    pretended(
-        """
-        def is_one(tensor, device, dtype):
-            return (str(tensor.device), tensor.dtype) == (device, dtype)
-
-        for mode in (False, True):
-            with torch.inference_mode(mode):
-                x, c = torch.ones(3, device="cuda"), torch.ones(3)
-                assert torch.as_tensor(x) is x and x.to("cuda") is x
-                assert is_one(torch.as_tensor(x, dtype=torch.float64, device="cuda"), "cuda:0", torch.float64)
-                assert is_one(torch.as_tensor(x, device="cpu"), "cpu", torch.float32)
-                assert is_one(x.to("cuda:1"), "cuda:1", torch.float32)
-                assert is_one(x.to("cuda:1", torch.float64), "cuda:1", torch.float64)
-                assert is_one(x.to("cpu", torch.float64), "cpu", torch.float64)
-                assert is_one(x.to(c), "cpu", torch.float32) and is_one(c.double().to(x), "cuda:0", torch.float32)
-                assert is_one(x.type_as(c), "cpu", torch.float32) and is_one(c.type_as(x), "cuda:0", torch.float32)
-                assert is_one(c.type("torch.cuda.DoubleTensor"), "cuda:0", torch.float64)
-        """,
-        tmp_path,
-    )
-
-
-def test_parameters_keep_what_the_program_has_set_on_them_when_the_model_moves(tmp_path):
-    pretended(
-        """
-        model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
-        for number, each in enumerate(model.parameters()):
-            each.number = number
-        before = list(model.parameters())
-        for device in ("cuda", "cuda:1", "cpu", "cuda"):
-            model.to(device)
-            assert [each.number for each in model.parameters()] == [0, 1, 2, 3]
-            assert all(one is other for one, other in zip(before, model.parameters()))
-            assert {each.device.type for each in before} == {torch.device(device).type}
-        """,
-        tmp_path,
-    )
-
-
 def test_fully_shard_moves_a_model_to_the_gpu(tmp_path):
     """It moves the parameters of a model that is on the CPU. An integer buffer, as in BatchNorm, needs no gradient."""
     pretended(

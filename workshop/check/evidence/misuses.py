@@ -156,6 +156,11 @@ class NeverFilled(Event):
     of: int  # the number of parameters of the model that the optimizer has
 
 
+# The line of the program, if it is not an exercise, that made a loader whose first iteration began.
+class LoaderMade(Event):
+    loader: int
+
+
 # A second iteration began over a loader. ``set_epoch`` was called, but not of the DistributedSampler of this loader.
 class OtherSamplerSet(Event):
     loader: int

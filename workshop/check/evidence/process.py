@@ -20,6 +20,7 @@ from workshop.check.evidence.events import (
     Trainer,
     Wrapped,
 )
+from workshop.check.evidence.misuses import LoaderMade
 from workshop.check.evidence.reductions import NO_REDUCTIONS
 from workshop.check.evidence.trail import NO_TRAIL
 
@@ -220,6 +221,13 @@ class Process:
         """
         line = next((backward.forward.where for backward in self.backwards if backward.forward), "")
         return self.loop_where if self.loop_where.rpartition(":")[0] != line.rpartition(":")[0] else line
+
+    @property
+    def loader_where(self) -> str:
+        """The line that made the loader of the training samples, if it is known, or else where the data reach the model."""
+        used = next((each.forward.loader for each in self.backwards if each.forward and each.forward.loader), None)
+        made = (event.where for event in self.of(LoaderMade) if used and event.loader == used[0])
+        return next(made, self.data_where)
 
     @property
     def loop_where(self) -> str:

@@ -15,7 +15,7 @@ from torch._C._functorch import is_functorch_wrapped_tensor
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, Subset, dataloader
 
 from workshop.check.evidence.events import BatchLoaded, EpochSet, Key, Loader, LoaderStarted
-from workshop.check.evidence.misuses import DataHeld, OtherSamplerSet, PassEnded, StreamEndless
+from workshop.check.evidence.misuses import DataHeld, LoaderMade, OtherSamplerSet, PassEnded, StreamEndless
 from workshop.check.probes.contents import first_tensor, rows
 from workshop.check.probes.held import begins_again, held, ignores_index
 from workshop.check.probes.probe import Function, Probe, after, around, before
@@ -28,7 +28,7 @@ PENDING = 64  # batches kept until a forward pass uses them
 class Samples(Probe):
     """Records what a ``DataLoader`` does, and keeps its batches for the forward pass that uses them."""
 
-    writes = (LoaderStarted, EpochSet, BatchLoaded, PassEnded, DataHeld, StreamEndless, OtherSamplerSet)
+    writes = (LoaderStarted, EpochSet, BatchLoaded, PassEnded, LoaderMade, DataHeld, StreamEndless, OtherSamplerSet)
 
     def __init__(self, recorder: Recorder):
         super().__init__(recorder)
@@ -39,6 +39,7 @@ class Samples(Probe):
             WeakKeyDictionary()
         )  # of the samples so far, and batches
         self.iterations: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
+        self.made: WeakKeyDictionary[Any, str] = WeakKeyDictionary()  # loader -> the line of the program
         self.numbers: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
         # DistributedSamplers that got an epoch, or that OtherSamplerSet was recorded for.
         self.told: WeakSet[Any] = WeakSet()
@@ -89,6 +90,11 @@ class Samples(Probe):
         if batches:
             self.recorder.note(PassEnded(loader=loader, iteration=iteration, batches=batches, order=order))
 
+    @before(DataLoader, "__init__")
+    def _make(self, loader: DataLoader[Any], *args: Any, **kwargs: Any) -> None:
+        if self.recorder.original and self.recorder.called_by_program():
+            self.made[loader] = self.recorder.where(DataLoader)
+
     @after(DataLoader, "__iter__")
     def _iter(self, iterator: Any, loader: DataLoader[Any]) -> None:
         iteration = self.iterations[loader] = self.iterations.get(loader, 0) + 1
@@ -111,6 +117,8 @@ class Samples(Probe):
         with self.recorder.guard:  # of a DataLoader of the program, the loop over it counts
             self.recorder.note(LoaderStarted(**begun, where=self.recorder.where(DataLoader)))
         self._look_at_sampler(getattr(loader.batch_sampler, "sampler", loader.sampler), number, iteration)
+        if iteration == 1 and loader in self.made:
+            self.recorder.note(LoaderMade(loader=number, where=self.made[loader]))
         if iteration == 1 and streamed and begins_again(loader.dataset):
             self.recorder.note(StreamEndless(loader=number))
         elif iteration == 1 and not streamed:

@@ -225,7 +225,7 @@ def _numbered(process: Process) -> Iterator[tuple[tuple[str, int], Drawn]]:
 def _overlaps(run: Run) -> Iterator[tuple[str, Seen]]:
     """Ranks with the "same" or "some" common samples, per epoch or, without a loader that shows epochs, per step."""
     ranks = run.trained
-    where = ranks[0].data_where if ranks else ""
+    where = ranks[0].loader_where if ranks else ""
     parts = [run.parts_of(process) for process in ranks] if run.divided else []  # together they have one model
     pairs = [
         (one, two)
@@ -252,7 +252,8 @@ def _overlaps(run: Run) -> Iterator[tuple[str, Seen]]:
     for one, two in pairs:
         steps = zip(ranks[one].steps, ranks[two].steps, strict=False)
         keys = [(set(here.keys), set(there.keys)) for here, there in steps]
-        where = _drawn_where(ranks[one], set().union(*(here & there for here, there in keys))) or where
+        if not by_epoch:
+            where = _drawn_where(ranks[one], set().union(*(here & there for here, there in keys))) or where
         fractions = [len(here & there) / min(len(here), len(there)) for here, there in keys if here and there]
         same, mean = sum(each >= 0.95 for each in fractions), sum(fractions) / max(len(fractions), 1)
         if by_epoch and repeats and different_steps(ranks[one], ranks[two]):
@@ -307,7 +308,7 @@ def samples_missed(run: Run) -> Said:
         left = size - len(trained | {key for key in evaluated if key[:2] in data_sets})
         if left >= max(step, run.nproc) + run.nproc and not stopped_early(ranks[0], number, run.accumulate):
             seen = f"{left:,} of {size:,} samples are seen by no rank in epoch {number}"
-            yield _by_draw(run, Seen(seen, ranks[0].data_where))
+            yield _by_draw(run, Seen(seen, ranks[0].loader_where))
             return
 
 
@@ -339,7 +340,8 @@ def data_divided_twice(run: Run) -> Said:
     if len(epochs) > 1:
         seen, size = min(sizes)
         yield Seen(
-            f"in each epoch the {len(ranks)} ranks train on {seen:,} of {size:,} samples together", ranks[0].data_where
+            f"in each epoch the {len(ranks)} ranks train on {seen:,} of {size:,} samples together",
+            ranks[0].loader_where,
         )
 
 
@@ -349,7 +351,7 @@ def own_part_divided(run: Run) -> Said:
     own = all(process.identity == "rows" for process in run.trained)
     if own and (share := share_of_each(run)):
         text = f"each rank has a data set of its own with {share[1]:,} samples, and trains on {share[0]:,} of them in each epoch"
-        yield Seen(text, run.trained[0].data_where, origin="share loader")
+        yield Seen(text, run.trained[0].loader_where, origin="share loader")
 
 
 @data_divided_twice.also((WHOLE, COMPARED), after=(no_group, wrong_group, same_samples, shares_overlap, samples_missed))
@@ -360,7 +362,7 @@ def smaller_data_set_divided(run: Run, compared: Compared) -> Said:
     if share and ours and theirs and abs(theirs / ours / run.nproc**2 - 1) < 0.1:
         text = f"an epoch of one process has {theirs:,} batches, and that of each of {run.nproc} ranks {ours:,}"
         seen = f"{text}: each rank trains on {share[0]:,} of {share[1]:,} samples"
-        yield Seen(seen, run.trained[0].data_where, origin="share loader")
+        yield Seen(seen, run.trained[0].loader_where, origin="share loader")
 
 
 @data_divided_twice.also(

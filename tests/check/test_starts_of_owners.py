@@ -1,0 +1,124 @@
+"""How programs start their processes, when they count GPUs or expect variables of their owner, and where they make loaders."""
+
+import pytest
+
+from workshop.check.command import check_command
+from workshop.check.foreign import OwnersBench
+from workshop.check.scenarios import WHOLE
+from workshop.check.start import read_start
+from workshop.check.subject import Subject
+
+COUNTED = """
+import os
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+GPUS = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")
+
+def work(rank):
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="29477")
+    dist.init_process_group("gloo", rank=rank, world_size=len(GPUS))
+    torch.manual_seed(0)
+    model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    torch.manual_seed(1 + rank)
+    for step in range(6):
+        inputs = torch.randn(8, 4)
+        loss = (model(inputs) - inputs.sum(1, keepdim=True)).pow(2).mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    dist.destroy_process_group()
+
+if __name__ == "__main__":
+    mp.spawn(work, nprocs=len(GPUS))
+"""
+
+
+def test_the_owner_may_set_the_address_of_the_processes(tmp_path, monkeypatch):
+    monkeypatch.setenv("MASTER_ADDR", "localhost")
+    monkeypatch.setenv("MASTER_PORT", "1")  # nobody can use it
+    text = COUNTED.replace('    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="29477")\n', "")
+    (tmp_path / "train.py").write_text(text.replace("len(GPUS)", "2"))
+    *_, verdict = check_command(["python", "train.py"], folder=tmp_path)
+    assert (verdict.status, [each.seen for each in verdict.findings if not each.advice]) == (0, [])
+
+
+@pytest.mark.parametrize(("variable", "processes"), [("0,1,2,3", 2), (None, 1)])
+def test_a_program_may_start_one_process_for_each_gpu_of_the_variable(variable, processes, tmp_path, monkeypatch):
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if variable:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", variable)
+    (tmp_path / "train.py").write_text(COUNTED)
+    (tmp_path / "place").mkdir()
+    start = read_start(["python", str(tmp_path / "train.py")])
+    subject = Subject(tmp_path / "train.py", "", (), ())
+    bench = OwnersBench(subject, start, on_cpu=True, place=tmp_path / "place", original=tmp_path)
+    assert len(bench.make(WHOLE, {}).trained) == processes
+
+
+FABRIC = """
+import lightning as L
+import torch
+
+fabric = L.Fabric(devices="auto", num_nodes=1)
+fabric.launch()
+torch.manual_seed(0)
+model = torch.nn.Linear(4, 1)
+model, optimizer = fabric.setup(model, torch.optim.SGD(model.parameters(), lr=0.05))
+torch.manual_seed(1 + fabric.global_rank)
+for step in range(6):
+    inputs = torch.randn(8, 4, device=fabric.device)
+    loss = (model(inputs) - inputs.sum(1, keepdim=True)).pow(2).mean()
+    optimizer.zero_grad()
+    fabric.backward(loss)
+    optimizer.step()
+"""
+
+
+def test_lightning_counts_the_gpus_of_the_node_also_with_torchrun(tmp_path):
+    (tmp_path / "train.py").write_text(FABRIC)
+    *_, verdict = check_command(["torchrun", "--nproc-per-node=2", "train.py"], folder=tmp_path)
+    assert (verdict.status, [each.seen for each in verdict.findings if not each.advice]) == (0, [])
+
+
+LOOP = """
+import torch
+import torch.distributed as dist
+from data import loader_of
+
+dist.init_process_group("gloo")
+torch.manual_seed(0)
+model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 1))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+for epoch in range(2):
+    for inputs, targets in loader_of(distributed=False):
+        optimizer.zero_grad()
+        (model(inputs) - targets).pow(2).mean().backward()
+        optimizer.step()
+dist.destroy_process_group()
+"""
+DATA = """
+import torch
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+
+class Loader(DataLoader):
+    def __init__(self, data, **options):
+        super().__init__(data, batch_size=8, **options)
+
+def loader_of(distributed):
+    inputs = torch.randn(40, 4, generator=torch.Generator().manual_seed(1))
+    data = TensorDataset(inputs, inputs.sum(1, keepdim=True))
+    if distributed:
+        return Loader(data, sampler=DistributedSampler(data))
+    return Loader(data, shuffle=True)
+"""
+
+
+def test_the_line_that_made_the_loader_is_named_also_in_another_file(tmp_path):
+    (tmp_path / "train.py").write_text(LOOP)
+    (tmp_path / "data.py").write_text(DATA)
+    *_, verdict = check_command(["torchrun", "--nproc-per-node=2", "train.py"], folder=tmp_path)
+    line = DATA.splitlines().index("    return Loader(data, shuffle=True)") + 1
+    assert [(each.rule.name, each.where) for each in verdict.errors] == [("same-samples", f"data.py:{line}")]
