@@ -1,6 +1,7 @@
 """Properties of a run that the rules read, and rules that public programs have corrected."""
 
 import dataclasses
+from types import SimpleNamespace
 
 import pytest
 
@@ -42,7 +43,7 @@ from workshop.check.rules.ending import crash, no_training
 from workshop.check.rules.evaluation import evaluation_repeated
 from workshop.check.rules.files import renamed_before_written, several_print, two_writers
 from workshop.check.rules.gpus import step_waits
-from workshop.check.rules.gradients import _evaluated_together
+from workshop.check.rules.gradients import _equal_weights, _evaluated_together
 from workshop.check.rules.learning import loss_not_finite
 from workshop.check.rules.processes import device_index
 from workshop.check.rules.restart import WRAPPER, _with_fix
@@ -169,6 +170,12 @@ def test_samples_that_a_rank_evaluates_in_two_ways_count_once():
     assert seen.text == "2 ranks evaluate each of the 8 test samples"
     other = [Evaluated(forward=forward(*range(20, 28), loader=(loader, 1))) for loader in (2, 3)]
     assert not list(evaluation_repeated.detectors[0].function(run(joined(0, *looks), joined(1, *other))))
+
+
+@pytest.mark.parametrize(("targets", "uneven"), [((59, 64), False), ((100, 120), True)])
+def test_a_random_mask_explains_small_differences_of_the_numbers_of_targets(targets, uneven):
+    step = [(SimpleNamespace(where="t.py:9", targets=number), 1.0) for number in targets]
+    assert _equal_weights(step) == uneven
 
 
 def test_other_numbers_in_the_same_lines_are_told_from_the_same_lines():

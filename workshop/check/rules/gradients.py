@@ -40,6 +40,7 @@ ALIKE = "Set the same seed on all ranks before the model is created, or broadcas
 UNEXPLAINED = ("", "reseeded")  # origins of findings that do not know the line of the cause
 OF_A_RANK = re.compile(r"queue|bank|memory|cache|ptr|pointer", re.IGNORECASE)  # buffers that may differ on purpose
 FIRST = 4  # evaluations of a model, in order, which are those at the same time
+UNEVEN = 1.1  # the ratio of numbers of targets that a random mask, for example, does not explain
 ROUNDED = 2e-3  # gradients of float32 agree more closely than this; those of bfloat16 often do not
 beside_one_process: "partial[Makes[[Run, Run]]]" = partial(rule, runs=(WHOLE, SINGLE), needs=(LayersSeen,), spoils=True)
 
@@ -470,4 +471,4 @@ def _equal_weights(step: list[tuple[LossComputed, float]]) -> bool:
         return False
     counts = [loss.targets for loss, _ in step]
     factors = [factor for _, factor in step]
-    return max(counts) > 1.05 * min(counts) and max(factors) - min(factors) < 0.001 * abs(max(factors))
+    return max(counts) > UNEVEN * min(counts) and max(factors) - min(factors) < 0.001 * abs(max(factors))
