@@ -150,7 +150,7 @@ def test_a_check_that_is_stopped_leaves_neither_files_nor_processes(blow, tmp_pa
     command = [sys.executable, "-P", "-m", "workshop", "check", "--", "torchrun", "--nproc-per-node=2", "train.py"]
     check = subprocess.Popen(command, cwd=program, env={**os.environ, "TMPDIR": str(own)})
     deadline = time.monotonic() + 60
-    while not list(own.glob("workshop-check-*/*/program/begun")) and time.monotonic() < deadline:
+    while not list(own.glob("workshop-check-*/**/program/begun")) and time.monotonic() < deadline:
         time.sleep(0.1)
     family = psutil.Process(check.pid).children(recursive=True)
     assert len(family) >= 2

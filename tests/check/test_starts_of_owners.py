@@ -122,3 +122,57 @@ def test_the_line_that_made_the_loader_is_named_also_in_another_file(tmp_path):
     *_, verdict = check_command(["torchrun", "--nproc-per-node=2", "train.py"], folder=tmp_path)
     line = DATA.splitlines().index("    return Loader(data, shuffle=True)") + 1
     assert [(each.rule.name, each.where) for each in verdict.errors] == [("same-samples", f"data.py:{line}")]
+
+
+def test_a_program_reads_and_writes_beside_the_folders_around_it(tmp_path):
+    here = tmp_path / "repository" / "backend" / "train"
+    here.mkdir(parents=True)
+    models = tmp_path / "repository" / "models"
+    models.mkdir()
+    (models / "width.txt").write_text("4")
+    text = LOOP.replace(
+        "from data import loader_of", 'from data import loader_of\nwidth = int(open("../../models/width.txt").read())'
+    )
+    text = text.replace("Linear(4, 1)", "Linear(width, 1)").replace("distributed=False", "distributed=True")
+    text += 'open(f"../../models/of-{width}.txt", "a").write("trained")\n'
+    (here / "train.py").write_text(text)
+    (here / "data.py").write_text(DATA)
+    *_, verdict = check_command(["torchrun", "--nproc-per-node=2", "train.py"], folder=here)
+    assert [each.rule.name for each in verdict.errors] == ["same-order"]  # it trained
+    assert [each.name for each in models.iterdir()] == ["width.txt"]
+
+
+SAVES = """
+import lightning as L
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+
+class Model(L.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(4, 1)
+
+    def training_step(self, batch, index):
+        loss = (self.layer(batch[0]) - batch[0].sum(1, keepdim=True)).pow(2).mean()
+        self.log("loss", loss, on_epoch=True, sync_dist=True)
+        return loss
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.05)
+
+class Save(L.Callback):
+    def on_train_epoch_end(self, trainer, module):
+        trainer.save_checkpoint(f"{trainer.current_epoch}.ckpt")
+
+inputs = torch.randn(32, 4, generator=torch.Generator().manual_seed(1))
+loader = DataLoader(TensorDataset(inputs), batch_size=8, shuffle=True)
+L.seed_everything(1)
+L.Trainer(accelerator="cpu", devices=2, max_epochs=2, callbacks=[Save()], logger=False).fit(Model(), loader)
+"""
+
+
+def test_recording_what_lightning_saves_calls_no_collective(tmp_path):
+    (tmp_path / "train.py").write_text(SAVES)
+    *_, verdict = check_command(["python", "train.py"], folder=tmp_path)
+    assert [each.seen for each in verdict.errors] == []
+    assert verdict.status == 0

@@ -4,12 +4,16 @@ Small files are copied. Large ones, such as data, are links until the program op
 """
 
 import fcntl
+import itertools
 import os
 import shutil
+from contextlib import suppress
 from pathlib import Path
 
 LARGE = 1_000_000  # bytes
 COPIED = 200_000_000  # bytes of small files; more become links
+AROUND = 3  # folders around that of a program whose entries it can see
+BESIDE = 1000  # entries in each of them
 ENTRIES = 20_000  # in all folders; folders after that become links
 SKIPPED = {".git", "__pycache__", "node_modules", ".ipynb_checkpoints"}
 
@@ -47,6 +51,40 @@ def _link_files(original: str, copy: Path) -> None:
         for name in (*files, *(folders if entries > ENTRIES else ())):
             (target / name).symlink_to(os.path.realpath(os.path.join(folder, name)))
         folders[:] = [] if entries > ENTRIES else folders
+
+
+def surroundings(original: Path) -> list[Path]:
+    """Return the folders around that of a program, the nearest first: at most ``AROUND``, and none above the home folder."""
+    found: list[Path] = []
+    for folder in itertools.islice(original.parents, AROUND):
+        if found and (found[-1] == Path.home() or folder == Path(folder.anchor)):
+            break
+        found.append(folder)
+    return found
+
+
+def copy_in_surroundings(original: Path, base: Path) -> Path:
+    """Copy a folder below ``base``, with links to what is beside it and beside the folders around it, for ``../../data``.
+
+    Returns:
+        The copy.
+    """
+    place = base
+    for outer, inner in itertools.pairwise([*reversed(surroundings(original)), original]):
+        place.mkdir(exist_ok=True)
+        with suppress(OSError):  # the owner may not list it
+            for beside in itertools.islice(outer.iterdir(), BESIDE):
+                if beside.name != inner.name and not base.is_relative_to(beside):
+                    (place / beside.name).symlink_to(beside)
+        place = place / inner.name
+    place = place if original.name else base / "copy"
+    copy_folder(original, place)
+    return place
+
+
+def top_of(copy: Path, original: Path) -> Path:
+    """Return the ``base`` of the copy of a folder."""
+    return copy.parents[max(0, len(surroundings(original)) - 1)]
 
 
 def copy_folder(original: Path, copy: Path) -> None:

@@ -34,7 +34,7 @@ from workshop.check.evidence.events import (
 )
 from workshop.check.evidence.process import Process
 from workshop.check.evidence.run import Run
-from workshop.check.folder import copy_folder
+from workshop.check.folder import copy_in_surroundings, top_of
 from workshop.check.judge import Made
 from workshop.check.launching import SHORT
 from workshop.check.probes import Probe, Recorder
@@ -67,7 +67,6 @@ LONGEST = 180  # seconds of a run on pretended GPUs
 STEPS = 30  # optimizer steps after which a long run is stopped
 PRETENDED = 6  # optimizer steps on pretended GPUs
 PASSES = 300  # backward passes before the first checkpoint, for which pretended GPUs are fast enough
-BESIDE = 1000  # entries beside the folder of the program that it can see
 GPU = re.compile(r"cuda|\bgpus?\b|\bGPUs?\b|torch\.accelerator")  # the program may require one
 # An option with which programs resume, by its name or its help: its name, and the rest of the call of add_argument().
 NAMES = r"""(?:resume|restore|continue|load)[\w-]*|[\w-]*(?:checkpoint|ckpt)[\w-]*(?=["'][^()]*\bresum)"""
@@ -136,13 +135,7 @@ class OwnersBench(ProgramBench):
 
     def folder(self) -> Path:
         """Create a copy of the program's folder for a run."""
-        base = super().folder()
-        folder = base / (self.original.name or "copy")
-        copy_folder(self.original, folder)
-        for beside in itertools.islice(self.original.parent.iterdir(), BESIDE):
-            if beside.name != folder.name:
-                (base / beside.name).symlink_to(beside)  # for paths such as ../data
-        return folder
+        return copy_in_surroundings(self.original, super().folder())
 
     def _run(self, scratch: Path, arguments: Sequence[str] = (), **changes: Any) -> Run:
         inside = self.script.is_relative_to(self.original)
@@ -352,8 +345,9 @@ class OwnersBench(ProgramBench):
     def _copy(self, scratch: Path) -> Path:
         """Copy the folder of a run that ended, so that several second starts can be tried."""
         base = ProgramBench.folder(self)
-        shutil.copytree(scratch.parent, base, symlinks=True, dirs_exist_ok=True, ignore=_special)
-        return base / scratch.name
+        top = top_of(scratch, self.original)
+        shutil.copytree(top, base, symlinks=True, dirs_exist_ok=True, ignore=_special)
+        return base / scratch.relative_to(top)
 
     def _resume(self, first: Run, scratch: Path) -> Iterator[list[str]]:
         """Yield the arguments with which the second start may resume."""

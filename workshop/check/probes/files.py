@@ -17,7 +17,7 @@ import torch
 
 from workshop.check.evidence.events import FileRenamed, FileWritten, Loaded, Saved, WroteOutside
 from workshop.check.evidence.misuses import PythonStarted
-from workshop.check.folder import extensions, make_own
+from workshop.check.folder import extensions, make_own, top_of
 from workshop.check.probes.contents import sketches
 from workshop.check.probes.probe import Function, Probe, around, before
 from workshop.check.probes.recorder import Recorder
@@ -41,8 +41,8 @@ class Files(Probe):
 
     def __init__(self, recorder: Recorder):
         super().__init__(recorder)
-        # The folder around the copy of a program belongs to the check too: many programs write to ../output.
-        base = recorder.scratch.parent if recorder.original else recorder.scratch
+        # The folders around the copy of a program belong to the check too: many programs write to ../output.
+        base = top_of(recorder.scratch, recorder.original) if recorder.original else recorder.scratch
         own = recorder.scratch / "tmp"
         places = (base, own, recorder.folder, "/dev", "/proc", extensions())
         self.allowed = tuple(os.path.realpath(place) + os.sep for place in places)

@@ -109,9 +109,11 @@ class Lightning(Probe):
     def _save(self, trainer: Any, filepath: Any, *args: Any, **kwargs: Any) -> None:
         if trainer.is_global_zero:
             self.recorder.saved += 1
-            accuracy = trainer.callback_metrics.get("accuracy")
-            accuracy = None if accuracy is None else float(accuracy)
-            self.note_here(Saved(path=os.path.realpath(filepath), keys=[], whole=True, accuracy=accuracy))
+            with self.recorder.guard:
+                # trainer.callback_metrics would compute what is logged with sync_dist=True, and wait for the other ranks.
+                accuracy = trainer._logger_connector._callback_metrics.get("accuracy")
+                accuracy = None if accuracy is None else float(accuracy)
+                self.note_here(Saved(path=os.path.realpath(filepath), keys=[], whole=True, accuracy=accuracy))
 
     @before(lambda package: package.Trainer, "fit")
     def _fit(self, *args: Any, **kwargs: Any) -> None:
