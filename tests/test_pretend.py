@@ -145,6 +145,7 @@ REFUSED = {
     "torch.ones(2, device='cuda:7')": "CUDA error: invalid device ordinal",
     "torch.ones(2, device='cuda').numpy()": "can't convert cuda:0 device type tensor to numpy",
     "torch.rand(2, device='cuda', generator=torch.Generator())": "Expected a 'cuda' device type for generator but found 'cpu'",
+    "torch.cuda.CUDAGraph()": "Pretended GPUs cannot record kernels",
 }
 
 

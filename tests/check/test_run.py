@@ -36,6 +36,7 @@ from workshop.check.evidence.process import Process, Step
 from workshop.check.evidence.run import Run
 from workshop.check.foreign import _first_save, _latest
 from workshop.check.program_text import start_of_its_own
+from workshop.check.rules.accumulation import accumulation_traffic
 from workshop.check.rules.alike import has_resumed
 from workshop.check.rules.carried import _counted_elsewhere, plays
 from workshop.check.rules.deepspeed import engine_steps_missing
@@ -170,6 +171,15 @@ def test_samples_that_a_rank_evaluates_in_two_ways_count_once():
     assert seen.text == "2 ranks evaluate each of the 8 test samples"
     other = [Evaluated(forward=forward(*range(20, 28), loader=(loader, 1))) for loader in (2, 3)]
     assert not list(evaluation_repeated.detectors[0].function(run(joined(0, *looks), joined(1, *other))))
+
+
+@pytest.mark.parametrize(("second", "found"), [((1, 2), 0), ((3, 4), 1)])
+def test_two_passes_over_the_same_batch_do_not_accumulate(second, found):
+    """An adversarial step changes the parameters with the averaged gradient of its first pass."""
+    both = [dataclasses.replace(passed(*keys), sync=True) for keys in ((1, 2), second)]
+    steps = [event for _ in range(4) for event in (*both, BEGUN, StepTaken(weights=[]))]
+    ranks = [joined(rank, Wrapped(names=("a",)), *steps) for rank in (0, 1)]
+    assert len(list(accumulation_traffic.detectors[0].function(run(*ranks)))) == found
 
 
 @pytest.mark.parametrize(("targets", "uneven"), [((59, 64), False), ((100, 120), True)])

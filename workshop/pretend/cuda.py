@@ -74,6 +74,15 @@ class Event:
         return 1e3 * (other.time - self.time)
 
 
+class Graph:
+    """In place of ``torch.cuda.CUDAGraph``."""
+
+    def __init__(self, *_, **__):
+        raise NotImplementedError(
+            "Pretended GPUs cannot record kernels (torch.cuda.CUDAGraph). Switch CUDA graphs off."
+        )
+
+
 class CurrentDevice:
     """In place of ``torch.cuda.device``: a context in which another GPU is the current one."""
 
@@ -173,6 +182,7 @@ def install() -> None:
         "mem_get_info": lambda device=None: (MEMORY - devices.allocated[index_of(device)], MEMORY),
         "is_bf16_supported": lambda *_, **__: True, "is_current_stream_capturing": lambda: False,
         "can_device_access_peer": lambda *_: True, "ipc_collect": lambda: None,
+        "CUDAGraph": Graph, "graph_pool_handle": lambda: (0, 0),
         "manual_seed": _seed_current, "manual_seed_all": PrivateUse1Module.manual_seed_all,
         "get_rng_state": lambda device="cuda": devices.get_state(index_of(device)),
         "set_rng_state": lambda state, device="cuda": devices.set_state(state, index_of(device)),

@@ -120,7 +120,15 @@ def accumulation_traffic(run: Run) -> Said:
             continue
         wanted = run.asked.accumulate if run.asked else mode(len(step.backwards) for step in process.steps)
         synced = max(sum(1 for each in step.backwards if each.sync) for step in process.steps)
+        if run.asked is None and all(map(_of_one_batch, process.steps)):
+            continue  # an adversarial step, for example, needs the averaged gradient of its first pass for its second one
         if wanted > 1 and run.nproc > 1 and process.first(Wrapped) and synced > 1:
             seen = f"the gradients are averaged {synced} times in a step of {plural(wanted, 'batch')}"
             first = process.steps[0].backwards[0]
             yield Seen(seen, first.unsynced or first.where, origin="sync")
+
+
+def _of_one_batch(step: Step) -> bool:
+    """Whether all backward passes of a step are about the same samples."""
+    batches = {frozenset(each.forward.keys) for each in step.backwards if each.forward}
+    return len(batches) == 1 and any(batches)
