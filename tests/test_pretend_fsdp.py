@@ -116,3 +116,44 @@ def test_fsdp1_evaluates_in_inference_mode_between_steps(tmp_path):
     file.write_text(textwrap.dedent(EVALUATED))
     done = pretend(tmp_path, "python", *TORCHRUN, "--nproc-per-node=2", file)
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+SHARDED = """
+    import torch
+    import torch.distributed as dist
+    from torch.distributed.fsdp import FullyShardedDataParallel, ShardedOptimStateDictConfig, ShardedStateDictConfig
+    from torch.distributed.fsdp import StateDictType
+
+    dist.init_process_group("nccl")
+    torch.cuda.set_device(dist.get_rank())
+    model = FullyShardedDataParallel(torch.nn.Linear(8, 8).cuda())
+    optimizer = torch.optim.AdamW(model.parameters())
+
+    def step():
+        model(torch.ones(4, 8).cuda()).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return [each.detach().clone() for each in model.parameters()]
+
+    def state():
+        return {"model": model.state_dict(), "optimizer": FullyShardedDataParallel.optim_state_dict(model, optimizer)}
+
+    step()
+    on_cpu = ShardedStateDictConfig(offload_to_cpu=True), ShardedOptimStateDictConfig(offload_to_cpu=True)
+    with FullyShardedDataParallel.state_dict_type(model, StateDictType.SHARDED_STATE_DICT, *on_cpu):
+        torch.save(state(), f"{dist.get_rank()}.pt")
+        expected = step()
+        saved = torch.load(f"{dist.get_rank()}.pt", weights_only=False)
+        model.load_state_dict(saved["model"])
+        moments = FullyShardedDataParallel.optim_state_dict_to_load(model, optimizer, saved["optimizer"])
+        optimizer.load_state_dict(moments)
+    torch.testing.assert_close(step(), expected)
+    dist.destroy_process_group()
+"""
+
+
+def test_fsdp1_resumes_from_its_shards(tmp_path):
+    program = tmp_path / "sharded.py"
+    program.write_text(textwrap.dedent(SHARDED))
+    done = pretend(tmp_path, "python", *TORCHRUN, "--nproc-per-node=2", program)
+    assert done.returncode == 0, done.stderr

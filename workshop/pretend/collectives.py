@@ -172,26 +172,33 @@ def install() -> None:
         "new_group": _new_group(c10d.new_group),
         "get_backend": _get_backend(c10d.get_backend),
         "is_nccl_available": lambda: True,
+        "_get_pg_default_device": _device_of_group,
         "Reducer": _on_gpu_of_model(_Reducer),
         "_verify_params_across_processes": _on_gpu_of_model(dist._verify_params_across_processes),
         "all_reduce": _all_reduce(c10d.all_reduce),
     }
     for name in ("_set_static_graph", "_rebuild_buckets"):
         setattr(_Reducer, name, _on_gpu_of_model(getattr(_Reducer, name)))
+    of_fsdp = sys.modules.get("torch.distributed.fsdp._optim_utils")  # it has a name of its own for one of them
     for name, function in changed.items():
-        for module in (dist, c10d, device_mesh):  # the same object in all, as before
+        for module in (dist, c10d, device_mesh, of_fsdp):  # the same object in all, as before
             if hasattr(module, name):
                 setattr(module, name, function)
     c10d._get_object_coll_device = _device_of_objects
 
 
+def _device_of_group(group=None) -> torch.device:
+    """Return the type of device that a group communicates from: the CPU if it has a backend for it."""
+    backend = _backend_of(group)
+    return torch.device("cuda" if "nccl" in backend and "cpu:" not in backend else "cpu")
+
+
 def _device_of_objects(group=None) -> str:
     """Where a group sends objects: on the CPU if it has a backend for it, otherwise on the current GPU."""
-    backend, group = _backend_of(group), group or c10d._get_default_group()
-    if "nccl" not in backend or "cpu:" in backend:
-        return "cpu"
-    _refuse_gpu_of_other(group, devices.current(), OBJECTS)
-    return "cuda"
+    place = _device_of_group(group).type
+    if place == "cuda":
+        _refuse_gpu_of_other(group or c10d._get_default_group(), devices.current(), OBJECTS)
+    return place
 
 
 def _backend_of(group) -> str:
