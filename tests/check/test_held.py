@@ -1,6 +1,7 @@
 """What a data set holds, and how the check tells that equal indices are different samples."""
 
 import itertools
+from types import SimpleNamespace
 
 import numpy
 import pytest
@@ -8,6 +9,7 @@ import torch
 from torch.utils.data import Dataset, IterableDataset, TensorDataset
 
 from check.made import Made
+from workshop.check import recollated
 from workshop.check.evidence.misuses import DataHeld, StreamEndless
 from workshop.check.evidence.process import Process
 from workshop.check.evidence.run import _hold_different_data
@@ -43,6 +45,18 @@ def test_an_object_may_answer_with_any_error():
     recorder.root, recorder.script = "", __file__
     assert recorder.of_program(records.options)
     assert attributes(records.options) == {}
+
+
+class WithoutLength(IterableDataset):
+    """Such as one of a library: it has the method, but not the length."""
+
+    def __len__(self):
+        raise TypeError("object of type 'IterableDataset' has no len()")
+
+
+def test_a_data_set_may_refuse_its_length():
+    assert recollated.Drawn(SimpleNamespace(_dataset=WithoutLength())).size == 0
+    assert recollated.Drawn(SimpleNamespace(_dataset=range(7))).size == 7
 
 
 def test_the_checksums_are_those_of_data_and_not_of_settings():

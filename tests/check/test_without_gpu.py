@@ -111,6 +111,15 @@ def test_a_program_without_set_device_is_told_what_fails_on_a_second_node(tmp_pa
     assert seen == ["the program asks for GPU 2, which the node does not have"]
 
 
+def test_a_wrapper_with_the_gpu_of_another_node_is_named(tmp_path):
+    program = PROGRAM.replace("device_ids=place[1:]", 'device_ids=[int(os.environ["RANK"])]')
+    verdict = started('torch.cuda.set_device(device)\ndist.init_process_group("nccl")', tmp_path, program)
+    (seen,) = [finding for finding in verdict.findings if finding.rule.name == "device-index"]
+    assert seen.seen == "DistributedDataParallel gets device_ids with a GPU that the node does not have"
+    lines = (tmp_path / "train.py").read_text().splitlines()
+    assert "DistributedDataParallel" in lines[int(seen.where.partition(":")[2]) - 1]
+
+
 KEPT = """
 import argparse, os
 import torch

@@ -3,6 +3,7 @@
 import io
 import zlib
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,8 +31,9 @@ class Drawn:
     """
 
     def __init__(self, iterator: Any):
-        data_set = iterator._dataset
-        self.size = len(data_set) if hasattr(data_set, "__len__") else 0  # of the data set; 0: unknown
+        self.size = 0  # of the data set; 0: unknown
+        with suppress(Exception):  # a class of the program may answer with any error
+            self.size = len(iterator._dataset)
         self.samples: list[Any] = []
         self.collate: Callable[[list[Any]], Any] | None = None
         fetcher: Any = getattr(iterator, "_dataset_fetcher", None)

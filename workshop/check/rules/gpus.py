@@ -6,7 +6,16 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from workshop.check.evidence.events import Autocasting, DeviceChosen, GpuMemory, GpuNoted, Loaded, Raised, StepTaken
+from workshop.check.evidence.events import (
+    Autocasting,
+    DeviceChosen,
+    GpuMemory,
+    GpuNoted,
+    Loaded,
+    Raised,
+    StepTaken,
+    Wrapped,
+)
 from workshop.check.evidence.process import Process
 from workshop.check.evidence.run import Run
 from workshop.check.rules.processes import device_index, device_shared
@@ -158,6 +167,12 @@ def no_such_gpu(run: Run) -> Said:
     """The program asks for a GPU that its node does not have."""
     for event in _failed(run, "no-such-gpu"):
         yield Seen(f"the program asks for {event.detail}, which the node does not have", event.where)
+    for raised in run.all(Raised):
+        # DistributedDataParallel has one stream for each GPU of the node in a list.
+        if raised.type == "IndexError" and "_get_stream" in raised.traceback:
+            seen = "DistributedDataParallel gets device_ids with a GPU that the node does not have"
+            yield Seen(seen, run.where(Wrapped) or raised.where)
+            return
 
 
 device_index.also(TWO_NODES, after=(device_index,), needs=(GpuNoted,))(no_such_gpu)

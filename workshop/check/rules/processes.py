@@ -15,6 +15,7 @@ from workshop.check.evidence.events import (
     Joining,
     Started,
     StoreOpened,
+    TrainerFit,
 )
 from workshop.check.evidence.process import Process
 from workshop.check.evidence.run import Run
@@ -120,7 +121,8 @@ def device_index(run: Run) -> Said:
                 yield Seen(f"{machines}, {who} asks for device {event.index}", event.where)
                 return
     used = {gpu for event in run.all(GpuMemory) for gpu in event.bytes}
-    chosen = any(run.all(DeviceChosen)) or any(run.all(AcceleratorCalled))
+    by_library = run.asked is None and any(run.all(TrainerFit))
+    chosen = any(run.all(DeviceChosen)) or any(run.all(AcceleratorCalled)) or by_library
     noted = {event.kind for event in run.all(GpuNoted)}
     unclear = run.hung or "no-such-gpu" in noted or (run.failed and not noted)  # it may have failed before it chooses
     if not chosen and not unclear and len(used) < 2:

@@ -14,6 +14,7 @@ from workshop.check.evidence.events import (
     Evaluated,
     Key,
     LoaderStarted,
+    TrainerFit,
 )
 from workshop.check.evidence.misuses import OtherSamplerSet
 from workshop.check.evidence.process import Process
@@ -449,6 +450,8 @@ def same_batch(run: Run) -> Said:
 )
 def batch_wasted(run: Run) -> Said:
     """More batches are loaded than used."""
+    if run.asked is None and any(run.all(TrainerFit)):
+        return  # Lightning itself loads batches ahead
     for process in run.trained if len(run.trained) > 1 else ():
         left = unused_batches(process)
         if left > 1:
