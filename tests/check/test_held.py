@@ -47,8 +47,8 @@ def test_an_object_may_answer_with_any_error():
     assert attributes(records.options) == {}
 
 
-class WithoutLength(IterableDataset):
-    """Such as one of a library: it has the method, but not the length."""
+class WithoutLength(Dataset):
+    """Such as an IterableDataset of Hugging Face: it has the method, but not the length."""
 
     def __len__(self):
         raise TypeError("object of type 'IterableDataset' has no len()")

@@ -216,6 +216,8 @@ def test_a_check_that_is_stopped_prints_as_json_what_it_knows(verdict, capsys):
     report = json.loads(capsys.readouterr().out)
     assert (report["complete"], report["passed"]) == (False, False)
     assert {finding["kind"] for finding in report["findings"]} == set(small.MISTAKES)
+    clean = dataclasses.replace(verdict, findings=[])
+    assert [dataclasses.replace(clean, complete=complete).status for complete in (False, True)] == [2, 0]
 
 
 def test_an_error_is_printed_once_as_soon_as_it_is_known(verdict, capsys):

@@ -183,7 +183,7 @@ def as_json(verdict: Verdict) -> str:
         goals.append({"number": goal.number, "title": goal.title, "state": states[goal.number], "findings": own})
     content: dict[str, object] = {"version": JSON_VERSION, "status": verdict.status}
     content |= {"file": os.fspath(verdict.subject.file), "exercise": verdict.subject.name or None}
-    content |= {"complete": verdict.complete, "passed": not verdict.errors, "goals": goals}
+    content |= {"complete": verdict.complete, "passed": verdict.complete and not verdict.errors, "goals": goals}
     content |= {"findings": [finding for _, finding in findings]}
     content |= {"known": len(verdict.known), "not_checked": verdict.unchecked, "seconds": round(verdict.seconds, 2)}
     return json.dumps(content, indent=2)

@@ -97,8 +97,10 @@ class Verdict:
 
     @property
     def status(self) -> int:
-        """The exit status: 0 if no error was found, 1 otherwise, 2 if the program could not be judged."""
-        return (1 if self.errors else 0) if self.judged else 2
+        """The exit status: 0 if no error was found, 1 otherwise, 2 if the program could not be judged, or not to the end."""
+        if self.judged and self.errors:
+            return 1
+        return 0 if self.judged and self.complete else 2
 
     def goal_of(self, finding: Finding) -> int:
         """The number of the goal that a finding belongs to."""
