@@ -41,7 +41,7 @@ from workshop.check.rules.alike import has_resumed
 from workshop.check.rules.carried import _counted_elsewhere, plays
 from workshop.check.rules.deepspeed import engine_steps_missing
 from workshop.check.rules.ending import crash, no_training
-from workshop.check.rules.evaluation import evaluation_repeated
+from workshop.check.rules.evaluation import evaluation_repeated, metric_of_one_rank
 from workshop.check.rules.files import renamed_before_written, several_print, two_writers
 from workshop.check.rules.gpus import step_waits
 from workshop.check.rules.gradients import _equal_weights, _evaluated_together
@@ -180,6 +180,23 @@ def test_two_passes_over_the_same_batch_do_not_accumulate(second, found):
     steps = [event for _ in range(4) for event in (*both, BEGUN, StepTaken(weights=[]))]
     ranks = [joined(rank, Wrapped(names=("a",)), *steps) for rank in (0, 1)]
     assert len(list(accumulation_traffic.detectors[0].function(run(*ranks)))) == found
+
+
+@pytest.mark.parametrize(("inside", "found"), [(True, 0), (False, 1)])
+def test_an_evaluation_of_one_batch_that_exchanges_as_each_step_does_is_one_call_more(inside, found):
+    reduces, loaded = Collective(name="all_reduce", shape=(), dtype="float32", where="t.py:3"), BatchLoaded(seconds=0.0)
+
+    def rank(number):
+        steps = [
+            event
+            for key in range(4)
+            for event in (loaded, reduces, passed(2 * key, loader=(1, 1)), BEGUN, StepTaken(weights=[]))
+        ]
+        samples = range(100 * number + 100, 100 * number + 112)
+        looks = [loaded, Evaluated(forward=forward(*samples, loader=(2, 1))), *([reduces] if inside else [])]
+        return joined(number, *steps, *looks, *steps)
+
+    assert len(list(metric_of_one_rank.detectors[0].function(run(rank(0), rank(1))))) == found
 
 
 @pytest.mark.parametrize(("targets", "uneven"), [((59, 64), False), ((100, 120), True)])

@@ -159,7 +159,8 @@ def _exchanged(process: Process) -> bool:
             calls[event.where] += 1
             if evaluated and calls[event.where] > usual[event.where]:
                 unclear = True
-                if not loaded:
+                # If each step calls it as well, with the batch that was loaded last, this is one call more.
+                if not loaded or usual[event.where]:
                     return True
     return unclear
 
