@@ -133,9 +133,15 @@ class Recorder:
                 worker.kill()
         os._exit(0)
 
-    def where(self, outside: type | tuple[type, ...] = ()) -> str:
-        """Return the line of the program that led to this call, as "file.py:12"; ``outside`` of the methods of such objects."""
-        frame = next((each for each in self.frames() if not isinstance(each.f_locals.get("self"), outside)), None)
+    def where(self, outside: type | None = None) -> str:
+        """Return the line of the program that led to this call, as "file.py:12"; not one in a method of the class ``outside``."""
+        # To ask a frame for its variables, such as "self", would keep their values alive.
+        own = {
+            getattr(each, "__code__", None)
+            for kind in (outside.__mro__ if outside else ())
+            for each in vars(kind).values()
+        }
+        frame = next((each for each in self.frames() if each.f_code not in own), None)
         return f"{self.own(frame.f_code.co_filename)}:{frame.f_lineno}" if frame else ""
 
     def frames(self) -> Iterator[FrameType]:

@@ -93,7 +93,7 @@ class Samples(Probe):
     @before(DataLoader, "__init__")
     def _make(self, loader: DataLoader[Any], *args: Any, **kwargs: Any) -> None:
         if self.recorder.original and self.recorder.called_by_program():
-            self.made[loader] = self.recorder.where(DataLoader)
+            self.made[loader] = self.recorder.where(type(loader))
 
     @after(DataLoader, "__iter__")
     def _iter(self, iterator: Any, loader: DataLoader[Any]) -> None:
@@ -115,7 +115,7 @@ class Samples(Probe):
             "source": source,
         }
         with self.recorder.guard:  # of a DataLoader of the program, the loop over it counts
-            self.recorder.note(LoaderStarted(**begun, where=self.recorder.where(DataLoader)))
+            self.recorder.note(LoaderStarted(**begun, where=self.recorder.where(type(loader))))
         self._look_at_sampler(getattr(loader.batch_sampler, "sampler", loader.sampler), number, iteration)
         if iteration == 1 and loader in self.made:
             self.recorder.note(LoaderMade(loader=number, where=self.made[loader]))
