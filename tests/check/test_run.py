@@ -44,7 +44,7 @@ from workshop.check.rules.ending import crash, no_training
 from workshop.check.rules.evaluation import evaluation_repeated, metric_of_one_rank
 from workshop.check.rules.files import renamed_before_written, several_print, two_writers
 from workshop.check.rules.gpus import step_waits
-from workshop.check.rules.gradients import _equal_weights, _evaluated_together
+from workshop.check.rules.gradients import _equal_weights, _evaluated_together, gradients_differ
 from workshop.check.rules.learning import loss_not_finite
 from workshop.check.rules.processes import device_index
 from workshop.check.rules.restart import WRAPPER, _with_fix
@@ -180,6 +180,19 @@ def test_two_passes_over_the_same_batch_do_not_accumulate(second, found):
     steps = [event for _ in range(4) for event in (*both, BEGUN, StepTaken(weights=[]))]
     ranks = [joined(rank, Wrapped(names=("a",)), *steps) for rank in (0, 1)]
     assert len(list(accumulation_traffic.detectors[0].function(run(*ranks)))) == found
+
+
+@pytest.mark.parametrize(("apart", "found"), [(0.0, 0), (0.5, 1)])
+def test_an_optimizer_may_exchange_the_gradients_in_its_step(apart, found):
+    def rank(number):
+        events = []
+        for step in range(4):
+            own = step + number * apart
+            begun = dataclasses.replace(BEGUN, weights=[(own, [own])], gradients=[(1.0 + number, [1.0])], names=["a"])
+            events += [passed(2 * step + 8 * number), begun, StepTaken(weights=[(own + 1, [own + 1])])]
+        return joined(number, *events)
+
+    assert len(list(gradients_differ.detectors[0].function(run(rank(0), rank(1))))) == found
 
 
 @pytest.mark.parametrize(("inside", "found"), [(True, 0), (False, 1)])

@@ -277,7 +277,7 @@ def _apart(run: Run) -> Told:
         return []  # each rank has its own part
     if not all(step.before.of_model for process in ranks for step in process.steps):
         return _begun_apart(ranks)  # an optimizer has copies of the parameters, or other tensors
-    if of_its_own(run):
+    if of_its_own(run) or (run.asked is None and _exchanged_in_steps(ranks)):
         return []
     for process in ranks[1:]:
         for number, (one, two) in enumerate(zip(ranks[0].steps, process.steps, strict=False), 1):
@@ -289,6 +289,15 @@ def _apart(run: Run) -> Told:
         seen = "the gradients agree only because all ranks train on the same samples: nothing averages them"
         return [(gradients_differ, Seen(seen, ranks[0].step_where))]
     return []
+
+
+def _exchanged_in_steps(ranks: list[Process]) -> bool:
+    """Whether each step leaves equal parameters on all ranks: then its optimizer exchanges the gradients itself."""
+    found = []
+    for first, *others in zip(*(process.steps for process in ranks), strict=False):
+        if first.after and first.after.weights != first.before.weights:
+            found += [each.after and difference(first.after.weights, each.after.weights) <= CLOSE for each in others]
+    return len(found) > 2 and all(found)
 
 
 def _begun_apart(ranks: list[Process]) -> Told:
