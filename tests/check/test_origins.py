@@ -201,6 +201,19 @@ PROGRAMS = {
             if epoch % 2 == 0:  # cause
                 save("model.pt", model)
     """,
+    "gate:alone": """
+        import torch
+
+        def save(model):
+            torch.save(model.state_dict(), "last.pt")  # seen
+
+        def train(model):
+            for epoch in range(3):
+                if epoch % 2 == 0:
+                    print(epoch)
+                    if epoch:  # cause
+                        save(model)
+    """,
     "gate:%": """
         def main(loader, optimizer, every):
             for number, batch in enumerate(loader):

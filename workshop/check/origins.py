@@ -297,7 +297,8 @@ def _defines(value: Value) -> bool:
 def _gate(source: Source, start: ast.stmt, detail: str) -> int | None:
     """What decides whether a statement runs: the condition around it, or around the only call of its function.
 
-    ``detail``: "%": rather the statement that computes the condition with a remainder.
+    ``detail``: "%": rather the statement that computes the condition with a remainder; "alone": a condition that asks for the
+    rank, or of nothing else than this statement.
     """
     inner = start
     for _ in range(2):
@@ -305,8 +306,8 @@ def _gate(source: Source, start: ast.stmt, detail: str) -> int | None:
         around = itertools.takewhile(lambda each, end=function: each is not end, source.above(inner))  # type: ignore[misc]
         conditions = (each for each in around if isinstance(each, ast.If))
         condition = next((each for each in conditions if "__name__" not in names_in(each.test)), None)
-        if condition:
-            remainder = first(source.trace([header(condition)]), _has_remainder) if detail else None
+        if condition and not (detail == "alone" and len(condition.body) > 1 and not _asks_rank(condition)):
+            remainder = first(source.trace([header(condition)]), _has_remainder) if detail == "%" else None
             return remainder or condition.lineno
         calling = source.calls_of(function)
         if len(calling) != 1:

@@ -130,5 +130,5 @@ def accumulation_traffic(run: Run) -> Said:
 
 def _of_one_batch(step: Step) -> bool:
     """Whether all backward passes of a step are about the same samples."""
-    batches = {frozenset(each.forward.keys) for each in step.backwards if each.forward}
+    batches = {frozenset(each.forward.rows) for each in step.backwards if each.forward}
     return len(batches) == 1 and any(batches)

@@ -33,7 +33,7 @@ WRITERS = 3  # findings of files that several ranks write, each at a line of its
     why="If two processes write the same file at the same time, it can contain a mixture of both.",
     fix="Write only on rank 0 (`if rank == 0:`), or give each rank its own file name.",
     anywhere=True,
-    origin="rank-gate ungated",
+    origin="gate:alone ungated",
 )
 def two_writers(run: Run) -> Said:
     """Several ranks write the same file."""
