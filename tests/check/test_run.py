@@ -47,7 +47,7 @@ from workshop.check.rules.gpus import step_waits
 from workshop.check.rules.gradients import _equal_weights, _evaluated_together, gradients_differ
 from workshop.check.rules.learning import loss_not_finite
 from workshop.check.rules.processes import device_index
-from workshop.check.rules.restart import WRAPPER, _with_fix
+from workshop.check.rules.restart import WRAPPER, _not_restored, _with_fix
 from workshop.check.rules.rule import RULES, Seen
 from workshop.check.rules.samples import OWN_DRAWS, OWN_SAMPLER, _unequal_split, same_order, same_samples
 from workshop.check.rules.shares import unused_batches
@@ -289,6 +289,20 @@ def test_parameters_without_gradients_do_not_tell_whether_a_run_resumed():
     done = [step(1.0, 5.0, (1.0, [1.0]))]
     assert has_resumed(done, step(2.0, 7.0, (1.0, [1.0])))
     assert not has_resumed(done, step(3.0, 5.0, (1.0, [1.0])))
+
+
+@pytest.mark.parametrize(("contents", "kind"), [(10, "random-lost"), (0, "resume-differs")])
+def test_samples_that_are_augmented_differently_after_a_restart_are_a_hint(contents, kind):
+    def step(weight, gradient, key, shift=0):
+        values = {"weights": [(weight, [weight])], "gradients": [(gradient, [gradient])], "state": 1}
+        seen = dataclasses.replace(forward(key, loader=(1, 1)), rows=[("content", key + shift, 1)])
+        backward = dataclasses.replace(passed(key), forward=seen)
+        after = StepTaken(weights=[(weight + gradient, [weight + gradient])])
+        return Step(0.0, dataclasses.replace(BEGUN, **values), [backward], after=after)
+
+    base = [step(float(number), 1.0, number) for number in range(1, 5)]
+    rest = [step(3.0, 2.0, 3, contents), step(5.0, 2.0, 4, contents)]
+    assert [rule.name for rule, _ in _not_restored(base, base[:2], rest, draws=False, bound=1e-3)] == [kind]
 
 
 def test_set_epoch_of_a_different_sampler_is_named():
