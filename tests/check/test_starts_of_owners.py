@@ -1,8 +1,13 @@
 """How programs start their processes, when they count GPUs or expect variables of their owner, and where they make loaders."""
 
+import os
+import time
+from contextlib import suppress
+
 import pytest
 
 from workshop.check.command import check_command
+from workshop.check.folder import make_own
 from workshop.check.foreign import OwnersBench
 from workshop.check.scenarios import WHOLE
 from workshop.check.start import read_start
@@ -140,6 +145,29 @@ def test_a_program_reads_and_writes_beside_the_folders_around_it(tmp_path):
     *_, verdict = check_command(["torchrun", "--nproc-per-node=2", "train.py"], folder=here)
     assert [each.rule.name for each in verdict.errors] == ["same-order"]  # it trained
     assert [each.name for each in models.iterdir()] == ["width.txt"]
+
+
+def test_processes_that_write_into_a_linked_folder_at_the_same_time_both_find_it(tmp_path):
+    (tmp_path / "original").mkdir()
+    for number in range(60):
+        copy = tmp_path / f"run-{number}"
+        copy.mkdir()
+        (copy / "models").symlink_to(tmp_path / "original")
+        start = time.monotonic() + 0.02
+        children = []
+        for name in ("one", "two"):
+            if (child := os.fork()) == 0:
+                status = 1
+                with suppress(BaseException):
+                    while time.monotonic() < start:
+                        pass
+                    make_own(f"{copy}/models/{name}", str(copy), f"{copy}/lock")
+                    open(copy / "models" / name, "a").close()
+                    status = 0
+                os._exit(status)
+            children.append(child)
+        assert [os.waitpid(child, 0)[1] for child in children] == [0, 0]
+    assert list((tmp_path / "original").iterdir()) == []
 
 
 SAVES = """

@@ -3,6 +3,7 @@
 Small files are copied. Large ones, such as data, are links until the program opens them for writing.
 """
 
+import ctypes
 import fcntl
 import itertools
 import os
@@ -128,7 +129,8 @@ def make_own(path: str, copy: str, lock: str) -> None:
     """
     parts = os.path.relpath(path, copy).split(os.sep)
     places = [os.path.join(copy, *parts[: number + 1]) for number in range(len(parts))]
-    if parts[0] == os.pardir or not any(map(os.path.islink, places)):
+    # A place that does not exist may be one that another process is replacing at this moment.
+    if parts[0] == os.pardir or all(os.path.exists(place) and not os.path.islink(place) for place in places):
         return
     with open(lock, "w") as held:
         fcntl.flock(held, fcntl.LOCK_EX)
@@ -138,9 +140,18 @@ def make_own(path: str, copy: str, lock: str) -> None:
                 os.mkdir(new)
                 for entry in os.scandir(source):
                     os.symlink(entry.path, os.path.join(new, entry.name))
-                os.unlink(place)
+                _exchange(new, place)
             elif os.path.isfile(source):
                 shutil.copy2(source, new)
-            else:
-                continue
-            os.replace(new, place)
+                os.replace(new, place)
+
+
+def _exchange(folder: str, link: str) -> None:
+    """Put a folder in the place of a link, so that a process which reads there always finds one of them, and delete the link."""
+    here, exchange = -100, 2  # AT_FDCWD and RENAME_EXCHANGE of renameat2() on Linux
+    names = folder.encode(errors="surrogateescape"), link.encode(errors="surrogateescape")
+    if ctypes.CDLL(None).renameat2(here, names[0], here, names[1], exchange) == 0:
+        os.unlink(folder)  # it is the link now
+    else:  # a few file systems cannot exchange
+        os.unlink(link)
+        os.replace(folder, link)

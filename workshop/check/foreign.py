@@ -275,9 +275,8 @@ class OwnersBench(ProgramBench):
     def _alone(self, **changes: Any) -> Run:
         """Run the program with one process. If it starts its processes itself, tell it so."""
         if not self.devices:
-            changes["gpus"] = (
-                1 if self.gpus else 0
-            )  # many programs start a process for each, or take them for the processes
+            # Many programs start a process for each GPU, or take the number of GPUs for that of the processes.
+            changes["gpus"] = 1 if self.gpus else 0
         arguments = one_process(self.text) if self.launch == "spawn" else []
         if lightning_ranks.USED.search(self.text):
             changes["before"] = lightning_ranks.alone(changes["before"])

@@ -297,8 +297,8 @@ def _defines(value: Value) -> bool:
 def _gate(source: Source, start: ast.stmt, detail: str) -> int | None:
     """What decides whether a statement runs: the condition around it, or around the only call of its function.
 
-    ``detail``: "%": rather the statement that computes the condition with a remainder; "alone": a condition that asks for the
-    rank, or of nothing else than this statement.
+    ``detail``: "%": rather the statement that computes the condition with a remainder; "alone": only a condition
+    that asks for the rank, or that has no other statement.
     """
     inner = start
     for _ in range(2):

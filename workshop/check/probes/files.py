@@ -63,10 +63,8 @@ class Files(Probe):
             with self.recorder.guard:
                 path = self._changed(event, arguments)
             if path:
-                content = (
-                    event not in ENTRIES and not (event == "open" and _keeps(arguments[2])) and not self._empties()
-                )
-                self._write(path, content=content)
+                kept = event in ENTRIES or (event == "open" and _keeps(arguments[2]))
+                self._write(path, content=not kept and not self._empties())
 
     def _empties(self) -> bool:
         """Whether the line of the program opens a file only to empty it."""

@@ -6,6 +6,7 @@ import zlib
 from collections import deque
 from collections.abc import Iterable
 from contextlib import suppress
+from dataclasses import replace
 from itertools import count
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
@@ -107,15 +108,9 @@ class Samples(Probe):
             length = len(loader)
         streamed = isinstance(loader.dataset, IterableDataset)
         workers, source = (loader.num_workers, self._source(loader.dataset)) if streamed else (0, "")
-        begun: dict[str, Any] = {
-            "loader": number,
-            "iteration": iteration,
-            "length": length,
-            "workers": workers,
-            "source": source,
-        }
+        event = LoaderStarted(loader=number, iteration=iteration, length=length, workers=workers, source=source)
         with self.recorder.guard:  # of a DataLoader of the program, the loop over it counts
-            self.recorder.note(LoaderStarted(**begun, where=self.recorder.where(type(loader))))
+            self.recorder.note(replace(event, where=self.recorder.where(type(loader))))
         self._look_at_sampler(getattr(loader.batch_sampler, "sampler", loader.sampler), number, iteration)
         if iteration == 1 and loader in self.made:
             self.recorder.note(LoaderMade(loader=number, where=self.made[loader]))
