@@ -141,7 +141,10 @@ COPYING = """
     average = copy.deepcopy(model)
     copy.deepcopy([1, [2]])
     layer = torch.nn.TransformerEncoderLayer(4, 1, 4)
-    torch.nn.TransformerEncoder(layer, 2)  # copied by a library
+    torch.nn.TransformerEncoder(layer, 2)  # copied by torch
+    library = {}
+    exec(compile("from copy import deepcopy\\ndef averaged(model): return deepcopy(model)", "/elsewhere/ema.py", "exec"), library)
+    library["averaged"](model)  # copied by another library
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for step in range(3):
         model(torch.randn(4, 2)).mean().backward()
@@ -153,9 +156,9 @@ COPYING = """
 def test_copies_of_a_model_and_their_updates_are_recorded(place):
     copying = Made(place("copying"), COPYING).well()
     (process,) = copying.run.processes
-    (copied,) = process.of(ModelCopied)
-    assert (copied.model, copied.names) == ("Linear", ["weight", "bias"])
-    assert copied.where == copying.line("average = copy")
+    copied = process.of(ModelCopied)
+    assert [(each.model, each.names) for each in copied] == [("Linear", ["weight", "bias"])] * 2
+    assert [each.where for each in copied] == [copying.line("average = copy"), copying.line("# copied by another library")]
     first, _ = process.of(ModelUpdated)
     assert [where for _, where, *_ in first.calls] == [
         copying.line("old.lerp_"),

@@ -3,6 +3,7 @@
 import math
 import os
 import zlib
+from collections import Counter
 
 import pytest
 
@@ -31,6 +32,7 @@ from workshop.check.evidence.misuses import (
     OutputsShared,
     OwnStateLoaded,
     ResultDiscarded,
+    ScheduleStepped,
 )
 
 SCALER = """
@@ -297,6 +299,8 @@ def test_lost_results_kept_buffers_given_norms_and_settings_are_recorded(place):
         assert [each.total for each in rank.of(GradientsClipped)] == [5.0 + rank.rank] * 5
         seen = [(each.taken, each.length, each.where) for each in rank.of(ScheduleSeen)]
         assert seen == [(5, 2 + 6, made.line("# both"))]
+        called = Counter(each.kind for each in rank.of(ScheduleStepped))
+        assert called == {"LinearLR": 1, "CosineAnnealingLR": 3}  # none by their __init__, none where one follows the other
         (optimizer,) = rank.of(OptimizerSeen)
         assert (optimizer.kind, optimizer.rate, optimizer.where) == ("SGD", 0.1, made.line("# once"))
         assert optimizer.settings["nesterov"] == "True"

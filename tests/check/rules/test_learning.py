@@ -70,28 +70,6 @@ MISTAKES = (
         ),
         held_out=True,
     ),
-    mistake(
-        "schedule-of-steps-advanced-once-per-epoch",
-        second.TAGGER,
-        "schedule-length",
-        "The schedule counts steps of the optimizer, but takes one step per epoch, so the learning rate hardly falls.",
-        (
-            "    ddp_model = ",
-            "    schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.05, total_iters=args.epochs * 6)\n"
-            "    ddp_model = ",
-        ),
-        (
-            "        accuracy = evaluate(model, test_loader)\n",
-            "        schedule.step()\n        accuracy = evaluate(model, test_loader)\n",
-        ),
-    ),
-    mistake(
-        "cycle-ends-early",
-        "tests/check/referee/accelerate_onecycle/train.py",
-        "schedule-length",
-        "A prepared schedule takes one step for each process, so it ends after half of the run, which then stops early.",
-        ("total_steps=updates * accelerator.num_processes", "total_steps=updates"),
-    ),
     # ---- no-learning
     mistake(
         "zero-grad-after-backward",
@@ -150,14 +128,6 @@ MISTAKES = (
             second.OPTIMIZER,
             second.OPTIMIZER + "    model.head = nn.Linear(model.head.in_features, vocabulary_size).to(device)\n",
         ),
-    ),
-    # ---- schedule-length
-    mistake(
-        "schedule-of-all-processes",
-        second.PROGRAM,
-        "schedule-length",
-        "The schedule is made for the steps of all processes together, so it ends at half of the rate.",
-        ("lambda step: min(1, (step + 1) / WARM_UP)", "lambda step: max(0, 1 - step / (args.steps * world_size))"),
     ),
     mistake(
         "lightning-optimizer-of-another-model",

@@ -169,3 +169,8 @@ class OtherSamplerSet(Event):
 # The program started a further Python program with ``subprocess``. Nothing observes that one.
 class PythonStarted(Event):
     pass
+
+
+class ScheduleStepped(Event):  # the program or a library calls ``step()`` of a schedule of the learning rate
+    kind: str  # its class
+    metric: float | None  # the value that ReduceLROnPlateau decides by

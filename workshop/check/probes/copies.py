@@ -1,6 +1,7 @@
 """Copies of models, such as an EMA or a teacher: their parameters when they are made, and the lines that update them."""
 
 import copy
+import os
 import sys
 from types import FrameType
 from typing import Any
@@ -14,6 +15,7 @@ from workshop.check.probes.contents import is_fsdp1, is_sharded, sketches
 from workshop.check.probes.patching import replacement
 from workshop.check.probes.probe import Function, Probe, around
 
+TORCH = os.path.dirname(torch.__file__)
 MOST = 8  # copies that are recorded
 UPDATES = 2  # of each copy
 IN_PLACE = ("lerp_", "copy_", "mul_", "add_")
@@ -38,7 +40,8 @@ class Copies(Probe):
             copy.deepcopy = replaced
         with self.recorder.guard:
             caller = sys._getframe(2).f_code.co_filename
-            if isinstance(copied, nn.Module) and (self.recorder.own(caller) or caller == swa_utils.__file__):
+            # torch itself copies layers, in nn.TransformerEncoder; other libraries copy a model for its EMA.
+            if isinstance(copied, nn.Module) and (not caller.startswith(TORCH) or caller == swa_utils.__file__):
                 self._copied(copied)
         return copied
 

@@ -2,24 +2,29 @@
 
 from typing import Any
 
+import torch
 from torch.optim import lr_scheduler
-from torch.optim.lr_scheduler import LRScheduler
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from workshop.check.evidence.events import ScheduleSeen
-from workshop.check.probes.probe import Probe, after, on
+from workshop.check.evidence.misuses import ScheduleStepped
+from workshop.check.probes.contents import mean
+from workshop.check.probes.probe import Probe, after, before, on
 
 MOST = 16  # schedules that are recorded; each keeps its optimizer in memory
+CALLS = 32  # of step(), of all schedules, that are recorded
 FARTHEST = 5000  # steps in which the end of a schedule is looked for
 # The attribute with the length of a schedule.
 LENGTHS = {"CosineAnnealingLR": "T_max", "OneCycleLR": "total_steps", "PolynomialLR": "total_iters"}
 
 
 class Schedules(Probe):
-    """Records each schedule of the program at its end."""
+    """Records the first calls of ``step()`` of schedules, and each schedule at the end."""
 
-    writes = (ScheduleSeen,)
+    writes = (ScheduleSeen, ScheduleStepped)
 
     def clear(self) -> None:
+        self.calls = 0
         self.made: list[tuple[Any, int, str]] = []  # each schedule, its length, and the line that created it
 
     @after(LRScheduler, "__init__")
@@ -34,6 +39,20 @@ class Schedules(Probe):
         self.made = [each for each in self.made if not any(each[0] is part for part in schedule._schedulers)]
         if length := schedule_length(last):
             self.made.append((schedule, begin + length, self.recorder.where()))
+
+    @before(LRScheduler, "step")
+    def _step(self, schedule: Any, *args: Any, **kwargs: Any) -> None:
+        if schedule.last_epoch >= 0:  # its __init__ calls step() too
+            self._called(schedule, None)
+
+    @before(ReduceLROnPlateau, "step")
+    def _decide(self, schedule: Any, metrics: Any, *args: Any, **kwargs: Any) -> None:
+        self._called(schedule, mean(metrics) if isinstance(metrics, torch.Tensor) else float(metrics))
+
+    def _called(self, schedule: Any, metric: float | None) -> None:
+        if self.calls < CALLS:
+            self.calls += 1
+            self.note_here(ScheduleStepped(kind=type(schedule).__name__, metric=metric))
 
     @on("at_end")
     def _note(self) -> None:

@@ -6,8 +6,8 @@ from pathlib import Path
 # Within a goal, findings are shown in this order.
 FAMILIES = ("lightning", "accelerate", "processes", "gpus", "collectives", "ending", "files",
             "learning", "modes", "solved", "scaling", "stages", "inputs",
-            "gradients", "comparison", "parts", "samples", "loaders", "seeds", "accumulation", "evaluation", "metrics",
-            "speed", "loading", "restart",
+            "gradients", "schedules", "comparison", "parts", "samples", "loaders", "seeds", "accumulation", "evaluation",
+            "metrics", "speed", "loading", "restart",
             "sharding", "checkpoints", "memory", "deepspeed", "built", "tensor", "pipeline", "ring", "experts", "mesh",
             "elastic", "jobs")  # fmt: skip
 

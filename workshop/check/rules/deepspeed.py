@@ -16,9 +16,10 @@ from workshop.check.evidence.process import Process
 from workshop.check.evidence.run import Run
 from workshop.check.rules.checkpoints import export_differs, not_exported, not_saved
 from workshop.check.rules.ending import ending, no_training
-from workshop.check.rules.learning import no_learning, schedule_length
+from workshop.check.rules.learning import no_learning
 from workshop.check.rules.restart import epoch_repeated, epoch_skipped, never_resumes, resume_differs, resume_fails
 from workshop.check.rules.rule import Said, Seen, Told, also, rule
+from workshop.check.rules.schedules import schedule_length
 from workshop.check.rules.sharding import losses, unequal
 from workshop.check.rules.words import listed
 from workshop.check.scenarios import ENGINE_CHECKPOINT, ENGINE_SPLIT, PLAIN_WEIGHTS, REFERENCE, UNEVEN, WHOLE, Split

@@ -1,14 +1,11 @@
 """Whether the steps train the model."""
 
 import math
-from dataclasses import replace
 from functools import partial
-from itertools import islice, pairwise, takewhile
+from itertools import islice, pairwise
 
 from workshop.check.evidence.events import (
-    AcceleratorCalled,
     GraphMeasured,
-    ScheduleSeen,
 )
 from workshop.check.evidence.misuses import (
     InputsWithoutGradients,
@@ -28,13 +25,6 @@ from workshop.check.scenarios import WHOLE
 
 # A rule about the steps of one process: if it finds something, the reported figures cannot be right.
 of_steps = partial(rule, after=(no_group, wrong_group), spoils=True, anywhere=True)
-
-LENGTHS = ("total_steps", "T_max", "total_iters")  # arguments with the length of a schedule
-UNIT = "If the schedule counts steps, call its step() after each optimizer.step(); if it counts epochs, at the end of each epoch."
-PREPARED = (
-    "Multiply the length of the schedule by accelerator.num_processes, or do not give the schedule to prepare() and call its "
-    "step() once for each step of the optimizer."
-)
 
 
 @of_steps(
@@ -67,85 +57,6 @@ def parameters_forgotten(run: Run) -> Said:
         if names:
             where = process.steps[0].before.made or process.step_where
             yield Seen(f"no optimizer holds {listed(names)}, although backward() computes their gradients", where)
-
-
-@rule(
-    why="If a schedule has a different number of steps than the run, it ends too early, or never reaches its low rates.",
-    fix="Count the optimizer steps of one rank: the batches of its DataLoader, times the epochs, divided by the accumulation.",
-    needs=(ScheduleSeen,),
-    after=(no_group, wrong_group),
-    anywhere=True,
-)
-def schedule_length(run: Run) -> Said:
-    """The schedule is as long as the steps of all processes together, or shorter by their number."""
-    for process in run.trained[:1] if not run.cut and not run.failed and run.nproc > 1 else ():
-        rates = [step.before.rates[0] for step in process.steps if step.before.rates]
-        complete = run.planned.intersection((process.attempts, len(process.epochs)))  # else it may have stopped early
-        if complete and (found := [*_wrong_length(run, process, rates)]):
-            return found
-        least = rates[-1] if rates and rates[-1] < 1e-3 * max(rates) else 0.0
-        ended = len(list(takewhile(least.__eq__, reversed(rates))))
-        if len(rates) >= 8 and ended > len(rates) // 5 and max(rates) > 0:
-            seen = f"the learning rate is {least:.2g} in the last {ended} of {len(rates)} steps, and {max(rates):.2g} at most"
-            where = next((event.where for event in process.of(ScheduleSeen)), process.step_where)
-            return [_by_accelerate(run, process, Seen(seen, where, origin="total"))]
-    return []
-
-
-def _by_accelerate(run: Run, process: Process, seen: Seen) -> Seen:
-    """The same about a schedule that Accelerate prepares: the program has not multiplied its length by the processes."""
-    given = [name for event in process.of(AcceleratorCalled) if event.name == "prepare" for name in event.of]
-    name = next((name for name in given if name.endswith("LR")), "")
-    if not name:
-        return seen
-    text = f"{seen.text}: Accelerate takes {run.nproc} steps of a prepared {name} for each step of the optimizer"
-    lengths = "|".join(f"{name}.{each}" for each in LENGTHS)
-    return replace(seen, text=text, fix=PREPARED, origin=f"length call:{lengths}|{name}")
-
-
-def _wrong_length(run: Run, process: Process, rates: list[float]) -> Said:
-    """The length of the schedule is wrong by the number of processes, or it counts epochs in place of steps."""
-    for event in (each for each in process.of(ScheduleSeen) if each.taken):
-        if seen := _in_wrong_unit(process, event):
-            yield Seen(seen, event.where, fix=UNIT, origin="stepping")
-            return
-        share = event.length / event.taken
-        if min(abs(share / run.nproc - 1), abs(share * run.nproc - 1)) < 0.15:
-            seen = f"the schedule is made for {event.length} steps, but takes {event.taken}"
-            times = f"{run.nproc} times too {'many' if share > 1 else 'few'}"
-            often = (
-                "stepping " if event.taken > 1.5 * process.attempts else ""
-            )  # not once for each step of the optimizer
-            found = Seen(f"{seen}: {times}", event.where, origin=f"{often}total")
-            yield _by_accelerate(run, process, found) if share < 1 else found
-            return
-    length = 0 if process.first(ScheduleSeen) else _length(rates)
-    if abs(length / len(process.steps) / run.nproc - 1) < 0.15:
-        seen = f"the learning rate falls as in a schedule of {length} steps, but the run takes {len(process.steps)}"
-        yield Seen(f"{seen}: {run.nproc} times too many", process.step_where, origin="total:by-hand")
-
-
-def _in_wrong_unit(process: Process, schedule: ScheduleSeen) -> str:
-    """How a schedule is made for steps of the optimizer and advanced once per epoch, or the other way round."""
-    attempts, epochs = process.attempts, len(process.epochs)
-    for length, what, calls in ((attempts, "steps of the optimizer", epochs), (epochs, "epochs", attempts)):
-        apart = max(attempts, epochs) > 3 * min(attempts, epochs)
-        if apart and epochs > 1 and abs(schedule.length / length - 1) < 0.05 and abs(schedule.taken / calls - 1) < 0.05:
-            return f"the schedule is made for {schedule.length} steps, the number of {what}, but takes {schedule.taken}"
-    return ""
-
-
-def _length(rates: list[float]) -> int:
-    """The number of steps after which rates that the program sets itself would be 0, if they fall in a cosine or a line."""
-    top = len(rates) - 1 - rates[::-1].index(max(rates, default=0)) if rates else 0
-    fall = [rate / rates[top] for rate in rates[top:]] if rates and rates[top] > 0 else []
-    if len(fall) < 12 or not all(0 < later < earlier for earlier, later in pairwise(fall)):
-        return 0
-    late = list(enumerate(fall))[len(fall) // 3 :]
-    for lengths in ([n * math.pi / math.acos(2 * rate - 1) for n, rate in late], [n / (1 - rate) for n, rate in late]):
-        if max(lengths) < 1.03 * min(lengths):
-            return round(top + lengths[-1])
-    return 0
 
 
 @of_steps(
