@@ -2,13 +2,11 @@
 
 import re
 import sys
-from contextlib import contextmanager, nullcontext
-from functools import cache, wraps
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 
 def own_part(tensor: Any) -> Any:
@@ -48,15 +46,6 @@ def attend_locally(attention: Any, query: Any, *others: Any, **options: Any) -> 
     options = {name: own_part(value) for name, value in options.items()}
     result = attention(own_part(query), *map(own_part, others), **options)
     return DTensor.from_local(result, query.device_mesh, query.placements, run_check=False)
-
-
-def in_its_mode(all_reduce: Any, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-    """Call ``all_reduce`` in inference mode if the tensor was created in it.
-
-    For ReduceOp.AVG, gloo divides the sum with an operation that autograd forbids for such a tensor. NCCL averages by itself.
-    """
-    with torch.inference_mode() if tensor.is_inference() else nullcontext():
-        return all_reduce(tensor, *args, **kwargs)
 
 
 class Kept:
@@ -104,23 +93,3 @@ def bf16_is_fast(device) -> bool:
     if device.type != "cpu" or not cpuinfo.exists():
         return False
     return re.search(r"\b(avx512_bf16|amx_bf16|bf16)\b", cpuinfo.read_text()) is not None
-
-
-@cache  # once is enough
-def give_futures() -> None:
-    """Let each handle of a collective have a future, as NCCL's have: gloo's reduce_scatter has none."""
-    original = dist.Work.get_future
-
-    @wraps(original)
-    def get_future(work: Any) -> Any:
-        try:
-            return original(work)
-        except RuntimeError as error:
-            if "not implemented" not in str(error):
-                raise
-        work.wait()
-        future: Any = torch.futures.Future()
-        future.set_result([])  # NCCL gives the outputs; the handle of gloo does not know them
-        return future
-
-    dist.Work.get_future = get_future  # type: ignore[method-assign]

@@ -158,7 +158,10 @@ def test_copies_of_a_model_and_their_updates_are_recorded(place):
     (process,) = copying.run.processes
     copied = process.of(ModelCopied)
     assert [(each.model, each.names) for each in copied] == [("Linear", ["weight", "bias"])] * 2
-    assert [each.where for each in copied] == [copying.line("average = copy"), copying.line("# copied by another library")]
+    assert [each.where for each in copied] == [
+        copying.line("average = copy"),
+        copying.line("# copied by another library"),
+    ]
     first, _ = process.of(ModelUpdated)
     assert [where for _, where, *_ in first.calls] == [
         copying.line("old.lerp_"),

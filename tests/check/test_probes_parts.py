@@ -300,7 +300,10 @@ def test_lost_results_kept_buffers_given_norms_and_settings_are_recorded(place):
         seen = [(each.taken, each.length, each.where) for each in rank.of(ScheduleSeen)]
         assert seen == [(5, 2 + 6, made.line("# both"))]
         called = Counter(each.kind for each in rank.of(ScheduleStepped))
-        assert called == {"LinearLR": 1, "CosineAnnealingLR": 3}  # none by their __init__, none where one follows the other
+        assert called == {
+            "LinearLR": 1,
+            "CosineAnnealingLR": 3,
+        }  # none by their __init__, none where one follows the other
         (optimizer,) = rank.of(OptimizerSeen)
         assert (optimizer.kind, optimizer.rate, optimizer.where) == ("SGD", 0.1, made.line("# once"))
         assert optimizer.settings["nesterov"] == "True"

@@ -3,35 +3,30 @@
 Nearly all public programs say "cuda" and "nccl". What depends on a real GPU (speed, memory, kernels) is not imitated.
 """
 
-import contextlib
 import os
 import sys
-import time
-from collections import defaultdict
 from collections.abc import Callable
 from functools import partial, wraps
-from types import SimpleNamespace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed import device_mesh
-from torch.distributed import distributed_c10d as c10d
 from torch.jit import _builtins
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._device import _device_constructors
 
-from workshop.tensors import attend_locally, give_futures, in_its_mode, is_dtensor
+from workshop.check import cuda_answers, nccl_on_gloo
+from workshop.tensors import attend_locally, is_dtensor
 
 GPU = ("cuda", "hip", "xpu", "mps")
-# Functions of torch.cuda that do nothing here, those that return a number, and those that return what the CPU returns.
-NOTHING = """synchronize empty_cache init ipc_collect reset_peak_memory_stats reset_max_memory_allocated set_stream
-    set_per_process_memory_fraction reset_accumulated_memory_stats set_sync_debug_mode"""
-ZERO = """memory_allocated max_memory_allocated memory_reserved max_memory_reserved memory_cached max_memory_cached
-    utilization"""
-LIBRARY = os.path.dirname(torch.__file__)
+# Functions that get a device, beside those that torch knows as constructors.
+OTHERS = """zeros_like ones_like empty_like full_like rand_like randn_like randint_like normal load set_default_device
+    set_default_tensor_type"""
+CAPTURABLE = "_get_capturable_supported_devices"
+CUDA_TENSOR = "torch.cuda."  # "torch.cuda.FloatTensor" names a type of tensors
 
 
 def is_gpu(device: object) -> bool:
@@ -74,11 +69,16 @@ class Generator(metaclass=_OnCpu):
     original = torch.Generator
 
 
+def _off_gpu(name: str) -> str:
+    return "cpu" if is_gpu(name) else name.replace(CUDA_TENSOR, "torch.") if name.startswith(CUDA_TENSOR) else name
+
+
 def _without_gpu(function: Callable[..., Any]) -> Callable[..., Any]:
     """Call a function with "cpu" for each argument that is a GPU."""
 
     def called(*args: Any, **kwargs: Any) -> Any:
-        args = tuple("cpu" if isinstance(each, str) and is_gpu(each) else each for each in args)
+        args = tuple(_off_gpu(each) if isinstance(each, str) else each for each in args)
+        kwargs.pop("pin_memory", None)
         for name in ("device", "map_location", "device_type"):
             if is_gpu(kwargs.get(name)):
                 kwargs[name] = "cpu"
@@ -104,45 +104,6 @@ def _tensor_to(original: Callable[..., Any]) -> Callable[..., Any]:
     return to
 
 
-class Event:
-    """In place of ``torch.cuda.Event``: the time of the host."""
-
-    def __init__(self, *_: Any, **__: Any) -> None:
-        self.seconds = time.perf_counter()
-
-    def record(self, *_: Any) -> None:
-        self.seconds = time.perf_counter()
-
-    def elapsed_time(self, end: "Event") -> float:
-        return 1000 * (end.seconds - self.seconds)
-
-    def query(self) -> bool:
-        return True
-
-    def synchronize(self) -> None:
-        return None
-
-    wait = record
-
-
-class Stream:
-    """In place of ``torch.cuda.Stream``: everything runs at once."""
-
-    def __init__(self, *_: Any, **__: Any) -> None:
-        self.device = torch.device("cpu")
-
-    def __enter__(self) -> "Stream":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        return None
-
-    def synchronize(self, *_: Any) -> None:
-        return None
-
-    wait_stream = wait_event = record_event = synchronize
-
-
 def install(count: int) -> None:
     """Let this process run code for GPUs on the CPU.
 
@@ -150,28 +111,34 @@ def install(count: int) -> None:
         count: the number of GPUs that the program sees; with 0, ``torch.cuda.is_available()`` is False.
     """
     # For `with torch.device("meta")`, torch makes a set of its functions once; it must contain the original ones.
-    _device_constructors()
+    constructors = _device_constructors()
     torch.device, torch.Generator = Device, Generator
     for owner in (torch.Tensor, nn.Module):
         owner.to = _tensor_to(owner.to)
         owner.cuda = lambda self, *_, **__: self
-    torch.Tensor.pin_memory = lambda self, *_: self
-    factories = (
-        "tensor as_tensor zeros ones empty full rand randn randint randperm arange linspace eye zeros_like ones_like"
-    )
-    for name in (
-        *factories.split(),
-        "empty_like",
-        "full_like",
-        "rand_like",
-        "randn_like",
-        "load",
-        "set_default_device",
-    ):
-        setattr(torch, name, _without_gpu(getattr(torch, name)))
+    torch.Tensor.pin_memory = lambda self, *_, **__: self
+    for name in ("new_zeros", "new_ones", "new_full", "new_empty", "new_tensor", "new_empty_strided", "type"):
+        setattr(torch.Tensor, name, _without_gpu(getattr(torch.Tensor, name)))
+    for owner in (torch, torch.fft, torch.nested):
+        for name, function in list(vars(owner).items()):
+            if (callable(function) and function in constructors) or (owner is torch and name in OTHERS.split()):
+                setattr(owner, name, _without_gpu(function))
+    for module in vars(
+        torch.optim
+    ).values():  # with capturable=True, an optimizer looks at the devices of its parameters
+        if supported := getattr(module, "_get_capturable_supported_devices", None):
+            module._get_capturable_supported_devices = lambda *_, supported=supported, **__: [*supported(), "cpu"]
+    for name, module in list(sys.modules.items()):
+        if name.startswith("torch.optim.") and hasattr(module, CAPTURABLE):  # the devices that allow capturable=True
+            setattr(module, CAPTURABLE, lambda *_, **__: ["cpu"])
     _autocast()
-    _groups()
-    _cuda(count)
+    nccl_on_gloo.install()
+    for owner in (device_mesh, dist):
+        owner.init_device_mesh = _without_gpu(owner.init_device_mesh)
+    cuda_answers.install(count)
+    _devices_of_fsdp()
+    if utilities := sys.modules.get("torch.distributed.fsdp._init_utils"):
+        _shard_without_gpu(utilities)
     _accelerate()
     _deepspeed()
     if count:
@@ -216,46 +183,20 @@ def _autocast() -> None:
     torch.amp.GradScaler.__init__ = on_cpu
 
 
-def _groups() -> None:
-    """NCCL needs a GPU for each rank, so use gloo."""
+def _shard_without_gpu(utilities: Any) -> None:
+    """FullyShardedDataParallel refuses a model on the CPU, unless its device_id says so."""
+    sharding: Any = torch.distributed.fsdp.FullyShardedDataParallel
+    original = sharding.__init__
+    utilities._get_device_from_device_id = lambda *args, **kwargs: torch.device("cpu")  # without an index
+    utilities._check_module_states_for_sync_module_states = lambda states: None
 
-    def on_gloo(original: Callable[..., Any], place: int) -> Callable[..., Any]:
-        def called(*args: Any, **kwargs: Any) -> Any:
-            if len(args) > place:
-                args = (*args[:place], _gloo(args[place]), *args[place + 1 :])
-            elif "backend" in kwargs:
-                kwargs["backend"] = _gloo(kwargs["backend"])
-            kwargs.pop("device_id", None)
-            kwargs.pop("pg_options", None)
-            return original(*args, **kwargs)
+    @wraps(original)
+    def init(self: Any, *args: Any, **kwargs: Any) -> None:
+        if kwargs.get("device_id") is None:
+            kwargs["device_id"] = torch.device("cpu")
+        original(self, *args, **kwargs)
 
-        return called
-
-    changed = {
-        "init_process_group": on_gloo(c10d.init_process_group, 0),
-        "new_group": on_gloo(c10d.new_group, 2),
-        "barrier": partial(_barrier, c10d.barrier),
-        "all_reduce": partial(in_its_mode, c10d.all_reduce),
-    }
-    for name, function in changed.items():
-        for owner in (dist, c10d, device_mesh):  # the same object in all, as before
-            if hasattr(owner, name):
-                setattr(owner, name, function)
-    dist.is_nccl_available = lambda: True
-    for owner in (device_mesh, dist):
-        owner.init_device_mesh = _without_gpu(owner.init_device_mesh)
-
-
-def _barrier(original: Callable[..., Any], group: Any = None, async_op: bool = False, device_ids: Any = None) -> Any:
-    return original(group, async_op)
-
-
-def _gloo(backend: Any) -> Any:
-    name = backend.lower() if isinstance(backend, str) else ""
-    if "nccl" not in name and "cuda" not in name:
-        return backend
-    give_futures()
-    return "gloo"
+    sharding.__init__ = init
 
 
 def _accelerate() -> None:
@@ -284,7 +225,7 @@ def _shard_on_cpu(state: Any) -> None:
                 fsdp_plugin.set_mixed_precision(self._mixed_precision)
             from torch.distributed.fsdp import _init_utils
 
-            _init_utils._get_device_from_device_id = lambda *args, **kwargs: torch.device("cpu")  # without an index
+            _shard_without_gpu(_init_utils)
 
     state.AcceleratorState.__init__ = init
 
@@ -356,71 +297,6 @@ def _number(devices: Any, count: int) -> int:
     return count if devices in (None, "auto", -1, "-1") else int(devices)
 
 
-def _cuda(count: int) -> None:
-    """Let ``torch.cuda`` and ``torch.accelerator`` answer as with ``count`` GPUs; torch itself gets the true answer."""
-    cuda, accelerator = torch.cuda, torch.accelerator
-
-    def answer(module: Any, name: str, value: Any) -> None:
-        original = getattr(module, name, None)
-
-        def called(*args: Any, **kwargs: Any) -> Any:
-            inside = sys._getframe(1).f_code.co_filename.startswith(LIBRARY)
-            return original(*args, **kwargs) if inside and original else value(*args, **kwargs)
-
-        setattr(module, name, called)
-
-    current = [0]
-
-    def choose(device: Any = 0, *_: Any) -> None:
-        if isinstance(device, str):  # "cuda" or "cuda:1"
-            device = int(device.partition(":")[2] or 0)
-        index = device if isinstance(device, int) else getattr(device, "index", None)
-        if count and index is not None and not 0 <= index < count:
-            raise RuntimeError(f"CUDA error: invalid device ordinal: device {index} of {count}")
-        current[0] = index or 0
-
-    if count:
-        for module in (cuda, accelerator):
-            answer(module, "is_available", lambda: True)
-            answer(module, "device_count", lambda: count)
-        answer(accelerator, "current_accelerator", lambda *_, **__: torch.device("cpu"))
-        answer(dist, "get_default_backend_for_device", lambda *_: "nccl")
-    cuda.set_device = accelerator.set_device_index = accelerator.set_device_idx = choose
-    for module, name in ((cuda, "current_device"), (accelerator, "current_device_index")):
-        answer(module, name, lambda: current[0])
-    for name in NOTHING.split():
-        answer(cuda, name, lambda *_, **__: None)
-    for name in ZERO.split():
-        answer(cuda, name, lambda *_, **__: 0)
-    accelerator.synchronize = lambda *_: None
-    properties = SimpleNamespace(name="CPU", total_memory=80 * 2**30, major=9, minor=0, multi_processor_count=1)
-    answer(cuda, "get_device_properties", lambda *_: properties)
-    answer(cuda, "get_device_name", lambda *_: "CPU")
-    answer(cuda, "get_device_capability", lambda *_: (9, 0))
-    answer(cuda, "is_bf16_supported", lambda *_, **__: True)
-    answer(cuda, "mem_get_info", lambda *_: (80 * 2**30, 80 * 2**30))
-    answer(cuda, "memory_stats", lambda *_: defaultdict(int))
-    answer(cuda, "memory_summary", lambda *_, **__: "")
-    _random_states()
-    _devices_of_fsdp()
-    answer(cuda, "current_stream", Stream)
-    answer(cuda, "default_stream", Stream)
-    answer(cuda, "stream", lambda *_: contextlib.nullcontext())
-    answer(cuda, "device", lambda device=0, *_: _chosen(choose, device))
-    cuda.Event, cuda.Stream = Event, Stream
-    for name in ("range_push", "range_pop", "mark"):
-        setattr(cuda.nvtx, name, lambda *_: None)
-
-
-def _random_states() -> None:
-    """Let the states of the generators of GPUs, and of "devices" on the CPU, be that of the CPU."""
-    for module in (torch.cuda, torch.cpu):  # not through answer(): torch.random.fork_rng() calls them too
-        module.get_rng_state = lambda *_: torch.get_rng_state()
-        module.set_rng_state = lambda *_, **__: None
-    torch.cuda.get_rng_state_all = lambda: [torch.get_rng_state()]
-    torch.cuda.set_rng_state_all = lambda *_: None
-
-
 def _devices_of_fsdp() -> None:
     """Let FSDP count one device for each process of the node, to form the groups of HYBRID_SHARD."""
     cores = torch.cpu.device_count
@@ -430,9 +306,3 @@ def _devices_of_fsdp() -> None:
         return int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size())) if of_fsdp else cores()
 
     torch.cpu.device_count = per_node
-
-
-@contextlib.contextmanager
-def _chosen(choose: Callable[..., None], device: Any) -> Any:
-    choose(device)
-    yield

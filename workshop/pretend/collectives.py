@@ -11,8 +11,8 @@ import torch.distributed as dist
 from torch.distributed import device_mesh
 from torch.distributed import distributed_c10d as c10d
 
+from workshop.gloo import as_nccl
 from workshop.pretend import devices
-from workshop.tensors import give_futures, in_its_mode
 
 NAMESPACES = ("c10d", "_c10d_functional", "_c10d_functional_autograd", "_dtensor")
 # NCCL compares only the number of elements of input and output, and gloo the shapes as well.
@@ -116,22 +116,6 @@ def _refuse(rank: int, owner: int, gpu: int, what: str) -> NoReturn:
     )
 
 
-def _all_reduce(original):
-    """NCCL can average integers. Gloo cannot, so the sum is divided afterwards."""
-
-    @wraps(original)
-    def all_reduce(tensor, op=dist.ReduceOp.SUM, group=None, async_op=False):
-        average = op == dist.ReduceOp.AVG and not tensor.is_floating_point() and not tensor.is_complex()
-        work = in_its_mode(original, tensor, dist.ReduceOp.SUM if average else op, group, async_op)
-        if average:
-            if work:
-                work.wait()
-            tensor.div_(dist.get_world_size(group), rounding_mode="trunc")
-        return work
-
-    return all_reduce
-
-
 def _on_gpu_of_model(original):
     """Wrap a function of DDP whose C++ code creates tensors: on the GPU of the model, and the list of used parameters on the CPU.
 
@@ -175,7 +159,7 @@ def install() -> None:
         "_get_pg_default_device": _device_of_group,
         "Reducer": _on_gpu_of_model(_Reducer),
         "_verify_params_across_processes": _on_gpu_of_model(dist._verify_params_across_processes),
-        "all_reduce": _all_reduce(c10d.all_reduce),
+        **as_nccl(),
     }
     for name in ("_set_static_graph", "_rebuild_buckets"):
         setattr(_Reducer, name, _on_gpu_of_model(getattr(_Reducer, name)))
@@ -213,8 +197,6 @@ def _init_process_group(original):
             devices.chosen = True  # for the group, which then knows the GPU of its barriers
         kwargs.pop("pg_options", None)
         original("gloo", *args, **kwargs)
-        if backend != "gloo":
-            give_futures()
         declared[c10d._get_default_group().group_name] = str(backend or "cpu:gloo,cuda:nccl").lower()
 
     return init_process_group

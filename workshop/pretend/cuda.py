@@ -3,16 +3,17 @@
 import random
 import threading
 import time
-from collections import namedtuple
+from collections import defaultdict, namedtuple
 from types import ModuleType
 
 import torch
+import torch.cuda.profiler
 
 from workshop.pretend import devices
 from workshop.pretend.devices import index_of
 
 MEMORY = 80 << 30  # bytes of a pretended GPU; the program never runs out of them
-Properties = namedtuple("Properties", "name major minor total_memory multi_processor_count")
+Properties = namedtuple("Properties", "name major minor total_memory multi_processor_count warp_size uuid gcnArchName")
 TITLE = "Pretended GPU"
 
 
@@ -70,8 +71,8 @@ class Event:
     def synchronize(self):
         devices.note("synchronize")
 
-    def elapsed_time(self, other):
-        return 1e3 * (other.time - self.time)
+    def elapsed_time(self, end_event):
+        return 1e3 * (end_event.time - self.time)
 
 
 class Graph:
@@ -97,6 +98,13 @@ class CurrentDevice:
         devices.set_current(self.outside)
 
 
+class DeviceOf(CurrentDevice):
+    """In place of ``torch.cuda.device_of``."""
+
+    def __init__(self, obj):
+        super().__init__(obj.get_device() if obj.is_cuda else -1)
+
+
 class PrivateUse1Module:
     """What PyTorch's C++ side asks about the device type of the pretended tensors. It knows one device."""
 
@@ -107,9 +115,9 @@ class PrivateUse1Module:
     get_amp_supported_dtype = staticmethod(lambda: [torch.bfloat16, torch.float16])
 
     @staticmethod
-    def manual_seed_all(number):  # torch.manual_seed() calls this
+    def manual_seed_all(seed):  # torch.manual_seed() calls this
         for index in range(devices.total):
-            devices.seed(number, index)
+            devices.seed(seed, index)
 
 
 class Generator(torch.Generator):
@@ -141,11 +149,11 @@ def _reset_peak(device=None) -> None:
     devices.peak[index_of(device)] = devices.allocated[index_of(device)]
 
 
-def _memory_stats(device=None) -> dict[str, int]:
+def _memory_stats(device=None) -> defaultdict[str, int]:
     now, most = devices.allocated[index_of(device)], devices.peak[index_of(device)]
     kinds = ("allocated_bytes", "active_bytes", "reserved_bytes", "requested_bytes")
     sizes = {f"{kind}.all.{when}": size for kind in kinds for when, size in (("current", now), ("peak", most))}
-    return sizes | {"num_alloc_retries": 0, "num_ooms": 0}
+    return defaultdict(int, sizes)
 
 
 def _synchronize(*_, **__) -> None:
@@ -156,20 +164,26 @@ def _empty_cache() -> None:
     devices.note("empty-cache")
 
 
-def _seed_current(number) -> None:
-    devices.seed(number, devices.current())
+def _seed_current(seed) -> None:
+    devices.seed(seed, devices.current())
+
+
+def _set_states(new_states) -> None:
+    for index, state in enumerate(new_states):
+        devices.set_state(state, index)
 
 
 def install() -> None:
     """Replace what the program asks ``torch.cuda`` and ``torch.accelerator``."""
     current_stream = Stream.__new__(Stream)
     current_stream.device = torch.device("cuda", 0)
-    streams = {name: lambda *_: current_stream for name in ("current_stream", "default_stream")}
+    streams = {name: lambda device=None: current_stream for name in ("current_stream", "default_stream")}
     streams |= {"Stream": Stream, "Event": Event, "set_stream": lambda stream: None}
     memory = {
         "memory_allocated": _memory(devices.allocated), "max_memory_allocated": _memory(devices.peak),
         "memory_reserved": _memory(devices.allocated), "max_memory_reserved": _memory(devices.peak),
         "reset_peak_memory_stats": _reset_peak, "memory_stats": _memory_stats, "empty_cache": _empty_cache,
+        "reset_accumulated_memory_stats": lambda device=None: None,
     }  # fmt: skip
     both = streams | memory | {"is_available": lambda *_, **__: devices.count() > 0, "device_count": devices.count}
     both["synchronize"] = _synchronize
@@ -178,24 +192,38 @@ def install() -> None:
         "_is_in_bad_fork": lambda: devices.forked, "set_device": set_device, "current_device": index_of,
         "device": CurrentDevice, "stream": lambda stream: stream or current_stream,
         "get_device_name": lambda device=None: TITLE, "get_device_capability": lambda device=None: (9, 0),
-        "get_device_properties": lambda device=None: Properties(TITLE, 9, 0, MEMORY, 132),
+        "get_device_properties": lambda device=None: Properties(TITLE, 9, 0, MEMORY, 132, 32, "", ""),
+        "device_of": DeviceOf, "_sleep": lambda cycles: None,
         "mem_get_info": lambda device=None: (MEMORY - devices.allocated[index_of(device)], MEMORY),
         "is_bf16_supported": lambda *_, **__: True, "is_current_stream_capturing": lambda: False,
-        "can_device_access_peer": lambda *_: True, "ipc_collect": lambda: None,
+        "can_device_access_peer": lambda device, peer_device: True, "ipc_collect": lambda: None,
+        "reset_max_memory_allocated": _reset_peak, "reset_max_memory_cached": _reset_peak,
+        "memory_summary": lambda device=None, abbreviated=False: f"{devices.allocated[index_of(device)]:,} bytes allocated",
+        "set_per_process_memory_fraction": lambda fraction, device=None: None,
+        "get_per_process_memory_fraction": lambda device=None: 1.0,
+        "initial_seed": lambda: devices.states[devices.current()][0],
+        "seed": lambda: _seed_current(random.getrandbits(32)),
+        "seed_all": lambda: PrivateUse1Module.manual_seed_all(random.getrandbits(32)),
         "CUDAGraph": Graph, "graph_pool_handle": lambda: (0, 0),
         "manual_seed": _seed_current, "manual_seed_all": PrivateUse1Module.manual_seed_all,
         "get_rng_state": lambda device="cuda": devices.get_state(index_of(device)),
-        "set_rng_state": lambda state, device="cuda": devices.set_state(state, index_of(device)),
+        "set_rng_state": lambda new_state, device="cuda": devices.set_state(new_state, index_of(device)),
         "get_rng_state_all": lambda: list(map(devices.get_state, range(devices.count()))),
-        "set_rng_state_all": lambda states: [devices.set_state(state, index) for index, state in enumerate(states)],
+        "set_rng_state_all": _set_states,
     }  # fmt: skip
     accelerator = {
         "current_accelerator": lambda *_, **__: torch.device("cuda"), "device_index": CurrentDevice,
         "set_device_index": set_device, "set_device_idx": set_device,
         "current_device_index": index_of, "current_device_idx": index_of,
+        "get_memory_info": lambda device=None: (MEMORY - devices.allocated[index_of(device)], MEMORY),
     }  # fmt: skip
+    cuda["default_generators"] = (torch.default_generator,) * devices.total
+    devices.count.cache_clear = nothing = lambda *_, **__: None
     _replace(torch.cuda, both | cuda)
-    _replace(torch.cuda.random, {name: cuda[name] for name in cuda if "seed" in name or "rng" in name})
+    for module in (torch.cuda.random, torch.cuda.memory):  # a program may import a function from there
+        _replace(module, {name: value for name, value in (both | cuda).items() if name in vars(module)})
+    _replace(torch.cuda.memory, {"_record_memory_history": nothing, "_dump_snapshot": nothing})
+    _replace(torch.cuda.profiler, {"start": nothing, "stop": nothing})
     _replace(torch.accelerator, both | accelerator)
     torch._C._get_accelerator = lambda check=None: torch.device("cuda")  # fully_shard without a mesh asks this
     torch.Generator = Generator

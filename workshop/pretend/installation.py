@@ -3,6 +3,7 @@
 import contextlib
 import functools
 import os
+import sys
 import weakref
 
 import torch
@@ -53,6 +54,7 @@ def _install() -> None:
     PretendTensor.device = property(lambda self: torch.device("cuda", self.gpu))
     PretendTensor.is_cuda, PretendTensor.is_cpu = property(lambda self: True), property(lambda self: False)
     torch.nn.Module._apply = _keeping_parameters(_beside_graphs(torch.nn.Module._apply), tensor.attributes)
+    _not_a_wrapper(PretendTensor)
     # C++ would say that it is on the pretended device type.
     DTensor.device = property(lambda self: self._local_tensor.device)
     cuda.install()
@@ -85,6 +87,20 @@ def _install() -> None:
         mode.__enter__()
         _kept.append(mode)
     os.register_at_fork(after_in_child=devices.after_fork)
+
+
+def _not_a_wrapper(kind):
+    """Before FSDP sends the parameters of rank 0, it takes a wrapper apart: it would find tensors on the CPU."""
+    dispatch = sys.modules["torch.utils._python_dispatch"]
+    original = dispatch.is_traceable_wrapper_subclass
+
+    def is_traceable_wrapper_subclass(value):
+        return not isinstance(value, kind) and original(value)
+
+    for name in ("torch.distributed.fsdp._init_utils", "torch.distributed.fsdp._fully_shard._fsdp_init"):
+        if loaded := sys.modules.get(name):
+            loaded.is_traceable_wrapper_subclass = is_traceable_wrapper_subclass
+    dispatch.is_traceable_wrapper_subclass = is_traceable_wrapper_subclass
 
 
 def _pin_memory(pinned: dict) -> None:

@@ -51,6 +51,8 @@ class PretendTensor(torch.Tensor):
 
     @staticmethod
     def __new__(cls, on_cpu: torch.Tensor, gpu: int):
+        if on_cpu.layout is not torch.strided:
+            raise NotImplementedError("Pretended GPUs cannot hold sparse tensors.")
         self = torch.Tensor._make_wrapper_subclass(
             cls, on_cpu.size(), strides=on_cpu.stride(), storage_offset=on_cpu.storage_offset(), dtype=on_cpu.dtype,
             layout=on_cpu.layout, device=torch.device(devices.NAME, 0), requires_grad=False,

@@ -73,6 +73,7 @@ class Models(Probe):
 
     def clear(self) -> None:
         self.buffered = 0
+        self.inside: set[type] = set()  # the classes of the models inside DistributedDataParallel
         self.scaling: WeakSet[nn.Module] = WeakSet()
         self.kept: WeakKeyDictionary[nn.Module, int] = (
             WeakKeyDictionary()
@@ -165,7 +166,8 @@ class Models(Probe):
             shape=None if tensor is None else tuple(tensor.shape[1:]),
             loader=batch.loader if batch else None,
             follows=passes,
-            where=self.recorder.where(),
+            # A part of a model that is called by a method of the model: the line that calls the method.
+            where=(not wrapped and self.recorder.where(*self.inside)) or self.recorder.where(),
         )
         passes = passes or any(each.requires_grad for each in model.parameters())
         if torch.is_grad_enabled() and passes:
@@ -240,6 +242,7 @@ class Models(Probe):
         with self.recorder.guard:
             names = [name for name, each in module.named_parameters() if each.requires_grad]
             self.note_here(Wrapped(names=tuple(names)))
+            self.inside.add(type(module))
             if ignored := set(names).intersection(getattr(module, IGNORED, ())):
                 self.note_here(GradientsIgnored(names=sorted(ignored)))
         with self.recorder.quietly():

@@ -133,12 +133,13 @@ class Recorder:
                 worker.kill()
         os._exit(0)
 
-    def where(self, outside: type | None = None) -> str:
-        """Return the line of the program that led to this call, as "file.py:12"; not one in a method of the class ``outside``."""
+    def where(self, *outside: type) -> str:
+        """Return the line of the program that led to this call, as "file.py:12"; not one in a method of these classes."""
         # To ask a frame for its variables, such as "self", would keep their values alive.
         own = {
             getattr(each, "__code__", None)
-            for kind in (outside.__mro__ if outside else ())
+            for given in outside
+            for kind in given.__mro__
             for each in vars(kind).values()
         }
         frame = next((each for each in self.frames() if each.f_code not in own), None)
