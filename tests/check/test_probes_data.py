@@ -60,7 +60,7 @@ def test_random_splits_and_orders_of_the_program_are_recorded(place):
 # ---------------------------------------------------------------- samplers, and files without contents
 
 SAMPLING = """
-    import tempfile
+    import os, tempfile
     from torch.utils.data import DataLoader, DistributedSampler
 
     samplers = [DistributedSampler([1, 2, 3, 4], num_replicas=2, rank=0) for _ in range(2)]
@@ -76,6 +76,8 @@ SAMPLING = """
         file.write("x")
     import subprocess, sys
     subprocess.run([sys.executable, "-c", ""])  # a further program
+    os.system("cd . && python3 -c ''")  # by a shell
+    subprocess.run("exit 0 # pythonic", shell=True)
     with open("written.txt", "w") as file:
         file.write("x")
 """
@@ -89,7 +91,8 @@ def test_a_sampler_that_gets_no_epoch_although_another_does_is_recorded(place):
 def test_a_further_python_program_is_recorded(place):
     made = Made(place("starting"), SAMPLING).well()
     (process,) = made.run.processes
-    assert [event.where for event in process.of(PythonStarted)] == [made.line("# a further program")]
+    started = [event.where for event in process.of(PythonStarted)]
+    assert started == [made.line("# a further program"), made.line("# by a shell")]
 
 
 def test_files_that_are_only_emptied_and_folders_of_temporary_files_do_not_count(place):
@@ -102,7 +105,7 @@ def test_files_that_are_only_emptied_and_folders_of_temporary_files_do_not_count
 # ---------------------------------------------------------------- streams
 
 STREAMING = """
-    from torch.utils.data import DataLoader, IterableDataset
+    from torch.utils.data import ChainDataset, DataLoader, IterableDataset
 
     class Stream(IterableDataset):
         def __iter__(self):  # of the stream
@@ -115,15 +118,17 @@ STREAMING = """
     for workers in (0, 2):
         for batch in Renamed(Stream(), num_workers=workers):
             pass
+    chained = ChainDataset(Stream() for _ in range(2))  # its length needs the whole generator
+    assert sum(1 for _ in DataLoader(chained)) == 8
 """
 
 
 def test_the_workers_of_a_stream_are_recorded(place):
     streaming = Made(place("streaming"), STREAMING).well()
     started = [each for process in streaming.run.processes for each in process.of(LoaderStarted)]
-    assert [each.workers for each in started] == [0, 2]
-    assert {each.source for each in started} == {streaming.line("# of the stream")}
-    assert {each.where for each in started} == {streaming.line("for batch in")}  # and not the line in Renamed
+    assert [each.workers for each in started] == [0, 2, 0]
+    assert {each.source for each in started[:2]} == {streaming.line("# of the stream")}
+    assert {each.where for each in started[:2]} == {streaming.line("for batch in")}  # and not the line in Renamed
 
 
 # ---------------------------------------------------------------- copies of models

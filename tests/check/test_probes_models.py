@@ -8,6 +8,7 @@ from workshop.check.evidence.events import (
     CheckpointCalled,
     Collective,
     EntriesSaved,
+    Evaluated,
     FullySharded,
     InnerCollective,
     LayoutSeen,
@@ -339,3 +340,49 @@ def test_buffers_that_change_the_inputs_are_recorded_without_ddp(place):
     events = scaling.run.processes[0].of(BuffersSeen)
     assert [each.names for each in events] == [["layers.0.mean"]] * 2  # before each step but the first
     assert events[0].where == scaling.line("# trains")
+
+
+# ---------------------------------------------------------------- a part that the model calls itself, and a library
+
+PARTS = """
+    import sys, types
+    import torch
+    import torch.distributed as dist
+    from torch import nn
+    from torch.nn.parallel import DistributedDataParallel
+
+    class Simulator(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.network = nn.Linear(2, 1)
+
+        def forward(self, x):
+            return self.network(x)
+
+        def predict(self, x):
+            return self.network(x) + 1
+
+    library = types.ModuleType("torchinfo")
+    exec(compile("def summary(model, x): return model(x)", "/elsewhere/torchinfo.py", "exec"), vars(library))
+
+    def main():
+        dist.init_process_group("gloo")
+        model = Simulator()
+        with torch.no_grad():
+            library.summary(model, torch.rand(1, 2))
+        ddp = DistributedDataParallel(model)
+        optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+        ddp.module.predict(torch.rand(3, 2)).sum().backward()  # around the wrapper
+        optimizer.step()
+        dist.destroy_process_group()
+
+    main()
+"""
+
+
+def test_the_call_of_a_method_of_the_model_and_no_call_of_a_describing_library_are_recorded(place):
+    made = Made(place("parts"), PARTS, "torchrun", 2).well()
+    for rank in made.ranks:
+        (backward,) = rank.backwards
+        assert backward.forward.where == made.line("# around the wrapper")
+        assert rank.of(Evaluated) == []

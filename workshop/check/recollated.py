@@ -12,6 +12,7 @@ from torch.utils.data._utils.collate import default_collate
 from torch.utils.data._utils.fetch import _MapDatasetFetcher
 
 from workshop.check.evidence.events import Key
+from workshop.check.probes.held import ends_when_asked
 
 
 @dataclass
@@ -33,7 +34,7 @@ class Drawn:
     def __init__(self, iterator: Any):
         self.size = 0  # of the data set; 0: unknown
         with suppress(Exception):  # a class of the program may answer with any error
-            self.size = len(iterator._dataset)
+            self.size = 0 if ends_when_asked(iterator._dataset) else len(iterator._dataset)
         self.samples: list[Any] = []
         self.collate: Callable[[list[Any]], Any] | None = None
         fetcher: Any = getattr(iterator, "_dataset_fetcher", None)

@@ -276,6 +276,13 @@ MISTAKES = (
         held_out=True,
     ),
     mistake(
+        "loss-averaged-before-backward",
+        ddp.TORCHRUN,
+        "gradient-scale",
+        "all_reduce averages the value of the loss; its gradient is only divided.",
+        (ddp.BACKWARD, "        dist.all_reduce(loss)\n        loss = loss / dist.get_world_size()\n" + ddp.BACKWARD),
+    ),
+    mistake(
         "local-steps-then-the-sum-of-the-parameters",
         second.TAGGER,
         "gradient-scale",
@@ -333,6 +340,15 @@ MISTAKES = (
 )
 
 STYLES = (
+    style(
+        "copy-of-the-loss-averaged-before-backward",
+        ddp.TORCHRUN,
+        "The reduced value is a copy that is only for printing.",
+        (
+            ddp.BACKWARD,
+            "        shown = loss.clone()\n        dist.all_reduce(shown)\n        shown /= 2\n" + ddp.BACKWARD,
+        ),
+    ),
     style(
         "offset-of-all-ranks",
         second.TAGGER,

@@ -174,3 +174,8 @@ class PythonStarted(Event):
 class ScheduleStepped(Event):  # the program or a library calls ``step()`` of a schedule of the learning rate
     kind: str  # its class
     metric: float | None  # the value that ReduceLROnPlateau decides by
+
+
+class LossReduced(Event):  # before a backward pass: autograd does not see that a collective has changed the loss
+    name: str  # of the collective; ``where`` is its line
+    factor: float  # the loss divided by what the collective has made of it

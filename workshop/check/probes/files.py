@@ -32,6 +32,21 @@ EMPTIES = re.compile(r"\s*with\s+open\(.*\).*:.*\n\s+pass\b")
 OUTSIDE = "workshop check: writing outside of the run's folder is not allowed"
 
 
+PYTHON = re.compile(r"(?:^|[\s/;&|])(?:python[\d.]*|torchrun|accelerate|deepspeed)(?:\s|$)")
+SHELLS = ("sh", "bash", "dash", "zsh")
+
+
+def _command(event: str, arguments: tuple[Any, ...]) -> str:
+    """The command that a program starts: that of a shell, or the path of a program."""
+    if event == "os.system":
+        return os.fsdecode(arguments[0])
+    program = os.path.basename(os.fsdecode(arguments[0]))
+    given = arguments[1]
+    if program not in SHELLS:
+        return program
+    return given if isinstance(given, str) else " ".join(os.fsdecode(each) for each in given)
+
+
 class Files(Probe):
     """Records files through audit events of Python, and ``torch.save``, which opens its file in C++."""
 
@@ -54,9 +69,9 @@ class Files(Probe):
         sys.addaudithook(self._audit)  # a hook cannot be removed
 
     def _audit(self, event: str, arguments: tuple[Any, ...]) -> None:
-        if event == "subprocess.Popen" and self.installed:
+        if event in ("subprocess.Popen", "os.system") and self.installed:
             with self.recorder.guard:
-                if "python" in os.path.basename(os.fsdecode(arguments[0])):
+                if PYTHON.search(_command(event, arguments)):
                     self.note_here(PythonStarted())
         elif event in EVENTS and self.installed and not self.copying:
             path = ""

@@ -10,6 +10,7 @@ from contextlib import suppress
 from typing import Any
 
 import torch
+from torch.utils.data import ChainDataset
 
 from workshop.check.probes.contents import UNREADABLE, attributes, content
 
@@ -102,3 +103,8 @@ def _source_of(kind: type, method: str) -> ast.FunctionDef | None:
         tree = ast.parse(textwrap.dedent(inspect.getsource(getattr(kind, method))))
         return next((each for each in tree.body if isinstance(each, ast.FunctionDef)), None)
     return None
+
+
+def ends_when_asked(dataset: Any) -> bool:
+    """Whether len() of a data set would use up the data: ChainDataset goes through the generator of data sets that it got."""
+    return isinstance(dataset, ChainDataset) and isinstance(dataset.datasets, Iterator)

@@ -6,10 +6,12 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+from torch.distributed import distributed_c10d as c10d
 from torch.nn import functional as F
 
 from workshop.check.evidence.events import Event, LossComputed, LossWeighted
-from workshop.check.evidence.misuses import LabelsShifted, LossOfProbabilities, LossScaled
+from workshop.check.evidence.misuses import LabelsShifted, LossOfProbabilities, LossReduced, LossScaled
+from workshop.check.probes.contents import mean
 from workshop.check.probes.probe import Probe, after, on
 
 FIRST = 6  # backward passes whose loss is looked at
@@ -26,11 +28,12 @@ CAUSAL = re.compile(r"ForCausalLM|LMHead")  # the language models of transformer
 class Losses(Probe):
     """Records each ``cross_entropy`` with gradients; targets with the value ``ignore_index`` do not count."""
 
-    writes = (LossComputed, LossWeighted, LossScaled, LossOfProbabilities, LabelsShifted)
+    writes = (LossComputed, LossWeighted, LossScaled, LossReduced, LossOfProbabilities, LabelsShifted)
 
     def clear(self) -> None:
         self.passes, self.line = 0, ""  # the line of the last cross entropy
         self.told: set[str] = set()  # lines with a wrong input of a loss
+        self.reduced: list[tuple[Any, LossReduced, float]] = []  # since the last backward pass: node, event, and value
 
     @after(F, "cross_entropy", "binary_cross_entropy_with_logits", "nll_loss", named=True)
     def _input(self, name: str, result: torch.Tensor, input: torch.Tensor, *args: Any, **kwargs: Any) -> None:
@@ -48,6 +51,21 @@ class Losses(Probe):
         if event and where not in self.told:
             self.told.add(where)
             self.recorder.note(dataclasses.replace(event, where=where))
+
+    @after(c10d, "all_reduce", "reduce", named=True)
+    def _reduce(self, name: str, result: Any, tensor: Any = None, *args: Any, **kwargs: Any) -> None:
+        changed = isinstance(tensor, torch.Tensor) and tensor.grad_fn is not None and tensor.numel() == 1
+        if changed and result is None and self.passes <= FIRST and (value := mean(tensor)):
+            event = LossReduced(name=name, factor=1.0, where=self.recorder.where())
+            self.reduced = [*self.reduced[-1:], (tensor.grad_fn, event, value)]
+
+    @on("before_backward")
+    def _reduced(self, loss: torch.Tensor | None) -> None:
+        reduced, self.reduced = self.reduced, []  # a node keeps its graph in memory
+        nodes = set(_nodes(loss)) if reduced else set()
+        for node, event, value in reduced:
+            if node in nodes and (now := mean(loss)) is not None:
+                self.recorder.note(dataclasses.replace(event, factor=now / value))
 
     @on("before_backward")
     def _weights(self, loss: torch.Tensor | None) -> None:

@@ -1,11 +1,13 @@
 """Forward and backward passes: the samples that the model sees, those that it is trained on, and the loss."""
 
 import dataclasses
+import sys
 import time
 import zlib
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from types import FrameType
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
 
@@ -48,6 +50,8 @@ KEPT = 16  # forward passes whose graph is looked for behind a loss
 WEIGHED = 4  # evaluations of a model whose parameters are recorded; later ones each time that the steps have doubled
 BUFFERS = 4  # forward passes before which buffers are recorded
 IGNORED = "_ddp_params_and_buffers_to_ignore"  # the attribute of a module that DistributedDataParallel reads
+# Libraries that call a model to print its layers, or to count its operations.
+MEASURING = ("torchinfo", "torchsummary", "torchsummaryX", "thop", "fvcore", "ptflops", "calflops", "torchview")
 NODES = 20_000  # of an autograd graph
 
 
@@ -141,7 +145,7 @@ class Models(Probe):
         if next(module.parameters(), None) is None:
             self._loss_buffers(module)
             return None
-        if torch.jit.is_tracing():  # for a picture of the model, for example
+        if torch.jit.is_tracing() or self._measured():  # for a picture of the model, for example
             return None
         wrapped = isinstance(module, DistributedDataParallel)
         model: nn.Module = module.module if wrapped else module
@@ -180,6 +184,15 @@ class Models(Probe):
             forward = dataclasses.replace(forward, refreshes=True)
         self.recorder.note(Evaluated(forward=forward, where=forward.where))
         return None
+
+    def _measured(self) -> bool:
+        """Whether a library calls the model only to describe it, with an input that it makes up."""
+        frame: FrameType | None = sys._getframe(2)
+        while frame and not self.recorder.own(frame.f_code.co_filename):
+            if frame.f_globals.get("__name__", "").partition(".")[0] in MEASURING:
+                return True
+            frame = frame.f_back
+        return False
 
     def _buffers(self, model: nn.Module, where: str, wrapper: DistributedDataParallel | None) -> None:
         """Record the buffers of a model. Without DistributedDataParallel, only those that change the inputs of the model."""

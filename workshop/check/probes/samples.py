@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, Su
 from workshop.check.evidence.events import BatchLoaded, EpochSet, Key, Loader, LoaderStarted
 from workshop.check.evidence.misuses import DataHeld, LoaderMade, OtherSamplerSet, PassEnded, StreamEndless
 from workshop.check.probes.contents import first_tensor, rows
-from workshop.check.probes.held import begins_again, held, ignores_index
+from workshop.check.probes.held import begins_again, ends_when_asked, held, ignores_index
 from workshop.check.probes.probe import Function, Probe, after, around, before
 from workshop.check.probes.recorder import Batch, Recorder
 
@@ -105,7 +105,7 @@ class Samples(Probe):
         self.pending = deque((each for each in self.pending if each.loader[0] != number), maxlen=PENDING)
         length = None
         with suppress(TypeError):
-            length = len(loader)
+            length = None if ends_when_asked(loader.dataset) else len(loader)
         streamed = isinstance(loader.dataset, IterableDataset)
         workers, source = (loader.num_workers, self._source(loader.dataset)) if streamed else (0, "")
         event = LoaderStarted(loader=number, iteration=iteration, length=length, workers=workers, source=source)

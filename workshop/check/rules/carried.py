@@ -26,6 +26,7 @@ from workshop.check.evidence.misuses import OthersSeen
 from workshop.check.evidence.process import Process, Step
 from workshop.check.evidence.run import Run
 from workshop.check.evidence.sketches import CLOSE, difference
+from workshop.check.rules.alike import is_reproducible
 from workshop.check.rules.words import listed, named
 from workshop.check.scenarios import Split
 
@@ -136,10 +137,14 @@ def _left_out(whole: Run, split: Split, done: int) -> Cause | None:
 
 def _swapped(whole: Run, split: Split, done: int) -> Cause | None:
     """The second start begins with the parameters that an evaluation before the save has used, such as averaged ones."""
-    for due, own in firsts(whole.trained[0].steps[done:], split.second.trained[0].steps):
-        evaluated = [each for each in split.first.trained[0].of(ModelEvaluated) if each.names == due.before.names]
+    base, first = whole.trained[0].steps, split.first.trained[0]
+    if not is_reproducible(base, first.steps):
+        return None
+    for due, own in firsts(base[done:], split.second.trained[0].steps):
+        evaluated = [each for each in first.of(ModelEvaluated) if each.names == due.before.names]
         same = any(difference(each.weights, own.before.weights) <= CLOSE for each in evaluated)
-        if same and difference(due.before.weights, own.before.weights) > CLOSE:
+        # The parameters of an earlier step, such as those of the best checkpoint, are trained ones.
+        if same and all(difference(each.before.weights, own.before.weights) > CLOSE for each in base):
             seen = "the second start begins with the parameters that were evaluated, such as averaged ones, not the trained ones"
             fix = "Save when the trained parameters are in the model again; save the averaged ones under a key of their own."
             return seen, fix, _saving(split.first), "passed"

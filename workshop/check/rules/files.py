@@ -174,9 +174,10 @@ def _tell_ranks(one: str, other: str) -> bool:
 
 
 def _lines(process: Process) -> list[tuple[str, str]]:
-    """Return the lines of a process, each with its pattern without numbers, except lines that name a rank."""
+    """Return the lines of a process, each with its pattern without numbers, except lines that name a rank or its device."""
     lines = [line.strip() for line in process.stdout.splitlines() if re.search(r"\w", line)]
-    own = re.compile(r"\brank\W{0,3}\d|^\W*\d+\W*[|:\]]", re.IGNORECASE)
+    # On GPUs, each rank prints the number of its GPU in place of "cpu".
+    own = re.compile(r"\brank\W{0,3}\d|^\W*\d+\W*[|:\]]|\bdevice\b.*\bcpu\b", re.IGNORECASE)
     return [(re.sub(r"[\d.,]+", "#", line), line) for line in lines if not own.search(line)]
 
 

@@ -96,8 +96,10 @@ def gpu_refused(run: Run) -> Said:
     }
     for event in _failed(run, *texts):
         yield Seen(f"on a machine with GPUs the program fails: {texts[event.kind]}", event.where)
-    if any("device_ids" in event.message for event in run.all(Raised)):
-        yield Seen("DDP refuses device_ids: the model is not on this GPU", run.where(Raised))
+    refused = (event for event in run.all(Raised) if event.message.startswith("DistributedDataParallel device_ids"))
+    if error := next(refused, None):
+        fix = "Move the model to the GPU with .to(device) before you pass it to DistributedDataParallel."
+        yield Seen("DDP refuses device_ids: the model is not on this GPU", error.where, fix=fix)
     elif run.failed and not any(event.kind in REFUSED for event in run.all(GpuNoted)):
         from workshop.pretend.installation import unsupported  # imports torch, which `workshop hint` does not need
 

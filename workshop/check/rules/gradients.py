@@ -22,7 +22,7 @@ from workshop.check.evidence.events import (
     UnevenJoined,
     Wrapped,
 )
-from workshop.check.evidence.misuses import BuffersKept
+from workshop.check.evidence.misuses import BuffersKept, LossReduced
 from workshop.check.evidence.process import Process, Step
 from workshop.check.evidence.run import Run
 from workshop.check.evidence.sketches import CLOSE, difference, different_names, ratio
@@ -32,7 +32,7 @@ from workshop.check.rules.processes import no_group, wrong_group
 from workshop.check.rules.replicas import begun_apart, parted
 from workshop.check.rules.rounds import of_its_own, sum_of_changes
 from workshop.check.rules.rule import RULES, Makes, NotJudged, Rule, Said, Seen, Told, findings, rule
-from workshop.check.rules.unequal import after_backward, unclipped, why_unequal
+from workshop.check.rules.unequal import after_backward, reduced_losses, unclipped, why_unequal
 from workshop.check.rules.words import listed, named
 from workshop.check.scenarios import SINGLE, WHOLE
 
@@ -346,6 +346,12 @@ def _apart_at(
     return None
 
 
+OWN_LOSS = (
+    "Call backward() on the loss of the rank: DistributedDataParallel averages the gradients. For printing, reduce a copy: "
+    "loss.detach().clone()."
+)
+
+
 @beside_one_process(
     why="The gradient is a multiple of the average, which changes the effect of clipping and of the learning rate of SGD.",
     fix="DistributedDataParallel divides the gradients by the number of processes, so do not divide the loss by it too. If you "
@@ -355,7 +361,18 @@ def _apart_at(
 )
 def gradient_scale(run: Run, single: Run) -> Said:
     """The gradient is a multiple of that of one process on the same samples."""
-    return findings(gradient_scale, against_one_process, run, single)
+    return findings(gradient_scale, against_one_process, run, single) if not reduced_losses(run) else ()
+
+
+@gradient_scale.also(WHOLE, active=True, needs=(LossReduced,), after=(gradients_differ, weights_differ))
+def reduced_loss_divided(run: Run) -> Said:
+    """The loss is divided by the number of processes after all_reduce(), which autograd does not see."""
+    for event in reduced_losses(run)[:1]:
+        seen = (
+            f"the loss of backward() is divided by {run.nproc} after {event.name}(), which autograd does not see: the gradient "
+            f"is {event.factor:.2f} times that of the mean"
+        )
+        yield Seen(seen, event.where, fix=OWN_LOSS, origin="here")
 
 
 @gradient_scale.also(WHOLE, active=True, after=(gradients_differ, weights_differ))

@@ -9,6 +9,7 @@ from workshop.check.evidence.events import (
     DATA_SET,
     SUBSET,
     Backward,
+    BatchLoaded,
     Drawn,
     EpochSet,
     Evaluated,
@@ -452,7 +453,10 @@ def batch_wasted(run: Run) -> Said:
     """More batches are loaded than used."""
     if run.asked is None and any(run.all(TrainerFit)):
         return  # Lightning itself loads batches ahead
-    for process in run.trained if len(run.trained) > 1 else ():
+    ranks = run.trained if len(run.trained) > 1 else []
+    if any(process.backwards and not process.first(BatchLoaded) for process in ranks):
+        return  # another rank loads for it, as the dispatcher of Accelerate does
+    for process in ranks:
         left = unused_batches(process)
         if left > 1:
             yield Seen(f"{plural(left, 'batch')} are loaded but not used")

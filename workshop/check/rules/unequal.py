@@ -14,8 +14,9 @@ from workshop.check.evidence.events import (
     StepBegun,
     Wrapped,
 )
-from workshop.check.evidence.misuses import GradientsIgnored
+from workshop.check.evidence.misuses import GradientsIgnored, LossReduced
 from workshop.check.evidence.process import Process, Step
+from workshop.check.evidence.run import Run
 from workshop.check.evidence.sketches import CLOSE
 from workshop.check.rules.divergence import TO_ONE, collectives_since
 from workshop.check.rules.words import listed
@@ -166,6 +167,13 @@ def after_backward(process: Process) -> list[Collective]:
         elif isinstance(event, Collective) and since is not None:
             since.append(event)
     return found
+
+
+def reduced_losses(run: Run) -> list[LossReduced]:
+    """The reductions of a loss that then is divided by the number of processes, although the gradients are averaged."""
+    events = run.trained[0].of(LossReduced) if run.trained and run.nproc > 1 else []
+    averaged = any(process.first(Wrapped) or after_backward(process) for process in run.trained[:1])
+    return [each for each in events if averaged and abs(each.factor * run.nproc - 1) < 0.01]
 
 
 def before_backward(process: Process, step: StepBegun) -> list[Collective]:
