@@ -16,7 +16,7 @@ from workshop.check.foreign import OwnersBench
 from workshop.check.lightning_ranks import uses_all_gpus
 from workshop.check.rules.alike import has_resumed
 from workshop.check.rules.ending import crash, endless, no_training
-from workshop.check.rules.learning import _wrong_length
+from workshop.check.rules.schedules import _wrong_length
 from workshop.check.rules.shares import slices
 from workshop.check.scenarios import WHOLE
 from workshop.check.start import read_start

@@ -170,7 +170,7 @@ def _autocast() -> None:
     original = torch.autocast.__init__
 
     def init(self: Any, device_type: str, dtype: Any = None, enabled: bool = True, *args: Any, **kwargs: Any) -> None:
-        if is_gpu(device_type) and dtype is torch.float16:
+        if dtype is torch.float16:  # also for "cpu": the type of a device that was "cuda" in the program
             dtype, enabled = None, False  # the CPU computes in float16 a hundred times slower than in float32
         original(self, "cpu" if is_gpu(device_type) else device_type, dtype, enabled, *args, **kwargs)
 
