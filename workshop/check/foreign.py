@@ -289,7 +289,7 @@ class OwnersBench(ProgramBench):
             raise Unavailable("what GPUs show (DeepSpeed does not run on pretended GPUs)")
         before: Run | None = made.get(TWO_NODES)
         # A second run is needed only if the program has failed on the second node, as many do that are for one node.
-        enough = before and not any(event.kind == "no-such-gpu" for event in before.all(GpuNoted))
+        enough = before and before.trained and not any(event.kind == "no-such-gpu" for event in before.all(GpuNoted))
         if whole.failed or not whole.trained or enough:
             raise Unavailable("")
         patience = Patience(idle=UNKNOWN.idle, busy=UNKNOWN.busy, total=LONGEST)

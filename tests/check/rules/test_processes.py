@@ -184,6 +184,14 @@ MISTAKES = (
         real=True,
         runner=(('--nproc-per-node="$nproc"', "--nproc-per-node=1"),),
     ),
+    # ---- rank-of-node
+    mistake(
+        "local-rank-as-rank",
+        gpus.GPUS,
+        "rank-of-node",
+        "On a second machine, two processes are rank 0, and none is rank 2.",
+        (gpus.GROUP, '    dist.init_process_group("nccl", rank=local_rank, world_size=world_size)\n'),
+    ),
     # ---- device-index, in a program for GPUs
     mistake(
         "set-device-by-rank",

@@ -21,7 +21,7 @@ from workshop.check.evidence.events import (
     StoreOpened,
     VariableSet,
 )
-from workshop.check.evidence.misuses import NeverAwaited
+from workshop.check.evidence.misuses import NeverAwaited, RankGiven
 from workshop.check.probes.contents import first_tensor
 from workshop.check.probes.probe import Function, Probe, around, before, on
 from workshop.tensors import dtensor
@@ -36,7 +36,7 @@ COLLECTIVES = """
 class Groups(Probe):
     """Records ``init_process_group``, ``destroy_process_group`` and each ``TCPStore`` of the program."""
 
-    writes = (Joining, Joined, GroupDestroyed, StoreOpened, VariableSet)
+    writes = (Joining, Joined, RankGiven, GroupDestroyed, StoreOpened, VariableSet)
 
     def install(self) -> None:
         super().install()
@@ -76,6 +76,8 @@ class Groups(Probe):
                 given_port=self.recorder.environment.get("MASTER_PORT"),
             )
             self.note_here(joining)
+            if isinstance(rank := kwargs.get("rank"), int) and rank >= 0:
+                self.note_here(RankGiven(rank=rank))
         result = original(*args, **kwargs)
         with self.recorder.guard:
             self.note_here(Joined(rank=dist.get_rank(), world_size=dist.get_world_size()))

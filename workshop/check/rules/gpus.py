@@ -18,7 +18,7 @@ from workshop.check.evidence.events import (
 )
 from workshop.check.evidence.process import Process
 from workshop.check.evidence.run import Run
-from workshop.check.rules.processes import device_index, device_shared
+from workshop.check.rules.processes import device_index, device_shared, of_one_node
 from workshop.check.rules.rule import NotJudged, Rule, Said, Seen, rule
 from workshop.check.rules.speed import data_per_sample, host_sync
 from workshop.check.rules.words import named, plural
@@ -108,7 +108,8 @@ def gpu_refused(run: Run) -> Said:
         if reason := unsupported():
             yield NotJudged(f"what GPUs show: {reason}")
         elif run.hung and not found:
-            yield NotJudged("what GPUs show: the run on pretended GPUs takes too long")
+            if not of_one_node(run):  # rank_of_node names it
+                yield NotJudged("what GPUs show: the run on pretended GPUs takes too long")
         elif found and found[1].type == "FileExistsError":  # folder_made_twice names it
             return
         elif message and not re.search(r"aten::|c10d::|\bpretend|backend", message):

@@ -17,6 +17,7 @@ from workshop.check.evidence.events import (
     StoreOpened,
     TrainerFit,
 )
+from workshop.check.evidence.misuses import RankGiven
 from workshop.check.evidence.process import Process
 from workshop.check.evidence.run import Run
 from workshop.check.rules.rule import NotJudged, Said, Seen, rule
@@ -98,6 +99,31 @@ def wrong_group(run: Run) -> Said:
                 text = f"the process that torchrun calls rank {started.rank} has joined as rank {process.rank}"
                 yield Seen(text, where)
                 return
+
+
+@rule(
+    why="The ranks count over all machines. On a second machine, two processes ask for the same rank, and all wait for ever.",
+    fix="Leave out rank= and world_size=: init_process_group() reads RANK and WORLD_SIZE, which torchrun sets.",
+    runs=TWO_NODES,
+    needs=(RankGiven,),
+    anywhere=True,
+    mild=True,  # a program for one node needs no other rank
+)
+def rank_of_node(run: Run) -> Said:
+    """On two machines, a process gives ``init_process_group`` its rank on its own machine."""
+    for started, given in of_one_node(run)[:1]:
+        seen = (
+            f"on the second of two machines, rank {started.rank} gives init_process_group() its local rank {given.rank}"
+        )
+        yield Seen(seen, given.where, origin="here")
+
+
+def of_one_node(run: Run) -> list[tuple[Started, RankGiven]]:
+    """The processes that join with their local ranks, although these are not their ranks."""
+    pairs = itertools.chain.from_iterable(
+        itertools.product(process.of(Started), process.of(RankGiven)) for process in run.processes
+    )
+    return [(started, given) for started, given in pairs if started.local_rank == str(given.rank) != started.rank]
 
 
 @rule(
