@@ -289,6 +289,9 @@ def test_parameters_without_gradients_do_not_tell_whether_a_run_resumed():
     done = [step(1.0, 5.0, (1.0, [1.0]))]
     assert has_resumed(done, step(2.0, 7.0, (1.0, [1.0])))
     assert not has_resumed(done, step(3.0, 5.0, (1.0, [1.0])))
+    assert has_resumed(
+        done, step(3.0, 5.0, (1.0, [1.0])), [[(3.0, [3.0]), (5.0, [5.0])]]
+    )  # changed before an evaluation
 
 
 @pytest.mark.parametrize(("contents", "kind"), [(10, "random-lost"), (0, "resume-differs")])

@@ -1,6 +1,6 @@
 """The rules about checkpoints: mistakes that they must name, and correct styles that must pass."""
 
-from check.bank import sharded, zero
+from check.bank import second, sharded, zero
 from check.bank.case import mistake, style
 from check.bank.cases import bank_tests
 
@@ -134,6 +134,16 @@ MISTAKES = (
 )
 
 STYLES = (
+    style(
+        "parameters-changed-after-the-step",
+        second.TAGGER,
+        "Without a seed, and the program changes a bias after each step; the checkpoint has the changed one.",
+        ("    torch.manual_seed(SEED)\n", ""),
+        (
+            "            optimizer.step()\n",
+            "            optimizer.step()\n            with torch.no_grad():\n                model.head.bias.mul_(0.5)\n",
+        ),
+    ),
     style(
         "sharded-style-app-state-as-dict",
         sharded.CHECKPOINT,

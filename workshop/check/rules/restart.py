@@ -3,7 +3,7 @@
 import math
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -13,6 +13,7 @@ from workshop.check.evidence.events import (
     Joined,
     Loaded,
     Raised,
+    Sketch,
     StepSkipped,
     UnevenJoined,
 )
@@ -21,7 +22,7 @@ from workshop.check.evidence.real import Killed, Kills, RealRun
 from workshop.check.evidence.run import Run
 from workshop.check.evidence.sketches import CLOSE, difference
 from workshop.check.rules import carried
-from workshop.check.rules.alike import SAME, begin_apart, has_resumed, is_reproducible, lead_apart
+from workshop.check.rules.alike import SAME, begin_apart, evaluated, has_resumed, is_reproducible, lead_apart
 from workshop.check.rules.carried import Cause, first_cause, firsts
 from workshop.check.rules.collectives import collectives_differ
 from workshop.check.rules.ending import crash, ending, hang, no_training
@@ -181,7 +182,8 @@ def _second_start(whole: Run, split: Split) -> Iterable[tuple[Rule | None, Seen]
     if not second.trained:
         return [(epoch_skipped, Seen(f"the second start takes no step, but {len(base) - len(done)} are left", load))]
     rest = second.trained[0].steps
-    fresh = begin_apart(rest[0], base[0]) < SAME / 10 or not (is_reproducible(base, done) or has_resumed(done, rest[0]))
+    resumed = is_reproducible(base, done) or has_resumed(done, rest[0], evaluated(split.first.trained[0]))
+    fresh = begin_apart(rest[0], base[0]) < SAME / 10 or not resumed
     if fresh and (len(rest) >= len(base) or whole.cut):
         seen = f"the second start begins with fresh parameters and repeats all {len(rest)} steps"
         return [(never_resumes, Seen(seen, load or rest[0].before.where, origin="uncalled call:fit.ckpt_path"))]
@@ -236,7 +238,9 @@ def _state_lost(whole: Run, split: Split, load: str) -> Iterable[tuple[Rule | No
     """What the second start has not restored."""
     base, done, rest = (run.trained[0].steps for run in (whole, split.first, split.second))
     bound = SAME if whole.nproc <= 2 else ROUNDING
-    differences = list(_not_restored(base, done, rest, whole.trained[0].draws, bound))
+    differences = list(
+        _not_restored(base, done, rest, whole.trained[0].draws, bound, evaluated(split.first.trained[0]))
+    )
     if cause := carried.frozen_changed(whole, split):
         yield resume_differs, _seen(cause, load)
         return
@@ -319,7 +323,7 @@ def _loading(run: Run) -> str:
 
 
 def _not_restored(
-    base: list[Step], done: list[Step], rest: list[Step], draws: bool, bound: float
+    base: list[Step], done: list[Step], rest: list[Step], draws: bool, bound: float, known: Sequence[list[Sketch]] = ()
 ) -> Iterator[tuple[Rule, str]]:
     """What the second start (``rest``) has not restored.
 
@@ -327,13 +331,14 @@ def _not_restored(
         base, done, rest: the steps of the uninterrupted run, of the first part and of the second.
         draws: the steps draw random numbers.
         bound: the relative difference up to which the parameters at the end count as equal.
+        known: the parameters in the evaluations of the first part.
     """
     begin, expected, reproducible, samples = rest[0], base[len(done)], is_reproducible(base, done), set(rest[0].keys)
     # Without a seed two runs always differ, so only the first part shows what to expect.
     due = expected if reproducible else done[-1]
     apart = reproducible and lead_apart(base[-1], rest[-1], bound)
     other = next((step for step, own in zip(base[len(done) :], rest, strict=False) if step.keys != own.keys), None)
-    if not reproducible and not has_resumed(done, begin):
+    if not reproducible and not has_resumed(done, begin, known):
         yield resume_differs, "the second start begins with parameters that the first run never had"
     elif reproducible and samples and samples != set(expected.keys) and samples == set(base[0].keys):
         within = expected.loader is not None and expected.loader == base[0].loader
