@@ -12,6 +12,7 @@ from workshop.check.evidence.events import (
     Collective,
     DeviceChosen,
     Drawn,
+    Ended,
     EngineCalled,
     EpochSet,
     Evaluated,
@@ -33,14 +34,14 @@ from workshop.check.evidence.events import (
 )
 from workshop.check.evidence.misuses import OtherSamplerSet, PassEnded, PythonStarted
 from workshop.check.evidence.process import Process, Step
-from workshop.check.evidence.run import Run
+from workshop.check.evidence.run import Asked, Run
 from workshop.check.foreign import _first_save, _latest
 from workshop.check.program_text import start_of_its_own
 from workshop.check.rules.accumulation import accumulation_traffic
 from workshop.check.rules.alike import has_resumed
 from workshop.check.rules.carried import _counted_elsewhere, plays
 from workshop.check.rules.deepspeed import engine_steps_missing
-from workshop.check.rules.ending import crash, no_training
+from workshop.check.rules.ending import crash, endless, no_training
 from workshop.check.rules.evaluation import evaluation_repeated, metric_of_one_rank
 from workshop.check.rules.files import renamed_before_written, several_print, two_writers
 from workshop.check.rules.gpus import step_waits
@@ -48,7 +49,7 @@ from workshop.check.rules.gradients import _equal_weights, _evaluated_together, 
 from workshop.check.rules.learning import loss_not_finite
 from workshop.check.rules.processes import device_index
 from workshop.check.rules.restart import WRAPPER, _not_restored, _with_fix
-from workshop.check.rules.rule import RULES, Seen
+from workshop.check.rules.rule import RULES, NotJudged, Seen
 from workshop.check.rules.samples import OWN_DRAWS, OWN_SAMPLER, _unequal_split, same_order, same_samples
 from workshop.check.rules.shares import unused_batches
 from workshop.check.rules.unequal import _added
@@ -415,3 +416,14 @@ def test_a_game_is_recognized_by_the_inputs_of_the_whole_model():
     step = Backward(forward=heads, others=[forward(0, 1)], loss=1.0, sync=None, leftover=False, random=1)
     assert plays(process(1, *looks, step))
     assert not plays(process(1, *looks[5:], step))
+
+
+@pytest.mark.parametrize(("asked", "said"), [(None, NotJudged), (Asked(), Seen)])
+def test_a_slow_step_of_a_program_that_trains_is_no_endless_loop(asked, said):
+    stack = '  File "/lib/site-packages/torch/x.py", line 2 in backward\n  File "/home/me/train.py", line 9 in main\n'
+    events = [(0.0, BEGUN), (0.0, StepTaken(weights=[])), (0.0, Ended())]
+    process = Process(pid=1, events=events, stack=stack)
+    run = Run(nproc=1, processes=[process], status=None, hung="busy", flooded=False, seconds=61.0, launch="torchrun")
+    (found,) = endless.detectors[0].function(dataclasses.replace(run, asked=asked))
+    assert isinstance(found, said)
+    assert not list(no_training.detectors[0].function(run))

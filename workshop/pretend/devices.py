@@ -11,7 +11,7 @@ from types import FrameType
 
 import torch
 
-from workshop import tensors
+from workshop import gloo
 
 NAME = "pretend"  # the name that PyTorch's device type PrivateUse1 gets
 _TORCH = os.path.dirname(torch.__file__)
@@ -24,7 +24,7 @@ LIBRARIES = (
     os.path.dirname(_TORCH),
     os.path.dirname(os.__file__),
     os.path.dirname(__file__),
-    tensors.__file__,
+    gloo.__file__,
 )
 
 total = 0  # pretended GPUs of this node
@@ -105,7 +105,7 @@ def called_by_program() -> bool:
 def _caller() -> FrameType | None:
     """The function that called an operation, without those of the pretended GPUs and of the dispatch of PyTorch."""
     frame: FrameType | None = sys._getframe(1)
-    while frame and frame.f_code.co_filename.startswith((os.path.dirname(__file__), *_BETWEEN)):
+    while frame and frame.f_code.co_filename.startswith((os.path.dirname(__file__), gloo.__file__, *_BETWEEN)):
         frame = frame.f_back
     return frame
 

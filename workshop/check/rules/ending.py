@@ -22,7 +22,7 @@ from workshop.check.rules.collectives import collectives_differ, lost_collective
 from workshop.check.rules.divergence import Divergence, first_divergence
 from workshop.check.rules.parting import parting
 from workshop.check.rules.processes import address_overwritten, no_group, wrong_group
-from workshop.check.rules.rule import Makes, Rule, Said, Seen, rule
+from workshop.check.rules.rule import Makes, NotJudged, Rule, Said, Seen, rule
 from workshop.check.rules.walk import path_of_their_own
 from workshop.check.rules.words import listed, named, plural
 from workshop.run.failures import is_echo
@@ -71,14 +71,18 @@ def hang(run: Run) -> Said:
 )
 def endless(run: Run) -> Said:
     """A process computes without taking steps, or the run exceeds the time limit of the check."""
-    standing = run.hung in ("busy", "long") and not _of_other_programs(run) and not _slow(run)
-    return [_standing(run)] if standing else []
+    if run.hung in ("busy", "long") and not _of_other_programs(run):
+        if not _slow(run):
+            yield _standing(run)
+        elif run.trained:
+            yield NotJudged(f"what the program does after {plural(len(run.trained[0].steps), 'step')}: the next takes too long")
 
 
 def _slow(run: Run) -> bool:
-    """Whether the processes compute in calls of libraries, but so long that none has taken a step."""
+    """Whether the processes compute in calls of libraries, but for so long that none takes a step."""
     calls = [_position(process.stack) for process in run.processes if process.stack]
-    return run.hung == "busy" and not run.trained and bool(calls) and all(place and call for place, call in calls)
+    begun = run.trained and run.asked is not None  # the step of an exercise is quick
+    return run.hung == "busy" and not begun and bool(calls) and all(place and call for place, call in calls)
 
 
 def _of_other_programs(run: Run) -> str:
@@ -133,7 +137,7 @@ def no_training(run: Run) -> Said:
     elif needs := _needs_gpu(run):
         seen = f"the check cannot run this program without a real GPU: {needs.message[:200]}"
         yield Seen(seen, needs.where, fix="Check it on a machine with GPUs: `workshop check` uses them.")
-    elif _slow(run):
+    elif _slow(run) and not run.trained:
         standing = _standing(run)
         text = f"{standing.text}; the check ended it after {run.seconds:.0f} s"
         fix = "Make the model, the batches or the data smaller, with options of the program for example, and check it again."
