@@ -75,7 +75,9 @@ def endless(run: Run) -> Said:
         if not _slow(run):
             yield _standing(run)
         elif run.trained:
-            yield NotJudged(f"what the program does after {plural(len(run.trained[0].steps), 'step')}: the next takes too long")
+            yield NotJudged(
+                f"what the program does after {plural(len(run.trained[0].steps), 'step')}: the next takes too long"
+            )
 
 
 def _slow(run: Run) -> bool:
