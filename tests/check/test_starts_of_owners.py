@@ -129,6 +129,19 @@ def test_the_line_that_made_the_loader_is_named_also_in_another_file(tmp_path):
     assert [(each.rule.name, each.where) for each in verdict.errors] == [("same-samples", f"data.py:{line}")]
 
 
+def test_a_line_in_a_folder_beside_that_of_the_program_is_named(tmp_path):
+    here, package = tmp_path / "repository" / "recipes" / "train", tmp_path / "repository" / "package"
+    here.mkdir(parents=True)
+    package.mkdir()
+    (here / "train.py").write_text(f'import sys\nsys.path.append("../../package")\n{LOOP}')
+    (package / "data.py").write_text(DATA)
+    *_, verdict = check_command(["torchrun", "--nproc-per-node=2", "train.py"], folder=here)
+    line = DATA.splitlines().index("    return Loader(data, shuffle=True)") + 1
+    assert [(each.rule.name, each.where) for each in verdict.errors] == [
+        ("same-samples", f"../../package/data.py:{line}")
+    ]
+
+
 def test_a_program_reads_and_writes_beside_the_folders_around_it(tmp_path):
     here = tmp_path / "repository" / "backend" / "train"
     here.mkdir(parents=True)

@@ -29,7 +29,7 @@ import torch.distributed as dist
 from workshop.check import cuda_on_cpu
 from workshop.check.evidence.events import Ended, Exited
 from workshop.check.evidence.run import Asked
-from workshop.check.folder import extensions, own_caches
+from workshop.check.folder import extensions, own_caches, top_of
 from workshop.check.preloaded import use_own_caches
 from workshop.check.probes.probe import Probe
 from workshop.check.probes.process import note_exception
@@ -384,6 +384,8 @@ def _run(program: Program) -> int:
     torch.set_num_threads(1)  # after the fork, creates the thread pool before threads of autograd do, which collide
     recorder = Recorder(program.folder, program.script, program.scratch, program.original and program.scratch)
     recorder.original = program.original
+    if program.original:
+        recorder.around = f"{os.path.realpath(top_of(program.scratch, program.original))}{os.sep}"
     before = _sharded(program)
 
     def at_step() -> None:

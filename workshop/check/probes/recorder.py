@@ -47,6 +47,7 @@ class Recorder:
         self.folder, self.script = folder, str(script)
         self.root = f"{os.path.realpath(root)}{os.sep}" if root else ""  # the folder of the program's own modules
         self.scratch = scratch  # the folder that the program may write to
+        self.around = ""  # the folder that also has copies of what is beside the program, such as ../package
         self.original: Path | None = None  # the folder that ``scratch`` copies, with links to large files
         self.environment: dict[str, str | None] = {}  # what the launcher has set
         self.guarding = 0  # above 0 in the code of a probe
@@ -164,6 +165,8 @@ class Recorder:
         """Return the name of a file of the program itself, as its owner knows it; "" for a file of a library."""
         if self.root and file.startswith(self.root) and "site-packages" not in file:
             return file[len(self.root) :]
+        if self.around and file.startswith(self.around) and "site-packages" not in file:
+            return os.path.relpath(file, self.root)
         return Path(file).name if file == self.script else ""
 
     def of_program(self, value: Any) -> bool:
