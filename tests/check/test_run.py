@@ -427,3 +427,10 @@ def test_a_slow_step_of_a_program_that_trains_is_no_endless_loop(asked, said):
     (found,) = endless.detectors[0].function(dataclasses.replace(run, asked=asked))
     assert isinstance(found, said)
     assert not list(no_training.detectors[0].function(run))
+
+
+@pytest.mark.parametrize(("states", "draws"), [([1, 1, 2, 2, 3, 3], False), ([1, 2, 3, 4, 5, 6], True)])
+def test_only_random_numbers_within_an_iteration_over_a_loader_count_as_drawn_by_steps(states, draws):
+    passes = [passed(0, 2, loader=(1, number)) for number in (1, 1, 2, 2, 3, 3)]
+    events = [dataclasses.replace(each, random=state) for each, state in zip(passes, states, strict=True)]
+    assert process(1, *events).draws is draws

@@ -3,6 +3,7 @@
 import math
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import pairwise
 from typing import TypeVar
 
 from workshop.check.evidence.events import (
@@ -239,8 +240,16 @@ class Process:
     @property
     def draws(self) -> bool:
         """Whether the steps use the default random generator of torch, for example for dropout."""
+        # Iterating over a loader draws once, so steps of the same iteration tell more.
+        within = [
+            one.random != other.random
+            for one, other in pairwise(self.backwards)
+            if one.forward and other.forward and one.forward.loader == other.forward.loader is not None
+        ]
         states = [backward.random for backward in self.backwards]
-        return len(states) > 2 and len(set(states)) > len(states) / 2  # iterating over a loader draws once per epoch
+        return (
+            sum(within) > len(within) / 2 if len(within) > 1 else len(states) > 2 and len(set(states)) > len(states) / 2
+        )
 
 
 def _pass(event: LoaderStarted) -> Loader:
