@@ -57,3 +57,32 @@ def test_parameters_keep_what_the_program_has_set_on_them_when_the_model_moves(t
         """,
         tmp_path,
     )
+
+
+def test_a_parameter_of_an_own_class_stays_one(tmp_path):
+    pretended(
+        """
+        class Flat(torch.nn.Parameter):
+            def __new__(cls, data, name):
+                return super().__new__(cls, data)
+
+            def __init__(self, data, name):
+                self.name_of_flat = name
+
+            def shown(self):
+                return self.name_of_flat
+
+        made, module = Flat(torch.ones(2, device="cuda"), "made"), torch.nn.Module()
+        assert isinstance(made, Flat) and made.is_cuda and made.shown() == "made"
+        module.flat = Flat(torch.ones(2), "moved")
+        for device in ("cuda", "cpu", "cuda:1"):
+            module.to(device)
+            assert isinstance(module.flat, Flat) and module.flat.shown() == "moved"
+            assert module.flat.device.type == torch.device(device).type
+            (2 * module.flat).sum().backward()
+        optimizer = torch.optim.AdamW(module.parameters())
+        optimizer.step()
+        assert module.flat.shown() == "moved" and module.flat.detach().max() < 1
+        """,
+        tmp_path,
+    )

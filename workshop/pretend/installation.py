@@ -1,7 +1,5 @@
 """Put pretended GPUs into this process."""
 
-import contextlib
-import functools
 import os
 import sys
 import weakref
@@ -43,7 +41,7 @@ def _install() -> None:
     from torch.optim.optimizer import _foreach_supported_types as of_optimizers
     from torch.utils._foreach_utils import _foreach_supported_types as of_clipping
 
-    from workshop.pretend import autocast, checkpoints, collectives, cuda, gpu_only, guard, tensor
+    from workshop.pretend import autocast, checkpoints, collectives, cuda, gpu_only, guard, parameters, tensor
 
     backend_registration._setup_privateuseone_for_python_backend(
         devices.NAME, cuda.PrivateUse1Module(), device_guard=guard.Guard()
@@ -53,7 +51,7 @@ def _install() -> None:
     PretendTensor = tensor.PretendTensor
     PretendTensor.device = property(lambda self: torch.device("cuda", self.gpu))
     PretendTensor.is_cuda, PretendTensor.is_cpu = property(lambda self: True), property(lambda self: False)
-    torch.nn.Module._apply = _keeping_parameters(_beside_graphs(torch.nn.Module._apply), tensor.attributes)
+    parameters.install()
     _not_a_wrapper(PretendTensor)
     # C++ would say that it is on the pretended device type.
     DTensor.device = property(lambda self: self._local_tensor.device)
@@ -138,46 +136,3 @@ def _copy_between_gpus() -> None:
 
     comm.scatter, comm.gather = scatter, gather
     comm.broadcast_coalesced, comm.reduce_add_coalesced = broadcast_coalesced, reduce_add_coalesced
-
-
-def _keeping_parameters(apply, attributes):
-    """Let a module that moves keep its Parameter objects, also to the CPU, and what the program has set on them."""
-
-    @functools.wraps(apply)
-    def applied(module, function, recurse=True):
-        before = {name: (each, attributes(each)) for name, each in module._parameters.items() if each is not None}
-        apply(module, function, recurse)
-        for name, (old, known) in before.items():
-            new = module._parameters[name]
-            if new is not old and hasattr(old, "on_cpu"):
-                with contextlib.suppress(RuntimeError):  # a graph refers to it
-                    torch.utils.swap_tensors(old, new)
-                    module._parameters[name] = new = old
-            vars(new).update(known)
-        return module
-
-    return applied
-
-
-def _beside_graphs(apply):
-    """Let a module move while a graph or DDP still refers to its parameters, as on CUDA."""
-
-    @functools.wraps(apply)
-    def applied(module, function, recurse=True):
-        try:
-            return apply(module, function, recurse)
-        except RuntimeError as error:
-            if "Couldn't swap" not in str(error):
-                raise
-        with torch.no_grad():
-            for name, parameter in module._parameters.items():
-                if hasattr(parameter, "on_cpu"):  # it is on a GPU already
-                    parameter.data = function(parameter)
-                elif parameter is not None:
-                    # A tensor on the CPU cannot become one on a GPU while something refers to it.
-                    module._parameters[name] = torch.nn.Parameter(function(parameter), parameter.requires_grad)
-            for name, buffer in module._buffers.items():
-                module._buffers[name] = buffer if buffer is None else function(buffer)
-        return module
-
-    return applied

@@ -232,7 +232,8 @@ def _of_other_subclass(tensor: torch.Tensor) -> bool:
     """Return whether a tensor is one such as DTensor, which unpacks itself first."""
     kind = type(tensor)
     return (
-        kind not in (torch.Tensor, torch.nn.Parameter, PretendTensor)
+        kind not in (torch.Tensor, torch.nn.Parameter)
+        and not issubclass(kind, PretendTensor)
         and kind.__torch_dispatch__ is not torch._C._disabled_torch_dispatch_impl
     )
 
