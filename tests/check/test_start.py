@@ -134,10 +134,18 @@ dist.destroy_process_group()
 
 
 def test_a_program_of_srun_may_ask_for_the_names_of_its_nodes(tmp_path):
-    (tmp_path / "train.py").write_text(SLURM)
+    asks = 'assert os.environ["SLURM_STEP_TASKS_PER_NODE"] == "2" and os.environ["SLURM_STEP_NUM_NODES"] == "1"\n'
+    (tmp_path / "train.py").write_text(SLURM.replace("names =", f"{asks}names ="))
     *_, verdict = check_command(["srun", "--ntasks=2", "python", "train.py"], folder=tmp_path)
     assert [finding.seen for finding in verdict.errors] == []
     assert verdict.status == 0
+
+
+def test_a_program_that_asks_mpi4py_for_its_rank_is_not_judged(tmp_path):
+    (tmp_path / "ranks.py").write_text("from mpi4py import MPI\n")
+    (tmp_path / "train.py").write_text("import ranks\n")
+    with pytest.raises(UserError, match="gets its ranks from mpi4py"):
+        list(check_command(["mpiexec", "-n", "2", "python", "train.py"], folder=tmp_path))
 
 
 GPU_PROGRAM = """

@@ -59,6 +59,7 @@ from workshop.check.scenarios import (
 )
 from workshop.check.start import USUAL, Start
 from workshop.check.subject import Subject
+from workshop.errors import UserError
 from workshop.run.stillness import Patience
 
 # An unknown program may load a data set, or compute for a minute, before its first step.
@@ -78,6 +79,10 @@ RESUME_KEY = re.compile(r"""\b(resume\w*)["']?\s*[:=]\s*(False|None|false|null|"
 KEYS = re.compile(r"""(?:split|partition)\(["']=["']|from_cli|from_dotlist|hydra\.main""")
 # The types of errors of a program for GPUs whose tensors are on the CPU.
 UNSUITABLE = {"RuntimeError", "AttributeError", "NotImplementedError", "AssertionError", "ValueError", "TypeError"}
+OF_MPI = (
+    "the program gets its ranks from mpi4py, but the check starts the processes itself, without MPI; let the program read "
+    "OMPI_COMM_WORLD_RANK and OMPI_COMM_WORLD_SIZE, or start it with torchrun"
+)
 MISSING = ("FileNotFoundError", "NotADirectoryError", "IsADirectoryError")  # a guess named the wrong kind of path
 
 
@@ -99,6 +104,8 @@ class OwnersBench(ProgramBench):
         launch = "spawn" if start.launch == "python" else start.launch
         super().__init__(subject, launch=launch, nproc=start.nproc, on_cpu=on_cpu, place=place)
         self.text = sources(subject.file, original)
+        if launch == "mpirun" and re.search(r"^\s*(?:from|import)\s+mpi4py\b", self.text, re.MULTILINE):
+            raise UserError(OF_MPI)
         self.planned = frozenset(planned([self.text, *settings(start.arguments, original)], start.arguments))
         counted = "device_count", *((os.environ | start.variables).keys() & {"CUDA_VISIBLE_DEVICES"})
         counts = launch == "spawn" and any(each in self.text for each in counted)

@@ -249,13 +249,20 @@ def _of_deepspeed(program: Program, rank: int, local: int, port: int) -> dict[st
 
 
 def _of_srun(program: Program, rank: int, local: int, port: int) -> dict[str, str]:
+    everywhere = f"{local}(x{program.nodes})" if program.nodes > 1 else str(local)  # as Slurm writes it
+    numbers = {
+        "PROCID": rank, "LOCALID": rank % local, "NODEID": rank // local, "NTASKS": program.nproc, "NPROCS": program.nproc,
+        "NNODES": program.nodes, "JOB_NUM_NODES": program.nodes, "STEP_NUM_NODES": program.nodes, "NTASKS_PER_NODE": local,
+        "TASKS_PER_NODE": everywhere, "STEP_NUM_TASKS": program.nproc, "STEP_TASKS_PER_NODE": everywhere,
+        "CPUS_PER_TASK": 1, "CPUS_ON_NODE": local, "JOB_CPUS_PER_NODE": everywhere, "JOB_ID": 1, "JOBID": 1, "STEP_ID": 0,
+        "STEPID": 0, "TASK_PID": os.getpid(),
+    }  # fmt: skip
+    names = ("JOB_NODELIST", "NODELIST", "STEP_NODELIST", "TOPOLOGY_ADDR")
     return {
-        "SLURM_JOB_ID": "1", "SLURM_STEP_ID": "0", "SLURM_JOB_NODELIST": "localhost", "SLURM_NODELIST": "localhost",
-        "SLURM_STEP_NODELIST": "localhost", "SLURM_LAUNCH_NODE_IPADDR": "127.0.0.1", "SLURM_SRUN_COMM_HOST": "127.0.0.1",
-        "SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank % local), "SLURM_NODEID": str(rank // local),
-        "SLURM_NTASKS": str(program.nproc), "SLURM_NPROCS": str(program.nproc), "SLURM_NNODES": str(program.nodes),
-        "SLURM_JOB_NUM_NODES": str(program.nodes), "SLURM_NTASKS_PER_NODE": str(local), "SLURM_TASKS_PER_NODE": str(local),
-        "SLURM_STEP_NUM_TASKS": str(program.nproc), "SLURM_CPUS_PER_TASK": "1",
+        **{f"SLURM_{name}": str(number) for name, number in numbers.items()},
+        **{f"SLURM_{name}": "localhost" for name in names},
+        "SLURMD_NODENAME": "localhost", "SLURM_LAUNCH_NODE_IPADDR": "127.0.0.1", "SLURM_SRUN_COMM_HOST": "127.0.0.1",
+        "SLURM_JOB_NAME": "check", "SLURM_SUBMIT_DIR": os.getcwd(),
         "PATH": f"{_scontrol(program.folder / f'bin-{rank}')}{os.pathsep}{os.environ.get('PATH', '')}",
     } | _addressed(program)  # fmt: skip
 
