@@ -32,12 +32,12 @@ from workshop.check.evidence.events import (
     StepTaken,
     Wrapped,
 )
-from workshop.check.evidence.misuses import OtherSamplerSet, PassEnded, PythonStarted
+from workshop.check.evidence.misuses import DataHeld, OtherSamplerSet, PassEnded, PythonStarted
 from workshop.check.evidence.process import Process, Step
 from workshop.check.evidence.run import Asked, Run
 from workshop.check.foreign import _first_save, _latest
 from workshop.check.program_text import start_of_its_own
-from workshop.check.rules.accumulation import accumulation_traffic
+from workshop.check.rules.accumulation import accumulation_traffic, accumulation_uneven
 from workshop.check.rules.alike import has_resumed
 from workshop.check.rules.carried import _counted_elsewhere, plays
 from workshop.check.rules.deepspeed import engine_steps_missing
@@ -434,3 +434,32 @@ def test_only_random_numbers_within_an_iteration_over_a_loader_count_as_drawn_by
     passes = [passed(0, 2, loader=(1, number)) for number in (1, 1, 2, 2, 3, 3)]
     events = [dataclasses.replace(each, random=state) for each, state in zip(passes, states, strict=True)]
     assert process(1, *events).draws is draws
+
+
+@pytest.mark.parametrize(("contents", "identity"), [((1, 2), "rows"), ((1, 1), "keys")])
+def test_numbers_of_ranks_with_data_sets_of_their_own_are_not_the_same_samples(contents, identity):
+    used = passed(0, 1)
+    used = dataclasses.replace(
+        used, forward=dataclasses.replace(used.forward, rows=[])
+    )  # the number of a user is no sample
+    ranks = [
+        joined(rank, DataHeld(name="set", length=40, contents={".x": each}), used) for rank, each in enumerate(contents)
+    ]
+    run = Run(nproc=2, processes=ranks, status=0, hung="", flooded=False, seconds=1.0, launch="torchrun")
+    run.settle_identity()
+    assert [each.identity for each in ranks] == [identity] * 2
+
+
+def test_steps_of_other_parameters_without_a_backward_pass_are_parts_of_a_step():
+    def step(value, *passes):
+        begun = dataclasses.replace(BEGUN, weights=[(value, [value])])
+        return (*passes, begun, StepTaken(weights=[(1.01 * value, [1.01 * value])]))
+
+    two = passed(0), dataclasses.replace(passed(1), leftover=True)
+    groups = [event for _ in range(4) for event in (*step(1.0, *two), *step(9.0))]
+    again = [event for _ in range(4) for event in (*step(1.0, *two), *step(1.01))]
+    for events, found in ((groups, 0), (again, 1)):
+        run = Run(
+            nproc=1, processes=[joined(0, *events)], status=0, hung="", flooded=False, seconds=1.0, launch="torchrun"
+        )
+        assert len(list(accumulation_uneven.detectors[0].function(run))) == found

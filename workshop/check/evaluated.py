@@ -6,14 +6,15 @@ Then the numbers of both evaluations can be compared, also if the trainings diff
 import io
 import os
 import pickle
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 from workshop.check.comparing import UNSTORED, TensorPickler
 from workshop.check.probes.contents import is_fsdp1
@@ -83,8 +84,10 @@ def _each_evaluation(recorder: Recorder, evaluates: Callable[[Key, nn.Module], b
     present: dict[int, tuple[int, int, int]] = {}
     agree: dict[Key, bool] = {}
     evaluations: dict[int, int] = {}  # by the steps before
+    called: WeakSet[nn.Module] = WeakSet()
 
     def before(model: nn.Module) -> None:
+        model = _whole_model(model, called)
         number = numbers.setdefault(model, len(numbers))
         now = evaluations.setdefault(recorder.steps, len(evaluations))
         last, version, mark = present.get(number, (-1, 0, 0))
@@ -96,6 +99,15 @@ def _each_evaluation(recorder: Recorder, evaluates: Callable[[Key, nn.Module], b
         recorder.parameters_given = all(same for key, same in agree.items() if key[0] == now)
 
     recorder.before_evaluation.append(before)
+    recorder.before_forward.append(
+        lambda model, *_: called.add(model.module if isinstance(model, DistributedDataParallel) else model)
+    )
+
+
+def _whole_model(part: nn.Module, called: Iterable[nn.Module]) -> nn.Module:
+    """The called model of which a module is a part: a program may evaluate with a method of it, which calls only parts."""
+    own = set(map(id, part.parameters()))
+    return next((each for each in called if own < set(map(id, each.parameters()))), part)
 
 
 def _mark(model: nn.Module) -> int:

@@ -81,6 +81,19 @@ MISTAKES = (
 )
 STYLES = (
     style(
+        "evaluated-by-a-method-of-the-model",
+        second.TAGGER,
+        "The evaluation uses the weights of the last layer without calling it; the learning rate is for all processes.",
+        ("lr=1e-2", "lr=5e-3 * world_size"),
+        (
+            "    def forward(self, tokens):",
+            "    def predict(self, tokens):\n"
+            "        return F.linear(self.memory(self.embedding(tokens))[0], self.head.weight, self.head.bias)\n\n"
+            "    def forward(self, tokens):",
+        ),
+        ("(model(tokens).argmax", "(model.predict(tokens).argmax"),
+    ),
+    style(
         "barrier-and-array-in-temporary-tensors",
         second.TAGGER,
         "A first exchange tests the connections, one of equal numbers is a barrier, and from_numpy() shares its memory.",

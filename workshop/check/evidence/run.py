@@ -144,7 +144,13 @@ class Run:
         steady = sum(len(set(rows)) == 1 for rows in again) > 0.9 * len(again)
         common = one.keys() & other.keys()
         differ = sum(one[key][0] != other[key][0] for key in common) > 0.5 * len(common)
-        if (steady and differ) or _hold_different_data({key[:2] for key in common}, self.ranks[0], self.ranks[1]):
+        # The contents of a sample that is a number are unknown, but not those of its data set.
+        used = (
+            {key[:2] for each in process.backwards if each.forward for key in each.forward.keys}
+            for process in self.ranks
+        )
+        names = set.intersection(*used)
+        if (steady and differ) or _hold_different_data(names, self.ranks[0], self.ranks[1]):
             for process in self.processes:
                 process.identity = "rows"
                 process.forget()

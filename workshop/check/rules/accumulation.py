@@ -5,6 +5,7 @@ from statistics import mode
 from workshop.check.evidence.events import LossComputed, Wrapped
 from workshop.check.evidence.process import Process, Step
 from workshop.check.evidence.run import Run
+from workshop.check.evidence.sketches import CLOSE, difference
 from workshop.check.rules.by_hand import counted_twice
 from workshop.check.rules.gradients import against_one_process, beside_one_process, mean_of_means, weighted
 from workshop.check.rules.learning import of_steps, wrong_parameters
@@ -27,13 +28,13 @@ def accumulation_uneven(run: Run) -> Said:
             continue  # each has its own number of backward passes per step; a library that shards moves the gradients
         if sum(step.after is None for step in process.steps) > 1:
             continue  # L-BFGS calls its closure, which computes gradients, several times per step
-        sizes = [len(step.backwards) for step in process.steps]
+        sizes = [len(step.backwards) for step in process.steps if not _of_other_parameters(process, step)]
         wanted = run.asked.accumulate if run.asked else mode(sizes)
         if run.asked is None and _since_cleared(process.steps[0]) == wanted:
             # zero_grad() clears the gradients of earlier backward passes, for example of a demonstration.
             sizes[0] = wanted
         if run.asked is None:  # a program may take a last, smaller step with the batches that are left
-            sizes = [size for size, left in zip(sizes, _left_over(process, wanted), strict=True) if not left] or sizes
+            sizes = [size for size, left in zip(sizes, _left_over(process, wanted), strict=False) if not left] or sizes
         cleared = [backward for step in process.steps for backward in step.backwards[1:] if not backward.leftover]
         if set(sizes) != {wanted}:
             number = max(6, next(number for number, size in enumerate(sizes, 1) if size != wanted))
@@ -45,6 +46,13 @@ def accumulation_uneven(run: Run) -> Said:
             yield Seen(seen, cleared[0].where, origin="last:zero_grad")
         elif last := 0 if run.cut or run.failed else len(process.trailing):
             yield Seen(f"no optimizer.step() follows the last {plural(last, 'backward() call')}", process.step_where)
+
+
+def _of_other_parameters(process: Process, step: Step) -> bool:
+    """Whether a step without a backward pass is of other parameters than the one before, as ZeRO takes one for each group."""
+    number = next(number for number, each in enumerate(process.steps) if each is step)
+    last = process.steps[number - 1].after if number and not step.backwards else None
+    return last is not None and difference(last.weights, step.before.weights) > CLOSE
 
 
 def _since_cleared(step: Step) -> int:

@@ -24,6 +24,11 @@ def _first_counts(run: Run) -> tuple[Counter[tuple[object, ...]], int]:
     return Counter(key for process in ranks for key in set(process.evaluations[0])), len(ranks)
 
 
+def _only_before(run: Run) -> bool:
+    """Whether all evaluations are before the first step: a program may call its model once to make its layers."""
+    return all(seconds < process.steps[0].seconds for process in run.trained for seconds, _ in process.timed(Evaluated))
+
+
 @rule(
     why="The reported metric does not cover all test samples.",
     fix="Give each rank a part of the test set, without drop_last: Subset(test_set, range(rank, len(test_set), world_size)).",
@@ -63,7 +68,7 @@ def evaluation_repeated(run: Run) -> Said:
         return  # it may remove the repeated samples after it has gathered them, as gather_for_metrics() does
     # Samples without an index may be parts of samples, or different ones that are equal.
     unnamed = any(key[0] == "content" for key in counts)
-    if unnamed and run.asked is None and (twice < len(counts) or any(map(plays, run.trained))):
+    if unnamed and run.asked is None and (twice < len(counts) or any(map(plays, run.trained)) or _only_before(run)):
         return
     figures = [(event.accuracy, event.truth["accuracy"]) for event in run.all(Reported) if "accuracy" in event.truth]
     exact = figures and all(one is not None and abs(one - true) < EXACT for one, true in figures)
