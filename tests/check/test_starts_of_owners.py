@@ -6,12 +6,14 @@ from contextlib import suppress
 
 import pytest
 
+from workshop.check import foreign
 from workshop.check.command import check_command
 from workshop.check.folder import make_own
 from workshop.check.foreign import OwnersBench
 from workshop.check.scenarios import WHOLE
 from workshop.check.start import read_start
 from workshop.check.subject import Subject
+from workshop.run.stillness import Patience
 
 COUNTED = """
 import os
@@ -127,6 +129,42 @@ def test_the_line_that_made_the_loader_is_named_also_in_another_file(tmp_path):
     *_, verdict = check_command(["torchrun", "--nproc-per-node=2", "train.py"], folder=tmp_path)
     line = DATA.splitlines().index("    return Loader(data, shuffle=True)") + 1
     assert [(each.rule.name, each.where) for each in verdict.errors] == [("same-samples", f"data.py:{line}")]
+
+
+STUCK = """
+import os, time
+import torch
+import torch.distributed as dist
+from torch.utils.data import DataLoader, Dataset, DistributedSampler
+
+class Points(Dataset):
+    def __len__(self):
+        return 32
+
+    def __getitem__(self, index):
+        if f"{os.sep}run-1{os.sep}" in os.getcwd() + os.sep:
+            time.sleep(1000)
+        return torch.full((4,), float(index))
+
+dist.init_process_group("gloo")
+torch.manual_seed(0)
+model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 1))
+optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
+data = Points()
+for batch in DataLoader(data, 4, sampler=DistributedSampler(data), num_workers=1):
+    optimizer.zero_grad()
+    model(batch).pow(2).mean().backward()
+    optimizer.step()
+dist.destroy_process_group()
+"""
+
+
+def test_a_program_whose_workers_got_stuck_is_run_again(tmp_path, monkeypatch):
+    monkeypatch.setattr(foreign, "UNKNOWN", Patience(idle=8, busy=60, total=600))
+    (tmp_path / "train.py").write_text(STUCK)
+    *_, verdict = check_command(["torchrun", "--nproc-per-node=2", "train.py"], folder=tmp_path)
+    assert [each.seen for each in verdict.errors] == []
+    assert verdict.status == 0
 
 
 def test_a_line_in_a_folder_beside_that_of_the_program_is_named(tmp_path):
