@@ -6,14 +6,12 @@ from contextlib import suppress
 
 import pytest
 
-from workshop.check import foreign
 from workshop.check.command import check_command
 from workshop.check.folder import make_own
 from workshop.check.foreign import OwnersBench
 from workshop.check.scenarios import WHOLE
 from workshop.check.start import read_start
 from workshop.check.subject import Subject
-from workshop.run.stillness import Patience
 
 COUNTED = """
 import os
@@ -131,26 +129,16 @@ def test_the_line_that_made_the_loader_is_named_also_in_another_file(tmp_path):
     assert [(each.rule.name, each.where) for each in verdict.errors] == [("same-samples", f"data.py:{line}")]
 
 
-STUCK = """
-import os, time
+WORKERS = """
 import torch
 import torch.distributed as dist
-from torch.utils.data import DataLoader, Dataset, DistributedSampler
-
-class Points(Dataset):
-    def __len__(self):
-        return 32
-
-    def __getitem__(self, index):
-        if f"{os.sep}run-1{os.sep}" in os.getcwd() + os.sep:
-            time.sleep(1000)
-        return torch.full((4,), float(index))
+from torch.utils.data import DataLoader, DistributedSampler
 
 dist.init_process_group("gloo")
 torch.manual_seed(0)
 model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 1))
 optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
-data = Points()
+data = [torch.full((4,), float(index)) for index in range(32)]
 for batch in DataLoader(data, 4, sampler=DistributedSampler(data), num_workers=1):
     optimizer.zero_grad()
     model(batch).pow(2).mean().backward()
@@ -159,10 +147,11 @@ dist.destroy_process_group()
 """
 
 
-def test_a_program_whose_workers_got_stuck_is_run_again(tmp_path, monkeypatch):
-    monkeypatch.setattr(foreign, "UNKNOWN", Patience(idle=8, busy=60, total=600))
-    (tmp_path / "train.py").write_text(STUCK)
-    *_, verdict = check_command(["torchrun", "--nproc-per-node=2", "train.py"], folder=tmp_path)
+def test_workers_of_loaders_send_batches_also_in_a_folder_with_a_long_name(tmp_path):
+    here = tmp_path / f"a-{'very-' * 14}long-name"
+    here.mkdir()
+    (here / "train.py").write_text(WORKERS)
+    *_, verdict = check_command(["torchrun", "--nproc-per-node=2", "train.py"], folder=here)
     assert [each.seen for each in verdict.errors] == []
     assert verdict.status == 0
 

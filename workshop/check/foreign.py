@@ -178,8 +178,6 @@ class OwnersBench(ProgramBench):
         lightning = self.launch == "spawn" and lightning_ranks.USED.search(self.text)
         first = self._as_lightning_starts_it if lightning else partial(self._run, before=keep(self.kept))
         run = first(self.folder())
-        if run.hung == "idle" and run.ranks and all("in _try_get_data" in each.stack for each in run.ranks):
-            run = first(self.folder())  # seen on a busy machine: workers of loaders whose batches never arrive
         apart = run.nproc > 1 and not any(run.all(Joined))
         found = run.first_exception()
         if (apart or not run.trained) and self.on_cpu and GPU.search(self.text + (found[1].message if found else "")):

@@ -152,7 +152,7 @@ def _launch(program: Program) -> int:
     os.environ |= address | program.variables
     os.environ.update(OMP_NUM_THREADS="1", GLOO_SOCKET_IFNAME=loopback())
     kept = own_caches(program.scratch / "tmp") if program.original else {}
-    os.environ |= {"TORCH_EXTENSIONS_DIR": extensions()} | dict.fromkeys(CACHES, str(program.scratch / "tmp")) | kept
+    os.environ |= {"TORCH_EXTENSIONS_DIR": extensions()} | dict.fromkeys(CACHES, str(_temporary(program))) | kept
     counted = _counted(program)
     if program.on_cpu:
         os.environ.update(CUDA_VISIBLE_DEVICES=counted, HIP_VISIBLE_DEVICES="", DS_ACCELERATOR="cpu")
@@ -369,6 +369,18 @@ def _fork_in_place_of_spawn(program: Program) -> None:
         contexts[name]._name = name
     default._default_context = contexts[default._default_context._name]
     default._actual_context = None  # forget the choice of the process of the check
+
+
+def _temporary(program: Program) -> Path:
+    """The folder for temporary files, by a short name: a worker of a loader sends tensors by a socket of at most 107 letters."""
+    folder = program.scratch / "tmp"
+    if program.original is None:
+        return folder
+    top = top_of(program.scratch, program.original)
+    short = top.with_name(f"t{top.name}")
+    with suppress(FileExistsError):
+        short.symlink_to(folder)
+    return short
 
 
 def _sharded(program: Program) -> int:
