@@ -47,7 +47,7 @@ from workshop.check.rules.files import renamed_before_written, several_print, tw
 from workshop.check.rules.gpus import step_waits
 from workshop.check.rules.gradients import _equal_weights, _evaluated_together, gradients_differ
 from workshop.check.rules.learning import loss_not_finite
-from workshop.check.rules.processes import device_index
+from workshop.check.rules.processes import device_index, no_group
 from workshop.check.rules.restart import WRAPPER, _not_restored, _with_fix
 from workshop.check.rules.rule import RULES, NotJudged, Seen
 from workshop.check.rules.samples import OWN_DRAWS, OWN_SAMPLER, _unequal_split, same_order, same_samples
@@ -352,6 +352,9 @@ def test_a_program_that_wants_more_gpus_has_not_crashed(message, kinds):
 def test_a_program_whose_workers_are_further_programs_cannot_be_judged():
     alone = run(process(1, PythonStarted(where="t.py:5"), Exited(status=1)), launch="spawn")
     found = [[seen.where for seen in rule.detectors[0].function(alone)] for rule in (no_training, crash)]
+    assert found == [["t.py:5"], []]
+    ranks = run(*(process(number, PythonStarted(where="t.py:5")) for number in (1, 2)), launch="torchrun")
+    found = [[seen.where for seen in rule.detectors[0].function(ranks)] for rule in (no_training, no_group)]
     assert found == [["t.py:5"], []]
 
 

@@ -17,7 +17,7 @@ from workshop.check.evidence.events import (
     StoreOpened,
     TrainerFit,
 )
-from workshop.check.evidence.misuses import RankGiven
+from workshop.check.evidence.misuses import PythonStarted, RankGiven
 from workshop.check.evidence.process import Process
 from workshop.check.evidence.run import Run
 from workshop.check.rules.rule import NotJudged, Said, Seen, rule
@@ -67,7 +67,7 @@ def no_group(run: Run) -> Said:
         yield Seen(f"{len(trained)} processes train, and none has joined a process group")
     elif trained and not joining:
         yield Seen("one process trains without a process group", trained[0].data_where)
-    elif not joining:
+    elif not joining and not any(run.all(PythonStarted)):  # no_training says that it only starts other programs
         yield Seen("no process has joined a process group")
 
 
