@@ -42,7 +42,7 @@ def test_an_object_may_answer_with_any_error():
     records.options = Options(width=8)
     assert sorted(held(records)) == [".parts[0].values", ".parts[1].files"]
     recorder = object.__new__(Recorder)
-    recorder.root, recorder.script = "", __file__
+    recorder.root, recorder.around, recorder.script = "", "", __file__
     assert recorder.of_program(records.options)
     assert attributes(records.options) == {}
 
