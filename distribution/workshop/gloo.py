@@ -1,0 +1,1 @@
+../../workshop/gloo.py
