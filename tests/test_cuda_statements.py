@@ -19,6 +19,14 @@ INSTALL = {
 }
 # Pretended GPUs are hidden by the variables that hide real ones.
 VISIBLE = {"cpu": {}, "pretended": {"CUDA_VISIBLE_DEVICES": None, "HIP_VISIBLE_DEVICES": None}}
+EXECUTE = """
+for line in open(sys.argv[1]):
+    try:
+        exec(line)
+    except Exception as error:
+        print(f"{line.strip()}: {error!r}", flush=True)
+    together()
+"""
 RUN = """
 import copy, pickle, sys, warnings
 import numpy, torch
@@ -26,6 +34,9 @@ import torch.nn.functional as F
 from torch import nn
 {install}
 warnings.simplefilter("ignore")
+
+def together():
+    pass
 
 def gpu(*shape):
     return torch.zeros(shape, device="cuda")
@@ -38,13 +49,7 @@ def step(optimizer):
     trained.step()
     assert not torch.equal(before, model.weight)
 
-failed = []
-for line in open(sys.argv[1]):
-    try:
-        exec(line)
-    except Exception as error:
-        failed.append(f"{{line.strip()}}: {{error!r}}")
-print(*failed, sep="\\n")
+{execute}
 """
 RUN_TOGETHER = """
 import datetime, os, sys, warnings
@@ -75,6 +80,9 @@ dev = torch.device("cuda", rank)
 torch.cuda.set_device(rank)
 dist.init_process_group("nccl", timeout=datetime.timedelta(seconds=60))
 
+def together():
+    c10d._get_default_group().barrier().wait()
+
 def gpu(*shape):
     return torch.full(shape, rank + 1.0, device="cuda")
 
@@ -91,15 +99,7 @@ def step(model, optimizer=torch.optim.AdamW):
     trained.step()
     return model
 
-failed = []
-for line in open(sys.argv[1]):
-    try:
-        exec(line)
-    except Exception as error:
-        failed.append(f"{{line.strip()}}: {{error!r}}")
-    c10d._get_default_group().barrier().wait()
-if rank == 0:
-    print(*failed, sep="\\n")
+{execute}
 dist.destroy_process_group()
 """
 SIGNATURES = """
@@ -141,12 +141,12 @@ assert replaced > 40, replaced
 
 
 def run(program, where, folder, *arguments):
-    command = [sys.executable, "-P", "-c", program.format(install=INSTALL[where]), *arguments]
+    command = [sys.executable, "-P", "-c", program.format(install=INSTALL[where], execute=EXECUTE), *arguments]
     done = subprocess.run(
         command, cwd=folder, capture_output=True, text=True, env=runs.environment(**VISIBLE[where]), timeout=300
     )
     assert done.returncode == 0, done.stderr[-2000:]
-    return done.stdout.split("\n\n")[0].strip()
+    return done.stdout.strip()
 
 
 @pytest.mark.parametrize("where", INSTALL)
@@ -159,7 +159,7 @@ def test_statements_of_programs_for_gpus_run(where, tmp_path):
 def test_collectives_and_wrappers_of_programs_for_gpus_run(where, tmp_path):
     assert len(OF_GROUPS.read_text().splitlines()) > 90
     program = tmp_path / "program.py"
-    program.write_text(RUN_TOGETHER.format(install=INSTALL[where]))
+    program.write_text(RUN_TOGETHER.format(install=INSTALL[where], execute=EXECUTE))
     command = [
         sys.executable,
         "-P",
@@ -178,3 +178,25 @@ def test_collectives_and_wrappers_of_programs_for_gpus_run(where, tmp_path):
 @pytest.mark.parametrize("where", INSTALL)
 def test_replaced_functions_take_the_arguments_of_the_originals(where, tmp_path):
     assert run(SIGNATURES, where, tmp_path) == ""
+
+
+OF_GLOO = """
+import torch, torch.distributed as dist
+{install}
+dist.init_process_group("gloo", init_method="file://" + __import__("os").path.abspath("store"), rank=0, world_size=1)
+for call in (
+    lambda: dist.all_reduce(torch.ones(2, dtype=torch.long), dist.ReduceOp.AVG),
+    lambda: dist.all_gather_into_tensor(torch.zeros(1, 2), torch.ones(2)),
+    lambda: dist._coalescing_manager(device=torch.device("cpu")).__enter__(),
+):
+    try:
+        call()
+    except RuntimeError:
+        print("refused", end=" ")
+"""
+
+
+# Pretended GPUs compare only the numbers of elements, whatever the group is.
+@pytest.mark.parametrize(("where", "refused"), [("cpu", 3), ("pretended", 2)])
+def test_a_group_of_gloo_refuses_what_only_nccl_can_do(where, refused, tmp_path):
+    assert run(OF_GLOO, where, tmp_path).split() == ["refused"] * refused

@@ -1,4 +1,4 @@
-"""Let gloo do what programs for NCCL expect: on the CPU, and on pretended GPUs."""
+"""Let gloo do what programs expect that ask for NCCL: on the CPU, and on pretended GPUs. What asks for gloo gets gloo."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -10,18 +10,34 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
+asked = False  # whether the program has asked for NCCL
 coalescing = 0  # how many blocks of ``_coalescing_manager`` are open
 
 
+def ask() -> None:
+    """Let gloo stand for NCCL from now on."""
+    global asked
+    asked = True
+    _give_futures()
+
+
 def as_nccl() -> dict[str, Callable[..., Any]]:
-    """Return functions in place of those of ``torch.distributed``, by their names, with what NCCL can do and gloo cannot."""
-    give_futures()
-    return {
+    """Return functions in place of those of ``torch.distributed``, by their names: after ``ask()`` they do what NCCL can do."""
+    changed = {
         "all_reduce": _at_once(_averaging(c10d.all_reduce)),
         "all_gather_into_tensor": _at_once(_flat(c10d.all_gather_into_tensor)),
         "reduce_scatter_tensor": _at_once(_flat(c10d.reduce_scatter_tensor)),
         "_coalescing_manager": _coalescing_manager,
     }
+    return {name: _once_asked(getattr(c10d, name), function) for name, function in changed.items()}
+
+
+def _once_asked(original: Callable[..., Any], changed: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(original)
+    def called(*args: Any, **kwargs: Any) -> Any:
+        return (changed if asked else original)(*args, **kwargs)
+
+    return called
 
 
 def _averaging(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -79,7 +95,7 @@ def _coalescing_manager(*_: Any, **__: Any) -> Iterator[Any]:
 
 
 @cache  # once is enough
-def give_futures() -> None:
+def _give_futures() -> None:
     """Let each handle of a collective have a future, as NCCL's have: gloo's reduce_scatter has none."""
     original = dist.Work.get_future
 

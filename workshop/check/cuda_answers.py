@@ -186,11 +186,8 @@ def _profiling(cuda: Any) -> None:
 
 def _random_states(count: int) -> None:
     """Let the states of the generators of GPUs, and of "devices" on the CPU, be that of the CPU."""
-    for module in (
-        torch.cuda,
-        torch.cuda.random,
-        torch.cpu,
-    ):  # not through _answer(): torch.random.fork_rng() calls them
+    # Not through _answer(), because torch.random.fork_rng() calls them.
+    for module in (torch.cuda, torch.cuda.random, torch.cpu):
         module.get_rng_state = lambda *_, **__: torch.get_rng_state()
         module.set_rng_state = lambda *_, **__: None
     for module in (torch.cuda, torch.cuda.random):

@@ -123,11 +123,6 @@ def install(count: int) -> None:
         for name, function in list(vars(owner).items()):
             if (callable(function) and function in constructors) or (owner is torch and name in OTHERS.split()):
                 setattr(owner, name, _without_gpu(function))
-    for module in vars(
-        torch.optim
-    ).values():  # with capturable=True, an optimizer looks at the devices of its parameters
-        if supported := getattr(module, "_get_capturable_supported_devices", None):
-            module._get_capturable_supported_devices = lambda *_, supported=supported, **__: [*supported(), "cpu"]
     for name, module in list(sys.modules.items()):
         if name.startswith("torch.optim.") and hasattr(module, CAPTURABLE):  # the devices that allow capturable=True
             setattr(module, CAPTURABLE, lambda *_, **__: ["cpu"])

@@ -292,7 +292,7 @@ class OwnersBench(ProgramBench):
     def _pretended(self, made: Made, nproc: int, nodes: int) -> Run:
         """Run some steps on pretended GPUs. If the program resumes, the run is one that has resumed on them."""
         whole: Run = made[WHOLE]
-        if any(whole.all(EngineMade)) or any("deepspeed" in each for each in self.start.arguments):
+        if any(whole.all(EngineMade)) or any(each.startswith("--deepspeed") for each in self.start.arguments):
             raise Unavailable("what GPUs show (DeepSpeed does not run on pretended GPUs)")
         before: Run | None = made.get(TWO_NODES)
         # A second run is needed only if the program has failed on the second node, as many do that are for one node.

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch.distributed import device_mesh
 from torch.distributed import distributed_c10d as c10d
 
-from workshop.gloo import as_nccl
+from workshop.gloo import as_nccl, ask
 
 
 def install() -> None:
@@ -27,13 +27,15 @@ def install() -> None:
 
 
 def _on_gloo(original: Callable[..., Any], place: int) -> Callable[..., Any]:
-    """Change the backend, which is an argument at this place, or has its name."""
+    """Change the backend, which is an argument at this place, or has its name. Without one, it is NCCL on GPUs."""
 
     def called(*args: Any, **kwargs: Any) -> Any:
         if len(args) > place:
             args = (*args[:place], _gloo(args[place]), *args[place + 1 :])
         elif "backend" in kwargs:
             kwargs["backend"] = _gloo(kwargs["backend"])
+        else:
+            ask()
         kwargs.pop("device_id", None)
         kwargs.pop("pg_options", None)
         return original(*args, **kwargs)
@@ -43,7 +45,10 @@ def _on_gloo(original: Callable[..., Any], place: int) -> Callable[..., Any]:
 
 def _gloo(backend: Any) -> Any:
     name = backend.lower() if isinstance(backend, str) else ""
-    return "gloo" if "nccl" in name or "cuda" in name else backend
+    if name and "nccl" not in name and "cuda" not in name:
+        return backend
+    ask()
+    return "gloo" if name else backend
 
 
 def _barrier(original: Callable[..., Any], group: Any = None, async_op: bool = False, device_ids: Any = None) -> Any:

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch.distributed import device_mesh
 from torch.distributed import distributed_c10d as c10d
 
-from workshop.gloo import as_nccl
+from workshop.gloo import as_nccl, ask
 from workshop.pretend import devices
 
 NAMESPACES = ("c10d", "_c10d_functional", "_c10d_functional_autograd", "_dtensor")
@@ -197,6 +197,8 @@ def _init_process_group(original):
             devices.chosen = True  # for the group, which then knows the GPU of its barriers
         kwargs.pop("pg_options", None)
         original("gloo", *args, **kwargs)
+        if backend != "gloo":
+            ask()
         declared[c10d._get_default_group().group_name] = str(backend or "cpu:gloo,cuda:nccl").lower()
 
     return init_process_group

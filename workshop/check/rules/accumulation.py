@@ -1,9 +1,10 @@
 """Steps of several batches: the same number in each, averaged, and communicated once."""
 
+from itertools import pairwise
 from statistics import mode
 
 from workshop.check.evidence.events import LossComputed, Wrapped
-from workshop.check.evidence.process import Process, Step
+from workshop.check.evidence.process import Step
 from workshop.check.evidence.run import Run
 from workshop.check.evidence.sketches import CLOSE, difference
 from workshop.check.rules.by_hand import counted_twice
@@ -28,13 +29,14 @@ def accumulation_uneven(run: Run) -> Said:
             continue  # each has its own number of backward passes per step; a library that shards moves the gradients
         if sum(step.after is None for step in process.steps) > 1:
             continue  # L-BFGS calls its closure, which computes gradients, several times per step
-        sizes = [len(step.backwards) for step in process.steps if not _of_other_parameters(process, step)]
+        steps = _whole_steps(process.steps)
+        sizes = [len(step.backwards) for step in steps]
         wanted = run.asked.accumulate if run.asked else mode(sizes)
         if run.asked is None and _since_cleared(process.steps[0]) == wanted:
             # zero_grad() clears the gradients of earlier backward passes, for example of a demonstration.
             sizes[0] = wanted
         if run.asked is None:  # a program may take a last, smaller step with the batches that are left
-            sizes = [size for size, left in zip(sizes, _left_over(process, wanted), strict=False) if not left] or sizes
+            sizes = [size for size, left in zip(sizes, _left_over(steps, wanted), strict=True) if not left] or sizes
         cleared = [backward for step in process.steps for backward in step.backwards[1:] if not backward.leftover]
         if set(sizes) != {wanted}:
             number = max(6, next(number for number, size in enumerate(sizes, 1) if size != wanted))
@@ -48,11 +50,13 @@ def accumulation_uneven(run: Run) -> Said:
             yield Seen(f"no optimizer.step() follows the last {plural(last, 'backward() call')}", process.step_where)
 
 
-def _of_other_parameters(process: Process, step: Step) -> bool:
-    """Whether a step without a backward pass is of other parameters than the one before, as ZeRO takes one for each group."""
-    number = next(number for number, each in enumerate(process.steps) if each is step)
-    last = process.steps[number - 1].after if number and not step.backwards else None
-    return last is not None and difference(last.weights, step.before.weights) > CLOSE
+def _whole_steps(steps: list[Step]) -> list[Step]:
+    """The steps without those that have no backward pass and are of other parameters: ZeRO takes one for each group of them."""
+    parts = (
+        not step.backwards and last.after is not None and difference(last.after.weights, step.before.weights) > CLOSE
+        for last, step in pairwise(steps)
+    )
+    return [*steps[:1], *(step for step, part in zip(steps[1:], parts, strict=True) if not part)]
 
 
 def _since_cleared(step: Step) -> int:
@@ -61,17 +65,15 @@ def _since_cleared(step: Step) -> int:
     return len(step.backwards) - (cleared[-1] if cleared else 0)
 
 
-def _left_over(process: Process, wanted: int) -> list[bool]:
+def _left_over(steps: list[Step], wanted: int) -> list[bool]:
     """Whether each step has only the batches that are left at the end of a pass over the loader."""
-    passes = [
-        step.backwards[-1].forward and step.backwards[-1].forward.loader for step in process.steps if step.backwards
-    ]
-    if len(passes) < len(process.steps):
-        return [False] * len(process.steps)
+    passes = [step.backwards[-1].forward and step.backwards[-1].forward.loader for step in steps if step.backwards]
+    if len(passes) < len(steps):
+        return [False] * len(steps)
     following = [*passes[1:], None]
     return [
         len(step.backwards) < wanted and own is not None and own != next_one
-        for step, own, next_one in zip(process.steps, passes, following, strict=True)
+        for step, own, next_one in zip(steps, passes, following, strict=True)
     ]
 
 

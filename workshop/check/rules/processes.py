@@ -102,7 +102,7 @@ def wrong_group(run: Run) -> Said:
 
 
 @rule(
-    why="The ranks count over all machines. On a second machine, two processes ask for the same rank, and all wait for ever.",
+    why="The ranks count over all machines. On a second machine, two processes ask for the same rank, so the group never forms.",
     fix="Leave out rank= and world_size=: init_process_group() reads RANK and WORLD_SIZE, which torchrun sets.",
     runs=TWO_NODES,
     needs=(RankGiven,),
