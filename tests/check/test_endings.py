@@ -17,23 +17,23 @@ from workshop.run.stillness import Patience
 
 TORCHRUN = ["torchrun", "--nproc-per-node=2", "program.py"]
 ENDINGS = {
-    "sys.exit(3)": ("import sys\nsys.exit(3)", "crash"),
-    "an exception": ("raise ValueError('no')", "crash"),
-    "killed": ("import os\nos.kill(os.getpid(), 9)", "crash"),
-    "a segmentation fault": ("import ctypes\nctypes.string_at(0)", "crash"),
-    "an endless loop": ("while True: pass", "endless"),
-    "an endless wait": ("import time\ntime.sleep(1000)", "hang"),
+    "sys.exit(3)": ("import sys\nsys.exit(3)", "ended-early"),
+    "an exception": ("raise ValueError('no')", "ended-early"),
+    "killed": ("import os\nos.kill(os.getpid(), 9)", "ended-early"),
+    "a segmentation fault": ("import ctypes\nctypes.string_at(0)", "ended-early"),
+    "an endless loop": ("while True: pass", "ended-early"),
+    "an endless wait": ("import time\ntime.sleep(1000)", "ended-early"),
     "endless output": ("while True: print('x' * 1000)", "output-flood"),
     "an empty program": ("pass", "no-group"),
     "nested processes": (
         "import os, time\nfor _ in range(6): os.fork()\nif os.fork() == 0: os.setsid(); time.sleep(1000)\ntime.sleep(1000)",
-        "hang",
+        "ended-early",
     ),
     "a daemon left behind": (
         "import os, time\nif os.fork() == 0:\n    os.setsid()\n    os.fork() or time.sleep(1000)\n    os._exit(0)\nos.wait()",
         "no-group",
     ),
-    "an unknown option": ("import argparse\nargparse.ArgumentParser().parse_args(['--nonsense'])", "crash"),
+    "an unknown option": ("import argparse\nargparse.ArgumentParser().parse_args(['--nonsense'])", "ended-early"),
     "a write outside of the run": ("open('/var/tmp/workshop-check-test', 'w')", "outside-write"),
 }
 

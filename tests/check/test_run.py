@@ -41,7 +41,7 @@ from workshop.check.rules.accumulation import accumulation_traffic, accumulation
 from workshop.check.rules.alike import has_resumed
 from workshop.check.rules.carried import _counted_elsewhere, plays
 from workshop.check.rules.deepspeed import engine_steps_missing
-from workshop.check.rules.ending import crash, endless, no_training
+from workshop.check.rules.ending import crash, ended_early, endless, no_training
 from workshop.check.rules.evaluation import evaluation_repeated, metric_of_one_rank
 from workshop.check.rules.files import renamed_before_written, several_print, two_writers
 from workshop.check.rules.gpus import step_waits
@@ -346,7 +346,7 @@ def test_a_program_that_wants_more_gpus_has_not_crashed(message, kinds):
         process(1, Raised(type="AssertionError", message=message, traceback="", where="t.py:3")), launch="spawn"
     )
     alone.status = 1
-    assert [len(list(rule.detectors[0].function(alone))) for rule in (no_training, crash)] == kinds
+    assert [len(list(rule.detectors[0].function(alone))) for rule in (no_training, ended_early)] == kinds
 
 
 def test_a_program_whose_workers_are_further_programs_cannot_be_judged():

@@ -70,6 +70,49 @@ def test_accelerate_uses_the_cpu_only_in_runs_without_pretended_gpus():
     assert "ACCELERATE_USE_CPU" in read_start(["accelerate", "launch", "--num_processes=2", "--cpu", "t.py"]).variables
 
 
+FSDP = """compute_environment: LOCAL_MACHINE
+distributed_type: FSDP
+fsdp_config: {fsdp_version: 2, fsdp_auto_wrap_policy: SIZE_BASED_WRAP, fsdp_min_num_params: 4}
+num_machines: 1
+num_processes: 2
+"""
+PREPARED = """
+import torch
+from accelerate import Accelerator
+
+accelerator = Accelerator()
+torch.manual_seed(0)
+model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
+optimizer = torch.optim.SGD(model.parameters(), 0.1)
+samples = torch.utils.data.TensorDataset(torch.randn(16, 4))
+model, optimizer, loader = accelerator.prepare(model, optimizer, torch.utils.data.DataLoader(samples, batch_size=2))
+for (batch,) in loader:
+    optimizer.zero_grad()
+    accelerator.backward(model(batch).square().mean())
+    optimizer.step()
+assert accelerator.distributed_type == KIND, accelerator.distributed_type
+accelerator.end_training()
+"""
+
+
+@pytest.mark.parametrize(
+    ("options", "kind"), [(["--config_file=fsdp.yaml"], "FSDP"), (["--num_processes=2"], "MULTI_CPU")]
+)
+def test_accelerate_launch_trains_as_its_configuration_says(options, kind, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)  # Accelerate reads the file when the check reads the command
+    (tmp_path / "fsdp.yaml").write_text(FSDP)
+    (tmp_path / "train.py").write_text(PREPARED.replace("KIND", repr(kind)))
+    *_, verdict = check_command(["accelerate", "launch", *options, "train.py"])
+    assert (verdict.status, verdict.errors) == (0, [])
+
+
+def test_accelerate_launch_passes_the_configuration_of_deepspeed():
+    start = read_start(["accelerate", "launch", "--use_deepspeed", "--zero_stage", "2", "--num_processes=3", "t.py"])
+    assert start.nproc == 3
+    assert start.variables["ACCELERATE_DEEPSPEED_ZERO_STAGE"] == "2"
+    assert not start.on_cpu
+
+
 def test_a_copy_has_links_for_large_files_and_its_own_file_once_it_is_written(tmp_path):
     original, copy = tmp_path / "mine", tmp_path / "copy"
     (original / "data").mkdir(parents=True)

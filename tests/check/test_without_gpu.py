@@ -15,7 +15,7 @@ from workshop.check.evidence.run import Run
 from workshop.check.foreign import OwnersBench
 from workshop.check.lightning_ranks import uses_all_gpus
 from workshop.check.rules.alike import has_resumed
-from workshop.check.rules.ending import crash, endless, no_training
+from workshop.check.rules.ending import ended_early, no_training
 from workshop.check.rules.schedules import _wrong_length
 from workshop.check.rules.shares import slices
 from workshop.check.scenarios import WHOLE
@@ -99,7 +99,7 @@ def test_a_program_that_counts_gpus_gets_gpus_whose_tensors_are_on_the_cpu(tmp_p
 def test_a_missing_package_of_the_run_with_gpus_is_named(tmp_path):
     """Without GPUs, the program trains without a group: that is not what its owner wants to know."""
     (error,) = started(NEEDS, tmp_path).errors
-    assert error.rule.name == "crash"
+    assert error.rule.name == "ended-early"
     assert "a_package_that_is_not_there" in error.seen
 
 
@@ -393,7 +393,7 @@ def test_a_slow_library_call_before_the_first_step_is_no_endless_loop(line, slow
     stack = f'{line}  File "/home/me/train.py", line 9 in main\n'
     process = Process(pid=1, events=[(0.0, Ended())], stack=stack)
     run = Run(nproc=1, processes=[process], status=None, hung="busy", flooded=False, seconds=61.0, launch="torchrun")
-    found = [list(rule.detectors[0].function(run)) for rule in (endless, no_training)]
+    found = [list(rule.detectors[0].function(run)) for rule in (ended_early, no_training)]
     assert [len(each) for each in found] == ([0, 1] if slow else [1, 0])
     assert found[slow][0].where == "train.py:9"
 
@@ -410,7 +410,7 @@ def test_what_only_a_real_gpu_can_do_is_no_mistake_of_the_program(message, needs
     raised = Raised(type="NotImplementedError", message=message, traceback="", where="train.py:9")
     process = Process(pid=1, events=[(0.0, raised), (1.0, Ended())])
     run = Run(nproc=1, processes=[process], status=1, hung="", flooded=False, seconds=6.0, launch="torchrun")
-    found = [list(rule.detectors[0].function(run)) for rule in (crash, no_training)]
+    found = [list(rule.detectors[0].function(run)) for rule in (ended_early, no_training)]
     assert [len(each) for each in found] == ([0, 1] if needs_gpu else [1, 0])
     assert found[needs_gpu][0].where == "train.py:9"
 

@@ -113,7 +113,7 @@ class OwnersBench(ProgramBench):
         self.compiler = GPU.search(self.text) is not None  # pretended GPUs need it
         self.gpus: int | None = self._gpus_per_node() if uses_all else 0
         self.of_others: tuple[str, ...] = ()  # arguments that only ranks after the first get
-        self.devices = False  # whether it runs on pretended GPUs from the start
+        self.devices = start.needs_gpus and on_cpu  # whether it runs on pretended GPUs from the start
         self.kept = place / "batches"  # of the whole run
         self.resumes_by_itself = False  # whether a second start resumes without further arguments
 

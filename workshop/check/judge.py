@@ -143,7 +143,7 @@ def ask(verdict: Verdict, detectors: list[Detector], made: Mapping[Scenario[Any]
                 if said.goal:
                     verdict.unjudged.update({verdict.subject.goal_of(detector.rule)} - {KEPT})
             else:
-                advice = verdict.subject.advises(detector.rule)
+                advice = verdict.subject.advises(detector.rule) or (said.mild and not verdict.subject.goals)
                 found.append(Finding(detector.rule, said.text, said.where, said.detail, advice, said.fix, said.origin))
                 explained.update(detector.instead_of)
     if not verdict.subject.goals and any(finding.rule.ends for finding in found):

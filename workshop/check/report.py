@@ -82,7 +82,7 @@ def _errors(verdict: Verdict, console: Console, verbose: bool, lines: set[str]) 
     new = False
     for finding in verdict.errors:
         if (key := f"{finding.where} {finding.seen}") not in lines:
-            _finding(finding, console, "✗", verbose, finding.kind)
+            _finding(finding, console, "?" if finding.rule.unjudged else "✗", verbose, finding.kind)
             lines.add(key)
             new = True
     if not verdict.complete and new:
@@ -173,10 +173,17 @@ def _finding(finding: Finding, console: Console, sign: str, verbose: bool, kind:
         console.print("[dim]      (--verbose shows the traceback, the stacks or the output)[/]", highlight=False)
 
 
+def _level(verdict: Verdict, finding: Finding) -> dict[str, str]:
+    """The level of a finding that says why a program of its owner could not be judged; otherwise it has its own."""
+    return {"level": "not judged"} if finding.rule.unjudged and not verdict.subject.goals else {}
+
+
 def as_json(verdict: Verdict) -> str:
     """Return the verdict as JSON; docs/for-assistants.md of the course describes each field."""
     states = verdict.states()
-    findings = [(verdict.goal_of(finding), finding.as_dict()) for finding in verdict.findings]
+    findings = [
+        (verdict.goal_of(finding), finding.as_dict() | _level(verdict, finding)) for finding in verdict.findings
+    ]
     goals: list[dict[str, object]] = []
     for goal in verdict.subject.goals:
         own = [finding for number, finding in findings if number == goal.number]

@@ -10,12 +10,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from workshop.check.folder import user_cache
 from workshop.errors import UserError
 
 # The processes of a run, if the command leaves their number to the machine (torchrun --nproc-per-node=gpu).
 USUAL = 2
 MOST = 16
 LOCAL_RANK = "{local_rank}"  # in the arguments: the number of the process on its node
+OF_ACCELERATE = "ACCELERATE_", "FSDP_", "PARALLELISM_CONFIG_"  # variables that accelerate launch sets
 USE_ENV = ("--use-env", "--use_env")  # options of torch.distributed.launch: it then passes no --local-rank
 
 
@@ -31,6 +33,7 @@ class Start:
     nodes: int = 1
     variables: dict[str, str] = field(default_factory=dict)  # for its environment
     on_cpu: dict[str, str] = field(default_factory=dict)  # further ones, for runs without pretended GPUs
+    needs_gpus: bool = False  # a library would train in a different way without GPUs
 
     def at(self, root: Path) -> Path:
         """The file of the program in this folder.
@@ -138,35 +141,47 @@ def _accelerate(words: list[str]) -> Start:
     if words[1:2] != ["launch"]:
         raise UserError(f"accelerate {' '.join(words[1:2])}: only accelerate launch starts a program")
     try:
-        from accelerate.commands.config import load_config_from_file
-        from accelerate.commands.launch import launch_command_parser
+        from accelerate.commands.launch import _validate_launch_command, launch_command_parser
+        from accelerate.utils.launch import prepare_deepspeed_cmd_env, prepare_multi_gpu_env
     except ImportError as error:
         raise UserError(f"accelerate launch: the package accelerate cannot be imported: {error}") from None
     args = _parsed(launch_command_parser(), words[2:])
-    given = vars(load_config_from_file(args.config_file)) if args.config_file else {}
-    count, precision = (
-        args.num_processes or given.get("num_processes"),
-        args.mixed_precision or given.get("mixed_precision"),
-    )
-    nproc = max(1, int(count)) if count else USUAL
-    variables = {"ACCELERATE_MIXED_PRECISION": str(precision or "no")}
-    on_cpu = {"ACCELERATE_USE_CPU": "true"}
+    config = os.environ.get("HF_HOME") or os.path.join(user_cache(), "huggingface")
+    if (
+        not args.config_file
+        and not args.num_processes
+        and not os.path.isfile(f"{config}/accelerate/default_config.yaml")
+    ):
+        args.num_processes = USUAL  # Accelerate would take the number of GPUs
+    args.main_process_port = 0
+    try:
+        with contextlib.redirect_stderr(io.StringIO()):
+            args, given, _ = _validate_launch_command(args)
+            args.num_processes = args.num_processes or USUAL
+            if args.use_deepspeed:
+                args.deepspeed_fields_from_accelerate_config = ",".join(given.deepspeed_config if given else ())
+                _, found = prepare_deepspeed_cmd_env(args)
+            else:
+                found = prepare_multi_gpu_env(args)
+    except (OSError, ValueError, RuntimeError, ImportError) as error:
+        raise UserError(f"accelerate launch: {error}") from None
+    variables = {name: value for name, value in found.items() if name.startswith(OF_ACCELERATE)}
+    on_cpu = {} if args.use_deepspeed else {"ACCELERATE_USE_CPU": "true"}
     if args.cpu:
         variables |= on_cpu
     if args.gradient_accumulation_steps:
         variables["ACCELERATE_GRADIENT_ACCUMULATION_STEPS"] = str(args.gradient_accumulation_steps)
-    if args.use_deepspeed or args.use_fsdp or given.get("fsdp_config") or given.get("deepspeed_config"):
-        raise UserError(
-            "accelerate launch with FSDP or DeepSpeed: the check cannot set their plugins; set them in the program"
-        )
+    nproc = max(1, int(args.num_processes))
     return Start(
         args.training_script,
         is_module=bool(args.module),
         arguments=tuple(args.training_script_args),
         launch="torchrun" if nproc > 1 else "python",
         nproc=nproc,
+        nodes=max(1, int(args.num_machines or 1)),
         variables=variables,
         on_cpu=on_cpu,
+        needs_gpus=bool(args.use_fsdp) and not args.cpu,
     )
 
 

@@ -90,10 +90,9 @@ class Verdict:
     @property
     def judged(self) -> bool:
         """Whether the program did enough to judge anything."""
-        kinds = {finding.kind for finding in (*self.findings, *self.hidden) if finding.is_error}
-        return bool(self.asked) and (
-            bool(self.subject.goals) or not kinds or not kinds <= {"no-training", "outside-write"}
-        )
+        errors = [finding for finding in (*self.findings, *self.hidden) if finding.is_error]
+        why_not = bool(errors) and not self.subject.goals and all(finding.rule.unjudged for finding in errors)
+        return bool(self.asked) and not why_not
 
     @property
     def status(self) -> int:

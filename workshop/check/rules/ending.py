@@ -3,6 +3,7 @@
 import re
 from dataclasses import replace
 from itertools import islice
+from typing import Any
 
 from workshop.check.evidence.events import (
     Ended,
@@ -30,11 +31,12 @@ from workshop.run.failures import is_echo
 WANTED = re.compile(r"\b([2-9]|[1-9]\d+)\+? (?:\w+ ){0,2}GPUs?\b", re.IGNORECASE)
 # What only a real GPU can do: pretended ones refuse it, and the CPU has no such operation for a type.
 WITHOUT_GPU = re.compile(r"^Pretended GPUs cannot|^\"\w+_cpu\w*\" not implemented for |^0 active drivers")  # of Triton
+OF_MACHINE = re.compile("[Nn]o NVIDIA driver|not compiled with CUDA|no GPUs found|NCCL built in")  # it has no GPU
 FLOOD = Seen("the program printed more than 20 MB, and the check ended it")
 
 
-def _ending(why: str, fix: str, after: tuple[Rule, ...] = ()) -> "Makes[[Run]]":
-    return rule(why=why, fix=fix, after=after, blocks=True, always=True)
+def _ending(why: str, fix: str, after: tuple[Rule, ...] = (), **settings: Any) -> "Makes[[Run]]":
+    return rule(why=why, fix=fix, after=after, blocks=True, always=True, **settings)
 
 
 @_ending(
@@ -54,7 +56,7 @@ def output_flood(run: Run) -> Said:
 )
 def hang(run: Run) -> Said:
     """All processes wait, and none continues."""
-    if run.hung != "idle":
+    if run.hung != "idle" or _unexplained(run):
         return []
     standing = _standing(run)
     for event in lost_collectives(run)[:1]:
@@ -73,7 +75,7 @@ def endless(run: Run) -> Said:
     """A process computes without taking steps, or the run exceeds the time limit of the check."""
     if run.hung in ("busy", "long") and not _of_other_programs(run):
         if not _slow(run):
-            yield _standing(run)
+            yield from () if _unexplained(run) else (_standing(run),)
         elif run.trained:
             yield NotJudged(
                 f"what the program does after {plural(len(run.trained[0].steps), 'step')}: the next takes too long"
@@ -99,6 +101,7 @@ def _of_other_programs(run: Run) -> str:
 @_ending(
     why="A run that writes outside its own folder can overwrite your other files, or those of other users.",
     fix="Write only below Path.cwd(), the folder in which the run starts, or to a path that you pass as an option.",
+    unjudged=True,
 )
 def outside_write(run: Run) -> Said:
     """The program tried to write a file outside the folder of the run."""
@@ -116,14 +119,70 @@ def crash(run: Run) -> Said:
     # Ranks that rename the same file make each other fail; then two-writers names the cause. If a rank only lost its connection
     # because another one had made different calls, collectives-differ names the cause.
     explained = seen and (("No such file" in seen.text and run.shared_files()) or (run.ended_by_echo and _parted(run)))
-    if seen and not explained and not (_wanted_gpus(run) or _needs_gpu(run) or _of_other_programs(run)):
+    if seen and not (explained or _needs_something_else(run) or _unexplained(run)):
         yield seen
+
+
+@_ending(
+    why="The program, or the way in which the check starts it (without a GPU, in a copy of its folder), can be the cause: "
+    "all ranks end alike, and the message says nothing about processes.",
+    fix="Start the program without the check, with torchrun for example. If it ends in the same way there, correct this first; "
+    "otherwise please report it.",
+    after=(outside_write, address_overwritten, collectives_differ),
+    unjudged=True,
+)
+def ended_early(run: Run) -> Said:
+    """A program that is no exercise failed or hung, and nothing shows that the cause is its own."""
+    seen = None if _needs_something_else(run) or _slow(run) else _unexplained(run)
+    return [seen] if seen else []
+
+
+def _needs_something_else(run: Run) -> bool:
+    """Whether it ended because it needs more GPUs, or a real one, or only starts other programs; no_training says so."""
+    return bool(_wanted_gpus(run) or _needs_gpu(run) or _of_other_programs(run))
+
+
+def _unexplained(run: Run) -> Seen | None:
+    """How a program that is no exercise failed or hung, if neither a difference between its ranks nor the message explains it."""
+    if run.asked or run.flooded or any(run.all(WroteOutside)):
+        return None
+    if run.hung:
+        apart = len({_position(process.stack)[0] for process in run.ranks if process.stack}) > 1
+        proof = run.hung == "idle" and (apart or _difference(run) or lost_collectives(run))
+        return None if proof else _standing(run)
+    if path_of_their_own(run):
+        return None
+    if found := run.first_exception():
+        process, event = found
+        echo = is_echo(event.message, event.type)
+        parted = _difference(run) is not None if echo else _of_one_rank(run, process, event)
+        of_processes = _explanation(event) and not OF_MACHINE.search(event.message)
+        return None if parted or of_processes else _error(run)
+    exited = any(event.status for event in run.all(Exited))
+    return None if not exited and run.status and _difference(run) else _error(run)
+
+
+def _difference(run: Run) -> Seen | Divergence | None:
+    """The first difference between the calls of two ranks."""
+    return parting(run) or first_divergence(run)
+
+
+def _of_one_rank(run: Run, process: Process, event: Raised) -> bool:
+    """Whether another rank passed the line at which one has failed: it ended well, took more steps, or lost its connection."""
+    others = [each for each in run.ranks if each is not process]
+    alike = [each for each in others if any(other.type == event.type for other in each.of(Raised))]
+    return any(
+        bool(each.first(Raised) or each.first(Ended)) or len(each.steps) > len(process.steps)
+        for each in others
+        if each not in alike
+    )
 
 
 @_ending(
     why="Without a step nothing was trained, and there is nothing that the check can judge.",
     fix="Call optimizer.step() in a loop over the batches, and make sure that main() is called.",
     after=(address_overwritten, no_group, wrong_group, collectives_differ),
+    unjudged=True,
 )
 def no_training(run: Run) -> Said:
     """The run ended without an error, but took no step."""
@@ -238,6 +297,8 @@ def _position(stack: str) -> tuple[str, str]:
 EXPLAINED = {
     "Weights only load failed": "the file contains more than tensors, numbers, lists and dicts: save only these",
     "mark a variable ready only once": "DDP got a gradient twice: use one forward per backward, and use_reentrant=False",
+    "'(DistributedDataParallel|FullyShardedDataParallel)' object has no attribute": "the wrapper hides the methods and "
+    "attributes of the model: use those of model.module",
     "finished reduction in": "the loss does not use all parameters: use all outputs, or give DDP find_unused_parameters=True",
     "process group twice": "init_process_group is called a second time in the same process: call it only once",
     "Default process group has not been initialized": "a collective is called before init_process_group: call that first",
@@ -273,10 +334,10 @@ def _error(run: Run) -> Seen | None:
     if found := run.first_exception():
         process, event = found
         who = f"{named(process)}: " if process.rank is not None and run.nproc > 1 else ""
-        plain = next((text for sign, text in EXPLAINED.items() if re.search(sign, event.message)), "")
+        plain = _explanation(event)
         gone = _gone(run, process, event)
         echo = is_echo(event.message, event.type)
-        first = (parting(run) or first_divergence(run)) if echo else None
+        first = _difference(run) if echo else None
         if echo and (gone or not plain or first):
             lost = _lost(process, event, gone)
             if first:
@@ -301,8 +362,13 @@ def _error(run: Run) -> Seen | None:
     silent = next((process for process in run.processes if not process.first(Ended)), None)
     who, line = (named(silent), _last_line(silent)) if silent else ("a process", "")
     died = f"{who} died without a traceback (status {run.status}){line}"
-    first = parting(run) or first_divergence(run)  # gloo ends a process that gets a message of a different size
+    first = _difference(run)  # gloo ends a process that gets a message of a different size
     return _because(died, first) if first else Seen(died)
+
+
+def _explanation(event: Raised) -> str:
+    """What the message of an exception means, in plain words; "": it is not one of a library for several processes."""
+    return next((text for sign, text in EXPLAINED.items() if re.search(sign, event.message)), "")
 
 
 def _because(seen: str, first: Seen | Divergence) -> Seen:

@@ -63,6 +63,8 @@ CAUSES = (
     one_stage_saved,
 )
 
+# What differs for an unknown reason: chance may decide it, and few programs restore the state of all random numbers.
+WITHOUT_CAUSE = re.compile("different samples than|different gradients:|parameters at the end differ")
 # A rule that ``second_start`` judges; it reports only one of them.
 _of_restart: "partial[Makes[[Run, Split]]]" = partial(
     rule, runs=(WHOLE, SPLIT), after=(checkpoint_keys, weights_differ), anywhere=True
@@ -151,7 +153,8 @@ def resume_differs(whole: Run, split: Split) -> Said:
 @resume_differs.also((WHOLE, SPLIT), after=CAUSES)
 def unexplained(whole: Run, split: Split) -> Said:
     """A difference without a known cause. A mistake of the whole run explains it, for example ranks that drift apart."""
-    return [seen for about, seen in _second_start(whole, split) if about is None]
+    found = (seen for about, seen in _second_start(whole, split) if about is None)
+    return [replace(seen, mild=bool(WITHOUT_CAUSE.search(seen.text))) for seen in found]
 
 
 @also(collectives_differ, weights_differ, runs=(WHOLE, SPLIT))

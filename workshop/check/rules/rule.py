@@ -36,7 +36,8 @@ class Seen:
     """What a rule has seen: one sentence with figures, the line of its cause, and more for ``--verbose``.
 
     ``fix``: what to do, if the fix of the rule does not suit this cause. ``origin``: the kind of statement to look for from
-    ``where`` on, if the run does not show the line of the cause (see ``origins.py``).
+    ``where`` on, if the run does not show the line of the cause (see ``origins.py``). ``mild``: a hint for programs that are
+    not exercises.
     """
 
     text: str
@@ -44,6 +45,7 @@ class Seen:
     detail: str = ""
     fix: str = ""
     origin: str = ""
+    mild: bool = False
 
 
 @dataclass(frozen=True)
@@ -91,6 +93,7 @@ class Rule:
     mild: bool = False  # a hint for programs that are not exercises
     always: bool = False  # asked of every program, whether or not an exercise lists it
     anywhere: bool = False  # also asked of programs that are not exercises
+    unjudged: bool = False  # it says why a program that is not an exercise could not be judged
     origin: str = ""  # the kinds of cause to look for, if a finding names none (see ``origins.py``)
     detectors: list[Detector] = field(default_factory=list, repr=False)
 
@@ -144,6 +147,7 @@ def if_first(kind: object, found: Iterable[tuple[object, Seen]]) -> list[Seen]:
     return [seen for first, seen in islice(found, 1) if first == kind]
 
 
+FLAGS = "blocks", "spoils", "hint", "mild", "always", "anywhere", "unjudged"
 RULES: dict[str, Rule] = {}
 
 
@@ -161,7 +165,7 @@ def rule(*, why: str, fix: str, **settings: Any) -> Makes[[Run]]: ...
 
 def rule(*, why: str, fix: str, runs: Any = WHOLE, **settings: Any) -> Makes[...]:
     """Declare a function as a rule; it judges the result of one scenario, or of two together."""
-    flags = {name: settings.pop(name, False) for name in ("blocks", "spoils", "hint", "mild", "always", "anywhere")}
+    flags = {name: settings.pop(name, False) for name in FLAGS}
     origin = settings.pop("origin", "")
 
     def declare(function: Callable[..., Said]) -> Rule:

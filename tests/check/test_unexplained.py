@@ -1,0 +1,68 @@
+"""What fails in all ranks alike, or differs for an unknown reason, is no error of a program that nobody here knows."""
+
+import pytest
+
+from workshop.check.evidence.events import Ended, Joined, Raised
+from workshop.check.evidence.process import Process
+from workshop.check.evidence.run import Asked, Run
+from workshop.check.judge import ask
+from workshop.check.rules.ending import crash, ended_early, endless, hang
+from workshop.check.rules.restart import resume_differs
+from workshop.check.rules.rule import Detector, Seen
+from workshop.check.scenarios import WHOLE
+from workshop.check.subject import Goal, Subject
+from workshop.check.verdict import Verdict
+
+WRAPPER = "'DistributedDataParallel' object has no attribute 'config'"
+LOST = "Connection closed by peer [127.0.0.1]:2"
+
+
+def raised(message="no", kind="KeyError"):
+    return Raised(type=kind, message=message, traceback="", where="train.py:9")
+
+
+def ended(*events, stacks=("", ""), hung="", asked=None):
+    """Return a run of two ranks that end with these events, or stand at the lines of these stacks."""
+    ranks = [
+        Process(rank, [(0.0, Joined(rank=rank, world_size=2)), *((1.0 + rank, each) for each in own)], stack=stack)
+        for rank, (own, stack) in enumerate(zip(events or [(), ()], stacks, strict=True))
+    ]
+    return Run(2, ranks, None if hung else 1, hung, False, 9.0, "torchrun", asked)
+
+
+def standing(line):
+    return (
+        f'  File "/lib/site-packages/torch/x.py", line 2 in __next__\n  File "/home/me/train.py", line {line} in main\n'
+    )
+
+
+@pytest.mark.parametrize(
+    ("run", "found"),
+    [
+        (ended([raised()], [raised()]), ended_early),
+        (ended([raised()], []), ended_early),  # the check ended the other one
+        (ended([raised()], [], asked=Asked()), crash),
+        (ended([Ended()], [raised()]), crash),
+        (ended([raised()], [raised(LOST, "RuntimeError")]), crash),
+        (ended([raised(WRAPPER)], [raised(WRAPPER)]), crash),
+        (ended([raised("Found no NVIDIA driver")], [raised("Found no NVIDIA driver")]), ended_early),
+        (ended(stacks=[standing(9), standing(9)], hung="idle"), ended_early),
+        (ended(stacks=[standing(9), standing(12)], hung="idle"), hang),
+        (ended(stacks=[standing(9), standing(9)], hung="idle", asked=Asked()), hang),
+        (
+            ended(stacks=[f'  File "/home/me/train.py", line {line} in main\n' for line in (9, 9)], hung="busy"),
+            ended_early,
+        ),
+    ],
+)
+def test_an_end_counts_as_an_error_if_the_ranks_or_the_message_show_its_cause(run, found):
+    said = {rule: list(rule.detectors[0].function(run)) for rule in (crash, hang, endless, ended_early)}
+    assert [rule for rule, seen in said.items() if seen] == [found]
+    assert said[found][0].where == "train.py:9"
+
+
+@pytest.mark.parametrize(("goals", "level"), [((), False), ((Goal(1, "it resumes", (resume_differs,)),), True)])
+def test_a_mild_finding_is_a_hint_unless_the_program_is_an_exercise(goals, level, tmp_path):
+    verdict = Verdict(Subject(tmp_path / "train.py", "", goals, (resume_differs,), ()))
+    ask(verdict, [Detector(resume_differs, lambda run: [Seen("it differs", mild=True)], (WHOLE,))], {WHOLE: None})
+    assert [finding.is_error for finding in verdict.findings] == [level]
