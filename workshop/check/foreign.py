@@ -110,8 +110,9 @@ class OwnersBench(ProgramBench):
         counted = "device_count", *((os.environ | start.variables).keys() & {"CUDA_VISIBLE_DEVICES"})
         counts = launch == "spawn" and any(each in self.text for each in counted)
         uses_all = counts or lightning_ranks.uses_all_gpus(self.text)
-        self.compiler = GPU.search(self.text) is not None  # pretended GPUs need it
-        self.gpus: int | None = self._gpus_per_node() if uses_all else 0
+        self.for_gpus = on_cpu and GPU.search(self.text) is not None
+        self.compiler = self.for_gpus  # pretended GPUs need it
+        self.gpus: int | None = self._gpus_per_node() if uses_all or self.for_gpus else 0
         self.of_others: tuple[str, ...] = ()  # arguments that only ranks after the first get
         self.devices = start.needs_gpus and on_cpu  # whether it runs on pretended GPUs from the start
         self.kept = place / "batches"  # of the whole run
@@ -121,7 +122,7 @@ class OwnersBench(ProgramBench):
     def offers(self) -> tuple[Scenario[Any], ...]:
         """The scenarios that it can make, in the order in which they are made."""
         pretended = (*([TWO_NODES] if self.launch == "torchrun" and self.start.nodes == 1 else []), DEVICES)
-        return (WHOLE, COMPARED, METRICS, SPLIT, *(pretended if self.on_cpu and GPU.search(self.text) else ()))
+        return (WHOLE, COMPARED, METRICS, SPLIT, *(pretended if self.for_gpus else ()))
 
     @cached_property
     def probes(self) -> tuple[type[Probe], ...]:
@@ -178,45 +179,37 @@ class OwnersBench(ProgramBench):
         lightning = self.launch == "spawn" and lightning_ranks.USED.search(self.text)
         first = self._as_lightning_starts_it if lightning else partial(self._run, before=keep(self.kept))
         run = first(self.folder())
-        apart = run.nproc > 1 and not any(run.all(Joined))
-        found = run.first_exception()
-        if (apart or not run.trained) and self.on_cpu and GPU.search(self.text + (found[1].message if found else "")):
-            run = self._with_gpus(first, run)
-        if not lightning:
-            run = self._as_on_gpus(first, run)
+        if self._needs_other_gpus(run):
+            run = self._with_other_gpus(first, run)
         return run if lightning else self._retraced(self.traced(run, partial(self._again, before=keep(self.kept))))
 
-    def _with_gpus(self, first: Callable[[Path], Run], run: Run) -> Run:
-        """Run a program again that has not trained together: with GPUs whose tensors are on the CPU, then with pretended GPUs."""
-        usual = self.gpus, False
-        for gpus, devices in ((self._gpus_per_node(), False), (None, True)):
+    def _needs_other_gpus(self, run: Run) -> bool:
+        """Whether a program for GPUs has not trained together, or failed in a way that GPUs, or their absence, may explain."""
+        found = run.first_exception()
+        wants = self.for_gpus or (found is not None and GPU.search(found[1].message))
+        apart = run.nproc > 1 and not any(run.all(Joined))
+        unsuitable = found is not None and found[1].type in UNSUITABLE and run.failed and not run.hung
+        return bool(wants and self.on_cpu and not self.devices and (apart or not run.trained or unsuitable))
+
+    def _with_other_gpus(self, first: Callable[[Path], Run], run: Run) -> Run:
+        """Run it again: without GPUs, with GPUs whose tensors are on the CPU, and with pretended GPUs. Return the best run."""
+        if any(run.all(Joined)) and _lacks_package(run):
+            return run
+        usual = self.gpus, self.devices
+        for gpus, devices in ((0, False), (self._gpus_per_node(), False), (None, True)):
+            if (gpus, devices) == usual:
+                continue
             self.gpus, self.devices = gpus, devices
-            again = first(self.folder()) if (gpus, devices) != usual else run
-            raised, joined = again.first_exception(), any(again.all(Joined))
-            missing = raised is not None and raised[1].type in ("ImportError", "ModuleNotFoundError")
-            if (again.trained and (joined or not run.trained)) or (joined and missing) or _got_further(again, run):
+            again = first(self.folder())
+            joined = any(again.all(Joined))
+            together = again.trained and (joined or not run.trained) and (not run.trained or not again.failed)
+            if together or (joined and _lacks_package(again)) or (gpus != 0 and _got_further(again, run)):
                 return again
         self.gpus, self.devices = usual
         return run
 
     def _gpus_per_node(self) -> int:
         return self.start.nproc // self.start.nodes if self.launch != "spawn" else USUAL
-
-    def _as_on_gpus(self, first: Callable[[Path], Run], run: Run) -> Run:
-        """If a program for GPUs has failed on the CPU, run it as with GPUs, and take the run that does not fail."""
-        found = run.first_exception()
-        unsuitable = found is not None and found[1].type in UNSUITABLE and run.failed and not run.hung
-        if not unsuitable or not self.on_cpu or self.devices or not GPU.search(self.text):
-            return run
-        usual = self.gpus, False
-        counts = "device_count" in self.text and not self.gpus
-        for gpus, devices in (*([(self._gpus_per_node(), False)] if counts else []), (None, True)):
-            self.gpus, self.devices = gpus, devices
-            again = first(self.folder())
-            if again.trained and not again.failed:
-                return again
-        self.gpus, self.devices = usual
-        return run
 
     def _retraced(self, run: Run) -> Run:
         """Look closer in a second run: at which line parameters become different, or which gradients are added up by hand."""
@@ -374,6 +367,12 @@ class OwnersBench(ProgramBench):
             yield [f"--{name}", *{"bool": [], "int": ["1"], "str": [latest]}[kind]]
         for name, value in RESUME_KEY.findall(self.text)[:1] if KEYS.search(self.text) else ():
             yield [f"{name}={'True' if value.lower() == 'false' else latest}"]
+
+
+def _lacks_package(run: Run) -> bool:
+    """Whether it ended because the program imports a package that is not installed."""
+    found = run.first_exception()
+    return found is not None and found[1].type in ("ImportError", "ModuleNotFoundError")
 
 
 def _got_further(run: Run, other: Run) -> bool:
