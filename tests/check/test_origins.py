@@ -403,10 +403,12 @@ def test_every_kind_of_cause_is_tested_and_exists():
     assert kinds <= {"text", *FINDERS}
 
 
-def test_a_finding_without_a_line_gets_one(tmp_path):
-    (tmp_path / "train.py").write_text("def main():\n    loader = DataLoader(data)\n")
-    finding = Finding(RULES["loader-by-hand"], "seen")
-    assert at_origin(finding, tmp_path / "train.py", tmp_path).where == "train.py:2"
+@pytest.mark.parametrize("name", ["train.py", "src/train.py"])
+def test_a_finding_without_a_line_gets_one(name, tmp_path):
+    script = tmp_path / name
+    script.parent.mkdir(exist_ok=True)
+    script.write_text("def main():\n    loader = DataLoader(data)\n")
+    assert at_origin(Finding(RULES["loader-by-hand"], "seen"), script, tmp_path).where == f"{name}:2"
 
 
 def test_the_origin_of_a_finding_counts_more_than_that_of_its_rule(tmp_path):

@@ -249,7 +249,12 @@ def test_a_library_waits_because_of_the_program(inside, before, found):
     assert bool(list(step_waits.detectors[0].function(run(joined(0, *before, *steps))))) == found
 
 
-@pytest.mark.parametrize(("lines", "found"), [(["on GPU 0", "on GPU 1"], 0), (["loss 0.5", "loss 0.5"], 1)])
+OF_DEEPSPEED = "[2026-11-29 20:41:00,686] [WARNING] [lr_schedules.py:759:get_lr] no value yet"
+
+
+@pytest.mark.parametrize(
+    ("lines", "found"), [(["on GPU 0", "on GPU 1"], 0), (["loss 0.5"] * 2, 1), ([OF_DEEPSPEED] * 2, 0)]
+)
 def test_lines_that_name_the_rank_are_not_the_same(lines, found):
     ranks = [joined(rank) for rank in (0, 1)]
     for rank, line in zip(ranks, lines, strict=True):
@@ -466,3 +471,11 @@ def test_steps_of_other_parameters_without_a_backward_pass_are_parts_of_a_step()
             nproc=1, processes=[joined(0, *events)], status=0, hung="", flooded=False, seconds=1.0, launch="torchrun"
         )
         assert len(list(accumulation_uneven.detectors[0].function(run))) == found
+
+
+@pytest.mark.parametrize(("sizes", "found"), [((1, 1, 1, 2, 2, 2), 0), ((1, 1, 2, 2, 1, 1), 1), ((1, 2, 2, 2, 2), 1)])
+def test_a_schedule_of_the_number_of_batches_is_no_mistake(sizes, found):
+    step = dataclasses.replace(BEGUN, weights=[(1.0, [1.0])]), StepTaken(weights=[(1.01, [1.01])])
+    steps = [(passed(0), *[dataclasses.replace(passed(1), leftover=True)] * (size - 1), *step) for size in sizes]
+    alone = run(joined(0, *(event for each in steps for event in each)), launch="torchrun")
+    assert len(list(accumulation_uneven.detectors[0].function(alone))) == found

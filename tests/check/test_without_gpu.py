@@ -350,9 +350,12 @@ def test_gradients_in_buffers_of_the_program_are_kept_and_a_trace_is_no_evaluati
 SHARDED = """
 import torch
 from accelerate import Accelerator, FullyShardedDataParallelPlugin
+from accelerate.state import AcceleratorState
 from torch.distributed.fsdp import FullyShardedDataParallel
 
 accelerator = Accelerator(fsdp_plugin=FullyShardedDataParallelPlugin(use_orig_params=True))
+AcceleratorState()  # libraries ask it again
+assert accelerator.distributed_type == "FSDP", accelerator.distributed_type
 torch.manual_seed(0)
 model = accelerator.prepare(torch.nn.Linear(4, 2))
 assert isinstance(model, FullyShardedDataParallel), type(model)

@@ -48,7 +48,8 @@ def at_origin(finding: Finding, script: Path, folder: Path) -> Finding:
         folder: the folder in which it starts.
     """
     place = place_of(finding, script, folder)
-    name = finding.where.rpartition(":")[0] or script.name
+    own = script.relative_to(folder) if script.is_relative_to(folder) else Path(script.name)
+    name = finding.where.rpartition(":")[0] or str(own)
     for origin in (finding.origin or finding.rule.origin).split():
         kind, _, detail = origin.partition(":")
         if kind == "line":  # none of the kinds before it was found

@@ -1,6 +1,6 @@
 """Steps of several batches: the same number in each, averaged, and communicated once."""
 
-from itertools import pairwise
+from itertools import groupby, pairwise
 from statistics import mode
 
 from workshop.check.evidence.events import LossComputed, Wrapped
@@ -37,6 +37,8 @@ def accumulation_uneven(run: Run) -> Said:
             sizes[0] = wanted
         if run.asked is None:  # a program may take a last, smaller step with the batches that are left
             sizes = [size for size, left in zip(sizes, _left_over(steps, wanted), strict=True) if not left] or sizes
+            if _in_phases(sizes):
+                continue
         cleared = [backward for step in process.steps for backward in step.backwards[1:] if not backward.leftover]
         if set(sizes) != {wanted}:
             number = max(6, next(number for number, size in enumerate(sizes, 1) if size != wanted))
@@ -48,6 +50,12 @@ def accumulation_uneven(run: Run) -> Said:
             yield Seen(seen, cleared[0].where, origin="last:zero_grad")
         elif last := 0 if run.cut or run.failed else len(process.trailing):
             yield Seen(f"no optimizer.step() follows the last {plural(last, 'backward() call')}", process.step_where)
+
+
+def _in_phases(sizes: list[int]) -> bool:
+    """Whether the number of batches only changes from one phase of the training to the next, as a schedule of it says."""
+    phases = [(size, len(list(same))) for size, same in groupby(sizes)]
+    return len(phases) == len(set(sizes)) > 1 and min(steps for _, steps in phases) > 1
 
 
 def _whole_steps(steps: list[Step]) -> list[Step]:

@@ -26,6 +26,7 @@ from workshop.check.rules.words import named, plural, rank_of
 from workshop.check.scenarios import DEVICES, SPLIT, TWO_NODES, WHOLE, Split
 
 OTHERWISE = re.compile(r"Unpickling|FileNotFound|OutOfMemory")  # errors of a load that names cannot cause
+OF_DEEPSPEED = r"^\[[\d ,:-]+\] \[[A-Z]+\] \[|^DeepSpeed deepspeed\.ops"  # lines of its own logger, on each rank
 WRITERS = 3  # findings of files that several ranks write, each at a line of its own
 
 
@@ -39,7 +40,8 @@ def two_writers(run: Run) -> Said:
     """Several ranks write the same file."""
     for path, processes, where in run.shared_files()[:WRITERS]:
         ranks = " and ".join(str(rank_of(processes, index)) for index in range(len(processes)))
-        yield Seen(f"ranks {ranks} write the same file, {path.rsplit('/', 1)[-1]}", where)
+        # Hydra saves its settings on each rank, in a file for people.
+        yield Seen(f"ranks {ranks} write the same file, {path.rsplit('/', 1)[-1]}", where, mild="/.hydra/" in path)
 
 
 @two_writers.also(TWO_NODES)
@@ -177,7 +179,7 @@ def _lines(process: Process) -> list[tuple[str, str]]:
     """Return the lines of a process, each with its pattern without numbers, except lines that name a rank or its device."""
     lines = [line.strip() for line in process.stdout.splitlines() if re.search(r"\w", line)]
     # On GPUs, each rank prints the number of its GPU in place of "cpu".
-    own = re.compile(r"\brank\W{0,3}\d|^\W*\d+\W*[|:\]]|\bdevice\b.*\bcpu\b", re.IGNORECASE)
+    own = re.compile(r"\brank\W{0,3}\d|^\W*\d+\W*[|:\]]|\bdevice\b.*\bcpu\b|" + OF_DEEPSPEED, re.IGNORECASE)
     return [(re.sub(r"[\d.,]+", "#", line), line) for line in lines if not own.search(line)]
 
 

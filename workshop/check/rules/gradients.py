@@ -453,9 +453,9 @@ def _scaled(run: Run, number: int, factor: float, where: str) -> tuple[Rule, See
 
 
 @rule(
-    why="DDP averages the means of the ranks, so a target on a rank with few targets counts more than one on a rank with many.",
-    fix="Divide the sum of the losses by the number of targets on all ranks (use all_reduce), and multiply it by the number of "
-    "processes, because DistributedDataParallel divides by this number.",
+    why="In the average of the ranks' means, a target on a rank with few targets counts more than one on a rank with many.",
+    fix="Divide the sum of the losses by the number of targets on all ranks (use all_reduce). If the gradients are averaged, as "
+    "by DistributedDataParallel, multiply the loss by the number of processes, because the average divides by it.",
     needs=(LossComputed,),
     after=(no_group, wrong_group),
     anywhere=True,

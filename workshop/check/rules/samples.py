@@ -47,7 +47,9 @@ SAME_SUBSET = (
 OWN_SAMPLER = (
     "Keep the DistributedSampler of each loader in a variable of its own, and call set_epoch of that for training."
 )
-SHUFFLED = "Pass shuffle=True to the DataLoader of the training samples."
+SHUFFLED = (
+    "Pass shuffle=True to the DataLoader of the training samples; an IterableDataset shuffles in its own __iter__()."
+)
 OWN_DRAWS = (
     "If the program draws the samples at random, seed each rank differently: torch.manual_seed(SEED + rank). If it has them "
     "in memory, give each rank a part of its own, such as data[rank::world_size]."
