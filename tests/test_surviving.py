@@ -79,6 +79,7 @@ def test_the_others_continue_when_a_replica_is_killed(tmp_path, undisturbed):
     assert not any(map(psutil.pid_exists, pids))
 
 
+@pytest.mark.full
 def test_two_of_three_replicas_die_at_once(tmp_path, undisturbed):
     training = Training(tmp_path)
     training.wait_until(20)
@@ -109,6 +110,7 @@ def test_a_replica_that_hangs_is_killed(tmp_path, undisturbed):
     assert_complete(training, undisturbed, kills=1)
 
 
+@pytest.mark.full
 def test_a_second_launcher_kills_and_replaces_its_replica_that_hangs(tmp_path, undisturbed):
     """The launchers may be on different nodes: the lighthouse tells the second one which replica to kill."""
     # More steps than undisturbed: a slow machine may train 60 of them before the second launcher has imported torch.
@@ -198,6 +200,7 @@ def test_20_kills_at_random_moments(tmp_path, undisturbed):
 # ---------------------------------------------------------------- the measurements
 
 
+@pytest.mark.full
 def test_the_measurement_of_a_kill_counts_steps_and_seconds():
     loss = surviving.measure("restart from the epoch", 70)
     assert loss.killed >= 70

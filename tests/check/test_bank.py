@@ -51,7 +51,7 @@ def test_a_mistake_is_in_the_file_of_its_first_kind():
 
 def test_each_rule_has_a_mistake():
     named = {case.kinds[0] for case in all_mistakes()}
-    assert sorted(set(RULES) - named) == []
+    assert sorted(set(RULES) - named) == ["ended-early"]  # of no exercise: test_unexplained.py
 
 
 def test_each_rule_lets_a_style_pass():

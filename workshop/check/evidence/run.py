@@ -99,7 +99,7 @@ class Run:
         inside = {call.name for call in calls if call.inside}
         if any(call.point_to_point for call in calls):
             return "stages"
-        if inside and all(name.startswith("all_to_all") for name in inside):
+        if any(name.startswith("all_to_all") for name in inside):
             return "experts"
         summed = any(name.startswith(("all_reduce", "reduce_scatter")) for name in inside)
         return "layers" if summed else "parts" if inside else ""

@@ -116,7 +116,8 @@ class Collectives(Probe):
         if starts_only and made_of_others and result is not None:
             with self.recorder.guard:
                 self._never(self.begun.pop(id(result), None))  # the memory of an earlier handle is used again
-                self.begun[id(result)] = NotAwaited(name=name, where=self.recorder.where())
+                if self.recorder.called_by_program():  # C++ waits for those of Join
+                    self.begun[id(result)] = NotAwaited(name=name, where=self.recorder.where())
         return result
 
     @before(dist.Work, "wait", "synchronize", "get_future", "is_completed")

@@ -61,6 +61,8 @@ def _uneven_steps(run: Run, calls: list[list[Collective]]) -> Seen | None:
     wrapped = any(process.first(Wrapped) for process in ranks)
     if len(set(counts)) == 1 or not (wrapped or any(calls)):
         return None
+    if all(process.rank is None for process in ranks):
+        return None  # without a group, such as the trainers of a parameter server
     if not wrapped and len(set(map(len, calls))) == 1:
         if len(set(backwards)) == 1:
             return None  # rank 0 takes the steps and sends the parameters

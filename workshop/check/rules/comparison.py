@@ -220,6 +220,8 @@ def _incomparable(compared: Compared) -> str:
         return "each process has only a part of the gradients"
     if difference(ours.before.weights, alone.before.weights) > CLOSE:
         return "one process begins with different parameters"
+    if compared.several.divided == "experts" and len(ours.before.names) == len(alone.before.names):
+        return "one process has fewer experts"
     return ""
 
 
@@ -278,5 +280,5 @@ def _exchanges(ranks: list[Process]) -> bool:
 
 
 def _of_values(call: Collective) -> bool:
-    """Whether a collective exchanges more than a number, such as a count of targets."""
-    return call.shape is not None and math.prod(call.shape) > 1
+    """Whether a collective exchanges more than a number, such as a count of targets. (A ring passes on stored values.)"""
+    return call.shape is not None and math.prod(call.shape) > 1 and not call.point_to_point

@@ -32,17 +32,20 @@ class Exchange:
 def of_its_own(run: Run) -> bool:
     """Whether each rank takes several steps of its own, and then they average their parameters (local SGD; in no exercise).
 
-    Ranks that began alike have different parameters before some steps, and equal ones before a later step.
+    Ranks that began alike have different parameters before some steps, and equal ones before a later step; with
+    DistributedDataParallel (its post_localSGD_hook, or no_sync), this must happen twice.
     """
     ranks = run.trained
-    if run.asked or any(process.first(Wrapped) for process in ranks):
+    wrapped = any(process.first(Wrapped) for process in ranks)
+    if run.asked:
         return False
-    if all(_begin_rounds_alike(ranks[0], process) for process in ranks[1:]):
+    if not wrapped and all(_begin_rounds_alike(ranks[0], process) for process in ranks[1:]):
         return len(ranks) > 1
-    alike = []
+    alike: dict[object, list[bool]] = {}  # for each optimizer
     for first, *others in zip(*(process.steps for process in ranks), strict=False):
-        alike.append(all(difference(first.before.weights, step.before.weights) <= CLOSE for step in others))
-    return bool(alike) and alike[0] and (False, True) in pairwise(alike)
+        same = all(difference(first.before.weights, step.before.weights) <= CLOSE for step in others)
+        alike.setdefault(first.before.trainer, []).append(same)
+    return any(each[0] and list(pairwise(each)).count((False, True)) > wrapped for each in alike.values())
 
 
 def _begin_rounds_alike(one: Process, other: Process) -> bool:

@@ -338,7 +338,8 @@ def data_divided_twice(run: Run) -> Said:
         share = size / len(ranks)
         if kind == "content" or size < 4 * batch or not share - batch < len(trained) <= share + len(ranks):
             return
-        if stopped_early(ranks[0], number, run.accumulate):
+        again = any(len(set(own)) < 0.9 * len(own) for own in together)  # samples are drawn with replacement
+        if again or stopped_early(ranks[0], number, run.accumulate):
             return
         sizes.add((len(trained), size))
     if len(epochs) > 1:

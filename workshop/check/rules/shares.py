@@ -146,6 +146,8 @@ def beside_main(process: Process) -> Seen | None:
     started = {each.loader: each.where for each in process.of(LoaderStarted)}
     passes: dict[int, PassEnded] = {}
     for event in process.of(PassEnded):
+        if event.loader in trained and (event.loader, event.iteration) not in process.passes:
+            continue  # an evaluation of the training samples
         first = passes.setdefault(event.loader, event)
         alike = event is not first and event.order == first.order is not None and event.batches == first.batches
         if alike and event.loader in trained and event.batches > 1:
