@@ -2,6 +2,8 @@
 
 import textwrap
 
+import pytest
+
 from test_pretend import TORCHRUN, pretend
 
 MIXED = """
@@ -152,8 +154,18 @@ SHARDED = """
 """
 
 
-def test_fsdp1_resumes_from_its_shards(tmp_path):
+WHOLE = (
+    SHARDED.replace("ShardedOptimStateDictConfig", "FullOptimStateDictConfig")
+    .replace("ShardedStateDictConfig", "FullStateDictConfig")
+    .replace("SHARDED_STATE_DICT", "FULL_STATE_DICT")
+    .replace("Linear(8, 8).cuda())", "Linear(8, 8).cuda(), use_orig_params=True)")
+    .replace("expected =", "assert all(not each.is_cuda for each in state()['model'].values())\n        expected =")
+)
+
+
+@pytest.mark.parametrize("text", [SHARDED, WHOLE], ids=["shards", "whole"])
+def test_fsdp1_resumes_from_its_state_on_the_cpu(text, tmp_path):
     program = tmp_path / "sharded.py"
-    program.write_text(textwrap.dedent(SHARDED))
+    program.write_text(textwrap.dedent(text))
     done = pretend(tmp_path, "python", *TORCHRUN, "--nproc-per-node=2", program)
     assert done.returncode == 0, done.stderr

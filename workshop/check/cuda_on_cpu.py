@@ -69,21 +69,27 @@ class Generator(metaclass=_OnCpu):
     original = torch.Generator
 
 
-def _off_gpu(name: str) -> str:
-    return "cpu" if is_gpu(name) else name.replace(CUDA_TENSOR, "torch.") if name.startswith(CUDA_TENSOR) else name
+def _off_gpu(value: Any) -> Any:
+    """The CPU in place of a device; torch.load() refuses "cpu:0"."""
+    if isinstance(value, Device):
+        return "cpu" if getattr(value, "type", "") == "cpu" else value
+    if not isinstance(value, str):
+        return value
+    return "cpu" if is_gpu(value) else value.replace(CUDA_TENSOR, "torch.") if value.startswith(CUDA_TENSOR) else value
 
 
 def _without_gpu(function: Callable[..., Any]) -> Callable[..., Any]:
     """Call a function with "cpu" for each argument that is a GPU."""
 
     def called(*args: Any, **kwargs: Any) -> Any:
-        args = tuple(_off_gpu(each) if isinstance(each, str) else each for each in args)
+        args = tuple(map(_off_gpu, args))
         kwargs.pop("pin_memory", None)
         for name in ("device", "map_location", "device_type"):
             if is_gpu(kwargs.get(name)):
                 kwargs[name] = "cpu"
-        if isinstance(kwargs.get("map_location"), dict):
-            kwargs["map_location"] = "cpu"
+        if "map_location" in kwargs:
+            location = kwargs["map_location"]
+            kwargs["map_location"] = "cpu" if isinstance(location, dict) else _off_gpu(location)
         return function(*args, **kwargs)
 
     if operation := _builtins._find_builtin(function):
@@ -134,6 +140,8 @@ def install(count: int) -> None:
     _devices_of_fsdp()
     if utilities := sys.modules.get("torch.distributed.fsdp._init_utils"):
         _shard_without_gpu(utilities)
+    if collecting := sys.modules.get("torch.distributed.fsdp._optim_utils"):
+        _copies_of_states(collecting)
     _accelerate()
     _deepspeed()
     if count:
@@ -293,6 +301,18 @@ def _number(devices: Any, count: int) -> int:
     if isinstance(devices, (list, tuple)):
         return len(devices)
     return count if devices in (None, "auto", -1, "-1") else int(devices)
+
+
+def _copies_of_states(collecting: Any) -> None:
+    """FSDP1 gathers one state of the optimizer after the other into the same memory, and copies each only from a GPU."""
+    original = collecting._unflatten_orig_param_states
+
+    def unflatten(parameters: Any, states: Any, name: str, *args: Any) -> None:
+        original(parameters, states, name, *args)
+        for state in states.values():
+            state[name] = state[name].clone()
+
+    collecting._unflatten_orig_param_states = unflatten
 
 
 def _devices_of_fsdp() -> None:

@@ -1,8 +1,10 @@
 """torch.save and torch.load with tensors on pretended GPUs: a file knows on which GPU each tensor was."""
 
+import contextlib
 from functools import wraps
 
 import torch
+from torch.distributed.fsdp import _flat_param, _state_dict_utils
 
 from workshop.pretend import devices
 from workshop.pretend.tensor import PretendTensor, saved
@@ -39,8 +41,32 @@ def _rebuild(original):
     return rebuild
 
 
+def _to_cpu(original):
+    @wraps(original)
+    def to_cpu(self):
+        # It would replace the data of a parameter that autograd uses, which PyTorch allows between the CPU and CUDA only.
+        return contextlib.nullcontext() if isinstance(self.flat_param, PretendTensor) else original(self)
+
+    return to_cpu
+
+
+def _collected(original):
+    @wraps(original)
+    def collected(module, state, found, prefix):
+        result = original(module, state, found, prefix)
+        if state._state_dict_config.offload_to_cpu:
+            for name, value in result.items():
+                if name.startswith(prefix) and isinstance(value, PretendTensor):
+                    result[name] = value.cpu()
+        return result
+
+    return collected
+
+
 def install() -> None:
-    """Save and load tensors with their pretended device."""
+    """Save and load tensors with their pretended device, and collect the state of FSDP1 on the CPU."""
+    _flat_param.FlatParamHandle.to_cpu = _to_cpu(_flat_param.FlatParamHandle.to_cpu)
+    _state_dict_utils._full_post_state_dict_hook = _collected(_state_dict_utils._full_post_state_dict_hook)
     torch.serialization.register_package(5, _tag, _restore)
     torch._utils._rebuild_tensor_v2 = _rebuild(torch._utils._rebuild_tensor_v2)
     torch.serialization.add_safe_globals([PretendTensor])

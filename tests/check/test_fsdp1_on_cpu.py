@@ -1,0 +1,37 @@
+"""What FSDP1 saves in a run without GPUs: the states of an optimizer, loaded to a device with a number."""
+
+from workshop.check.command import check_command
+
+PROGRAM = """
+import os
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import FullOptimStateDictConfig, FullStateDictConfig, FullyShardedDataParallel, StateDictType
+
+dist.init_process_group("nccl")
+torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+torch.manual_seed(0)
+model = FullyShardedDataParallel(torch.nn.Linear(8, 8).cuda(), use_orig_params=True)
+optimizer = torch.optim.AdamW(model.parameters())
+data = torch.utils.data.TensorDataset(torch.randn(16, 8))
+sampler = torch.utils.data.DistributedSampler(data)
+for (batch,) in torch.utils.data.DataLoader(data, batch_size=4, sampler=sampler):
+    optimizer.zero_grad()
+    model(batch.cuda()).square().mean().backward()
+    optimizer.step()
+whole = FullStateDictConfig(offload_to_cpu=True), FullOptimStateDictConfig(offload_to_cpu=True)
+with FullyShardedDataParallel.state_dict_type(model, StateDictType.FULL_STATE_DICT, *whole):
+    states = FullyShardedDataParallel.optim_state_dict(model, optimizer)["state"]
+assert not torch.equal(states["weight"]["exp_avg"], states["weight"]["exp_avg_sq"])
+if dist.get_rank() == 0:
+    torch.save(states, "states.pt")
+    torch.load("states.pt", map_location=torch.device(batch.cuda().device.type, 0))
+dist.destroy_process_group()
+"""
+
+
+def test_the_states_of_an_optimizer_are_copies(tmp_path):
+    (tmp_path / "train.py").write_text(PROGRAM)
+    *_, verdict = check_command(["torchrun", "--nproc-per-node=2", "train.py"], folder=tmp_path)
+    assert (verdict.status, [finding.seen for finding in verdict.errors]) == (0, [])
+    assert not [text for text in verdict.unchecked if "fails" in text]
