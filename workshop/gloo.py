@@ -19,6 +19,7 @@ def ask() -> None:
     global asked
     asked = True
     _give_futures()
+    _finish_functional()
 
 
 def as_nccl() -> dict[str, Callable[..., Any]]:
@@ -112,3 +113,11 @@ def _give_futures() -> None:
         return future
 
     dist.Work.get_future = get_future  # type: ignore[method-assign]
+
+
+@cache
+def _finish_functional() -> None:
+    """Wait for each collective of a DTensor at once: NCCL finishes it before its process ends, whoever needs the result."""
+    from torch.distributed import _functional_collectives as functional
+
+    functional._maybe_wrap_tensor = functional.wait_tensor

@@ -1,6 +1,8 @@
 """What FSDP1 saves in a run without GPUs: the states of an optimizer, loaded to a device with a number."""
 
-from workshop.check.command import check_command
+from workshop.check.command import check_command, subject_of
+from workshop.check.foreign import OwnersBench
+from workshop.check.start import read_start
 
 PROGRAM = """
 import os
@@ -35,3 +37,14 @@ def test_the_states_of_an_optimizer_are_copies(tmp_path):
     *_, verdict = check_command(["torchrun", "--nproc-per-node=2", "train.py"], folder=tmp_path)
     assert (verdict.status, [finding.seen for finding in verdict.errors]) == (0, [])
     assert not [text for text in verdict.unchecked if "fails" in text]
+
+
+def test_they_are_copies_without_pretended_gpus(tmp_path):
+    script = tmp_path / "train.py"
+    script.write_text(PROGRAM)
+    start = read_start(["torchrun", "--nproc-per-node=2", "train.py"])
+    (place := tmp_path / "place").mkdir()
+    bench = OwnersBench(subject_of(script), start, on_cpu=True, place=place, original=tmp_path)
+    run = bench._run(bench.folder())
+    assert run.first_exception() is None
+    assert len(run.trained) == 2

@@ -40,6 +40,7 @@ from workshop.check.program_text import start_of_its_own
 from workshop.check.rules.accumulation import accumulation_traffic, accumulation_uneven
 from workshop.check.rules.alike import has_resumed
 from workshop.check.rules.carried import _counted_elsewhere, plays
+from workshop.check.rules.collectives import collectives_differ
 from workshop.check.rules.deepspeed import engine_steps_missing
 from workshop.check.rules.ending import crash, ended_early, endless, no_training
 from workshop.check.rules.evaluation import evaluation_repeated, metric_of_one_rank
@@ -276,13 +277,22 @@ def test_the_first_checkpoint_that_counts_follows_a_step_with_a_learning_rate():
     assert _first_save(run(joined(0, *events[:-1]))) == 2
 
 
-def test_the_newest_checkpoint_is_that_of_a_model(tmp_path):
-    for name in ("model.pt", "results.pt"):
+@pytest.mark.parametrize(("shape", "found"), [((1,), 0), ((2,), 1)])
+def test_a_number_and_a_list_of_one_number_are_the_same_call(shape, found):
+    step = passed(1), BEGUN, StepTaken(weights=[])
+    calls = [Collective(name="all_reduce", shape=each, dtype="float", where="t.py:2") for each in ((), shape)]
+    ranks = run(*(joined(rank, *step, call, *step) for rank, call in enumerate(calls)), launch="torchrun")
+    assert len(list(collectives_differ.detectors[0].function(ranks))) == found
+
+
+def test_the_newest_checkpoint_is_the_most_complete_one(tmp_path):
+    for name in ("model.pt", "best.pt", "results.pt"):
         (tmp_path / name).touch()
-    saves = [Saved(path=f"{tmp_path}/model.tmp", keys=["weight"]), FileRenamed(source=f"{tmp_path}/model.tmp")]
-    saves += [FileWritten(path=f"{tmp_path}/model.pt"), Saved(path=f"{tmp_path}/results.pt", keys=[])]
-    program = run(joined(0, passed(1), BEGUN, StepTaken(weights=[]), *saves))
-    assert _latest(program, tmp_path) == "model.pt"
+    renamed = FileRenamed(source=f"{tmp_path}/model.tmp"), FileWritten(path=f"{tmp_path}/model.pt")
+    saves = [Saved(path=f"{tmp_path}/model.tmp", keys=["weight"], moments=2), *renamed]
+    saves += [Saved(path=f"{tmp_path}/best.pt", keys=["weight"]), Saved(path=f"{tmp_path}/results.pt", keys=[])]
+    for left, newest in ((saves, "model.pt"), (saves[3:], "best.pt"), (saves[4:], "results.pt")):
+        assert _latest(run(joined(0, passed(1), BEGUN, StepTaken(weights=[]), *left)), tmp_path) == newest
 
 
 def test_parameters_without_gradients_do_not_tell_whether_a_run_resumed():

@@ -318,7 +318,7 @@ class OwnersBench(ProgramBench):
         first = self._run(scratch, dies=saves)
         taken = len(first.trained[0].steps) if first.trained else 0
         left = {"steps": len(whole.trained[0].steps) - taken, "at_once": True} if whole.cut else {}
-        files = _checkpoints(first, model=True) or _checkpoints(first)
+        files = _checkpoints(first, least=1) or _checkpoints(first)
         saved = {os.path.relpath(path, scratch.resolve()) for path in files}
         tried, ended, one = "", "loads no checkpoint", 1 + (whole.trained[0].warmup if whole.trained else 0)
         for arguments in self._resume(first, scratch):
@@ -465,16 +465,16 @@ def _saved(process: Process) -> list[tuple[float, Saved | CheckpointCalled]]:
 
 
 def _latest(run: Run, scratch: Path) -> str:
-    """The newest checkpoint of a run that still exists, relative to its folder: of a model, if it has saved one."""
-    newest = (path for model in (True, False) for path in reversed(_checkpoints(run, model)))
+    """The newest checkpoint of a run that still exists, relative to its folder: the most complete ones count first."""
+    newest = (path for least in (2, 1, 0) for path in reversed(_checkpoints(run, least)))
     existing = [path for path in newest if Path(path).exists()]
     return os.path.relpath(existing[0], scratch.resolve()) if existing else ""
 
 
-def _checkpoints(run: Run, model: bool = False) -> list[str]:
+def _checkpoints(run: Run, least: int = 0) -> list[str]:
     """The files that a run saved after its first step, the newest last, also under the names that they got afterwards.
 
-    ``model``: only those with the parameters of a model, and not, for example, the results of an evaluation.
+    ``least``: with 1, only those with the parameters of a model (no results of an evaluation); with 2, with its optimizer too.
     """
     found: list[tuple[float, str]] = []
     for process in run.processes:
@@ -484,7 +484,7 @@ def _checkpoints(run: Run, model: bool = False) -> list[str]:
             begun |= bool(process.steps) and seconds > process.steps[0].seconds
             if not begun:
                 continue
-            if isinstance(event, Saved) and event.path and (event.keys or not model):
+            if isinstance(event, Saved) and event.path and bool(event.keys) * (1 + bool(event.moments)) >= least:
                 saved.add(event.path)
                 found.append((seconds, event.path))
             elif isinstance(event, FileRenamed):

@@ -114,7 +114,9 @@ class Collective(Event):  # the program called a collective
     @property
     def common_shape(self) -> tuple[int, ...] | None:
         """The shape that the first tensor must have on all ranks; None: any, for example as many rows as a rank receives."""
-        return None if self.name in ("all_gather", "all_to_all", "all_to_all_single") else self.shape
+        if self.name in ("all_gather", "all_to_all", "all_to_all_single"):
+            return None
+        return () if self.shape == (1,) else self.shape  # both are one number
 
 
 class NotAwaited(Event):  # at a step: the program has not waited for an asynchronous collective, called in this line

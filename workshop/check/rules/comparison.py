@@ -280,5 +280,10 @@ def _exchanges(ranks: list[Process]) -> bool:
 
 
 def _of_values(call: Collective) -> bool:
-    """Whether a collective exchanges more than a number, such as a count of targets. (A ring passes on stored values.)"""
-    return call.shape is not None and math.prod(call.shape) > 1 and not call.point_to_point
+    """Whether a collective exchanges more than a number, such as a count of targets.
+
+    A ring passes on stored values, and one gathered number for each sample is a metric.
+    """
+    if call.shape is None or call.point_to_point or (call.name.startswith("all_gather") and len(call.shape) < 2):
+        return False
+    return math.prod(call.shape) > 1

@@ -62,8 +62,8 @@ def engine_steps_missing(run: Run) -> Said:
     """step() is called for some of the batches only."""
     for process in [] if run.failed else run.processes:
         calls = {name: [each for each in process.of(EngineCalled) if each.name == name] for name in INSTEAD}
-        # With two losses before a step that updates the parameters, as in a GAN, nothing is missing.
-        updates = bool(calls["step"]) and len(process.steps) >= len(calls["step"]) - 1
+        # With two losses before a step that updates the parameters, as in a GAN, nothing is missing. Pipelines step themselves.
+        updates = len(process.steps) >= (len(calls["step"]) - 1 if calls["step"] else 1)
         if len(calls["backward"]) > len(calls["step"]) + 1 and not updates:
             counts = f"{len(calls['step'])} of {len(calls['backward'])}"
             where = (calls["step"] or calls["backward"])[0].where

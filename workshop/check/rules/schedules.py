@@ -27,13 +27,15 @@ PREPARED = (
 @rule(
     why="If a schedule has a different number of steps than the run, it ends too early, or never reaches its low rates.",
     fix="Count the optimizer steps of one rank: the batches of its DataLoader, times the epochs, divided by the accumulation.",
-    needs=(ScheduleSeen,),
+    needs=(ScheduleSeen, ScheduleStepped),
     after=(no_group, wrong_group),
     anywhere=True,
 )
 def schedule_length(run: Run) -> Said:
     """The schedule is as long as the steps of all processes together, or shorter by their number."""
     for process in run.trained[:1] if not run.cut and not run.failed and run.nproc > 1 else ():
+        if any(event.kind == "SWALR" for event in process.of(ScheduleStepped)):
+            continue  # it takes over before the end
         rates = [step.before.rates[0] for step in process.steps if step.before.rates]
         complete = run.planned.intersection((process.attempts, len(process.epochs)))  # else it may have stopped early
         if complete and (found := [*_wrong_length(run, process, rates)]):
