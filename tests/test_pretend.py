@@ -217,13 +217,15 @@ def test_copies_and_waits_are_noted_with_their_lines(tmp_path):
         on_gpu.to("cpu", non_blocking=True)       # 12
         torch.cuda.synchronize()
         assert (on_gpu > 0).all()                 # 14
+        library = {"torch": torch, "pinned": pinned, "__name__": "a_library"}
+        exec(compile("pinned.to('cuda', non_blocking=True)", torch.__file__, "exec"), library)  # 16, for the library
         for (kind, _), places in devices.notes.items():
             print(kind, *(place.rpartition(":")[2] for place in places))
         """,
         tmp_path,
     )
     assert out.splitlines() == [
-        "pageable 5", "pageable-non-blocking 6", "pinned 8", "pinned-non-blocking 9", "wait 10 11 14", "to-cpu 12",
+        "pageable 5", "pageable-non-blocking 6", "pinned 8", "pinned-non-blocking 9 16", "wait 10 11 14", "to-cpu 12",
         "synchronize 13",
     ]  # fmt: skip
 

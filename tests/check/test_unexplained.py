@@ -7,6 +7,7 @@ from workshop.check.evidence.process import Process
 from workshop.check.evidence.run import Asked, Run
 from workshop.check.judge import ask
 from workshop.check.rules.ending import crash, ended_early, endless, hang
+from workshop.check.rules.gpus import gpu_refused
 from workshop.check.rules.restart import resume_differs
 from workshop.check.rules.rule import Detector, Seen
 from workshop.check.scenarios import WHOLE
@@ -59,6 +60,12 @@ def test_an_end_counts_as_an_error_if_the_ranks_or_the_message_show_its_cause(ru
     said = {rule: list(rule.detectors[0].function(run)) for rule in (crash, hang, endless, ended_early)}
     assert [rule for rule, seen in said.items() if seen] == [found]
     assert said[found][0].where == "train.py:9"
+
+
+@pytest.mark.parametrize(("message", "told"), [("the product does not match the world size (4)", 0), ("no file", 1)])
+def test_what_only_two_nodes_refuse_hides_nothing_that_one_node_shows(message, told):
+    run = ended([raised(message)], [raised(message)])
+    assert len(list(gpu_refused.detectors[0].function(run))) == told
 
 
 @pytest.mark.parametrize(("goals", "level"), [((), False), ((Goal(1, "it resumes", (resume_differs,)),), True)])

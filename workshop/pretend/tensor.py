@@ -377,8 +377,10 @@ def _note_copy(func, args, kwargs, index: int | None) -> None:
         else:
             devices.note_wait()
     elif to_gpu and not from_gpu and source.dim() > 0:
-        memory = "pinned" if is_pinned(source) else "pageable"
-        devices.note(memory + ("-non-blocking" if non_blocking and devices.called_by_program() else ""))
+        pinned = is_pinned(source)
+        # Whether a library asks for it without pinned memory is not up to the program.
+        free = non_blocking and (pinned or devices.called_by_program())
+        devices.note(("pinned" if pinned else "pageable") + "-non-blocking" * free)
 
 
 def is_pinned(tensor: torch.Tensor) -> bool:

@@ -28,6 +28,7 @@ NUMBERS = "Give such a function numbers of Python where it needs sizes or indice
 SENT = "Send tensors that are on the CPU: call cpu() on each before broadcast_object_list, gather_object or all_gather_object."
 STEPS = 3  # steps of a process from which on a rule judges what every step does
 REFUSED = ("two-devices", "numpy", "generator", "forked", "cpu-tensor", "no-such-gpu", "same-gpu")
+OF_ONE_NODE = re.compile(r"num_nodes|[Ii]nvalid rank|does not match the world size")
 COPIES = ("pageable", "pageable-non-blocking", "pinned", "pinned-non-blocking")
 WAITS = ("wait", "synchronize")
 MANY = 4  # waits of a library in a step; GradScaler has one or two
@@ -110,8 +111,8 @@ def gpu_refused(run: Run) -> Said:
         elif run.hung and not found:
             if not of_one_node(run):  # rank_of_node names it
                 yield NotJudged("what GPUs show: the run on pretended GPUs takes too long")
-        elif found and found[1].type == "FileExistsError":  # folder_made_twice names it
-            return
+        elif found and (found[1].type == "FileExistsError" or OF_ONE_NODE.search(message)):
+            return  # folder_made_twice names it; or it is for one node, and then runs on one
         elif message and not re.search(r"aten::|c10d::|\bpretend|backend", message):
             yield NotJudged(f"what GPUs show (on pretended GPUs the program fails: {message})")
         else:
