@@ -230,6 +230,21 @@ def test_copies_and_waits_are_noted_with_their_lines(tmp_path):
     ]  # fmt: skip
 
 
+def test_a_library_that_waits_in_a_generator_is_named_by_its_function(tmp_path):
+    out = pretended(
+        """
+        from workshop.pretend import devices
+        text = "def total(values): return sum(float(each) for each in values)"
+        library = {"__name__": "a_library"}
+        exec(compile(text, torch.__file__, "exec"), library)
+        library["total"](torch.ones(3).cuda())
+        print([detail for kind, detail in devices.notes if kind == "wait-inside"])
+        """,
+        tmp_path,
+    )
+    assert out.strip() == "['in total()']"
+
+
 def test_each_note_has_a_text_in_the_table():
     source = "".join(file.read_text() for file in (ROOT / "workshop" / "pretend").glob("*.py"))
     noted = set(re.findall(r'note\(\s*"([\w-]+)"', source))

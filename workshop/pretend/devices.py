@@ -92,6 +92,8 @@ def note_wait() -> None:
     if called_by_program():
         note("wait")
     elif frame := _caller():
+        while frame.f_back and frame.f_code.co_name.startswith("<"):  # of a generator or a lambda: it has no name
+            frame = frame.f_back
         of_optimizer = f"{os.sep}optim{os.sep}" in frame.f_code.co_filename
         note("wait-inside", "" if of_optimizer else f"in {frame.f_code.co_name}()")
 
