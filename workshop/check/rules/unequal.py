@@ -90,7 +90,8 @@ def why_unequal(base: Process, one: Step, two: Step, which: Sequence[str]) -> tu
         )
     if last.forward and last.forward.wrapped and (added := _added(base, which)):
         fix = "Change the model first (new layers, adapters, unfrozen layers), and then wrap it in DistributedDataParallel."
-        what = f"{listed(added)} were added after DistributedDataParallel had wrapped the model, so it averages nothing for them"
+        names = listed(added)
+        what = f"{names} were added or unfrozen after DistributedDataParallel had wrapped the model: it does not average them"
         return next((each.where for each in base.of(Wrapped)), where), what, fix
     what = "something changes them on one rank after backward(), or they were averaged before they were complete"
     return (
