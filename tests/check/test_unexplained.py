@@ -2,12 +2,13 @@
 
 import pytest
 
-from workshop.check.evidence.events import Ended, Joined, Raised
+from workshop.check.evidence.events import Ended, Joined, Raised, StepBegun, StepTaken
 from workshop.check.evidence.process import Process
 from workshop.check.evidence.run import Asked, Run
 from workshop.check.judge import ask
 from workshop.check.rules.ending import crash, ended_early, endless, hang
 from workshop.check.rules.gpus import gpu_refused
+from workshop.check.rules.gradients import weights_differ
 from workshop.check.rules.restart import resume_differs
 from workshop.check.rules.rule import Detector, Seen
 from workshop.check.scenarios import WHOLE
@@ -73,3 +74,15 @@ def test_a_mild_finding_is_a_hint_unless_the_program_is_an_exercise(goals, level
     verdict = Verdict(Subject(tmp_path / "train.py", "", goals, (resume_differs,), ()))
     ask(verdict, [Detector(resume_differs, lambda run: [Seen("it differs", mild=True)], (WHOLE,))], {WHOLE: None})
     assert [finding.is_error for finding in verdict.findings] == [level]
+
+
+@pytest.mark.parametrize(("names", "found"), [((["a", "b"], ["c", "d"]), 0), ((["a", "b"], ["a", "b"]), 1)])
+def test_each_rank_may_optimize_a_part_of_the_parameters(names, found):
+    ranks = []
+    for rank, own in enumerate(names):
+        weights = [(1.0 + rank, [1.0 + rank, 2.0])] * 2
+        begun = StepBegun(gradients=[], weights=weights, names=own, rates=[], state=0, of_model=True, fitting=False)
+        events = [Joined(rank=rank, world_size=2), begun, StepTaken(weights=weights)]
+        ranks.append(Process(rank, [(float(number), each) for number, each in enumerate(events)]))
+    run = Run(2, ranks, 0, "", False, 9.0, "torchrun")
+    assert len(list(weights_differ.detectors[0].function(run))) == found

@@ -30,7 +30,7 @@ from workshop.check.rules.divergence import TO_ONE, reduced_to_one
 from workshop.check.rules.learning import of_steps
 from workshop.check.rules.processes import no_group, wrong_group
 from workshop.check.rules.replicas import begun_apart, parted
-from workshop.check.rules.rounds import of_its_own, sum_of_changes
+from workshop.check.rules.rounds import of_its_own, own_parts, sum_of_changes
 from workshop.check.rules.rule import RULES, Makes, NotJudged, Rule, Said, Seen, Told, findings, rule
 from workshop.check.rules.unequal import after_backward, reduced_losses, unclipped, why_unequal
 from workshop.check.rules.words import listed, named
@@ -273,7 +273,7 @@ def _apart(run: Run) -> Told:
     """Where two ranks first hold different gradients or parameters."""
     ranks = run.trained
     joined = any(process.first(UnevenJoined) for process in ranks)
-    if run.divided or any(step.before.sharded for process in ranks for step in process.steps):
+    if run.divided or any(step.before.sharded for process in ranks for step in process.steps) or own_parts(ranks):
         return []  # each rank has its own part
     if not all(step.before.of_model for process in ranks for step in process.steps):
         return _begun_apart(ranks)  # an optimizer has copies of the parameters, or other tensors

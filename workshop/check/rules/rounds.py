@@ -48,6 +48,12 @@ def of_its_own(run: Run) -> bool:
     return any(each[0] and list(pairwise(each)).count((False, True)) > wrapped for each in alike.values())
 
 
+def own_parts(ranks: list[Process]) -> bool:
+    """Whether the optimizer of each rank has other parameters, as in a ZeRO of the program itself."""
+    names = [set(process.steps[0].before.names) for process in ranks]
+    return len(ranks) > 1 and all(own.isdisjoint(other) for own, other in pairwise(names))
+
+
 def _begin_rounds_alike(one: Process, other: Process) -> bool:
     """Whether two ranks have the same parameters after each exchange, and then take several steps, each its own number."""
     mine, theirs = _rounds(one), _rounds(other)
