@@ -31,6 +31,7 @@ COMMANDS = {
     "python -u train.py": ("python", 1, "train.py", ()),
     "python3 -m package.train -x": ("python", 1, "package.train", ("-x",)),
     "accelerate launch --num_processes=2 --cpu t.py --a": ("torchrun", 2, "t.py", ("--a",)),
+    "accelerate-launch --num_processes=2 t.py --a": ("torchrun", 2, "t.py", ("--a",)),
     "deepspeed --num_gpus 4 --master_port 1 t.py --deepspeed": ("deepspeed", 4, "t.py", ("--deepspeed",)),
     "srun -n4 --cpu-bind=cores python t.py": ("srun", 4, "t.py", ()),
     "mpirun -np 2 --oversubscribe python t.py": ("mpirun", 2, "t.py", ()),

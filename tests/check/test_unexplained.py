@@ -10,7 +10,7 @@ from workshop.check.rules.ending import crash, ended_early, endless, hang
 from workshop.check.rules.gpus import gpu_refused
 from workshop.check.rules.gradients import weights_differ
 from workshop.check.rules.restart import resume_differs
-from workshop.check.rules.rule import Detector, Seen
+from workshop.check.rules.rule import RULES, Detector, Seen
 from workshop.check.scenarios import WHOLE
 from workshop.check.subject import Goal, Subject
 from workshop.check.verdict import Verdict
@@ -86,3 +86,9 @@ def test_each_rank_may_optimize_a_part_of_the_parameters(names, found):
         ranks.append(Process(rank, [(float(number), each) for number, each in enumerate(events)]))
     run = Run(2, ranks, 0, "", False, 9.0, "torchrun")
     assert len(list(weights_differ.detectors[0].function(run))) == found
+
+
+def test_what_explains_a_crash_explains_an_early_end_too():
+    explaining = [each for rule in RULES.values() for each in rule.detectors if crash in each.instead_of]
+    assert len(explaining) > 5
+    assert all(ended_early in each.instead_of for each in explaining)

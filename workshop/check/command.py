@@ -35,7 +35,7 @@ UNCHECKED = (
 )
 # What the check imports besides torch. If the environment of the program lacks a package, the check brings its own.
 NEEDED = ("psutil", "rich", "click")
-STARTERS = re.compile(r"python[\d.]*|torchrun|accelerate|deepspeed")
+STARTERS = re.compile(r"python[\d.]*|torchrun|accelerate(-launch)?|deepspeed")
 
 
 def run_command(

@@ -270,3 +270,4 @@ READERS: dict[str, Callable[[list[str]], Start]] = {
     ),
 }
 READERS["mpiexec"] = READERS["mpirun"]
+READERS["accelerate-launch"] = lambda words: _accelerate(["accelerate", "launch", *words[1:]])

@@ -20,7 +20,7 @@ from workshop.check.evidence.events import (
 )
 from workshop.check.evidence.process import Process
 from workshop.check.evidence.run import Run
-from workshop.check.rules.ending import crash
+from workshop.check.rules.ending import crash, ended_early
 from workshop.check.rules.rule import Said, Seen, rule
 from workshop.check.rules.words import named, plural, rank_of
 from workshop.check.scenarios import DEVICES, SPLIT, TWO_NODES, WHOLE, Split
@@ -56,7 +56,7 @@ def writers_on_two_nodes(run: Run) -> Said:
 @rule(
     why="A rank can look for the folder before another one has created it, and create it after that. It happens only sometimes.",
     fix="Call os.makedirs(path, exist_ok=True): then it is no error if the folder exists.",
-    instead_of=(crash,),
+    instead_of=(crash, ended_early),
     anywhere=True,
 )
 def folder_made_twice(run: Run) -> Said:
@@ -80,7 +80,7 @@ folder_made_twice.also(DEVICES)(folder_made_twice.detectors[0].function)
 @rule(
     why="A rank that does not wait can find an earlier version of the file, a part of it, or none.",
     fix="Call torch.distributed.barrier() on all ranks between torch.save() on one rank and torch.load() on the others.",
-    instead_of=(crash,),
+    instead_of=(crash, ended_early),
     anywhere=True,
 )
 def read_before_written(run: Run) -> Said:

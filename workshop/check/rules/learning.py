@@ -17,7 +17,7 @@ from workshop.check.evidence.misuses import (
 from workshop.check.evidence.process import Process
 from workshop.check.evidence.run import Run
 from workshop.check.evidence.sketches import difference
-from workshop.check.rules.ending import crash
+from workshop.check.rules.ending import crash, ended_early
 from workshop.check.rules.processes import no_group, wrong_group
 from workshop.check.rules.rule import Said, Seen, rule
 from workshop.check.rules.words import listed, named, plural
@@ -30,7 +30,7 @@ of_steps = partial(rule, after=(no_group, wrong_group), spoils=True, anywhere=Tr
 @of_steps(
     why="The optimizer changes parameters that the model does not use, so the model stays as it was.",
     fix="Create the optimizer from the parameters of the model that computes the loss, after the last change to that model.",
-    instead_of=(crash,),
+    instead_of=(crash, ended_early),
 )
 def wrong_parameters(run: Run) -> Said:
     """The optimizer holds none of the model's parameters."""
@@ -81,7 +81,7 @@ def never_initialized(run: Run) -> Said:
     why="NaN in the loss becomes NaN in all gradients and parameters, so nothing after it trains the model.",
     fix="Find the first operation that returns NaN with set_detect_anomaly(True) of torch.autograd: a division by zero, a mean "
     "over no values, the logarithm of 0, or a learning rate that is too high.",
-    instead_of=(crash,),
+    instead_of=(crash, ended_early),
     after=(no_group, wrong_group, never_initialized),
 )
 def loss_not_finite(run: Run) -> Said:
@@ -215,7 +215,7 @@ def labels_shifted(run: Run) -> Said:
     why="Reentrant checkpointing computes gradients only if an input of the layer needs one. The layer is not trained.",
     fix="Call torch.utils.checkpoint.checkpoint() with use_reentrant=False, or enable_input_require_grads() in transformers.",
     needs=(InputsWithoutGradients,),
-    instead_of=(crash,),
+    instead_of=(crash, ended_early),
 )
 def checkpointed_without_gradients(run: Run) -> Said:
     """The inputs of a checkpointed layer need no gradient, as those of the first one, or after frozen layers."""

@@ -16,7 +16,7 @@ from workshop.check.evidence.real import RealRun
 from workshop.check.evidence.run import Run
 from workshop.check.evidence.sketches import CLOSE
 from workshop.check.rules.collectives import collectives_differ
-from workshop.check.rules.ending import crash, ending, hang, no_training
+from workshop.check.rules.ending import crash, ended_early, ending, hang, no_training
 from workshop.check.rules.processes import address_overwritten, no_group, wrong_group
 from workshop.check.rules.rule import Rule, Said, Seen, Told, also, findings, rule
 from workshop.check.rules.words import plural
@@ -81,7 +81,7 @@ def _refused(run: Run, sign: str, seen: str) -> Said:
 @rule(
     why="The Trainer calls the methods of the module by their names, so each of them must exist.",
     fix="Define LightningModule.training_step and .configure_optimizers, and LightningDataModule.train_dataloader.",
-    instead_of=(crash, no_group),
+    instead_of=(crash, ended_early, no_group),
     blocks=True,
 )
 def step_missing(run: Run) -> Said:
@@ -90,7 +90,7 @@ def step_missing(run: Run) -> Said:
     return _refused(run, sign, r"the Trainer finds no \1()")
 
 
-@wrong_group.also(WHOLE, instead_of=(crash, no_group))
+@wrong_group.also(WHOLE, instead_of=(crash, ended_early, no_group))
 def other_number_than_devices(run: Run) -> Said:
     """Lightning rejects the number of processes."""
     sign = r"You set `devices=(\d+)` and `num_nodes=(\d+)` in Lightning.* match the world size \((\d+)\)"
@@ -169,7 +169,7 @@ def schedule_uneven(run: Run) -> Said:
             yield Seen(f"the learning rate does not rise once and then fall to almost 0: {shown}", where)
 
 
-@schedule_uneven.also(WHOLE, instead_of=(crash,))
+@schedule_uneven.also(WHOLE, instead_of=(crash, ended_early))
 def schedule_over(run: Run) -> Said:
     """The schedule raises an error because the run takes more steps."""
     sign = r"Tried to step (\d+) times. The specified number of total steps is (\d+)"
