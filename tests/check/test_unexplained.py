@@ -1,5 +1,7 @@
 """What fails in all ranks alike, or differs for an unknown reason, is no error of a program that nobody here knows."""
 
+from types import SimpleNamespace
+
 import pytest
 
 from workshop.check.evidence.events import Ended, Joined, Raised, StepBegun, StepTaken
@@ -11,6 +13,7 @@ from workshop.check.rules.gpus import gpu_refused
 from workshop.check.rules.gradients import weights_differ
 from workshop.check.rules.restart import resume_differs
 from workshop.check.rules.rule import RULES, Detector, Seen
+from workshop.check.rules.samples import _shuffled_below
 from workshop.check.scenarios import WHOLE
 from workshop.check.subject import Goal, Subject
 from workshop.check.verdict import Verdict
@@ -92,3 +95,13 @@ def test_what_explains_a_crash_explains_an_early_end_too():
     explaining = [each for rule in RULES.values() for each in rule.detectors if crash in each.instead_of]
     assert len(explaining) > 5
     assert all(ended_early in each.instead_of for each in explaining)
+
+
+@pytest.mark.parametrize(("second", "shuffled"), [((1, 2, 3), False), ((3, 1, 2), True), ((7, 8, 9), False)])
+def test_a_data_set_that_is_shuffled_below_its_sampler_has_a_new_order(second, shuffled):
+    """The contents of epoch 2: the same in the same order; the same in a different order; others, as after augmentation."""
+    backwards = [
+        SimpleNamespace(forward=SimpleNamespace(loader=(1, epoch), rows=[("content", each, 0) for each in contents]))
+        for epoch, contents in enumerate(((1, 2, 3), second))
+    ]
+    assert _shuffled_below(SimpleNamespace(trained=[SimpleNamespace(backwards=backwards)])) == shuffled

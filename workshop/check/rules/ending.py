@@ -31,7 +31,10 @@ from workshop.run.failures import is_echo
 WANTED = re.compile(r"\b([2-9]|[1-9]\d+)\+? (?:\w+ ){0,2}GPUs?\b", re.IGNORECASE)
 # What only a real GPU can do: pretended ones refuse it, and the CPU has no such operation for a type.
 WITHOUT_GPU = re.compile(r"^Pretended GPUs cannot|^\"\w+_cpu\w*\" not implemented for |^0 active drivers")  # of Triton
-OF_MACHINE = re.compile("[Nn]o NVIDIA driver|not compiled with CUDA|no GPUs found|NCCL built in")  # it has no GPU
+# It has no GPU, or another program uses the port.
+OF_MACHINE = re.compile(
+    "[Nn]o NVIDIA driver|not compiled with CUDA|no GPUs found|NCCL built in|ddress already in use|EADDRINUSE"
+)
 FLOOD = Seen("the program printed more than 20 MB, and the check ended it")
 
 
