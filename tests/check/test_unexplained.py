@@ -13,7 +13,7 @@ from workshop.check.rules.gpus import gpu_refused
 from workshop.check.rules.gradients import weights_differ
 from workshop.check.rules.restart import resume_differs
 from workshop.check.rules.rule import RULES, Detector, Seen
-from workshop.check.rules.samples import _shuffled_below
+from workshop.check.rules.shares import shuffled_below
 from workshop.check.scenarios import WHOLE
 from workshop.check.subject import Goal, Subject
 from workshop.check.verdict import Verdict
@@ -97,11 +97,16 @@ def test_what_explains_a_crash_explains_an_early_end_too():
     assert all(ended_early in each.instead_of for each in explaining)
 
 
-@pytest.mark.parametrize(("second", "shuffled"), [((1, 2, 3), False), ((3, 1, 2), True), ((7, 8, 9), False)])
-def test_a_data_set_that_is_shuffled_below_its_sampler_has_a_new_order(second, shuffled):
+@pytest.mark.parametrize(
+    ("second", "loader", "shuffled"),
+    [
+        ((1, 2, 3), 1, False), ((3, 1, 2), 1, True), ((7, 8, 9), 1, False), ((7, 8, 9), 2, True), ((1, 2, 3), 2, False),
+    ],
+)  # fmt: skip
+def test_a_data_set_that_isshuffled_below_its_sampler_has_a_new_order(second, loader, shuffled):
     """The contents of epoch 2: the same in the same order; the same in a different order; others, as after augmentation."""
     backwards = [
-        SimpleNamespace(forward=SimpleNamespace(loader=(1, epoch), rows=[("content", each, 0) for each in contents]))
-        for epoch, contents in enumerate(((1, 2, 3), second))
+        SimpleNamespace(forward=SimpleNamespace(loader=place, rows=[("content", each, 0) for each in contents]))
+        for place, contents in (((1, 1), (1, 2, 3)), ((loader, 3 - loader + 1), second))
     ]
-    assert _shuffled_below(SimpleNamespace(trained=[SimpleNamespace(backwards=backwards)])) == shuffled
+    assert shuffled_below(SimpleNamespace(trained=[SimpleNamespace(backwards=backwards)])) == shuffled

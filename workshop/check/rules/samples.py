@@ -33,6 +33,7 @@ from workshop.check.rules.shares import (
     orders,
     share_of_each,
     shared,
+    shuffled_below,
     slices,
     stopped_early,
     unused_batches,
@@ -410,26 +411,11 @@ def same_order(run: Run) -> Said:
         epochs = process.epochs
         whole = epochs and len(epochs[0]) <= len(process.steps[0].keys)  # each step trains on all samples
         same = len(epochs) > 1 and len(epochs[0]) > 8 and epochs[0] == epochs[1] and len(set(epochs[0])) > 1
-        if same and not whole and not _shuffled_below(run):
+        if same and not whole and not shuffled_below(run):
             yield _same_orders(run, process)
             return
         if beside := beside_main(process) or kept_batches(process):
             yield beside
-
-
-def _shuffled_below(run: Run) -> bool:
-    """Whether epoch 2 has the contents of epoch 1 in a different order: the program shuffles the data set itself."""
-    ranks = []
-    for process in run.trained:
-        contents: dict[object, list[Key]] = {}
-        for forward in (backward.forward for backward in process.backwards):
-            if forward and forward.loader:
-                contents.setdefault(forward.loader, []).extend(forward.rows)
-        ranks.append([*contents.values()][:2])
-    if not ranks or any(len(passes) < 2 for passes in ranks) or all(one == two for one, two in ranks):
-        return False
-    first, second = (set().union(*(passes[number] for passes in ranks)) for number in (0, 1))
-    return len(first & second) > 0.9 * len(first) > 0
 
 
 def _same_orders(run: Run, process: Process) -> Seen:

@@ -3,7 +3,16 @@
 import math
 from collections.abc import Iterator
 
-from workshop.check.evidence.events import Backward, BatchLoaded, Collective, Drawn, Evaluated, Key, LoaderStarted
+from workshop.check.evidence.events import (
+    Backward,
+    BatchLoaded,
+    Collective,
+    Drawn,
+    Evaluated,
+    Key,
+    Loader,
+    LoaderStarted,
+)
 from workshop.check.evidence.misuses import PassEnded, StreamEndless
 from workshop.check.evidence.process import Process
 from workshop.check.evidence.run import Run
@@ -174,3 +183,25 @@ def kept_batches(process: Process) -> Seen | None:
         seen = f"after the only pass over each loader, the program trains on the same {length} batches again"
         return Seen(seen, used[0].where, fix=ITERATE, origin="call:cycle here")
     return None
+
+
+def shuffled_below(run: Run) -> bool:
+    """Whether epoch 2 has the contents of epoch 1 in a different order: the program shuffles the data set itself.
+
+    If each epoch has a loader of its own, other contents are enough: the index of a sample says nothing in another data set.
+    """
+    ranks = []
+    for process in run.trained:
+        contents: dict[Loader, list[Key]] = {}
+        for forward in (backward.forward for backward in process.backwards):
+            if forward and forward.loader:
+                contents.setdefault(forward.loader, []).extend(forward.rows)
+        ranks.append([*contents.values()][:2])
+        loaders = [number for number, _ in [*contents][:2]]
+    if not ranks or any(len(passes) < 2 for passes in ranks) or all(one == two for one, two in ranks):
+        return False
+    same = [here == there for one, two in ranks for here, there in zip(one, two, strict=False)]
+    if len(set(loaders)) == 2 and sum(same) < 0.1 * len(same):
+        return True
+    first, second = (set().union(*(passes[number] for passes in ranks)) for number in (0, 1))
+    return len(first & second) > 0.9 * len(first) > 0
