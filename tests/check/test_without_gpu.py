@@ -67,6 +67,19 @@ def started(text, tmp_path, program=PROGRAM):
     return verdict
 
 
+END = """len(model.device_ids)  # None without GPUs
+optimizer.step()
+dist.get_rank() == 0 and dist.barrier()
+model(inputs.to(device)).sum().backward()
+"""
+
+
+def test_a_run_with_gpus_that_gets_further_counts(tmp_path):
+    start = 'torch.cuda.set_device(device)\ndist.init_process_group("nccl")'
+    verdict = started(start, tmp_path, PROGRAM.replace("{end}", END + "{end}"))
+    assert {finding.kind for finding in verdict.errors} in ({"hang"}, {"collectives-differ"})
+
+
 @pytest.mark.parametrize("what", STARTS)
 def test_a_program_that_needs_gpus_gets_them(what, tmp_path):
     verdict = started(STARTS[what], tmp_path)

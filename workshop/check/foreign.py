@@ -202,7 +202,9 @@ class OwnersBench(ProgramBench):
             self.gpus, self.devices = gpus, devices
             again = first(self.folder())
             joined = any(again.all(Joined))
-            together = again.trained and (joined or not run.trained) and (not run.trained or not again.failed)
+            before, now = (len(each.trained[0].steps) if each.trained else 0 for each in (run, again))
+            further = not before or not again.failed or now > before
+            together = again.trained and (joined or not run.trained) and further
             if together or (joined and _lacks_package(again)) or (gpus != 0 and _got_further(again, run)):
                 return again
         self.gpus, self.devices = usual
