@@ -117,7 +117,7 @@ def _give_futures() -> None:
 
 @cache
 def _finish_functional() -> None:
-    """Wait for each collective of a DTensor at once: NCCL finishes it before its process ends, whoever needs the result."""
+    """Wait for each collective of a DTensor at once: NCCL finishes it before its process ends, even if it is not needed."""
     from torch.distributed import _functional_collectives as functional
 
     functional._maybe_wrap_tensor = functional.wait_tensor
