@@ -224,9 +224,8 @@ def _shard_on_cpu(state: Any) -> None:
         original(self, *args, fsdp_plugin=fsdp_plugin, **kwargs)
         if fsdp_plugin is not None and self.distributed_type == state.DistributedType.MULTI_CPU:
             self.distributed_type, self.fsdp_plugin = state.DistributedType.FSDP, fsdp_plugin
-            state.PartialState._shared_state["distributed_type"] = (
-                self.distributed_type
-            )  # a further AcceleratorState() reads it
+            # A further AcceleratorState() reads it.
+            state.PartialState._shared_state["distributed_type"] = self.distributed_type
             if self._mixed_precision != "no":
                 fsdp_plugin.set_mixed_precision(self._mixed_precision)
             from torch.distributed.fsdp import _init_utils
