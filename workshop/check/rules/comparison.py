@@ -83,7 +83,7 @@ def depends_on_processes(compared: Compared) -> Said:
     if reason := _incomparable(compared):
         if not any(parts_of(compared)):
             yield NotJudged(f"{COMPARED.title} ({reason})", goal=False)
-    elif not _exchanges(compared.several.trained):
+    elif not _exchanges(compared.several.trained) and not _of_each_rank(compared.several):
         yield from _different(compared)
 
 
@@ -223,6 +223,12 @@ def _incomparable(compared: Compared) -> str:
     if compared.several.divided == "experts" and len(ours.before.names) == len(alone.before.names):
         return "one process has fewer experts"
     return ""
+
+
+def _of_each_rank(run: Run) -> bool:
+    """Whether each rank takes its first step with gradients of its own, as in local SGD. (gradients_differ judges this.)"""
+    first, *others = (process.steps[0].before.gradients for process in run.trained)
+    return any(difference(first, each, least=0.05) > SAME for each in others)
 
 
 def _factor(compared: Compared) -> tuple[float | None, str]:

@@ -124,7 +124,7 @@ def _collects(keys: list[Key], seconds: float, began: dict[Key, float]) -> bool:
 
 
 @_of_samples(
-    why="Every rank computes the same gradient, so more GPUs cost more but do not speed up the training.",
+    why="Every rank works through the same samples, so more GPUs cost more but do not shorten an epoch.",
     fix="Pass a DistributedSampler to the DataLoader (sampler=..., without shuffle=True): each rank then gets a different part.",
     origin="dealt undivided of-rank:rank loader",
 )

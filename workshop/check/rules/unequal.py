@@ -64,7 +64,7 @@ def why_unequal(base: Process, one: Step, two: Step, which: Sequence[str]) -> tu
         )
         return second.where, reason, "Call detach() on the output of the first model in the loss of the second model."
     if last and last.forward and not last.forward.wrapped:
-        if some and _outside(base, one.before.names, which):
+        if (some and _outside(base, one.before.names, which)) or _of_another_model(base, which):
             fix = "Wrap the module that has all trained parameters in DistributedDataParallel, and call this wrapper."
             return (
                 last.forward.where,
@@ -125,6 +125,12 @@ def _outside(process: Process, names: Sequence[str], which: Sequence[str]) -> bo
     wrapped = tuple(f"module.{name}" for event in process.of(Wrapped) for name in event.names)
     inside = {name for name in names if name.endswith(wrapped)}
     return bool(inside) and inside.isdisjoint(which)
+
+
+def _of_another_model(process: Process, names: Sequence[str]) -> bool:
+    """Whether no wrapped module has parameters with these names."""
+    endings = tuple(f".{name}" for event in process.of(Wrapped) for name in event.names)
+    return not any(f".{name}".endswith(endings) for name in names)
 
 
 def _added(process: Process, names: Sequence[str]) -> list[str]:
