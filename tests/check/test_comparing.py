@@ -414,6 +414,15 @@ def test_the_length_of_a_schedule_is_that_of_its_first_fall(clamped):
     assert schedule_length(torch.optim.lr_scheduler.LambdaLR(optimizer, rate)) == 100
 
 
+@pytest.mark.parametrize(("total", "length"), [(100, 100), (None, None)])
+def test_a_schedule_with_restarts_ends_with_the_last_fall(total, length):
+    def rate(step):
+        return 0.0 if total and step >= total else 0.5 * (1 + math.cos(math.pi * (step % 25) / 25))
+
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.1)
+    assert schedule_length(torch.optim.lr_scheduler.LambdaLR(optimizer, rate)) == length
+
+
 def test_a_loader_keeps_its_signature():
     """Lightning reads the names of the arguments, to create the loader again with a DistributedSampler."""
     code = """

@@ -291,6 +291,8 @@ def test_the_probes_that_rules_need_are_chosen():
     # The text of a program shows whether it can use a library.
     assert Lightning not in probes_for({TrainerFit}, PROBES, "import torch")
     assert Lightning in probes_for(set(), PROBES, "import torch\nfrom lightning import Trainer")
+    assert Engine in probes_for(set(), PROBES, 'args = TrainingArguments("out", deepspeed="zero2.json")')
+    assert Engine not in probes_for(set(), PROBES, "# as with deepspeed\nimport torch")
     old = probes_for({TrainerFit}, PROBES, "if True:\n    import pytorch_lightning as pl")
     assert PytorchLightning in old
     assert Lightning not in old

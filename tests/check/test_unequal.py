@@ -1,13 +1,17 @@
 """What single rules say: about gradients that differ or have the wrong scale, samples of two sets, and unsteady speeds."""
 
+import math
+from types import SimpleNamespace
+
 import pytest
 
 from check.bank.replay import replayed
 from check.bank.whole import case_of
-from workshop.check.evidence.events import GradientsClipped, StepBegun
+from workshop.check.evidence.events import GradientsClipped, StepBegun, StepTaken
 from workshop.check.evidence.process import Process
 from workshop.check.evidence.real import Speeds
 from workshop.check.evidence.sketches import ratio
+from workshop.check.rules.learning import loss_not_finite
 from workshop.check.rules.rule import NotJudged, Seen
 from workshop.check.rules.samples import _halves
 from workshop.check.rules.speed import slower
@@ -54,6 +58,16 @@ def test_gradients_are_compared_before_they_are_clipped():
     # The norms of other parameters, or none: the gradients stay as they are.
     for events in ([(0.0, GradientsClipped(norms=[3.0, 5.0], total=5.8))], []):
         assert unclipped(Process(1, [*events, (1.0, begun)]), begun) == begun.gradients
+
+
+@pytest.mark.parametrize("sharded", [True, False])
+def test_the_padding_of_a_part_may_be_nan(sharded):
+    begun = StepBegun(
+        gradients=[], weights=[], names=[], rates=[], state=0, of_model=True, fitting=False, sharded=sharded
+    )
+    events = [(0.0, begun), (0.1, StepTaken(weights=[(math.nan, [math.nan])]))]
+    found = list(loss_not_finite.detectors[0].function(SimpleNamespace(trained=[Process(1, events)])))
+    assert bool(found) != sharded
 
 
 def test_a_common_factor_does_not_depend_on_rounding_errors():

@@ -39,6 +39,7 @@ from workshop.check.judge import Made
 from workshop.check.launching import SHORT
 from workshop.check.probes import Probe, Recorder
 from workshop.check.probes.checkpoints import Checkpoints
+from workshop.check.probes.deepspeed import Engine
 from workshop.check.probes.reductions import Reductions
 from workshop.check.probes.replicas import Replicas
 from workshop.check.program_text import one_process, planned, resized, settings, sources, start_of_its_own
@@ -126,9 +127,10 @@ class OwnersBench(ProgramBench):
 
     @cached_property
     def probes(self) -> tuple[type[Probe], ...]:
-        """The probes that the rules need, and the one that tells SPLIT when a distributed checkpoint is saved."""
-        chosen = super().probes
-        return (*chosen, Checkpoints) if "distributed.checkpoint" in self.text and Checkpoints not in chosen else chosen
+        """The probes that the rules need, and those of DeepSpeed and of distributed checkpoints, if they are used."""
+        words = " ".join((*self.start.arguments, *self.start.variables))
+        more = {Checkpoints: "distributed.checkpoint" in self.text, Engine: "deepspeed" in words.lower()}
+        return tuple(dict.fromkeys((*super().probes, *(probe for probe, used in more.items() if used))))
 
     def makers(self) -> dict[Scenario[Any], Callable[[Made], object]]:
         """Map each scenario to the function that makes it from the earlier ones."""

@@ -62,12 +62,13 @@ PROBES: tuple[type[Probe], ...] = (*ALWAYS, *_OTHERS, *_LIBRARIES)
 def probes_for(needs: set[type[Event]], offered: Sequence[type[Probe]], text: str = "") -> tuple[type[Probe], ...]:
     """Return the probes to install: the offered ones that record what the rules need.
 
-    With the text of a program, probes of a library are installed only if the program imports it, because that takes seconds.
+    With the text of a program, probes of a library are installed only if the program uses it, because the import takes seconds.
     """
 
     def chosen(probe: type[Probe]) -> bool:
         if probe.library and text:
-            return re.search(rf"^\s*(?:import|from)\s+{re.escape(probe.library)}\b", text, re.MULTILINE) is not None
+            imports = rf"^\s*(?:import|from)\s+{re.escape(probe.library)}\b"
+            return re.search(f"{imports}|{probe.named}" if probe.named else imports, text, re.MULTILINE) is not None
         return probe in ALWAYS or not needs.isdisjoint(probe.writes)
 
     return tuple(probe for probe in offered if chosen(probe))

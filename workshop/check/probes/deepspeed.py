@@ -18,6 +18,9 @@ class Engine(Probe):
 
     writes = (EngineMade, EngineCalled, EngineLoss, MomentsMeasured)
     library = "deepspeed"
+    named = (
+        r"\bdeepspeed\s*=|[\"']-{0,2}deepspeed|DeepSpeed(?:Strategy|Plugin)"  # of Lightning, Accelerate and the Trainer
+    )
 
     @classmethod
     def prepare(cls, on_cpu: bool) -> None:

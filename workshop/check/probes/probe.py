@@ -22,6 +22,7 @@ class Probe:
 
     writes: ClassVar[tuple[type[Event], ...]] = ()  # the kinds of events that it records
     library: ClassVar[str] = ""  # observes only programs that import this library; "": all programs
+    named: ClassVar[str] = ""  # a regular expression of how a program names the library without an import of it
     package: ClassVar[str] = ""  # the package that it imports when it is used; "": the library
     installed = False  # for hooks that cannot be removed
 

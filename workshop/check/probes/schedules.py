@@ -72,5 +72,15 @@ def schedule_length(schedule: Any) -> int | None:
     values = [float(rate(step)) for step in range(FARTHEST)]
     # The first peak: a cosine without a limit rises again, also higher, if the first peak is in a warmup.
     top = next((step for step in range(FARTHEST - 1) if values[step + 1] < values[step]), FARTHEST - 1)
-    end = next((step for step in range(top, FARTHEST - 1) if values[step + 1] >= values[step]), top)
+    end = _end_of_fall(values, top)
+    while end + 1 < FARTHEST and values[end + 1] > 0.5 * values[top]:  # a restart: the rate jumps up again
+        top, before = end + 1, end
+        end = _end_of_fall(values, top)
+        if end <= before + 2:
+            return None
     return end if end > top + 2 else None  # in a schedule of stages, the rate stays where it is
+
+
+def _end_of_fall(values: list[float], top: int) -> int:
+    """The first step after ``top`` at which the rate does not fall further."""
+    return next((step for step in range(top, FARTHEST - 1) if values[step + 1] >= values[step]), top)

@@ -6,6 +6,20 @@ from workshop.check.evidence.run import Run
 from workshop.check.rules.rule import Said, Seen, rule
 from workshop.check.rules.words import plural
 
+SEEDABLE = (
+    "Create the Accelerator with dataloader_config=DataLoaderConfiguration(use_seedable_sampler=True), and call set_epoch(epoch) "
+    "on the prepared loader in each epoch. Without this, save_state() does not save the state of the generator that shuffles."
+)
+
+
+def fix_of_order(run: Run) -> str:
+    """How the second start gets the order of its own epoch, if Accelerate shuffles; "" otherwise."""
+    return (
+        SEEDABLE
+        if any(each.name == "prepare" and "RandomSampler" in each.of for each in run.all(AcceleratorCalled))
+        else ""
+    )
+
 
 def _called(run: Run, method: str, argument: str = "") -> bool:
     """Whether a method was called (with an argument of this type), or might have been called without the failure."""

@@ -96,7 +96,8 @@ def loss_not_finite(run: Run) -> Said:
             yield Seen(seen, first.where)
             return
         for number, step in enumerate(process.steps, 1):
-            weights = step.after.weights if step.after else []
+            # The padding of a part is not initialized, so it may be NaN. If a parameter is, the loss is too in the next step.
+            weights = step.after.weights if step.after and not step.before.sharded else []
             if any(each and not math.isfinite(each[0]) for each in weights):
                 seen = f"the parameters of {named(process, 'the program')} are NaN or infinite after step {number}"
                 backwards = step.backwards[-1:]

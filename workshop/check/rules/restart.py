@@ -21,7 +21,7 @@ from workshop.check.evidence.process import Step
 from workshop.check.evidence.real import Killed, Kills, RealRun
 from workshop.check.evidence.run import Run
 from workshop.check.evidence.sketches import CLOSE, difference
-from workshop.check.rules import carried
+from workshop.check.rules import accelerate, carried
 from workshop.check.rules.alike import SAME, begin_apart, evaluated, has_resumed, is_reproducible, lead_apart
 from workshop.check.rules.carried import Cause, first_cause, firsts
 from workshop.check.rules.collectives import collectives_differ
@@ -46,7 +46,6 @@ from workshop.check.scenarios import FAILING_RANK, KILLS, SPAWNED, SPLIT, STARTE
 # The same at the end of runs with more than two processes. DDP changes the order of its buckets after the first step of each
 # start, so that more than two numbers are added up in another order, and AdamW makes the difference larger.
 ROUNDING = 1e-3
-IN_FIRST_ORDER = "sees the samples in the order of the first epoch again"
 SKIP = "Save how many batches of the epoch, or of the stream, were done, and skip them after the checkpoint is loaded."
 MISSING_IN_WRAPPER = re.compile(r'Missing key\(s\) in state_dict: "module\.')
 WRAPPER = "Load the checkpoint into the model inside the wrapper: ddp_model.module.load_state_dict(...)."
@@ -64,6 +63,7 @@ CAUSES = (
 )
 
 # What differs for an unknown reason: chance may decide it, and few programs restore the state of all random numbers.
+IN_FIRST_ORDER = "sees the samples in the order of the first epoch again"
 WITHOUT_CAUSE = re.compile("different samples than|different gradients:|parameters at the end differ")
 # A rule that ``second_start`` judges; it reports only one of them.
 _of_restart: "partial[Makes[[Run, Split]]]" = partial(
@@ -262,7 +262,7 @@ def _state_lost(whole: Run, split: Split, load: str) -> Iterable[tuple[Rule | No
         yield resume_differs, Seen(seen, load, origin="restored")
     for about, seen in differences:
         origin = "call:set_epoch" if " samples " in seen else "of-some" if about is resume_differs else ""
-        fix = SKIP if "does not skip" in seen else ""
+        fix = SKIP if "does not skip" in seen else accelerate.fix_of_order(whole) if IN_FIRST_ORDER in seen else ""
         yield None if about is resume_differs else about, Seen(seen, load, fix=fix, origin=origin)
 
 
