@@ -124,3 +124,45 @@ def test_synchronized_batch_norm_is_that_of_the_whole_batch(tmp_path):
     file.write_text("import torch\n" + textwrap.dedent(SYNCHRONIZED))
     done = pretend(tmp_path, "python", *TORCHRUN, "--nproc-per-node=2", file)
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+IN_TWO_THREADS = """
+    import os
+    import threading
+    import time
+
+    import torch
+    import torch.distributed as dist
+
+    rank = int(os.environ["LOCAL_RANK"])
+    torch.cuda.set_device(rank)
+    dist.init_process_group("cpu:gloo,cuda:nccl")
+
+    def save(group):
+        for number in range(20):
+            time.sleep(0.002 * rank)  # the ranks begin in a different order
+            names = [None, None]
+            dist.all_gather_object(names, (rank, number), group=group)
+            assert names == [(0, number), (1, number)], names
+
+    for group in (None, dist.new_group([0, 1])):
+        thread = threading.Thread(target=save, args=(group,))
+        thread.start()
+        for number in range(60):
+            total = torch.full((3,), float(rank + number), device="cuda")
+            dist.all_reduce(total, group=group)
+            assert total.tolist() == [2.0 * number + 1] * 3, total
+            time.sleep(0.001 * (1 - rank))
+        thread.join()
+    print("both ended")
+    dist.destroy_process_group()
+"""
+
+
+def test_a_thread_uses_gloo_while_the_program_uses_nccl_in_the_same_group(tmp_path):
+    """Only real GPUs have a communicator of NCCL of their own; here, a second group stands for it. async_save() needs this."""
+    program = tmp_path / "threads.py"
+    program.write_text(textwrap.dedent(IN_TWO_THREADS))
+    done = pretend(tmp_path, "python", *TORCHRUN, "--nproc-per-node=2", program)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("both ended") == 2

@@ -20,11 +20,14 @@ FLAT = ("c10d::_allgather_base_", "c10d::_reduce_scatter_base_")
 OBJECTS = ", for the objects of a collective"  # which go through the current GPU, whatever GPU the tensors are on
 NODE = "WORKSHOP_PRETEND_NODE"  # the number of the simulated node that a process runs on
 declared: dict[str, str] = {}  # name of a group -> the backend that the program asked for
+# By the name of a group with gloo for the CPU and NCCL for GPUs: the group that stands for NCCL. A thread, such as that of
+# async_save(), may call the one while the program calls the other.
+_of_gpus: dict[str, dist.ProcessGroup] = {}
 # By the name of a group whose ranks have compared their GPUs: the rank that uses each, which is named by its node and its number.
 _met: dict[str, dict[tuple[int, int], int]] = {}
 _used: set[int] = set()  # addresses of the lists of used parameters
 _models: dict[int, int | None] = {}  # address of a reducer of DDP -> the GPU of its model
-_Reducer = dist.Reducer
+_Reducer, _new = dist.Reducer, c10d.new_group
 _inside = threading.local()
 
 
@@ -60,6 +63,20 @@ def check(func, args, flat) -> None:
         _refuse_gpu_of_other(group, on_gpu[0])
 
 
+def for_gpus(args: tuple) -> tuple:
+    """Return the arguments of a collective on GPUs: with the group that stands for NCCL, if there is one."""
+    group = _group_of(args)
+    twin = group and _of_gpus.get(group.group_name)
+    if twin is None:
+        return args
+    return tuple(
+        twin.boxed() if isinstance(each, torch.ScriptObject) and "ProcessGroup" in str(each._type())
+        else twin.group_name if isinstance(each, str) and each in declared
+        else each
+        for each in args
+    )  # fmt: skip
+
+
 def _sends_objects() -> bool:
     """Whether a function such as ``all_gather_object`` calls the present collective."""
     frame = sys._getframe(1)
@@ -85,7 +102,7 @@ def _compare_gpus(group: dist.ProcessGroup, index: int, what: str) -> None:
     try:
         mine = torch.tensor(_place(index))
         everyone = [torch.zeros_like(mine) for _ in range(group.size())]
-        group.allgather([everyone], [mine]).wait()
+        _of_gpus.get(group.group_name, group).allgather([everyone], [mine]).wait()
     finally:
         _inside.comparing = False
     owners = _met[group.group_name] = {}
@@ -199,18 +216,30 @@ def _init_process_group(original):
         original("gloo", *args, **kwargs)
         if backend != "gloo":
             ask()
-        declared[c10d._get_default_group().group_name] = str(backend or "cpu:gloo,cuda:nccl").lower()
+        default, asked = c10d._get_default_group(), str(backend or "cpu:gloo,cuda:nccl").lower()
+        declared[default.group_name] = asked
+        if _both(asked):
+            _of_gpus[default.group_name] = _new(backend="gloo")
 
     return init_process_group
+
+
+def _both(backend: str) -> bool:
+    """Whether a group has one backend for the CPU, and NCCL for GPUs."""
+    return "cpu:" in backend and "nccl" in backend
 
 
 def _new_group(original):
     @wraps(original)
     def new_group(ranks=None, timeout=None, backend=None, pg_options=None, *args, **kwargs):
         kwargs.pop("device_id", None)
+        asked = str(backend or _backend_of(None)).lower()
         group = original(ranks, timeout, "gloo", None, *args, **kwargs)
+        twin = original(ranks, timeout, "gloo", None, *args, **kwargs) if _both(asked) else None
         if isinstance(group, dist.ProcessGroup):
-            declared[group.group_name] = str(backend or _backend_of(None)).lower()
+            declared[group.group_name] = asked
+            if twin:
+                _of_gpus[group.group_name] = twin
         return group
 
     return new_group
