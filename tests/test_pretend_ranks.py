@@ -166,3 +166,43 @@ def test_a_thread_uses_gloo_while_the_program_uses_nccl_in_the_same_group(tmp_pa
     done = pretend(tmp_path, "python", *TORCHRUN, "--nproc-per-node=2", program)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("both ended") == 2
+
+
+POWER_SGD = """
+    import os
+
+    import torch
+    import torch.distributed as dist
+    from torch import nn
+    from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as power
+
+    rank = int(os.environ["LOCAL_RANK"])
+    torch.cuda.set_device(rank)
+    dist.init_process_group("nccl")
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 1)).cuda()
+    model = nn.parallel.DistributedDataParallel(model, device_ids=[rank])
+    state = power.PowerSGDState(process_group=None, matrix_approximation_rank=1, start_powerSGD_iter=2)
+    model.register_comm_hook(state, power.powerSGD_hook)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    draws, losses = torch.Generator().manual_seed(rank), []
+    for _ in range(12):
+        inputs = torch.randn(16, 64, generator=draws).cuda()
+        loss = (model(inputs) - inputs.sum(1, keepdim=True)).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[-1] < losses[0] / 4, losses
+    sent = torch.full((2,), float(rank), device="cuda")
+    (result,) = dist.all_reduce(sent, async_op=True).get_future().wait()
+    assert result is sent and result.tolist() == [1.0, 1.0]
+    dist.destroy_process_group()
+"""
+
+
+def test_the_future_of_a_collective_has_its_tensor_on_the_gpu(tmp_path):
+    program = tmp_path / "power_sgd.py"
+    program.write_text(textwrap.dedent(POWER_SGD))
+    done = pretend(tmp_path, "python", *TORCHRUN, "--nproc-per-node=2", program)
+    assert done.returncode == 0, done.stderr

@@ -173,3 +173,23 @@ def test_nan_is_equal_to_nan():
     assert difference([nan, one], [nan, one]) == 0
     assert difference([nan], [one]) == difference([one], [nan]) == math.inf
     assert difference([(math.inf, [math.inf])], [(math.inf, [math.inf])]) == 0
+
+
+@pytest.mark.parametrize(("state", "names"), [(0, ["epoch-repeated", "optimizer-lost"]), (1, ["epoch-repeated"])])
+def test_a_repeated_epoch_does_not_hide_an_empty_optimizer(state, names):
+    def run(*steps):
+        ranks = []
+        for rank in range(2):
+            events = [Joined(rank=rank, world_size=2)]
+            for weight, full in steps:
+                sketch = [(weight, [weight])]
+                begun = StepBegun(
+                    gradients=sketch, weights=sketch, names=["a"], rates=[0.1], state=full, of_model=True, fitting=False
+                )
+                events += [begun, StepTaken(weights=[(weight + 1, [weight + 1])])]
+            ranks.append(Process(rank, [(float(number), event) for number, event in enumerate(events)]))
+        return Run(nproc=2, processes=ranks, status=0, hung="", flooded=False, seconds=1.0, launch="torchrun")
+
+    whole, first = run((1.0, 0), (2.0, 1), (3.0, 1), (4.0, 1)), run((1.0, 0), (2.0, 1))
+    second = run((3.0, state), (4.0, 1), (5.0, 1))
+    assert [rule.name for rule, _ in second_start(whole, Split(first, second))] == names

@@ -250,6 +250,7 @@ LOOSE = """
             dist.all_reduce(total)  # again
             own += 3
             dist.all_reduce(own.clone())
+            dist.all_reduce(torch.full((1,), (1 - dist.get_rank()) * (1.0 + 1e-7 * number)))  # hardly more than before
         optimizer.load_state_dict(state_dict=optimizer.state_dict())
         torch.save({"optimizer": optimizer.state_dict(), "average": average.state_dict()}, f"{dist.get_rank()}.pt")
         dist.destroy_process_group()

@@ -21,6 +21,8 @@ from workshop.check.verdict import Verdict
 WRAPPER = "'DistributedDataParallel' object has no attribute 'config'"
 LOST = "Connection closed by peer [127.0.0.1]:2"
 
+UNUSED = "It looks like your LightningModule has parameters that were not used in producing the loss"
+
 
 def raised(message="no", kind="KeyError"):
     return Raised(type=kind, message=message, traceback="", where="train.py:9")
@@ -50,6 +52,7 @@ def standing(line):
         (ended([Ended()], [raised()]), crash),
         (ended([raised()], [raised(LOST, "RuntimeError")]), crash),
         (ended([raised(WRAPPER)], [raised(WRAPPER)]), crash),
+        (ended([raised(UNUSED)], [raised(UNUSED)]), crash),
         (ended([raised("Found no NVIDIA driver")], [raised("Found no NVIDIA driver")]), ended_early),
         (ended(stacks=[standing(9), standing(9)], hung="idle"), ended_early),
         (ended(stacks=[standing(9), standing(12)], hung="idle"), hang),

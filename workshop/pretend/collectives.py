@@ -5,6 +5,7 @@ import sys
 import threading
 from functools import wraps
 from typing import NoReturn
+from weakref import WeakValueDictionary
 
 import torch
 import torch.distributed as dist
@@ -27,6 +28,8 @@ _of_gpus: dict[str, dist.ProcessGroup] = {}
 _met: dict[str, dict[tuple[int, int], int]] = {}
 _used: set[int] = set()  # addresses of the lists of used parameters
 _models: dict[int, int | None] = {}  # address of a reducer of DDP -> the GPU of its model
+# By the address of a tensor on the CPU: the pretended tensor that a collective has got. The future of gloo has the former.
+_sent: WeakValueDictionary[int, torch.Tensor] = WeakValueDictionary()
 _Reducer, _new = dist.Reducer, c10d.new_group
 _inside = threading.local()
 
@@ -63,9 +66,10 @@ def check(func, args, flat) -> None:
         _refuse_gpu_of_other(group, on_gpu[0])
 
 
-def for_gpus(args: tuple) -> tuple:
-    """Return the arguments of a collective on GPUs: with the group that stands for NCCL, if there is one."""
-    group = _group_of(args)
+def for_gpus(args: tuple, tensors: list) -> tuple:
+    """Return the arguments of a collective: if it has pretended tensors, with the group that stands for NCCL, if there is one."""
+    _sent.update({id(each.on_cpu): each for each in tensors})
+    group = _group_of(args) if tensors else None
     twin = group and _of_gpus.get(group.group_name)
     if twin is None:
         return args
@@ -75,6 +79,16 @@ def for_gpus(args: tuple) -> tuple:
         else each
         for each in args
     )  # fmt: skip
+
+
+def _with_gpu_tensors(original):
+    """Wrap ``Work.get_future``: its value has the tensors that the program has given to the collective."""
+
+    def given(future):
+        value = future.value()
+        return [_sent.get(id(each), each) for each in value] if isinstance(value, list) else value
+
+    return wraps(original)(lambda work: original(work).then(given))
 
 
 def _sends_objects() -> bool:
@@ -186,6 +200,7 @@ def install() -> None:
             if hasattr(module, name):
                 setattr(module, name, function)
     c10d._get_object_coll_device = _device_of_objects
+    dist.Work.get_future = _with_gpu_tensors(dist.Work.get_future)
 
 
 def _device_of_group(group=None) -> torch.device:

@@ -246,7 +246,7 @@ def compute(func, args, kwargs):
     communicates = func.namespace in collectives.NAMESPACES
     if communicates:
         collectives.check(func, args, tensors)
-        args = collectives.for_gpus(args) if any(isinstance(each, PretendTensor) for each in tensors) else args
+        args = collectives.for_gpus(args, [each for each in tensors if isinstance(each, PretendTensor)])
     gpu = _gpu_of(func, args, kwargs, tensors, communicates)
     if gpu is not None:
         devices.use()

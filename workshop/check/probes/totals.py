@@ -18,6 +18,7 @@ CALLS = 4  # calls in a row after which a total is recorded
 CHAINS = 16  # of calls of a line that are followed
 AGAIN = 3  # calls with the same tensor after which it is
 CLOSE = 1e-5  # relative difference of equal numbers
+MORE = 1.5  # at least how many times a total becomes larger if two or more ranks add it up once more
 
 
 class _Last(NamedTuple):
@@ -129,7 +130,9 @@ def _following(last: _Last, given: list[float], result: list[float], number: int
     grown = [
         index
         for index, (now, before) in enumerate(zip(more, last.more or more, strict=False))
-        if now > 0 < last.result[index] and math.isclose(now, before, rel_tol=CLOSE * last.result[index] / now)
+        if now > 0 < last.result[index]
+        and result[index] > MORE * last.result[index]
+        and math.isclose(now, before, rel_tol=CLOSE * last.result[index] / now)
     ]
     alike = last.alike.intersection(grown)
     return _Last(result, more, alike, last.first, last.calls + 1, number, apart) if alike else None

@@ -29,6 +29,7 @@ _files = {path.stem for path in Path(__file__).parent.glob("*.py")} - {
     "parting",
     "rule",
     "shares",
+    "starts",
     "traced",
     "tried",
     "words",

@@ -22,9 +22,9 @@ from workshop.check.rules.gradients import (
     gradients_differ,
     weights_differ,
 )
-from workshop.check.rules.parts import AFTER, has_loader, no_common_step, of_processes, parts_of
+from workshop.check.rules.parts import AFTER, fix_of_scale, has_loader, no_common_step, of_processes, parts_of
 from workshop.check.rules.rule import NotJudged, Said, Seen, rule
-from workshop.check.rules.unequal import before_backward, count_reduced
+from workshop.check.rules.unequal import before_backward, count_reduced, reduced_losses
 from workshop.check.rules.words import listed
 from workshop.check.scenarios import COMPARED, WHOLE, Compared
 
@@ -38,7 +38,7 @@ DRIFT = 0.5  # the most by which a coefficient changes in a step, relative to it
 @gradient_scale.also(COMPARED, active=True, after=AFTER)
 def scaled(compared: Compared) -> Said:
     """The gradient of the first step is a multiple of that of one process."""
-    factor, where = _factor(compared)
+    factor, where = (None, "") if any(reduced_losses(compared.several)) else _factor(compared)
     processes = compared.several.nproc
     if factor is not None and abs(factor - 1) > 0.03 and (has_loader(compared) or of_processes(factor, processes)):
         seen, count = f"the gradient of step 1 is {factor:.2f} times that of one process on the same samples", None
@@ -51,7 +51,8 @@ def scaled(compared: Compared) -> Said:
                 origin=f"reduced:{count.name}",
             )
         else:
-            yield Seen(seen, where)
+            origin = f"call:TrainingArguments {gradient_scale.origin}" if factor > 1 else ""
+            yield Seen(seen, where, fix=fix_of_scale(factor, processes), origin=origin)
 
 
 @rule(

@@ -302,7 +302,8 @@ EXPLAINED = {
     "mark a variable ready only once": "DDP got a gradient twice: use one forward per backward, and use_reentrant=False",
     "'(DistributedDataParallel|FullyShardedDataParallel)' object has no attribute": "the wrapper hides the methods and "
     "attributes of the model: use those of model.module",
-    "finished reduction in": "the loss does not use all parameters: use all outputs, or give DDP find_unused_parameters=True",
+    "finished reduction in|not used in producing the loss": "the loss does not use all parameters: use all outputs, or give DDP "
+    "find_unused_parameters=True",
     "process group twice": "init_process_group is called a second time in the same process: call it only once",
     "Default process group has not been initialized": "a collective is called before init_process_group: call that first",
     "Address already in use|EADDRINUSE": "the port is in use: let torchrun --standalone or a TCPStore with port 0 choose one",

@@ -26,6 +26,10 @@ IGNORED = (
     "FSDP neither shards nor averages what is in ignored_modules or ignored_params. Let FSDP wrap this layer too, for example "
     "with a MixedPrecision of its own, or average its gradients with all_reduce() before the step."
 )
+TOO_LARGE = (
+    "If you add up the gradients of the ranks, divide the sum by the number of processes. Do not multiply the loss by it. The "
+    "Trainer of transformers does so for models that ignore num_items_in_batch: set average_tokens_across_devices=False."
+)
 WRAPPED = "_fsdp_wrapped_module."  # in the names of FSDP1
 IGNORING = " ".join(
     f"call:{name}.{argument}"
@@ -91,8 +95,13 @@ def gradient_of_parts(compared: Compared) -> Said:
         return
     of = "the parameters that the ranks divide" if whole else listed([f"`{each.name}`" for each in off])
     seen = f"the gradient of {of} has {factors[0]:.2f} times the norm that it has in one process with the same samples"
-    fix = "" if len(off) < len(parts) else gradient_scale.fix
+    fix = "" if len(off) < len(parts) else fix_of_scale(factors[0], compared.several.nproc)
     yield Seen(seen, compared.several.trained[0].steps[0].backwards[-1].where, fix=fix)
+
+
+def fix_of_scale(factor: float, processes: int) -> str:
+    """What to do if a gradient is this multiple of that of one process."""
+    return TOO_LARGE if abs(factor / processes - 1) < SCALE else gradient_scale.fix
 
 
 def parts_of(compared: Compared) -> Iterator[_Part]:

@@ -8,13 +8,10 @@ from dataclasses import replace
 from functools import partial
 
 from workshop.check.evidence.events import (
-    CheckpointCalled,
     GroupDestroyed,
     Joined,
-    Loaded,
     Raised,
     Sketch,
-    StepSkipped,
     UnevenJoined,
 )
 from workshop.check.evidence.process import Step
@@ -40,6 +37,7 @@ from workshop.check.rules.own_state import one_for_all
 from workshop.check.rules.processes import no_group
 from workshop.check.rules.rule import Makes, Rule, Said, Seen, Told, also, findings, rule
 from workshop.check.rules.stages import one_stage_saved
+from workshop.check.rules.starts import in_closure, loading, scale_lost, torn_by_writers, uneven
 from workshop.check.rules.words import plural
 from workshop.check.scenarios import FAILING_RANK, KILLS, SPAWNED, SPLIT, STARTED, WHOLE, Split
 
@@ -63,6 +61,7 @@ CAUSES = (
 )
 
 # What differs for an unknown reason: chance may decide it, and few programs restore the state of all random numbers.
+WITHOUT_STATE = "the optimizer state is empty at the first step after the second start"
 IN_FIRST_ORDER = "sees the samples in the order of the first epoch again"
 WITHOUT_CAUSE = re.compile("different samples than|different gradients:|parameters at the end differ")
 # A rule that ``second_start`` judges; it reports only one of them.
@@ -165,7 +164,7 @@ def second_start(whole: Run, split: Split) -> Told:
 
 def _second_start(whole: Run, split: Split) -> Iterable[tuple[Rule | None, Seen]]:
     """How the second start differs: the cause that explains most comes first. Without a known cause, there is no rule."""
-    second, ended, load = split.second, ending(split.second), _loading(split.second)
+    second, ended, load = split.second, ending(split.second), loading(split.second)
     if second.trained and second.ended_by_echo:
         some = carried.only_some_load(second)
         parts = some or ", ".join(
@@ -180,7 +179,7 @@ def _second_start(whole: Run, split: Split) -> Iterable[tuple[Rule | None, Seen]
     if not whole.trained or not split.first.trained:
         return []
     base, done = whole.trained[0].steps, split.first.trained[0].steps
-    if lost := _scale_lost(whole, split):
+    if lost := scale_lost(whole, split):
         return [(resume_differs, Seen(lost, load, fix=SCALER, origin="loading:scaler"))]
     if not second.trained:
         return [(epoch_skipped, Seen(f"the second start takes no step, but {len(base) - len(done)} are left", load))]
@@ -227,13 +226,17 @@ def _steps_missing(whole: Run, split: Split, load: str) -> list[tuple[Rule, Seen
     """Whether the ranks of the second start take different numbers of steps, or together with the first start too many."""
     second = split.second
     counts = sorted({len(process.steps) for process in second.trained})
-    if len(counts) > 1 and not _uneven(whole) and not any(process.first(UnevenJoined) for process in second.trained):
+    if len(counts) > 1 and not uneven(whole) and not any(process.first(UnevenJoined) for process in second.trained):
         seen = f"after the second start the ranks take {' and '.join(map(str, counts))} steps"
         return [(collectives_differ, Seen(seen, load))]
     base, done, rest = (len(run.trained[0].steps) for run in (whole, split.first, second))
-    if (left := base - done - rest) and not _in_closure(whole.trained[0].steps):
+    if (left := base - done - rest) and not in_closure(whole.trained[0].steps):
         about, work = (epoch_skipped, "some are skipped") if left > 0 else (epoch_repeated, "some are repeated")
-        return [(about, Seen(f"{done} + {rest} steps in two starts, but {base} in one: {work}", load))]
+        missing = [(about, Seen(f"{done} + {rest} steps in two starts, but {base} in one: {work}", load))]
+        begin, before = second.trained[0].steps[0].before, split.first.trained[0].steps[-1].before
+        if whole.asked is None and begin.state == 0 and before.state > 0 and not before.sharded:
+            missing.append((optimizer_lost, Seen(WITHOUT_STATE, load)))
+        return missing
     return []
 
 
@@ -266,11 +269,6 @@ def _state_lost(whole: Run, split: Split, load: str) -> Iterable[tuple[Rule | No
         yield None if about is resume_differs else about, Seen(seen, load, fix=fix, origin=origin)
 
 
-def _in_closure(steps: list[Step]) -> bool:
-    """Whether a step calls its closure several times, such as one of L-BFGS: each call counts here, and their number varies."""
-    return any(step.after is None for step in steps[:-1])
-
-
 def _copy_or_best_lost(whole: Run, split: Split, reproducible: bool) -> Cause | None:
     """State beside the model and the optimizer that the second start does not restore."""
     done = len(split.first.trained[0].steps)
@@ -281,48 +279,12 @@ def _failed(split: Split, ended: Seen) -> Told:
     """How a second start fails that takes no step; nothing, if two-writers names the cause."""
     origin = "" if ended.where else "call:save"
     seen = _with_fix(Seen(f"the second start fails: {ended.text}", ended.where, ended.detail, origin=origin))
-    return [] if _torn_by_writers(split) else [(resume_fails, seen)]
+    return [] if torn_by_writers(split) else [(resume_fails, seen)]
 
 
 def _with_fix(seen: Seen) -> Seen:
     """Add the fix for a plain checkpoint that is loaded into a wrapped model."""
     return replace(seen, fix=WRAPPER) if MISSING_IN_WRAPPER.search(f"{seen.text} {seen.detail}") else seen
-
-
-def _torn_by_writers(split: Split) -> bool:
-    """Whether the second start fails with a file that several ranks of the first run wrote."""
-    shared = {path.rsplit("/", 1)[-1] for path, *_ in split.first.shared_files()}
-    loaded = {event.path.rsplit("/", 1)[-1] for event in split.second.all(Loaded) if event.path}
-    return bool(shared & loaded)
-
-
-def _uneven(whole: Run) -> bool:
-    """Whether the ranks of an uninterrupted run take different numbers of steps, so that it is no mistake of the restart."""
-    return len({len(process.steps) for process in whole.trained}) > 1
-
-
-def _scale_lost(whole: Run, split: Split) -> str:
-    """Whether a GradScaler skips more steps in two starts than in one; "" if not."""
-    more = 0 if whole.cut else _skipped(split.second) + _skipped(split.first) - _skipped(whole)
-    seen = (
-        f"after the second start GradScaler skips {plural(more, 'step')} that it does not skip in an uninterrupted run"
-    )
-    return f"{seen}: its scale is not restored" if more > 0 else ""
-
-
-def _skipped(run: Run) -> int:
-    """The number of steps that a GradScaler has skipped in the first rank."""
-    return sum(len(process.of(StepSkipped)) for process in run.ranks[:1])
-
-
-def _loading(run: Run) -> str:
-    """The line that loads the checkpoint: the last one before the training, because a program may look into it first."""
-    for process in run.ranks[:1]:
-        begin = process.steps[0].seconds if process.steps else math.inf
-        found = [event.where for seconds, event in process.timed(Loaded) if seconds <= begin and event.where]
-        sharded = [event.where for event in process.of(CheckpointCalled) if event.name == "load"]
-        return (found or sharded or [""])[-1]
-    return run.where(Loaded)
 
 
 def _not_restored(
@@ -350,7 +312,7 @@ def _not_restored(
     elif reproducible and any(begin_apart(own, due) > SAME for due, own in firsts(base[len(done) :], rest)):
         yield resume_differs, "the second start does not begin with the parameters that the first run ended with"
     elif begin.before.state == 0 and due.before.state > 0:
-        yield optimizer_lost, "the optimizer state is empty at the first step after the second start"
+        yield optimizer_lost, WITHOUT_STATE
     elif reproducible and (rates := _other_rate(base[len(done) :], rest)):
         yield schedule_lost, f"the learning rate is {rates} after the second start"
     elif reproducible and draws and begin.random != expected.random:

@@ -1,0 +1,50 @@
+"""What two starts of a program show about each other, and about an uninterrupted run."""
+
+import math
+
+from workshop.check.evidence.events import CheckpointCalled, Loaded, StepSkipped
+from workshop.check.evidence.process import Step
+from workshop.check.evidence.run import Run
+from workshop.check.rules.words import plural
+from workshop.check.scenarios import Split
+
+
+def loading(run: Run) -> str:
+    """The line that loads the checkpoint: the last one before the training, because a program may look into it first."""
+    for process in run.ranks[:1]:
+        begin = process.steps[0].seconds if process.steps else math.inf
+        found = [event.where for seconds, event in process.timed(Loaded) if seconds <= begin and event.where]
+        sharded = [event.where for event in process.of(CheckpointCalled) if event.name == "load"]
+        return (found or sharded or [""])[-1]
+    return run.where(Loaded)
+
+
+def torn_by_writers(split: Split) -> bool:
+    """Whether the second start fails with a file that several ranks of the first run wrote."""
+    shared = {path.rsplit("/", 1)[-1] for path, *_ in split.first.shared_files()}
+    loaded = {event.path.rsplit("/", 1)[-1] for event in split.second.all(Loaded) if event.path}
+    return bool(shared & loaded)
+
+
+def uneven(whole: Run) -> bool:
+    """Whether the ranks of an uninterrupted run take different numbers of steps, so that it is no mistake of the restart."""
+    return len({len(process.steps) for process in whole.trained}) > 1
+
+
+def in_closure(steps: list[Step]) -> bool:
+    """Whether a step calls its closure several times, such as one of L-BFGS: each call counts here, and their number varies."""
+    return any(step.after is None for step in steps[:-1])
+
+
+def scale_lost(whole: Run, split: Split) -> str:
+    """Whether a GradScaler skips more steps in two starts than in one; "" if not."""
+    more = 0 if whole.cut else _skipped(split.second) + _skipped(split.first) - _skipped(whole)
+    seen = (
+        f"after the second start GradScaler skips {plural(more, 'step')} that it does not skip in an uninterrupted run"
+    )
+    return f"{seen}: its scale is not restored" if more > 0 else ""
+
+
+def _skipped(run: Run) -> int:
+    """The number of steps that a GradScaler has skipped in the first rank."""
+    return sum(len(process.of(StepSkipped)) for process in run.ranks[:1])
