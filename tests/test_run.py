@@ -3,6 +3,7 @@
 import importlib.metadata
 import importlib.util
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -10,7 +11,7 @@ import time
 import psutil
 import pytest
 
-from workshop.files import write_atomically
+from workshop.files import remove, write_atomically
 from workshop.repository import ROOT, packages, requirements
 from workshop.run.environment import environment
 from workshop.run.failures import explanation, first_failure, is_echo
@@ -37,6 +38,22 @@ def test_cores_and_gpus_are_those_that_this_process_may_use(monkeypatch):
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(3), raising=False)
     assert cores() == 3
     assert gpus_unopened() == gpus()
+
+
+def test_a_folder_is_removed_although_a_signal_comes_meanwhile(tmp_path, monkeypatch):
+    whole, calls = shutil.rmtree, []
+
+    def interrupted(*args, **kwargs):
+        calls.append(args)
+        if len(calls) == 1:
+            raise KeyboardInterrupt
+        whole(*args, **kwargs)
+
+    (tmp_path / "folder" / "in it").mkdir(parents=True)
+    monkeypatch.setattr(shutil, "rmtree", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        remove(tmp_path / "folder")
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_file_is_written_atomically_and_keeps_its_mode(tmp_path):

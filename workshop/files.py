@@ -1,6 +1,7 @@
-"""Write files."""
+"""Write files, and remove folders."""
 
 import os
+import shutil
 import stat
 from pathlib import Path
 
@@ -24,4 +25,13 @@ def write_atomically(path: str | os.PathLike, content: str | bytes) -> None:
         os.replace(temporary, path)
     except BaseException:
         temporary.unlink(missing_ok=True)
+        raise
+
+
+def remove(folder: str | os.PathLike) -> None:
+    """Remove a folder with all that is in it, also if a signal comes meanwhile, whose exception is then raised."""
+    try:
+        shutil.rmtree(folder, ignore_errors=True)
+    except BaseException:
+        shutil.rmtree(folder, ignore_errors=True)
         raise

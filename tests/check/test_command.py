@@ -141,7 +141,7 @@ def test_check_shows_its_findings_in_a_notebook(capsys):
     assert "one process trains" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("blow", [signal.SIGINT, signal.SIGTERM], ids=lambda blow: blow.name)
+@pytest.mark.parametrize("blow", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP], ids=lambda blow: blow.name)
 def test_a_check_that_is_stopped_leaves_neither_files_nor_processes(blow, tmp_path):
     program, own = tmp_path / "program", tmp_path / "temporary"
     program.mkdir()

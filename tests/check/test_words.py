@@ -64,8 +64,8 @@ def test_a_lost_connection_is_explained():
 
 # What libraries print: torch 2.15 and its NCCL and CUDA, except for device numbers and addresses.
 PRINTED = {
-    "finished reduction in|not used in producing the loss": "Expected to have finished reduction in the prior iteration before starting a new one. "
-    "This error indicates that your module has parameters that were not used in producing loss.",
+    "finished reduction in|not used in producing the loss": "Expected to have finished reduction in the prior iteration "
+    "before starting a new one. This error indicates that your module has parameters that were not used in producing loss.",
     "waiting for clients": "Timed out after 601 seconds waiting for clients. 1/2 clients joined.",
     "operation timeout|Timed out waiting": "[Rank 0] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=5, "
     "OpType=ALLREDUCE, NumelIn=1, NumelOut=1, Timeout(ms)=600000) ran for 600029 milliseconds before timing out.",

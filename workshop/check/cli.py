@@ -76,8 +76,11 @@ def leave(status: int) -> NoReturn:
 
 def call(command: click.Command, arguments: Sequence[str], name: str) -> NoReturn:
     """Run a command line. A mistake of the user ends it with one line on standard error and exit status 2."""
-    # As Ctrl-C does, SIGTERM (of ``timeout`` or Slurm) ends a command only after it has removed its temporary files.
-    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
+    # As Ctrl-C does, SIGTERM (of ``timeout`` or Slurm), or the end of the terminal, ends a command only after it has removed its
+    # temporary files.
+    for blow in (signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(blow) is signal.SIG_DFL:  # ``nohup`` ignores SIGHUP
+            signal.signal(blow, lambda number, _: sys.exit(128 + number))
     try:
         command.main(args=list(arguments), prog_name=name, standalone_mode=False)
         sys.exit(0)

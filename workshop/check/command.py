@@ -25,6 +25,7 @@ from workshop.check.start import Start, read_start
 from workshop.check.subject import Subject
 from workshop.check.verdict import Finding, Verdict
 from workshop.errors import UserError
+from workshop.files import remove
 from workshop.run.environment import why_hidden
 from workshop.run.imports import no_collections
 
@@ -120,7 +121,7 @@ def check_command(
             verdict.unchecked += [unchecked] if unchecked and verdict.complete else []
             yield verdict
     finally:
-        shutil.rmtree(place, ignore_errors=True)
+        remove(place)
 
 
 def _one_for_each_line(findings: Iterable[Finding]) -> list[Finding]:

@@ -134,8 +134,8 @@ def _give_up(*_: object) -> None:
 
 def _launch(program: Program) -> int:
     """Run the first process of the program; its exit status is that of the run."""
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    for blow in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        signal.signal(blow, signal.SIG_DFL)
     prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # it does not outlive the keeper
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     # pytest or a notebook may have redirected the output of this process, and registered handlers for a crash or exit.

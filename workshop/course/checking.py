@@ -7,7 +7,6 @@ different number of ranks, "job" for job scripts.
 
 import gc
 import re
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -23,6 +22,7 @@ from workshop.check.subject import Subject
 from workshop.check.verdict import Verdict
 from workshop.course.exercises import Exercise, find_exercise, foreign_job
 from workshop.errors import UserError
+from workshop.files import remove
 from workshop.run.imports import no_collections
 from workshop.slurm.script import script_text
 
@@ -56,7 +56,7 @@ def check_file(
     start = time.monotonic()
     with ExitStack() as stack:
         place = Path(tempfile.mkdtemp(prefix="workshop-check-"))
-        stack.callback(shutil.rmtree, place, ignore_errors=True)
+        stack.callback(remove, place)
         with no_collections():
             bench = _bench(subject, exercise, nproc, on_cpu, place)
         if isinstance(bench, Closing):
