@@ -10,10 +10,13 @@ import torch
 
 
 def own_part(tensor: Any) -> Any:
-    """Return the local shard of a DTensor, or the tensor itself if it is not a DTensor.
+    """Return the local shard of a DTensor, or of a ShardedTensor of FSDP1; any other tensor itself.
 
-    An operation on the DTensor itself may be a collective, which all ranks would have to call.
+    An operation on the whole tensor may be a collective, which all ranks would have to call.
     """
+    if hasattr(tensor, "local_shards"):
+        shards = tensor.local_shards()
+        return shards[0].tensor if shards else torch.empty(0)
     return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 

@@ -1,4 +1,4 @@
-"""What FSDP1 saves in a run without GPUs: the states of an optimizer, loaded to a device with a number."""
+"""What FSDP1 saves in a run without GPUs: the states of an optimizer, whole or in shards."""
 
 from workshop.check.command import check_command, subject_of
 from workshop.check.foreign import OwnersBench
@@ -28,15 +28,19 @@ assert not torch.equal(states["weight"]["exp_avg"], states["weight"]["exp_avg_sq
 if dist.get_rank() == 0:
     torch.save(states, "states.pt")
     torch.load("states.pt", map_location=torch.device(batch.cuda().device.type, 0))
+with FullyShardedDataParallel.state_dict_type(model, StateDictType.SHARDED_STATE_DICT):
+    sharded = model.state_dict(), FullyShardedDataParallel.optim_state_dict(model, optimizer)
+torch.save({"model": sharded[0], "optimizer": sharded[1]}, f"own-{dist.get_rank()}.pt")
 dist.destroy_process_group()
 """
 
 
-def test_the_states_of_an_optimizer_are_copies(tmp_path):
+def test_the_states_of_an_optimizer_are_copies(tmp_path, caplog):
     (tmp_path / "train.py").write_text(PROGRAM)
     *_, verdict = check_command(["torchrun", "--nproc-per-node=2", "train.py"], folder=tmp_path)
     assert (verdict.status, [finding.seen for finding in verdict.errors]) == (0, [])
     assert not [text for text in verdict.unchecked if "fails" in text]
+    assert caplog.text == ""  # the check counts what each rank saves, and says if it cannot
 
 
 def test_they_are_copies_without_pretended_gpus(tmp_path):

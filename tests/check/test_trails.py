@@ -67,6 +67,22 @@ FIRST_RANK = """
         dist.all_reduce(total)  # rank 0 alone
 """
 
+HELPER = """
+    def is_first():
+        if dist.is_initialized():
+            if dist.get_rank() == 0:
+                return True
+            else:
+                return False
+        return True
+
+    dist.all_reduce(torch.ones(2))
+    if is_first():
+        total = torch.ones(3)
+        dist.all_reduce(total)  # of the first rank
+    dist.all_reduce(torch.ones(1))
+"""
+
 REDUCED = """
     state = {"left": 3}
     while state["left"] > 0:
@@ -130,6 +146,7 @@ def test_a_trail_has_the_lines_the_values_and_the_calls(place):
         (UNEVEN, "# after the division", "ends after 3 iterations on rank 1, but rank 0 begins iteration 4"),
         (SKIPPED, "# skips alone", "the ranks diverge at line"),
         (FIRST_RANK, "# rank 0 alone", "rank 0 calls all_reduce of [2]"),
+        (HELPER, "# of the first rank", "(`if is_first():`): rank 0 goes to"),
         (REDUCED, "# to one rank", "before that, reduce() at"),
         (COMPARED, "# decided here", "`loss` is"),
         (SHAPES, "# a different width", "is a tensor of shape [2, 3] on rank 0 and a tensor of shape [2, 4] on rank 1"),

@@ -207,7 +207,10 @@ class Process:
                 for each in own:
                     if not used or not used.issuperset(each.names(self.identity)):
                         phases[-1][1].setdefault(each.loader, []).extend(each.names(self.identity))
-                if 0 < sum(map(len, phases[-1][1].values())) <= 2 * len(used):
+                size = sum(map(len, phases[-1][1].values()))
+                if event and 0 < size <= (
+                    2 * len(used) if used else math.inf
+                ):  # or the samples of the step are unknown
                     of_steps.append(len(phases) - 1)
                 phase = []
         if len(of_steps) > max(FEW, 0.8 * (len(phases) - 1)):

@@ -194,8 +194,8 @@ def moments(value: Any, depth: int = 3) -> int:
 def elements(state: Any) -> int:
     """The number of elements of the tensors of an optimizer state, without its counters."""
     states = (values for values in state.values() if isinstance(values, dict))  # None: another rank has it (ZeRO)
-    tensors = (each for values in states for each in values.values() if isinstance(each, torch.Tensor))
-    return sum(own_part(each).numel() for each in tensors if each.dim() > 0)
+    tensors = (own_part(each) for values in states for each in values.values() if isinstance(each, torch.Tensor))
+    return sum(each.numel() for each in tensors if each.dim() > 0)
 
 
 def _keeps(flags: int) -> bool:

@@ -94,10 +94,12 @@ def _slow(run: Run) -> bool:
 
 def _of_other_programs(run: Run) -> str:
     """The line at which the program starts other programs, or waits for them; "" if it trains itself."""
-    for process in run.processes if not run.trained else ():
+    if run.trained or any(process.backwards for process in run.processes):
+        return ""
+    for process in run.processes:
         if re.search(r'File ".*/subprocess\.py", line \d+ in (_?wait|communicate)', process.stack):
             return _position(process.stack)[0]
-    started = () if run.trained or run.first_exception() else run.all(PythonStarted)
+    started = () if run.first_exception() else run.all(PythonStarted)
     return next((event.where for event in started), "")
 
 

@@ -245,8 +245,8 @@ def _different_buffers(run: Run) -> tuple[str, list[str]] | None:
 
 
 def _changes(buffer: str) -> str:
-    """The origin of a statement that changes a buffer."""
-    return rf"text:\.{buffer.rpartition('.')[2]}(\[.*\])?\s*[-+*]?=[^=]"
+    """The origin of a statement that changes a buffer, or makes the part of the model that has it."""
+    return rf"text:\.{buffer.rpartition('.')[2]}(\[.*\])?\s*[-+*]?=[^=] member:{buffer.partition('.')[0]}"
 
 
 def _why_copies_differ(ranks: list[Process], model: ModelEvaluated) -> tuple[str, str]:

@@ -87,6 +87,7 @@ def _between(one: Walk, other: Walk, evaluated: bool) -> Seen | None:
     fork = _fork(one, other, starts, stops)
     if fork is None:
         return None
+    fork = _of_caller(one, other, fork, stops)
     said = [f"{named(walk.process)} {_then(walk, calls, number)}" for walk, calls in ((one, mine), (other, theirs))]
     wheres = [calls[number][1].where for calls in (mine, theirs) if number < len(calls)]
     together = len(wheres) == 2 and mine[number][1] == theirs[number][1]  # it looks like the same call
@@ -120,6 +121,21 @@ def _fork(one: Walk, other: Walk, starts: list[int], stops: list[int]) -> _Fork 
             break
         i, j = i + again[0], j + again[1]
     return last and _Fork(last, (i if i < stops[0] else None, j if j < stops[1] else None))
+
+
+def _of_caller(one: Walk, other: Walk, fork: _Fork, stops: list[int]) -> _Fork:
+    """The same parting in the caller, if both ranks have left the function since then, such as is_main_process()."""
+    depth = one.steps[fork.last[0]].depth
+    if fork.next[0] is None or fork.next[1] is None:
+        return fork
+    after = tuple(
+        next((at for at in range(start, stop) if walk.steps[at].depth < depth), None)
+        for walk, start, stop in ((one, fork.next[0], stops[0]), (other, fork.next[1], stops[1]))
+    )
+    callers = one.back(fork.last[0], depth - 1), other.back(fork.last[1], depth - 1)
+    if None in after or -1 in callers or one.contexts[callers[0]] != other.contexts[callers[1]]:
+        return fork
+    return _of_caller(one, other, _Fork(callers, (after[0], after[1])), stops)
 
 
 def _together(mine: list[int], theirs: list[int]) -> tuple[int, int] | None:

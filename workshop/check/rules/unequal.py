@@ -150,7 +150,7 @@ def _unequal_by_hand(base: Process, one: Step) -> tuple[str, ...]:
     if not averaging:
         what = "nothing averages them, because the model is not wrapped in DistributedDataParallel"
         passes = [each.forward.where for each in one.backwards if each.forward]
-        return (passes[-1] if passes else where), what, "", "model"
+        return (passes[-1] if passes else where), what, "", "call:DataParallel model"
     calls = collectives_since(base, Backward, one.before)
     if calls and all(call.name == "reduce" for call in calls):
         return calls[0].where, "reduce() gives the sum to one rank only", TO_ONE
