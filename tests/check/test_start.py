@@ -11,8 +11,7 @@ import pytest
 import runs
 from workshop.check.command import check_command
 from workshop.check.folder import LARGE, copy_folder, make_own, own_caches
-from workshop.check.foreign import RESUME
-from workshop.check.program_text import resized, sources
+from workshop.check.program_text import RESUME, resized, resume_arguments, sources
 from workshop.check.start import read_start
 from workshop.errors import UserError
 
@@ -448,3 +447,18 @@ def test_the_program_runs_in_the_environment_of_its_command(tmp_path):
     check = [sys.executable, "-P", "-m", "workshop", "check", "--", python, "train.py"]
     done = runs.run(check, folder, COLUMNS=300)
     assert f"RuntimeError: {tmp_path / 'env'}" in done.stdout, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize(
+    ("text", "tried"),
+    [
+        ('parser.add_argument("--resume", action="store_true")', [["--resume"]]),
+        ('parser.add_argument("--resume-step", type=int, default=0)', [["--resume-step", "30"]]),
+        ('parser.add_argument("--resume")', [["--resume", "out/step-0030.pt"], ["--resume", "out"]]),
+        ("class Options:\n    resume: bool = False", [["--resume"]]),
+        ("config = OmegaConf.from_cli()\nresume = config.get('resume', 'resume: null')", [["resume=out/step-0030.pt"]]),
+    ],
+)
+def test_the_arguments_with_which_a_program_may_resume(text, tried):
+    assert list(resume_arguments(text, (), "out/step-0030.pt")) == tried
+    assert list(resume_arguments(text, ("--resume", "--resume-step"), "out/step-0030.pt")) in ([], tried)

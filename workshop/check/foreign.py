@@ -42,7 +42,15 @@ from workshop.check.probes.checkpoints import Checkpoints
 from workshop.check.probes.deepspeed import Engine
 from workshop.check.probes.reductions import Reductions
 from workshop.check.probes.replicas import Replicas
-from workshop.check.program_text import one_process, planned, resized, settings, sources, start_of_its_own
+from workshop.check.program_text import (
+    one_process,
+    planned,
+    resized,
+    resume_arguments,
+    settings,
+    sources,
+    start_of_its_own,
+)
 from workshop.check.rules.by_hand import reduces_each_batch
 from workshop.check.rules.gradients import steps_until_apart, steps_until_buffers_differ
 from workshop.check.rules.metrics import prints_metrics
@@ -70,14 +78,6 @@ STEPS = 30  # optimizer steps after which a long run is stopped
 PRETENDED = 6  # optimizer steps on pretended GPUs
 PASSES = 300  # backward passes before the first checkpoint, for which pretended GPUs are fast enough
 GPU = re.compile(r"cuda|\bgpus?\b|\bGPUs?\b|torch\.accelerator")  # the program may require one
-# An option with which programs resume, by its name or its help: its name, and the rest of the call of add_argument().
-NAMES = r"""(?:resume|restore|continue|load)[\w-]*|[\w-]*(?:checkpoint|ckpt)[\w-]*(?=["'][^()]*\bresum)"""
-RESUME = re.compile(rf"""["'](--(?:{NAMES}))["']([^()]*(?:\([^()]*\)[^()]*)*)""")
-# The same in a dataclass of options.
-RESUME_FIELD = re.compile(r"^\s+(resume\w*)\s*:\s*(bool|int|str)", re.MULTILINE)
-# A setting in a program whose arguments are key=value, and how such a program reads them.
-RESUME_KEY = re.compile(r"""\b(resume\w*)["']?\s*[:=]\s*(False|None|false|null|""|'')""")
-KEYS = re.compile(r"""(?:split|partition)\(["']=["']|from_cli|from_dotlist|hydra\.main""")
 # The types of errors of a program for GPUs whose tensors are on the CPU.
 UNSUITABLE = {"RuntimeError", "AttributeError", "NotImplementedError", "AssertionError", "ValueError", "TypeError"}
 OF_MPI = (
@@ -359,18 +359,7 @@ class OwnersBench(ProgramBench):
             yield [each.replace("{latest}", latest) for each in self.wishes.resume]
             return
         yield []
-        for option, more in RESUME.findall(self.text)[:2]:
-            if option in self.start.arguments:
-                continue
-            if "store_true" in more or "BooleanOptional" in more:
-                yield [option]
-            elif latest:
-                yield [option, latest]
-                yield [option, str(Path(latest).parent)]
-        for name, kind in RESUME_FIELD.findall(self.text)[:1]:
-            yield [f"--{name}", *{"bool": [], "int": ["1"], "str": [latest]}[kind]]
-        for name, value in RESUME_KEY.findall(self.text)[:1] if KEYS.search(self.text) else ():
-            yield [f"{name}={'True' if value.lower() == 'false' else latest}"]
+        yield from resume_arguments(self.text, self.start.arguments, latest)
 
 
 def _lacks_package(run: Run) -> bool:

@@ -19,6 +19,14 @@ PLANNED = re.compile(
 WORLD = re.compile(r"--(?:world[_-]?size|n[_-]?procs?|n[_-]?gpus?|num[_-](?:gpus|procs|processes))")
 # An option with the number of the first epoch or step.
 START = re.compile(r"""["'](--(?:start|begin|initial|first)[_-](?:epoch|step|iter(?:ation)?)s?)["']""")
+# An option with which programs resume, by its name or its help: its name, and the rest of the call of add_argument().
+NAMES = r"""(?:resume|restore|continue|load)[\w-]*|[\w-]*(?:checkpoint|ckpt)[\w-]*(?=["'][^()]*\bresum)"""
+RESUME = re.compile(rf"""["'](--(?:{NAMES}))["']([^()]*(?:\([^()]*\)[^()]*)*)""")
+# The same in a dataclass of options.
+RESUME_FIELD = re.compile(r"^\s+(resume\w*)\s*:\s*(bool|int|str)", re.MULTILINE)
+# A setting in a program whose arguments are key=value, and how such a program reads them.
+RESUME_KEY = re.compile(r"""\b(resume\w*)["']?\s*[:=]\s*(False|None|false|null|""|'')""")
+KEYS = re.compile(r"""(?:split|partition)\(["']=["']|from_cli|from_dotlist|hydra\.main""")
 
 
 def sources(script: Path, original: Path) -> str:
@@ -98,3 +106,28 @@ def start_of_its_own(text: str, arguments: Sequence[str]) -> str:
         if option not in arguments and not restored:
             return str(option)
     return ""
+
+
+def resume_arguments(text: str, given: Sequence[str], latest: str) -> Iterator[list[str]]:
+    """Yield arguments with which a program may resume.
+
+    Args:
+        text: that of the program.
+        given: the arguments of its first start.
+        latest: the path of its latest checkpoint, or "".
+    """
+    for option, more in RESUME.findall(text)[:2]:
+        if option in given:
+            continue
+        number = re.findall(r"\d+", Path(latest).stem) if re.search(r"type\s*=\s*int\b", more) else []
+        if "store_true" in more or "BooleanOptional" in more:
+            yield [option]
+        elif number:
+            yield [option, str(int(number[-1]))]  # that of the step or epoch, as in step-000030.pt
+        elif latest:
+            yield [option, latest]
+            yield [option, str(Path(latest).parent)]
+    for name, kind in RESUME_FIELD.findall(text)[:1]:
+        yield [f"--{name}", *{"bool": [], "int": ["1"], "str": [latest]}[kind]]
+    for name, value in RESUME_KEY.findall(text)[:1] if KEYS.search(text) else ():
+        yield [f"{name}={'True' if value.lower() == 'false' else latest}"]

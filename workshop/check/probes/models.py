@@ -165,7 +165,10 @@ class Models(Probe):
         forward = Forward(
             wrapped=wrapped,
             sync=bool(module.require_backward_grad_sync) if wrapped else None,
-            keys=batch.keys if batch and tensor is not None and len(batch.keys) == len(tensor) else content,
+            # Numbers of users, for example, say nothing about the samples, and may be repeated for others: the batch counts.
+            keys=batch.keys
+            if batch and tensor is not None and (len(batch.keys) == len(tensor) or not content)
+            else content,
             rows=content,
             shape=None if tensor is None else tuple(tensor.shape[1:]),
             loader=batch.loader if batch else None,

@@ -15,6 +15,9 @@ from workshop.check.rules.rule import Said, Seen, findings, rule
 from workshop.check.rules.words import plural
 from workshop.check.scenarios import WHOLE
 
+# The ratio of the numbers of targets of two batches that matters if the program adds them up over the ranks.
+APART = 1.02
+
 
 @of_steps(
     why="A step with more or fewer batches than the others has a gradient of a different scale.",
@@ -123,6 +126,32 @@ def divided_twice(run: Run) -> Said:
             number = factors[0][0]
             seen = f"a step has {number} batches, and backward() starts from the mean loss of a batch divided by {number**2}"
             yield Seen(seen, process.backwards[0].where)
+
+
+@mean_of_means.also(WHOLE, active=True, needs=(LossComputed,), after=(no_group, wrong_group))
+def batches_of_equal_weight(run: Run) -> Said:
+    """Each batch of a step divides by its own targets on all ranks: a target counts more in a batch that has few of them."""
+    together = [step for step in zip(*map(weighted, run.trained), strict=False) if len({*map(len, step)}) == 1]
+    uneven = [step for step in together if len(step[0]) > 1 and _weighs_alike([*zip(*step, strict=True)])]
+    if run.divided or not uneven or len(uneven) <= len(together) / 2:
+        return
+    counts = [sum(loss.targets for loss, _ in batch) for batch in zip(*uneven[0], strict=True)]
+    seen = f"the batches of a step have {min(counts):,} to {max(counts):,} targets on all ranks, and all have the same weight"
+    fix = (
+        "Divide the sum of the losses of each batch by the number of targets in all batches of the step, on all ranks."
+    )
+    yield Seen(seen, run.trained[0].backwards[0].where, fix=fix, origin="divisor")
+
+
+def _weighs_alike(batches: list[tuple[tuple[LossComputed, float], ...]]) -> bool:
+    """Whether the targets of a batch have the same weight on all ranks, and the batches too, although their sizes differ."""
+    totals = [sum(factor for _, factor in batch) for batch in batches]
+    counts = [sum(loss.targets for loss, _ in batch) for batch in batches]
+    each = [[factor / max(1, loss.targets) for loss, factor in batch] for batch in batches]
+    inside = all(max(weights) - min(weights) < CLOSE * abs(max(weights)) for weights in each)
+    alike = max(totals) - min(totals) < CLOSE * abs(max(totals))
+    uneven_ranks = any(len({loss.targets for loss, _ in batch}) > 1 for batch in batches)
+    return inside and alike and uneven_ranks and max(counts) > APART * min(counts)
 
 
 @rule(

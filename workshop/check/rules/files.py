@@ -106,6 +106,19 @@ def read_before_written(run: Run) -> Said:
                     return
 
 
+@read_before_written.also(WHOLE, instead_of=(crash, ended_early))
+def missing_until_written(run: Run) -> Said:
+    """A rank does not find a file that a different rank writes in the same run."""
+    for reader, writer in permutations(run.ranks, 2):
+        for error in reader.of(Raised):
+            path = re.search(r"No such file or directory: '[./]*([^']+)'", error.message)
+            if path and any(event.path.endswith(f"/{path[1]}") for event in writer.of(FileWritten)):
+                name = path[1].rsplit("/", 1)[-1]
+                seen = f"{named(reader)} does not find {name}, which {named(writer)} writes in the same run"
+                yield Seen(seen, error.where)
+                return
+
+
 @rule(
     why="The other rank then fails, or its file is missing in the checkpoint.",
     fix="Call torch.distributed.barrier() on all ranks, or accelerator.wait_for_everyone(), before one rank renames the folder.",

@@ -97,6 +97,11 @@ def gpu_refused(run: Run) -> Said:
     }
     for event in _failed(run, *texts):
         yield Seen(f"on a machine with GPUs the program fails: {texts[event.kind]}", event.where)
+    state = next((event for event in run.all(Raised) if event.message == "RNG state must be a torch.ByteTensor"), None)
+    if state:
+        fix = 'Load the checkpoint with map_location="cpu": load_state_dict() copies to the GPU, and random states must stay.'
+        yield Seen("a state of the random numbers is on a GPU, but PyTorch wants it on the CPU", state.where, fix=fix)
+        return
     refused = (event for event in run.all(Raised) if event.message.startswith("DistributedDataParallel device_ids"))
     if error := next(refused, None):
         fix = "Move the model to the GPU with .to(device) before you pass it to DistributedDataParallel."

@@ -37,6 +37,7 @@ IGNORING = " ".join(
     for argument in ("ignored_modules", "ignored_states", "ignored_params")
 )
 LEAST = 1e-3  # share of the largest norm; a smaller gradient can be a rounding error
+FIRST = 4  # steps, of several optimizers
 SCALE = 0.03  # relative difference of a norm that rounding in bfloat16 explains
 
 
@@ -90,6 +91,8 @@ def gradient_of_parts(compared: Compared) -> Said:
     factors = [each.factor for each in off]
     if not off or max(factors) > (1 + SCALE) * min(factors):
         return
+    if _made_up_for(compared, factors[0]):
+        return
     whole = len(off) == len([each for each in parts if each.divided])
     if not (whole and has_loader(compared)) and not of_processes(factors[0], compared.several.nproc):
         return
@@ -97,6 +100,17 @@ def gradient_of_parts(compared: Compared) -> Said:
     seen = f"the gradient of {of} has {factors[0]:.2f} times the norm that it has in one process with the same samples"
     fix = "" if len(off) < len(parts) else fix_of_scale(factors[0], compared.several.nproc)
     yield Seen(seen, compared.several.trained[0].steps[0].backwards[-1].where, fix=fix)
+
+
+def _made_up_for(compared: Compared, factor: float) -> bool:
+    """Whether a learning rate is as many times smaller than in one process, as that of a table with the sum of all gradients."""
+    several, single = (run.trained[0].steps[:FIRST] for run in (compared.several, compared.single))
+    pairs = [
+        pair
+        for steps in zip(several, single, strict=False)
+        for pair in zip(*(each.before.rates for each in steps), strict=False)
+    ]
+    return any(alone and abs(rate / alone * factor - 1) < SCALE for rate, alone in pairs)
 
 
 def fix_of_scale(factor: float, processes: int) -> str:
