@@ -7,10 +7,12 @@ import pytest
 
 from check.bank.replay import replayed
 from check.bank.whole import case_of
-from workshop.check.evidence.events import GradientsClipped, StepBegun, StepTaken
+from workshop.check.evidence.events import Backward, GradientsClipped, Joined, LossComputed, StepBegun, StepTaken
 from workshop.check.evidence.process import Process
 from workshop.check.evidence.real import Speeds
+from workshop.check.evidence.run import Run
 from workshop.check.evidence.sketches import ratio
+from workshop.check.rules.accumulation import batches_of_equal_weight
 from workshop.check.rules.learning import loss_not_finite
 from workshop.check.rules.rule import NotJudged, Seen
 from workshop.check.rules.samples import _halves
@@ -68,6 +70,31 @@ def test_the_padding_of_a_part_may_be_nan(sharded):
     events = [(0.0, begun), (0.1, StepTaken(weights=[(math.nan, [math.nan])]))]
     found = list(loss_not_finite.detectors[0].function(SimpleNamespace(trained=[Process(1, events)])))
     assert bool(found) != sharded
+
+
+def step_of_two_batches(rank, counts, factors):
+    """The events of a rank that computes the sums of the losses of two batches, and multiplies their means by factors."""
+    begun = StepBegun(gradients=[], weights=[], names=[], rates=[], state=0, of_model=True, fitting=False)
+    events = [Joined(rank=rank, world_size=2)]
+    for count, factor in zip(counts, factors, strict=True):
+        events.append(LossComputed(targets=count, mean=2.0, summed=True, where="train.py:5"))
+        events.append(
+            Backward(forward=None, loss=2.0 * factor, sync=None, leftover=False, random=1, where="train.py:7")
+        )
+    return Process(rank, [(float(number), event) for number, event in enumerate([*events, begun])])
+
+
+@pytest.mark.parametrize("of_step", [True, False])
+def test_batches_that_divide_by_their_own_targets_weigh_alike(of_step):
+    counts = [(30, 50), (40, 60)]
+    batches = [sum(each) for each in zip(*counts, strict=True)]
+    ranks = []
+    for rank, own in enumerate(counts):
+        divisors = [sum(batches)] * 2 if of_step else [2 * each for each in batches]
+        ranks.append(step_of_two_batches(rank, own, [count / each for count, each in zip(own, divisors, strict=True)]))
+    found = list(batches_of_equal_weight(Run(2, ranks, 0, "", False, 9.0, "torchrun")))
+    assert [seen.where for seen in found] == ([] if of_step else ["train.py:7"])
+    assert of_step or "have 70 to 110 targets" in found[0].text
 
 
 def test_a_common_factor_does_not_depend_on_rounding_errors():

@@ -4,11 +4,12 @@ from types import SimpleNamespace
 
 import pytest
 
-from workshop.check.evidence.events import Ended, Joined, Raised, StepBegun, StepTaken
+from workshop.check.evidence.events import Ended, FileWritten, Joined, Raised, StepBegun, StepTaken
 from workshop.check.evidence.process import Process
 from workshop.check.evidence.run import Asked, Run
 from workshop.check.judge import ask
 from workshop.check.rules.ending import crash, ended_early, endless, hang
+from workshop.check.rules.files import missing_until_written
 from workshop.check.rules.gpus import gpu_refused
 from workshop.check.rules.gradients import weights_differ
 from workshop.check.rules.restart import resume_differs
@@ -67,6 +68,23 @@ def test_an_end_counts_as_an_error_if_the_ranks_or_the_message_show_its_cause(ru
     said = {rule: list(rule.detectors[0].function(run)) for rule in (crash, hang, endless, ended_early)}
     assert [rule for rule, seen in said.items() if seen] == [found]
     assert said[found][0].where == "train.py:9"
+
+
+@pytest.mark.parametrize("writes", [True, False])
+def test_a_file_that_another_rank_has_not_written_yet_is_named(writes):
+    missing = raised("[Errno 2] No such file or directory: 'data/part.npz'", "FileNotFoundError")
+    run = ended([FileWritten(path="/r/data/part.npz", where="train.py:3")] if writes else [], [missing])
+    found = list(missing_until_written(run))
+    assert [seen.text for seen in found] == (
+        ["rank 1 does not find part.npz, which rank 0 writes in the same run"] if writes else []
+    )
+
+
+def test_a_random_state_on_a_gpu_is_refused():
+    message = "RNG state must be a torch.ByteTensor"
+    (seen,) = gpu_refused.detectors[0].function(ended([raised(message, "TypeError")], [raised(message, "TypeError")]))
+    assert seen.where == "train.py:9"
+    assert 'map_location="cpu"' in seen.fix
 
 
 @pytest.mark.parametrize(("message", "told"), [("the product does not match the world size (4)", 0), ("no file", 1)])
