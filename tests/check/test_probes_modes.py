@@ -7,6 +7,7 @@ from workshop.check.evidence.misuses import (
     PassEnded,
     RecomputedAtRandom,
     StatisticsSeen,
+    StatisticsStale,
     WorkerBegun,
 )
 
@@ -44,6 +45,44 @@ def test_the_modes_of_models_are_recorded(place):
     assert len(statistics.statistics) == 2
     assert statistics.where == modes.line("# evaluated")
     assert [each.where for each in process.of(RecomputedAtRandom)] == [modes.line("# dropout")]
+
+
+STALE = """
+    import copy
+    import torch
+    from torch import nn
+    from torch.optim.swa_utils import AveragedModel, update_bn
+
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    plain, whole = copy.deepcopy(model), copy.deepcopy(model)  # without and with the buffers
+    average, renewed = AveragedModel(model), AveragedModel(model)
+    for step in range(4):
+        optimizer.zero_grad()
+        model(torch.randn(8, 4)).square().mean().backward()
+        optimizer.step()
+        average.update_parameters(model)
+        renewed.update_parameters(model)
+        update_bn([torch.randn(8, 4)], renewed)
+        with torch.no_grad():
+            for copied in (plain, whole):
+                for old, new in zip(copied.parameters(), model.parameters()):
+                    old.lerp_(new, 0.5)
+            for old, new in zip(whole.buffers(), model.buffers()):
+                old.copy_(new)
+            whole.eval()(torch.randn(8, 4))
+            renewed.eval()(torch.randn(8, 4))
+            plain.eval()(torch.randn(8, 4))  # plain
+            average.eval()(torch.randn(8, 4))  # average
+"""
+
+
+def test_copies_whose_statistics_do_not_fit_their_parameters_are_recorded_once(place):
+    stale = Made(place("stale"), STALE).well()
+    (process,) = stale.run.processes
+    found = {(each.averaged, each.where) for each in process.of(StatisticsStale)}
+    assert found == {(False, stale.line("# plain")), (True, stale.line("# average"))}
+    assert len(process.of(StatisticsStale)) == 2
 
 
 READ = """

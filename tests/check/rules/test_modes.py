@@ -18,6 +18,28 @@ NORMALIZED = (
     (HEAD, "self.head(self.norm(self.memory(self.embedding(tokens))[0].transpose(1, 2)).transpose(1, 2))"),
 )
 
+COPIED = (
+    ("import argparse\n", "import argparse\nimport copy\n"),
+    ("    model = Tagger()\n", "    model = Tagger()\n    average = copy.deepcopy(model).requires_grad_(False)\n"),
+    ("            optimizer.step()\n", "            optimizer.step()\n            follow(average, model)\n"),
+    ("evaluate(model, test_loader)", "evaluate(average, test_loader)"),
+)
+AVERAGED = (
+    ("    model = Tagger()\n", "    model = Tagger()\n    average = torch.optim.swa_utils.AveragedModel(model)\n"),
+    ("            optimizer.step()\n", "            optimizer.step()\n            average.update_parameters(model)\n"),
+)
+RESUMED = (
+    ('state = {"model": ', 'state = {"average": average.state_dict(), "model": '),
+    (
+        "    ddp_model = nn",
+        '    if first_epoch:\n        average.load_state_dict(torch.load(args.checkpoint)["average"])\n    ddp_model = nn',
+    ),
+)
+WITH_BUFFERS = second.FOLLOW.replace(
+    "0.1)\n",
+    "0.1)\n    for old, new in zip(average.buffers(), model.buffers(), strict=True):\n        old.copy_(new)\n",
+)
+
 MISTAKES = (
     mistake(
         "evaluation-mode-for-good",
@@ -51,6 +73,24 @@ MISTAKES = (
         *NORMALIZED,
         ("DistributedDataParallel(model)", "DistributedDataParallel(model, broadcast_buffers=False)"),
     ),
+    mistake(
+        "moving-average-without-the-running-statistics",
+        second.TAGGER,
+        "statistics-stale",
+        "The moving average follows the parameters, but its running statistics stay those of the first step.",
+        *NORMALIZED,
+        *COPIED,
+        ("@torch.no_grad()\n", second.FOLLOW + "@torch.no_grad()\n"),
+    ),
+    mistake(
+        "averaged-model-without-update-bn",
+        second.TAGGER,
+        "statistics-stale",
+        "The mean of the parameters is evaluated with the running statistics of the model itself.",
+        *NORMALIZED,
+        *AVERAGED,
+        ("evaluate(model, test_loader)", "evaluate(average, test_loader)"),
+    ),
 )
 
 STYLES = (
@@ -61,6 +101,28 @@ STYLES = (
         *DROPOUT,
         (TRAIN, ""),
         (SUMMED, f"    model.train()\n{SUMMED}"),
+    ),
+    style(
+        "moving-average-with-the-running-statistics",
+        second.TAGGER,
+        "The moving average copies the buffers of the model.",
+        *NORMALIZED,
+        *COPIED,
+        *RESUMED,
+        ("@torch.no_grad()\n", WITH_BUFFERS + "@torch.no_grad()\n"),
+    ),
+    style(
+        "averaged-model-with-update-bn",
+        second.TAGGER,
+        "The statistics of the averaged model are computed before each evaluation, on all ranks from the same samples.",
+        *NORMALIZED,
+        *AVERAGED,
+        *RESUMED,
+        (
+            "        accuracy = evaluate(model, test_loader)\n",
+            "        torch.optim.swa_utils.update_bn(DataLoader(train_set, 32, collate_fn=padded), average)\n"
+            "        accuracy = evaluate(average, test_loader)\n",
+        ),
     ),
     style(
         "batchnorm-with-buffers-of-rank-0",

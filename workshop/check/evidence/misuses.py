@@ -111,6 +111,13 @@ class StatisticsSeen(
     steps: int  # that were taken before
 
 
+class StatisticsStale(
+    Event
+):  # the evaluation of a copy: its parameters have changed, but not its statistics of BatchNorm
+    model: str
+    averaged: bool  # it is an AveragedModel with the mean of the parameters, which update_bn() has not got
+
+
 class WorkerBegun(Event):  # a worker process of a DataLoader made its first batch; ``where`` begins the iteration
     rank: int  # of the process that started it
     worker: int  # its number

@@ -8,18 +8,21 @@ from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.dropout import _DropoutNd
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim import swa_utils
 
-from workshop.check.evidence.misuses import ModeEvaluated, ModeSeen, StatisticsSeen
+from workshop.check.evidence.events import Sketch
+from workshop.check.evidence.misuses import ModeEvaluated, ModeSeen, StatisticsSeen, StatisticsStale
 from workshop.check.probes.contents import is_synchronized, mixed
 from workshop.check.probes.probe import Probe, after, before, on
 
 EVALUATIONS = 4  # whose statistics are recorded, of each model
+SOME = 4  # parameters of a copy that show whether it has changed
 
 
 class Modes(Probe):
     """Records changes between training mode and evaluation mode, and the statistics with which models are evaluated."""
 
-    writes = (ModeSeen, ModeEvaluated, StatisticsSeen)
+    writes = (ModeSeen, ModeEvaluated, StatisticsSeen, StatisticsStale)
 
     def clear(self) -> None:
         self.latest: dict[
@@ -32,6 +35,10 @@ class Modes(Probe):
         self.names: WeakKeyDictionary[nn.Module, str] = WeakKeyDictionary()
         self.counted: WeakKeyDictionary[nn.Module, list[int]] = WeakKeyDictionary()  # the steps before its evaluations
         self.synchronized: WeakSet[nn.Module] = WeakSet()  # DDP sends their buffers
+        self.renewed: WeakSet[nn.Module] = WeakSet()  # update_bn() has computed their statistics
+        # Copies, and at their last evaluation: some parameters, their statistics, and those of the trained model.
+        self.copies: WeakKeyDictionary[nn.Module, tuple[list[Sketch], ...]] = WeakKeyDictionary()
+        self.stale: WeakSet[nn.Module] = WeakSet()
 
     @after(DistributedDataParallel, "__init__")
     def _wrap(self, result: None, ddp: Any, *args: Any, **kwargs: Any) -> None:
@@ -67,22 +74,42 @@ class Modes(Probe):
                 self.note_here(ModeEvaluated(model=self._name(model), training=model.training))
             if not model.training and not self.synchronized:
                 self._count(model)
+            if not model.training and model not in self.trained:
+                self._look_at_copy(model)
+
+    @before(swa_utils, "update_bn")
+    def _renew(self, loader: Any, model: nn.Module, *args: Any, **kwargs: Any) -> None:
+        self.renewed.add(model)
 
     def _count(self, model: nn.Module) -> None:
         """Record the statistics of BatchNorm of a model, once between two steps."""
-        layers = [
-            each
-            for each in model.modules()
-            if isinstance(each, _NormBase) and each.running_mean is not None and not is_synchronized(each)
-        ]
+        layers = [each for each in _norms(model) if not is_synchronized(each)]
         times = self.counted.setdefault(model, [])
         if layers and len(times) < EVALUATIONS and self.recorder.steps not in times:
             times.append(self.recorder.steps)
-            tensors = [each for layer in layers for each in (layer.running_mean, layer.running_var) if each is not None]
-            seen = StatisticsSeen(
-                model=self._name(model), statistics=[mixed(each) for each in tensors], steps=times[-1]
-            )
-            self.note_here(seen)
+            self.note_here(StatisticsSeen(model=self._name(model), statistics=_statistics(layers), steps=times[-1]))
+
+    def _look_at_copy(self, model: nn.Module) -> None:
+        """Record a copy of the trained model whose parameters have changed, but not its statistics of BatchNorm."""
+        layers = _norms(model)
+        if not layers or model in self.stale or model in self.renewed:
+            return
+        averaged = isinstance(model, swa_utils.AveragedModel)
+        if isinstance(model, swa_utils.AveragedModel):
+            own_average = model.avg_fn or getattr(model, "multi_avg_fn", None) or model.use_buffers
+            stale = not own_average and int(model.n_averaged) > 1
+        else:
+            originals = (each for each in self.trained if len(_norms(each)) == len(layers))
+            if (original := next(originals, None)) is None:
+                return
+            some = [mixed(each) for _, each in zip(range(SOME), model.parameters(), strict=False)]
+            now = some, _statistics(layers), _statistics(_norms(original))
+            before = self.copies.get(model, now)
+            self.copies[model] = now
+            stale = [one != other for one, other in zip(before, now, strict=True)] == [True, False, True]
+        if stale:
+            self.stale.add(model)
+            self.note_here(StatisticsStale(model=self._name(model), averaged=averaged))
 
     def _name(self, model: nn.Module) -> str:
         if model not in self.names:
@@ -90,6 +117,16 @@ class Modes(Probe):
             alike = sum(each.partition(" ")[0] == kind for each in self.names.values())
             self.names[model] = f"{kind} {alike + 1}" if alike else kind
         return self.names[model]
+
+
+def _norms(model: nn.Module) -> list[_NormBase]:
+    """The layers of a model that keep statistics of the batches that they have seen."""
+    return [each for each in model.modules() if isinstance(each, _NormBase) and each.running_mean is not None]
+
+
+def _statistics(layers: list[_NormBase]) -> list[Sketch]:
+    tensors = [each for layer in layers for each in (layer.running_mean, layer.running_var) if each is not None]
+    return [mixed(each) for each in tensors]
 
 
 def _inner(module: nn.Module) -> nn.Module:

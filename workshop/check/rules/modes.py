@@ -1,7 +1,7 @@
 """Whether models with dropout or BatchNorm are in the right mode, and evaluated with the same statistics on all ranks."""
 
-from workshop.check.evidence.events import Evaluated
-from workshop.check.evidence.misuses import ModeEvaluated, ModeSeen, StatisticsSeen
+from workshop.check.evidence.events import Evaluated, ModelUpdated
+from workshop.check.evidence.misuses import ModeEvaluated, ModeSeen, StatisticsSeen, StatisticsStale
 from workshop.check.evidence.run import Run
 from workshop.check.evidence.sketches import difference
 from workshop.check.rules.processes import no_group, wrong_group
@@ -81,3 +81,24 @@ def statistics_differ(run: Run) -> Said:
                 seen, first.where, origin="call:DistributedDataParallel.broadcast_buffers|DDP.broadcast_buffers here"
             )
             return
+
+
+@rule(
+    why="BatchNorm normalizes with the statistics of other parameters, so the evaluation, and the copy that is saved, are wrong.",
+    fix="Call torch.optim.swa_utils.update_bn(loader, averaged_model) after the last update. In a moving average of your own, "
+    "copy the buffers of the model too, each time that you update its parameters.",
+    needs=(StatisticsStale,),
+    after=(no_group, wrong_group),
+    anywhere=True,
+)
+def statistics_stale(run: Run) -> Said:
+    """A copy of the model, such as an average, is evaluated with statistics of BatchNorm that do not fit its parameters."""
+    for process in run.trained[:1]:
+        for event in process.of(StatisticsStale)[:1]:
+            if event.averaged:
+                seen = "an AveragedModel is evaluated, but update_bn() was not called: its BatchNorm has statistics of the model"
+                yield Seen(seen, event.where, origin="call:AveragedModel")
+                return
+            updates = [each.calls[0][1] for each in process.of(ModelUpdated) if each.calls]
+            seen = f"{event.model}, a copy of the model, has new parameters in each evaluation, but its BatchNorm never changes"
+            yield Seen(seen, updates[0] if updates else event.where)

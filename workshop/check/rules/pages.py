@@ -115,6 +115,7 @@ PAGES: dict[str, str] = {
     "torch.utils.checkpoint": f"{_TORCH}/checkpoint.html",
     "torchrun": f"{_TORCH}/elastic/run.html",
     "traceback": "https://docs.python.org/3/tutorial/errors.html",
+    "update_bn": f"{_TORCH}/optim.html#weight-averaging-swa-and-ema",
     "wait $!": "https://www.gnu.org/software/bash/manual/html_node/Signals.html",
     "worker_init_fn": f"{_TORCH}/data.html#data-loading-randomness",
 }
