@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from contextlib import suppress
+from functools import partial
 
 import psutil
 import pytest
@@ -148,7 +149,9 @@ def test_a_check_that_is_stopped_leaves_neither_files_nor_processes(blow, tmp_pa
     own.mkdir()
     (program / "train.py").write_text("import time\nopen('begun', 'w').close()\ntime.sleep(600)\n")
     command = [sys.executable, "-P", "-m", "workshop", "check", "--", "torchrun", "--nproc-per-node=2", "train.py"]
-    check = subprocess.Popen(command, cwd=program, env={**os.environ, "TMPDIR": str(own)})
+    # These tests may run under nohup, which ignores SIGHUP.
+    before = partial(signal.signal, signal.SIGHUP, signal.SIG_DFL)
+    check = subprocess.Popen(command, cwd=program, env={**os.environ, "TMPDIR": str(own)}, preexec_fn=before)
     deadline = time.monotonic() + 60
     while not list(own.glob("workshop-check-*/**/program/begun")) and time.monotonic() < deadline:
         time.sleep(0.1)
