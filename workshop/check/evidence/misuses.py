@@ -111,9 +111,8 @@ class StatisticsSeen(
     steps: int  # that were taken before
 
 
-class StatisticsStale(
-    Event
-):  # the evaluation of a copy: its parameters have changed, but not its statistics of BatchNorm
+# The evaluation of a copy of the trained model: its parameters have changed, but not its statistics of BatchNorm.
+class StatisticsStale(Event):
     model: str
     averaged: bool  # it is an AveragedModel with the mean of the parameters, which update_bn() has not got
 

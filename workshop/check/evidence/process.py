@@ -208,9 +208,10 @@ class Process:
                     if not used or not used.issuperset(each.names(self.identity)):
                         phases[-1][1].setdefault(each.loader, []).extend(each.names(self.identity))
                 size = sum(map(len, phases[-1][1].values()))
-                if event and 0 < size <= (
+                most = (
                     2 * len(used) if used else math.inf
-                ):  # or the samples of the step are unknown
+                )  # without samples of the step, all could be those of a teacher
+                if event and 0 < size <= most:
                     of_steps.append(len(phases) - 1)
                 phase = []
         if len(of_steps) > max(FEW, 0.8 * (len(phases) - 1)):

@@ -18,9 +18,8 @@ class Engine(Probe):
 
     writes = (EngineMade, EngineCalled, EngineLoss, MomentsMeasured)
     library = "deepspeed"
-    named = (
-        r"\bdeepspeed\s*=|[\"']-{0,2}deepspeed|DeepSpeed(?:Strategy|Plugin)"  # of Lightning, Accelerate and the Trainer
-    )
+    # As options of the Trainer, Lightning and Accelerate.
+    named = r"\bdeepspeed\s*=|[\"']-{0,2}deepspeed|DeepSpeed(?:Strategy|Plugin)"
 
     @classmethod
     def prepare(cls, on_cpu: bool) -> None:

@@ -39,6 +39,7 @@ class Modes(Probe):
         # Copies, and at their last evaluation: some parameters, their statistics, and those of the trained model.
         self.copies: WeakKeyDictionary[nn.Module, tuple[list[Sketch], ...]] = WeakKeyDictionary()
         self.stale: WeakSet[nn.Module] = WeakSet()
+        self.looked: WeakKeyDictionary[nn.Module, int] = WeakKeyDictionary()  # the steps before the last look at a copy
 
     @after(DistributedDataParallel, "__init__")
     def _wrap(self, result: None, ddp: Any, *args: Any, **kwargs: Any) -> None:
@@ -92,8 +93,9 @@ class Modes(Probe):
     def _look_at_copy(self, model: nn.Module) -> None:
         """Record a copy of the trained model whose parameters have changed, but not its statistics of BatchNorm."""
         layers = _norms(model)
-        if not layers or model in self.stale or model in self.renewed:
+        if not layers or model in self.stale or model in self.renewed or self.looked.get(model) == self.recorder.steps:
             return
+        self.looked[model] = self.recorder.steps  # the other batches of an evaluation show the same
         averaged = isinstance(model, swa_utils.AveragedModel)
         if isinstance(model, swa_utils.AveragedModel):
             own_average = model.avg_fn or getattr(model, "multi_avg_fn", None) or model.use_buffers
