@@ -19,7 +19,6 @@ import traceback
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from multiprocessing.popen_fork import Popen
 from pathlib import Path
 from typing import Any
 
@@ -34,20 +33,26 @@ from workshop.check.preloaded import use_own_caches
 from workshop.check.probes.probe import Probe
 from workshop.check.probes.process import note_exception
 from workshop.check.probes.recorder import Recorder
+from workshop.check.spawned import (
+    FAILED,
+    Salt,
+    SpawnedProcess,
+    fork_in_place_of_spawn,
+    renew_random_state,
+    string_hash,
+)
 from workshop.check.start import LOCAL_RANK
-from workshop.pretend import devices, installation
+from workshop.pretend import installation
 from workshop.pretend.collectives import NODE
 from workshop.run.environment import loopback, without_launcher
 from workshop.run.processes import adopt_orphans, kill_below, prctl
 from workshop.run.stillness import Patience
 
 PR_SET_PDEATHSIG = 1  # of prctl() on Linux
-FAILED = 70  # exit status if code of the check fails
 ENOUGH = 20  # seconds of computing in the steps of a run, after which it counts as long
 LAST_WORDS = 3  # seconds that the other ranks may continue after one has failed
 KILLED = 1  # the same if the check has killed it: what the others report then is not read, but they may still save their part
 DRIVERS = "/dev/nvidiactl", "/dev/kfd"  # of CUDA and ROCm: without them, there are no GPUs to hide
-NO_GPU = "no-gpu"  # a file in the folder of the evidence: a process in place of a new interpreter cannot use the GPUs
 # Libraries must put their caches where the program may write.
 CACHES = ["TMPDIR", "XDG_CACHE_HOME", "XDG_CONFIG_HOME", "MPLCONFIGDIR", "TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR"]
 
@@ -163,7 +168,9 @@ def _launch(program: Program) -> int:
     tempfile.tempdir = None
     sys.dont_write_bytecode = True
     torch.set_num_threads(1)
-    _fork_in_place_of_spawn(program)
+    SpawnedProcess.entropy = program.entropy
+    SpawnedProcess.evidence = None if program.on_cpu else program.folder
+    fork_in_place_of_spawn()
     if program.devices:
         if installation.unsupported():
             return FAILED
@@ -224,7 +231,7 @@ def _rank(program: Program, rank: int, port: int) -> int:
     program = replace(program, arguments=given)
     prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     renew_random_state(program.entropy and program.entropy + rank)
-    _Salt.number = rank
+    Salt.number = rank
     if of_lightning := sys.modules.get("lightning_utilities.core.rank_zero"):
         of_lightning.rank_zero_only.rank = rank  # it was imported before the process had a rank
     return _run(program)
@@ -298,79 +305,6 @@ LAUNCHERS: dict[str, Callable[[Program, int, int, int], dict[str, str]]] = {
 }
 
 
-class _Salt:
-    """What makes the hashes of strings in this process different from those in the others."""
-
-    number = 0
-
-
-def _hash(value: Any) -> int:
-    """In place of ``hash`` in the program: each new interpreter has its own hashes of strings, but forked ones share them."""
-    if isinstance(value, (str, bytes)) and _Salt.number and "PYTHONHASHSEED" not in os.environ:
-        return hash((value, _Salt.number))
-    return hash(value)
-
-
-def renew_random_state(entropy: int) -> None:
-    """Seed torch (on all devices), NumPy and ``random``: with 0 from fresh entropy, as a new interpreter does."""
-    if entropy:
-        torch.manual_seed(entropy)
-    else:
-        torch.seed()
-    devices.seeded.clear()  # only what the program seeds counts
-    if numpy := sys.modules.get("numpy"):
-        numpy.random.seed(entropy or None)
-    random.seed(entropy or None)
-
-
-class SpawnedProcess(multiprocessing.context.ForkProcess):
-    """A forked process in place of a new interpreter, with its own random state."""
-
-    entropy = 0
-    started = 0  # by this process; mp.spawn starts rank 0 first
-    evidence: Path | None = None  # the folder of the evidence, if the processes may use the GPUs
-
-    @staticmethod  # multiprocessing calls it with a process of a different class
-    def _Popen(process: Any) -> Popen:
-        bootstrap, own = process._bootstrap, SpawnedProcess
-        entropy = own.entropy and own.entropy + own.started
-        own.started += 1
-
-        def renewed(*args: Any, **kwargs: Any) -> Any:
-            devices.renew()  # pretended GPUs
-            if own.evidence and torch.cuda._is_in_bad_fork():  # the parent has opened the real ones
-                (own.evidence / NO_GPU).touch()
-                os._exit(FAILED)
-            renew_random_state(entropy)
-            _Salt.number = own.started - 1
-            return bootstrap(*args, **kwargs)
-
-        process._bootstrap = renewed
-        try:
-            return Popen(process)
-        finally:
-            del process._bootstrap
-
-
-class SpawnContext(multiprocessing.context.ForkContext):
-    """The start methods "spawn" and "forkserver", with forked processes."""
-
-    Process = SpawnedProcess
-
-
-def _fork_in_place_of_spawn(program: Program) -> None:
-    """Let the start methods "spawn" and "forkserver" fork; keep the default of this system."""
-    SpawnedProcess.entropy = program.entropy
-    SpawnedProcess.evidence = None if program.on_cpu else program.folder
-    contexts: dict[str, Any] = multiprocessing.context._concrete_contexts  # type: ignore[attr-defined]
-    default: Any = multiprocessing.context._default_context
-    for name in ("spawn", "forkserver"):
-        contexts[name] = SpawnContext()
-        contexts[name]._name = name
-    default._default_context = contexts[default._default_context._name]
-    default._actual_context = None  # forget the choice of the process of the check
-
-
 def _temporary(program: Program) -> Path:
     """The folder for temporary files, by a short name: a worker of a loader sends tensors by a socket of at most 107 letters."""
     folder = program.scratch / "tmp"
@@ -418,6 +352,7 @@ def _run(program: Program) -> int:
     recorder.at_step = at_step
     if program.before:
         program.before(recorder)
+    SpawnedProcess.recorder = recorder
     recorder.open()
     for probe in program.probes:
         probe(recorder).install()
@@ -427,9 +362,9 @@ def _run(program: Program) -> int:
     status = 0
     try:
         if program.module:
-            runpy.run_module(program.module, {"hash": _hash}, run_name="__main__", alter_sys=True)
+            runpy.run_module(program.module, {"hash": string_hash}, run_name="__main__", alter_sys=True)
         else:
-            runpy.run_path(str(program.script), {"hash": _hash}, run_name="__main__")
+            runpy.run_path(str(program.script), {"hash": string_hash}, run_name="__main__")
     except SystemExit as exit_:
         status = exit_.code if isinstance(exit_.code, int) else int(exit_.code is not None)
         if status and not isinstance(exit_.code, int):

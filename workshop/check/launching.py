@@ -20,7 +20,7 @@ import psutil
 import torch
 import torch.utils.data.distributed
 
-from workshop.check import forked
+from workshop.check import forked, spawned
 from workshop.check.evidence.events import Backward, Joining, Stopped, StoreOpened
 from workshop.check.evidence.run import Run
 from workshop.check.forked import Program
@@ -146,7 +146,7 @@ def _evidence(program: Program, status: int | None, hung: str, flooded: bool, se
     processes = [read_process(folder, pid) for pid in sorted(_pids(folder))]
     if failures := "".join(path.read_text(errors="replace") for path in sorted(folder.glob("failures-*"))):
         logging.getLogger(__name__).warning("the check failed to record a part of the run:\n%s", failures)
-    gpu_opened = (folder / forked.NO_GPU).exists()
+    gpu_opened = (folder / spawned.NO_GPU).exists()
     error_files = {int(path.stem.split("-")[1]) for path in folder.glob("error-*.json")}
     shutil.rmtree(folder, ignore_errors=True)
     if gpu_opened:

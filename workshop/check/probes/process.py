@@ -69,6 +69,8 @@ def note_exception(recorder: Recorder, error: BaseException) -> None:
         if isinstance(error, SyntaxError):
             lines.append((recorder.own(error.filename or ""), error.lineno))
         message = re.sub(r"\s+", " ", str(error)).strip()[:MESSAGE]
+        if isinstance(error, NameError) and error.name in recorder.of_parent:
+            message += " in a process that spawn has started"
         where = next((f"{name}:{line}" for name, line in reversed(lines) if name and line), "")
         stack = "".join(traceback.format_exception(error))
         recorder.note(Raised(type=type(error).__name__, message=message, traceback=stack[-TRACEBACK:], where=where))

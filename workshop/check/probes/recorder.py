@@ -48,6 +48,9 @@ class Recorder:
         self.root = f"{os.path.realpath(root)}{os.sep}" if root else ""  # the folder of the program's own modules
         self.scratch = scratch  # the folder that the program may write to
         self.around = ""  # the folder that also has copies of what is beside the program, such as ../package
+        self.of_parent: set[str] = (
+            set()
+        )  # in a process that spawn has started: the variables of the main module of its parent
         self.original: Path | None = None  # the folder that ``scratch`` copies, with links to large files
         self.environment: dict[str, str | None] = {}  # what the launcher has set
         self.guarding = 0  # above 0 in the code of a probe

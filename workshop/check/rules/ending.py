@@ -320,6 +320,12 @@ EXPLAINED = {
     "device-side assert triggered": "a kernel got an invalid value, such as a label out of range: run on the CPU to see it",
     "(CUDA|HIP) out of memory": "the GPU memory is full: reduce the batch size, or use activation checkpointing or fully_shard",
     "no kernel image is available": "this build of PyTorch has no code for this GPU: install a build for its architecture",
+    "bootstrapping phase": "each process that spawn starts runs the top level of the file again: call mp.spawn() under "
+    'if __name__ == "__main__"',
+    "^Can't (pickle|get) (local object|attribute)|^cannot pickle|^Can't pickle": "spawn passes the function and its arguments "
+    "with pickle: it accepts functions and classes at the top level of a module, but no lambdas, inner functions or open files",
+    "is not defined in a process that spawn": "it has no value here: each process that spawn starts runs the top level "
+    'of the file again, but not the code under if __name__ == "__main__". Pass it to the spawned function, or define it above',
     "outside of the run's folder": "the check does not allow writing outside the folder of the run: write below it",
 }
 
@@ -353,6 +359,8 @@ def _error(run: Run) -> Seen | None:
             names = _unused(process, event)
             owner = [part for part in names[0].split(".")[:-1] if not part.isdigit()] if names else []
             origin = f"member:{owner[-1] if owner else names[0]}" if names else ""
+            if undefined := re.match(r"name '(\w+)' is not defined in", event.message):
+                plain, origin = plain.replace("it", undefined[1], 1), rf"text:^\s+{undefined[1]}\b.*="
             of = f"; it does not use {listed(names)}" if names else ""
             return Seen(f"{who}{plain}{of} ({event.type})", event.where, event.traceback, origin=origin)
         message = _last_cause(event.message)

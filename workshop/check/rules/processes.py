@@ -25,6 +25,8 @@ from workshop.check.rules.words import named, plural
 from workshop.check.scenarios import DEVICES, SINGLE, SPLIT, TWO_NODES, WHOLE, Split
 
 LOCAL = ("127.0.0.1", "localhost", "::1")
+# A process that spawn starts fails before it calls the function of the program.
+NOT_SPAWNED = re.compile("bootstrapping phase|^Can't (pickle|get)|^cannot pickle|in a process that spawn has started$")
 
 
 @rule(
@@ -59,7 +61,8 @@ def no_group(run: Run) -> Said:
         return
     found = run.first_exception()
     lightnings = found is not None and "/lightning/" in found[1].traceback  # Lightning explains what it refuses
-    if run.failed and (run.asked is None or run.hung or run.flooded or lightnings):
+    unstarted = found is not None and NOT_SPAWNED.search(found[1].message)
+    if run.failed and (run.asked is None or run.hung or run.flooded or lightnings or unstarted):
         return  # the error or hang explains more
     trained = [process for process in run.processes if process.first(Backward)]
     joining = any(run.all(Joining))  # a join that failed or hangs: other rules report it

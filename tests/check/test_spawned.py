@@ -1,0 +1,94 @@
+"""Processes that a program starts with the method "spawn" get only what a new interpreter would get."""
+
+import json
+import textwrap
+
+import pytest
+
+from check import small
+
+PROGRAM = """
+    import os
+    import torch
+    import torch.distributed as dist
+    import torch.multiprocessing as mp
+    from torch import nn
+    from torch.nn.parallel import DistributedDataParallel as DDP
+    from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+
+    x = torch.arange(64.0).reshape(32, 2) / 64
+    DATA = TensorDataset(x, x.sum(1, keepdim=True))
+
+    def worker(rank, world_size, rate):
+        os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "29611"}
+        dist.init_process_group("gloo", rank=rank, world_size=world_size)
+        sampler = DistributedSampler(DATA)
+        model = DDP(nn.Linear(2, 1))
+        optimizer = torch.optim.SGD(model.parameters(), lr=rate)
+        for epoch in range(3):
+            sampler.set_epoch(epoch)
+            for a, b in DataLoader(DATA, 4, sampler=sampler, num_workers=WORKERS, collate_fn=COLLATE):
+                optimizer.zero_grad()
+                (model(a) - b).square().mean().backward()
+                optimizer.step()
+        dist.destroy_process_group()
+
+    WORKERS, COLLATE = 0, None
+
+    if __name__ == "__main__":
+        RATE = 0.1
+        mp.spawn(worker, args=(2, RATE), nprocs=2)
+"""
+
+
+def checked(folder, *changes):
+    text = textwrap.dedent(PROGRAM)
+    for old, new in changes:
+        assert old in text
+        text = text.replace(old, new)
+    (folder / "train.py").write_text(text)
+    report = json.loads(small.check(folder, "--json", "--", "python", "train.py").stdout)
+    assert not [each for each in report["not_checked"] if "ended" in each], report
+    return [each for each in report["findings"] if each["level"] == "error"], text.splitlines()
+
+
+def test_a_correct_program_gets_no_finding(tmp_path):
+    assert not checked(tmp_path)[0]
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "said", "line"),
+    [
+        (
+            "    if __name__",
+            "    if True or __name__",
+            "runs the top level of the file again: call mp.spawn() under",
+            "mp.spawn",
+        ),
+        ("lr=rate", "lr=RATE", "RATE has no value here", "RATE = 0.1"),
+        ("spawn(worker,", "spawn(lambda *given: worker(*given),", "no lambdas, inner functions", "mp.spawn"),
+        (
+            "WORKERS, COLLATE = 0, None",
+            "WORKERS, COLLATE = 1, lambda each: torch.stack(each)",
+            "no lambdas",
+            "DataLoader(",
+        ),
+    ],
+)
+def test_what_fails_only_in_a_new_interpreter_is_named(old, new, said, line, tmp_path):
+    (found,), lines = checked(tmp_path, (old.strip(), new.strip()))
+    assert found["kind"] == "crash"
+    assert said in found["seen"]
+    assert line in lines[int(found["where"].rpartition(":")[2]) - 1]
+
+
+def test_a_file_that_the_top_level_writes_has_several_writers(tmp_path):
+    (found,), lines = checked(tmp_path, ("WORKERS, COLLATE", 'open("log.txt", "w").write("start")\nWORKERS, COLLATE'))
+    assert found["kind"] == "two-writers"
+    assert "log.txt" in lines[int(found["where"].rpartition(":")[2]) - 1]
+
+
+def test_a_top_level_that_cannot_run_twice_in_a_process_is_used_as_it_was(tmp_path):
+    """What it registers in a library is already registered in the forked process; a new interpreter would not have it."""
+    once = 'if hasattr(torch, "once"):\n    raise ValueError("already registered")\ntorch.once = True\nWORKERS, COLLATE'
+    assert not checked(tmp_path, ("WORKERS, COLLATE", once))[0]
