@@ -51,8 +51,8 @@ from workshop.check.rules.learning import loss_not_finite
 from workshop.check.rules.processes import device_index, no_group
 from workshop.check.rules.restart import WRAPPER, _not_restored, _with_fix
 from workshop.check.rules.rule import RULES, NotJudged, Seen
-from workshop.check.rules.samples import OWN_DRAWS, OWN_SAMPLER, _unequal_split, same_order, same_samples
-from workshop.check.rules.shares import unused_batches
+from workshop.check.rules.samples import OWN_DRAWS, OWN_SAMPLER, same_order, same_samples
+from workshop.check.rules.shares import unequal_split, unused_batches
 from workshop.check.rules.unequal import _added
 from workshop.check.verdict import Finding
 
@@ -396,8 +396,8 @@ def test_a_split_that_differs_between_the_ranks_is_named():
         draws = [dataclasses.replace(split, result=result) for result in results]
         return [joined(rank, draw, passed(1), BEGUN) for rank, draw in enumerate(draws)]
 
-    assert _unequal_split(run(*ranks(1, 2))) == "t.py:8"
-    assert _unequal_split(run(*ranks(1, 1))) == ""
+    assert unequal_split(run(*ranks(1, 2))) == "t.py:8"
+    assert unequal_split(run(*ranks(1, 1))) == ""
 
 
 def test_a_rank_that_renames_a_folder_waits_for_those_that_write_into_it():

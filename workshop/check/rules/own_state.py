@@ -3,6 +3,7 @@
 from workshop.check.evidence.events import CheckpointCalled, EntriesSaved, Saved
 from workshop.check.evidence.process import Process, Step
 from workshop.check.evidence.run import Run
+from workshop.check.evidence.sketches import CLOSE, difference
 from workshop.check.rules.carried import Cause, variables
 from workshop.check.rules.words import listed, named
 from workshop.check.scenarios import Split
@@ -18,12 +19,13 @@ def one_for_all(whole: Run, split: Split) -> Cause | None:
     """The state of one rank that all ranks have after the second start; None if the evidence shows none."""
     if not len(whole.trained) == len(split.first.trained) == len(split.second.trained) > 1:
         return None
-    done = [len(process.steps) for process in split.first.trained]
-    due = [process.steps[number : number + 1] for process, number in zip(whole.trained, done, strict=True)]
+    done = len(split.first.trained[0].steps)  # the steps of the rank that was killed after it had saved
+    due = [process.steps[done : done + 1] for process in whole.trained]
     if not all(due):
         return None
     entry = _one_entry(whole, split, [step for (step,) in due])
-    return entry or _same_generator(whole, split, due) or _same_samples(whole, split, due)
+    found = entry or _same_generator(whole, split, due) or _same_samples(whole, split, due)
+    return found or _same_part(split, due) or _place_of_another(whole, split)
 
 
 def _one_entry(whole: Run, split: Split, due: list[Step]) -> Cause | None:
@@ -88,6 +90,45 @@ def _same_samples(whole: Run, split: Split, due: list[list[Step]]) -> Cause | No
     rank = named(whole.trained[own.index(begun[0])])
     saving = [each for process in split.first.processes for each in _last_save(process)]
     seen = f"after the second start all ranks train on the samples of {rank}, but each should have its own"
+    return seen, GATHER, saving[0].where if len(saving) == 1 else "", "of-first here"
+
+
+def _same_part(split: Split, due: list[list[Step]]) -> Cause | None:
+    """After the second start all ranks have the part of one rank of the parameters that an optimizer divides among them."""
+    own, begun = [step.before for (step,) in due], [process.steps[0].before for process in split.second.trained]
+    # The models of the ranks may also differ because they are averaged only from time to time.
+    if any(each.of_model or each.trainer != own[0].trainer for each in (*own, *begun)):
+        return None
+    for index, name in enumerate(own[0].names):
+        before, now = ([[each.weights[index]] for each in ranks] for ranks in (own, begun))
+        divided = all(difference(before[0], each) > CLOSE for each in before[1:])
+        of = [number for number, each in enumerate(before) if all(difference(each, one) <= CLOSE for one in now)]
+        if divided and of:
+            whose = named(split.first.trained[of[0]])
+            what = name or "the parameters of an optimizer"
+            seen = f"after the second start all ranks have the part of {whose} of {what}, but each should have its own"
+            return seen, GATHER, "", "of-first here"
+    return None
+
+
+def _place_of_another(whole: Run, split: Split) -> Cause | None:
+    """After the second start the rank that has saved continues at its place in the data, but another one does not."""
+    done = len(split.first.trained[0].steps)
+    if len({len(process.steps) for process in whole.trained}) > 1:
+        return None  # each rank has its own number of steps, so they are not at the same place
+    alike: list[Process] = []
+    apart: list[Process] = []
+    for base, begun, again in zip(whole.trained, split.first.trained, split.second.trained, strict=True):
+        before = zip(base.steps[:done], begun.steps, strict=False)
+        if len(base.steps) <= done or any(one.keys != other.keys for one, other in before) or not again.steps[0].keys:
+            return None
+        (alike if again.steps[0].keys == base.steps[done].keys else apart).append(again)
+    saving = [each for process in split.first.processes for each in _last_save(process)]
+    if not apart or split.second.trained[0] not in alike:
+        return None
+    first = named(alike[0])
+    seen = f"after the second start {named(apart[0])} trains on other samples than in an uninterrupted run, {first} does not: "
+    seen += f"the checkpoint contains the place of {first} in the data, or another value of this rank"
     return seen, GATHER, saving[0].where if len(saving) == 1 else "", "of-first here"
 
 

@@ -8,7 +8,6 @@ from itertools import combinations
 from workshop.check.evidence.events import (
     DATA_SET,
     SUBSET,
-    Backward,
     BatchLoaded,
     Drawn,
     EpochSet,
@@ -21,6 +20,7 @@ from workshop.check.evidence.misuses import OtherSamplerSet
 from workshop.check.evidence.process import Process
 from workshop.check.evidence.run import Run
 from workshop.check.rules.carried import plays
+from workshop.check.rules.ending import crash, ended_early
 from workshop.check.rules.processes import no_group, wrong_group
 from workshop.check.rules.rule import Makes, Rule, Said, Seen, if_first, rule
 from workshop.check.rules.shares import (
@@ -36,6 +36,9 @@ from workshop.check.rules.shares import (
     shuffled_below,
     slices,
     stopped_early,
+    unequal_draw,
+    unequal_split,
+    unequal_subset,
     unused_batches,
 )
 from workshop.check.rules.words import plural, rank_of
@@ -138,25 +141,42 @@ def same_samples(run: Run) -> Said:
 
 @_of_samples(
     why="Samples that two ranks train on count twice, and others not at all.",
-    fix="Split and shuffle the data set with the same seed on all ranks, and let a DistributedSampler distribute it.",
     after=(same_samples,),
+    fix="Split and shuffle the data set with the same seed on all ranks, and let a DistributedSampler distribute it.",
     origin="call:DataLoaderConfiguration.use_seedable_sampler call:set_seed.device_specific dealt of-rank:seed loader reseeded",
 )
 def shares_overlap(run: Run) -> Said:
     """Two ranks share some of their samples."""
-    return [_by_draw(run, seen) for seen in if_first("some", _overlaps(run))] if not endless(run) else []
+    found = [_by_draw(run, seen) for seen in if_first("some", _overlaps(run))] if not endless(run) else []
+    return found or _different_subsets(run)
+
+
+@shares_overlap.also(WHOLE, instead_of=(crash, ended_early))
+def different_subsets(run: Run) -> Said:
+    """The run fails, and before the ranks have divided different lists of samples: their tensors have different sizes then."""
+    return _different_subsets(run) if run.failed else []
+
+
+def _different_subsets(run: Run) -> list[Seen]:
+    drawn = None if run.divided else unequal_subset(run)
+    here = [each for each in run.all(Drawn) if drawn and (each.name, each.where) == (DATA_SET, drawn.where)]
+    whole = any(each.of == run.nproc for each in here)
+    return [Seen(_lists(drawn), drawn.where, fix=SAME_SUBSET)] if drawn and whole else []
+
+
+def _lists(drawn: Drawn) -> str:
+    return f"the DistributedSampler at {drawn.where} divides a Subset whose indices differ between the ranks"
 
 
 def _by_draw(run: Run, seen: Seen) -> Seen:
     """Name the random split or order that differs between the ranks, if that explains what was seen."""
-    drawn = _unequal_draw(run)
+    drawn = unequal_draw(run)
     stream = next((each.source for each in run.all(LoaderStarted) if each.source), "")
     if drawn is None:
         return Seen(seen.text, stream, origin="stream") if stream and not seen.origin else seen
     if drawn.name == SUBSET:
-        lists = f"the DistributedSampler at {drawn.where} divides a Subset whose indices differ between the ranks"
-        of_split = _unequal_split(run)
-        return Seen(f"{seen.text}: {lists}", of_split or drawn.where, fix=leak.fix if of_split else SAME_SUBSET)
+        of_split = unequal_split(run)
+        return Seen(f"{seen.text}: {_lists(drawn)}", of_split or drawn.where, fix=leak.fix if of_split else SAME_SUBSET)
     split = drawn.name == "random_split"
     what = "makes different parts on each rank" if split else "returns a different result on each rank"
     return Seen(
@@ -182,49 +202,6 @@ def gathered_order(run: Run) -> Said:
         first = together[0][0]
         seen = f"the ranks gather {first.size} samples, and {first.name}() at {first.where} draws a different order on each rank"
         yield Seen(seen, first.where)
-
-
-def _unequal_draw(run: Run) -> Drawn | None:
-    """The first draw before the training whose result differs between two ranks, although they chose from the same values."""
-    ranks = [list(_numbered(process)) for process in run.trained]
-    for other in map(dict, ranks[1:]):
-        for place, drawn in ranks[0]:
-            theirs = other.get(place)
-            if theirs and theirs.of == drawn.of and theirs.result != drawn.result:
-                return drawn
-    # A Subset that the program chooses while it trains, such as that of the most useful samples.
-    subsets = [[each for each in process.of(Drawn) if each.name == SUBSET] for process in run.trained]
-    for together in zip(*subsets, strict=False):
-        if len({each.where for each in together}) == 1 < len({each.result for each in together}):
-            first: Drawn = together[0]
-            return first
-    return None
-
-
-def _unequal_split(run: Run) -> str:
-    """The line of a random_split() that makes different parts on two ranks."""
-    splits = [[each for each in process.of(Drawn) if each.name == "random_split"] for process in run.trained]
-    apart = (
-        together[0].where for together in zip(*splits, strict=False) if len({each.result for each in together}) > 1
-    )
-    return next(apart, "")
-
-
-def _numbered(process: Process) -> Iterator[tuple[tuple[str, int], Drawn]]:
-    """The draws before the first backward pass, each with its line and its number there.
-
-    A choice among fewer values than an epoch has batches, such as that of the masked patches, does not divide a data set.
-    """
-    loader = next((each.forward.loader for each in process.backwards if each.forward), None)
-    batches = sum(bool(each.forward and each.forward.loader == loader) for each in process.backwards)
-    times: Counter[str] = Counter()
-    for _, event in process.events:
-        if isinstance(event, Backward):
-            return
-        if isinstance(event, Drawn):
-            times[event.where] += 1
-            if event.size >= batches:
-                yield (event.where, times[event.where]), event
 
 
 def _overlaps(run: Run) -> Iterator[tuple[str, Seen]]:

@@ -1,9 +1,11 @@
-"""How many samples of its data set a rank trains on in an epoch, the orders that it draws, and the batches that it repeats."""
+"""The samples of its data set that a rank chooses and trains on in an epoch, their order, and the batches that it repeats."""
 
 import math
+from collections import Counter
 from collections.abc import Iterator
 
 from workshop.check.evidence.events import (
+    SUBSET,
     Backward,
     BatchLoaded,
     Collective,
@@ -205,3 +207,48 @@ def shuffled_below(run: Run) -> bool:
         return True
     first, second = (set().union(*(passes[number] for passes in ranks)) for number in (0, 1))
     return len(first & second) > 0.9 * len(first) > 0
+
+
+def unequal_draw(run: Run) -> Drawn | None:
+    """The first draw before the training whose result differs between two ranks, although they chose from the same values."""
+    ranks = [list(_numbered(process)) for process in run.trained]
+    for other in map(dict, ranks[1:]):
+        for place, drawn in ranks[0]:
+            theirs = other.get(place)
+            if theirs and theirs.of == drawn.of and theirs.result != drawn.result:
+                return drawn
+    return unequal_subset(run)
+
+
+def unequal_subset(run: Run) -> Drawn | None:
+    """The first Subset of a DistributedSampler, such as that of the most useful samples, that differs between two ranks."""
+    subsets = [[each for each in process.of(Drawn) if each.name == SUBSET] for process in run.trained]
+    for together in zip(*subsets, strict=False):
+        if len({each.where for each in together}) == 1 < len({each.result for each in together}):
+            first: Drawn = together[0]
+            return first
+    return None
+
+
+def unequal_split(run: Run) -> str:
+    """The line of a random_split() that makes different parts on two ranks."""
+    splits = [[each for each in process.of(Drawn) if each.name == "random_split"] for process in run.trained]
+    apart = [each[0].where for each in zip(*splits, strict=False) if len({drawn.result for drawn in each}) > 1]
+    return apart[0] if apart else ""
+
+
+def _numbered(process: Process) -> Iterator[tuple[tuple[str, int], Drawn]]:
+    """The draws before the first backward pass, each with its line and its number there.
+
+    A choice among fewer values than an epoch has batches, such as that of the masked patches, does not divide a data set.
+    """
+    loader = next((each.forward.loader for each in process.backwards if each.forward), None)
+    batches = sum(bool(each.forward and each.forward.loader == loader) for each in process.backwards)
+    times: Counter[str] = Counter()
+    for _, event in process.events:
+        if isinstance(event, Backward):
+            return
+        if isinstance(event, Drawn):
+            times[event.where] += 1
+            if event.size >= batches:
+                yield (event.where, times[event.where]), event
