@@ -383,3 +383,21 @@ def test_safetensors_norms_and_untrained_tensors_are_recorded(place):
     assert [list(each) for each in norms] == [["grad_norm"]] * 5
     own = [math.hypot(*(sketch[0] for sketch in step.before.gradients)) for step in process.steps]
     assert [each["grad_norm"] for each in norms] == pytest.approx(own)
+
+
+def test_a_step_that_only_creates_the_state_of_the_optimizer_does_not_count(tmp_path):
+    """torch.distributed.checkpoint takes it before it loads a checkpoint; a run of eight steps still takes eight others."""
+    text = """
+        import torch
+        from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
+
+        model = torch.nn.Linear(2, 1)
+        optimizer = torch.optim.AdamW(model.parameters())
+        get_optimizer_state_dict(model, optimizer)
+        for _ in range(30):
+            model(torch.ones(1, 2)).sum().backward()
+            optimizer.step()
+    """
+    made = Made(tmp_path, text, steps=8, at_once=True)
+    assert made.run.cut
+    assert len(made.ranks[0].steps) == 8

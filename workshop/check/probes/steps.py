@@ -4,6 +4,7 @@ import gc
 import itertools
 import time
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import nn
@@ -39,6 +40,12 @@ class Steps(Probe):
         self.begun = False
         self.saved = 0  # files that were saved when other tensors were recorded last
         self.normed = 0  # steps before which norms were found
+        self.learned = False  # whether a backward pass has run
+        self.prepared: WeakSet[Optimizer] = WeakSet()  # optimizers that took a step before it
+
+    @on("after_backward")
+    def _learn(self) -> None:
+        self.learned = True
 
     @on("before_forward")
     def _open(self, *_: Any) -> None:
@@ -126,7 +133,10 @@ class Steps(Probe):
         self.note_here(StateLoaded())
 
     def _after(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self.recorder.steps += 1
+        # To load a checkpoint, torch.distributed.checkpoint takes a step that only creates the state of the optimizer.
+        self.recorder.steps += self.learned or optimizer in self.prepared
+        if not self.learned:
+            self.prepared.add(optimizer)
         with self.recorder.guard:
             self.recorder.note(StepTaken(weights=sketches(_parameters(optimizer))))
         self.recorder.call(self.recorder.after_step, optimizer)

@@ -1,0 +1,74 @@
+"""What belongs to one rank alone, if a second start gives it to all ranks: a place in the data, a part of the optimizer."""
+
+import dataclasses
+
+import pytest
+
+from check.test_run import BEGUN, joined, passed, run
+from workshop.check.evidence.events import DATA_SET, SUBSET, Drawn, Raised, Saved, StepTaken, VariablesSeen
+from workshop.check.rules.carried import _held_lost
+from workshop.check.rules.own_state import one_for_all
+from workshop.check.rules.samples import different_subsets, shares_overlap
+from workshop.check.scenarios import Split
+
+TAKEN = StepTaken(weights=[])
+
+
+def trained(*samples, saves=False, begun=BEGUN):
+    """Two ranks that train on these samples: for each rank, one in each step."""
+    saved = [Saved(path="/r/last.pt", keys=[], where="t.py:30")]
+    events = ([each for key in keys for each in (passed(key), begun, TAKEN)] for keys in samples)
+    return run(*(joined(rank, *own, *(saved if saves and rank == 0 else [])) for rank, own in enumerate(events)))
+
+
+def test_the_place_in_the_data_of_rank_0_is_that_of_all_ranks_after_a_second_start():
+    whole = trained((0, 1, 2, 3), (10, 11, 12, 13))
+    first = trained((0, 1), (10, 11), saves=True)
+    seen, _, where, _ = one_for_all(whole, Split(first, trained((2, 3), (14, 15))))
+    assert "rank 1 trains on other samples" in seen
+    assert where == "t.py:30"
+    assert one_for_all(whole, Split(first, trained((2, 3), (12, 13)))) is None
+    # In a run that is different each time, other samples prove nothing.
+    assert one_for_all(whole, Split(trained((0, 1), (16, 11)), trained((2, 3), (14, 15)))) is None
+
+
+@pytest.mark.parametrize(("loaded", "of"), [((1.0, 1.0), "rank 0"), ((1.0, 2.0), "")])
+@pytest.mark.parametrize("of_model", [False, True])
+def test_all_ranks_get_the_part_of_the_optimizer_of_one_rank(loaded, of, of_model):
+    """A model that differs between the ranks may be a copy that is averaged only from time to time."""
+    parts = [dataclasses.replace(BEGUN, weights=[(norm, [norm])], names=[""], of_model=of_model) for norm in (1.0, 2.0)]
+    own = [[passed(0), part, TAKEN] * 3 for part in parts]
+    whole = run(*(joined(rank, *events) for rank, events in enumerate(own)))
+    first = run(*(joined(rank, *events[:3]) for rank, events in enumerate(own)))
+    second = run(*(joined(rank, passed(0), parts[int(norm) - 1], TAKEN) for rank, norm in enumerate(loaded)))
+    found = one_for_all(whole, Split(first, second))
+    assert (f"the part of {of}" in found[0]) if of and not of_model else found is None
+
+
+def test_an_attribute_that_each_step_computes_anew_is_not_lost():
+    """Before the first forward pass it is zero in each start; before a step it is a sum of gradients."""
+
+    def process(*values):
+        seen = [VariablesSeen(numbers={"optimizer.sum": value}, states={}) for value in values]
+        return run(joined(0, seen[0], *(each for one in seen[1:] for each in (one, dataclasses.replace(BEGUN), TAKEN))))
+
+    whole, first = process(0.0, 0.5, 0.4, 0.45), process(0.0, 0.5, 0.4)
+    assert _held_lost(whole, Split(first, process(0.0, 0.44))) is None
+    # A running mean that begins again is far from its value in an uninterrupted run.
+    mean = process(0.0, 0.1, 0.2, 0.3), process(0.0, 0.1, 0.2)
+    assert "`optimizer.sum` begins again with 0" in _held_lost(mean[0], Split(mean[1], process(0.0, 0.1)))[0]
+
+
+@pytest.mark.parametrize(("indices", "parts", "found"), [((1, 2), 2, True), ((1, 1), 2, False), ((1, 2), 1, False)])
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_sampler_that_divides_different_subsets_is_named_also_if_the_run_fails(indices, parts, found, fails):
+    """With one part, each rank goes through a data set of its own."""
+    error = [Raised(type="RuntimeError", message="sizes", traceback="", where="t.py:9")] if fails else []
+    ranks = []
+    for rank, chosen in enumerate(indices):
+        divided = Drawn(name=DATA_SET, size=40, of=parts, result=parts, where="t.py:5")
+        subset = Drawn(name=SUBSET, size=40, of=40, result=chosen, where="t.py:5")
+        ranks.append(joined(rank, divided, subset, passed(rank), BEGUN, TAKEN, *error))
+    rule = different_subsets if fails else shares_overlap.detectors[0].function
+    said = [seen.text for seen in rule(run(*ranks))]
+    assert [("divides a Subset whose indices differ" in text) for text in said] == ([True] if found else [])
