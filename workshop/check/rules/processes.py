@@ -134,7 +134,6 @@ def of_one_node(run: Run) -> list[tuple[Started, RankGiven]]:
     fix="Choose the device by LOCAL_RANK: torch.accelerator.set_device_index(int(os.environ['LOCAL_RANK'])).",
     runs=TWO_NODES,
     anywhere=True,
-    mild=True,  # a program for one node needs no local rank
     origin="holds:environ|get_rank text:LOCAL_RANK=",
 )
 def device_index(run: Run) -> Said:
@@ -155,7 +154,8 @@ def device_index(run: Run) -> Said:
     noted = {event.kind for event in run.all(GpuNoted)}
     unclear = run.hung or "no-such-gpu" in noted or (run.failed and not noted)  # it may have failed before it chooses
     if not chosen and not unclear and len(used) < 2:
-        yield Seen("with two devices per machine, no process chooses one: all use the first, or the CPU")
+        # A hint: the program may not have been made for more than one device per machine, or not for GPUs.
+        yield Seen("with two devices per machine, no process chooses one: all use the first, or the CPU", mild=True)
 
 
 @rule(
