@@ -32,6 +32,11 @@ EVALUATED_BY_RANK_0 = """\
                 save_checkpoint(args.checkpoint, model, optimizer, epoch)
         dist.barrier()  # the others wait here, not in the next epoch's first step
 """
+SHORT = (
+    ("default=6)", "default=2)"),
+    ("Patterns(1024", "Patterns(192"),
+    ("Patterns(403", "Patterns(103"),
+)  # less evidence
 
 MISTAKES = (
     mistake(
@@ -51,6 +56,18 @@ MISTAKES = (
         "collectives-differ",
         "Only rank 0 gets the counts, but each rank decides by the accuracy when to stop.",
         ("    dist.all_reduce(totals)\n", "    dist.reduce(totals, dst=0)\n"),
+    ),
+    # ---- stop-decided-alone
+    mistake(
+        "stops-by-the-loss-of-each-rank",
+        "tests/check/referee/accelerate_onecycle/train.py",
+        "stop-decided-alone",
+        "Each process compares the loss of its own part of the validation set, and counts its own epochs without an improvement.",
+        (
+            "        loss, hit = accelerator.gather_for_metrics((loss, logits.argmax(-1) == labels))\n",
+            "        hit = accelerator.gather_for_metrics(logits.argmax(-1) == labels)\n",
+        ),
+        *SHORT,
     ),
     # ---- collectives-differ
     mistake(
@@ -189,6 +206,13 @@ STYLES = (
         (ddp.TRAIN_EPOCH, "        losses = train_one_epoch(ddp_model, train_loader, optimizer, device, steps)\n"),
         (ddp.SPEED, "        samples_per_second = len(train_set) / seconds\n"),
         (ddp.TRAIN_ONE, JOINED),
+    ),
+    style(
+        "stops-if-the-gain-is-small",
+        "tests/check/referee/accelerate_onecycle/train.py",
+        "All processes compare the loss of all of them, so they stop in the same epoch.",
+        ("        if val_loss < state.best_loss:\n", "        if val_loss < state.best_loss - 1e-3:\n"),
+        *SHORT,
     ),
     style(
         "evaluation-on-rank-0",

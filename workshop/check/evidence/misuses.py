@@ -189,3 +189,9 @@ class LossReduced(Event):  # before a backward pass: autograd does not see that 
 
 class RankGiven(Event):  # ``init_process_group`` gets the rank as an argument
     rank: int
+
+
+class StopsEarly(
+    Event
+):  # after the first step: a comparison in the program (``where``) decides whether a loop ends early
+    names: list[str]  # of what is compared, without the objects to which they belong

@@ -32,6 +32,7 @@ from workshop.check.probes.samples import Samples
 from workshop.check.probes.scaling import Scaling
 from workshop.check.probes.schedules import Schedules
 from workshop.check.probes.steps import Clipping, Steps
+from workshop.check.probes.stopping import Stopping
 from workshop.check.probes.totals import Totals
 from workshop.check.probes.workers import Workers
 
@@ -54,7 +55,7 @@ ALWAYS: tuple[type[Probe], ...] = (
 )
 _OTHERS = (Copies, Draws, Schedules, Optimizers, Losses, Layers, HostSync, Sharding, Shards, Clipping,
            Checkpoints, Weights, SafeTensors, Activations, Checkpointing, ModelStates, Encoders, Prints, Totals, Discarded, Modes,
-           Workers, Emptied)  # fmt: skip
+           Workers, Emptied, Stopping)  # fmt: skip
 _LIBRARIES = (Lightning, PytorchLightning, Accelerators, Engine)
 PROBES: tuple[type[Probe], ...] = (*ALWAYS, *_OTHERS, *_LIBRARIES)
 

@@ -1,14 +1,19 @@
 """Whether all ranks make the same calls."""
 
+import math
+from collections.abc import Iterator
 from dataclasses import replace
 
-from workshop.check.evidence.events import Collective, UnevenJoined, Wrapped
-from workshop.check.evidence.misuses import NeverAwaited
+from workshop.check.evidence.events import Collective, UnevenJoined, VariablesSeen, Wrapped
+from workshop.check.evidence.misuses import NeverAwaited, StopsEarly
 from workshop.check.evidence.process import Process
 from workshop.check.evidence.run import Run, collectives_of_groups
 from workshop.check.rules.divergence import TO_ONE, reduced_to_one
 from workshop.check.rules.parting import parting
 from workshop.check.rules.rule import Said, Seen, rule
+from workshop.check.rules.words import named
+
+ROUNDED = 1e-4  # relative difference of two numbers that may be equal
 
 
 @rule(
@@ -45,6 +50,37 @@ def never_awaited(run: Run) -> Said:
     """No rank waits for the result of an asynchronous collective."""
     for event in lost_collectives(run) if not run.failed else ():
         yield Seen(f"the program calls {event.name}(async_op=True) and never waits for its result", event.where)
+
+
+@rule(
+    why="A rank that stops earlier than the others leaves them waiting for it in the next collective, and the program hangs.",
+    fix="Average the value over all ranks with all_reduce() before you compare it, or let rank 0 decide and send the decision "
+    "with broadcast().",
+    needs=(StopsEarly, VariablesSeen),
+    after=(collectives_differ,),
+    anywhere=True,
+)
+def stop_decided_alone(run: Run) -> Said:
+    """Each rank decides by a value of its own when to end the training early."""
+    ranks = run.trained
+    for event in ranks[0].of(StopsEarly) if len(ranks) > 1 and not run.failed else ():
+        for name, values in _own_numbers(ranks, event.names):
+            own = " and ".join(
+                f"{value:.6g} on {named(process)}" for value, process in zip(values, ranks, strict=False)
+            )
+            yield Seen(f"each rank decides by its own `{name}` when to stop: it is {own}", event.where)
+            break
+
+
+def _own_numbers(ranks: list[Process], names: list[str]) -> Iterator[tuple[str, list[float]]]:
+    """The variables with one of these names that hold different numbers on the first two ranks before the same step."""
+    for one, other in zip(*(process.of(VariablesSeen) for process in ranks[:2]), strict=False):
+        for name, value in one.numbers.items():
+            values = [value, other.numbers.get(name, value)]
+            if name.rpartition(".")[2] in names and all(map(math.isfinite, values)):
+                whole = all(float(each).is_integer() for each in values)
+                if not whole and not math.isclose(*values, rel_tol=ROUNDED):
+                    yield name, values
 
 
 def lost_collectives(run: Run) -> list[NeverAwaited]:

@@ -1,0 +1,125 @@
+"""Where a program stops early, as its text shows it."""
+
+import textwrap
+
+import pytest
+
+from check.made import Made
+from check.test_run import joined, run
+from workshop.check.evidence.events import StepBegun, StepTaken, VariablesSeen
+from workshop.check.evidence.misuses import StopsEarly
+from workshop.check.rules.collectives import stop_decided_alone
+from workshop.check.stopping import early_stops
+
+LOOP = """
+def main():
+    best, bad = float("inf"), 0
+    for epoch in range(10):
+        loss = evaluate()
+        if loss < best:  # compared
+            best, bad = loss, 0
+        else:
+            bad += 1
+            END
+"""
+CLASS = """
+class Stopper:
+    def __call__(self, loss):
+        if self.best is None:
+            self.best = loss
+        elif loss > self.best - self.delta:  # compared
+            self.counter += 1
+            if self.counter >= self.patience:
+                SAID
+        else:
+            self.best = loss
+            self.counter = 0
+
+for epoch in range(10):
+    USED
+"""
+
+
+def found(text):
+    text = textwrap.dedent(text)
+    lines = text.splitlines()
+    return ["# compared" in lines[stop.line - 1] for stop in early_stops({"train.py": text})]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        LOOP.replace("END", "if bad >= 3: break"),
+        LOOP.replace("END", "if bad > 3:\n                return"),
+        LOOP.replace("END", "stop = bad >= 3\n        if stop: break"),
+        LOOP.replace("for epoch in range(10)", "while bad < 3").replace("END", "pass"),
+        CLASS.replace("SAID", "self.early_stop = True").replace(
+            "USED", "stopper(loss)\n    if stopper.early_stop: break"
+        ),
+        CLASS.replace("SAID", "return True").replace("USED", "if early_stopping(loss): break"),
+        CLASS.replace("__call__", "step")
+        .replace("SAID", "return True")
+        .replace("USED", "if stopper.step(loss): break"),
+        CLASS.replace("__call__", "bad").replace("SAID", "return True").replace("USED", "if stopper.bad(loss): break"),
+    ],
+)
+def test_the_comparison_that_decides_when_a_loop_ends_is_found(text):
+    assert found(text) == [True]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        LOOP.replace("END", "pass"),
+        LOOP.replace("END", "if bad >= 3: print(bad)"),
+        # The ranks tell each other what they decide.
+        LOOP.replace("END", "stop = bad >= 3\n        dist.all_reduce(t := torch.tensor(stop))\n        if t: break"),
+        LOOP.replace("END", "stop = broadcast_object(bad >= 3)\n        if stop: break"),
+        LOOP.replace("END", "if bad >= 3: accelerator.set_trigger()\n        if accelerator.check_trigger(): break"),
+        # A count that only lowers the learning rate, and the step of an optimizer.
+        LOOP.replace("END", "if bad >= 3: group['lr'] /= 2"),
+        CLASS.replace("__call__", "step")
+        .replace("SAID", "return True")
+        .replace("USED", "if optimizer.step(loss): break"),
+        LOOP.replace("best, bad = loss, 0", "best = loss").replace("END", "if bad >= 3: break"),
+    ],
+)
+def test_other_counts_are_not(text):
+    assert found(text) == []
+
+
+def test_it_is_recorded_after_the_first_step(tmp_path):
+    text = """
+        import torch
+
+        model = torch.nn.Linear(1, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        best, bad = 9.0, 0
+        for epoch in range(3):
+            loss = model(torch.ones(1, 1)).sum()
+            loss.backward()
+            optimizer.step()
+            if loss.item() < best:  # compared
+                best, bad = loss.item(), 0
+            else:
+                bad += 1
+                if bad > 2:
+                    break
+    """
+    made = Made(tmp_path, text).well()
+    (event,) = made.run.all(StopsEarly)
+    assert event.where == made.line("# compared")
+    assert "best" in event.names
+
+
+@pytest.mark.parametrize(("values", "seen"), [((0.5, 0.4), True), ((0.5, 0.500001), False), ((3.0, 2.0), False)])
+def test_only_numbers_that_differ_between_the_ranks_are_reported(values, seen):
+    """Other than by rounding; whole numbers may be those of the rank."""
+    ranks = []
+    for rank, value in enumerate(values):
+        begun = StepBegun(gradients=[], weights=[], names=[], rates=[], state=0, of_model=True, fitting=False)
+        variables = VariablesSeen(numbers={"state.best": value, "rate": 0.1 * rank}, states={})
+        stops = StopsEarly(names=["best"], where="t.py:8")
+        ranks.append(joined(rank, begun, StepTaken(weights=[]), stops, variables))
+    said = list(stop_decided_alone.detectors[0].function(run(*ranks)))
+    assert [(each.where, "`state.best`" in each.text) for each in said] == ([("t.py:8", True)] if seen else [])

@@ -1,0 +1,39 @@
+"""Where a program stops early: the comparisons in its files that decide about it."""
+
+import sys
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from torch.optim import Optimizer
+
+from workshop.check.evidence.misuses import StopsEarly
+from workshop.check.probes.probe import Probe, on
+from workshop.check.stopping import early_stops
+
+FILES = 200  # of the program that are read
+
+
+class Stopping(Probe):
+    """Reads the files of the program after its first step."""
+
+    writes = (StopsEarly,)
+
+    def clear(self) -> None:
+        self.read = False
+
+    @on("after_step")
+    def _look(self, optimizer: Optimizer) -> None:
+        if self.read:
+            return
+        self.read = True
+        modules: list[Any] = list(sys.modules.values())
+        files = {getattr(module, "__file__", None) or "" for module in modules} | {self.recorder.script}
+        own = {self.recorder.own(file): file for file in files if file.endswith(".py") and self.recorder.own(file)}
+        texts = {}
+        for name, file in list(own.items())[:FILES]:
+            with suppress(OSError, UnicodeDecodeError):
+                texts[name] = Path(file).read_text()
+        with suppress(SyntaxError, ValueError, RecursionError):
+            for stop in early_stops(texts):
+                self.recorder.note(StopsEarly(where=f"{stop.file}:{stop.line}", names=list(stop.compared)))
