@@ -75,6 +75,8 @@ def _off_gpu(value: Any) -> Any:
         return "cpu" if getattr(value, "type", "") == "cpu" else value
     if not isinstance(value, str):
         return value
+    if value.startswith("cpu:"):  # f"{torch.accelerator.current_accelerator().type}:{index}"
+        return "cpu"
     return "cpu" if is_gpu(value) else value.replace(CUDA_TENSOR, "torch.") if value.startswith(CUDA_TENSOR) else value
 
 
