@@ -92,3 +92,44 @@ def test_a_top_level_that_cannot_run_twice_in_a_process_is_used_as_it_was(tmp_pa
     """What it registers in a library is already registered in the forked process; a new interpreter would not have it."""
     once = 'if hasattr(torch, "once"):\n    raise ValueError("already registered")\ntorch.once = True\nWORKERS, COLLATE'
     assert not checked(tmp_path, ("WORKERS, COLLATE", once))[0]
+
+
+HOGWILD = """
+    import torch
+    import torch.multiprocessing as mp
+
+    def train(model):
+        torch.manual_seed(0)
+        x = torch.randn(64, 2)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for part in x.split(4):
+            optimizer.zero_grad()
+            (model(part) - part.sum(1, keepdim=True)).square().mean().backward()
+            optimizer.step()
+
+    if __name__ == "__main__":
+        mp.set_start_method("spawn", force=True)
+        model = torch.nn.Linear(2, 1)
+        model.share_memory()
+        before = model.weight.detach().clone()
+        processes = [mp.Process(target=train, args=(model,)) for _ in range(2)]
+        for process in processes:
+            process.start()
+        for process in processes:
+            process.join()
+        assert not model.weight.equal(before)  # the processes have changed the parameters of this one
+"""
+
+
+def test_processes_that_share_their_parameters_cannot_be_judged(tmp_path):
+    (tmp_path / "train.py").write_text(textwrap.dedent(HOGWILD))
+    report = json.loads(small.check(tmp_path, "--json", "--", "python", "train.py").stdout)
+    (found,) = [each for each in report["findings"] if each["level"] != "hint"]
+    assert found["level"] == "not judged"
+    assert "shared memory" in found["seen"]
+    alone = textwrap.dedent(HOGWILD).replace(
+        "def train(model):\n", "def train(model):\n    model = torch.nn.Linear(2, 1)\n"
+    )
+    (tmp_path / "train.py").write_text(alone.replace("assert not", "assert"))
+    report = json.loads(small.check(tmp_path, "--json", "--", "python", "train.py").stdout)
+    assert report["findings"][0]["kind"] == "no-group"

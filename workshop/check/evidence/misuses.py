@@ -195,3 +195,7 @@ class StopsEarly(
     Event
 ):  # after the first step: a comparison in the program (``where``) decides whether a loop ends early
     names: list[str]  # of what is compared, without the objects to which they belong
+
+
+class MemoryShared(Event):  # at the first step: other processes have the same parameters in shared memory (Hogwild)
+    pass

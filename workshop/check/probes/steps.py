@@ -19,7 +19,7 @@ from workshop.check.evidence.events import (
     StepTaken,
     VariablesSeen,
 )
-from workshop.check.evidence.misuses import NormsSeen, OthersSeen
+from workshop.check.evidence.misuses import MemoryShared, NormsSeen, OthersSeen
 from workshop.check.probes.contents import is_fsdp1, is_sharded, is_zero, sketches
 from workshop.check.probes.probe import Function, Probe, around, before, on
 from workshop.check.probes.variables import norms, variables
@@ -34,7 +34,7 @@ OTHERS = 200  # tensors of a model beside its trained parameters that are record
 class Steps(Probe):
     """Records the steps of all optimizers."""
 
-    writes = (StepBegun, StepTaken, GraphMeasured, NormsSeen, OthersSeen, VariablesSeen, StateLoaded)
+    writes = (StepBegun, StepTaken, GraphMeasured, NormsSeen, OthersSeen, MemoryShared, VariablesSeen, StateLoaded)
 
     def clear(self) -> None:
         self.begun = False
@@ -114,6 +114,12 @@ class Steps(Probe):
                 made=recorder.optimizers.get(optimizer, ""),
             )
             self.note_here(begun)
+            if (
+                not recorder.steps
+                and parameters
+                and all(each.device.type == "cpu" and each.is_shared() for each in parameters)
+            ):
+                recorder.note(MemoryShared())
             if recorder.steps in (2, 4, 6):  # three steps, to see whether the graph grows
                 recorder.note(GraphMeasured(nodes=largest_graph()))
 

@@ -16,7 +16,7 @@ from workshop.check.evidence.events import (
     Wrapped,
     WroteOutside,
 )
-from workshop.check.evidence.misuses import PythonStarted
+from workshop.check.evidence.misuses import MemoryShared, PythonStarted
 from workshop.check.evidence.process import Process
 from workshop.check.evidence.run import Run
 from workshop.check.rules.collectives import collectives_differ, lost_collectives, never_awaited
@@ -190,8 +190,15 @@ def _of_one_rank(run: Run, process: Process, event: Raised) -> bool:
     unjudged=True,
 )
 def no_training(run: Run) -> Said:
-    """The run ended without an error, but took no step."""
-    if where := _of_other_programs(run):
+    """The run ended without an error, but took no step, or its processes train in a way that the check does not know."""
+    if (shared := next(run.all(MemoryShared), None)) and all(process.rank is None for process in run.processes):
+        seen = "the processes have their parameters in shared memory and form no process group (Hogwild)"
+        yield Seen(
+            seen,
+            shared.where,
+            fix="The check judges only programs whose processes form a group, and programs of one process.",
+        )
+    elif where := _of_other_programs(run):
         seen = "the program only starts other programs and waits for them; the check does not see what these do"
         fix = "After --, write the command that starts the training itself, for example torchrun train.py."
         yield Seen(seen, where, fix=fix)

@@ -17,7 +17,7 @@ from workshop.check.evidence.events import (
     StoreOpened,
     TrainerFit,
 )
-from workshop.check.evidence.misuses import PythonStarted, RankGiven
+from workshop.check.evidence.misuses import MemoryShared, PythonStarted, RankGiven
 from workshop.check.evidence.process import Process
 from workshop.check.evidence.run import Run
 from workshop.check.rules.rule import NotJudged, Said, Seen, rule
@@ -57,7 +57,7 @@ def address_overwritten(run: Run) -> Said:
 )
 def no_group(run: Run) -> Said:
     """No process joined a group."""
-    if run.nproc == 1 or any(process.rank is not None for process in run.processes):
+    if run.nproc == 1 or any(process.rank is not None for process in run.processes) or any(run.all(MemoryShared)):
         return
     found = run.first_exception()
     lightnings = found is not None and "/lightning/" in found[1].traceback  # Lightning explains what it refuses
