@@ -1,6 +1,7 @@
 """Processes that a program starts with the method "spawn" get only what a new interpreter would get."""
 
 import json
+import socket
 import textwrap
 
 import pytest
@@ -20,7 +21,7 @@ PROGRAM = """
     DATA = TensorDataset(x, x.sum(1, keepdim=True))
 
     def worker(rank, world_size, rate):
-        os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "29611"}
+        os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "FREE"}
         dist.init_process_group("gloo", rank=rank, world_size=world_size)
         sampler = DistributedSampler(DATA)
         model = DDP(nn.Linear(2, 1))
@@ -42,7 +43,8 @@ PROGRAM = """
 
 
 def checked(folder, *changes):
-    text = textwrap.dedent(PROGRAM)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        text = textwrap.dedent(PROGRAM).replace("FREE", str(server.getsockname()[1]))
     for old, new in changes:
         assert old in text
         text = text.replace(old, new)
@@ -86,6 +88,12 @@ def test_a_file_that_the_top_level_writes_has_several_writers(tmp_path):
     (found,), lines = checked(tmp_path, ("WORKERS, COLLATE", 'open("log.txt", "w").write("start")\nWORKERS, COLLATE'))
     assert found["kind"] == "two-writers"
     assert "log.txt" in lines[int(found["where"].rpartition(":")[2]) - 1]
+
+
+def test_a_top_level_that_fails_in_the_other_processes_is_named(tmp_path):
+    (found,), lines = checked(tmp_path, ("WORKERS, COLLATE", 'os.mkdir("results")\nWORKERS, COLLATE'))
+    assert found["kind"] == "crash"
+    assert "mkdir" in lines[int(found["where"].rpartition(":")[2]) - 1]
 
 
 def test_a_top_level_that_cannot_run_twice_in_a_process_is_used_as_it_was(tmp_path):

@@ -389,6 +389,8 @@ def test_a_long_run_is_stopped_on_all_ranks_at_the_same_step(package):
     train.write_text(GPU_PROGRAM.replace("range(start, 8)", "range(start, 100_000)"))
     *_, verdict = check_command(MODULE, folder=package, steps=5)
     assert [finding.seen for finding in verdict.errors] == []
+    (ended,) = [text for text in verdict.unchecked if "where the check ended it" in text]
+    assert int(ended.split("after step ")[1].split(",")[0]) >= 5
 
 
 def test_a_program_without_a_step_cannot_be_judged(package):

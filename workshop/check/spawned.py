@@ -11,6 +11,7 @@ import multiprocessing.process
 import os
 import pickle
 import random
+import re
 import runpy
 import sys
 import types
@@ -27,6 +28,8 @@ from workshop.pretend import devices
 NO_GPU = "no-gpu"  # a file in the folder of the evidence: a process in place of a new interpreter cannot use the GPUs
 FAILED = 70  # exit status if code of the check fails
 OURS = "workshop."
+# What registries say that already have a name: those of torch.library, transformers and many others.
+REGISTERED = re.compile(r"\b(already|duplicated?|twice|multiple times|only once)\b", re.IGNORECASE)
 
 
 class Salt:
@@ -138,6 +141,9 @@ def run_main_again() -> None:
     """Run the top level of the main file as ``__mp_main__``; the code under ``if __name__ == "__main__"`` does not run.
 
     If that fails because what it registers in a library is already there, the main module of the parent is used.
+
+    Raises:
+        Exception: what the top level raises for any other reason, as it would in a new interpreter.
     """
     main: Any = sys.modules["__main__"]
     module = types.ModuleType("__mp_main__")
@@ -148,8 +154,8 @@ def run_main_again() -> None:
             module.__dict__.update(runpy.run_path(main.__file__, ours, run_name="__mp_main__"))
         elif not name.endswith("__main__"):
             module.__dict__.update(runpy.run_module(name, ours, run_name="__mp_main__", alter_sys=True))
-    except Exception as error:
-        if "bootstrapping phase" in str(error):
+    except (AssertionError, KeyError, RuntimeError, TypeError, ValueError) as error:
+        if not REGISTERED.search(str(error)):
             raise
         return
     sys.modules["__main__"] = sys.modules["__mp_main__"] = module
@@ -168,12 +174,14 @@ def _begin(stored: io.BytesIO, entropy: int, number: int, parent_sentinel: int) 
     Salt.number = number
     current: Any = multiprocessing.process.current_process()
     current._inheriting = True
+    when = " when the top level runs again"
     try:
         run_main_again()
+        when = ""
         process = pickle.loads(stored.getvalue())
     except Exception as error:
         if own.recorder:
-            note_exception(own.recorder, error)
+            note_exception(own.recorder, error, when)
         return 1
     finally:
         del current._inheriting

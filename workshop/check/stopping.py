@@ -5,9 +5,8 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
-ROUNDS = (
-    4  # from the count to a flag, to a function that returns it, to a variable with its result, to the end of the loop
-)
+# From the count to a flag, to a function that returns it, to a variable with its result, to the end of the loop.
+ROUNDS = 4
 # The ranks tell each other what they decide.
 TOLD = re.compile(r"reduce|broadcast|gather|tensor|scatter|trigger|^sync|^send", re.IGNORECASE)
 COUNTS = re.compile(r"\+=\s*1|\+ 1\b")  # a file without such a text needs no reading

@@ -61,8 +61,8 @@ class Processes(Probe):
             raise
 
 
-def note_exception(recorder: Recorder, error: BaseException) -> None:
-    """Record an exception with the last line of the program in its traceback, and print it."""
+def note_exception(recorder: Recorder, error: BaseException, when: str = "") -> None:
+    """Record an exception with the last line of the program in its traceback, and print it; ``when`` is added to its message."""
     with recorder.guard:
         error = _cause(error)
         lines = [(recorder.own(frame.filename), frame.lineno) for frame in traceback.extract_tb(error.__traceback__)]
@@ -70,7 +70,8 @@ def note_exception(recorder: Recorder, error: BaseException) -> None:
             lines.append((recorder.own(error.filename or ""), error.lineno))
         message = re.sub(r"\s+", " ", str(error)).strip()[:MESSAGE]
         if isinstance(error, NameError) and error.name in recorder.of_parent:
-            message += " in a process that spawn has started"
+            when = " in a process that spawn has started"
+        message += when
         where = next((f"{name}:{line}" for name, line in reversed(lines) if name and line), "")
         stack = "".join(traceback.format_exception(error))
         recorder.note(Raised(type=type(error).__name__, message=message, traceback=stack[-TRACEBACK:], where=where))

@@ -12,6 +12,7 @@ from workshop.check.evidence.events import (
     Joining,
     Loaded,
     Raised,
+    Stopped,
     VariableSet,
     Wrapped,
     WroteOutside,
@@ -193,11 +194,8 @@ def no_training(run: Run) -> Said:
     """The run ended without an error, but took no step, or its processes train in a way that the check does not know."""
     if (shared := next(run.all(MemoryShared), None)) and all(process.rank is None for process in run.processes):
         seen = "the processes have their parameters in shared memory and form no process group (Hogwild)"
-        yield Seen(
-            seen,
-            shared.where,
-            fix="The check judges only programs whose processes form a group, and programs of one process.",
-        )
+        fix = "The check judges only programs whose processes form a group, and programs of one process."
+        yield Seen(seen, shared.where, fix=fix)
     elif where := _of_other_programs(run):
         seen = "the program only starts other programs and waits for them; the check does not see what these do"
         fix = "After --, write the command that starts the training itself, for example torchrun train.py."
@@ -222,6 +220,10 @@ def no_training(run: Run) -> Said:
             why = f": it called backward() {plural(len(backwards), 'time')}, but no optimizer of torch took a step after that"
         where = run.where(Loaded) or (backwards[-1].where if backwards else "")
         yield Seen(f"the run ended without an error, but took no step{why}", where)
+    elif run.cut and run.asked is None:
+        step = max((event.steps for event in run.all(Stopped)), default=len(run.trained[0].steps) if run.trained else 0)
+        later = f"to let it take more steps, pass --steps {10 * step}, for example"
+        yield NotJudged(f"what the program does after step {step}, where the check ended it; {later}", goal=False)
 
 
 def _wanted_gpus(run: Run) -> tuple[str, Raised] | None:
@@ -329,6 +331,8 @@ EXPLAINED = {
     "no kernel image is available": "this build of PyTorch has no code for this GPU: install a build for its architecture",
     "bootstrapping phase": "each process that spawn starts runs the top level of the file again: call mp.spawn() under "
     'if __name__ == "__main__"',
+    "when the top level runs again$": "each process that spawn starts runs the top level of the file again, and it fails there: "
+    'move this statement under if __name__ == "__main__"',
     "^Can't (pickle|get) (local object|attribute)|^cannot pickle|^Can't pickle": "spawn passes the function and its arguments "
     "with pickle: it accepts functions and classes at the top level of a module, but no lambdas, inner functions or open files",
     "is not defined in a process that spawn": "it has no value here: each process that spawn starts runs the top level "

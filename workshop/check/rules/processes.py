@@ -26,7 +26,9 @@ from workshop.check.scenarios import DEVICES, SINGLE, SPLIT, TWO_NODES, WHOLE, S
 
 LOCAL = ("127.0.0.1", "localhost", "::1")
 # A process that spawn starts fails before it calls the function of the program.
-NOT_SPAWNED = re.compile("bootstrapping phase|^Can't (pickle|get)|^cannot pickle|in a process that spawn has started$")
+NOT_SPAWNED = re.compile(
+    "bootstrapping phase|^Can't (pickle|get)|^cannot pickle|in a process that spawn has started$|runs again$"
+)
 
 
 @rule(
