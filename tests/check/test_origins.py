@@ -120,6 +120,55 @@ PROGRAMS = {
                 loss = model(batch)
                 loss.backward()  # seen
     """,
+    "sync:swapped": """
+        def main(model, optimizer, batches):
+            for number, batch in enumerate(batches):
+                update = number % 4 == 3
+                with model.no_sync() if update else nullcontext():  # cause
+                    model(batch).backward()  # seen
+                if update:
+                    optimizer.step()
+    """,
+    "meets:3": """
+        def write(folder):
+            save(folder)
+
+        def read(folder):
+            return load(folder)  # seen
+
+        def main(folder):
+            if rank == 0:
+                write(folder)
+            data = read(folder)  # cause
+    """,
+    "numbered:get_rank": """
+        def main():
+            rank, ranks = get_rank(), get_world_size()
+            set_device(rank)  # seen
+    """,
+    "numbered:environ": """
+        def main():
+            local_rank = int(environ["RANK"])  # cause
+            set_device(local_rank)  # seen
+    """,
+    "listed": """
+        def train(data, chosen):
+            part = Subset(data, chosen)
+            sampler = DistributedSampler(part)  # seen
+
+        def main(data):
+            chosen = [1, 2]
+            for each in range(3):
+                train(data, chosen)
+                bought = best(data)
+                chosen = chosen + bought  # cause
+    """,
+    "listed:once": """
+        def main(data):
+            chosen = pick(data)  # cause
+            part = Subset(data, chosen)
+            sampler = DistributedSampler(part)  # seen
+    """,
     "condition:step": """
         def main(engine, loss):
             engine.backward(loss)  # seen

@@ -3,7 +3,7 @@
 import ast
 from collections.abc import Iterator
 
-from workshop.check.definitions import Function, Source, Value, calls, first, header, in_order, name_of
+from workshop.check.definitions import Function, Source, Value, assigned, calls, first, header, in_order, name_of
 from workshop.check.own_values import RANK, of_rank
 
 DIVIDED = ("sampler", "batch_sampler", "dataset")  # the arguments of a loader that may give a rank its part
@@ -99,6 +99,30 @@ def undivided(source: Source, start: ast.stmt, detail: str) -> int | None:
         for each in call.keywords:
             if each.arg == "use_distributed_sampler" and isinstance(each.value, ast.Constant) and not each.value.value:
                 return each.value.lineno
+    return None
+
+
+def listed(source: Source, start: ast.stmt, detail: str) -> int | None:
+    """The statement that makes the list of indices of the Subset behind a statement; in a loop, the one that changes the list."""
+    for value in source.trace([header(start)]):
+        for made in calls(value.expression, "Subset"):
+            given = [each.value for each in made.keywords if each.arg == "indices"] + made.args[1:2]
+            if given and isinstance(given[0], ast.Name):
+                return _list_made(source, given[0].id, value.statement)
+    return None
+
+
+def _list_made(source: Source, name: str, at: ast.stmt) -> int | None:
+    loops = [each for each in source.above(at) if isinstance(each, ast.For | ast.While)]
+    changes = [
+        each.lineno for loop in loops for each in source.within(loop) if each is not at and any(assigned(each, name))
+    ]
+    if changes:
+        return changes[-1]
+    for value in source.definitions(name, source.scopes(at)[0], at)[-1:]:
+        if isinstance(value.expression, ast.Name) and not any(assigned(value.statement, name)):
+            return _list_made(source, value.expression.id, value.statement)
+        return value.statement.lineno
     return None
 
 

@@ -14,7 +14,7 @@ from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
-from workshop.check import kept, loaders
+from workshop.check import callers, kept, loaders
 from workshop.check.definitions import (
     SEEDS,
     Function,
@@ -29,13 +29,14 @@ from workshop.check.definitions import (
     names_in,
 )
 from workshop.check.loss_origins import averaged, divisor, gathering, given, reduced
-from workshop.check.own_values import ASKS_RANK, OF_RANKS, RANK
+from workshop.check.own_values import OF_RANKS, RANK
 from workshop.check.places import place_of
 from workshop.check.verdict import Finding
 
 FILES = 200  # files in which a class is looked for
 SYNC = ("require_backward_grad_sync", "set_requires_gradient_sync", "no_sync")
 STEPS = re.compile(r"step|iter|total|max", re.IGNORECASE)
+DEVICE = re.compile(r"local|device|gpu|cuda|index", re.IGNORECASE)
 PER_RANK = re.compile(r"batch|world|proc|rank|gpus|replicas", re.IGNORECASE)
 
 
@@ -122,7 +123,10 @@ def _sync(source: Source, start: ast.stmt, detail: str) -> int | None:
     around = source.trace(map(header, blocks))
     for value in around:
         if any(calls(value.expression, *SYNC)):
-            flags = [each.test for each in ast.walk(value.expression) if isinstance(each, ast.IfExp)]
+            choices = [each for each in ast.walk(value.expression) if isinstance(each, ast.IfExp)]
+            if any(_steps_under(source, each) for each in choices):
+                return value.statement.lineno
+            flags = [each.test for each in choices]
             named = [Value(each, value.statement) for each in flags if isinstance(each, ast.Name)]
             return first(source.trace(named), _defines) or value.statement.lineno
     lines = {node.lineno for node in ast.walk(source.tree) if isinstance(node, ast.Attribute) and node.attr in SYNC}
@@ -133,13 +137,14 @@ def _sync(source: Source, start: ast.stmt, detail: str) -> int | None:
     return min(near, key=lambda line: abs(line - start.lineno), default=None)
 
 
-def _condition(source: Source, start: ast.stmt, detail: str) -> int | None:
-    """The condition around the closest call of a method, after a line where it was not called."""
-    scope = source.scopes(start)[0]
-    found = [each for each in calls(scope, detail) if each.lineno >= start.lineno]
-    for call in sorted(found, key=lambda each: each.lineno):
-        return next((each.lineno for each in source.above(call) if isinstance(each, ast.If)), None)
-    return None
+def _steps_under(source: Source, choice: ast.IfExp) -> bool:
+    """Whether a choice enters no_sync() under the condition under which the optimizer steps: then the choice itself is wrong."""
+    condition = ast.unparse(choice.test)
+    blocks = (
+        each for each in ast.walk(source.tree) if isinstance(each, ast.If) and ast.unparse(each.test) == condition
+    )
+    steps = any(any(calls(part, "step")) for block in blocks for part in block.body)
+    return steps and any(calls(choice.body, "no_sync"))
 
 
 def _member(source: Source, start: ast.stmt, detail: str) -> int | None:
@@ -295,51 +300,6 @@ def _defines(value: Value) -> bool:
     return given is not None and (value.expression is given or part is given)
 
 
-def _gate(source: Source, start: ast.stmt, detail: str) -> int | None:
-    """What decides whether a statement runs: the condition around it, or around the only call of its function.
-
-    ``detail``: "%": rather the statement that computes the condition with a remainder; "alone": only a condition
-    that asks for the rank, or that has no other statement.
-    """
-    inner = start
-    for _ in range(2):
-        function = source.scopes(inner)[0]
-        around = itertools.takewhile(lambda each, end=function: each is not end, source.above(inner))  # type: ignore[misc]
-        conditions = (each for each in around if isinstance(each, ast.If))
-        condition = next((each for each in conditions if "__name__" not in names_in(each.test)), None)
-        if condition and not (detail == "alone" and len(condition.body) > 1 and not _asks_rank(condition)):
-            remainder = first(source.trace([header(condition)]), _has_remainder) if detail == "%" else None
-            return remainder or condition.lineno
-        calling = source.calls_of(function)
-        if len(calling) != 1:
-            return None
-        inner = calling[0]
-    return None
-
-
-def _ungated(source: Source, start: ast.stmt, detail: str) -> int | None:
-    """The only call, without a condition about the rank, of the function that contains a statement; it has other calls too."""
-    found = source.calls_of(source.scopes(start)[0])
-    free = [each for each in found if not any(_asks_rank(above) for above in source.above(each))]
-    return free[0].lineno if len(free) == 1 < len(found) else None
-
-
-def _asks_rank(node: ast.AST) -> bool:
-    return isinstance(node, ast.If) and bool(ASKS_RANK.search(ast.unparse(node.test)))
-
-
-def _rank_gate(source: Source, start: ast.stmt, detail: str) -> int | None:
-    """The condition about the rank around a statement."""
-    return next((each.lineno for each in source.above(start) if isinstance(each, ast.If) and _asks_rank(each)), None)
-
-
-def _only_once(source: Source, start: ast.stmt, detail: str) -> int | None:
-    """The only call of a method without arguments, if it is not in a loop."""
-    found = [call for call in calls(source.tree, detail) if not call.args]
-    loops = [each for call in found for each in source.above(call) if isinstance(each, ast.For | ast.While)]
-    return found[0].lineno if len(found) == 1 and not loops else None
-
-
 def _last(source: Source, start: ast.stmt, detail: str) -> int | None:
     """The last call of a function before the end of a statement, in the same function."""
     found = [call.lineno for call in in_order(calls(source.scopes(start)[0], detail))]
@@ -357,37 +317,15 @@ def _times(source: Source, start: ast.stmt, detail: str) -> int | None:
     return first(source.trace([header(start)]), repeats)
 
 
-def _has_remainder(value: Value) -> bool:
-    return any(isinstance(each, ast.Mod) for each in ast.walk(value.expression))
+def _numbered(source: Source, start: ast.stmt, detail: str) -> int | None:
+    """The statement behind a number of a device that matches ``detail``, if it names the number as one of a device or a node."""
 
+    def chooses(value: Value) -> bool:
+        targets = getattr(value.statement, "targets", [])
+        named = any(DEVICE.search(ast.unparse(each)) for each in targets)
+        return (named or value.statement is start) and bool(re.search(detail, ast.unparse(value.expression)))
 
-def _passed(source: Source, start: ast.stmt, detail: str) -> int | None:
-    """The only call of the function that contains a statement.
-
-    ``detail``: "generator": if it is a generator function; "class": if it is the ``__init__`` of a class, the only call of this.
-    """
-    function = source.scopes(start)[0]
-    if detail == "class":
-        owner = source.parents.get(function)
-        if not isinstance(owner, ast.ClassDef) or getattr(function, "name", "") != "__init__":
-            return None
-        made = [call.lineno for call in calls(source.tree, owner.name)]
-        return made[0] if len(made) == 1 else None
-    found = source.calls_of(function)
-    yields = any(isinstance(each, ast.Yield | ast.YieldFrom) for each in ast.walk(function))
-    return found[0].lineno if len(found) == 1 and (yields or not detail) else None
-
-
-def _argument(source: Source, start: ast.stmt, detail: str) -> int | None:
-    """The statement that passes a function the model that it calls; of several, one whose function also calls ``detail``."""
-    function = source.scopes(start)[0]
-    if not isinstance(function, Function):
-        return None
-    parameters = {each.arg for each in (*function.args.posonlyargs, *function.args.args, *function.args.kwonlyargs)}
-    if not any(isinstance(each.func, ast.Name) and each.func.id in parameters for each in calls(start)):
-        return None
-    passing = source.calls_of(function)
-    return next((each.lineno for each in passing if any(calls(source.scopes(each)[0], detail))), None)
+    return first(source.trace([header(start)]), chooses)
 
 
 def _holds(source: Source, start: ast.stmt, detail: str) -> int | None:
@@ -428,16 +366,16 @@ def _kept(source: Source, start: ast.stmt, detail: str) -> int | None:
 FINDERS: dict[str, Callable[[Source, ast.stmt, str], int | None]] = {
     **OF_RANKS,
     "anew": kept.anew,
-    "argument": _argument,
+    "argument": callers.argument,
     "averaged": averaged,
     "call": _call,
-    "condition": _condition,
+    "condition": callers.condition,
     "configured": _configured,
     "divisor": divisor,
     "given-loss": given,
     "environ": _environ,
     "figure": _figure,
-    "gate": _gate,
+    "gate": callers.gate,
     "gathering": gathering,
     "held": kept.held,
     "holds": _holds,
@@ -447,19 +385,22 @@ FINDERS: dict[str, Callable[[Source, ast.stmt, str], int | None]] = {
     "last": _last,
     "length": _length,
     "dealt": loaders.dealt,
+    "listed": loaders.listed,
     "loader": loaders.loader,
     "loading": kept.loading,
     "logged": _logged,
     "made": kept.made,
-    "once": _only_once,
+    "once": callers.only_once,
     "of-first": kept.of_first,
     "of-rank": loaders.of_rank_alone,
     "of-some": kept.of_some,
     "member": _member,
+    "meets": callers.meets,
     "model": _model,
-    "passed": _passed,
+    "numbered": _numbered,
+    "passed": callers.passed,
     "printed": _printed,
-    "rank-gate": _rank_gate,
+    "rank-gate": callers.rank_gate,
     "receiver": _receiver,
     "reduced": reduced,
     "rescaled": kept.rescaled,
@@ -476,7 +417,7 @@ FINDERS: dict[str, Callable[[Source, ast.stmt, str], int | None]] = {
     "trains": kept.trains,
     "uncalled": _uncalled,
     "undivided": loaders.undivided,
-    "ungated": _ungated,
+    "ungated": callers.ungated,
     "unpersistent": kept.unpersistent,
     "unread": kept.unread,
 }

@@ -9,7 +9,7 @@ from workshop.check.definitions import SEEDS, Function, Source, Value, assigned,
 
 RANK = re.compile(r"rank|process_index|proc_id", re.IGNORECASE)
 ASKS_RANK = re.compile(r"rank|process_index|proc_id|is_(local_)?main_process|is_global_zero", re.IGNORECASE)
-STATISTICS = ("mean", "std", "var", "std_mean", "var_mean", "median", "quantile", "amin", "amax", "min", "max")
+STATISTICS = ("mean", "sum", "std", "var", "std_mean", "var_mean", "median", "quantile", "amin", "amax", "min", "max")
 QUOTIENTS = ("mean", "div", "div_", "divide", "log", "log10", "log2", "exp", "sqrt", "median")
 
 
@@ -37,15 +37,16 @@ def _encoder(source: Source, start: ast.stmt, detail: str) -> int | None:
         if (found := [value for each in source.within(scope) for value in assigned(each, name)])
     ]
     for place in places:
-        if line := first(source.trace([header(place)]), _computes_encoder):
-            return line
+        for computes in (_computes_statistic, of_rank):
+            if line := first(source.trace([header(place)]), computes):
+                return line
     return places[0].lineno if places else None
 
 
-def _computes_encoder(value: Value) -> bool:
+def _computes_statistic(value: Value) -> bool:
     ordered = {each for call in calls(value.expression, "sorted") for each in ast.walk(call)}
     sets = (each for each in ast.walk(value.expression) if each not in ordered and _is_set(each))
-    return of_rank(value) or any(calls(value.expression, *STATISTICS)) or any(sets)
+    return any(calls(value.expression, *STATISTICS)) or any(sets)
 
 
 def _is_set(node: ast.AST) -> bool:

@@ -400,7 +400,7 @@ def _begun_again(whole: Run, split: Split, done: int, names: re.Pattern[str] = A
         if lost and what:
             shown = listed([f"`{name}` {what} {now[name]:g} instead of {expected[name]:g}" for name in lost[:3]])
             fix = f"Save {listed(lost[:3])} in the checkpoint, and assign it where the checkpoint is loaded."
-            return shown, fix, "", f"unpersistent:{lost[0].rpartition('.')[2]} unread:{lost[0]} restored"
+            return shown, fix, "", f"unpersistent:{lost[0].rpartition('.')[2]} restored unread:{lost[0]}"
         if lost:
             seen = f"the generator `{lost[0]}` begins again with its first state"
             fix = "Save the state of the generator (get_state()) of each rank, or seed it with a function of the step."

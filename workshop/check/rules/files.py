@@ -102,6 +102,7 @@ def read_before_written(run: Run) -> Said:
                     yield Seen(
                         f"{named(reader)} loads {name} without waiting until {named(writer)} has written it",
                         event.where,
+                        origin=_wait_for(writer, event.path, event.where),
                     )
                     return
 
@@ -112,10 +113,11 @@ def missing_until_written(run: Run) -> Said:
     for reader, writer in permutations(run.ranks, 2):
         for error in reader.of(Raised):
             path = re.search(r"No such file or directory: '[./]*([^']+)'", error.message)
-            if path and any(event.path.endswith(f"/{path[1]}") for event in writer.of(FileWritten)):
+            found = [event for event in writer.of(FileWritten) if path and event.path.endswith(f"/{path[1]}")]
+            if path and found:
                 name = path[1].rsplit("/", 1)[-1]
                 seen = f"{named(reader)} does not find {name}, which {named(writer)} writes in the same run"
-                yield Seen(seen, error.where)
+                yield Seen(seen, error.where, origin=_wait_for(writer, found[0].path, error.where))
                 return
 
 
@@ -138,6 +140,14 @@ def renamed_before_written(run: Run) -> Said:
                 seen = f"{named(one)} renames {name} without waiting until {named(other)} has written its files there"
                 yield Seen(seen, event.where)
                 return
+
+
+def _wait_for(writer: Process, path: str, reads: str) -> str:
+    """Where a rank must wait for the one that writes a file: in the function that calls both the writing and the reading."""
+    wheres = [event.where for event in writer.of(FileWritten) if event.path == path]
+    wheres += [event.where for event in writer.of(Saved) if event.path == path]
+    same = [where for where in wheres if where.rpartition(":")[0] == reads.rpartition(":")[0]]
+    return f"meets:{same[0].rpartition(':')[2]}" if same else ""
 
 
 def _meetings(process: Process, seconds: float) -> int:

@@ -82,5 +82,9 @@ def loader_empty(run: Run) -> Said:
         lengths.setdefault(event.where, []).append(event.length)
     for where, found in lengths.items():
         if set(found) == {0}:
-            yield Seen("the loader has no batches: its samples do not fill one, and it drops the last one", where)
+            yield Seen(
+                "the loader has no batches: its samples do not fill one, and it drops the last one",
+                where,
+                origin="loader:itself",
+            )
             return

@@ -126,6 +126,10 @@ def _in_line(
         return Parted(said, place, SAME)
     since = [_at(walk, each.number) for walk, each in zip(walks, before, strict=True)]
     source = _own_value(walks[0], walks[1], (at[0], at[1]), (since[0], since[1]))
+    if source == place and walks[0].line(f"{inner.rpartition(':')[0]}:{after[0].places[0][1]}").startswith(
+        "def forward("
+    ):
+        return Parted(said, inner, SAME)
     if source != place:
         said += f"; the different values come from {source} (`{walks[0].line(source)}`)"
     return Parted(said, source, SAME)

@@ -10,6 +10,7 @@ from functools import partial
 from workshop.check.evidence.events import (
     GroupDestroyed,
     Joined,
+    LoaderStarted,
     Raised,
     Sketch,
     UnevenJoined,
@@ -122,7 +123,7 @@ def optimizer_lost(whole: Run, split: Split) -> Said:
 @_of_restart(
     why="The schedule of the learning rate does not continue at the step where it stopped, but begins again or at another step.",
     fix="Save the state_dict() of the scheduler in the checkpoint, and load it with scheduler.load_state_dict().",
-    origin="rescaled loading:sched stateful:sched",
+    origin="rescaled loading:sched stateful:sched restored",
 )
 def schedule_lost(whole: Run, split: Split) -> Said:
     """The learning rate after the second start differs from that of an uninterrupted run."""
@@ -265,8 +266,15 @@ def _state_lost(whole: Run, split: Split, load: str) -> Iterable[tuple[Rule | No
         yield resume_differs, Seen(seen, load, origin="restored")
     for about, seen in differences:
         origin = "call:set_epoch" if " samples " in seen else "of-some" if about is resume_differs else ""
-        fix = SKIP if "does not skip" in seen else accelerate.fix_of_order(whole) if IN_FIRST_ORDER in seen else ""
-        yield None if about is resume_differs else about, Seen(seen, load, fix=fix, origin=origin)
+        where, fix = load, accelerate.fix_of_order(whole) if IN_FIRST_ORDER in seen else ""
+        if "does not skip" in seen:
+            begun = (
+                event
+                for event in split.second.trained[0].of(LoaderStarted)
+                if (event.loader, event.iteration) == rest[0].loader
+            )
+            where, fix, origin = next((event.where for event in begun), load), SKIP, "here"
+        yield None if about is resume_differs else about, Seen(seen, where, fix=fix, origin=origin)
 
 
 def _copy_or_best_lost(whole: Run, split: Split, reproducible: bool) -> Cause | None:

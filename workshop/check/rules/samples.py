@@ -161,7 +161,7 @@ def _different_subsets(run: Run) -> list[Seen]:
     drawn = None if run.divided else unequal_subset(run)
     here = [each for each in run.all(Drawn) if drawn and (each.name, each.where) == (DATA_SET, drawn.where)]
     whole = any(each.of == run.nproc for each in here)
-    return [Seen(_lists(drawn), drawn.where, fix=SAME_SUBSET)] if drawn and whole else []
+    return [Seen(_lists(drawn), drawn.where, fix=SAME_SUBSET, origin="listed here")] if drawn and whole else []
 
 
 def _lists(drawn: Drawn) -> str:
@@ -176,7 +176,12 @@ def _by_draw(run: Run, seen: Seen) -> Seen:
         return Seen(seen.text, stream, origin="stream") if stream and not seen.origin else seen
     if drawn.name == SUBSET:
         of_split = unequal_split(run)
-        return Seen(f"{seen.text}: {_lists(drawn)}", of_split or drawn.where, fix=leak.fix if of_split else SAME_SUBSET)
+        return Seen(
+            f"{seen.text}: {_lists(drawn)}",
+            of_split or drawn.where,
+            fix=leak.fix if of_split else SAME_SUBSET,
+            origin="" if of_split else "listed here",
+        )
     split = drawn.name == "random_split"
     what = "makes different parts on each rank" if split else "returns a different result on each rank"
     return Seen(

@@ -19,6 +19,7 @@ from workshop.check.source import Statement, changes, sets, statements
 
 FAR = 12  # assignments that are followed
 TEXT = 90  # letters of a line
+COUNTS = re.compile(r"=.*\blen\(|\.(size|numel|shape)\b")
 OF_RANK = ("rank", "main_process", "process_index", "process_zero")  # in the text of what tells ranks apart on purpose
 ROOTS = ("src", "dst", "to", "root", "group_src", "group_dst")  # arguments that name a rank
 EQUAL_SHAPES = ("all_reduce", "broadcast", "reduce", "all_gather", "all_gather_into_tensor", "reduce_scatter_tensor")
@@ -219,11 +220,12 @@ def origin_of(
         at: the step of each at which the values differ.
         name: the name that has the values.
         across: follow it also into other functions.
-        sizes: follow only different numbers of elements.
+        sizes: follow only different numbers of elements; a line that counts them, such as ``steps = len(loader)``, is where the
+            ranks must agree, unless a line behind it gives each rank its own part.
         to_rank: follow it also to a line that gives each rank its own part, such as ``mine = data[rank::world_size]``.
     """
     first, values = name, (one.values(at[0]).get(name, ""), other.values(at[1]).get(name, ""))
-    place, of_rank = "", False
+    place, counted, of_rank = "", "", False
     for _ in range(FAR):
         mine, theirs = last_set(one, at[0], name), last_set(other, at[1], name)
         if mine is None or theirs is None:
@@ -241,10 +243,12 @@ def origin_of(
             of_rank = False
             break
         place = one.place(at[0])
+        counted = counted or (place if sizes and COUNTS.search(text) else "")
         following = differing(one, other, at, sizes)
         if not following or place in {event.where for event in one.process.of(Collective)}:
             break
         name = following[0]
+    place = place if of_rank else counted or place
     return Origin(first, values, place, one.line(place) if place else "", of_rank)
 
 

@@ -1,0 +1,117 @@
+"""Find the condition or the call that leads to a statement: finders for ``origins.py``."""
+
+import ast
+import itertools
+
+from workshop.check.definitions import Function, Source, Value, calls, first, header, names_in
+from workshop.check.own_values import ASKS_RANK
+
+
+def condition(source: Source, start: ast.stmt, detail: str) -> int | None:
+    """The condition around the closest call of a method, after a line where it was not called."""
+    scope = source.scopes(start)[0]
+    found = [each for each in calls(scope, detail) if each.lineno >= start.lineno]
+    for call in sorted(found, key=lambda each: each.lineno):
+        return next((each.lineno for each in source.above(call) if isinstance(each, ast.If)), None)
+    return None
+
+
+def gate(source: Source, start: ast.stmt, detail: str) -> int | None:
+    """What decides whether a statement runs: the condition around it, or around the only call of its function.
+
+    ``detail``: "%": rather the statement that computes the condition with a remainder; "alone": only a condition
+    that asks for the rank, or that has no other statement.
+    """
+    inner = start
+    for _ in range(2):
+        function = source.scopes(inner)[0]
+        around = itertools.takewhile(lambda each, end=function: each is not end, source.above(inner))  # type: ignore[misc]
+        conditions = (each for each in around if isinstance(each, ast.If))
+        condition = next((each for each in conditions if "__name__" not in names_in(each.test)), None)
+        if condition and not (detail == "alone" and len(condition.body) > 1 and not _asks_rank(condition)):
+            remainder = first(source.trace([header(condition)]), _has_remainder) if detail == "%" else None
+            return remainder or condition.lineno
+        calling = source.calls_of(function)
+        if len(calling) != 1:
+            return None
+        inner = calling[0]
+    return None
+
+
+def ungated(source: Source, start: ast.stmt, detail: str) -> int | None:
+    """The only call, without a condition about the rank, of the function that contains a statement; it has other calls too."""
+    found = source.calls_of(source.scopes(start)[0])
+    free = [each for each in found if not any(_asks_rank(above) for above in source.above(each))]
+    return free[0].lineno if len(free) == 1 < len(found) else None
+
+
+def _asks_rank(node: ast.AST) -> bool:
+    return isinstance(node, ast.If) and bool(ASKS_RANK.search(ast.unparse(node.test)))
+
+
+def rank_gate(source: Source, start: ast.stmt, detail: str) -> int | None:
+    """The condition about the rank around a statement."""
+    return next((each.lineno for each in source.above(start) if isinstance(each, ast.If) and _asks_rank(each)), None)
+
+
+def only_once(source: Source, start: ast.stmt, detail: str) -> int | None:
+    """The only call of a method without arguments, if it is not in a loop."""
+    found = [call for call in calls(source.tree, detail) if not call.args]
+    loops = [each for call in found for each in source.above(call) if isinstance(each, ast.For | ast.While)]
+    return found[0].lineno if len(found) == 1 and not loops else None
+
+
+def passed(source: Source, start: ast.stmt, detail: str) -> int | None:
+    """The only call of the function that contains a statement.
+
+    ``detail``: "generator": if it is a generator function; "class": if it is the ``__init__`` of a class, the only call of this.
+    """
+    function = source.scopes(start)[0]
+    if detail == "class":
+        owner = source.parents.get(function)
+        if not isinstance(owner, ast.ClassDef) or getattr(function, "name", "") != "__init__":
+            return None
+        made = [call.lineno for call in calls(source.tree, owner.name)]
+        return made[0] if len(made) == 1 else None
+    found = source.calls_of(function)
+    yields = any(isinstance(each, ast.Yield | ast.YieldFrom) for each in ast.walk(function))
+    return found[0].lineno if len(found) == 1 and (yields or not detail) else None
+
+
+def argument(source: Source, start: ast.stmt, detail: str) -> int | None:
+    """The statement that passes a function the model that it calls; of several, one whose function also calls ``detail``."""
+    function = source.scopes(start)[0]
+    if not isinstance(function, Function):
+        return None
+    parameters = {each.arg for each in (*function.args.posonlyargs, *function.args.args, *function.args.kwonlyargs)}
+    if not any(isinstance(each.func, ast.Name) and each.func.id in parameters for each in calls(start)):
+        return None
+    passing = source.calls_of(function)
+    return next((each.lineno for each in passing if any(calls(source.scopes(each)[0], detail))), None)
+
+
+def meets(source: Source, start: ast.stmt, detail: str) -> int | None:
+    """The call that leads to a statement, in the closest function that has called before what is at the line ``detail``."""
+    other = source.statement(int(detail))
+    ways, before = _callers(source, start), _callers(source, other) if other else {}
+    for function, lines in ways.items():
+        if function in before:
+            return min((line for line in lines if line > min(before[function])), default=min(lines))
+    return None
+
+
+def _callers(source: Source, statement: ast.stmt) -> dict[ast.AST, list[int]]:
+    """The functions that contain or call a statement, the closest first, and the lines in them that lead to it."""
+    found, level = dict[ast.AST, list[int]](), [statement]
+    while level:
+        new: dict[ast.AST, list[int]] = {}
+        for each in level:
+            new.setdefault(source.scopes(each)[0], []).append(each.lineno)
+        new = {scope: lines for scope, lines in new.items() if scope not in found}
+        found |= new
+        level = [each for scope in new for each in source.calls_of(scope)]
+    return found
+
+
+def _has_remainder(value: Value) -> bool:
+    return any(isinstance(each, ast.Mod) for each in ast.walk(value.expression))
