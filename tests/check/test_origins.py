@@ -169,6 +169,25 @@ PROGRAMS = {
             part = Subset(data, chosen)
             sampler = DistributedSampler(part)  # seen
     """,
+    "used:AveragedModel": """
+        def accuracy(model, batches):
+            return mean(model(batch) for batch in batches)  # seen
+
+        def main(model, batches):
+            average = AveragedModel(model)
+            average.update_parameters(model)
+            print(accuracy(average, batches))  # cause
+    """,
+    "plateau:metric": """
+        def accuracy(model, batches):
+            return right(model, batches) / len(batches)  # cause
+
+        def main(model, batches, optimizer):
+            schedule = ReduceLROnPlateau(optimizer)
+            for epoch in range(3):
+                schedule.step(accuracy(model, batches))
+                optimizer.step()  # seen
+    """,
     "condition:step": """
         def main(engine, loss):
             engine.backward(loss)  # seen

@@ -5,7 +5,19 @@ import itertools
 import re
 from collections.abc import Callable
 
-from workshop.check.definitions import SEEDS, Function, Source, Value, assigned, calls, first, header, in_order, name_of
+from workshop.check.definitions import (
+    SEEDS,
+    Function,
+    Source,
+    Value,
+    assigned,
+    calls,
+    first,
+    header,
+    in_order,
+    name_of,
+    names_stored,
+)
 
 RANK = re.compile(r"rank|process_index|proc_id", re.IGNORECASE)
 ASKS_RANK = re.compile(r"rank|process_index|proc_id|is_(local_)?main_process|is_global_zero", re.IGNORECASE)
@@ -102,7 +114,20 @@ def _plateau(source: Source, start: ast.stmt, detail: str) -> int | None:
             behind = source.trace([Value(call.func.value, statement)])
             if any(any(calls(value.expression, "ReduceLROnPlateau")) for value in behind):
                 late = call.lineno > start.lineno or source.scopes(call)[0] is not source.scopes(start)[0]
-                return None if detail and late else call.lineno
+                metric = source.trace([Value(call.args[0], statement)])
+                return None if detail and late else first(metric, _divides) or call.lineno
+    return None
+
+
+def _used(source: Source, start: ast.stmt, detail: str) -> int | None:
+    """The first statement that gives what a call of ``detail`` makes to a function of the program."""
+    made = (each for each in ast.walk(source.tree) if isinstance(each, ast.Assign) and any(calls(each.value, detail)))
+    names = {name for each in made for target in each.targets for name in names_stored(target)}
+    for call in in_order(calls(source.tree, *source.functions)):
+        if isinstance(call.func, ast.Name) and any(
+            isinstance(each, ast.Name) and each.id in names for each in call.args
+        ):
+            return call.lineno
     return None
 
 
@@ -212,5 +237,6 @@ OF_RANKS: dict[str, Callable[[Source, ast.stmt, str], int | None]] = {
     "share": _share,
     "stepping": _stepping,
     "stream": _stream,
+    "used": _used,
     "weights": _weights,
 }

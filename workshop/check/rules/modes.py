@@ -97,7 +97,7 @@ def statistics_stale(run: Run) -> Said:
         for event in process.of(StatisticsStale)[:1]:
             if event.averaged:
                 seen = "an AveragedModel is evaluated, but update_bn() was not called: its BatchNorm has statistics of the model"
-                yield Seen(seen, event.where, origin="call:AveragedModel")
+                yield Seen(seen, event.where, origin="used:AveragedModel call:AveragedModel")
                 return
             updates = [each.calls[0][1] for each in process.of(ModelUpdated) if each.calls]
             seen = f"{event.model}, a copy of the model, has new parameters in each evaluation, but its BatchNorm never changes"

@@ -90,7 +90,7 @@ def _same_samples(whole: Run, split: Split, due: list[list[Step]]) -> Cause | No
     rank = named(whole.trained[own.index(begun[0])])
     saving = [each for process in split.first.processes for each in _last_save(process)]
     seen = f"after the second start all ranks train on the samples of {rank}, but each should have its own"
-    return seen, GATHER, saving[0].where if len(saving) == 1 else "", "of-first here"
+    return seen, GATHER, saving[0].where if len(saving) == 1 else "", "of-first saved"
 
 
 def _same_part(split: Split, due: list[list[Step]]) -> Cause | None:
@@ -129,7 +129,7 @@ def _place_of_another(whole: Run, split: Split) -> Cause | None:
     first = named(alike[0])
     seen = f"after the second start {named(apart[0])} trains on other samples than in an uninterrupted run, {first} does not: "
     seen += f"the checkpoint contains the place of {first} in the data, or another value of this rank"
-    return seen, GATHER, saving[0].where if len(saving) == 1 else "", "of-first here"
+    return seen, GATHER, saving[0].where if len(saving) == 1 else "", "of-first saved"
 
 
 def _last_save(process: Process) -> list[Saved]:

@@ -108,7 +108,7 @@ def _wrong_length(run: Run, process: Process, rates: list[float]) -> Said:
     """The length of the schedule is wrong by the number of processes, or it counts epochs in place of steps."""
     for event in (each for each in process.of(ScheduleSeen) if each.taken):
         if seen := _in_wrong_unit(process, event):
-            yield Seen(seen, event.where, fix=UNIT, origin="stepping")
+            yield Seen(seen, event.where, fix=UNIT, origin="stepping returned:configure_optimizers")
             return
         share = event.length / event.taken
         if min(abs(share / run.nproc - 1), abs(share * run.nproc - 1)) < 0.15:
