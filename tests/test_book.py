@@ -1,6 +1,7 @@
 """The web book: it builds without a warning, works offline in a browser and on a phone, and has the exercises and outputs."""
 
 import html
+import os
 import re
 import shutil
 import subprocess
@@ -12,6 +13,7 @@ from pathlib import Path
 from urllib.parse import unquote
 
 import pytest
+from filelock import FileLock
 
 import runs
 from needs import require
@@ -24,9 +26,17 @@ PHONE, LAPTOP = {"width": 390, "height": 844}, {"width": 1300, "height": 900}
 @pytest.fixture(scope="module")
 def book(tmp_path_factory):
     """The built book. Sphinx treats warnings, for example about a broken link, as errors."""
-    site = tmp_path_factory.mktemp("book") / "site"
-    done = subprocess.run([*BOOK, "--output", site], cwd=runs.ROOT, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    # The processes of pytest-xdist share the folder above their own, and the first one builds the book for all.
+    folder = (
+        tmp_path_factory.getbasetemp().parent
+        if "PYTEST_XDIST_WORKER" in os.environ
+        else tmp_path_factory.mktemp("book")
+    )
+    site = folder / "site"
+    with FileLock(folder / "book.lock"):
+        if not site.exists():
+            done = subprocess.run([*BOOK, "--output", site], cwd=runs.ROOT, capture_output=True, text=True)
+            assert done.returncode == 0, done.stderr
     return site
 
 

@@ -146,6 +146,7 @@ def test_the_cluster_ends_with_the_kernel(notebook):
         kernel.cleanup_resources()
 
 
+@pytest.mark.full
 def test_without_a_cluster_the_notebook_says_what_is_missing(notebook):
     (notebook.parent.parent / "sitecustomize.py").write_text(
         "import shutil\nwhich = shutil.which\n"

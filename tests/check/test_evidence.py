@@ -7,7 +7,17 @@ import pickle
 import pytest
 
 from workshop.check.evidence import recorded
-from workshop.check.evidence.events import Ended, FileWritten, Joined, Loaded, Raised, StepBegun, StepTaken
+from workshop.check.evidence.events import (
+    Backward,
+    Ended,
+    FileWritten,
+    Forward,
+    Joined,
+    Loaded,
+    Raised,
+    StepBegun,
+    StepTaken,
+)
 from workshop.check.evidence.misuses import BuffersKept
 from workshop.check.evidence.process import Process
 from workshop.check.evidence.recorded import LONGEST, Recorded, read, write
@@ -192,4 +202,35 @@ def test_a_repeated_epoch_does_not_hide_an_empty_optimizer(state, names):
 
     whole, first = run((1.0, 0), (2.0, 1), (3.0, 1), (4.0, 1)), run((1.0, 0), (2.0, 1))
     second = run((3.0, state), (4.0, 1), (5.0, 1))
+    assert [rule.name for rule, _ in second_start(whole, Split(first, second))] == names
+
+
+@pytest.mark.parametrize(("samples", "names"), [((2, 3, 4, 5), []), ((0, 1, 2, 3), ["epoch-repeated"])])
+def test_a_second_start_that_trains_further_epochs_repeats_nothing(samples, names):
+    def run(*steps):
+        ranks = []
+        for rank in range(2):
+            events = [Joined(rank=rank, world_size=2)]
+            for weight, sample in steps:
+                seen = [("content", 10 * sample + rank)]
+                forward = Forward(wrapped=True, sync=True, keys=seen, rows=seen, shape=None, loader=None)
+                sketch = [(weight, [weight])]
+                events += [
+                    Backward(forward=forward, loss=1.0, sync=True, leftover=False, random=sample),
+                    StepBegun(
+                        gradients=sketch,
+                        weights=sketch,
+                        names=["a"],
+                        rates=[0.1],
+                        state=1,
+                        of_model=True,
+                        fitting=False,
+                    ),
+                    StepTaken(weights=[(weight + 1, [weight + 1])]),
+                ]
+            ranks.append(Process(rank, [(float(number), event) for number, event in enumerate(events)]))
+        return Run(nproc=2, processes=ranks, status=0, hung="", flooded=False, seconds=1.0, launch="torchrun")
+
+    whole, first = run((1.0, 0), (2.0, 1), (3.0, 2), (4.0, 3)), run((1.0, 0), (2.0, 1))
+    second = run(*((3.0 + number, sample) for number, sample in enumerate(samples)))
     assert [rule.name for rule, _ in second_start(whole, Split(first, second))] == names

@@ -15,6 +15,7 @@ def test_each_version_can_be_made_and_points_at_one_line(name, tmp_path):
     version.write(tmp_path / "program")
     if version.kind == "mistake":
         assert len(version.lines(tmp_path / "program")) == 1
+        assert len(version.accepted(tmp_path / "program")) == 1 + len(version.also)
         assert version.says
 
 

@@ -4,7 +4,8 @@
 
 Each folder of ``tests/check/referee`` is a correct program, with ``referee.toml``: how its owner starts it, two mistakes and a
 correct style, as edits. A mistake counts as named if an error of one of its ``kinds`` is found; its line counts as right if
-``where`` is one of its ``lines``. ``kinds`` was added after the first run of the check on the mistake.
+``where`` is its ``line``. It counts as accepted if a reader without sight of the rules also called it right, because one would
+repair the mistake there (``also``). ``kinds`` was added after the first run of the check on the mistake.
 """
 
 import json
@@ -34,6 +35,7 @@ class Version:
     file: str = ""
     edits: list[list[str]] = field(default_factory=list)
     line: str = ""  # the text of the line to point at
+    also: list[str] = field(default_factory=list)  # texts of other lines that are right; "other.py: text"
     kinds: list[str] = field(default_factory=list)  # rules that name the cause
 
     def write(self, folder: Path) -> None:
@@ -53,8 +55,24 @@ class Version:
 
     def lines(self, folder: Path) -> list[str]:
         """Where the finding should point, as "train.py:12"."""
-        numbered = enumerate((folder / self.file).read_text().splitlines(), 1)
-        return [f"{self.file}:{number}" for number, line in numbered if line.strip() == self.line.strip()]
+        return _places(folder, self.file, self.line)
+
+    def accepted(self, folder: Path) -> list[str]:
+        """Where the finding may point."""
+        found = self.lines(folder)
+        for text in self.also:
+            file, _, rest = text.partition(": ")
+            other = file.endswith(".py") and (folder / file).is_file()
+            found += _places(folder, file if other else self.file, rest if other else text)
+        return found
+
+
+def _places(folder: Path, file: str, text: str) -> list[str]:
+    """The first lines of a text of one or more lines, as "train.py:12"; spaces at their beginnings do not matter."""
+    wanted = [line.strip() for line in text.strip().splitlines()]
+    lines = [line.strip() for line in (folder / file).read_text().splitlines()]
+    numbers = range(len(lines) - len(wanted) + 1)
+    return [f"{file}:{at + 1}" for at in numbers if lines[at : at + len(wanted)] == wanted]
 
 
 def versions(*shapes: str) -> Iterator[Version]:
@@ -66,7 +84,11 @@ def versions(*shapes: str) -> Iterator[Version]:
         yield Version(shape, "correct", "correct", said["start"])
         for kind in ("style", "mistake"):
             for each in said.get(kind, []):
-                own = {name: each[name] for name in ("name", "says", "file", "edits", "line", "kinds") if name in each}
+                own = {
+                    name: each[name]
+                    for name in ("name", "says", "file", "edits", "line", "also", "kinds")
+                    if name in each
+                }
                 yield Version(shape, kind=kind, start=said["start"], **own)
 
 
@@ -77,7 +99,8 @@ def checked(version: Version, *options: str) -> dict[str, object]:
         version.write(folder)
         command = [sys.executable, "-P", "-m", "workshop", "check", "--json", "--device", "cpu", *options, "--"]
         done = subprocess.run([*command, *version.start], cwd=folder, capture_output=True, text=True, timeout=600)
-        lines = version.lines(folder) if version.kind == "mistake" else []
+        mistake = version.kind == "mistake"
+        lines, accepted = (version.lines(folder), version.accepted(folder)) if mistake else ([], [])
     row: dict[str, object] = {"shape": version.shape, "name": version.name, "kind": version.kind}
     if not done.stdout.strip():
         return row | {"broken": done.stderr[-2000:]}
@@ -96,6 +119,7 @@ def checked(version: Version, *options: str) -> dict[str, object]:
         named = [each for each in errors if each["kind"] in version.kinds]
         row |= {"says": version.says, "named": bool(named), "lines": lines}
         row |= {"line_is_right": any(each["where"] in lines for each in named)}
+        row |= {"line_is_accepted": any(each["where"] in accepted for each in named)}
     return row
 
 
@@ -112,6 +136,7 @@ def main() -> None:
         "mistakes": len(mistakes),
         "named": sum(bool(row.get("named")) for row in mistakes),
         "line_is_right": sum(bool(row.get("line_is_right")) for row in mistakes),
+        "line_is_accepted": sum(bool(row.get("line_is_accepted")) for row in mistakes),
         "correct_programs": len(right),
         "false_errors": sum(bool(row.get("errors")) for row in right),
     }

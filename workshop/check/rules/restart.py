@@ -38,7 +38,7 @@ from workshop.check.rules.own_state import one_for_all
 from workshop.check.rules.processes import no_group
 from workshop.check.rules.rule import Makes, Rule, Said, Seen, Told, also, findings, rule
 from workshop.check.rules.stages import one_stage_saved
-from workshop.check.rules.starts import in_closure, loading, scale_lost, torn_by_writers, uneven
+from workshop.check.rules.starts import in_closure, loading, scale_lost, torn_by_writers, uneven, without_further_steps
 from workshop.check.rules.words import plural
 from workshop.check.scenarios import FAILING_RANK, KILLS, SPAWNED, SPLIT, STARTED, WHOLE, Split
 
@@ -165,6 +165,7 @@ def second_start(whole: Run, split: Split) -> Told:
 
 def _second_start(whole: Run, split: Split) -> Iterable[tuple[Rule | None, Seen]]:
     """How the second start differs: the cause that explains most comes first. Without a known cause, there is no rule."""
+    split = without_further_steps(whole, split)
     second, ended, load = split.second, ending(split.second), loading(split.second)
     if second.trained and second.ended_by_echo:
         some = carried.only_some_load(second)

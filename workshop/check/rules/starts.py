@@ -1,10 +1,14 @@
 """What two starts of a program show about each other, and about an uninterrupted run."""
 
 import math
+from copy import copy
+from dataclasses import replace
+from itertools import takewhile
 
 from workshop.check.evidence.events import CheckpointCalled, Loaded, StepSkipped
-from workshop.check.evidence.process import Step
+from workshop.check.evidence.process import Process, Step
 from workshop.check.evidence.run import Run
+from workshop.check.rules.alike import SAME, begin_apart
 from workshop.check.rules.words import plural
 from workshop.check.scenarios import Split
 
@@ -29,6 +33,33 @@ def torn_by_writers(split: Split) -> bool:
 def uneven(whole: Run) -> bool:
     """Whether the ranks of an uninterrupted run take different numbers of steps, so that it is no mistake of the restart."""
     return len({len(process.steps) for process in whole.trained}) > 1
+
+
+def without_further_steps(whole: Run, split: Split) -> Split:
+    """A second start without the steps after the end of an uninterrupted run, if it has gone on where the first one ended.
+
+    Some programs count ``--epochs`` from the checkpoint on, so they train longer after a restart, but repeat nothing.
+    """
+    if not (whole.trained and split.first.trained and split.second.trained):
+        return split
+    base, done, rest = (run.trained[0].steps for run in (whole, split.first, split.second))
+    left = base[len(done) :]
+    on = [one.keys and one.keys == other.keys for one, other in zip(left, rest, strict=False)]
+    again = all(one.keys == other.keys for one, other in zip(base, rest, strict=False))
+    if not (0 < len(left) < len(rest)) or not all(on) or again or begin_apart(rest[0], left[0]) > SAME:
+        return split
+    processes = [_up_to(process, len(left)) for process in split.second.processes]
+    return replace(split, second=replace(split.second, processes=processes))
+
+
+def _up_to(process: Process, steps: int) -> Process:
+    """A process without the events from a step on."""
+    if len(process.steps) <= steps:
+        return process
+    short, end = copy(process), process.steps[steps].before
+    short.forget()
+    short.events = list(takewhile(lambda each: each[1] is not end, process.events))
+    return short
 
 
 def in_closure(steps: list[Step]) -> bool:
