@@ -26,11 +26,15 @@ optimizer.load_state_dict(optimizer.state_dict())
 """
 WITHOUT = """
 assert type(sys.modules["torch._dynamo"]).__name__ == "_NotImported"
-assert not [name for name in sys.modules if name.startswith(("torch._dynamo.", "torch._inductor", "torch.distributed.tensor"))]
+heavy = ("torch._dynamo.", "torch._inductor", "torch.distributed.tensor")
+assert [name for name in sys.modules if name.startswith(heavy)] == ["torch._dynamo.utils"]  # what stands for it
 """
 USES = {
     "an attribute": "assert torch._dynamo.config.suppress_errors is False",
     "a module below it": "import torch._dynamo.config as config\nassert config.suppress_errors is False",
+    "a name of a module that torchvision has": "from torchvision.ops import roi_align\n"
+    "assert roi_align(torch.ones(1, 1, 8, 8), [torch.tensor([[0.0, 0, 4, 4]])], 2).sum() == 4\n"
+    "from torchvision.ops.roi_align import is_compile_supported\nassert is_compile_supported('cpu') in (True, False)",
     "a name of a module": "assert torch._dynamo.utils.counters is not None",
     "checkpoint": "from torch.utils.checkpoint import checkpoint\n"
     "checkpoint(nn.Linear(3, 3), torch.ones(1, 3), use_reentrant=False).sum().backward()",
@@ -41,8 +45,9 @@ def _run(program):
     subprocess.run([sys.executable, "-c", program], check=True, timeout=120)
 
 
-def test_a_training_does_not_import_the_compiler():
-    _run(TRAINING + WITHOUT)
+@pytest.mark.parametrize("more", ["", "from torchvision import transforms\n"], ids=["torch", "torchvision"])
+def test_a_training_does_not_import_the_compiler(more):
+    _run(TRAINING + more + WITHOUT)
 
 
 @pytest.mark.parametrize("use", USES.values(), ids=USES)

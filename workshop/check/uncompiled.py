@@ -3,13 +3,14 @@
 import importlib
 import re
 import sys
+from importlib.machinery import ModuleSpec, PathFinder
 from importlib.util import find_spec
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import torch
 
-NAME = "torch._dynamo"
+NAME, UTILS = "torch._dynamo", "torch._dynamo.utils"
 # Programs with these words import torch.compile or DTensor in any case: better once, before the processes are forked.
 NEEDED = re.compile(
     r"_dynamo|\bcheckpoint\(|fsdp|fully_shard|FullyShard|distributed\.(?:tensor|checkpoint|pipelining|device_mesh)|DTensor|device_mesh"
@@ -22,16 +23,22 @@ NEEDED = re.compile(
 class _NotImported(ModuleType):
     """Stands for a module until something uses more than the names that it knows; then it imports the module."""
 
-    def __init__(self, name: str, **known: Any):
+    def __init__(self, name: str, spec: ModuleSpec | None, **known: Any):
         super().__init__(name)
-        vars(self).update(known, __spec__=find_spec(name))
+        vars(self).update(known, __spec__=spec)
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__") and name != "__path__":  # __path__: a module below it is imported
+        if name.startswith("__") and (name, self.__name__) != ("__path__", NAME):  # __path__: a module below it is imported
             raise AttributeError(name)
-        if sys.modules.get(self.__name__) is self:
-            del sys.modules[self.__name__]
-        return getattr(importlib.import_module(self.__name__), name)
+        return getattr(_imported(self.__name__), name)
+
+
+def _imported(name: str) -> ModuleType:
+    """Import a module instead of what stands for it and for the other ones."""
+    for each, module in list(sys.modules.items()):
+        if isinstance(module, _NotImported):
+            del sys.modules[each]
+    return importlib.import_module(name)
 
 
 def prepare_compiler(text: str, needed: bool) -> None:
@@ -51,17 +58,26 @@ def _stand_in() -> None:
     def disable(function: Any = None, *args: Any, **options: Any) -> Any:
         return function
 
+    def is_compile_supported(*args: Any) -> Any:
+        """torchvision imports this function, but calls it only in operations such as ``roi_align``."""
+        return _imported(UTILS).is_compile_supported(*args)
+
+    spec = find_spec(NAME)
+    below = PathFinder.find_spec(UTILS, spec.submodule_search_locations) if spec else None
+    known = {"get_optimize_ddp_mode": lambda: "ddp_optimizer", "is_compile_supported": is_compile_supported}
+    utils = sys.modules[UTILS] = _NotImported(UTILS, below, **known)
     sys.modules[NAME] = torch._dynamo = _NotImported(
         NAME,
+        spec,
         graph_break=lambda *args, **options: None,
         disable=disable,
-        utils=_Part("utils", get_optimize_ddp_mode=lambda: "ddp_optimizer"),
+        utils=utils,
         trace_rules=_Part("trace_rules", clear_lru_cache=lambda: None),
     )
 
 
 class _Part(SimpleNamespace):
-    """What stands for a module of torch._dynamo."""
+    """What stands for a part of torch._dynamo that no program imports by its name."""
 
     def __init__(self, name: str, **known: Any):
         super().__init__(**known)
