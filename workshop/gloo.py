@@ -26,6 +26,7 @@ def as_nccl() -> dict[str, Callable[..., Any]]:
     """Return functions in place of those of ``torch.distributed``, by their names: after ``ask()`` they do what NCCL can do."""
     changed = {
         "all_reduce": _at_once(_averaging(c10d.all_reduce)),
+        "all_gather": _any_shape(c10d.all_gather),
         "all_gather_into_tensor": _at_once(_flat(c10d.all_gather_into_tensor)),
         "reduce_scatter_tensor": _at_once(_flat(c10d.reduce_scatter_tensor)),
         "_coalescing_manager": _coalescing_manager,
@@ -66,6 +67,19 @@ def _flat(original: Callable[..., Any]) -> Callable[..., Any]:
         return original(*map(_line, args), **{name: _line(each) for name, each in kwargs.items()})
 
     return called
+
+
+def _any_shape(original: Callable[..., Any]) -> Callable[..., Any]:
+    """NCCL also gathers a number, ``torch.tensor(1.0)``, into tensors of the shape [1]."""
+
+    @wraps(original)
+    def all_gather(tensor_list: list[torch.Tensor], tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        other = [each for each in tensor_list if each.shape != tensor.shape]
+        if other and all(each.numel() == tensor.numel() and each.is_contiguous() for each in other):
+            tensor_list = [each.view(tensor.shape) if each.is_contiguous() else each for each in tensor_list]
+        return original(tensor_list, tensor, *args, **kwargs)
+
+    return all_gather
 
 
 def _line(value: Any) -> Any:

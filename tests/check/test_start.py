@@ -5,6 +5,7 @@ import sys
 import sysconfig
 import textwrap
 import venv
+from importlib.util import find_spec
 
 import pytest
 
@@ -111,6 +112,36 @@ def test_accelerate_launch_passes_the_configuration_of_deepspeed():
     assert start.nproc == 3
     assert start.variables["ACCELERATE_DEEPSPEED_ZERO_STAGE"] == "2"
     assert not start.on_cpu
+
+
+PARTITIONED = """
+import torch
+from accelerate import Accelerator
+
+accelerator = Accelerator()
+from deepspeed import comm
+
+assert comm.get_world_size() == 2  # Init() of ZeRO-3 divides the parameters by it before the engine is made
+layer = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 1))
+optimizer = torch.optim.SGD(layer.parameters(), 0.1)
+for _ in range(3):
+    layer(torch.rand(4, 2)).square().mean().backward()
+    optimizer.step()
+"""
+
+
+@pytest.mark.skipif(not find_spec("deepspeed"), reason="needs deepspeed")
+def test_deepspeed_has_a_group_before_its_engine_is_made(tmp_path):
+    from workshop.course.engine import load_extension
+    from workshop.training.deepspeed import missing_tools
+
+    if missing_tools():
+        pytest.skip("needs a compiler and ninja")
+    load_extension()
+    (tmp_path / "train.py").write_text(PARTITIONED)
+    start = ["accelerate", "launch", "--use_deepspeed", "--zero_stage=3", "--num_processes=2", "train.py"]
+    *_, verdict = check_command(start, folder=tmp_path)
+    assert not [finding for finding in verdict.errors if finding.kind in ("crash", "ended-early")]
 
 
 def test_a_copy_has_links_for_large_files_and_its_own_file_once_it_is_written(tmp_path):

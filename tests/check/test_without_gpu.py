@@ -87,7 +87,7 @@ def test_a_program_that_needs_gpus_gets_them(what, tmp_path):
     assert verdict.status == 0
 
 
-GATHER = "dist.all_gather([torch.zeros(1) for _ in range(torch.cuda.device_count())], loss.detach().reshape(1))\n"
+GATHER = "dist.all_gather([torch.zeros(1) for _ in range(torch.cuda.device_count())], loss.detach())\n"
 NEEDS = """
 if torch.cuda.is_available():
     torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))

@@ -212,6 +212,10 @@ def _accelerate() -> None:
         @wraps(original)
         def init(self: Any, cpu: bool = False, **kwargs: Any) -> None:
             original(self, True, **{name: value for name, value in kwargs.items() if name != "backend"})
+            if os.environ.get("ACCELERATE_USE_DEEPSPEED") == "true":  # on a GPU, DeepSpeed makes the process group
+                from deepspeed import comm
+
+                comm.init_distributed(dist_backend=self.backend, auto_mpi_discovery=False)
 
         state.PartialState.__init__ = init
         _shard_on_cpu(state)

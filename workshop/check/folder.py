@@ -155,3 +155,13 @@ def _exchange(folder: str, link: str) -> None:
     else:  # a few file systems cannot exchange
         os.unlink(link)
         os.replace(folder, link)
+
+
+def special_files(folder: str, names: list[str]) -> list[str]:
+    """The entries that cannot be copied, such as sockets."""
+    paths = [os.path.join(folder, name) for name in names]
+    return [
+        os.path.basename(path)
+        for path in paths
+        if not (os.path.islink(path) or os.path.isfile(path) or os.path.isdir(path))
+    ]

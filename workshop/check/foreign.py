@@ -31,10 +31,12 @@ from workshop.check.evidence.events import (
     ModelUpdated,
     Saved,
     Stopped,
+    Wrapped,
 )
 from workshop.check.evidence.process import Process
 from workshop.check.evidence.run import Run
-from workshop.check.folder import copy_in_surroundings, top_of
+from workshop.check.evidence.sketches import CLOSE, difference
+from workshop.check.folder import copy_in_surroundings, special_files, top_of
 from workshop.check.judge import Made
 from workshop.check.launching import SHORT
 from workshop.check.probes import Probe, Recorder
@@ -183,6 +185,13 @@ class OwnersBench(ProgramBench):
         run = first(self.folder())
         if self._needs_other_gpus(run):
             run = self._with_other_gpus(first, run)
+        elif self._may_wrap_on_gpus(run):
+            usual, (self.gpus, self.devices) = (self.gpus, self.devices), (None, True)
+            again = first(self.folder())
+            if again.trained and any(again.all(Wrapped)):
+                run = again
+            else:
+                self.gpus, self.devices = usual
         return run if lightning else self._retraced(self.traced(run, partial(self._again, before=keep(self.kept))))
 
     def _needs_other_gpus(self, run: Run) -> bool:
@@ -192,6 +201,13 @@ class OwnersBench(ProgramBench):
         apart = run.nproc > 1 and not any(run.all(Joined))
         unsuitable = found is not None and found[1].type in UNSUITABLE and run.failed and not run.hung
         return bool(wants and self.on_cpu and not self.devices and (apart or not run.trained or unsuitable))
+
+    def _may_wrap_on_gpus(self, run: Run) -> bool:
+        """Whether the ranks of a program with DistributedDataParallel drift apart without it, because no tensor is on a GPU."""
+        able = self.for_gpus and self.on_cpu and not self.devices and "DistributedDataParallel" in self.text
+        last = [process.steps[-1].before.weights for process in run.trained]
+        drifted = any(difference(last[0], each) > CLOSE for each in last[1:])
+        return able and drifted and not any(run.all(Wrapped))
 
     def _with_other_gpus(self, first: Callable[[Path], Run], run: Run) -> Run:
         """Run it again: without GPUs, with GPUs whose tensors are on the CPU, and with pretended GPUs. Return the best run."""
@@ -302,7 +318,8 @@ class OwnersBench(ProgramBench):
         scratch, few, rounds = self.folder(), PRETENDED + whole.trained[0].warmup, _rounds(whole)
         if len(whole.trained[0].backwards) > PASSES * max(1, _saves_of(whole)):
             rounds = {}  # it would take minutes
-        if rounds and SPLIT in made and any(made[SPLIT].second.all(Loaded)):
+        second = made[SPLIT].second if rounds and SPLIT in made else None
+        if second and any(second.all(Loaded)) and not second.failed:
             if not self.resumes_by_itself:
                 return run(scratch, steps=max(few, 1 + min(rounds)), at_once=True)
             first = run(scratch, dies=min(rounds[min(rounds)].values())[0])
@@ -349,7 +366,7 @@ class OwnersBench(ProgramBench):
         """Copy the folder of a run that ended, so that several second starts can be tried."""
         base = ProgramBench.folder(self)
         top = top_of(scratch, self.original)
-        shutil.copytree(top, base, symlinks=True, dirs_exist_ok=True, ignore=_special)
+        shutil.copytree(top, base, symlinks=True, dirs_exist_ok=True, ignore=special_files)
         return base / scratch.relative_to(top)
 
     def _resume(self, first: Run, scratch: Path) -> Iterator[list[str]]:
@@ -379,16 +396,6 @@ def _end_of(run: Run) -> str:
     found = None if run.trained else run.first_exception()
     place = f" at {found[1].where}" if found and found[1].where else ""
     return f"ends with {found[1].type}{place}" if found else "loads no checkpoint"
-
-
-def _special(folder: str, names: list[str]) -> list[str]:
-    """The entries that cannot be copied, such as sockets."""
-    paths = [os.path.join(folder, name) for name in names]
-    return [
-        os.path.basename(path)
-        for path in paths
-        if not (os.path.islink(path) or os.path.isfile(path) or os.path.isdir(path))
-    ]
 
 
 def _loads(run: Run, folder: Path, saved: set[str]) -> bool:

@@ -22,6 +22,16 @@ MISTAKES = (
         ("        recordings = TensorDataset(", "        assert self.scale\n        recordings = TensorDataset("),
     ),
     mistake(
+        "lightning-sets-what-only-one-rank-has",
+        DETECTOR,
+        "set-on-one-rank",
+        "Only rank 0 calls prepare_data(), so the other ranks have no such attribute.",
+        ("make_recordings(1008)", "make_recordings(256)"),
+        ("[720, 144, 144]", "[192, 32, 32]"),
+        (SETUP, "    def prepare_data(self):\n        self.scale = 2.0\n\n" + SETUP),
+        ("        recordings = TensorDataset(", "        assert self.scale\n        recordings = TensorDataset("),
+    ),
+    mistake(
         "lightning-counts-the-parts-of-a-batch",
         lightning.CIFAR10,
         "throughput-miscounted",

@@ -8,6 +8,7 @@ from functools import cached_property
 from pathlib import PurePath
 
 from workshop.check.evidence.events import (
+    AcceleratorCalled,
     Backward,
     Collective,
     Event,
@@ -173,9 +174,10 @@ class Run:
         writing: dict[str, dict[int, tuple[Process, str]]] = {}
         for process in self.processes:
             if process.steps or process.rank is not None:
+                by_accelerate = any(call.name == "save_state" for call in process.of(AcceleratorCalled))
                 for event in process.of(FileWritten):
-                    if event.path.endswith(".lock"):
-                        continue  # all ranks open it, so that only one of them does something
+                    if event.path.endswith(".lock") or (by_accelerate and event.path.endswith("/scaler.pt")):
+                        continue  # all ranks open it, so that only one does something; save_state() writes it on all ranks
                     writing.setdefault(event.path, {}).setdefault(process.pid, (process, event.where))
         found: dict[str, tuple[str, list[Process], str]] = {}
         for path, by in writing.items():

@@ -19,7 +19,7 @@ from workshop.check.rules.collectives import collectives_differ
 from workshop.check.rules.ending import crash, ended_early, ending, hang, no_training
 from workshop.check.rules.processes import address_overwritten, no_group, wrong_group
 from workshop.check.rules.rule import Rule, Said, Seen, Told, also, findings, rule
-from workshop.check.rules.words import plural
+from workshop.check.rules.words import named, plural
 from workshop.check.scenarios import ALONE, NODES_OPTION, SESSION, TASKS, WHOLE
 
 
@@ -69,6 +69,18 @@ def set_on_one_rank(run: Run) -> Said:
                 other = next(each.get(name, "no value") for each in values if each.get(name) != values[0].get(name))
                 yield Seen(seen + other, event.where, origin=f"prepared:{name}")
                 return
+
+
+@set_on_one_rank.also(WHOLE, needs=(StatePrepared,), instead_of=(crash, ended_early))
+def missing_on_the_others(run: Run) -> Said:
+    """A rank fails because it does not have an attribute that prepare_data() sets."""
+    found = run.first_exception()
+    missing = re.search(r"object has no attribute '(\w+)'", found[1].message) if found else None
+    for event in run.all(StatePrepared):
+        if found and missing and missing[1] in event.names and event not in found[0].of(StatePrepared):
+            seen = f"prepare_data() sets self.{missing[1]} on one rank only, and {named(found[0])} fails without it"
+            yield Seen(seen, event.where, found[1].traceback, origin=f"prepared:{missing[1]}")
+            return
 
 
 def _refused(run: Run, sign: str, seen: str) -> Said:

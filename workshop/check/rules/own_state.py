@@ -4,6 +4,7 @@ from workshop.check.evidence.events import CheckpointCalled, EntriesSaved, Saved
 from workshop.check.evidence.process import Process, Step
 from workshop.check.evidence.run import Run
 from workshop.check.evidence.sketches import CLOSE, difference
+from workshop.check.rules.alike import is_reproducible
 from workshop.check.rules.carried import Cause, variables
 from workshop.check.rules.words import listed, named
 from workshop.check.scenarios import Split
@@ -61,8 +62,24 @@ def _changed(whole: Run, split: Split, due: list[Step]) -> bool:
     return any(one.random != own.random or one.keys != own.keys for one, own in zip(due, begun, strict=True))
 
 
+def _trains_differently(whole: Run, split: Split, due: list[list[Step]]) -> bool:
+    """Whether the first step of the second start has other samples or gradients than an uninterrupted run; True if unknown."""
+    if not is_reproducible(whole.trained[0].steps, split.first.trained[0].steps):
+        return True
+    begun = [process.steps[0] for process in split.second.trained]
+    return any(
+        own.rows != one.rows or difference(own.before.gradients, one.before.gradients) > CLOSE
+        for (one,), own in zip(due, begun, strict=True)
+    )
+
+
 def _same_generator(whole: Run, split: Split, due: list[list[Step]]) -> Cause | None:
-    """After the second start all ranks have the same state of a generator, although each rank had its own before."""
+    """After the second start all ranks have the same state of a generator, although each rank had its own before.
+
+    Only a generator that the training uses matters: then the samples, or else the gradients, are no longer the same.
+    """
+    if not _trains_differently(whole, split, due):
+        return None
     before = [variables(process, steps) for process, steps in zip(whole.trained, due, strict=True)]
     begun = [variables(process, process.steps[:1]) for process in split.second.trained]
     if not all((*before, *begun)):
