@@ -4,7 +4,7 @@ import math
 from dataclasses import replace
 from itertools import pairwise, takewhile
 
-from workshop.check.evidence.events import AcceleratorCalled, Collective, ScheduleSeen, StepBegun
+from workshop.check.evidence.events import AcceleratorCalled, Collective, LoaderStarted, ScheduleSeen, StepBegun
 from workshop.check.evidence.misuses import ScheduleStepped
 from workshop.check.evidence.process import Process
 from workshop.check.evidence.run import Run
@@ -33,11 +33,13 @@ PREPARED = (
 )
 def schedule_length(run: Run) -> Said:
     """The schedule is as long as the steps of all processes together, or shorter by their number."""
-    for process in run.trained[:1] if not run.cut and not run.failed and run.nproc > 1 else ():
+    for process in run.trained[:1] if not run.failed and run.nproc > 1 else ():
         if any(event.kind == "SWALR" for event in process.of(ScheduleStepped)):
             continue  # it takes over before the end
         rates = [step.before.rates[0] for step in process.steps if step.before.rates]
         complete = run.planned.intersection((process.attempts, len(process.epochs)))  # else it may have stopped early
+        if (found := [*_not_multiplied(run, process)]) or run.cut:
+            return found
         if complete and (found := [*_wrong_length(run, process, rates)]):
             return found
         least = rates[-1] if rates and rates[-1] < 1e-3 * max(rates) else 0.0
@@ -111,6 +113,8 @@ def _wrong_length(run: Run, process: Process, rates: list[float]) -> Said:
             yield Seen(seen, event.where, fix=UNIT, origin="stepping returned:configure_optimizers")
             return
         share = event.length / event.taken
+        if share > 1 and _planned(run, process, event.length):
+            continue  # for more epochs, or steps, than one start takes
         if min(abs(share / run.nproc - 1), abs(share * run.nproc - 1)) < 0.15:
             seen = f"the schedule is made for {event.length} steps, but takes {event.taken}"
             times = f"{run.nproc} times too {'many' if share > 1 else 'few'}"
@@ -124,6 +128,37 @@ def _wrong_length(run: Run, process: Process, rates: list[float]) -> Said:
     if abs(length / len(process.steps) / run.nproc - 1) < 0.15:
         seen = f"the learning rate falls as in a schedule of {length} steps, but the run takes {len(process.steps)}"
         yield Seen(f"{seen}: {run.nproc} times too many", process.step_where, origin="total:by-hand")
+
+
+def _planned(run: Run, process: Process, length: float) -> bool:
+    """Whether an option names this number of steps of the optimizer, or of epochs that have so many steps."""
+    loader = process.steps[0].loader
+    batches = (
+        next((each.length for each in process.of(LoaderStarted) if loader and each.loader == loader[0]), None) or 0
+    )
+    accumulated = max(1, round(len(process.backwards) / process.attempts))
+    per_epoch = {batches // accumulated, -(-batches // accumulated)} - {0}
+    return length in run.planned or any(length / steps in run.planned for steps in per_epoch)
+
+
+def _not_multiplied(run: Run, process: Process) -> Said:
+    """A prepared schedule takes a step for each process, but is made for the steps of the optimizer that the options name.
+
+    The run is too short to show where the schedule ends, so its length must fit the number of epochs or steps of an option, and
+    must not fit one if it is divided by the number of processes.
+    """
+    for event in process.of(ScheduleSeen):
+        by_accelerate = event.taken and abs(event.taken / process.attempts / run.nproc - 1) < 0.05
+        if (
+            by_accelerate
+            and _planned(run, process, event.length)
+            and not _planned(run, process, event.length / run.nproc)
+        ):
+            seen = f"the schedule is made for {event.length} steps: {run.nproc} times too few"
+            named_so = _by_accelerate(run, process, Seen(seen, event.where, origin="total"))
+            if named_so.fix:
+                yield named_so
+                return
 
 
 def _in_wrong_unit(process: Process, schedule: ScheduleSeen) -> str:
