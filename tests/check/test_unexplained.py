@@ -70,13 +70,23 @@ def test_an_end_counts_as_an_error_if_the_ranks_or_the_message_show_its_cause(ru
     assert said[found][0].where == "train.py:9"
 
 
-@pytest.mark.parametrize("writes", [True, False])
-def test_a_file_that_another_rank_has_not_written_yet_is_named(writes):
-    missing = raised("[Errno 2] No such file or directory: 'data/part.npz'", "FileNotFoundError")
-    run = ended([FileWritten(path="/r/data/part.npz", where="train.py:3")] if writes else [], [missing])
-    found = list(missing_until_written(run))
+@pytest.mark.parametrize(
+    ("path", "written", "named"),
+    [
+        ("data/part.npz", "/r/data/part.npz", True),
+        ("data/part.npz", "/r/data/other.npz", False),
+        ("images/train", "/r/images/train/disc/1.png", True),
+        ("images/train", "/r/images.tmp/train/disc/1.png", True),
+        ("images/train", "/r/images", True),  # the folder was renamed
+        ("images/train", "/r/images.txt", False),
+    ],
+)
+def test_a_file_that_another_rank_has_not_written_yet_is_named(path, written, named):
+    missing = raised(f"[Errno 2] No such file or directory: '{path}'", "FileNotFoundError")
+    found = list(missing_until_written(ended([FileWritten(path=written, where="train.py:3")], [missing])))
+    name = path.rpartition("/")[2]
     assert [seen.text for seen in found] == (
-        ["rank 1 does not find part.npz, which rank 0 writes in the same run"] if writes else []
+        [f"rank 1 does not find {name}, which rank 0 writes in the same run"] if named else []
     )
 
 

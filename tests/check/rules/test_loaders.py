@@ -1,8 +1,11 @@
 """The rules about loaders and their workers: mistakes that they must name, and correct styles that must pass."""
 
+import pytest
+
 from check.bank import second
 from check.bank.case import mistake, style
 from check.bank.cases import bank_tests
+from workshop.check.rules.loaders import _read_in_other_orders
 
 TESTED = "DataLoader(part, args.batch_size, collate_fn=padded)"
 LOADER = "sampler=sampler, collate_fn=padded, drop_last=True)"
@@ -75,3 +78,21 @@ STYLES = (
 )
 
 test_replay, test_for_real = bank_tests(__file__, MISTAKES, STYLES)
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "common"),
+    [
+        (range(100), range(100, 200), 0),
+        (range(100), range(199, 99, -1), 0),
+        (range(100), reversed(range(100)), 100),
+        (range(100), range(50, 150), 50),
+        ([number % 70 for number in range(100)], range(100), 0),  # a worker that draws with replacement
+        (range(8), reversed(range(8)), 0),
+    ],
+)
+def test_workers_that_read_the_same_samples_in_different_orders_are_seen(first, second, common):
+    batches = []
+    for one, other in zip(first, second, strict=True):  # the workers take turns
+        batches += [[("content", one)], [("content", other)]]
+    assert _read_in_other_orders(batches, 2) == common

@@ -4,6 +4,7 @@ import re
 from collections import Counter
 from dataclasses import replace
 from itertools import permutations
+from pathlib import PurePath
 
 from workshop.check.evidence.events import (
     Backward,
@@ -27,6 +28,7 @@ from workshop.check.scenarios import DEVICES, SPLIT, TWO_NODES, WHOLE, Split
 
 OTHERWISE = re.compile(r"Unpickling|FileNotFound|OutOfMemory")  # errors of a load that names cannot cause
 OF_DEEPSPEED = r"^\[[\d ,:-]+\] \[[A-Z]+\] \[|^DeepSpeed deepspeed\.ops"  # lines of its own logger, on each rank
+TEMPORARY = re.compile(r"[._-](tmp|temp|part|partial|incomplete)\b")  # in the name of what is not complete yet
 WRITERS = 3  # findings of files that several ranks write, each at a line of its own
 
 
@@ -113,12 +115,19 @@ def missing_until_written(run: Run) -> Said:
     for reader, writer in permutations(run.ranks, 2):
         for error in reader.of(Raised):
             path = re.search(r"No such file or directory: '[./]*([^']+)'", error.message)
-            found = [event for event in writer.of(FileWritten) if path and event.path.endswith(f"/{path[1]}")]
+            found = [event for event in writer.of(FileWritten) if path and _makes(event.path, path[1])]
             if path and found:
                 name = path[1].rsplit("/", 1)[-1]
                 seen = f"{named(reader)} does not find {name}, which {named(writer)} writes in the same run"
                 yield Seen(seen, error.where, origin=_wait_for(writer, found[0].path, error.where))
                 return
+
+
+def _makes(written: str, missing: str) -> bool:
+    """Whether a written path belongs to a missing one: the same, in it, or a folder around it; or will when it is renamed."""
+    written = TEMPORARY.sub("", written)
+    around = [str(each) for each in PurePath(missing).parents if each.name]
+    return f"/{missing}/" in f"{written}/" or any(written.endswith(f"/{each}") for each in around)
 
 
 @rule(

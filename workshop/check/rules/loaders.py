@@ -1,5 +1,7 @@
 """The worker processes of a DataLoader, the samples that they read and their random numbers; loaders without batches."""
 
+from itertools import combinations
+
 from workshop.check.evidence.events import Drawn, Key, LoaderStarted
 from workshop.check.evidence.misuses import WorkerBegun
 from workshop.check.evidence.run import Run
@@ -8,6 +10,7 @@ from workshop.check.rules.rule import Said, Seen, rule
 from workshop.check.rules.words import named
 
 TURNS = 8  # of the workers of a loader
+MANY = 64  # samples of a worker in an epoch
 
 
 @rule(
@@ -29,6 +32,10 @@ def workers_overlap(run: Run) -> Said:
                 seen = f"the {started.workers} workers of the loader of {named(process)} return the same samples"
                 yield Seen(f"{seen}, from their first batches on", started.source or started.where, origin="stream")
                 return
+            if common := _read_in_other_orders(batches, started.workers):
+                seen = f"two workers of the loader of {named(process)} share {common} of their samples, each in its own order"
+                yield Seen(seen, started.source or started.where, origin="stream")
+                return
 
 
 def _read_alike(batches: list[list[Key]], workers: int) -> bool:
@@ -38,6 +45,16 @@ def _read_alike(batches: list[list[Key]], workers: int) -> bool:
         return False  # the content does not identify a sample
     alike = [sum(set(turn[0]) == set(batch) for batch in turn) > 1 for turn in turns]
     return all(alike) and not set(turns[0][0]) & set(turns[1][0])
+
+
+def _read_in_other_orders(batches: list[list[Key]], workers: int) -> int:
+    """How many samples two workers, which take turns, have both read; 0: few, or a worker reads some of its own twice."""
+    own = [[key for batch in batches[worker::workers] for key in batch] for worker in range(workers)]
+    sizes = [len(set(keys)) for keys in own]
+    if min(sizes) < MANY or any(size < len(keys) for size, keys in zip(sizes, own, strict=True)):
+        return 0
+    common = max(len(set(one) & set(other)) for one, other in combinations(own, 2))
+    return common if common > 0.1 * min(sizes) else 0
 
 
 @rule(
