@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader
 
 from check.made import Made
 from workshop.check.command import check_command
-from workshop.check.comparing import TensorPickler, _once, dealt, joined
+from workshop.check.comparing import TensorPickler, _once, dealt, joined, paddings
 from workshop.check.evidence.events import LossComputed
 from workshop.check.probes.schedules import schedule_length
 from workshop.check.recollated import Drawn, Samples, interleaved, joins, without_known
@@ -35,6 +35,18 @@ def test_shorter_sequences_are_padded_as_their_neighbors_are():
     short, long = torch.tensor([[1, 2], [3, 0]]), torch.tensor([[5, 6, 7, 0], [8, 0, 0, 0]])
     assert joined([short, long]).tolist() == [[1, 2, 0, 0], [3, 0, 0, 0], [5, 6, 7, 0], [8, 0, 0, 0]]
     assert joined([short, long], rank=0).tolist() == [[1, 2, 0, 0], [3, 0, 0, 0]]
+
+
+def test_a_frequent_last_value_is_no_padding_if_a_different_one_is_repeated():
+    short, long = torch.tensor([[3, 2], [4, 2]]), torch.tensor([[5, 0, 0, 0], [2, 1, 1, 2]])
+    assert joined([short, long]).tolist() == [[3, 2, 0, 0], [4, 2, 0, 0], [5, 0, 0, 0], [2, 1, 1, 2]]
+
+
+def test_the_padding_of_a_field_is_that_of_all_batches():
+    full, more = [torch.tensor([[3, 2], [4, 2]])], [torch.tensor([[5, 6, 2], [7, 2, 2]])]
+    fills = paddings([full, more, [torch.tensor([[3, 0, 0], [2, 0, 0], [9, 9, 1]])]])
+    assert fills == {(0,): 0}
+    assert joined([full, more], fills=lambda: fills)[0].tolist() == [[3, 2, 0], [4, 2, 0], [5, 6, 2], [7, 2, 2]]
 
 
 def test_an_evaluated_batch_has_the_order_of_the_data_set():

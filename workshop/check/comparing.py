@@ -10,9 +10,10 @@ import io
 import os
 import pickle
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from functools import partial, wraps
+from functools import cache, partial, wraps
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -43,6 +44,8 @@ UNSTORED = (
 UNJOINED = (KeyError, ValueError, TypeError, RuntimeError, AttributeError, pickle.UnpicklingError)
 Iteration = tuple[int, int]  # the number of a loader, in the order in which they are made, and of an iteration over it
 Place = tuple[Iteration, int]  # the iteration, and the number of the batch in it
+Field = tuple[object, ...]  # the keys and indices that lead to a tensor in a batch
+Fills = Callable[[], dict[Field, float]]
 
 
 def keep(file: Path) -> Callable[[Recorder], None]:
@@ -75,14 +78,17 @@ def keep(file: Path) -> Callable[[Recorder], None]:
     return before
 
 
-def replace(file: Path, ranks: int) -> Callable[[Recorder], None]:
-    """Return a function for ``Program.before`` that gives a rank its stored batches, or one process those of all ranks."""
-    return partial(_replace, file, ranks, False)
+def replace(file: Path, ranks: int, padded: bool = True) -> Callable[[Recorder], None]:
+    """Return a function for ``Program.before`` that gives a rank its stored batches, or one process those of all ranks.
+
+    ``padded``: the batches of the ranks are as wide as the joined one. A program fails with them if a batch contains its widths.
+    """
+    return partial(_replace, file, ranks, False, padded)
 
 
 def replace_all(file: Path, ranks: int) -> Callable[[Recorder], None]:
     """The same for a whole training. One process evaluates the samples of the ranks in turn, as samplers deal them out."""
-    return partial(_replace, file, ranks, True)
+    return partial(_replace, file, ranks, True, True)
 
 
 def without_chance(recorder: Recorder) -> None:
@@ -107,7 +113,7 @@ def without_chance(recorder: Recorder) -> None:
     kind.__init__ = __init__
 
 
-def _replace(file: Path, ranks: int, whole: bool, recorder: Recorder) -> None:
+def _replace(file: Path, ranks: int, whole: bool, padded: bool, recorder: Recorder) -> None:
     # The batches of the ranks are unpickled when they are needed: by then, the classes of the program exist.
     parts: dict[Place, dict[int, bytes]] = {}
     counts: dict[Iteration, int] = {}  # samples of all batches
@@ -129,6 +135,12 @@ def _replace(file: Path, ranks: int, whole: bool, recorder: Recorder) -> None:
     size = 0
     begun = False
     seen: dict[Iteration, set[Key]] = {}  # the samples that one process has evaluated
+
+    @cache
+    def fills() -> dict[Field, float]:
+        with suppress(*UNJOINED):
+            return paddings(pickle.loads(each) for of_ranks in parts.values() for each in of_ranks.values())
+        return {}
 
     def replaced(place: Place, data: Any, drawn: Drawn | None) -> Any:
         nonlocal size, begun
@@ -157,7 +169,7 @@ def _replace(file: Path, ranks: int, whole: bool, recorder: Recorder) -> None:
                     samples = without_known(samples, seen.setdefault(iteration, set()), repeated, TensorPickler)
                 size = len(samples)
                 return drawn.collate(samples)
-            data = joined(of_ranks, own)
+            data = joined(of_ranks, own, fills) if padded or own is None else of_ranks[own]
             if evaluates:
                 data = dealt(data, [batch_size(each) for each in of_ranks])
                 data = _once(data, seen.setdefault(iteration, set()), repeated)
@@ -273,12 +285,14 @@ def _each_batch(change: Callable[[Place, Any, Drawn | None], Any]) -> None:
     )
 
 
-def joined(parts: Sequence[Any], rank: int | None = None) -> Any:
+def joined(parts: Sequence[Any], rank: int | None = None, fills: Fills = dict, field: Field = ()) -> Any:
     """Join the batches of several ranks: tensors along their first dimension, and the same fields with each other.
 
     Args:
         parts: the batches, in the order of the ranks.
         rank: return only the part of this rank, padded to the size of the joined batch.
+        fills: returns the padding of each field; the others get what is probably theirs.
+        field: where the parts are in the batches.
 
     Raises:
         ValueError: they cannot be joined.
@@ -287,12 +301,12 @@ def joined(parts: Sequence[Any], rank: int | None = None) -> Any:
     if isinstance(first, torch.Tensor):
         if not first.dim():
             return parts[rank or 0]
-        parts = _padded(parts)
+        parts = _padded(parts, fills, field)
         return torch.cat(list(parts)) if rank is None else parts[rank]
     if isinstance(first, Mapping):
         whole: Any = copy.copy(first)
         for key in first:
-            whole[key] = joined([part[key] for part in parts], rank)
+            whole[key] = joined([part[key] for part in parts], rank, fills, (*field, key))
         return whole
     if isinstance(first, (list, tuple)):
         if all(isinstance(each, Mapping) for part in parts for each in part):
@@ -308,7 +322,7 @@ def joined(parts: Sequence[Any], rank: int | None = None) -> Any:
             return type(first)([each for part in parts for each in part]) if rank is None else parts[rank]
         if any(len(part) != len(first) for part in parts):
             raise ValueError("lists of different lengths")
-        fields = [joined(together, rank) for together in zip(*parts, strict=True)]
+        fields = [joined(each, rank, fills, (*field, at)) for at, each in enumerate(zip(*parts, strict=True))]
         return type(first)(*fields) if hasattr(first, "_fields") else type(first)(fields)
     if isinstance(first, (str, int, float, type(None))):
         return parts[rank or 0]
@@ -357,12 +371,43 @@ def _samples(parts: Sequence[Any], rank: int | None) -> Any:
     return type(parts[0])(each for part in parts for each in part) if rank is None else parts[rank]
 
 
-def _padded(parts: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-    """Give sequences the same length: continue each with the most frequent last value, which is probably the padding."""
+def _padded(parts: Sequence[torch.Tensor], fills: Fills, field: Field) -> Sequence[torch.Tensor]:
+    """Give sequences the same length: continue each with what is probably the padding."""
     length = max(part.shape[1] for part in parts) if parts[0].dim() > 1 else 0
     if all(part.dim() < 2 or part.shape[1] == length for part in parts):
         return parts
-    last = torch.cat([part[:, -1].flatten() for part in parts])
-    fill = last.mode().values.item()
+    known = fills()
+    fill = known[field] if field in known else _padding(parts)
     rests = [part.new_full((len(part), length - part.shape[1], *part.shape[2:]), fill) for part in parts]
     return [torch.cat([part, rest], dim=1) for part, rest in zip(parts, rests, strict=True)]
+
+
+def paddings(batches: Iterable[Any]) -> dict[Field, float]:
+    """The probable padding of each field: a single batch shows none if its sequences have the same length."""
+    found: dict[Field, list[torch.Tensor]] = {}
+    for batch in batches:
+        for field, tensor in _fields(batch):
+            found.setdefault(field, []).append(tensor)
+    return {field: _padding(tensors) for field, tensors in found.items()}
+
+
+def _fields(data: Any, field: Field = ()) -> Iterator[tuple[Field, torch.Tensor]]:
+    """Yield the tensors of a batch that may be padded, and where they are in it."""
+    if isinstance(data, torch.Tensor):
+        if data.dim() > 1 and data.numel():
+            yield field, data
+    elif isinstance(data, (Mapping, list, tuple)):
+        for at, part in data.items() if isinstance(data, Mapping) else enumerate(data):
+            yield from _fields(part, (*field, at))
+
+
+def _padding(parts: Sequence[torch.Tensor]) -> float:
+    """The value that sequences repeat most often at their ends; if none does, the most frequent last value."""
+    repeated = Counter[float]()
+    for part in parts:
+        series = part.movedim(1, -1).flatten(0, -2)
+        runs = (series == series[:, -1:]).flip(-1).long().cumprod(-1).sum(-1) - 1
+        for value in series[runs > 0, -1].unique():
+            repeated[value.item()] += int(runs[series[:, -1] == value].sum())
+    last = torch.cat([part[:, -1].flatten() for part in parts])
+    return max(repeated, key=repeated.__getitem__) if repeated else last.mode().values.item()

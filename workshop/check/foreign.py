@@ -270,7 +270,9 @@ class OwnersBench(ProgramBench):
         alike: dict[str, Any] = {"steps": steps, "at_once": True, "entropy": secrets.randbelow(2**31)}
         alike["before"] = replace(self.kept, whole.nproc) if any(whole.all(BatchLoaded)) else without_chance
         several = self._run(self.folder(), **alike)
-        return Compared(several, self._alone(**alike))
+        if narrow := several.failed and any(whole.all(BatchLoaded)):
+            several = self._run(self.folder(), **alike | {"before": replace(self.kept, whole.nproc, padded=False)})
+        return Compared(several, self._alone(**alike), narrow)
 
     def _metrics(self, made: Made) -> Compared:
         """Run the program with all processes, and with one that gets their batches, and their parameters at evaluations."""

@@ -35,6 +35,7 @@ class Compared:
 
     several: Run
     single: Run  # with one process
+    narrow: bool = False  # the joined batch is wider, so that the contents of padded samples differ
 
 
 class Unavailable(Exception):

@@ -41,7 +41,7 @@ UNEXPLAINED = ("", "reseeded")  # origins of findings that do not know the line 
 OF_A_RANK = re.compile(r"queue|bank|memory|cache|ptr|pointer", re.IGNORECASE)  # buffers that may differ on purpose
 FIRST = 4  # evaluations of a model, in order, which are those at the same time
 UNEVEN = 1.1  # the ratio of numbers of targets that a random mask, for example, does not explain
-ROUNDED = 2e-3  # gradients of float32 agree more closely than this; those of bfloat16 often do not
+ROUNDED, EXACT = 2e-3, 1e-5  # gradients of float32 agree more closely than the first, equal parameters than the second
 beside_one_process: "partial[Makes[[Run, Run]]]" = partial(rule, runs=(WHOLE, SINGLE), needs=(LayersSeen,), spoils=True)
 
 
@@ -296,7 +296,7 @@ def _exchanged_in_steps(ranks: list[Process]) -> bool:
     found = []
     for first, *others in zip(*(process.steps for process in ranks), strict=False):
         if first.after and first.after.weights != first.before.weights:
-            found += [each.after and difference(first.after.weights, each.after.weights) <= CLOSE for each in others]
+            found += [each.after and difference(first.after.weights, each.after.weights) < EXACT for each in others]
     return len(found) > 2 and all(found)
 
 

@@ -89,9 +89,10 @@ def why_unequal(base: Process, one: Step, two: Step, which: Sequence[str]) -> tu
             fix,
         )
     if last.forward and last.forward.wrapped and (added := _added(base, which)):
-        fix = "Change the model first (new layers, adapters, unfrozen layers), and then wrap it in DistributedDataParallel."
-        names = listed(added)
-        what = f"{names} were added or unfrozen after DistributedDataParallel had wrapped the model: it does not average them"
+        fix = "First complete the model (new layers, adapters, unfrozen layers), and then wrap it in DistributedDataParallel. "
+        fix += "Also wrap each further module that has parameters, such as a loss."
+        what = f"DistributedDataParallel does not average {listed(added)}: they were added or unfrozen after it had wrapped the "
+        what += "model, or belong to another module"
         return next((each.where for each in base.of(Wrapped)), where), what, fix
     what = "something changes them on one rank after backward(), or they were averaged before they were complete"
     return (
