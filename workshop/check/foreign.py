@@ -64,6 +64,7 @@ from workshop.check.scenarios import (
     TWO_NODES,
     WHOLE,
     Compared,
+    Narrow,
     Scenario,
     Split,
     Unavailable,
@@ -272,7 +273,7 @@ class OwnersBench(ProgramBench):
         several = self._run(self.folder(), **alike)
         if narrow := several.failed and any(whole.all(BatchLoaded)):
             several = self._run(self.folder(), **alike | {"before": replace(self.kept, whole.nproc, padded=False)})
-        return Compared(several, self._alone(**alike), narrow)
+        return (Narrow if narrow else Compared)(several, self._alone(**alike))
 
     def _metrics(self, made: Made) -> Compared:
         """Run the program with all processes, and with one that gets their batches, and their parameters at evaluations."""

@@ -1,7 +1,7 @@
 """The kinds of runs that a check can make of a program. A rule names the scenarios that it judges; a bench makes them."""
 
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from typing import ClassVar, Generic, TypeVar
 
 from workshop.check.evidence.engine import EngineCheckpoint, PlainWeights
 from workshop.check.evidence.job import Job, Request
@@ -35,7 +35,13 @@ class Compared:
 
     several: Run
     single: Run  # with one process
-    narrow: bool = False  # the joined batch is wider, so that the contents of padded samples differ
+    narrow: ClassVar[bool] = False
+
+
+class Narrow(Compared):
+    """The same, but the joined batch is wider than those of the ranks, so that the contents of padded samples differ."""
+
+    narrow = True
 
 
 class Unavailable(Exception):

@@ -132,8 +132,8 @@ def crash(run: Run) -> Said:
 @_ending(
     why="The cause can be the program, or the way in which the check starts it, for example without a GPU and in a copy of its "
     "folder. Neither a difference between the ranks nor the message shows which.",
-    fix="Start the program with two processes, without the check. If it ends in the same way, correct this first; otherwise "
-    "please report it.",
+    fix="Start the program with two processes without the check: with torchrun, or as it starts its own. If it ends in the same "
+    "way, correct this first; otherwise please report it.",
     after=(outside_write, address_overwritten, collectives_differ),
     unjudged=True,
 )
