@@ -132,15 +132,8 @@ def _replace(file: Path, ranks: int, whole: bool, padded: bool, recorder: Record
     known: dict[int, int] = {}  # the number of iterations of each loader
     for each, _ in parts:
         known[each[0]] = max(known.get(each[0], 0), each[1] + 1)
-    size = 0
-    begun = False
+    size, begun, fills = 0, False, _fills_of(parts)
     seen: dict[Iteration, set[Key]] = {}  # the samples that one process has evaluated
-
-    @cache
-    def fills() -> dict[Field, float]:
-        with suppress(*UNJOINED):
-            return paddings(pickle.loads(each) for of_ranks in parts.values() for each in of_ranks.values())
-        return {}
 
     def replaced(place: Place, data: Any, drawn: Drawn | None) -> Any:
         nonlocal size, begun
@@ -380,6 +373,18 @@ def _padded(parts: Sequence[torch.Tensor], fills: Fills, field: Field) -> Sequen
     fill = known[field] if field in known else _padding(parts)
     rests = [part.new_full((len(part), length - part.shape[1], *part.shape[2:]), fill) for part in parts]
     return [torch.cat([part, rest], dim=1) for part, rest in zip(parts, rests, strict=True)]
+
+
+def _fills_of(parts: dict[Place, dict[int, bytes]]) -> Fills:
+    """Return a function that finds the padding of each field in the stored batches, once it is needed."""
+
+    @cache
+    def fills() -> dict[Field, float]:
+        with suppress(*UNJOINED):
+            return paddings(pickle.loads(each) for of_ranks in parts.values() for each in of_ranks.values())
+        return {}
+
+    return fills
 
 
 def paddings(batches: Iterable[Any]) -> dict[Field, float]:
