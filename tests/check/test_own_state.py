@@ -5,7 +5,17 @@ import dataclasses
 import pytest
 
 from check.test_run import BEGUN, joined, passed, run
-from workshop.check.evidence.events import DATA_SET, SUBSET, Drawn, Raised, Saved, StepTaken, VariablesSeen
+from workshop.check.evidence.events import (
+    DATA_SET,
+    SUBSET,
+    AcceleratorCalled,
+    Drawn,
+    FileWritten,
+    Raised,
+    Saved,
+    StepTaken,
+    VariablesSeen,
+)
 from workshop.check.rules.carried import _held_lost
 from workshop.check.rules.own_state import one_for_all
 from workshop.check.rules.samples import different_subsets, shares_overlap
@@ -72,3 +82,40 @@ def test_a_sampler_that_divides_different_subsets_is_named_also_if_the_run_fails
     rule = different_subsets if fails else shares_overlap.detectors[0].function
     said = [seen.text for seen in rule(run(*ranks))]
     assert [("divides a Subset whose indices differ" in text) for text in said] == ([True] if found else [])
+
+
+@pytest.mark.parametrize(
+    ("drawn", "same_samples", "seeded", "found"),
+    [
+        ((1, 2, 3, 4), False, True, True),  # each step draws its samples with it
+        ((1, 2, 3, 4), True, True, False),  # what it draws has no effect on the training
+        ((1, 2, 3, 4), False, False, True),
+        ((1, 1, 1, 2), False, False, False),  # it draws only now and then, and no run can be repeated
+    ],
+)
+def test_a_generator_of_one_rank_matters_if_the_training_uses_it(drawn, same_samples, seeded, found):
+    def started(steps, states, samples):
+        ranks = []
+        for rank, own in enumerate(samples):
+            variables = [VariablesSeen(numbers={}, states={"g": states(rank, step)}) for step in steps]
+            events = [
+                (seen, passed(key), dataclasses.replace(BEGUN), TAKEN) for seen, key in zip(variables, own, strict=True)
+            ]
+            ranks.append(joined(rank, *(each for one in events for each in one)))
+        return run(*ranks)
+
+    def own(rank, step):
+        return 100 * rank + drawn[step]
+
+    whole = started(range(4), own, ((0, 1, 2, 3), (10, 11, 12, 13)))
+    first = started(range(2), own, ((0, 1), (10, 11)) if seeded else ((5, 6), (15, 16)))
+    second = started((2, 3), lambda rank, step: own(0, step), ((2, 3), (12, 13) if same_samples else (2, 3)))
+    seen = one_for_all(whole, Split(first, second))
+    assert (seen is not None and "generator `g`" in seen[0]) == found
+
+
+@pytest.mark.parametrize("by_accelerate", [True, False])
+def test_the_file_that_accelerate_writes_on_all_ranks_is_no_finding(by_accelerate):
+    called = [AcceleratorCalled(name="save_state", where="t.py:9")] if by_accelerate else []
+    ranks = [joined(rank, *called, FileWritten(path="/r/last/scaler.pt", where="t.py:9")) for rank in range(2)]
+    assert len(run(*ranks).shared_files()) == (not by_accelerate)

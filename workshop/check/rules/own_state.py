@@ -1,6 +1,8 @@
 """State of which each rank has its own, such as random numbers, if a second start restores that of one rank on all ranks."""
 
-from workshop.check.evidence.events import CheckpointCalled, EntriesSaved, Saved
+from itertools import pairwise
+
+from workshop.check.evidence.events import CheckpointCalled, EntriesSaved, Saved, VariablesSeen
 from workshop.check.evidence.process import Process, Step
 from workshop.check.evidence.run import Run
 from workshop.check.evidence.sketches import CLOSE, difference
@@ -63,9 +65,7 @@ def _changed(whole: Run, split: Split, due: list[Step]) -> bool:
 
 
 def _trains_differently(whole: Run, split: Split, due: list[list[Step]]) -> bool:
-    """Whether the first step of the second start has other samples or gradients than an uninterrupted run; True if unknown."""
-    if not is_reproducible(whole.trained[0].steps, split.first.trained[0].steps):
-        return True
+    """Whether the first step of the second start has other samples or gradients than an uninterrupted run."""
     begun = [process.steps[0] for process in split.second.trained]
     return any(
         own.rows != one.rows or difference(own.before.gradients, one.before.gradients) > CLOSE
@@ -73,12 +73,19 @@ def _trains_differently(whole: Run, split: Split, due: list[list[Step]]) -> bool
     )
 
 
+def _draws_in_steps(process: Process, name: str) -> bool:
+    """Whether a generator changes in most steps, not only now and then, as that of a demonstration does."""
+    states = [event.states.get(name) for event in process.of(VariablesSeen)]
+    return 2 * sum(one != other for one, other in pairwise(states)) >= len(states) - 1
+
+
 def _same_generator(whole: Run, split: Split, due: list[list[Step]]) -> Cause | None:
     """After the second start all ranks have the same state of a generator, although each rank had its own before.
 
     Only a generator that the training uses matters: then the samples, or else the gradients, are no longer the same.
     """
-    if not _trains_differently(whole, split, due):
+    reproducible = is_reproducible(whole.trained[0].steps, split.first.trained[0].steps)
+    if reproducible and not _trains_differently(whole, split, due):
         return None
     before = [variables(process, steps) for process, steps in zip(whole.trained, due, strict=True)]
     begun = [variables(process, process.steps[:1]) for process in split.second.trained]
@@ -86,7 +93,8 @@ def _same_generator(whole: Run, split: Split, due: list[list[Step]]) -> Cause | 
         return None
     for name in begun[0].states if begun[0] else ():
         own, now = ([each and each.states.get(name) for each in ranks] for ranks in (before, begun))
-        if None not in (*own, *now) and len(set(now)) == 1 and len(set(own)) == len(own):
+        trains = reproducible or _draws_in_steps(whole.trained[0], name)
+        if None not in (*own, *now) and len(set(now)) == 1 and len(set(own)) == len(own) and trains:
             seen = f"all ranks continue with the same state of the generator `{name}`, but each should have its own"
             fix = (
                 "Save the states of all ranks (all_gather_object), and let each rank restore its own with set_state()."
