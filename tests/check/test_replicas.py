@@ -109,7 +109,7 @@ def test_the_changes_and_uses_of_a_model_are_noted(place):
     [
         (OWN_COUNT, "mean = sums / count", "which changes them at"),
         (OWN_DECISION, "second.load_state_dict", "after 4 steps rank 0 changes them at"),
-        (IN_FORWARD, "model(batch)", "they differ after"),
+        (IN_FORWARD, "# changes", "they differ after"),
     ],
     ids=["own-count", "own-decision", "in-forward"],
 )
