@@ -28,10 +28,8 @@ class _NotImported(ModuleType):
         vars(self).update(known, __spec__=spec)
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__") and (name, self.__name__) != (
-            "__path__",
-            NAME,
-        ):  # __path__: a module below it is imported
+        # Python asks the package for __path__ before it imports a module below it.
+        if name.startswith("__") and (name, self.__name__) != ("__path__", NAME):
             raise AttributeError(name)
         return getattr(_imported(self.__name__), name)
 
