@@ -29,36 +29,6 @@ PROGRAMS = {
             mean, std = statistics(torch.stack([load(each) for each in mine]))
             optimizer.step()  # seen
     """,
-    "of-rank:seed": """
-        def main(args, rank):
-            args.seed = args.seed + rank
-            seed = args.seed + rank  # cause
-            sampler = DistributedSampler(data, seed=seed)
-            for batch in DataLoader(data, sampler=sampler):
-                model(batch)  # seen
-    """,
-    "of-rank:seed ": """
-        def main(args, rank):
-            args.seed += rank  # cause
-            sampler = DistributedSampler(data, seed=args.seed)
-            for batch in DataLoader(data, sampler=sampler):
-                model(batch)  # seen
-    """,
-    "of-rank:rank": """
-        def main(world_size):
-            part = int(os.environ.get("RANK", 0))  # cause
-            sampler = DistributedSampler(data, num_replicas=world_size, rank=part)
-            for batch in DataLoader(data, sampler=sampler):
-                model(batch)  # seen
-    """,
-    "undivided": """
-        def main(model):
-            trainer = Trainer(
-                devices=2,
-                use_distributed_sampler=False,  # cause
-            )
-            trainer.fit(model)  # seen
-    """,
     "ungated": """
         def keep(state, path):
             torch.save(state, path)  # seen
@@ -90,23 +60,6 @@ PROGRAMS = {
             trainer = Trainer(model, compute_loss_func=loss_of)
             trainer.train()  # seen
     """,
-    "loader:uncalled ": """
-        def epoch_of(model, loader):
-            for batch in loader:
-                model(batch)  # seen
-
-        def main(model, data):
-            loader = DataLoader(data, sampler=DistributedSampler(data))
-            for epoch in range(3):  # cause
-                epoch_of(model, loader)
-    """,
-    "loader:uncalled  ": """
-        def main(model, data):
-            loader = DataLoader(data, sampler=DistributedSampler(data))
-            while True:  # cause
-                for batch in loader:  # seen
-                    model(batch)
-    """,
     "once:train": """
         def evaluate(model):
             model.eval()  # seen
@@ -123,80 +76,99 @@ PROGRAMS = {
 
         main(make())
     """,
-    "loader:uncalled": """
-        def main(sampler):
-            for epoch in range(3):
-                if hasattr(sampler, "set_epoch"):  # cause
-                    sampler.set_epoch(epoch)
-                train(sampler)  # seen
-    """,
-    "in-worker": """
-        def begin(worker):
-            print(worker)
-            torch.manual_seed(worker)  # cause
-
-        def main(data):
-            for batch in DataLoader(data, num_workers=2, worker_init_fn=begin):  # seen
-                train(batch)
-    """,
     "times": """
         def gathered(x):
             parts = [torch.empty_like(x)] * dist.get_world_size()  # cause
             dist.all_gather(parts, x)  # seen
             return torch.cat(parts)
     """,
-    "stream": """
-        class Stream(IterableDataset):
-            def __iter__(self):  # seen
-                worker = get_worker_info().id
-                for number in range(self.rank + worker, 100):  # cause
-                    yield self.documents[number]
+    "hook": """
+        class Average(Callback):
+            @torch.no_grad()
+            def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
+                if not trainer.is_global_zero:  # cause
+                    return
+                torch._foreach_lerp_(self.average, list(module.parameters()), 0.1)
+
+        def main(trainer, module):
+            trainer.fit(module)  # seen
     """,
-    "dealt": """
-        class Buckets(Sampler):
-            def __iter__(self):
-                order = torch.randperm(len(self.batches)).tolist()
-                return iter([self.batches[each] for each in order[self.rank :: self.world_size]])  # cause
+    "hook:": """
+        class Average(Callback):
+            @rank_zero_only
+            def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):  # cause
+                torch._foreach_lerp_(self.average, list(module.parameters()), 0.1)
 
-        def main(model, data):
-            loader = DataLoader(data, batch_sampler=Buckets(data.lengths))
-            for batch in loader:  # seen
-                model(batch)
+        def main(trainer, module):
+            trainer.fit(module)  # seen
     """,
-    "dealt:by-the-data-set": """
-        class Stream(IterableDataset):
-            def __iter__(self):
-                yield from self.documents[self.rank :: self.world_size]  # cause
+    "hook:back": """
+        class Average(Callback):
+            def on_validation_start(self, trainer, module):
+                self.trained = [each.clone() for each in module.parameters()]
+                torch._foreach_copy_(list(module.parameters()), self.average)
 
-        def main(model, documents):
-            data = Stream(documents)
-            for batch in tqdm(DataLoader(data, 8)):  # seen
-                model(batch)
+            def on_train_epoch_start(self, trainer, module):  # cause
+                torch._foreach_copy_(list(module.parameters()), self.trained)
+
+        def main(trainer, module):
+            trainer.fit(module)  # seen
     """,
-    "dealt:next-of-a-stream": """
-        class Stream(IterableDataset):
-            def __iter__(self):
-                info = get_worker_info()
-                for number in order[info.id :: info.num_workers]:  # cause
-                    yield self.documents[number]
+    "hook:back ": """
+        class Average(Callback):
+            def on_train_epoch_start(self, trainer, module):
+                torch._foreach_copy_(list(module.parameters()), self.trained)
 
-        def main(model, documents):
-            batches = iter(DataLoader(Stream(documents), 8))
-            while True:
-                batch = next(batches)
-                model(batch).backward()  # seen
+        def main(model, optimizer):
+            optimizer.step()  # seen
     """,
-    "dealt:lightning": """
-        class Stream(IterableDataset):
-            def __iter__(self):
-                for number in range(self.rank, len(self.documents), self.world_size):  # cause
-                    yield self.documents[number]
+    "owner:scale": """
+        class Loss(Module):
+            def __init__(self):
+                self.scale = Parameter(torch.zeros(()))
 
-        class Data(LightningDataModule):
-            def train_dataloader(self):
-                return DataLoader(Stream(self.documents), 8)
+        def main(towers):
+            loss = Loss().to(device)  # cause
+            model = DistributedDataParallel(towers)  # seen
+    """,
+    "owner:scale ": """
+        class Loss(Module):
+            def __init__(self):
+                self.scale = Parameter(torch.zeros(()))
 
-        trainer.fit(Net(), Data())  # seen
+        def main(towers):
+            loss = DistributedDataParallel(Loss().to(device))
+            model = DistributedDataParallel(towers)  # seen
+    """,
+    "without-gradients": """
+        def losses(model, batch):
+            return model(batch), len(batch)  # seen
+
+        def main(model, batches, held_out):
+            for batch in batches:
+                losses(model, batch)[0].backward()
+            with torch.no_grad():
+                for batch in held_out:
+                    total += losses(model, batch)[0]  # cause
+    """,
+    "without-gradients:": """
+        def losses(model, batch):
+            return model(batch), len(batch)  # seen
+
+        def main(model, held_out):
+            with torch.no_grad():
+                for batch in held_out:
+                    total += losses(model, batch)[0]
+    """,
+    "encoder:mean ": """
+        def main(sums, path):
+            device = torch.device("cuda", int(environ["LOCAL_RANK"]))
+            sums += torch.load("x", map_location=device).sum(0)  # cause
+            mean = sums / 3
+            if exists(path):
+                state = torch.load(path, map_location=device)
+                mean = state["mean"]
+            optimizer.step()  # seen
     """,
     "stateful:sched": """
         class State:
@@ -399,5 +371,22 @@ PROGRAMS = {
         def main(counts, hits):
             counts[0] += hits.sum()
             dist.all_reduce(counts)  # seen
+    """,
+    "numbered:get_rank": """
+        def main():
+            rank, ranks = get_rank(), get_world_size()
+            set_device(rank)  # seen
+    """,
+    r"numbered:environ(?!(\.get\(|\[)'LOCAL_RANK)|(device\(|cuda:\{).*\brank\b": """
+        def main():
+            local_rank, on_gpu = int(environ["LOCAL_RANK"]), cuda.is_available()
+            rank = dist.get_rank()
+            device = torch.device("cuda", rank) if on_gpu else torch.device("cpu")  # cause
+            set_device(device)  # seen
+    """,
+    "numbered:environ": """
+        def main():
+            local_rank = int(environ["RANK"])  # cause
+            set_device(local_rank)  # seen
     """,
 }

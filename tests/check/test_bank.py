@@ -103,7 +103,7 @@ def test_each_event_is_written_and_read(name):
 def test_the_evidence_is_small():
     sizes = {file.name: file.stat().st_size for file in EVIDENCE.glob("*.xz")}
     assert {name: size for name, size in sizes.items() if size > 1_000_000} == {}
-    assert sum(sizes.values()) < 11_000_000
+    assert sum(sizes.values()) < 12_000_000
 
 
 def test_the_evidence_has_exactly_the_cases_of_the_bank():

@@ -5,7 +5,7 @@ from textwrap import dedent
 
 import pytest
 
-from check import lines_of_checkpoints, lines_of_ranks
+from check import lines_of_checkpoints, lines_of_loaders, lines_of_ranks
 from workshop.check.origins import FINDERS, Source, at_origin
 from workshop.check.rules.rule import RULES
 from workshop.check.verdict import Finding
@@ -19,6 +19,7 @@ PROGRAMS = {
             schedule = LambdaLR(optimizer, lambda step: rate(step, warmup, total))  # seen
     """,
     **lines_of_checkpoints.PROGRAMS,
+    **lines_of_loaders.PROGRAMS,
     **lines_of_ranks.PROGRAMS,
     "total:by-hand": """
         def set_rate(optimizer, step, total):
@@ -140,16 +141,6 @@ PROGRAMS = {
             if rank == 0:
                 write(folder)
             data = read(folder)  # cause
-    """,
-    "numbered:get_rank": """
-        def main():
-            rank, ranks = get_rank(), get_world_size()
-            set_device(rank)  # seen
-    """,
-    "numbered:environ": """
-        def main():
-            local_rank = int(environ["RANK"])  # cause
-            set_device(local_rank)  # seen
     """,
     "listed": """
         def train(data, chosen):

@@ -17,6 +17,7 @@ from workshop.check.evidence.misuses import (
     LossScaled,
     OtherSamplerSet,
     PythonStarted,
+    WorkersKept,
 )
 
 # ---------------------------------------------------------------- two ranks that train
@@ -121,6 +122,35 @@ STREAMING = """
     chained = ChainDataset(Stream() for _ in range(2))  # its length needs the whole generator
     assert sum(1 for _ in DataLoader(chained)) == 8
 """
+
+
+PERSISTENT = """
+    from torch.utils.data import DataLoader, Dataset
+
+    class Numbers(Dataset):
+        def __init__(self):
+            self.epoch, self.size = 0, 4
+
+        def __getitem__(self, index):
+            return index + self.epoch
+
+        def __len__(self):
+            return self.size
+
+    numbers = Numbers()
+    kept = DataLoader(numbers, num_workers=1, persistent_workers=True)
+    anew = DataLoader(numbers, num_workers=1)
+    for epoch in range(3):
+        numbers.epoch = epoch
+        assert sum(kept) == 6 and sum(anew) == 6 + 4 * epoch  # kept
+    list(kept)
+"""
+
+
+def test_a_data_set_that_changes_beside_persistent_workers_is_recorded(place):
+    made = Made(place("persistent"), PERSISTENT).well()
+    found = [(each.names, each.where) for each in made.run.all(WorkersKept)]
+    assert found == [(["epoch"], made.line("# kept"))] * 2
 
 
 def test_the_workers_of_a_stream_are_recorded(place):

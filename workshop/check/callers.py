@@ -3,8 +3,22 @@
 import ast
 import itertools
 
-from workshop.check.definitions import Function, Source, Value, calls, first, header, names_in
+from workshop.check.definitions import Function, Source, Value, assigned, calls, first, header, name_of, names_in
 from workshop.check.own_values import ASKS_RANK
+
+# Methods of tensors and models, and functions, that change parameters.
+CHANGES = ("copy_", "lerp_", "mul_", "load_state_dict", "_foreach_copy_", "_foreach_lerp_", "_foreach_mul_")
+# Methods of a callback of Lightning in which an average is updated or begins to be used, or a checkpoint is made or read.
+KEEPS = (
+    "on_fit_start",
+    "on_train_start",
+    "on_train_batch_end",
+    "on_before_zero_grad",
+    "on_validation_start",
+    "on_validation_epoch_start",
+    "on_save_checkpoint",
+    "on_load_checkpoint",
+)
 
 
 def condition(source: Source, start: ast.stmt, detail: str) -> int | None:
@@ -76,6 +90,47 @@ def passed(source: Source, start: ast.stmt, detail: str) -> int | None:
     found = source.calls_of(function)
     yields = any(isinstance(each, ast.Yield | ast.YieldFrom) for each in ast.walk(function))
     return found[0].lineno if len(found) == 1 and (yields or not detail) else None
+
+
+def without_gradients(source: Source, start: ast.stmt, detail: str) -> int | None:
+    """The only call, without gradients, of the function that contains a statement, if the function has other calls too."""
+    found = source.calls_of(source.scopes(start)[0])
+    blocks = ((each, above) for each in found for above in source.above(each) if isinstance(above, ast.With))
+    free = {each.lineno for each, block in blocks if any(calls(header(block).expression, "no_grad", "inference_mode"))}
+    return free.pop() if len(free) == 1 < len(found) else None
+
+
+def owner(source: Source, start: ast.stmt, detail: str) -> int | None:
+    """The statement that makes the only object of the class that has this parameter, if this is no model that is wrapped."""
+    for each in ast.walk(source.tree):
+        if isinstance(each, ast.ClassDef) and any(
+            any(assigned(inner, f"self.{detail}")) for inner in ast.walk(each) if isinstance(inner, ast.stmt)
+        ):
+            made = list(calls(source.tree, each.name))
+            wrapped = any(
+                "Parallel" in name_of(above.func) or name_of(above.func) == "DDP"
+                for call in made
+                for above in source.above(call)
+                if isinstance(above, ast.Call)
+            )
+            return made[0].lineno if len(made) == 1 and not wrapped else None
+    return None
+
+
+def hook(source: Source, start: ast.stmt, detail: str) -> int | None:
+    """For the call of ``fit`` of a Trainer: the only condition about the rank in a method that changes parameters.
+
+    ``detail``: "back": rather the only method of a callback that puts back what the callback has kept.
+    """
+    if not any(calls(start, "fit")):
+        return None
+    functions = [each for nodes in source.functions.values() for each in nodes if any(calls(each, *CHANGES))]
+    if detail == "back":
+        own = [each for each in functions if each.name.startswith("on_") and each.name not in KEEPS]
+        return own[0].lineno if len(own) == 1 else None
+    asking = [each.lineno for function in functions for each in source.within(function) if _asks_rank(each)]
+    asking += [each.lineno for each in functions if any("rank_zero" in ast.unparse(one) for one in each.decorator_list)]
+    return asking[0] if len(asking) == 1 else None
 
 
 def argument(source: Source, start: ast.stmt, detail: str) -> int | None:

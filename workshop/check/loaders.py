@@ -142,13 +142,30 @@ def dealt(source: Source, start: ast.stmt, detail: str) -> int | None:
 
 def _dealing(source: Source, made: Value) -> int | None:
     """In the ``__iter__`` of a class of the program of which an object is made: what mentions the rank, or takes each nth."""
-    names = {name_of(call.func) for call in calls(made.expression)}
-    for owner in ast.walk(source.tree):
-        if isinstance(owner, ast.ClassDef) and owner.name in names:
-            own = [each for each in owner.body if isinstance(each, Function) and each.name == "__iter__"]
-            parts = [header(each) for function in own for each in source.within(function)]
-            return first(parts, of_rank) or first(parts, _takes_each_nth)
+    parts = [header(each) for function in _iterations(source, made) for each in source.within(function)]
+    return first(parts, of_rank) or first(parts, _takes_each_nth)
+
+
+def undealt(source: Source, start: ast.stmt, detail: str) -> int | None:
+    """What the ``__iter__`` of a sampler of the program returns, if it gives no rank a part, for the loop at a statement."""
+    for made, statement in _loaders(source, start, False):
+        given = [Value(each.value, statement) for each in made.keywords if each.arg in ("sampler", "batch_sampler")]
+        for value in source.trace(given):
+            for function in _iterations(source, value):
+                ends = [each for each in source.within(function) if any(map(_gives, ast.walk(header(each).expression)))]
+                return None if _dealing(source, value) or not ends else ends[-1].lineno
     return None
+
+
+def _gives(node: ast.AST) -> bool:
+    return isinstance(node, ast.Return | ast.Yield | ast.YieldFrom)
+
+
+def _iterations(source: Source, made: Value) -> list[ast.AST]:
+    """The ``__iter__`` of the classes of the program of which an object is made."""
+    names = {name_of(call.func) for call in calls(made.expression)}
+    owners = (each for each in ast.walk(source.tree) if isinstance(each, ast.ClassDef) and each.name in names)
+    return [each for owner in owners for each in owner.body if isinstance(each, Function) and each.name == "__iter__"]
 
 
 def _takes_each_nth(value: Value) -> bool:

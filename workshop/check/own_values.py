@@ -43,7 +43,7 @@ def _encoder(source: Source, start: ast.stmt, detail: str) -> int | None:
     """The statement that computes a variable, or an attribute of one, from the data of a rank or in the order of a set."""
     owner, _, part = detail.partition(".")
     places = [
-        found[-1].statement
+        sorted(found, key=_computed)[-1].statement  # rather than read from a checkpoint
         for name in (detail, f"self.{part}", owner)
         for scope in (*source.scopes(start), *itertools.chain.from_iterable(source.functions.values()))
         if (found := [value for each in source.within(scope) for value in assigned(each, name)])
@@ -53,6 +53,12 @@ def _encoder(source: Source, start: ast.stmt, detail: str) -> int | None:
             if line := first(source.trace([header(place)]), computes):
                 return line
     return places[0].lineno if places else None
+
+
+def _computed(value: Value) -> bool:
+    """Whether a value is not an entry of a dictionary."""
+    part = value.expression
+    return not (isinstance(part, ast.Subscript) and isinstance(getattr(part.slice, "value", None), str))
 
 
 def _computes_statistic(value: Value) -> bool:
@@ -80,9 +86,17 @@ def _reseeded(source: Source, start: ast.stmt, detail: str) -> int | None:
 
 
 def _stream(source: Source, start: ast.stmt, detail: str) -> int | None:
-    """The first statement of a function, such as the __iter__ of a stream, that mentions the rank."""
-    statements = source.within(start) if isinstance(start, Function) else ()
-    return first(map(header, statements), of_rank)
+    """The first statement of a function, such as the __iter__ of a stream, that mentions the rank.
+
+    ``detail``: "share": rather the one that takes a part of the data, or else the first loop.
+    """
+    statements = list(map(header, source.within(start))) if isinstance(start, Function) else []
+    if detail:
+        loops = ast.For | ast.While
+        taking = [each for each in statements if not any(calls(each.expression, *SEEDS))]
+        found = first(taking, of_rank) or first(taking, lambda each: isinstance(each.statement, loops))
+        return found or first(statements, of_rank)
+    return first(statements, of_rank)
 
 
 def _weights(source: Source, start: ast.stmt, detail: str) -> int | None:

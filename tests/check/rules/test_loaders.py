@@ -29,6 +29,10 @@ WORKERS = """\
         stride = self.world_size * info.num_workers
 """
 EPOCH = "        sampler.set_epoch(epoch)\n"
+PERSISTENT = (
+    ("tokens = self.sequences[index]", "tokens = self.sequences[index][int(self.epoch) % 2 :]"),
+    (LOADER, f"{LOADER[:-1]}, num_workers=2, persistent_workers=True)"),
+)
 
 MISTAKES = (
     # ---- workers-overlap
@@ -46,6 +50,15 @@ MISTAKES = (
         "Each worker of each epoch begins with a copy of the same generator.",
         *SHORTER,
         (LOADER, f"{LOADER[:-1]}, num_workers=2)"),
+    ),
+    mistake(
+        "epoch-set-beside-persistent-workers",
+        second.TAGGER,
+        "workers-kept",
+        "The data set changes its samples by its attribute `epoch`, of which the workers have a copy.",
+        *PERSISTENT,
+        (LENGTHS, f"        self.epoch = 0\n{LENGTHS}"),
+        (EPOCH, f"{EPOCH}        train_set.epoch = epoch\n"),
     ),
     mistake(
         "validation-smaller-than-a-batch",
@@ -66,6 +79,14 @@ STYLES = (
             "        first = self.rank + self.world_size * info.id\n"
             "        stride = self.world_size * info.num_workers\n",
         ),
+    ),
+    style(
+        "epoch-shared-with-persistent-workers",
+        second.TAGGER,
+        "The persistent workers read the number of the epoch from shared memory.",
+        *PERSISTENT,
+        (LENGTHS, f"        self.epoch = torch.zeros((), dtype=torch.int64).share_memory_()\n{LENGTHS}"),
+        (EPOCH, f"{EPOCH}        train_set.epoch.fill_(epoch)\n"),
     ),
     style(
         "numpy-generator-seeded-in-each-worker",

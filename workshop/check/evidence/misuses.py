@@ -167,6 +167,12 @@ class LoaderMade(Event):
     loader: int
 
 
+# A second iteration began over a loader with persistent workers, which still have the data set of the first one. The program has
+# since changed attributes of it that are numbers or texts. ``where`` is the line that made the loader, if it is in the program.
+class WorkersKept(Event):
+    names: list[str]  # of the attributes
+
+
 # A second iteration began over a loader. ``set_epoch`` was called, but not of the DistributedSampler of this loader.
 class OtherSamplerSet(Event):
     loader: int

@@ -16,8 +16,15 @@ from torch._C._functorch import is_functorch_wrapped_tensor
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, Subset, dataloader
 
 from workshop.check.evidence.events import BatchLoaded, EpochSet, Key, Loader, LoaderStarted
-from workshop.check.evidence.misuses import DataHeld, LoaderMade, OtherSamplerSet, PassEnded, StreamEndless
-from workshop.check.probes.contents import first_tensor, rows
+from workshop.check.evidence.misuses import (
+    DataHeld,
+    LoaderMade,
+    OtherSamplerSet,
+    PassEnded,
+    StreamEndless,
+    WorkersKept,
+)
+from workshop.check.probes.contents import attributes, first_tensor, rows
 from workshop.check.probes.held import begins_again, ends_when_asked, held, ignores_index
 from workshop.check.probes.probe import Function, Probe, after, around, before
 from workshop.check.probes.recorder import Batch, Recorder
@@ -29,7 +36,17 @@ PENDING = 64  # batches kept until a forward pass uses them
 class Samples(Probe):
     """Records what a ``DataLoader`` does, and keeps its batches for the forward pass that uses them."""
 
-    writes = (LoaderStarted, EpochSet, BatchLoaded, PassEnded, LoaderMade, DataHeld, StreamEndless, OtherSamplerSet)
+    writes = (
+        LoaderStarted,
+        EpochSet,
+        BatchLoaded,
+        PassEnded,
+        LoaderMade,
+        DataHeld,
+        StreamEndless,
+        OtherSamplerSet,
+        WorkersKept,
+    )
 
     def __init__(self, recorder: Recorder):
         super().__init__(recorder)
@@ -42,6 +59,8 @@ class Samples(Probe):
         self.iterations: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
         self.made: WeakKeyDictionary[Any, str] = WeakKeyDictionary()  # loader -> the line of the program
         self.numbers: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
+        # By loader with persistent workers: the simple attributes of its data set when they were started.
+        self.kept: WeakKeyDictionary[Any, dict[str, object]] = WeakKeyDictionary()
         # DistributedSamplers that got an epoch, or that OtherSamplerSet was recorded for.
         self.told: WeakSet[Any] = WeakSet()
         self.loaders_seen = count(1)
@@ -114,6 +133,8 @@ class Samples(Probe):
         self._look_at_sampler(getattr(loader.batch_sampler, "sampler", loader.sampler), number, iteration)
         if iteration == 1 and loader in self.made:
             self.recorder.note(LoaderMade(loader=number, where=self.made[loader]))
+        with self.recorder.guard:
+            self._look_at_workers(loader)
         if iteration == 1 and streamed and begins_again(loader.dataset):
             self.recorder.note(StreamEndless(loader=number))
         elif iteration == 1 and not streamed:
@@ -123,6 +144,16 @@ class Samples(Probe):
         if iteration > 1 and self.told and isinstance(sampler, DistributedSampler) and sampler not in self.told:
             self.told.add(sampler)
             self.recorder.note(OtherSamplerSet(loader=number))
+
+    def _look_at_workers(self, loader: DataLoader[Any]) -> None:
+        if not (loader.num_workers and loader.persistent_workers and self.recorder.of_program(loader.dataset)):
+            return
+        now = {name: each for name, each in attributes(loader.dataset).items() if type(each) in (int, float, str)}
+        before = self.kept.setdefault(loader, now)
+        if names := [name for name in now if name in before and now[name] != before[name]]:
+            self.kept[loader] = now
+            where = self.made.get(loader) or self.recorder.where(type(loader))
+            self.recorder.note(WorkersKept(names=names, where=where))
 
     def _note_contents(self, dataset: Any) -> None:
         """Record what a data set holds, if it is not a list, whose samples are marked already."""

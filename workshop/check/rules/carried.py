@@ -147,7 +147,7 @@ def _swapped(whole: Run, split: Split, done: int) -> Cause | None:
         if same and all(difference(each.before.weights, own.before.weights) > CLOSE for each in base):
             seen = "the second start begins with the parameters that were evaluated, such as averaged ones, not the trained ones"
             fix = "Save when the trained parameters are in the model again; save the averaged ones under a key of their own."
-            return seen, fix, _saving(split.first), "passed"
+            return seen, fix, _saving(split.first), "hook:back passed"
     return None
 
 

@@ -32,6 +32,8 @@ SAME = 0.01  # relative difference of gradients that rounding explains
 EQUAL = 5e-5  # the same of losses
 PLACE = "factor "  # in place of the name of a variable
 STAYS = 3  # steps in which a coefficient must stay different
+# The statement that numbers the positive pairs of a contrastive loss, without the place of the rank.
+LABELS = r"holds:arange\( text:\b(labels?|targets?)\s*=(?!.*rank).*\barange\("
 DRIFT = 0.5  # the most by which a coefficient changes in a step, relative to its value
 
 
@@ -267,7 +269,7 @@ def _explained(compared: Compared, seen: Seen) -> Seen:
     if abs(mean - other) > EQUAL * max(abs(mean), abs(other)):
         text = f"{seen.text}; the mean of the losses of the ranks is {mean:.6g}, and the loss of one process is {other:.6g}"
         exchange = f" line:{calls[-1].where}" if calls and calls[-1].where and " " not in calls[-1].where else ""
-        return replace(seen, text=text, origin="holds:arange\\(" + exchange)
+        return replace(seen, text=text, origin=LABELS + exchange)
     gathers = [call for call in calls if call.name.startswith(("all_gather", "all_to_all"))]
     if not gathers:
         return seen

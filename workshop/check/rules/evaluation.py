@@ -129,7 +129,7 @@ def metric_of_one_rank(run: Run) -> Said:
         return
     shown = " and ".join(f"{len(set(part)):,}" for part in parts[:4])
     seen = f"the ranks evaluate {shown} different samples, and no collective adds up the results"
-    yield Seen(seen, run.where(Evaluated))
+    yield Seen(seen, run.where(Evaluated), origin="without-gradients")
 
 
 def _from_a_loader(process: Process) -> bool:

@@ -30,9 +30,9 @@ from workshop.check.rules.divergence import TO_ONE, reduced_to_one
 from workshop.check.rules.learning import of_steps
 from workshop.check.rules.processes import no_group, wrong_group
 from workshop.check.rules.replicas import begun_apart, parted
-from workshop.check.rules.rounds import of_its_own, own_parts, sum_of_changes
+from workshop.check.rules.rounds import exchanged_in_steps, of_its_own, own_parts, sum_of_changes
 from workshop.check.rules.rule import RULES, Makes, NotJudged, Rule, Said, Seen, Told, findings, rule
-from workshop.check.rules.unequal import after_backward, reduced_losses, unclipped, why_unequal
+from workshop.check.rules.unequal import COPY_BACK, after_backward, reduced_losses, unclipped, vector_sent, why_unequal
 from workshop.check.rules.words import listed, named
 from workshop.check.scenarios import SINGLE, WHOLE
 
@@ -41,7 +41,7 @@ UNEXPLAINED = ("", "reseeded")  # origins of findings that do not know the line 
 OF_A_RANK = re.compile(r"queue|bank|memory|cache|ptr|pointer", re.IGNORECASE)  # buffers that may differ on purpose
 FIRST = 4  # evaluations of a model, in order, which are those at the same time
 UNEVEN = 1.1  # the ratio of numbers of targets that a random mask, for example, does not explain
-ROUNDED, EXACT = 2e-3, 1e-5  # gradients of float32 agree more closely than the first, equal parameters than the second
+ROUNDED = 2e-3  # gradients of float32 agree more closely
 beside_one_process: "partial[Makes[[Run, Run]]]" = partial(rule, runs=(WHOLE, SINGLE), needs=(LayersSeen,), spoils=True)
 
 
@@ -277,7 +277,7 @@ def _apart(run: Run) -> Told:
         return []  # each rank has its own part
     if not all(step.before.of_model for process in ranks for step in process.steps):
         return _begun_apart(ranks)  # an optimizer has copies of the parameters, or other tensors
-    if of_its_own(run) or (run.asked is None and _exchanged_in_steps(ranks)):
+    if of_its_own(run) or (run.asked is None and exchanged_in_steps(ranks)):
         return []
     for process in ranks[1:]:
         for number, (one, two) in enumerate(zip(ranks[0].steps, process.steps, strict=False), 1):
@@ -291,29 +291,24 @@ def _apart(run: Run) -> Told:
     return []
 
 
-def _exchanged_in_steps(ranks: list[Process]) -> bool:
-    """Whether each step leaves equal parameters on all ranks: then its optimizer exchanges the gradients itself."""
-    found = []
-    for first, *others in zip(*(process.steps for process in ranks), strict=False):
-        if first.after and first.after.weights != first.before.weights:
-            found += [each.after and difference(first.after.weights, each.after.weights) < EXACT for each in others]
-    return len(found) > 2 and all(found)
-
-
 def _begun_apart(ranks: list[Process]) -> Told:
     """Whether the ranks exchange values, but begin with different parameters of the model."""
     begun = [next((step.before for step in process.steps if step.before.of_model), None) for process in ranks]
     first = begun[0] if ranks[0].first(Collective) else None
     for other in begun[1:]:
         if first and other and first.trainer == other.trainer and difference(first.weights, other.weights) > CLOSE:
-            return [_begin_differently(first, other, ranks[0].first(Wrapped) is not None)]
+            return [_begin_differently(first, other, ranks[0])]
     return []
 
 
-def _begin_differently(one: StepBegun, other: StepBegun, wrapped: bool) -> tuple[Rule, Seen]:
-    which = listed(different_names(one.weights, other.weights, one.names))
-    seen, fix = f"the ranks begin with different parameters ({which})", "" if wrapped else ALIKE
-    return weights_differ, Seen(seen, one.where, fix=fix, origin="reseeded")
+def _begin_differently(one: StepBegun, other: StepBegun, base: Process) -> tuple[Rule, Seen]:
+    seen = (
+        f"the ranks begin with different parameters ({listed(different_names(one.weights, other.weights, one.names))})"
+    )
+    if base.first(Wrapped) or not (vector := vector_sent(base)):
+        return weights_differ, Seen(seen, one.where, fix="" if base.first(Wrapped) else ALIKE, origin="reseeded")
+    seen += f", although rank 0 has sent a vector with broadcast() at {vector}"
+    return weights_differ, Seen(seen, vector, fix=COPY_BACK, origin="here")
 
 
 def _apart_at(
@@ -334,7 +329,7 @@ def _apart_at(
         seen = f"before step {number} the ranks hold different gradients{of}{also}; {reason}"
         return gradients_differ, Seen(seen, where, fix=fix, origin="".join(origin) or "here")
     if begun:
-        return _begin_differently(before, other, base.first(Wrapped) is not None)
+        return _begin_differently(before, other, base)
     if not joined and one.after and two.after and difference(one.after.weights, two.after.weights) > CLOSE:
         which = different_names(one.after.weights, two.after.weights, before.names)
         rates = f"; their learning rates are {before.rates} and {other.rates}" if before.rates != other.rates else ""

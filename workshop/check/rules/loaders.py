@@ -1,15 +1,18 @@
 """The worker processes of a DataLoader, the samples that they read and their random numbers; loaders without batches."""
 
+import re
 from itertools import combinations
 
 from workshop.check.evidence.events import Drawn, Key, LoaderStarted
-from workshop.check.evidence.misuses import WorkerBegun
+from workshop.check.evidence.misuses import LoaderMade, WorkerBegun, WorkersKept
 from workshop.check.evidence.run import Run
 from workshop.check.rules.processes import no_group, wrong_group
 from workshop.check.rules.rule import Said, Seen, rule
 from workshop.check.rules.words import named
 
 TURNS = 8  # of the workers of a loader
+# Attributes of a data set by which it chooses, orders or changes its samples in an epoch.
+OF_EPOCH = re.compile(r"epoch|seed|round|offset|position|stage|start", re.IGNORECASE)
 MANY = 64  # samples of a worker in an epoch
 
 
@@ -30,11 +33,13 @@ def workers_overlap(run: Run) -> Said:
             batches = [forward.keys for forward in passes]
             if _read_alike(batches, started.workers):
                 seen = f"the {started.workers} workers of the loader of {named(process)} return the same samples"
-                yield Seen(f"{seen}, from their first batches on", started.source or started.where, origin="stream")
+                yield Seen(
+                    f"{seen}, from their first batches on", started.source or started.where, origin="stream:share"
+                )
                 return
             if common := _read_in_other_orders(batches, started.workers):
                 seen = f"two workers of the loader of {named(process)} share {common} of their samples, each in its own order"
-                yield Seen(seen, started.source or started.where, origin="stream")
+                yield Seen(seen, started.source or started.where, origin="stream:share")
                 return
 
 
@@ -86,6 +91,24 @@ def workers_repeat(run: Run) -> Said:
 
 
 @rule(
+    why="Persistent workers keep the copy of the data set with which they were started, so they work with the old value in all "
+    "epochs, for example with the order of the first one.",
+    fix="Pass persistent_workers=False to the DataLoader, so that each epoch starts workers with the current data set; or keep "
+    "the value in shared memory, for example in a tensor after share_memory_().",
+    needs=(WorkersKept,),
+    after=(no_group, wrong_group),
+    anywhere=True,
+)
+def workers_kept(run: Run) -> Said:
+    """Between two epochs the program changes an attribute of a data set, of which persistent workers have a copy."""
+    for event in run.all(WorkersKept):
+        if names := [name for name in event.names if OF_EPOCH.search(name)]:
+            seen = f"the program changes `{names[0]}` of the data set between two epochs, but persistent workers"
+            yield Seen(f"{seen} keep the old value", event.where)
+            return
+
+
+@rule(
     why="The loop over it does nothing, so nothing is trained or evaluated, and a mean over its samples is 0 / 0.",
     fix="Leave drop_last of the DataLoader at False for an evaluation, or use a batch_size of at most the samples of a rank.",
     needs=(Drawn,),
@@ -95,8 +118,10 @@ def workers_repeat(run: Run) -> Said:
 def loader_empty(run: Run) -> Said:
     """A loader has no batches on any rank."""
     lengths: dict[str, list[int | None]] = {}
-    for event in run.all(LoaderStarted):
-        lengths.setdefault(event.where, []).append(event.length)
+    for process in run.processes:
+        made = {event.loader: event.where for event in process.of(LoaderMade)}
+        for event in process.of(LoaderStarted):
+            lengths.setdefault(made.get(event.loader, event.where), []).append(event.length)
     for where, found in lengths.items():
         if set(found) == {0}:
             yield Seen(

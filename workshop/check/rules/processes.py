@@ -136,7 +136,7 @@ def of_one_node(run: Run) -> list[tuple[Started, RankGiven]]:
     fix="Choose the device by LOCAL_RANK: torch.accelerator.set_device_index(int(os.environ['LOCAL_RANK'])).",
     runs=TWO_NODES,
     anywhere=True,
-    origin="numbered:environ|get_rank text:LOCAL_RANK=",
+    origin=r"numbered:environ(?!(\.get\(|\[)'LOCAL_RANK)|get_rank|(device\(|cuda:\{).*\brank\b text:LOCAL_RANK=",
 )
 def device_index(run: Run) -> Said:
     """On two machines a process does not use the device with its local rank."""

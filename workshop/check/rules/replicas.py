@@ -123,7 +123,7 @@ def _in_line(
     said = f"; they differ after {place} (`{walks[0].line(place)}`)"
     said += f", which changes them at {inner}" if inner != place else ""
     if -1 in at:
-        return Parted(said, place, SAME)
+        return Parted(said, place, SAME, "hook here")
     since = [_at(walk, each.number) for walk, each in zip(walks, before, strict=True)]
     source = _own_value(walks[0], walks[1], (at[0], at[1]), (since[0], since[1]))
     if source == place and walks[0].line(f"{inner.rpartition(':')[0]}:{after[0].places[0][1]}").startswith(
@@ -132,7 +132,7 @@ def _in_line(
         return Parted(said, inner, SAME)
     if source != place:
         said += f"; the different values come from {source} (`{walks[0].line(source)}`)"
-    return Parted(said, source, SAME)
+    return Parted(said, source, SAME, "hook here")
 
 
 def _function(place: tuple[str, int, int]) -> tuple[str, int, int]:

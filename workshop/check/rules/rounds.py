@@ -11,6 +11,7 @@ from workshop.check.evidence.run import Run
 from workshop.check.evidence.sketches import CLOSE, difference
 
 EXACT = 0.01  # relative difference of a sum of changes that rounding explains
+EQUAL = 1e-5  # the same of parameters after the same step
 Values = list[float]  # those in the sketches of all parameters
 
 
@@ -46,6 +47,15 @@ def of_its_own(run: Run) -> bool:
         same = all(difference(first.before.weights, step.before.weights) <= CLOSE for step in others)
         alike.setdefault(first.before.trainer, []).append(same)
     return any(each[0] and list(pairwise(each)).count((False, True)) > wrapped for each in alike.values())
+
+
+def exchanged_in_steps(ranks: list[Process]) -> bool:
+    """Whether each step leaves equal parameters on all ranks: then its optimizer exchanges the gradients itself."""
+    found = []
+    for first, *others in zip(*(process.steps for process in ranks), strict=False):
+        if first.after and first.after.weights != first.before.weights:
+            found += [each.after and difference(first.after.weights, each.after.weights) < EQUAL for each in others]
+    return len(found) > 2 and all(found)
 
 
 def own_parts(ranks: list[Process]) -> bool:

@@ -21,6 +21,7 @@ from workshop.check.evidence.process import Process
 from workshop.check.evidence.run import Run
 from workshop.check.rules.carried import plays
 from workshop.check.rules.ending import crash, ended_early
+from workshop.check.rules.loaders import workers_kept
 from workshop.check.rules.processes import no_group, wrong_group
 from workshop.check.rules.rule import Makes, Rule, Said, Seen, if_first, rule
 from workshop.check.rules.shares import (
@@ -129,7 +130,7 @@ def _collects(keys: list[Key], seconds: float, began: dict[Key, float]) -> bool:
 @_of_samples(
     why="Every rank works through the same samples, so more GPUs cost more but do not shorten an epoch.",
     fix="Pass a DistributedSampler to the DataLoader (sampler=..., without shuffle=True): each rank then gets a different part.",
-    origin="dealt undivided of-rank:rank loader",
+    origin="dealt undivided of-rank:rank undealt loader",
 )
 def same_samples(run: Run) -> Said:
     """Two ranks train on the same samples."""
@@ -384,7 +385,7 @@ def _data_sets(process: Process) -> Iterator[tuple[tuple[str, int], Drawn]]:
 @_of_samples(
     why="With the same batches in every epoch the model learns less from the same data.",
     fix="Call set_epoch(epoch) of the DistributedSampler at the start of each epoch; with one process, use shuffle=True.",
-    after=(same_samples, shares_overlap, samples_missed),
+    after=(same_samples, shares_overlap, samples_missed, workers_kept),
     origin="loader:order",
 )
 def same_order(run: Run) -> Said:

@@ -244,7 +244,7 @@ def shards_scaled_differently(run: Run) -> Said:
         if len(factors) == len(together) and max(factors) - min(factors) > UNEQUAL * max(factors):
             shown = " and ".join(f"{factor:.3g}" for factor in factors[:4])
             where = next((step.before.where for step in run.trained[0].steps if step.before.sharded), "")
-            local = "call:get_total_norm holds:to_local here"
+            local = "call:get_total_norm holds:to_local last:_foreach_mul_ last:mul_ last:div_ here"
             yield Seen(
                 f"before step {number} the ranks multiply the gradients of their shards by {shown}", where, origin=local
             )

@@ -93,7 +93,8 @@ def why_unequal(base: Process, one: Step, two: Step, which: Sequence[str]) -> tu
         fix += "Also wrap each further module that has parameters, such as a loss."
         what = f"DistributedDataParallel does not average {listed(added)}: they were added or unfrozen after it had wrapped the "
         what += "model, or belong to another module"
-        return next((each.where for each in base.of(Wrapped)), where), what, fix
+        origin = f"owner:{added[0]}" if "." not in added[0] else "here"
+        return next((each.where for each in base.of(Wrapped)), where), what, fix, origin
     what = "something changes them on one rank after backward(), or they were averaged before they were complete"
     return (
         where,
@@ -223,3 +224,20 @@ def _passed_before(base: Process, step: Step) -> tuple[Forward, Forward] | None:
             first, second = sorted(wrapped, key=lambda each: each.follows)
             return second, first
     return None
+
+
+COPY_BACK = (
+    "Copy what broadcast() has received into the parameters, for example with torch.nn.utils.vector_to_parameters(): the vector "
+    "is a copy of them."
+)
+
+
+def vector_sent(process: Process) -> str:
+    """The line of the last broadcast of a vector before the first step, if there is no other broadcast of floats; else ""."""
+    found: dict[str, set[int]] = {}
+    for _, event in process.events:
+        if isinstance(event, StepBegun):
+            break
+        if isinstance(event, Collective) and event.name == "broadcast" and "float" in event.dtype:
+            found.setdefault(event.where, set()).add(len(event.shape or ()))
+    return next(iter(found), "") if list(found.values()) == [{1}] else ""
