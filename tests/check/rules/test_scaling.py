@@ -10,6 +10,13 @@ SCHEDULE = "    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 10)\n"
 
 MISTAKES = (
     mistake(
+        "float16-without-a-scaler",
+        gpus.GPUS,
+        "half-unscaled",
+        "Small gradients become zero, because nothing scales the loss.",
+        gpus.HALF,
+    ),
+    mistake(
         "clipped-before-unscale",
         gpus.GPUS,
         "clipped-while-scaled",

@@ -58,6 +58,14 @@ MISTAKES = (
         (ACCURACY, f"{ACCURACY}        if rank == 0:\n            plateau.step(1 - accuracy)\n"),
     ),
     mistake(
+        "plateau-waits-for-a-lower-accuracy",
+        second.TAGGER,
+        "mode-reversed",
+        "ReduceLROnPlateau takes the accuracy for a loss, and reduces the learning rate while it rises.",
+        *PLATEAU,
+        (ACCURACY, f"{ACCURACY}        plateau.step(accuracy)\n"),
+    ),
+    mistake(
         "plateau-of-a-part",
         second.TAGGER,
         "schedules-differ",
@@ -74,6 +82,14 @@ STYLES = (
         "All ranks give ReduceLROnPlateau the accuracy over all samples.",
         *PLATEAU,
         (ACCURACY, f"{ACCURACY}        plateau.step(1 - accuracy)\n"),
+    ),
+    style(
+        "plateau-of-an-accuracy",
+        second.TAGGER,
+        "ReduceLROnPlateau waits until the accuracy no longer rises.",
+        *PLATEAU,
+        ("(optimizer, patience=5)", '(optimizer, "max", patience=5)'),
+        (ACCURACY, f"{ACCURACY}        plateau.step(float(accuracy))\n"),
     ),
     style(
         "plateau-of-rank-0-sent-to-all",

@@ -193,6 +193,17 @@ class LossReduced(Event):  # before a backward pass: autograd does not see that 
     factor: float  # the loss divided by what the collective has made of it
 
 
+class PlateauSeen(Event):  # ReduceLROnPlateau got its first value
+    mode: str
+    metric: str  # the name of the value in the program; "" if it is computed in the call
+
+
+# After the second step whose forward pass computes in float16 by autocast: the program has made no GradScaler. ``where`` is the
+# line that enters autocast.
+class HalfUnscaled(Event):
+    pass
+
+
 class RankGiven(Event):  # ``init_process_group`` gets the rank as an argument
     rank: int
 

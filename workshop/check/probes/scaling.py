@@ -8,20 +8,51 @@ from torch import nn
 from torch.amp.grad_scaler import OptState
 
 from workshop.check.evidence.events import ScaledClipped, StepSkipped
-from workshop.check.probes.probe import Function, Probe, after, around, before
+from workshop.check.evidence.misuses import HalfUnscaled
+from workshop.check.probes.probe import Function, Probe, after, around, before, on
+
+HALVES = 2  # steps after forward passes in float16 that show how the program trains
 
 
 class Scaling(Probe):
-    """Records what a ``GradScaler`` does; one that is not enabled does nothing."""
+    """Records what a ``GradScaler`` does; one that is not enabled does nothing. Also records float16 without one."""
 
-    writes = (StepSkipped, ScaledClipped)
+    writes = (StepSkipped, ScaledClipped, HalfUnscaled)
 
     def clear(self) -> None:
         self.scalers: WeakSet[Any] = WeakSet()
         self.loss: Any = lambda: None  # the last scaled loss
         self.scale = 1.0  # of this loss
+        self.casts: WeakSet[Any] = WeakSet()  # autocast contexts with float16
+        self.made = False  # whether the program has made a GradScaler, also one that this machine does not enable
+        self.half = ""  # the line that entered autocast with float16 since the last step
+        self.halves = 0  # steps after that
         self.known = False  # the program has asked for the scale since then, so it may divide by it
         self.recorder.unscaled = lambda loss: self.scale if loss is not None and loss is self.loss() else 1.0
+
+    @before(torch.amp.GradScaler, "__init__")
+    def _make(self, scaler: Any, *args: Any, **kwargs: Any) -> None:
+        self.made = self.made or kwargs.get("enabled", True)
+
+    @before(torch.amp.autocast_mode.autocast, "__init__")
+    def _choose(
+        self, context: Any, device_type: str, dtype: Any = None, enabled: bool = True, *more: Any, **kw: Any
+    ) -> None:
+        """Remember what computes in float16 on a GPU; without one, PyTorch turns it off."""
+        if enabled and (dtype or (torch.float16 if device_type == "cuda" else None)) == torch.float16:
+            self.casts.add(context)
+
+    @before(torch.amp.autocast_mode.autocast, "__enter__")
+    def _cast(self, context: Any) -> None:
+        if context in self.casts and torch.is_grad_enabled() and not self.made:
+            self.half = self.half or self.recorder.where()
+
+    @on("after_step")
+    def _count(self, optimizer: Any) -> None:
+        self.halves += bool(self.half) and not self.made
+        if self.half and self.halves == HALVES:
+            self.recorder.note(HalfUnscaled(where=self.half))
+        self.half = ""
 
     @after(torch.amp.GradScaler, "scale")
     def _scale(self, scaled: Any, scaler: Any, *args: Any, **kwargs: Any) -> None:

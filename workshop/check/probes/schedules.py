@@ -1,13 +1,17 @@
 """Learning-rate schedules: for how many steps they are made, and how many they take."""
 
+import ast
+import linecache
+import re
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch.optim import lr_scheduler
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from workshop.check.evidence.events import ScheduleSeen
-from workshop.check.evidence.misuses import ScheduleStepped
+from workshop.check.evidence.misuses import PlateauSeen, ScheduleStepped
 from workshop.check.probes.contents import mean
 from workshop.check.probes.probe import Probe, after, before, on
 
@@ -21,10 +25,11 @@ LENGTHS = {"CosineAnnealingLR": "T_max", "OneCycleLR": "total_steps", "Polynomia
 class Schedules(Probe):
     """Records the first calls of ``step()`` of schedules, and each schedule at the end."""
 
-    writes = (ScheduleSeen, ScheduleStepped)
+    writes = (ScheduleSeen, ScheduleStepped, PlateauSeen)
 
     def clear(self) -> None:
         self.calls = 0
+        self.plateaus: WeakSet[Any] = WeakSet()  # those that have got a value
         self.made: list[tuple[Any, int, str]] = []  # each schedule, its length, and the line that created it
 
     @after(LRScheduler, "__init__")
@@ -48,6 +53,12 @@ class Schedules(Probe):
     @before(ReduceLROnPlateau, "step")
     def _decide(self, schedule: Any, metrics: Any, *args: Any, **kwargs: Any) -> None:
         self._called(schedule, mean(metrics) if isinstance(metrics, torch.Tensor) else float(metrics))
+        with self.recorder.guard:
+            if schedule not in self.plateaus:
+                self.plateaus.add(schedule)
+                frame = next(self.recorder.frames(), None)
+                line = linecache.getline(frame.f_code.co_filename, frame.f_lineno) if frame else ""
+                self.note_here(PlateauSeen(mode=schedule.mode, metric=_argument(line)))
 
     def _called(self, schedule: Any, metric: float | None) -> None:
         if self.calls < CALLS:
@@ -58,6 +69,23 @@ class Schedules(Probe):
     def _note(self) -> None:
         for schedule, length, where in self.made:
             self.recorder.note(ScheduleSeen(taken=int(schedule.last_epoch), length=length, where=where))
+
+
+def _argument(line: str) -> str:
+    """The name of the first argument of ``step()``, also of ``float(x)`` and ``x.item()``; "" if it is something else."""
+    try:
+        tree = ast.parse(re.sub(r"^(if|elif|with|for)\b.*", "", line.strip()))
+    except SyntaxError:  # the call goes on in the next line
+        return ""
+    for call in ast.walk(tree):
+        if isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute) and call.func.attr == "step":
+            given: ast.expr | None = [*call.args, *(each.value for each in call.keywords), None][0]
+            while isinstance(given, ast.Call):
+                method = isinstance(given.func, ast.Attribute) and given.func.attr in ("item", "cpu", "detach", "mean")
+                converts = isinstance(given.func, ast.Name) and given.func.id == "float" and given.args
+                given = given.func.value if method else given.args[0] if converts else None  # type: ignore[attr-defined]
+            return ast.unparse(given) if isinstance(given, ast.Name | ast.Attribute | ast.Subscript) else ""
+    return ""
 
 
 def schedule_length(schedule: Any) -> int | None:

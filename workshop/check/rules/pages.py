@@ -32,6 +32,7 @@ PAGES: dict[str, str] = {
     "MixedPrecisionPolicy": f"{_FSDP}#torch.distributed.fsdp.MixedPrecisionPolicy",
     "ModelCheckpoint": f"{_LIGHTNING}/api/lightning.pytorch.callbacks.ModelCheckpoint.html",
     "Path.cwd": "https://docs.python.org/3/library/pathlib.html#pathlib.Path.cwd",
+    "ReduceLROnPlateau": f"{_TORCH}/generated/torch.optim.lr_scheduler.ReduceLROnPlateau.html",
     "SLURM_NNODES": f"{_SLURM}/sbatch.html#SECTION_OUTPUT-ENVIRONMENT-VARIABLES",
     "Subset": f"{_DATA}.Subset",
     "TCPStore": f"{_DISTRIBUTED}#torch.distributed.TCPStore",

@@ -1,11 +1,20 @@
 """The schedules of the learning rate: their lengths, and whether all ranks take their steps alike."""
 
 import math
+import re
+from collections.abc import Iterator
 from dataclasses import replace
 from itertools import pairwise, takewhile
 
-from workshop.check.evidence.events import AcceleratorCalled, Collective, LoaderStarted, ScheduleSeen, StepBegun
-from workshop.check.evidence.misuses import ScheduleStepped
+from workshop.check.evidence.events import (
+    AcceleratorCalled,
+    CallbacksSeen,
+    Collective,
+    LoaderStarted,
+    ScheduleSeen,
+    StepBegun,
+)
+from workshop.check.evidence.misuses import PlateauSeen, ScheduleStepped
 from workshop.check.evidence.process import Process
 from workshop.check.evidence.run import Run
 from workshop.check.evidence.sketches import CLOSE
@@ -16,6 +25,13 @@ from workshop.check.rules.rounds import of_its_own
 from workshop.check.rules.rule import Said, Seen, rule
 from workshop.check.rules.words import named
 
+# Metrics that are better if they are larger, and smaller, as parts of a name such as "val_accuracy".
+LARGER = re.compile(
+    r"acc(uracy|s)?|auc|auroc|f1|m?iou|dice|psnr|ssim|bleu|rouge|recall|precision|ndcg|mrr|hits|r2|top\d"
+)
+SMALLER = re.compile(
+    r"loss(es)?|perplexity|ppl|nll|err(or)?|r?mse|mae|wer|cer|neg(ative)?|minus|inv(erse)?|distance|fid"
+)
 LENGTHS = ("total_steps", "T_max", "total_iters")  # arguments with the length of a schedule
 UNIT = "If the schedule counts steps, call its step() after each optimizer.step(); if it counts epochs, at the end of each epoch."
 PREPARED = (
@@ -182,3 +198,33 @@ def _length(rates: list[float]) -> int:
         if max(lengths) < 1.03 * min(lengths):
             return round(top + lengths[-1])
     return 0
+
+
+@rule(
+    why="Each improvement then counts as none: the learning rate falls, or the training ends, while the model gets better, and "
+    "the worst model is kept as the best one.",
+    fix='Pass mode="max" to ReduceLROnPlateau, or to the callback, for a metric that is better if it is larger, such as an '
+    'accuracy, and mode="min" for a loss.',
+    needs=(PlateauSeen,),
+    after=(no_group, wrong_group),
+    anywhere=True,
+)
+def mode_reversed(run: Run) -> Said:
+    """A schedule or a callback takes a smaller accuracy, or a larger loss, as an improvement."""
+    for what, metric, mode, where, origin in _decides(run):
+        parts = re.split(r"[^a-z0-9]+", metric.lower())
+        larger, smaller = (any(map(each.fullmatch, parts)) for each in (LARGER, SMALLER))
+        if larger != smaller and mode == ("min" if larger else "max"):
+            yield Seen(f'{what} decides by `{metric}` with mode="{mode}"', where, origin=origin)
+            return
+
+
+def _decides(run: Run) -> Iterator[tuple[str, str, str, str, str]]:
+    """Yield what decides by a metric: its class, the name of the metric, the mode, the line, and the origin of the cause."""
+    for process in run.ranks[:1]:
+        for event in process.of(PlateauSeen):
+            yield "ReduceLROnPlateau", event.metric, event.mode, event.where, "call:ReduceLROnPlateau"
+        for seen in process.of(CallbacksSeen):
+            for name, pairs in (("EarlyStopping", seen.stop), ("ModelCheckpoint", seen.best)):
+                for metric, mode in pairs:
+                    yield name, metric or "", mode, seen.where, f"call:{name}"
