@@ -4,8 +4,12 @@ import math
 import os
 import zlib
 from collections import Counter
+from types import SimpleNamespace
 
 import pytest
+import torch
+from torch import nn
+from torch.distributed.tensor import Replicate, Shard
 
 from check.made import Made
 from workshop.check import cuda_on_cpu
@@ -34,6 +38,7 @@ from workshop.check.evidence.misuses import (
     ResultDiscarded,
     ScheduleStepped,
 )
+from workshop.check.probes.divided import _together
 
 SCALER = """
     import torch
@@ -140,6 +145,14 @@ def test_the_ranks_that_divide_layers_are_recorded(place):
     assert made.run.divided == "layers"
     assert [rank.rank for rank in made.ranks] == [0, 1]  # init_device_mesh() has made the group
     assert made.run.parts_of(made.ranks[0]) == {0, 1}
+
+
+@pytest.mark.parametrize(("first", "together"), [(Replicate(), set()), (Shard(0), {2, 3})])
+def test_hybrid_sharding_divides_no_layer(first, together):
+    mesh = SimpleNamespace(ndim=2, mesh=torch.tensor([[0, 1], [2, 3]]), get_coordinate=lambda: [1, 0])
+    sharded = nn.Linear(2, 2)
+    sharded.unshard = lambda: None  # fully_shard adds this method
+    assert _together(SimpleNamespace(device_mesh=mesh, placements=(first, Shard(0))), sharded) == together
 
 
 INSIDE = """

@@ -7,15 +7,26 @@ import pytest
 
 from check.bank.replay import replayed
 from check.bank.whole import case_of
-from workshop.check.evidence.events import Backward, GradientsClipped, Joined, LossComputed, StepBegun, StepTaken
+from workshop.check.evidence.events import (
+    Backward,
+    CallbacksSeen,
+    GradientsClipped,
+    Joined,
+    LossComputed,
+    StepBegun,
+    StepTaken,
+)
+from workshop.check.evidence.misuses import PlateauSeen
 from workshop.check.evidence.process import Process
 from workshop.check.evidence.real import Speeds
 from workshop.check.evidence.run import Run
 from workshop.check.evidence.sketches import ratio
 from workshop.check.rules.accumulation import batches_of_equal_weight
+from workshop.check.rules.comparison import in_two_views
 from workshop.check.rules.learning import loss_not_finite
 from workshop.check.rules.rule import NotJudged, Seen
-from workshop.check.rules.samples import _halves
+from workshop.check.rules.samples import _halves, same_random
+from workshop.check.rules.schedules import mode_reversed
 from workshop.check.rules.speed import slower
 from workshop.check.rules.unequal import unclipped
 
@@ -174,3 +185,51 @@ def test_a_program_is_slower_only_if_most_rounds_agree(own, kind):
     solution = (900.0, 1160.0, 300.0) if kind is NotJudged else (1000.0, 1070.0, 1040.0)
     (said,) = slower.detectors[0].function(Speeds(own, solution))
     assert isinstance(said, kind), said
+
+
+@pytest.mark.parametrize(
+    ("samples", "views"),
+    [([1, 2, 3, 1, 2, 3], True), ([1, 1, 2, 2], False), ([1, 2, 3, 4], False), ([1, 1], False), ([], False)],
+)
+def test_batches_with_two_views_of_their_samples_are_not_joined(samples, views):
+    assert in_two_views(samples) is views
+
+
+@pytest.mark.parametrize(
+    ("metric", "mode", "found"),
+    [
+        ("val_acc", "min", True),
+        ("val/accuracy", "max", False),
+        ("metrics['mIoU']", "min", True),
+        ("self.val_loss", "max", True),
+        ("val_loss", "min", False),
+        ("-accuracy", "min", True),  # a name in a callback has no minus
+        ("neg_accuracy", "min", False),
+        ("score", "min", False),
+        ("", "min", False),
+    ],
+)
+def test_the_mode_must_fit_the_metric(metric, mode, found):
+    for events in (
+        [PlateauSeen(mode=mode, metric=metric)],
+        [CallbacksSeen(stop=[(metric, mode)], best=[])],
+        [CallbacksSeen(stop=[], best=[(metric, mode)])],
+    ):
+        rank = Process(1, [(0.0, Joined(rank=0, world_size=1)), *((1.0, each) for each in events)])
+        run = Run(1, [rank], 0, "", False, 9.0, "torchrun")
+        assert len(list(mode_reversed.detectors[0].function(run))) == found
+
+
+def test_random_numbers_are_the_same_also_if_one_rank_draws_more_after_some_steps():
+    begun = StepBegun(gradients=[], weights=[], names=[], rates=[], state=0, of_model=True, fitting=False)
+    taken = StepTaken(weights=[])
+    for alike, found in ((20, 1), (12, 1), (4, 0)):
+        ranks = []
+        for rank in (0, 1):
+            events = [Joined(rank=rank, world_size=2)]
+            for number in range(20):
+                random = number if number < alike else 100 * (rank + 1) + number
+                events += [Backward(forward=None, loss=1.0, sync=None, leftover=False, random=random), begun, taken]
+            ranks.append(Process(rank + 1, [(float(second), each) for second, each in enumerate(events)]))
+        run = Run(2, ranks, 0, "", False, 99.0, "torchrun")
+        assert len(list(same_random.detectors[0].function(run))) == found

@@ -40,7 +40,7 @@ from workshop.check.folder import copy_in_surroundings, special_files, top_of
 from workshop.check.judge import Made
 from workshop.check.launching import SHORT
 from workshop.check.probes import Probe, Recorder
-from workshop.check.probes.checkpoints import Checkpoints
+from workshop.check.probes.checkpoints import SAVES_TENSORS, Checkpoints, SafeTensors
 from workshop.check.probes.deepspeed import Engine
 from workshop.check.probes.reductions import Reductions
 from workshop.check.probes.replicas import Replicas
@@ -130,9 +130,10 @@ class OwnersBench(ProgramBench):
 
     @cached_property
     def probes(self) -> tuple[type[Probe], ...]:
-        """The probes that the rules need, and those of DeepSpeed and of distributed checkpoints, if they are used."""
+        """The probes that the rules need, and those of DeepSpeed and of kinds of checkpoints, if they are used."""
         words = " ".join((*self.start.arguments, *self.start.variables))
         more = {Checkpoints: "distributed.checkpoint" in self.text, Engine: "deepspeed" in words.lower()}
+        more |= {SafeTensors: SAVES_TENSORS.search(self.text) is not None}
         return tuple(dict.fromkeys((*super().probes, *(probe for probe, used in more.items() if used))))
 
     def makers(self) -> dict[Scenario[Any], Callable[[Made], object]]:

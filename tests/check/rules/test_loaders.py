@@ -52,6 +52,14 @@ MISTAKES = (
         (LOADER, f"{LOADER[:-1]}, num_workers=2)"),
     ),
     mistake(
+        "epoch-drawn-by-each-rank",
+        second.TAGGER,
+        "epochs-of-ranks",
+        "Each rank gives its DistributedSampler a number of its own, so the parts belong to different orders.",
+        ("    part = Subset", "    draws = torch.Generator().manual_seed(rank)\n    part = Subset"),
+        (EPOCH, "        sampler.set_epoch(int(torch.randint(1000, (1,), generator=draws)))\n"),
+    ),
+    mistake(
         "epoch-set-beside-persistent-workers",
         second.TAGGER,
         "workers-kept",

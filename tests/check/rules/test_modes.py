@@ -103,6 +103,18 @@ STYLES = (
         (SUMMED, f"    model.train()\n{SUMMED}"),
     ),
     style(
+        "teacher-in-both-modes",
+        second.TAGGER,
+        "A teacher without trained parameters is called with gradients enabled, and in evaluation mode from the second epoch on.",
+        *DROPOUT,
+        ("import argparse\n", "import argparse\nimport copy\n"),
+        ("    model = Tagger()\n", "    model = Tagger()\n    teacher = copy.deepcopy(model).requires_grad_(False)\n"),
+        (
+            "            logits = ",
+            "            (teacher.eval if epoch else teacher.train)()\n            teacher(tokens)\n            logits = ",
+        ),
+    ),
+    style(
         "moving-average-with-the-running-statistics",
         second.TAGGER,
         "The moving average copies the buffers of the model.",

@@ -3,6 +3,7 @@
 import io
 import os
 import pickle
+import re
 import sys
 import zlib
 from collections.abc import Mapping
@@ -18,6 +19,8 @@ from workshop.check.probes.contents import content, mixed, sketches
 from workshop.check.probes.probe import Function, Probe, after, around, before
 
 LARGE = 1_000_000  # bytes of a tensor from which on its checksum is that of a summary
+# In a program with one of these words, a library may use safetensors.
+SAVES_TENSORS = re.compile(r"safetensors|transformers|accelerate|diffusers|peft")
 NUMBERS = (bool, float, str, type(None))  # measured values, and names of hosts, may differ between the ranks
 
 

@@ -56,7 +56,9 @@ def _together(parameter: torch.Tensor, model: nn.Module | None) -> set[int]:
         return set()
     of_fsdp = any(hasattr(each, "unshard") for each in (model.modules() if model else ()))
     first = 1 if of_fsdp else 0
-    if mesh.ndim == 2 and not of_fsdp and not parameter.placements[0].is_shard():
+    if mesh.ndim == 2 and not parameter.placements[0].is_shard():
+        if of_fsdp:
+            return set()  # hybrid sharding: FSDP divides it along the second dimension
         first = 1  # replicated over the ranks of data parallelism
     if mesh.ndim - first != 1 or not parameter.placements[-1].is_shard():
         return set()

@@ -53,8 +53,10 @@ class Modes(Probe):
 
     @on("before_forward")
     def _forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if torch.is_grad_enabled() and not self.recorder.quiet:
-            model = _inner(module)
+        model = _inner(module)
+        # A teacher that is called with gradients enabled, but has no trained parameters, is not trained.
+        learns = any(each.requires_grad for each in model.parameters())
+        if learns and torch.is_grad_enabled() and not self.recorder.quiet:
             self.latest[model] = model.training
 
     @on("before_backward")

@@ -1,6 +1,7 @@
 """Whether any program computes with several processes what it computes with one on the same global batches."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import groupby, pairwise
 
@@ -9,6 +10,7 @@ from workshop.check.evidence.events import (
     BatchLoaded,
     Collective,
     GradientsClipped,
+    Key,
     LossWeighted,
     StepBegun,
     VariablesSeen,
@@ -221,11 +223,19 @@ def _incomparable(compared: Compared) -> str:
     ours, alone = (run.trained[0].steps[0] for run in (compared.several, compared.single))
     if ours.before.sharded or alone.before.sharded:
         return "each process has only a part of the gradients"
+    if in_two_views(ours.keys):
+        return "a batch has two views of its samples, one after the other, and the check joins the batches of the ranks whole"
     if difference(ours.before.weights, alone.before.weights) > CLOSE:
         return "one process begins with different parameters"
     if compared.several.divided == "experts" and len(ours.before.names) == len(alone.before.names):
         return "one process has fewer experts"
     return ""
+
+
+def in_two_views(samples: Sequence[Key]) -> bool:
+    """Whether a batch has the same samples twice, one half after the other, as for a contrastive loss."""
+    half = len(samples) // 2
+    return half > 1 and samples[:half] == samples[half:]
 
 
 def _of_each_rank(run: Run) -> bool:

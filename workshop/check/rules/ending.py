@@ -309,7 +309,8 @@ def _position(stack: str) -> tuple[str, str]:
 
 # For the message of a library, given as a regular expression: what it means, and what to do.
 EXPLAINED = {
-    "Weights only load failed": "the file contains more than tensors, numbers, lists and dicts: save only these",
+    "Weights only load failed": "the file contains an object of a type that the message names: save only tensors, lists, dicts "
+    "and numbers of Python (not those of NumPy)",
     "mark a variable ready only once": "DDP got a gradient twice: use one forward per backward, and use_reentrant=False",
     "'(DistributedDataParallel|FullyShardedDataParallel)' object has no attribute": "the wrapper hides the methods and "
     "attributes of the model: use those of model.module",
@@ -333,8 +334,8 @@ EXPLAINED = {
     'if __name__ == "__main__"',
     "when the top level runs again$": "each process that spawn starts runs the top level of the file again, and it fails there: "
     'move this statement under if __name__ == "__main__"',
-    "^Can't (pickle|get) (local object|attribute)|^cannot pickle|^Can't pickle": "spawn passes the function and its arguments "
-    "with pickle: it accepts functions and classes at the top level of a module, but no lambdas, inner functions or open files",
+    "^Can't (pickle|get) (local object|attribute)|^cannot pickle|^Can't pickle": "what goes to another process, or into a file, "
+    "is pickled: use functions and classes at the top level of a module, and no lambdas, inner functions or open files",
     "is not defined in a process that spawn": "it has no value here: each process that spawn starts runs the top level "
     'of the file again, but not the code under if __name__ == "__main__". Pass it to the spawned function, or define it above',
     "outside of the run's folder": "the check does not allow writing outside the folder of the run: write below it",

@@ -26,7 +26,7 @@ from workshop.check.rules.rule import Said, Seen, rule
 from workshop.check.rules.words import named, plural, rank_of
 from workshop.check.scenarios import DEVICES, SPLIT, TWO_NODES, WHOLE, Split
 
-OTHERWISE = re.compile(r"Unpickling|FileNotFound|OutOfMemory")  # errors of a load that names cannot cause
+OTHERWISE = re.compile(r"Unpickling|FileNotFound|OutOfMemory|Attribute")  # errors of a load that names cannot cause
 OF_DEEPSPEED = r"^\[[\d ,:-]+\] \[[A-Z]+\] \[|^DeepSpeed deepspeed\.ops"  # lines of its own logger, on each rank
 TEMPORARY = re.compile(r"[._-](tmp|temp|part|partial|incomplete)\b")  # in the name of what is not complete yet
 WRITERS = 3  # findings of files that several ranks write, each at a line of its own

@@ -3,7 +3,7 @@
 import re
 from itertools import combinations
 
-from workshop.check.evidence.events import Drawn, Key, LoaderStarted
+from workshop.check.evidence.events import Drawn, EpochSet, Key, LoaderStarted
 from workshop.check.evidence.misuses import LoaderMade, WorkerBegun, WorkersKept
 from workshop.check.evidence.run import Run
 from workshop.check.rules.processes import no_group, wrong_group
@@ -88,6 +88,24 @@ def workers_repeat(run: Run) -> Said:
                         seen, where, origin=f"member:{name[5:]}" if own else "in-worker call:.worker_init_fn here"
                     )
                     return
+
+
+@rule(
+    why="Each rank takes its part of a different order, so in an epoch several ranks train on some samples, and none on others.",
+    fix="Call set_epoch() of the DistributedSampler with the same number on all ranks, such as that of the epoch.",
+    needs=(EpochSet,),
+    after=(no_group, wrong_group),
+    anywhere=True,
+)
+def epochs_of_ranks(run: Run) -> Said:
+    """``set_epoch`` of a DistributedSampler gets different numbers on the ranks."""
+    for first, *others in zip(*(process.of(EpochSet) for process in run.trained), strict=False):
+        other = next((each for each in others if each.where == first.where and each.epoch != first.epoch), None)
+        if other:
+            yield Seen(f"set_epoch() gets {first.epoch} on one rank, and {other.epoch} on another", first.where)
+            return
+        if any(each.where != first.where for each in others):
+            return
 
 
 @rule(

@@ -3,7 +3,7 @@
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
-from itertools import combinations
+from itertools import combinations, takewhile
 
 from workshop.check.evidence.events import (
     DATA_SET,
@@ -21,7 +21,7 @@ from workshop.check.evidence.process import Process
 from workshop.check.evidence.run import Run
 from workshop.check.rules.carried import plays
 from workshop.check.rules.ending import crash, ended_early
-from workshop.check.rules.loaders import workers_kept
+from workshop.check.rules.loaders import epochs_of_ranks, workers_kept
 from workshop.check.rules.processes import no_group, wrong_group
 from workshop.check.rules.rule import Makes, Rule, Said, Seen, if_first, rule
 from workshop.check.rules.shares import (
@@ -49,6 +49,7 @@ SAME_SUBSET = (
     "Compute the indices on all ranks from the same values, or choose them on rank 0 and send them with "
     "broadcast_object_list."
 )
+ALIKE = 8  # steps with the same random numbers
 OWN_SAMPLER = (
     "Keep the DistributedSampler of each loader in a variable of its own, and call set_epoch of that for training."
 )
@@ -142,7 +143,7 @@ def same_samples(run: Run) -> Said:
 
 @_of_samples(
     why="Samples that two ranks train on count twice, and others not at all.",
-    after=(same_samples,),
+    after=(same_samples, epochs_of_ranks),
     fix="Split and shuffle the data set with the same seed on all ranks, and let a DistributedSampler distribute it.",
     origin="call:DataLoaderConfiguration.use_seedable_sampler call:set_seed.device_specific dealt of-rank:seed loader reseeded",
 )
@@ -385,7 +386,7 @@ def _data_sets(process: Process) -> Iterator[tuple[tuple[str, int], Drawn]]:
 @_of_samples(
     why="With the same batches in every epoch the model learns less from the same data.",
     fix="Call set_epoch(epoch) of the DistributedSampler at the start of each epoch; with one process, use shuffle=True.",
-    after=(same_samples, shares_overlap, samples_missed, workers_kept),
+    after=(same_samples, shares_overlap, samples_missed, workers_kept, epochs_of_ranks),
     origin="loader:order",
 )
 def same_order(run: Run) -> Said:
@@ -459,6 +460,8 @@ def batch_wasted(run: Run) -> Said:
 def same_random(run: Run) -> Said:
     """The steps draw the same random numbers on all ranks."""
     ranks = run.trained
-    states = [[each.random for each in process.backwards] for process in ranks]
-    if len(ranks) > 1 and ranks[0].draws and all(each == states[0] for each in states[1:]):
+    together = list(zip(*([each.random for each in process.backwards] for process in ranks), strict=False))
+    # Later, only one rank may draw further numbers, for example in an evaluation.
+    alike = len(list(takewhile(lambda states: len(set(states)) == 1, together)))
+    if len(ranks) > 1 and ranks[0].draws and together and alike >= min(len(together), ALIKE):
         yield Seen("at each step all ranks draw the same random numbers", ranks[0].data_where)
