@@ -387,3 +387,35 @@ def test_the_call_of_a_method_of_the_model_and_no_call_of_a_describing_library_a
         (backward,) = rank.backwards
         assert backward.forward.where == made.line("# around the wrapper")
         assert rank.of(Evaluated) == []
+
+
+SERVING = """
+    import copy
+    import torch
+    from torch import nn
+
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(2, 1)
+
+        def forward(self, x):
+            return self.linear(x)
+
+    encoder = nn.Embedding(4, 2).requires_grad_(False)
+    model = Net()
+    average = copy.deepcopy(model).requires_grad_(False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(2):
+        inputs = encoder(torch.tensor([0, 1]))  # the encoder
+        model(inputs).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        average(inputs)  # the copy
+"""
+
+
+def test_a_frozen_model_that_is_no_copy_of_the_trained_one_is_not_evaluated(place):
+    made = Made(place("serving"), SERVING).well()
+    (process,) = made.run.processes
+    assert [each.where for each in process.of(Evaluated)] == [made.line("# the copy")] * 2

@@ -13,7 +13,7 @@ from pathlib import Path
 
 LARGE = 1_000_000  # bytes
 COPIED = 200_000_000  # bytes of small files; more become links
-AROUND = 3  # folders around that of a program whose entries it can see
+AROUND = 5  # folders around that of a program whose entries it can see
 BESIDE = 1000  # entries in each of them
 ENTRIES = 20_000  # in all folders; folders after that become links
 SKIPPED = {".git", "__pycache__", "node_modules", ".ipynb_checkpoints"}

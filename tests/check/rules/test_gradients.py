@@ -283,6 +283,17 @@ MISTAKES = (
         (ddp.BACKWARD, "        dist.all_reduce(loss)\n        loss = loss / dist.get_world_size()\n" + ddp.BACKWARD),
     ),
     mistake(
+        "term-of-the-loss-reduced-and-divided",
+        ddp.TORCHRUN,
+        "gradient-scale",
+        "A second term, which begins only in the third step, is divided by the number of processes after all_reduce().",
+        (
+            ddp.BACKWARD,
+            "        term = 0.01 * sum(each.square().sum() for each in model.parameters()) * (step > 2)\n"
+            "        dist.all_reduce(term)\n        loss = loss + term / dist.get_world_size()\n" + ddp.BACKWARD,
+        ),
+    ),
+    mistake(
         "local-steps-then-the-sum-of-the-parameters",
         second.TAGGER,
         "gradient-scale",

@@ -190,7 +190,7 @@ class ScheduleStepped(Event):  # the program or a library calls ``step()`` of a 
 
 class LossReduced(Event):  # before a backward pass: autograd does not see that a collective has changed the loss
     name: str  # of the collective; ``where`` is its line
-    factor: float  # the loss divided by what the collective has made of it
+    factor: float  # the loss, or the term of it that the collective has changed, divided by what the collective has made of it
 
 
 class PlateauSeen(Event):  # ReduceLROnPlateau got its first value

@@ -55,7 +55,7 @@ class Losses(Probe):
     @after(c10d, "all_reduce", "reduce", named=True)
     def _reduce(self, name: str, result: Any, tensor: Any = None, *args: Any, **kwargs: Any) -> None:
         changed = isinstance(tensor, torch.Tensor) and tensor.grad_fn is not None and tensor.numel() == 1
-        if changed and result is None and self.passes <= FIRST and (value := mean(tensor)):
+        if changed and result is None and self.passes <= MOST and (value := mean(tensor)):
             event = LossReduced(name=name, factor=1.0, where=self.recorder.where())
             self.reduced = [*self.reduced[-1:], (tensor.grad_fn, event, value)]
 
@@ -65,7 +65,8 @@ class Losses(Probe):
         nodes = set(_nodes(loss)) if reduced else set()
         for node, event, value in reduced:
             if node in nodes and (now := mean(loss)) is not None:
-                self.recorder.note(dataclasses.replace(event, factor=now / value))
+                divided = _constant_after(node, nodes)
+                self.recorder.note(dataclasses.replace(event, factor=divided or now / value))
 
     @on("before_backward")
     def _weights(self, loss: torch.Tensor | None) -> None:
@@ -133,6 +134,18 @@ def _nodes(loss: torch.Tensor | None) -> Iterator[Any]:
             seen.add(node)
             yield node
             level += [following for following, _ in node.next_functions]
+
+
+def _constant_after(node: Any, nodes: set[Any]) -> float:
+    """The constant by which the result of a node, such as a term of a loss, is multiplied next; 0: it is not."""
+    for each in nodes:
+        if node in (following for following, _ in each.next_functions) and each.name().startswith(("Mul", "Div")):
+            for name in FACTORS:
+                constant = getattr(getattr(each, name, None), "data", None)
+                if isinstance(constant, torch.Tensor) and constant.numel() == 1 and not constant.requires_grad:
+                    number = float(constant)
+                    return 1 / number if each.name().startswith("Div") and number else number
+    return 0.0
 
 
 def _single(loss: torch.Tensor | None) -> Iterator[float]:

@@ -78,6 +78,7 @@ class Models(Probe):
     def clear(self) -> None:
         self.buffered = 0
         self.inside: set[type] = set()  # the classes of the models inside DistributedDataParallel
+        self.learn: set[type] = set()  # the classes of the models that are called with gradients
         self.scaling: WeakSet[nn.Module] = WeakSet()
         self.kept: WeakKeyDictionary[nn.Module, int] = (
             WeakKeyDictionary()
@@ -179,14 +180,23 @@ class Models(Probe):
         passes = passes or any(each.requires_grad for each in model.parameters())
         if torch.is_grad_enabled() and passes:
             self._buffers(model, forward.where, module if wrapped else None)
+            self.learn.add(type(model))
             self.untrained.append(Pending(forward, None, [], module.training, self.recorder.steps))
             return self.untrained[-1]
         self.recorder.call(self.recorder.before_evaluation, model)
         self._weigh(model, forward.where)
+        if self._serves(model):
+            return None
         if any(map(_refreshes, model.modules())):
             forward = dataclasses.replace(forward, refreshes=True)
         self.recorder.note(Evaluated(forward=forward, where=forward.where))
         return None
+
+    def _serves(self, model: nn.Module) -> bool:
+        """Whether a model is frozen and no copy of a trained one, such as an encoder of texts or a network of a metric."""
+        return not any(each.requires_grad for each in model.parameters()) and self.learn.isdisjoint(
+            map(type, model.modules())
+        )
 
     def _measured(self) -> bool:
         """Whether a library calls the model only to describe it, with an input that it makes up."""

@@ -364,8 +364,8 @@ def reduced_loss_divided(run: Run) -> Said:
     """The loss is divided by the number of processes after all_reduce(), which autograd does not see."""
     for event in reduced_losses(run)[:1]:
         seen = (
-            f"the loss of backward() is divided by {run.nproc} after {event.name}(), which autograd does not see: the gradient "
-            f"is {event.factor:.2f} times that of the mean"
+            f"the loss of backward(), or a term of it, is divided by {run.nproc} after {event.name}(), which autograd does not "
+            f"see: its gradient is {event.factor:.2f} times that of the mean"
         )
         yield Seen(seen, event.where, fix=OWN_LOSS, origin="here")
 

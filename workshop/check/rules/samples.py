@@ -454,7 +454,8 @@ def batch_wasted(run: Run) -> Said:
 
 @_of_samples(
     why="All ranks draw the same random numbers, so they apply the same dropout and augmentation.",
-    fix="Seed each rank differently before the training: torch.manual_seed(SEED + rank).",
+    fix="Seed each rank differently before the training: torch.manual_seed(SEED + rank). Draw what must be equal on all ranks, "
+    "such as an order of the samples, from a generator of its own.",
     hint=True,
 )
 def same_random(run: Run) -> Said:
