@@ -39,6 +39,7 @@ from workshop.check.evidence.events import (
     Wrapped,
     WroteOutside,
 )
+from workshop.check.evidence.misuses import ClipLimit
 from workshop.check.evidence.run import Asked
 
 # ---------------------------------------------------------------- two ranks that train
@@ -346,6 +347,7 @@ def test_devices_weights_clipping_and_compilation_are_recorded(alone):
     assert (read.bytes, read.where) == (12, alone.line("torch.load_file"))
     (clipped,) = process.of(GradientsClipped)
     assert clipped.norms == [pytest.approx(2**0.5), 1.0]
+    assert [each.limit for each in process.of(ClipLimit)] == [1.0]
     assert len(process.of(Compiled)) == 2
 
 

@@ -352,6 +352,18 @@ MISTAKES = (
 
 STYLES = (
     style(
+        "norm-of-each-rank-that-is-only-logged",
+        second.TAGGER,
+        "The norm of the own gradient is computed without a limit, and the gradients are averaged after that.",
+        ("    ddp_model = nn.parallel.DistributedDataParallel(model)\n", "    ddp_model = model\n"),
+        (
+            "            optimizer.step()\n",
+            "            nn.utils.clip_grad_norm_(model.parameters(), float('inf'))\n"
+            "            for each in model.parameters():\n                dist.all_reduce(each.grad, dist.ReduceOp.AVG)\n"
+            "            optimizer.step()\n",
+        ),
+    ),
+    style(
         "copy-of-the-loss-averaged-before-backward",
         ddp.TORCHRUN,
         "The reduced value is a copy that is only for printing.",

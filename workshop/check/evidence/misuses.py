@@ -204,6 +204,10 @@ class HalfUnscaled(Event):
     pass
 
 
+class ClipLimit(Event):  # the largest norm that ``clip_grad_norm_`` leaves as it is, at its first call
+    limit: float
+
+
 class RankGiven(Event):  # ``init_process_group`` gets the rank as an argument
     rank: int
 

@@ -19,7 +19,7 @@ from workshop.check.evidence.events import (
     StepTaken,
     VariablesSeen,
 )
-from workshop.check.evidence.misuses import MemoryShared, NormsSeen, OthersSeen
+from workshop.check.evidence.misuses import ClipLimit, MemoryShared, NormsSeen, OthersSeen
 from workshop.check.probes.contents import is_fsdp1, is_sharded, is_zero, sketches
 from workshop.check.probes.probe import Function, Probe, around, before, on
 from workshop.check.probes.variables import norms, variables
@@ -151,13 +151,20 @@ class Steps(Probe):
 class Clipping(Probe):
     """Records how gradients are clipped, with their norms in this process."""
 
-    writes = (GradientsClipped,)
+    writes = (GradientsClipped, ClipLimit)
+
+    def clear(self) -> None:
+        self.limited = False  # whether the limit is recorded
 
     @around(nn.utils, "clip_grad_norm_")
     @around(nn.utils.clip_grad, "clip_grad_norm_")
     def _clip(self, original: Function, parameters: Any, *args: Any, **kwargs: Any) -> Any:
         parameters = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
         norms = self._norms(parameters)
+        with self.recorder.guard:
+            if not self.limited:
+                self.limited = True
+                self.note_here(ClipLimit(limit=float(args[0] if args else kwargs["max_norm"])))
         total = original(parameters, *args, **kwargs)
         self._clipped(norms, total)
         return total

@@ -252,7 +252,9 @@ def _factor(compared: Compared) -> tuple[float | None, str]:
     factor = ratio(ours.steps[0].before.gradients, alone.steps[0].before.gradients)
     clips = [process.first(GradientsClipped) for process in (ours, alone)]
     norms = [clip.total for clip in clips if clip and clip.total]
-    if factor is not None and len(norms) == 2:
+    others = (process.first(GradientsClipped) for process in compared.several.trained)
+    own = any(each and each.total and abs(each.total - norms[0]) > CLOSE * norms[0] for each in others if norms)
+    if factor is not None and len(norms) == 2 and not own:  # else each rank has the norm of its own gradient
         factor = norms[0] / norms[1]  # clipping may have made both equally large
     return factor, ours.steps[0].backwards[-1].where
 

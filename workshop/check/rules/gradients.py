@@ -22,7 +22,7 @@ from workshop.check.evidence.events import (
     UnevenJoined,
     Wrapped,
 )
-from workshop.check.evidence.misuses import BuffersKept, LossReduced
+from workshop.check.evidence.misuses import BuffersKept, ClipLimit, LossReduced
 from workshop.check.evidence.process import Process, Step
 from workshop.check.evidence.run import Run
 from workshop.check.evidence.sketches import CLOSE, difference, different_names, ratio
@@ -40,6 +40,7 @@ ALIKE = "Set the same seed on all ranks before the model is created, or broadcas
 UNEXPLAINED = ("", "reseeded")  # origins of findings that do not know the line of the cause
 OF_A_RANK = re.compile(r"queue|bank|memory|cache|ptr|pointer", re.IGNORECASE)  # buffers that may differ on purpose
 FIRST = 4  # evaluations of a model, in order, which are those at the same time
+UNREACHED = 100  # a limit is so far above the norms that it is to clip nothing
 UNEVEN = 1.1  # the ratio of numbers of targets that a random mask, for example, does not explain
 ROUNDED = 2e-3  # gradients of float32 agree more closely
 beside_one_process: "partial[Makes[[Run, Run]]]" = partial(rule, runs=(WHOLE, SINGLE), needs=(LayersSeen,), spoils=True)
@@ -74,8 +75,11 @@ def weights_differ(run: Run) -> Said:
 )
 def clipping_differs(run: Run) -> Said:
     """The ranks clip by different norms."""
-    alone = of_its_own(run)
-    for together in zip(*(process.of(GradientsClipped) for process in run.trained), strict=False) if not alone else ():
+    clipped = [process.of(GradientsClipped) for process in run.trained]
+    largest = max((event.total for events in clipped for event in events if event.total), default=0.0)
+    if of_its_own(run) or any(event.limit > UNREACHED * largest for event in run.all(ClipLimit)):
+        return  # the norms are only logged
+    for together in zip(*clipped, strict=False):
         norms = [event.total for event in together if event.total is not None]
         if len(norms) == len(together) > 1 and max(norms) - min(norms) > CLOSE * max(norms):
             shown = " and ".join(f"{norm:.4g}" for norm in norms[:4])
