@@ -1,5 +1,7 @@
 """What the probes record of the data, the copies of a model and the weights of a loss."""
 
+import pytest
+
 from check.made import Made
 from workshop.check.evidence.events import (
     DATA_SET,
@@ -19,6 +21,7 @@ from workshop.check.evidence.misuses import (
     PythonStarted,
     WorkersKept,
 )
+from workshop.check.probes.recorder import Recorder
 
 # ---------------------------------------------------------------- two ranks that train
 
@@ -276,3 +279,46 @@ def test_losses_of_probabilities_and_shifted_labels_are_recorded(place):
 
 
 # ---------------------------------------------------------------- processes that a program starts
+
+
+@pytest.mark.parametrize(
+    ("batches", "length", "first", "steps", "to_go"),
+    [
+        (30, 50, 0, 30, 22),  # to the end of the epoch, and two steps more
+        (30, 50, 10, 25, 12),  # two batches for each step
+        (24, 50, 0, 24, 1),  # more than half of the epoch is left
+        (50, 50, 0, 50, 1),
+        (30, 0, 0, 30, 1),  # nobody knows the length
+        (0, 0, 0, 30, 1),  # there is no loader
+    ],
+)
+def test_a_long_run_ends_after_its_epoch_if_most_of_it_is_over(batches, length, first, steps, to_go, tmp_path):
+    recorder = Recorder(tmp_path, tmp_path, tmp_path)
+    recorder.steps, recorder.epoch = steps, (batches, length, first)
+    assert recorder._to_go() == to_go
+
+
+# The program looks for the recorder, which the tests read.
+FINDS = """\
+    import gc
+    recorder = next(each for each in gc.get_objects() if type(each).__name__ == "Recorder")
+"""
+EPOCHS = """
+    import torch
+    from torch.utils.data import DataLoader
+
+    model = torch.nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for epoch in range(2):
+        for number, batch in enumerate(DataLoader(torch.ones(8, 1), 2)):
+            model(batch).sum().backward()
+            if number % 2:
+                optimizer.step()
+                print(recorder.epoch)
+"""
+
+
+def test_the_recorder_knows_how_far_an_epoch_is(place):
+    made = Made(place("epochs"), EPOCHS.replace("    import torch\n", f"    import torch\n{FINDS}", 1)).well()
+    (process,) = made.run.processes
+    assert process.stdout.split("\n")[:4] == ["(2, 4, 0)", "(4, 4, 0)", "(2, 4, 2)", "(4, 4, 2)"]

@@ -1,6 +1,7 @@
 """Record the events of one process of a checked program in its own files; the probes share its state."""
 
 import faulthandler
+import math
 import multiprocessing
 import os
 import pickle
@@ -27,6 +28,7 @@ from workshop.check.evidence.reductions import read_reductions
 from workshop.check.evidence.trail import read_trail
 
 LAUNCHER = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+BEYOND = 2  # steps of the epoch after the one that a long run still ends
 READ = 1_000_000  # bytes kept of the output of a process
 
 
@@ -92,6 +94,8 @@ class Recorder:
         faulthandler.register(signal.SIGUSR1, file=self._file("stacks"), all_threads=False, chain=False)
         self.environment = {name: os.environ.get(name) for name in LAUNCHER}
         self.steps = 0  # of optimizers, in this process
+        # Of the loader that has returned the last batch: its batches so far, their number in an epoch, and the steps before it.
+        self.epoch = 0, 0, 0
         self.first_step = time.process_time()  # when it began
         self.model: nn.Module | None = None  # of the last forward pass
         self.names: dict[int, str] = {}  # of the parameters of the models so far, by their ids
@@ -125,7 +129,7 @@ class Recorder:
             if time.process_time() - self.first_step < after:
                 return
             with suppress(FileExistsError):
-                link.symlink_to(str(self.steps + 1 if after else self.steps))
+                link.symlink_to(str(self.steps + self._to_go() if after else self.steps))
         if self.steps < int(os.readlink(link)):
             return
         self.note(Stopped(steps=self.steps))
@@ -136,6 +140,13 @@ class Recorder:
             for worker in multiprocessing.active_children():
                 worker.kill()
         os._exit(0)
+
+    def _to_go(self) -> int:
+        """The steps until a long run may end: if most of an epoch is over, until after the evaluation that may follow it."""
+        done, length, first = self.epoch
+        if 0 < done < length <= 2 * done and self.steps > first:
+            return math.ceil((length - done) * (self.steps - first) / done) + BEYOND
+        return 1
 
     def where(self, *outside: type) -> str:
         """Return the line of the program that led to this call, as "file.py:12"; not one in a method of these classes."""

@@ -56,6 +56,7 @@ class Samples(Probe):
         self.orders: WeakKeyDictionary[Any, tuple[int | None, int]] = (
             WeakKeyDictionary()
         )  # of the samples so far, and batches
+        self.lengths: WeakKeyDictionary[Any, int] = WeakKeyDictionary()  # in batches; without those that are not known
         self.iterations: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
         self.made: WeakKeyDictionary[Any, str] = WeakKeyDictionary()  # loader -> the line of the program
         self.numbers: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
@@ -102,7 +103,13 @@ class Samples(Probe):
             row, pointer = (None, 0) if tensor is None else (rows(tensor[:1]), tensor.data_ptr())
             self.pending.append(Batch(keys, row, pointer, self.loaders.get(iterator, (0, 0))))
             self.recorder.note(BatchLoaded(seconds=seconds))
+            self._count(iterator, batches + 1)
         return data
+
+    def _count(self, iterator: Any, batches: int) -> None:
+        length = self.lengths.get(iterator, 0)
+        begun = self.recorder.steps if batches == 1 else self.recorder.epoch[2]
+        self.recorder.epoch = batches, length, begun
 
     def _end(self, iterator: Any) -> None:
         """Record that an iterator is exhausted, once."""
@@ -125,6 +132,7 @@ class Samples(Probe):
         length = None
         with suppress(TypeError):
             length = None if ends_when_asked(loader.dataset) else len(loader)
+        self.lengths[iterator] = length or 0
         streamed = isinstance(loader.dataset, IterableDataset)
         workers, source = (loader.num_workers, self._source(loader.dataset)) if streamed else (0, "")
         event = LoaderStarted(loader=number, iteration=iteration, length=length, workers=workers, source=source)

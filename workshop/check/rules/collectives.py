@@ -38,6 +38,14 @@ def collectives_differ(run: Run) -> Said:
     if seen := (not run.cut and _uneven_steps(run, of_all)) or next(unequal, None):
         cause = parting(run)
         yield replace(cause, text=f"{seen.text}; {cause.text}") if cause else seen
+    elif seen := _unequal_gather(run):
+        yield seen
+
+
+PADDED = (
+    "all_gather() needs tensors of the same shape on all ranks: pad them to the largest shape, which all_reduce() with "
+    "ReduceOp.MAX finds (with Accelerate: pad_across_processes()), or use all_gather_object()."
+)
 
 
 @rule(
@@ -112,6 +120,22 @@ def _uneven_steps(run: Run, calls: list[list[Collective]]) -> Seen | None:
         last = f"before rank {shorter.rank} ended, reduce() at {reduced} gave its result to one rank only"
         return Seen(f"{seen}; {last}", reduced, fix=TO_ONE)
     return Seen(seen, next((event.where for _, event in reversed(shorter.events) if event.where), ""))
+
+
+def _unequal_gather(run: Run) -> Seen | None:
+    """The collective after which a run has failed, if each rank gives it a tensor of another shape."""
+    calls = [process.of(Collective) for process in run.ranks]
+    if not run.failed or not all(calls) or len({len(each) for each in calls}) > 1:
+        return None
+    last = [each[-1] for each in calls]
+    first, *others = last
+    alike = all((each.name, each.where) == (first.name, first.where) for each in others)
+    if not alike or "gather" not in first.name or len({each.shape for each in last}) == 1:
+        return None
+    shapes = " and ".join(
+        f"{list(each.shape or ())} on {named(rank)}" for each, rank in zip(last, run.ranks, strict=True)
+    )
+    return Seen(f"{first.name}() gets a tensor of the shape {shapes}, and fails", first.where, fix=PADDED)
 
 
 def _unequal_calls(ranks: list[Process], calls: list[list[Collective]]) -> Seen | None:
