@@ -71,3 +71,13 @@ assert library.reduce_it is c10d.all_reduce is original
 print("restored")
 """
     assert run(tmp_path, "", then) == "restored\n"
+
+
+def test_functions_of_safetensors_that_accelerate_has_are_known_if_it_was_imported_before(tmp_path):
+    then = """
+import accelerate.utils.other as other
+preloaded.preload("pass", place, place)
+assert any(module is other for found in preloaded.copies.values() for module, _ in found)
+print("found")
+"""
+    assert run(tmp_path, "", then) == "found\n"

@@ -10,9 +10,11 @@ from check.bank.whole import case_of
 from workshop.check.evidence.events import (
     Backward,
     CallbacksSeen,
+    Collective,
     GradientsClipped,
     Joined,
     LossComputed,
+    Raised,
     StepBegun,
     StepTaken,
 )
@@ -22,11 +24,12 @@ from workshop.check.evidence.real import Speeds
 from workshop.check.evidence.run import Run
 from workshop.check.evidence.sketches import ratio
 from workshop.check.rules.accumulation import batches_of_equal_weight
+from workshop.check.rules.collectives import collectives_differ
 from workshop.check.rules.comparison import in_two_views
 from workshop.check.rules.learning import loss_not_finite
 from workshop.check.rules.rule import NotJudged, Seen
 from workshop.check.rules.samples import _halves, same_random
-from workshop.check.rules.schedules import mode_reversed
+from workshop.check.rules.schedules import _rises_again, mode_reversed
 from workshop.check.rules.speed import slower
 from workshop.check.rules.unequal import unclipped
 
@@ -233,3 +236,42 @@ def test_random_numbers_are_the_same_also_if_one_rank_draws_more_after_some_step
             ranks.append(Process(rank + 1, [(float(second), each) for second, each in enumerate(events)]))
         run = Run(2, ranks, 0, "", False, 99.0, "torchrun")
         assert len(list(same_random.detectors[0].function(run))) == found
+
+
+def test_ranks_without_steps_may_have_a_role_of_their_own():
+    begun = StepBegun(gradients=[], weights=[], names=[], rates=[], state=0, of_model=True, fitting=False)
+    step = (begun, StepTaken(weights=[]))
+    sent = Collective(name="broadcast", shape=(2,), dtype="float32")
+    for group, found in (((1,), 0), ((), 1)):
+        own = Collective(name="all_reduce", shape=(2,), dtype="float32", group=group)
+        ranks = []
+        for rank, events in ((0, [sent, sent]), (1, [sent, own, *step, sent, own, *step])):
+            events = [Joined(rank=rank, world_size=2), *events]
+            ranks.append(Process(rank + 1, [(float(second), each) for second, each in enumerate(events)]))
+        run = Run(2, ranks, 0, "", False, 99.0, "torchrun")
+        assert len(list(collectives_differ.detectors[0].function(run))) == found
+
+
+@pytest.mark.parametrize(("shapes", "found"), [(((4, 9), (4, 10)), 1), (((4, 9), (4, 9)), 0)])
+def test_tensors_of_different_shapes_in_a_gather_are_named_if_the_run_fails(shapes, found):
+    ranks = []
+    for rank, shape in enumerate(shapes):
+        lost = Raised(type="RuntimeError", message="Connection closed by peer", traceback="", where="t.py:9")
+        gather = Collective(name="all_gather", shape=shape, dtype="int64", where="t.py:9")
+        events = [Joined(rank=rank, world_size=2), gather, lost]
+        ranks.append(Process(rank + 1, [(float(second), each) for second, each in enumerate(events)]))
+    failed = Run(2, ranks, 1, "", False, 99.0, "torchrun")
+    seen = list(collectives_differ.detectors[0].function(failed))
+    assert [(each.where, "[4, 9] on rank 0 and [4, 10] on rank 1" in each.text) for each in seen] == [
+        ("t.py:9", True)
+    ] * found
+
+
+@pytest.mark.parametrize(
+    ("cosine", "steps", "low"),
+    [(20, 40, 21), (40, 40, 0), (13, 40, 0), (20, 21, 0), (20, 30, 0)],  # the length of the schedule, and of the run
+)
+def test_a_cosine_that_is_too_short_rises_again(cosine, steps, low):
+    rates = [0.5 * min(1, (step + 1) / 4) * (1 + math.cos(math.pi * step / cosine)) for step in range(steps)]
+    assert _rises_again(rates) == low
+    assert _rises_again([max(0.0, 1 - step / cosine) for step in range(steps)]) == 0  # a line stays at 0

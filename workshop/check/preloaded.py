@@ -55,7 +55,8 @@ def preload(text: str, folder: Path, place: Path) -> None:
         finally:
             os.environ.pop("MPLCONFIGDIR")
             os.environ |= {} if matplotlib is None else {"MPLCONFIGDIR": matplotlib}
-        _find_copies(known)
+        # Accelerate is imported before, by what observes it.
+        _find_copies({name for name in known if name.partition(".")[0] != "accelerate"})
 
 
 def _library(statement: ast.Import | ast.ImportFrom) -> str:

@@ -59,6 +59,17 @@ MISTAKES = (
         ),
     ),
     mistake(
+        "file-removed-by-all-ranks",
+        second.TAGGER,
+        "removed-twice",
+        "Rank 0 has made the file, and then all ranks remove it.",
+        (
+            "    torch.manual_seed(SEED)\n",
+            '    torch.manual_seed(SEED)\n    if rank == 0:\n        open("old.pt", "w").close()\n'
+            '    dist.barrier()\n    os.remove("old.pt")\n',
+        ),
+    ),
+    mistake(
         "second-all-save",
         second.PROGRAM,
         "two-writers",

@@ -50,6 +50,17 @@ MISTAKES = (
         ("lambda step: min(1, (step + 1) / WARM_UP)", "lambda step: max(0, 1 - step / (args.steps * world_size))"),
     ),
     mistake(
+        "cosine-of-the-steps-of-one-process",
+        second.PROGRAM,
+        "schedule-length",
+        "The cosine is too short by the number of processes, so the learning rate rises again in the second half of the run.",
+        (
+            "lambda step: min(1, (step + 1) / WARM_UP)",
+            "lambda step: 0.5 + 0.5 * math.cos(math.pi * step / (args.steps // world_size))",
+        ),
+        ("import argparse\n", "import argparse\nimport math\n"),
+    ),
+    mistake(
         "plateau-on-rank-0-only",
         second.TAGGER,
         "schedules-differ",

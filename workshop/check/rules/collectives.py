@@ -107,6 +107,9 @@ def _uneven_steps(run: Run, calls: list[list[Collective]]) -> Seen | None:
         return None
     if all(process.rank is None for process in ranks):
         return None  # without a group, such as the trainers of a parameter server
+    idle = [process for process in ranks if not process.steps and not process.backwards]
+    if idle and not wrapped and any(call.group for process in ranks for call in process.of(Collective)):
+        return None  # ranks with a role of their own, such as those that only generate the samples
     if not wrapped and len(set(map(len, calls))) == 1:
         if len(set(backwards)) == 1:
             return None  # rank 0 takes the steps and sends the parameters

@@ -26,6 +26,7 @@ from workshop.check.rules.rule import Said, Seen, rule
 from workshop.check.rules.words import named, plural, rank_of
 from workshop.check.scenarios import DEVICES, SPLIT, TWO_NODES, WHOLE, Split
 
+REMOVES = re.compile(r"\b(?:remove|unlink|rmtree|rmdir)\(")
 OTHERWISE = re.compile(r"Unpickling|FileNotFound|OutOfMemory|Attribute")  # errors of a load that names cannot cause
 OF_DEEPSPEED = r"^\[[\d ,:-]+\] \[[A-Z]+\] \[|^DeepSpeed deepspeed\.ops"  # lines of its own logger, on each rank
 TEMPORARY = re.compile(r"[._-](tmp|temp|part|partial|incomplete)\b")  # in the name of what is not complete yet
@@ -80,6 +81,26 @@ folder_made_twice.also(DEVICES)(folder_made_twice.detectors[0].function)
 
 
 @rule(
+    why="All ranks try to remove the same file or folder: the first one succeeds, and the others fail.",
+    fix="Remove it on one rank only: if rank == 0: os.remove(path).",
+    instead_of=(crash, ended_early),
+    anywhere=True,
+)
+def removed_twice(run: Run) -> Said:
+    """A rank fails to remove what another rank has removed."""
+    failed = [(process, event) for process in run.ranks for event in process.of(Raised) if _removes(event)]
+    if 0 < len(failed) < run.nproc:
+        process, event = failed[0]
+        name = event.message.rsplit("'", 2)[-2].rstrip("/").rsplit("/", 1)[-1]
+        yield Seen(f"{named(process)} fails to remove {name}, which another rank has removed", event.where)
+
+
+def _removes(event: Raised) -> bool:
+    """Whether an exception says that what a statement is to remove does not exist."""
+    return event.type == "FileNotFoundError" and "'" in event.message and bool(REMOVES.search(event.traceback))
+
+
+@rule(
     why="A rank that does not wait can find an earlier version of the file, a part of it, or none.",
     fix="Call torch.distributed.barrier() on all ranks between torch.save() on one rank and torch.load() on the others.",
     instead_of=(crash, ended_early),
@@ -113,7 +134,7 @@ def read_before_written(run: Run) -> Said:
 def missing_until_written(run: Run) -> Said:
     """A rank does not find a file that a different rank writes in the same run."""
     for reader, writer in permutations(run.ranks, 2):
-        for error in reader.of(Raised):
+        for error in (each for each in reader.of(Raised) if not _removes(each)):
             path = re.search(r"No such file or directory: '[./]*([^']+)'", error.message)
             found = [event for event in writer.of(FileWritten) if path and _makes(event.path, path[1])]
             if path and found:

@@ -83,6 +83,7 @@ PAGES: dict[str, str] = {
     "one_hot": f"{_TORCH}/generated/torch.nn.functional.one_hot.html",
     "optimizer": f"{_TORCH}/optim.html",
     "os.makedirs": "https://docs.python.org/3/library/os.html#os.makedirs",
+    "os.remove": "https://docs.python.org/3/library/os.html#os.remove",
     "os.replace": "https://docs.python.org/3/library/os.html#os.replace",
     "parallelize_module": f"{_TORCH}/distributed.tensor.parallel.html",
     "parts_of": "workshop/training/modules.py",

@@ -10,6 +10,7 @@ from workshop.check.evidence.process import Process
 from workshop.check.evidence.sketches import CLOSE, difference
 from workshop.check.rules.gradients import (
     buffers_differ,
+    clipping_differs,
     gradient_scale,
     gradients_differ,
     mean_of_means,
@@ -81,7 +82,7 @@ def replicas_differ(compared: Compared) -> Said:
     fix="A rank that owns a part gets the sum of the gradients of all ranks, for example from the backward pass of all_to_all, "
     "but DistributedDataParallel averages. Divide the gradients of these parts by the number of processes too.",
     runs=COMPARED,
-    after=(no_group, wrong_group, replicas_differ, *AFTER),
+    after=(no_group, wrong_group, replicas_differ, clipping_differs, *AFTER),
     anywhere=True,
 )
 def gradient_of_parts(compared: Compared) -> Said:

@@ -144,6 +144,21 @@ def _wrong_length(run: Run, process: Process, rates: list[float]) -> Said:
     if abs(length / len(process.steps) / run.nproc - 1) < 0.15:
         seen = f"the learning rate falls as in a schedule of {length} steps, but the run takes {len(process.steps)}"
         yield Seen(f"{seen}: {run.nproc} times too many", process.step_where, origin="total:by-hand")
+    elif (low := _rises_again(rates)) and abs(low * run.nproc / len(rates) - 1) < 0.05:
+        seen = f"the learning rate falls until step {low}, and rises again to {rates[-1]:.2g} after {len(rates)} steps"
+        where = next((event.where for event in process.of(ScheduleSeen)), "")
+        origin = "total" if where else "total:by-hand"
+        yield Seen(f"{seen}: the schedule is {run.nproc} times too short", where or process.step_where, origin=origin)
+
+
+def _rises_again(rates: list[float]) -> int:
+    """The number of the step with the lowest rate, if the rates only fall before it and only rise after it; 0: they do not."""
+    if len(rates) < 12 or min(rates) > 0.05 * max(rates) or rates[-1] < 0.5 * max(rates):
+        return 0
+    low = min(range(len(rates) // 4, len(rates)), key=rates.__getitem__)  # the first steps may be a warmup
+    top = rates.index(max(rates[:low]))
+    falls = all(one >= other for one, other in pairwise(rates[top : low + 1]))
+    return low + 1 if falls and all(one <= other for one, other in pairwise(rates[low:])) else 0
 
 
 def _planned(run: Run, process: Process, length: float) -> bool:
