@@ -122,6 +122,17 @@ PROGRAMS = {
         def main(model, optimizer):
             optimizer.step()  # seen
     """,
+    "inplace:train": """
+        def work(rank, train, mean):
+            mean.sub(1)
+            train["nodes"] -= mean  # cause
+            optimizer.step()  # seen
+    """,
+    "inplace:train ": """
+        def work(rank, train, mean):
+            train["nodes"].sub_(mean)  # cause
+            optimizer.step()  # seen
+    """,
     "owner:scale": """
         class Loss(Module):
             def __init__(self):

@@ -2,6 +2,7 @@
 
 import ast
 import itertools
+import re
 
 from workshop.check.definitions import Function, Source, Value, assigned, calls, first, header, name_of, names_in
 from workshop.check.own_values import ASKS_RANK
@@ -98,6 +99,20 @@ def without_gradients(source: Source, start: ast.stmt, detail: str) -> int | Non
     blocks = ((each, above) for each in found for above in source.above(each) if isinstance(above, ast.With))
     free = {each.lineno for each, block in blocks if any(calls(header(block).expression, "no_grad", "inference_mode"))}
     return free.pop() if len(free) == 1 < len(found) else None
+
+
+def in_place(source: Source, start: ast.stmt, detail: str) -> int | None:
+    """The first statement that changes a variable, or a part of it, in place."""
+    for each in sorted(
+        (node for node in ast.walk(source.tree) if isinstance(node, ast.stmt)), key=lambda each: each.lineno
+    ):
+        if isinstance(each, ast.AugAssign) and re.search(rf"\b{detail}\b", ast.unparse(each.target)):
+            return each.lineno
+        call = each.value if isinstance(each, ast.Expr | ast.Assign) else None
+        changed = call.func if isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute) else None
+        if changed and re.search(r"[a-z]_$", changed.attr) and re.search(rf"\b{detail}\b", ast.unparse(changed.value)):
+            return each.lineno
+    return None
 
 
 def owner(source: Source, start: ast.stmt, detail: str) -> int | None:

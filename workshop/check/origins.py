@@ -380,6 +380,7 @@ FINDERS: dict[str, Callable[[Source, ast.stmt, str], int | None]] = {
     "held": kept.held,
     "hook": callers.hook,
     "holds": _holds,
+    "inplace": callers.in_place,
     "joined": kept.joined,
     "kept": _kept,
     "key": kept.key,

@@ -1,6 +1,6 @@
 """The rules about samples: mistakes that they must name, and correct styles that must pass."""
 
-from check.bank import ddp, lightning, orders, second, sharded, zero
+from check.bank import ddp, lightning, orders, second, sharded, shared, zero
 from check.bank.case import mistake, style
 from check.bank.cases import bank_tests
 from check.bank.replay import replayed
@@ -230,6 +230,7 @@ MISTAKES = (
         ),
     ),
     *orders.MISTAKES,
+    *shared.MISTAKES,
     # ---- leak
     mistake(
         "evaluates-the-training-set",
@@ -296,6 +297,7 @@ MISTAKES = (
 )
 
 STYLES = (
+    *shared.STYLES,
     style(
         "second-order-of-an-epoch",
         second.PROGRAM,

@@ -204,6 +204,12 @@ class HalfUnscaled(Event):
     pass
 
 
+class SharedChanged(
+    Event
+):  # before the first step: the process has changed a tensor that mp.spawn() shares between all processes
+    name: str  # of the argument that has the tensor
+
+
 class ClipLimit(Event):  # the largest norm that ``clip_grad_norm_`` leaves as it is, at its first call
     limit: float
 

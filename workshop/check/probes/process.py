@@ -1,5 +1,7 @@
 """A process: how it started, its exceptions, and its end."""
 
+import inspect
+import itertools
 import multiprocessing.process
 import os
 import re
@@ -9,20 +11,29 @@ from contextlib import suppress
 from functools import partial
 from typing import Any
 
-import torch.multiprocessing.spawn  # noqa: F401 - its module is patched below
+import torch
+import torch.multiprocessing.spawn  # its module is patched below
+from torch.optim import Optimizer
 
 from workshop.check.evidence.events import Ended, Exited, Raised, Started, Stopped
-from workshop.check.probes.probe import Function, Probe, around
+from workshop.check.evidence.misuses import SharedChanged
+from workshop.check.probes.files import tensors_in
+from workshop.check.probes.probe import Function, Probe, around, on
 from workshop.check.probes.recorder import Recorder
 from workshop.run.failures import is_echo
 
+TENSORS = 100  # of an argument of a spawned function that are looked at
 MESSAGE, TRACEBACK = 2000, 4000  # characters that are kept
 
 
 class Processes(Probe):
     """Notes when a process starts, fails and ends. (``Exited`` is noted where the program is run.)"""
 
-    writes = (Started, Raised, Exited, Ended, Stopped)
+    writes = (Started, Raised, Exited, Ended, Stopped, SharedChanged)
+
+    def clear(self) -> None:
+        # The tensors among the arguments of a spawned function: the name of the argument, the tensor, and its version.
+        self.shared: list[tuple[str, torch.Tensor, int]] = []
 
     def install(self) -> None:
         super().install()
@@ -50,7 +61,19 @@ class Processes(Probe):
     # (sys.modules, because the attribute torch.multiprocessing.spawn is a function that hides the module.)
     @around(sys.modules["torch.multiprocessing.spawn"], "_wrap")
     def _wrap(self, original: Function, function: Function, *args: Any) -> Any:
+        with self.recorder.guard:
+            names = list(inspect.signature(function).parameters)[1:]  # the first one is the rank
+            for name, value in zip(names, args[1], strict=False):
+                tensors = (each for each in tensors_in(value) if each.is_shared() and not each.requires_grad)
+                self.shared += [(name, each, each._version) for each in itertools.islice(tensors, TENSORS)]
         return original(partial(self._call, function), *args)
+
+    @on("before_step")
+    def _look_at_shared(self, optimizer: Optimizer) -> None:
+        changed = {name for name, tensor, version in self.shared if tensor._version != version}
+        self.shared = []
+        for name in sorted(changed):
+            self.note_here(SharedChanged(name=name))
 
     def _call(self, function: Function, *args: Any) -> None:
         try:

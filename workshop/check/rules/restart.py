@@ -166,7 +166,7 @@ def second_start(whole: Run, split: Split) -> Told:
 def _second_start(whole: Run, split: Split) -> Iterable[tuple[Rule | None, Seen]]:
     """How the second start differs: the cause that explains most comes first. Without a known cause, there is no rule."""
     split = without_further_steps(whole, split)
-    second, ended, load = split.second, ending(split.second), loading(split.second)
+    second, ended, load = split.second, ending(split.second), loading(split.second, split.first)
     if second.trained and second.ended_by_echo:
         some = carried.only_some_load(second)
         parts = some or ", ".join(

@@ -16,7 +16,7 @@ from workshop.check.evidence.events import (
     LoaderStarted,
     TrainerFit,
 )
-from workshop.check.evidence.misuses import OtherSamplerSet
+from workshop.check.evidence.misuses import OtherSamplerSet, SharedChanged, StatePrepared
 from workshop.check.evidence.process import Process
 from workshop.check.evidence.run import Run
 from workshop.check.rules.carried import plays
@@ -339,6 +339,7 @@ def data_divided_twice(run: Run) -> Said:
 def own_part_divided(run: Run) -> Said:
     """Each rank has a data set of its own, and trains on 1/N of it in each epoch."""
     own = all(process.identity == "rows" for process in run.trained)
+    own = own and not any(run.all(StatePrepared))  # what prepare_data() sets on one rank may change the samples there
     if own and (share := share_of_each(run)):
         text = f"each rank has a data set of its own with {share[1]:,} samples, and trains on {share[0]:,} of them in each epoch"
         yield Seen(text, run.trained[0].loader_where, origin="share loader")
@@ -466,3 +467,20 @@ def same_random(run: Run) -> Said:
     alike = len(list(takewhile(lambda states: len(set(states)) == 1, together)))
     if len(ranks) > 1 and ranks[0].draws and together and alike >= min(len(together), ALIKE):
         yield Seen("at each step all ranks draw the same random numbers", ranks[0].data_where)
+
+
+@rule(
+    why="mp.spawn() passes tensors in shared memory, so what one process changes in place changes for all, and a change that "
+    "each process makes is made several times.",
+    fix="Compute a new tensor, x = (x - mean) / std, or copy it first with clone(); or change it before mp.spawn().",
+    needs=(SharedChanged,),
+    after=(no_group, wrong_group),
+    anywhere=True,
+)
+def shared_changed(run: Run) -> Said:
+    """Several processes change the same argument of mp.spawn() in place."""
+    names = [{event.name for event in process.of(SharedChanged)} for process in run.trained]
+    for name in sorted(set.intersection(*names)) if len(names) > 1 else ():
+        seen = f"each of {len(names)} processes changes `{name}` in place, which mp.spawn() shares between them"
+        yield Seen(seen, next(run.all(SharedChanged)).where, origin=f"inplace:{name} call:spawn")
+        return

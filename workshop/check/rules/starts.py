@@ -5,7 +5,7 @@ from copy import copy
 from dataclasses import replace
 from itertools import takewhile
 
-from workshop.check.evidence.events import CheckpointCalled, Loaded, StepSkipped
+from workshop.check.evidence.events import CheckpointCalled, Loaded, Saved, StepSkipped
 from workshop.check.evidence.process import Process, Step
 from workshop.check.evidence.run import Run
 from workshop.check.rules.alike import SAME, begin_apart
@@ -13,11 +13,17 @@ from workshop.check.rules.words import plural
 from workshop.check.scenarios import Split
 
 
-def loading(run: Run) -> str:
-    """The line that loads the checkpoint: the last one before the training, because a program may look into it first."""
+def loading(run: Run, first: Run | None = None) -> str:
+    """The line that loads the checkpoint: the last one before the training, because a program may look into it first.
+
+    ``first``: the first start. What loads a file with parameters that it has saved comes before what loads data, for example.
+    """
+    saved = {event.path.rsplit("/", 1)[-1] for event in first.all(Saved) if event.keys} if first else set()
     for process in run.ranks[:1]:
         begin = process.steps[0].seconds if process.steps else math.inf
-        found = [event.where for seconds, event in process.timed(Loaded) if seconds <= begin and event.where]
+        loads = [event for seconds, event in process.timed(Loaded) if seconds <= begin and event.where]
+        own = [event for event in loads if event.path.rsplit("/", 1)[-1] in saved]
+        found = [event.where for event in own or loads]
         sharded = [event.where for event in process.of(CheckpointCalled) if event.name == "load"]
         return (found or sharded or [""])[-1]
     return run.where(Loaded)
