@@ -59,7 +59,27 @@ AVERAGE = """        for buffer in model.buffers():
 """
 EVALUATION = "        accuracy = evaluate(model, test_set, rank, world_size, device)\n"
 
+SCALED = (
+    (
+        "self.embedding = nn.Embedding(TOKENS, 16)",
+        'self.embedding = nn.Embedding(TOKENS, 16)\n        self.register_buffer("scale", torch.ones(()))',
+    ),
+    ("self.memory(self.embedding(tokens))", "self.memory(self.embedding(tokens) * self.scale)"),
+)
+COUNTED = """\
+    own = Sequences(96, seed=1).sequences[rank::world_size]
+    model.scale.fill_(sum(map(len, own)) / 600)
+    ddp_model = """
+
 MISTAKES = (
+    mistake(
+        "buffer-from-the-own-part",
+        second.TAGGER,
+        "buffer-of-rank-0",
+        "Each rank computes a buffer of the model from its part, and DistributedDataParallel sends that of rank 0.",
+        *SCALED,
+        ("    ddp_model = ", COUNTED),
+    ),
     mistake(
         "vocabulary-of-each-rank",
         second.TAGGER,
@@ -92,6 +112,13 @@ MISTAKES = (
 )
 
 STYLES = (
+    style(
+        "buffer-from-the-whole-data-set",
+        second.TAGGER,
+        "Each rank computes the buffer from the whole data set.",
+        *SCALED,
+        ("    ddp_model = ", COUNTED.replace("[rank::world_size]", "")),
+    ),
     style(
         "vocabulary-of-all-texts",
         second.TAGGER,

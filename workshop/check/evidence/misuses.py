@@ -210,6 +210,13 @@ class SharedChanged(
     name: str  # of the argument that has the tensor
 
 
+# DistributedDataParallel gets a model, and is about to send the parameters and the buffers of rank 0 to the other ranks.
+class BuffersReplaced(Event):
+    weights: list[Sketch]
+    buffers: list[Sketch]  # without those of BatchNorm
+    names: list[str]  # of the buffers
+
+
 class ClipLimit(Event):  # the largest norm that ``clip_grad_norm_`` leaves as it is, at its first call
     limit: float
 

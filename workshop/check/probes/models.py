@@ -28,7 +28,7 @@ from workshop.check.evidence.events import (
     UnevenJoined,
     Wrapped,
 )
-from workshop.check.evidence.misuses import BuffersKept, GradientsIgnored
+from workshop.check.evidence.misuses import BuffersKept, BuffersReplaced, GradientsIgnored
 from workshop.check.probes.contents import (
     attributes,
     content,
@@ -70,7 +70,17 @@ class Pending:
 class Models(Probe):
     """Records calls of whole models and of ``backward``, and the use of DDP and ``Join``."""
 
-    writes = (Wrapped, GradientsIgnored, UnevenJoined, Backward, Evaluated, ModelEvaluated, BuffersSeen, BuffersKept)
+    writes = (
+        Wrapped,
+        GradientsIgnored,
+        UnevenJoined,
+        Backward,
+        Evaluated,
+        ModelEvaluated,
+        BuffersSeen,
+        BuffersKept,
+        BuffersReplaced,
+    )
     depth = 0  # of nested module calls
     unsynced = ""  # the line of the last ``no_sync()``
     passed = -1  # the number of steps before the last backward pass
@@ -268,6 +278,11 @@ class Models(Probe):
         with self.recorder.guard:
             names = [name for name, each in module.named_parameters() if each.requires_grad]
             self.note_here(Wrapped(names=tuple(names)))
+            owners = dict(module.named_modules())
+            buffers = {name: each for name, each in module.named_buffers() if not _of_norm(owners, name)}
+            if buffers:
+                weights, values = sketches(module.parameters()), [mixed(each) for each in buffers.values()]
+                self.note_here(BuffersReplaced(weights=weights, buffers=values, names=list(buffers)))
             self.inside.add(type(module))
             if ignored := set(names).intersection(getattr(module, IGNORED, ())):
                 self.note_here(GradientsIgnored(names=sorted(ignored)))

@@ -3,9 +3,10 @@
 from collections.abc import Iterator
 
 from workshop.check.evidence.events import BY_HASH, Collective, EncodersSeen, Evaluated, Saved, StepTaken
+from workshop.check.evidence.misuses import BuffersReplaced
 from workshop.check.evidence.process import Process
 from workshop.check.evidence.run import Run
-from workshop.check.evidence.sketches import CLOSE
+from workshop.check.evidence.sketches import CLOSE, difference
 from workshop.check.rules.processes import no_group, wrong_group
 from workshop.check.rules.rule import Said, Seen, rule
 from workshop.check.rules.words import plural
@@ -71,6 +72,29 @@ def _statistics(ranks: list[list[EncodersSeen]]) -> Iterator[tuple[str, str]]:
 def _apart(one: list[float], other: list[float]) -> bool:
     pairs = zip(one, other, strict=False)
     return len(one) == len(other) and any(abs(a - b) > CLOSE * max(abs(a), abs(b)) for a, b in pairs)
+
+
+@rule(
+    why="DistributedDataParallel sends the buffers of rank 0 to all ranks, so the model uses statistics of the samples of rank 0 "
+    "only, and they change with the number of processes.",
+    fix="Compute them from the whole data set on all ranks, or add up sums and counts with all_reduce before you divide.",
+    needs=(BuffersReplaced,),
+    after=(no_group, wrong_group, encoded_differently),
+    anywhere=True,
+)
+def buffer_of_rank_0(run: Run) -> Said:
+    """Ranks whose models are otherwise equal have computed different buffers before DistributedDataParallel gets the model."""
+    for first, *others in zip(*(process.of(BuffersReplaced) for process in run.trained), strict=False):
+        for other in others:
+            if other.names != first.names or difference(first.weights, other.weights) > CLOSE:
+                return  # the ranks have made the models at random
+            for name, mine, theirs in zip(first.names, first.buffers, other.buffers, strict=True):
+                if difference([mine], [theirs]) > CLOSE:
+                    seen = (
+                        f"the ranks have different values in the buffer `{name}`, and all of them get those of rank 0"
+                    )
+                    yield Seen(seen, first.where, origin=f"encoder:{name}")
+                    return
 
 
 @rule(
