@@ -206,6 +206,14 @@ ENCODERS = """
 
     loader = DataLoader(Texts(), batch_size=2)
     scaler = {"mean": torch.zeros(1), "std": torch.ones(1)}
+
+    class Front(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("mean", torch.ones(1))
+            self.std = 3.0
+
+    front = Front()
     model = nn.Linear(2, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for batch in loader:
@@ -254,7 +262,8 @@ def test_vocabularies_and_statistics_are_recorded(place):
     words = zlib.crc32(repr([(letter, number) for number, letter in enumerate("abcdefghij")]).encode())
     assert first.vocabularies == {"loader.vocab": (10, words)}
     of_loader = {"loader.mean": [1.0, 1.0], "loader.std": [2.0]}
-    assert first.statistics == second.statistics == of_loader | {"scaler.mean": [0.0], "scaler.std": [1.0]}
+    of_others = {"scaler.mean": [0.0], "scaler.std": [1.0], "front.mean": [1.0], "front.std": [3.0]}
+    assert first.statistics == second.statistics == of_loader | of_others
 
 
 DISCARDED = """

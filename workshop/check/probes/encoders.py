@@ -80,12 +80,11 @@ class Encoders(Probe):
                 value = value.dataset if isinstance(value, Subset) else value
                 if type(value) is dict and len(value) <= FEW and all(type(key) is str for key in value):
                     yield from ((f"{name}.{key}", each) for key, each in value.items())
-                elif isinstance(value, nn.Module):  # one that is not trained may prepare the inputs
-                    serves = not any(each.requires_grad for each in value.parameters())
-                    buffers = value.named_buffers(recurse=False) if serves else ()
-                    yield from ((f"{name}.{part}", each) for part, each in buffers)
+                elif isinstance(value, nn.Module) and any(each.requires_grad for each in value.parameters()):
+                    continue  # one that is not trained may prepare the inputs
                 elif self.recorder.of_program(value):
-                    yield from ((f"{name}.{part}", each) for part, each in list(attributes(value).items())[:VARIABLES])
+                    parts = attributes(value) | attributes(value).get("_buffers", {})
+                    yield from ((f"{name}.{part}", each) for part, each in list(parts.items())[:VARIABLES])
 
 
 def _vocabulary(words: dict[Any, Any]) -> tuple[int, int] | None:

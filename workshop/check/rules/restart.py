@@ -184,7 +184,8 @@ def _second_start(whole: Run, split: Split) -> Iterable[tuple[Rule | None, Seen]
     if lost := scale_lost(whole, split):
         return [(resume_differs, Seen(lost, load, fix=SCALER, origin="loading:scaler"))]
     if not second.trained:
-        return [(epoch_skipped, Seen(f"the second start takes no step, but {len(base) - len(done)} are left", load))]
+        left = len(base) - len(done)  # 0: the first save was after the last step that this rank takes
+        return [(epoch_skipped, Seen(f"the second start takes no step, but {left} are left", load))] if left > 0 else []
     rest = second.trained[0].steps
     resumed = is_reproducible(base, done) or has_resumed(done, rest[0], evaluated(split.first.trained[0]))
     fresh = begin_apart(rest[0], base[0]) < SAME / 10 or not resumed
