@@ -52,6 +52,18 @@ REPLACED = '            os.replace(args.checkpoint + ".tmp", args.checkpoint)\n'
 
 MISTAKES = (
     mistake(
+        "resume-fails-beside-names-of-the-wrapper",
+        second.TAGGER,
+        "resume-fails",
+        "The program knows the names that it saves; its second start fails because a method does not exist.",
+        ('"model": model.state_dict()', '"model": ddp_model.state_dict()'),
+        (
+            'model.load_state_dict(checkpoint["model"])\n',
+            'model.load_state_dict({name.removeprefix("module."): value for name, value in checkpoint["model"].items()})\n'
+            "    model.restored()\n",
+        ),
+    ),
+    mistake(
         "adagrad-loaded-on-rank-0",
         second.TAGGER,
         ("optimizer-lost", "resume-differs"),

@@ -1,9 +1,20 @@
 """Programs with DistributedDataParallel, or without it, in which not all gradients are averaged."""
 
-from check.bank import ddp, resumed
-from check.bank.case import mistake
+from check.bank import ddp, resumed, second
+from check.bank.case import mistake, style
 
 MISTAKES = (
+    mistake(
+        "term-of-the-loss-reduced-and-divided",
+        ddp.TORCHRUN,
+        "gradient-scale",
+        "A second term, which begins only in the third step, is divided by the number of processes after all_reduce().",
+        (
+            ddp.BACKWARD,
+            "        term = 0.01 * sum(each.square().sum() for each in model.parameters()) * (step > 2)\n"
+            "        dist.all_reduce(term)\n        loss = loss + term / dist.get_world_size()\n" + ddp.BACKWARD,
+        ),
+    ),
     mistake(
         "not-wrapped",
         ddp.SPAWN,
@@ -63,6 +74,21 @@ MISTAKES = (
             "            norm = torch.stack([each.norm() for each in shards]).norm()\n"
             "            for each in shards:\n"
             "                each.mul_(0.1 / (norm + 1e-6))\n",
+        ),
+    ),
+)
+
+STYLES = (
+    style(
+        "norm-of-each-rank-that-is-only-logged",
+        second.TAGGER,
+        "The norm of the own gradient is computed without a limit, and the gradients are averaged after that.",
+        ("    ddp_model = nn.parallel.DistributedDataParallel(model)\n", "    ddp_model = model\n"),
+        (
+            "            optimizer.step()\n",
+            "            nn.utils.clip_grad_norm_(model.parameters(), float('inf'))\n"
+            "            for each in model.parameters():\n                dist.all_reduce(each.grad, dist.ReduceOp.AVG)\n"
+            "            optimizer.step()\n",
         ),
     ),
 )

@@ -228,18 +228,6 @@ MISTAKES = (
         'The keys of the saved parameters start with "module.", so the plain model cannot load them.',
         (ddp.SAVE_CALL, ddp.SAVE_CALL.replace("model", "ddp_model")),
     ),
-    mistake(
-        "resume-fails-beside-names-of-the-wrapper",
-        second.TAGGER,
-        "resume-fails",
-        "The program knows the names that it saves; its second start fails because a method does not exist.",
-        ('"model": model.state_dict()', '"model": ddp_model.state_dict()'),
-        (
-            'model.load_state_dict(checkpoint["model"])\n',
-            'model.load_state_dict({name.removeprefix("module."): value for name, value in checkpoint["model"].items()})\n'
-            "    model.restored()\n",
-        ),
-    ),
 )
 
 STYLES = (

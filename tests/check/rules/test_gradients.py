@@ -283,17 +283,6 @@ MISTAKES = (
         (ddp.BACKWARD, "        dist.all_reduce(loss)\n        loss = loss / dist.get_world_size()\n" + ddp.BACKWARD),
     ),
     mistake(
-        "term-of-the-loss-reduced-and-divided",
-        ddp.TORCHRUN,
-        "gradient-scale",
-        "A second term, which begins only in the third step, is divided by the number of processes after all_reduce().",
-        (
-            ddp.BACKWARD,
-            "        term = 0.01 * sum(each.square().sum() for each in model.parameters()) * (step > 2)\n"
-            "        dist.all_reduce(term)\n        loss = loss + term / dist.get_world_size()\n" + ddp.BACKWARD,
-        ),
-    ),
-    mistake(
         "local-steps-then-the-sum-of-the-parameters",
         second.TAGGER,
         "gradient-scale",
@@ -351,18 +340,7 @@ MISTAKES = (
 )
 
 STYLES = (
-    style(
-        "norm-of-each-rank-that-is-only-logged",
-        second.TAGGER,
-        "The norm of the own gradient is computed without a limit, and the gradients are averaged after that.",
-        ("    ddp_model = nn.parallel.DistributedDataParallel(model)\n", "    ddp_model = model\n"),
-        (
-            "            optimizer.step()\n",
-            "            nn.utils.clip_grad_norm_(model.parameters(), float('inf'))\n"
-            "            for each in model.parameters():\n                dist.all_reduce(each.grad, dist.ReduceOp.AVG)\n"
-            "            optimizer.step()\n",
-        ),
-    ),
+    *unaveraged.STYLES,
     style(
         "copy-of-the-loss-averaged-before-backward",
         ddp.TORCHRUN,

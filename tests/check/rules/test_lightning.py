@@ -229,9 +229,9 @@ STYLES = (
         "lightning-stops-by-a-metric-object",
         DETECTOR,
         "Only the accuracy is monitored, which torchmetrics synchronizes; each rank logs its own loss.",
-        (SYNCHRONIZED, SYNCHRONIZED.replace(", sync_dist=True", "")),
-        ('EarlyStopping("val_loss"', 'EarlyStopping("val_accuracy"'),
-        ('monitor="val_loss"', 'monitor="val_accuracy"'),
+        (SYNCHRONIZED, SYNCHRONIZED.replace(", sync_dist=True", "").replace("val_loss", "own_loss")),
+        ('EarlyStopping("val_loss"', 'EarlyStopping("val_accuracy", mode="max"'),
+        ('monitor="val_loss"', 'monitor="val_accuracy", mode="max"'),
     ),
     style(
         "lightning-style-sanity-check-and-progress-bar",

@@ -298,7 +298,7 @@ def _position(stack: str) -> tuple[str, str]:
     """Return the line of the program in which a process is, and the library call that it waits in."""
     call = ""
     for path, number, function in re.findall(r'^\s*File "(.+)", line (\d+) in (.+)', stack, re.MULTILINE):
-        if "/workshop/check/" in path:
+        if re.search(r"/workshop/(check/|pretend/|gloo\.py)", path):
             continue
         if not re.search(r"^<|/(site-packages|torch|lib/python\d)", path):
             return f"{path.rsplit('/', 1)[-1]}:{number}", call
