@@ -18,7 +18,9 @@ def loading(run: Run, first: Run | None = None) -> str:
 
     ``first``: the first start. What loads a file with parameters that it has saved comes before what loads data, for example.
     """
-    saved = {event.path.rsplit("/", 1)[-1] for event in first.all(Saved) if event.keys or event.whole} if first else set()
+    saved = (
+        {event.path.rsplit("/", 1)[-1] for event in first.all(Saved) if event.keys or event.whole} if first else set()
+    )
     for process in run.ranks[:1]:
         begin = process.steps[0].seconds if process.steps else math.inf
         loads = [event for seconds, event in process.timed(Loaded) if seconds <= begin and event.where]
