@@ -19,7 +19,14 @@ from workshop.check.evidence.events import (
     VariablesSeen,
     Wrapped,
 )
-from workshop.check.evidence.misuses import GradientsIgnored, NeverAwaited, NeverFilled, ShardsLeft, TotalsSummed
+from workshop.check.evidence.misuses import (
+    BuffersReplaced,
+    GradientsIgnored,
+    NeverAwaited,
+    NeverFilled,
+    ShardsLeft,
+    TotalsSummed,
+)
 
 # ---------------------------------------------------------------- two ranks that train
 
@@ -419,3 +426,23 @@ def test_a_frozen_model_that_is_no_copy_of_the_trained_one_is_not_evaluated(plac
     made = Made(place("serving"), SERVING).well()
     (process,) = made.run.processes
     assert [each.where for each in process.of(Evaluated)] == [made.line("# the copy")] * 2
+
+
+REPLACED = """
+    import torch
+    import torch.distributed as dist
+    from torch import nn
+
+    dist.init_process_group("gloo", init_method="tcp://127.0.0.1:0", rank=0, world_size=1)
+    model = nn.Linear(2, 1)
+    model.register_buffer("scale", torch.ones(()))
+    nn.parallel.DistributedDataParallel(model, broadcast_buffers=False)
+    nn.parallel.DistributedDataParallel(model)  # it sends them
+    dist.destroy_process_group()
+"""
+
+
+def test_buffers_are_recorded_if_a_wrapper_is_about_to_send_them(place):
+    made = Made(place("replaced"), REPLACED).well()
+    (process,) = made.run.processes
+    assert [(each.names, each.where) for each in process.of(BuffersReplaced)] == [(["scale"], made.line("# it sends"))]

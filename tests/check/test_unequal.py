@@ -18,7 +18,7 @@ from workshop.check.evidence.events import (
     StepBegun,
     StepTaken,
 )
-from workshop.check.evidence.misuses import PlateauSeen
+from workshop.check.evidence.misuses import BuffersReplaced, PlateauSeen
 from workshop.check.evidence.process import Process
 from workshop.check.evidence.real import Speeds
 from workshop.check.evidence.run import Run
@@ -26,6 +26,7 @@ from workshop.check.evidence.sketches import ratio
 from workshop.check.rules.accumulation import batches_of_equal_weight
 from workshop.check.rules.collectives import collectives_differ
 from workshop.check.rules.comparison import in_two_views
+from workshop.check.rules.inputs import buffer_of_rank_0
 from workshop.check.rules.learning import loss_not_finite
 from workshop.check.rules.rule import NotJudged, Seen
 from workshop.check.rules.samples import _halves, same_random
@@ -275,3 +276,15 @@ def test_a_cosine_that_is_too_short_rises_again(cosine, steps, low):
     rates = [0.5 * min(1, (step + 1) / 4) * (1 + math.cos(math.pi * step / cosine)) for step in range(steps)]
     assert _rises_again(rates) == low
     assert _rises_again([max(0.0, 1 - step / cosine) for step in range(steps)]) == 0  # a line stays at 0
+
+
+@pytest.mark.parametrize(("name", "found"), [("front.mean", 1), ("queue", 0)])
+def test_a_queue_may_begin_with_other_values_on_each_rank(name, found):
+    ranks = []
+    for rank in (0, 1):
+        replaced = BuffersReplaced(weights=[(1.0, [1.0])], buffers=[(1.0 + rank, [1.0])], names=[name], where="t.py:9")
+        ranks.append(Process(rank + 1, [(0.0, Joined(rank=rank, world_size=2)), (1.0, replaced)]))
+        begun = StepBegun(gradients=[], weights=[], names=[], rates=[], state=0, of_model=True, fitting=False)
+        ranks[-1].events += [(2.0, begun), (3.0, StepTaken(weights=[]))]
+    run = Run(2, ranks, 0, "", False, 9.0, "torchrun")
+    assert len(list(buffer_of_rank_0.detectors[0].function(run))) == found

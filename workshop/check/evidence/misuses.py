@@ -204,9 +204,8 @@ class HalfUnscaled(Event):
     pass
 
 
-class SharedChanged(
-    Event
-):  # before the first step: the process has changed a tensor that mp.spawn() shares between all processes
+# Before the first step: the process has changed a tensor that mp.spawn() shares between all processes.
+class SharedChanged(Event):
     name: str  # of the argument that has the tensor
 
 

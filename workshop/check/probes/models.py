@@ -280,8 +280,8 @@ class Models(Probe):
             self.note_here(Wrapped(names=tuple(names)))
             owners = dict(module.named_modules())
             buffers = {name: each for name, each in module.named_buffers() if not _of_norm(owners, name)}
-            if buffers:
-                weights, values = sketches(module.parameters()), [mixed(each) for each in buffers.values()]
+            if buffers and kwargs.get("broadcast_buffers", True):
+                weights, values = sketches(module.parameters()), sketches(buffers.values())
                 self.note_here(BuffersReplaced(weights=weights, buffers=values, names=list(buffers)))
             self.inside.add(type(module))
             if ignored := set(names).intersection(getattr(module, IGNORED, ())):

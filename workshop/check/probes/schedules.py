@@ -2,7 +2,6 @@
 
 import ast
 import linecache
-import re
 from typing import Any
 from weakref import WeakSet
 
@@ -74,7 +73,7 @@ class Schedules(Probe):
 def _argument(line: str) -> str:
     """The name of the first argument of ``step()``, also of ``float(x)`` and ``x.item()``; "" if it is something else."""
     try:
-        tree = ast.parse(re.sub(r"^(if|elif|with|for)\b.*", "", line.strip()))
+        tree = ast.parse(line.strip())
     except SyntaxError:  # the call goes on in the next line
         return ""
     for call in ast.walk(tree):

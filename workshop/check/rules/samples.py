@@ -466,7 +466,8 @@ def same_random(run: Run) -> Said:
     # Later, only one rank may draw further numbers, for example in an evaluation.
     alike = len(list(takewhile(lambda states: len(set(states)) == 1, together)))
     if len(ranks) > 1 and ranks[0].draws and together and alike >= min(len(together), ALIKE):
-        yield Seen("at each step all ranks draw the same random numbers", ranks[0].data_where)
+        when = "at each step" if alike == len(together) else f"in the first {alike} steps"
+        yield Seen(f"{when} all ranks draw the same random numbers", ranks[0].data_where)
 
 
 @rule(

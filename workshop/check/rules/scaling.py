@@ -23,7 +23,7 @@ def clipped_while_scaled(run: Run) -> Said:
 
 
 @rule(
-    why="Gradients below 6e-8 become 0 in float16, so parts of the model stop learning, and values above 65504 become infinite.",
+    why="Gradients below 3e-8 become 0 in float16, so parts of the model stop learning, and values above 65504 become infinite.",
     fix="Use dtype=torch.bfloat16, which has the range of float32; or keep float16 and use GradScaler: "
     "scaler.scale(loss).backward(), scaler.step(optimizer), scaler.update().",
     needs=(HalfUnscaled,),
