@@ -34,6 +34,8 @@ from workshop.check.rules.schedules import _rises_again, mode_reversed
 from workshop.check.rules.speed import slower
 from workshop.check.rules.unequal import unclipped
 
+BEGUN = StepBegun(gradients=[], weights=[], names=[], rates=[], state=0, of_model=True, fitting=False)
+
 
 def test_the_finding_names_the_parameters_outside_ddp():
     finding, *_ = replayed(case_of("held-out-head-outside-ddp"), "gradients").errors
@@ -89,14 +91,13 @@ def test_the_padding_of_a_part_may_be_nan(sharded):
 
 def step_of_two_batches(rank, counts, factors):
     """The events of a rank that computes the sums of the losses of two batches, and multiplies their means by factors."""
-    begun = StepBegun(gradients=[], weights=[], names=[], rates=[], state=0, of_model=True, fitting=False)
     events = [Joined(rank=rank, world_size=2)]
     for count, factor in zip(counts, factors, strict=True):
         events.append(LossComputed(targets=count, mean=2.0, summed=True, where="train.py:5"))
         events.append(
             Backward(forward=None, loss=2.0 * factor, sync=None, leftover=False, random=1, where="train.py:7")
         )
-    return Process(rank, [(float(number), event) for number, event in enumerate([*events, begun])])
+    return Process(rank, [(float(number), event) for number, event in enumerate([*events, BEGUN])])
 
 
 @pytest.mark.parametrize("of_step", [True, False])
@@ -225,7 +226,6 @@ def test_the_mode_must_fit_the_metric(metric, mode, found):
 
 
 def test_random_numbers_are_the_same_also_if_one_rank_draws_more_after_some_steps():
-    begun = StepBegun(gradients=[], weights=[], names=[], rates=[], state=0, of_model=True, fitting=False)
     taken = StepTaken(weights=[])
     for alike, found in ((20, 1), (12, 1), (4, 0)):
         ranks = []
@@ -233,15 +233,14 @@ def test_random_numbers_are_the_same_also_if_one_rank_draws_more_after_some_step
             events = [Joined(rank=rank, world_size=2)]
             for number in range(20):
                 random = number if number < alike else 100 * (rank + 1) + number
-                events += [Backward(forward=None, loss=1.0, sync=None, leftover=False, random=random), begun, taken]
+                events += [Backward(forward=None, loss=1.0, sync=None, leftover=False, random=random), BEGUN, taken]
             ranks.append(Process(rank + 1, [(float(second), each) for second, each in enumerate(events)]))
         run = Run(2, ranks, 0, "", False, 99.0, "torchrun")
         assert len(list(same_random.detectors[0].function(run))) == found
 
 
 def test_ranks_without_steps_may_have_a_role_of_their_own():
-    begun = StepBegun(gradients=[], weights=[], names=[], rates=[], state=0, of_model=True, fitting=False)
-    step = (begun, StepTaken(weights=[]))
+    step = (BEGUN, StepTaken(weights=[]))
     sent = Collective(name="broadcast", shape=(2,), dtype="float32")
     for group, found in (((1,), 0), ((), 1)):
         own = Collective(name="all_reduce", shape=(2,), dtype="float32", group=group)
@@ -284,7 +283,6 @@ def test_a_queue_may_begin_with_other_values_on_each_rank(name, found):
     for rank in (0, 1):
         replaced = BuffersReplaced(weights=[(1.0, [1.0])], buffers=[(1.0 + rank, [1.0])], names=[name], where="t.py:9")
         ranks.append(Process(rank + 1, [(0.0, Joined(rank=rank, world_size=2)), (1.0, replaced)]))
-        begun = StepBegun(gradients=[], weights=[], names=[], rates=[], state=0, of_model=True, fitting=False)
-        ranks[-1].events += [(2.0, begun), (3.0, StepTaken(weights=[]))]
+        ranks[-1].events += [(2.0, BEGUN), (3.0, StepTaken(weights=[]))]
     run = Run(2, ranks, 0, "", False, 9.0, "torchrun")
     assert len(list(buffer_of_rank_0.detectors[0].function(run))) == found
