@@ -8,8 +8,8 @@ import pytest
 from needs import require
 from runs import run
 
-# A thread of gloo reports first that the result of a collective is there, then that the collective has ended. After that it releases
-# the tensors. Here it computes after the second report until Python exits, at most for LATE milliseconds of processor time.
+# A thread of gloo reports first that the result of a collective is there, then that the collective has ended. After that it
+# releases the tensors. Here it computes after the second report until Python exits, at most LATE milliseconds of processor time.
 LATE = r"""
 #define _GNU_SOURCE
 #include <dlfcn.h>
@@ -43,8 +43,8 @@ import ctypes
 import sys
 import time
 
-# These run last, just before Python ends. They are no Python code, so they never release the global interpreter lock, for which the
-# thread must wait.
+# These run last, just before Python ends. They are no Python code, so they never release the global interpreter lock, and the
+# thread must wait for it.
 exiting = ctypes.c_int.in_dll(ctypes.CDLL(None), "exiting")
 atexit.register(sum, range(10**7))
 atexit.register(setattr, exiting, "value", 1)
