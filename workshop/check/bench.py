@@ -18,6 +18,7 @@ from workshop.check.scenarios import Scenario
 from workshop.check.subject import Subject
 
 ABORTED = "terminated with signal SIGABRT"  # the words of torch.multiprocessing
+SOON = 2  # seconds without progress after which a run counts as hanging, if the same run has hung before
 TRACED = 150  # seconds of a run after which it is too long for a second run with tracing
 
 
@@ -34,6 +35,7 @@ class ProgramBench:
         self.nproc = 1 if launch == "single" else nproc
         self._folders = 0
         self._by_content = False  # whether content identifies samples, see Run.settle_identity
+        self._hangs = False  # whether the next run is known to hang
 
     @property
     def offers(self) -> tuple[Scenario[Any], ...]:
@@ -84,7 +86,10 @@ class ProgramBench:
         """Return what ``launch_program`` runs."""
         own = {name: getattr(self, name) for name in ("script", "launch", "probes", "on_cpu", "before")}
         own |= {"nproc": nproc or self.nproc, "scratch": scratch or self.folder()}
-        return Program(arguments=tuple(map(str, arguments)), **(own | changes))
+        program = Program(arguments=tuple(map(str, arguments)), **(own | changes))
+        if self._hangs:
+            program = replace(program, patience=replace(program.patience, idle=min(SOON, program.patience.idle)))
+        return program
 
     def launch_beside(self, *programs: Program) -> tuple[Run, list[Run | None]]:
         """Run programs at the same time; see ``launching.run_beside``."""
@@ -111,6 +116,8 @@ class ProgramBench:
         """
         if run.seconds >= TRACED or not (run.apart or run.elsewhere()):
             return run
+        self._hangs = run.hung == "idle"
         second = again(probes=(*self.probes, Trails))
+        self._hangs = False
         same = run.failed or not second.failed
         return second if same and (second.apart or second.elsewhere()) else run
