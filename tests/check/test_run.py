@@ -82,11 +82,13 @@ def joined(rank, *events):
 
 
 def test_files_that_several_ranks_write_are_named_once_for_each_line():
-    written = [("/r/a", "t.py:3"), ("/r/b", "t.py:3"), ("/r/c", "t.py:5"), ("/r/d.lock", "t.py:7")]
+    events = "/r/events.out.tfevents.17.node"
+    written = [("/r/a", "t.py:3"), ("/r/b", "t.py:3"), (events, "t.py:5"), ("/r/d.lock", "t.py:7")]
     ranks = [joined(rank, *(FileWritten(path=path, where=where) for path, where in written)) for rank in (0, 1)]
     both = run(*ranks)
-    assert [(path, where) for path, _, where in both.shared_files()] == [("/r/a", "t.py:3"), ("/r/c", "t.py:5")]
-    assert [seen.where for seen in two_writers.detectors[0].function(both)] == ["t.py:3", "t.py:5"]
+    assert [(path, where) for path, _, where in both.shared_files()] == [("/r/a", "t.py:3"), (events, "t.py:5")]
+    found = two_writers.detectors[0].function(both)
+    assert [(seen.where, seen.mild) for seen in found] == [("t.py:3", False), ("t.py:5", True)]
 
 
 def test_of_a_program_that_starts_its_processes_twice_those_count_that_trained():
@@ -489,3 +491,10 @@ def test_a_schedule_of_the_number_of_batches_is_no_mistake(sizes, found):
     steps = [(passed(0), *[dataclasses.replace(passed(1), leftover=True)] * (size - 1), *step) for size in sizes]
     alone = run(joined(0, *(event for each in steps for event in each)), launch="torchrun")
     assert len(list(accumulation_uneven.detectors[0].function(alone))) == found
+
+
+def test_backward_passes_that_try_batches_before_the_first_step_are_no_batches_of_it():
+    step = dataclasses.replace(BEGUN, weights=[(1.0, [1.0])]), StepTaken(weights=[(1.01, [1.01])])
+    steps = [event for _ in range(3) for event in (passed(0), dataclasses.replace(passed(1), leftover=True), *step)]
+    alone = run(joined(0, passed(0), passed(0), passed(0), *steps), launch="torchrun")
+    assert not list(accumulation_uneven.detectors[0].function(alone))

@@ -244,3 +244,41 @@ def test_recording_what_lightning_saves_calls_no_collective(tmp_path):
     *_, verdict = check_command(["python", "train.py"], folder=tmp_path)
     assert [each.seen for each in verdict.errors] == []
     assert verdict.status == 0
+
+
+SLURM = """
+import os, subprocess
+import torch
+import torch.distributed as dist
+
+names = subprocess.check_output(["scontrol", "show", "hostnames", os.environ["SLURM_JOB_NODELIST"]], text=True)
+os.environ |= {"MASTER_ADDR": names.split()[0], "RANK": os.environ["SLURM_PROCID"], "WORLD_SIZE": os.environ["SLURM_NTASKS"]}
+dist.init_process_group("gloo")
+torch.manual_seed(0)
+model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 1))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for step in range(4):
+    inputs = torch.randn(4, 4, generator=torch.Generator().manual_seed(2 * step + dist.get_rank()))
+    optimizer.zero_grad()
+    model(inputs).pow(2).mean().backward()
+    optimizer.step()
+dist.destroy_process_group()
+"""
+
+
+def test_a_program_of_srun_may_ask_for_the_names_of_its_nodes(tmp_path):
+    asks = 'assert os.environ["SLURM_STEP_TASKS_PER_NODE"] == "2" and os.environ["SLURM_STEP_NUM_NODES"] == "1"\n'
+    (tmp_path / "train.py").write_text(SLURM.replace("names =", f"{asks}names ="))
+    *_, verdict = check_command(["srun", "--ntasks=2", "python", "train.py"], folder=tmp_path)
+    assert [finding.seen for finding in verdict.errors] == []
+    assert verdict.status == 0
+
+
+@pytest.mark.parametrize(("device", "errors"), [('"cuda", 0', 0), ('"cuda", int(os.environ["SLURM_LOCALID"])', 1)])
+def test_srun_can_give_each_task_one_gpu(device, errors, tmp_path):
+    text = SLURM.replace('init_process_group("gloo")', f'init_process_group("nccl")\ndevice = torch.device({device})')
+    text = text.replace("torch.nn.Linear(4, 1)", "torch.nn.Linear(4, 1).to(device)")
+    text = text.replace("dist.get_rank()))", "dist.get_rank())).to(device)")
+    (tmp_path / "train.py").write_text(text)
+    *_, verdict = check_command(["srun", "--ntasks=2", "--gpus-per-task=1", "python", "train.py"], folder=tmp_path)
+    assert len(verdict.errors) == errors, [finding.seen for finding in verdict.errors]

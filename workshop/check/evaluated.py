@@ -94,7 +94,8 @@ def _each_evaluation(recorder: Recorder, evaluates: Callable[[Key, nn.Module], b
         if last != now or mark != _mark(model):
             version = version + 1 if last == now else 0
             key = now, number, version
-            agree[key] = not is_fsdp1(model) and evaluates(key, model)
+            partitioned = any(each.numel() == 0 for each in model.parameters())  # by ZeRO stage 3
+            agree[key] = not is_fsdp1(model) and not partitioned and evaluates(key, model)
             present[number] = now, version, _mark(model)
         recorder.parameters_given = all(same for key, same in agree.items() if key[0] == now)
 

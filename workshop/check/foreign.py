@@ -7,7 +7,6 @@ import re
 import secrets
 import shlex
 import shutil
-import socket
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -72,6 +71,7 @@ from workshop.check.scenarios import (
 from workshop.check.start import USUAL, Start
 from workshop.check.subject import Subject
 from workshop.errors import UserError
+from workshop.run.environment import free_port
 from workshop.run.stillness import Patience
 
 # An unknown program may load a data set, or compute for a minute, before its first step.
@@ -163,7 +163,7 @@ class OwnersBench(ProgramBench):
             original=self.original,
             module=self.start.target if self.start.is_module else "",
             variables=self.start.variables | ({} if changes.get("devices", self.devices) else self.start.on_cpu),
-            port=_free_port(),
+            port=free_port(),
             **{
                 "patience": UNKNOWN,
                 "gpus": self.gpus,
@@ -172,6 +172,7 @@ class OwnersBench(ProgramBench):
                 "steps": self.wishes.steps or STEPS,
                 "at_once": self.wishes.steps is not None,
                 "nodes": self.start.nodes,
+                "bound": self.start.bound,
                 **changes,
             },
         )
@@ -231,6 +232,8 @@ class OwnersBench(ProgramBench):
         return run
 
     def _gpus_per_node(self) -> int:
+        if self.start.bound:
+            return 1
         return self.start.nproc // self.start.nodes if self.launch != "spawn" else USUAL
 
     def _retraced(self, run: Run) -> Run:
@@ -409,12 +412,6 @@ def _loads(run: Run, folder: Path, saved: set[str]) -> bool:
     found = run.first_exception()
     refused = run.failed and not run.trained and (found is None or found[1].type in MISSING)
     return loads and not refused
-
-
-def _free_port() -> int:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return int(free.getsockname()[1])
 
 
 def _rounds(run: Run) -> dict[int, dict[str, tuple[int, float]]]:

@@ -70,6 +70,7 @@ class Program:
     probes: tuple[type[Probe], ...] = ()  # the probes to install in addition to those that are always installed
     nodes: int = 1  # simulated machines
     devices: bool = False  # each simulated machine has one pretended GPU per process
+    bound: bool = False  # each rank sees only one of them
     on_cpu: bool = True  # hide the GPUs
     fails: bool = False  # rank 1 raises an exception in its third step
     dies: int = 0  # the rank that saves is killed in the step after this number of its checkpoints; 0: it is not
@@ -223,6 +224,8 @@ def _end_soon(children: set[int], seconds: float) -> None:
 def _rank(program: Program, rank: int, port: int) -> int:
     local = program.nproc // program.nodes
     os.environ |= LAUNCHERS[program.launch](program, rank, local, port) | {NODE: str(rank // local)}
+    if program.devices and program.bound:
+        os.environ["CUDA_VISIBLE_DEVICES"] = str(rank % local)
     if program.launch == "deepspeed":
         program = replace(program, arguments=(f"--local_rank={rank % local}", *program.arguments))
     if rank % local:

@@ -127,6 +127,8 @@ def resume_arguments(text: str, given: Sequence[str], latest: str) -> Iterator[l
         elif latest:
             yield [option, latest]
             yield [option, str(Path(latest).parent)]
+            if Path(latest).parent != Path():  # some programs know the folder
+                yield [option, Path(latest).name]
     for name, kind in RESUME_FIELD.findall(text)[:1]:
         yield [f"--{name}", *{"bool": [], "int": ["1"], "str": [latest]}[kind]]
     for name, value in RESUME_KEY.findall(text)[:1] if KEYS.search(text) else ():

@@ -18,6 +18,10 @@ USUAL = 2
 MOST = 16
 LOCAL_RANK = "{local_rank}"  # in the arguments: the number of the process on its node
 OF_ACCELERATE = "ACCELERATE_", "FSDP_", "PARALLELISM_CONFIG_"  # variables that accelerate launch sets
+# Options with which srun gives each task one GPU.
+BOUND = re.compile(
+    r"--gpus-per-task=(?:\w+:)?1|--ntasks-per-gpu=1|--gpu-bind=(?:verbose,)?(?:single:1|per_task:1|map_gpu:.*)"
+)
 USE_ENV = ("--use-env", "--use_env")  # options of torch.distributed.launch: it then passes no --local-rank
 
 
@@ -34,6 +38,7 @@ class Start:
     variables: dict[str, str] = field(default_factory=dict)  # for its environment
     on_cpu: dict[str, str] = field(default_factory=dict)  # further ones, for runs without pretended GPUs
     needs_gpus: bool = False  # a library would train in a different way without GPUs
+    bound: bool = False  # the launcher gives each rank one GPU, which the rank sees as its only one
 
     def at(self, root: Path) -> Path:
         """The file of the program in this folder.
@@ -221,7 +226,7 @@ def _tasks(launch: str, number: Sequence[str], single: Sequence[str]) -> Callabl
     """
 
     def read(words: list[str]) -> Start:
-        options, counts = list(words[1:]), {}
+        options, counts, bound = list(words[1:]), {}, False
         while options and options[0].startswith("-"):
             option, equals, value = options.pop(0).partition("=")
             short = re.fullmatch(r"(-[a-zA-Z])(\d+)", option)
@@ -231,11 +236,12 @@ def _tasks(launch: str, number: Sequence[str], single: Sequence[str]) -> Callabl
                 value = options.pop(0)
             if option in number and value.isdigit():
                 counts[option] = int(value)
+            bound = bound or (launch == "srun" and BOUND.fullmatch(f"{option}={value}") is not None)
         if not options:
             raise UserError(f"{words[0]} without a program; for example: {words[0]} {number[0]} 2 python train.py")
         inner = read_start(options)
         return (
-            _with(inner, launch=launch, nproc=max(counts.values(), default=USUAL))
+            _with(inner, launch=launch, nproc=max(counts.values(), default=USUAL), bound=bound)
             if inner.launch == "python"
             else inner
         )

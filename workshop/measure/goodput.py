@@ -12,7 +12,6 @@ import os
 import random
 import runpy
 import signal
-import socket
 import statistics
 import sys
 import tempfile
@@ -30,7 +29,7 @@ from workshop.measure.plots import plot_goodput
 from workshop.measure.step_log import note_steps, read_steps
 from workshop.plan.failures import daly, goodput, young
 from workshop.repository import ROOT, open_folder
-from workshop.run.environment import environment
+from workshop.run.environment import environment, free_port
 from workshop.run.machine import machine
 
 PROGRAM = ROOT / "slurm-multinode" / "surviving" / "checkpoint_steps.py"
@@ -74,7 +73,7 @@ def train(every: int, epochs: int, failures: Iterator[float], limit: float = 600
         folder, begin, kills, broken = Path(place), time.time(), 0, 0
         while True:
             start, until = time.time(), next(failures)
-            processes = [_fork(folder, rank, every, epochs, port) for port in [_free_port()] for rank in range(RANKS)]
+            processes = [_fork(folder, rank, every, epochs, port) for port in [free_port()] for rank in range(RANKS)]
             try:
                 statuses = _wait(processes, min(start + until, begin + limit))
             finally:
@@ -93,11 +92,6 @@ def train(every: int, epochs: int, failures: Iterator[float], limit: float = 600
     step = statistics.median(after - before for before, after in pairwise(own)) if len(own) > 1 else 0.0
     seconds = steps[-1].time - begin
     return Trained(seconds, kills, steps[-1].number, own[-1] - own[0] + step, own[0] - step - start)
-
-
-def _free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return server.getsockname()[1]
 
 
 def _fork(folder: Path, rank: int, every: int, epochs: int, port: int) -> int:

@@ -3,18 +3,18 @@
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
 
 from workshop.errors import UserError
 from workshop.measure.pretended_processes import variables
 from workshop.measure.pretended_table import print_table
-from workshop.run.environment import environment, loopback
+from workshop.run.environment import environment, free_port, loopback
 from workshop.run.processes import end_family, sigterm_interrupts
 
 LAST_WORDS = 5  # seconds
@@ -67,16 +67,7 @@ def _on_node(command: Sequence[str], node: int, nodes: int) -> list[str]:
     return place
 
 
-_chosen: list[int] = []
-
-
-def _port() -> int:
-    """Return a free port, the same at each call."""
-    if not _chosen:
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            _chosen.append(free.getsockname()[1])
-    return _chosen[0]
+_port = cache(free_port)  # the same at each call
 
 
 def _run(commands: list[list[str]], gpus: int, reports: Path) -> list[int]:

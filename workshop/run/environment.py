@@ -1,6 +1,7 @@
 """Build the environment and the launch command of a program that is started on this machine."""
 
 import os
+import socket
 import sys
 from collections.abc import Mapping
 
@@ -66,6 +67,13 @@ def for_scheduler(environment: Mapping[str, str]) -> dict[str, str]:
     prefixes = ("SRUN_", "SALLOC_", "SLURMD_")
     rest = without_launcher(environment).items()
     return {name: value for name, value in rest if name not in names and not name.startswith(prefixes)} | kept
+
+
+def free_port() -> int:
+    """Return a port of this machine that no program uses now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
 
 
 def loopback() -> str:

@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from workshop.errors import UserError
-from workshop.run.environment import without_launcher
+from workshop.run.environment import free_port, without_launcher
 from workshop.run.processes import end_family
 from workshop.slurm.cluster import SEARCH_PATH
 
@@ -107,7 +107,7 @@ def _start(folder: Path, fragment: Path, started: list[subprocess.Popen]) -> Non
     lua = fragment.with_suffix(".lua")
     if lua.exists():
         shutil.copy(lua, folder / "job_submit.lua")
-    port = _free_port()
+    port = free_port()
     settings = COMMON.format(
         host=socket.gethostname().split(".")[0],
         port=port,
@@ -142,12 +142,6 @@ def _start(folder: Path, fragment: Path, started: list[subprocess.Popen]) -> Non
                     f"{command[0]} does not start: {' '.join(log.read_text().split()) or 'it printed nothing'}"
                 )
             time.sleep(0.01)
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 def _listens(port: int) -> bool:

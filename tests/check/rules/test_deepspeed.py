@@ -5,6 +5,21 @@ from check.bank.case import mistake, style
 from check.bank.cases import bank_tests
 from workshop.repository import ROOT
 
+# Parts of the text of second.ENGINE.
+SAVED = '        engine.save_checkpoint(args.out, tag=tag, client_state={"epoch": epoch + 1})\n'
+READ = "        config = json.load(file)\n"
+ZERO_3 = READ + '    config["zero_optimization"] |= {"stage": 3, "stage3_param_persistence_threshold": 0}\n'
+SMALL = ("draw_pictures(768", "draw_pictures(128")
+LOCAL = """\
+    if dist.get_rank() == 0:
+        torch.save(engine.module.state_dict(), "final.pt")
+"""
+GATHERED = """\
+    with deepspeed.zero.GatheredParameters(list(engine.module.parameters())):
+        if dist.get_rank() == 0:
+            torch.save(engine.module.state_dict(), "final.pt")
+"""
+
 MISTAKES = (
     # ---- engine-steps-missing
     mistake(
@@ -16,6 +31,16 @@ MISTAKES = (
             "            engine.step()\n",
             "            if (i + 1) % engine.gradient_accumulation_steps() == 0:\n                engine.step()\n",
         ),
+    ),
+    # ---- saved-without-values
+    mistake(
+        "zero-3-saved-by-rank-0",
+        second.ENGINE,
+        "saved-without-values",
+        "With ZeRO stage 3, rank 0 has only empty tensors in place of the parameters, and saves them.",
+        (READ, ZERO_3),
+        SMALL,
+        (SAVED, SAVED + LOCAL),
     ),
     # ---- tags-differ
     mistake(
@@ -124,6 +149,14 @@ STYLES = (
         zero.DEEPSPEED,
         "ZeRO-3 shards the parameters as well.",
         (zero.FILE, f'"{ROOT}/05_deepspeed/zero3.json"'),
+    ),
+    style(
+        "zero-3-gathered-and-saved-by-rank-0",
+        second.ENGINE,
+        "With ZeRO stage 3, all ranks gather the parameters, and rank 0 saves them.",
+        (READ, ZERO_3),
+        SMALL,
+        (SAVED, SAVED + GATHERED),
     ),
     style(
         "zero-two-names",

@@ -232,3 +232,9 @@ class StopsEarly(
 
 class MemoryShared(Event):  # at the first step: other processes have the same parameters in shared memory (Hogwild)
     pass
+
+
+class SavedEmpty(Event):  # a saved file has parameters of a model without values
+    path: str
+    names: list[str]
+    of: int  # how many parameters it has

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from workshop.check.evidence.events import FileRenamed, FileWritten, Loaded, Saved, WroteOutside
-from workshop.check.evidence.misuses import PythonStarted
+from workshop.check.evidence.misuses import PythonStarted, SavedEmpty
 from workshop.check.folder import extensions, make_own, top_of
 from workshop.check.probes.contents import sketches
 from workshop.check.probes.probe import Function, Probe, around, before
@@ -50,7 +50,7 @@ def _command(event: str, arguments: tuple[Any, ...]) -> str:
 class Files(Probe):
     """Records files through audit events of Python, and ``torch.save``, which opens its file in C++."""
 
-    writes = (FileWritten, FileRenamed, Saved, Loaded, WroteOutside, PythonStarted)
+    writes = (FileWritten, FileRenamed, Saved, Loaded, WroteOutside, PythonStarted, SavedEmpty)
 
     copying = False  # this probe itself changes files
 
@@ -151,8 +151,17 @@ class Files(Probe):
         self.recorder.saved += 1
         with self.recorder.guard:
             self.note_here(self._saved(obj, _path(f)))
+            if self.recorder.own(sys._getframe(2).f_code.co_filename):  # an engine saves its parts in other files
+                self._note_empty(obj, _path(f))
         with self.recorder.quietly():
             return original(obj, f, *args, **kwargs)
+
+    def _note_empty(self, obj: Any, path: str) -> None:
+        """Note whether parameters of a model have no values in an object that is saved."""
+        known = {name.removeprefix("module.") for name in self.recorder.names.values()}
+        sizes = {name: size for name, size in _sizes(obj).items() if name.removeprefix("module.") in known}
+        if empty := [name for name, size in sizes.items() if size == 0]:
+            self.note_here(SavedEmpty(path=path, names=empty, of=len(sizes)))
 
     def _saved(self, obj: Any, path: str) -> Saved:
         own = sum(elements(optimizer.state) for optimizer in self.recorder.optimizers)
@@ -218,6 +227,15 @@ def _path(file: Any) -> str:
     """Return the path of a file for ``torch.save``, a path or an open file; "" if it has none."""
     path = file if isinstance(file, (str, os.PathLike)) else getattr(file, "name", "")
     return os.path.realpath(os.fspath(path)) if isinstance(path, (str, os.PathLike)) and path else ""
+
+
+def _sizes(obj: Any, depth: int = DEPTH) -> dict[str, int]:
+    """The number of elements of each tensor in a saved object, by its key."""
+    found: dict[str, int] = {}
+    if isinstance(obj, dict) and depth:
+        for key, value in obj.items():
+            found |= {str(key): value.numel()} if isinstance(value, torch.Tensor) else _sizes(value, depth - 1)
+    return found
 
 
 def _state_keys(obj: Any) -> list[str]:

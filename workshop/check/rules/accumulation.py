@@ -42,7 +42,9 @@ def accumulation_uneven(run: Run) -> Said:
             sizes = [size for size, left in zip(sizes, _left_over(steps, wanted), strict=True) if not left] or sizes
             if _in_phases(sizes):
                 continue
-        cleared = [backward for step in process.steps for backward in step.backwards[1:] if not backward.leftover]
+        # A program may try batches of different sizes before its first step.
+        own = (step.backwards if run.asked else step.backwards[-wanted:] for step in process.steps)
+        cleared = [backward for backwards in own for backward in backwards[1:] if not backward.leftover]
         if set(sizes) != {wanted}:
             number = max(6, next(number for number, size in enumerate(sizes, 1) if size != wanted))
             shown = ", ".join(map(str, sizes[:number])) + (", ..." if len(sizes) > number else "")

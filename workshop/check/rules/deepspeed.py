@@ -1,6 +1,8 @@
 """Training with DeepSpeed: its engine takes the steps, ZeRO partitions the optimizer state, the losses equal those of DDP."""
 
 from collections.abc import Sequence
+from itertools import islice
+from pathlib import PurePath
 
 from workshop.check.evidence.engine import EngineCheckpoint, PlainWeights
 from workshop.check.evidence.events import (
@@ -12,6 +14,7 @@ from workshop.check.evidence.events import (
     Saved,
     Wrapped,
 )
+from workshop.check.evidence.misuses import SavedEmpty
 from workshop.check.evidence.process import Process
 from workshop.check.evidence.run import Run
 from workshop.check.rules.checkpoints import export_differs, not_exported, not_saved
@@ -193,6 +196,21 @@ def engine_second_start(whole: Run, split: Split) -> Told:
         return [(epoch_repeated if done + rest > total else epoch_skipped, counts)]
     seen = unequal(losses(second, Reported), losses(whole, Reported)[done:], SAME, first=done + 1)
     return [(resume_differs, Seen(f"after the second start {seen} without a restart", load))] if seen else []
+
+
+@rule(
+    why="With ZeRO stage 3, and with FSDP, a process has only its part of each parameter. The file lacks the rest, so nobody can "
+    "load the trained model from it.",
+    fix="On all ranks, call engine.save_16bit_model(folder) with DeepSpeed; with FSDP, call get_model_state_dict() with "
+    "full_state_dict=True.",
+    needs=(SavedEmpty,),
+    anywhere=True,
+)
+def saved_without_values(run: Run) -> Said:
+    """A file contains parameters without values."""
+    for event in islice(run.all(SavedEmpty), 1):
+        file, names = PurePath(event.path).name or "a file", listed(event.names)
+        yield Seen(f"{file} has {len(event.names)} of {event.of} parameters without values ({names})", event.where)
 
 
 @not_exported.also((ENGINE_SPLIT, PLAIN_WEIGHTS), after=(resume_fails,), active=True)

@@ -30,6 +30,7 @@ REMOVES = re.compile(r"\b(?:remove|unlink|rmtree|rmdir)\(")
 OTHERWISE = re.compile(r"Unpickling|FileNotFound|OutOfMemory|Attribute")  # errors of a load that names cannot cause
 OF_DEEPSPEED = r"^\[[\d ,:-]+\] \[[A-Z]+\] \[|^DeepSpeed deepspeed\.ops"  # lines of its own logger, on each rank
 TEMPORARY = re.compile(r"[._-](tmp|temp|part|partial|incomplete)\b")  # in the name of what is not complete yet
+MILD = ("/.hydra/", "/events.out.tfevents.")
 WRITERS = 3  # findings of files that several ranks write, each at a line of its own
 
 
@@ -43,8 +44,9 @@ def two_writers(run: Run) -> Said:
     """Several ranks write the same file."""
     for path, processes, where in run.shared_files()[:WRITERS]:
         ranks = " and ".join(str(rank_of(processes, index)) for index in range(len(processes)))
-        # Hydra saves its settings on each rank, in a file for people.
-        yield Seen(f"ranks {ranks} write the same file, {path.rsplit('/', 1)[-1]}", where, mild="/.hydra/" in path)
+        # Hydra saves its settings on each rank, in a file for people; a writer of TensorBoard writes its version into a new file.
+        mild = any(each in path for each in MILD)
+        yield Seen(f"ranks {ranks} write the same file, {path.rsplit('/', 1)[-1]}", where, mild=mild)
 
 
 @two_writers.also(TWO_NODES)

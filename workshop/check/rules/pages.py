@@ -95,6 +95,7 @@ PAGES: dict[str, str] = {
     "reduce_scatter_tensor": f"{_DISTRIBUTED}#torch.distributed.reduce_scatter_tensor",
     "register_forward_pre_hook": f"{_MODULE}.register_forward_pre_hook",
     "resume": f"{_GLOSSARY}#resume",
+    "save_16bit_model": "https://deepspeed.readthedocs.io/en/latest/zero3.html",
     "save_checkpoint": "https://deepspeed.readthedocs.io/en/latest/model-checkpointing.html",
     "save_pretrained": "https://huggingface.co/docs/transformers/main_classes/model#transformers.PreTrainedModel.save_pretrained",
     "saved_tensors_hooks": f"{_TORCH}/autograd.html#torch.autograd.graph.saved_tensors_hooks",

@@ -54,7 +54,8 @@ OWN_SAMPLER = (
     "Keep the DistributedSampler of each loader in a variable of its own, and call set_epoch of that for training."
 )
 SHUFFLED = (
-    "Pass shuffle=True to the DataLoader of the training samples; an IterableDataset shuffles in its own __iter__()."
+    "Pass shuffle=True to the DataLoader of the training samples. A sampler or an IterableDataset of your own shuffles in its "
+    "__iter__(), differently in each epoch."
 )
 OWN_DRAWS = (
     "If the program draws the samples at random, seed each rank differently: torch.manual_seed(SEED + rank). If it has them "
