@@ -1,6 +1,7 @@
 """Any program as its owner starts it: the command, the copy of the folder, programs for GPUs, and what cannot be judged."""
 
 import os
+import shlex
 import sys
 import sysconfig
 import textwrap
@@ -35,6 +36,7 @@ COMMANDS = {
     "deepspeed --num_gpus 4 --master_port 1 t.py --deepspeed": ("deepspeed", 4, "t.py", ("--deepspeed",)),
     "srun -n4 --cpu-bind=cores python t.py": ("srun", 4, "t.py", ()),
     "srun -n2 --gpus-per-task=1 python t.py": ("srun", 2, "t.py", ()),
+    "bash -c 'cd . && torchrun --nproc-per-node=2 t.py \"a;b\"'": ("torchrun", 2, "t.py", ("a;b",)),
     "mpirun -np 2 --oversubscribe python t.py": ("mpirun", 2, "t.py", ()),
     "A=1 B=x python t.py": ("python", 1, "t.py", ()),
 }
@@ -42,7 +44,7 @@ COMMANDS = {
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_a_command_says_how_the_program_is_started(command):
-    start = read_start(command.split())
+    start = read_start(shlex.split(command))
     assert (start.launch, start.nproc, start.target, start.arguments) == COMMANDS[command]
     assert start.bound == ("--gpus-per-task" in command)
     if command.startswith("A=1"):
@@ -56,6 +58,7 @@ def test_a_command_says_how_the_program_is_started(command):
         ("jsrun train.py", "does not know how jsrun"),
         ("python -c print()", "without a file"),
         ("torchrun --nproc-per-node=99 t.py", "too many"),
+        ("bash train.sh", "only this form of bash"),
         ("torchrun --no-such-option t.py", "no-such-option"),
         ("accelerate config", "only accelerate launch"),
         ("torchrun missing.py", "no such file"),

@@ -282,3 +282,16 @@ def test_srun_can_give_each_task_one_gpu(device, errors, tmp_path):
     (tmp_path / "train.py").write_text(text)
     *_, verdict = check_command(["srun", "--ntasks=2", "--gpus-per-task=1", "python", "train.py"], folder=tmp_path)
     assert len(verdict.errors) == errors, [finding.seen for finding in verdict.errors]
+
+
+def test_a_shell_can_set_variables_in_each_task(tmp_path):
+    (tmp_path / "variables.sh").write_text(
+        "export RANK=$SLURM_PROCID WORLD_SIZE=$SLURM_NTASKS\nexport MASTER_ADDR=nowhere\n"
+    )
+    checks = 'import sys\nassert sys.argv[1:] == ["--rank", os.environ["RANK"]]\n'
+    own = SLURM[SLURM.index("names =") : SLURM.index("dist.init")]
+    (tmp_path / "train.py").write_text(SLURM.replace(own, checks))
+    commands = "echo starting; source variables.sh; python train.py --rank $RANK"
+    *_, verdict = check_command(["srun", "--ntasks=2", "bash", "-c", commands], folder=tmp_path)
+    assert [finding.seen for finding in verdict.errors] == []
+    assert verdict.status == 0

@@ -173,6 +173,7 @@ class OwnersBench(ProgramBench):
                 "at_once": self.wishes.steps is not None,
                 "nodes": self.start.nodes,
                 "bound": self.start.bound,
+                "shell": self.start.shell,
                 **changes,
             },
         )

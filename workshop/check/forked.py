@@ -12,6 +12,7 @@ import os
 import random
 import runpy
 import signal
+import subprocess
 import sys
 import tempfile
 import time
@@ -71,6 +72,7 @@ class Program:
     nodes: int = 1  # simulated machines
     devices: bool = False  # each simulated machine has one pretended GPU per process
     bound: bool = False  # each rank sees only one of them
+    shell: str = ""  # commands that each rank runs before the program, to set its environment
     on_cpu: bool = True  # hide the GPUs
     fails: bool = False  # rank 1 raises an exception in its third step
     dies: int = 0  # the rank that saves is killed in the step after this number of its checkpoints; 0: it is not
@@ -183,7 +185,7 @@ def _launch(program: Program) -> int:
     if program.launch not in ("single", "spawn"):
         return _ranks(program)
     renew_random_state(program.entropy)
-    return _run(program)
+    return _run(_after_shell(program) if program.shell else program)
 
 
 def _counted(program: Program) -> str:
@@ -237,7 +239,18 @@ def _rank(program: Program, rank: int, port: int) -> int:
     Salt.number = rank
     if of_lightning := sys.modules.get("lightning_utilities.core.rank_zero"):
         of_lightning.rank_zero_only.rank = rank  # it was imported before the process had a rank
-    return _run(program)
+    return _run(_after_shell(program) if program.shell else program)
+
+
+def _after_shell(program: Program) -> Program:
+    """Take over the variables that the owner's commands set, also in the arguments; the address remains a free one."""
+    address = {name: os.environ[name] for name in ("MASTER_ADDR", "MASTER_PORT") if name in os.environ}
+    command = ["bash", "-c", f"{program.shell}\nprintf '\\0'; env -0"]
+    with suppress(OSError):
+        told = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False).stdout
+        variables = (each.partition("=") for each in told.split("\0")[1:-1])
+        os.environ |= {name: value for name, _, value in variables} | address
+    return replace(program, arguments=tuple(map(os.path.expandvars, program.arguments)))
 
 
 def _of_torchrun(program: Program, rank: int, local: int, port: int) -> dict[str, str]:

@@ -4,6 +4,7 @@ import contextlib
 import io
 import os
 import re
+import shlex
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -22,6 +23,8 @@ OF_ACCELERATE = "ACCELERATE_", "FSDP_", "PARALLELISM_CONFIG_"  # variables that 
 BOUND = re.compile(
     r"--gpus-per-task=(?:\w+:)?1|--ntasks-per-gpu=1|--gpu-bind=(?:verbose,)?(?:single:1|per_task:1|map_gpu:.*)"
 )
+# What is in quotes, or what separates two commands of a shell (group 1).
+COMMANDS = re.compile(r"""'[^']*'|"(?:\\.|[^"\\])*"|\\.|((?:;|&&|\n)\s*)""", re.DOTALL)
 USE_ENV = ("--use-env", "--use_env")  # options of torch.distributed.launch: it then passes no --local-rank
 
 
@@ -38,6 +41,7 @@ class Start:
     variables: dict[str, str] = field(default_factory=dict)  # for its environment
     on_cpu: dict[str, str] = field(default_factory=dict)  # further ones, for runs without pretended GPUs
     needs_gpus: bool = False  # a library would train in a different way without GPUs
+    shell: str = ""  # what a shell does before it starts the program, in each rank
     bound: bool = False  # the launcher gives each rank one GPU, which the rank sees as its only one
 
     def at(self, root: Path) -> Path:
@@ -249,6 +253,23 @@ def _tasks(launch: str, number: Sequence[str], single: Sequence[str]) -> Callabl
     return read
 
 
+def _shell(words: list[str]) -> Start:
+    """Read what starts a program at the end of the commands of a shell: ``bash -c "source variables.sh; python train.py"``."""
+    if len(words) < 3 or not re.fullmatch(r"-\w*c", words[1]):
+        raise UserError(
+            f"the check reads only this form of {words[0]}: {words[0]} -c 'source variables.sh; python train.py'"
+        )
+    text, begins = words[2].strip().rstrip(";"), 0
+    for found in COMMANDS.finditer(text):
+        begins = found.end() if found[1] else begins
+    try:
+        last = shlex.split(text[begins:].removeprefix("exec "), comments=True)
+    except ValueError as error:
+        raise UserError(f"{words[0]} -c: {error} in {text[begins:]!r}") from None
+    start = read_start(last)
+    return _with(start, shell="\n".join(filter(None, (text[:begins].strip(" ;&\n"), start.shell))))
+
+
 READERS: dict[str, Callable[[list[str]], Start]] = {
     "python": _python,
     "torchrun": _torchrun,
@@ -276,4 +297,5 @@ READERS: dict[str, Callable[[list[str]], Start]] = {
     ),
 }
 READERS["mpiexec"] = READERS["mpirun"]
+READERS["bash"] = READERS["sh"] = _shell
 READERS["accelerate-launch"] = lambda words: _accelerate(["accelerate", "launch", *words[1:]])
