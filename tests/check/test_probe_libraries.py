@@ -25,6 +25,7 @@ from workshop.check.evidence.events import (
     FineTuningBegun,
     FineTuningReported,
     LayersSeen,
+    Loaded,
     MetricsLogged,
     MomentsMeasured,
     MonitorSeen,
@@ -336,3 +337,24 @@ def test_undo_restores_everything(tmp_path):
     assert [one.keys() - other.keys() for one, other in zip(after, before, strict=True)] == [set()] * len(before)
     assert hooks_after == hooks
     (tmp_path.parent / "outside").write_text("the audit hook does nothing any more")
+
+
+FABRIC = """
+    import torch
+    from lightning import Fabric
+
+    fabric = Fabric(accelerator="cpu", devices=1)
+    model, optimizer = fabric.setup(layer := torch.nn.Linear(2, 1), torch.optim.SGD(layer.parameters(), lr=0.1))
+    fabric.backward(model(torch.ones(4, 2)).square().mean())
+    optimizer.step()
+    fabric.save("last.ckpt", {"model": model})
+    fabric.load("last.ckpt", {"model": model})
+"""
+
+
+@needs("lightning")
+def test_checkpoints_of_fabric_have_their_paths(place):
+    made = Made(place("fabric"), FABRIC, probes=(*CORE, Lightning)).well()
+    (process,) = made.run.processes
+    assert [each.where for each in process.of(Saved) if each.path.endswith("last.ckpt")] == [made.line("fabric.save")]
+    assert process.first(Loaded).path.endswith("last.ckpt")

@@ -7,9 +7,9 @@ import pytest
 from check.made import Made
 from check.test_run import joined, run
 from workshop.check.evidence.events import StepBegun, StepTaken, VariablesSeen
-from workshop.check.evidence.misuses import StopsEarly
+from workshop.check.evidence.misuses import StopsAtLimit, StopsEarly
 from workshop.check.rules.collectives import stop_decided_alone
-from workshop.check.stopping import early_stops
+from workshop.check.stopping import early_stops, stops_at_limits
 
 LOOP = """
 def main():
@@ -67,6 +67,32 @@ def test_the_comparison_that_decides_when_a_loop_ends_is_found(text):
     assert found(text) == [True]
 
 
+LIMIT = """
+while epoch < 10 and not solved:
+    for batch in loader:
+        step()  # running
+    value = evaluate()
+    solved = value > 0.9  # compared
+"""
+
+
+@pytest.mark.parametrize(
+    ("text", "number"),
+    [
+        (LIMIT, 1),
+        (LIMIT.replace("while epoch < 10 and not solved", "for epoch in range(10)") + "    if solved: break", 1),
+        (LIMIT.replace(" and not solved", "").replace("solved = value > 0.9", "if value > 0.9: break"), 1),
+        (LIMIT.replace("  # compared", "\n    dist.all_reduce(t := torch.tensor(solved))"), 0),
+        (LIMIT.replace(" and not solved", "") + "    while value > 0.5: value /= 2", 0),  # no loop of the training
+    ],
+)
+def test_a_limit_that_ends_a_loop_of_the_training_is_found(text, number):
+    lines = text.splitlines()
+    running = {"train.py": [next(number for number, line in enumerate(lines, 1) if "# running" in line)]}
+    stops = [stop for stop in stops_at_limits({"train.py": text}, running) if stop.compared != ("epoch",)]
+    assert ["# compared" in lines[stop.line - 1] for stop in stops] == [True] * number
+
+
 @pytest.mark.parametrize(
     "text",
     [
@@ -113,13 +139,14 @@ def test_it_is_recorded_after_the_first_step(tmp_path):
 
 
 @pytest.mark.parametrize(("values", "seen"), [((0.5, 0.4), True), ((0.5, 0.500001), False), ((3.0, 2.0), False)])
-def test_only_numbers_that_differ_between_the_ranks_are_reported(values, seen):
+@pytest.mark.parametrize(("kind", "name"), [(StopsEarly, "best"), (StopsAtLimit, "state.best")])
+def test_only_numbers_that_differ_between_the_ranks_are_reported(values, seen, kind, name):
     """Other than by rounding; whole numbers may be those of the rank."""
     ranks = []
     for rank, value in enumerate(values):
         begun = StepBegun(gradients=[], weights=[], names=[], rates=[], state=0, of_model=True, fitting=False)
         variables = VariablesSeen(numbers={"state.best": value, "rate": 0.1 * rank}, states={})
-        stops = StopsEarly(names=["best"], where="t.py:8")
+        stops = kind(names=[name], where="t.py:8")
         ranks.append(joined(rank, begun, StepTaken(weights=[]), stops, variables))
     said = list(stop_decided_alone.detectors[0].function(run(*ranks)))
     assert [(each.where, "`state.best`" in each.text) for each in said] == ([("t.py:8", True)] if seen else [])

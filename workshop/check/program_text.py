@@ -116,7 +116,7 @@ def resume_arguments(text: str, given: Sequence[str], latest: str) -> Iterator[l
         given: the arguments of its first start.
         latest: the path of its latest checkpoint, or "".
     """
-    for option, more in RESUME.findall(text)[:2]:
+    for option, more in sorted(RESUME.findall(text), key=lambda each: not each[0].startswith("--resume"))[:2]:
         if option in given:
             continue
         number = re.findall(r"\d+", Path(latest).stem) if re.search(r"type\s*=\s*int\b", more) else []

@@ -1,8 +1,8 @@
-"""Find in the text of a program where it stops early: it counts how often a value has not improved, up to a limit."""
+"""Find in the text of a program where it stops early: a value has not improved several times in a row, or reaches a limit."""
 
 import ast
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import NamedTuple
 
 # From the count to a flag, to a function that returns it, to a variable with its result, to the end of the loop.
@@ -14,7 +14,7 @@ LARGER = ast.Lt, ast.LtE, ast.Gt, ast.GtE
 
 
 class Stop(NamedTuple):
-    """A comparison by which a program decides whether a value has improved."""
+    """A comparison by which a program decides whether a value has improved, or is good enough."""
 
     file: str
     line: int
@@ -28,6 +28,63 @@ def early_stops(texts: Mapping[str, str]) -> Iterator[Stop]:
         for node in ast.walk(tree):
             if isinstance(node, ast.If) and any(_ends_a_loop(trees, counter) for counter in _counted(node)):
                 yield Stop(name, node.lineno, tuple(sorted(_names(node.test))))
+
+
+def stops_at_limits(texts: Mapping[str, str], running: Mapping[str, Iterable[int]]) -> Iterator[Stop]:
+    """Yield the comparisons of a value with a limit after which each rank alone ends a loop around the running lines of a file.
+
+    Here ``compared`` has whole names, such as "state.loss".
+    """
+    for name, lines in running.items():
+        tree = ast.parse(texts.get(name, ""))
+        for node in ast.walk(tree):
+            if isinstance(node, ast.For | ast.While) and any(node.lineno <= each <= _end(node) for each in lines):
+                yield from (Stop(name, *each) for each in _limits(tree, node))
+
+
+def _end(node: ast.stmt) -> int:
+    return node.end_lineno or node.lineno
+
+
+def _limits(tree: ast.Module, loop: ast.For | ast.While) -> Iterator[tuple[int, tuple[str, ...]]]:
+    """Yield the line and the names of the comparisons of a value with a limit that end this loop."""
+    inner = list(_own_statements(loop.body))
+    flags = {
+        target.id: each
+        for each in inner
+        if isinstance(each, ast.Assign) and not isinstance(each.value, ast.Call)
+        for target in each.targets
+        if isinstance(target, ast.Name) and _compared(each.value)
+    }
+    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call) and TOLD.search(_name(node.func))]
+    told = {name for call in calls for each in ast.walk(call) for name in {_name(each)} if each is not call.func}
+    ends: list[tuple[int, ast.expr]] = [(loop.lineno, loop.test)] if isinstance(loop, ast.While) else []
+    ends += [(each.lineno, each.test) for each in inner if isinstance(each, ast.If) and _breaks(each)]
+    for line, test in ends:
+        if names := _compared(test):
+            yield line, names
+        for flag in sorted(_names(test) & flags.keys() - told):
+            yield flags[flag].lineno, _compared(flags[flag].value)
+
+
+def _own_statements(body: list[ast.stmt]) -> Iterator[ast.stmt]:
+    """Yield the statements of a loop without those of loops and functions in it."""
+    for each in body:
+        yield each
+        if isinstance(each, ast.If | ast.With | ast.Try):
+            parts = (each.body, getattr(each, "orelse", []), getattr(each, "finalbody", []))
+            yield from (inner for part in parts for inner in _own_statements(part))
+
+
+def _breaks(node: ast.If) -> bool:
+    return any(isinstance(each, ast.Break) for each in _own_statements(node.body))
+
+
+def _compared(test: ast.expr) -> tuple[str, ...]:
+    """The names that an expression compares by their size."""
+    found = (each for each in ast.walk(test) if isinstance(each, ast.Compare) and isinstance(each.ops[0], LARGER))
+    parts = (part for each in found for part in ast.walk(each) if isinstance(part, ast.Name | ast.Attribute))
+    return tuple(sorted({ast.unparse(part) for part in parts}))
 
 
 def _counted(node: ast.If) -> set[str]:

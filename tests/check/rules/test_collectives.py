@@ -38,6 +38,8 @@ SHORT = (
     ("Patterns(403", "Patterns(103"),
 )  # less evidence
 
+OF_EPOCH = "        accuracy = evaluate(model, test_loader)\n"
+
 MISTAKES = (
     mistake(
         "deepspeed-counts-not-awaited",
@@ -68,6 +70,13 @@ MISTAKES = (
             "        hit = accelerator.gather_for_metrics(logits.argmax(-1) == labels)\n",
         ),
         *SHORT,
+    ),
+    mistake(
+        "stops-at-a-limit-for-the-loss-of-each-rank",
+        second.TAGGER,
+        "stop-decided-alone",
+        "Each process compares the loss of its own last batch with a limit.",
+        (OF_EPOCH, OF_EPOCH + "        last = loss.item()\n        if last < 0.01:\n            break\n"),
     ),
     # ---- collectives-differ
     mistake(
@@ -168,6 +177,12 @@ MISTAKES = (
 )
 
 STYLES = (
+    style(
+        "stops-at-a-limit-for-the-common-accuracy",
+        second.TAGGER,
+        "All processes compare the same accuracy with a limit.",
+        (OF_EPOCH, OF_EPOCH + "        if accuracy > 0.999:\n            break\n"),
+    ),
     style(
         "federated-with-uneven-shares",
         gpus.GPUS,

@@ -173,4 +173,9 @@ def test_only_numbers_of_an_evaluation_are_compared(text, trained, judged):
     ],
 )
 def test_numbers_differ_by_more_than_rounding(one, other, differ):
-    assert _differ(one, other, processes=2, rounding=1e-3) is differ
+    assert _differ(one, other, processes=2, rounding=(1e-3, 1e-3)) is differ
+
+
+def test_repeated_samples_add_more_to_a_metric_than_they_take_from_it():
+    assert not _differ("2.0944", "1.0489", processes=2, rounding=(1.5, 0.3))
+    assert _differ("1.0489", "2.0944", processes=2, rounding=(1.5, 0.3))

@@ -238,3 +238,7 @@ class SavedEmpty(Event):  # a saved file has parameters of a model without value
     path: str
     names: list[str]
     of: int  # how many parameters it has
+
+
+class StopsAtLimit(Event):  # a comparison with a limit ends a loop around the step
+    names: list[str]  # of the variables that it compares, such as "loss" and "self.best"

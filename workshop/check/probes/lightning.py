@@ -115,6 +115,12 @@ class Lightning(Probe):
                 accuracy = None if accuracy is None else float(accuracy)
                 self.note_here(Saved(path=os.path.realpath(filepath), keys=[], whole=True, accuracy=accuracy))
 
+    @before(lambda package: _fabric(package.__name__), "save")
+    def _save_by_fabric(self, fabric: Any, path: Any, *args: Any, **kwargs: Any) -> None:
+        if fabric.is_global_zero:
+            self.recorder.saved += 1
+            self.note_here(Saved(path=os.path.realpath(path), keys=[], whole=True))
+
     @before(lambda package: package.Trainer, "fit")
     def _fit(self, *args: Any, **kwargs: Any) -> None:
         self.note_here(TrainerFit())
@@ -130,6 +136,11 @@ class PytorchLightning(Lightning):
 
     writes = ()  # rules that need these events get Lightning
     library = package = "pytorch_lightning"
+
+
+def _fabric(package: str) -> Any:
+    """The class Fabric of the same distribution as this package of Lightning."""
+    return importlib.import_module("lightning.fabric" if package == "lightning.pytorch" else "lightning_fabric").Fabric
 
 
 def _shown(data: Any) -> dict[str, str]:

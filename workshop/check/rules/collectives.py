@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from workshop.check.evidence.events import Collective, UnevenJoined, VariablesSeen, Wrapped
-from workshop.check.evidence.misuses import NeverAwaited, StopsEarly
+from workshop.check.evidence.misuses import NeverAwaited, StopsAtLimit, StopsEarly
 from workshop.check.evidence.process import Process
 from workshop.check.evidence.run import Run, collectives_of_groups
 from workshop.check.rules.divergence import TO_ONE, reduced_to_one
@@ -64,15 +64,18 @@ def never_awaited(run: Run) -> Said:
     why="A rank that stops earlier than the others leaves them waiting for it in the next collective, and the program hangs.",
     fix="Average the value over all ranks with all_reduce() before you compare it, or let rank 0 decide and send the decision "
     "with broadcast().",
-    needs=(StopsEarly, VariablesSeen),
+    needs=(StopsEarly, StopsAtLimit, VariablesSeen),
     after=(collectives_differ,),
     anywhere=True,
 )
 def stop_decided_alone(run: Run) -> Said:
     """Each rank decides by a value of its own when to end the training early."""
     ranks = run.trained
-    for event in ranks[0].of(StopsEarly) if len(ranks) > 1 and not run.failed else ():
-        for name, values in _own_numbers(ranks, event.names):
+    if len(ranks) < 2 or run.failed:
+        return
+    stops: list[StopsEarly | StopsAtLimit] = [*ranks[0].of(StopsEarly), *ranks[0].of(StopsAtLimit)]
+    for event in stops:
+        for name, values in _own_numbers(ranks, event.names, whole=isinstance(event, StopsAtLimit)):
             own = " and ".join(
                 f"{value:.6g} on {named(process)}" for value, process in zip(values, ranks, strict=False)
             )
@@ -80,14 +83,17 @@ def stop_decided_alone(run: Run) -> Said:
             break
 
 
-def _own_numbers(ranks: list[Process], names: list[str]) -> Iterator[tuple[str, list[float]]]:
-    """The variables with one of these names that hold different numbers on the first two ranks before the same step."""
+def _own_numbers(ranks: list[Process], names: list[str], whole: bool) -> Iterator[tuple[str, list[float]]]:
+    """The variables with one of these names that hold different numbers on the first two ranks before the same step.
+
+    ``whole``: the names are whole, not only their last parts.
+    """
     for one, other in zip(*(process.of(VariablesSeen) for process in ranks[:2]), strict=False):
         for name, value in one.numbers.items():
             values = [value, other.numbers.get(name, value)]
-            if name.rpartition(".")[2] in names and all(map(math.isfinite, values)):
-                whole = all(float(each).is_integer() for each in values)
-                if not whole and not math.isclose(*values, rel_tol=ROUNDED):
+            if (name if whole else name.rpartition(".")[2]) in names and all(map(math.isfinite, values)):
+                counts = all(float(each).is_integer() for each in values)
+                if not counts and not math.isclose(*values, rel_tol=ROUNDED):
                     yield name, values
 
 

@@ -97,7 +97,11 @@ def metric_depends_on_processes(compared: Compared) -> Said:
     if not pairs:
         yield NotJudged(f"{METRICS.title} (one process does not evaluate the same samples)", goal=False)
     for ours, alone in pairs:
-        rounding = SAME + OUTLIER * _repeated(compared, ours.evaluation)
+        repeated = _repeated(compared, ours.evaluation)
+        rounding = (
+            SAME + OUTLIER * repeated,
+            SAME + 2 * repeated,
+        )  # they can add much to a sum, but not take much from it
         if seen := _different(ours, alone, compared.several.nproc, rounding):
             yield Seen(seen, ours.exchanged, detail=f"printed in {ours.where}", origin="exchanged")
             return
@@ -115,13 +119,16 @@ def metric_depends_on_processes(compared: Compared) -> Said:
 def repeated_samples_gathered(compared: Compared) -> Said:
     """The program gathers the repeated samples of an evaluation, and prints a different number than one process."""
     pairs = [
-        (ours, alone) for ours, alone in _pairs(compared) if ours.gathered and _repeated(compared, ours.evaluation)
+        (ours, alone, share)
+        for ours, alone in _pairs(compared)
+        if ours.gathered and (share := _repeated(compared, ours.evaluation))
     ]
     for digits in (2.0, 0.6):  # a few samples change the last digit: then in most evaluations, as rounding does not
         found = [
             (seen, ours)
-            for ours, alone in pairs
-            if (seen := _different(ours, alone, compared.several.nproc, SAME, digits))
+            for ours, alone, share in pairs
+            if (seen := _different(ours, alone, compared.several.nproc, (SAME, SAME), digits))
+            and not _different(ours, alone, compared.several.nproc, (math.inf, SAME + 2 * share), digits)
         ]
         if found and (digits > 1 or len(found) > max(1, len(pairs) // 2)):
             seen, ours = found[0]
@@ -266,7 +273,7 @@ def _labelled(text: str) -> Iterator[tuple[str, str]]:
             yield label, number[0]
 
 
-def _different(ours: Shown, alone: Shown, processes: int, rounding: float, digits: float = 2) -> str:
+def _different(ours: Shown, alone: Shown, processes: int, rounding: tuple[float, float], digits: float = 2) -> str:
     """The first number of an evaluation that differs between two texts; "" if there is none. See ``_differ``."""
     trained = difference(ours.weights, alone.weights) <= CLOSE
     for label, one, other in _numbers(ours.text, alone.text, trained):
@@ -373,13 +380,15 @@ def _numbers(one: str, other: str, trained: bool) -> Iterator[tuple[str, str, st
             yield label.strip(" ,;|([:='{\""), ours[0], alone[0]
 
 
-def _differ(one: str, other: str, processes: int, rounding: float, digits: float = 2) -> bool:
+def _differ(one: str, other: str, processes: int, rounding: tuple[float, float], digits: float = 2) -> bool:
     """Whether two numbers differ, relatively, by more than rounding, and not by the number of processes, as counts do.
 
-    ``digits``: they must also differ by more than this in the last digit.
+    ``rounding``: if the first one is larger, and if it is smaller. ``digits``: they must also differ by more than this in
+    the last digit.
     """
     ours, alone = float(one), float(other)
-    if not abs(ours - alone) > max(rounding * max(abs(ours), abs(alone)), digits * 10.0 ** -_digits(one)):
+    may = rounding[abs(ours) < abs(alone)]
+    if not abs(ours - alone) > max(may * max(abs(ours), abs(alone)), digits * 10.0 ** -_digits(one)):
         return False  # also if one of them is not a number
     factor = max(abs(ours), abs(alone)) / max(min(abs(ours), abs(alone)), 1e-12)
     return abs(factor / processes - 1) > SAME

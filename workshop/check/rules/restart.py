@@ -48,6 +48,11 @@ ROUNDING = 1e-3
 SKIP = "Save how many batches of the epoch, or of the stream, were done, and skip them after the checkpoint is loaded."
 MISSING_IN_WRAPPER = re.compile(r'Missing key\(s\) in state_dict: "module\.')
 WRAPPER = "Load the checkpoint into the model inside the wrapper: ddp_model.module.load_state_dict(...)."
+# What an error says if the cause can be what the checkpoint contains, or how it is read.
+OF_THE_FILE = re.compile(
+    r"weights_only|pickl|state_dict|Missing key|size mismatch|archive|deserializ|KeyError|CUDA|EOFError"
+)
+RESUMED = "The run ends after it has read the checkpoint: repair this line for a run that resumes, then stop a run and resume it."
 SCALER = "Save the state_dict() of the GradScaler in the checkpoint, and load it where the checkpoint is loaded."
 # With these mistakes, the ranks have state of their own, so no run resumes from the checkpoint of one rank as it was.
 CAUSES = (
@@ -293,8 +298,10 @@ def _failed(split: Split, ended: Seen) -> Told:
 
 
 def _with_fix(seen: Seen) -> Seen:
-    """Add the fix for a plain checkpoint that is loaded into a wrapped model."""
-    return replace(seen, fix=WRAPPER) if MISSING_IN_WRAPPER.search(f"{seen.text} {seen.detail}") else seen
+    """Add the fix for a plain checkpoint that is loaded into a wrapped model, and for an error after the checkpoint was read."""
+    if MISSING_IN_WRAPPER.search(f"{seen.text} {seen.detail}"):
+        return replace(seen, fix=WRAPPER)
+    return seen if OF_THE_FILE.search(seen.text) or not seen.where else replace(seen, fix=RESUMED)
 
 
 def _not_restored(
