@@ -260,6 +260,7 @@ def test_a_checkpoint_knows_the_gpu_of_each_tensor(tmp_path):
         assert torch.load("model.pt")["weight"].device == torch.device("cuda:1")
         assert torch.load("model.pt", map_location="cpu")["weight"].device.type == "cpu"
         assert torch.load("model.pt", map_location={"cuda:1": "cuda:0"})["weight"].device == torch.device("cuda:0")
+        assert torch.load("model.pt", map_location=lambda storage, _: storage.cuda(0))["weight"].device == torch.device("cuda:0")
         assert torch.equal(torch.load("model.pt")["weight"], model.weight)
         """,
         tmp_path,

@@ -102,6 +102,19 @@ def test_a_top_level_that_cannot_run_twice_in_a_process_is_used_as_it_was(tmp_pa
     assert not checked(tmp_path, ("WORKERS, COLLATE", once))[0]
 
 
+def test_processes_of_a_package_can_have_workers(tmp_path):
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        text = textwrap.dedent(PROGRAM).replace("FREE", str(server.getsockname()[1])).replace("= 0, None", "= 1, None")
+    (tmp_path / "package").mkdir()
+    (tmp_path / "package" / "learn.py").write_text(text)
+    start = 'import torch.multiprocessing as mp\nfrom package.learn import worker\nif __name__ == "__main__":\n'
+    start += '    mp.set_start_method("spawn")\n    mp.spawn(worker, args=(2, 0.1), nprocs=2)\n'
+    (tmp_path / "package" / "__main__.py").write_text(start)
+    report = json.loads(small.check(tmp_path, "--json", "--", "python", "-m", "package").stdout)
+    assert not [each for each in report["findings"] if each["level"] == "error"]
+    assert not [each for each in report["not_checked"] if "ended" in each or "wait" in each], report
+
+
 HOGWILD = """
     import torch
     import torch.multiprocessing as mp

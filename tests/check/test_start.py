@@ -2,6 +2,7 @@
 
 import os
 import shlex
+import shutil
 import sys
 import sysconfig
 import textwrap
@@ -39,6 +40,7 @@ COMMANDS = {
     "bash -c 'cd . && torchrun --nproc-per-node=2 t.py \"a;b\"'": ("torchrun", 2, "t.py", ("a;b",)),
     "mpirun -np 2 --oversubscribe python t.py": ("mpirun", 2, "t.py", ()),
     "A=1 B=x python t.py": ("python", 1, "t.py", ()),
+    "env A=1 B=x python t.py": ("python", 1, "t.py", ()),
 }
 
 
@@ -47,7 +49,7 @@ def test_a_command_says_how_the_program_is_started(command):
     start = read_start(shlex.split(command))
     assert (start.launch, start.nproc, start.target, start.arguments) == COMMANDS[command]
     assert start.bound == ("--gpus-per-task" in command)
-    if command.startswith("A=1"):
+    if "A=1" in command:
         assert start.variables == {"A": "1", "B": "x"}
 
 
@@ -434,6 +436,10 @@ def test_a_hang_names_the_first_call_that_only_one_rank_makes(tmp_path):
 def test_only_the_modules_that_the_program_imports_are_read(package):
     (package / "other.py").write_text("import lightning")
     assert sources(package / "trainer" / "train.py", package) == GPU_PROGRAM + "\n" + DATA
+    (package / "src").mkdir()
+    shutil.move(package / "trainer", package / "src" / "trainer")
+    (package / "go.py").write_text("import trainer.train\n")
+    assert GPU_PROGRAM in sources(package / "go.py", package)
 
 
 def test_training_only_the_head_is_no_mistake(package):

@@ -147,6 +147,7 @@ def test_only_numbers_that_differ_between_the_ranks_are_reported(values, seen, k
         begun = StepBegun(gradients=[], weights=[], names=[], rates=[], state=0, of_model=True, fitting=False)
         variables = VariablesSeen(numbers={"state.best": value, "rate": 0.1 * rank}, states={})
         stops = kind(names=[name], where="t.py:8")
-        ranks.append(joined(rank, begun, StepTaken(weights=[]), stops, variables))
+        again = kind(names=[name], where="t.py:70")  # in a function that does not run
+        ranks.append(joined(rank, begun, StepTaken(weights=[]), stops, again, variables))
     said = list(stop_decided_alone.detectors[0].function(run(*ranks)))
     assert [(each.where, "`state.best`" in each.text) for each in said] == ([("t.py:8", True)] if seen else [])

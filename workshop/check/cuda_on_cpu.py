@@ -123,6 +123,7 @@ def install(count: int) -> None:
     torch.device, torch.Generator = Device, Generator
     for owner in (torch.Tensor, nn.Module):
         owner.to = _tensor_to(owner.to)
+    for owner in (torch.Tensor, nn.Module, torch.UntypedStorage):  # the last one in functions that torch.load() gets
         owner.cuda = lambda self, *_, **__: self
     torch.Tensor.pin_memory = lambda self, *_, **__: self
     for name in ("new_zeros", "new_ones", "new_full", "new_empty", "new_tensor", "new_empty_strided", "type"):

@@ -55,7 +55,8 @@ LAST_WORDS = 3  # seconds that the other ranks may continue after one has failed
 KILLED = 1  # the same if the check has killed it: what the others report then is not read, but they may still save their part
 DRIVERS = "/dev/nvidiactl", "/dev/kfd"  # of CUDA and ROCm: without them, there are no GPUs to hide
 # Libraries must put their caches where the program may write.
-CACHES = ["TMPDIR", "XDG_CACHE_HOME", "XDG_CONFIG_HOME", "MPLCONFIGDIR", "TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR"]
+CACHES = ["TMPDIR", "XDG_CACHE_HOME", "XDG_CONFIG_HOME", "MPLCONFIGDIR", "TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR",
+          "IPYTHONDIR"]  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -2,6 +2,7 @@
 
 import ast
 import itertools
+import os
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
@@ -30,15 +31,17 @@ KEYS = re.compile(r"""(?:split|partition)\(["']=["']|from_cli|from_dotlist|hydra
 
 
 def sources(script: Path, original: Path) -> str:
-    """The text of the program: of its file, and of the modules in its folder that it imports."""
+    """The text of the program: of its file, and of the modules that it imports from its folder, or below it from PYTHONPATH."""
     texts: dict[Path, str] = {}
     pending = [script]
+    given = [original / each for each in os.environ.get("PYTHONPATH", "").split(os.pathsep) if each]
+    given = [each for each in given if each.resolve().is_relative_to(original.resolve())]
     while pending and len(texts) < SOURCES:
         file = pending.pop()
         with suppress(OSError, UnicodeDecodeError, SyntaxError, ValueError):
             if file not in texts:
                 texts[file] = file.read_text()
-                pending += _imported(ast.parse(texts[file]), file, (script.parent, original))
+                pending += _imported(ast.parse(texts[file]), file, (script.parent, original, original / "src", *given))
     return "\n".join(texts.values())
 
 

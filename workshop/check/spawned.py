@@ -154,6 +154,8 @@ def run_main_again() -> None:
             module.__dict__.update(runpy.run_path(main.__file__, ours, run_name="__mp_main__"))
         elif not name.endswith("__main__"):
             module.__dict__.update(runpy.run_module(name, ours, run_name="__mp_main__", alter_sys=True))
+        else:  # of a package, which does not run again, also not in processes that this one spawns
+            module.__spec__ = main.__spec__
     except (AssertionError, KeyError, RuntimeError, TypeError, ValueError) as error:
         if not REGISTERED.search(str(error)):
             raise

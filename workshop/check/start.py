@@ -298,4 +298,5 @@ READERS: dict[str, Callable[[list[str]], Start]] = {
 }
 READERS["mpiexec"] = READERS["mpirun"]
 READERS["bash"] = READERS["sh"] = _shell
+READERS["env"] = lambda words: read_start(words[1:])
 READERS["accelerate-launch"] = lambda words: _accelerate(["accelerate", "launch", *words[1:]])

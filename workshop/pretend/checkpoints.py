@@ -28,6 +28,11 @@ def _restore(storage, location: str):
     return storage
 
 
+def _to_gpu(storage, device=None, non_blocking=False):
+    """``storage.cuda()``, as in ``map_location=lambda storage, location: storage.cuda()``."""
+    return _restore(storage, str(torch.device("cuda" if device is None else device)))
+
+
 def _rebuild(original):
     @wraps(original)  # the names of the original, by which a file refers to it
     def rebuild(storage, *layout):
@@ -67,6 +72,7 @@ def install() -> None:
     """Save and load tensors with their pretended device, and collect the state of FSDP1 on the CPU."""
     _flat_param.FlatParamHandle.to_cpu = _to_cpu(_flat_param.FlatParamHandle.to_cpu)
     _state_dict_utils._full_post_state_dict_hook = _collected(_state_dict_utils._full_post_state_dict_hook)
+    torch.UntypedStorage.cuda = _to_gpu
     torch.serialization.register_package(5, _tag, _restore)
     torch._utils._rebuild_tensor_v2 = _rebuild(torch._utils._rebuild_tensor_v2)
     torch.serialization.add_safe_globals([PretendTensor])

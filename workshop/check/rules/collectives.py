@@ -74,13 +74,16 @@ def stop_decided_alone(run: Run) -> Said:
     if len(ranks) < 2 or run.failed:
         return
     stops: list[StopsEarly | StopsAtLimit] = [*ranks[0].of(StopsEarly), *ranks[0].of(StopsAtLimit)]
+    told: list[tuple[str, list[float]]] = []  # a function that does not run may compare a variable of the same name
     for event in stops:
-        for name, values in _own_numbers(ranks, event.names, whole=isinstance(event, StopsAtLimit)):
+        found = _own_numbers(ranks, event.names, whole=isinstance(event, StopsAtLimit))
+        if (first := next(found, None)) and first not in told:
+            told.append(first)
+            name, values = first
             own = " and ".join(
                 f"{value:.6g} on {named(process)}" for value, process in zip(values, ranks, strict=False)
             )
             yield Seen(f"each rank decides by its own `{name}` when to stop: it is {own}", event.where)
-            break
 
 
 def _own_numbers(ranks: list[Process], names: list[str], whole: bool) -> Iterator[tuple[str, list[float]]]:

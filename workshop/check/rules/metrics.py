@@ -41,7 +41,7 @@ OUTLIER = 10  # a repeated sample may have a loss that is larger than the mean b
 NUMBER = re.compile(r"(?<![\w.])[-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?(?![\w]*\d)|\bnan\b|\binf\b")
 HELD_OUT = re.compile(r"val|eval|test|dev\b|held", re.IGNORECASE)
 METRIC = re.compile(
-    r"acc|auc|f1|bleu|iou|dice|psnr|ssim|\bm?ap\b|hits|mrr|ndcg|top.?\d|ppl|perplex|recall|precis|\b[wc]er\b|rmse|\bmae\b|knn|thresh|quantile|median|score|\berr(?:or)?\b|\bmse\b|corr|\br2\b|nll",
+    r"acc|auc|f1|bleu|iou|dice|psnr|ssim|\bm?ap\b|hits|mrr|ndcg|top.?\d|ppl|perplex|recall|precis|\b[wce]er\b|rmse|\bmae\b|knn|thresh|quantile|median|score|\berr(?:or)?\b|\bmse\b|corr|\br2\b|nll",
     re.IGNORECASE,
 )
 TRAINING = re.compile(r"train|\blr\b|rate|step|batch", re.IGNORECASE)
