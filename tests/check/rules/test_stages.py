@@ -13,7 +13,22 @@ OWN_FILE = (
     ),
 )
 
+TIED = "tests/check/referee/gpipe_tied_lm/train.py"
+SHORT = ('"--epochs", type=int, default=4', '"--epochs", type=int, default=1')
+SUMMED = (
+    "            if stages > 1 and (module.first or module.last):\n"
+    "                dist.all_reduce(module.table.grad, group=tied)\n"
+)
+
 MISTAKES = (
+    mistake(
+        "tied-table-not-summed",
+        TIED,
+        "tied-apart",
+        "The first and the last stage have the table of the tokens, and each trains its own copy.",
+        (SUMMED, ""),
+        SHORT,
+    ),
     mistake(
         "one-stage-in-the-checkpoint",
         divided.PIPELINE,
@@ -36,6 +51,18 @@ MISTAKES = (
 )
 
 STYLES = (
+    style(
+        "tied-table-from-one-stage",
+        TIED,
+        "The last stage gets the gradient of the first one, adds its own, and sends the sum back.",
+        (
+            SUMMED,
+            "            if stages > 1 and (module.first or module.last):\n"
+            "                dist.reduce(module.table.grad, 0, group=tied)\n"
+            "                dist.broadcast(module.table.grad, 0, group=tied)\n",
+        ),
+        SHORT,
+    ),
     style("pipeline-by-hand", divided.PIPELINE, "A pipeline of two stages; rank 0 gathers and saves both."),
     style(
         "pipeline-with-a-file-for-each-stage",

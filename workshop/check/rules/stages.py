@@ -1,10 +1,11 @@
 """Models that several ranks have together: pipelines, and layers that are divided among ranks."""
 
-from itertools import combinations
+from itertools import combinations, product
 
-from workshop.check.evidence.events import CheckpointCalled, Collective, InputSharded, Saved
+from workshop.check.evidence.events import CheckpointCalled, Collective, InputSharded, Saved, Sketch
 from workshop.check.evidence.process import Process
 from workshop.check.evidence.run import Run
+from workshop.check.evidence.sketches import CLOSE, difference
 from workshop.check.rules.processes import no_group, wrong_group
 from workshop.check.rules.rule import Said, Seen, rule
 from workshop.check.rules.words import named, plural
@@ -59,6 +60,43 @@ def one_stage_saved(run: Run) -> Said:
     elif run.divided == "stages" and most < 0.8 * whole:
         seen = f"only {named(process)} saves parameters: {most} of the {whole} of all ranks"
         yield Seen(seen, saves[0].where)
+
+
+@rule(
+    why="The copies of a tied parameter, such as the table of the tokens in the first and in the last stage, are one parameter "
+    "of the model. If each copy gets only its own part of the gradient, they become different.",
+    fix="Make a group of these two ranks with dist.new_group(), and before each step sum the gradients of the copies: "
+    "all_reduce(param.grad, group=tied).",
+    after=(no_group, wrong_group),
+    anywhere=True,
+)
+def tied_apart(run: Run) -> Said:
+    """Two stages of a pipeline begin with the same parameter, which has different values on them later."""
+    if run.divided != "stages" or run.failed:
+        return
+    for one, two in combinations(run.trained, 2):
+        (first, second), last = (one.steps[0].before, two.steps[0].before), min(len(one.steps), len(two.steps)) - 1
+        same = [
+            (here, there)
+            for here, there in product(range(len(first.weights)), range(len(second.weights)))
+            if _is_drawn(first.weights[here])
+            and difference(first.weights[here : here + 1], [second.weights[there]]) == 0
+        ]
+        # Stages that were made with the same seed begin with the same values of all parameters.
+        if last < 1 or not same or 2 * len(same) >= min(len(first.weights), len(second.weights)):
+            continue
+        now, then = one.steps[last].before.weights, two.steps[last].before.weights
+        for here, there in same:
+            if max(here, there) < min(len(now), len(then)) and difference([now[here]], [then[there]]) > CLOSE:
+                names = f"`{first.names[here]}` of {named(one)} and `{second.names[there]}` of {named(two)}"
+                seen = f"{names} begin with the same values, but differ after {plural(last, 'step')}"
+                yield Seen(seen, one.step_where)
+                return
+
+
+def _is_drawn(values: Sketch) -> bool:
+    """Whether a parameter begins with values that somebody has drawn, unlike the ones and zeros of a LayerNorm."""
+    return values is not None and len({round(each, 6) for each in values[1]}) > 2
 
 
 def _gathers(process: Process) -> bool:
