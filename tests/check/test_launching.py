@@ -1,5 +1,6 @@
 """How programs are launched, watched and ended, and the bench for any program."""
 
+import dataclasses
 import textwrap
 from pathlib import Path
 
@@ -7,8 +8,9 @@ import pytest
 import torch
 
 from check.made import Made
+from check.test_run import BEGUN, process, run
 from workshop.check import launching
-from workshop.check.evidence.events import DeviceChosen, Ended
+from workshop.check.evidence.events import DeviceChosen, Ended, Joining
 from workshop.check.foreign import OwnersBench
 from workshop.check.forked import Program, _in_the_copy
 from workshop.check.probes import ALWAYS, Probe
@@ -17,6 +19,10 @@ from workshop.check.scenarios import COMPARED, METRICS, SPLIT, WHOLE, Unavailabl
 from workshop.check.start import read_start
 from workshop.check.subject import Subject
 from workshop.run.stillness import Patience
+
+JOINING = Joining(
+    backend="gloo", init_method="", world_size=2, address=None, port=None, given_address=None, given_port=None
+)
 
 
 class Broken(Probe):
@@ -269,3 +275,10 @@ def test_what_pythonpath_names_in_the_folder_of_the_program_is_imported_from_the
     assert _in_the_copy(str(original / "package"), program) == str(copy / "package")
     for same in ("", "/usr/lib/python3", str(original / "env"), str(original / "env" / "site-packages")):
         assert _in_the_copy(same, program) == same
+
+
+@pytest.mark.parametrize(("events", "repeated"), [([JOINING], True), ([JOINING, BEGUN], False)])
+def test_only_a_run_that_hangs_before_its_first_step_is_repeated(events, repeated):
+    """A second run in the same folder would resume. A step may have no backward pass, as with evolution strategies."""
+    hung = dataclasses.replace(run(process(1, *events)), hung="idle")
+    assert launching._hangs_while_forming(hung) is repeated

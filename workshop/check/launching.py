@@ -21,7 +21,7 @@ import torch
 import torch.utils.data.distributed
 
 from workshop.check import forked, spawned
-from workshop.check.evidence.events import Backward, Joining, Stopped, StoreOpened
+from workshop.check.evidence.events import Backward, Joining, StepBegun, Stopped, StoreOpened
 from workshop.check.evidence.run import Run
 from workshop.check.forked import Program
 from workshop.check.probes import ALWAYS, PROBES, Probe
@@ -102,7 +102,8 @@ def _hangs_while_forming(run: Run) -> bool:
     rank waits forever. New interpreters have no such locks, and a real hang repeats.
     """
     forming = any(process.first(StoreOpened) or process.first(Joining) for process in run.processes)
-    return run.hung == "idle" and forming and not any(process.first(Backward) for process in run.processes)
+    training = any(process.first(Backward) or process.first(StepBegun) for process in run.processes)
+    return run.hung == "idle" and forming and not training
 
 
 def _with_all_probes(program: Program) -> Program:
