@@ -115,6 +115,12 @@ PROGRAMS = {
             state = contents(model, epoch)
             torch.save(state, path)  # seen
     """,
+    "filled": """
+        def main(fabric, path, model):
+            state = {"model": model, "epoch": 0}  # cause
+            if exists(path):
+                fabric.load(path, state)  # seen
+    """,
     "key:rng": """
         def contents(model):
             return {

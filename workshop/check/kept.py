@@ -74,6 +74,12 @@ def saved(source: Source, start: ast.stmt, detail: str) -> int | None:
     return None
 
 
+def filled(source: Source, start: ast.stmt, detail: str) -> int | None:
+    """The dictionary that a call fills from a checkpoint, such as ``fabric.load(path, state)``."""
+    loads = [call for call in calls(start, "load") if len(call.args) > 1]
+    return saved(source, start, detail) if isinstance(start, ast.Expr) and loads else None
+
+
 def key(source: Source, start: ast.stmt, detail: str) -> int | None:
     """The line that gives a value to a key of the dictionary that a statement saves."""
     for value in source.trace([header(start)]):

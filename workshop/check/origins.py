@@ -375,6 +375,7 @@ FINDERS: dict[str, Callable[[Source, ast.stmt, str], int | None]] = {
     "given-loss": given,
     "environ": _environ,
     "figure": _figure,
+    "filled": kept.filled,
     "gate": callers.gate,
     "gathering": gathering,
     "held": kept.held,

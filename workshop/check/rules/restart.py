@@ -118,7 +118,7 @@ def resume_fails(whole: Run, split: Split) -> Said:
 @_of_restart(
     why="Without its state (AdamW's moments, SGD's momentum) the optimizer takes different steps than in an uninterrupted run.",
     fix="Save the current state_dict() of the optimizer in each checkpoint; load it with load_state_dict() on every rank.",
-    origin="loading:optim",
+    origin="loading:optim filled",
 )
 def optimizer_lost(whole: Run, split: Split) -> Said:
     """The optimizer state is not restored."""
@@ -128,7 +128,7 @@ def optimizer_lost(whole: Run, split: Split) -> Said:
 @_of_restart(
     why="The schedule of the learning rate does not continue at the step where it stopped, but begins again or at another step.",
     fix="Save the state_dict() of the scheduler in the checkpoint, and load it with scheduler.load_state_dict().",
-    origin="rescaled loading:sched stateful:sched restored",
+    origin="rescaled loading:sched stateful:sched filled restored",
 )
 def schedule_lost(whole: Run, split: Split) -> Said:
     """The learning rate after the second start differs from that of an uninterrupted run."""
