@@ -17,6 +17,7 @@ from workshop.check import launching
 from workshop.check.evidence import events
 from workshop.check.evidence.events import (
     AcceleratorCalled,
+    Backward,
     CallbacksSeen,
     EngineCalled,
     EngineLoss,
@@ -343,8 +344,11 @@ FABRIC = """
     import torch
     from lightning import Fabric
 
-    fabric = Fabric(accelerator="cpu", devices=1)
+    fabric = Fabric(accelerator="cpu", devices=2, strategy="ddp")
+    fabric.launch()
     model, optimizer = fabric.setup(layer := torch.nn.Linear(2, 1), torch.optim.SGD(layer.parameters(), lr=0.1))
+    with fabric.no_backward_sync(model):
+        fabric.backward(model(torch.ones(4, 2)).square().mean())
     fabric.backward(model(torch.ones(4, 2)).square().mean())
     optimizer.step()
     fabric.save("last.ckpt", {"model": model})
@@ -353,8 +357,11 @@ FABRIC = """
 
 
 @needs("lightning")
-def test_checkpoints_of_fabric_have_their_paths(place):
-    made = Made(place("fabric"), FABRIC, probes=(*CORE, Lightning)).well()
-    (process,) = made.run.processes
+def test_checkpoints_of_fabric_have_their_paths_and_its_passes_go_through_its_wrapper(place):
+    made = Made(place("fabric"), FABRIC, "torchrun", nproc=2, probes=(*CORE, Lightning)).well()
+    process, _ = made.ranks
+    passes = process.of(Backward)
+    assert [(each.forward.wrapped, each.sync) for each in passes] == [(True, False), (True, True)]
+    assert passes[0].unsynced == made.line("no_backward_sync")
     assert [each.where for each in process.of(Saved) if each.path.endswith("last.ckpt")] == [made.line("fabric.save")]
     assert process.first(Loaded).path.endswith("last.ckpt")

@@ -34,7 +34,7 @@ from workshop.check.places import place_of
 from workshop.check.verdict import Finding
 
 FILES = 200  # files in which a class is looked for
-SYNC = ("require_backward_grad_sync", "set_requires_gradient_sync", "no_sync")
+SYNC = ("require_backward_grad_sync", "set_requires_gradient_sync", "no_sync", "no_backward_sync")
 STEPS = re.compile(r"step|iter|total|max", re.IGNORECASE)
 DEVICE = re.compile(r"local|device|gpu|cuda|index", re.IGNORECASE)
 PER_RANK = re.compile(r"batch|world|proc|rank|gpus|replicas", re.IGNORECASE)

@@ -158,8 +158,9 @@ class Models(Probe):
             return None
         if torch.jit.is_tracing() or self._measured():  # for a picture of the model, for example
             return None
-        wrapped = isinstance(module, DistributedDataParallel)
-        model: nn.Module = module.module if wrapped else module
+        ddp: Any = module._modules.get("_forward_module", module)  # of Lightning Fabric
+        wrapped = isinstance(ddp, DistributedDataParallel)
+        model: nn.Module = ddp.module if wrapped else module
         if self.recorder.model is not model:
             self.recorder.model = model
             self.recorder.names.update({id(parameter): name for name, parameter in model.named_parameters()})
@@ -175,7 +176,7 @@ class Models(Probe):
             content = [*content, *(row for each in others for row in rows(each))]
         forward = Forward(
             wrapped=wrapped,
-            sync=bool(module.require_backward_grad_sync) if wrapped else None,
+            sync=bool(ddp.require_backward_grad_sync) if wrapped else None,
             # Numbers of users, for example, say nothing about the samples, and may be repeated for others: the batch counts.
             keys=batch.keys
             if batch and tensor is not None and (len(batch.keys) == len(tensor) or not content)
@@ -189,7 +190,7 @@ class Models(Probe):
         )
         passes = passes or any(each.requires_grad for each in model.parameters())
         if torch.is_grad_enabled() and passes:
-            self._buffers(model, forward.where, module if wrapped else None)
+            self._buffers(model, forward.where, ddp if wrapped else None)
             self.learn.add(type(model))
             self.untrained.append(Pending(forward, None, [], module.training, self.recorder.steps))
             return self.untrained[-1]
