@@ -121,6 +121,12 @@ PROGRAMS = {
             if exists(path):
                 fabric.load(path, state)  # seen
     """,
+    "filled:row": """
+        def main(path, model, row):
+            state = {"model": model.state_dict(), "step": 0}  # cause
+            dcp.load(state, checkpoint_id=path)  # seen
+            step = state["step"]
+    """,
     "key:rng": """
         def contents(model):
             return {

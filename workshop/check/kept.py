@@ -75,8 +75,8 @@ def saved(source: Source, start: ast.stmt, detail: str) -> int | None:
 
 
 def filled(source: Source, start: ast.stmt, detail: str) -> int | None:
-    """The dictionary that a call fills from a checkpoint, such as ``fabric.load(path, state)``."""
-    loads = [call for call in calls(start, "load") if len(call.args) > 1]
+    """The dictionary that a call fills from a checkpoint, such as ``fabric.load(path, state)`` or ``dcp.load(state, ...)``."""
+    loads = [call for call in calls(start, "load") if len(call.args) + len(call.keywords) > 1]
     return saved(source, start, detail) if isinstance(start, ast.Expr) and loads else None
 
 

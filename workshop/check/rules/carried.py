@@ -400,7 +400,8 @@ def _begun_again(whole: Run, split: Split, done: int, names: re.Pattern[str] = A
         if lost and what:
             shown = listed([f"`{name}` {what} {now[name]:g} instead of {expected[name]:g}" for name in lost[:3]])
             fix = f"Save {listed(lost[:3])} in the checkpoint, and assign it where the checkpoint is loaded."
-            return shown, fix, "", f"unpersistent:{lost[0].rpartition('.')[2]} restored unread:{lost[0]}"
+            part = lost[0].rpartition(".")[2]
+            return shown, fix, "", f"unpersistent:{part} filled restored unread:{lost[0]}"
         if lost:
             seen = f"the generator `{lost[0]}` begins again with its first state"
             fix = "Save the state of the generator (get_state()) of each rank, or seed it with a function of the step."
@@ -410,7 +411,10 @@ def _begun_again(whole: Run, split: Split, done: int, names: re.Pattern[str] = A
 
 def _counted_elsewhere(name: str, initial: dict[str, float], expected: dict[str, float], now: dict[str, float]) -> bool:
     """Whether a variable that is restored had the same values: this one counts, for example, the steps since the start."""
-    twins = [each for each in now if now[each] == expected[each] == expected[name] and initial[each] == initial[name]]
+    common = now.keys() & expected.keys() & initial.keys()  # a variable may have a number only after a second start
+    twins = [
+        each for each in common if now[each] == expected[each] == expected[name] and initial[each] == initial[name]
+    ]
     return expected[name] > FEW and bool(twins)
 
 

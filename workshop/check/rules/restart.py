@@ -99,7 +99,7 @@ def epoch_repeated(whole: Run, split: Split) -> Said:
 @_of_restart(
     why="An epoch that is left out leads to different parameters than a run that was never stopped.",
     fix="Save the checkpoint after the epoch whose number it contains, and resume with that number plus one, up to --epochs.",
-    origin="restored",
+    origin="call:skip_first_batches restored",
 )
 def epoch_skipped(whole: Run, split: Split) -> Said:
     """Both parts together have fewer steps than the uninterrupted run."""
