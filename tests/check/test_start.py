@@ -37,6 +37,7 @@ COMMANDS = {
     "deepspeed --num_gpus 4 --master_port 1 t.py --deepspeed": ("deepspeed", 4, "t.py", ("--deepspeed",)),
     "srun -n4 --cpu-bind=cores python t.py": ("srun", 4, "t.py", ()),
     "srun -n2 --gpus-per-task=1 python t.py": ("srun", 2, "t.py", ()),
+    "bash -c 'export C=1; exec python t.py -x 3 2>&1 | tee log'": ("python", 1, "t.py", ("-x", "3")),
     "bash -c 'cd . && torchrun --nproc-per-node=2 t.py \"a;b\"'": ("torchrun", 2, "t.py", ("a;b",)),
     "mpirun -np 2 --oversubscribe python t.py": ("mpirun", 2, "t.py", ()),
     "A=1 B=x python t.py": ("python", 1, "t.py", ()),

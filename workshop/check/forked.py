@@ -248,7 +248,7 @@ def _after_shell(program: Program) -> Program:
     address = {name: os.environ[name] for name in ("MASTER_ADDR", "MASTER_PORT") if name in os.environ}
     command = ["bash", "-c", f"{program.shell}\nprintf '\\0'; env -0"]
     with suppress(OSError):
-        told = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False).stdout
+        told = subprocess.run(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True, check=False).stdout
         variables = (each.partition("=") for each in told.split("\0")[1:-1])
         os.environ |= {name: value for name, _, value in variables} | address
     return replace(program, arguments=tuple(map(os.path.expandvars, program.arguments)))

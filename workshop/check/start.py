@@ -2,6 +2,7 @@
 
 import contextlib
 import io
+import itertools
 import os
 import re
 import shlex
@@ -262,11 +263,13 @@ def _shell(words: list[str]) -> Start:
     text, begins = words[2].strip().rstrip(";"), 0
     for found in COMMANDS.finditer(text):
         begins = found.end() if found[1] else begins
+    lexer = shlex.shlex(text[begins:].removeprefix("exec "), posix=True, punctuation_chars="|<>&")
+    lexer.whitespace_split = True
     try:
-        last = shlex.split(text[begins:].removeprefix("exec "), comments=True)
+        last = list(itertools.takewhile(lambda word: not set(word) <= set("|<>&"), lexer))  # without "2>&1 | tee log"
     except ValueError as error:
         raise UserError(f"{words[0]} -c: {error} in {text[begins:]!r}") from None
-    start = read_start(last)
+    start = read_start(last[:-1] if last[-1:] == ["2"] else last)
     return _with(start, shell="\n".join(filter(None, (text[:begins].strip(" ;&\n"), start.shell))))
 
 

@@ -151,7 +151,9 @@ class Files(Probe):
         self.recorder.saved += 1
         with self.recorder.guard:
             self.note_here(self._saved(obj, _path(f)))
-            if self.recorder.own(sys._getframe(2).f_code.co_filename):  # an engine saves its parts in other files
+            partitioned = self.recorder.sharded or "deepspeed" in sys.modules
+            # (An engine saves its parts in other files.)
+            if partitioned and self.recorder.own(sys._getframe(2).f_code.co_filename):
                 self._note_empty(obj, _path(f))
         with self.recorder.quietly():
             return original(obj, f, *args, **kwargs)

@@ -1,6 +1,6 @@
 """Models that several ranks have together: pipelines, and layers that are divided among ranks."""
 
-from itertools import combinations, product
+from itertools import combinations
 
 from workshop.check.evidence.events import CheckpointCalled, Collective, InputSharded, Saved, Sketch
 from workshop.check.evidence.process import Process
@@ -76,11 +76,12 @@ def tied_apart(run: Run) -> Said:
         return
     for one, two in combinations(run.trained, 2):
         (first, second), last = (one.steps[0].before, two.steps[0].before), min(len(one.steps), len(two.steps)) - 1
+        places = {each[0]: number for number, each in enumerate(second.weights) if each}  # by the norm
+        found = [(number, places.get(each[0])) for number, each in enumerate(first.weights) if each and _is_drawn(each)]
         same = [
             (here, there)
-            for here, there in product(range(len(first.weights)), range(len(second.weights)))
-            if _is_drawn(first.weights[here])
-            and difference(first.weights[here : here + 1], [second.weights[there]]) == 0
+            for here, there in found
+            if there is not None and difference([first.weights[here]], [second.weights[there]]) == 0
         ]
         # Stages that were made with the same seed begin with the same values of all parameters.
         if last < 1 or not same or 2 * len(same) >= min(len(first.weights), len(second.weights)):
