@@ -16,7 +16,7 @@ from workshop.check.evidence.events import (
     StepTaken,
     VariablesSeen,
 )
-from workshop.check.rules.carried import _held_lost
+from workshop.check.rules.carried import _held_lost, _reordered
 from workshop.check.rules.own_state import one_for_all
 from workshop.check.rules.samples import different_subsets, shares_overlap
 from workshop.check.scenarios import Split
@@ -53,6 +53,12 @@ def test_all_ranks_get_the_part_of_the_optimizer_of_one_rank(loaded, of, of_mode
     second = run(*(joined(rank, passed(0), parts[int(norm) - 1], TAKEN) for rank, norm in enumerate(loaded)))
     found = one_for_all(whole, Split(first, second))
     assert (f"the part of {of}" in found[0]) if of and not of_model else found is None
+
+
+def test_the_stages_of_a_pipeline_have_no_parameter_in_a_different_order():
+    stages = [dataclasses.replace(BEGUN, weights=[(1.0, [1.0])], names=[name]) for name in ("first", "last")]
+    whole, first, second = (run(*(joined(0, *(passed(0), stage, TAKEN) * n) for stage in stages)) for n in (3, 1, 2))
+    assert _reordered(whole, Split(first, second), 1) is None
 
 
 def test_an_attribute_that_each_step_computes_anew_is_not_lost():

@@ -80,6 +80,8 @@ def _reordered(whole: Run, split: Split, done: int) -> Cause | None:
     for together in zip(*(firsts(base.steps[done:], process.steps) for base, process in pairs), strict=False):
         due, own = ([pair[number].before for pair in together] for number in (0, 1))
         trainer = due[0].trainer
+        if any(each.trainer != trainer for each in due):
+            continue  # the stages of a pipeline have different parameters
         start = [next(step.before for step in base.steps if step.before.trainer == trainer) for base, _ in pairs]
         if len({len(each.weights) for each in (*start, *due, *own)}) > 1:
             continue
