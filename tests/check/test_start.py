@@ -112,7 +112,7 @@ def test_accelerate_launch_trains_as_its_configuration_says(options, kind, tmp_p
     (tmp_path / "fsdp.yaml").write_text(FSDP)
     (tmp_path / "train.py").write_text(PREPARED.replace("KIND", repr(kind)))
     *_, verdict = check_command(["accelerate", "launch", *options, "train.py"])
-    assert (verdict.status, verdict.errors) == (0, [])
+    assert (verdict.status, verdict.errors) == (0, []), [finding.seen for finding in verdict.findings]
 
 
 def test_accelerate_launch_passes_the_configuration_of_deepspeed():
