@@ -5,7 +5,7 @@ import pytest
 from check.bank import second
 from check.bank.case import mistake, style
 from check.bank.cases import bank_tests
-from workshop.check.rules.metrics import _differ, _numbers
+from workshop.check.rules.metrics import Shown, _differ, _different, _numbers
 
 REDUCED = "    dist.all_reduce(counts)\n    return (counts[0] / counts[1]).item()\n"
 TEXTS = "tests/check/referee/accelerate_text/train.py"
@@ -176,6 +176,10 @@ def test_numbers_differ_by_more_than_rounding(one, other, differ):
     assert _differ(one, other, processes=2, rounding=(1e-3, 1e-3)) is differ
 
 
-def test_repeated_samples_add_more_to_a_metric_than_they_take_from_it():
-    assert not _differ("2.0944", "1.0489", processes=2, rounding=(1.5, 0.3))
-    assert _differ("1.0489", "2.0944", processes=2, rounding=(1.5, 0.3))
+@pytest.mark.parametrize(
+    ("label", "one", "other", "differ"),
+    [("loss", 1.0489, 2.0944, True), ("loss", 2.0944, 1.0489, False), ("perplexity", 1.0489, 2.0944, False)],
+)
+def test_repeated_samples_add_more_to_a_mean_than_they_take_from_it(label, one, other, differ):
+    ours, alone = (Shown(f"val {label} {number}", "t.py:9", "", 10, 0, "", True, []) for number in (one, other))
+    assert bool(_different(ours, alone, 2, (1.5, 0.3))) is differ

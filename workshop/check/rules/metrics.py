@@ -44,6 +44,7 @@ METRIC = re.compile(
     r"acc|auc|f1|bleu|iou|dice|psnr|ssim|\bm?ap\b|hits|mrr|ndcg|top.?\d|ppl|perplex|recall|precis|\b[wce]er\b|rmse|\bmae\b|knn|thresh|quantile|median|score|\berr(?:or)?\b|\bmse\b|corr|\br2\b|nll",
     re.IGNORECASE,
 )
+MEAN = re.compile(r"loss|acc|\berr(?:or)?\b|\bmse\b|\bmae\b|nll", re.IGNORECASE)  # of the values of the samples
 TRAINING = re.compile(r"train|\blr\b|rate|step|batch", re.IGNORECASE)
 # That of the Trainer of transformers is the mean of the means of the batches, also with one process.
 OF_TRAINER = re.compile(r"\b(eval|test)_loss\b")
@@ -98,10 +99,7 @@ def metric_depends_on_processes(compared: Compared) -> Said:
         yield NotJudged(f"{METRICS.title} (one process does not evaluate the same samples)", goal=False)
     for ours, alone in pairs:
         repeated = _repeated(compared, ours.evaluation)
-        rounding = (
-            SAME + OUTLIER * repeated,
-            SAME + 2 * repeated,
-        )  # they can add much to a sum, but not take much from it
+        rounding = SAME + OUTLIER * repeated, SAME + 2 * repeated
         if seen := _different(ours, alone, compared.several.nproc, rounding):
             yield Seen(seen, ours.exchanged, detail=f"printed in {ours.where}", origin="exchanged")
             return
@@ -274,10 +272,14 @@ def _labelled(text: str) -> Iterator[tuple[str, str]]:
 
 
 def _different(ours: Shown, alone: Shown, processes: int, rounding: tuple[float, float], digits: float = 2) -> str:
-    """The first number of an evaluation that differs between two texts; "" if there is none. See ``_differ``."""
+    """The first number of an evaluation that differs between two texts; "" if there is none. See ``_differ``.
+
+    A repeated sample can add much to a mean, but not take much from it. Other metrics may change in both directions.
+    """
     trained = difference(ours.weights, alone.weights) <= CLOSE
     for label, one, other in _numbers(ours.text, alone.text, trained):
-        if _differ(one, other, processes, rounding, digits):
+        may = rounding if MEAN.search(label) else (rounding[0], rounding[0])
+        if _differ(one, other, processes, may, digits):
             after = f"after step {ours.steps}" if ours.steps else "before the first step"
             return (
                 f"{after} the program prints {label} {one}; one process with the same parameters and samples, {other}"
