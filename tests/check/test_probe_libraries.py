@@ -35,12 +35,13 @@ from workshop.check.evidence.events import (
     Saved,
     TrainerFit,
 )
-from workshop.check.evidence.misuses import DataModuleSeen, SamplesCounted, ScheduleAdvanced, StatePrepared
+from workshop.check.evidence.misuses import DataModuleSeen, MetricKept, SamplesCounted, ScheduleAdvanced, StatePrepared
 from workshop.check.evidence.recorded import all_events
 from workshop.check.probes import ALWAYS, PROBES, Recorder, probes_for
 from workshop.check.probes.accelerate import Accelerators
 from workshop.check.probes.deepspeed import Engine
 from workshop.check.probes.lightning import Lightning, PytorchLightning
+from workshop.check.probes.meters import Meters
 from workshop.course.built.tracing import StepTracer
 from workshop.course.digits import TEST_SAMPLES, prepare_digits, small_digits
 from workshop.course.probes import COURSE_PROBES, FineTuning
@@ -215,6 +216,36 @@ def test_events_of_deepspeed_are_recorded(place):
     assert loss.where == made.line("engine.backward")
     assert moments.whole == 8 * 3 <= moments.own
     assert len(process.steps) == 1
+
+
+METER = """
+    import torch
+    from torchmetrics import MeanMetric
+
+    model = torch.nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    kept, reset, trained = MeanMetric(), MeanMetric(), MeanMetric()
+    for epoch in range(3):
+        loss = model(torch.randn(8, 4)).mean()
+        trained.update(loss.detach())  # that of the training so far
+        loss.backward()
+        optimizer.step()
+        with torch.no_grad():
+            for metric in (kept, reset):
+                metric(model(torch.randn(8, 4)))
+                metric(model(torch.randn(8, 4)))
+            trained.compute()
+            reset.compute()
+            reset.reset()
+            kept.compute()  # kept
+"""
+
+
+@needs("torchmetrics")
+def test_metrics_without_a_reset_are_recorded(place):
+    program = Made(place("meter"), METER, probes=(*CORE, Meters)).well()
+    (event,) = program.run.processes[0].of(MetricKept)
+    assert (event.metric, event.before, event.updates, event.where) == ("MeanMetric", 2, 4, program.line("# kept"))
 
 
 # ---------------------------------------------------------------- the workshop's own modules

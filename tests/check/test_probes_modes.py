@@ -1,7 +1,11 @@
-"""What the probes record of the modes of models, the worker processes of loaders, and passes over loaders."""
+"""What the probes record of modes, statistics, the gradients of optimizers, workers, and passes over loaders."""
+
+import pytest
 
 from check.made import Made
 from workshop.check.evidence.misuses import (
+    GradientsMixed,
+    InHalfPrecision,
     ModeEvaluated,
     ModeSeen,
     PassEnded,
@@ -148,3 +152,46 @@ def test_random_states_of_workers_and_the_order_of_passes_are_recorded(place):
     one, other, *sequential = (each.order for each in passes)
     assert one != other
     assert sequential[0] == sequential[1] not in (one, other, None)
+
+
+TWO_LOSSES = """
+    import torch
+
+    one, other = torch.nn.Linear(4, 4), torch.nn.Linear(4, 1)
+    optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (one, other)]
+    for step in range(4):
+        made = one(torch.randn(8, 4))
+        if CLEARED:
+            optimizers[1].zero_grad()
+        other(made.detach()).mean().backward()
+        optimizers[1].step()  # mixed
+        optimizers[1].zero_grad()
+        optimizers[0].zero_grad()
+        (-other(made)).mean().backward()  # left
+        optimizers[0].step()
+"""
+
+
+@pytest.mark.parametrize("cleared", [True, False])
+def test_gradients_of_two_losses_are_recorded(place, cleared):
+    program = Made(place(f"two-{cleared}"), TWO_LOSSES.replace("CLEARED", str(cleared))).well()
+    found = program.run.processes[0].of(GradientsMixed)
+    expected = [(program.line("# mixed"), program.line("# left"))]
+    assert [(each.where, each.other) for each in found] == ([] if cleared else expected)
+
+
+HALF = """
+    import torch
+
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 1).to(torch.bfloat16))
+    optimizer = torch.optim.AdamW(model.parameters())  # made
+    for step in range(2):
+        model[1](model[0](torch.randn(8, 4)).to(torch.bfloat16)).mean().backward()
+        optimizer.step()
+"""
+
+
+def test_parameters_in_half_precision_are_recorded(place):
+    program = Made(place("half"), HALF).well()
+    (event,) = program.run.processes[0].of(InHalfPrecision)
+    assert (event.dtype, event.places, event.where) == ("bfloat16", [2, 3], program.line("# made"))

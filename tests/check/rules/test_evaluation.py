@@ -1,6 +1,6 @@
 """The rules about evaluation: mistakes that they must name, and correct styles that must pass."""
 
-from check.bank import ddp, lightning, second, zero
+from check.bank import ddp, gpus, lightning, second, zero
 from check.bank.case import mistake, part, style
 from check.bank.cases import bank_tests
 
@@ -33,7 +33,28 @@ def evaluate(model, loader, device):
     )
 """
 
+# A metric of torchmetrics in the program for GPUs.
+METRIC = (
+    ("from torch import nn\n", "from torch import nn\nfrom torchmetrics.classification import MulticlassAccuracy\n"),
+    ("EPOCHS = 3\n", 'EPOCHS = 3\nMETRIC = MulticlassAccuracy(num_classes=4, average="micro")\n'),
+    ("    counts = torch.zeros(2, device=device)\n", "    METRIC.to(device)\n"),
+    (
+        "            counts[0] += (model(x).argmax(1) == y).sum()\n            counts[1] += len(y)\n",
+        "            METRIC.update(model(x).argmax(1), y)\n",
+    ),
+    ("    dist.all_reduce(counts)\n", ""),
+)
+ACCURACY = "    correct, total = counts.tolist()\n    return correct / total\n"
+
 MISTAKES = (
+    mistake(
+        "metric-of-torchmetrics-without-reset",
+        gpus.GPUS,
+        "metric-not-reset",
+        "Each evaluation adds its samples to those of the earlier ones.",
+        *METRIC,
+        (ACCURACY, "    return METRIC.compute().item()\n"),
+    ),
     # ---- evaluation-missed
     mistake(
         "held-out-share-of-a-share",
@@ -275,6 +296,13 @@ MISTAKES = (
 )
 
 STYLES = (
+    style(
+        "metric-of-torchmetrics-with-reset",
+        gpus.GPUS,
+        "The metric is reset after its value is computed.",
+        *METRIC,
+        (ACCURACY, "    accuracy = METRIC.compute().item()\n    METRIC.reset()\n    return accuracy\n"),
+    ),
     style(
         "the-test-loader-is-read-again-before-the-sum",
         second.TAGGER,

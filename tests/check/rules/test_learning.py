@@ -13,7 +13,37 @@ UNUSED = ("device_ids=[local_rank])", "device_ids=[local_rank], find_unused_para
 HIDDEN = "self.hidden(x).relu()"
 DROPPED = "lambda x: self.hidden(torch.dropout(x, 0.5, True))"
 
+GAN = "tests/check/referee/gan/train.py"
+CLEAR = '            optimizers["discriminator"].zero_grad()\n'
+FROZEN = "            discriminator.requires_grad_(False)\n"
+# The whole model of the program for GPUs in bfloat16, with a layer whose weights begin with 1.
+NORM = ("nn.Dropout(0.1)", "nn.Sequential(nn.LayerNorm(64), nn.Dropout(0.1))")
+IN_BFLOAT16 = ("model = Classifier().to(device)", "model = Classifier().to(device, torch.bfloat16)")
+INPUTS = ("x, y = x.to(device), y.to(device)", "x, y = x.to(device, torch.bfloat16), y.to(device)")
+
 MISTAKES = (
+    mistake(
+        "whole-model-in-bfloat16",
+        gpus.GPUS,
+        "steps-rounded-away",
+        "The weights of the norm begin with 1, and steps of 0.001 round to zero.",
+        NORM,
+        IN_BFLOAT16,
+        INPUTS,
+        (gpus.ADAMW, gpus.ADAMW.replace("3e-3", "1e-3")),
+    ),
+    mistake(
+        "discriminator-cleared-after-its-step",
+        GAN,
+        "gradients-mixed",
+        "The backward pass of the generator leaves gradients in the discriminator, and nothing clears them.",
+        (CLEAR + "            with", "            with"),
+        (
+            '            optimizers["discriminator"].step()\n',
+            '            optimizers["discriminator"].step()\n' + CLEAR,
+        ),
+        (FROZEN, ""),
+    ),
     mistake(
         "reentrant-checkpoint-of-the-first-layer",
         gpus.GPUS,
@@ -217,6 +247,22 @@ MISTAKES += (
 )
 
 STYLES = (
+    style(
+        "whole-model-in-bfloat16-with-large-steps",
+        gpus.GPUS,
+        "The model is in bfloat16, but its steps are large enough, as with SGD and a high learning rate.",
+        IN_BFLOAT16,
+        INPUTS,
+        (gpus.ADAMW, "optimizer = torch.optim.SGD(model.parameters(), lr=0.5)"),
+    ),
+    style(
+        "discriminator-cleared-after-the-generator",
+        GAN,
+        "The backward pass of the generator leaves gradients in the discriminator, which are cleared at the end.",
+        (CLEAR + "            with", "            with"),
+        (FROZEN, ""),
+        ("            discriminator.requires_grad_(True)\n", CLEAR),
+    ),
     style(
         "checkpoint-of-the-first-layer",
         gpus.GPUS,

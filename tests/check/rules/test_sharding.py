@@ -10,7 +10,21 @@ FEWER_ROWS = (
     ('"--epochs", type=int, default=3', '"--epochs", type=int, default=2'),
 )
 
+FINETUNE = "tests/check/referee/fsdp2_finetune/finetune.py"
+BLOCKS = "    for block in model.blocks:\n        fully_shard(block, mesh=mesh)\n"
+TWO_EACH = """\
+    for first in range(0, len(model.blocks), 2):
+        fully_shard(list(model.blocks[first : first + 2]), mesh=mesh)
+"""
+
 MISTAKES = (
+    mistake(
+        "only-the-model-is-sharded",
+        FINETUNE,
+        "gathered-as-one",
+        "fully_shard is called for the model, but not for its layers.",
+        (BLOCKS, ""),
+    ),
     # ---- not-sharded
     mistake(
         "sharded-layers-only",
@@ -197,6 +211,12 @@ MISTAKES = (
 )
 
 STYLES = (
+    style(
+        "two-layers-in-a-group",
+        FINETUNE,
+        "Each group has two layers.",
+        (BLOCKS, TWO_EACH),
+    ),
     style(
         "sharded-norm-added-up-over-the-ranks",
         FSDP2,

@@ -242,3 +242,26 @@ class SavedEmpty(Event):  # a saved file has parameters of a model without value
 
 class StopsAtLimit(Event):  # a comparison with a limit ends a loop around the step
     names: list[str]  # of the variables that it compares, such as "loss" and "self.best"
+
+
+class InHalfPrecision(Event):  # before the first step of an optimizer; ``where`` is the line that created it
+    dtype: str  # such as "bfloat16"
+    places: list[int]  # the numbers of its parameters that have this type
+
+
+class MetricKept(Event):  # an evaluation computes a metric of torchmetrics that still has the samples of the one before
+    metric: str  # its class
+    before: int  # how often it was updated until the evaluation before
+    updates: int  # until now
+
+
+class GradientsMixed(
+    Event
+):  # a step used gradients of two losses: of its own, and of one before another optimizer's step
+    names: list[str]  # of some of the parameters
+    other: str  # the line of the backward pass for the other optimizer
+
+
+class ShardedAsOne(Event):  # FSDP gathers all parameters of the model together
+    layers: int  # of the longest list of layers of the model
+    kind: str  # the class of these layers

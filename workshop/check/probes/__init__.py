@@ -21,9 +21,10 @@ from workshop.check.probes.group import Collectives, Groups
 from workshop.check.probes.layers import Activations, Checkpointing, Layers
 from workshop.check.probes.lightning import Lightning, PytorchLightning
 from workshop.check.probes.losses import Losses
+from workshop.check.probes.meters import Meters
 from workshop.check.probes.models import Models
 from workshop.check.probes.modes import Modes
-from workshop.check.probes.optimizers import Optimizers
+from workshop.check.probes.optimizers import Optimizers, TwoOptimizers
 from workshop.check.probes.prints import Prints
 from workshop.check.probes.probe import Probe
 from workshop.check.probes.process import Processes
@@ -55,8 +56,8 @@ ALWAYS: tuple[type[Probe], ...] = (
 )
 _OTHERS = (Copies, Draws, Schedules, Optimizers, Losses, Layers, HostSync, Sharding, Shards, Clipping,
            Checkpoints, Weights, SafeTensors, Activations, Checkpointing, ModelStates, Encoders, Prints, Totals, Discarded, Modes,
-           Workers, Emptied, Stopping)  # fmt: skip
-_LIBRARIES = (Lightning, PytorchLightning, Accelerators, Engine)
+           Workers, Emptied, Stopping, TwoOptimizers)  # fmt: skip
+_LIBRARIES = (Lightning, PytorchLightning, Accelerators, Engine, Meters)
 PROBES: tuple[type[Probe], ...] = (*ALWAYS, *_OTHERS, *_LIBRARIES)
 
 

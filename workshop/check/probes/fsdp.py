@@ -8,11 +8,12 @@ from torch import nn
 from torch.optim import Optimizer
 
 from workshop.check.evidence.events import FullySharded, LayoutSeen
-from workshop.check.evidence.misuses import ShardsLeft
+from workshop.check.evidence.misuses import ShardedAsOne, ShardsLeft
 from workshop.check.probes.contents import is_sharded, sketches
 from workshop.check.probes.probe import Probe, before, on
 from workshop.tensors import own_part
 
+LAYERS = 3  # equal layers that could be gathered one after the other
 FIRST = 60  # backward passes after which the gradients of shards are recorded
 
 
@@ -54,7 +55,20 @@ class Sharding(Probe):
 class Shards(Probe):
     """Records the gradients that a backward pass leaves in the shards of a model, to see how they are scaled before the step."""
 
-    writes = (ShardsLeft,)
+    writes = (ShardsLeft, ShardedAsOne)
+
+    @on("before_step")
+    def _groups(self, optimizer: Optimizer) -> None:
+        """Record a model with a list of equal layers, of which FSDP gathers all parameters together."""
+        model = self.recorder.model
+        if self.recorder.steps or model is None:
+            return
+        modules = list(model.modules())
+        groups = [each for each in modules if _gathers(each)]
+        lists = [list(each) for each in modules if isinstance(each, nn.ModuleList | nn.Sequential)]
+        layers = max((each for each in lists if len(set(map(type, each))) == 1), key=len, default=[])
+        if len(groups) == 1 and len(layers) >= LAYERS and next(layers[0].parameters(), None) is not None:
+            self.note_here(ShardedAsOne(layers=len(layers), kind=type(layers[0]).__name__))
 
     def clear(self) -> None:
         self.looks = 0  # the sharded model may come after a first training of one rank
@@ -68,6 +82,12 @@ class Shards(Probe):
         named = [(name, each.grad) for name, each in model.named_parameters() if each.grad is not None]
         found = zip(named, sketches(grad for _, grad in named), strict=True)
         self.recorder.note(ShardsLeft(norms={name: sketch[0] for (name, _), sketch in found if sketch}))
+
+
+def _gathers(module: nn.Module) -> bool:
+    """Whether FSDP gathers the parameters of a module for its forward pass, and frees them after it."""
+    strategy = getattr(getattr(module, "sharding_strategy", None), "name", "")
+    return "FULL_SHARD" in strategy or any(each.__name__ == "FSDPModule" for each in type(module).__mro__)
 
 
 def _is_right(name: str, buffer: torch.Tensor, model: Any) -> bool:

@@ -4,6 +4,7 @@ import itertools
 from collections import Counter
 
 from workshop.check.evidence.events import Backward, BatchLoaded, Collective, Evaluated, LoaderStarted, Reported
+from workshop.check.evidence.misuses import MetricKept
 from workshop.check.evidence.process import Process
 from workshop.check.evidence.real import RealRun
 from workshop.check.evidence.run import Run
@@ -12,6 +13,7 @@ from workshop.check.rules.ending import crash
 from workshop.check.rules.gradients import gradients_differ, weights_differ
 from workshop.check.rules.processes import no_group, wrong_group
 from workshop.check.rules.rule import NotJudged, Said, Seen, rule
+from workshop.check.rules.words import plural
 from workshop.check.scenarios import SPAWNED, WHOLE
 
 EXACT = 1e-6  # a reported accuracy that is further from the true one is wrong
@@ -267,3 +269,19 @@ def _throughput(run: Run, reports: list[Reported]) -> str:
     what = min(near, key=lambda each: near[each], default="")
     hint = f" (about {what})" if what and near[what] < 0.2 else ""
     return f"the reported samples per second are {middle:.2f} times those of all {run.nproc} processes together{hint}"
+
+
+@rule(
+    why="The value is that of all evaluations so far: it changes more slowly than the model, the best checkpoint is chosen by "
+    "it, and after a resume, which begins with an empty metric, it is another one.",
+    fix='Call reset() of the metric after compute(). (A LightningModule resets it if you log the object itself: self.log("acc", '
+    "self.acc).)",
+    needs=(MetricKept,),
+    after=(no_group, wrong_group),
+    anywhere=True,
+)
+def metric_not_reset(run: Run) -> Said:
+    """A metric of torchmetrics is computed after a second evaluation, and still has the samples of the first one."""
+    for event in run.trained[0].of(MetricKept)[:1] if run.trained else ():
+        updates = f"it has {plural(event.updates, 'batch')}, of which {event.before} are of earlier evaluations"
+        yield Seen(f"{event.metric} is computed without a reset since the evaluation before: {updates}", event.where)

@@ -4,10 +4,10 @@ import math
 from functools import partial
 from itertools import islice, pairwise
 
-from workshop.check.evidence.events import (
-    GraphMeasured,
-)
+from workshop.check.evidence.events import GraphMeasured, StepBegun
 from workshop.check.evidence.misuses import (
+    GradientsMixed,
+    InHalfPrecision,
     InputsWithoutGradients,
     LabelsShifted,
     LossOfProbabilities,
@@ -22,6 +22,11 @@ from workshop.check.rules.processes import no_group, wrong_group
 from workshop.check.rules.rule import Said, Seen, rule
 from workshop.check.rules.words import listed, named, plural
 from workshop.check.scenarios import WHOLE
+
+ROUNDED, SHARE = 5, 0.1  # steps that show that values do not change, and the share of such values
+
+# How programs make parameters in half precision.
+IN_HALF = r"\.(bfloat16|half)\(\)|\.to\(.*torch\.(bfloat16|float16|half)|from_\w+\(.*dtype|set_default_dtype\(.*16"
 
 # A rule about the steps of one process: if it finds something, the reported figures cannot be right.
 of_steps = partial(rule, after=(no_group, wrong_group), spoils=True, anywhere=True)
@@ -237,3 +242,59 @@ def recomputed_at_random(run: Run) -> Said:
     """A checkpointed layer draws random numbers, and the random state is not restored before its recomputation."""
     for event in islice(run.all(RecomputedAtRandom), 1):
         yield Seen("with preserve_rng_state=False, this layer is recomputed with different random numbers", event.where)
+
+
+@of_steps(
+    why="bfloat16 and float16 have few digits: a step that changes a parameter by less than about 1/256 of its value (float16: "
+    "1/2048) is rounded away, each time. These parameters are not trained.",
+    fix="Keep the parameters in float32 and compute in bfloat16: leave out .to(torch.bfloat16), and use torch.autocast(), or "
+    "MixedPrecisionPolicy(param_dtype=torch.bfloat16) with fully_shard.",
+    needs=(InHalfPrecision,),
+    after=(no_group, wrong_group, wrong_parameters, no_learning),
+    origin=rf"text:{IN_HALF}",
+)
+def steps_rounded_away(run: Run) -> Said:
+    """Values of parameters in half precision have gradients, but no step changes them."""
+    for process in run.trained[:1]:
+        for event in process.of(InHalfPrecision):
+            steps = [each.before for each in process.steps if each.before.made == event.where]
+            steps = [each for each in steps if len(each.weights) > event.places[-1]]
+            rates = [max(each.rates, default=0.0) for each in steps]
+            if len(steps) < ROUNDED or rates[-1] > max(rates[: len(rates) // 2]):
+                continue  # while the learning rate still rises, later steps may be large enough
+            kept = {place: _unchanged(place, steps) for place in event.places}
+            values = [value for each in kept.values() for value in each]
+            whole = [place for place, each in kept.items() if len(each) > 1 and all(each)]
+            if whole and sum(values) >= SHARE * len(values):
+                names = listed([steps[0].names[place] or "?" for place in whole])
+                share = f"{sum(values) / len(values):.0%} of the values that the check looks at"
+                seen = f"{share}, all of {names}, are the same after {plural(len(steps), 'step')}, although they have gradients"
+                yield Seen(f"{seen}: they are {event.dtype}, and each step is rounded away", event.where)
+                return
+
+
+def _unchanged(place: int, steps: list[StepBegun]) -> list[bool]:
+    """Whether each recorded value of a parameter is the same before all steps; only of values that mostly have a gradient."""
+    weights = [step.weights[place] for step in steps]
+    gradients = [step.gradients[place] for step in steps]
+    if not all(weights) or not all(gradients):
+        return []
+    tables = [[each[1] for each in part if each] for part in (weights, gradients)]
+    with_gradient = [2 * sum(map(bool, values)) > len(values) for values in zip(*tables[1], strict=False)]
+    same = [len(set(values)) == 1 for values in zip(*tables[0], strict=False)]
+    return [each for each, counts in zip(same, with_gradient, strict=False) if counts]
+
+
+@of_steps(
+    why="Each step also uses gradients of the loss of another optimizer, such as that of a generator, which wants the opposite.",
+    fix="Call zero_grad() of this optimizer right before the backward() of its own loss.",
+    needs=(GradientsMixed,),
+    after=(no_group, wrong_group, wrong_parameters, no_learning),
+    origin="last:zero_grad",
+)
+def gradients_mixed(run: Run) -> Said:
+    """An optimizer uses gradients that the backward pass for another optimizer has left in its parameters."""
+    for event in run.trained[0].of(GradientsMixed)[:1] if run.trained else ():
+        names = f" of {listed(event.names)}" if event.names else ""
+        seen = f"the gradients{names} in this step are also those of backward() at {event.other}, which is for another optimizer"
+        yield Seen(f"{seen}: nothing clears them before", event.where)

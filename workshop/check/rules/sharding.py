@@ -20,7 +20,7 @@ from workshop.check.evidence.events import (
     WeightsRead,
     Wrapped,
 )
-from workshop.check.evidence.misuses import NormsSeen, ShardsLeft
+from workshop.check.evidence.misuses import NormsSeen, ShardedAsOne, ShardsLeft
 from workshop.check.evidence.process import Process
 from workshop.check.evidence.run import Run
 from workshop.check.rules.ending import ending
@@ -319,3 +319,20 @@ def _norms(process: Process) -> Iterator[_Normed]:
         elif isinstance(event, StepBegun) and seen:
             yield _Normed(math.hypot(*(sketch[0] for sketch in event.gradients if sketch)), seen, event.where)
             seen = {}
+
+
+@rule(
+    why="FSDP frees the parameters of one group before it gathers the next one. With a single group each rank holds the whole "
+    "model in every step, and no communication overlaps with computing.",
+    fix="Call fully_shard(layer) for each layer, and then fully_shard(model); with FullyShardedDataParallel, pass an "
+    "auto_wrap_policy for the class of the layers.",
+    needs=(ShardedAsOne,),
+    origin=r"text:\b(fully_shard|FullyShardedDataParallel|FSDP)\(",
+    after=(no_group, wrong_group),
+    anywhere=True,
+)
+def gathered_as_one(run: Run) -> Said:
+    """FSDP has one group for a model with a list of equal layers."""
+    for event in run.trained[0].of(ShardedAsOne)[:1] if run.trained else ():
+        seen = f"FSDP gathers all parameters together, although the model has {event.layers} layers {event.kind}"
+        yield Seen(seen, event.where)
