@@ -64,7 +64,10 @@ def _flat(original: Callable[..., Any]) -> Callable[..., Any]:
 
     @wraps(original)
     def called(*args: Any, **kwargs: Any) -> Any:
-        return original(*map(_line, args), **{name: _line(each) for name, each in kwargs.items()})
+        tensors = [each for each in (*args, *kwargs.values()) if isinstance(each, torch.Tensor)]
+        if all(each.is_contiguous() for each in tensors):  # one with channels_last has no view of this kind
+            args, kwargs = tuple(map(_line, args)), {name: _line(each) for name, each in kwargs.items()}
+        return original(*args, **kwargs)
 
     return called
 
@@ -83,7 +86,7 @@ def _any_shape(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _line(value: Any) -> Any:
-    return value.view(-1) if isinstance(value, torch.Tensor) and value.is_contiguous() else value
+    return value.view(-1) if isinstance(value, torch.Tensor) else value
 
 
 def _at_once(original: Callable[..., Any]) -> Callable[..., Any]:

@@ -476,9 +476,12 @@ def test_the_program_runs_in_the_environment_of_its_command(tmp_path):
             [["--resume", "out/step-0030.pt"], ["--resume", "out"], ["--resume", "step-0030.pt"]],
         ),
         ("class Options:\n    resume: bool = False", [["--resume"]]),
+        ('parser.add_argument("--ckpt")\nmodel.load_state_dict(torch.load(args.ckpt))', []),  # a model to start from
+        ('add_argument("--ckpt-path", type=int)\nopt.load_state_dict(saved["opt"])', [["--ckpt-path", "30"]]),
+        ('init_from = "scratch"\nif init_from == "resume":', [["--init_from=resume"]]),
         ("config = OmegaConf.from_cli()\nresume = config.get('resume', 'resume: null')", [["resume=out/step-0030.pt"]]),
     ],
 )
 def test_the_arguments_with_which_a_program_may_resume(text, tried):
     assert list(resume_arguments(text, (), "out/step-0030.pt")) == tried
-    assert list(resume_arguments(text, ("--resume", "--resume-step"), "out/step-0030.pt")) in ([], tried)
+    assert list(resume_arguments(text, ("--resume", "--resume-step", "--ckpt-path"), "out/step-0030.pt")) in ([], tried)

@@ -117,6 +117,7 @@ def _replace(file: Path, ranks: int, whole: bool, padded: bool, recorder: Record
     # The batches of the ranks are unpickled when they are needed: by then, the classes of the program exist.
     parts: dict[Place, dict[int, bytes]] = {}
     counts: dict[Iteration, int] = {}  # samples of all batches
+    file.touch()  # the ranks may have ended before their first batch
     with open(file, "rb") as stored, suppress(EOFError, pickle.UnpicklingError):
         while True:
             place, rank, samples, value = pickle.load(stored)

@@ -23,6 +23,11 @@ START = re.compile(r"""["'](--(?:start|begin|initial|first)[_-](?:epoch|step|ite
 # An option with which programs resume, by its name or its help: its name, and the rest of the call of add_argument().
 NAMES = r"""(?:resume|restore|continue|load)[\w-]*|[\w-]*(?:checkpoint|ckpt)[\w-]*(?=["'][^()]*\bresum)"""
 RESUME = re.compile(rf"""["'](--(?:{NAMES}))["']([^()]*(?:\([^()]*\)[^()]*)*)""")
+# An option with a checkpoint, if the program also loads the state of its optimizer; otherwise it may be of a model to start from.
+CHECKPOINT = re.compile(r"""["'](--(?:checkpoint|ckpt)(?:[_-](?:path|file))?)["']([^()]*(?:\([^()]*\)[^()]*)*)""")
+OPTIMIZER_LOADED = re.compile(r"\bopt\w*(?:\[[^\]]*\])?\.load_state_dict\(")
+# A setting that can be "resume", as in nanoGPT, where ``--init_from=resume`` sets it.
+RESUME_CHOICE = re.compile(r"""\b(\w+)\s*==\s*["']resume["']""")
 # The same in a dataclass of options.
 RESUME_FIELD = re.compile(r"^\s+(resume\w*)\s*:\s*(bool|int|str)", re.MULTILINE)
 # A setting in a program whose arguments are key=value, and how such a program reads them.
@@ -119,7 +124,12 @@ def resume_arguments(text: str, given: Sequence[str], latest: str) -> Iterator[l
         given: the arguments of its first start.
         latest: the path of its latest checkpoint, or "".
     """
-    for option, more in sorted(RESUME.findall(text), key=lambda each: not each[0].startswith("--resume"))[:2]:
+    options = sorted(RESUME.findall(text), key=lambda each: not each[0].startswith("--resume"))[:2]
+    if not options and OPTIMIZER_LOADED.search(text):
+        options = CHECKPOINT.findall(text)[:1]
+    for name in dict.fromkeys(RESUME_CHOICE.findall(text)):
+        yield [f"--{name.replace('_', '-') if '--' + name.replace('_', '-') in text else name}=resume"]
+    for option, more in options:
         if option in given:
             continue
         number = re.findall(r"\d+", Path(latest).stem) if re.search(r"type\s*=\s*int\b", more) else []

@@ -38,7 +38,7 @@ class Stream:
         return event
 
     def synchronize(self):
-        devices.note("synchronize")
+        devices.note_synchronize()
 
     def wait_stream(self, stream):
         pass
@@ -69,7 +69,7 @@ class Event:
         return True
 
     def synchronize(self):
-        devices.note("synchronize")
+        devices.note_synchronize()
 
     def elapsed_time(self, end_event):
         return 1e3 * (end_event.time - self.time)
@@ -157,7 +157,7 @@ def _memory_stats(device=None) -> defaultdict[str, int]:
 
 
 def _synchronize(*_, **__) -> None:
-    devices.note("synchronize")
+    devices.note_synchronize()
 
 
 def _empty_cache() -> None:

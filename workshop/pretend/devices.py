@@ -98,6 +98,13 @@ def note_wait() -> None:
         note("wait-inside", "" if of_optimizer else f"in {frame.f_code.co_name}()")
 
 
+def note_synchronize() -> None:
+    """Count that the CPU waits for all work of the GPU, but not if FSDP does, which limits how much it gathers ahead."""
+    frame = _caller()
+    if frame is None or f"{os.sep}fsdp{os.sep}" not in frame.f_code.co_filename:
+        note("synchronize")
+
+
 def called_by_program() -> bool:
     """Return whether the program made this call itself, and not a library such as DDP."""
     frame = _caller()

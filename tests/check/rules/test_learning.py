@@ -19,7 +19,10 @@ FROZEN = "            discriminator.requires_grad_(False)\n"
 # The whole model of the program for GPUs in bfloat16, with a layer whose weights begin with 1.
 NORM = ("nn.Dropout(0.1)", "nn.Sequential(nn.LayerNorm(64), nn.Dropout(0.1))")
 IN_BFLOAT16 = ("model = Classifier().to(device)", "model = Classifier().to(device, torch.bfloat16)")
-INPUTS = ("x, y = x.to(device), y.to(device)", "x, y = x.to(device, torch.bfloat16), y.to(device)")
+INPUTS = (
+    ("x, y = x.to(device), y.to(device)", "x, y = x.to(device, torch.bfloat16), y.to(device)"),
+    ("16, device=x.device)", "16, device=x.device, dtype=x.dtype)"),
+)
 
 MISTAKES = (
     mistake(
@@ -29,7 +32,7 @@ MISTAKES = (
         "The weights of the norm begin with 1, and steps of 0.001 round to zero.",
         NORM,
         IN_BFLOAT16,
-        INPUTS,
+        *INPUTS,
         (gpus.ADAMW, gpus.ADAMW.replace("3e-3", "1e-3")),
     ),
     mistake(
@@ -252,7 +255,7 @@ STYLES = (
         gpus.GPUS,
         "The model is in bfloat16, but its steps are large enough, as with SGD and a high learning rate.",
         IN_BFLOAT16,
-        INPUTS,
+        *INPUTS,
         (gpus.ADAMW, "optimizer = torch.optim.SGD(model.parameters(), lr=0.5)"),
     ),
     style(

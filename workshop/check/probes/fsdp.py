@@ -57,21 +57,25 @@ class Shards(Probe):
 
     writes = (ShardsLeft, ShardedAsOne)
 
+    def clear(self) -> None:
+        self.looks = self.looked_at = 0  # the sharded model may come after a first training of one rank
+
     @on("before_step")
     def _groups(self, optimizer: Optimizer) -> None:
         """Record a model with a list of equal layers, of which FSDP gathers all parameters together."""
         model = self.recorder.model
-        if self.recorder.steps or model is None:
+        if model is None or self.looked_at >= FIRST:
             return
+        self.looked_at += 1
         modules = list(model.modules())
-        groups = [each for each in modules if _gathers(each)]
+        groups = sum(map(_gathers, modules))
+        if not groups:
+            return
+        self.looked_at = FIRST
         lists = [list(each) for each in modules if isinstance(each, nn.ModuleList | nn.Sequential)]
         layers = max((each for each in lists if len(set(map(type, each))) == 1), key=len, default=[])
-        if len(groups) == 1 and len(layers) >= LAYERS and next(layers[0].parameters(), None) is not None:
+        if groups == 1 and len(layers) >= LAYERS and next(layers[0].parameters(), None) is not None:
             self.note_here(ShardedAsOne(layers=len(layers), kind=type(layers[0]).__name__))
-
-    def clear(self) -> None:
-        self.looks = 0  # the sharded model may come after a first training of one rank
 
     @on("after_backward")
     def _look(self) -> None:

@@ -35,9 +35,11 @@ def accumulation_uneven(run: Run) -> Said:
         steps = _whole_steps(process.steps)
         sizes = [len(step.backwards) for step in steps]
         wanted = run.asked.accumulate if run.asked else mode(sizes)
-        if run.asked is None and _since_cleared(process.steps[0]) == wanted:
-            # zero_grad() clears the gradients of earlier backward passes, for example of a demonstration.
-            sizes[0] = wanted
+        if run.asked is None:
+            # zero_grad() clears the gradients of earlier backward passes, for example of a demonstration or a Hessian.
+            sizes = [
+                wanted if _since_cleared(step) == wanted else size for step, size in zip(steps, sizes, strict=True)
+            ]
         if run.asked is None:  # a program may take a last, smaller step with the batches that are left
             sizes = [size for size, left in zip(sizes, _left_over(steps, wanted), strict=True) if not left] or sizes
             if _in_phases(sizes):
@@ -168,7 +170,8 @@ def accumulation_traffic(run: Run) -> Said:
         if process.optimizers > 1:
             continue
         wanted = run.asked.accumulate if run.asked else mode(len(step.backwards) for step in process.steps)
-        synced = max(sum(1 for each in step.backwards if each.sync) for step in process.steps)
+        used = [step.backwards[-_since_cleared(step) :] for step in process.steps]
+        synced = max(sum(1 for each in backwards if each.sync) for backwards in used)
         if run.asked is None and all(map(_of_one_batch, process.steps)):
             continue  # an adversarial step, for example, needs the averaged gradient of its first pass for its second one
         if wanted > 1 and run.nproc > 1 and process.first(Wrapped) and synced > 1:

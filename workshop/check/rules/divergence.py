@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from itertools import combinations
 
 from workshop.check.evidence.events import Backward, Collective, Evaluated, Event, StepBegun, UnevenJoined
+from workshop.check.evidence.misuses import ScheduleStepped
 from workshop.check.evidence.process import Process
 from workshop.check.evidence.run import Run
 from workshop.check.rules.words import named
@@ -119,6 +120,21 @@ def reduced_to_one(process: Process, until: Event | None = None) -> str:
     for event in collectives_since(process, StepBegun, until):
         if event.name == "reduce" or "broadcast" in event.name:
             where = event.where if event.name == "reduce" else ""
+    return where
+
+
+def decided_by_one(process: Process, until: Event) -> str:
+    """The line of such a reduce() before the schedule took its step, which may have decided by the result."""
+    where, found = reduced_to_one(process, until), ""
+    for _, event in process.events:
+        if event is until:
+            break
+        if isinstance(event, StepBegun):
+            found = ""
+        elif isinstance(event, Collective) and event.name == "reduce":
+            found = event.where
+        elif isinstance(event, ScheduleStepped) and found != where:
+            where = ""  # it comes after the schedule
     return where
 
 

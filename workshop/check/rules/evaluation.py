@@ -127,7 +127,7 @@ def metric_of_one_rank(run: Run) -> Said:
     if common >= run.nproc or 4 * common >= min(map(len, parts)):
         return
     from_loader = any(map(_from_a_loader, run.ranks))
-    if any(_exchanged(process) for process in run.ranks) or not (from_loader or all(map(_of_a_set, run.ranks))):
+    if any(exchanged(process) for process in run.ranks) or not (from_loader or all(map(_of_a_set, run.ranks))):
         return
     shown = " and ".join(f"{len(set(part)):,}" for part in parts[:4])
     seen = f"the ranks evaluate {shown} different samples, and no collective adds up the results"
@@ -147,9 +147,10 @@ def _of_a_set(process: Process) -> bool:
     return bool(others) and all(each == first for each in others) and not first & trained
 
 
-def _exchanged(process: Process) -> bool:
+def exchanged(process: Process) -> bool:
     """Whether the rank exchanges a value between an evaluation and the step after it."""
     evaluated, loaded, usual = False, False, _of_steps(process)
+    sharded = any(step.before.sharded for step in process.steps)  # its forward passes gather parameters
     calls = Counter[str]()
     unclear = False  # whether it has exchanged a value after a batch was loaded, which may be a value of the step with this batch
     for _, event in process.events:
@@ -162,7 +163,9 @@ def _exchanged(process: Process) -> bool:
             if unclear:
                 return True
             loaded = True
-        elif isinstance(event, Collective) and "barrier" not in event.name:
+        elif isinstance(event, Collective) and "barrier" not in event.name and not (event.inside and sharded):
+            if event.name == "broadcast" and event.dtype.endswith("uint8"):
+                continue  # the state of a generator, which Accelerate sends before each epoch
             calls[event.where] += 1
             if evaluated and calls[event.where] > usual[event.where]:
                 unclear = True

@@ -31,6 +31,10 @@ OTHERWISE = re.compile(r"Unpickling|FileNotFound|OutOfMemory|Attribute")  # erro
 OF_DEEPSPEED = r"^\[[\d ,:-]+\] \[[A-Z]+\] \[|^DeepSpeed deepspeed\.ops"  # lines of its own logger, on each rank
 TEMPORARY = re.compile(r"[._-](tmp|temp|part|partial|incomplete)\b")  # in the name of what is not complete yet
 MILD = ("/.hydra/", "/events.out.tfevents.")
+SETTINGS = re.compile(
+    r"(^|[/_.-])(configs?|args|arguments|opts?|options|settings|hparams|hyperparameters)\.(json|ya?ml|toml|txt)$"
+)
+TIME = re.compile(r"\d+-\d+-\d+[T ]|\d+:\d+(:\d+)?([.,]\d+)?")
 WRITERS = 3  # findings of files that several ranks write, each at a line of its own
 
 
@@ -44,8 +48,8 @@ def two_writers(run: Run) -> Said:
     """Several ranks write the same file."""
     for path, processes, where in run.shared_files()[:WRITERS]:
         ranks = " and ".join(str(rank_of(processes, index)) for index in range(len(processes)))
-        # Hydra saves its settings on each rank, in a file for people; a writer of TensorBoard writes its version into a new file.
-        mild = any(each in path for each in MILD)
+        # Settings are the same on all ranks, in a file for people. A writer of TensorBoard writes its version into a new file.
+        mild = any(each in path for each in MILD) or SETTINGS.search(path) is not None
         yield Seen(f"ranks {ranks} write the same file, {path.rsplit('/', 1)[-1]}", where, mild=mild)
 
 
@@ -220,7 +224,8 @@ def several_print(run: Run) -> Said:
         first = dict(reversed(_lines(ranks[1])))
         same = [line for pattern, line in first.items() if pattern in known and not _tell_ranks(known[pattern], line)]
         for line in same[:1]:
-            how = "the same lines as" if line in known.values() else "other numbers in the same lines as"
+            equal = TIME.sub("", line) in {TIME.sub("", each) for each in known.values()}
+            how = "the same lines as" if equal else "other numbers in the same lines as"
             yield Seen(f'{named(ranks[1])} prints {how} {named(ranks[0])}: "{line[:70]}"')
 
 

@@ -26,7 +26,7 @@ from workshop.check.evidence.misuses import BuffersKept, ClipLimit, LossReduced
 from workshop.check.evidence.process import Process, Step
 from workshop.check.evidence.run import Run
 from workshop.check.evidence.sketches import CLOSE, difference, different_names, ratio
-from workshop.check.rules.divergence import TO_ONE, reduced_to_one
+from workshop.check.rules.divergence import TO_ONE, decided_by_one
 from workshop.check.rules.learning import of_steps
 from workshop.check.rules.processes import no_group, wrong_group
 from workshop.check.rules.replicas import begun_apart, parted
@@ -338,7 +338,7 @@ def _apart_at(
         which = different_names(one.after.weights, two.after.weights, before.names)
         rates = f"; their learning rates are {before.rates} and {other.rates}" if before.rates != other.rates else ""
         seen = f"the gradients agree, but after step {number} the parameters do not ({listed(which)}){rates}"
-        if rates and (where := reduced_to_one(base, before)):
+        if rates and (where := decided_by_one(base, before)):
             seen += f"; before that, reduce() at {where} gave its result to one rank only"
             return weights_differ, Seen(seen, where, fix=TO_ONE, origin="plateau:before")
         return weights_differ, Seen(seen, before.where, origin="plateau one-rank:step receiver:step" if rates else "")

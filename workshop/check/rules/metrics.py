@@ -100,7 +100,7 @@ def metric_depends_on_processes(compared: Compared) -> Said:
     for ours, alone in pairs:
         repeated = _repeated(compared, ours.evaluation)
         rounding = SAME + OUTLIER * repeated, SAME + 2 * repeated
-        if seen := _different(ours, alone, compared.several.nproc, rounding):
+        if seen := _different(ours, alone, compared.several.nproc, rounding, share=repeated):
             yield Seen(seen, ours.exchanged, detail=f"printed in {ours.where}", origin="exchanged")
             return
 
@@ -271,14 +271,20 @@ def _labelled(text: str) -> Iterator[tuple[str, str]]:
             yield label, number[0]
 
 
-def _different(ours: Shown, alone: Shown, processes: int, rounding: tuple[float, float], digits: float = 2) -> str:
+def _different(
+    ours: Shown, alone: Shown, processes: int, rounding: tuple[float, float], digits: float = 2, share: float = 0
+) -> str:
     """The first number of an evaluation that differs between two texts; "" if there is none. See ``_differ``.
 
     A repeated sample can add much to a mean, but not take much from it. Other metrics may change in both directions.
+    ``share``: that of the repeated samples, by which shares of samples, such as an accuracy, may differ.
     """
     trained = difference(ours.weights, alone.weights) <= CLOSE
     for label, one, other in _numbers(ours.text, alone.text, trained):
         may = rounding if MEAN.search(label) else (rounding[0], rounding[0])
+        whole = 100 if max(abs(float(one)), abs(float(other))) > 1 else 1
+        if not LOSS.search(label) and abs(float(one) - float(other)) <= share * whole:
+            continue
         if _differ(one, other, processes, may, digits):
             after = f"after step {ours.steps}" if ours.steps else "before the first step"
             return (
@@ -293,6 +299,34 @@ def prints_metrics(process: Process) -> bool:
 
 
 def _shown(process: Process) -> Iterator[Shown]:
+    """Yield the texts that a process prints after an evaluation, without those that it prints between its batches too."""
+    progress = _progress(process)
+    for shown in _after_forwards(process):
+        if (shown.evaluation, shown.form) not in progress:
+            yield shown
+
+
+def _progress(process: Process) -> set[tuple[int, str]]:
+    """The forms of the texts that a process prints between two batches of a loader, with the number of the evaluation."""
+    found: set[tuple[int, str]] = set()
+    steps, last, printed = 0, None, list[str]()
+    numbers: dict[int, int] = {}
+    for _, event in process.events:
+        if isinstance(event, Backward):
+            last, printed = None, []
+        elif isinstance(event, StepTaken):
+            steps += 1
+        elif isinstance(event, Evaluated):
+            number, loader = numbers.setdefault(steps, len(numbers)), event.forward.loader
+            if loader and loader == last:
+                found.update((number, NUMBER.sub("#", text)) for text in printed)
+            last, printed = loader, []
+        elif isinstance(event, Printed):
+            printed.append(event.text)
+    return found
+
+
+def _after_forwards(process: Process) -> Iterator[Shown]:
     evaluated, exchanged, gathered, steps, weights = False, "", "", 0, list[Sketch]()
     complete = False  # whether a collective has followed the last forward pass
     numbers: dict[int, int] = {}  # of the evaluations, by the steps before

@@ -1,9 +1,10 @@
 """Whether models with dropout or BatchNorm are in the right mode, and evaluated with the same statistics on all ranks."""
 
-from workshop.check.evidence.events import Evaluated, ModelUpdated
+from workshop.check.evidence.events import Evaluated, ModelUpdated, Saved
 from workshop.check.evidence.misuses import ModeEvaluated, ModeSeen, StatisticsSeen, StatisticsStale
 from workshop.check.evidence.run import Run
 from workshop.check.evidence.sketches import difference
+from workshop.check.rules.evaluation import exchanged
 from workshop.check.rules.processes import no_group, wrong_group
 from workshop.check.rules.rule import Said, Seen, rule
 from workshop.check.rules.words import plural
@@ -77,8 +78,10 @@ def statistics_differ(run: Run) -> Said:
         others = [each[key] for each in ranks[1:] if key in each]
         if first.steps and any(difference(first.statistics, other.statistics) > APART for other in others):
             seen = f"after {plural(first.steps, 'step')} the ranks evaluate {first.model} with different statistics of BatchNorm"
+            wrapped = "call:DistributedDataParallel.broadcast_buffers|DDP.broadcast_buffers here"
+            # If only the results of one rank are used, it measures one model, as with the buffers of rank 0.
             yield Seen(
-                seen, first.where, origin="call:DistributedDataParallel.broadcast_buffers|DDP.broadcast_buffers here"
+                seen, first.where, origin=wrapped, mild=not exchanged(run.trained[0]) and not any(run.all(Saved))
             )
             return
 
