@@ -14,6 +14,10 @@ HIDDEN = "self.hidden(x).relu()"
 DROPPED = "lambda x: self.hidden(torch.dropout(x, 0.5, True))"
 
 GAN = "tests/check/referee/gan/train.py"
+FEWER_IMAGES = (
+    ("rings(768, args.seed)", "rings(192, args.seed)"),
+    ('"--epochs", type=int, default=4', '"--epochs", type=int, default=2'),
+)
 CLEAR = '            optimizers["discriminator"].zero_grad()\n'
 FROZEN = "            discriminator.requires_grad_(False)\n"
 # The whole model of the program for GPUs in bfloat16, with a layer whose weights begin with 1.
@@ -40,6 +44,7 @@ MISTAKES = (
         GAN,
         "gradients-mixed",
         "The backward pass of the generator leaves gradients in the discriminator, and nothing clears them.",
+        *FEWER_IMAGES,
         (CLEAR + "            with", "            with"),
         (
             '            optimizers["discriminator"].step()\n',
@@ -262,6 +267,7 @@ STYLES = (
         "discriminator-cleared-after-the-generator",
         GAN,
         "The backward pass of the generator leaves gradients in the discriminator, which are cleared at the end.",
+        *FEWER_IMAGES,
         (CLEAR + "            with", "            with"),
         (FROZEN, ""),
         ("            discriminator.requires_grad_(True)\n", CLEAR),

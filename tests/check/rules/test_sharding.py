@@ -10,19 +10,31 @@ FEWER_ROWS = (
     ('"--epochs", type=int, default=3', '"--epochs", type=int, default=2'),
 )
 
-FINETUNE = "tests/check/referee/fsdp2_finetune/finetune.py"
-BLOCKS = "    for block in model.blocks:\n        fully_shard(block, mesh=mesh)\n"
-TWO_EACH = """\
-    for first in range(0, len(model.blocks), 2):
-        fully_shard(list(model.blocks[first : first + 2]), mesh=mesh)
+SMALL = (*FEWER_ROWS, ("dim=64, depth=2", "dim=8, depth=3"))
+BLOCKS = "    for block in model.blocks:\n        fully_shard(block, mp_policy=policy)\n"
+BATCH = "            loss = token_loss(model, batch.to(device))\n            loss.backward()\n"
+IN_HALVES = """\
+            for number, half in enumerate(batch.to(device).chunk(2)):
+                model.set_requires_gradient_sync(number == 0)
+                loss = token_loss(model, half)
+                (loss / 2).backward()
 """
 
 MISTAKES = (
     mistake(
+        "gradients-of-the-first-batch-only",
+        FSDP2,
+        "last-batch-left-out",
+        "The gradients are reduced after the first batch of a step, and those of the second one stay outside the shards.",
+        *SMALL,
+        (BATCH, IN_HALVES),
+    ),
+    mistake(
         "only-the-model-is-sharded",
-        FINETUNE,
+        FSDP2,
         "gathered-as-one",
         "fully_shard is called for the model, but not for its layers.",
+        *SMALL,
         (BLOCKS, ""),
     ),
     # ---- not-sharded
@@ -212,10 +224,11 @@ MISTAKES = (
 
 STYLES = (
     style(
-        "two-layers-in-a-group",
-        FINETUNE,
-        "Each group has two layers.",
-        (BLOCKS, TWO_EACH),
+        "gradients-reduced-after-each-batch",
+        FSDP2,
+        "Each batch of a step reduces its gradients to the shards, which adds them up.",
+        *SMALL,
+        (BATCH, IN_HALVES.replace("number == 0", "True")),
     ),
     style(
         "sharded-norm-added-up-over-the-ranks",

@@ -3,7 +3,15 @@
 import itertools
 from collections import Counter
 
-from workshop.check.evidence.events import Backward, BatchLoaded, Collective, Evaluated, LoaderStarted, Reported
+from workshop.check.evidence.events import (
+    AcceleratorCalled,
+    Backward,
+    BatchLoaded,
+    Collective,
+    Evaluated,
+    LoaderStarted,
+    Reported,
+)
 from workshop.check.evidence.misuses import MetricKept
 from workshop.check.evidence.process import Process
 from workshop.check.evidence.real import RealRun
@@ -122,16 +130,20 @@ def metric_of_one_rank(run: Run) -> Said:
     parts = [process.evaluations[0] if process.evaluations else [] for process in run.ranks]
     if len(parts) < 2 or not all(parts) or run.failed or run.divided:
         return
-    # A DistributedSampler repeats samples, so that all ranks have as many.
+    # A DistributedSampler repeats samples, so that all ranks have as many; Accelerate repeats whole batches.
     common = len(set.intersection(*map(set, parts)))
-    if common >= run.nproc or 4 * common >= min(map(len, parts)):
+    prepared = any(event.name == "prepare" for event in run.all(AcceleratorCalled))
+    if (common >= run.nproc and not prepared) or 4 * common >= min(map(len, parts)):
         return
     from_loader = any(map(_from_a_loader, run.ranks))
     if any(exchanged(process) for process in run.ranks) or not (from_loader or all(map(_of_a_set, run.ranks))):
         return
     shown = " and ".join(f"{len(set(part)):,}" for part in parts[:4])
     seen = f"the ranks evaluate {shown} different samples, and no collective adds up the results"
-    yield Seen(seen, run.where(Evaluated), origin="without-gradients")
+    # One rank alone may also use samples, for pictures.
+    lines = set.intersection(*({event.where for event in process.of(Evaluated)} for process in run.ranks))
+    where = next((event.where for event in run.all(Evaluated) if event.where in lines), run.where(Evaluated))
+    yield Seen(seen, where, origin="without-gradients")
 
 
 def _from_a_loader(process: Process) -> bool:

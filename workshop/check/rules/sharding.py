@@ -6,6 +6,7 @@ from functools import partial
 from typing import NamedTuple
 
 from workshop.check.evidence.events import (
+    Backward,
     Collective,
     DeviceSeen,
     Evaluated,
@@ -336,3 +337,35 @@ def gathered_as_one(run: Run) -> Said:
     for event in run.trained[0].of(ShardedAsOne)[:1] if run.trained else ():
         seen = f"FSDP gathers all parameters together, although the model has {event.layers} layers {event.kind}"
         yield Seen(seen, event.where)
+
+
+@rule(
+    why="fully_shard adds up the gradients of the batches, and reduces them to the shards only if it is asked to. The step uses "
+    "what the shards have, without the batches after the last reduction.",
+    fix="Turn the synchronization on for the last batch of each step: model.set_requires_gradient_sync(batch == accumulate - 1).",
+    after=(no_group, wrong_group, gradients_differ, weights_differ),
+    anywhere=True,
+    origin="sync",
+)
+def last_batch_left_out(run: Run) -> Said:
+    """The gradients of the last batches of a step are not reduced to the shards before the step."""
+    for process in run.trained[:1]:
+        left: list[
+            tuple[int, int, str]
+        ] = []  # of each such step: batches after the last reduction, all batches, the line
+        passes: list[tuple[Backward, bool]] = []  # since the last step, and whether it reduces gradients
+        for _, event in process.events:
+            if isinstance(event, Backward):
+                passes.append((event, False))
+            elif isinstance(event, InnerCollective) and "reduce_scatter" in event.name and passes:
+                passes[-1] = passes[-1][0], True
+            elif isinstance(event, StepBegun):
+                reduced = [number for number, (_, reduces) in enumerate(passes, 1) if reduces]
+                if event.sharded and reduced and reduced[-1] < len(passes):
+                    left.append((len(passes) - reduced[-1], len(passes), passes[-1][0].where))
+                passes = []
+        if left and 2 * len(left) > len(process.steps):
+            count, of, where = left[0]
+            yield Seen(
+                f"the step uses the gradients of {of - count} of its {of} batches: the last ones are not reduced", where
+            )
