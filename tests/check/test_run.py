@@ -180,7 +180,7 @@ def test_samples_that_a_rank_evaluates_in_two_ways_count_once():
 @pytest.mark.parametrize(("second", "found"), [((1, 2), 0), ((3, 4), 1)])
 def test_two_passes_over_the_same_batch_do_not_accumulate(second, found):
     """An adversarial step changes the parameters with the averaged gradient of its first pass."""
-    both = [dataclasses.replace(passed(*keys), sync=True) for keys in ((1, 2), second)]
+    both = [dataclasses.replace(passed(*keys), sync=True, leftover=keys is second) for keys in ((1, 2), second)]
     steps = [event for _ in range(4) for event in (*both, BEGUN, StepTaken(weights=[]))]
     ranks = [joined(rank, Wrapped(names=("a",)), *steps) for rank in (0, 1)]
     assert len(list(accumulation_traffic.detectors[0].function(run(*ranks)))) == found

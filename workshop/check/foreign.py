@@ -486,7 +486,9 @@ def _checkpoints(run: Run, least: int = 0) -> list[str]:
             begun |= bool(process.steps) and seconds > process.steps[0].seconds
             if not begun:
                 continue
-            if isinstance(event, Saved) and event.path and bool(event.keys) * (1 + bool(event.moments)) >= least:
+            # Those of Lightning are whole.
+            has = isinstance(event, Saved) and (2 * event.whole or bool(event.keys) * (1 + bool(event.moments)))
+            if isinstance(event, Saved) and event.path and has >= least:
                 saved.add(event.path)
                 found.append((seconds, event.path))
             elif isinstance(event, FileRenamed):

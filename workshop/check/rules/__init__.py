@@ -20,6 +20,7 @@ _files = {path.stem for path in Path(__file__).parent.glob("*.py")} - {
     "by_hand",
     "carried",
     "divergence",
+    "exchanges",
     "replicas",
     "rounds",
     "unequal",

@@ -6,7 +6,6 @@ from collections import Counter
 from workshop.check.evidence.events import (
     AcceleratorCalled,
     Backward,
-    BatchLoaded,
     Collective,
     Evaluated,
     LoaderStarted,
@@ -18,6 +17,7 @@ from workshop.check.evidence.real import RealRun
 from workshop.check.evidence.run import Run
 from workshop.check.rules.carried import plays
 from workshop.check.rules.ending import crash
+from workshop.check.rules.exchanges import exchanged
 from workshop.check.rules.gradients import gradients_differ, weights_differ
 from workshop.check.rules.processes import no_group, wrong_group
 from workshop.check.rules.rule import NotJudged, Said, Seen, rule
@@ -157,50 +157,6 @@ def _of_a_set(process: Process) -> bool:
     first, *others = map(set, process.evaluations)
     trained = {key for epoch in process.epochs for key in epoch}
     return bool(others) and all(each == first for each in others) and not first & trained
-
-
-def exchanged(process: Process) -> bool:
-    """Whether the rank exchanges a value between an evaluation and the step after it."""
-    evaluated, loaded, usual = False, False, _of_steps(process)
-    sharded = any(step.before.sharded for step in process.steps)  # its forward passes gather parameters
-    calls = Counter[str]()
-    unclear = False  # whether it has exchanged a value after a batch was loaded, which may be a value of the step with this batch
-    for _, event in process.events:
-        if isinstance(event, Backward):
-            evaluated = loaded = unclear = False
-            calls.clear()
-        elif isinstance(event, Evaluated):
-            evaluated, loaded = True, False
-        elif isinstance(event, BatchLoaded):
-            if unclear:
-                return True
-            loaded = True
-        elif isinstance(event, Collective) and "barrier" not in event.name and not (event.inside and sharded):
-            if event.name == "broadcast" and event.dtype.endswith("uint8"):
-                continue  # the state of a generator, which Accelerate sends before each epoch
-            calls[event.where] += 1
-            if evaluated and calls[event.where] > usual[event.where]:
-                unclear = True
-                # If each step calls it as well, with the batch that was loaded last, this is one call more.
-                if not loaded or usual[event.where]:
-                    return True
-    return unclear
-
-
-def _of_steps(process: Process) -> Counter[str]:
-    """How often, at most, a line calls a collective between two backward passes without an evaluation, if it always does."""
-    found: list[Counter[str]] = []
-    calls, evaluated = Counter[str](), True  # before the first one, it is no step
-    for _, event in process.events:
-        if isinstance(event, Backward):
-            found += [] if evaluated else [calls]
-            calls, evaluated = Counter(), False
-        elif isinstance(event, Evaluated):
-            evaluated = True
-        elif isinstance(event, Collective):
-            calls[event.where] += 1
-    always = set.intersection(*map(set, found)) if found else set()
-    return Counter({line: max(each[line] for each in found) for line in always})
 
 
 @rule(

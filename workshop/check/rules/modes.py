@@ -4,7 +4,7 @@ from workshop.check.evidence.events import Evaluated, ModelUpdated, Saved
 from workshop.check.evidence.misuses import ModeEvaluated, ModeSeen, StatisticsSeen, StatisticsStale
 from workshop.check.evidence.run import Run
 from workshop.check.evidence.sketches import difference
-from workshop.check.rules.evaluation import exchanged
+from workshop.check.rules.exchanges import exchanged
 from workshop.check.rules.processes import no_group, wrong_group
 from workshop.check.rules.rule import Said, Seen, rule
 from workshop.check.rules.words import plural
