@@ -4,6 +4,7 @@ import pytest
 
 from check.made import Made
 from workshop.check.evidence.misuses import (
+    EvaluationGraph,
     GradientsMixed,
     InHalfPrecision,
     ModeEvaluated,
@@ -195,3 +196,30 @@ def test_parameters_in_half_precision_are_recorded(place):
     program = Made(place("half"), HALF).well()
     (event,) = program.run.processes[0].of(InHalfPrecision)
     assert (event.dtype, event.places, event.where) == ("bfloat16", [2, 3], program.line("# made"))
+
+
+KEPT = """
+    import torch
+
+    model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for epoch in range(2):
+        model.train()(torch.randn(8, 4)).mean().backward()
+        optimizer.step()
+        model.eval()
+        total = 0
+        with torch.set_grad_enabled(KEEPS):
+            for batch in range(5):
+                total = total + model(torch.randn(8, 4)).square().mean()  # evaluated
+"""
+
+
+@pytest.mark.parametrize("keeps", [True, False])
+def test_the_graph_of_an_evaluation_is_recorded(place, keeps):
+    program = Made(place(f"keeps-{keeps}"), KEPT.replace("KEEPS", str(keeps))).well()
+    found = program.run.processes[0].of(EvaluationGraph)
+    assert len(found) == keeps
+    for event in found:
+        first, second, third = event.nodes
+        assert second - first == third - second >= 6
+        assert (event.batches, event.where) == ([2, 3, 4], program.line("# evaluated"))

@@ -265,3 +265,8 @@ class GradientsMixed(
 class ShardedAsOne(Event):  # FSDP gathers all parameters of the model together
     layers: int  # of the longest list of layers of the model
     kind: str  # the class of these layers
+
+
+class EvaluationGraph(Event):  # the size of the largest graph in some batches of an evaluation with gradients
+    nodes: list[int]
+    batches: list[int]  # their numbers

@@ -11,20 +11,25 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import swa_utils
 
 from workshop.check.evidence.events import Sketch
-from workshop.check.evidence.misuses import ModeEvaluated, ModeSeen, StatisticsSeen, StatisticsStale
+from workshop.check.evidence.misuses import EvaluationGraph, ModeEvaluated, ModeSeen, StatisticsSeen, StatisticsStale
 from workshop.check.probes.contents import is_synchronized, mixed
 from workshop.check.probes.probe import Probe, after, before, on
+from workshop.check.probes.steps import largest_graph
 
 EVALUATIONS = 4  # whose statistics are recorded, of each model
+MEASURED = (2, 3, 4)  # batches of an evaluation before which the largest graph is looked for
 SOME = 4  # parameters of a copy that show whether it has changed
 
 
 class Modes(Probe):
     """Records changes between training mode and evaluation mode, and the statistics with which models are evaluated."""
 
-    writes = (ModeSeen, ModeEvaluated, StatisticsSeen, StatisticsStale)
+    writes = (ModeSeen, ModeEvaluated, StatisticsSeen, StatisticsStale, EvaluationGraph)
 
     def clear(self) -> None:
+        self.batches = 0  # forward passes with gradients in evaluation mode, since the last backward pass
+        self.graphs: dict[int, int] = {}  # the nodes of the largest graph before some of them
+        self.measured, self.evaluates = False, ""  # the line that calls the model
         self.latest: dict[
             nn.Module, bool
         ] = {}  # the mode in the last forward pass with gradients, since the last backward
@@ -58,9 +63,23 @@ class Modes(Probe):
         learns = any(each.requires_grad for each in model.parameters())
         if learns and torch.is_grad_enabled() and not self.recorder.quiet:
             self.latest[model] = model.training
+            if not model.training and not self.measured:
+                self.batches += 1
+                if self.batches in MEASURED:
+                    self.graphs[self.batches] = largest_graph()
+                    self.evaluates = self.recorder.where()
+
+    def _note_graphs(self) -> None:
+        """Record how the graph has grown in an evaluation, when the training goes on with a model in training mode."""
+        if len(self.graphs) > 2 and not self.measured and any(self.latest.values()):
+            self.measured = True
+            nodes, batches = list(self.graphs.values()), list(self.graphs)
+            self.recorder.note(EvaluationGraph(nodes=nodes, batches=batches, where=self.evaluates))
+        self.batches, self.graphs = 0, {}
 
     @on("before_backward")
     def _backward(self, loss: torch.Tensor) -> None:
+        self._note_graphs()
         for model, training in self.latest.items():
             before = self.trained.get(model)
             if before is None or (before is not training and (self.asks or _depends_on_mode(model))):

@@ -2,16 +2,19 @@
 
 import itertools
 from collections import Counter
+from dataclasses import dataclass, field
 
 from workshop.check.evidence.events import (
     AcceleratorCalled,
     Backward,
     Collective,
     Evaluated,
+    Key,
+    Loader,
     LoaderStarted,
     Reported,
 )
-from workshop.check.evidence.misuses import MetricKept
+from workshop.check.evidence.misuses import MetricKept, PassEnded
 from workshop.check.evidence.process import Process
 from workshop.check.evidence.real import RealRun
 from workshop.check.evidence.run import Run
@@ -57,6 +60,58 @@ def evaluation_missed(run: Run) -> Said:
     trained = any(key[:2] in names for process in run.ranks for epoch in process.epochs for key in epoch)
     if len(counts) < size and not trained:
         yield Seen(f"no rank evaluates {size - len(counts):,} of the {size:,} test samples", run.where(Evaluated))
+
+
+@rule(
+    why="The samples of the last batch count in no metric, and how many these are depends on the number of processes.",
+    fix="Leave out drop_last=True in the DataLoader of an evaluation. (dataloader_drop_last of TrainingArguments holds for it.)",
+    needs=(PassEnded,),
+    after=(no_group, wrong_group),
+    instead_of=(evaluation_missed,),
+    anywhere=True,
+    origin="text:dataloader_drop_last=True loader:evaluation",
+)
+def last_batch_dropped(run: Run) -> Said:
+    """The ranks evaluate whole passes over a loader that drops its last, incomplete batch."""
+    ranks = [passes for passes in map(_passes, run.ranks) if passes]
+    if run.failed or run.divided or not ranks:
+        return
+    trained = {key[:2] for process in run.ranks for epoch in process.epochs for key in epoch}
+    for name in set.intersection(*map(set, ranks)) - trained:
+        sizes = [size for passes in ranks for size in passes[name].sizes]
+        seen = set[Key]().union(*(passes[name].keys for passes in ranks))
+        missing = int(str(name[1])) - len(seen)
+        # (A DistributedSampler may leave out less than one sample for each rank.)
+        if len(set(sizes)) == 1 and len(ranks) <= missing < len(ranks) * sizes[0]:
+            text = (
+                f"no rank evaluates {missing:,} of the {int(str(name[1])):,} samples, because the last batch is dropped"
+            )
+            yield Seen(text, ranks[0][name].where)
+            return
+
+
+@dataclass
+class _Pass:
+    """The first whole pass over a loader in which a rank evaluates samples of a data set."""
+
+    loader: Loader
+    where: str
+    sizes: list[int] = field(default_factory=list)  # of its batches
+    keys: set[Key] = field(default_factory=set)
+
+
+def _passes(process: Process) -> dict[Key, _Pass]:
+    """These passes, by the name and the size of the data set."""
+    whole = {(event.loader, event.iteration) for event in process.of(PassEnded)}
+    found: dict[Key, _Pass] = {}
+    for event in process.of(Evaluated):
+        keys, loader = event.forward.names(process.identity), event.forward.loader
+        if loader in whole and keys and keys[0][0] != "content":
+            each = found.setdefault(keys[0][:2], _Pass(loader, event.where))
+            if each.loader == loader:
+                each.sizes.append(len(keys))
+                each.keys.update(keys)
+    return found
 
 
 @rule(

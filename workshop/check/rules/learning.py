@@ -6,6 +6,7 @@ from itertools import islice, pairwise
 
 from workshop.check.evidence.events import GraphMeasured, StepBegun
 from workshop.check.evidence.misuses import (
+    EvaluationGraph,
     GradientsMixed,
     InHalfPrecision,
     InputsWithoutGradients,
@@ -177,6 +178,24 @@ def graph_kept(run: Run) -> Said:
         if len(sizes) > 1 and sizes[-1] >= 1.6 * sizes[0] and min(growth) >= 6 and max(growth) <= 2 * min(growth):
             where, steps = process.step_where, len(sizes) * 2
             yield Seen(f"a graph grows from {sizes[0]} to {sizes[-1]} nodes in the first {steps} steps", where)
+
+
+@graph_kept.also(WHOLE, needs=(EvaluationGraph,), after=(no_group, wrong_group, no_learning))
+def graph_kept_in_evaluation(run: Run) -> Said:
+    """In an evaluation with gradients, the graph grows by the same number of nodes with each batch."""
+    for event in run.trained[0].of(EvaluationGraph)[:1] if run.trained else ():
+        first, *_, last = event.nodes
+        growth = [later - earlier for earlier, later in pairwise(event.nodes)]
+        if last >= 2 * first and min(growth) >= 6 and max(growth) <= 2 * min(growth):
+            batches = " and ".join(map(str, (event.batches[0] - 1, event.batches[-1] - 1)))
+            seen = f"in an evaluation with gradients, a graph has {first} and {last} nodes after {batches} batches"
+            yield Seen(
+                seen,
+                event.where,
+                fix="Evaluate in `with torch.no_grad():`, or decorate the function with it.",
+                origin="here",
+            )
+            return
 
 
 def _elements(process: Process, number: int) -> int:

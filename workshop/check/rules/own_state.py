@@ -1,5 +1,6 @@
 """State of which each rank has its own, such as random numbers, if a second start restores that of one rank on all ranks."""
 
+from collections.abc import Iterator
 from itertools import pairwise
 
 from workshop.check.evidence.events import CheckpointCalled, EntriesSaved, Saved, VariablesSeen
@@ -7,7 +8,7 @@ from workshop.check.evidence.process import Process, Step
 from workshop.check.evidence.run import Run
 from workshop.check.evidence.sketches import CLOSE, difference
 from workshop.check.rules.alike import is_reproducible
-from workshop.check.rules.carried import Cause, variables
+from workshop.check.rules.carried import COPIES, Cause, variables
 from workshop.check.rules.words import listed, named
 from workshop.check.scenarios import Split
 
@@ -15,6 +16,7 @@ SHARDS = (
     "Keep the tensors of a sharded model as DTensors, without to_local(): torch.distributed.checkpoint takes a plain tensor for "
     "a copy that all ranks have, but writes the part of each rank of a DTensor."
 )
+TENSOR = 4  # values of a tensor that is no single number
 GATHER = "Gather the state of all ranks before you save it (all_gather_object), and let each rank restore its own."
 
 
@@ -155,6 +157,33 @@ def _place_of_another(whole: Run, split: Split) -> Cause | None:
     seen = f"after the second start {named(apart[0])} trains on other samples than in an uninterrupted run, {first} does not: "
     seen += f"the checkpoint contains the place of {first} in the data, or another value of this rank"
     return seen, GATHER, saving[0].where if len(saving) == 1 else "", "of-first saved"
+
+
+def saved_apart(whole: Run, split: Split, done: int) -> Cause | None:
+    """The second start saves other tensors than the uninterrupted run, after the same step, in a file of the same name."""
+    due = dict(_saves(whole.trained[0], 0))
+    for (path, steps), now in _saves(split.second.trained[0], done):
+        then = due.get((path, steps))
+        if steps <= done or then is None or len(then.tensors) != len(now.tensors):
+            continue
+        pairs = [(one, other) for one, other in zip(then.tensors, now.tensors, strict=True) if one and other]
+        if any(len(one[1]) >= TENSOR and difference([one], [other]) > CLOSE for one, other in pairs):
+            name = path.rpartition("/")[2]
+            seen = (
+                f"after the second start, {name} is saved with other values than in an uninterrupted run, although the "
+            )
+            seen += "optimizer has the same parameters: a copy, such as an EMA, is not restored"
+            fix = "Save the copy in the checkpoint too, and load it where the checkpoint is loaded."
+            return seen, fix, "", f"anew {COPIES} restored"
+    return None
+
+
+def _saves(process: Process, done: int) -> Iterator[tuple[tuple[str, int], Saved]]:
+    """The files with tensors that a process saves, by the end of the path and the number of steps before."""
+    for seconds, event in process.timed(Saved):
+        if event.path and event.tensors:
+            steps = done + sum(step.seconds <= seconds for step in process.steps)
+            yield ("/".join(event.path.split("/")[-2:]), steps), event
 
 
 def _last_save(process: Process) -> list[Saved]:

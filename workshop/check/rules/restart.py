@@ -34,7 +34,7 @@ from workshop.check.rules.gradients import (
 )
 from workshop.check.rules.inputs import encoded_differently
 from workshop.check.rules.metrics import result_discarded
-from workshop.check.rules.own_state import one_for_all
+from workshop.check.rules.own_state import one_for_all, saved_apart
 from workshop.check.rules.processes import no_group
 from workshop.check.rules.rule import Makes, Rule, Said, Seen, Told, also, findings, rule
 from workshop.check.rules.stages import one_stage_saved
@@ -287,7 +287,8 @@ def _state_lost(whole: Run, split: Split, load: str) -> Iterable[tuple[Rule | No
 def _copy_or_best_lost(whole: Run, split: Split, reproducible: bool) -> Cause | None:
     """State beside the model and the optimizer that the second start does not restore."""
     done = len(split.first.trained[0].steps)
-    return (carried.copy_lost(whole, split, done) if reproducible else None) or carried.best_lost(whole, split)
+    copy = carried.copy_lost(whole, split, done) or saved_apart(whole, split, done) if reproducible else None
+    return copy or carried.best_lost(whole, split)
 
 
 def _failed(split: Split, ended: Seen) -> Told:
