@@ -128,8 +128,16 @@ def _plateau(source: Source, start: ast.stmt, detail: str) -> int | None:
             behind = source.trace([Value(call.func.value, statement)])
             if any(any(calls(value.expression, "ReduceLROnPlateau")) for value in behind):
                 late = call.lineno > start.lineno or source.scopes(call)[0] is not source.scopes(start)[0]
+                loops = [each for each in source.above(call) if isinstance(each, ast.For | ast.While)]
+                begin, own = loops[-1].lineno if loops else 0, source.scopes(call)[0]
+
+                def computes(value: Value, own: ast.AST = own, begin: int = begin) -> bool:
+                    """What is made before the loop, such as the model, is not the metric."""
+                    before = source.scopes(value.statement)[0] is own and value.statement.lineno < begin
+                    return _divides(value) and not before
+
                 metric = source.trace([Value(call.args[0], statement)])
-                return None if detail and late else first(metric, _divides) or call.lineno
+                return None if detail and late else first(metric, computes) or call.lineno
     return None
 
 

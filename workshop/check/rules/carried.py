@@ -32,7 +32,7 @@ from workshop.check.scenarios import Split
 
 FEW = 3  # a count above which two variables do not agree by chance
 ROUNDED = 1e-5  # relative difference up to which two norms count as equal
-ANY = re.compile(r"^(?!.*(norm\d?|_params?|mfu|elapsed)$)")  # but not of what is only shown
+ANY = re.compile(r"^(?!.*(norm\d?|_params?|mfu|elapsed|trainer\._\w+)$)")  # but not of what is only shown
 COPIES = " ".join(f"loading:{name}" for name in ("ema", "average", "swa", "teacher", "target", "shadow"))
 COPIED = r"holds:\.(clone|detach|copy)\(|deepcopy\("
 FROZEN = " ".join(f"loading:{name}" for name in ("ref", "teacher", "target", "frozen", "old"))

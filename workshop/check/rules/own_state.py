@@ -1,5 +1,6 @@
 """State of which each rank has its own, such as random numbers, if a second start restores that of one rank on all ranks."""
 
+import re
 from collections.abc import Iterator
 from itertools import pairwise
 
@@ -168,7 +169,7 @@ def saved_apart(whole: Run, split: Split, done: int) -> Cause | None:
             continue
         pairs = [(one, other) for one, other in zip(then.tensors, now.tensors, strict=True) if one and other]
         if any(len(one[1]) >= TENSOR and difference([one], [other]) > CLOSE for one, other in pairs):
-            name = path.rpartition("/")[2]
+            name = re.sub(r"\.(tmp|part)$", "", path.rpartition("/")[2])
             seen = (
                 f"after the second start, {name} is saved with other values than in an uninterrupted run, although the "
             )
