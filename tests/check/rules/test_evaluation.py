@@ -34,7 +34,9 @@ def evaluate(model, loader, device):
 """
 
 # A metric of torchmetrics in the program for GPUs.
+FEWER_POINTS = (gpus.SETS, gpus.SETS.replace("384", "128"))
 METRIC = (
+    FEWER_POINTS,
     ("from torch import nn\n", "from torch import nn\nfrom torchmetrics.classification import MulticlassAccuracy\n"),
     ("EPOCHS = 3\n", 'EPOCHS = 3\nMETRIC = MulticlassAccuracy(num_classes=4, average="micro")\n'),
     ("    counts = torch.zeros(2, device=device)\n", "    METRIC.to(device)\n"),
@@ -45,8 +47,17 @@ METRIC = (
     ("    dist.all_reduce(counts)\n", ""),
 )
 ACCURACY = "    correct, total = counts.tolist()\n    return correct / total\n"
+OF_TEST = "range(rank, len(data), world_size)), batch_size=32"
 
 MISTAKES = (
+    mistake(
+        "evaluation-drops-its-last-batch",
+        gpus.GPUS,
+        "last-batch-dropped",
+        "Each rank has 50 test samples, and evaluates the 32 of its only complete batch.",
+        FEWER_POINTS,
+        (OF_TEST, OF_TEST + ", drop_last=True"),
+    ),
     mistake(
         "metric-of-torchmetrics-without-reset",
         gpus.GPUS,

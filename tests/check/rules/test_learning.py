@@ -20,6 +20,7 @@ FEWER_IMAGES = (
 )
 CLEAR = '            optimizers["discriminator"].zero_grad()\n'
 FROZEN = "            discriminator.requires_grad_(False)\n"
+FEWER_POINTS = (gpus.SETS, gpus.SETS.replace("384", "128"))
 # The whole model of the program for GPUs in bfloat16, with a layer whose weights begin with 1.
 NORM = ("nn.Dropout(0.1)", "nn.Sequential(nn.LayerNorm(64), nn.Dropout(0.1))")
 IN_BFLOAT16 = ("model = Classifier().to(device)", "model = Classifier().to(device, torch.bfloat16)")
@@ -34,6 +35,7 @@ MISTAKES = (
         gpus.GPUS,
         "steps-rounded-away",
         "The weights of the norm begin with 1, and steps of 0.001 round to zero.",
+        FEWER_POINTS,
         NORM,
         IN_BFLOAT16,
         *INPUTS,
@@ -259,6 +261,7 @@ STYLES = (
         "whole-model-in-bfloat16-with-large-steps",
         gpus.GPUS,
         "The model is in bfloat16, but its steps are large enough, as with SGD and a high learning rate.",
+        FEWER_POINTS,
         IN_BFLOAT16,
         *INPUTS,
         (gpus.ADAMW, "optimizer = torch.optim.SGD(model.parameters(), lr=0.5)"),
