@@ -164,8 +164,8 @@ TWO_LOSSES = """
         made = one(torch.randn(8, 4))
         if CLEARED:
             optimizers[1].zero_grad()
-        other(made.detach()).mean().backward()
-        optimizers[1].step()  # mixed
+        other(made.detach()).mean().backward()  # mixed
+        optimizers[1].step()
         optimizers[1].zero_grad()
         optimizers[0].zero_grad()
         (-other(made)).mean().backward()  # left

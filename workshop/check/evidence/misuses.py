@@ -255,9 +255,8 @@ class MetricKept(Event):  # an evaluation computes a metric of torchmetrics that
     updates: int  # until now
 
 
-class GradientsMixed(
-    Event
-):  # a step used gradients of two losses: of its own, and of one before another optimizer's step
+# A backward pass, at ``where``, added to the gradients that the one for another optimizer had left; the step used both.
+class GradientsMixed(Event):
     names: list[str]  # of some of the parameters
     other: str  # the line of the backward pass for the other optimizer
 

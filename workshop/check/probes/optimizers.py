@@ -95,7 +95,10 @@ class TwoOptimizers(Probe):
         self.mixed += bool(left)
         if left and self.mixed == MIXED:
             names = [self.recorder.names.get(id(each), "") for each in _parameters(optimizer)]
-            self.note_here(GradientsMixed(names=[name for name in names if name][:3], other=left[-1].where))
+            names = [name for name in names if name][:3]
+            # The gradients must be cleared between these two passes.
+            own = (*earlier, last)[earlier.index(left[-1]) + 1]
+            self.recorder.note(GradientsMixed(names=names, other=left[-1].where, where=own.where))
 
     def _cleared(self, optimizer: Optimizer) -> None:
         if all(is_zero(each.grad) for each in _some(optimizer)):

@@ -309,11 +309,10 @@ def _unchanged(place: int, steps: list[StepBegun]) -> list[bool]:
     fix="Call zero_grad() of this optimizer right before the backward() of its own loss.",
     needs=(GradientsMixed,),
     after=(no_group, wrong_group, wrong_parameters, no_learning),
-    origin="last:zero_grad",
 )
 def gradients_mixed(run: Run) -> Said:
     """An optimizer uses gradients that the backward pass for another optimizer has left in its parameters."""
     for event in run.trained[0].of(GradientsMixed)[:1] if run.trained else ():
         names = f" of {listed(event.names)}" if event.names else ""
-        seen = f"the gradients{names} in this step are also those of backward() at {event.other}, which is for another optimizer"
-        yield Seen(f"{seen}: nothing clears them before", event.where)
+        seen = f"backward() adds to the gradients{names} of backward() at {event.other}, which is for another optimizer"
+        yield Seen(f"{seen}, and the step uses both", event.where)
