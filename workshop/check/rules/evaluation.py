@@ -54,7 +54,7 @@ def evaluation_missed(run: Run) -> Said:
     """Samples of the test set are evaluated by no rank."""
     counts, _ = _first_counts(run)
     names = {key[:2] for key in counts if key[0] != "content"}
-    if len(names) != 1 or run.failed or run.divided:
+    if len(names) != 1 or run.failed or run.divided or any(_between_steps(process) - {None} for process in run.ranks):
         return
     size = int(str(next(iter(names))[1]))
     trained = any(key[:2] in names for process in run.ranks for epoch in process.epochs for key in epoch)
@@ -90,6 +90,20 @@ def last_batch_dropped(run: Run) -> Said:
             return
 
 
+def _between_steps(process: Process) -> set[Loader | None]:
+    """The passes over loaders whose batches go through a model without gradients, such as a frozen encoder, before each step."""
+    found: set[Loader | None] = set()
+    before: set[Loader | None] = set()  # until the last backward pass
+    evaluated: set[Loader | None] = set()
+    for _, event in process.events:
+        if isinstance(event, Backward):
+            before |= evaluated
+        elif isinstance(event, Evaluated):
+            evaluated.add(event.forward.loader)
+            found |= {event.forward.loader} & before
+    return found
+
+
 @dataclass
 class _Pass:
     """The first whole pass over a loader in which a rank evaluates samples of a data set."""
@@ -102,7 +116,7 @@ class _Pass:
 
 def _passes(process: Process) -> dict[Key, _Pass]:
     """These passes, by the name and the size of the data set."""
-    whole = {(event.loader, event.iteration) for event in process.of(PassEnded)}
+    whole = {(event.loader, event.iteration) for event in process.of(PassEnded)} - _between_steps(process)
     found: dict[Key, _Pass] = {}
     for event in process.of(Evaluated):
         keys, loader = event.forward.names(process.identity), event.forward.loader
