@@ -9,7 +9,7 @@ from workshop.check.evidence.process import Process, Step
 from workshop.check.evidence.run import Run
 from workshop.check.evidence.sketches import CLOSE, difference
 from workshop.check.rules.alike import is_reproducible
-from workshop.check.rules.carried import COPIES, Cause, variables
+from workshop.check.rules.carried import Cause, variables
 from workshop.check.rules.words import listed, named
 from workshop.check.scenarios import Split
 
@@ -175,7 +175,7 @@ def saved_apart(whole: Run, split: Split, done: int) -> Cause | None:
             )
             seen += "optimizer has the same parameters: a copy, such as an EMA, is not restored"
             fix = "Save the copy in the checkpoint too, and load it where the checkpoint is loaded."
-            return seen, fix, "", f"anew {COPIES} restored"
+            return seen, fix, "", "anew restored"
     return None
 
 
