@@ -1,0 +1,95 @@
+"""What counts as an evaluation, as its exchange, and as a text about all its samples."""
+
+import dataclasses
+
+import pytest
+
+from check.test_run import BEGUN, forward, joined, passed, run
+from workshop.check.evidence.events import Collective, Evaluated, FileWritten, Printed, Sketch, StepTaken
+from workshop.check.evidence.misuses import PassEnded, StatisticsSeen
+from workshop.check.rules.accumulation import accumulation_uneven
+from workshop.check.rules.evaluation import evaluation_missed, last_batch_dropped
+from workshop.check.rules.exchanges import exchanged
+from workshop.check.rules.files import two_writers
+from workshop.check.rules.metrics import _shown
+from workshop.check.rules.modes import statistics_differ
+
+STEP = (passed(1, 2), BEGUN, StepTaken(weights=[]))
+OF_LOADER = [Evaluated(forward=forward(*range(first, first + 8), loader=(2, 1))) for first in (0, 8, 16, 24)]
+ENDED = PassEnded(loader=2, iteration=1, batches=4, order=None)
+
+
+def found(rule, *ranks):
+    return [seen.text for seen in rule.detectors[0].function(run(*ranks))]
+
+
+def trained_on_others(*events):
+    """A rank that trains on samples whose names are not known."""
+    step = dataclasses.replace(passed(), forward=None)
+    return [
+        each for event in events for each in ((step, BEGUN, StepTaken(weights=[])) if event == "step" else (event,))
+    ]
+
+
+def test_batches_that_a_frozen_encoder_gets_before_each_step_are_no_evaluation():
+    encoded = trained_on_others(*(each for event in OF_LOADER for each in (event, "step")), ENDED)
+    evaluated = trained_on_others("step", *OF_LOADER, ENDED, "step")
+    for rule, text in (
+        (last_batch_dropped, "no rank evaluates 8 of the 40 samples, because the last batch is dropped"),
+        (evaluation_missed, "no rank evaluates 8 of the 40 test samples"),
+    ):
+        assert found(rule, joined(0, *encoded)) == []
+        assert found(rule, joined(0, *evaluated))[:1] == ([] if rule is last_batch_dropped else [text])
+    # Eight samples are a whole batch, so something else has left them out; fewer are a last batch.
+    part = [Evaluated(forward=forward(*range(first, first + 12), loader=(2, 1))) for first in (0, 12, 24)]
+    ended = dataclasses.replace(ENDED, batches=3)
+    dropped = "no rank evaluates 4 of the 40 samples, because the last batch is dropped"
+    assert found(last_batch_dropped, joined(0, *trained_on_others("step", *part, ended, "step"))) == [dropped]
+
+
+def test_a_text_that_is_printed_after_each_batch_is_not_about_the_whole_evaluation():
+    texts = [Printed(text=f"batch {number} acc {number / 7:.2f}", given=True) for number in range(4)]
+    summary = Printed(text="accuracy 0.25 in all", given=True)
+    events = [each for pair in zip(OF_LOADER, texts, strict=True) for each in pair]
+    assert [shown.text for shown in _shown(joined(0, *STEP, *events, summary))] == [summary.text]
+    assert len(list(_shown(joined(0, *STEP, OF_LOADER[0], texts[0], summary)))) == 2  # there may be only one batch
+
+
+STATE = Collective(name="broadcast", shape=(5056,), dtype="torch.uint8")
+TOTAL = Collective(name="all_reduce", shape=(2,), dtype="torch.float32")
+
+
+@pytest.mark.parametrize(("collective", "exchanges"), [(STATE, False), (TOTAL, True)])
+def test_the_state_of_a_generator_is_no_exchange_of_an_evaluation(collective, exchanges):
+    rank = joined(0, *STEP, *OF_LOADER, collective, *STEP)
+    assert exchanged(rank) == exchanges
+
+
+@pytest.mark.parametrize(("collective", "mild"), [(STATE, True), (TOTAL, False)])
+def test_different_statistics_matter_if_the_ranks_exchange_the_results(collective, mild):
+    def rank(number):
+        own: Sketch = (1.0 + number, [1.0 + number])
+        seen = StatisticsSeen(model="Net", statistics=[own], steps=1)
+        return joined(number, *STEP, seen, *OF_LOADER, collective, *STEP)
+
+    (each,) = statistics_differ.detectors[0].function(run(rank(0), rank(1)))
+    assert each.mild == mild
+
+
+def test_batches_whose_gradients_are_cleared_belong_to_no_step():
+    added = dataclasses.replace(passed(3, 4), leftover=True)
+    step = (passed(1, 2), added, BEGUN, StepTaken(weights=[]))
+    hessian = (passed(5, 6), added)  # zero_grad() follows
+    assert found(accumulation_uneven, joined(0, *step, *step, *hessian, *step, *step)) == []
+    assert found(accumulation_uneven, joined(0, *step, *step, added, *step, *step)) == []
+    longer = (passed(1, 2), added, added, BEGUN, StepTaken(weights=[]))
+    assert found(accumulation_uneven, joined(0, *step, *step, *longer, *step, *step)) == [
+        "batches per step: 2, 2, 3, 2, 2"
+    ]
+
+
+@pytest.mark.parametrize(("name", "mild"), [("config.json", True), ("run-args.yaml", True), ("metrics.json", False)])
+def test_settings_that_all_ranks_write_are_a_hint(name, mild):
+    ranks = [joined(rank, FileWritten(path=f"/r/{name}", where="t.py:3")) for rank in (0, 1)]
+    (seen,) = two_writers.detectors[0].function(run(*ranks))
+    assert seen.mild == mild
