@@ -283,11 +283,13 @@ def steps_rounded_away(run: Run) -> Said:
                 continue  # while the learning rate still rises, later steps may be large enough
             kept = {place: _unchanged(place, steps) for place in event.places}
             values = [value for each in kept.values() for value in each]
-            whole = [place for place, each in kept.items() if len(each) > 1 and all(each)]
-            if whole and sum(values) >= SHARE * len(values):
-                names = listed([steps[0].names[place] or "?" for place in whole])
-                share = f"{sum(values) / len(values):.0%} of the values that the check looks at"
-                seen = f"{share}, all of {names}, are the same after {plural(len(steps), 'step')}, although they have gradients"
+            most = [place for place, each in kept.items() if len(each) > 1 and 2 * sum(each) >= len(each)]
+            if most and sum(values) >= SHARE * len(values):
+                names = listed([steps[0].names[place] or "?" for place in most])
+                share = (
+                    f"{sum(values) / len(values):.0%} of the values that the check looks at, most of them in {names}"
+                )
+                seen = f"{share}, are the same after {plural(len(steps), 'step')}, although they have gradients"
                 yield Seen(f"{seen}: they are {event.dtype}, and each step is rounded away", event.where)
                 return
 
