@@ -50,6 +50,14 @@ def test_the_owner_may_set_the_address_of_the_processes(tmp_path, monkeypatch):
     assert (verdict.status, [each.seen for each in verdict.findings if not each.advice]) == (0, [])
 
 
+def test_a_program_may_make_the_folder_for_temporary_files_again(tmp_path):
+    made = "def work(rank):\n    os.makedirs(tempfile.gettempdir(), exist_ok=True)\n"
+    text = COUNTED.replace("import os\n", "import os\nimport tempfile\n").replace("def work(rank):\n", made)
+    (tmp_path / "train.py").write_text(text.replace("len(GPUS)", "2"))
+    *_, verdict = check_command(["python", "train.py"], folder=tmp_path)
+    assert (verdict.status, [each.seen for each in verdict.findings if not each.advice]) == (0, [])
+
+
 @pytest.mark.parametrize(("variable", "processes"), [("0,1,2,3", 2), (None, 1)])
 def test_a_program_may_start_one_process_for_each_gpu_of_the_variable(variable, processes, tmp_path, monkeypatch):
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)

@@ -93,6 +93,10 @@ class Files(Probe):
         """Return the path of the changed file, or "" if there is none."""
         if self.recorder.original and isinstance(arguments[0], (str, bytes, os.PathLike)):
             self._make_own(os.fsdecode(arguments[0]), event, arguments)
+        if event == "os.mkdir" and isinstance(arguments[0], (str, bytes, os.PathLike)) and os.path.isdir(arguments[0]):
+            return (
+                ""  # os.makedirs(exist_ok=True) also tries to make folders that exist, such as that for temporary files
+            )
         if event in ENTRIES:
             return _entry(arguments[0], arguments[-1])
         if event == "os.rename":
