@@ -53,7 +53,8 @@ class _Pass:
 
     where: str
     of: set[int]
-    used: set[int] = field(default_factory=set)
+    begun: int = 0  # the number of steps before it
+    used: dict[int, int] = field(default_factory=dict)  # the number of steps before that of such an optimizer
 
 
 class TwoOptimizers(Probe):
@@ -64,7 +65,7 @@ class TwoOptimizers(Probe):
     def clear(self) -> None:
         self.passes: WeakKeyDictionary[Optimizer, list[_Pass]] = WeakKeyDictionary()  # since the gradients were cleared
         self.before: dict[int, list[tuple[int, int]]] = {}  # the state of the gradients before a backward pass
-        self.mixed = 0
+        self.mixed = self.taken = 0
 
     @on("before_backward")
     def _begin(self, loss: Any) -> None:
@@ -80,7 +81,7 @@ class TwoOptimizers(Probe):
         changed = [each for each in known if self.before[id(each)] != _versions(each)]
         if not changed:
             return
-        for_them = _Pass(self.recorder.where(), set(map(id, changed)))
+        for_them = _Pass(self.recorder.where(), set(map(id, changed)), self.taken)
         for optimizer in changed:
             self.passes.setdefault(optimizer, []).append(for_them)
 
@@ -88,10 +89,15 @@ class TwoOptimizers(Probe):
     def _step(self, optimizer: Any) -> None:
         self._cleared(optimizer)
         *earlier, last = self.passes.get(optimizer) or [_Pass("", set())]
-        # The last pass did not compute gradients for the other optimizer, so it was for this one alone.
-        left = [each for each in earlier if (each.used - {id(optimizer)}) & (each.of - last.of)]
+        # The other optimizer took its step before the last pass, which computed no gradients for it.
+        left = [
+            each
+            for each in earlier
+            if any(taken < last.begun and other in each.of - last.of for other, taken in each.used.items())
+        ]
         for each in (*earlier, last):
-            each.used.add(id(optimizer))
+            each.used[id(optimizer)] = self.taken
+        self.taken += 1
         self.mixed += bool(left)
         if left and self.mixed == MIXED:
             names = [self.recorder.names.get(id(each), "") for each in _parameters(optimizer)]

@@ -77,7 +77,7 @@ def last_batch_dropped(run: Run) -> Said:
     if run.failed or run.divided or not ranks:
         return
     trained = {key[:2] for process in run.ranks for epoch in process.epochs for key in epoch}
-    for name in set.intersection(*map(set, ranks)) - trained:
+    for name in sorted(set.intersection(*map(set, ranks)) - trained, key=str):
         sizes = [size for passes in ranks for size in passes[name].sizes]
         seen = set[Key]().union(*(passes[name].keys for passes in ranks))
         missing = int(str(name[1])) - len(seen)
@@ -120,7 +120,7 @@ def _passes(process: Process) -> dict[Key, _Pass]:
     found: dict[Key, _Pass] = {}
     for event in process.of(Evaluated):
         keys, loader = event.forward.names(process.identity), event.forward.loader
-        if loader in whole and keys and keys[0][0] != "content":
+        if loader in whole and keys and keys[0][0] != "content" and isinstance(keys[0][1], int):
             each = found.setdefault(keys[0][:2], _Pass(loader, event.where))
             if each.loader == loader:
                 each.sizes.append(len(keys))
