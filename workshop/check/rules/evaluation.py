@@ -64,7 +64,7 @@ def evaluation_missed(run: Run) -> Said:
 
 @rule(
     why="The samples of the last batch count in no metric, and how many these are depends on the number of processes.",
-    fix="Leave out drop_last=True in the DataLoader of an evaluation. (dataloader_drop_last of TrainingArguments holds for it.)",
+    fix="Leave out drop_last=True in the DataLoader of an evaluation; dataloader_drop_last of TrainingArguments also sets it.",
     needs=(PassEnded,),
     after=(no_group, wrong_group),
     instead_of=(evaluation_missed,),
@@ -314,8 +314,8 @@ def _throughput(run: Run, reports: list[Reported]) -> str:
 @rule(
     why="The value is that of all evaluations so far: it changes more slowly than the model, the best checkpoint is chosen by "
     "it, and after a resume, which begins with an empty metric, it is another one.",
-    fix='Call reset() of the metric after compute(). (A LightningModule resets it if you log the object itself: self.log("acc", '
-    "self.acc).)",
+    fix="Call reset() of the metric after compute(). A LightningModule resets it if you log the object itself, as in "
+    'self.log("acc", self.acc).',
     needs=(MetricKept,),
     after=(no_group, wrong_group),
     anywhere=True,
