@@ -5,14 +5,17 @@ import dataclasses
 import pytest
 
 from check.test_run import BEGUN, forward, joined, passed, run
-from workshop.check.evidence.events import Collective, Evaluated, FileWritten, Printed, Sketch, StepTaken
-from workshop.check.evidence.misuses import PassEnded, StatisticsSeen
+from workshop.check.evidence.events import Collective, Evaluated, FileWritten, Printed, Saved, Sketch, StepTaken
+from workshop.check.evidence.misuses import EvaluationGraph, PassEnded, StatisticsSeen
 from workshop.check.rules.accumulation import accumulation_uneven
 from workshop.check.rules.evaluation import evaluation_missed, last_batch_dropped
 from workshop.check.rules.exchanges import exchanged
 from workshop.check.rules.files import two_writers
+from workshop.check.rules.learning import graph_kept_in_evaluation
 from workshop.check.rules.metrics import _shown
 from workshop.check.rules.modes import statistics_differ
+from workshop.check.rules.own_state import saved_apart
+from workshop.check.scenarios import Split
 
 STEP = (passed(1, 2), BEGUN, StepTaken(weights=[]))
 OF_LOADER = [Evaluated(forward=forward(*range(first, first + 8), loader=(2, 1))) for first in (0, 8, 16, 24)]
@@ -93,3 +96,25 @@ def test_settings_that_all_ranks_write_are_a_hint(name, mild):
     ranks = [joined(rank, FileWritten(path=f"/r/{name}", where="t.py:3")) for rank in (0, 1)]
     (seen,) = two_writers.detectors[0].function(run(*ranks))
     assert seen.mild == mild
+
+
+@pytest.mark.parametrize(("nodes", "grows"), [([8, 16, 24], True), ([8, 8, 8], False), ([8, 40, 48], False)])
+def test_a_graph_that_grows_from_batch_to_batch_of_an_evaluation_is_named(nodes, grows):
+    graph = EvaluationGraph(nodes=nodes, batches=[2, 3, 4], where="t.py:7")
+    seen = list(graph_kept_in_evaluation(run(joined(0, *STEP, graph, *STEP))))
+    assert [each.where for each in seen] == ["t.py:7"] * grows
+
+
+@pytest.mark.parametrize(("value", "found"), [(1.0, False), (1.5, True)])
+def test_a_file_with_other_values_after_the_second_start_is_named(value, found):
+    def ends(*saved):
+        files = [Saved(path="/r/out/ema.pt.tmp", keys=[], tensors=[(4 * each, [each] * 4)]) for each in saved]
+        return run(joined(0, *STEP, *STEP, *files))
+
+    split = Split(
+        run(joined(0, *STEP)),
+        run(joined(0, *STEP, Saved(path="/s/out/ema.pt.tmp", keys=[], tensors=[(4 * value, [value] * 4)]))),
+    )
+    cause = saved_apart(ends(1.5, 1.0), split, 1)  # the last file after a step counts
+    assert bool(cause) == found
+    assert cause is None or "ema.pt is saved with other values" in cause[0]

@@ -265,7 +265,7 @@ def recomputed_at_random(run: Run) -> Said:
 
 @of_steps(
     why="bfloat16 and float16 have few digits: a step that changes a parameter by less than about 1/256 of its value (float16: "
-    "1/2048) is rounded away, each time. These parameters are not trained.",
+    "1/2048) is rounded away, each time. These values are never trained.",
     fix="Keep the parameters in float32 and compute in bfloat16: leave out .to(torch.bfloat16), and use torch.autocast(), or "
     "MixedPrecisionPolicy(param_dtype=torch.bfloat16) with fully_shard.",
     needs=(InHalfPrecision,),

@@ -163,7 +163,7 @@ def _place_of_another(whole: Run, split: Split) -> Cause | None:
 def saved_apart(whole: Run, split: Split, done: int) -> Cause | None:
     """The second start saves other tensors than the uninterrupted run, after the same step, in a file of the same name."""
     due = dict(_saves(whole.trained[0], 0))
-    for (path, steps), now in _saves(split.second.trained[0], done):
+    for (path, steps), now in dict(_saves(split.second.trained[0], done)).items():  # the last one after each step
         then = due.get((path, steps))
         if steps <= done or then is None or len(then.tensors) != len(now.tensors):
             continue
