@@ -1,6 +1,6 @@
 """Sleep stages from short EEG-like windows with a Lightning module: convolution + GRU, EMA of the weights as a callback, best model by validation loss.
 
-Recordings of several people lie in one data set; a part of them is split off for validation. A second start with the same arguments goes on from last.ckpt.
+One data set has the recordings of several people, and a part of it is for validation. A second start with the same arguments resumes from last.ckpt.
 
     torchrun --nproc-per-node=2 train.py
 """
