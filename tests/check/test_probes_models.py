@@ -20,6 +20,7 @@ from workshop.check.evidence.events import (
     Wrapped,
 )
 from workshop.check.evidence.misuses import (
+    BuffersKept,
     BuffersReplaced,
     GradientsIgnored,
     NeverAwaited,
@@ -446,3 +447,30 @@ def test_buffers_are_recorded_if_a_wrapper_is_about_to_send_them(place):
     made = Made(place("replaced"), REPLACED).well()
     (process,) = made.run.processes
     assert [(each.names, each.where) for each in process.of(BuffersReplaced)] == [(["scale"], made.line("# it sends"))]
+
+
+KEPT = """
+    import torch
+    import torch.distributed as dist
+    from torch import nn
+
+    class Scaled(nn.Linear):
+        def forward(self, inputs):
+            return super().forward(inputs) * self.scale
+
+    dist.init_process_group("gloo", init_method="tcp://127.0.0.1:0", rank=0, world_size=1)
+    model = Scaled(2, 1)
+    model.register_buffer("scale", torch.ones(()))
+    model.register_buffer("noise", torch.randn(3))  # for an option that is not used
+    ddp = nn.parallel.DistributedDataParallel(model, broadcast_buffers=False)
+    optimizer = torch.optim.SGD(model.parameters())
+    for _ in range(3):
+        ddp(torch.ones(2, 2)).sum().backward()
+        optimizer.step()
+    dist.destroy_process_group()
+"""
+
+
+def test_only_buffers_that_are_read_are_recorded(place):
+    (process,) = Made(place("kept"), KEPT).well().run.processes
+    assert [each.names for each in process.of(BuffersKept)] == [["scale"]] * 2

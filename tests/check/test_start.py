@@ -195,13 +195,6 @@ def test_options_with_the_number_of_processes_follow_it(arguments, other, expect
     assert resized(arguments, 2, other) == expected
 
 
-def test_a_program_that_asks_mpi4py_for_its_rank_is_not_judged(tmp_path):
-    (tmp_path / "ranks.py").write_text("from mpi4py import MPI\n")
-    (tmp_path / "train.py").write_text("import ranks\n")
-    with pytest.raises(UserError, match="gets its ranks from mpi4py"):
-        list(check_command(["mpiexec", "-n", "2", "python", "train.py"], folder=tmp_path))
-
-
 GPU_PROGRAM = """
 import os
 import torch

@@ -13,7 +13,7 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
-from workshop.check import lightning_ranks
+from workshop.check import lightning_ranks, ranks_of_mpi
 from workshop.check.bench import TRACED, ProgramBench
 from workshop.check.clock import mark_times
 from workshop.check.comparing import keep, replace, replace_all, without_chance
@@ -83,10 +83,7 @@ PASSES = 300  # backward passes before the first checkpoint, for which pretended
 GPU = re.compile(r"cuda|\bgpus?\b|\bGPUs?\b|torch\.accelerator")  # the program may require one
 # The types of errors of a program for GPUs whose tensors are on the CPU.
 UNSUITABLE = {"RuntimeError", "AttributeError", "NotImplementedError", "AssertionError", "ValueError", "TypeError"}
-OF_MPI = (
-    "the program gets its ranks from mpi4py, but the check starts the processes itself, without MPI; let the program read "
-    "OMPI_COMM_WORLD_RANK and OMPI_COMM_WORLD_SIZE, or start it with torchrun"
-)
+OF_MPI = "the check starts the ranks without MPI, with a stand-in for mpi4py that lacks"
 MISSING = ("FileNotFoundError", "NotADirectoryError", "IsADirectoryError")  # a guess named the wrong kind of path
 
 
@@ -108,8 +105,8 @@ class OwnersBench(ProgramBench):
         launch = "spawn" if start.launch == "python" else start.launch
         super().__init__(subject, launch=launch, nproc=start.nproc, on_cpu=on_cpu, place=place)
         self.text = sources(subject.file, original)
-        if launch == "mpirun" and re.search(r"^\s*(?:from|import)\s+mpi4py\b", self.text, re.MULTILINE):
-            raise UserError(OF_MPI)
+        if launch == "mpirun" and (missing := ranks_of_mpi.unknown(self.text)):
+            raise UserError(f"{OF_MPI} {', '.join(missing)}, which the program uses")
         self.planned = frozenset(planned([self.text, *settings(start.arguments, original)], start.arguments))
         counted = "device_count", *((os.environ | start.variables).keys() & {"CUDA_VISIBLE_DEVICES"})
         counts = launch == "spawn" and any(each in self.text for each in counted)

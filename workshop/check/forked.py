@@ -26,7 +26,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from workshop.check import cuda_on_cpu
+from workshop.check import cuda_on_cpu, ranks_of_mpi
 from workshop.check.evidence.events import Ended, Exited
 from workshop.check.evidence.run import Asked
 from workshop.check.folder import extensions, own_caches, top_of
@@ -236,6 +236,8 @@ def _rank(program: Program, rank: int, port: int) -> int:
     given = tuple(each.replace(LOCAL_RANK, str(rank % local)) for each in program.arguments)
     program = replace(program, arguments=given)
     prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if program.launch == "mpirun":
+        ranks_of_mpi.install(rank, program.nproc, port)
     renew_random_state(program.entropy and program.entropy + rank)
     Salt.number = rank
     if of_lightning := sys.modules.get("lightning_utilities.core.rank_zero"):

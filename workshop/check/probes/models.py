@@ -87,6 +87,7 @@ class Models(Probe):
 
     def clear(self) -> None:
         self.buffered = 0
+        self.read: set[tuple[int, str]] | None = None  # modules and their buffers that were read; None: not watched
         self.inside: set[type] = set()  # the classes of the models inside DistributedDataParallel
         self.learn: set[type] = set()  # the classes of the models that are called with gradients
         self.scaling: WeakSet[nn.Module] = WeakSet()
@@ -225,6 +226,8 @@ class Models(Probe):
             kept and self.recorder.steps.bit_count() == 1
         )  # after 1, 2, 4, 8 ... steps: they may begin to differ late
         sent = wrapper is not None and wrapper.will_sync_module_buffers()
+        if kept and self.read is None:
+            self._watch_reading()
         if not self.recorder.steps or not (self.buffered < BUFFERS or again) or not (kept or sent or wrapper is None):
             return
         chosen = {
@@ -233,11 +236,31 @@ class Models(Probe):
             if (not isinstance(each, _NormBase) if wrapper else each in self.scaling)
         }
         buffers = {name: each for name, each in model.named_buffers() if name.rpartition(".")[0] in chosen}
+        if kept and self.read is not None:  # noise for an option that is not used changes nothing
+            owners = dict(model.named_modules())
+            read = {
+                name for name in buffers if (id(owners[name.rpartition(".")[0]]), name.rpartition(".")[2]) in self.read
+            }
+            buffers = {name: buffers[name] for name in buffers if name in read}
         self.buffered += wrapper is not None or bool(buffers)
         if buffers:
             values, names = [mixed(each) for each in buffers.values()], list(buffers)
             seen = BuffersSeen(buffers=values, names=names, where=where)
             self.recorder.note(BuffersKept(buffers=values, names=names, where=where) if kept else seen)
+
+    def _watch_reading(self) -> None:
+        """From now on, remember which buffers are read as attributes of their modules."""
+        read: set[tuple[int, str]] = set()
+        self.read = read
+        original = nn.Module.__getattr__
+
+        def __getattr__(module: nn.Module, name: str) -> Any:
+            value = original(module, name)
+            if isinstance(value, torch.Tensor) and name in vars(module).get("_buffers", ()):
+                read.add((id(module), name))
+            return value
+
+        self.patches.set(nn.Module, "__getattr__", __getattr__)
 
     def _loss_buffers(self, module: nn.Module) -> None:
         """Record the buffers of a module without parameters, such as a loss with a running mean, after 0, 1, 2, 4 ... steps."""
