@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 
-from check.test_run import BEGUN, forward, joined, passed, run
+from check.test_run import BEGUN, forward, joined, passed, process, run
 from workshop.check.evidence.events import Collective, Evaluated, FileWritten, Printed, Saved, Sketch, StepTaken
 from workshop.check.evidence.misuses import EvaluationGraph, PassEnded, StatisticsSeen
 from workshop.check.rules.accumulation import accumulation_uneven
@@ -32,6 +32,20 @@ def trained_on_others(*events):
     return [
         each for event in events for each in ((step, BEGUN, StepTaken(weights=[])) if event == "step" else (event,))
     ]
+
+
+@pytest.mark.parametrize("backwards", [1, 2])  # 2: that of a discriminator, then that of the generator
+def test_a_pass_over_a_batch_before_each_step_is_no_evaluation(backwards):
+    looks, batches = (
+        Evaluated(forward=forward(30, 31, loader=(2, 1))),
+        [passed(2 * each, 2 * each + 1) for each in range(5)],
+    )
+    steps = [each for batch in batches for each in (looks, *(batch, BEGUN, StepTaken(weights=[])) * backwards)]
+    evaluation = [Evaluated(forward=forward(number, loader=(3, 1))) for number in range(32, 39)]
+    assert process(1, *steps, *evaluation).evaluations == [[("set", 40, number) for number in range(32, 39)]]
+    # An evaluation that is larger than a batch may come before each step.
+    often = [each for batch in batches for each in (*evaluation, batch, BEGUN, StepTaken(weights=[]))]
+    assert len(process(1, *often).evaluations) == 5
 
 
 def test_batches_that_a_frozen_encoder_gets_before_each_step_are_no_evaluation():

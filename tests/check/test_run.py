@@ -118,17 +118,6 @@ def test_a_layer_beside_ddp_whose_gradients_differ_may_be_divided(collectives, n
     assert run(*ranks).divided == divided
 
 
-def test_a_pass_over_a_batch_before_each_step_is_no_evaluation():
-    looks, step = Evaluated(forward=forward(30, 31, loader=(2, 1))), (BEGUN, StepTaken(weights=[]))
-    steps = [each for number in range(5) for each in (looks, passed(2 * number, 2 * number + 1), *step)]
-    evaluation = [Evaluated(forward=forward(number, loader=(3, 1))) for number in range(32, 39)]
-    found = process(1, *steps, *evaluation).evaluations
-    assert found == [[("set", 40, number) for number in range(32, 39)]]
-    # An evaluation that is larger than a batch may come before each step.
-    often = [each for number in range(5) for each in (*evaluation, passed(2 * number, 2 * number + 1), *step)]
-    assert len(process(1, *often).evaluations) == 5
-
-
 def test_a_count_since_the_start_is_not_lost_if_another_count_is_restored():
     initial, expected, now = {"step": 0, "local": 0}, {"step": 10, "local": 10}, {"step": 10, "local": 0}
     assert _counted_elsewhere("local", initial, expected, now | {"found": 3})

@@ -214,7 +214,8 @@ class Process:
                 if event and 0 < size <= most:
                     of_steps.append(len(phases) - 1)
                 phase = []
-        if len(of_steps) > max(FEW, 0.8 * (len(phases) - 1)):
+        # Those of GANs are before every second backward pass.
+        if len(of_steps) > max(FEW, 0.4 * (len(phases) - 1), 0.8 * (sum(bool(samples) for _, samples in phases) - 1)):
             return [each for number, each in enumerate(phases) if number not in of_steps]
         return phases
 
