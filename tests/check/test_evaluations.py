@@ -105,9 +105,18 @@ def test_batches_whose_gradients_are_cleared_belong_to_no_step():
     ]
 
 
-@pytest.mark.parametrize(("name", "mild"), [("config.json", True), ("run-args.yaml", True), ("metrics.json", False)])
+@pytest.mark.parametrize(("name", "mild"), [("config.json", True), ("run-1.yaml", True), ("metrics.json", False)])
 def test_settings_that_all_ranks_write_are_a_hint(name, mild):
     ranks = [joined(rank, FileWritten(path=f"/r/{name}", where="t.py:3")) for rank in (0, 1)]
+    (seen,) = two_writers.detectors[0].function(run(*ranks))
+    assert seen.mild == mild
+
+
+@pytest.mark.parametrize(("opened", "mild"), [((1, 3), True), ((1, 1), False), ((2, 3), False)])
+def test_a_heading_that_all_ranks_write_is_a_hint(opened, mild):
+    """Give how often each rank opens a text file before its step; one that does so three times also opens it after the step."""
+    written = FileWritten(path="/r/losses.txt", where="t.py:3")
+    ranks = [joined(rank, *[written] * times, *STEP, *[written] * (times > 2)) for rank, times in enumerate(opened)]
     (seen,) = two_writers.detectors[0].function(run(*ranks))
     assert seen.mild == mild
 

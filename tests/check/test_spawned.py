@@ -115,6 +115,25 @@ def test_processes_of_a_package_can_have_workers(tmp_path):
     assert not [each for each in report["not_checked"] if "ended" in each or "wait" in each], report
 
 
+BY_HAND = (
+    ("DDP(nn.Linear(2, 1))", "nn.Linear(2, 1)"),
+    (
+        "            optimizer.step()",
+        "            for each in model.parameters():\n                dist.all_reduce(each.grad, dist.ReduceOp.AVG)\n"
+        "            optimizer.step()",
+    ),
+)
+
+
+@pytest.mark.parametrize(
+    ("seed", "kinds"), [("torch.manual_seed(0)", []), ("def seed():\n    torch.manual_seed(0)", ["weights-differ"])]
+)
+def test_a_module_seeds_each_process_that_imports_it(tmp_path, seed, kinds):
+    (tmp_path / "lib.py").write_text(f"import torch\n\n{seed}\n")
+    found, _ = checked(tmp_path, ("import os\n", "import lib\nimport os\n"), *BY_HAND)
+    assert [each["kind"] for each in found] == kinds
+
+
 HOGWILD = """
     import torch
     import torch.multiprocessing as mp

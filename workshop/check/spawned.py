@@ -2,9 +2,11 @@
 
 Each gets only what a new interpreter would get: its own random state and hashes of strings, the top level of the main file, which
 it runs again as ``__mp_main__``, and the function and arguments, which the parent passes with pickle. A forked process would also
-have what the program has put into its variables. (The other modules of the program are not imported again.)
+have what the program has put into its variables. (The other modules of the program are not imported again; only the seeds that
+they set are set again.)
 """
 
+import ast
 import io
 import multiprocessing.context
 import multiprocessing.process
@@ -30,6 +32,7 @@ FAILED = 70  # exit status if code of the check fails
 OURS = "workshop."
 # What registries say that already have a name: those of torch.library, transformers and many others.
 REGISTERED = re.compile(r"\b(already|duplicated?|twice|multiple times|only once)\b", re.IGNORECASE)
+SEEDING = re.compile(r"torch\.(cuda\.)?manual_seed(_all)?|(np|numpy)\.random\.seed|random\.seed")
 
 
 class Salt:
@@ -165,6 +168,18 @@ def run_main_again() -> None:
         SpawnedProcess.recorder.of_parent = set(main.__dict__)
 
 
+def seed_as_at_import(folder: Path) -> None:
+    """Run the statements again with which the modules of a program, but not its main file, seed random numbers at their import."""
+    for module in [each for name, each in [*sys.modules.items()] if not name.endswith("__main__")]:
+        file = getattr(module, "__file__", None) or ""
+        if not file.endswith(".py") or folder not in Path(file).parents:
+            continue
+        for each in ast.parse(Path(file).read_bytes()).body:
+            called = each.value.func if isinstance(each, ast.Expr) and isinstance(each.value, ast.Call) else None
+            if isinstance(called, ast.Attribute) and SEEDING.fullmatch(ast.unparse(called)):
+                exec(compile(ast.Module([each], []), file, "exec"), vars(module))
+
+
 def _begin(stored: io.BytesIO, entropy: int, number: int, parent_sentinel: int) -> int:
     """What a new interpreter does for the method "spawn"; returns its exit status."""
     own = SpawnedProcess
@@ -178,6 +193,8 @@ def _begin(stored: io.BytesIO, entropy: int, number: int, parent_sentinel: int) 
     current._inheriting = True
     when = " when the top level runs again"
     try:
+        if own.recorder:
+            seed_as_at_import(own.recorder.scratch)
         run_main_again()
         when = ""
         process = pickle.loads(stored.getvalue())

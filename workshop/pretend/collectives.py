@@ -114,7 +114,7 @@ def _compare_gpus(group: dist.ProcessGroup, index: int, what: str) -> None:
     """All ranks tell each other their GPUs. NCCL does the same in its first collective."""
     _inside.comparing = True
     try:
-        mine = torch.tensor(_place(index))
+        mine = torch.tensor(_place(index), device="cpu")  # the default may be a GPU
         everyone = [torch.zeros_like(mine) for _ in range(group.size())]
         _of_gpus.get(group.group_name, group).allgather([everyone], [mine]).wait()
     finally:
