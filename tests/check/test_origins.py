@@ -477,10 +477,12 @@ def test_the_origin_of_a_finding_counts_more_than_that_of_its_rule(tmp_path):
         assert at_origin(finding, tmp_path / "train.py", tmp_path).where == f"train.py:{line}"
 
 
-def test_a_file_that_is_no_python_changes_nothing(tmp_path):
+def test_a_file_that_is_empty_or_no_python_changes_nothing(tmp_path):
     (tmp_path / "train.py").write_text("if\n")
-    finding = Finding(RULES["schedule-length"], "seen", "train.py:1", origin="total")
-    assert at_origin(finding, tmp_path / "train.py", tmp_path).where == "train.py:1"
+    (tmp_path / "__init__.py").write_text("")
+    for kind, origin in (("schedule-length", "total"), ("crash", "member:head")):
+        finding = Finding(RULES[kind], "seen", "train.py:1", origin=origin)
+        assert at_origin(finding, tmp_path / "train.py", tmp_path).where == "train.py:1"
 
 
 def test_definitions_that_refer_to_themselves_end():

@@ -303,3 +303,62 @@ def test_a_shell_can_set_variables_in_each_task(tmp_path):
     *_, verdict = check_command(["srun", "--ntasks=2", "bash", "-c", commands], folder=tmp_path)
     assert [finding.seen for finding in verdict.errors] == []
     assert verdict.status == 0
+
+
+SAVING = """
+import sys
+import torch
+from accelerate import Accelerator
+
+accelerator = Accelerator(cpu=True)
+torch.manual_seed(0)
+x = torch.randn(96, 4)
+data = torch.utils.data.TensorDataset(x, x.sum(1, keepdim=True))
+model, optimizer, loader = accelerator.prepare(
+    model := torch.nn.Linear(4, 1), torch.optim.AdamW(model.parameters(), lr=0.05), torch.utils.data.DataLoader(data, 4)
+)
+start = 0
+if "--from" in sys.argv:
+    accelerator.load_state(sys.argv[-1])
+    start = int(sys.argv[-1].rpartition("_")[2]) + 1
+for epoch in range(start, 3):
+    for inputs, targets in loader:
+        optimizer.zero_grad()
+        accelerator.backward((model(inputs) - targets).pow(2).mean())
+        optimizer.step()
+    accelerator.save_state(f"epoch_{epoch}")
+accelerator.END
+accelerator.wait_for_everyone()
+"""
+
+
+@pytest.mark.parametrize(
+    ("end", "seen"),
+    [
+        ("wait_for_everyone()", ""),
+        ("end_training()", "a collective is called after the process group has been destroyed at"),
+    ],
+)
+def test_a_state_of_accelerate_is_a_folder_and_what_follows_the_end_is_named(end, seen, tmp_path):
+    (tmp_path / "train.py").write_text(SAVING.replace("END", end))
+    command = ["accelerate", "launch", "--cpu", "--num_processes=2", "train.py"]
+    *_, verdict = check_command(command, folder=tmp_path, resume=["--from", "{latest}"])
+    told = [each.seen for each in verdict.findings if each.kind in ("crash", "resume-fails", "resume-differs")]
+    assert len(told) == bool(seen), told
+    assert not any("resume" in each for each in verdict.unchecked), verdict.unchecked
+    assert all(seen in each for each in told), told
+
+
+def test_a_program_for_gpus_may_read_the_variable_that_its_owner_sets(tmp_path, monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,7")
+    text = LOOP.replace(
+        "from data import loader_of\n", 'import os\n\ntorch.cuda.init()\nos.environ["CUDA_VISIBLE_DEVICES"]\n'
+    )
+    loop = "    for inputs, targets in [(torch.ones(2, 4).cuda(), torch.ones(2, 1).cuda())]:\n"
+    text = text.replace("    for inputs, targets in loader_of(distributed=False):\n", loop).replace("gloo", "nccl")
+    text = text.replace("torch.manual_seed(0)", 'torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))')
+    text = text.replace("torch.nn.Linear(4, 1)", "torch.nn.Linear(4, 1).cuda()")
+    (tmp_path / "train.py").write_text(text)
+    *_, verdict = check_command(["torchrun", "--nproc-per-node=2", "train.py"], folder=tmp_path)
+    assert not [each for each in verdict.findings if each.kind in ("ended-early", "crash")], verdict.findings
+    assert not any("GPU" in each for each in verdict.unchecked), verdict.unchecked

@@ -84,6 +84,11 @@ GPU = re.compile(r"cuda|\bgpus?\b|\bGPUs?\b|torch\.accelerator")  # the program 
 # The types of errors of a program for GPUs whose tensors are on the CPU.
 UNSUITABLE = {"RuntimeError", "AttributeError", "NotImplementedError", "AssertionError", "ValueError", "TypeError"}
 OF_MPI = "the check starts the ranks without MPI, with a stand-in for mpi4py that lacks"
+OF_FOLDERS = (
+    "random_states_0.pkl",
+    "trainer_state.json",
+    ".metadata",
+)  # of Accelerate, transformers, DCP: the folder is loaded
 MISSING = ("FileNotFoundError", "NotADirectoryError", "IsADirectoryError")  # a guess named the wrong kind of path
 
 
@@ -378,7 +383,9 @@ class OwnersBench(ProgramBench):
         """Yield the arguments with which the second start may resume."""
         latest = _latest(first, scratch)
         if self.wishes.resume:
-            yield [each.replace("{latest}", latest) for each in self.wishes.resume]
+            whole = any((scratch / latest).with_name(name).exists() for name in OF_FOLDERS)
+            given = os.path.dirname(latest) if latest and whole else latest
+            yield [each.replace("{latest}", given) for each in self.wishes.resume]
             return
         yield []
         yield from resume_arguments(self.text, self.start.arguments, latest)

@@ -190,8 +190,9 @@ def _launch(program: Program) -> int:
 
 
 def _counted(program: Program) -> str:
-    """Return the GPUs in CUDA_VISIBLE_DEVICES if the owner has set it: some programs start a process for each. "": hide all."""
-    if program.launch != "spawn" or not os.environ.get("CUDA_VISIBLE_DEVICES") or any(map(os.path.exists, DRIVERS)):
+    """Return the GPUs in CUDA_VISIBLE_DEVICES if the owner has set it, because programs read it. "": hide all."""
+    counts = program.devices or program.launch == "spawn"  # some programs start a process for each
+    if not counts or not os.environ.get("CUDA_VISIBLE_DEVICES") or any(map(os.path.exists, DRIVERS)):
         return ""
     return ",".join(map(str, range(program.nproc // program.nodes if program.devices else program.gpus or 0)))
 

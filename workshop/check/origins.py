@@ -78,7 +78,7 @@ def _line(file: Path, line: int, kind: str, detail: str) -> int | None:
             source = Source(ast.parse(text))
             start = source.statement(line)
             if start is None and kind in ANYWHERE:
-                start = source.tree.body[0]
+                start = next(iter(source.tree.body), None)  # none in an empty file
             return FINDERS[kind](source, start, detail) if start else None
     return None
 

@@ -169,7 +169,7 @@ def run_main_again() -> None:
 
 
 def seed_as_at_import(folder: Path) -> None:
-    """Run the statements again with which the modules of a program, but not its main file, seed random numbers at their import."""
+    """Run the statements again with which the modules of a program, but not its main file, seed random numbers."""
     for module in [each for name, each in [*sys.modules.items()] if not name.endswith("__main__")]:
         file = getattr(module, "__file__", None) or ""
         if not file.endswith(".py") or folder not in Path(file).parents:

@@ -8,6 +8,7 @@ from typing import Any
 from workshop.check.evidence.events import (
     Ended,
     Exited,
+    GroupDestroyed,
     Joined,
     Joining,
     Loaded,
@@ -359,6 +360,8 @@ def _error(run: Run) -> Seen | None:
         process, event = found
         who = f"{named(process)}: " if process.rank is not None and run.nproc > 1 else ""
         plain = _explanation(event)
+        if "before init_process_group" in plain and (ended := process.first(GroupDestroyed)):
+            plain = f"a collective is called after the process group has been destroyed at {ended.where}: do that last"
         gone = _gone(run, process, event)
         echo = is_echo(event.message, event.type)
         first = _difference(run) if echo else None
