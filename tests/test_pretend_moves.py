@@ -86,3 +86,32 @@ def test_a_parameter_of_an_own_class_stays_one(tmp_path):
         """,
         tmp_path,
     )
+
+
+def test_the_gradient_of_a_copy_on_the_cpu_returns_to_the_gpu_of_its_source(tmp_path):
+    pretended(
+        """
+        model = torch.nn.Linear(3, 2).to("cuda:1")
+        model(torch.ones(2, 3, device="cuda:1")).cpu().pow(2).mean().backward()
+        inputs = torch.ones(3, device="cuda:1", requires_grad=True)
+        copied, kept = torch.zeros(3), torch.ones(3, requires_grad=True)
+        copied.copy_(2 * inputs)
+        (copied * kept).sum().backward()
+        devices = {str(each.grad.device) for each in (*model.parameters(), inputs)}
+        assert devices == {"cuda:1"} and inputs.grad.tolist() == [2, 2, 2] and not kept.grad.is_cuda
+        """,
+        tmp_path,
+    )
+
+
+def test_new_tensors_may_be_on_a_gpu_by_default(tmp_path):
+    pretended(
+        """
+        torch.distributed.init_process_group("nccl", "tcp://127.0.0.1:0", rank=0, world_size=1)
+        torch.set_default_tensor_type(torch.cuda.FloatTensor)
+        torch.distributed.all_reduce(one := torch.ones(1))
+        assert one.is_cuda
+        torch.distributed.destroy_process_group()
+        """,
+        tmp_path,
+    )

@@ -1,6 +1,6 @@
-"""Errors of hooks in a backward pass on pretended GPUs.
+"""The backward pass on pretended GPUs: errors of hooks, and gradients that return from the CPU.
 
-PyTorch leaves such an error set in the thread of the backward pass while C++ asks the device guard for its type. Python refuses
+PyTorch leaves an error of a hook set in the thread of the backward pass while C++ asks the device guard for its type. Python refuses
 to return a result while an error is set, and the process would be aborted. So the guard keeps the error for later.
 """
 
@@ -28,6 +28,19 @@ class Guard(torch._C._acc.DeviceGuard):
                 error = kind() if error is None else kind(error)
             _kept.append(error.with_traceback(trace))
         return torch._C._autograd.DeviceType.PrivateUse1
+
+
+def send_back(result: object, gpu: int) -> object:
+    """Let the gradient of a copy on the CPU return to the GPU of its source: C++ knows only that this is a pretended GPU."""
+    node = result.grad_fn if type(result) is torch.Tensor else None
+    if node is None or type(node).__name__ not in ("ToCopyBackward0", "CopyBackwards"):
+        return result
+
+    def place(gradients, _):
+        return tuple(type(each)(each.on_cpu, gpu) if getattr(each, "gpu", gpu) != gpu else each for each in gradients)
+
+    node.register_hook(place)
+    return result
 
 
 def install() -> None:

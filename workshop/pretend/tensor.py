@@ -14,7 +14,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._mode_utils import no_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from workshop.pretend import collectives, devices
+from workshop.pretend import collectives, devices, guard
 from workshop.pretend.devices import index_of, is_gpu
 from workshop.pretend.gpu_only import ONLY_ON_GPU, PACKING
 
@@ -444,8 +444,9 @@ class NameDevice(TorchFunctionMode):
             args = (*args[:2], *map(_listed, args[2:4]), *args[4:])
         if func is torch.device or (func in ANSWERS and func is not torch.Tensor.to):
             return func(*args, **kwargs)
-        with devices.operation_on(_gpu_in(args)):
-            return func(*map(_named, args), **{name: _named(value) for name, value in kwargs.items()})
+        with devices.operation_on(gpu := _gpu_in(args)):
+            result = func(*map(_named, args), **{name: _named(value) for name, value in kwargs.items()})
+        return result if gpu is None else guard.send_back(result, gpu)
 
 
 def _gpu_in(args) -> int | None:
@@ -492,8 +493,6 @@ def _listed(value):
 
 
 def _named(value):
-    if isinstance(value, torch.device) and value.type == "cuda" and value.index is None:
-        return torch.device("cuda", index_of("cuda"))
-    if isinstance(value, str) and value == "cuda":
+    if isinstance(value, str | torch.device) and str(value) == "cuda":
         return torch.device("cuda", index_of("cuda"))
     return value
