@@ -1,7 +1,7 @@
 """The backward pass on pretended GPUs: errors of hooks, and gradients that return from the CPU.
 
-PyTorch leaves an error of a hook set in the thread of the backward pass while C++ asks the device guard for its type. Python refuses
-to return a result while an error is set, and the process would be aborted. So the guard keeps the error for later.
+PyTorch leaves an error of a hook set in the thread of the backward pass while C++ asks the device guard for its type. Python
+refuses to return a result while an error is set, and the process would be aborted. So the guard keeps the error for later.
 """
 
 import ctypes

@@ -167,16 +167,18 @@ def _weighs_alike(batches: list[tuple[tuple[LossComputed, float], ...]]) -> bool
 def accumulation_traffic(run: Run) -> Said:
     """DDP averages the gradients more than once per step."""
     for process in run.trained[:1]:
-        if process.optimizers > 1:
+        # Several optimizers may divide the parameters of one model: then only the first of their steps follows a backward pass.
+        steps = [step for step in process.steps if step.backwards]
+        if process.optimizers > 1 and len(steps) * process.optimizers > len(process.steps) + process.optimizers:
             continue
-        wanted = run.asked.accumulate if run.asked else mode(len(step.backwards) for step in process.steps)
-        used = [step.backwards[-_since_cleared(step) :] for step in process.steps]
+        wanted = run.asked.accumulate if run.asked else mode(len(step.backwards) for step in steps)
+        used = [step.backwards[-_since_cleared(step) :] for step in steps]
         synced = max(sum(1 for each in backwards if each.sync) for backwards in used)
-        if run.asked is None and all(map(_of_one_batch, process.steps)):
+        if run.asked is None and all(map(_of_one_batch, steps)):
             continue  # an adversarial step, for example, needs the averaged gradient of its first pass for its second one
         if wanted > 1 and run.nproc > 1 and process.first(Wrapped) and synced > 1:
             seen = f"the gradients are averaged {synced} times in a step of {plural(wanted, 'batch')}"
-            first = process.steps[0].backwards[0]
+            first = steps[0].backwards[0]
             yield Seen(seen, first.unsynced or first.where, origin="sync")
 
 
