@@ -2,7 +2,7 @@
 
 import ctypes
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -14,6 +14,7 @@ from workshop.tensors import own_part
 
 SAMPLES = 12  # number of values of a tensor in its sketch, in addition to the norm
 UNREADABLE = (RuntimeError, TypeError)  # raised by tensors without readable values, as on the device "meta"
+MANY = 4  # times as many rows as chosen ones
 TOKENS = (torch.int8, torch.int16, torch.int32, torch.int64)
 
 
@@ -86,6 +87,22 @@ def rows(tensor: torch.Tensor) -> list[Key]:
             found = [row[: -(-len(bytes(row).rstrip(b"\0")) // size) * size] for row in found]
         return [("content", zlib.crc32(row), len(row)) for row in found]
     return []
+
+
+def chosen_rows(tensor: torch.Tensor, others: Sequence[object]) -> torch.Tensor:
+    """Return the rows that a tensor of numbers chooses, such as some nodes of a graph, each with its number; else all rows."""
+    for each in others:
+        if (
+            isinstance(each, torch.Tensor)
+            and each.dim() == 1
+            and each.dtype in TOKENS
+            and MANY * len(each) <= len(tensor)
+        ):
+            with suppress(*UNREADABLE, IndexError):
+                number = each.detach().cpu().long()
+                if len(number.unique()) == len(number) and len(number):  # labels are repeated
+                    return torch.cat([tensor.detach().cpu().flatten(1)[number].double(), number[:, None].double()], 1)
+    return tensor
 
 
 def floats(value: object) -> Iterator[torch.Tensor]:

@@ -31,6 +31,7 @@ from workshop.check.evidence.events import (
 from workshop.check.evidence.misuses import BuffersKept, BuffersReplaced, GradientsIgnored
 from workshop.check.probes.contents import (
     attributes,
+    chosen_rows,
     content,
     first_tensor,
     floats,
@@ -112,7 +113,7 @@ class Models(Probe):
                     numbers = [each.reshape(1) for each in given if isinstance(each, torch.Tensor) and not each.dim()]
                     tensor = first_tensor([opened, numbers])
                 others = [each for each in floats(given) if each is not tensor] if recorder.opens_batches else ()
-                pending = self._forward(module, tensor, others)
+                pending = self._forward(module, tensor, others, given)
             recorder.call(recorder.before_forward, module, args, kwargs)
         self.depth += 1
         recorder.in_forward = True
@@ -152,7 +153,13 @@ class Models(Probe):
             if alone and given.shape == output.shape and output.is_floating_point():
                 self.scaling.add(module)
 
-    def _forward(self, module: Any, tensor: torch.Tensor | None, others: Sequence[torch.Tensor] = ()) -> Pending | None:
+    def _forward(
+        self,
+        module: Any,
+        tensor: torch.Tensor | None,
+        others: Sequence[torch.Tensor] = (),
+        given: Sequence[object] = (),
+    ) -> Pending | None:
         """Record a forward pass as an evaluation; return it if a backward pass may follow (in Lightning inside the call)."""
         if next(module.parameters(), None) is None:
             self._loss_buffers(module)
@@ -170,7 +177,8 @@ class Models(Probe):
         )  # also a frozen discriminator passes gradients on to its input
         batch = None if tensor is None else self.recorder.take_batch(tensor)
         number = tensor is not None and tensor.dim() == 1 and not tensor.is_floating_point()
-        content = [] if tensor is None else rows(tensor)
+        # A model that gets all nodes of a graph each time learns from those whose numbers it also gets.
+        content = [] if tensor is None else rows(tensor if batch else chosen_rows(tensor, given))
         if number:  # one number, such as that of a user, is no sample
             content = [(A_NUMBER, *each) for each in content] if self.recorder.opens_batches else []
         if self.recorder.opens_batches and batch is None:  # no loader says which samples these are

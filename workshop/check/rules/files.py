@@ -8,6 +8,7 @@ from pathlib import PurePath
 
 from workshop.check.evidence.events import (
     Backward,
+    CheckpointCalled,
     Collective,
     FileRenamed,
     FileWritten,
@@ -178,8 +179,9 @@ def renamed_before_written(run: Run) -> Said:
     if run.nproc < 2 or any(run.all(FullySharded)):
         return
     for one, other in permutations(run.ranks, 2):
+        together = {event.where for event in one.of(CheckpointCalled) if event.name == "save"}  # it waits for all ranks
         for seconds, event in one.timed(FileRenamed):
-            written = [(at, each.path) for at, each in other.timed(FileWritten)]
+            written = [(at, each.path) for at, each in other.timed(FileWritten) if each.where not in together]
             written += [(at, each.path) for at, each in other.timed(Saved)]
             inside = [at for at, path in written if at < seconds and path.startswith(f"{event.source}/")]
             if inside and _meetings(other, max(inside)) == _meetings(one, seconds):

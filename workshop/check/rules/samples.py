@@ -248,6 +248,8 @@ def _overlaps(run: Run) -> Iterator[tuple[str, Seen]]:
         same, mean = sum(each >= 0.95 for each in fractions), sum(fractions) / max(len(fractions), 1)
         if by_epoch and repeats and different_steps(ranks[one], ranks[two]):
             continue  # a sampler that repeats samples, so that each rank changes them in its own way, or draws with replacement
+        if _lose_differently(ranks[one], ranks[two]):
+            continue
         if same > len(fractions) / 2:
             text = f"at {same} of {len(fractions)} steps {names[one, two]} train on the same samples"
             yield "same", Seen(text, where, origin=drawn)
@@ -258,6 +260,13 @@ def _overlaps(run: Run) -> Iterator[tuple[str, Seen]]:
             both, each = shares
             text = f"{names[one, two]} share {both:,} of the first {each:,} samples that each of them trains on"
             yield "some", Seen(text, where, origin=f"{drawn} reseeded")
+
+
+def _lose_differently(one: Process, other: Process) -> bool:
+    """Whether ranks with the same input in all steps, such as a whole graph, have different losses: of nodes of their own."""
+    inputs = {frozenset(step.keys) for process in (one, other) for step in process.steps}
+    losses = [[each.loss for each in process.backwards[:1]] for process in (one, other)]
+    return len(inputs) == 1 and losses[0] != losses[1]
 
 
 def _meets_equal_samples(process: Process) -> bool:
