@@ -66,6 +66,16 @@ MISTAKES = (
         (EVAL, ""),
     ),
     mistake(
+        "teacher-with-dropout",
+        second.TAGGER,
+        "frozen-in-training",
+        "The teacher is frozen, but nothing switches its dropout off, so its answers are different each time.",
+        *DROPOUT,
+        ("import argparse\n", "import argparse\nimport copy\n"),
+        ("    model = Tagger()\n", "    model = Tagger()\n    teacher = copy.deepcopy(model).requires_grad_(False)\n"),
+        ("            logits = ", "            teacher(tokens)\n            logits = "),
+    ),
+    mistake(
         "running-statistics-drift-apart",
         second.TAGGER,
         "statistics-differ",

@@ -269,3 +269,10 @@ class ShardedAsOne(Event):  # FSDP gathers all parameters of the model together
 class EvaluationGraph(Event):  # the size of the largest graph in some batches of an evaluation with gradients
     nodes: list[int]
     batches: list[int]  # their numbers
+
+
+class FrozenAtRandom(
+    Event
+):  # a model whose parameters never change, and that was never in evaluation mode, drops values
+    model: str  # its class
+    steps: int  # between which it was called

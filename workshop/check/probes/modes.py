@@ -1,5 +1,6 @@
 """The mode in which a program calls models with dropout or BatchNorm, and the statistics of BatchNorm in evaluations."""
 
+from dataclasses import dataclass, field
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
 
@@ -11,20 +12,40 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import swa_utils
 
 from workshop.check.evidence.events import Sketch
-from workshop.check.evidence.misuses import EvaluationGraph, ModeEvaluated, ModeSeen, StatisticsSeen, StatisticsStale
+from workshop.check.evidence.misuses import (
+    EvaluationGraph,
+    FrozenAtRandom,
+    ModeEvaluated,
+    ModeSeen,
+    StatisticsSeen,
+    StatisticsStale,
+)
 from workshop.check.probes.contents import is_synchronized, mixed
 from workshop.check.probes.probe import Probe, after, before, on
 from workshop.check.probes.steps import largest_graph
+from workshop.tensors import own_part
 
 EVALUATIONS = 4  # whose statistics are recorded, of each model
 MEASURED = (2, 3, 4)  # batches of an evaluation before which the largest graph is looked for
 SOME = 4  # parameters of a copy that show whether it has changed
+OFTEN = 5  # steps after which a model that has not changed is frozen
+
+
+@dataclass
+class _Frozen:
+    """A model that is only evaluated, and in training mode."""
+
+    name: str
+    where: str  # the line that froze it, or else the one that calls it
+    values: list[Sketch]  # of some of its parameters
+    steps: set[int] = field(default_factory=set)  # the numbers of steps before its calls
+    changed: bool = False  # or it has been in evaluation mode, or trained
 
 
 class Modes(Probe):
     """Records changes between training mode and evaluation mode, and the statistics with which models are evaluated."""
 
-    writes = (ModeSeen, ModeEvaluated, StatisticsSeen, StatisticsStale, EvaluationGraph)
+    writes = (ModeSeen, ModeEvaluated, StatisticsSeen, StatisticsStale, EvaluationGraph, FrozenAtRandom)
 
     def clear(self) -> None:
         self.batches = 0  # forward passes with gradients in evaluation mode, since the last backward pass
@@ -44,6 +65,9 @@ class Modes(Probe):
         # Copies, and at their last evaluation: some parameters, their statistics, and those of the trained model.
         self.copies: WeakKeyDictionary[nn.Module, tuple[list[Sketch], ...]] = WeakKeyDictionary()
         self.stale: WeakSet[nn.Module] = WeakSet()
+        self.froze: WeakKeyDictionary[nn.Module, str] = WeakKeyDictionary()  # the line that froze a model
+        self.frozen: WeakKeyDictionary[nn.Module, _Frozen | None] = WeakKeyDictionary()  # None: it drops nothing
+        self.dropping: list[_Frozen] = []  # the others; at the end the models may be gone
         self.looked: WeakKeyDictionary[nn.Module, int] = WeakKeyDictionary()  # the steps before the last look at a copy
 
     @after(DistributedDataParallel, "__init__")
@@ -90,6 +114,7 @@ class Modes(Probe):
     @on("before_evaluation")
     def _evaluate(self, model: nn.Module) -> None:
         if not self.recorder.quiet and _depends_on_mode(model):
+            self._watch(model)
             modes = self.evaluated.setdefault(model, set())
             if model.training not in modes:
                 modes.add(model.training)
@@ -98,6 +123,34 @@ class Modes(Probe):
                 self._count(model)
             if not model.training and model not in self.trained:
                 self._look_at_copy(model)
+
+    @after(nn.Module, "requires_grad_")
+    def _freeze(self, result: nn.Module, module: nn.Module, requires_grad: bool = True) -> None:
+        if not requires_grad and module not in self.froze:
+            self.froze[module] = self.recorder.where()
+
+    def _watch(self, model: nn.Module) -> None:
+        """Look whether a model that no backward pass reaches drops values at random, but never changes otherwise."""
+        steps = self.recorder.steps
+        if model not in self.frozen:
+            drops = any(map(_drops, model.modules())) and not any(each.requires_grad for each in model.parameters())
+            where = self.froze.get(model) or self.recorder.where()
+            self.frozen[model] = _Frozen(self._name(model), where, _values(model)) if drops else None
+            self.dropping += filter(None, [self.frozen[model]])
+        frozen = self.frozen[model]
+        if frozen is None or frozen.changed:
+            return
+        frozen.changed = not model.training or model in self.trained
+        if steps not in frozen.steps and (len(frozen.steps) < OFTEN or steps.bit_count() == 1):
+            frozen.steps.add(steps)
+            frozen.changed |= frozen.values != _values(model)
+
+    @on("at_end")
+    def _end(self) -> None:
+        for frozen in self.dropping:
+            if len(frozen.steps) >= OFTEN and not frozen.changed:
+                last = max(frozen.steps) - min(frozen.steps)
+                self.recorder.note(FrozenAtRandom(model=frozen.name, steps=last, where=frozen.where))
 
     @before(swa_utils, "update_bn")
     def _renew(self, loader: Any, model: nn.Module, *args: Any, **kwargs: Any) -> None:
@@ -166,8 +219,16 @@ def _depends_on_mode(model: nn.Module) -> bool:
     """Whether a model has a layer with dropout, or with statistics of the batches that it has seen."""
 
     def depends(layer: nn.Module) -> bool:
-        drops = layer.p if isinstance(layer, _DropoutNd) else getattr(layer, "dropout", 0)
-        keeps = isinstance(layer, _NormBase) and layer.track_running_stats
-        return keeps or (isinstance(drops, float) and drops > 0)
+        return _drops(layer) or (isinstance(layer, _NormBase) and layer.track_running_stats)
 
     return any(map(depends, model.modules()))
+
+
+def _drops(layer: nn.Module) -> bool:
+    """Whether a layer drops values at random in training mode."""
+    rate = layer.p if isinstance(layer, _DropoutNd) else getattr(layer, "dropout", 0)
+    return isinstance(rate, float) and rate > 0
+
+
+def _values(model: nn.Module) -> list[Sketch]:
+    return [mixed(own_part(each.detach())) for _, each in zip(range(SOME), model.parameters(), strict=False)]

@@ -1,7 +1,7 @@
 """Whether models with dropout or BatchNorm are in the right mode, and evaluated with the same statistics on all ranks."""
 
 from workshop.check.evidence.events import Evaluated, ModelUpdated, Saved
-from workshop.check.evidence.misuses import ModeEvaluated, ModeSeen, StatisticsSeen, StatisticsStale
+from workshop.check.evidence.misuses import FrozenAtRandom, ModeEvaluated, ModeSeen, StatisticsSeen, StatisticsStale
 from workshop.check.evidence.run import Run
 from workshop.check.evidence.sketches import difference
 from workshop.check.rules.exchanges import exchanged
@@ -61,6 +61,22 @@ def evaluated_in_training(run: Run) -> Said:
         if len(held_out) >= FEW:
             seen = f"{modes[0].model} is evaluated on {plural(len(held_out), 'held-out sample')} in training mode"
             yield Seen(seen, modes[0].where)
+
+
+@rule(
+    why="Its answers are different each time, so what is learned from it, or compared with it, is partly noise. It has no "
+    "gradients, but that does not switch off dropout.",
+    fix="Call model.eval() of the frozen model once, after it has been made or loaded, and before it is wrapped.",
+    needs=(FrozenAtRandom,),
+    after=(no_group, wrong_group),
+    instead_of=(evaluated_in_training,),
+    anywhere=True,
+)
+def frozen_in_training(run: Run) -> Said:
+    """A model that never changes, such as a teacher or the reference of a policy, is always called with dropout."""
+    for event in run.trained[0].of(FrozenAtRandom)[:1] if run.trained else ():
+        seen = f"{event.model} is frozen, but always called in training mode, with dropout, during {plural(event.steps, 'step')}"
+        yield Seen(seen, event.where)
 
 
 @rule(
