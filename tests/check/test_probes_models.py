@@ -1,5 +1,7 @@
 """What the probes record of unusual and sharded models, and of what a program keeps in its variables."""
 
+import torch
+
 from check.made import Made
 from workshop.check.evidence.events import (
     ActivationsKept,
@@ -28,6 +30,7 @@ from workshop.check.evidence.misuses import (
     ShardsLeft,
     TotalsSummed,
 )
+from workshop.check.probes.contents import chosen_rows
 
 # ---------------------------------------------------------------- two ranks that train
 
@@ -474,3 +477,11 @@ KEPT = """
 def test_only_buffers_that_are_read_are_recorded(place):
     (process,) = Made(place("kept"), KEPT).well().run.processes
     assert [each.names for each in process.of(BuffersKept)] == [["scale"]] * 2
+
+
+def test_a_model_learns_from_the_nodes_of_a_graph_that_its_numbers_choose():
+    graph = torch.arange(40.0).reshape(20, 2)
+    nodes, labels = torch.tensor([3, 1]), torch.tensor([1, 0, 1, 1])
+    assert chosen_rows(graph, [graph, nodes]).tolist() == [[6, 7, 3], [2, 3, 1]]
+    for others in ([graph], [graph, labels], [graph, torch.arange(20)], [torch.tensor([1, 30])]):
+        assert chosen_rows(graph, others) is graph

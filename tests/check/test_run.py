@@ -9,6 +9,7 @@ from workshop.check.command import _one_for_each_line
 from workshop.check.evidence.events import (
     Backward,
     BatchLoaded,
+    CheckpointCalled,
     Collective,
     DeviceChosen,
     Drawn,
@@ -39,7 +40,7 @@ from workshop.check.foreign import _first_save, _latest
 from workshop.check.program_text import start_of_its_own
 from workshop.check.rules.accumulation import accumulation_traffic, accumulation_uneven
 from workshop.check.rules.alike import has_resumed
-from workshop.check.rules.carried import _counted_elsewhere, plays
+from workshop.check.rules.carried import _counted_elsewhere
 from workshop.check.rules.collectives import collectives_differ
 from workshop.check.rules.deepspeed import engine_steps_missing
 from workshop.check.rules.ending import crash, ended_early, endless, no_training
@@ -52,7 +53,7 @@ from workshop.check.rules.processes import device_index, no_group
 from workshop.check.rules.restart import WRAPPER, _not_restored, _with_fix
 from workshop.check.rules.rule import RULES, NotJudged, Seen
 from workshop.check.rules.samples import OWN_DRAWS, OWN_SAMPLER, same_order, same_samples
-from workshop.check.rules.shares import unequal_split, unused_batches
+from workshop.check.rules.shares import plays, unequal_split, unused_batches
 from workshop.check.rules.unequal import _added
 from workshop.check.verdict import Finding
 
@@ -401,6 +402,11 @@ def test_a_rank_that_renames_a_folder_waits_for_those_that_write_into_it():
 
     assert said(joined(0, barrier, BEGUN, renames), joined(1, barrier, writes)) == ["t.py:5"]
     assert said(joined(0, BEGUN, barrier, renames), joined(1, writes, barrier)) == []
+    together, writes = (
+        CheckpointCalled(name="save", writer="", where="t.py:4"),
+        dataclasses.replace(writes, where="t.py:4"),
+    )
+    assert said(joined(0, barrier, together, renames), joined(1, barrier, together, writes)) == []  # dcp.save() waits
 
 
 def test_parameters_that_are_not_finite_are_named_although_the_loss_is():
@@ -425,6 +431,8 @@ def test_a_game_is_recognized_by_the_inputs_of_the_whole_model():
     step = Backward(forward=heads, others=[forward(0, 1)], loss=1.0, sync=None, leftover=False, random=1)
     assert plays(process(1, *looks, step))
     assert not plays(process(1, *looks[5:], step))
+    frozen = Evaluated(forward=step.forward)  # a teacher, which gets the same batch
+    assert not plays(process(1, frozen, step))
 
 
 @pytest.mark.parametrize(("asked", "said"), [(None, NotJudged), (Asked(), Seen)])

@@ -37,7 +37,7 @@ class _Frozen:
 
     name: str
     where: str  # the line that froze it, or else the one that calls it
-    values: list[Sketch]  # of some of its parameters
+    values: dict[tuple[str, type], Sketch]  # of some of its parameters
     steps: set[int] = field(default_factory=set)  # the numbers of steps before its calls
     changed: bool = False  # or it has been in evaluation mode, or trained
 
@@ -143,7 +143,7 @@ class Modes(Probe):
         frozen.changed = not model.training or model in self.trained
         if steps not in frozen.steps and (len(frozen.steps) < OFTEN or steps.bit_count() == 1):
             frozen.steps.add(steps)
-            frozen.changed |= frozen.values != _values(model)
+            frozen.changed |= any(frozen.values.get(name, value) != value for name, value in _values(model).items())
 
     @on("at_end")
     def _end(self) -> None:
@@ -230,5 +230,7 @@ def _drops(layer: nn.Module) -> bool:
     return isinstance(rate, float) and rate > 0
 
 
-def _values(model: nn.Module) -> list[Sketch]:
-    return [mixed(own_part(each.detach())) for _, each in zip(range(SOME), model.parameters(), strict=False)]
+def _values(model: nn.Module) -> dict[tuple[str, type], Sketch]:
+    """Some parameters. Those that FSDP has gathered are of a different type than before."""
+    chosen = zip(range(2 * SOME), model.named_parameters(), strict=False)
+    return {(name, type(each)): mixed(own_part(each.detach())) for _, (name, each) in chosen}

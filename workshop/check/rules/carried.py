@@ -7,10 +7,7 @@ from collections.abc import Iterator, Sequence, Set
 
 from workshop.check.evidence.events import (
     AcceleratorCalled,
-    Backward,
     CheckpointCalled,
-    Evaluated,
-    Key,
     Loaded,
     LoaderStarted,
     ModelCopied,
@@ -481,20 +478,3 @@ def _saves(run: Run, done: int) -> set[tuple[int, str]]:
         for seconds, event in process.timed(Saved)
         if event.path and process.steps
     }
-
-
-def plays(process: Process) -> bool:
-    """Whether a program without a loader trains on samples for which the model has decided something before, as in a game."""
-    seen: set[Key] = set()
-    trained: set[Key] = set()
-    played = 0
-    for _, event in process.events:
-        if isinstance(event, Evaluated) and event.forward.loader is None:
-            seen.update(event.forward.rows)
-        elif isinstance(event, Backward) and event.forward and event.forward.loader is None:
-            # A model with several heads sees features there, which change with each step.
-            inputs = [set(each.rows) - trained for each in (event.forward, *event.others) if each.loader is None]
-            new = max(inputs, key=lambda rows: len(rows & seen))
-            played += len(new & seen)
-            trained |= new
-    return played > 0.1 * len(trained) > 0

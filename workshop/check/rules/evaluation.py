@@ -18,12 +18,12 @@ from workshop.check.evidence.misuses import MetricKept, PassEnded
 from workshop.check.evidence.process import Process
 from workshop.check.evidence.real import RealRun
 from workshop.check.evidence.run import Run
-from workshop.check.rules.carried import plays
 from workshop.check.rules.ending import crash
 from workshop.check.rules.exchanges import exchanged
 from workshop.check.rules.gradients import gradients_differ, weights_differ
 from workshop.check.rules.processes import no_group, wrong_group
 from workshop.check.rules.rule import NotJudged, Said, Seen, rule
+from workshop.check.rules.shares import plays
 from workshop.check.rules.words import plural
 from workshop.check.scenarios import SPAWNED, WHOLE
 

@@ -37,6 +37,7 @@ from workshop.check.rules.metrics import result_discarded
 from workshop.check.rules.own_state import one_for_all, saved_apart
 from workshop.check.rules.processes import no_group
 from workshop.check.rules.rule import Makes, Rule, Said, Seen, Told, also, findings, rule
+from workshop.check.rules.shares import plays
 from workshop.check.rules.stages import one_stage_saved
 from workshop.check.rules.starts import in_closure, loading, scale_lost, torn_by_writers, uneven, without_further_steps
 from workshop.check.rules.words import plural
@@ -258,7 +259,7 @@ def _state_lost(whole: Run, split: Split, load: str) -> Iterable[tuple[Rule | No
     if cause := carried.frozen_changed(whole, split):
         yield resume_differs, _seen(cause, load)
         return
-    if differences and " samples " in differences[0][1] and carried.plays(split.second.trained[0]):
+    if differences and " samples " in differences[0][1] and plays(split.second.trained[0]):
         return  # the second start begins new games, as most programs of reinforcement learning do
     if differences and differences[0][0] in (resume_differs, optimizer_lost) and (cause := first_cause(whole, split)):
         lost = _seen(cause, load)

@@ -19,7 +19,6 @@ from workshop.check.evidence.events import (
 from workshop.check.evidence.misuses import OtherSamplerSet, SharedChanged, StatePrepared
 from workshop.check.evidence.process import Process
 from workshop.check.evidence.run import Run
-from workshop.check.rules.carried import plays
 from workshop.check.rules.ending import crash, ended_early
 from workshop.check.rules.loaders import epochs_of_ranks, workers_kept
 from workshop.check.rules.processes import no_group, wrong_group
@@ -32,6 +31,7 @@ from workshop.check.rules.shares import (
     in_a_last_batch,
     kept_batches,
     orders,
+    plays,
     share_of_each,
     shared,
     shuffled_below,

@@ -252,3 +252,24 @@ def _numbered(process: Process) -> Iterator[tuple[tuple[str, int], Drawn]]:
             times[event.where] += 1
             if event.size >= batches:
                 yield (event.where, times[event.where]), event
+
+
+def plays(process: Process) -> bool:
+    """Whether a program without a loader trains on samples for which the model has decided something before, as in a game."""
+    seen: set[Key] = set()
+    latest: list[list[Key]] = []  # since the last backward pass
+    trained: set[Key] = set()
+    played = 0
+    for _, event in process.events:
+        if isinstance(event, Evaluated):
+            latest += [event.forward.rows] if event.forward.loader is None else []
+        elif isinstance(event, Backward) and event.forward and event.forward.loader is None:
+            # A teacher, or the reference of a policy, gets the batch of the step as it is.
+            seen.update(key for rows in latest if rows != event.forward.rows for key in rows)
+            latest = []
+            # A model with several heads sees features there, which change with each step.
+            inputs = [set(each.rows) - trained for each in (event.forward, *event.others) if each.loader is None]
+            new = max(inputs, key=lambda rows: len(rows & seen))
+            played += len(new & seen)
+            trained |= new
+    return played > 0.1 * len(trained) > 0
