@@ -251,6 +251,18 @@ MEAN = "dist.all_reduce(worst)\n    worst /= dist.get_world_size()"
 @pytest.mark.parametrize(
     ("reduced", "kinds"), [("dist.all_reduce(worst, dist.ReduceOp.MAX)", []), (MEAN, ["metric-depends-on-processes"])]
 )
+def test_what_each_rank_computes_of_all_samples_in_advance_is_that_of_one_process(tmp_path, reduced, kinds):
+    table = "    table = torch.cat([inputs.sum(1, keepdim=True) for inputs, _ in DataLoader(test_data, 4)])\n"
+    text = EVALUATED.replace("REDUCED", reduced).replace("torch.randn(30, 1)", "torch.arange(30)[:, None]")
+    text = text.replace("for epoch in", f"with torch.no_grad():\n{table}for epoch in")
+    (tmp_path / "train.py").write_text(text.replace("model(inputs) - targets)", "model(inputs) - table[targets[:, 0]])"))
+    *_, verdict = check_command(["torchrun", "--nproc-per-node=2", "train.py"], folder=tmp_path)
+    assert [finding.kind for finding in verdict.errors] == kinds, verdict.errors
+
+
+@pytest.mark.parametrize(
+    ("reduced", "kinds"), [("dist.all_reduce(worst, dist.ReduceOp.MAX)", []), (MEAN, ["metric-depends-on-processes"])]
+)
 def test_a_metric_is_that_of_one_process_with_the_same_parameters(tmp_path, reduced, kinds):
     (tmp_path / "train.py").write_text(EVALUATED.replace("REDUCED", reduced))
     *_, verdict = check_command(["torchrun", "--nproc-per-node=2", "train.py"], folder=tmp_path)

@@ -154,6 +154,8 @@ def _replace(file: Path, ranks: int, whole: bool, padded: bool, recorder: Record
             of_ranks = [pickle.loads(parts[place][rank]) for rank in range(ranks) if not whole or rank in parts[place]]
             if own is not None and len(of_ranks) < ranks:  # at the end of an epoch, some ranks have no batch any more
                 of_ranks, own = [pickle.loads(parts[place][own])], 0
+            if whole and own is None and len(set(parts[place].values())) == 1:
+                of_ranks = of_ranks[:1]  # each rank went through all samples
             evaluates = whole and own is None and not torch.is_grad_enabled()
             last = drawn and drawn.size and ends.get(place[0]) == place[1] + 1
             repeated = counts[place[0]] - drawn.size if drawn and last else 0
