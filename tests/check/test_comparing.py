@@ -255,7 +255,9 @@ def test_what_each_rank_computes_of_all_samples_in_advance_is_that_of_one_proces
     table = "    table = torch.cat([inputs.sum(1, keepdim=True) for inputs, _ in DataLoader(test_data, 4)])\n"
     text = EVALUATED.replace("REDUCED", reduced).replace("torch.randn(30, 1)", "torch.arange(30)[:, None]")
     text = text.replace("for epoch in", f"with torch.no_grad():\n{table}for epoch in")
-    (tmp_path / "train.py").write_text(text.replace("model(inputs) - targets)", "model(inputs) - table[targets[:, 0]])"))
+    (tmp_path / "train.py").write_text(
+        text.replace("model(inputs) - targets)", "model(inputs) - table[targets[:, 0]])")
+    )
     *_, verdict = check_command(["torchrun", "--nproc-per-node=2", "train.py"], folder=tmp_path)
     assert [finding.kind for finding in verdict.errors] == kinds, verdict.errors
 

@@ -70,7 +70,6 @@ from workshop.check.scenarios import (
 )
 from workshop.check.start import USUAL, Start
 from workshop.check.subject import Subject
-from workshop.errors import UserError
 from workshop.run.environment import free_port
 from workshop.run.stillness import Patience
 
@@ -83,12 +82,8 @@ PASSES = 300  # backward passes before the first checkpoint, for which pretended
 GPU = re.compile(r"cuda|\bgpus?\b|\bGPUs?\b|torch\.accelerator")  # the program may require one
 # The types of errors of a program for GPUs whose tensors are on the CPU.
 UNSUITABLE = {"RuntimeError", "AttributeError", "NotImplementedError", "AssertionError", "ValueError", "TypeError"}
-OF_MPI = "the check starts the ranks without MPI, with a stand-in for mpi4py that lacks"
-OF_FOLDERS = (
-    "random_states_0.pkl",
-    "trainer_state.json",
-    ".metadata",
-)  # of Accelerate, transformers, DCP: the folder is loaded
+# Of Accelerate, transformers and DCP, which load the folder.
+OF_FOLDERS = ("random_states_0.pkl", "trainer_state.json", ".metadata")
 MISSING = ("FileNotFoundError", "NotADirectoryError", "IsADirectoryError")  # a guess named the wrong kind of path
 
 
@@ -110,8 +105,8 @@ class OwnersBench(ProgramBench):
         launch = "spawn" if start.launch == "python" else start.launch
         super().__init__(subject, launch=launch, nproc=start.nproc, on_cpu=on_cpu, place=place)
         self.text = sources(subject.file, original)
-        if launch == "mpirun" and (missing := ranks_of_mpi.unknown(self.text)):
-            raise UserError(f"{OF_MPI} {', '.join(missing)}, which the program uses")
+        if launch == "mpirun":
+            ranks_of_mpi.require(self.text)
         self.planned = frozenset(planned([self.text, *settings(start.arguments, original)], start.arguments))
         counted = "device_count", *((os.environ | start.variables).keys() & {"CUDA_VISIBLE_DEVICES"})
         counts = launch == "spawn" and any(each in self.text for each in counted)

@@ -21,6 +21,8 @@ from typing import Any
 import numpy as np
 import torch.distributed as dist
 
+from workshop.errors import UserError
+
 Operation = Callable[[Any, Any], Any]
 IN_PLACE = object()  # an array that is both sent and received
 FOREVER = timedelta(days=1)  # the check itself ends a run that waits
@@ -202,11 +204,18 @@ def install(rank: int, size: int, port: int) -> None:
     sys.modules |= {"mpi4py": package, "mpi4py.MPI": module, "mpi4py.rc": vars(package)["rc"]}
 
 
-def unknown(text: str) -> list[str]:
-    """The names that a program takes from MPI and that are missing here; none if it does not import mpi4py."""
-    if not IMPORT.search(text):
-        return []
+def require(text: str) -> None:
+    """Look whether all that a program takes from MPI is here.
+
+    Raises:
+        UserError: something is missing.
+    """
     here: Any = None
     known = vars(_mpi(here, here))
     missing = {f"MPI.{name}" for name in re.findall(r"\bMPI\.([A-Za-z]\w*)", text) if name not in known}
-    return sorted(missing | {f"{name}()" for name in MISSING.findall(text)})
+    missing |= {f"{name}()" for name in MISSING.findall(text)}
+    if IMPORT.search(text) and missing:
+        lacks = ", ".join(sorted(missing))
+        raise UserError(
+            f"the check starts the ranks without MPI, with a stand-in for mpi4py that lacks what the program uses: {lacks}"
+        )

@@ -276,3 +276,7 @@ class FrozenAtRandom(
 ):  # a model whose parameters never change, and that was never in evaluation mode, drops values
     model: str  # its class
     steps: int  # between which it was called
+
+
+class NothingDropped(Event):  # the first iteration of a DataLoader without drop_last
+    loader: int

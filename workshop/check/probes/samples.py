@@ -19,6 +19,7 @@ from workshop.check.evidence.events import BatchLoaded, EpochSet, Key, Loader, L
 from workshop.check.evidence.misuses import (
     DataHeld,
     LoaderMade,
+    NothingDropped,
     OtherSamplerSet,
     PassEnded,
     StreamEndless,
@@ -40,6 +41,7 @@ class Samples(Probe):
         LoaderStarted,
         EpochSet,
         BatchLoaded,
+        NothingDropped,
         PassEnded,
         LoaderMade,
         DataHeld,
@@ -133,6 +135,8 @@ class Samples(Probe):
         with suppress(TypeError):
             length = None if ends_when_asked(loader.dataset) else len(loader)
         self.lengths[iterator] = length or 0
+        if iteration == 1 and not any(getattr(each, "drop_last", False) for each in (loader, loader.batch_sampler)):
+            self.recorder.note(NothingDropped(loader=number))
         streamed = isinstance(loader.dataset, IterableDataset)
         workers, source = (loader.num_workers, self._source(loader.dataset)) if streamed else (0, "")
         event = LoaderStarted(loader=number, iteration=iteration, length=length, workers=workers, source=source)

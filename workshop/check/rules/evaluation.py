@@ -14,7 +14,7 @@ from workshop.check.evidence.events import (
     LoaderStarted,
     Reported,
 )
-from workshop.check.evidence.misuses import MetricKept, PassEnded
+from workshop.check.evidence.misuses import MetricKept, NothingDropped, PassEnded
 from workshop.check.evidence.process import Process
 from workshop.check.evidence.real import RealRun
 from workshop.check.evidence.run import Run
@@ -116,7 +116,9 @@ class _Pass:
 
 def _passes(process: Process) -> dict[Key, _Pass]:
     """These passes, by the name and the size of the data set."""
-    whole = {(event.loader, event.iteration) for event in process.of(PassEnded)} - _between_steps(process)
+    complete = {event.loader for event in process.of(NothingDropped)}
+    whole = {(event.loader, event.iteration) for event in process.of(PassEnded) if event.loader not in complete}
+    whole -= _between_steps(process)
     found: dict[Key, _Pass] = {}
     for event in process.of(Evaluated):
         keys, loader = event.forward.names(process.identity), event.forward.loader
