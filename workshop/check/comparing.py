@@ -151,11 +151,9 @@ def _replace(file: Path, ranks: int, whole: bool, padded: bool, recorder: Record
             tame(lambda: size)  # not earlier, because the parameters need random values
         # Without the joined batch the samples differ: the rules do not compare the first step, and a whole training fails.
         with suppress(*() if whole else UNJOINED):
-            of_ranks = [pickle.loads(parts[place][rank]) for rank in range(ranks) if not whole or rank in parts[place]]
+            of_ranks = _unpickled(parts[place], ranks, whole, alone=own is None)
             if own is not None and len(of_ranks) < ranks:  # at the end of an epoch, some ranks have no batch any more
                 of_ranks, own = [pickle.loads(parts[place][own])], 0
-            if whole and own is None and len(set(parts[place].values())) == 1:
-                of_ranks = of_ranks[:1]  # each rank went through all samples
             evaluates = whole and own is None and not torch.is_grad_enabled()
             last = drawn and drawn.size and ends.get(place[0]) == place[1] + 1
             repeated = counts[place[0]] - drawn.size if drawn and last else 0
@@ -175,6 +173,13 @@ def _replace(file: Path, ranks: int, whole: bool, padded: bool, recorder: Record
     _each_batch(replaced)
     if whole:
         _without_repeated_samples()
+
+
+def _unpickled(parts: dict[int, bytes], ranks: int, whole: bool, alone: bool) -> list[Any]:
+    """The batches of the ranks; in a whole training, one process gets a batch once that all ranks have loaded alike."""
+    if whole and alone and len(set(parts.values())) == 1:
+        return [pickle.loads(next(iter(parts.values())))]
+    return [pickle.loads(parts[rank]) for rank in range(ranks) if not whole or rank in parts]
 
 
 def _without_repeated_samples() -> None:
