@@ -179,7 +179,8 @@ def accumulation_traffic(run: Run) -> Said:
         if wanted > 1 and run.nproc > 1 and process.first(Wrapped) and synced > 1:
             seen = f"the gradients are averaged {synced} times in a step of {plural(wanted, 'batch')}"
             first = steps[0].backwards[0]
-            yield Seen(seen, first.unsynced or first.where, origin="sync")
+            # If no_sync() was called before it, the forward pass was outside: this call must begin earlier.
+            yield Seen(seen, first.unsynced or first.where, origin="here" if first.unsynced else "sync")
 
 
 def _of_one_batch(step: Step) -> bool:
