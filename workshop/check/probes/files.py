@@ -236,11 +236,14 @@ def _path(file: Any) -> str:
 
 
 def _sizes(obj: Any, depth: int = DEPTH) -> dict[str, int]:
-    """The number of elements of each tensor in a saved object, by its key."""
+    """The number of elements of each tensor in a saved object, by its key; without those of which each rank saves a part."""
     found: dict[str, int] = {}
     if isinstance(obj, dict) and depth:
         for key, value in obj.items():
-            found |= {str(key): value.numel()} if isinstance(value, torch.Tensor) else _sizes(value, depth - 1)
+            if not isinstance(value, torch.Tensor):
+                found |= _sizes(value, depth - 1)
+            elif not hasattr(value, "local_shards"):  # a ShardedTensor of FSDP1 does not tell the number
+                found[str(key)] = value.numel()
     return found
 
 
