@@ -406,7 +406,9 @@ def test_a_rank_that_renames_a_folder_waits_for_those_that_write_into_it():
         CheckpointCalled(name="save", writer="", where="t.py:4"),
         dataclasses.replace(writes, where="t.py:4"),
     )
-    assert said(joined(0, barrier, together, renames), joined(1, barrier, together, writes)) == []  # dcp.save() waits
+    assert (
+        said(joined(0, barrier, together, BEGUN, renames), joined(1, barrier, together, writes)) == []
+    )  # dcp.save() waits
 
 
 def test_parameters_that_are_not_finite_are_named_although_the_loss_is():
