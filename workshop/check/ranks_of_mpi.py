@@ -7,6 +7,7 @@ and messages of objects and arrays that return when they are done.
 """
 
 import functools
+import importlib
 import operator
 import pickle
 import re
@@ -18,7 +19,6 @@ from datetime import timedelta
 from types import ModuleType
 from typing import Any
 
-import numpy as np
 import torch.distributed as dist
 
 from workshop.errors import UserError
@@ -30,8 +30,8 @@ FOREVER = timedelta(days=1)  # the check itself ends a run that waits
 OPERATIONS: dict[str, Operation] = {
     "SUM": operator.add,
     "PROD": operator.mul,
-    "MAX": lambda one, other: np.maximum(one, other) if isinstance(one, np.ndarray) else max(one, other),
-    "MIN": lambda one, other: np.minimum(one, other) if isinstance(one, np.ndarray) else min(one, other),
+    "MAX": lambda one, other: _numpy().maximum(one, other) if hasattr(one, "dtype") else max(one, other),
+    "MIN": lambda one, other: _numpy().minimum(one, other) if hasattr(one, "dtype") else min(one, other),
     "LAND": lambda one, other: bool(one) and bool(other),
     "LOR": lambda one, other: bool(one) or bool(other),
 }
@@ -136,19 +136,19 @@ class Communicator:
         """Overwrite an array with the arrays of all ranks, combined."""
         result = _array(recvbuf)
         sent = result if sendbuf is IN_PLACE else _array(sendbuf)
-        result[...] = np.reshape(self.allreduce(sent, op), result.shape)
+        result[...] = _numpy().reshape(self.allreduce(sent, op), result.shape)
 
     def Reduce(self, sendbuf: Any, recvbuf: Any, op: Operation = operator.add, root: int = 0) -> None:
         """Overwrite an array of ``root`` with the arrays of all ranks, combined."""
         combined = self.reduce(_array(recvbuf if sendbuf is IN_PLACE else sendbuf), op, root)
         if combined is not None:
             result = _array(recvbuf)
-            result[...] = np.reshape(combined, result.shape)
+            result[...] = _numpy().reshape(combined, result.shape)
 
     def Allgather(self, sendbuf: Any, recvbuf: Any) -> None:
         """Overwrite an array with the arrays of all ranks, one after the other."""
         result = _array(recvbuf)
-        result[...] = np.reshape(np.stack(self.allgather(_array(sendbuf))), result.shape)
+        result[...] = _numpy().reshape(_numpy().stack(self.allgather(_array(sendbuf))), result.shape)
 
     def Split(self, color: int = 0, key: int = 0) -> "Communicator":
         """Return the communicator of the ranks with the same color, in the order of their keys."""
@@ -171,9 +171,14 @@ class Communicator:
         sys.exit(errorcode)
 
 
+def _numpy() -> Any:
+    """NumPy, which the check itself does without: only a program that sends arrays needs it."""
+    return importlib.import_module("numpy")
+
+
 def _array(buffer: Any) -> Any:
     """The array of a buffer, which may be a list of an array and its type or length."""
-    return np.asarray(buffer[0] if isinstance(buffer, list | tuple) else buffer)
+    return _numpy().asarray(buffer[0] if isinstance(buffer, list | tuple) else buffer)
 
 
 def _mpi(world: Communicator, alone: Communicator) -> ModuleType:
