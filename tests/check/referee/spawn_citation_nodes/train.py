@@ -114,7 +114,7 @@ def work(rank, world, port, args):
             parts = mine.chunk(args.accumulate)
             optimizer.zero_grad(set_to_none=True)
             for i, nodes in enumerate(parts):
-                # gradients travel once per step, with the last part
+                # the gradients are averaged once per step, with the last part
                 with nullcontext() if i == len(parts) - 1 else model.no_sync():
                     loss = F.cross_entropy(model(words, table, nodes), topic[nodes], reduction="sum")
                     loss = loss * world / args.batch
