@@ -280,3 +280,7 @@ class FrozenAtRandom(
 
 class NothingDropped(Event):  # the first iteration of a DataLoader without drop_last
     loader: int
+
+
+class LossCounted(Event):  # before a backward pass: the whole numbers by which the loss, or a term of it, is divided
+    counts: list[int]  # without repetitions; also the numbers of the chosen elements over which a mean is taken

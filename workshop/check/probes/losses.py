@@ -10,7 +10,7 @@ from torch.distributed import distributed_c10d as c10d
 from torch.nn import functional as F
 
 from workshop.check.evidence.events import Event, LossComputed, LossWeighted
-from workshop.check.evidence.misuses import LabelsShifted, LossOfProbabilities, LossReduced, LossScaled
+from workshop.check.evidence.misuses import LabelsShifted, LossCounted, LossOfProbabilities, LossReduced, LossScaled
 from workshop.check.probes.contents import mean
 from workshop.check.probes.probe import Probe, after, on
 
@@ -22,13 +22,16 @@ FEW, LARGEST = 64, 10_000_000  # different constants, and elements of the tensor
 ARGUMENTS = ("_raw_saved_weight", "_raw_saved_pos_weight")
 FACTORS = ("_raw_saved_other", "_raw_saved_self")
 VIEWS = re.compile(r"(View|UnsafeView|Reshape|Squeeze|Unsqueeze|Select|Slice|Alias|ToCopy|T|Transpose|Permute)Backward")
+MEANS = re.compile(r"(MseLoss|L1Loss|SmoothL1Loss|HuberLoss|BinaryCrossEntropy)")
+ELEMENTWISE = re.compile(r"(Abs|Pow|Neg|Sub|Add|Mul|Log|Exp|Softplus|LogSigmoid|Sqrt)Backward|" + VIEWS.pattern)
+CHAIN = 6  # functions of single elements one after the other
 CAUSAL = re.compile(r"ForCausalLM|LMHead")  # the language models of transformers
 
 
 class Losses(Probe):
     """Records each ``cross_entropy`` with gradients; targets with the value ``ignore_index`` do not count."""
 
-    writes = (LossComputed, LossWeighted, LossScaled, LossReduced, LossOfProbabilities, LabelsShifted)
+    writes = (LossComputed, LossWeighted, LossScaled, LossCounted, LossReduced, LossOfProbabilities, LabelsShifted)
 
     def clear(self) -> None:
         self.passes, self.line = 0, ""  # the line of the last cross entropy
@@ -73,6 +76,8 @@ class Losses(Probe):
         self.passes += 1
         if self.passes <= MOST and (factors := [*_single(loss)]):
             self.recorder.note(LossScaled(factors=factors))
+        if self.passes <= MOST and (counts := [*dict.fromkeys(_counts(loss))]):
+            self.note_here(LossCounted(counts=counts))
         if self.passes > FIRST:
             return
         for node in _nodes(loss):
@@ -157,6 +162,30 @@ def _single(loss: torch.Tensor | None) -> Iterator[float]:
                 continue
             if not constant.dim() or (constant.dim() == 1 and constant.is_floating_point()):
                 yield from map(float, constant.flatten().tolist())
+
+
+def _counts(loss: torch.Tensor | None) -> Iterator[int]:
+    """Yield the whole numbers by which something behind a loss is divided, and how many elements it has chosen for a mean."""
+    for node in _nodes(loss):
+        name = node.name()
+        if name.startswith("Div"):
+            numbers = getattr(getattr(node, "_raw_saved_other", None), "data", None)
+            if isinstance(numbers, torch.Tensor) and not numbers.requires_grad and numbers.numel() <= SHORT:
+                values = map(float, numbers.flatten().tolist())
+                yield from (int(each) for each in values if each > 1 and each.is_integer())
+        elif name.startswith("MeanBackward0") and _chooses(node):
+            yield int(node._saved_self_sym_numel)
+        elif MEANS.match(name) and node._saved_reduction == 1 and _chooses(node):
+            yield node._raw_saved_self.data.numel()
+
+
+def _chooses(node: Any) -> bool:
+    """Whether a function of single elements gets those that an index or a mask has chosen."""
+    for _ in range(CHAIN):
+        node = node.next_functions[0][0] if node.next_functions else None
+        if node is None or not ELEMENTWISE.match(node.name()):
+            break
+    return node is not None and node.name().startswith(("IndexBackward", "MaskedSelectBackward"))
 
 
 def _few(constants: torch.Tensor, argument: bool) -> list[float]:

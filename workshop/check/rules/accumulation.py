@@ -3,20 +3,23 @@
 from itertools import groupby, pairwise
 from statistics import mode
 
-from workshop.check.evidence.events import LossComputed, Wrapped
-from workshop.check.evidence.process import Step
+from workshop.check.evidence.events import LossComputed, StepBegun, Wrapped
+from workshop.check.evidence.misuses import LossCounted, LossScaled
+from workshop.check.evidence.process import Process, Step
 from workshop.check.evidence.run import Run
 from workshop.check.evidence.sketches import CLOSE, difference
 from workshop.check.rules.by_hand import counted_twice
 from workshop.check.rules.gradients import against_one_process, beside_one_process, mean_of_means, weighted
 from workshop.check.rules.learning import of_steps, wrong_parameters
 from workshop.check.rules.processes import no_group, wrong_group
+from workshop.check.rules.rounds import of_its_own
 from workshop.check.rules.rule import Said, Seen, findings, rule
 from workshop.check.rules.words import plural
 from workshop.check.scenarios import WHOLE
 
 # The ratio of the numbers of targets of two batches that matters if the program adds them up over the ranks.
 APART = 1.02
+COUNTED = 1.05  # the same of the counts by which a program divides its losses itself
 
 
 @of_steps(
@@ -145,6 +148,54 @@ def batches_of_equal_weight(run: Run) -> Said:
         "Divide the sum of the losses of each batch by the number of targets in all batches of the step, on all ranks."
     )
     yield Seen(seen, run.trained[0].backwards[0].where, fix=fix, origin="divisor")
+
+
+@mean_of_means.also(WHOLE, active=True, needs=(LossCounted,), after=(no_group, wrong_group))
+def own_counts(run: Run) -> Said:
+    """Each rank divides its loss by a count of its own, and DistributedDataParallel gives the quotients the same weight."""
+    base = run.trained[0] if run.trained else None
+    if base is None or run.divided or of_its_own(run) or any(mean_of_means.detectors[0].function(run)):
+        return
+    sharded = base.steps[0].before.sharded if base.steps else False
+    if not (sharded or base.first(Wrapped)) or _weighs_by_hand(run.trained):
+        return
+    steps = [[each for own in step for each in own] for step in zip(*map(_counts, run.trained), strict=False)]
+    steps = [step for step in steps if step]
+    for place in range(max((len(each) for step in steps for each in step), default=0)):
+        uneven = [each for step in steps if (each := _at(place, step)) and max(each) > COUNTED * min(each)]
+        if len(uneven) > len(steps) / 2:
+            least, most = min(uneven[0]), max(uneven[0])
+            seen = (
+                f"in a step the losses are divided by counts from {least:,} to {most:,}, and all have the same weight"
+            )
+            yield Seen(seen, base.backwards[0].where, origin="divisor")
+            return
+
+
+def _counts(process: Process) -> list[list[list[int]]]:
+    """For each step, the counts by which the loss of each backward pass is divided; [] if each sample may have its own one."""
+    found: list[list[list[int]]] = [[]]
+    for _, event in process.events:
+        if isinstance(event, LossCounted):
+            found[-1].append(event.counts)
+        elif isinstance(event, StepBegun):
+            found.append([])
+    for counts, step in zip(found, process.steps, strict=False):
+        samples = len(step.keys) // max(1, len(step.backwards))
+        counts[:] = [each if len(each) < (samples or len(each) + 1) else [] for each in counts]
+    return found[:-1]
+
+
+def _at(place: int, step: list[list[int]]) -> list[int]:
+    """The counts in one place, if all backward passes of a step have as many counts."""
+    return [each[place] for each in step] if len({*map(len, step)}) == 1 and place < len(step[0]) else []
+
+
+def _weighs_by_hand(ranks: list[Process]) -> bool:
+    """Whether the ranks also multiply their losses by different factors, which may make up for the counts."""
+    events = ([each.factors for each in process.of(LossScaled)] for process in ranks)
+    fractions = ([[value for value in each if not value.is_integer()] for each in factors] for factors in events)
+    return any(len({*map(tuple, each)}) > 1 for each in zip(*fractions, strict=False))
 
 
 def _weighs_alike(batches: list[tuple[tuple[LossComputed, float], ...]]) -> bool:

@@ -35,7 +35,7 @@ MILD = ("/.hydra/", "/events.out.tfevents.")
 SETTINGS = re.compile(
     r"(^|[/_.-])(configs?|args|arguments|opts?|options|settings|hparams|hyperparameters)\.(json|txt)$|\.(ya?ml|toml)$"
 )
-LINES = (".txt", ".log", ".csv")  # files that one rank continues line by line
+LINES = (".txt", ".log", ".csv", ".jsonl")  # texts for people
 TIME = re.compile(r"\d+-\d+-\d+[T ]|\d+:\d+(:\d+)?([.,]\d+)?")
 WRITERS = 3  # findings of files that several ranks write, each at a line of its own
 
@@ -51,18 +51,17 @@ def two_writers(run: Run) -> Said:
     for path, processes, where in run.shared_files()[:WRITERS]:
         ranks = " and ".join(str(rank_of(processes, index)) for index in range(len(processes)))
         # Settings are the same on all ranks, in a file for people. A writer of TensorBoard writes its version into a new file.
-        mild = (
-            any(each in path for each in MILD) or SETTINGS.search(path) is not None or _one_continues(path, processes)
-        )
+        mild = any(each in path for each in MILD) or SETTINGS.search(path) is not None or _begun(path, processes)
         yield Seen(f"ranks {ranks} write the same file, {path.rsplit('/', 1)[-1]}", where, mild=mild)
 
 
-def _one_continues(path: str, processes: list[Process]) -> bool:
-    """Whether all ranks begin a text, with a heading, before the first step, and only one of them opens it again."""
-    times = [[seconds for seconds, event in each.timed(FileWritten) if event.path == path] for each in processes]
-    once = [(each.steps, seconds[0]) for each, seconds in zip(processes, times, strict=True) if len(seconds) == 1]
-    early = all(steps and opened < steps[0].seconds for steps, opened in once)
-    return path.endswith(LINES) and len(once) == len(processes) - 1 and early
+def _begun(path: str, processes: list[Process]) -> bool:
+    """Whether all ranks begin a text, for example with a heading, before the first step, and at most one opens it later."""
+    late = 0
+    for process in processes:
+        opened = [seconds for seconds, event in process.timed(FileWritten) if event.path == path]
+        late += not process.steps or opened[-1] > process.steps[0].seconds
+    return path.endswith(LINES) and late < 2
 
 
 @two_writers.also(TWO_NODES)
