@@ -82,8 +82,7 @@ PASSES = 300  # backward passes before the first checkpoint, for which pretended
 GPU = re.compile(r"cuda|\bgpus?\b|\bGPUs?\b|torch\.accelerator")  # the program may require one
 # The types of errors of a program for GPUs whose tensors are on the CPU.
 UNSUITABLE = {"RuntimeError", "AttributeError", "NotImplementedError", "AssertionError", "ValueError", "TypeError"}
-# Of Accelerate, transformers and DCP, which load the folder.
-OF_FOLDERS = ("random_states_0.pkl", "trainer_state.json", ".metadata")
+OF_FOLDERS = ("random_states_0.pkl", "trainer_state.json", ".metadata")  # of libraries that load the folder
 MISSING = ("FileNotFoundError", "NotADirectoryError", "IsADirectoryError")  # a guess named the wrong kind of path
 
 
@@ -117,6 +116,7 @@ class OwnersBench(ProgramBench):
         self.of_others: tuple[str, ...] = ()  # arguments that only ranks after the first get
         self.devices = start.needs_gpus and on_cpu  # whether it runs on pretended GPUs from the start
         self.kept = place / "batches"  # of the whole run
+        self.warmup = 0  # of its first rank
         self.resumes_by_itself = False  # whether a second start resumes without further arguments
 
     @property
@@ -168,6 +168,7 @@ class OwnersBench(ProgramBench):
                 "devices": self.devices,
                 "steps": self.wishes.steps or STEPS,
                 "at_once": self.wishes.steps is not None,
+                "warmup": self.warmup,
                 "nodes": self.start.nodes,
                 "bound": self.start.bound,
                 "shell": self.start.shell,
@@ -193,6 +194,7 @@ class OwnersBench(ProgramBench):
                 run = again
             else:
                 self.gpus, self.devices = usual
+        self.warmup = run.trained[0].warmup if run.trained else 0
         return run if lightning else self._retraced(self.traced(run, partial(self._again, before=keep(self.kept))))
 
     def _needs_other_gpus(self, run: Run) -> bool:
@@ -269,8 +271,7 @@ class OwnersBench(ProgramBench):
         if whole.failed or whole.nproc < 2:
             raise Unavailable("" if whole.failed else "what several processes do: only one has trained")
         # A program without seeds also begins both runs with the same parameters.
-        steps = 2 + (whole.trained[0].warmup if whole.trained else 0)
-        alike: dict[str, Any] = {"steps": steps, "at_once": True, "entropy": secrets.randbelow(2**31)}
+        alike: dict[str, Any] = {"steps": 2, "at_once": True, "entropy": secrets.randbelow(2**31)}
         alike["before"] = replace(self.kept, whole.nproc) if any(whole.all(BatchLoaded)) else without_chance
         several = self._run(self.folder(), **alike)
         if narrow := several.failed and any(whole.all(BatchLoaded)):
@@ -320,7 +321,7 @@ class OwnersBench(ProgramBench):
         patience = Patience(idle=UNKNOWN.idle, busy=UNKNOWN.busy, total=LONGEST)
         nproc = max(nproc, whole.nproc)
         run = partial(self._run, nproc=nproc, nodes=nodes, devices=True, gpus=None, patience=patience)
-        scratch, few, rounds = self.folder(), PRETENDED + whole.trained[0].warmup, _rounds(whole)
+        scratch, few, rounds = self.folder(), PRETENDED, _rounds(whole)
         if len(whole.trained[0].backwards) > PASSES * max(1, _saves_of(whole)):
             rounds = {}  # it would take minutes
         second = made[SPLIT].second if rounds and SPLIT in made else None
@@ -346,7 +347,7 @@ class OwnersBench(ProgramBench):
         left = {"steps": len(whole.trained[0].steps) - taken, "at_once": True} if whole.cut else {}
         files = _checkpoints(first, least=1) or _checkpoints(first)
         saved = {os.path.relpath(path, scratch.resolve()) for path in files}
-        tried, ended, one = "", "loads no checkpoint", 1 + (whole.trained[0].warmup if whole.trained else 0)
+        tried, ended, one = "", "loads no checkpoint", 1
         for arguments in self._resume(first, scratch):
             again = self._copy(scratch)
             if self.wishes.resume:

@@ -86,6 +86,7 @@ class Program:
     variables: dict[str, str] = field(default_factory=dict)  # for its environment
     steps: int | None = None  # after this number of optimizer steps the run is stopped
     at_once: bool = False  # also if it is a short run
+    warmup: int = 0  # the steps that it takes before it wraps a model, which do not count
     entropy: int = 0  # seeds the random states of the processes; 0: they are new in each run
     of_others: tuple[str, ...] = ()  # arguments that only ranks after the first of each machine get
     port: int = 0  # a free port, for launchers that do not choose one
@@ -357,12 +358,13 @@ def _run(program: Program) -> int:
     torch.set_num_threads(1)  # after the fork, creates the thread pool before threads of autograd do, which collide
     recorder = Recorder(program.folder, program.script, program.scratch, program.original and program.scratch)
     recorder.original = program.original
+    recorder.warmup = program.warmup
     if program.original:
         recorder.around = f"{os.path.realpath(top_of(program.scratch, program.original))}{os.sep}"
     before = _sharded(program)
 
     def at_step() -> None:
-        if program.steps is not None and recorder.steps >= program.steps:
+        if program.steps is not None and recorder.done >= program.steps:
             recorder.stop(after=0 if program.at_once else ENOUGH)
         if program.fails and recorder.steps == 2 and dist.is_initialized() and dist.get_rank() == 1:
             raise ZeroDivisionError("the check lets this rank fail")

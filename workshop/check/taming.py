@@ -107,3 +107,5 @@ def _without_chance() -> None:
 
     functional.scaled_dot_product_attention, functional.batch_norm = without_dropout, with_running
     torch.autocast.__enter__ = in_full
+    if amp := sys.modules.get("lightning.fabric.plugins.precision.amp"):
+        amp.MixedPrecision.convert_input = lambda _, data: data  # of Fabric, to the type of autocast

@@ -105,10 +105,9 @@ class Process:
 
     @cached_property
     def warmup(self) -> int:
-        """The number of optimizer steps before a model is wrapped, which a program may take on each rank alike."""
+        """The number of optimizer steps before a model is wrapped or sharded, which a program may take on each rank alike."""
         events = [event for _, event in self.events if isinstance(event, StepBegun | Wrapped)]
-        wrapped = self.first(Wrapped)
-        return next((number for number, event in enumerate(events) if event is wrapped), 0)
+        return next((number for number, event in enumerate(events) if isinstance(event, Wrapped) or event.sharded), 0)
 
     @cached_property
     def steps(self) -> list[Step]:

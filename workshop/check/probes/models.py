@@ -310,6 +310,7 @@ class Models(Probe):
         with self.recorder.guard:
             names = [name for name, each in module.named_parameters() if each.requires_grad]
             self.note_here(Wrapped(names=tuple(names)))
+            self.recorder.wrap()
             owners = dict(module.named_modules())
             buffers = {name: each for name, each in module.named_buffers() if not _of_norm(owners, name)}
             if buffers and kwargs.get("broadcast_buffers", True):

@@ -64,6 +64,9 @@ class Recorder:
         self.received = (
             False  # whether the program may have got objects from another rank: by a collective, or by a file
         )
+        self.warmup = (
+            0  # the steps before a model is wrapped: rank 0 alone may train a teacher; at first those of an earlier run
+        )
         self.saved = 0  # number of checkpoints that this process has saved
         self.fitting = False  # whether Lightning's Trainer is training
         self.take_batch: Callable[[torch.Tensor], Batch | None] = lambda tensor: None  # the batch of an input
@@ -94,6 +97,7 @@ class Recorder:
         faulthandler.register(signal.SIGUSR1, file=self._file("stacks"), all_threads=False, chain=False)
         self.environment = {name: os.environ.get(name) for name in LAUNCHER}
         self.steps = 0  # of optimizers, in this process
+        self.wrapped = False  # a model, in DistributedDataParallel or fully_shard
         # Of the loader that has returned the last batch: its batches so far, their number in an epoch, and the steps before it.
         self.epoch = 0, 0, 0
         self.first_step = time.process_time()  # when it began
@@ -118,6 +122,16 @@ class Recorder:
                 self.count += 1
                 self.noted()
 
+    @property
+    def done(self) -> int:
+        """The steps without the warmup."""
+        return self.steps - self.warmup
+
+    def wrap(self) -> None:
+        """The program wraps or shards a model: the steps before the first time are a warmup."""
+        if not self.wrapped:
+            self.wrapped, self.warmup = True, self.steps
+
     def stop(self, after: float) -> None:
         """End this process, if the check has seen enough; all ranks end at the same step.
 
@@ -129,10 +143,10 @@ class Recorder:
             if time.process_time() - self.first_step < after:
                 return
             with suppress(FileExistsError):
-                link.symlink_to(str(self.steps + self._to_go() if after else self.steps))
-        if self.steps < int(os.readlink(link)):
+                link.symlink_to(str(self.done + self._to_go() if after else self.done))
+        if self.done < int(os.readlink(link)):
             return
-        self.note(Stopped(steps=self.steps))
+        self.note(Stopped(steps=self.done))
         with suppress(Exception):
             sys.stdout.flush()
             sys.stderr.flush()

@@ -114,6 +114,8 @@ class Steps(Probe):
                 made=recorder.optimizers.get(optimizer, ""),
             )
             self.note_here(begun)
+            if begun.sharded:
+                recorder.wrap()
             if (
                 not recorder.steps
                 and parameters
