@@ -205,9 +205,61 @@ torch.distributed.destroy_process_group()
 """
 
 
-@pytest.mark.parametrize(("scale", "kinds"), [("1", []), ("torch.distributed.get_world_size()", ["gradient-scale"])])
+SCALES = pytest.mark.parametrize(
+    ("scale", "kinds"), [("1", []), ("torch.distributed.get_world_size()", ["gradient-scale"])]
+)
+
+
+@SCALES
 def test_a_wrong_scale_is_seen_before_the_gradients_are_clipped(tmp_path, scale, kinds):
     (tmp_path / "train.py").write_text(CLIPPED.replace("SCALE", scale))
+    *_, verdict = check_command(["torchrun", "--nproc-per-node=2", "train.py"], folder=tmp_path)
+    assert [finding.kind for finding in verdict.errors] == kinds
+
+
+TEACHER = """
+if torch.distributed.get_rank() == 0:
+    teacher = nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(teacher.parameters(), lr=0.1)
+    for _ in range(5):
+        teacher(data.tensors[0]).square().mean().backward()
+        optimizer.step()
+torch.distributed.barrier()
+ddp_model ="""
+
+
+@SCALES
+def test_steps_of_one_rank_before_the_model_is_wrapped_are_no_steps_of_the_comparison(tmp_path, scale, kinds):
+    text = CLIPPED.replace("\nddp_model =", TEACHER)
+    (tmp_path / "train.py").write_text(text.replace("SCALE", scale))
+    *_, verdict = check_command(["torchrun", "--nproc-per-node=2", "train.py"], folder=tmp_path)
+    assert [finding.kind for finding in verdict.errors] == kinds
+    assert not any("one process computes the same" in each for each in verdict.unchecked)
+
+
+FABRIC = """
+import os
+import torch
+from lightning.fabric import Fabric
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+fabric = Fabric(accelerator="cpu", devices=int(os.environ["WORLD_SIZE"]), strategy="ddp", precision="bf16-mixed")
+fabric.launch()
+torch.manual_seed(0)
+data = TensorDataset(torch.randn(32, 4), torch.randn(32, 1))
+model = nn.Linear(4, 1)
+model, optimizer = fabric.setup(model, torch.optim.SGD(model.parameters(), lr=0.1))
+for inputs, targets in fabric.setup_dataloaders(DataLoader(data, 4, shuffle=True)):
+    optimizer.zero_grad()
+    fabric.backward(nn.functional.mse_loss(model(inputs), targets) / SCALE)
+    optimizer.step()
+"""
+
+
+@SCALES
+def test_a_program_of_fabric_with_mixed_precision_is_compared(tmp_path, scale, kinds):
+    (tmp_path / "train.py").write_text(FABRIC.replace("SCALE", scale))
     *_, verdict = check_command(["torchrun", "--nproc-per-node=2", "train.py"], folder=tmp_path)
     assert [finding.kind for finding in verdict.errors] == kinds
 
@@ -275,6 +327,18 @@ def test_a_metric_is_that_of_one_process_with_the_same_parameters(tmp_path, redu
             verdict.errors[0].seen,
         )
         assert verdict.errors[0].where == "train.py:29"
+
+
+def test_a_program_may_ask_for_a_batch_once_more_after_the_last_one(tmp_path):
+    text = EVALUATED.replace("REDUCED", MEAN).replace(
+        "        optimizer.step()\n", "        optimizer.step()\n    next(batches, None)\n"
+    )
+    text = text.replace(
+        "    for inputs, targets in loader:", "    batches = iter(loader)\n    for inputs, targets in batches:"
+    )
+    (tmp_path / "train.py").write_text(text)
+    *_, verdict = check_command(["torchrun", "--nproc-per-node=2", "train.py"], folder=tmp_path)
+    assert [finding.kind for finding in verdict.errors] == ["metric-depends-on-processes"]
 
 
 GRAPHS = """

@@ -5,9 +5,25 @@ import dataclasses
 import pytest
 
 from check.test_run import BEGUN, forward, joined, passed, process, run
-from workshop.check.evidence.events import Collective, Evaluated, FileWritten, Printed, Saved, Sketch, StepTaken
-from workshop.check.evidence.misuses import EvaluationGraph, NothingDropped, PassEnded, StatisticsSeen
-from workshop.check.rules.accumulation import accumulation_uneven
+from workshop.check.evidence.events import (
+    Collective,
+    Evaluated,
+    FileWritten,
+    Printed,
+    Saved,
+    Sketch,
+    StepTaken,
+    Wrapped,
+)
+from workshop.check.evidence.misuses import (
+    EvaluationGraph,
+    LossCounted,
+    LossScaled,
+    NothingDropped,
+    PassEnded,
+    StatisticsSeen,
+)
+from workshop.check.rules.accumulation import accumulation_uneven, own_counts
 from workshop.check.rules.evaluation import evaluation_missed, last_batch_dropped
 from workshop.check.rules.exchanges import exchanged
 from workshop.check.rules.files import two_writers
@@ -143,3 +159,23 @@ def test_a_file_with_other_values_after_the_second_start_is_named(value, found):
     cause = saved_apart(ends(1.5, 1.0), split, 1)  # the last file after a step counts
     assert bool(cause) == found
     assert cause is None or "ema.pt is saved with other values" in cause[0]
+
+
+@pytest.mark.parametrize(
+    ("counts", "weights", "found"),
+    [
+        ([[60], [50]], [1.0, 1.0], True),
+        ([[50], [50]], [1.0, 1.0], False),  # of all ranks
+        ([[52], [50]], [1.0, 1.0], False),  # nearly as many
+        ([[60], [50]], [1.09, 0.91], False),  # the program weights the means by the counts
+        ([[60, 2], [50, 2]], [1.0, 1.0], False),  # two samples, each of which may have its own count
+    ],
+)
+def test_losses_divided_by_own_counts_are_named(counts, weights, found):
+    ranks = [
+        joined(rank, Wrapped(), *([LossScaled(factors=[weight]), LossCounted(counts=count), *step] * 3))
+        for rank, (count, weight) in enumerate(zip(counts, weights, strict=True))
+        for step in [(passed(4 * rank, 4 * rank + 1), BEGUN, StepTaken(weights=[]))]
+    ]
+    seen = [each.text for each in own_counts(run(*ranks))]
+    assert seen == ["in a step the losses are divided by counts from 50 to 60, and all have the same weight"] * found

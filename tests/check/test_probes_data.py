@@ -15,6 +15,7 @@ from workshop.check.evidence.events import (
 from workshop.check.evidence.misuses import (
     InputsWithoutGradients,
     LabelsShifted,
+    LossCounted,
     LossOfProbabilities,
     LossScaled,
     OtherSamplerSet,
@@ -239,6 +240,30 @@ def test_the_constants_that_weight_a_loss_are_recorded(place):
     assert factors.where == weighting.line('reduction="none"')
     assert [each.where for each in weighting.run.all(InputsWithoutGradients)] == [weighting.line("# inputs")]
     assert [sorted(each.factors) for each in weighting.run.processes[0].of(LossScaled)][-1:] == [[0.75, 4.0]]
+
+
+COUNTING = """
+    import torch
+    from torch import nn
+    from torch.nn import functional as F
+
+    model = nn.Linear(4, 1)
+    for chosen in (3, 5):
+        inputs, mask = torch.randn(8, 4), torch.arange(8) < chosen
+        (model(inputs).square().squeeze(1) * mask).sum().div(mask.sum()).backward()
+        model(inputs)[mask].abs().mean().backward()
+        F.mse_loss(model(inputs)[mask], torch.ones(chosen, 1)).backward()
+        (model(inputs).mean() / 2 + model(inputs).square().mean()).backward()  # means of all
+        F.mse_loss(model(inputs), torch.ones(8, 1)).backward()
+        (model(inputs).sum() / torch.tensor(float("inf")) * 0.5).backward()
+"""
+
+
+def test_the_counts_by_which_a_loss_is_divided_are_recorded(place):
+    counting = Made(place("counting"), COUNTING).well()
+    events = counting.run.processes[0].of(LossCounted)
+    assert [each.counts for each in events] == [[3], [3], [3], [2], [5], [5], [5], [2]]
+    assert events[3].where == counting.line("# means of all")
 
 
 MISTAKEN = """

@@ -30,7 +30,7 @@ from workshop.check.recollated import Drawn, Samples, interleaved, joins, withou
 from workshop.check.taming import tame
 
 ITERATIONS = 40  # iterations of a loader of which batches are kept
-BATCHES = 64  # of each of them
+BATCHES = 256  # of each of them
 LARGEST = 32_000_000  # bytes of a batch
 STORED = 64_000_000  # bytes of all batches of a rank
 END, LENGTH = -1, -2  # in place of the number of a batch: how many there were, and the length of the loader
@@ -53,14 +53,14 @@ def keep(file: Path) -> Callable[[Recorder], None]:
 
     def before(recorder: Recorder) -> None:
         opened = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND)  # now: the probes forbid it later
-        left, lengths = STORED, set()
+        left, once = STORED, set()
 
         def kept(place: Place, data: Any, drawn: Drawn | None) -> Any:
             nonlocal left
-            if place[0][1] >= ITERATIONS or place[1] >= BATCHES or data is None or place in lengths:
+            if place[0][1] >= ITERATIONS or place[1] >= BATCHES or data is None or place in once:
                 return data
-            if place[1] == LENGTH:
-                lengths.add(place)
+            if place[1] in (END, LENGTH):  # a program may ask for a batch once more after the end
+                once.add(place)
             with suppress(*UNSTORED):  # a batch may be anything
                 rank = dist.get_rank() if dist.is_initialized() else int(os.environ.get("RANK", 0))
                 own = Samples(drawn.samples) if drawn and drawn.samples else None
@@ -269,7 +269,8 @@ def _each_batch(change: Callable[[Place, Any, Drawn | None], Any]) -> None:
             return following(self)
         iteration, numbers, drawn = iterations[self]
         batch = next(numbers)
-        if batch == change((iteration, END), None, None):
+        end = change((iteration, END), None, None)
+        if end is not None and batch >= end:
             raise StopIteration
         try:
             data = following(self)
