@@ -125,8 +125,8 @@ from torch.nn import functional as F
 from workshop.check.taming import tame
 
 norm = nn.BatchNorm1d(3)
-size = 0
-tame(lambda: size)
+size = part = 0
+tame(lambda: size, lambda: part)
 for draw in (torch.rand(4, 3), torch.randn(4, 3), torch.randint(9, (4, 3)), torch.rand_like(torch.ones(4, 3)),
              torch.empty(4, 3).normal_(2.0, 0.1), torch.empty(4, 3).uniform_(-1, 1), torch.rand((4, 3))):
     assert (draw == draw[0]).all(), draw
@@ -135,7 +135,9 @@ assert torch.rand(()) == torch.rand(())  # as drawn for each sample in a loop
 size = 3  # samples in the batch
 views = torch.rand(2, 3, 4)
 assert (views == views[:, :1]).all() and not torch.equal(views[0], views[1])
-size = 0
+size, part = 6, 3  # a joined batch, of a program that draws as many numbers as a rank has samples
+assert torch.randn(3, 4).shape == torch.randint(9, (6, 4)).shape == (6, 4) and torch.randn(2, 3).shape == (2, 3)
+size = part = 0
 assert 1.5 < torch.empty(4, 3).normal_(2.0, 0.1).mean() < 2.5
 assert torch.randint(3, 5, (2,)).min() >= 3
 assert torch.randperm(4).tolist() == [0, 1, 2, 3]

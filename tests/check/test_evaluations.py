@@ -179,3 +179,12 @@ def test_losses_divided_by_own_counts_are_named(counts, weights, found):
     ]
     seen = [each.text for each in own_counts(run(*ranks))]
     assert seen == ["in a step the losses are divided by counts from 50 to 60, and all have the same weight"] * found
+
+
+@pytest.mark.parametrize(("ranks", "writers"), [((0, 1), 1), ((0, 0), 0)])
+def test_a_rank_that_is_started_again_does_not_write_together_with_itself(ranks, writers):
+    written = FileWritten(path="/r/metrics.json", where="t.py:3")
+    processes = [joined(rank, *STEP, written) for rank in ranks]
+    for number, each in enumerate(processes):
+        each.pid = number + 1
+    assert len(list(two_writers.detectors[0].function(run(*processes)))) == writers

@@ -133,11 +133,11 @@ def _replace(file: Path, ranks: int, whole: bool, padded: bool, recorder: Record
     known: dict[int, int] = {}  # the number of iterations of each loader
     for each, _ in parts:
         known[each[0]] = max(known.get(each[0], 0), each[1] + 1)
-    size, begun, fills = 0, False, _fills_of(parts)
+    size, part, begun, fills = 0, 0, False, _fills_of(parts)  # of the batch, and of its part of a rank
     seen: dict[Iteration, set[Key]] = {}  # the samples that one process has evaluated
 
     def replaced(place: Place, data: Any, drawn: Drawn | None) -> Any:
-        nonlocal size, begun
+        nonlocal size, part, begun
         iteration = loader, number = place[0]
         if whole and number >= known.get(loader, number + 1):  # a training that goes on for longer than before
             place = (loader, number % known[loader]), place[1]
@@ -148,12 +148,13 @@ def _replace(file: Path, ranks: int, whole: bool, padded: bool, recorder: Record
             return max(stored) if whole and own is None else data
         if not begun:
             begun = True
-            tame(lambda: size)  # not earlier, because the parameters need random values
+            tame(lambda: size, lambda: part)  # not earlier, because the parameters need random values
         # Without the joined batch the samples differ: the rules do not compare the first step, and a whole training fails.
         with suppress(*() if whole else UNJOINED):
             of_ranks = _unpickled(parts[place], ranks, whole, alone=own is None)
             if own is not None and len(of_ranks) < ranks:  # at the end of an epoch, some ranks have no batch any more
                 of_ranks, own = [pickle.loads(parts[place][own])], 0
+            part = batch_size(of_ranks[own or 0])
             evaluates = whole and own is None and not torch.is_grad_enabled()
             last = drawn and drawn.size and ends.get(place[0]) == place[1] + 1
             repeated = counts[place[0]] - drawn.size if drawn and last else 0

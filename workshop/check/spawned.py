@@ -97,7 +97,10 @@ class _Popen(popen_fork.Popen):
     DupFd = popen_spawn_posix._DupFd  # for tensors in shared memory and connections
 
     def duplicate_for_child(self, descriptor: int) -> int:
-        return descriptor  # a forked process inherits it
+        """A descriptor for the child alone, which inherits this one too: what it unpickles closes the one that it gets."""
+        copy = os.dup(descriptor)
+        self.duplicates = [*getattr(self, "duplicates", []), copy]
+        return copy
 
     def _launch(self, process: Any) -> None:
         spawn._check_not_importing_main()  # type: ignore[attr-defined] # main() is not under if __name__ == "__main__"
@@ -116,6 +119,8 @@ class _Popen(popen_fork.Popen):
             super()._launch(process)  # type: ignore[misc]
         finally:
             del process._bootstrap
+            for each in getattr(self, "duplicates", []):
+                os.close(each)
 
 
 class _Pickler(reduction.ForkingPickler):

@@ -14,11 +14,12 @@ import torch
 from torch.nn import functional as F
 
 
-def tame(batch: Callable[[], int]) -> None:
+def tame(batch: Callable[[], int], of_rank: Callable[[], int] = lambda: 0) -> None:
     """Replace the random functions of torch in this process, and seed all others as in every other process.
 
     ``batch`` returns the size of the present batch: random numbers are the same along the first dimension of this size, or else
-    along the first dimension.
+    along the first dimension. ``of_rank`` returns the size that it had on a rank if it is a joined one: a program may draw as
+    many numbers as its arguments name for a batch, and gets as many as the joined batch has.
     """
     torch.manual_seed(1)
     random.seed(1)
@@ -46,7 +47,13 @@ def tame(batch: Callable[[], int]) -> None:
     def integers(low: int, high: Any = None, size: Any = None, **options: Any) -> torch.Tensor:
         if not isinstance(high, int):  # randint(high, size)
             low, high, size = 0, low, high if size is None else size
-        return same_for_all(size, lambda sizes, by: randint(low, high, sizes, generator=by), **options)
+        return same_for_all(of_batch(size), lambda sizes, by: randint(low, high, sizes, generator=by), **options)
+
+    def of_batch(shape: Any) -> Any:
+        """The shape that a program asks for, with the size of the joined batch in place of that of a rank."""
+        sizes = tuple(shape)
+        meant = sizes and batch() and sizes[0] == of_rank() and batch() not in sizes
+        return (batch(), *sizes[1:]) if meant else sizes
 
     def filled(draw: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
         def fill(self: torch.Tensor, *args: Any, **options: Any) -> torch.Tensor:
@@ -56,7 +63,9 @@ def tame(batch: Callable[[], int]) -> None:
 
         return fill
 
-    torch.rand, torch.randn, torch.randint = uniform, normal, integers
+    torch.rand = lambda *shape, **options: uniform(of_batch(_shape(shape, options)), **options)
+    torch.randn = lambda *shape, **options: normal(of_batch(_shape(shape, options)), **options)
+    torch.randint = integers
     torch.rand_like = lambda like, **options: uniform(*like.shape, **{"dtype": like.dtype} | options)
     torch.randn_like = lambda like, **options: normal(*like.shape, **{"dtype": like.dtype} | options)
     torch.randperm = lambda n, **options: torch.arange(n)

@@ -181,7 +181,8 @@ class Run:
                     writing.setdefault(event.path, {}).setdefault(process.pid, (process, event.where))
         found: dict[str, tuple[str, list[Process], str]] = {}
         for path, by in writing.items():
-            if len(by) > 1:
+            ranks = {pid if process.rank is None else process.rank for pid, (process, _) in by.items()}
+            if len(ranks) > 1:  # a program may start its ranks again, for example for another fold of the data
                 where = next(iter(by.values()))[1]
                 found.setdefault(where, (path, [process for process, _ in by.values()], where))
         return list(found.values())

@@ -80,7 +80,7 @@ def rows(tensor: torch.Tensor) -> list[Key]:
     with suppress(*UNREADABLE):
         flat = tensor.detach().cpu().contiguous()
         table = flat.reshape(len(flat), -1)
-        data, width = content(table), table.shape[1] * table.element_size()
+        data, width = content(table), table.shape[1] * table.element_size() or 1  # a row may be empty
         found = [data[start : start + width] for start in range(0, len(data), width)]
         if table.dtype in TOKENS:  # a sample has a different number of zeros behind it in each batch
             size = table.element_size()

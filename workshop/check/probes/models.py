@@ -47,7 +47,6 @@ from workshop.check.probes.contents import (
 from workshop.check.probes.probe import Function, Probe, after, around, before, on
 
 LAYERS = 32  # of a forward pass whose outputs are looked for behind a loss
-KEPT = 16  # forward passes whose graph is looked for behind a loss
 WEIGHED = 4  # evaluations of a model whose parameters are recorded; later ones each time that the steps have doubled
 BUFFERS = 4  # forward passes before which buffers are recorded
 IGNORED = "_ddp_params_and_buffers_to_ignore"  # the attribute of a module that DistributedDataParallel reads
@@ -61,8 +60,8 @@ class Pending:
     """A forward pass that may be followed by a backward pass."""
 
     forward: Forward
-    node: Any  # of its output in the autograd graph
-    inner: list[Any]  # of the outputs of its layers, on which a loss can depend too, as one of derivatives does
+    node: int | None  # the number of its output in the autograd graph (the node would keep its graph in memory)
+    inner: list[int]  # those of the outputs of its layers, on which a loss can depend too, as one of derivatives does
     training: bool  # the model was in training mode
     steps: int  # that were taken before
     seconds: float = field(default_factory=time.monotonic)
@@ -131,14 +130,12 @@ class Models(Probe):
             and len(self.untrained[-1].inner) < LAYERS
             and isinstance(output, torch.Tensor)
         ):
-            self.untrained[-1].inner.append(output.grad_fn)
+            self.untrained[-1].inner += [number for number in [_number(output)] if number is not None]
         if pending:
             with recorder.guard:
                 plain = isinstance(output, (torch.Tensor, list, tuple, dict))
                 tensor = first_tensor(output if plain else attributes(output))
-                pending.node = None if tensor is None else tensor.grad_fn
-                for each in self.untrained[:-KEPT]:
-                    each.node, each.inner = None, []  # a node keeps its graph in memory
+                pending.node = _number(tensor)
         elif not outermost and vars(module).get("_buffers"):
             with recorder.guard:
                 self._scales(module, args, output)
@@ -355,9 +352,9 @@ class Models(Probe):
         return result
 
     def _backward(self, loss: torch.Tensor | None) -> None:
-        behind = reached(loss, [each.node for each in self.untrained if each.node is not None])
+        behind = reached(loss, {each.node for each in self.untrained if each.node is not None})
         if any(each.node not in behind for each in self.untrained):
-            behind |= reached(loss, [node for each in self.untrained for node in each.inner if node is not None])
+            behind |= reached(loss, {number for each in self.untrained for number in each.inner})
         used = [each for each in self.untrained if not behind.isdisjoint((each.node, *each.inner))] or self.untrained[
             -1:
         ]
@@ -413,18 +410,23 @@ def _of_norm(modules: dict[str, nn.Module], buffer: str) -> bool:
     return isinstance(modules[buffer.rpartition(".")[0]], _NormBase)
 
 
-def reached(loss: torch.Tensor | None, nodes: list[Any]) -> set[Any]:
+def _number(output: torch.Tensor | None) -> int | None:
+    """The number of the node of an output in the autograd graph; no two nodes of a thread have the same one."""
+    node: Any = None if output is None else output.grad_fn
+    return None if node is None else int(node._sequence_nr())
+
+
+def reached(loss: torch.Tensor | None, wanted: set[int]) -> set[int]:
     """Return those of these nodes of the autograd graph that the loss depends on; looks at NODES nodes at most."""
-    wanted = set(nodes)
     seen: set[Any] = set()
-    found: set[Any] = set()
-    pending = [loss.grad_fn] if loss is not None else []
+    found: set[int] = set()
+    pending: list[Any] = [loss.grad_fn] if loss is not None else []
     while pending and found != wanted and len(seen) < NODES:
         node = pending.pop()
         if node is None or node in seen:
             continue
         seen.add(node)
-        if node in wanted:
-            found.add(node)
+        if (number := node._sequence_nr()) in wanted:
+            found.add(number)
         pending.extend(following for following, _ in node.next_functions)
     return found

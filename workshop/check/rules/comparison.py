@@ -303,8 +303,13 @@ def _exchanges(ranks: list[Process]) -> bool:
 def _of_values(call: Collective) -> bool:
     """Whether a collective exchanges more than a number, such as a count of targets.
 
-    A ring passes on stored values, and one gathered number for each sample is a metric.
+    A ring passes on stored values, one gathered number for each sample is a metric, and so is what only one rank gets.
     """
-    if call.shape is None or call.point_to_point or (call.name.startswith("all_gather") and len(call.shape) < 2):
+    if (
+        call.shape is None
+        or call.point_to_point
+        or call.name in ("gather", "reduce")
+        or (call.name.startswith("all_gather") and len(call.shape) < 2)
+    ):
         return False
     return math.prod(call.shape) > 1

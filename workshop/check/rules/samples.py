@@ -380,7 +380,7 @@ def part_divided_again(run: Run, compared: Compared) -> Said:
         )
         if divided and parts:
             seen = f"the data set of a rank has only {ours[0].size:,} of {alone.size:,} samples"
-            origin = "share" if alone.where else "call:Trainer.use_distributed_sampler|Trainer"
+            origin = "share" if alone.where else "call:setup_dataloaders call:Trainer.use_distributed_sampler|Trainer"
             yield Seen(f"{seen}, and DistributedSampler divides it by {len(ranks)} again", alone.where, origin=origin)
             return
 
