@@ -45,10 +45,14 @@ def test_tensors_change_their_device_and_their_type_also_in_inference_mode(tmp_p
 def test_parameters_keep_what_the_program_has_set_on_them_when_the_model_moves(tmp_path):
     pretended(
         """
+        import weakref
+
         model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
         for number, each in enumerate(model.parameters()):
             each.number = number
-        before = list(model.parameters())
+        known = [weakref.ref(each) for each in model.parameters()]  # as an average of them may have
+        model.to("cuda")
+        before = [each() for each in known]
         for device in ("cuda", "cuda:1", "cpu", "cuda"):
             model.to(device)
             assert [each.number for each in model.parameters()] == [0, 1, 2, 3]

@@ -485,27 +485,3 @@ def test_a_model_learns_from_the_nodes_of_a_graph_that_its_numbers_choose():
     assert chosen_rows(graph, [graph, nodes]).tolist() == [[6, 7, 3], [2, 3, 1]]
     for others in ([graph], [graph, labels], [graph, torch.arange(20)], [torch.tensor([1, 30])]):
         assert chosen_rows(graph, others) is graph
-
-
-CLICKS = """
-    import torch
-    from torch import nn
-
-    encoder, decoder = nn.Linear(4, 4), nn.Linear(4, 1)
-    for training in (True, False, True):
-        if training:
-            code = encoder(torch.ones(2, 4))  # encodes
-            sum(decoder(code + click) for click in range(20)).sum().backward()
-        else:
-            for batch in range(20):
-                decoder(encoder(torch.ones(2, 4)))  # without no_grad()
-"""
-
-
-def test_a_pass_whose_graph_is_no_longer_kept_is_no_evaluation(place):
-    made = Made(place("clicks"), CLICKS).well()
-    (process,) = made.run.processes
-    assert {each.where for each in process.of(Evaluated)} == {made.line("# without no_grad()")}
-    first, second = process.of(Backward)
-    assert [each.where for each in (first.forward, *first.others)].count(made.line("# encodes")) == 1
-    assert [each.where for each in (second.forward, *second.others)].count(made.line("# encodes")) == 1

@@ -3,6 +3,7 @@
 import pytest
 
 from check.made import Made
+from workshop.check.evidence.events import Backward, Evaluated
 from workshop.check.evidence.misuses import (
     EvaluationGraph,
     GradientsMixed,
@@ -223,3 +224,27 @@ def test_the_graph_of_an_evaluation_is_recorded(place, keeps):
         first, second, third = event.nodes
         assert second - first == third - second >= 6
         assert (event.batches, event.where) == ([2, 3, 4], program.line("# evaluated"))
+
+
+CLICKS = """
+    import torch
+    from torch import nn
+
+    encoder, decoder = nn.Linear(4, 4), nn.Linear(4, 1)
+    for training in (True, False, True):
+        if training:
+            code = encoder(torch.ones(2, 4))  # encodes
+            sum(decoder(code + click) for click in range(20)).sum().backward()
+        else:
+            for batch in range(20):
+                decoder(encoder(torch.ones(2, 4)))  # without no_grad()
+"""
+
+
+def test_a_pass_whose_graph_is_no_longer_kept_is_no_evaluation(place):
+    made = Made(place("clicks"), CLICKS).well()
+    (process,) = made.run.processes
+    assert {each.where for each in process.of(Evaluated)} == {made.line("# without no_grad()")}
+    first, second = process.of(Backward)
+    assert [each.where for each in (first.forward, *first.others)].count(made.line("# encodes")) == 1
+    assert [each.where for each in (second.forward, *second.others)].count(made.line("# encodes")) == 1

@@ -51,7 +51,7 @@ def checked(folder, *changes):
     (folder / "train.py").write_text(text)
     report = json.loads(small.check(folder, "--json", "--", "python", "train.py").stdout)
     assert not [each for each in report["not_checked"] if "ended" in each], report
-    return [each for each in report["findings"] if each["level"] == "error"], text.splitlines()
+    return [each for each in report["findings"] if each["level"] in ("error", "not judged")], text.splitlines()
 
 
 def test_a_correct_program_gets_no_finding(tmp_path):
@@ -85,9 +85,11 @@ def test_what_fails_only_in_a_new_interpreter_is_named(old, new, said, line, tmp
 
 
 def test_a_file_that_the_top_level_writes_has_several_writers(tmp_path):
-    (found,), lines = checked(tmp_path, ("WORKERS, COLLATE", 'open("log.txt", "w").write("start")\nWORKERS, COLLATE'))
+    (found,), lines = checked(
+        tmp_path, ("WORKERS, COLLATE", 'open("words.json", "w").write("start")\nWORKERS, COLLATE')
+    )
     assert found["kind"] == "two-writers"
-    assert "log.txt" in lines[int(found["where"].rpartition(":")[2]) - 1]
+    assert "words.json" in lines[int(found["where"].rpartition(":")[2]) - 1]
 
 
 def test_a_top_level_that_fails_in_the_other_processes_is_named(tmp_path):
@@ -173,3 +175,34 @@ def test_processes_that_share_their_parameters_cannot_be_judged(tmp_path):
     (tmp_path / "train.py").write_text(alone.replace("assert not", "assert"))
     report = json.loads(small.check(tmp_path, "--json", "--", "python", "train.py").stdout)
     assert report["findings"][0]["kind"] == "no-group"
+
+
+OF_TENSORS = """
+    import torch
+    import torch.distributed as dist
+    import torch.multiprocessing as mp
+    from torch.utils.data import DataLoader, DistributedSampler
+
+    def worker(rank, samples):
+        dist.init_process_group("gloo", init_method="tcp://localhost:FREE", rank=rank, world_size=2)
+        model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 1))
+        optimizer = torch.optim.SGD(model.parameters(), 0.01)
+        sampler = DistributedSampler(samples)
+        loader = DataLoader(samples, 2, sampler=sampler, num_workers=1)
+        for epoch in range(2):
+            sampler.set_epoch(epoch)
+            for batch in loader:  # its new process gets the samples again
+                optimizer.zero_grad()
+                model(batch).mean().backward()
+                optimizer.step()
+        dist.destroy_process_group()
+
+    if __name__ == "__main__":
+        mp.set_start_method("spawn")
+        mp.spawn(worker, nprocs=2, args=([torch.randn(4) for _ in range(16)],))
+"""
+
+
+def test_tensors_that_the_ranks_get_can_be_passed_on_to_the_workers_of_a_loader(tmp_path, monkeypatch):
+    monkeypatch.setattr("check.test_spawned.PROGRAM", OF_TENSORS)
+    assert not checked(tmp_path)[0]

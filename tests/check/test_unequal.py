@@ -17,6 +17,7 @@ from workshop.check.evidence.events import (
     Raised,
     StepBegun,
     StepTaken,
+    Wrapped,
 )
 from workshop.check.evidence.misuses import BuffersReplaced, PlateauSeen
 from workshop.check.evidence.process import Process
@@ -32,7 +33,7 @@ from workshop.check.rules.rule import NotJudged, Seen
 from workshop.check.rules.samples import _halves, same_random
 from workshop.check.rules.schedules import _rises_again, mode_reversed
 from workshop.check.rules.speed import slower
-from workshop.check.rules.unequal import unclipped
+from workshop.check.rules.unequal import _of_another_model, unclipped
 
 BEGUN = StepBegun(gradients=[], weights=[], names=[], rates=[], state=0, of_model=True, fitting=False)
 
@@ -43,6 +44,12 @@ def test_the_finding_names_the_parameters_outside_ddp():
         "for 1.weight, 1.bias; these parameters are not in the module that DistributedDataParallel wraps"
         in finding.seen
     )
+
+
+@pytest.mark.parametrize(("name", "other"), [("pos_embed", False), ("head.weight", True)])
+def test_a_part_of_the_wrapped_model_that_is_called_alone_is_no_other_model(name, other):
+    wrapped = Process(1, [(0.0, Wrapped(names=("image_encoder.pos_embed", "decoder.weight")))])
+    assert _of_another_model(wrapped, [name]) == other
 
 
 def test_the_finding_names_the_sum_after_local_steps():

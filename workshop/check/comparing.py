@@ -125,11 +125,7 @@ def _replace(file: Path, ranks: int, whole: bool, padded: bool, recorder: Record
             counts[place[0]] = counts.get(place[0], 0) + samples
     recorder.opens_batches = True
 
-    # If the program has left the loop before the end of the loader, this is where the ranks ended too.
-    ends: dict[Iteration, int] = {}
-    for iteration, number in parts:
-        if 0 <= number < BATCHES - 1:
-            ends[iteration] = max(ends.get(iteration, 0), number + 1)
+    ends = _ends(parts)
     known: dict[int, int] = {}  # the number of iterations of each loader
     for each, _ in parts:
         known[each[0]] = max(known.get(each[0], 0), each[1] + 1)
@@ -174,6 +170,15 @@ def _replace(file: Path, ranks: int, whole: bool, padded: bool, recorder: Record
     _each_batch(replaced)
     if whole:
         _without_repeated_samples()
+
+
+def _ends(places: Iterable[Place]) -> dict[Iteration, int]:
+    """After how many batches each iteration ended, also if the program has left the loop before the end of the loader."""
+    ends: dict[Iteration, int] = {}
+    for iteration, number in places:
+        if 0 <= number < BATCHES - 1:
+            ends[iteration] = max(ends.get(iteration, 0), number + 1)
+    return ends
 
 
 def _unpickled(parts: dict[int, bytes], ranks: int, whole: bool, alone: bool) -> list[Any]:

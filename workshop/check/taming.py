@@ -47,13 +47,9 @@ def tame(batch: Callable[[], int], of_rank: Callable[[], int] = lambda: 0) -> No
     def integers(low: int, high: Any = None, size: Any = None, **options: Any) -> torch.Tensor:
         if not isinstance(high, int):  # randint(high, size)
             low, high, size = 0, low, high if size is None else size
-        return same_for_all(of_batch(size), lambda sizes, by: randint(low, high, sizes, generator=by), **options)
-
-    def of_batch(shape: Any) -> Any:
-        """The shape that a program asks for, with the size of the joined batch in place of that of a rank."""
-        sizes = tuple(shape)
-        meant = sizes and batch() and sizes[0] == of_rank() and batch() not in sizes
-        return (batch(), *sizes[1:]) if meant else sizes
+        return same_for_all(
+            _of_batch(size, batch(), of_rank()), lambda sizes, by: randint(low, high, sizes, generator=by), **options
+        )
 
     def filled(draw: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
         def fill(self: torch.Tensor, *args: Any, **options: Any) -> torch.Tensor:
@@ -63,9 +59,10 @@ def tame(batch: Callable[[], int], of_rank: Callable[[], int] = lambda: 0) -> No
 
         return fill
 
-    torch.rand = lambda *shape, **options: uniform(of_batch(_shape(shape, options)), **options)
-    torch.randn = lambda *shape, **options: normal(of_batch(_shape(shape, options)), **options)
-    torch.randint = integers
+    def asked(draw: Callable[..., torch.Tensor]) -> Any:
+        return lambda *sizes, **options: draw(_of_batch(_shape(sizes, options), batch(), of_rank()), **options)
+
+    torch.rand, torch.randn, torch.randint = asked(uniform), asked(normal), integers
     torch.rand_like = lambda like, **options: uniform(*like.shape, **{"dtype": like.dtype} | options)
     torch.randn_like = lambda like, **options: normal(*like.shape, **{"dtype": like.dtype} | options)
     torch.randperm = lambda n, **options: torch.arange(n)
@@ -77,6 +74,13 @@ def tame(batch: Callable[[], int], of_rank: Callable[[], int] = lambda: 0) -> No
     )
     tensor.bernoulli_ = filled(lambda own, p=0.5: (torch.as_tensor(p) > 0.5).to(own.dtype).expand(own.shape))
     _without_chance()
+
+
+def _of_batch(shape: Any, joined: int, of_rank: int) -> tuple[int, ...]:
+    """The shape that a program asks for, with the size of the joined batch in place of that of a rank."""
+    sizes = tuple(shape)
+    meant = sizes and joined and sizes[0] == of_rank and joined not in sizes
+    return (joined, *sizes[1:]) if meant else sizes
 
 
 def _shape(sizes: tuple[Any, ...], options: dict[str, Any]) -> Any:

@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import types
 
 import torch
 
@@ -12,6 +13,8 @@ def install() -> None:
     """Let modules move, and classes of parameters be made, as on CUDA."""
     torch.nn.Module._apply = _keeping_parameters(_beside_graphs(torch.nn.Module._apply))
     torch.nn.Parameter.__new__ = _of_own_class(torch.nn.Parameter.__new__)
+    # Weak references, such as those of torch_ema, forbid a swap of tensors. They refer to the Parameter, which stays as on CUDA.
+    torch.utils.weakref = types.SimpleNamespace(getweakrefs=lambda tensor: [])
 
 
 def _of_own_class(original):

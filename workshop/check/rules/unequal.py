@@ -131,8 +131,9 @@ def _outside(process: Process, names: Sequence[str], which: Sequence[str]) -> bo
 
 def _of_another_model(process: Process, names: Sequence[str]) -> bool:
     """Whether no wrapped module has parameters with these names."""
-    endings = tuple(f".{name}" for event in process.of(Wrapped) for name in event.names)
-    return not any(f".{name}".endswith(endings) for name in names)
+    wrapped = tuple(f".{name}" for event in process.of(Wrapped) for name in event.names)
+    # A part of the wrapped model that is called alone has shorter names.
+    return not any(f".{name}".endswith(wrapped) or any(each.endswith(f".{name}") for each in wrapped) for name in names)
 
 
 def _added(process: Process, names: Sequence[str]) -> list[str]:
