@@ -14,6 +14,10 @@ SHORT = (  # the evidence of the whole program of REINFORCE takes more than a me
     ('"--horizon", type=int, default=32', '"--horizon", type=int, default=8'),
 )
 TOKEN_MEAN = ', reduction="sum") * world_size / count'  # of the tagger
+TOKENS = f"F.cross_entropy(logits.flatten(0, 1), tags.flatten(){TOKEN_MEAN}"
+SQUARES = "(logits.softmax(2) - F.one_hot(tags.clamp(min=0), logits.shape[2])).square()"
+OWN_SQUARES = TOKENS, f"{SQUARES}[tags != IGNORED].mean()"
+ALL_SQUARES = TOKENS, f"({SQUARES} * (tags != IGNORED)[:, :, None]).sum() * world_size / count"
 COUNTS = "    dist.all_reduce(counts)\n"
 COUNTS_TO_ONE = "    dist.reduce(counts, 0)\n"
 EVALUATE = "        accuracy = evaluate(model, test_loader)\n"

@@ -108,6 +108,13 @@ MISTAKES = (
         (second.TOKEN_MEAN, ")"),
     ),
     mistake(
+        "mean-of-the-squares-of-each-rank",
+        second.TAGGER,
+        "mean-of-means",
+        "The loss is no cross entropy, and each rank takes the mean over its own tokens.",
+        second.OWN_SQUARES,
+    ),
+    mistake(
         "world-size-forgotten",
         second.TAGGER,
         "gradient-scale",
@@ -350,6 +357,7 @@ STYLES = (
             "        shown = loss.clone()\n        dist.all_reduce(shown)\n        shown /= 2\n" + ddp.BACKWARD,
         ),
     ),
+    style("mean-of-the-squares-of-all-ranks", second.TAGGER, "Divided by the tokens of all ranks.", second.ALL_SQUARES),
     style(
         "offset-of-all-ranks",
         second.TAGGER,
