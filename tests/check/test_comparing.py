@@ -185,6 +185,13 @@ def test_lists_with_one_element_per_sample_are_continued():
     assert [each["box"].tolist() for each in targets] == [[[1, 2, 0]], [[1, 2, 0]], [[3, 4, 5]]]
     assert len(joined([one, two], rank=1)[1]) == 1
     assert joined([[{"x": 1}], [{"x": 2}]]) == [{"x": 1}, {"x": 2}]
+    clouds = [
+        {"x": torch.zeros(2, 3), "points": [torch.full((size,), size) for size in sizes]} for sizes in ((5, 4), (7, 6))
+    ]
+    assert [len(each) for each in joined(clouds)["points"]] == [5, 4, 7, 6]
+    assert [len(each) for each in dealt(joined(clouds), [2, 2])["points"]] == [5, 7, 4, 6]
+    views = [{"x": torch.zeros(2, 3), "views": [torch.zeros(2), torch.zeros(2)]}] * 2
+    assert [len(each) for each in joined(views)["views"]] == [4, 4]
 
 
 EVALUATED = """

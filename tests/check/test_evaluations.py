@@ -23,7 +23,7 @@ from workshop.check.evidence.misuses import (
     PassEnded,
     StatisticsSeen,
 )
-from workshop.check.rules.accumulation import accumulation_uneven, own_counts
+from workshop.check.rules.accumulation import accumulation_uneven, own_counts, wrapped_twice
 from workshop.check.rules.evaluation import evaluation_missed, last_batch_dropped
 from workshop.check.rules.exchanges import exchanged
 from workshop.check.rules.files import two_writers
@@ -188,3 +188,11 @@ def test_a_rank_that_is_started_again_does_not_write_together_with_itself(ranks,
     for number, each in enumerate(processes):
         each.pid = number + 1
     assert len(list(two_writers.detectors[0].function(run(*processes)))) == writers
+
+
+@pytest.mark.parametrize(
+    ("second", "found"), [(("module.weight",), ["t.py:9"]), (("module.bias",), []), (("weight",), [])]
+)
+def test_a_model_that_is_wrapped_twice_is_named(second, found):
+    ranks = [joined(rank, Wrapped(names=("weight",)), Wrapped(names=second, where="t.py:9"), *STEP) for rank in (0, 1)]
+    assert [each.where for each in wrapped_twice(run(*ranks))] == found

@@ -11,13 +11,17 @@ from workshop.check.evidence.events import (
     AcceleratorCalled,
     Drawn,
     FileWritten,
+    Loaded,
+    ModelCopied,
     Raised,
     Saved,
     StepTaken,
     VariablesSeen,
 )
-from workshop.check.rules.carried import _held_lost, _reordered
+from workshop.check.evidence.process import Step
+from workshop.check.rules.carried import _copied_later, _held_lost, _reordered
 from workshop.check.rules.own_state import one_for_all
+from workshop.check.rules.restart import _not_restored
 from workshop.check.rules.samples import different_subsets, shares_overlap
 from workshop.check.scenarios import Split
 
@@ -125,3 +129,28 @@ def test_the_file_that_accelerate_writes_on_all_ranks_is_no_finding(by_accelerat
     called = [AcceleratorCalled(name="save_state", where="t.py:9")] if by_accelerate else []
     ranks = [joined(rank, *called, FileWritten(path="/r/last/scaler.pt", where="t.py:9")) for rank in range(2)]
     assert len(run(*ranks).shared_files()) == (not by_accelerate)
+
+
+@pytest.mark.parametrize(
+    ("rate", "planned", "kinds"), [(0.1, True, ["schedule-lost"]), (0.01, True, []), (0.1, False, [])]
+)
+def test_the_planned_learning_rates_of_a_program_without_a_seed_are_compared(rate, planned, kinds):
+    def step(weight, own):
+        begun = dataclasses.replace(BEGUN, weights=[(weight, [weight])], gradients=[(1.0, [1.0])], rates=[own], state=1)
+        return Step(0.0, begun, [passed(1)], after=StepTaken(weights=[(weight + 1, [weight + 1])]))
+
+    base = [step(float(number), own) for number, own in enumerate((0.1, 0.1, 0.01, 0.01))]
+    done, rest = [step(11.0, 0.1), step(12.0, 0.1)], [step(13.0, rate), step(14.0, 0.01)]
+    found = _not_restored(base, done, rest, draws=False, bound=1e-3, planned=planned)
+    assert [rule.name for rule, _ in found] == kinds
+
+
+@pytest.mark.parametrize(("late", "found"), [(True, True), (False, False)])
+def test_only_a_copy_that_is_made_after_the_loading_has_trained_parameters(late, found):
+    def started(value, *events):
+        copied = ModelCopied(model="Net", weights=[(value, [value])], names=["weight"], where="t.py:9")
+        return run(joined(0, *(each or copied for each in events), passed(1), BEGUN, TAKEN))
+
+    loaded = Loaded(path="/r/last.pt", where="t.py:20")
+    second = started(2.0, *((loaded, None) if late else (None, loaded)))
+    assert bool(_copied_later(started(1.0, None), second)) == found

@@ -151,3 +151,16 @@ def test_only_numbers_that_differ_between_the_ranks_are_reported(values, seen, k
         ranks.append(joined(rank, begun, StepTaken(weights=[]), stops, again, variables))
     said = list(stop_decided_alone.detectors[0].function(run(*ranks)))
     assert [(each.where, "`state.best`" in each.text) for each in said] == ([("t.py:8", True)] if seen else [])
+
+
+@pytest.mark.parametrize(("others", "seen"), [((2.0, 2.0), False), ((2.0, 0.3), True)])
+def test_a_variable_of_a_different_function_does_not_decide(others, seen):
+    """It has the same name, and never changes."""
+    ranks = []
+    for rank, values in enumerate(((2.0, 0.5), others)):
+        variables = [VariablesSeen(numbers={"value": value}, states={}) for value in values]
+        begun = StepBegun(gradients=[], weights=[], names=[], rates=[], state=0, of_model=True, fitting=False)
+        ranks.append(
+            joined(rank, begun, StepTaken(weights=[]), StopsEarly(names=["value"], where="t.py:8"), *variables)
+        )
+    assert bool(list(stop_decided_alone.detectors[0].function(run(*ranks)))) == seen

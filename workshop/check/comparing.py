@@ -293,7 +293,9 @@ def _each_batch(change: Callable[[Place, Any, Drawn | None], Any]) -> None:
     )
 
 
-def joined(parts: Sequence[Any], rank: int | None = None, fills: Fills = dict, field: Field = ()) -> Any:
+def joined(
+    parts: Sequence[Any], rank: int | None = None, fills: Fills = dict, field: Field = (), sizes: Sequence[int] = ()
+) -> Any:
     """Join the batches of several ranks: tensors along their first dimension, and the same fields with each other.
 
     Args:
@@ -301,11 +303,13 @@ def joined(parts: Sequence[Any], rank: int | None = None, fills: Fills = dict, f
         rank: return only the part of this rank, padded to the size of the joined batch.
         fills: returns the padding of each field; the others get what is probably theirs.
         field: where the parts are in the batches.
+        sizes: the numbers of samples of the batches, if the parts are inside of them.
 
     Raises:
         ValueError: they cannot be joined.
     """
-    first = parts[0]
+    first, inside = parts[0], bool(sizes)
+    sizes = sizes or [batch_size(each) for each in parts]
     if isinstance(first, torch.Tensor):
         if not first.dim():
             return parts[rank or 0]
@@ -314,7 +318,7 @@ def joined(parts: Sequence[Any], rank: int | None = None, fills: Fills = dict, f
     if isinstance(first, Mapping):
         whole: Any = copy.copy(first)
         for key in first:
-            whole[key] = joined([part[key] for part in parts], rank, fills, (*field, key))
+            whole[key] = joined([part[key] for part in parts], rank, fills, (*field, key), sizes)
         return whole
     if isinstance(first, (list, tuple)):
         if all(isinstance(each, Mapping) for part in parts for each in part):
@@ -326,11 +330,12 @@ def joined(parts: Sequence[Any], rank: int | None = None, fills: Fills = dict, f
                 _samples(each, rank) if isinstance(each[0], (list, tuple)) else joined(each, rank)
                 for each in zip(*parts, strict=True)
             )
-        if all(isinstance(each, (str, int, float)) for part in parts for each in part):
+        of_samples = inside and all(map(_one_per_sample, parts, sizes))
+        if of_samples or all(isinstance(each, (str, int, float)) for part in parts for each in part):
             return type(first)([each for part in parts for each in part]) if rank is None else parts[rank]
         if any(len(part) != len(first) for part in parts):
             raise ValueError("lists of different lengths")
-        fields = [joined(each, rank, fills, (*field, at)) for at, each in enumerate(zip(*parts, strict=True))]
+        fields = [joined(each, rank, fills, (*field, at), sizes) for at, each in enumerate(zip(*parts, strict=True))]
         return type(first)(*fields) if hasattr(first, "_fields") else type(first)(fields)
     if isinstance(first, (str, int, float, type(None))):
         return parts[rank or 0]
@@ -353,11 +358,18 @@ def _chosen(part: Any, size: int, order: Sequence[int]) -> Any:
             whole[key] = _chosen(part[key], size, order)
         return whole
     if isinstance(part, (list, tuple)):
-        if len(part) == size and not any(isinstance(each, torch.Tensor) and each.dim() for each in part):
+        tensors = any(isinstance(each, torch.Tensor) and each.dim() for each in part)
+        if len(part) == size and (not tensors or _one_per_sample(part, size)):
             return type(part)(part[number] for number in order)
         fields = [_chosen(each, size, order) for each in part]
         return type(part)(*fields) if hasattr(part, "_fields") else type(part)(fields)
     return part
+
+
+def _one_per_sample(part: Any, size: int) -> bool:
+    """Whether a list has a tensor for each of this number of samples, such as points of different numbers."""
+    tensors = len(part) == size and all(isinstance(each, torch.Tensor) for each in part)
+    return tensors and not all(each.dim() and len(each) == size for each in part)
 
 
 def batch_size(data: Any) -> int:

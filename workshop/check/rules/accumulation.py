@@ -234,6 +234,20 @@ def accumulation_traffic(run: Run) -> Said:
             yield Seen(seen, first.unsynced or first.where, origin="here" if first.unsynced else "sync")
 
 
+@accumulation_traffic.also(WHOLE, after=(no_group, wrong_group))
+def wrapped_twice(run: Run) -> Said:
+    """A model that is already in DistributedDataParallel is put into it once more."""
+    for process in run.trained[:1] if run.nproc > 1 else []:
+        known: set[tuple[str, ...]] = set()
+        for event in process.of(Wrapped):
+            inner = tuple(name.removeprefix("module.") for name in event.names)
+            if inner != event.names and inner in known:
+                seen = "the model is already in DistributedDataParallel, and here it is put into it again: all gradients are "
+                fix = "Wrap the model once: accelerator.prepare() and Lightning do so themselves."
+                yield Seen(f"{seen}averaged twice in each step", event.where, fix=fix)
+            known.add(event.names)
+
+
 def _of_one_batch(step: Step) -> bool:
     """Whether all backward passes of a step are about the same samples."""
     batches = {frozenset(each.forward.rows) for each in step.backwards if each.forward}

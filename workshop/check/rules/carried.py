@@ -186,8 +186,9 @@ def _copied_later(whole: Run, second: Run) -> Cause | None:
     """A copy that never changes, such as the reference model of DPO, is made of the loaded model instead of the first one."""
     base, process = whole.trained[0], second.trained[0]
     updated = {each.model for each in base.of(ModelUpdated)}
-    for before, now in zip(base.of(ModelCopied), process.of(ModelCopied), strict=False):
-        same = (before.where, before.names) == (now.where, now.names)
+    loaded = _loaded(process)
+    for before, (seconds, now) in zip(base.of(ModelCopied), process.timed(ModelCopied), strict=False):
+        same = 0 < loaded < seconds and (before.where, before.names) == (now.where, now.names)
         if same and before.model not in updated and difference(before.weights, now.weights) > CLOSE:
             seen = f"the second start copies {now.model} after it has loaded the checkpoint, so the copy has trained parameters"
             fix = (

@@ -96,7 +96,11 @@ def _own_numbers(ranks: list[Process], names: list[str], whole: bool) -> Iterato
             values = [value, other.numbers.get(name, value)]
             if (name if whole else name.rpartition(".")[2]) in names and all(map(math.isfinite, values)):
                 counts = all(float(each).is_integer() for each in values)
-                if not counts and not math.isclose(*values, rel_tol=ROUNDED):
+                # A rank may have only a variable of a different function with this name, which does not change.
+                change = {
+                    len({each.numbers.get(name) for each in of_one.of(VariablesSeen)}) > 1 for of_one in ranks[:2]
+                }
+                if not counts and len(change) == 1 and not math.isclose(*values, rel_tol=ROUNDED):
                     yield name, values
 
 

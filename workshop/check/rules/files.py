@@ -112,6 +112,9 @@ def removed_twice(run: Run) -> Said:
         yield Seen(f"{named(process)} fails to remove {name}, which another rank has removed", event.where)
 
 
+removed_twice.also(DEVICES)(removed_twice.detectors[0].function)
+
+
 def _removes(event: Raised) -> bool:
     """Whether an exception says that what a statement is to remove does not exist."""
     return event.type == "FileNotFoundError" and "'" in event.message and bool(REMOVES.search(event.traceback))

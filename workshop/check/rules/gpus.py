@@ -31,6 +31,7 @@ REFUSED = ("two-devices", "numpy", "generator", "forked", "cpu-tensor", "no-such
 OF_ONE_NODE = re.compile(r"num_nodes|[Ii]nvalid rank|does not match the world size")
 COPIES = ("pageable", "pageable-non-blocking", "pinned", "pinned-non-blocking")
 WAITS = ("wait", "synchronize")
+LONG = 160  # letters of a message
 MANY = 4  # waits of a library in a step; GradScaler has one or two
 GROWTH = 512  # bytes by which every step increases the memory: the smallest piece that PyTorch takes from a GPU
 
@@ -119,7 +120,8 @@ def gpu_refused(run: Run) -> Said:
         elif found and (found[1].type == "FileExistsError" or OF_ONE_NODE.search(message)):
             return  # folder_made_twice names it; or it is for one node, and then runs on one
         elif message and not re.search(r"aten::|c10d::|\bpretend|backend", message):
-            yield NotJudged(f"what GPUs show (on pretended GPUs the program fails: {message})")
+            shown = message if len(message) <= LONG else f"{message[:LONG]} ..."  # some errors show a whole tensor
+            yield NotJudged(f"what GPUs show (on pretended GPUs the program fails: {shown})")
         else:
             at = f" at {found[1].where}" if found and found[1].where else ""
             yield NotJudged(f"what GPUs show: the pretended GPUs of the check do not support what the program does{at}")

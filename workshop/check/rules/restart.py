@@ -15,6 +15,7 @@ from workshop.check.evidence.events import (
     Sketch,
     UnevenJoined,
 )
+from workshop.check.evidence.misuses import PlateauSeen
 from workshop.check.evidence.process import Step
 from workshop.check.evidence.real import Killed, Kills, RealRun
 from workshop.check.evidence.run import Run
@@ -253,9 +254,11 @@ def _state_lost(whole: Run, split: Split, load: str) -> Iterable[tuple[Rule | No
     """What the second start has not restored."""
     base, done, rest = (run.trained[0].steps for run in (whole, split.first, split.second))
     bound = SAME if whole.nproc <= 2 else ROUNDING
-    differences = list(
-        _not_restored(base, done, rest, whole.trained[0].draws, bound, evaluated(split.first.trained[0]))
+    first, draws = split.first.trained[0], whole.trained[0].draws
+    planned = not any(whole.all(PlateauSeen)) and all(
+        one.before.rates == two.before.rates for one, two in zip(base, done, strict=False)
     )
+    differences = list(_not_restored(base, done, rest, draws, bound, evaluated(first), planned))
     if cause := carried.frozen_changed(whole, split):
         yield resume_differs, _seen(cause, load)
         return
@@ -307,7 +310,13 @@ def _with_fix(seen: Seen) -> Seen:
 
 
 def _not_restored(
-    base: list[Step], done: list[Step], rest: list[Step], draws: bool, bound: float, known: Sequence[list[Sketch]] = ()
+    base: list[Step],
+    done: list[Step],
+    rest: list[Step],
+    draws: bool,
+    bound: float,
+    known: Sequence[list[Sketch]] = (),
+    planned: bool = False,
 ) -> Iterator[tuple[Rule, str]]:
     """What the second start (``rest``) has not restored.
 
@@ -316,6 +325,7 @@ def _not_restored(
         draws: the steps draw random numbers.
         bound: the relative difference up to which the parameters at the end count as equal.
         known: the parameters in the evaluations of the first part.
+        planned: the learning rates depend on nothing that the program measures.
     """
     begin, expected, reproducible, samples = rest[0], base[len(done)], is_reproducible(base, done), set(rest[0].keys)
     # Without a seed two runs always differ, so only the first part shows what to expect.
@@ -332,7 +342,7 @@ def _not_restored(
         yield resume_differs, "the second start does not begin with the parameters that the first run ended with"
     elif begin.before.state == 0 and due.before.state > 0:
         yield optimizer_lost, WITHOUT_STATE
-    elif reproducible and (rates := _other_rate(base[len(done) :], rest)):
+    elif (reproducible or planned) and (rates := _other_rate(base[len(done) :], rest)):
         yield schedule_lost, f"the learning rate is {rates} after the second start"
     elif reproducible and draws and begin.random != expected.random:
         yield random_lost, "after the second start the steps draw different random numbers than in an uninterrupted run"
