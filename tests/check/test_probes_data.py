@@ -347,3 +347,19 @@ def test_the_recorder_knows_how_far_an_epoch_is(place):
     made = Made(place("epochs"), EPOCHS.replace("    import torch\n", f"    import torch\n{FINDS}", 1)).well()
     (process,) = made.run.processes
     assert process.stdout.split("\n")[:4] == ["(2, 4, 0)", "(4, 4, 0)", "(2, 4, 2)", "(4, 4, 2)"]
+
+
+SCRIPTED = """
+    import torch
+    from torch.nn import functional as F
+
+    @torch.jit.script
+    def focal(outputs, targets):
+        return F.binary_cross_entropy_with_logits(outputs, targets)
+
+    focal(torch.zeros(2), torch.ones(2))
+"""
+
+
+def test_torch_jit_can_compile_what_calls_an_observed_function(place):
+    Made(place("scripted"), SCRIPTED).well()

@@ -271,9 +271,9 @@ def frozen_changed(whole: Run, split: Split) -> Cause | None:
 
 
 def _frozen(process: Process, done: int) -> Iterator[ModelEvaluated]:
-    """Yield the models that are called without gradients before the first step, and with equal parameters after ``done``."""
+    """Yield the models with the same parameters in the first evaluation, which may follow other steps, and after ``done``."""
     events = process.of(ModelEvaluated)
-    for event in (each for each in events if each.steps == 0):
+    for event in (each for each in events if each.steps == events[0].steps):
         later = [
             each for each in events if each.steps > done and (each.model, each.names) == (event.model, event.names)
         ]
