@@ -49,7 +49,9 @@ def replacement(recorder: Recorder, when: str, method: Function, original: Funct
                 method(result, *args, **kwargs)
         return result
 
-    vars(replaced)["__prepare_scriptable__"] = lambda: original  # for torch.jit.script, which compiles what a function calls
+    vars(replaced)["__prepare_scriptable__"] = lambda: (
+        original
+    )  # for torch.jit.script, which compiles what a function calls
     return replaced
 
 

@@ -19,6 +19,7 @@ from workshop.check.scenarios import WHOLE
 
 # The ratio of the numbers of targets of two batches that matters if the program adds them up over the ranks.
 APART = 1.02
+LEAST = 8  # a count of targets
 COUNTED = 1.05  # the same of the counts by which a program divides its losses itself
 
 
@@ -180,10 +181,13 @@ def _counts(process: Process) -> list[list[list[int]]]:
             found[-1].append(event.counts)
         elif isinstance(event, StepBegun):
             found.append([])
-    for counts, step in zip(found, process.steps, strict=False):
+    steps = found[:-1][-len(process.steps) :]  # without a warmup
+    for counts, step in zip(steps, process.steps, strict=False):
         samples = len(step.keys) // max(1, len(step.backwards))
-        counts[:] = [each if len(each) < (samples or len(each) + 1) else [] for each in counts]
-    return found[:-1]
+        own = [len(each) < (samples or len(each) + 1) for each in counts]
+        # A smaller number may be that of random iterations, whose mean is meant.
+        counts[:] = [[n for n in each if n >= max(samples, LEAST)] * own for each, own in zip(counts, own, strict=True)]
+    return steps
 
 
 def _at(place: int, step: list[list[int]]) -> list[int]:

@@ -275,7 +275,9 @@ def _frozen(process: Process, done: int) -> Iterator[ModelEvaluated]:
     events = process.of(ModelEvaluated)
     for event in (each for each in events if each.steps == events[0].steps):
         later = [
-            each for each in events if each.steps > done and (each.model, each.names) == (event.model, event.names)
+            each
+            for each in events
+            if each.steps > max(done, event.steps) and (each.model, each.names) == (event.model, event.names)
         ]
         if any(difference(each.weights, event.weights) == 0 for each in later):
             yield event
