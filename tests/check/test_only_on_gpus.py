@@ -36,3 +36,13 @@ def test_a_model_that_is_wrapped_only_on_a_gpu_is_averaged_there(condition, kind
     (tmp_path / "train.py").write_text(PROGRAM.format(condition=condition))
     *_, verdict = check_command(["torchrun", "--nproc-per-node=2", "train.py"], folder=tmp_path)
     assert [finding.kind for finding in verdict.errors] == kinds
+
+
+def test_a_run_that_ends_because_it_does_not_wrap_the_model_is_not_judged(tmp_path):
+    text = PROGRAM.format(condition="torch.cuda.device_count() > 1").replace(
+        "dist.destroy_process_group()",
+        'if torch.cuda.device_count() > 1 and dist.get_rank() == 0:\n    raise RuntimeError("rank 0 fails with GPUs")',
+    )
+    (tmp_path / "train.py").write_text(text)
+    *_, verdict = check_command(["torchrun", "--nproc-per-node=2", "train.py"], folder=tmp_path)
+    assert [finding.kind for finding in verdict.errors] == ["crash"]

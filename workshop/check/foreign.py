@@ -222,7 +222,7 @@ class OwnersBench(ProgramBench):
                 continue
             self.gpus, self.devices = gpus, devices
             again = first(self.folder())
-            joined = any(again.all(Joined))
+            joined = any(again.all(Joined)) and any(run.all(Wrapped)) <= any(again.all(Wrapped))  # in DDP, as before
             before, now = (len(each.trained[0].steps) if each.trained else 0 for each in (run, again))
             further = not before or not again.failed or now > before
             together = again.trained and (joined or not run.trained) and further
