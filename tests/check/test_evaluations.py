@@ -31,6 +31,7 @@ from workshop.check.rules.learning import graph_kept_in_evaluation
 from workshop.check.rules.metrics import _shown
 from workshop.check.rules.modes import statistics_differ
 from workshop.check.rules.own_state import saved_apart
+from workshop.check.rules.stages import batches_of_a_layer_differ
 from workshop.check.scenarios import Split
 
 STEP = (passed(1, 2), BEGUN, StepTaken(weights=[]))
@@ -196,3 +197,16 @@ def test_a_rank_that_is_started_again_does_not_write_together_with_itself(ranks,
 def test_a_model_that_is_wrapped_twice_is_named(second, found):
     ranks = [joined(rank, Wrapped(names=("weight",)), Wrapped(names=second, where="t.py:9"), *STEP) for rank in (0, 1)]
     assert [each.where for each in wrapped_twice(run(*ranks))] == found
+
+
+@pytest.mark.parametrize(("wrapped", "found"), [((), 1), ((Wrapped(),), 0)])
+def test_only_ranks_that_share_the_whole_model_must_see_the_same_samples(wrapped, found):
+    """A wrapped model learns from different samples, and only its last layer, for example, is divided."""
+    call = Collective(name="all_reduce", shape=(2, 4), dtype="float32", where="t.py:5", inside=True, group=(0, 1))
+    ranks = []
+    for rank in (0, 1):
+        steps = [(call, passed(rank, rank + 2), BEGUN, StepTaken(weights=[])) for _ in range(3)]
+        ranks.append(joined(rank, *wrapped, *(event for step in steps for event in step)))
+    whole = run(*ranks)
+    vars(whole)["divided"] = "layers"
+    assert len(list(batches_of_a_layer_differ.detectors[0].function(whole))) == found

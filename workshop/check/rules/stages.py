@@ -2,7 +2,15 @@
 
 from itertools import combinations
 
-from workshop.check.evidence.events import CheckpointCalled, Collective, InputSharded, Saved, Sketch
+from workshop.check.evidence.events import (
+    CheckpointCalled,
+    Collective,
+    InputSharded,
+    ModelDivided,
+    Saved,
+    Sketch,
+    Wrapped,
+)
 from workshop.check.evidence.process import Process
 from workshop.check.evidence.run import Run
 from workshop.check.evidence.sketches import CLOSE, difference
@@ -23,6 +31,9 @@ from workshop.check.rules.words import named, plural
 def batches_of_a_layer_differ(run: Run) -> Said:
     """Ranks that have parts of the same layers see different samples."""
     if run.divided != "layers" or run.failed or any(run.all(InputSharded)):  # each rank has a part of the same batch
+        return
+    # Beside a wrapped model, only some layers are divided, such as those of classes, and they get the samples of all ranks.
+    if any(run.all(Wrapped)) and not any(run.all(ModelDivided)):
         return
     for one, two in combinations(run.trained, 2):
         steps = list(zip(one.steps, two.steps, strict=False)) if two.rank in run.parts_of(one) else []
