@@ -30,7 +30,7 @@ from workshop.check.evidence.misuses import (
     ShardsLeft,
     TotalsSummed,
 )
-from workshop.check.probes.contents import chosen_rows
+from workshop.check.probes.contents import chosen_rows, rows
 
 # ---------------------------------------------------------------- two ranks that train
 
@@ -485,3 +485,7 @@ def test_a_model_learns_from_the_nodes_of_a_graph_that_its_numbers_choose():
     assert chosen_rows(graph, [graph, nodes]).tolist() == [[6, 7, 3], [2, 3, 1]]
     for others in ([graph], [graph, labels], [graph, torch.arange(20)], [torch.tensor([1, 30])]):
         assert chosen_rows(graph, others) is graph
+
+
+def test_an_empty_tensor_has_no_rows():
+    assert rows(torch.zeros(2, 0, 4)) == rows(torch.zeros(0, 4)) == []
